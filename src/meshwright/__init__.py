@@ -1,0 +1,29 @@
+"""Meshwright: plan, run and explain the training of any PyTorch model on whatever machines there are."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.api import Run, parallelize, plan_for, prepare
+    from meshwright.core.errors import MeshwrightError, RequestError
+    from meshwright.core.plan import Plan
+    from meshwright.core.task import Field, Task
+
+__version__ = "0.1.0"
+__all__ = ["Field", "MeshwrightError", "Plan", "RequestError", "Run", "Task", "parallelize", "plan_for", "prepare"]
+
+# Looked up on first use, so that `import meshwright` and the command line's --help do not wait for torch.
+_HOMES = {
+    "Field": "core.task",
+    "MeshwrightError": "core.errors",
+    "Plan": "core.plan",
+    "RequestError": "core.errors",
+    "Task": "core.task",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'meshwright' has no attribute '{name}'")
+    from importlib import import_module
+
+    return getattr(import_module(f"meshwright.{_HOMES.get(name, 'api')}"), name)

@@ -1,0 +1,159 @@
+"""What a user's own script calls: prepare(), parallelize(), plan_for()."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from meshwright.core.errors import RequestError
+from meshwright.core.plan import Plan
+from meshwright.core.serial import write_json
+from meshwright.core.task import Batch, Loss
+from meshwright.core.workload import Workload
+from meshwright.describe.discover import discover
+from meshwright.describe.trace import parameters_only, trace_module
+from meshwright.execute.apply import Applied, apply
+from meshwright.execute.data import RankLoader
+from meshwright.execute.session import Session, sample_count
+from meshwright.launch import Place, Rendezvous, adopted, join
+from meshwright.orchestrate import calibrate
+from meshwright.plan import Ranking, Wishes, explain, rank_plans
+
+
+class Run:
+    """A prepared run: iterate `loader`, call `step`. Everything else of the user's script stays as it was."""
+
+    def __init__(self, session: Session, loader: RankLoader, why: str) -> None:
+        self.session, self.loader, self.why = session, loader, why
+
+    @property
+    def plan(self) -> Plan:
+        return self.session.plan
+
+    @property
+    def rank(self) -> int:
+        return self.session.applied.groups.rank
+
+    @property
+    def is_first(self) -> bool:
+        """True on the one rank that should print and save."""
+        return self.rank == 0
+
+    def step(self, batch: Batch, loss_fn: Loss) -> torch.Tensor:
+        """Forward, backward, synchronise, optimizer step. Returns the mean loss over the global batch, the same on every rank."""
+        return self.session.step(batch, loss_fn, total=self.loader.total).loss
+
+    def validate(self, batches: Iterable[Batch], loss_fn: Loss) -> float:
+        """Mean loss without gradients, reduced over ranks; `batches` are global, each rank takes its share."""
+        cut = RankLoader(batches, self.plan, self.rank, seed=self.session.seed, device=self.loader.device)
+        return self.session.validate(cut, loss_fn)
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: Iterable[Batch],
+    *,
+    loss_fn: Loss | None = None,
+    plan: Plan | str | Path | None = None,
+    seed: int = 0,
+    clip: float | None = None,
+) -> Run:
+    """Plan (or take the launcher's plan) and apply it in place. Give `loss_fn` to let the planner see activations too."""
+    place = _join()
+    device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    model.to(device)
+    chosen, why = _decide(model, optimizer, loader, loss_fn, plan, place, device)
+    session = Session(chosen, model, optimizer, seed=seed, clip=clip)
+    if place.rank == 0:
+        _announce(chosen, why, place)
+    return Run(session, RankLoader(loader, chosen, place.rank, seed=seed, device=device), why)
+
+
+def parallelize(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan | str | Path) -> Applied:
+    """Apply a plan in place; then your own loop: `model(x)`, `loss.backward()`, `optimizer.step()`. Gradients are averaged over ranks."""
+    _join()
+    return apply(plan if isinstance(plan, Plan) else Plan.load(Path(plan)), model, optimizer)
+
+
+def plan_for(model: nn.Module, batch: Batch, loss_fn: Loss, *, world: int | None = None, **wishes: Any) -> Ranking:
+    """Ranked plans for a live model on this machine, best first; `explain` tells why. `batch` is a global batch."""
+    cluster = discover(os.environ, ranks=world)
+    workload = Workload(sample_count(batch))
+    profile = trace_module(model, loss_fn, batch, name=type(model).__name__)
+    calibration = calibrate.kept(cluster, os.environ) or calibrate.from_sheet(cluster)
+    return rank_plans(profile, cluster, workload, calibration, Wishes(world=world, **wishes))
+
+
+def _join() -> Place:
+    """Our place among the ranks; makes the process group unless the script already did."""
+    if dist.is_available() and dist.is_initialized():
+        rank = dist.get_rank()
+        local = int(os.environ.get("LOCAL_RANK", rank % max(torch.cuda.device_count(), 1)))
+        return Place(rank, dist.get_world_size(), local, dist.get_world_size(), "", "script")
+    place = adopted(os.environ) or Place(0, 1, 0, 1, "", "python")
+    backend, device = ("nccl", "cuda") if torch.cuda.is_available() else ("gloo", "cpu")
+    join(Rendezvous(place.rank, place.world, place.meeting, backend, device, place.local_rank))
+    return place
+
+
+def _decide(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[Batch], loss_fn: Loss | None,
+    plan: Plan | str | Path | None, place: Place, device: torch.device,
+) -> tuple[Plan, str]:  # fmt: skip
+    given = plan or (place.plan if place.plan not in ("", "auto") else None)
+    if isinstance(given, Plan):
+        return given, "Given by the script."
+    if given is not None:
+        return Plan.load(Path(given)), f"Given by {given}."
+    decision: list[Any] = [None]
+    if place.rank == 0:
+        decision = [_plan_here(model, optimizer, loader, loss_fn, place, device)]
+    if place.world > 1:
+        dist.broadcast_object_list(decision, src=0)
+    if isinstance(decision[0], RequestError):
+        raise decision[0]
+    return decision[0]  # type: ignore[no-any-return]
+
+
+def _plan_here(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[Batch], loss_fn: Loss | None, place: Place, device: torch.device
+) -> tuple[Plan, str] | RequestError:
+    """Rank 0's decision, or the reason why there is none: the others must hear of it rather than wait."""
+    try:
+        cluster = discover(os.environ, ranks=place.world)
+        batch = next(iter(loader)) if loss_fn is not None or not isinstance(loader, DataLoader) else None
+        size = sample_count(batch) if batch is not None else loader.batch_size  # type: ignore[attr-defined]
+        if not size:
+            raise RequestError("the loader's batch size is not known: pass loss_fn to prepare, so that a batch is looked at")
+        profile = parameters_only(model, type(model).__name__) if loss_fn is None else trace_module(model, loss_fn, batch, name=type(model).__name__)
+        name = type(optimizer).__name__.lower()
+        workload = Workload(size, "train", "fp32", name if name in ("sgd", "adam", "adamw") else "adamw")
+        calibration = calibrate.kept(cluster, os.environ) or calibrate.from_sheet(cluster)
+        # A script may do with its model what a compiler cannot follow, so it is compiled only when the script says so.
+        ranking = rank_plans(profile, cluster, workload, calibration, Wishes(world=place.world, compile="none"))
+        if not ranking.best.estimate.fits:
+            raise RequestError(explain(ranking).replace("\n", " "))
+        return ranking.best.plan, explain(ranking)
+    except RequestError as error:
+        return error
+
+
+def _announce(plan: Plan, why: str, place: Place) -> None:
+    print(f"meshwright: {plan.summary()}", file=sys.stderr)
+    if place.run:
+        plan.save(Path(place.run) / "plan.json")
+        write_json(Path(place.run) / "why.json", {"why": why})
+    if place.launcher == "python":
+        devices = len(discover(os.environ).devices)
+        if devices > 1:
+            script = Path(sys.argv[0]).name or "script.py"
+            print(f"meshwright: one of {devices} devices is used; all: meshwright train {script}", file=sys.stderr)

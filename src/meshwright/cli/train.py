@@ -1,0 +1,123 @@
+"""`train`: plan and train. With no argument, the built-in model on everything in this machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from meshwright.cli.shared import (
+    Devices,
+    GlobalBatch,
+    Json,
+    MeshFlag,
+    Nproc,
+    Seq,
+    Settings,
+    device_list,
+    make_config,
+    need_torch,
+    print_json,
+    say,
+    stderr,
+)
+from meshwright.core.errors import RequestError
+from meshwright.core.units import show_bytes, show_seconds
+
+if TYPE_CHECKING:
+    from meshwright.orchestrate import Prepared
+
+
+def train(
+    what: Annotated[str | None, typer.Argument(metavar="[MODEL|CONFIG.json|SCRIPT.py]", help="What to train; the built-in model by default.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[-- SCRIPT ARGUMENTS]", help="Passed on to a script.")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps.")] = None,
+    global_batch: GlobalBatch = None,
+    seq: Seq = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Of parameters, data order and randomness.")] = None,
+    plan: Annotated[str | None, typer.Option("--plan", help="auto, or a plan.json from `meshwright plan -o`.")] = None,
+    nproc: Nproc = None,
+    mesh: MeshFlag = None,
+    devices: Devices = None,
+    backend: Annotated[str | None, typer.Option("--backend", help="gloo or nccl.")] = None,
+    run_dir: Annotated[str | None, typer.Option("--run-dir", help="Folder that holds runs.")] = None,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Plan and train on everything in this machine; or a plan, a configuration or a script of yours.
+
+    Examples:
+      meshwright train
+      meshwright train vae --steps 50 --mesh shard=2 --set zero=2
+      meshwright train examples/02_prepare.py
+    """
+    need_torch()
+    from meshwright.launch import adopted
+    from meshwright.orchestrate import Orchestrator
+
+    flags: dict[str, Any] = {
+        "steps": steps, "global_batch": global_batch, "seq": seq, "seed": seed, "plan": plan, "nproc": nproc, "mesh": mesh,
+        "devices": device_list(devices), "backend": backend, "run_dir": run_dir,
+    }  # fmt: skip
+    script = what if what and what.endswith(".py") else None
+    file = Path(what) if what and what.endswith(".json") else None
+    if arguments and script is None:
+        raise RequestError(f"unexpected argument '{arguments[0]}': only a script takes arguments of its own")
+    if what and script is None and file is None:
+        flags["model"] = what
+    config = make_config(file, settings, **flags)
+    place = adopted(os.environ)
+    if place is not None and script is None:
+        from meshwright.orchestrate.adopted import train_adopted
+
+        found = train_adopted(config, place, os.environ, stderr, say if place.rank == 0 else lambda _: None)
+        if found is not None:
+            _finish(found, None, as_json)
+        return
+    with Orchestrator(config, os.environ, say) as orchestrator:
+        if script is not None:
+            ended = orchestrator.run_script(script, arguments or [], stderr)
+            print_json(ended) if as_json else stderr.print(f"{ended['ranks']} ranks finished in {show_seconds(ended['seconds'])}; {ended['run']}")
+            return
+        prepared = orchestrator.prepare()
+        stderr.print(f"[bold]{prepared.plan.summary()}[/bold] for {prepared.task.name}, {show_seconds(prepared.estimate.step_s)} a step predicted")
+        result = orchestrator.train(prepared, stderr)
+    _finish(result, prepared, as_json)
+
+
+def _finish(result: dict[str, Any], prepared: Prepared | None, as_json: bool) -> None:
+    if as_json:
+        print_json(result)
+        return
+    if prepared is not None:
+        stderr.print("\n[bold]Plan and why[/bold]")
+        stderr.print(prepared.why)
+    stderr.print()
+    stderr.print(comparison(result))
+    losses = result["losses"]
+    if losses:
+        held_out = f", validation {result['validation'][-1]['loss']:.4f}" if result["validation"] else ""
+        stderr.print(f"loss {losses[0]:.4f} → {losses[-1]:.4f}{held_out} in {show_seconds(result['seconds'])}")
+    stderr.print(f"report: {result['report']}")
+
+
+def comparison(result: dict[str, Any]) -> Table:
+    """Predicted against measured, and how far off it was."""
+    predicted, measured = result["predicted"], result["measured"]
+    table = Table(box=None, header_style="bold")
+    table.add_column("")
+    for column in ("predicted", "measured", "off by"):
+        table.add_column(column, justify="right")
+
+    def row(name: str, show: Any, a: float, b: float) -> None:
+        off = f"{a / b - 1:+.0%}" if b == b and b else "–"
+        table.add_row(name, show(a), show(b) if b == b else "too few steps", off)
+
+    row("step time", show_seconds, predicted["step_s"], measured["step_s"])
+    row("peak memory, largest rank", show_bytes, max(predicted["memory_bytes"]), max(measured["memory_bytes"]))
+    if measured.get("exposed_communication_s") is not None:
+        table.add_row("exposed communication", "", show_seconds(measured["exposed_communication_s"]), "")
+    return table

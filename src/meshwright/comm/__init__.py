@@ -1,0 +1,7 @@
+"""Level 1: collectives on tensors, each call named and counted (the protocol is `core.comm.Comm`)."""
+
+from meshwright.comm.ledger import Ledger, Line
+from meshwright.comm.null import NullComm
+from meshwright.comm.torch_comm import TorchComm
+
+__all__ = ["Ledger", "Line", "NullComm", "TorchComm"]

@@ -1,0 +1,72 @@
+"""Constants fitted from measurement, with where and when. A plan is only as good as these."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Points = tuple[tuple[float, float], ...]
+
+
+def interpolate(points: Points, size: float) -> float:
+    """The rate at `size`: log-linear between measured points, constant beyond them."""
+    if not points:
+        return 0.0
+    at = bisect_left(points, (size, 0.0))
+    if at == 0:
+        return points[0][1]
+    if at == len(points):
+        return points[-1][1]
+    (x0, y0), (x1, y1) = points[at - 1], points[at]
+    weight = (math.log(size) - math.log(x0)) / (math.log(x1) - math.log(x0))
+    return math.exp(math.log(y0) * (1 - weight) + math.log(y1) * weight)
+
+
+@dataclass(frozen=True)
+class Line:
+    """α–β: seconds to start, and bytes a second after that (over the bytes that a rank must send)."""
+
+    alpha_s: float
+    bytes_per_s: float
+
+    def seconds(self, sent: float) -> float:
+        return self.alpha_s + sent / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one rank reaches while all ranks of its layout work at once."""
+
+    ranks: int
+    threads: int
+    compute: Mapping[str, Points]  # "matmul/fp32" → (flops a call, flop/s)
+    memory: Points  # (bytes a call, bytes/s)
+    call_s: float  # time an operation takes however small it is
+    collectives: Mapping[str, Line] = field(default_factory=dict)  # "gloo/all_reduce" → line
+    overlap: float = 0.0  # share of a collective that is hidden when there is enough to compute: 0 none, 1 all
+    base_bytes: int = 0  # memory a rank holds before it has a model
+
+    def compute_rate(self, kind: str, precision: str, flops: float) -> float:
+        for key in (f"{kind}/{precision}", f"matmul/{precision}", f"{kind}/fp32", "matmul/fp32"):
+            if key in self.compute:
+                return interpolate(self.compute[key], flops)
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Measurements of one machine. `layouts` holds one entry for each way of cutting it into ranks that was tried."""
+
+    machine: str
+    device: str
+    when: str
+    layouts: tuple[Rates, ...]
+    copies: Mapping[str, float] = field(default_factory=dict)  # "host_to_device" → bytes/s
+    source: str = "probe"
+    error: float = 0.15  # relative, one sigma, of step times predicted from it
+
+    def layout(self, ranks: int) -> Rates:
+        """The entry measured at `ranks`, or the nearest one."""
+        return min(self.layouts, key=lambda r: (abs(r.ranks - ranks), -r.ranks))

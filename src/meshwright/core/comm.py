@@ -1,0 +1,34 @@
+"""The communication protocol: collectives on tensors, each call named. Implementations are in `comm/`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> object: ...
+
+
+class Comm(Protocol):
+    """One group of ranks. Every call is in place or into `output`, returns at once, and is recorded under its name."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Pending: ...
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, name: str, op: str = "sum") -> Pending: ...
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Pending: ...
+
+    def broadcast(self, tensor: torch.Tensor, name: str, source: int = 0) -> Pending: ...
+
+    def barrier(self) -> None: ...

@@ -1,0 +1,31 @@
+"""What goes wrong, in a form a user can act on: one line that says what, where, and what to change."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MeshwrightError(Exception):
+    """Base of every error Meshwright raises on purpose; `exit_code` is what the command line returns."""
+
+    exit_code = 1
+
+
+class RequestError(MeshwrightError):
+    """The request was wrong: the user can mend it. The command line prints it as one line and exits with 2."""
+
+    exit_code = 2
+
+
+class RunError(MeshwrightError):
+    """The run failed: the request was sound, something broke while it was carried out."""
+
+
+def unknown(kind: str, word: str, choices: Iterable[str], where: str = "") -> RequestError:
+    """An error for a name that is not one of `choices`, with the nearest valid one."""
+    names = sorted(choices)
+    near = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.4)
+    hint = f"did you mean '{near[0]}'?" if near else f"one of: {', '.join(names)}"
+    place = f" in {where}" if where else ""
+    return RequestError(f"unknown {kind} '{word}'{place}; {hint}")

@@ -1,0 +1,30 @@
+"""What happened, in the order each rank saw it; and what broke."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of events-RANK.jsonl."""
+
+    time: float  # seconds since the epoch
+    rank: int
+    kind: str  # start, applied, step, validation, fault, stop, end …
+    step: int = -1
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One failure: which rank, what it was, and whether it only follows from another rank's failure."""
+
+    time: float
+    rank: int
+    kind: str  # exception class, "killed by SIGKILL", "exit 3"
+    message: str
+    traceback: str = ""
+    secondary: bool = False  # a peer's connection closed: look at the other rank

@@ -1,0 +1,80 @@
+"""The mesh: named axes and their degrees. It holds no live process group; `execute` makes those from it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from meshwright.core.errors import RequestError, unknown
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Degrees by axis, outermost first; the last axis holds neighbouring ranks. `tp` may have one to three dimensions."""
+
+    pp: int = 1
+    dp: int = 1
+    shard: int = 1
+    cp: int = 1
+    ep: int = 1
+    tp: tuple[int, ...] = (1,)
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if self.degree(axis) < 1 or (axis == "tp" and min(self.tp) < 1):
+                raise RequestError(f"mesh axis {axis}: a degree is at least 1")
+        if not 1 <= len(self.tp) <= 3:
+            raise RequestError(f"mesh axis tp has {len(self.tp)} dimensions: write one to three, like tp=2x2x1")
+
+    def degree(self, axis: str) -> int:
+        value: int | tuple[int, ...] = getattr(self, axis)
+        return math.prod(value) if isinstance(value, tuple) else value
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.degree(axis) for axis in AXES)
+
+    @property
+    def data_width(self) -> int:
+        """How many ways a global batch is cut: replicas and ZeRO shards both take their own samples."""
+        return self.dp * self.shard
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        stride = math.prod(self.degree(a) for a in AXES[AXES.index(axis) + 1 :])
+        return rank // stride % self.degree(axis)
+
+    def data_rank(self, rank: int) -> int:
+        """Which of the `data_width` slices of a batch this rank takes."""
+        return self.coordinate(rank, "dp") * self.shard + self.coordinate(rank, "shard")
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """The rank lists that differ only along `axis`; each collective on that axis runs in one of them."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.size):
+            others = tuple(self.coordinate(rank, a) for a in AXES if a != axis)
+            found.setdefault(others, []).append(rank)
+        return list(found.values())
+
+    @staticmethod
+    def parse(text: str) -> Mesh:
+        """'dp=2,shard=2,tp=2x2x1' → Mesh; an axis left out is 1."""
+        degrees: dict[str, int | tuple[int, ...]] = {}
+        for part in filter(None, text.replace(" ", "").split(",")):
+            axis, _, value = part.partition("=")
+            if axis not in AXES:
+                raise unknown("mesh axis", axis, AXES, f"--mesh {text}")
+            try:
+                sizes = tuple(int(v) for v in value.split("x"))
+            except ValueError:
+                raise RequestError(f"--mesh {text}: '{part}' needs a whole number, like {axis}=2") from None
+            if len(sizes) > 1 and axis != "tp":
+                raise RequestError(f"--mesh {text}: only tp has several dimensions; write {axis}={math.prod(sizes)}")
+            degrees[axis] = sizes if axis == "tp" else sizes[0]
+        return Mesh(**degrees)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        parts = [f"{a}={'x'.join(map(str, self.tp)) if a == 'tp' else self.degree(a)}" for a in AXES if self.degree(a) > 1]
+        return ",".join(parts) or "dp=1"
+
+
+AXES: tuple[str, ...] = tuple(f.name for f in fields(Mesh))

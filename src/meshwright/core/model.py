@@ -1,0 +1,127 @@
+"""What a model costs, layer by layer, as numbers that no longer need the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+KernelKind = Literal["matmul", "conv", "attention", "memory"]
+Phase = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """`count` calls of one operation of one size: what it computes and what it moves through memory, a call."""
+
+    kind: KernelKind
+    phase: Phase
+    flops: float
+    bytes: float
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One parameter: its name in the model, its shape, and bytes an element in storage."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int = 4
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One layer in execution order. Byte counts are for the profile's batch."""
+
+    name: str
+    kind: str  # class name
+    parameters: int
+    flops_forward: float
+    flops_backward: float
+    activation_bytes: float  # saved for backward
+    output_bytes: float
+    transient_bytes: float = 0.0  # largest single operation's inputs and outputs in this layer
+    tensors: tuple[TensorSpec, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+    block: str = ""  # name shared by repeated blocks of the same structure; "" when it stands alone
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """A traced model at `batch` samples; `slopes` is what one more sample adds, so that `at` needs no second trace."""
+
+    name: str
+    layers: tuple[LayerProfile, ...]
+    batch: int
+    slopes: tuple[LayerProfile, ...]
+    precision: str = "fp32"
+    attention: str = "flash"
+    tokens_per_sample: int | None = None
+    tied: tuple[str, ...] = ()  # parameters that several layers share, counted once
+
+    @property
+    def parameters(self) -> int:
+        return sum(layer.parameters for layer in self.layers)
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(t.bytes for t in self.tensors)
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return tuple(t for layer in self.layers for t in layer.tensors)
+
+    @property
+    def flops_forward(self) -> float:
+        return sum(layer.flops_forward for layer in self.layers)
+
+    @property
+    def flops_backward(self) -> float:
+        return sum(layer.flops_backward for layer in self.layers)
+
+    @property
+    def activation_bytes(self) -> float:
+        return sum(layer.activation_bytes for layer in self.layers)
+
+    def at(self, batch: int) -> ModelProfile:
+        """The same model at another batch size: costs are affine in the number of samples."""
+        if batch == self.batch:
+            return self
+        more = batch - self.batch
+        memo: dict[tuple[int, int], tuple[Kernel, ...]] = {}
+        layers = tuple(_shift(a, b, more, memo) for a, b in zip(self.layers, self.slopes, strict=True))
+        return replace(self, layers=layers, batch=batch)
+
+
+def _shift(layer: LayerProfile, slope: LayerProfile, more: int, memo: dict[tuple[int, int], tuple[Kernel, ...]]) -> LayerProfile:
+    key = (id(layer.kernels), id(slope.kernels))
+    if key not in memo:
+        memo[key] = tuple(
+            replace(k, flops=max(k.flops + more * s.flops, 0.0), bytes=max(k.bytes + more * s.bytes, 0.0))
+            for k, s in zip(layer.kernels, slope.kernels, strict=True)
+        )
+
+    def line(get: Callable[[LayerProfile], float]) -> float:
+        return max(get(layer) + more * get(slope), 0.0)
+
+    return replace(
+        layer,
+        flops_forward=line(lambda x: x.flops_forward),
+        flops_backward=line(lambda x: x.flops_backward),
+        activation_bytes=line(lambda x: x.activation_bytes),
+        output_bytes=line(lambda x: x.output_bytes),
+        transient_bytes=line(lambda x: x.transient_bytes),
+        kernels=memo[key],
+    )

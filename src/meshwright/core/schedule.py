@@ -1,0 +1,44 @@
+"""A schedule: the ordered actions of one step, as data. It can be run, priced, counted or drawn; it does none of that itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+Op = Literal["forward", "backward", "optimizer", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv"]
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing a rank does. A collective runs beside computation from where it stands; `waits` names what must be over first."""
+
+    name: str
+    op: Op
+    layer: int = -1  # index into the profile's layers, for computation
+    bytes: int = 0  # size of the whole tensor that a collective works on, padding included
+    padding: int = 0  # of these, bytes that carry nothing
+    axis: str = ""
+    waits: tuple[str, ...] = ()
+
+    @property
+    def is_collective(self) -> bool:
+        return self.op in COLLECTIVES
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steady step of every rank. Ranks that do the same share one entry: `ranks` maps a rank to its program."""
+
+    programs: tuple[tuple[Action, ...], ...]
+    ranks: Mapping[str, int] = field(default_factory=dict)
+
+    def of(self, rank: int) -> tuple[Action, ...]:
+        return self.programs[self.ranks.get(str(rank), 0)]
+
+
+def wire_factor(op: str, group: int) -> float:
+    """Bytes a rank must send for each byte of the tensor, by the bandwidth-optimal algorithm; an all-reduce is both halves."""
+    share = (group - 1) / group
+    return {"all_reduce": 2 * share, "broadcast": 1.0 if group > 1 else 0.0}.get(op, share)

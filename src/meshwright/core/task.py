@@ -1,0 +1,46 @@
+"""What to train: a model factory, its loss, and the shape of the samples it eats. Torch appears only in annotations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Batch = Any  # a tensor, or tuples, lists and dicts of tensors whose first dimension counts samples
+Loss = Callable[["nn.Module", Batch], "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One named tensor of a sample. `high` bounds integers from above (a vocabulary, a number of classes)."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    high: int = 0
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model together with what training it means. `loss(model, batch)` gives a mean, or (sum, count)."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    loss: Loss
+    fields: Mapping[str, Field]
+    data: str = "synthetic"  # name of a built-in data set
+    global_batch: int = 32
+    learning_rate: float = 1e-3
+    tokens_per_sample: int | None = None
+    note: str = ""
+
+
+@runtime_checkable
+class Keyed(Protocol):
+    """A module whose randomness depends on what is computed, not on who computes it (see zoo/keyed.py)."""
+
+    def set_key(self, seed: int, step: int, first_sample: int) -> None:
+        """Before each micro-batch: the run's seed, the step, and the global number of the first sample."""

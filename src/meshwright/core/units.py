@@ -1,0 +1,56 @@
+"""Quantities as people write them: bytes, seconds, counts and rates, to text and back."""
+
+from __future__ import annotations
+
+import re
+
+from meshwright.core.errors import RequestError
+
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E")
+
+
+def _scaled(value: float, unit: str, prefixes: tuple[str, ...]) -> str:
+    size = float(value)
+    for prefix in prefixes:
+        if abs(size) < 999.5 or prefix == prefixes[-1]:
+            digits = 0 if prefix == "" and size == int(size) else 1 if abs(size) >= 9.995 else 2
+            return f"{size:.{digits}f} {prefix}{unit}".rstrip()
+        size /= 1000
+    raise AssertionError("unreachable")
+
+
+def show_bytes(value: float) -> str:
+    """31200000000 → '31.2 GB' (decimal, as memory and links are sold)."""
+    return _scaled(value, "B", _PREFIXES)
+
+
+def show_count(value: float) -> str:
+    """124439808 → '124.4 M'."""
+    return _scaled(value, "", (*_PREFIXES[:3], "B", "T"))
+
+
+def show_rate(value: float, unit: str) -> str:
+    """show_rate(3.6e10, 'FLOP/s') → '36.0 GFLOP/s'."""
+    return _scaled(value, unit, _PREFIXES)
+
+
+def show_seconds(value: float) -> str:
+    """0.0123 → '12.3 ms'; 75 → '1 min 15 s'."""
+    if value >= 3600:
+        return f"{int(value // 3600)} h {int(value % 3600 // 60)} min"
+    if value >= 60:
+        return f"{int(value // 60)} min {int(value % 60)} s"
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value * 1e6:.2g} µs"
+
+
+def parse_bytes(text: str) -> int:
+    """'24GB' → 24000000000, '16GiB' → 17179869184, '1024' → 1024."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([kKMGTP]?)(i?)B?\s*", text)
+    if match is None:
+        raise RequestError(f"'{text}' is not a size; write it like 24GB or 512MiB")
+    number, prefix, binary = match.groups()
+    power = " KMGTP".index(prefix.upper() or " ")
+    return int(float(number) * (1024 if binary else 1000) ** power)

@@ -1,0 +1,22 @@
+"""What is to be done with a model: how much at once, in which precision, with which optimizer, and what counts as good."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+ITEM_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+# State elements an optimizer keeps for each parameter element.
+OPTIMIZER_STATES: dict[str, int] = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training job, seen from the planner."""
+
+    global_batch: int
+    kind: Literal["train", "serve"] = "train"
+    precision: Precision = "fp32"
+    optimizer: str = "adamw"
+    objective: Literal["time", "memory"] = "time"

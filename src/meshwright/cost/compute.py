@@ -1,0 +1,52 @@
+"""Computation: a roofline over measured rates. Each kernel takes the longer of its arithmetic and its memory traffic, plus a call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.core.calibration import Rates, interpolate
+from meshwright.core.model import Kernel, LayerProfile, ModelProfile
+from meshwright.core.workload import OPTIMIZER_STATES
+
+# What compilation leaves of the bandwidth-bound work and of the calls, by fusing element-wise chains into one pass.
+# From GPT-2 124M on one H200 (docs/log.md): compiled against eager step time.
+FUSED_BYTES = 0.35
+FUSED_CALLS = 0.25
+
+
+@dataclass(frozen=True)
+class ComputeCost:
+    """Prices layers of one profile at one set of rates."""
+
+    rates: Rates
+    precision: str
+    compiled: bool = False
+
+    def layer(self, layer: LayerProfile, phase: str, memo: dict[tuple[int, str], float]) -> float:
+        """Seconds of one layer's forward or backward; repeated layers share their kernels, so they are priced once."""
+        key = (id(layer.kernels), phase)
+        if key not in memo:
+            memo[key] = sum(self._kernel(k) for k in layer.kernels if k.phase == phase)
+        return memo[key]
+
+    def _kernel(self, kernel: Kernel) -> float:
+        fused = self.compiled and kernel.kind == "memory"
+        arithmetic = 0.0
+        if kernel.flops:
+            rate = self.rates.compute_rate(kernel.kind, self.precision, kernel.flops)
+            arithmetic = kernel.flops / rate if rate else 0.0
+        bandwidth = interpolate(self.rates.memory, max(kernel.bytes, 1.0))
+        traffic = kernel.bytes * (FUSED_BYTES if fused else 1.0) / bandwidth if bandwidth else 0.0
+        return kernel.count * (max(arithmetic, traffic) + self.rates.call_s * (FUSED_CALLS if fused else 1.0))
+
+    def optimizer(self, elements: float, name: str, itemsize: int) -> float:
+        """One fused pass: read parameter, gradient and states, write parameter and states."""
+        states = OPTIMIZER_STATES.get(name, 2)
+        moved = elements * itemsize * (3 + 2 * states)
+        bandwidth = interpolate(self.rates.memory, max(moved, 1.0))
+        return moved / bandwidth if bandwidth else 0.0
+
+
+def model_flops(profile: ModelProfile) -> float:
+    """FLOPs that a step of one micro-batch needs; recomputation is not among them, so MFU does not reward it."""
+    return profile.flops_forward + profile.flops_backward

@@ -1,0 +1,77 @@
+"""Peak bytes of a rank, by kind. The formulas follow what `execute` allocates, not what a paper counts."""
+
+from __future__ import annotations
+
+from meshwright.core.calibration import Rates
+from meshwright.core.model import LayerProfile, ModelProfile
+from meshwright.core.plan import Plan
+from meshwright.core.workload import OPTIMIZER_STATES
+from meshwright.schedule.expand import gradient_buckets, unit_bytes
+
+
+def held_bytes(plan: Plan, profile: ModelProfile, optimizer: str) -> dict[str, int]:
+    """Parameters, gradients and optimizer state a rank holds after backward, padding included: ZeRO's arithmetic for these storage types."""
+    whole = sum(t.bytes for t in profile.tensors)
+    states = OPTIMIZER_STATES[optimizer]
+    if plan.world == 1:
+        return {"parameters": whole, "gradients": whole, "optimizer": states * whole}
+    if plan.memory.zero == 3:
+        piece = unit_bytes(list(profile.layers), plan.mesh.shard)[0] // plan.mesh.shard
+        return {"parameters": piece, "gradients": piece, "optimizer": states * piece}
+    flat = sum(b.bytes for b in gradient_buckets(plan, profile))
+    if plan.memory.zero == 0:
+        return {"parameters": whole, "gradients": flat, "optimizer": states * whole}
+    piece = flat // plan.mesh.shard
+    return {"parameters": flat, "gradients": flat if plan.memory.zero == 1 else piece, "optimizer": states * piece}
+
+
+def peak_bytes(plan: Plan, profile: ModelProfile, optimizer: str, rates: Rates) -> dict[str, int]:
+    """The largest rank's peak by kind; `profile` is at the largest micro-batch."""
+    held = held_bytes(plan, profile, optimizer)
+    activations = activation_peak(plan, profile)
+    kinds = {
+        "parameters": held["parameters"],
+        "optimizer": held["optimizer"],
+        "activations": int(activations),
+        "workspace": int(max((layer.transient_bytes for layer in profile.layers), default=0)),
+        "communication": _communication(plan, profile),
+        "framework": rates.base_bytes,
+    }
+    # On one device gradients appear as activations go: the peak holds the larger of the two sweeps.
+    kinds["gradients"] = held["gradients"] if plan.world > 1 else max(held["gradients"] - int(activations), 0)
+    return kinds
+
+
+def activation_peak(plan: Plan, profile: ModelProfile) -> float:
+    """Bytes saved for backward when the last layer's forward ends, plus one unit's worth that recomputation brings back."""
+    if plan.memory.recompute == "none":
+        return profile.activation_bytes
+    units = set(plan.memory.units)
+    kept = brought_back = 0.0
+    for layer in profile.layers:
+        if layer.name in units:
+            kept += layer.output_bytes  # a block's input is as large as its output in every repeated block
+            brought_back = max(brought_back, layer.activation_bytes)
+        else:
+            kept += layer.activation_bytes
+    return kept + brought_back
+
+
+def _communication(plan: Plan, profile: ModelProfile) -> int:
+    """Buffers that live only while something travels."""
+    if plan.world == 1:
+        return 0
+    if plan.memory.zero == 3:
+        units = set(plan.memory.units)
+        sizes = [unit_bytes([layer], plan.mesh.shard)[0] for layer in profile.layers if layer.name in units]
+        root = unit_bytes(_rest(profile, units), plan.mesh.shard)[0]
+        # Gathered: the root and two units (the next is fetched ahead). Going back: one unit's whole gradient and its copy to send.
+        return root + 4 * max(sizes, default=0) + (root if not sizes else 0)
+    if plan.memory.zero == 2:
+        largest = sorted((b.bytes for b in gradient_buckets(plan, profile)), reverse=True)
+        return sum(largest[:2])
+    return max((t.bytes for t in profile.tensors), default=0)  # a fresh gradient before it is copied into its bucket
+
+
+def _rest(profile: ModelProfile, units: set[str]) -> list[LayerProfile]:
+    return [layer for layer in profile.layers if layer.name not in units]

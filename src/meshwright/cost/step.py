@@ -1,0 +1,113 @@
+"""The step: run a schedule on two streams, computation and communication, with measured rates, and sum up an Estimate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from meshwright.core.calibration import Calibration, Rates
+from meshwright.core.cluster import Cluster
+from meshwright.core.estimate import Estimate
+from meshwright.core.model import ModelProfile
+from meshwright.core.plan import Plan
+from meshwright.core.schedule import Action
+from meshwright.core.units import show_bytes
+from meshwright.core.workload import Workload
+from meshwright.cost.collective import collective_seconds, sent_bytes
+from meshwright.cost.compute import ComputeCost, model_flops
+from meshwright.cost.memory import peak_bytes
+from meshwright.schedule import expand
+
+HEADROOM = 0.92  # of a device's memory; the rest is for fragmentation and what others hold
+
+
+def estimate(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, calibration: Calibration) -> Estimate:
+    """Predict one plan. `profile` may be at any batch: it is moved to the plan's micro-batch."""
+    micro = profile.at(plan.largest_micro_batch)
+    rates = calibration.layout(plan.world)
+    clock = _run(plan, micro, workload, cluster, rates)
+    kinds = peak_bytes(plan, micro, workload.optimizer, rates)
+    need = sum(kinds.values())
+    capacity = min(d.memory_bytes for d in cluster.devices[: plan.world])
+    if cluster.devices[0].kind == "cpu":  # CPU ranks share the node's memory, however many there are
+        capacity = cluster.nodes[0].memory_bytes // plan.world
+    fits, reason = _verdict(need, capacity)
+    step = clock.now
+    samples = plan.global_batch / step if step else 0.0
+    flops = model_flops(profile.at(plan.global_batch))
+    peak = cluster.devices[0].peak_flops.get(plan.memory.precision) or max(
+        (rate for key, points in rates.compute.items() if key.endswith(plan.memory.precision) for _, rate in points), default=0.0
+    )
+    return Estimate(
+        step_s=step,
+        breakdown=clock.breakdown,
+        memory_bytes=(need,) * plan.world,
+        memory_kinds=kinds,
+        samples_per_s=samples,
+        tokens_per_s=samples * profile.tokens_per_sample if profile.tokens_per_sample else None,
+        mfu=flops / step / (peak * plan.world) if step and peak else None,
+        fits=fits,
+        reason=reason,
+        error=calibration.error,
+        traffic_bytes=clock.traffic,
+    )
+
+
+def _verdict(need: int, capacity: int) -> tuple[bool, str]:
+    limit = int(capacity * HEADROOM)
+    if need <= limit:
+        return True, f"needs {show_bytes(need)} a device of {show_bytes(capacity)}"
+    return False, f"needs {show_bytes(need)} a device, this one has {show_bytes(capacity)}"
+
+
+@dataclass
+class _Clock:
+    """Two streams of one rank. Where they compete for the same cores, a collective also costs computation."""
+
+    compute: float = 0.0
+    network: float = 0.0
+    traffic: float = 0.0
+    finished: dict[str, float] = field(default_factory=dict)
+    breakdown: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("forward", "backward", "optimizer", "communication"), 0.0))
+
+    @property
+    def now(self) -> float:
+        return max(self.compute, self.network)
+
+    def stall(self, until: float) -> None:
+        if until > self.compute:
+            self.breakdown["communication"] += until - self.compute
+            self.compute = until
+
+
+def _run(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates) -> _Clock:
+    clock = _Clock()
+    price = ComputeCost(rates, plan.memory.precision, plan.compile != "none")
+    memo: dict[tuple[int, str], float] = {}
+    overlap = rates.overlap if plan.sync.overlap else 0.0
+    for action in expand(plan, profile).of(0):
+        start = max((clock.finished.get(w, 0.0) for w in action.waits), default=0.0)
+        if action.is_collective:
+            _communicate(clock, action, start, collective_seconds(action, plan, cluster, rates), overlap)
+            clock.traffic += sent_bytes(action, plan)
+            continue
+        clock.stall(start)
+        if action.op == "optimizer":
+            shards = plan.mesh.shard if plan.memory.zero else 1
+            item = profile.tensors[0].itemsize if profile.tensors else 4
+            seconds = price.optimizer(profile.parameters / shards, workload.optimizer, item)
+        else:
+            seconds = price.layer(profile.layers[action.layer], action.op, memo)
+        clock.breakdown[action.op] += seconds
+        clock.compute += seconds
+        clock.finished[action.name] = clock.compute
+    clock.stall(clock.network)
+    return clock
+
+
+def _communicate(clock: _Clock, action: Action, start: float, seconds: float, overlap: float) -> None:
+    begin = max(clock.network, clock.compute, start)
+    clock.network = begin + seconds
+    clock.finished[action.name] = clock.network
+    stolen = seconds * (1.0 - overlap)
+    clock.breakdown["communication"] += stolen
+    clock.compute += stolen

@@ -1,0 +1,49 @@
+"""Data sets by name, behind one small protocol: a length, and a batch for given indices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from meshwright.core.errors import RequestError, unknown
+from meshwright.core.task import Field
+from meshwright.data import corpus, images
+from meshwright.data.synthetic import Synthetic
+
+Split = Literal["train", "validation"]
+_NAMES = ("source", "digits", "mnist", "cifar10", "synthetic")
+
+
+class Dataset(Protocol):
+    """Samples by index. The same index gives the same sample on every rank."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Tensor) -> dict[str, Tensor]:
+        """The samples at `indices`, gathered at once: one tensor a field, first dimension as long as `indices`."""
+        ...
+
+
+def names() -> tuple[str, ...]:
+    """The built-in data sets."""
+    return _NAMES
+
+
+def load(name: str, fields: Mapping[str, Field], *, split: Split = "train", folder: Path | None = None, seed: int = 0) -> Dataset:
+    """A data set in the shape a task asks for. `folder` holds the files of mnist and cifar10; `seed` is for synthetic."""
+    if split not in ("train", "validation"):
+        raise unknown("split", split, ("train", "validation"))
+    if name == "source":
+        return corpus.load(fields, split)
+    if name == "synthetic":
+        return Synthetic(fields, split, seed)
+    if name == "digits":
+        return images.load_digits(fields, split)
+    if name not in _NAMES:
+        raise unknown("data set", name, _NAMES)
+    if folder is None:
+        raise RequestError(f"data set '{name}' is read from local files: say in which folder they are")
+    return images.load_mnist(fields, split, folder) if name == "mnist" else images.load_cifar10(fields, split, folder)

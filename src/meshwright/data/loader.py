@@ -1,0 +1,67 @@
+"""One rank's part of each global batch, with the next batches prepared in a background thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from meshwright.core.errors import RequestError
+from meshwright.data.sampler import GlobalSampler
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from meshwright.data.dataset import Dataset
+
+_AHEAD = 2  # batches prepared before they are asked for: one may be late without a wait
+
+
+class Loader:
+    """Batches of samples [first, first + count) of each global batch, from the sampler's position on.
+
+    The state counts batches handed out, not those prepared: after a batch is received, `state_dict` points behind it.
+    `steps` bounds one iteration; the next one goes on where it stopped.
+    """
+
+    def __init__(self, dataset: Dataset, sampler: GlobalSampler, first: int, count: int, steps: int | None = None, pin: bool = False) -> None:
+        if first < 0 or count < 1 or first + count > sampler.global_batch:
+            raise RequestError(f"samples {first}…{first + count - 1} are not a part of a global batch of {sampler.global_batch}")
+        self.dataset = dataset
+        self.sampler = sampler
+        self.first = first
+        self.count = count
+        self.steps = steps
+        self.pin = pin
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        # An executor rather than a queue: nobody blocks on a full queue, so leaving early needs no signal, and a
+        # result carries the thread's exception to whoever takes it.
+        pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        ready: deque[tuple[int, Future[dict[str, Tensor]]]] = deque()
+        due, asked, given = self.sampler.position, 0, 0
+        try:
+            while self.steps is None or given < self.steps:
+                while len(ready) <= _AHEAD and (self.steps is None or asked < self.steps):
+                    after = self.sampler.after(due, self.sampler.global_batch)
+                    ready.append((after, pool.submit(self._fetch, due)))
+                    due, asked = after, asked + 1
+                position, future = ready.popleft()
+                batch = future.result()
+                self.sampler.position, given = position, given + 1
+                yield batch
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes effect at the next `iter`."""
+        self.sampler.load_state_dict(state)
+
+    def _fetch(self, position: int) -> dict[str, Tensor]:
+        indices = self.sampler.indices_from(position, self.sampler.global_batch)
+        batch = self.dataset.batch(indices[self.first : self.first + self.count])
+        return {name: values.pin_memory() for name, values in batch.items()} if self.pin else batch

@@ -1,0 +1,88 @@
+"""Which samples make up which global batch: a pure function of seed and position, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.core.errors import RequestError
+
+
+class GlobalSampler:
+    """Global batches over `length` samples, a new permutation each epoch, the incomplete batch at an epoch's end dropped.
+
+    All epochs laid end to end form one endless stream; `position` is the place in it, counted in samples, where the next
+    batch begins. It does not mention the batch size, so a run may go on with another one and misses and repeats nothing.
+    """
+
+    def __init__(self, length: int, global_batch: int, seed: int, shuffle: bool = True) -> None:
+        if length < 1:
+            raise RequestError("the data set is empty")
+        if global_batch < 1:
+            raise RequestError(f"global batch {global_batch} must be at least 1")
+        self.length = length
+        self.global_batch = global_batch
+        self.seed = seed
+        self.shuffle = shuffle
+        self.position = 0
+        self._epochs: dict[int, Tensor] = {}
+
+    def indices(self, step: int) -> Tensor:
+        """The whole global batch of `step` in a run that has kept to this batch size from the start."""
+        return self.indices_from(self.position_of(step), self.global_batch)
+
+    def slice(self, step: int, first: int, count: int) -> Tensor:
+        """The samples [first, first + count) of the global batch of `step`."""
+        return self.indices(step)[first : first + count]
+
+    def position_of(self, step: int) -> int:
+        """Where the batch of `step` begins in a run that has kept to this batch size."""
+        if self.global_batch > self.length:
+            return step * self.global_batch
+        epoch, within = divmod(step, self.length // self.global_batch)
+        return epoch * self.length + within * self.global_batch
+
+    def indices_from(self, position: int, count: int) -> Tensor:
+        """The `count` samples of a batch that is due at `position`."""
+        position = self._start(position, count)
+        parts = []
+        while count > 0:  # more than one turn only for a batch larger than the data set
+            epoch, offset = divmod(position, self.length)
+            taken = min(count, self.length - offset)
+            parts.append(self._epoch(epoch)[offset : offset + taken] if self.shuffle else torch.arange(offset, offset + taken))
+            position, count = position + taken, count - taken
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def after(self, position: int, count: int) -> int:
+        """The position once a batch of `count` that was due at `position` is consumed."""
+        return self._start(position, count) + count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "seed": self.seed, "length": self.length, "shuffle": self.shuffle}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved position; the stream must be the same one, the batch size need not be."""
+        for key in ("length", "seed", "shuffle"):
+            here = getattr(self, key)
+            if state[key] != here:
+                raise RequestError(f"cannot resume the data: saved with {key} {state[key]}, now it is {here}: use the same data set and seed")
+        self.position = int(state["position"])
+
+    def _start(self, position: int, count: int) -> int:
+        """An epoch's rest that is too short for a batch is skipped; a batch larger than the data set runs over epochs."""
+        rest = self.length - position % self.length
+        return position + rest if rest < count <= self.length else position
+
+    def _epoch(self, epoch: int) -> Tensor:
+        # The dictionary is replaced, never changed, so that a loader's thread and the main one may both ask.
+        found = self._epochs.get(epoch)
+        if found is None:
+            digest = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=7).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+            found = torch.randperm(self.length, generator=generator)
+            self._epochs = {**dict(list(self._epochs.items())[-1:]), epoch: found}
+        return found

@@ -1,0 +1,304 @@
+"""This machine as a `Cluster`: its GPUs, or else its cores, with what the kernel says of memory, CPU, NUMA and network.
+
+Every file is read below `root`, so that a made-up /proc and /sys describe any machine; the environment is handed in."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+import struct
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from meshwright.core.cluster import Cluster, Device, Interface, Link, Node
+from meshwright.core.errors import RequestError
+from meshwright.core.units import show_bytes
+from meshwright.describe import nvml
+from meshwright.describe.catalog import DeviceSheet, lookup
+
+# Who started us, by what they leave in the environment. The first that fits is named, so the owner of an allocation (Slurm sets PMI_SIZE
+# too) comes before the tool that starts processes inside it. All variables of an entry must be there.
+_SCHEDULERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("slurm", ("SLURM_JOB_ID",)),
+    ("mpi", ("OMPI_COMM_WORLD_SIZE",)),
+    ("mpi", ("PMI_SIZE",)),
+    ("ray", ("RAY_ADDRESS",)),
+    ("ray", ("RAY_JOB_ID",)),
+    ("kubernetes", ("KUBERNETES_SERVICE_HOST",)),
+    ("torchrun", ("TORCHELASTIC_RUN_ID",)),
+    ("torchrun", ("RANK", "WORLD_SIZE")),
+)
+
+# ARM cores say who they are by number only: (implementer, part) → name.
+_ARM_CORES = {
+    (0x41, 0xD03): "Arm Cortex-A53",
+    (0x41, 0xD05): "Arm Cortex-A55",
+    (0x41, 0xD07): "Arm Cortex-A57",
+    (0x41, 0xD08): "Arm Cortex-A72",
+    (0x41, 0xD0B): "Arm Cortex-A76",
+    (0x41, 0xD0C): "Arm Neoverse-N1",
+    (0x41, 0xD40): "Arm Neoverse-V1",
+    (0x41, 0xD49): "Arm Neoverse-N2",
+    (0x41, 0xD4F): "Arm Neoverse-V2",
+    (0x41, 0xD83): "Arm Neoverse-V3AE",
+    (0x41, 0xD84): "Arm Neoverse-V3",
+    (0x41, 0xD8E): "Arm Neoverse-N3",
+    (0x46, 0x001): "Fujitsu A64FX",
+    (0x48, 0xD01): "HiSilicon TaiShan v110",
+    (0x4E, 0x004): "NVIDIA Carmel",
+    (0x51, 0x001): "Qualcomm Oryon",
+    (0xC0, 0xAC3): "AmpereOne",
+    (0xC0, 0xAC4): "AmpereOne A",
+}
+
+# Until a probe measures them: what a message between two GPUs of one node commonly takes to start, and a PCIe 3.0 path for an unknown card.
+_NVLINK_LATENCY_S, _PCIE_LATENCY_S = 5e-6, 1e-5
+_UNKNOWN_PCIE = Link("PCIe", _PCIE_LATENCY_S, 12e9)
+_SIOCGIFADDR = 0xC0206921 if sys.platform == "darwin" else 0x8915
+# A cgroup without a limit reports a number near 2**63 (v1) or "max" (v2).
+_NO_LIMIT = 1 << 60
+
+
+def discover(
+    environ: Mapping[str, str],
+    *,
+    ranks: int | None = None,
+    devices: tuple[int, ...] | None = None,
+    root: Path = Path("/"),
+    gpus: Sequence[nvml.Gpu] | None = None,
+) -> Cluster:
+    """This machine. `devices` picks by index and `ranks` says how many; `gpus` replaces what the driver reports.
+
+    With GPUs, one device each; without, one for each core that this process may use, or `ranks` of them."""
+    if ranks is not None and ranks < 1:
+        raise RequestError(f"--nproc {ranks}: at least 1 process is needed")
+    found = nvml.gpus(environ.get("CUDA_VISIBLE_DEVICES")) if gpus is None else gpus
+    cpu, cores, free = cpu_model(root), usable_cores(root), available_memory(root)
+    if found:
+        picked = _pick(len(found), ranks, devices, "GPUs")
+        chosen, link = tuple(_cuda_device(i, found[i], free) for i in picked), _gpu_link([found[i] for i in picked])
+    else:
+        # More ranks than cores is allowed: slow, but how a laptop tries out a large plan.
+        picked = _pick(max(cores, ranks or 0), ranks, devices, "CPU devices")
+        chosen, link = _cpu_devices(picked, cpu, free), Node.link
+    node = Node(
+        name=socket.gethostname(),
+        devices=chosen,
+        cores=cores,
+        memory_bytes=total_memory(root),
+        cpu=cpu,
+        numa=numa_domains(root),
+        interfaces=interfaces(root),
+        link=link,
+    )
+    return Cluster("here", (node,), scheduler=scheduler(environ))
+
+
+def scheduler(environ: Mapping[str, str]) -> str:
+    """slurm, mpi, ray, kubernetes or torchrun when one of them started this process, else none."""
+    return next((name for name, keys in _SCHEDULERS if all(key in environ for key in keys)), "none")
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may use: its affinity, and no more than its cgroup's CPU quota pays for."""
+    allowed = _affinity()
+    cores = len(allowed) if allowed else os.cpu_count() or 1
+    quota = min(_cpu_quotas(root), default=float(cores))
+    return max(1, min(cores, int(quota)))
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that new processes can take now: the kernel's estimate, and no more than the cgroup still allows."""
+    info = _meminfo(root)
+    # Without a figure for what is free, the system and its other programs are taken to hold half.
+    available = info.get("MemAvailable", info.get("MemFree", _physical_memory() // 2))
+    return max(0, min([available, *(limit - used for limit, used in _memory_limits(root))]))
+
+
+def total_memory(root: Path = Path("/")) -> int:
+    """Bytes of memory in this machine, or in the share of it that the cgroup allows."""
+    total = _meminfo(root).get("MemTotal", _physical_memory())
+    return min([total, *(limit for limit, _ in _memory_limits(root))])
+
+
+def cpu_model(root: Path = Path("/")) -> str:
+    """The processor's name, from the kernel or else from Python's platform module."""
+    fields: dict[str, str] = {}
+    for line in _text(root / "proc/cpuinfo").splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    # x86 has "model name"; POWER and s390 say "cpu"; RISC-V "uarch".
+    for key in ("model name", "cpu", "uarch"):
+        if fields.get(key):
+            return fields[key]
+    if "CPU implementer" in fields and "CPU part" in fields:
+        code = int(fields["CPU implementer"], 16), int(fields["CPU part"], 16)
+        return _ARM_CORES.get(code, f"Arm core {code[0]:#04x}/{code[1]:#05x}")
+    return platform.processor() or platform.machine() or "unknown CPU"
+
+
+def numa_domains(root: Path = Path("/")) -> tuple[tuple[int, ...], ...]:
+    """The cores that this process may use, by NUMA domain; domains of memory alone are left out."""
+    allowed = _affinity()
+    folders = sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda folder: int(folder.name[4:]))
+    lists = (cpu_list(_text(folder / "cpulist")) for folder in folders)
+    kept = (tuple(core for core in cores if not allowed or core in allowed) for cores in lists)
+    return tuple(cores for cores in kept if cores)
+
+
+def cpu_list(text: str) -> tuple[int, ...]:
+    """'0-3,8' → (0, 1, 2, 3, 8): how the kernel writes sets of cores."""
+    cores: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores.extend(range(int(first), int(last or first) + 1))
+    return tuple(cores)
+
+
+def interfaces(root: Path = Path("/")) -> tuple[Interface, ...]:
+    """Network interfaces that are not down, without the loopback; the fastest first."""
+    folder = root / "sys/class/net"
+    if folder.is_dir():
+        names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and _text(entry / "operstate").strip() != "down")
+    else:
+        names = [name for _, name in socket.if_nameindex()]
+    found = [Interface(name, _ipv4(name), _bits_per_s(folder / name)) for name in names if not re.fullmatch(r"lo\d*", name)]
+    return tuple(sorted(found, key=lambda interface: -interface.bits_per_s))
+
+
+def _pick(count: int, ranks: int | None, devices: tuple[int, ...] | None, kind: str) -> tuple[int, ...]:
+    """Which of `count` devices to use: those in `devices`, or all, and the first `ranks` of these."""
+    chosen = tuple(range(count)) if devices is None else devices
+    wrong = [index for index in chosen if not 0 <= index < count]
+    asked = ",".join(map(str, chosen))
+    if wrong or not chosen:
+        what = f"there is no device {wrong[0]}" if wrong else "no device is named"
+        valid = "0" if count == 1 else f"0..{count - 1}"
+        raise RequestError(f"--devices {asked}: {what}; this machine has {count} {kind}, valid: {valid}")
+    if len(set(chosen)) < len(chosen):
+        raise RequestError(f"--devices {asked}: a device is named twice; name each once")
+    if ranks is not None and ranks > len(chosen):
+        other = ", or set CUDA_VISIBLE_DEVICES= to run on CPU cores" if kind == "GPUs" else ""
+        raise RequestError(f"--nproc {ranks}: there are {len(chosen)} {kind} to use; give 1..{len(chosen)}{other}")
+    return chosen[:ranks]
+
+
+def _cuda_device(index: int, gpu: nvml.Gpu, host_memory: int) -> Device:
+    sheet = lookup(gpu.name)
+    # A GPU that reports no memory of its own shares the host's.
+    total, free = (gpu.memory_total, gpu.memory_free) if gpu.memory_total else (host_memory, host_memory)
+    origin = sheet.source if sheet else "no data sheet known: measure it with `describe cluster --probe`"
+    return Device(
+        kind="cuda",
+        name=gpu.name,
+        index=index,
+        memory_bytes=total,
+        peak_flops=dict(sheet.peak_flops) if sheet else {},
+        memory_bandwidth=sheet.memory_bandwidth if sheet else 0.0,
+        source=f"{origin}; {show_bytes(free)} of {show_bytes(total)} free now",
+    )
+
+
+def _gpu_link(gpus: Sequence[nvml.Gpu]) -> Link:
+    """The slowest way between two of `gpus`: their own links where all have them, else through the host."""
+    known = [lookup(gpu.name) for gpu in gpus]
+    sheets: list[DeviceSheet] = [sheet for sheet in known if sheet is not None]
+    if len(sheets) < len(known):
+        return _UNKNOWN_PCIE
+    if all(gpu.nvlinks_active for gpu in gpus):
+        slowest = min(sheets, key=lambda sheet: sheet.link_bandwidth)
+        return Link(slowest.link, _NVLINK_LATENCY_S, slowest.link_bandwidth)
+    return Link("PCIe", _PCIE_LATENCY_S, min(sheet.host_bandwidth for sheet in sheets))
+
+
+def _cpu_devices(picked: tuple[int, ...], cpu: str, memory: int) -> tuple[Device, ...]:
+    origin = "share of the memory available now; no data sheet: measure it with `describe cluster --probe`"
+    return tuple(Device("cpu", cpu, index, memory // len(picked), source=origin) for index in picked)
+
+
+def _affinity() -> frozenset[int]:
+    """Cores the scheduler may put us on; empty where the system has no such notion (macOS)."""
+    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+
+
+def _meminfo(root: Path) -> dict[str, int]:
+    """/proc/meminfo in bytes; empty where there is none."""
+    found = re.findall(r"^(\w+):\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
+    return {key: int(value) * 1024 for key, value in found}
+
+
+def _physical_memory() -> int:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 0
+
+
+def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
+    """This process's cgroup and all above it, in v2 and in `controller`'s v1 tree: the tightest limit of them holds.
+
+    Inside a container the path may be the host's and not exist here; the root, which always does, is then the container's own."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / (controller if controllers else "")
+        if not mount.is_dir():  # v1 mounts cpu and cpuacct together; the short name is a link that not every system makes
+            mount = mount.parent / controllers
+        here = mount / path.strip().lstrip("/")
+        while True:
+            yield here
+            if here == mount or mount not in here.parents:
+                break
+            here = here.parent
+
+
+def _cpu_quotas(root: Path) -> Iterator[float]:
+    for folder in _cgroup_folders(root, "cpu"):
+        quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
+        if not quota:
+            quota, period = _text(folder / "cpu.cfs_quota_us").strip(), _text(folder / "cpu.cfs_period_us").strip()
+        # "max" and -1 both mean no quota.
+        if quota.isdigit() and period.isdigit() and int(period):
+            yield int(quota) / int(period)
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, bytes used that cannot be given back) of each cgroup with a limit."""
+    for folder in _cgroup_folders(root, "memory"):
+        for limit_file, used_file in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            limit = _text(folder / limit_file).strip()
+            if not limit.isdigit() or int(limit) >= _NO_LIMIT:
+                continue
+            used = int(_text(folder / used_file).strip() or 0)
+            # Cached file pages count as used but are dropped as soon as a process asks for memory. v1 has a total_ for the whole subtree.
+            stat = dict(line.split() for line in _text(folder / "memory.stat").splitlines() if line.count(" ") == 1)
+            yield int(limit), max(0, used - int(stat.get("total_inactive_file", stat.get("inactive_file", 0))))
+
+
+def _bits_per_s(folder: Path) -> float:
+    speed = _text(folder / "speed").strip()  # Mbit/s; -1, or an error on reading, when the driver does not know
+    return float(speed) * 1e6 if speed.isdigit() else 0.0
+
+
+def _ipv4(name: str) -> str:
+    """The interface's address; '' when it has none."""
+    try:
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+    except (ImportError, OSError):
+        return ""
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _text(path: Path) -> str:
+    """The file's text; '' when it is missing or the kernel refuses, which on other systems is the normal case."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

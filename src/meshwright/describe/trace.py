@@ -1,0 +1,338 @@
+"""From an nn.Module to a ModelProfile: run its loss once on fake tensors, which have shapes and no memory, and write down every operation.
+
+[Note: attributing backward]
+A forward operation belongs to the layer whose forward is running. Autograd numbers the nodes it creates, so each layer owns the
+numbers handed out while it ran; a backward operation belongs to the layer that owns the node being executed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from meshwright.core.errors import RequestError
+from meshwright.core.model import Kernel, KernelKind, LayerProfile, ModelProfile, Phase, TensorSpec
+from meshwright.core.task import Batch, Loss, Task
+from meshwright.describe.fold import folded
+from meshwright.describe.layers import Layer, find_layers, signature
+
+_PROBED_BATCHES = (2, 3)  # two points fix a line; one sample alone takes special paths in some kernels
+_LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class _Tally:
+    """What one layer did in one traced step."""
+
+    kernels: list[tuple[KernelKind, Phase, float, float]] = field(default_factory=list)
+    saved: float = 0.0
+    output: float = 0.0
+    transient: float = 0.0
+
+
+def trace_task(task: Task, *, precision: str = "fp32", attention: str = "flash") -> ModelProfile:
+    """Profile a task's model without allocating it."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    model = _build(task, mode)
+
+    def example(batch: int) -> Batch:
+        return {name: torch.zeros((batch, *f.shape), dtype=getattr(torch, f.dtype)) for name, f in task.fields.items()}
+
+    profile = _trace(model, task.loss, example, mode, task.name, precision, attention)
+    return _with(profile, tokens_per_sample=task.tokens_per_sample)
+
+
+def trace_module(model: nn.Module, loss: Loss, batch: Batch, *, name: str, precision: str = "fp32", attention: str = "flash") -> ModelProfile:
+    """Profile a live model on the shapes of one of its batches. Neither is touched."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def example(size: int) -> Batch:
+        return pytree.tree_map(lambda t: torch.zeros((size, *t.shape[1:]), dtype=t.dtype) if torch.is_tensor(t) else t, batch)
+
+    return _trace(model, loss, example, mode, name, precision, attention)
+
+
+def parameters_only(model: nn.Module, name: str) -> ModelProfile:
+    """A profile of a live model whose loss is not known yet: parameters are exact, everything else is zero."""
+    layers = _finish(model, find_layers(model), {}, {})
+    return ModelProfile(name, layers, 1, layers, attention="unknown")
+
+
+def _build(task: Task, mode: FakeTensorMode) -> nn.Module:
+    try:
+        with mode:
+            return task.build()
+    except RequestError:
+        raise
+    except Exception as error:
+        first = error
+    try:
+        with torch.device("meta"):
+            return task.build()
+    except Exception:
+        reason = str(first).strip().splitlines() or [type(first).__name__]
+        raise RequestError(f"model {task.name}: its constructor needs real tensors, so it cannot be profiled: {reason[0][:160]}") from first
+
+
+def _trace(
+    model: nn.Module, loss: Loss, example: Callable[[int], Batch], mode: FakeTensorMode, name: str, precision: str, attention: str
+) -> ModelProfile:
+    layers = find_layers(model)
+    runs = [_run(model, layers, loss, example, batch, mode, precision, attention) for batch in _PROBED_BATCHES]
+    first, second = (_padded(run, layers) for run in runs)
+    low = _finish(model, layers, first, second)
+    slopes = _finish(model, layers, first, second, slope=True)
+    return ModelProfile(name, low, _PROBED_BATCHES[0], slopes, precision, attention, None, _tied(model))
+
+
+def _with(profile: ModelProfile, **changes: Any) -> ModelProfile:
+    return ModelProfile(**{**vars(profile), **changes})
+
+
+def _run(
+    model: nn.Module, layers: list[Layer], loss: Loss, example: Callable[[int], Batch], batch: int,
+    mode: FakeTensorMode, precision: str, attention: str,
+) -> dict[str, _Tally]:  # fmt: skip
+    """One forward and backward on fakes; what each layer did."""
+    with ExitStack() as stack:
+        stack.enter_context(mode)
+        fakes = {n: _fake(t) for n, t in [*model.named_parameters(remove_duplicate=True), *model.named_buffers(remove_duplicate=True)]}
+        stack.enter_context(_reparametrize_module(model, fakes, tie_weights=True))
+        recorder = _Recorder(fakes.values())
+        stack.enter_context(_watched(layers, recorder))
+        stands_for: dict[str, str] = {}
+        stack.enter_context(folded(layers, stands_for))
+        stack.enter_context(torch.autocast("cpu", dtype=_LOW[precision]) if precision in _LOW else nullcontext())
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.saved, lambda t: t))
+        inputs = example(batch)
+        stack.enter_context(recorder)
+        if attention == "flash":
+            stack.enter_context(_FlashAttention(recorder))
+        try:
+            value = loss(model, inputs)
+            total = value[0] if isinstance(value, tuple) else value
+            recorder.phase = "backward"
+            total.backward()
+        except RequestError:
+            raise
+        except Exception as error:
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise RequestError(f"model {type(model).__name__} could not be traced on a batch of {batch}: {reason[0][:200]}") from error
+    for name, speaker in stands_for.items():
+        recorder.tallies[name] = recorder.tallies[speaker]
+    return recorder.tallies
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return made.requires_grad_(tensor.requires_grad)
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every operation that reaches a kernel, and files it under the layer it belongs to."""
+
+    def __init__(self, constants: Any) -> None:
+        super().__init__()
+        self.phase: Phase = "forward"
+        self.tallies: dict[str, _Tally] = {"": _Tally()}
+        self.stack: list[str] = [""]
+        self._starts: list[int] = [0]  # first autograd number of each run of nodes …
+        self._owners: list[str] = [""]  # … and the layer that owns it
+        self._seen = {t.untyped_storage()._cdata for t in constants}
+        self._kept: list[torch.Tensor] = []  # storages must stay alive, or their addresses would be used again
+
+    def enter(self, name: str) -> None:
+        self.stack.append(name)
+        self.tallies.setdefault(name, _Tally())
+        self._mark()
+
+    def leave(self, output: Any) -> None:
+        self.tallies[self.stack[-1]].output += sum(_bytes(t) for t in pytree.tree_leaves(output) if torch.is_tensor(t))
+        self.stack.pop()
+        self._mark()
+
+    def _mark(self) -> None:
+        self._starts.append(torch._C._autograd._get_sequence_nr())
+        self._owners.append(self.stack[-1])
+
+    def _layer(self) -> _Tally:
+        if self.phase == "forward":
+            return self.tallies[self.stack[-1]]
+        node = torch._C._current_autograd_node()
+        number = node._sequence_nr() if node is not None else 0
+        at = bisect_right(self._starts, number) - 1
+        return self.tallies[self._owners[min(at, len(self._owners) - 1)]]
+
+    def saved(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()._cdata
+        if storage not in self._seen:
+            self._seen.add(storage)
+            self._kept.append(tensor)
+            self._layer().saved += tensor.untyped_storage().nbytes()
+        return tensor
+
+    def record(self, kind: KernelKind, flops: float, moved: float) -> None:
+        tally = self._layer()
+        tally.kernels.append((kind, self.phase, flops, moved))
+        tally.transient = max(tally.transient, moved)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if not _is_free(func):
+            tensors = [t for t in pytree.tree_leaves((args, kwargs, out)) if torch.is_tensor(t)]
+            packet = func._overloadpacket
+            flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0.0
+            kind: KernelKind = "memory" if not flops else "conv" if "conv" in str(packet) else "attention" if "attention" in str(packet) else "matmul"
+            self.record(kind, float(flops), float(sum({id(t): _bytes(t) for t in tensors}.values())))
+        return out
+
+
+def _is_free(func: Any) -> bool:
+    """Views and bare allocations move nothing."""
+    returns = func._schema.returns
+    aliases = [r.alias_info for r in returns]
+    view = any(a is not None and not a.is_write for a in aliases)
+    return view or "empty" in func.name() or "detach" in func.name() or not returns
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+class _FlashAttention(TorchFunctionMode):
+    """Costs scaled_dot_product_attention as the kernel that never holds the S² scores, which is what a device will run."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        names = ("query", "key", "value")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        return _FlashCost.apply(given["query"], given["key"], given["value"], self.recorder)
+
+
+class _FlashCost(torch.autograd.Function):
+    """Saves what a flash kernel saves (q, k, v, output, log-sum-exp) and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recorder: _Recorder) -> torch.Tensor:
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, sums)
+        ctx.recorder = recorder
+        recorder.record("attention", float(sdpa_flop_count(*_heads(q, k, v))), float(sum(map(_bytes, (q, k, v, out, sums)))))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        q, k, v, out, _ = ctx.saved_tensors
+        flops = sdpa_backward_flop_count(tuple(out.shape), *_heads(q, k, v))
+        ctx.recorder.record("attention", float(flops), 2.0 * sum(map(_bytes, (q, k, v, out))))
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+
+
+def _heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, ...], ...]:
+    """Shapes with key and value heads repeated to the query's: older counters know no grouped heads."""
+    return tuple(q.shape), (*q.shape[:-2], *k.shape[-2:]), (*q.shape[:-2], *v.shape[-2:])
+
+
+@contextmanager
+def _watched(layers: list[Layer], recorder: _Recorder) -> Iterator[None]:
+    """Tell the recorder when each layer's forward begins and ends."""
+    with ExitStack() as stack:
+        for layer in layers:
+            if not layer.owner:
+                before = layer.module.register_forward_pre_hook(lambda *_, name=layer.name: recorder.enter(name))
+                after = layer.module.register_forward_hook(lambda _m, _a, output: recorder.leave(output))
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+        yield
+
+
+def _padded(run: dict[str, _Tally], layers: list[Layer]) -> dict[str, _Tally]:
+    return {**{layer.name: _Tally() for layer in layers}, **run}
+
+
+def _finish(
+    model: nn.Module, layers: list[Layer], first: dict[str, _Tally], second: dict[str, _Tally], *, slope: bool = False
+) -> tuple[LayerProfile, ...]:
+    """Layer profiles at the first probed batch, or (slope) what one more sample adds."""
+    owner_of = _owners(model, layers)
+    entries = list(layers)
+    if any(t.kernels for name, t in first.items() if name == "") and all(layer.name for layer in layers):
+        entries.append(Layer("", model, owner=True))  # work done in the model's own forward, such as the loss
+    kinds = {layer.name: signature(layer.module) for layer in entries}
+    repeated = {s for s in kinds.values() if list(kinds.values()).count(s) > 1} if len(kinds) < 2000 else set()
+    representative: dict[str, str] = {}
+    shared: dict[tuple[Kernel, ...], tuple[Kernel, ...]] = {}
+    profiles = []
+    for layer in entries:
+        a, b = first.get(layer.name, _Tally()), second.get(layer.name, _Tally())
+        tensors = tuple(TensorSpec(n, tuple(p.shape), p.element_size()) for n, p in owner_of.get(layer.name, []))
+        kernels = _merge(a, b, slope)
+        kernels = shared.setdefault(kernels, kernels)
+        sign = kinds[layer.name]
+        block = representative.setdefault(sign, layer.name) if sign in repeated and list(layer.module.children()) else ""
+        profiles.append(
+            LayerProfile(
+                name=layer.name or "(model)",
+                kind=type(layer.module).__name__,
+                parameters=sum(t.numel for t in tensors),
+                flops_forward=sum(k.flops * k.count for k in kernels if k.phase == "forward"),
+                flops_backward=sum(k.flops * k.count for k in kernels if k.phase == "backward"),
+                activation_bytes=b.saved - a.saved if slope else a.saved,
+                output_bytes=b.output - a.output if slope else a.output,
+                transient_bytes=b.transient - a.transient if slope else a.transient,
+                tensors=tensors,
+                kernels=kernels,
+                block=block,
+            )
+        )
+    return tuple(profiles)
+
+
+def _merge(a: _Tally, b: _Tally, slope: bool) -> tuple[Kernel, ...]:
+    """Equal calls become one entry with a count. Both traces run the same operations in the same order, or costs go by proportion."""
+    same = len(a.kernels) == len(b.kernels) and all(x[:2] == y[:2] for x, y in zip(a.kernels, b.kernels, strict=True))
+    low = _PROBED_BATCHES[0]
+    pairs = zip(a.kernels, b.kernels, strict=True) if same else ((k, (*k[:2], k[2] * (low + 1) / low, k[3] * (low + 1) / low)) for k in a.kernels)
+    counts: dict[tuple[Any, ...], int] = {}
+    for (kind, phase, flops, moved), (_, _, flops_b, moved_b) in pairs:
+        key = (kind, phase, flops, moved, flops_b - flops, moved_b - moved)
+        counts[key] = counts.get(key, 0) + 1
+    return tuple(Kernel(k[0], k[1], k[4] if slope else k[2], k[5] if slope else k[3], n) for k, n in counts.items())
+
+
+def _owners(model: nn.Module, layers: list[Layer]) -> dict[str, list[tuple[str, nn.Parameter]]]:
+    """Each parameter under the one layer it counts for; a tied one under the first that registers it."""
+    found: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    taken: set[int] = set()
+    for layer in layers:
+        for name, param in layer.module.named_parameters(recurse=not layer.owner):
+            if id(param) not in taken:
+                taken.add(id(param))
+                found.setdefault(layer.name, []).append((f"{layer.name}.{name}" if layer.name else name, param))
+    return found
+
+
+def _tied(model: nn.Module) -> tuple[str, ...]:
+    first: dict[int, str] = {}
+    return tuple(name for name, p in model.named_parameters(remove_duplicate=False) if first.setdefault(id(p), name) != name)

@@ -1,0 +1,143 @@
+"""Apply a plan to a model and its optimizer, in place, from outside the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from meshwright.core.errors import RequestError
+from meshwright.core.mesh import AXES
+from meshwright.core.plan import Plan
+from meshwright.execute.groups import Groups, make_groups
+from meshwright.execute.memory import DTYPES, is_sharded, local_tensor, recompute_units, shard_model, storage_bytes
+from meshwright.execute.sync import GradientBuckets
+
+EXECUTED_AXES = ("dp", "shard")  # what a plan's mesh may use today
+
+
+@dataclass
+class Applied:
+    """A model and optimizer that now follow a plan. Both are the objects that were handed in."""
+
+    plan: Plan
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    groups: Groups
+    buckets: GradientBuckets | None  # data parallel and ZeRO-1/2; None for one device and for ZeRO-3
+
+    @property
+    def mean_over(self) -> int:
+        """How many ranks' gradients are averaged rather than summed: what a caller that wants a sum must multiply by."""
+        return self.plan.mesh.data_width if self.buckets is None else 1
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Around every backward but the last of a step: gradients add up and nothing is sent where the plan allows it."""
+        return self.buckets.accumulate() if self.buckets else nullcontext()
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The pieces of the gradient that this rank steps."""
+        return [local_tensor(p.grad) for p in self.stepped() if p.grad is not None]
+
+    def stepped(self) -> Iterator[nn.Parameter]:
+        return (p for group in self.optimizer.param_groups for p in group["params"])
+
+    def squared_norm(self) -> torch.Tensor:
+        """Sum of squares over the whole gradient, the same on every rank."""
+        pieces = self.gradients()
+        device = pieces[0].device if pieces else torch.device(self.plan.device)
+        total = torch.zeros((), dtype=torch.float64 if self.plan.memory.precision == "fp64" else torch.float32, device=device)
+        if pieces:
+            total += torch.stack([n.to(total.dtype) for n in torch._foreach_norm(pieces)]).square().sum()
+        if self.plan.memory.zero:
+            self.groups.shard.all_reduce(total, "norm").wait()
+        return total
+
+    def clear_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.buckets:
+            self.buckets.clear()
+
+    def held_bytes(self) -> dict[str, int]:
+        """What this rank keeps between operations: parameters, gradients and optimizer state apart."""
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        states = [v for s in self.optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.dim() > 0]
+        return {
+            "parameters": storage_bytes(list(self.model.parameters())),
+            "gradients": self.buckets.gradient_bytes() if self.buckets else storage_bytes(grads),
+            "optimizer": storage_bytes(states),
+        }
+
+
+def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> Applied:
+    """Make `model` and `optimizer` follow `plan`. Collective: every rank calls it with the same plan."""
+    _check(plan, model)
+    groups = make_groups(plan.mesh)
+    if plan.memory.recompute == "full":
+        recompute_units(model, plan.memory.units)
+    if plan.compile == "blocks":
+        for name in plan.memory.units:
+            model.get_submodule(name).compile()
+    buckets = None
+    if plan.world > 1:
+        equalise(model, groups)
+        if plan.memory.zero == 3:
+            shard_model(model, optimizer, plan, groups)
+        else:
+            buckets = GradientBuckets(model, optimizer, groups, plan.sync, plan.memory.zero)
+    return Applied(plan, model, optimizer, groups, buckets)
+
+
+def _check(plan: Plan, model: nn.Module) -> None:
+    for axis in AXES:
+        if axis not in EXECUTED_AXES and plan.mesh.degree(axis) > 1:
+            raise RequestError(f"plan: mesh axis {axis}={plan.mesh.degree(axis)} cannot be run yet: use {' and '.join(EXECUTED_AXES)}")
+    modules = dict(model.named_modules())
+    for name in plan.memory.units:
+        if name not in modules:
+            raise RequestError(f"plan: memory.units names '{name}', which the model does not have: use a name such as {list(modules)[1:4]}")
+    if is_sharded(model):
+        raise RequestError("this model follows a plan already: apply one plan to a fresh model")
+
+
+def equalise(model: nn.Module, groups: Groups) -> None:
+    """Start every rank from rank 0's values, whatever seed a user's script built them with."""
+    for tensors in _by_dtype([t.data for t in [*model.parameters(), *model.buffers()] if t.numel()]):
+        flat = torch.cat([t.reshape(-1) for t in tensors])
+        groups.world.broadcast(flat, "start/values").wait()
+        offset = 0
+        for tensor in tensors:
+            tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))
+            offset += tensor.numel()
+
+
+def average_buffers(applied: Applied) -> None:
+    """Running statistics (BatchNorm's) differ between ranks; before they are used or kept, take their mean."""
+    if applied.plan.world > 1:
+        for buffer in applied.model.buffers():
+            if buffer.is_floating_point() and buffer.numel():
+                applied.groups.world.all_reduce(buffer, "buffers", "mean").wait()
+
+
+def _by_dtype(tensors: list[torch.Tensor], most: int = 2**28) -> Iterator[list[torch.Tensor]]:
+    """Runs of tensors of one dtype, at most about `most` bytes each, so that a broadcast never doubles the model."""
+    for dtype in dict.fromkeys(t.dtype for t in tensors):
+        run: list[torch.Tensor] = []
+        for tensor in (t for t in tensors if t.dtype == dtype):
+            run.append(tensor)
+            if sum(t.numel() * t.element_size() for t in run) >= most:
+                yield run
+                run = []
+        if run:
+            yield run
+
+
+def autocast(plan: Plan) -> Callable[[], AbstractContextManager[None]]:
+    """A factory of the context that forward runs in: lower-precision arithmetic where the plan says so."""
+    if plan.memory.precision in ("bf16", "fp16"):
+        dtype = DTYPES[plan.memory.precision]
+        return lambda: torch.autocast(plan.device, dtype=dtype)
+    return nullcontext

@@ -1,0 +1,120 @@
+"""Memory Manager, acting half: ZeRO-3 by FSDP2, recomputation of blocks, and what a rank holds, in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.comm import TorchComm
+from meshwright.core.errors import RequestError
+from meshwright.core.plan import Plan
+from meshwright.execute.groups import Groups
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class _NamedGather(AllGather):
+    """FSDP2's all-gather through our `Comm`, so that it is named and counted."""
+
+    def __init__(self, comm: TorchComm, name: str) -> None:
+        self.comm, self.name = comm, name
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False) -> Any:
+        return _handed_back(self.comm.all_gather(output_tensor, input_tensor, self.name), async_op)
+
+
+class _NamedScatter(ReduceScatter):
+    """FSDP2's reduce-scatter through our `Comm`."""
+
+    def __init__(self, comm: TorchComm, name: str) -> None:
+        self.comm, self.name = comm, name
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        mean = op == dist.ReduceOp.AVG
+        work = self.comm.reduce_scatter(output_tensor, input_tensor, self.name, "mean" if mean else "sum")
+        return _handed_back(work, async_op)
+
+
+def _handed_back(work: Any, async_op: bool) -> Any:
+    if async_op:
+        return work
+    work.wait()
+    return None
+
+
+def shard_model(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, groups: Groups) -> None:
+    """ZeRO-3, in place: each unit's parameters are gathered before use and released after it; so are the root's."""
+    if optimizer.state:
+        raise RequestError("zero=3 cuts the optimizer's state: apply the plan before the optimizer's first step")
+    names = {id(p): name for name, p in model.named_parameters()}
+    precision = plan.memory.precision
+    low = MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32) if precision in ("bf16", "fp16") else MixedPrecisionPolicy()
+    assert isinstance(groups.shard, TorchComm)
+    mesh = DeviceMesh.from_group(groups.shard.group, plan.device)
+    for name in [*plan.memory.units, ""]:
+        unit: Any = fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=True, mp_policy=low)
+        if unit._get_fsdp_state()._fsdp_param_group is None:
+            continue  # the root when the units hold every parameter
+        unit.set_custom_all_gather(_NamedGather(groups.shard, f"params/{name or 'root'}"))
+        unit.set_custom_reduce_scatter(_NamedScatter(groups.shard, f"grads/{name or 'root'}"))
+        if groups.dp.size > 1:
+            unit.set_all_reduce_hook(_replica_reduction(groups, f"replicas/{name or 'root'}"))
+    _repoint(optimizer, names, dict(model.named_parameters()))
+
+
+def _replica_reduction(groups: Groups, name: str) -> Callable[[torch.Tensor], None]:
+    def reduce(output: torch.Tensor) -> None:
+        groups.dp.all_reduce(output, name, "mean").wait()
+
+    return reduce
+
+
+def _repoint(optimizer: torch.optim.Optimizer, names: dict[int, str], now: dict[str, nn.Parameter]) -> None:
+    """`fully_shard` replaces parameter objects; the optimizer must step the new ones."""
+    for group in optimizer.param_groups:
+        group["params"] = [now[names[id(p)]] if id(p) in names else p for p in group["params"]]
+
+
+def recompute_units(model: nn.Module, units: Sequence[str]) -> None:
+    """Keep only each unit's input; its forward runs again during backward."""
+    for name in units:
+        unit = model.get_submodule(name)
+        inner = unit.forward
+
+        def outer(*args: Any, _inner: Callable[..., Any] = inner, **kwargs: Any) -> Any:
+            return checkpoint(_inner, *args, use_reentrant=False, **kwargs) if torch.is_grad_enabled() else _inner(*args, **kwargs)
+
+        unit.forward = outer
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The piece of a possibly sharded tensor that lies on this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind `tensors`: views into one buffer count once."""
+    seen = {}
+    for tensor in tensors:
+        storage = local_tensor(tensor).untyped_storage()
+        seen[storage.data_ptr(), storage.nbytes()] = storage.nbytes()
+    return sum(seen.values())
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return isinstance(model, FSDPModule)

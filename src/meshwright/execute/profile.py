@@ -1,0 +1,72 @@
+"""One step under torch's profiler: a timeline to look at, and how much of the communication nothing hid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+T = TypeVar("T")
+Spans = list[tuple[float, float]]
+
+
+def profiled(work: Callable[[], T], device: torch.device, trace: Path | None) -> tuple[T, dict[str, float]]:
+    """Run `work` once; its result, and seconds of communication in all and exposed. Writes a Chrome trace to `trace`."""
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    with profile(activities=kinds) as profiler:
+        result = work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    if trace is not None:
+        profiler.export_chrome_trace(str(trace))
+    events = profiler.events() or []
+    on_gpu = [e for e in events if device.type == "cuda" and str(e.device_type).endswith("CUDA")]
+    talk, work_spans = _split(on_gpu or events, gpu=bool(on_gpu))
+    return result, {"communication_s": length(talk), "exposed_s": length(talk) - length(overlap(talk, work_spans))}
+
+
+def _split(events: Iterable[Any], *, gpu: bool) -> tuple[Spans, Spans]:
+    """(communication, computation) as merged spans of seconds."""
+    talk: Spans = []
+    work: Spans = []
+    for event in events:
+        span = (event.time_range.start * 1e-6, event.time_range.end * 1e-6)
+        name = event.name.lower()
+        if "nccl" in name or name.startswith(("gloo:", "mpi:")):
+            talk.append(span)
+        elif gpu or name.startswith("aten::"):
+            work.append(span)
+    return merge(talk), merge(work)
+
+
+def merge(spans: Spans) -> Spans:
+    """Overlapping spans become one."""
+    merged: Spans = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def overlap(a: Spans, b: Spans) -> Spans:
+    """Where both lists of merged spans are active."""
+    found: Spans = []
+    i = j = 0
+    while i < len(a) and j < len(b):
+        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < end:
+            found.append((start, end))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def length(spans: Spans) -> float:
+    return sum(end - start for start, end in spans)

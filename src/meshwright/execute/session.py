@@ -1,0 +1,201 @@
+"""One rank's lifetime in one run: apply a plan, step through global batches, validate, close."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from meshwright.core.errors import RequestError, RunError
+from meshwright.core.plan import Plan
+from meshwright.core.task import Batch, Keyed, Loss
+from meshwright.execute.apply import Applied, apply, autocast, average_buffers
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Tensors stay on the device: nothing here forces a synchronisation until somebody reads it."""
+
+    loss: torch.Tensor  # mean over the global batch, the same on every rank
+    grad_norm: torch.Tensor | None  # before clipping; None when nothing needed it
+    skipped: bool = False  # fp16 only: the gradient overflowed and the step was not taken
+
+
+class LossScale:
+    """Dynamic scaling for fp16: halve on overflow, double after a run of good steps."""
+
+    def __init__(self, start: float = 2.0**16, patience: int = 2000) -> None:
+        self.value, self.patience, self._good = start, patience, 0
+
+    def update(self, finite: bool) -> None:
+        self._good = self._good + 1 if finite else 0
+        if not finite:
+            self.value = max(self.value / 2, 1.0)
+        elif self._good % self.patience == 0:
+            self.value *= 2
+
+
+class Session:
+    """Runs any plan that `apply` can apply. The batch given to `step` is this rank's share of the global batch."""
+
+    def __init__(self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int = 0, clip: float | None = None) -> None:
+        self.plan, self.model, self.optimizer = plan, model, optimizer
+        self.seed, self.clip = seed, clip
+        self.applied: Applied = apply(plan, model, optimizer)
+        if self.applied.buckets:
+            self.applied.buckets.reduce = "sum"  # `step` weights the loss by samples, so a plain sum is exact
+        self.steps_done = 0
+        self._autocast = autocast(plan)
+        self._scale = LossScale() if plan.memory.precision == "fp16" else None
+        self._keyed = [m for m in model.modules() if isinstance(m, Keyed)]
+        self._compiled: dict[Loss, Loss] = {}
+        self._first, self._share = plan.share(plan.mesh.data_rank(self.applied.groups.rank))
+
+    # -- training --
+
+    def step(self, batch: Batch, loss_fn: Loss, total: int | None = None) -> StepResult:
+        """One optimizer step on one global batch of `total` samples, of which `batch` holds this rank's."""
+        total = total or self.plan.global_batch
+        count = sample_count(batch)
+        chunks = self.plan.micro_batches
+        if count < chunks:
+            raise RequestError(f"a batch of {count} samples cannot make {chunks} micro-batches: set micro_batches={max(count, 1)}")
+        meter = _Meter(self.plan, self.applied)
+        start = 0
+        for index in range(chunks):
+            size = count // chunks + (index < count % chunks)
+            piece = batch if chunks == 1 else pytree.tree_map(lambda t, a=start, n=size: t[a : a + n] if torch.is_tensor(t) else t, batch)
+            self._forward_backward(piece, size, self._first + start, total, loss_fn, meter, last=index == chunks - 1)
+            start += size
+        return self._finish(meter, total)
+
+    def _forward_backward(self, piece: Batch, size: int, first: int, total: int, loss_fn: Loss, meter: _Meter, *, last: bool) -> None:
+        for module in self._keyed:
+            module.set_key(self.seed, self.steps_done, first)
+        with self._autocast():
+            value = self._loss(loss_fn)(self.model, piece)
+        loss = meter.add(value, size, total)
+        if last:
+            meter.send()  # travels while backward runs
+        factor = self.applied.mean_over * (self._scale.value if self._scale else 1.0)
+        scaled = loss * factor if factor != 1 else loss
+        if last:
+            scaled.backward()
+        else:
+            with self.applied.accumulate():
+                scaled.backward()
+
+    def _finish(self, meter: _Meter, total: int) -> StepResult:
+        if self.applied.buckets:
+            self.applied.buckets.finish()
+        loss, correction = meter.result(total)
+        norm, skipped = self._condition(correction)
+        if not skipped:
+            self.optimizer.step()
+        self.applied.clear_gradients()
+        self.steps_done += 1
+        return StepResult(loss, norm, skipped)
+
+    def _condition(self, correction: torch.Tensor | None) -> tuple[torch.Tensor | None, bool]:
+        """Unscale, weight by true counts and clip in one multiplication; say whether fp16 overflowed."""
+        if self.clip is None and self._scale is None and correction is None:
+            return None, False
+        factor: torch.Tensor | float = (correction if correction is not None else 1.0) / (self._scale.value if self._scale else 1.0)
+        norm: torch.Tensor | None = None
+        if self.clip is not None or self._scale is not None:
+            norm = self.applied.squared_norm().sqrt() * factor
+            if self._scale is not None:
+                finite = bool(torch.isfinite(norm))
+                self._scale.update(finite)
+                if not finite:
+                    return norm, True
+            if self.clip is not None:
+                factor = factor * torch.clamp(self.clip / (norm + 1e-6), max=1.0)
+        grads = self.applied.gradients()
+        if grads and not (isinstance(factor, float) and factor == 1.0):
+            torch._foreach_mul_(grads, factor)
+        return norm, False
+
+    def _loss(self, loss_fn: Loss) -> Loss:
+        if self.plan.compile != "model":
+            return loss_fn
+        if loss_fn not in self._compiled:
+            self._compiled[loss_fn] = torch.compile(loss_fn)
+        return self._compiled[loss_fn]
+
+    # -- validation --
+
+    @torch.no_grad()
+    def validate(self, batches: Iterable[Batch], loss_fn: Loss) -> float:
+        """Mean loss over `batches`, reduced over ranks. Every rank brings the same number of batches."""
+        average_buffers(self.applied)
+        was_training = self.model.training
+        self.model.eval()
+        sums = torch.zeros(2, dtype=torch.float64)
+        for index, batch in enumerate(batches):
+            size = sample_count(batch)
+            for module in self._keyed:
+                module.set_key(self.seed, -1 - index, self._first)
+            with self._autocast():
+                value = loss_fn(self.model, batch)
+            weighted = (value[0], value[1]) if isinstance(value, tuple) else (value * size, size)
+            sums += torch.tensor([float(weighted[0]), float(weighted[1])], dtype=torch.float64)
+        self.model.train(was_training)
+        sums = sums.to(self.plan.device)
+        self.applied.groups.world.all_reduce(sums, "validation").wait()
+        if sums[1] == 0:
+            raise RequestError("no validation batches: the validation split is smaller than one global batch")
+        return float(sums[0] / sums[1])
+
+
+class _Meter:
+    """The global mean loss of one step, from pieces: weights them, reduces them over ranks beside backward."""
+
+    def __init__(self, plan: Plan, applied: Applied) -> None:
+        self._plan, self._applied = plan, applied
+        self._sums: list[torch.Tensor] = []
+        self._counts: list[torch.Tensor] = []
+        self._wait: Callable[[], Any] = lambda: None
+        self._vector: torch.Tensor | None = None
+
+    def add(self, value: torch.Tensor | tuple[torch.Tensor, torch.Tensor], size: int, total: int) -> torch.Tensor:
+        """Take one micro-batch's loss; give back what to differentiate: its share of the global mean, by samples."""
+        if isinstance(value, tuple):
+            loss, count = value[0] / total, torch.as_tensor(value[1], device=value[0].device)
+            self._counts.append(count.detach())
+        else:
+            loss = value * (size / total)
+        if loss.dim():
+            raise RequestError(f"loss_fn returned a tensor of shape {tuple(loss.shape)}: return a scalar mean, or (sum, count)")
+        self._sums.append(loss.detach())
+        return loss
+
+    def send(self) -> None:
+        kind = torch.float64 if self._sums[0].dtype == torch.float64 else torch.float32
+        parts = [torch.stack(self._sums).sum().to(kind)]
+        if self._counts:
+            parts.append(torch.stack([c.to(kind) for c in self._counts]).sum())
+        self._vector = torch.stack(parts)
+        self._wait = self._applied.groups.world.all_reduce(self._vector, "loss").wait
+
+    def result(self, total: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(global mean loss, factor that turns sample-weighted gradients into count-weighted ones, or None)."""
+        if self._vector is None:
+            raise RunError("no micro-batch was run")
+        self._wait()
+        if not self._counts:
+            return self._vector[0], None
+        correction = total / self._vector[1]
+        return self._vector[0] * correction, correction
+
+
+def sample_count(batch: Batch) -> int:
+    """The first dimension of the first tensor in a batch."""
+    for leaf in pytree.tree_leaves(batch):
+        if torch.is_tensor(leaf) and leaf.dim():
+            return int(leaf.shape[0])
+    raise RequestError("the batch holds no tensor with a first dimension to count samples by")

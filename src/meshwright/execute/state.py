@@ -1,0 +1,72 @@
+"""A run's state in a form that does not depend on how it was spread: whole tensors under the model's own names, and their digest."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.execute.apply import Applied
+from meshwright.execute.sync import GradientBuckets
+
+
+def whole_state(applied: Applied) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter, then every tensor of optimizer state, whole, on the CPU, in the model's order. Collective."""
+    names = {id(p): name for name, p in applied.model.named_parameters()}
+    for name, param in applied.model.named_parameters():
+        yield name, _whole(param, applied)
+    if applied.buckets is not None and applied.plan.memory.zero:
+        yield from _sliced_states(applied, applied.buckets, names)
+        return
+    for param in applied.stepped():
+        for key, value in sorted(applied.optimizer.state.get(param, {}).items()):
+            yield f"{names[id(param)]}/{key}", _whole(_tensor(value), applied)
+
+
+def _sliced_states(applied: Applied, buckets: GradientBuckets, names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """ZeRO-1 and 2 keep one flat state a bucket: gather it, and cut it into the parameters it belongs to."""
+    found: dict[str, torch.Tensor] = {}
+    for bucket in buckets.buckets:
+        assert bucket.shard is not None and bucket.values is not None
+        for key, value in sorted(applied.optimizer.state.get(bucket.shard, {}).items()):
+            whole = _tensor(value)
+            if whole.dim():
+                flat = torch.empty_like(bucket.values, dtype=whole.dtype)
+                applied.groups.shard.all_gather(flat, whole, f"state/{bucket.name}").wait()
+            for slot, param in zip(bucket.layout.slots, bucket.params, strict=True):
+                piece = flat[slot.offset : slot.offset + slot.numel].view_as(param) if whole.dim() else whole
+                found[f"{names[id(param)]}/{key}"] = piece.detach().cpu()
+    order = {name: i for i, name in enumerate(names.values())}
+    yield from sorted(found.items(), key=lambda item: (order[item[0].rpartition("/")[0]], item[0]))
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    return value if torch.is_tensor(value) else torch.tensor(float(value))
+
+
+def _whole(tensor: torch.Tensor | nn.Parameter, applied: Applied) -> torch.Tensor:
+    """Gather a ZeRO-3 tensor: FSDP2 gives each rank equal rows of dimension 0, the last ones fewer or none."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().cpu()
+    comm = applied.groups.shard
+    shape, local = tensor.shape, tensor.to_local().detach()
+    rows = -(-shape[0] // comm.size)
+    mine = local.new_zeros((rows, *shape[1:]))
+    mine[: local.shape[0]] = local
+    every = local.new_empty((rows * comm.size, *shape[1:]))
+    comm.all_gather(every, mine, "state").wait()
+    return every[: shape[0]].cpu()
+
+
+def state_digest(applied: Applied) -> str:
+    """A hash of the final parameters and optimizer state: equal for any layout of the same values. Collective."""
+    digest = hashlib.sha256()
+    for name, tensor in whole_state(applied):
+        digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}".encode())
+        # Through bytes, not numpy, because numpy has no bfloat16.
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+    return digest.hexdigest()[:32]

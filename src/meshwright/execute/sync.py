@@ -1,0 +1,253 @@
+"""Synchronization Manager, acting half: gradients meet in flat buckets while backward goes on (data parallel, ZeRO-1, ZeRO-2).
+
+[Note: one engine for zero = 0, 1, 2]
+A gradient is copied into its bucket as soon as autograd has it. A full bucket is reduced at once, in a fixed order, beside the rest
+of backward. The three stages differ only in what happens to the bucket:
+  0  all-reduce; every rank keeps the whole bucket and steps every parameter.
+  1  reduce-scatter into the rank's own slice of the bucket; the optimizer steps a flat slice; all-gather brings the parameters back.
+  2  as 1, but the bucket is released once it is reduced, so a rank holds gradients for its own slice alone.
+An all-reduce is a reduce-scatter and an all-gather, so all three put the same bytes on the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.core.comm import Pending
+from meshwright.core.errors import RequestError
+from meshwright.core.plan import SyncPolicy
+from meshwright.execute.groups import Groups
+from meshwright.schedule.buckets import Bucket, assign_buckets
+
+# Optimizers whose update of one element depends on that element alone; only these may work on a slice cut across tensors.
+ELEMENTWISE = {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+
+
+@dataclass
+class _Live:
+    """One bucket at work."""
+
+    layout: Bucket
+    params: tuple[nn.Parameter, ...]
+    name: str
+    grads: torch.Tensor | None = None  # the flat buffer; None while released (stage 2)
+    values: torch.Tensor | None = None  # flat parameters (stages 1 and 2)
+    shard: nn.Parameter | None = None  # this rank's slice of `values`: what the optimizer steps
+    waiting: set[int] = field(default_factory=set)  # slots whose gradient has not arrived in this backward
+    pending: Pending | None = None
+    carried: torch.Tensor | None = None  # an earlier backward's reduced slice, when the user accumulates across backwards
+
+
+class GradientBuckets:
+    """Attached to a model's parameters by hooks; `finish` makes the gradients final. Works under `backward()` of any loop."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, groups: Groups, policy: SyncPolicy, zero: int) -> None:
+        self.groups, self.policy, self.zero = groups, policy, zero
+        self.reduce = "mean"  # a user's own loop averages over ranks; Session weights the loss itself and sums
+        self._enabled = True
+        self._begun = False
+        self._next = 0
+        self._home: dict[int, tuple[_Live, int]] = {}
+        self.buckets = self._build(_ordered(model, optimizer, zero))
+        if zero:
+            self._shard(optimizer)
+            optimizer.register_step_post_hook(lambda *_: self.gather_parameters())
+        optimizer.register_step_pre_hook(lambda *_: self.finish())
+
+    # -- set-up --
+
+    def _build(self, found: Sequence[tuple[nn.Parameter, int]]) -> list[_Live]:
+        params = [p for p, _ in found]
+        layouts = assign_buckets(
+            [p.numel() for p in params],
+            [p.element_size() for p in params],
+            [(group, str(p.dtype)) for p, group in found],
+            first_bytes=self.policy.first_bucket_bytes,
+            bytes_cap=self.policy.bucket_bytes,
+            shards=self.groups.shard.size if self.zero else 1,
+        )
+        live = [_Live(b, tuple(params[s.index] for s in b.slots), f"bucket{i}") for i, b in enumerate(layouts)]
+        for bucket in live:
+            for at, param in enumerate(bucket.params):
+                self._home[id(param)] = (bucket, at)
+                param.register_post_accumulate_grad_hook(self._arrived)
+            bucket.waiting = set(range(len(bucket.params)))
+            if self.zero < 2:
+                bucket.grads = _flat(bucket)
+        return live
+
+    def _shard(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move parameters into flat buffers and give the optimizer this rank's slices instead."""
+        if optimizer.state:
+            raise RequestError(f"zero={self.zero} cuts the optimizer's state: apply the plan before the optimizer's first step")
+        if type(optimizer).__name__ not in ELEMENTWISE:
+            raise RequestError(
+                f"zero={self.zero} steps slices cut across tensors, and {type(optimizer).__name__} is not known to be element-wise: use zero=0"
+            )
+        shards: dict[int, list[nn.Parameter]] = {}
+        for bucket in self.buckets:
+            flat = _flat(bucket)
+            for slot, param in zip(bucket.layout.slots, bucket.params, strict=True):
+                view = flat[slot.offset : slot.offset + slot.numel].view_as(param)
+                view.copy_(param.data)
+                param.data = view
+            bucket.values = flat
+            bucket.shard = nn.Parameter(self._slice(flat))
+            shards.setdefault(_group_of(bucket), []).append(bucket.shard)
+        for index, group in enumerate(optimizer.param_groups):
+            group["params"] = shards.get(index, [])
+
+    def _slice(self, flat: torch.Tensor) -> torch.Tensor:
+        size = flat.numel() // self.groups.shard.size
+        return flat[self.groups.shard.rank * size : (self.groups.shard.rank + 1) * size]
+
+    # -- during backward --
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Inside, backward adds gradients up locally and sends nothing (stages 0 and 1; stage 2 holds no place to add up in)."""
+        before, self._enabled = self._enabled, self.zero == 2
+        try:
+            yield
+        finally:
+            self._enabled = before
+
+    def _arrived(self, param: torch.Tensor) -> None:
+        bucket, at = self._home[id(param)]
+        if not self._begun and self._enabled:
+            self._begun = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        view = self._view(bucket, at)
+        assert param.grad is not None
+        if param.grad.data_ptr() != view.data_ptr():
+            view.copy_(param.grad)
+            param.grad = view
+        if self._enabled:
+            bucket.waiting.discard(at)
+            if self.policy.overlap:
+                self._launch_complete()
+
+    def _view(self, bucket: _Live, at: int) -> torch.Tensor:
+        if bucket.grads is None:
+            bucket.grads = _flat(bucket)
+        elif self.zero and bucket.shard is not None and bucket.shard.grad is not None and bucket.carried is None and self.zero == 1:
+            # The slice holds an earlier backward's result: set it aside before its place is written again.
+            bucket.carried = bucket.shard.grad.clone()
+        slot = bucket.layout.slots[at]
+        return bucket.grads[slot.offset : slot.offset + slot.numel].view_as(bucket.params[at])
+
+    def _launch_complete(self) -> None:
+        while self._next < len(self.buckets) and not self.buckets[self._next].waiting:
+            self._launch(self.buckets[self._next])
+            self._next += 1
+
+    def _launch(self, bucket: _Live) -> None:
+        grads = bucket.grads
+        assert grads is not None
+        if self.zero:
+            bucket.pending = self.groups.shard.reduce_scatter(self._slice(grads), grads, f"grads/{bucket.name}", self.reduce)
+        else:
+            bucket.pending = self.groups.dp.all_reduce(grads, f"grads/{bucket.name}", self.reduce)
+
+    # -- after backward --
+
+    def finish(self) -> None:
+        """Reduce what is still open and wait. Runs by itself at the end of each backward; calling it again does nothing."""
+        if not self._enabled or (not self._begun and not self._unsent()):
+            return
+        for bucket in self.buckets[self._next :]:
+            self._fill_missing(bucket)
+            self._launch(bucket)
+        if self.zero:
+            self._settle_shards()
+        else:
+            self._settle_whole()
+        for bucket in self.buckets:
+            bucket.pending = None
+            bucket.waiting = set(range(len(bucket.params)))
+        self._next, self._begun = 0, False
+
+    def _unsent(self) -> bool:
+        """Gradients were added up under `accumulate` and no backward has sent them since."""
+        return any(p.grad is not None for b in self.buckets for p in b.params) if self.zero else False
+
+    def _fill_missing(self, bucket: _Live) -> None:
+        """A parameter that this backward did not reach keeps what was accumulated before, or counts as zero."""
+        for at in bucket.waiting:
+            param, view = bucket.params[at], self._view(bucket, at)
+            if param.grad is None:
+                view.zero_()
+            elif param.grad.data_ptr() != view.data_ptr():
+                view.copy_(param.grad)
+            param.grad = view
+
+    def _settle_whole(self) -> None:
+        for bucket in self.buckets:
+            assert bucket.pending is not None
+            bucket.pending.wait()
+
+    def _settle_shards(self) -> None:
+        for bucket in self.buckets:
+            assert bucket.pending is not None and bucket.grads is not None
+            bucket.pending.wait()
+            bucket.pending = self.groups.dp.all_reduce(self._slice(bucket.grads), f"replicas/{bucket.name}", self.reduce)
+        for bucket in self.buckets:
+            assert bucket.pending is not None and bucket.grads is not None and bucket.shard is not None
+            bucket.pending.wait()
+            mine = self._slice(bucket.grads)
+            for param in bucket.params:
+                param.grad = None
+            if self.zero == 2:
+                bucket.shard.grad = mine.clone() if bucket.shard.grad is None else bucket.shard.grad.add_(mine)
+                bucket.grads = None
+            else:
+                bucket.shard.grad = mine if bucket.carried is None else mine.add_(bucket.carried)
+                bucket.carried = None
+
+    def gather_parameters(self) -> None:
+        """After the optimizer's step: bring every rank's slice of the parameters to every rank (stages 1 and 2)."""
+        works = []
+        for bucket in self.buckets:
+            assert bucket.values is not None and bucket.shard is not None
+            works.append(self.groups.shard.all_gather(bucket.values, bucket.shard.data, f"params/{bucket.name}"))
+        for work in works:
+            work.wait()
+
+    # -- what it holds --
+
+    def clear(self) -> None:
+        """Drop gradients after a step."""
+        for bucket in self.buckets:
+            bucket.carried = None
+            for param in bucket.params if bucket.shard is None else (*bucket.params, bucket.shard):
+                param.grad = None
+
+    def gradient_bytes(self) -> int:
+        held = [b.grads for b in self.buckets if b.grads is not None]
+        held += [b.shard.grad for b in self.buckets if self.zero == 2 and b.shard is not None and b.shard.grad is not None]
+        return sum(t.numel() * t.element_size() for t in held)
+
+
+def _ordered(model: nn.Module, optimizer: torch.optim.Optimizer, zero: int) -> list[tuple[nn.Parameter, int]]:
+    """Trainable parameters with their optimizer group, last registered first: about the order in which gradients arrive."""
+    group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    found = [(p, group_of.get(id(p), -1)) for p in model.parameters() if p.requires_grad]
+    if zero == 0:
+        return [(p, 0) for p, _ in reversed(found)]
+    return [(p, group) for p, group in reversed(found) if group >= 0]
+
+
+def _flat(bucket: _Live) -> torch.Tensor:
+    first = bucket.params[0]
+    return torch.zeros(bucket.layout.numel, dtype=first.dtype, device=first.device)
+
+
+def _group_of(bucket: _Live) -> int:
+    key: Any = bucket.layout.key
+    return int(key[0])

@@ -1,0 +1,60 @@
+"""Ranks that somebody else started: torchrun, srun or mpirun say who we are through the environment, which is read here and only here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwright.core.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among the ranks of a job, and where they meet."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    meeting: str  # an init_method for torch.distributed
+    launcher: str
+    run: str = ""  # the run's folder, when our own supervisor started us
+    plan: str = ""  # "auto" or a plan.json, likewise
+
+
+# launcher → variables for rank, world, local rank, local world
+_SCHEMES = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+}
+
+
+def adopted(environ: Mapping[str, str]) -> Place | None:
+    """Who we are, if a launcher started us; None for a plain process. A batch script's own shell is not a rank (no step id)."""
+    for launcher, (rank, world, local, local_world) in _SCHEMES.items():
+        if launcher == "srun" and "SLURM_STEP_ID" not in environ:
+            continue
+        if rank in environ and world in environ:
+            try:
+                numbers = [int(environ.get(name, fallback)) for name, fallback in ((rank, "0"), (world, "1"), (local, environ[rank]))]
+                width = int(environ.get(local_world, str(numbers[1])).partition("(")[0])
+            except ValueError:
+                raise RequestError(f"{rank}={environ[rank]} {world}={environ[world]}: {launcher}'s variables are not numbers") from None
+            ours = environ.get("MESHWRIGHT_RUN", ""), environ.get("MESHWRIGHT_PLAN", "")
+            return Place(numbers[0], numbers[1], numbers[2], width, _meeting(environ, launcher), launcher, *ours)
+    return None
+
+
+def _meeting(environ: Mapping[str, str], launcher: str) -> str:
+    """Our supervisor's file; MASTER_ADDR and MASTER_PORT when given; else one derived from the job, the same on every rank of one machine."""
+    if "MESHWRIGHT_MEETING" in environ:
+        return environ["MESHWRIGHT_MEETING"]
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return "env://"  # torchrun's agent holds the store at that address already
+    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+        return f"tcp://{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+    job = environ.get("SLURM_JOB_ID") or environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_orte_hnp_uri") or environ.get("PMI_JOBID") or launcher
+    port = 20000 + sum(ord(c) * (i + 1) for i, c in enumerate(job)) % 20000
+    return f"tcp://127.0.0.1:{port}"

@@ -1,0 +1,61 @@
+"""Where ranks meet: a file for ranks of one machine (no port, nothing listens), an address for adopted ones. Timeouts are explicit."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from meshwright.core.errors import RequestError, RunError
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """How to reach the other ranks. `meeting` is 'file://PATH' or 'tcp://HOST:PORT'."""
+
+    rank: int
+    world: int
+    meeting: str
+    backend: str = "gloo"
+    device: str = "cpu"
+    local_rank: int = 0
+    timeout_s: float = 120.0
+
+
+def join(place: Rendezvous) -> None:
+    """Make the default process group. A world of one makes none."""
+    if place.world == 1:
+        return
+    if place.backend not in dist.Backend.backend_list:
+        raise RequestError(f"backend '{place.backend}' is not known to this torch: use one of {', '.join(dist.Backend.backend_list)}")
+    if place.meeting.startswith("file://") or "127.0.0.1" in place.meeting:
+        # Ranks of one machine talk over loopback; nothing of ours listens on other interfaces.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+    if place.backend == "nccl":
+        torch.cuda.set_device(place.local_rank)
+    device = torch.device("cuda", place.local_rank) if place.backend == "nccl" else None
+    try:
+        dist.init_process_group(
+            place.backend,
+            init_method=place.meeting,
+            rank=place.rank,
+            world_size=place.world,
+            timeout=timedelta(seconds=place.timeout_s),
+            device_id=device,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise RunError(f"rank {place.rank} could not meet the others at {place.meeting}: {str(error).splitlines()[0]}") from error
+
+
+def leave() -> None:
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _loopback() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((n for n in ("lo", "lo0") if n in names), "")

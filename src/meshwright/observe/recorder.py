@@ -1,0 +1,59 @@
+"""What one rank writes while it runs: its events, and on rank 0 the metrics of each step."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from meshwright.core.errors import RequestError
+from meshwright.core.event import Event, Fault
+from meshwright.core.serial import to_data
+from meshwright.observe.sinks import JsonlSink, Sink
+
+
+class Recorder:
+    """One rank's pen. Opening it again appends, so that a resumed run goes on in the same files."""
+
+    def __init__(self, folder: Path, rank: int, sinks: Sequence[Sink] = ()) -> None:
+        """`sinks` get rank 0's metrics too, beside metrics.jsonl; the recorder closes them."""
+        self.rank = rank
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RequestError(f"cannot make the run folder {folder}: {error.strerror}; choose another with --run-dir") from None
+        self._events = JsonlSink(folder / f"events-{rank}.jsonl")
+        self._metrics: list[Sink] = [JsonlSink(folder / "metrics.jsonl"), *sinks] if rank == 0 else []
+
+    # `kind` is positional-only: a Fault's own `kind` may then travel in `data`.
+    def event(self, kind: str, /, step: int = -1, **data: Any) -> None:
+        """Append one event, stamped with the time and this rank. A "start" says which process it is: that is how a dead run is told."""
+        if kind == "start":
+            data = {"pid": os.getpid(), "host": socket.gethostname(), **data}
+        self._events.write(to_data(Event(time.time(), self.rank, kind, step, data)))
+
+    def fault(self, fault: Fault, step: int = -1) -> None:
+        """Append a fault, which may be another rank's: a killed rank cannot write its own."""
+        self.event("fault", step, **to_data(fault))
+
+    def metrics(self, record: Mapping[str, Any]) -> None:
+        """Append one step's or validation's record; the time is added when it is not there. Ranks other than 0 write nothing."""
+        stamped = {"time": time.time(), **record}
+        for sink in self._metrics:
+            sink.write(stamped)
+
+    def close(self) -> None:
+        self._events.close()
+        for sink in self._metrics:
+            sink.close()
+        self._metrics = []
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,124 @@
+"""Where records go: a file of JSON lines always, TensorBoard and Prometheus when asked for."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from meshwright.core.errors import RequestError, RunError
+from meshwright.observe.figures import finite
+
+
+class Sink(Protocol):
+    """Takes one record at a time. `write` must not keep the record."""
+
+    def write(self, record: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlSink:
+    """Appends one JSON object a line. Each line is one `write` to the kernel: a killed process loses at most the line being written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise RequestError(f"cannot write {path}: {error.strerror}; choose another folder with --run-dir") from None
+        if not self._ends_with_newline():
+            self._append(b"\n")  # a process killed here before left half a line: the next record must not be glued to it
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._append(json.dumps(record, default=_plain, separators=(",", ":")).encode() + b"\n")
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _append(self, line: bytes) -> None:
+        assert self._file >= 0, f"{self._path} was closed before this record came"
+        try:
+            os.write(self._file, line)
+        except OSError as error:
+            raise RunError(f"cannot write {self._path}: {error.strerror}; free some space, or choose another folder with --run-dir") from None
+
+    def _ends_with_newline(self) -> bool:
+        length = os.fstat(self._file).st_size
+        return length == 0 or os.pread(self._file, 1, length - 1) == b"\n"
+
+
+class TensorBoardSink:
+    """Every number of a record as a TensorBoard scalar."""
+
+    def __init__(self, folder: Path) -> None:
+        module = _optional("torch.utils.tensorboard", "TensorBoard")
+        self._writer: Any = module.SummaryWriter(log_dir=str(folder))
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        step, when = record.get("step"), record.get("time")
+        for key, value in _numbers(record).items():
+            self._writer.add_scalar(f"train/{key}", value, global_step=step, walltime=when)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class PrometheusSink:
+    """Every number of the last record as a gauge on http://127.0.0.1:port/metrics, for this machine only; port 0 takes a free one."""
+
+    def __init__(self, port: int) -> None:
+        self._module: Any = _optional("prometheus_client", "Prometheus")
+        self._registry = self._module.CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        try:
+            # 127.0.0.1: whoever wants it from outside puts a proxy with authentication before it.
+            self._server, self._thread = self._module.start_http_server(port, addr="127.0.0.1", registry=self._registry)
+        except (OSError, OverflowError) as error:
+            raise RequestError(f"cannot serve Prometheus metrics on 127.0.0.1:{port}: {error}; choose another port with prometheus_port") from None
+        self.address, self.port = self._server.server_address[:2]  # as the system bound it
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        for key, value in {**_numbers(record), "step": record.get("step", -1)}.items():
+            if key not in self._gauges:
+                self._gauges[key] = self._module.Gauge(f"meshwright_{key}", f"{key} of the last step", registry=self._registry)
+            self._gauges[key].set(value)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def open_sinks(folder: Path, tensorboard: bool = False, prometheus_port: int | None = None) -> list[Sink]:
+    """The sinks that a run asks for beside its own files; TensorBoard's go to `folder/tensorboard`."""
+    sinks: list[Sink] = [TensorBoardSink(folder / "tensorboard")] if tensorboard else []
+    return sinks if prometheus_port is None else [*sinks, PrometheusSink(prometheus_port)]
+
+
+def _optional(module: str, what: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise RequestError(f"{what} output needs a package that is not installed: pip install 'meshwright[viz]'") from None
+
+
+def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """What can be drawn or scraped; a NaN stays, because both tools show it."""
+    return {k: v for k, v in record.items() if k not in ("step", "time") and (finite(v) is not None or isinstance(v, float))}
+
+
+def _plain(value: Any) -> Any:
+    """Scalars of numpy and torch as numbers, anything else as text: a record is never a reason to stop training."""
+    item = getattr(value, "item", None)
+    if callable(item):
+        try:
+            return item()
+        except (ValueError, RuntimeError):  # more than one element
+            return str(value)
+    return str(value)

@@ -1,0 +1,59 @@
+"""Ranks that torchrun, srun or mpirun started: rank 0 decides, tells the others, and all of them train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+
+from meshwright.core.errors import MeshwrightError, RequestError
+from meshwright.launch import Place, Rendezvous, join, leave
+from meshwright.observe import RunFolder, create
+from meshwright.orchestrate.config import RunConfig
+from meshwright.orchestrate.orchestrator import Orchestrator, Say, finish_run, write_run
+from meshwright.orchestrate.worker import train_rank
+
+
+def train_adopted(config: RunConfig, place: Place, environ: Mapping[str, str], console: Console, say: Say) -> dict[str, Any] | None:
+    """This rank's part; rank 0 gets the result. A decision that fails on rank 0 fails everywhere with the same line."""
+    if config.nproc not in (None, place.world):
+        raise RequestError(f"--nproc {config.nproc}, but {place.launcher} started {place.world} ranks: leave --nproc out")
+    config = config.model_copy(update={"nproc": place.world})
+    orchestrator = Orchestrator(config, _alone(environ), say)
+    device = orchestrator.cluster.devices[0].kind
+    backend = config.backend or ("nccl" if device == "cuda" else "gloo")
+    message: list[Any] = [None]
+    prepared = None
+    with orchestrator:
+        if place.rank == 0:
+            try:
+                prepared = orchestrator.prepare()
+                if not prepared.estimate.fits:
+                    raise RequestError(prepared.why.replace("\n", " "))
+                folder = create(Path(config.run_dir), config.name, prefix=prepared.task.name)
+                write_run(folder.path, prepared)
+                message = [str(folder.path.resolve())]
+            except MeshwrightError as error:
+                message = [error]
+    join(Rendezvous(place.rank, place.world, place.meeting, backend, device, place.local_rank, config.timeout_s))
+    try:
+        if place.world > 1:
+            dist.broadcast_object_list(message, src=0)
+        if isinstance(message[0], MeshwrightError):
+            raise message[0]
+        measured = train_rank(place.rank, place.world, place.meeting, message[0], place.local_rank)
+        every: list[Any] = [measured]
+        if place.world > 1:
+            every = [None] * place.world
+            dist.all_gather_object(every, measured)
+    finally:
+        leave()
+    return finish_run(RunFolder(Path(message[0])), prepared, every) if prepared is not None else None
+
+
+def _alone(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for our own probe workers, which must not think that they are ranks of the outer job."""
+    return {k: v for k, v in environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")}

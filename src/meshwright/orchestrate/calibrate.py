@@ -1,0 +1,79 @@
+"""Calibrations: measured once for a machine, kept in the user's cache, found again by what the machine is."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+from meshwright.core.calibration import Calibration, Rates
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import RequestError
+from meshwright.core.serial import from_data, read_json, write_json
+from meshwright.launch import Nursery, Workers
+
+PROBE_ERROR = 0.15  # relative; what predictions from a quick probe have been off by (docs/log.md)
+
+
+def cache_path(cluster: Cluster, environ: Mapping[str, str]) -> Path:
+    """One file for each kind of machine: the same host with other devices or cores is another."""
+    node = cluster.nodes[0]
+    facts = f"{node.name}|{node.cpu}|{node.cores}|{[d.name for d in node.devices]}"
+    home = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "/tmp")) / ".cache")
+    return home / "meshwright" / f"calibration-{hashlib.sha256(facts.encode()).hexdigest()[:12]}.json"
+
+
+def kept(cluster: Cluster, environ: Mapping[str, str]) -> Calibration | None:
+    """The calibration on file; one that this version cannot read counts as none."""
+    path = cache_path(cluster, environ)
+    if not path.exists():
+        return None
+    try:
+        return from_data(Calibration, read_json(path), str(path))
+    except RequestError:
+        return None
+
+
+def keep(calibration: Calibration, cluster: Cluster, environ: Mapping[str, str]) -> Path | None:
+    """Write it down; a cache that cannot be written costs the next run a probe and nothing else."""
+    path = cache_path(cluster, environ)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, calibration)
+    except OSError:
+        return None
+    return path
+
+
+def probe(cluster: Cluster, nursery: Nursery, backend: str | None = None, *, quick: bool = True, say: Callable[[str], None]) -> Calibration:
+    """Measure this machine as one rank and as all its ranks together."""
+    devices = cluster.devices
+    kind = devices[0].kind
+    chosen = backend or ("nccl" if kind == "cuda" else "gloo")
+    layouts: list[Rates] = []
+    copies: Mapping[str, float] = {}
+    for ranks in sorted({1, len(devices)}):
+        threads = max(cluster.nodes[0].cores // ranks, 1) if kind == "cpu" else 0
+        say(f"measuring {ranks} rank{'s' * (ranks > 1)}")
+        with Workers(nursery, ranks) as workers:
+            kwargs = {"device": kind, "backend": chosen, "threads": threads, "quick": quick}
+            rates, found = workers.call("meshwright.orchestrate.worker:probe_rank", kwargs, timeout_s=300)[0]
+        layouts.append(rates)
+        copies = found or copies
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    return Calibration(cluster.nodes[0].name, devices[0].name, when, tuple(layouts), copies, "probe", PROBE_ERROR)
+
+
+def from_sheet(cluster: Cluster) -> Calibration:
+    """Rates from data sheets, for devices that cannot be measured now: half the peak for arithmetic, 80% of the bandwidth."""
+    device = cluster.devices[0]
+    compute = {f"matmul/{precision}": ((1e9, 0.5 * peak),) for precision, peak in device.peak_flops.items()}
+    rates = Rates(1, 0, compute or {"matmul/fp32": ((1e9, 2e10),)}, ((1e6, 0.8 * (device.memory_bandwidth or 1e10)),), 5e-6, overlap=0.8)
+    return Calibration(cluster.name, device.name, datetime.now(UTC).isoformat(timespec="seconds"), (rates,), source="data sheets", error=0.4)
+
+
+def environment() -> Mapping[str, str]:
+    """The process environment, read here for the whole orchestrator."""
+    return os.environ

@@ -1,0 +1,90 @@
+"""The configuration of a run: one flat, strict set of fields. Flags, `--set key=value` and JSON files all end here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from meshwright.core.errors import RequestError, unknown
+from meshwright.core.serial import read_json
+
+
+class RunConfig(BaseModel):
+    """Everything `train` can be told. None means: decided by the model's own default, or by the planner."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field("gpt-mini", description="zoo name, hf:PATH, or package.module:factory")
+    steps: int = Field(150, ge=1, description="optimizer steps")
+    global_batch: int | None = Field(None, ge=1, description="samples in one optimizer step, over all ranks")
+    seq: int | None = Field(None, ge=1, description="tokens in a sample, for language models")
+    seed: int = Field(0, ge=0, description="of parameters, data order and keyed randomness")
+    dropout: float = Field(0.0, ge=0.0, lt=1.0, description="where the model has dropout")
+
+    data: str | None = Field(None, description="built-in data set; the model's own by default")
+    data_dir: str | None = Field(None, description="folder for mnist or cifar10")
+    optimizer: Literal["adamw", "adam", "sgd", "momentum"] = "adamw"
+    learning_rate: float | None = Field(None, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    warmup_steps: int = Field(10, ge=0, description="steps over which the learning rate rises from nothing")
+    clip: float = Field(1.0, ge=0, description="largest gradient norm; 0 leaves gradients alone")
+    validate_every: int = Field(0, ge=0, description="steps between validations; 0: once, at the end")
+    validate_batches: int = Field(4, ge=0, description="global batches in one validation; 0: none")
+
+    plan: str = Field("auto", description="auto, or a plan.json")
+    mesh: str | None = Field(None, description="like dp=2 or shard=2; an axis left out is 1")
+    nproc: int | None = Field(None, ge=1, description="ranks; all devices by default")
+    devices: tuple[int, ...] | None = Field(None, description="which devices, like [0, 2]")
+    zero: Literal[0, 1, 2, 3] | None = None
+    micro_batches: int | None = Field(None, ge=1, description="gradient accumulation: pieces a rank cuts its share into")
+    recompute: Literal["none", "full"] | None = None
+    precision: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = Field("auto", description="auto: bf16 on GPUs, fp32 on CPUs")
+    compile: Literal["none", "blocks", "model"] | None = None
+    backend: str | None = Field(None, description="gloo or nccl; by device unless given")
+    bucket_mb: float | None = Field(None, gt=0, description="size of a gradient bucket")
+    timeout_s: float = Field(120.0, gt=0, description="longest wait in one collective")
+    objective: Literal["time", "memory"] = "time"
+
+    run_dir: str = Field("runs", description="folder that holds runs")
+    name: str | None = Field(None, description="of the run; made from the model and the time unless given")
+    profile: bool = Field(True, description="profile one step: trace.json and the exposed communication")
+    tensorboard: bool = Field(False, description="also write TensorBoard events into the run's folder")
+    prometheus_port: int | None = Field(None, ge=1, le=65535, description="also serve metrics on 127.0.0.1")
+
+
+def load_config(file: Path | None, settings: dict[str, Any]) -> RunConfig:
+    """A file's fields, overridden by `settings`. Every wrong key or value is one line that says what to change."""
+    data: dict[str, Any] = {}
+    if file is not None:
+        data = read_json(file)
+        if not isinstance(data, dict):
+            raise RequestError(f"{file}: a run's configuration is one JSON object")
+        check_keys(data, str(file))
+    try:
+        return RunConfig(**{**data, **settings})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        where = f"{file}: " if file and key in data and key not in settings else ""
+        raise RequestError(f"{where}{key}={json.dumps(first.get('input'), default=str)}: {first['msg'].lower()}") from None
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """'zero=3' → ('zero', 3); the value is read as JSON where it is JSON, as text otherwise."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise RequestError(f"--set {text}: write it as key=value")
+    check_keys({key: value}, "--set")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+def check_keys(data: dict[str, Any], where: str) -> None:
+    for key in data:
+        if key not in RunConfig.model_fields:
+            raise unknown("key", key, RunConfig.model_fields, where)

@@ -1,0 +1,296 @@
+"""From a configuration to a finished run on this machine: discover, profile, calibrate, plan, launch, watch, report."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from meshwright import zoo
+from meshwright.core.calibration import Calibration
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import RequestError
+from meshwright.core.estimate import Estimate
+from meshwright.core.event import Fault
+from meshwright.core.mesh import Mesh
+from meshwright.core.model import ModelProfile
+from meshwright.core.plan import Plan
+from meshwright.core.serial import to_data, write_json
+from meshwright.core.task import Task
+from meshwright.core.workload import Workload
+from meshwright.cost import estimate
+from meshwright.describe import nvml
+from meshwright.describe.discover import discover
+from meshwright.describe.trace import trace_task
+from meshwright.launch import Nursery, RankFailure, Workers
+from meshwright.observe import Recorder, RunFolder, create, follow, write_report
+from meshwright.orchestrate import calibrate
+from meshwright.orchestrate.config import RunConfig
+from meshwright.orchestrate.worker import median_step
+from meshwright.plan import Ranking, Wishes, explain, rank_plans
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that has been decided and not begun."""
+
+    config: RunConfig
+    task: Task
+    cluster: Cluster
+    profile: ModelProfile
+    plan: Plan
+    estimate: Estimate
+    why: str
+    ranking: Ranking | None
+    seconds: float  # spent planning, tracing included
+
+
+class Orchestrator:
+    """Owns the loop. `say` is told what is being done; `environ` is the only environment it knows."""
+
+    def __init__(self, config: RunConfig, environ: Mapping[str, str], say: Say) -> None:
+        self.config, self.environ, self.say = config, environ, say
+        self._nursery: Nursery | None = None
+        self.cluster = self._discover()
+
+    def __enter__(self) -> Orchestrator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._nursery is not None:
+            self._nursery.close()
+
+    # -- describe --
+
+    def _discover(self) -> Cluster:
+        wanted = self.config.nproc
+        if self.config.mesh is not None:
+            size = Mesh.parse(self.config.mesh).size
+            if wanted not in (None, size):
+                raise RequestError(f"--nproc {wanted} and --mesh {self.config.mesh} ({size} ranks) disagree: change one of them")
+            wanted = size
+        if self.config.plan != "auto":
+            wanted = Plan.load(Path(self.config.plan)).world
+        cluster = discover(self.environ, ranks=wanted, devices=self.config.devices)
+        return self._free_memory(cluster) if cluster.devices[0].kind == "cuda" else cluster
+
+    def _free_memory(self, cluster: Cluster) -> Cluster:
+        """Plan with what is free now: a card may be in use."""
+        free = {g.index: g.memory_free for g in nvml.gpus(self.environ.get("CUDA_VISIBLE_DEVICES"))}
+        order = list(free.values())
+        node = cluster.nodes[0]
+        devices = tuple(
+            replace(d, memory_bytes=min(d.memory_bytes, order[d.index])) if d.index < len(order) and order[d.index] else d for d in node.devices
+        )
+        return replace(cluster, nodes=(replace(node, devices=devices), *cluster.nodes[1:]))
+
+    def nursery(self, threads: int | None = None) -> Nursery:
+        """The warm process, started on first use; started anew only if another number of threads is needed."""
+        node = self.cluster.nodes[0]
+        wanted = threads or max(node.cores // len(node.devices), 1)
+        if self._nursery is not None and self._nursery.threads != wanted:
+            self._nursery.close()
+            self._nursery = None
+        if self._nursery is None:
+            env = dict(self.environ)
+            if self.cluster.devices[0].kind == "cuda":
+                env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+                uuids = {i: g.uuid for i, g in enumerate(nvml.gpus(self.environ.get("CUDA_VISIBLE_DEVICES")))}
+                chosen = [uuids[d.index] for d in self.cluster.devices if d.index in uuids]
+                if chosen:
+                    env["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
+            self._nursery = Nursery(wanted, env, ("meshwright.orchestrate.worker",))
+        return self._nursery
+
+    def calibration(self, *, fresh: bool = False, quick: bool = True) -> Calibration:
+        """What this machine reaches: from the cache, or measured now."""
+        whole = discover(self.environ, devices=self.config.devices)
+        ranks = {1, len(self.cluster.devices)}
+        found = None if fresh else calibrate.kept(self.cluster, self.environ) or calibrate.kept(whole, self.environ)
+        if found is not None and ranks <= {r.ranks for r in found.layouts} | {len(whole.devices)}:
+            return found
+        measured = calibrate.probe(self.cluster, self.nursery(), self.config.backend, quick=quick, say=self.say)
+        calibrate.keep(measured, self.cluster, self.environ)
+        return measured
+
+    # -- plan --
+
+    def workload(self, task: Task) -> Workload:
+        precision = self.config.precision
+        if precision == "auto":
+            precision = "bf16" if self.cluster.devices[0].kind == "cuda" else "fp32"
+        batch = self.config.global_batch or task.global_batch
+        return Workload(batch, "train", precision, self.config.optimizer, self.config.objective)
+
+    def wishes(self) -> Wishes:
+        c = self.config
+        return Wishes(
+            mesh=Mesh.parse(c.mesh) if c.mesh else None,
+            world=c.nproc,
+            zero=c.zero,
+            recompute=c.recompute,
+            compile=c.compile,
+            micro_batches=c.micro_batches,
+            backend=c.backend,
+            bucket_bytes=int(c.bucket_mb * 2**20) if c.bucket_mb else None,
+            timeout_s=c.timeout_s,
+        )
+
+    def prepare(self) -> Prepared:
+        """Decide everything; start nothing but the warm process and, on a new machine, the probe."""
+        task = zoo.load(self.config.model, seq=self.config.seq, dropout=self.config.dropout)
+        self.nursery()
+        workload = self.workload(task)
+        begun = time.perf_counter()
+        self.say(f"profiling {task.name}")
+        profile = trace_task(task, precision=workload.precision)
+        traced = time.perf_counter() - begun
+        calibration = self.calibration()
+        begun = time.perf_counter()
+        if self.config.plan != "auto":
+            plan = Plan.load(Path(self.config.plan))
+            self._check_plan(plan, workload)
+            found = estimate(plan, profile, workload, self.cluster, calibration)
+            why = f"Given by {self.config.plan}: {plan.summary()}."
+            return Prepared(self.config, task, self.cluster, profile, plan, found, why, None, traced + time.perf_counter() - begun)
+        self.say("planning")
+        ranking = rank_plans(profile, self.cluster, workload, calibration, self.wishes())
+        why = explain(ranking)
+        best = ranking.best
+        return Prepared(self.config, task, self.cluster, profile, best.plan, best.estimate, why, ranking, traced + time.perf_counter() - begun)
+
+    def _check_plan(self, plan: Plan, workload: Workload) -> None:
+        where = self.config.plan
+        if self.config.global_batch not in (None, plan.global_batch):
+            raise RequestError(f"{where} has global_batch {plan.global_batch}, the request {self.config.global_batch}: change one of them")
+        if plan.device != self.cluster.devices[0].kind:
+            raise RequestError(f"{where} is for {plan.device}, this machine has {self.cluster.devices[0].kind}: plan again here")
+        if workload.precision != plan.memory.precision and self.config.precision != "auto":
+            raise RequestError(f"{where} has precision {plan.memory.precision}, the request {self.config.precision}: change one of them")
+
+    # -- run --
+
+    def train(self, prepared: Prepared, console: Console) -> dict[str, Any]:
+        """Launch the plan, show it live, write the folder; the result."""
+        plan = prepared.plan
+        if not prepared.estimate.fits:
+            raise RequestError(prepared.why.replace("\n", " "))
+        folder = create(Path(self.config.run_dir), self.config.name, prefix=prepared.task.name)
+        write_run(folder.path, prepared)
+        nursery = self.nursery(plan.threads or None)
+        logs = folder.path / "logs"
+        logs.mkdir()
+        try:
+            with Workers(nursery, plan.world, logs=logs) as workers, _live(folder, console):
+                ranks = workers.call("meshwright.orchestrate.worker:train_rank", {"folder": str(folder.path.resolve())})
+        except RankFailure as failure:
+            self._record(folder, failure.fault)
+            raise
+        except KeyboardInterrupt:
+            with Recorder(folder.path, 0) as recorder:
+                recorder.event("stop", reason="interrupted")
+            write_report(folder)
+            raise
+        return finish_run(folder, prepared, ranks)
+
+    def run_script(self, script: str, arguments: list[str], console: Console) -> dict[str, Any]:
+        """A user's own script on every device; `mw.prepare` inside it decides how."""
+        if not Path(script).is_file():
+            raise RequestError(f"{script}: no such file")
+        self.calibration()
+        folder = create(Path(self.config.run_dir), self.config.name, prefix=Path(script).stem)
+        write_json(folder.path / "job.json", {"script": script, "arguments": arguments})
+        write_json(folder.path / "cluster.json", self.cluster)
+        logs = folder.path / "logs"
+        logs.mkdir()
+        kwargs = {"script": script, "arguments": arguments, "folder": str(folder.path.resolve()), "plan": self.config.plan}
+        try:
+            with Workers(self.nursery(), len(self.cluster.devices), logs=logs) as workers:
+                seconds = workers.call("meshwright.orchestrate.worker:run_script", kwargs)
+        except RankFailure as failure:
+            self._record(folder, failure.fault)
+            raise
+        return {"run": str(folder.path), "ranks": len(seconds), "seconds": max(seconds)}
+
+    def _record(self, folder: RunFolder, fault: Fault) -> None:
+        with Recorder(folder.path, fault.rank) as recorder:
+            recorder.fault(fault)
+        write_report(folder)
+
+
+def write_run(path: Path, prepared: Prepared) -> None:
+    """The folder of a run that is about to begin: what was asked, what was decided, and on what."""
+    resolved = {**prepared.config.model_dump(), "global_batch": prepared.plan.global_batch, "precision": prepared.plan.memory.precision}
+    write_json(path / "job.json", resolved)
+    prepared.plan.save(path / "plan.json")
+    write_json(path / "cluster.json", prepared.cluster)
+    write_json(path / "estimate.json", {"estimate": to_data(prepared.estimate), "why": prepared.why, "ranking": ranking_rows(prepared.ranking)})
+
+
+def ranking_rows(ranking: Ranking | None, most: int = 12) -> list[dict[str, Any]]:
+    return [
+        {
+            "summary": s.plan.summary(),
+            "step_s": s.estimate.step_s,
+            "memory_bytes": max(s.estimate.memory_bytes),
+            "fits": s.estimate.fits,
+            "reason": s.estimate.reason,
+        }
+        for s in (ranking.scored[:most] if ranking else ())
+    ]
+
+
+def finish_run(folder: RunFolder, prepared: Prepared, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """result.json and report.html from what the ranks measured."""
+    first = ranks[0]
+    step, p95 = median_step(first["times"])
+    found, plan, task = prepared.estimate, prepared.plan, prepared.task
+    samples = plan.global_batch / step if step else float("nan")
+    result = {
+        "run": str(folder.path),
+        "plan": to_data(plan),
+        "losses": first["losses"],
+        "validation": first["validation"],
+        "predicted": {"step_s": found.step_s, "memory_bytes": list(found.memory_bytes)},
+        "measured": {
+            "step_s": step,
+            "p95_step_s": p95,
+            "memory_bytes": [r["memory_bytes"] for r in ranks],
+            "samples_per_s": samples,
+            "tokens_per_s": samples * task.tokens_per_sample if task.tokens_per_sample else None,
+            "mfu": found.mfu * found.step_s / step if found.mfu else None,
+            "exposed_communication_s": first["exposed"].get("exposed_s"),
+            "communication_s": first["exposed"].get("communication_s"),
+        },
+        "state_digest": first["state_digest"],
+        "faults": [to_data(f) for f in folder.faults()],
+        "seconds": first["seconds"],
+    }
+    write_json(folder.path / "result.json", result)
+    result["report"] = str(write_report(folder))
+    return result
+
+
+class _live:
+    """Shows the run's folder on the console from a thread while the ranks work."""
+
+    def __init__(self, folder: RunFolder, console: Console) -> None:
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=follow, args=(folder, self._done.is_set, console), daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join(timeout=3)
+
+
+__all__ = ["Orchestrator", "Prepared", "finish_run", "write_run"]

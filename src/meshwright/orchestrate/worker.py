@@ -1,0 +1,252 @@
+"""What a rank does: probe, train the built-in way, or run a user's script. Called by the supervisor, or by adopted ranks."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright import data, zoo
+from meshwright.comm import Ledger, NullComm, TorchComm
+from meshwright.core.calibration import Rates
+from meshwright.core.errors import RequestError
+from meshwright.core.estimate import Estimate
+from meshwright.core.plan import Plan
+from meshwright.core.serial import from_data, read_json
+from meshwright.core.task import Task
+from meshwright.describe.probe import host_copies, measure, slowest
+from meshwright.execute.profile import profiled
+from meshwright.execute.session import Session, StepResult
+from meshwright.execute.state import state_digest
+from meshwright.launch import Rendezvous, join, leave
+from meshwright.observe import Recorder, open_sinks, peak_resident_bytes, reset_peak, resident_bytes
+from meshwright.orchestrate.config import RunConfig
+
+_WARM_STEPS = 3  # first steps allocate, fault pages in and compile: left out of the measured step time
+_PROFILED_STEP = 5
+_REPORT_EVERY_S = 0.5
+
+
+def probe_rank(
+    rank: int, world: int, meeting: str, device: str, backend: str, threads: int, quick: bool
+) -> tuple[Rates, Mapping[str, float]]:  # fmt: skip
+    """One rank of a probe; rank 0 hears what the slowest reached."""
+    base = resident_bytes()
+    where = _device(device, rank, threads)
+    join(Rendezvous(rank, world, meeting, backend, device, rank))
+    comm = TorchComm(torch.distributed.group.WORLD, Ledger()) if world > 1 else NullComm()  # type: ignore[arg-type]
+    rates = measure(comm, where, backend=backend, threads=threads, base_bytes=base if device == "cpu" else 0, quick=quick, say=lambda _: None)
+    every: list[Any] = [rates]
+    if world > 1:
+        every = [None] * world
+        torch.distributed.all_gather_object(every, rates)
+    copies = host_copies(where) if rank == 0 else {}
+    leave()
+    return slowest(every), copies
+
+
+def _device(kind: str, local_rank: int, threads: int) -> torch.device:
+    if kind == "cuda":
+        torch.cuda.set_device(local_rank)
+        torch.set_float32_matmul_precision("high")
+        return torch.device("cuda", local_rank)
+    if threads:
+        torch.set_num_threads(threads)
+    return torch.device("cpu")
+
+
+def train_rank(rank: int, world: int, meeting: str, folder: str, local_rank: int | None = None) -> dict[str, Any]:
+    """One rank of a run described by its folder; what it measured."""
+    home = Path(folder)
+    job = RunConfig(**read_json(home / "job.json"))
+    plan = Plan.load(home / "plan.json")
+    estimate = from_data(Estimate, read_json(home / "estimate.json")["estimate"], "estimate.json")
+    sinks = open_sinks(home, job.tensorboard, job.prometheus_port) if rank == 0 else ()
+    with Recorder(home, rank, sinks) as recorder:
+        local = rank if local_rank is None else local_rank
+        device = _device(plan.device, local, plan.threads)
+        recorder.event("start", pid=os.getpid(), device=str(device), world=world)
+        joined = torch.distributed.is_initialized()
+        if not joined:
+            join(Rendezvous(rank, world, meeting, plan.backend, plan.device, local, plan.sync.timeout_s))
+        try:
+            return _Training(job, plan, estimate, recorder, device, rank).run(home)
+        finally:
+            if not joined:
+                leave()
+
+
+class _Training:
+    """The loop of one rank: batches in, metrics out."""
+
+    def __init__(self, job: RunConfig, plan: Plan, estimate: Estimate, recorder: Recorder, device: torch.device, rank: int) -> None:
+        self.job, self.plan, self.estimate, self.recorder, self.device, self.rank = job, plan, estimate, recorder, device, rank
+        self.task = zoo.load(job.model, seq=job.seq, dropout=job.dropout)
+        self.losses: list[float] = []
+        self.times: list[float] = []
+        self.validations: list[dict[str, float]] = []
+        self._pending: list[tuple[int, StepResult, float]] = []
+        self._marked = time.perf_counter()
+        # Reading a GPU's loss waits for the GPU: do it about twice a second, not at each step.
+        self._every = 1 if device.type == "cpu" else max(1, round(_REPORT_EVERY_S / max(estimate.step_s, 1e-4)))
+
+    def run(self, home: Path) -> dict[str, Any]:
+        begun = time.perf_counter()
+        session = self._session()
+        train, validation = self._loaders()
+        self.recorder.event("applied", seconds=round(time.perf_counter() - begun, 3), held=session.applied.held_bytes())
+        rate = self._rate()
+        exposed: dict[str, float] = {}
+        profile_at = _PROFILED_STEP if self.job.profile and self.job.steps > _PROFILED_STEP + 2 else -1
+        self._reset_memory()
+        self._mark()
+        for step, batch in enumerate(train):
+            for group in session.optimizer.param_groups:
+                group["lr"] = rate(step)
+            there = {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}
+            if step == profile_at and self.rank == 0:
+                self._flush()
+                work = lambda b=there: session.step(b, self.task.loss)  # noqa: E731
+                result, exposed = profiled(work, self.device, home / "trace.json")
+            else:
+                result = session.step(there, self.task.loss)
+            self._pending.append((step, result, rate(step)))
+            if len(self._pending) >= self._every or step in (profile_at, _WARM_STEPS - 1, self.job.steps - 1):
+                self._flush(counted=step != profile_at)
+            if self.job.validate_every and (step + 1) % self.job.validate_every == 0 and step + 1 < self.job.steps:
+                self._validate(session, validation, step)
+        self._validate(session, validation, self.job.steps - 1)
+        memory = self._peak_memory()
+        digest = state_digest(session.applied)
+        self.recorder.event("end", memory_bytes=memory, seconds=round(time.perf_counter() - begun, 3))
+        return {
+            "losses": self.losses,
+            "times": self.times,
+            "validation": self.validations,
+            "memory_bytes": memory,
+            "state_digest": digest,
+            "exposed": exposed,
+            "seconds": time.perf_counter() - begun,
+        }
+
+    def _session(self) -> Session:
+        torch.manual_seed(self.job.seed)
+        with self.device:
+            model = self.task.build()
+        if self.plan.memory.precision == "fp64":
+            model = model.double()
+        optimizer = make_optimizer(self.job, self.task, model)
+        return Session(self.plan, model, optimizer, seed=self.job.seed, clip=self.job.clip or None)
+
+    def _loaders(self) -> tuple[Iterator[dict[str, torch.Tensor]], Callable[[], Iterator[dict[str, torch.Tensor]]]]:
+        name, folder = self.job.data or self.task.data, Path(self.job.data_dir) if self.job.data_dir else None
+        first, count = self.plan.share(self.plan.mesh.data_rank(self.rank))
+        batch = self.plan.global_batch
+
+        def loader(split: Any, steps: int) -> Iterator[dict[str, torch.Tensor]]:
+            dataset = data.load(name, self.task.fields, split=split, folder=folder, seed=self.job.seed)
+            sampler = data.GlobalSampler(len(dataset), batch, self.job.seed, shuffle=split == "train")
+            return iter(data.Loader(dataset, sampler, first, count, steps, pin=self.device.type == "cuda"))
+
+        return loader("train", self.job.steps), lambda: loader("validation", self.job.validate_batches)
+
+    def _rate(self) -> Callable[[int], float]:
+        peak, warm = self.job.learning_rate or self.task.learning_rate, self.job.warmup_steps
+        return lambda step: peak * min(1.0, (step + 1) / (warm + 1))
+
+    def _validate(self, session: Session, batches: Callable[[], Iterator[dict[str, torch.Tensor]]], step: int) -> None:
+        if not self.job.validate_batches:
+            return
+        there = ({k: v.to(self.device) for k, v in b.items()} for b in islice(batches(), self.job.validate_batches))
+        loss = session.validate(there, self.task.loss)
+        self.validations.append({"step": step, "loss": loss})
+        self.recorder.event("validation", step=step, loss=loss)
+        self.recorder.metrics({"step": step, "time": time.time(), "validation_loss": loss})
+        self._mark()
+
+    # -- measuring --
+
+    def _mark(self) -> None:
+        self._marked = time.perf_counter()
+
+    def _flush(self, counted: bool = True) -> None:
+        """Write the steps since the last flush; reading a loss is what waits for the device."""
+        if not self._pending:
+            return
+        losses = [float(result.loss) for _, result, _ in self._pending]
+        now = time.perf_counter()
+        each = (now - self._marked) / len(self._pending)
+        self._marked = now
+        memory = self._peak_memory()
+        for (step, result, rate), loss in zip(self._pending, losses, strict=True):
+            self.losses.append(loss)
+            if counted and step >= _WARM_STEPS:
+                self.times.append(each)
+            samples = self.plan.global_batch / each
+            self.recorder.metrics(
+                {
+                    "step": step,
+                    "time": time.time(),
+                    "loss": loss,
+                    "step_s": each,
+                    "samples_per_s": samples,
+                    "tokens_per_s": samples * self.task.tokens_per_sample if self.task.tokens_per_sample else None,
+                    "mfu": self.estimate.mfu * self.estimate.step_s / each if self.estimate.mfu else None,
+                    "memory_bytes": memory,
+                    "grad_norm": float(result.grad_norm) if result.grad_norm is not None else None,
+                    "learning_rate": rate,
+                }
+            )
+        self._pending.clear()
+
+    def _reset_memory(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            reset_peak()
+
+    def _peak_memory(self) -> int:
+        return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else peak_resident_bytes()
+
+
+def make_optimizer(job: RunConfig, task: Task, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer by name. Adam's fused form updates in one pass and keeps no temporaries."""
+    rate, decay = job.learning_rate or task.learning_rate, job.weight_decay
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if job.optimizer in ("adam", "adamw"):
+        kind = torch.optim.AdamW if job.optimizer == "adamw" else torch.optim.Adam
+        return kind(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=decay if job.optimizer == "adamw" else 0.0, fused=True)
+    return torch.optim.SGD(parameters, lr=rate, momentum=0.9 if job.optimizer == "momentum" else 0.0, weight_decay=decay)
+
+
+def run_script(rank: int, world: int, meeting: str, script: str, arguments: list[str], folder: str, plan: str) -> float:
+    """A user's own script as one rank; `prepare` inside it finds its place through the environment, as under any launcher."""
+    begun = time.perf_counter()
+    place = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+    os.environ.update(place, MESHWRIGHT_MEETING=meeting, MESHWRIGHT_RUN=folder, MESHWRIGHT_PLAN=plan)
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise RequestError(f"{script} exited with {error.code}") from None
+    finally:
+        leave()
+    return time.perf_counter() - begun
+
+
+def median_step(times: list[float]) -> tuple[float, float]:
+    """(median, 95th percentile) of step times; NaN when too few steps were counted."""
+    if not times:
+        return float("nan"), float("nan")
+    ordered = sorted(times)
+    return statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]

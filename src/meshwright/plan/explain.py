@@ -1,0 +1,144 @@
+"""Explain: in plain language, why the first plan won, what came second, what binds, and what would change the choice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from meshwright.core.calibration import Calibration, Line
+from meshwright.core.cluster import Cluster, Node
+from meshwright.core.errors import RequestError
+from meshwright.core.units import show_bytes, show_seconds
+from meshwright.plan.search import Ranking, Scored, rank_plans
+from meshwright.plan.space import Wishes
+
+
+def explain(ranking: Ranking) -> str:
+    """A few sentences, one a line."""
+    best = ranking.best
+    if not best.estimate.fits:
+        return "\n".join(_too_big(ranking))
+    lines = [_choice(best), _time(best), _memory(best, ranking)]
+    second = ranking.runner_up
+    if second is not None:
+        lines.append(_second(best, second))
+    lines += _what_if(ranking)
+    if ranking.calibration.source != "probe":
+        lines.append(f"Rates come from {ranking.calibration.source}: `meshwright describe cluster --probe` would measure this machine.")
+    return "\n".join(lines)
+
+
+def _choice(best: Scored) -> str:
+    found = best.estimate
+    rate = f", {found.tokens_per_s:,.0f} tokens/s" if found.tokens_per_s else f", {found.samples_per_s:,.0f} samples/s"
+    return f"Chosen: {best.plan.summary()}: {show_seconds(found.step_s)} a step (±{found.error:.0%}){rate}."
+
+
+def _time(best: Scored) -> str:
+    parts = sorted(best.estimate.breakdown.items(), key=lambda item: -item[1])
+    share = ", ".join(f"{name} {seconds / best.estimate.step_s:.0%}" for name, seconds in parts if seconds > 0.005 * best.estimate.step_s)
+    return f"Where the time goes: {share}."
+
+
+def _memory(best: Scored, ranking: Ranking) -> str:
+    kinds = sorted(best.estimate.memory_kinds.items(), key=lambda item: -item[1])
+    most = ", ".join(f"{name} {show_bytes(size)}" for name, size in kinds[:3] if size)
+    tight = [s for s in ranking.scored if not s.estimate.fits]
+    binding = f"memory rules out {len(tight)} of {len(ranking.scored)} plans" if tight else "memory is no constraint: every legal plan fits"
+    slowest = max(best.estimate.breakdown.items(), key=lambda item: item[1])[0]
+    return f"Memory: {best.estimate.reason} (mostly {most}). What binds: {slowest} time; {binding}."
+
+
+def _second(best: Scored, second: Scored) -> str:
+    ratio = second.estimate.step_s / best.estimate.step_s
+    if not second.estimate.fits:
+        return f"Runner-up: {second.plan.summary()}: {second.estimate.reason}."
+    slower = f"{ratio:.2f}× the time" if ratio >= 1.005 else "about as fast, and more complicated" if ratio >= 0.995 else f"{ratio:.2f}× the time"
+    saved = 1 - max(second.estimate.memory_bytes) / max(best.estimate.memory_bytes)
+    memory = f"{saved:.0%} less memory" if saved > 0.02 else f"{-saved:.0%} more memory" if saved < -0.02 else "the same memory"
+    return f"Runner-up: {second.plan.summary()}: {slower}, {memory}."
+
+
+def _what_if(ranking: Ranking) -> list[str]:
+    """Ask the planner again with one thing changed; report the changes that change the strategy."""
+    first = ranking.best.plan
+    found = []
+    batch = ranking.workload.global_batch
+    changes: dict[str, dict[str, Any]] = {
+        "a quarter of the memory": {"cluster": _less_memory(ranking.cluster, 0.25)},
+        "a tenth of the memory": {"cluster": _less_memory(ranking.cluster, 0.1)},
+        "a network ten times faster": {"calibration": _faster_network(ranking.calibration, 10.0)},
+        "a network ten times slower": {"calibration": _faster_network(ranking.calibration, 0.1)},
+        f"a global batch of {batch * 8}": {"workload": replace(ranking.workload, global_batch=batch * 8)},
+    }
+    for words, change in changes.items():
+        inputs: dict[str, Any] = {"cluster": ranking.cluster, "calibration": ranking.calibration, "workload": ranking.workload, **change}
+        try:
+            other = rank_plans(ranking.profile, wishes=ranking.wishes, **inputs).best
+        except RequestError:
+            continue
+        if not other.estimate.fits:
+            found.append(f"{words} → nothing fits")
+        elif (other.plan.strategy, other.plan.world, other.plan.memory.recompute) != (first.strategy, first.world, first.memory.recompute):
+            found.append(f"{words} → {other.plan.summary()}")
+    if not found:
+        return ["What would change the choice: none of a quarter of the memory, a network ten times faster or slower, or eight times the batch."]
+    return ["What would change the choice: " + "; ".join(found) + "."]
+
+
+def _too_big(ranking: Ranking) -> list[str]:
+    """Nothing fits: say by how much, and the nearest ways out."""
+    best = ranking.best
+    lines = [f"Nothing fits: the smallest plan ({best.plan.summary()}) {best.estimate.reason}."]
+    ways = []
+    shards = _devices_needed(ranking)
+    if shards:
+        ways.append(f"shard over {shards} such devices (zero=3)")
+    if best.plan.memory.recompute == "none" and ranking.wishes.recompute == "none":
+        ways.append("recompute (--set recompute=full)")
+    if ranking.workload.global_batch > best.plan.world:
+        ways.append(f"a smaller batch (--global-batch {max(best.plan.world, ranking.workload.global_batch // 4)})")
+    largest = max(best.estimate.memory_kinds.items(), key=lambda item: item[1])
+    lines.append(f"Largest part: {largest[0]}, {show_bytes(largest[1])} a device.")
+    lines.append("What would help: " + ("; ".join(ways) if ways else "devices with more memory") + ".")
+    return lines
+
+
+def _devices_needed(ranking: Ranking) -> int | None:
+    """The smallest power of two of these devices on which ZeRO-3 with recomputation fits; None past 65,536."""
+    node = ranking.cluster.nodes[0]
+    device = node.devices[0]
+    share = node.memory_bytes // len(node.devices) if device.kind == "cpu" else device.memory_bytes
+    world = len(ranking.cluster.devices)
+    while world < 65536:
+        world *= 2
+        grown = Node(**{**vars(node), "devices": (replace(device, memory_bytes=share),) * world, "memory_bytes": share * world})
+        workload = replace(ranking.workload, global_batch=max(world, ranking.workload.global_batch // world * world))
+        wishes = Wishes(world=world, zero=3, recompute="full")
+        try:
+            tried = rank_plans(ranking.profile, Cluster("grown", (grown,)), workload, ranking.calibration, wishes)
+        except RequestError:
+            return None
+        if tried.best.estimate.fits:
+            return world
+    return None
+
+
+def _less_memory(cluster: Cluster, factor: float) -> Cluster:
+    nodes = tuple(
+        replace(
+            node,
+            memory_bytes=int(node.memory_bytes * factor),
+            devices=tuple(replace(d, memory_bytes=int(d.memory_bytes * factor)) for d in node.devices),
+        )
+        for node in cluster.nodes
+    )
+    return replace(cluster, nodes=nodes)
+
+
+def _faster_network(calibration: Calibration, factor: float) -> Calibration:
+    layouts = tuple(
+        replace(r, collectives={k: Line(line.alpha_s / factor, line.bytes_per_s * factor) for k, line in r.collectives.items()})
+        for r in calibration.layouts
+    )
+    return replace(calibration, layouts=layouts)

@@ -1,0 +1,21 @@
+"""Model Partitioner, deciding half: which modules are gathered, recomputed and compiled as one."""
+
+from __future__ import annotations
+
+from meshwright.core.model import ModelProfile
+from meshwright.core.plan import Stage
+
+_SHARE = 0.05  # a layer that holds less of the parameters than this is not worth a collective of its own
+
+
+def choose_units(profile: ModelProfile) -> tuple[str, ...]:
+    """The repeated blocks; in a model that repeats nothing, the layers that hold a fair part of the parameters."""
+    blocks = tuple(layer.name for layer in profile.layers if layer.block)
+    if blocks:
+        return blocks
+    least = _SHARE * profile.parameters
+    return tuple(layer.name for layer in profile.layers if layer.parameters > least and layer.name not in ("", "(model)"))
+
+
+def one_stage(profile: ModelProfile) -> tuple[Stage, ...]:
+    return (Stage(tuple(layer.name for layer in profile.layers)),)

@@ -1,0 +1,64 @@
+"""Search: price every legal plan and rank them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.core.calibration import Calibration
+from meshwright.core.cluster import Cluster
+from meshwright.core.estimate import Estimate
+from meshwright.core.model import ModelProfile
+from meshwright.core.plan import Plan
+from meshwright.core.workload import Workload
+from meshwright.cost import estimate
+from meshwright.plan.space import Wishes, candidates
+
+# Each mechanism a plan adds must gain more than this, relatively: predictions are not finer, and simple plans break less.
+_SIMPLICITY = 0.004
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A plan and what it would cost."""
+
+    plan: Plan
+    estimate: Estimate
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """All legal plans, best first, and the inputs they were judged on, so that `explain` can ask what would change the choice."""
+
+    scored: tuple[Scored, ...]
+    profile: ModelProfile
+    cluster: Cluster
+    workload: Workload
+    calibration: Calibration
+    wishes: Wishes
+
+    @property
+    def best(self) -> Scored:
+        return self.scored[0]
+
+    @property
+    def runner_up(self) -> Scored | None:
+        """The best plan of another strategy or world size: the next of the same kind would teach nothing."""
+        first = self.best.plan
+        return next((s for s in self.scored[1:] if (s.plan.strategy, s.plan.world) != (first.strategy, first.world)), None)
+
+
+def rank_plans(profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, wishes: Wishes) -> Ranking:
+    """Every legal plan with its estimate; those that fit first, then by the workload's objective."""
+    scored = [Scored(plan, estimate(plan, profile, workload, cluster, calibration)) for plan in candidates(profile, cluster, workload, wishes)]
+    scored.sort(key=lambda s: _key(s, workload))
+    return Ranking(tuple(scored), profile, cluster, workload, calibration, wishes)
+
+
+def _key(scored: Scored, workload: Workload) -> tuple[bool, float]:
+    found, plan = scored.estimate, scored.plan
+    memory = float(max(found.memory_bytes))
+    if not found.fits:
+        return True, memory  # nearest to fitting first
+    simplicity = plan.memory.zero + (plan.memory.recompute == "full") + plan.micro_batches.bit_length() - 1 + (plan.mesh.dp > 1 < plan.mesh.shard)
+    cost = memory if workload.objective == "memory" else found.step_s
+    return False, cost * (1.0 + _SIMPLICITY * simplicity)

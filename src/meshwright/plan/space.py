@@ -1,0 +1,111 @@
+"""The space of legal plans: every combination that `execute` can run on this cluster and that the user's wishes leave open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import RequestError
+from meshwright.core.mesh import Mesh
+from meshwright.core.model import ModelProfile
+from meshwright.core.plan import BalancePolicy, Compile, MemoryPolicy, Plan, SyncPolicy
+from meshwright.core.workload import Workload
+from meshwright.plan.partition import choose_units, one_stage
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user has fixed; None leaves it to the planner."""
+
+    mesh: Mesh | None = None
+    world: int | None = None
+    zero: int | None = None
+    recompute: str | None = None
+    compile: Compile | None = None
+    micro_batches: int | None = None
+    backend: str | None = None
+    bucket_bytes: int | None = None
+    timeout_s: float | None = None
+
+
+def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes) -> Iterator[Plan]:
+    """Legal plans. If the wishes allow none, the last reason is raised: it says what to change."""
+    reason: RequestError | None = None
+    found = False
+    for mesh, zero in _layouts(cluster, wishes):
+        for micro in _micro_batches(workload.global_batch, mesh, wishes):
+            for recompute in (wishes.recompute,) if wishes.recompute else ("none", "full"):
+                try:
+                    yield _make(profile, cluster, workload, wishes, mesh, zero, micro, recompute)
+                    found = True
+                except RequestError as error:
+                    reason = error
+    if not found:
+        raise reason or RequestError("no plan is legal here: relax --mesh, --nproc or --set")
+
+
+def _layouts(cluster: Cluster, wishes: Wishes) -> Iterator[tuple[Mesh, int]]:
+    if wishes.mesh is not None:
+        wanted = [wishes.zero] if wishes.zero is not None else [1, 2, 3] if wishes.mesh.shard > 1 else [0]
+        yield from ((wishes.mesh, zero) for zero in wanted)
+        return
+    for world in _worlds(len(cluster.devices), wishes):
+        for zero in (wishes.zero,) if wishes.zero is not None else (0, 1, 2, 3):
+            if zero == 0:
+                yield Mesh(dp=world), 0
+            elif world == 1:
+                if wishes.zero is not None:
+                    yield Mesh(), zero
+            else:
+                yield from ((Mesh(dp=world // shard, shard=shard), zero) for shard in _divisors(world) if shard > 1)
+
+
+def _worlds(devices: int, wishes: Wishes) -> list[int]:
+    if wishes.world is not None:
+        return [wishes.world]
+    return sorted({1, devices, *(2**k for k in range(1, devices.bit_length()) if 2**k <= devices)})
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _micro_batches(batch: int, mesh: Mesh, wishes: Wishes) -> list[int]:
+    if wishes.micro_batches is not None:
+        return [wishes.micro_batches]
+    share = max(batch // mesh.data_width, 1)
+    return [2**k for k in range(share.bit_length()) if share % 2**k == 0] or [1]
+
+
+def _make(
+    profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes, mesh: Mesh, zero: int, micro: int, recompute: str
+) -> Plan:  # fmt: skip
+    device = cluster.devices[0].kind
+    world = mesh.size
+    if world > len(cluster.devices):
+        raise RequestError(f"mesh {mesh} needs {world} devices, this cluster has {len(cluster.devices)}: use --nproc {len(cluster.devices)} or less")
+    cores = cluster.nodes[0].cores
+    return Plan(
+        model=profile.name,
+        global_batch=workload.global_batch,
+        mesh=mesh,
+        micro_batches=micro,
+        stages=one_stage(profile),
+        memory=MemoryPolicy(zero, choose_units(profile), recompute, workload.precision),  # type: ignore[arg-type]
+        sync=SyncPolicy(
+            **{k: v for k, v in (("bucket_bytes", wishes.bucket_bytes), ("timeout_s", wishes.timeout_s)) if v is not None}  # type: ignore[arg-type]
+        ),
+        balance=BalancePolicy(),
+        compile=wishes.compile if wishes.compile is not None else _default_compile(device, world),
+        device=device,
+        backend=wishes.backend or ("nccl" if device == "cuda" else "gloo"),
+        threads=max(cores // world, 1) if device == "cpu" else 0,
+    )
+
+
+def _default_compile(device: str, world: int) -> Compile:
+    """On GPUs compiling pays within a minute; the whole model on one, block by block on several so that gradients leave early."""
+    if device == "cpu":
+        return "none"
+    return "model" if world == 1 else "blocks"

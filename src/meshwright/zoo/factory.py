@@ -1,0 +1,105 @@
+"""A user's own model by reference, `package.module:factory` or `path/to/file.py:factory`, as a task."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from meshwright.core.errors import RequestError
+from meshwright.core.task import Batch, Field, Task
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def load(reference: str) -> Task:
+    """Import the factory and ask it what it makes: a Task, or a module that carries `loss(batch)` and `fields`."""
+    place, _, attribute = reference.rpartition(":")
+    factory = getattr(_import(place, reference), attribute, None)
+    if factory is None:
+        raise RequestError(f"{reference}: {place} has no '{attribute}'")
+    if not callable(factory):
+        raise RequestError(f"{reference}: '{attribute}' is a {type(factory).__name__}, not a function that returns a Task or a module")
+    made = _call(factory, reference)
+    if isinstance(made, Task):
+        return made
+    if isinstance(made, nn.Module):
+        return _from_module(made, factory, reference)
+    raise RequestError(f"{reference}: returned {type(made).__name__}; it must return a meshwright Task, or a module with loss(batch) and fields")
+
+
+def carried_loss(model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
+    """The loss that the module carries. It should call `self(...)`, not `self.forward(...)`, so that hooks run."""
+    loss: Tensor | tuple[Tensor, Tensor] = model.loss(batch)  # type: ignore[operator]
+    return loss
+
+
+def _import(place: str, reference: str) -> ModuleType:
+    try:
+        return _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    except RequestError:
+        raise
+    except Exception as error:  # importing runs the user's code, which may raise anything
+        raise RequestError(f"{reference}: cannot import {place}: {type(error).__name__}: {_one_line(error)}") from error
+
+
+def _import_module(name: str) -> ModuleType:
+    # The console script's path starts at its own folder; a user's package is usually in the current one.
+    _look_in(Path.cwd())
+    return importlib.import_module(name)
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise RequestError(f"{path}: no such file")
+    _look_in(path.resolve().parent)
+    # A name of its own: a file called random.py must not stand in for the standard library's module.
+    spec = importlib.util.spec_from_file_location(f"meshwright_user_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _look_in(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _call(factory: Callable[[], Any], reference: str) -> Any:
+    """What the factory returns, without memory for weights where possible: a module is first made on the meta device."""
+    try:
+        with torch.device("meta"):
+            made = factory()
+        if isinstance(made, nn.Module):
+            return made
+    except Exception:  # some constructors read values, which meta tensors lack; the plain call below decides
+        pass
+    try:
+        return factory()
+    except Exception as error:
+        raise RequestError(f"{reference}: the factory raised {type(error).__name__}: {_one_line(error)}") from error
+
+
+def _from_module(module: nn.Module, factory: Callable[[], nn.Module], reference: str) -> Task:
+    kind = type(module).__name__
+    if not callable(getattr(module, "loss", None)):
+        raise RequestError(f"{reference}: {kind} has no loss(batch) method: add one, or return a meshwright Task")
+    fields = getattr(module, "fields", None)
+    if not isinstance(fields, Mapping) or not fields or not all(isinstance(f, Field) for f in fields.values()):
+        raise RequestError(f"{reference}: {kind} has no fields, a mapping of names to meshwright Field: add it, or return a meshwright Task")
+    return Task(name=reference, build=factory, loss=carried_loss, fields=dict(fields))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,141 @@
+"""The GPT-2 family as an ordinary module: learned positions, LayerNorm before each half-block, tied output head."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshwright.zoo.keyed import KeyedDropout
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The sizes that make one member of the family."""
+
+    vocab: int
+    context: int
+    layers: int
+    heads: int
+    width: int
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} does not divide into {self.heads} heads")
+
+
+GPT_CONFIGS: dict[str, GPTConfig] = {
+    "gpt-tiny": GPTConfig(vocab=256, context=64, layers=2, heads=4, width=64),
+    "gpt-mini": GPTConfig(vocab=256, context=128, layers=4, heads=4, width=128),
+    "gpt2-124m": GPTConfig(vocab=50257, context=1024, layers=12, heads=12, width=768),
+    "gpt2-355m": GPTConfig(vocab=50257, context=1024, layers=24, heads=16, width=1024),
+    "gpt2-774m": GPTConfig(vocab=50257, context=1024, layers=36, heads=20, width=1280),
+    "gpt2-1.5b": GPTConfig(vocab=50257, context=1024, layers=48, heads=25, width=1600),
+    "gpt-1.3b": GPTConfig(vocab=50257, context=2048, layers=24, heads=16, width=2048),
+    "gpt3-175b": GPTConfig(vocab=50257, context=2048, layers=96, heads=96, width=12288),
+}
+
+
+class Embedding(nn.Module):
+    """Tokens and their positions to vectors."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.dropout = KeyedDropout(config.dropout, site=0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x: Tensor = self.dropout(self.tokens(tokens) + self.positions(positions))
+        return x
+
+
+class Attention(nn.Module):
+    """Causal self-attention. The rows of `qkv` go head by head (q, k, v of head 0, then of head 1, …), so that an
+    even cut of its rows gives whole heads to each tensor-parallel rank."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.head_width = config.width // config.heads
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.output = nn.Linear(config.width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        # The number of heads is inferred, since a tensor-parallel rank holds only some of them.
+        qkv = self.qkv(x).view(batch, length, -1, 3, self.head_width).permute(3, 0, 2, 1, 4)
+        y = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
+        out: Tensor = self.output(y.transpose(1, 2).reshape(batch, length, -1))
+        return out
+
+
+class MLP(nn.Module):
+    """Four times as wide inside, GELU in GPT-2's tanh form."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        return out
+
+
+class Block(nn.Module):
+    """One layer. Dropout follows both residual branches; attention weights have none, which flash kernels could not key."""
+
+    def __init__(self, config: GPTConfig, index: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
+        self.attention_dropout = KeyedDropout(config.dropout, site=1 + 2 * index)
+        self.mlp_norm = nn.LayerNorm(config.width)
+        self.mlp = MLP(config)
+        self.mlp_dropout = KeyedDropout(config.dropout, site=2 + 2 * index)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x)))
+        out: Tensor = x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
+        return out
+
+
+class GPT(nn.Module):
+    """Tokens (B, S) to logits (B, S, vocab)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config)
+        self.blocks = nn.ModuleList(Block(config, i) for i in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocab, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Tie the head and draw the weights as GPT-2 does. Also for a model that `to_empty` brought from meta, which unties."""
+        self.head.weight = self.embedding.tokens.weight
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.reset_parameters()
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            elif isinstance(module, nn.Linear) and module is not self.head:
+                nn.init.normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+        # 2L branches add up in the residual stream; scaled so, their sum keeps the variance of one.
+        for name, parameter in self.blocks.named_parameters():
+            if name.endswith(("attention.output.weight", "mlp.down.weight")):
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.layers))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits

@@ -1,0 +1,55 @@
+"""The losses of the zoo's models: `(model, batch) -> mean`, for any module with the same call, on any device, in any float type."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from meshwright.core.task import Batch
+
+
+def _as_model(model: nn.Module, values: Tensor) -> Tensor:
+    """Data in the model's own float type."""
+    return values.to(next(model.parameters()).dtype)
+
+
+def _precise(values: Tensor) -> Tensor:
+    """At least float32: sums of many half-precision terms lose the small ones."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
+def next_token(model: nn.Module, batch: Batch) -> Tensor:
+    """Cross entropy of each token given those before it."""
+    tokens = batch["tokens"]
+    logits = _precise(model(tokens[:, :-1]))
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def elbo(model: nn.Module, batch: Batch) -> Tensor:
+    """Minus the evidence lower bound: reconstruction summed over pixels plus divergence from N(0, 1), mean over samples."""
+    image = batch["image"]
+    logits, mean, log_variance = (_precise(x) for x in model(_as_model(model, image)))
+    reconstruction = F.binary_cross_entropy_with_logits(logits, image.to(logits.dtype), reduction="sum")
+    divergence = -0.5 * torch.sum(1.0 + log_variance - mean.square() - log_variance.exp())
+    return (reconstruction + divergence) / image.shape[0]
+
+
+def classification(model: nn.Module, batch: Batch) -> Tensor:
+    """Negative log-likelihood of the label under a model that returns log-probabilities."""
+    return F.nll_loss(_precise(model(_as_model(model, batch["image"]))), batch["label"])
+
+
+def regression(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean squared error of the targets."""
+    predicted = _precise(model(_as_model(model, batch["volume"])))
+    return F.mse_loss(predicted, batch["target"].to(predicted.dtype))
+
+
+def click(model: nn.Module, batch: Batch) -> Tensor:
+    """Binary cross entropy of clicked or not."""
+    logits = _precise(model(_as_model(model, batch["dense"]), batch["sparse"]))
+    return F.binary_cross_entropy_with_logits(logits, batch["label"].to(logits.dtype))

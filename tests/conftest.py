@@ -1,0 +1,54 @@
+"""Fixtures: one pool of four warm workers serves every test that needs processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.launch import Nursery, RankFailure, Workers
+
+HERE = Path(__file__).parent
+Run = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """A warm process to fork from; tests' own modules are importable in its workers."""
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    made = Nursery(1, {**os.environ, "PYTHONPATH": path})
+    yield made
+    made.close()
+
+
+class Pool:
+    """Workers that are made again after a call that failed."""
+
+    def __init__(self, nursery: Nursery, size: int) -> None:
+        self.nursery, self.size = nursery, size
+        self.workers: Workers | None = None
+
+    def run(self, target: str, *, world: int, timeout_s: float = 120, **kwargs: Any) -> list[Any]:
+        if self.workers is None:
+            self.workers = Workers(self.nursery, self.size)
+        try:
+            return self.workers.call(target, kwargs, world=world, timeout_s=timeout_s)
+        except RankFailure as failure:
+            self.workers = None
+            if failure.fault.traceback:
+                failure.add_note(failure.fault.traceback)
+            raise
+
+    def close(self) -> None:
+        if self.workers is not None:
+            self.workers.close()
+
+
+@pytest.fixture(scope="session")
+def pool(nursery: Nursery) -> Iterator[Pool]:
+    made = Pool(nursery, 4)
+    yield made
+    made.close()

@@ -1,0 +1,115 @@
+"""What worker processes do in tests: train a small model under a plan and say what happened."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright import zoo
+from meshwright.core.plan import Plan
+from meshwright.core.serial import from_data
+from meshwright.core.task import Task
+from meshwright.execute.session import Session
+from meshwright.execute.state import state_digest, whole_state
+from meshwright.launch import Rendezvous, join, leave
+
+
+def random_network(sizes: list[int], activation: str, norm: bool, seed: int) -> nn.Module:
+    """A multilayer perceptron of any shape, with blocks that ZeRO-3 can gather one by one."""
+    torch.manual_seed(seed)
+    kinds = {"relu": nn.ReLU, "gelu": nn.GELU, "tanh": nn.Tanh}
+    blocks = []
+    for a, b in zip(sizes, sizes[1:], strict=False):
+        parts: list[nn.Module] = [nn.Linear(a, b), kinds[activation]()]
+        if norm:
+            parts.insert(1, nn.LayerNorm(b))
+        blocks.append(nn.Sequential(*parts))
+    return nn.Sequential(*blocks)
+
+
+def squared_error(model: nn.Module, batch: Any) -> torch.Tensor:
+    return (model(batch["x"]) - batch["y"]).square().mean()
+
+
+def summed_error(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counts only some samples, so that ranks have unequal weights."""
+    keep = batch["mask"]
+    errors = (model(batch["x"]) - batch["y"]).square().mean(dim=1)
+    return (errors * keep).sum(), keep.sum()
+
+
+def global_batch(model: dict[str, Any], size: int, step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The whole batch of one step, the same whoever asks."""
+    made = torch.Generator().manual_seed(1000 + step)
+    if "zoo" in model:
+        fields = zoo.load(model["zoo"]).fields
+        out = {}
+        for name, f in fields.items():
+            integer = f.dtype == "int64"
+            shape = (size, *f.shape)
+            out[name] = (
+                torch.randint(0, f.high, shape, generator=made) if integer else torch.rand(shape, generator=made, dtype=torch.float64).to(dtype)
+            )
+        return out
+    x = torch.randn(size, model["sizes"][0], generator=made, dtype=torch.float64).to(dtype)
+    y = torch.randn(size, model["sizes"][-1], generator=made, dtype=torch.float64).to(dtype)
+    mask = (torch.rand(size, generator=made) < 0.6).to(dtype)
+    mask[0] = 1
+    return {"x": x, "y": y, "mask": mask}
+
+
+def build(model: dict[str, Any], dtype: torch.dtype, seed: int) -> tuple[nn.Module, Any]:
+    if "zoo" in model:
+        task: Task = zoo.load(model["zoo"], **({"dropout": model["dropout"]} if "dropout" in model else {}))
+        torch.manual_seed(seed)
+        return task.build().to(dtype), task.loss
+    loss = summed_error if model.get("masked") else squared_error
+    return random_network(model["sizes"], model["activation"], model["norm"], seed).to(dtype), loss
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    kinds = {
+        "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+        "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    }
+    return kinds[name](model.parameters())
+
+
+def train_curve(
+    rank: int, world: int, meeting: str, plan: dict[str, Any], model: dict[str, Any], steps: int = 5, dtype: str = "float64",
+    optimizer: str = "adamw", clip: float | None = None, seed: int = 7,
+) -> dict[str, Any]:  # fmt: skip
+    """Train `steps` steps under a plan; the losses, norms, what was sent, what is held, and the state's digest."""
+    torch.set_num_threads(1)
+    told = from_data(Plan, plan, "plan")
+    with _group(rank, world, meeting):
+        kind = getattr(torch, dtype)
+        network, loss = build(model, kind, seed + rank)  # other values on every rank: rank 0's must win
+        step_with = make_optimizer(optimizer, network)
+        session = Session(told, network, step_with, seed=seed, clip=clip)
+        session.applied.groups.ledger.take()
+        losses, norms, ledgers = [], [], []
+        first, count = told.share(told.mesh.data_rank(rank))
+        held: dict[str, int] = {}
+        step_with.register_step_pre_hook(lambda *_: held.update(session.applied.held_bytes()))
+        for step in range(steps):
+            whole = global_batch(model, told.global_batch, step, kind)
+            result = session.step({k: v[first : first + count] for k, v in whole.items()}, loss)
+            losses.append(float(result.loss))
+            norms.append(float(result.grad_norm) if result.grad_norm is not None else None)
+            ledgers.append([vars(line) | {"sent": line.sent} for line in session.applied.groups.ledger.take()])
+        held["optimizer"] = session.applied.held_bytes()["optimizer"]
+        state = {name: tensor.double().sum().item() for name, tensor in whole_state(session.applied)}
+        return {"losses": losses, "norms": norms, "ledger": ledgers[-1], "held": held, "digest": state_digest(session.applied), "state": state}
+
+
+@contextmanager
+def _group(rank: int, world: int, meeting: str) -> Any:
+    join(Rendezvous(rank, world, meeting, timeout_s=60))
+    try:
+        yield
+    finally:
+        leave()
