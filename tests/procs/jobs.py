@@ -88,6 +88,7 @@ def train_curve(
     with _group(rank, world, meeting):
         kind = getattr(torch, dtype)
         network, loss = build(model, kind, seed + rank)  # other values on every rank: rank 0's must win
+        network.to(told.device)
         step_with = make_optimizer(optimizer, network)
         session = Session(told, network, step_with, seed=seed, clip=clip)
         session.applied.groups.ledger.take()
@@ -97,7 +98,7 @@ def train_curve(
         step_with.register_step_pre_hook(lambda *_: held.update(session.applied.held_bytes()))
         for step in range(steps):
             whole = global_batch(model, told.global_batch, step, kind)
-            result = session.step({k: v[first : first + count] for k, v in whole.items()}, loss)
+            result = session.step({k: v[first : first + count].to(told.device) for k, v in whole.items()}, loss)
             losses.append(float(result.loss))
             norms.append(float(result.grad_norm) if result.grad_norm is not None else None)
             ledgers.append([vars(line) | {"sent": line.sent} for line in session.applied.groups.ledger.take()])

@@ -47,9 +47,12 @@ class Rates:
     collectives: Mapping[str, Line] = field(default_factory=dict)  # "gloo/all_reduce" → line
     overlap: float = 0.0  # share of a collective that is hidden when there is enough to compute: 0 none, 1 all
     base_bytes: int = 0  # memory a rank holds before it has a model
+    queued: bool = False  # calls are queued ahead of the device (GPUs): a call costs only where the work is shorter than it
 
     def compute_rate(self, kind: str, precision: str, flops: float) -> float:
-        for key in (f"{kind}/{precision}", f"matmul/{precision}", f"{kind}/fp32", "matmul/fp32"):
+        """Flop/s of one call of this size; 0 when nothing like it was measured (then memory decides)."""
+        alike = () if kind.startswith("special") else (f"matmul/{precision}", "matmul/fp32")
+        for key in (f"{kind}/{precision}", *alike[:1], f"{kind}/fp32", *alike[1:]):
             if key in self.compute:
                 return interpolate(self.compute[key], flops)
         return 0.0

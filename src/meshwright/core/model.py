@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-KernelKind = Literal["matmul", "conv", "attention", "memory"]
+# "special" is element-wise work with exponentials (GELU, softmax): slower than memory on CPUs. Its `flops` counts elements.
+KernelKind = Literal["matmul", "conv", "attention", "special", "memory"]
 Phase = Literal["forward", "backward"]
 
 
@@ -52,6 +53,7 @@ class LayerProfile:
     flops_backward: float
     activation_bytes: float  # saved for backward
     output_bytes: float
+    fusible_bytes: float = 0.0  # of those saved, what element-wise work made: a compiler makes most of it again instead
     transient_bytes: float = 0.0  # largest single operation's inputs and outputs in this layer
     tensors: tuple[TensorSpec, ...] = ()
     kernels: tuple[Kernel, ...] = ()
@@ -122,6 +124,7 @@ def _shift(layer: LayerProfile, slope: LayerProfile, more: int, memo: dict[tuple
         flops_backward=line(lambda x: x.flops_backward),
         activation_bytes=line(lambda x: x.activation_bytes),
         output_bytes=line(lambda x: x.output_bytes),
+        fusible_bytes=line(lambda x: x.fusible_bytes),
         transient_bytes=line(lambda x: x.transient_bytes),
         kernels=memo[key],
     )

@@ -30,14 +30,16 @@ class ComputeCost:
         return memo[key]
 
     def _kernel(self, kernel: Kernel) -> float:
-        fused = self.compiled and kernel.kind == "memory"
+        fused = self.compiled and kernel.kind in ("memory", "special")
         arithmetic = 0.0
         if kernel.flops:
-            rate = self.rates.compute_rate(kernel.kind, self.precision, kernel.flops)
+            name = f"special-{kernel.phase}" if kernel.kind == "special" else kernel.kind
+            rate = self.rates.compute_rate(name, self.precision, kernel.flops)
             arithmetic = kernel.flops / rate if rate else 0.0
         bandwidth = interpolate(self.rates.memory, max(kernel.bytes, 1.0))
         traffic = kernel.bytes * (FUSED_BYTES if fused else 1.0) / bandwidth if bandwidth else 0.0
-        return kernel.count * (max(arithmetic, traffic) + self.rates.call_s * (FUSED_CALLS if fused else 1.0))
+        call = self.rates.call_s * (FUSED_CALLS if fused else 1.0)
+        return kernel.count * (max(arithmetic, traffic, call) if self.rates.queued else max(arithmetic, traffic) + call)
 
     def optimizer(self, elements: float, name: str, itemsize: int) -> float:
         """One fused pass: read parameter, gradient and states, write parameter and states."""

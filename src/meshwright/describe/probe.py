@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +20,8 @@ from meshwright.core.schedule import wire_factor
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SIZES = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192)}
 _BYTES = {"cpu": (2**14, 2**17, 2**20, 2**23, 2**26), "cuda": (2**16, 2**20, 2**24, 2**28, 2**30)}
+_LENGTHS = {"cpu": (64, 256, 1024), "cuda": (256, 1024, 4096)}
+_ELEMENTS = {"cpu": (2**14, 2**20), "cuda": (2**16, 2**20, 2**26)}
 _MESSAGES = {"cpu": (2**12, 2**18, 2**21, 2**24), "cuda": (2**12, 2**18, 2**22, 2**26, 2**28)}
 _SLOW_S = 0.08  # a call that takes longer than this tells enough by itself; larger ones are left out
 
@@ -29,10 +34,12 @@ class Stopwatch:
 
     def __call__(self, work: Callable[[], object], least: int = 3) -> float:
         self._once(work)
+        # A GPU runs behind: queue several calls and wait once, or the waiting would be measured.
+        batch = 1 if self.device.type == "cpu" else max(2, min(100, int(0.002 / max(self._once(work), 1e-6))))
         times: list[float] = []
         begun = time.perf_counter()
         while len(times) < least or (time.perf_counter() - begun < self.budget_s and len(times) < 200):
-            times.append(self._once(work))
+            times.append(self._once(lambda: [work() for _ in range(batch)]) / batch)
         return statistics.median(times)
 
     def _once(self, work: Callable[[], object]) -> float:
@@ -44,18 +51,18 @@ class Stopwatch:
 
 
 def measure(
-    comm: Comm, device: torch.device, *, backend: str, threads: int, base_bytes: int, say: Callable[[str], None], quick: bool = True
+    comm: Comm, device: torch.device, *, backend: str, threads: int, held: Callable[[], int], say: Callable[[str], None], quick: bool = True
 ) -> Rates:
-    """All rates of this rank. Every rank calls it at the same time; collectives keep them in step."""
+    """All rates of this rank; `held` reads the memory it holds. Every rank calls it at the same time; collectives keep them in step."""
     watch = Stopwatch(device, 0.04 if quick else 0.4)
     comm.barrier()
     say("arithmetic")
     compute = _compute_rates(device, watch)
     comm.barrier()
     say("memory bandwidth")
-    memory = _bandwidth(device, watch)
     small = torch.ones(16, device=device)
     call_s = Stopwatch(device, 0.02)(lambda: [small.add_(1.0) for _ in range(64)]) / 64
+    memory = _bandwidth(device, watch, call_s)
     comm.barrier()
     lines: dict[str, Line] = {}
     overlap = 0.0
@@ -63,7 +70,8 @@ def measure(
         say("collectives")
         lines = {f"{backend}/{op}": line for op, line in _collectives(comm, device, watch).items()}
         overlap = _overlap(comm, device, watch)
-    return Rates(comm.size, threads, compute, memory, call_s, lines, overlap, base_bytes)
+    say("framework")
+    return Rates(comm.size, threads, compute, memory, call_s, lines, overlap, _settled(device, held), queued=device.type == "cuda")
 
 
 def slowest(all_rates: list[Rates]) -> Rates:
@@ -89,6 +97,7 @@ def slowest(all_rates: list[Rates]) -> Rates:
         lines,
         min(r.overlap for r in all_rates),
         max(r.base_bytes for r in all_rates),
+        first.queued,
     )
 
 
@@ -111,7 +120,9 @@ def _compute_rates(device: torch.device, watch: Stopwatch) -> dict[str, Points]:
         found[f"matmul/{precision}"] = _curve(_SIZES[device.type], watch, partial(_matmul, device=device, dtype=dtype))
     found["conv/fp32"] = _curve((8, 32, 64), watch, partial(_conv, device=device, dtype=torch.float32))
     low = "bf16" if device.type == "cuda" else "fp32"
-    found[f"attention/{low}"] = _curve((64, 256, 1024), watch, partial(_attention, device=device, dtype=DTYPES[low]))
+    found[f"attention/{low}"] = _curve(_LENGTHS[device.type], watch, partial(_attention, device=device, dtype=DTYPES[low]))
+    for phase in ("forward", "backward"):
+        found[f"special-{phase}/fp32"] = _curve(_ELEMENTS[device.type], watch, partial(_special, device=device, backward=phase == "backward"))
     return found
 
 
@@ -141,12 +152,37 @@ def _attention(length: int, device: torch.device, dtype: torch.dtype) -> tuple[f
     return 4.0 * 16 * length * length * 64, lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True)
 
 
-def _bandwidth(device: torch.device, watch: Stopwatch) -> Points:
+def _special(elements: int, device: torch.device, backward: bool) -> tuple[float, Callable[[], object]]:
+    x = torch.randn(elements, device=device)
+    if backward:
+        return float(elements), lambda: torch.ops.aten.gelu_backward(x, x, approximate="tanh")
+    return float(elements), lambda: F.gelu(x, approximate="tanh")
+
+
+def _settled(device: torch.device, held: Callable[[], int]) -> int:
+    """Memory after everything a step uses has been used once: libraries load their parts, and keep them, on first use."""
+    layer = torch.nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True, device=device)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    for _ in range(2):
+        F.cross_entropy(layer(torch.randn(2, 8, 32, device=device)).flatten(0, 1), torch.zeros(16, dtype=torch.long, device=device)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    del layer, optimizer
+    gc.collect()
+    if device.type == "cpu":
+        with contextlib.suppress(OSError, AttributeError):  # glibc keeps freed memory until it is asked to give it back
+            ctypes.CDLL(None).malloc_trim(0)
+    return held()
+
+
+def _bandwidth(device: torch.device, watch: Stopwatch, call_s: float) -> Points:
+    """Bytes a second of an addition, by size; the time of the bare call is counted apart."""
     points = []
     for size in _BYTES[device.type]:
         a, b = torch.ones(size // 12, device=device), torch.ones(size // 12, device=device)
         out = torch.empty_like(a)
-        points.append((float(size), size / watch(lambda a=a, b=b, out=out: torch.add(a, b, out=out))))  # type: ignore[misc]
+        seconds = watch(lambda a=a, b=b, out=out: torch.add(a, b, out=out))  # type: ignore[misc]
+        points.append((float(size), size / max(seconds - call_s, seconds * 0.1)))
     return tuple(points)
 
 

@@ -30,6 +30,7 @@ from meshwright.describe.fold import folded
 from meshwright.describe.layers import Layer, find_layers, signature
 
 _PROBED_BATCHES = (2, 3)  # two points fix a line; one sample alone takes special paths in some kernels
+_SPECIAL = ("gelu", "silu", "softmax", "tanh", "sigmoid", "exp", "erf", "logsumexp", "softplus", "mish", "binary_cross_entropy")
 _LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -39,6 +40,7 @@ class _Tally:
 
     kernels: list[tuple[KernelKind, Phase, float, float]] = field(default_factory=list)
     saved: float = 0.0
+    fusible: float = 0.0
     output: float = 0.0
     transient: float = 0.0
 
@@ -152,6 +154,7 @@ class _Recorder(TorchDispatchMode):
         self._starts: list[int] = [0]  # first autograd number of each run of nodes …
         self._owners: list[str] = [""]  # … and the layer that owns it
         self._seen = {t.untyped_storage()._cdata for t in constants}
+        self._pointwise: set[int] = set()  # storages that element-wise work wrote
         self._kept: list[torch.Tensor] = []  # storages must stay alive, or their addresses would be used again
 
     def enter(self, name: str) -> None:
@@ -181,7 +184,9 @@ class _Recorder(TorchDispatchMode):
         if storage not in self._seen:
             self._seen.add(storage)
             self._kept.append(tensor)
-            self._layer().saved += tensor.untyped_storage().nbytes()
+            layer, size = self._layer(), tensor.untyped_storage().nbytes()
+            layer.saved += size
+            layer.fusible += size if storage in self._pointwise else 0
         return tensor
 
     def record(self, kind: KernelKind, flops: float, moved: float) -> None:
@@ -195,10 +200,20 @@ class _Recorder(TorchDispatchMode):
         if not _is_free(func):
             tensors = [t for t in pytree.tree_leaves((args, kwargs, out)) if torch.is_tensor(t)]
             packet = func._overloadpacket
-            flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0.0
-            kind: KernelKind = "memory" if not flops else "conv" if "conv" in str(packet) else "attention" if "attention" in str(packet) else "matmul"
-            self.record(kind, float(flops), float(sum({id(t): _bytes(t) for t in tensors}.values())))
+            flops = float(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0.0
+            kind = _kind(str(packet), flops)
+            if kind == "special":
+                flops = float(max(t.numel() for t in tensors))
+            self.record(kind, flops, float(sum({id(t): _bytes(t) for t in tensors}.values())))
+            made = {t.untyped_storage()._cdata for t in pytree.tree_leaves(out) if torch.is_tensor(t)}
+            self._pointwise = self._pointwise | made if kind in ("memory", "special") else self._pointwise - made
         return out
+
+
+def _kind(operation: str, flops: float) -> KernelKind:
+    if flops:
+        return "conv" if "conv" in operation else "attention" if "attention" in operation else "matmul"
+    return "special" if any(word in operation for word in _SPECIAL) else "memory"
 
 
 def _is_free(func: Any) -> bool:
@@ -296,10 +311,11 @@ def _finish(
                 name=layer.name or "(model)",
                 kind=type(layer.module).__name__,
                 parameters=sum(t.numel for t in tensors),
-                flops_forward=sum(k.flops * k.count for k in kernels if k.phase == "forward"),
-                flops_backward=sum(k.flops * k.count for k in kernels if k.phase == "backward"),
+                flops_forward=_flops(kernels, "forward"),
+                flops_backward=_flops(kernels, "backward"),
                 activation_bytes=b.saved - a.saved if slope else a.saved,
                 output_bytes=b.output - a.output if slope else a.output,
+                fusible_bytes=b.fusible - a.fusible if slope else a.fusible,
                 transient_bytes=b.transient - a.transient if slope else a.transient,
                 tensors=tensors,
                 kernels=kernels,
@@ -307,6 +323,10 @@ def _finish(
             )
         )
     return tuple(profiles)
+
+
+def _flops(kernels: tuple[Kernel, ...], phase: Phase) -> float:
+    return sum(k.flops * k.count for k in kernels if k.phase == phase and k.kind != "special")
 
 
 def _merge(a: _Tally, b: _Tally, slope: bool) -> tuple[Kernel, ...]:

@@ -23,7 +23,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_PRELOAD = ("torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor", "meshwright.launch.worker")
+# torch._dynamo: every optimizer's first step imports it.
+_PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor", "meshwright.launch.worker")
 _ENTRY = "from meshwright.launch.nursery import run; run()"
 _MESSAGE = 1 << 16
 

@@ -39,11 +39,18 @@ def probe_rank(
     rank: int, world: int, meeting: str, device: str, backend: str, threads: int, quick: bool
 ) -> tuple[Rates, Mapping[str, float]]:  # fmt: skip
     """One rank of a probe; rank 0 hears what the slowest reached."""
-    base = resident_bytes()
     where = _device(device, rank, threads)
     join(Rendezvous(rank, world, meeting, backend, device, rank))
     comm = TorchComm(torch.distributed.group.WORLD, Ledger()) if world > 1 else NullComm()  # type: ignore[arg-type]
-    rates = measure(comm, where, backend=backend, threads=threads, base_bytes=base if device == "cpu" else 0, quick=quick, say=lambda _: None)
+    rates = measure(
+        comm,
+        where,
+        backend=backend,
+        threads=threads,
+        held=torch.cuda.memory_allocated if device == "cuda" else resident_bytes,
+        quick=quick,
+        say=lambda _: None,
+    )
     every: list[Any] = [rates]
     if world > 1:
         every = [None] * world

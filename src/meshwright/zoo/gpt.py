@@ -55,6 +55,17 @@ class Embedding(nn.Module):
         return x
 
 
+def aligned_head(x: Tensor, head: nn.Linear) -> Tensor:
+    """Logits by a product whose width is a multiple of 64, which tensor cores want; GPT-2's vocabulary (50,257) is not even.
+    The padding is cut off again as a view, so callers and parameter counts see nothing of it."""
+    vocab = head.weight.shape[0]
+    short = -vocab % 64
+    if not short or type(head) is not nn.Linear or head.weight.device.type == "cpu":
+        out: Tensor = head(x)
+        return out
+    return F.linear(x, F.pad(head.weight, (0, 0, 0, short)))[..., :vocab]
+
+
 class Attention(nn.Module):
     """Causal self-attention. The rows of `qkv` go head by head (q, k, v of head 0, then of head 1, …), so that an
     even cut of its rows gives whole heads to each tensor-parallel rank."""
@@ -137,5 +148,4 @@ class GPT(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        return aligned_head(self.norm(x), self.head)

@@ -1,0 +1,149 @@
+"""The engines that `overhead.py` compares: one model, loss and optimizer, trained by hand in torch, by each peer, and by Meshwright.
+
+Every engine starts from the same weights and takes this rank's batch of a data-parallel world. `step` does what a training loop
+does once: forward, backward, synchronise, optimizer step. It returns the loss, of this rank or of all ranks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import MemoryPolicy, Plan
+from meshwright.execute.session import Session
+from meshwright.zoo.gpt import GPT, GPTConfig
+from meshwright.zoo.losses import next_token
+
+DATA_PARALLEL, ZERO_3 = "data parallel", "ZeRO-3"
+PEERS = {"Accelerate": "accelerate", "Lightning Fabric": "lightning"}  # shown name → package
+_ALPHABET = 64  # tokens in use: their distribution is learnt within a few steps, so a wrong gradient shows in the loss
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained. `batch` is one rank's."""
+
+    batch: int = 8
+    seq: int = 256
+    layers: int = 6
+    width: int = 256
+    heads: int = 8
+    vocab: int = 8192
+    seed: int = 0
+
+    def model(self) -> GPT:
+        torch.manual_seed(self.seed)
+        return GPT(GPTConfig(self.vocab, self.seq, self.layers, self.heads, self.width))
+
+    def data(self, rank: int, number: int) -> Batch:
+        """Batch `number` of one rank: the same for every engine."""
+        made = torch.Generator().manual_seed(1_000_003 * number + rank)
+        return {"tokens": torch.randint(0, _ALPHABET, (self.batch, self.seq + 1), generator=made)}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One way to train. The first engine of a block is what the others of that block are divided by."""
+
+    name: str
+    block: str
+    step: Callable[[Batch], Tensor]
+
+
+def missing_peers() -> list[str]:
+    return [name for name, package in PEERS.items() if importlib.util.find_spec(package) is None]
+
+
+def engines(case: Case, rank: int, world: int) -> Iterator[Engine]:
+    """Every engine that can be built here, in one process group. The second raw ones tell how much a ratio means."""
+    _pose_as_launched(rank, world)
+    yield Engine("raw DDP", DATA_PARALLEL, raw_ddp(case))
+    yield Engine("raw DDP, again", DATA_PARALLEL, raw_ddp(case))
+    builders = {"Accelerate": accelerate, "Lightning Fabric": fabric}
+    for name in [n for n in builders if n not in missing_peers()]:
+        yield Engine(name, DATA_PARALLEL, builders[name](case, world))
+    yield Engine("Meshwright", DATA_PARALLEL, meshwright(case, world, zero=0))
+    yield Engine("raw FSDP2", ZERO_3, raw_fsdp2(case, world))
+    yield Engine("raw FSDP2, again", ZERO_3, raw_fsdp2(case, world))
+    yield Engine("Meshwright", ZERO_3, meshwright(case, world, zero=3))
+
+
+def raw_ddp(case: Case) -> Callable[[Batch], Tensor]:
+    model = DistributedDataParallel(case.model())
+    return _by_hand(model, _optimizer(model))
+
+
+def raw_fsdp2(case: Case, world: int) -> Callable[[Batch], Tensor]:
+    model, mesh = case.model(), init_device_mesh("cpu", (world,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    return _by_hand(model, _optimizer(model))
+
+
+def accelerate(case: Case, world: int) -> Callable[[Batch], Tensor]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == world
+    plain = case.model()
+    model, optimizer = accelerator.prepare(plain, _optimizer(plain))
+    return _by_hand(model, optimizer, accelerator.backward)
+
+
+def fabric(case: Case, world: int) -> Callable[[Batch], Tensor]:
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import LightningEnvironment
+    from lightning.fabric.strategies import DDPStrategy
+
+    made = Fabric(accelerator="cpu", devices=world, strategy=DDPStrategy(cluster_environment=LightningEnvironment()))
+    made.launch()
+    assert made.world_size == world
+    plain = case.model()
+    model, optimizer = made.setup(plain, _optimizer(plain))
+    return _by_hand(model, optimizer, made.backward)
+
+
+def meshwright(case: Case, world: int, zero: int) -> Callable[[Batch], Tensor]:
+    model = case.model()
+    if zero:
+        memory = MemoryPolicy(zero=3, units=tuple(f"blocks.{i}" for i in range(case.layers)))
+        plan = Plan("gpt", case.batch * world, Mesh(shard=world), memory=memory)
+    else:
+        plan = Plan("gpt", case.batch * world, Mesh(dp=world))
+    session = Session(plan, model, _optimizer(model))
+    return lambda batch: session.step(batch, next_token).loss
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+
+
+def _by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable[[Tensor], None] = Tensor.backward) -> Callable[[Batch], Tensor]:
+    """The loop that everybody writes."""
+
+    def step(batch: Batch) -> Tensor:
+        loss = next_token(model, batch)
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _pose_as_launched(rank: int, world: int) -> None:
+    """The peers take the process group that is there, once the environment looks like torchrun's. Nobody listens on the port."""
+    numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 29500}
+    os.environ.update({name: str(value) for name, value in numbers.items()}, MASTER_ADDR="127.0.0.1")

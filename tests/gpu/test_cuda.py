@@ -1,0 +1,47 @@
+"""On a CUDA device: single-device training equals the CPU's, low precision stays near, and two ranks share one GPU over gloo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import MemoryPolicy, Plan
+from meshwright.core.serial import to_data
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")]
+MODEL: dict[str, Any] = {"zoo": "gpt-tiny"}
+
+
+def plan(mesh: str, zero: int, precision: str = "fp32", device: str = "cuda", compile: str = "none", recompute: str = "none") -> dict[str, Any]:
+    memory = MemoryPolicy(zero, ("blocks.0", "blocks.1"), recompute, precision)  # type: ignore[arg-type]
+    made = Plan("gpt-tiny", 8, Mesh.parse(mesh), memory=memory, device=device, backend="gloo", compile=compile)  # type: ignore[arg-type]
+    return to_data(made)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def reference(pool: Any) -> list[float]:
+    return pool.run("procs.jobs:train_curve", world=1, plan=plan("dp=1", 0, device="cpu"), model=MODEL, dtype="float32")[0]["losses"]
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [("dp=1", 0), ("dp=2", 0), ("shard=2", 1), ("shard=2", 2), ("shard=2", 3)])
+def test_same_curve_as_the_cpu(pool: Any, reference: list[float], mesh: str, zero: int) -> None:
+    world = Mesh.parse(mesh).size
+    losses = pool.run("procs.jobs:train_curve", world=world, plan=plan(mesh, zero), model=MODEL, dtype="float32")[0]["losses"]
+    assert losses == pytest.approx(reference, rel=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(("mesh", "zero"), [("dp=1", 0), ("shard=2", 3)])
+def test_low_precision_stays_near(pool: Any, reference: list[float], mesh: str, zero: int, precision: str) -> None:
+    world = Mesh.parse(mesh).size
+    losses = pool.run("procs.jobs:train_curve", world=world, plan=plan(mesh, zero, precision), model=MODEL, dtype="float32")[0]["losses"]
+    assert losses == pytest.approx(reference, rel=0.05)
+
+
+@pytest.mark.parametrize("compile", ["model", "blocks"])
+def test_compiled(pool: Any, reference: list[float], compile: str) -> None:
+    losses = pool.run("procs.jobs:train_curve", world=1, plan=plan("dp=1", 0, compile=compile), model=MODEL, dtype="float32", timeout_s=280)[0]
+    assert losses["losses"] == pytest.approx(reference, rel=1e-3)
