@@ -54,7 +54,8 @@ class LayerProfile:
     activation_bytes: float  # saved for backward
     output_bytes: float
     fusible_bytes: float = 0.0  # of those saved, what element-wise work made: a compiler makes most of it again instead
-    transient_bytes: float = 0.0  # largest single operation's inputs and outputs in this layer
+    transient_bytes: float = 0.0  # largest workspace of one operation: what it touches that is neither a parameter nor saved
+    product_bytes: float = 0.0  # the same over matrix products, convolutions and attention alone: what fusion leaves
     tensors: tuple[TensorSpec, ...] = ()
     kernels: tuple[Kernel, ...] = ()
     block: str = ""  # name shared by repeated blocks of the same structure; "" when it stands alone
@@ -126,5 +127,6 @@ def _shift(layer: LayerProfile, slope: LayerProfile, more: int, memo: dict[tuple
         output_bytes=line(lambda x: x.output_bytes),
         fusible_bytes=line(lambda x: x.fusible_bytes),
         transient_bytes=line(lambda x: x.transient_bytes),
+        product_bytes=line(lambda x: x.product_bytes),
         kernels=memo[key],
     )

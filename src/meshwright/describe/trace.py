@@ -8,7 +8,7 @@ numbers handed out while it ran; a backward operation belongs to the layer that 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +31,8 @@ from meshwright.describe.layers import Layer, find_layers, signature
 
 _PROBED_BATCHES = (2, 3)  # two points fix a line; one sample alone takes special paths in some kernels
 _SPECIAL = ("gelu", "silu", "softmax", "tanh", "sigmoid", "exp", "erf", "logsumexp", "softplus", "mish", "binary_cross_entropy")
+# These read only the rows or elements that they pick, not the whole table.
+_GATHERS = {torch.ops.aten.embedding, torch.ops.aten.index_select, torch.ops.aten.gather, torch.ops.aten.index, torch.ops.aten.nll_loss_forward}
 _LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -43,6 +45,7 @@ class _Tally:
     fusible: float = 0.0
     output: float = 0.0
     transient: float = 0.0
+    hard: float = 0.0
 
 
 def trace_task(task: Task, *, precision: str = "fp32", attention: str = "flash") -> ModelProfile:
@@ -189,10 +192,14 @@ class _Recorder(TorchDispatchMode):
             layer.fusible += size if storage in self._pointwise else 0
         return tensor
 
-    def record(self, kind: KernelKind, flops: float, moved: float) -> None:
+    def record(self, kind: KernelKind, flops: float, moved: float, tensors: Iterable[torch.Tensor] = ()) -> None:
+        """One call. What it needs beyond parameters and saved activations is its workspace."""
         tally = self._layer()
         tally.kernels.append((kind, self.phase, flops, moved))
-        tally.transient = max(tally.transient, moved)
+        fresh = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors) if s._cdata not in self._seen}
+        tally.transient = max(tally.transient, float(sum(fresh.values())))
+        if kind not in ("memory", "special"):
+            tally.hard = max(tally.hard, float(sum(fresh.values())))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -204,7 +211,8 @@ class _Recorder(TorchDispatchMode):
             kind = _kind(str(packet), flops)
             if kind == "special":
                 flops = float(max(t.numel() for t in tensors))
-            self.record(kind, flops, float(sum({id(t): _bytes(t) for t in tensors}.values())))
+            read = pytree.tree_leaves(out) if func._overloadpacket in _GATHERS else tensors
+            self.record(kind, flops, float(sum({id(t): _bytes(t) for t in read if torch.is_tensor(t)}.values())), tensors)
             made = {t.untyped_storage()._cdata for t in pytree.tree_leaves(out) if torch.is_tensor(t)}
             self._pointwise = self._pointwise | made if kind in ("memory", "special") else self._pointwise - made
         return out
@@ -217,11 +225,11 @@ def _kind(operation: str, flops: float) -> KernelKind:
 
 
 def _is_free(func: Any) -> bool:
-    """Views and bare allocations move nothing."""
-    returns = func._schema.returns
+    """Views, bare allocations and questions about a tensor move nothing."""
+    returns, name = func._schema.returns, func.name()
     aliases = [r.alias_info for r in returns]
-    view = any(a is not None and not a.is_write for a in aliases)
-    return view or "empty" in func.name() or "detach" in func.name() or not returns
+    view = any(a is not None and not a.is_write for a in aliases) or name in ("aten::_unsafe_view", "aten::detach")
+    return view or not returns or not name.startswith("aten::") or "empty" in name
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -317,6 +325,7 @@ def _finish(
                 output_bytes=b.output - a.output if slope else a.output,
                 fusible_bytes=b.fusible - a.fusible if slope else a.fusible,
                 transient_bytes=b.transient - a.transient if slope else a.transient,
+                product_bytes=b.hard - a.hard if slope else a.hard,
                 tensors=tensors,
                 kernels=kernels,
                 block=block,

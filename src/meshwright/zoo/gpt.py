@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.zoo.keyed import KeyedDropout
+from meshwright.zoo.precision import aligned_head, at_compute_precision
 
 
 @dataclass(frozen=True)
@@ -53,17 +54,6 @@ class Embedding(nn.Module):
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x: Tensor = self.dropout(self.tokens(tokens) + self.positions(positions))
         return x
-
-
-def aligned_head(x: Tensor, head: nn.Linear) -> Tensor:
-    """Logits by a product whose width is a multiple of 64, which tensor cores want; GPT-2's vocabulary (50,257) is not even.
-    The padding is cut off again as a view, so callers and parameter counts see nothing of it."""
-    vocab = head.weight.shape[0]
-    short = -vocab % 64
-    if not short or type(head) is not nn.Linear or head.weight.device.type == "cpu":
-        out: Tensor = head(x)
-        return out
-    return F.linear(x, F.pad(head.weight, (0, 0, 0, short)))[..., :vocab]
 
 
 class Attention(nn.Module):
@@ -145,7 +135,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.layers))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
+        x = at_compute_precision(self.embedding(tokens))
         for block in self.blocks:
             x = block(x)
         return aligned_head(self.norm(x), self.head)

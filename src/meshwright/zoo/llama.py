@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from meshwright.zoo.precision import at_compute_precision
+
 
 @dataclass(frozen=True)
 class LlamaConfig:
@@ -161,7 +163,7 @@ class Llama(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.layers) if branch else 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
+        x = at_compute_precision(self.embedding(tokens))
         rotary = self.rotary(x)
         for block in self.blocks:
             x = block(x, rotary)
