@@ -37,6 +37,7 @@ class Pool:
         try:
             return self.workers.call(target, kwargs, world=world, timeout_s=timeout_s)
         except RankFailure as failure:
+            self.workers.close()
             self.workers = None
             if failure.fault.traceback:
                 failure.add_note(failure.fault.traceback)

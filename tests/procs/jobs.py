@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +23,7 @@ def random_network(sizes: list[int], activation: str, norm: bool, seed: int) -> 
     torch.manual_seed(seed)
     kinds = {"relu": nn.ReLU, "gelu": nn.GELU, "tanh": nn.Tanh}
     blocks = []
-    for a, b in zip(sizes, sizes[1:], strict=False):
+    for a, b in itertools.pairwise(sizes):
         parts: list[nn.Module] = [nn.Linear(a, b), kinds[activation]()]
         if norm:
             parts.insert(1, nn.LayerNorm(b))
@@ -104,7 +105,14 @@ def train_curve(
             ledgers.append([vars(line) | {"sent": line.sent} for line in session.applied.groups.ledger.take()])
         held["optimizer"] = session.applied.held_bytes()["optimizer"]
         state = {name: tensor.double().sum().item() for name, tensor in whole_state(session.applied)}
-        return {"losses": losses, "norms": norms, "ledger": ledgers[-1], "held": held, "digest": state_digest(session.applied), "state": state}
+        return {
+            "losses": losses,
+            "norms": norms,
+            "ledger": ledgers[-1] if ledgers else [],
+            "held": held,
+            "digest": state_digest(session.applied),
+            "state": state,
+        }
 
 
 @contextmanager
@@ -114,3 +122,79 @@ def _group(rank: int, world: int, meeting: str) -> Any:
         yield
     finally:
         leave()
+
+
+def own_loop(rank: int, world: int, meeting: str, plan: dict[str, Any], use_context: bool) -> dict[str, float]:
+    """A user's loop after `apply`: two backwards a step, the mean over ranks; the final parameters, summed by name."""
+    from meshwright.execute.apply import apply
+
+    torch.set_num_threads(1)
+    told = from_data(Plan, plan, "plan")
+    model = {"sizes": [6, 9, 4], "activation": "tanh", "norm": False}
+    with _group(rank, world, meeting):
+        network, loss = build(model, torch.float64, 3)
+        optimizer = make_optimizer("sgd", network)
+        applied = apply(told, network, optimizer)
+        first, count = told.share(told.mesh.data_rank(rank))
+        for step in range(4):
+            for half in range(2):
+                whole = global_batch(model, told.global_batch, 2 * step + half, torch.float64)
+                mine = {k: v[first : first + count] for k, v in whole.items()}
+                if half == 0 and use_context:
+                    with applied.accumulate():
+                        loss(network, mine).backward()
+                else:
+                    loss(network, mine).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: tensor.double().sum().item() for name, tensor in whole_state(applied) if "/" not in name}
+
+
+class _Branching(nn.Module):
+    """Uses its second half only for samples marked with a positive first value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.always(x)
+        return y + self.sometimes(x) if bool((x[:, 0] > 0).all()) else y
+
+
+def branching(rank: int, world: int, meeting: str, plan: dict[str, Any]) -> list[float]:
+    """Rank 0's samples take the branch, the others do not. On one rank the halves go through one by one, as micro-batches."""
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    told = from_data(Plan, plan, "plan")
+    told = told if world > 1 else Plan(**{**vars(told), "micro_batches": 2})
+    x = torch.randn(4, 3, dtype=torch.float64).abs()
+    x[2:, 0] *= -1
+    with _group(rank, world, meeting):
+        network = _Branching().double()
+        session = Session(told, network, make_optimizer("adamw", network))
+        first, count = told.share(told.mesh.data_rank(rank))
+        for _ in range(3):
+            session.step(x[first : first + count], lambda m, b: m(b).square().mean())
+        return [p.detach().sum().item() for p in network.parameters()]
+
+
+def fp16_steps(rank: int, world: int, meeting: str) -> dict[str, list[bool]]:
+    """A scale that is far too large: steps are skipped until it has been halved enough, then parameters move."""
+    torch.set_num_threads(1)
+    plan = from_data(Plan, {"model": "t", "global_batch": 4, "mesh": {"dp": 2}, "memory": {"precision": "fp16"}}, "plan")
+    skipped, moved = [], []
+    with _group(rank, world, meeting):
+        network = random_network([4, 4], "tanh", False, 0)
+        session = Session(plan, network, make_optimizer("sgd", network), clip=1.0)
+        assert session._scale is not None
+        session._scale.value = 2.0**40
+        for step in range(40):
+            before = [p.detach().clone() for p in network.parameters()]
+            whole = global_batch({"sizes": [4, 4]}, 4, step, torch.float32)
+            result = session.step({k: v[2 * rank : 2 * rank + 2] for k, v in whole.items()}, squared_error)
+            skipped.append(result.skipped)
+            moved.append(any(not torch.equal(a, b) for a, b in zip(before, network.parameters(), strict=True)))
+            if not result.skipped:
+                break
+    return {"skipped": skipped, "moved": moved}

@@ -7,7 +7,9 @@ import sys
 if sys.version_info < (3, 11):  # noqa: UP036 - said here because nothing below would even parse everywhere
     sys.exit(f"meshwright: Python {sys.version_info[0]}.{sys.version_info[1]} is too old: use Python 3.11 or newer")
 
-import click
+import difflib
+from typing import Any
+
 import typer
 
 from meshwright.cli import describe, doctor, plan, report, train, watch
@@ -34,22 +36,13 @@ def main(arguments: list[str] | None = None) -> None:
     """Run one command line and exit: 0 done, 1 the run failed, 2 the request was wrong, 130 interrupted."""
     command = typer.main.get_command(app)
     try:
-        command.main(args=arguments, prog_name="meshwright", standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as error:
-        print(error.format_message())
-        sys.exit(0)
-    except click.exceptions.NoSuchOption as error:
-        fail(f"unknown flag {error.option_name}" + _nearest(error.possibilities), 2)
-    except click.exceptions.UsageError as error:
-        fail(_one_line(error), 2)
-    except click.exceptions.Exit as error:
-        sys.exit(error.exit_code)
-    except (click.exceptions.Abort, KeyboardInterrupt):
+        code = command.main(args=arguments, prog_name="meshwright", standalone_mode=False)
+    except (typer.Abort, KeyboardInterrupt):
         fail("interrupted", 130)
+    except typer.Exit as error:
+        sys.exit(error.exit_code)
     except MeshwrightError as error:
-        fault = getattr(error, "fault", None)
-        if fault is not None and fault.traceback:
-            print(f"meshwright: rank {fault.rank} failed:\n{fault.traceback.rstrip()}", file=sys.stderr)
+        _show_traceback(error)
         fail(str(error), error.exit_code)
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "numpy", "pydantic"):
@@ -60,21 +53,36 @@ def main(arguments: list[str] | None = None) -> None:
         fail(f"{error.filename}: permission denied: choose another folder with --run-dir", 2)
     except BrokenPipeError:
         sys.exit(0)
+    except Exception as error:
+        # Typer's usage errors, by name: which module defines them depends on typer's version.
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        if "NoArgsIsHelpError" in kinds:
+            sys.exit(0)  # the help is printed already
+        if "UsageError" not in kinds:
+            raise
+        fail(_one_line(error), 2)
+    if code == 130:
+        fail("interrupted", 130)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
-def _nearest(possibilities: object) -> str:
-    found = list(possibilities) if isinstance(possibilities, (list, tuple, set)) else []
-    return f"; did you mean '{sorted(found)[0]}'?" if found else "; --help lists the flags"
+def _show_traceback(error: MeshwrightError) -> None:
+    fault = getattr(error, "fault", None)
+    if fault is not None and fault.traceback:
+        print(f"meshwright: rank {fault.rank} failed:\n{fault.traceback.rstrip()}", file=sys.stderr)
 
 
-def _one_line(error: click.exceptions.UsageError) -> str:
+def _one_line(error: Any) -> str:
+    """A usage error as one line, with the nearest flag or verb where one is misspelt."""
     text = " ".join(error.format_message().split())
-    if isinstance(error, click.exceptions.UsageError) and text.startswith("No such command"):
-        word = text.split("'")[1]
-        group = error.ctx.command if error.ctx is not None else None
-        names = list(group.commands) if isinstance(group, click.Group) else []
-        return str(unknown("verb", word, names))
-    return text[0].lower() + text[1:]
+    command = error.ctx.command if error.ctx is not None else None
+    if type(error).__name__ == "NoSuchOption":
+        known = [name for p in command.params for name in p.opts] if command is not None else []
+        near = difflib.get_close_matches(error.option_name, known, n=1)
+        return f"unknown flag {error.option_name}; " + (f"did you mean '{near[0]}'?" if near else "--help lists the flags")
+    if text.startswith("No such command"):
+        return str(unknown("verb", text.split("'")[1], getattr(command, "commands", {})))
+    return (text[0].lower() + text[1:]).rstrip(".") + "; --help shows an example"
 
 
 if __name__ == "__main__":

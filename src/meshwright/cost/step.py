@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshwright.core.calibration import Calibration, Rates
 from meshwright.core.cluster import Cluster
 from meshwright.core.estimate import Estimate
 from meshwright.core.model import ModelProfile
-from meshwright.core.plan import Plan
+from meshwright.core.plan import BalancePolicy, Plan
 from meshwright.core.schedule import Action
 from meshwright.core.units import show_bytes
 from meshwright.core.workload import Workload
@@ -24,17 +24,18 @@ def estimate(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Clu
     """Predict one plan. `profile` may be at any batch: it is moved to the plan's micro-batch."""
     micro = profile.at(plan.largest_micro_batch)
     rates = calibration.layout(plan.world)
-    clock = _run(plan, micro, workload, cluster, rates)
+    clock = _steps(plan, micro, workload, cluster, rates)
     kinds = peak_bytes(plan, micro, workload.optimizer, rates)
     need = sum(kinds.values())
-    capacity = min(d.memory_bytes for d in cluster.devices[: plan.world])
-    if cluster.devices[0].kind == "cpu":  # CPU ranks share the node's memory, however many there are
-        capacity = cluster.nodes[0].memory_bytes // plan.world
+    devices = cluster.devices[: plan.world]
+    capacity = min(d.memory_bytes for d in devices)
+    if devices[0].kind == "cpu":  # CPU ranks share what is free of their node's memory, however few of them are used
+        capacity = sum(d.memory_bytes for d in cluster.nodes[0].devices) // plan.world
     fits, reason = _verdict(need, capacity)
     step = clock.now
     samples = plan.global_batch / step if step else 0.0
     flops = model_flops(profile.at(plan.global_batch))
-    peak = cluster.devices[0].peak_flops.get(plan.memory.precision) or max(
+    peak = devices[0].peak_flops.get(plan.memory.precision) or max(
         (rate for key, points in rates.compute.items() if key.endswith(plan.memory.precision) for _, rate in points), default=0.0
     )
     return Estimate(
@@ -77,6 +78,24 @@ class _Clock:
         if until > self.compute:
             self.breakdown["communication"] += until - self.compute
             self.compute = until
+
+
+def _steps(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates) -> _Clock:
+    """The whole step. Micro-batches after the second repeat each other, so only three are run and the rest is added on."""
+    if plan.micro_batches <= 3:
+        return _run(plan, profile, workload, cluster, rates)
+    two, three = (_run(_shortened(plan, profile.batch, count), profile, workload, cluster, rates) for count in (2, 3))
+    more = plan.micro_batches - 3
+    return _Clock(
+        compute=three.compute + more * (three.compute - two.compute),
+        network=three.network + more * (three.network - two.network),
+        traffic=three.traffic + more * (three.traffic - two.traffic),
+        breakdown={k: v + more * (v - two.breakdown[k]) for k, v in three.breakdown.items()},
+    )
+
+
+def _shortened(plan: Plan, micro_batch: int, count: int) -> Plan:
+    return replace(plan, micro_batches=count, global_batch=count * micro_batch * plan.mesh.data_width, balance=BalancePolicy())
 
 
 def _run(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates) -> _Clock:

@@ -36,7 +36,7 @@ class Nursery:
         self.threads = threads
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # The profiler's library announces each start and stop on stderr unless told not to.
-        env = {"KINETO_LOG_LEVEL": "5", **environ, "OMP_NUM_THREADS": str(threads)}
+        env = {"KINETO_LOG_LEVEL": "99", **environ, "OMP_NUM_THREADS": str(threads)}
         self._process = subprocess.Popen(
             [sys.executable, "-c", _ENTRY, str(theirs.fileno()), *preload],
             pass_fds=(theirs.fileno(),),

@@ -76,7 +76,7 @@ class Workers:
     ) -> list[Any]:
         """Run `target(rank=…, world=…, meeting=…, **kwargs)` on the first `world` workers; their results in rank order.
 
-        `tick` runs a few times a second meanwhile. On failure every worker is ended and RankFailure names the first cause.
+        `tick` runs a few times a second meanwhile. RankFailure names the first cause; these workers are then good for `close` alone.
         """
         world = world or len(self._workers)
         self._calls += 1
@@ -84,11 +84,7 @@ class Workers:
         chosen = self._workers[:world]
         for worker in chosen:
             send(worker.peer, (target, {"rank": worker.rank, "world": world, "meeting": meeting, **kwargs}))
-        try:
-            return self._collect(chosen, timeout_s, tick)
-        except BaseException:
-            self.close()
-            raise
+        return self._collect(chosen, timeout_s, tick)
 
     def _collect(self, chosen: list[_Worker], timeout_s: float | None, tick: Callable[[], None] | None) -> list[Any]:
         results: dict[int, Any] = {}

@@ -6,11 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.core.calibration import Calibration, Line
-from meshwright.core.cluster import Cluster, Node
+from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError
+from meshwright.core.mesh import Mesh
 from meshwright.core.units import show_bytes, show_seconds
+from meshwright.cost.memory import peak_bytes
+from meshwright.cost.step import HEADROOM
 from meshwright.plan.search import Ranking, Scored, rank_plans
-from meshwright.plan.space import Wishes
 
 
 def explain(ranking: Ranking) -> str:
@@ -98,6 +100,9 @@ def _too_big(ranking: Ranking) -> list[str]:
         ways.append("recompute (--set recompute=full)")
     if ranking.workload.global_batch > best.plan.world:
         ways.append(f"a smaller batch (--global-batch {max(best.plan.world, ranking.workload.global_batch // 4)})")
+    tokens = ranking.profile.tokens_per_sample
+    if tokens and best.estimate.memory_kinds["activations"] + best.estimate.memory_kinds["workspace"] > 0.3 * max(best.estimate.memory_bytes):
+        ways.append(f"shorter samples (--seq {max(tokens // 4, 1)})")
     largest = max(best.estimate.memory_kinds.items(), key=lambda item: item[1])
     lines.append(f"Largest part: {largest[0]}, {show_bytes(largest[1])} a device.")
     lines.append("What would help: " + ("; ".join(ways) if ways else "devices with more memory") + ".")
@@ -105,21 +110,16 @@ def _too_big(ranking: Ranking) -> list[str]:
 
 
 def _devices_needed(ranking: Ranking) -> int | None:
-    """The smallest power of two of these devices on which ZeRO-3 with recomputation fits; None past 65,536."""
-    node = ranking.cluster.nodes[0]
-    device = node.devices[0]
-    share = node.memory_bytes // len(node.devices) if device.kind == "cpu" else device.memory_bytes
+    """The smallest power of two of these devices on which ZeRO-3 with recomputation, a sample at a time, fits; None past 65,536."""
+    best, node = ranking.best.plan, ranking.cluster.nodes[0]
+    share = sum(d.memory_bytes for d in node.devices) // len(node.devices)
+    profile, rates = ranking.profile.at(1), ranking.calibration.layouts[-1]
     world = len(ranking.cluster.devices)
     while world < 65536:
         world *= 2
-        grown = Node(**{**vars(node), "devices": (replace(device, memory_bytes=share),) * world, "memory_bytes": share * world})
-        workload = replace(ranking.workload, global_batch=max(world, ranking.workload.global_batch // world * world))
-        wishes = Wishes(world=world, zero=3, recompute="full")
-        try:
-            tried = rank_plans(ranking.profile, Cluster("grown", (grown,)), workload, ranking.calibration, wishes)
-        except RequestError:
-            return None
-        if tried.best.estimate.fits:
+        memory = replace(best.memory, zero=3, recompute="full")
+        plan = replace(best, mesh=Mesh(shard=world), global_batch=world, micro_batches=1, memory=memory)
+        if sum(peak_bytes(plan, profile, ranking.workload.optimizer, rates).values()) <= HEADROOM * share:
             return world
     return None
 

@@ -40,7 +40,7 @@ def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wish
                     yield _make(profile, cluster, workload, wishes, mesh, zero, micro, recompute)
                     found = True
                 except RequestError as error:
-                    reason = error
+                    reason = reason or error  # the first is about the simplest plan
     if not found:
         raise reason or RequestError("no plan is legal here: relax --mesh, --nproc or --set")
 

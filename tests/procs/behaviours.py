@@ -1,0 +1,49 @@
+"""Ways in which a worker can behave, for the tests of the supervisor."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+from meshwright.core.errors import RequestError
+from meshwright.launch import Rendezvous, join
+
+
+def whoami(rank: int, world: int, meeting: str) -> tuple[int, int]:
+    return rank, os.getpid()
+
+
+def fail_on(rank: int, world: int, meeting: str, who: int) -> None:
+    join(Rendezvous(rank, world, meeting, timeout_s=20))
+    if rank == who:
+        time.sleep(0.2)
+        raise ValueError("planted")
+    dist.all_reduce(torch.ones(1))
+
+
+def die_on(rank: int, world: int, meeting: str, who: int) -> None:
+    join(Rendezvous(rank, world, meeting, timeout_s=20))
+    if rank == who:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+
+
+def hang_on(rank: int, world: int, meeting: str, who: int) -> None:
+    if rank == who:
+        time.sleep(600)
+
+
+def ignore_everything(rank: int, world: int, meeting: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        with contextlib.suppress(BaseException):
+            time.sleep(600)
+
+
+def refuse(rank: int, world: int, meeting: str) -> None:
+    raise RequestError("change this to that")

@@ -1,0 +1,96 @@
+"""Launching: the first failing rank is named once, nothing is left behind, Ctrl-C ends everything, workers die with their supervisor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.launch import Nursery, RankFailure, Workers
+
+HERE = Path(__file__).parent
+
+
+def gone(pid: int, within_s: float = 10.0) -> bool:
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        if Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_the_rank_that_failed_is_named_not_the_ones_that_lost_it(nursery: Nursery) -> None:
+    with Workers(nursery, 3) as workers, pytest.raises(RankFailure) as caught:
+        workers.call("procs.behaviours:fail_on", {"who": 2}, timeout_s=30)
+    assert caught.value.fault.rank == 2
+    assert "planted" in caught.value.fault.message
+    assert "ValueError" in caught.value.fault.traceback
+    assert all(gone(pid) for pid in workers.pids)
+
+
+def test_a_killed_rank_is_a_fault_and_takes_the_others_along(nursery: Nursery) -> None:
+    with Workers(nursery, 2) as workers, pytest.raises(RankFailure) as caught:
+        workers.call("procs.behaviours:die_on", {"who": 1}, timeout_s=30)
+    assert caught.value.fault.rank == 1
+    assert "SIGKILL" in caught.value.fault.kind
+    assert all(gone(pid) for pid in workers.pids)
+
+
+def test_a_rank_that_hangs_is_a_timeout(nursery: Nursery) -> None:
+    with Workers(nursery, 2) as workers, pytest.raises(RankFailure, match="no answer from ranks \\[1\\]"):
+        workers.call("procs.behaviours:hang_on", {"who": 1}, timeout_s=2)
+    assert all(gone(pid) for pid in workers.pids)
+
+
+def test_a_rank_that_swallows_sigterm_is_killed(nursery: Nursery) -> None:
+    with Workers(nursery, 1) as workers, pytest.raises(RankFailure):
+        workers.call("procs.behaviours:ignore_everything", {}, timeout_s=1)
+    assert all(gone(pid) for pid in workers.pids)
+
+
+def test_a_request_error_in_a_rank_stays_one_line(nursery: Nursery) -> None:
+    with Workers(nursery, 1) as workers, pytest.raises(RankFailure) as caught:
+        workers.call("procs.behaviours:refuse", {}, timeout_s=30)
+    assert caught.value.exit_code == 2
+    assert caught.value.fault.traceback == ""
+
+
+def test_results_come_in_rank_order_and_workers_are_reused(pool: Any) -> None:
+    first = pool.run("procs.behaviours:whoami", world=4)
+    again = pool.run("procs.behaviours:whoami", world=2)
+    assert [rank for rank, _ in first] == [0, 1, 2, 3]
+    assert [pid for _, pid in again] == [pid for _, pid in first[:2]]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_die_with_their_supervisor(how: signal.Signals, tmp_path: Path) -> None:
+    """However the supervisor ends, no orphan stays."""
+    script = tmp_path / "supervise.py"
+    script.write_text(
+        "import os, sys\n"
+        "from meshwright.launch import Nursery, Workers\n"
+        "nursery = Nursery(1, os.environ)\n"
+        "workers = Workers(nursery, 2)\n"
+        "print(nursery._process.pid, *workers.pids, flush=True)\n"
+        "workers.call('procs.behaviours:hang_on', {'who': 0})\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert len(pids) == 3
+        time.sleep(0.3)
+        process.send_signal(how)
+        process.wait()
+    assert all(gone(pid) for pid in pids)

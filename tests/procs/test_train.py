@@ -1,0 +1,168 @@
+"""`meshwright train` as a user runs it: what it prints, what it writes, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.core.plan import Plan
+
+MESHWRIGHT = [sys.executable, "-m", "meshwright.cli.main"]
+
+
+def meshwright(*words: str, cwd: Path, expect: int = 0, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([*MESHWRIGHT, *words], cwd=cwd, capture_output=True, text=True, timeout=240, env={**os.environ, **(env or {})})
+    assert done.returncode == expect, done.stderr[-3000:]
+    return done
+
+
+def train(*words: str, cwd: Path) -> dict[str, Any]:
+    return json.loads(meshwright("train", *words, "--json", cwd=cwd).stdout)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("train")
+
+
+def test_the_whole_way(place: Path) -> None:
+    """Model to report, on two ranks: every file of the folder is there, and predicted stands beside measured."""
+    result = train("gpt-tiny", "--steps", "12", "--nproc", "2", "--set", "validate_every=5", cwd=place)
+    folder = place / result["run"]
+    for name in ("plan.json", "estimate.json", "cluster.json", "job.json", "metrics.jsonl", "events-0.jsonl", "events-1.jsonl", "trace.json"):
+        assert (folder / name).exists(), name
+    assert len(result["losses"]) == 12
+    assert result["losses"][-1] < result["losses"][0]
+    assert [v["step"] for v in result["validation"]] == [4, 9, 11]
+    assert len(result["measured"]["memory_bytes"]) == len(result["predicted"]["memory_bytes"]) == 2
+    assert result["measured"]["step_s"] > 0
+    assert result["measured"]["exposed_communication_s"] >= 0
+    assert re.fullmatch("[0-9a-f]{32}", result["state_digest"])
+    assert result["faults"] == []
+    page = (folder / "report.html").read_text()
+    assert "gpt-tiny" in page
+    assert not re.search(r"(src|href)=[\"']https?://", page)
+    assert Plan.load(folder / "plan.json").world == 2
+
+
+def test_any_number_of_ranks_gives_the_same_curve(place: Path) -> None:
+    """The same global batches whoever reads them: losses agree between one rank, two ranks and ZeRO-3."""
+    common = ("vae", "--steps", "8", "--global-batch", "16", "--set", "precision=fp64", "--set", "profile=false")
+    one = train(*common, "--nproc", "1", cwd=place)
+    two = train(*common, "--mesh", "dp=2", cwd=place)
+    cut = train(*common, "--mesh", "shard=2", "--set", "zero=3", "--set", "micro_batches=2", cwd=place)
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-9)
+    assert cut["losses"] == pytest.approx(one["losses"], rel=1e-9)
+    assert cut["validation"][0]["loss"] == pytest.approx(one["validation"][0]["loss"], rel=1e-9)
+
+
+def test_a_plan_written_edited_and_run(place: Path) -> None:
+    meshwright("plan", "gpt-tiny", "--nproc", "2", "--global-batch", "8", "-o", "plan.json", cwd=place)
+    edited = json.loads((place / "plan.json").read_text())
+    edited["mesh"].update(dp=1, shard=2)
+    edited["memory"]["zero"] = 2
+    (place / "plan.json").write_text(json.dumps(edited))
+    result = train("gpt-tiny", "--plan", "plan.json", "--steps", "3", cwd=place)
+    assert result["plan"]["memory"]["zero"] == 2
+    assert result["plan"]["global_batch"] == 8
+
+
+def test_a_failing_rank_is_shown_once_and_first(place: Path) -> None:
+    """A model that breaks in training: exit 1, its rank and traceback once, and the report tells the story."""
+    (place / "broken.py").write_text(
+        "import torch, torch.distributed as dist\n"
+        "import meshwright as mw\n"
+        "class Broken(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.a = torch.nn.Linear(4, 4)\n"
+        "        self.calls = 0\n"
+        "    def forward(self, x):\n"
+        "        self.calls += 1\n"
+        "        if dist.is_initialized() and dist.get_rank() == 1 and self.calls == 3:\n"
+        "            raise ArithmeticError('planted on rank 1')\n"
+        "        return self.a(x)\n"
+        "def loss(model, batch):\n"
+        "    return model(batch['x']).square().mean()\n"
+        "def task():\n"
+        "    return mw.Task('broken', Broken, loss, {'x': mw.Field((4,))}, global_batch=8)\n"
+    )
+    done = meshwright("train", "broken.py:task", "--nproc", "2", "--steps", "9", cwd=place, expect=1)
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.count("ArithmeticError: planted on rank 1") == 2  # at the end of the traceback, and in the last line
+    assert "rank 1 failed" in done.stderr
+    newest = max((place / "runs").glob("broken*"), key=lambda p: p.stat().st_mtime)
+    assert "planted on rank 1" in (newest / "report.html").read_text()
+
+
+def test_ctrl_c_ends_everything(place: Path) -> None:
+    process = subprocess.Popen(
+        [*MESHWRIGHT, "train", "gpt-mini", "--steps", "5000", "--nproc", "2", "--run-dir", "interrupted"],
+        cwd=place, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("step"):
+            break
+    events = list((place / "interrupted").glob("*/events-*.jsonl"))
+    pids = [json.loads(path.read_text().splitlines()[0])["data"]["pid"] for path in events]
+    assert len(pids) == 2
+    process.send_signal(signal.SIGINT)
+    rest = process.stderr.read()
+    assert process.wait(timeout=30) == 130
+    assert "Traceback" not in rest
+    assert "interrupted" in rest
+    time.sleep(0.5)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert list((place / "interrupted").glob("*/report.html"))
+
+
+def test_started_by_torchrun(place: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    words = ["-m", "meshwright.cli.main", "train", "gpt-tiny", "--steps", "5", "--json", "--run-dir", "adopted"]
+    done = subprocess.run([*torchrun, *words], cwd=place, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    assert result["plan"]["mesh"]["dp"] * result["plan"]["mesh"]["shard"] == 2
+    assert len(result["losses"]) == 5
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
+def test_compiled_blocks(pool: Any) -> None:
+    from meshwright.core.plan import MemoryPolicy
+    from meshwright.core.serial import to_data
+
+    memory = MemoryPolicy(units=("blocks.0", "blocks.1"))
+    curves = [
+        pool.run(
+            "procs.jobs:train_curve", world=1, timeout_s=280, dtype="float32", steps=3, model={"zoo": "gpt-tiny"},
+            plan=to_data(Plan("gpt-tiny", 4, memory=memory, compile=compile)),
+        )[0]["losses"]
+        for compile in ("none", "blocks")
+    ]  # fmt: skip
+    assert curves[1] == pytest.approx(curves[0], rel=1e-4)
+
+
+def test_fp16_scales_the_loss_and_skips_what_overflows(pool: Any) -> None:
+    grown = pool.run("procs.jobs:fp16_steps", world=2)[0]
+    assert grown["skipped"][0], "a first scale of 2^40 must overflow"
+    assert not grown["skipped"][-1], "halving must end the overflow"
+    assert grown["moved"] == [not s for s in grown["skipped"]]
+
+
+def test_out_of_memory_is_an_answer(place: Path) -> None:
+    done = meshwright("train", "llama3-405b", "--seq", "64", "--global-batch", "2", "--steps", "1", cwd=place, expect=2)
+    last = done.stderr.strip().splitlines()[-1]
+    assert "Nothing fits" in last
+    assert re.search(r"needs [\d.]+ [GT]B a device, this one has [\d.]+ GB", last)
+    assert "What would help" in last
