@@ -20,7 +20,9 @@ def test_the_wheel_runs_outside_the_checkout(tmp_path: Path) -> None:
     for name in ("py.typed", "describe/catalog/devices.json", "observe/report.css", "observe/report.js"):
         assert (home / "meshwright" / name).exists(), name
     env = {**os.environ, "PYTHONPATH": str(home)}
-    where = subprocess.run([sys.executable, "-c", "import meshwright; print(meshwright.__file__)"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    where = subprocess.run(
+        [sys.executable, "-c", "import meshwright; print(meshwright.__file__)"], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
     assert where.stdout.startswith(str(home)), where
     words = ["train", "gpt-tiny", "--steps", "3", "--json"]
     done = subprocess.run([sys.executable, "-m", "meshwright.cli.main", *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)

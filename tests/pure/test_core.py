@@ -563,6 +563,12 @@ def test_a_collective_crosses_the_slowest_link() -> None:
     assert cluster.link_between((1, 2)).name == "between"
 
 
+@bug("nodes are told apart by identity, so a cluster of (node,) * 2, as a catalog would make it, is one machine")
+def test_equal_nodes_are_still_two() -> None:
+    node = two_nodes().nodes[0]
+    assert Cluster("twins", (node, node), Link("between", 1e-5, 1e9)).link_between((1, 2)).name == "between"
+
+
 @given(st.integers(1, 5))
 def test_taking_some_devices_keeps_the_first(count: int) -> None:
     taken = two_nodes().take(count)

@@ -24,11 +24,12 @@ from meshwright.core.serial import from_data, read_json
 from meshwright.core.task import Task
 from meshwright.describe.probe import host_copies, measure, slowest
 from meshwright.execute.profile import profiled
-from meshwright.execute.session import Session, StepResult
+from meshwright.execute.session import Session
 from meshwright.execute.state import state_digest
 from meshwright.launch import Rendezvous, join, leave
 from meshwright.observe import Recorder, open_sinks, peak_resident_bytes, reset_peak, resident_bytes
 from meshwright.orchestrate.config import RunConfig
+from meshwright.orchestrate.metering import StepLog, StepRecord
 
 _WARM_STEPS = 3  # first steps allocate, fault pages in and compile: left out of the measured step time
 _PROFILED_STEP = 5
@@ -100,10 +101,8 @@ class _Training:
         self.losses: list[float] = []
         self.times: list[float] = []
         self.validations: list[dict[str, float]] = []
-        self._pending: list[tuple[int, StepResult, float]] = []
-        self._marked = time.perf_counter()
-        # Reading a GPU's loss waits for the GPU: do it about twice a second, not at each step.
-        self._every = 1 if device.type == "cpu" else max(1, round(_REPORT_EVERY_S / max(estimate.step_s, 1e-4)))
+        every = 1 if device.type == "cpu" else max(1, round(_REPORT_EVERY_S / max(estimate.step_s, 1e-4)))
+        self.log = StepLog(device, every, self._write)
 
     def run(self, home: Path) -> dict[str, Any]:
         begun = time.perf_counter()
@@ -114,22 +113,23 @@ class _Training:
         exposed: dict[str, float] = {}
         profile_at = _PROFILED_STEP if self.job.profile and self.job.steps > _PROFILED_STEP + 2 else -1
         self._reset_memory()
-        self._mark()
+        self.log.restart()
         for step, batch in enumerate(train):
             for group in session.optimizer.param_groups:
                 group["lr"] = rate(step)
             there = {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}
             if step == profile_at and self.rank == 0:
-                self._flush()
+                self.log.drain()
                 work = lambda b=there: session.step(b, self.task.loss)  # noqa: E731
                 result, exposed = profiled(work, self.device, home / "trace.json")
             else:
                 result = session.step(there, self.task.loss)
-            self._pending.append((step, result, rate(step)))
-            if len(self._pending) >= self._every or step in (profile_at, _WARM_STEPS - 1, self.job.steps - 1):
-                self._flush(counted=step != profile_at)
+            self.log.add(step, result, rate(step))
+            if step in (profile_at, _WARM_STEPS - 1):
+                self.log.close(counted=False)
             if self.job.validate_every and (step + 1) % self.job.validate_every == 0 and step + 1 < self.job.steps:
                 self._validate(session, validation, step)
+        self.log.drain()
         self._validate(session, validation, self.job.steps - 1)
         memory = self._peak_memory()
         digest = state_digest(session.applied)
@@ -172,47 +172,38 @@ class _Training:
     def _validate(self, session: Session, batches: Callable[[], Iterator[dict[str, torch.Tensor]]], step: int) -> None:
         if not self.job.validate_batches:
             return
+        self.log.drain()
         there = ({k: v.to(self.device) for k, v in b.items()} for b in islice(batches(), self.job.validate_batches))
         loss = session.validate(there, self.task.loss)
         self.validations.append({"step": step, "loss": loss})
         self.recorder.event("validation", step=step, loss=loss)
         self.recorder.metrics({"step": step, "time": time.time(), "validation_loss": loss})
-        self._mark()
+        self.log.restart()
 
     # -- measuring --
 
-    def _mark(self) -> None:
-        self._marked = time.perf_counter()
-
-    def _flush(self, counted: bool = True) -> None:
-        """Write the steps since the last flush; reading a loss is what waits for the device."""
-        if not self._pending:
-            return
-        losses = [float(result.loss) for _, result, _ in self._pending]
-        now = time.perf_counter()
-        each = (now - self._marked) / len(self._pending)
-        self._marked = now
+    def _write(self, records: list[StepRecord]) -> None:
+        """Metrics of finished steps."""
         memory = self._peak_memory()
-        for (step, result, rate), loss in zip(self._pending, losses, strict=True):
-            self.losses.append(loss)
-            if counted and step >= _WARM_STEPS:
-                self.times.append(each)
-            samples = self.plan.global_batch / each
+        for record in records:
+            self.losses.append(record.loss)
+            if record.counted and record.step >= _WARM_STEPS:
+                self.times.append(record.seconds)
+            samples = self.plan.global_batch / record.seconds
             self.recorder.metrics(
                 {
-                    "step": step,
+                    "step": record.step,
                     "time": time.time(),
-                    "loss": loss,
-                    "step_s": each,
+                    "loss": record.loss,
+                    "step_s": record.seconds,
                     "samples_per_s": samples,
                     "tokens_per_s": samples * self.task.tokens_per_sample if self.task.tokens_per_sample else None,
-                    "mfu": self.estimate.mfu * self.estimate.step_s / each if self.estimate.mfu else None,
+                    "mfu": self.estimate.mfu * self.estimate.step_s / record.seconds if self.estimate.mfu else None,
                     "memory_bytes": memory,
-                    "grad_norm": float(result.grad_norm) if result.grad_norm is not None else None,
-                    "learning_rate": rate,
+                    "grad_norm": record.grad_norm,
+                    "learning_rate": record.learning_rate,
                 }
             )
-        self._pending.clear()
 
     def _reset_memory(self) -> None:
         if self.device.type == "cuda":
