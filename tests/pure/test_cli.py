@@ -228,7 +228,7 @@ def test_a_line_break_in_a_name_does_not_break_the_line(run: Tool) -> None:
 @bug("texts are read as Rich markup: [/x] is a tag that closes nothing")
 def test_brackets_in_a_path(run: Tool, here: Path) -> None:
     folder = here / "a[/x]"
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "models.py").write_text(MODELS)
     code, out, _ = run("describe", "model", f"{folder}/models.py:Good")
     assert code == 0

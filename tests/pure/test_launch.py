@@ -198,11 +198,12 @@ def test_a_rank_failure_exits_as_its_cause_would() -> None:
 # Messages between supervisor and worker
 
 
-@pytest.mark.parametrize(
-    "value", [None, {"a": [1, 2.5, "x"]}, b"\0" * 3_000_000, ("done", Fault(1.0, 2, "k", "m"))], ids=["none", "dict", "large", "fault"]
-)
-def test_values_cross_a_socket_whole(value: Any) -> None:
+VALUES = {"none": None, "dict": {"a": [1, 2.5, "x"]}, "large": b"\0" * 3_000_000, "fault": ("failed", Fault(1.0, 2, "k", "m"))}
 
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_cross_a_socket_whole(name: str) -> None:
+    value = VALUES[name]
     a, b = socket.socketpair()
     with a, b:
         sender = threading.Thread(target=send, args=(a, value))

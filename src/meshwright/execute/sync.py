@@ -136,7 +136,7 @@ class GradientBuckets:
     def _view(self, bucket: _Live, at: int) -> torch.Tensor:
         if bucket.grads is None:
             bucket.grads = _flat(bucket)
-        elif self.zero and bucket.shard is not None and bucket.shard.grad is not None and bucket.carried is None and self.zero == 1:
+        elif self.zero == 1 and bucket.carried is None and bucket.shard is not None and bucket.shard.grad is not None:
             # The slice holds an earlier backward's result: set it aside before its place is written again.
             bucket.carried = bucket.shard.grad.clone()
         slot = bucket.layout.slots[at]
