@@ -66,10 +66,15 @@ def missing_peers() -> list[str]:
 
 
 def engines(case: Case, rank: int, world: int) -> Iterator[Engine]:
-    """Every engine that can be built here, in one process group. The second raw ones tell how much a ratio means."""
+    """Every engine that can be built here, in one process group. The second of a block is the first again: what a ratio means.
+
+    Raw DDP comes with torch's defaults, as the peers use it, and with the option that spares it a copy of every gradient back from
+    its buckets; Meshwright's buckets never make that copy.
+    """
     _pose_as_launched(rank, world)
     yield Engine("raw DDP", DATA_PARALLEL, raw_ddp(case))
     yield Engine("raw DDP, again", DATA_PARALLEL, raw_ddp(case))
+    yield Engine("raw DDP, gradient_as_bucket_view", DATA_PARALLEL, raw_ddp(case, views=True))
     builders = {"Accelerate": accelerate, "Lightning Fabric": fabric}
     for name in [n for n in builders if n not in missing_peers()]:
         yield Engine(name, DATA_PARALLEL, builders[name](case, world))
@@ -79,8 +84,8 @@ def engines(case: Case, rank: int, world: int) -> Iterator[Engine]:
     yield Engine("Meshwright", ZERO_3, meshwright(case, world, zero=3))
 
 
-def raw_ddp(case: Case) -> Callable[[Batch], Tensor]:
-    model = DistributedDataParallel(case.model())
+def raw_ddp(case: Case, views: bool = False) -> Callable[[Batch], Tensor]:
+    model = DistributedDataParallel(case.model(), gradient_as_bucket_view=views)
     return _by_hand(model, _optimizer(model))
 
 
