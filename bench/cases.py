@@ -74,7 +74,7 @@ def engines(case: Case, rank: int, world: int) -> Iterator[Engine]:
     _pose_as_launched(rank, world)
     yield Engine("raw DDP", DATA_PARALLEL, raw_ddp(case))
     yield Engine("raw DDP, again", DATA_PARALLEL, raw_ddp(case))
-    yield Engine("raw DDP, gradient_as_bucket_view", DATA_PARALLEL, raw_ddp(case, views=True))
+    yield Engine("raw DDP, bucket views", DATA_PARALLEL, raw_ddp(case, views=True))
     builders = {"Accelerate": accelerate, "Lightning Fabric": fabric}
     for name in [n for n in builders if n not in missing_peers()]:
         yield Engine(name, DATA_PARALLEL, builders[name](case, world))

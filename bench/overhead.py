@@ -50,7 +50,7 @@ def main(
 
     Examples:
       python bench/overhead.py
-      python bench/overhead.py --batch 1 --seq 64 --rounds 100 --output bench/results/overhead-small.json
+      python bench/overhead.py --batch 1 --seq 64 --output small.json
     """
     case = Case(batch=batch, seq=seq, layers=layers)
     for name in missing_peers():

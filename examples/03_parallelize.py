@@ -1,8 +1,7 @@
 """Your own loop, under a plan of your own: `parallelize` changes model and optimizer in place, then everything is torch's own verbs.
 
-    python examples/03_parallelize.py                            on one device
-    meshwright train examples/03_parallelize.py                  on all of them
-    torchrun --nproc-per-node 2 examples/03_parallelize.py       under any launcher that sets WORLD_SIZE and LOCAL_RANK
+    meshwright train examples/03_parallelize.py                on all devices
+    torchrun --nproc-per-node 2 examples/03_parallelize.py     or under any launcher that sets WORLD_SIZE and LOCAL_RANK
 
 Here the plan is ZeRO-2: gradients and the optimizer's state are cut over the ranks. In an own loop each rank feeds its own slice
 of the global batch, and gradients are averaged over ranks; slices of one size make that the mean over the global batch. So the

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import settings
 
 from meshwright.core.calibration import Calibration, Line, Rates
@@ -18,11 +17,6 @@ settings.load_profile("pure")
 
 Shapes = Sequence[tuple[int, ...]]
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-
-
-def bug(reason: str) -> pytest.MarkDecorator:
-    """A test of what should be and is not yet. Strict, so that mending the bug asks for the mark to go."""
-    return pytest.mark.xfail(strict=True, reason=reason)
 
 
 def layer(name: str, shapes: Shapes = ((8, 8),), *, flops: float = 1e6, moved: float = 1e3, saved: float = 1e3, block: str = "") -> LayerProfile:

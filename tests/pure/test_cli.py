@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import typer
-from made_up import bug, calibration
+from made_up import calibration
 
 from meshwright.cli.main import app, main
 from meshwright.core.errors import RequestError
@@ -88,7 +88,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "argument after a model": (["train", "vae", "extra"], "unexpected argument 'extra': only a script takes arguments"),
     "argument after describe": (["describe", "model", "vae", "extra"], "extra"),
     "not a number": (["plan", "vae", "--global-batch", "lots"], "'--global-batch': Input should be a valid integer"),
-    "not a finite number": (["plan", "vae", "--set", "clip=NaN"], "clip=NaN: input should be greater than or equal to 0"),
+    "not a finite number": (["plan", "vae", "--set", "clip=NaN"], "clip=NaN: input should be a finite number"),
     "set key": (["plan", "vae", "--set", "zreo=1"], "unknown key 'zreo' in --set; did you mean 'zero'?"),
     "set without value": (["plan", "vae", "--set", "zero"], "--set zero: write it as key=value"),
     "set nothing": (["plan", "vae", "--set", "=1"], "unknown key ''"),
@@ -165,7 +165,6 @@ def test_a_wrong_file_is_named_with_the_place(name: str, run: Tool, here: Path) 
     assert says in complaint(run(*arguments))
 
 
-@bug("a file that is not UTF-8 is a UnicodeDecodeError")
 @pytest.mark.parametrize("arguments", [["train", "x.json"], ["train", "vae", "--plan", "x.json"]], ids=["configuration", "plan"])
 def test_a_file_that_is_not_text(arguments: list[str], run: Tool, here: Path) -> None:
     (here / "x.json").write_bytes(b"\xff\xfe")
@@ -179,7 +178,6 @@ def test_a_file_in_the_place_of_the_run_folder(run: Tool, here: Path) -> None:
     assert err.splitlines()[-1] == "meshwright: cannot make a run folder in runs: File exists; choose another with --run-dir"
 
 
-@bug("the line with the chosen plan is not marked as progress, and comes before the folder is tried")
 def test_a_file_in_the_place_of_the_run_folder_is_one_line(run: Tool, here: Path) -> None:
     (here / "runs").write_text("")
     complaint(run("train", "vae", "--steps", "1"))
@@ -193,39 +191,32 @@ def test_a_run_folder_that_cannot_be_written(run: Tool, here: Path) -> None:
     assert "choose another with --run-dir" in err.splitlines()[-1]
 
 
-@bug("only PermissionError is turned into a line, other errors of writing are tracebacks")
 @pytest.mark.parametrize("where", ["missing/plan.json", "."])
 def test_a_plan_that_cannot_be_written(where: str, run: Tool) -> None:
     assert where in complaint(run("plan", "vae", "-o", where))
 
 
-@bug("accepted: true counts as 1, infinity as a number")
 @pytest.mark.parametrize("setting", ["steps=true", "learning_rate=Infinity", "timeout_s=Infinity"])
 def test_a_value_that_makes_no_sense(setting: str, run: Tool) -> None:
     assert setting.partition("=")[0] in complaint(run("plan", "vae", "--set", setting))
 
 
-@bug("accepted, and refused only by the ranks")
 def test_a_backend_that_does_not_exist(run: Tool) -> None:
     assert "gloo" in complaint(run("plan", "vae", "--set", "backend=glow"))
 
 
-@bug("an empty mesh asks for one rank")
 def test_an_empty_mesh(run: Tool) -> None:
     assert "--mesh" in complaint(run("plan", "vae", "--mesh", ""))
 
 
-@bug("OverflowError from making the list of devices")
 def test_a_number_of_ranks_beyond_all_machines(run: Tool) -> None:
     assert "nproc" in complaint(run("plan", "vae", "--nproc", "99999999999999999999"))
 
 
-@bug("an error message goes out as it is, line breaks and all")
 def test_a_line_break_in_a_name_does_not_break_the_line(run: Tool) -> None:
     complaint(run("plan", "a\nb"))
 
 
-@bug("texts are read as Rich markup: [/x] is a tag that closes nothing")
 def test_brackets_in_a_path(run: Tool, here: Path) -> None:
     folder = here / "a[/x]"
     folder.mkdir(parents=True)
@@ -235,7 +226,6 @@ def test_brackets_in_a_path(run: Tool, here: Path) -> None:
     assert "a[/x]" in out
 
 
-@bug("progress is wrapped at the width of the terminal, and the rest does not begin with a dot")
 def test_long_progress_stays_on_its_line(run: Tool, here: Path) -> None:
     folder = here / ("long" * 30)
     folder.mkdir()
@@ -245,7 +235,6 @@ def test_long_progress_stays_on_its_line(run: Tool, here: Path) -> None:
     assert all(line.startswith("·") for line in err.splitlines())
 
 
-@bug("a path on standard output is wrapped at 80 columns, so that $(meshwright report last) is no path")
 def test_the_path_of_a_report_is_one_line(run: Tool, here: Path) -> None:
     runs = here / ("long" * 30)
     (runs / "mine").mkdir(parents=True)
@@ -273,14 +262,12 @@ def test_a_plan_for_this_model_is_taken(vae_plan: Path) -> None:
     prepare(model="vae", plan=str(vae_plan))
 
 
-@bug("the plan's model is not compared with the request's: `train --plan plan.json` trains gpt-mini by a plan for vae")
 @pytest.mark.parametrize("model", ["cnn", "gpt-mini"])
 def test_a_plan_for_another_model_is_refused(model: str, vae_plan: Path) -> None:
     with pytest.raises(RequestError, match="vae"):
         prepare(model=model, plan=str(vae_plan))
 
 
-@bug("what the plan says differently is ignored without a word")
 @pytest.mark.parametrize(
     "settings", [{"nproc": 4}, {"mesh": "shard=4"}, {"zero": 3}, {"recompute": "full"}, {"micro_batches": 4}, {"backend": "nccl"}], ids=str
 )
@@ -289,7 +276,6 @@ def test_a_wish_that_the_plan_does_not_hold_is_refused(settings: dict[str, Any],
         prepare(model="vae", plan=str(vae_plan), **settings)
 
 
-@bug("units are checked by each rank, not before any is started")
 def test_a_plan_with_a_unit_that_the_model_lacks_is_refused(here: Path) -> None:
     Plan("vae", 64, Mesh(dp=2), memory=MemoryPolicy(units=("nope",))).save(here / "plan.json")
     with pytest.raises(RequestError, match="nope"):
@@ -479,7 +465,6 @@ def test_a_users_own_model_is_described(tmp_path: Path) -> None:
     assert json.loads(out)["parameters"] == 36 + 10
 
 
-@bug("torch logs a traceback of its own to standard error when shapes do not match")
 def test_a_users_wrong_model_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "models.py").write_text(MODELS)
     assert "Bad could not be traced" in complaint(tool("describe", "model", "models.py:Bad", cwd=tmp_path))

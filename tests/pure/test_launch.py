@@ -8,7 +8,6 @@ import socket
 import threading
 
 import pytest
-from made_up import bug
 
 from meshwright.core.errors import RequestError, RunError
 from meshwright.core.event import Fault
@@ -55,7 +54,6 @@ def test_torchrun_inside_an_allocation_is_torchruns() -> None:
     assert (place.launcher, place.rank) == ("torchrun", 3)
 
 
-@bug("srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE too: the ranks are taken for MPICH's, and the global rank for the local one")
 def test_srun_with_pmi2_is_still_srun() -> None:
     place = adopted({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "8"})
     assert place is not None
@@ -89,14 +87,12 @@ def test_numbers_that_are_not_numbers_are_named(environ: dict[str, str], names: 
         adopted(environ)
 
 
-@bug("only the rank and the world are named, not the variable that is wrong")
 @pytest.mark.parametrize(("name", "launcher"), [("LOCAL_RANK", "torchrun"), ("LOCAL_WORLD_SIZE", "torchrun"), ("SLURM_NTASKS_PER_NODE", "srun")])
 def test_a_local_number_that_is_not_one_is_named(name: str, launcher: str) -> None:
     with pytest.raises(RequestError, match=re.escape(f"{name}=two")):
         adopted({**ALL[launcher], name: "two"})
 
 
-@bug("a rank outside its world is believed, and waits for ranks that never come")
 @pytest.mark.parametrize(("rank", "world"), [("8", "8"), ("-1", "8"), ("0", "0"), ("0", "-2")])
 def test_a_rank_outside_its_world_is_refused(rank: str, world: str) -> None:
     with pytest.raises(RequestError):
@@ -162,7 +158,6 @@ def test_an_error_without_words_is_called_by_its_name() -> None:
     assert failure(KeyError()).message == "KeyError"
 
 
-@bug("a message that begins with an empty line gives an empty one")
 def test_the_first_line_with_words_is_the_message() -> None:
     assert failure(RuntimeError("\nout of cheese")).message == "out of cheese"
 

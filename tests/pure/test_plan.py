@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_up import blocks, bug, calibration, cluster, layer, model, rates
+from made_up import blocks, calibration, cluster, layer, model, rates
 
 from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster, Link
@@ -83,7 +83,6 @@ def test_the_network_decides_how_many_devices() -> None:
     assert rank(BIG, 4, network=1e15, alpha=0.0, overlap=1.0).best.plan.world == 4
 
 
-@bug("4 devices are measured as 1 rank and as 4; 2 ranks take the nearest layout, the single rank's, which has no collectives: the link's figures")
 def test_a_slow_network_is_slow_for_some_of_the_devices_too() -> None:
     assert rank(BIG, 4, network=1e3, alpha=1.0).best.plan.world == 1
 
@@ -186,7 +185,6 @@ def test_a_stage_that_does_not_go_with_the_mesh_names_a_mesh_that_does(mesh: Mes
     assert rank(blocks(1), 4, wishes=Wishes(mesh=proposed, zero=zero)).scored
 
 
-@bug("a mesh with pp, cp, ep or tp is planned and priced as if these ranks did nothing; execute refuses it only on the ranks")
 @pytest.mark.parametrize("mesh", [Mesh(pp=2), Mesh(cp=2), Mesh(ep=2), Mesh(tp=(2,)), Mesh(tp=(2, 2, 1))], ids=str)
 def test_an_axis_that_cannot_be_run_is_refused_before_anything_starts(mesh: Mesh) -> None:
     with pytest.raises(RequestError, match="dp"):
@@ -229,7 +227,6 @@ def test_what_would_change_the_choice_indeed_would() -> None:
         assert (f"a network ten times slower → {slower.summary()}" in explain(found)) == changed
 
 
-@bug("where collectives were not measured their cost is the link's, which the what-if leaves as it is")
 def test_a_slower_network_is_tried_also_where_it_was_not_measured() -> None:
     machine = Calibration("m", "d", "now", (replace(rates(1), overlap=0.0),))
 
@@ -293,7 +290,6 @@ def test_recomputation_is_proposed_to_those_who_forbade_it() -> None:
     assert "--set recompute=full" not in too_big()[1]
 
 
-@bug("a quarter of the batch need not divide over the ranks: 21 on 3 ranks proposes 5")
 def test_the_smaller_batch_proposed_is_legal() -> None:
     wishes = Wishes(world=3)
     found, text = too_big(3, 21, wishes=wishes)

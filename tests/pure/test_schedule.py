@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_up import blocks, bug, layer, model, plan
+from made_up import blocks, layer, model, plan
 
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
@@ -268,7 +268,6 @@ def test_replicas_of_shards_meet_too(zero: int) -> None:
     assert all(a.waits for a in replicas)
 
 
-@bug("stage 2 reduces replicas after each micro-batch (execute/sync.py: _settle_shards), the schedule lists them once a step")
 def test_replicas_of_stage_2_meet_after_each_micro_batch() -> None:
     profile = blocks(3)
     found = collectives(plan(profile, dp=2, shard=2, zero=2, micro=4), profile)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from made_up import bug, plan
+from made_up import plan
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -125,11 +125,11 @@ def test_parameters_are_exact_by_name_and_shape(name: str) -> None:
     found = trace_task(task)
     real = dict(task.build().named_parameters())
     assert {t.name: t.shape for t in found.tensors} == {n: tuple(p.shape) for n, p in real.items()}
-    assert [t.name for t in found.tensors] == list(real), "in the order of model.parameters(), which buckets rely on"
+    assert [t.name for t in sorted(found.tensors, key=lambda t: t.order)] == list(real), "buckets rely on the order of model.parameters()"
     assert found.parameters == sum(p.numel() for p in real.values())
     assert found.parameter_bytes == 4 * found.parameters
     live = parameters_only(task.build(), name)
-    assert live.tensors == found.tensors
+    assert sorted(live.tensors, key=lambda t: t.order) == sorted(found.tensors, key=lambda t: t.order)
     assert live.flops_forward == live.activation_bytes == 0
 
 
@@ -188,12 +188,7 @@ def test_zoo_models_save_what_a_real_run_saves(name: str) -> None:
     assert trace_task(task).at(5).activation_bytes == saved_in_a_real_run(task.build(), task.loss, batch)
 
 
-GPT_COPY = bug(
-    "the stand-in for flash attention gives its output in the order (B, H, S, D); kernels follow the query's, so merging heads copies nothing"
-)
-
-
-@pytest.mark.parametrize("name", [pytest.param("gpt-tiny", marks=GPT_COPY), "llama-tiny"])
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
 def test_language_models_save_what_a_real_run_saves(name: str) -> None:
     task = zoo.load(name)
     batch = {"tokens": torch.zeros(5, task.fields["tokens"].shape[0], dtype=torch.int64)}
@@ -209,7 +204,6 @@ def test_flash_attention_never_saves_the_scores() -> None:
     assert long - middle == middle - short > 0
 
 
-@bug("'math' runs torch's CPU flash operator: it saves no scores either, and counts no FLOPs at all")
 def test_math_attention_saves_the_scores_and_computes_as_much() -> None:
     short, middle, long = (activations(length, "math") for length in (64, 128, 192))
     scores = 4 * BATCH * 2 * 2 * (192**2 - 2 * 128**2 + 64**2)  # fp32, two heads, two layers: second difference of S²
@@ -218,7 +212,6 @@ def test_math_attention_saves_the_scores_and_computes_as_much() -> None:
     assert flash == math_
 
 
-@bug("attention without a head dimension, which torch takes, is not: the FLOP counter wants four dimensions")
 def test_attention_over_three_dimensions() -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
@@ -233,9 +226,6 @@ def test_attention_over_three_dimensions() -> None:
     assert found.flops_forward == 2 * BATCH * 5 * 8 * 8 + 4 * BATCH * 5 * 5 * 8
 
 
-@bug(
-    "a function mode is off inside the functions it sees, so attention within multi_head_attention_forward is not: no FLOPs, or S² saved with dropout"
-)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_torchs_own_encoder_runs_flash_attention_too(dropout: float) -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, dropout=dropout, batch_first=True), 4)
@@ -287,7 +277,6 @@ def test_low_precision_halves_products_and_changes_no_flops() -> None:
     assert low.parameter_bytes == full.parameter_bytes, "parameters are stored in fp32"
 
 
-@bug("precision fp64 is traced in fp32: parameters, activations and traffic of such a run are twice what is predicted")
 def test_double_precision_doubles_bytes() -> None:
     single, double = (trace_task(gpt(2), precision=p) for p in ("fp32", "fp64"))
     assert double.parameter_bytes == 2 * single.parameter_bytes
@@ -313,7 +302,6 @@ def test_folding_changes_no_number(make: Callable[[int], Task], precision: str, 
         assert replace(a, fusible_bytes=0.0) == replace(b, fusible_bytes=0.0)  # see the next test
 
 
-@bug("what a folded block hands on is not known to be element-wise work, so less of what the next layer saves counts as fusible")
 def test_folding_does_not_change_what_a_compiler_could_fuse(monkeypatch: pytest.MonkeyPatch) -> None:
     folded = trace_task(gpt(6))
     monkeypatch.setattr(trace, "folded", lambda *_: contextlib.nullcontext())
@@ -350,7 +338,6 @@ class Repeats(nn.Module):
         return x
 
 
-@bug("blocks are told apart by class and parameter shapes alone, so the third and later are priced as the second whatever they do")
 @pytest.mark.parametrize(
     "parts",
     [
@@ -384,7 +371,6 @@ def test_blocks_on_inputs_of_other_shapes_are_not_folded() -> None:
     assert [x.flops_forward for x in found.layers if x.block] == [2 * BATCH * length * 64 for length in (32, 16, 8, 4, 2)]
 
 
-@bug("a block that is run again in backward meets the stand-in that the first run left behind")
 def test_a_model_that_checkpoints_its_blocks() -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
@@ -435,7 +421,6 @@ def test_parameters_that_containers_own_are_counted_once() -> None:
     assert found.parameters == 8 + 8 + 3 * 72
 
 
-@bug("layers come in the order of registration, though a profile promises that of execution")
 def test_layers_come_in_the_order_they_run() -> None:
     class Backwards(nn.Module):
         def __init__(self) -> None:
@@ -450,7 +435,6 @@ def test_layers_come_in_the_order_they_run() -> None:
     assert [x.name for x in profile_of(Backwards(), 8).layers][:2] == ["first", "last"]
 
 
-@bug("a profile does not say which parameters are frozen, so they are reduced, stepped and paid for; execute leaves them out")
 def test_frozen_parameters_need_no_gradient_memory() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model[0].requires_grad_(False)
@@ -460,7 +444,6 @@ def test_frozen_parameters_need_no_gradient_memory() -> None:
     assert held_bytes(plan(found), found, "adamw")["optimizer"] == 2 * trained
 
 
-@bug("a container that owns parameters becomes a unit of its own beside its parts, which fully_shard cannot do")
 def test_units_do_not_lie_inside_each_other() -> None:
     from meshwright.plan.partition import choose_units
 
@@ -541,7 +524,6 @@ def test_batches_may_be_tuples_and_hold_other_things() -> None:
     assert found.flops_forward == 2 * BATCH * 8 * 2
 
 
-@bug("a number in a batch, a tensor without dimensions, is given one")
 def test_a_batch_may_hold_a_number() -> None:
     found = trace_module(nn.Linear(8, 2), lambda m, b: (m(b[0]) * b[1]).mean(), (torch.rand(6, 8), torch.tensor(3.0)), name="scaled")
     assert found.flops_forward == 2 * BATCH * 8 * 2
@@ -611,19 +593,16 @@ def test_a_loss_that_cannot_be_traced_names_the_model_in_one_line(model: nn.Modu
     assert "\n" not in str(error.value)
 
 
-@bug("a field's dtype that torch does not have is an AttributeError")
 def test_a_field_of_no_known_type() -> None:
     with pytest.raises(RequestError, match="flaot32"):
         trace_task(Task("typo", lambda: nn.Linear(8, 8), square, {"x": Field((8,), "flaot32")}))
 
 
-@bug("recurrent layers run as one operation that torch's counter does not know: 0 FLOPs, without a word")
 def test_recurrent_layers_compute_something() -> None:
     found = profile_of(nn.LSTM(8, 16, batch_first=True), 5, 8, loss=lambda m, b: m(b["x"])[0].mean())
     assert found.flops_forward >= 2 * BATCH * 5 * 4 * 16 * (8 + 16)
 
 
-@bug("a sparse gradient has no storage to look at")
 def test_sparse_embeddings() -> None:
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4))
     found = trace_module(model, square, {"x": torch.zeros(2, 3, dtype=torch.int64)}, name="sparse")

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from meshwright.cli.shared import Devices, GlobalBatch, Json, Seq, Settings, device_list, make_config, need_torch, print_json, say, stdout
@@ -129,6 +130,7 @@ def _as_data(profile: ModelProfile) -> dict[str, Any]:
 
 
 def _show_model(profile: ModelProfile) -> None:
+    stdout.print(f"{profile.name} at batch {profile.batch}, {profile.precision}", markup=False, soft_wrap=True)
     table = Table(box=None, header_style="bold")
     table.add_column("layer")
     for column in ("parameters", "forward", "backward", "saved", "output"):
@@ -142,7 +144,7 @@ def _show_model(profile: ModelProfile) -> None:
         repeats = sum(other.block == layer.block for other in profile.layers) if layer.block else 1
         seen.add(layer.block)
         table.add_row(
-            f"{layer.name} ({layer.kind})" + (f" × {repeats}" if repeats > 1 else ""),
+            escape(f"{layer.name} ({layer.kind})") + (f" × {repeats}" if repeats > 1 else ""),
             show_count(layer.parameters),
             show_rate(layer.flops_forward, "FLOP"),
             show_rate(layer.flops_backward, "FLOP"),
@@ -151,7 +153,7 @@ def _show_model(profile: ModelProfile) -> None:
         )
     table.add_section()
     table.add_row(
-        f"[bold]{profile.name}[/bold] at batch {profile.batch}, {profile.precision}",
+        "[bold]all[/bold]",
         show_count(profile.parameters),
         show_rate(profile.flops_forward, "FLOP"),
         show_rate(profile.flops_backward, "FLOP"),

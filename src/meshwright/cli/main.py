@@ -49,10 +49,12 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         wanted = "'torch>=2.11,<2.15'" if error.name == "torch" else error.name
         fail(f"{error.name} is not installed: pip install {wanted}", 2)
-    except PermissionError as error:
-        fail(f"{error.filename}: permission denied: choose another folder with --run-dir", 2)
     except BrokenPipeError:
         sys.exit(0)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        fail(f"{error.filename}: {(error.strerror or 'cannot be used').lower()}: choose another place", 2)
     except Exception as error:
         # Typer's usage errors, by name: which module defines them depends on typer's version.
         kinds = {kind.__name__ for kind in type(error).__mro__}

@@ -64,9 +64,9 @@ def plan(
         return
     if prepared.ranking:
         stdout.print(ranking_table(prepared.ranking, most))
-    stdout.print(prepared.why)
+    stdout.print(prepared.why, markup=False)
     if output is not None:
-        stdout.print(f"written to {output}; run it with: meshwright train {model} --plan {output}")
+        stdout.print(f"written to {output}; run it with: meshwright train {model} --plan {output}", markup=False, soft_wrap=True)
 
 
 def ranking_table(ranking: Ranking, most: int) -> Table:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.shared import Json, print_json, stdout
+from meshwright.cli.shared import Json, print_json
 
 
 def report(
@@ -26,4 +26,4 @@ def report(
     if as_json:
         print_json({"run": str(folder.path), "report": str(path), "result": folder.result()})
     else:
-        stdout.print(str(path))
+        print(path)

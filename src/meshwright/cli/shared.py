@@ -29,13 +29,13 @@ stdout = Console(highlight=False)
 
 
 def fail(message: str, code: int) -> NoReturn:
-    print(f"meshwright: {message}", file=sys.stderr)
+    print(f"meshwright: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)
 
 
 def say(text: str) -> None:
     """Progress, on stderr."""
-    stderr.print(f"[dim]· {text}[/dim]")
+    stderr.print(f"· {text}", style="dim", markup=False, soft_wrap=True)
 
 
 def print_json(value: Any) -> None:

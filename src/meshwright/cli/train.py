@@ -83,7 +83,7 @@ def train(
             print_json(ended) if as_json else stderr.print(f"{ended['ranks']} ranks finished in {show_seconds(ended['seconds'])}; {ended['run']}")
             return
         prepared = orchestrator.prepare()
-        stderr.print(f"[bold]{prepared.plan.summary()}[/bold] for {prepared.task.name}, {show_seconds(prepared.estimate.step_s)} a step predicted")
+        say(f"{prepared.plan.summary()} for {prepared.task.name}, {show_seconds(prepared.estimate.step_s)} a step predicted")
         result = orchestrator.train(prepared, stderr)
     _finish(result, prepared, as_json)
 
@@ -94,14 +94,14 @@ def _finish(result: dict[str, Any], prepared: Prepared | None, as_json: bool) ->
         return
     if prepared is not None:
         stderr.print("\n[bold]Plan and why[/bold]")
-        stderr.print(prepared.why)
+        stderr.print(prepared.why, markup=False)
     stderr.print()
     stderr.print(comparison(result))
     losses = result["losses"]
     if losses:
         held_out = f", validation {result['validation'][-1]['loss']:.4f}" if result["validation"] else ""
         stderr.print(f"loss {losses[0]:.4f} → {losses[-1]:.4f}{held_out} in {show_seconds(result['seconds'])}")
-    stderr.print(f"report: {result['report']}")
+    stderr.print(f"report: {result['report']}", markup=False, soft_wrap=True)
 
 
 def comparison(result: dict[str, Any]) -> Table:

@@ -71,5 +71,6 @@ class Calibration:
     error: float = 0.15  # relative, one sigma, of step times predicted from it
 
     def layout(self, ranks: int) -> Rates:
-        """The entry measured at `ranks`, or the nearest one."""
-        return min(self.layouts, key=lambda r: (abs(r.ranks - ranks), -r.ranks))
+        """The entry measured at `ranks`, or the nearest one; several ranks are never priced by one alone, which has no collectives."""
+        several = [r for r in self.layouts if r.ranks > 1] if ranks > 1 else []
+        return min(several or self.layouts, key=lambda r: (abs(r.ranks - ranks), -r.ranks))

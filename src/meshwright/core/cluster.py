@@ -70,16 +70,19 @@ class Cluster:
         return tuple(d for node in self.nodes for d in node.devices)
 
     def node_of(self, rank: int) -> Node:
-        for node in self.nodes:
+        return self.nodes[self._node_index(rank)]
+
+    def _node_index(self, rank: int) -> int:
+        for index, node in enumerate(self.nodes):
             if rank < len(node.devices):
-                return node
+                return index
             rank -= len(node.devices)
         raise IndexError(rank)
 
     def link_between(self, ranks: tuple[int, ...]) -> Link:
         """The slowest link that a collective among `ranks` must cross."""
-        nodes = [self.node_of(r) for r in ranks]
-        return self.link if any(n is not nodes[0] for n in nodes) else nodes[0].link
+        nodes = {self._node_index(r) for r in ranks}
+        return self.link if len(nodes) > 1 else self.nodes[nodes.pop()].link
 
     def take(self, ranks: int) -> Cluster:
         """The first `ranks` devices of this cluster."""

@@ -20,11 +20,11 @@ class Mesh:
     tp: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
+        if not 1 <= len(self.tp) <= 3:
+            raise RequestError(f"mesh axis tp has {len(self.tp)} dimensions: write one to three, like tp=2x2x1")
         for axis in AXES:
             if self.degree(axis) < 1 or (axis == "tp" and min(self.tp) < 1):
                 raise RequestError(f"mesh axis {axis}: a degree is at least 1")
-        if not 1 <= len(self.tp) <= 3:
-            raise RequestError(f"mesh axis tp has {len(self.tp)} dimensions: write one to three, like tp=2x2x1")
 
     def degree(self, axis: str) -> int:
         value: int | tuple[int, ...] = getattr(self, axis)
@@ -69,7 +69,11 @@ class Mesh:
                 raise RequestError(f"--mesh {text}: '{part}' needs a whole number, like {axis}=2") from None
             if len(sizes) > 1 and axis != "tp":
                 raise RequestError(f"--mesh {text}: only tp has several dimensions; write {axis}={math.prod(sizes)}")
+            if axis in degrees:
+                raise RequestError(f"--mesh {text}: the axis {axis} is given twice: leave one out")
             degrees[axis] = sizes if axis == "tp" else sizes[0]
+        if not degrees:
+            raise RequestError(f"--mesh '{text}' names no axis: write it like dp=2 or shard=2")
         return Mesh(**degrees)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
@@ -78,3 +82,10 @@ class Mesh:
 
 
 AXES: tuple[str, ...] = tuple(f.name for f in fields(Mesh))
+RUNNABLE_AXES = ("dp", "shard")  # what `execute` can do today, and so what `plan` may propose
+
+
+def check_runnable(mesh: Mesh) -> None:
+    for axis in AXES:
+        if axis not in RUNNABLE_AXES and mesh.degree(axis) > 1:
+            raise RequestError(f"mesh axis {axis}={mesh.degree(axis)} cannot be run yet: use {' and '.join(RUNNABLE_AXES)}")

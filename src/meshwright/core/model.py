@@ -24,11 +24,13 @@ class Kernel:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One parameter: its name in the model, its shape, and bytes an element in storage."""
+    """One parameter: its name in the model, its shape, bytes an element in storage, and its place in the order of registration."""
 
     name: str
     shape: tuple[int, ...]
     itemsize: int = 4
+    order: int = 0
+    trainable: bool = True
 
     @property
     def numel(self) -> int:

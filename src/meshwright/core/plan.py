@@ -78,11 +78,24 @@ class Plan:
         if zero and mesh.shard == 1 and mesh.size > 1:
             raise RequestError(f"plan: zero={zero} cuts over the shard axis, and mesh {mesh} has none: use --mesh shard={mesh.size}")
         if not zero and mesh.shard > 1:
-            raise RequestError(f"plan: mesh {mesh} has a shard axis but zero=0: set zero=1, 2 or 3, or use --mesh dp={mesh.shard}")
+            raise RequestError(f"plan: mesh {mesh} has a shard axis but zero=0: set zero=1, 2 or 3, or use --mesh dp={mesh.data_width}")
+        self._check_policies()
         if self.balance.shares:
             self._check_shares()
         else:
             self._check_batch()
+
+    def _check_policies(self) -> None:
+        if self.memory.zero not in (0, 1, 2, 3):
+            raise RequestError(f"plan: memory.zero={self.memory.zero} must be 0, 1, 2 or 3")
+        if self.memory.recompute not in ("none", "full"):
+            raise RequestError(f"plan: memory.recompute={self.memory.recompute} must be none or full")
+        if self.threads < 0:
+            raise RequestError(f"plan: threads={self.threads} must be 0 (as the environment says) or more")
+        if min(self.sync.bucket_bytes, self.sync.first_bucket_bytes) < 1:
+            raise RequestError(f"plan: sync.bucket_bytes={self.sync.bucket_bytes} must be positive")
+        if not 0 < self.sync.timeout_s < float("inf"):
+            raise RequestError(f"plan: sync.timeout_s={self.sync.timeout_s} must be a positive number of seconds")
 
     def _check_shares(self) -> None:
         shares, width = self.balance.shares, self.mesh.data_width
@@ -90,6 +103,8 @@ class Plan:
             raise RequestError(f"plan: balance.shares has {len(shares)} entries for {width} data ranks: give {width}")
         if sum(shares) != self.global_batch:
             raise RequestError(f"plan: balance.shares sum to {sum(shares)}, not to global_batch={self.global_batch}: change one of them")
+        if min(shares) < 1:
+            raise RequestError(f"plan: a share of {min(shares)} samples is empty: give every data rank at least one")
         if min(shares) < self.micro_batches:
             most = max(min(shares), 1)
             raise RequestError(f"plan: a share of {min(shares)} samples cannot make {self.micro_batches} micro-batches: set micro_batches={most}")

@@ -37,13 +37,17 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RequestError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise RequestError(f"{path}: not a text file") from None
     except json.JSONDecodeError as error:
         raise RequestError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write whole or not at all: a reader never sees half a file."""
-    partial = path.with_suffix(path.suffix + ".partial")
+    if path.is_dir():
+        raise RequestError(f"{path} is a folder: name a file in it")
+    partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(to_data(value), indent=2) + "\n", encoding="utf-8")
     partial.replace(path)
 
@@ -56,7 +60,7 @@ def _convert(kind: Any, data: Any, where: str) -> Any:
         options = [a for a in get_args(kind) if a is not type(None)]
         return None if data is None and len(options) < len(get_args(kind)) else _convert(options[0], data, where)
     if origin is typing.Literal:
-        if data not in get_args(kind):
+        if not any(type(data) is type(choice) and data == choice for choice in get_args(kind)):
             raise unknown(f"value for {where}:", str(data), map(str, get_args(kind)))
         return data
     if origin is tuple:

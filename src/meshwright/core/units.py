@@ -41,14 +41,14 @@ def show_seconds(value: float) -> str:
     if value >= 60:
         return f"{int(value // 60)} min {int(value % 60)} s"
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if value >= scale:
+        if value >= 0.9995 * scale:  # three digits would round it up to this unit
             return f"{value / scale:.3g} {unit}"
     return f"{value * 1e6:.2g} µs"
 
 
 def parse_bytes(text: str) -> int:
     """'24GB' → 24000000000, '16GiB' → 17179869184, '1024' → 1024."""
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([kKMGTP]?)(i?)B?\s*", text)
+    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([kKMGTP]?)(i?)B?\s*", text)
     if match is None:
         raise RequestError(f"'{text}' is not a size; write it like 24GB or 512MiB")
     number, prefix, binary = match.groups()

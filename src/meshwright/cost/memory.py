@@ -16,17 +16,19 @@ FUSED_SAVED = 0.5
 def held_bytes(plan: Plan, profile: ModelProfile, optimizer: str) -> dict[str, int]:
     """Parameters, gradients and optimizer state a rank holds after backward, padding included: ZeRO's arithmetic for these storage types."""
     whole = sum(t.bytes for t in profile.tensors)
-    states = OPTIMIZER_STATES[optimizer]
+    trained = sum(t.bytes for t in profile.tensors if t.trainable)
+    states, shards = OPTIMIZER_STATES[optimizer], plan.mesh.shard
     if plan.world == 1:
-        return {"parameters": whole, "gradients": whole, "optimizer": states * whole}
+        return {"parameters": whole, "gradients": trained, "optimizer": states * trained}
     if plan.memory.zero == 3:
-        piece = unit_bytes(list(profile.layers), plan.mesh.shard)[0] // plan.mesh.shard
-        return {"parameters": piece, "gradients": piece, "optimizer": states * piece}
+        layers = list(profile.layers)
+        piece = unit_bytes(layers, shards, trainable=True)[0] // shards
+        return {"parameters": unit_bytes(layers, shards)[0] // shards, "gradients": piece, "optimizer": states * piece}
     flat = sum(b.bytes for b in gradient_buckets(plan, profile))
     if plan.memory.zero == 0:
-        return {"parameters": whole, "gradients": flat, "optimizer": states * whole}
-    piece = flat // plan.mesh.shard
-    return {"parameters": flat, "gradients": flat if plan.memory.zero == 1 else piece, "optimizer": states * piece}
+        return {"parameters": whole, "gradients": flat, "optimizer": states * trained}
+    piece = flat // shards
+    return {"parameters": flat + whole - trained, "gradients": flat if plan.memory.zero == 1 else piece, "optimizer": states * piece}
 
 
 def peak_bytes(plan: Plan, profile: ModelProfile, optimizer: str, rates: Rates) -> dict[str, int]:

@@ -29,8 +29,8 @@ def estimate(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Clu
     need = sum(kinds.values())
     devices = cluster.devices[: plan.world]
     capacity = min(d.memory_bytes for d in devices)
-    if devices[0].kind == "cpu":  # CPU ranks share what is free of their node's memory, however few of them are used
-        capacity = sum(d.memory_bytes for d in cluster.nodes[0].devices) // plan.world
+    if devices[0].kind == "cpu":
+        capacity = _cpu_share(cluster, plan.world)
     fits, reason = _verdict(need, capacity)
     step = clock.now
     samples = plan.global_batch / step if step else 0.0
@@ -51,6 +51,17 @@ def estimate(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Clu
         error=calibration.error,
         traffic_bytes=clock.traffic,
     )
+
+
+def _cpu_share(cluster: Cluster, world: int) -> int:
+    """CPU ranks share what is free of their node's memory, however few of its devices are used."""
+    shares = []
+    for node in cluster.nodes:
+        used = min(world, len(node.devices))
+        if used:
+            shares.append(sum(d.memory_bytes for d in node.devices) // used)
+        world -= used
+    return min(shares)
 
 
 def _verdict(need: int, capacity: int) -> tuple[bool, str]:
@@ -113,7 +124,8 @@ def _run(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster
         if action.op == "optimizer":
             shards = plan.mesh.shard if plan.memory.zero else 1
             item = profile.tensors[0].itemsize if profile.tensors else 4
-            seconds = price.optimizer(profile.parameters / shards, workload.optimizer, item)
+            trained = sum(t.numel for t in profile.tensors if t.trainable)
+            seconds = price.optimizer(trained / shards, workload.optimizer, item)
         else:
             seconds = price.layer(profile.layers[action.layer], action.op, memo)
         clock.breakdown[action.op] += seconds

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from meshwright.describe.layers import Layer, signature
+from meshwright.describe.layers import Layer, behaviour
 
 
 @dataclass
@@ -29,19 +29,22 @@ class _Seen:
 
 
 @contextmanager
-def folded(layers: list[Layer], stands_for: dict[str, str]) -> Iterator[None]:
-    """While active, blocks from the third of their kind on do nothing; `stands_for` learns which layer speaks for which."""
+def folded(layers: list[Layer], stands_for: dict[str, str], alike: Callable[[torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
+    """While active, blocks from the third of their kind on do nothing; `stands_for` learns which layer speaks for which.
+
+    `alike(known, made)` is told which tensor of the representative each made-up output stands for.
+    """
     kinds: dict[str, list[Layer]] = {}
     for layer in layers:
         if not layer.owner and list(layer.module.children()):
-            kinds.setdefault(signature(layer.module), []).append(layer)
+            kinds.setdefault(behaviour(layer.module), []).append(layer)
     changed: list[tuple[nn.Module, Any]] = []
     for blocks in kinds.values():
         if len(blocks) > 2:
             seen: list[_Seen] = []
             for layer in blocks[1:]:
                 changed.append((layer.module, vars(layer.module).get("forward")))
-                layer.module.forward = _stand_in(layer, layer.module.forward, seen, stands_for)
+                layer.module.forward = _stand_in(layer, layer.module.forward, seen, stands_for, alike)
     try:
         yield
     finally:
@@ -51,12 +54,15 @@ def folded(layers: list[Layer], stands_for: dict[str, str]) -> Iterator[None]:
                 module.forward = own  # … or to what somebody had put there
 
 
-def _stand_in(layer: Layer, forward: Callable[..., Any], seen: list[_Seen], stands_for: dict[str, str]) -> Callable[..., Any]:
+def _stand_in(
+    layer: Layer, forward: Callable[..., Any], seen: list[_Seen], stands_for: dict[str, str], alike: Callable[[torch.Tensor, torch.Tensor], None]
+) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
-        if seen and _shapes(leaves) == seen[0].inputs:
+        # The representative itself always runs: a checkpointed block is run a second time, in backward.
+        if seen and seen[0].name != layer.name and _shapes(leaves) == seen[0].inputs:
             stands_for[layer.name] = seen[0].name
-            return _replay(seen[0], leaves)
+            return _replay(seen[0], leaves, alike)
         output = forward(*args, **kwargs)
         if not seen:
             found, spec = pytree.tree_flatten(output)
@@ -76,13 +82,17 @@ def _describe(leaf: Any, inputs: list[Any]) -> tuple[str, Any]:
     for position, given in enumerate(inputs):
         if given is leaf:
             return "input", position
-    return "like", (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+    return "like", leaf.detach().requires_grad_(leaf.requires_grad)
 
 
-def _replay(seen: _Seen, leaves: list[Any]) -> Any:
+def _replay(seen: _Seen, leaves: list[Any], alike: Callable[[torch.Tensor, torch.Tensor], None]) -> Any:
     sources = [t for t in leaves if torch.is_tensor(t) and t.requires_grad]
-    wanted = [shape for kind, shape in seen.outputs if kind == "like"]
-    made = iter(_Skip.apply(wanted, *sources) if wanted else ())
+    known = [tensor for kind, tensor in seen.outputs if kind == "like"]
+    wanted = [(tuple(t.shape), t.dtype, t.requires_grad) for t in known]
+    replayed = _Skip.apply(wanted, *sources) if wanted else ()
+    for before, now in zip(known, replayed, strict=True):
+        alike(before, now)
+    made = iter(replayed)
     outputs = [leaves[value] if kind == "input" else next(made) if kind == "like" else value for kind, value in seen.outputs]
     return pytree.tree_unflatten(outputs, seen.spec)
 

@@ -52,3 +52,21 @@ def signature(module: nn.Module) -> str:
     """Equal for modules of the same classes and parameter shapes."""
     shapes = ",".join(f"{n}{tuple(p.shape)}" for n, p in module.named_parameters())
     return f"{type(module).__name__}({shapes})"
+
+
+def behaviour(module: nn.Module) -> str:
+    """Equal for modules that do the same: the same parts with the same settings. A part's own number in the model is no setting."""
+    parts = []
+    for name, part in module.named_modules():
+        settings = {
+            key: getattr(value, "__qualname__", repr(value))
+            for key, value in vars(part).items()
+            if not key.startswith("_") and key != "training" and not key.endswith(_NUMBERING)
+            and (isinstance(value, (int, float, str, bool, tuple)) or callable(value)) and not isinstance(value, nn.Module)
+        }  # fmt: skip
+        extra = part.extra_repr() if not settings.keys() & {"site"} else ""
+        parts.append(f"{name}:{type(part).__qualname__}({extra}){sorted(settings.items())}")
+    return signature(module) + ";".join(parts)
+
+
+_NUMBERING = ("idx", "index", "site", "layer_id", "layer_number")

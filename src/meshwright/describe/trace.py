@@ -7,6 +7,8 @@ numbers handed out while it ran; a backward operation belongs to the layer that 
 
 from __future__ import annotations
 
+import logging
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -17,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -53,8 +56,10 @@ def trace_task(task: Task, *, precision: str = "fp32", attention: str = "flash")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     model = _build(task, mode)
 
+    kinds = {name: _dtype(f.dtype, f"field '{name}' of {task.name}", precision) for name, f in task.fields.items()}
+
     def example(batch: int) -> Batch:
-        return {name: torch.zeros((batch, *f.shape), dtype=getattr(torch, f.dtype)) for name, f in task.fields.items()}
+        return {name: torch.zeros((batch, *f.shape), dtype=kinds[name]) for name, f in task.fields.items()}
 
     profile = _trace(model, task.loss, example, mode, task.name, precision, attention)
     return _with(profile, tokens_per_sample=task.tokens_per_sample)
@@ -65,7 +70,7 @@ def trace_module(model: nn.Module, loss: Loss, batch: Batch, *, name: str, preci
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def example(size: int) -> Batch:
-        return pytree.tree_map(lambda t: torch.zeros((size, *t.shape[1:]), dtype=t.dtype) if torch.is_tensor(t) else t, batch)
+        return pytree.tree_map(lambda t: torch.zeros((size, *t.shape[1:]), dtype=t.dtype) if torch.is_tensor(t) and t.dim() else t, batch)
 
     return _trace(model, loss, example, mode, name, precision, attention)
 
@@ -74,6 +79,13 @@ def parameters_only(model: nn.Module, name: str) -> ModelProfile:
     """A profile of a live model whose loss is not known yet: parameters are exact, everything else is zero."""
     layers = _finish(model, find_layers(model), {}, {})
     return ModelProfile(name, layers, 1, layers, attention="unknown")
+
+
+def _dtype(name: str, where: str, precision: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise RequestError(f"{where}: torch has no dtype '{name}': write float32, int64, …")
+    return torch.float64 if precision == "fp64" and found.is_floating_point else found
 
 
 def _build(task: Task, mode: FakeTensorMode) -> nn.Module:
@@ -98,8 +110,9 @@ def _trace(
     layers = find_layers(model)
     runs = [_run(model, layers, loss, example, batch, mode, precision, attention) for batch in _PROBED_BATCHES]
     first, second = (_padded(run, layers) for run in runs)
-    low = _finish(model, layers, first, second)
-    slopes = _finish(model, layers, first, second, slope=True)
+    doubled = precision == "fp64"
+    low = _finish(model, layers, first, second, doubled=doubled)
+    slopes = _finish(model, layers, first, second, slope=True, doubled=doubled)
     return ModelProfile(name, low, _PROBED_BATCHES[0], slopes, precision, attention, None, _tied(model))
 
 
@@ -114,18 +127,18 @@ def _run(
     """One forward and backward on fakes; what each layer did."""
     with ExitStack() as stack:
         stack.enter_context(mode)
-        fakes = {n: _fake(t) for n, t in [*model.named_parameters(remove_duplicate=True), *model.named_buffers(remove_duplicate=True)]}
+        fakes = {n: _fake(t, precision) for n, t in [*model.named_parameters(remove_duplicate=True), *model.named_buffers(remove_duplicate=True)]}
         stack.enter_context(_reparametrize_module(model, fakes, tie_weights=True))
         recorder = _Recorder(fakes.values())
         stack.enter_context(_watched(layers, recorder))
         stands_for: dict[str, str] = {}
-        stack.enter_context(folded(layers, stands_for))
+        stack.enter_context(folded(layers, stands_for, recorder.alike))
+        stack.enter_context(_quiet())
         stack.enter_context(torch.autocast("cpu", dtype=_LOW[precision]) if precision in _LOW else nullcontext())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.saved, lambda t: t))
         inputs = example(batch)
         stack.enter_context(recorder)
-        if attention == "flash":
-            stack.enter_context(_FlashAttention(recorder))
+        stack.enter_context(_flash_everywhere(recorder) if attention == "flash" else sdpa_kernel(SDPBackend.MATH))
         try:
             value = loss(model, inputs)
             total = value[0] if isinstance(value, tuple) else value
@@ -141,8 +154,9 @@ def _run(
     return recorder.tallies
 
 
-def _fake(tensor: torch.Tensor) -> torch.Tensor:
-    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+def _fake(tensor: torch.Tensor, precision: str) -> torch.Tensor:
+    kind = torch.float64 if precision == "fp64" and tensor.is_floating_point() else tensor.dtype
+    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=kind, device="cpu")
     return made.requires_grad_(tensor.requires_grad)
 
 
@@ -182,7 +196,15 @@ class _Recorder(TorchDispatchMode):
         at = bisect_right(self._starts, number) - 1
         return self.tallies[self._owners[min(at, len(self._owners) - 1)]]
 
+    def alike(self, known: torch.Tensor, made: torch.Tensor) -> None:
+        """`made` stands for what a folded block would have made, which is like `known`."""
+        if known.untyped_storage()._cdata in self._pointwise:
+            self._pointwise.add(made.untyped_storage()._cdata)
+            self._kept.append(made)
+
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is not torch.strided:
+            return tensor
         storage = tensor.untyped_storage()._cdata
         if storage not in self._seen:
             self._seen.add(storage)
@@ -205,17 +227,26 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if not _is_free(func):
-            tensors = [t for t in pytree.tree_leaves((args, kwargs, out)) if torch.is_tensor(t)]
+            tensors = [t for t in pytree.tree_leaves((args, kwargs, out)) if torch.is_tensor(t) and t.layout is torch.strided]
             packet = func._overloadpacket
-            flops = float(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0.0
+            flops = float(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else _recurrent_flops(str(packet), args)
             kind = _kind(str(packet), flops)
             if kind == "special":
                 flops = float(max(t.numel() for t in tensors))
             read = pytree.tree_leaves(out) if func._overloadpacket in _GATHERS else tensors
             self.record(kind, flops, float(sum({id(t): _bytes(t) for t in read if torch.is_tensor(t)}.values())), tensors)
-            made = {t.untyped_storage()._cdata for t in pytree.tree_leaves(out) if torch.is_tensor(t)}
+            made = {t.untyped_storage()._cdata for t in pytree.tree_leaves(out) if torch.is_tensor(t) and t.layout is torch.strided}
             self._pointwise = self._pointwise | made if kind in ("memory", "special") else self._pointwise - made
         return out
+
+
+def _recurrent_flops(operation: str, args: Any) -> float:
+    """A recurrent layer is one operation that torch's counter does not know: two products with its weights at each position."""
+    if "rnn_layer" not in operation:
+        return 0.0
+    positions = args[0].numel() // args[0].shape[-1]
+    weights = sum(t.numel() for t in args[1:5] if torch.is_tensor(t) and t.dim() == 2)
+    return 2.0 * positions * weights * (2.0 if "backward" in operation else 1.0)
 
 
 def _kind(operation: str, flops: float) -> KernelKind:
@@ -239,13 +270,13 @@ def _bytes(tensor: torch.Tensor) -> int:
 class _FlashAttention(TorchFunctionMode):
     """Costs scaled_dot_product_attention as the kernel that never holds the S² scores, which is what a device will run."""
 
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, recorder: _Recorder, watched: Any) -> None:
         super().__init__()
-        self.recorder = recorder
+        self.recorder, self.watched = recorder, watched
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention:
+        if func is not self.watched:
             return func(*args, **kwargs)
         names = ("query", "key", "value")
         given = dict(zip(names, args, strict=False)) | kwargs
@@ -257,7 +288,8 @@ class _FlashCost(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recorder: _Recorder) -> torch.Tensor:
-        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        # Kernels lay their output out as the query is, so that merging heads afterwards copies nothing.
+        out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty((*q.shape[:-1], v.shape[-1]))
         sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, out, sums)
         ctx.recorder = recorder
@@ -267,14 +299,50 @@ class _FlashCost(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         q, k, v, out, _ = ctx.saved_tensors
-        flops = sdpa_backward_flop_count(tuple(out.shape), *_heads(q, k, v))
+        flops = sdpa_backward_flop_count(_four(tuple(out.shape)), *_heads(q, k, v))
         ctx.recorder.record("attention", float(flops), 2.0 * sum(map(_bytes, (q, k, v, out))))
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
 
 
 def _heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, ...], ...]:
     """Shapes with key and value heads repeated to the query's: older counters know no grouped heads."""
-    return tuple(q.shape), (*q.shape[:-2], *k.shape[-2:]), (*q.shape[:-2], *v.shape[-2:])
+    return _four(tuple(q.shape)), _four((*q.shape[:-2], *k.shape[-2:])), _four((*q.shape[:-2], *v.shape[-2:]))
+
+
+def _four(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Batch, heads, positions, width: what the counters want. Attention may have fewer or more leading dimensions."""
+    lead = shape[:-2]
+    return (math.prod(lead[:-1]), lead[-1], *shape[-2:]) if lead else (1, 1, *shape[-2:])
+
+
+@contextmanager
+def _flash_everywhere(recorder: _Recorder) -> Iterator[None]:
+    """A function mode is off inside the functions that it sees, so torch's own modules are given the stand-in by name."""
+
+    def stand_in(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:
+        return _FlashCost.apply(query, key, value, recorder)
+
+    theirs = F.scaled_dot_product_attention
+    with _FlashAttention(recorder, theirs):
+        F.scaled_dot_product_attention = stand_in
+        try:
+            yield
+        finally:
+            F.scaled_dot_product_attention = theirs
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs a traceback of its own when shapes do not match; ours says it in a line."""
+    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch._subclasses", "torch")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 @contextmanager
@@ -291,15 +359,18 @@ def _watched(layers: list[Layer], recorder: _Recorder) -> Iterator[None]:
 
 
 def _padded(run: dict[str, _Tally], layers: list[Layer]) -> dict[str, _Tally]:
-    return {**{layer.name: _Tally() for layer in layers}, **run}
+    return {**run, **{layer.name: _Tally() for layer in layers if layer.name not in run}}
 
 
 def _finish(
-    model: nn.Module, layers: list[Layer], first: dict[str, _Tally], second: dict[str, _Tally], *, slope: bool = False
+    model: nn.Module, layers: list[Layer], first: dict[str, _Tally], second: dict[str, _Tally], *, slope: bool = False, doubled: bool = False
 ) -> tuple[LayerProfile, ...]:
     """Layer profiles at the first probed batch, or (slope) what one more sample adds."""
     owner_of = _owners(model, layers)
-    entries = list(layers)
+    places = {id(p): i for i, p in enumerate(model.parameters())}
+    # Tallies were opened in the order in which layers ran; what never ran stays where it was registered.
+    ran = {name: i for i, name in enumerate(first)}
+    entries = sorted(layers, key=lambda layer: ran.get(layer.name, -1))
     if any(t.kernels for name, t in first.items() if name == "") and all(layer.name for layer in layers):
         entries.append(Layer("", model, owner=True))  # work done in the model's own forward, such as the loss
     kinds = {layer.name: signature(layer.module) for layer in entries}
@@ -309,7 +380,10 @@ def _finish(
     profiles = []
     for layer in entries:
         a, b = first.get(layer.name, _Tally()), second.get(layer.name, _Tally())
-        tensors = tuple(TensorSpec(n, tuple(p.shape), p.element_size()) for n, p in owner_of.get(layer.name, []))
+        tensors = tuple(
+            TensorSpec(n, tuple(p.shape), 8 if doubled and p.is_floating_point() else p.element_size(), places[id(p)], p.requires_grad)
+            for n, p in owner_of.get(layer.name, [])
+        )
         kernels = _merge(a, b, slope)
         kernels = shared.setdefault(kernels, kernels)
         sign = kinds[layer.name]

@@ -10,13 +10,11 @@ import torch
 from torch import nn
 
 from meshwright.core.errors import RequestError
-from meshwright.core.mesh import AXES
+from meshwright.core.mesh import check_runnable
 from meshwright.core.plan import Plan
 from meshwright.execute.groups import Groups, make_groups
 from meshwright.execute.memory import DTYPES, is_sharded, local_tensor, recompute_units, shard_model, storage_bytes
 from meshwright.execute.sync import GradientBuckets
-
-EXECUTED_AXES = ("dp", "shard")  # what a plan's mesh may use today
 
 
 @dataclass
@@ -92,9 +90,7 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
 
 
 def _check(plan: Plan, model: nn.Module) -> None:
-    for axis in AXES:
-        if axis not in EXECUTED_AXES and plan.mesh.degree(axis) > 1:
-            raise RequestError(f"plan: mesh axis {axis}={plan.mesh.degree(axis)} cannot be run yet: use {' and '.join(EXECUTED_AXES)}")
+    check_runnable(plan.mesh)
     modules = dict(model.named_modules())
     for name in plan.memory.units:
         if name not in modules:

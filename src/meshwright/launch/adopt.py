@@ -26,25 +26,35 @@ class Place:
 _SCHEMES = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 
 
 def adopted(environ: Mapping[str, str]) -> Place | None:
     """Who we are, if a launcher started us; None for a plain process. A batch script's own shell is not a rank (no step id)."""
     for launcher, (rank, world, local, local_world) in _SCHEMES.items():
-        if launcher == "srun" and "SLURM_STEP_ID" not in environ:
-            continue
+        if launcher == "srun" and ("SLURM_STEP_ID" not in environ or environ.get("PMI_SIZE", environ.get(world)) != environ.get(world)):
+            continue  # the latter: MPICH's mpiexec, which uses srun to start its own helpers
         if rank in environ and world in environ:
-            try:
-                numbers = [int(environ.get(name, fallback)) for name, fallback in ((rank, "0"), (world, "1"), (local, environ[rank]))]
-                width = int(environ.get(local_world, str(numbers[1])).partition("(")[0])
-            except ValueError:
-                raise RequestError(f"{rank}={environ[rank]} {world}={environ[world]}: {launcher}'s variables are not numbers") from None
+            numbers = {
+                name: _number(environ, name, launcher, default)
+                for name, default in ((rank, 0), (world, 1), (local, environ[rank]), (local_world, environ[world]))
+            }
+            if not 0 <= numbers[rank] < numbers[world]:
+                raise RequestError(f"{rank}={environ[rank]} is outside {world}={environ[world]}: {launcher}'s variables disagree")
+            place = (numbers[rank], numbers[world], numbers[local], numbers[local_world])
             ours = environ.get("MESHWRIGHT_RUN", ""), environ.get("MESHWRIGHT_PLAN", "")
-            return Place(numbers[0], numbers[1], numbers[2], width, _meeting(environ, launcher), launcher, *ours)
+            return Place(*place, _meeting(environ, launcher), launcher, *ours)
     return None
+
+
+def _number(environ: Mapping[str, str], name: str, launcher: str, default: int | str) -> int:
+    text = environ.get(name, str(default))
+    try:
+        return int(text.partition("(")[0])  # Slurm writes 2(x4) for four nodes alike
+    except ValueError:
+        raise RequestError(f"{name}={text}: {launcher}'s variable is not a number") from None
 
 
 def _meeting(environ: Mapping[str, str], launcher: str) -> str:

@@ -74,7 +74,7 @@ def describe_fault(error: BaseException, rank: int) -> Fault:
         time=time.time(),
         rank=rank,
         kind=type(error).__name__,
-        message=text.splitlines()[0] if text else type(error).__name__,
+        message=next((line for line in text.splitlines() if line.strip()), type(error).__name__),
         # A mistake of the user's needs no traceback; anything else does.
         traceback="" if isinstance(error, MeshwrightError) else "".join(traceback.format_exception(error)),
         secondary=any(mark in text for mark in _SECONDARY),

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from meshwright.core.errors import RequestError, unknown
 from meshwright.core.serial import read_json
@@ -15,7 +15,7 @@ from meshwright.core.serial import read_json
 class RunConfig(BaseModel):
     """Everything `train` can be told. None means: decided by the model's own default, or by the planner."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     model: str = Field("gpt-mini", description="zoo name, hf:PATH, or package.module:factory")
     steps: int = Field(150, ge=1, description="optimizer steps")
@@ -36,14 +36,14 @@ class RunConfig(BaseModel):
 
     plan: str = Field("auto", description="auto, or a plan.json")
     mesh: str | None = Field(None, description="like dp=2 or shard=2; an axis left out is 1")
-    nproc: int | None = Field(None, ge=1, description="ranks; all devices by default")
+    nproc: int | None = Field(None, ge=1, le=65536, description="ranks; all devices by default")
     devices: tuple[int, ...] | None = Field(None, description="which devices, like [0, 2]")
     zero: Literal[0, 1, 2, 3] | None = None
     micro_batches: int | None = Field(None, ge=1, description="gradient accumulation: pieces a rank cuts its share into")
     recompute: Literal["none", "full"] | None = None
     precision: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = Field("auto", description="auto: bf16 on GPUs, fp32 on CPUs")
     compile: Literal["none", "blocks", "model"] | None = None
-    backend: str | None = Field(None, description="gloo or nccl; by device unless given")
+    backend: Literal["gloo", "nccl"] | None = Field(None, description="by device unless given")
     bucket_mb: float | None = Field(None, gt=0, description="size of a gradient bucket")
     timeout_s: float = Field(120.0, gt=0, description="longest wait in one collective")
     objective: Literal["time", "memory"] = "time"
@@ -53,6 +53,16 @@ class RunConfig(BaseModel):
     profile: bool = Field(True, description="profile one step: trace.json and the exposed communication")
     tensorboard: bool = Field(False, description="also write TensorBoard events into the run's folder")
     prometheus_port: int | None = Field(None, ge=1, le=65535, description="also serve metrics on 127.0.0.1")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_truth_for_numbers(cls, data: Any) -> Any:
+        """true and false are numbers to Python; in a configuration they are mistakes."""
+        for key, value in data.items() if isinstance(data, dict) else ():
+            field = cls.model_fields.get(key)
+            if isinstance(value, bool) and field is not None and field.annotation is not bool:
+                raise ValueError(f"{key}={str(value).lower()} is neither a number nor a word")
+        return data
 
 
 def load_config(file: Path | None, settings: dict[str, Any]) -> RunConfig:
@@ -68,6 +78,8 @@ def load_config(file: Path | None, settings: dict[str, Any]) -> RunConfig:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
+        if not key:
+            raise RequestError(first["msg"].removeprefix("Value error, ")) from None
         where = f"{file}: " if file and key in data and key not in settings else ""
         raise RequestError(f"{where}{key}={json.dumps(first.get('input'), default=str)}: {first['msg'].lower()}") from None
 

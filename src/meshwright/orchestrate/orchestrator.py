@@ -156,7 +156,7 @@ class Orchestrator:
         begun = time.perf_counter()
         if self.config.plan != "auto":
             plan = Plan.load(Path(self.config.plan))
-            self._check_plan(plan, workload)
+            self._check_plan(plan, workload, task, profile)
             found = estimate(plan, profile, workload, self.cluster, calibration)
             why = f"Given by {self.config.plan}: {plan.summary()}."
             return Prepared(self.config, task, self.cluster, profile, plan, found, why, None, traced + time.perf_counter() - begun)
@@ -166,8 +166,22 @@ class Orchestrator:
         best = ranking.best
         return Prepared(self.config, task, self.cluster, profile, best.plan, best.estimate, why, ranking, traced + time.perf_counter() - begun)
 
-    def _check_plan(self, plan: Plan, workload: Workload) -> None:
-        where = self.config.plan
+    def _check_plan(self, plan: Plan, workload: Workload, task: Task, profile: ModelProfile) -> None:
+        """A plan that is given must be for this model and hold what else was asked for: nothing is ignored."""
+        where, c = self.config.plan, self.config
+        if plan.model != task.name:
+            raise RequestError(f"{where} is for {plan.model}, the request is for {task.name}: train {plan.model}, or plan {task.name}")
+        asked = {"nproc": c.nproc, "mesh": c.mesh and str(Mesh.parse(c.mesh)), "zero": c.zero, "recompute": c.recompute,
+                 "micro_batches": c.micro_batches, "backend": c.backend, "compile": c.compile}  # fmt: skip
+        holds = {"nproc": plan.world, "mesh": str(plan.mesh), "zero": plan.memory.zero, "recompute": plan.memory.recompute,
+                 "micro_batches": plan.micro_batches, "backend": plan.backend, "compile": plan.compile}  # fmt: skip
+        for key, value in asked.items():
+            if value is not None and value != holds[key]:
+                raise RequestError(f"{where} has {key} {holds[key]}, the request {value}: change one of them")
+        names = [layer.name for layer in profile.layers]
+        for unit in plan.memory.units:
+            if not any(name == unit or name.startswith(f"{unit}.") for name in names):
+                raise RequestError(f"{where}: memory.units names '{unit}', which {task.name} does not have: use names such as {names[:3]}")
         if self.config.global_batch not in (None, plan.global_batch):
             raise RequestError(f"{where} has global_batch {plan.global_batch}, the request {self.config.global_batch}: change one of them")
         if plan.device != self.cluster.devices[0].kind:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.core.calibration import Calibration, Line
-from meshwright.core.cluster import Cluster
+from meshwright.core.calibration import Line
+from meshwright.core.cluster import Cluster, Link
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.units import show_bytes, show_seconds
@@ -69,8 +69,8 @@ def _what_if(ranking: Ranking) -> list[str]:
     changes: dict[str, dict[str, Any]] = {
         "a quarter of the memory": {"cluster": _less_memory(ranking.cluster, 0.25)},
         "a tenth of the memory": {"cluster": _less_memory(ranking.cluster, 0.1)},
-        "a network ten times faster": {"calibration": _faster_network(ranking.calibration, 10.0)},
-        "a network ten times slower": {"calibration": _faster_network(ranking.calibration, 0.1)},
+        "a network ten times faster": _faster_network(ranking, 10.0),
+        "a network ten times slower": _faster_network(ranking, 0.1),
         f"a global batch of {batch * 8}": {"workload": replace(ranking.workload, global_batch=batch * 8)},
     }
     for words, change in changes.items():
@@ -98,8 +98,9 @@ def _too_big(ranking: Ranking) -> list[str]:
         ways.append(f"shard over {shards} such devices (zero=3)")
     if best.plan.memory.recompute == "none" and ranking.wishes.recompute == "none":
         ways.append("recompute (--set recompute=full)")
-    if ranking.workload.global_batch > best.plan.world:
-        ways.append(f"a smaller batch (--global-batch {max(best.plan.world, ranking.workload.global_batch // 4)})")
+    width, batch = best.plan.mesh.data_width, ranking.workload.global_batch
+    if batch > width:
+        ways.append(f"a smaller batch (--global-batch {max(width, batch // 4 // width * width)})")
     tokens = ranking.profile.tokens_per_sample
     if tokens and best.estimate.memory_kinds["activations"] + best.estimate.memory_kinds["workspace"] > 0.3 * max(best.estimate.memory_bytes):
         ways.append(f"shorter samples (--seq {max(tokens // 4, 1)})")
@@ -136,9 +137,19 @@ def _less_memory(cluster: Cluster, factor: float) -> Cluster:
     return replace(cluster, nodes=nodes)
 
 
-def _faster_network(calibration: Calibration, factor: float) -> Calibration:
-    layouts = tuple(
-        replace(r, collectives={k: Line(line.alpha_s / factor, line.bytes_per_s * factor) for k, line in r.collectives.items()})
-        for r in calibration.layouts
-    )
-    return replace(calibration, layouts=layouts)
+def _faster_network(ranking: Ranking, factor: float) -> dict[str, Any]:
+    """Measured collectives and the links themselves: where nothing was measured, these are what is priced."""
+
+    def link(found: Link) -> Link:
+        return replace(found, latency_s=found.latency_s / factor, bandwidth=found.bandwidth * factor)
+
+    def line(found: Line) -> Line:
+        return Line(found.alpha_s / factor, found.bytes_per_s * factor)
+
+    cluster = ranking.cluster
+    nodes = tuple(replace(node, link=link(node.link)) for node in cluster.nodes)
+    layouts = tuple(replace(r, collectives={k: line(v) for k, v in r.collectives.items()}) for r in ranking.calibration.layouts)
+    return {
+        "cluster": replace(cluster, nodes=nodes, link=link(cluster.link)),
+        "calibration": replace(ranking.calibration, layouts=layouts),
+    }

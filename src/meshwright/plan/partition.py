@@ -14,7 +14,8 @@ def choose_units(profile: ModelProfile) -> tuple[str, ...]:
     if blocks:
         return blocks
     least = _SHARE * profile.parameters
-    return tuple(layer.name for layer in profile.layers if layer.parameters > least and layer.name not in ("", "(model)"))
+    names = [layer.name for layer in profile.layers if layer.parameters > least and layer.name not in ("", "(model)")]
+    return tuple(name for name in names if not any(other.startswith(f"{name}.") for other in names))  # units do not nest
 
 
 def one_stage(profile: ModelProfile) -> tuple[Stage, ...]:

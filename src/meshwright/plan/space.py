@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError
-from meshwright.core.mesh import Mesh
+from meshwright.core.mesh import Mesh, check_runnable
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import BalancePolicy, Compile, MemoryPolicy, Plan, SyncPolicy
 from meshwright.core.workload import Workload
@@ -81,6 +81,7 @@ def _micro_batches(batch: int, mesh: Mesh, wishes: Wishes) -> list[int]:
 def _make(
     profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes, mesh: Mesh, zero: int, micro: int, recompute: str
 ) -> Plan:  # fmt: skip
+    check_runnable(mesh)
     device = cluster.devices[0].kind
     world = mesh.size
     if world > len(cluster.devices):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.core.model import LayerProfile, ModelProfile
+from meshwright.core.model import LayerProfile, ModelProfile, TensorSpec
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action, Schedule
 from meshwright.core.workload import ITEM_BYTES
@@ -19,7 +19,7 @@ def expand(plan: Plan, profile: ModelProfile) -> Schedule:
 
 def gradient_buckets(plan: Plan, profile: ModelProfile) -> tuple[Bucket, ...]:
     """The buckets that `execute` will make for this plan: parameters in reverse order of registration."""
-    tensors = list(reversed(profile.tensors))
+    tensors = [t for _, t in _arrival(profile)]
     return assign_buckets(
         [t.numel for t in tensors],
         [t.itemsize for t in tensors],
@@ -30,11 +30,19 @@ def gradient_buckets(plan: Plan, profile: ModelProfile) -> tuple[Bucket, ...]:
     )
 
 
-def unit_bytes(tensors: tuple[LayerProfile, ...] | list[LayerProfile], shards: int, itemsize: int | None = None) -> tuple[int, int]:
+def _arrival(profile: ModelProfile) -> list[tuple[int, TensorSpec]]:
+    """Trainable parameters with their layer, last registered first: about the order in which gradients arrive."""
+    found = [(index, t) for index, layer in enumerate(profile.layers) for t in layer.tensors if t.trainable]
+    return sorted(found, key=lambda item: -item[1].order)
+
+
+def unit_bytes(
+    layers: tuple[LayerProfile, ...] | list[LayerProfile], shards: int, itemsize: int | None = None, trainable: bool = False
+) -> tuple[int, int]:
     """(bytes gathered for these layers as one ZeRO-3 unit, of which padding): FSDP2 cuts dimension 0 into equal rows."""
     padded = real = 0
-    for layer in tensors:
-        for t in layer.tensors:
+    for layer in layers:
+        for t in (t for t in layer.tensors if t.trainable or not trainable):
             rows = t.shape[0] if t.shape else 1
             size = itemsize or t.itemsize
             padded += -(-rows // shards) * shards * (t.numel // max(rows, 1)) * size
@@ -72,10 +80,11 @@ def _bucketed(plan: Plan, profile: ModelProfile) -> Iterator[Action]:
                     bucket = buckets[index]
                     launched.append(f"grads/bucket{index}/{micro}")
                     yield Action(launched[-1], op, bytes=bucket.bytes, padding=bucket.padding, axis=axis)  # type: ignore[arg-type]
-    if plan.memory.zero and plan.mesh.dp > 1:
-        for index, bucket in enumerate(buckets):
-            launched.append(f"replicas/bucket{index}")
-            yield Action(launched[-1], "all_reduce", bytes=bucket.bytes // plan.mesh.shard, axis="dp", waits=tuple(launched[:-1]))
+        if plan.memory.zero and plan.mesh.dp > 1 and (last or plan.memory.zero == 2):
+            for index, bucket in enumerate(buckets):
+                name = f"replicas/bucket{index}/{micro}"
+                yield Action(name, "all_reduce", bytes=bucket.bytes // plan.mesh.shard, axis="dp", waits=(f"grads/bucket{index}/{micro}",))
+                launched.append(name)
     yield Action("optimizer", "optimizer", waits=tuple(launched))
     if plan.memory.zero and plan.world > 1:
         for index, bucket in enumerate(buckets):
@@ -84,8 +93,7 @@ def _bucketed(plan: Plan, profile: ModelProfile) -> Iterator[Action]:
 
 def _completed_at(buckets: tuple[Bucket, ...], profile: ModelProfile) -> dict[int, list[int]]:
     """Layer → buckets that are complete, and next in line, once its backward is done."""
-    layer_of = [i for i, layer in enumerate(profile.layers) for _ in layer.tensors]
-    layer_of.reverse()
+    layer_of = [layer for layer, _ in _arrival(profile)]
     found: dict[int, list[int]] = {}
     latest = len(profile.layers)
     for index, bucket in enumerate(buckets):
@@ -106,7 +114,7 @@ def _sharded(plan: Plan, profile: ModelProfile) -> Iterator[Action]:
             yield Action(f"params/{name}/{tag}", "all_gather", bytes=size, padding=padding, axis="shard", waits=waits)
 
     def scatter(name: str, layers: list[LayerProfile], tag: str) -> Iterator[Action]:
-        size, padding = unit_bytes(layers, shards, None)
+        size, padding = unit_bytes(layers, shards, None, trainable=True)
         if size:
             yield Action(f"grads/{name}/{tag}", "reduce_scatter", bytes=size, padding=padding, axis="shard")
             if plan.mesh.dp > 1:
@@ -114,17 +122,21 @@ def _sharded(plan: Plan, profile: ModelProfile) -> Iterator[Action]:
 
     sent: list[str] = []
     for micro in range(plan.micro_batches):
-        for phase, order in (("forward", range(len(profile.layers))), ("backward", reversed(range(len(profile.layers))))):
+        for phase, order in (("forward", range(len(profile.layers))), ("backward", range(len(profile.layers) - 1, -1, -1))):
             tag = f"{phase}/{micro}"
             gathers = list(gather("root", root, tag))
             yield from gathers
             if phase == "backward" and micro == plan.micro_batches - 1:
                 yield from _loss(plan)
+            own = {i: list(gather(profile.layers[i].name, [profile.layers[i]], tag)) for i in order if profile.layers[i].name in units}
+            ahead = [action for actions in own.values() for action in actions]
+            yield from ahead[:1]
             for index in order:
                 layer = profile.layers[index]
-                own = list(gather(layer.name, [layer], tag)) if layer.name in units else gathers
-                yield from own if layer.name in units else ()
-                yield from _compute(plan, profile, phase, index, micro, tuple(a.name for a in own))
+                if own.get(index):  # the next unit is fetched while this one computes
+                    place = ahead.index(own[index][0])
+                    yield from ahead[place + 1 : place + 2]
+                yield from _compute(plan, profile, phase, index, micro, tuple(a.name for a in own.get(index, gathers)))
                 if phase == "backward" and layer.name in units:
                     actions = list(scatter(layer.name, [layer], tag))
                     sent += [a.name for a in actions]
