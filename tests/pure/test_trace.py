@@ -263,6 +263,24 @@ def test_a_profile_at_another_batch_is_what_a_trace_there_gives(name: str, preci
         assert [get(a) for get in SUMS] == pytest.approx([get(b) for get in SUMS]), a.name
 
 
+def test_a_trace_does_not_depend_on_what_the_process_did_before() -> None:
+    """In a new process autograd's numbers begin at 0. Everyone's first trace is such a one."""
+    code = """
+from meshwright import zoo
+from meshwright.describe.trace import trace_task
+first, second = (trace_task(zoo.load("dlrm-tiny")) for _ in range(2))
+wrong = [a.name for a, b in zip(first.layers + first.slopes, second.layers + second.slopes) if a.kernels != b.kernels]
+print(wrong)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    assert ran.stdout.strip() == "[]"
+
+
+def test_tracing_twice_gives_the_same_profile() -> None:
+    found = [trace_task(llama(2)) for _ in range(12)]
+    assert all(other.layers == found[1].layers for other in found[2:])
+
+
 def test_a_profile_there_and_back_is_the_same() -> None:
     found = trace_task(gpt(2))
     assert found.at(2) is found

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Zoo name, hf:PATH, or package.module:factory.")],
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the best plan here, to edit or to train with.")] = None,
-    most: Annotated[int, typer.Option("--most", help="Rows to show.")] = 8,
+    most: Annotated[int, typer.Option("--most", min=1, help="Rows to show.")] = 8,
     global_batch: GlobalBatch = None,
     seq: Seq = None,
     nproc: Nproc = None,

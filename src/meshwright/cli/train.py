@@ -112,9 +112,8 @@ def comparison(result: dict[str, Any]) -> Table:
     for column in ("predicted", "measured", "off by"):
         table.add_column(column, justify="right")
 
-    def row(name: str, show: Any, a: float, b: float) -> None:
-        off = f"{a / b - 1:+.0%}" if b == b and b else "–"
-        table.add_row(name, show(a), show(b) if b == b else "too few steps", off)
+    def row(name: str, show: Any, a: float, b: float | None) -> None:
+        table.add_row(name, show(a), show(b) if b else "too few steps", f"{a / b - 1:+.0%}" if b else "–")
 
     row("step time", show_seconds, predicted["step_s"], measured["step_s"])
     row("peak memory, largest rank", show_bytes, max(predicted["memory_bytes"]), max(measured["memory_bytes"]))

@@ -172,7 +172,7 @@ class _Recorder(TorchDispatchMode):
         self._owners: list[str] = [""]  # … and the layer that owns it
         self._seen = {t.untyped_storage()._cdata for t in constants}
         self._pointwise: set[int] = set()  # storages that element-wise work wrote
-        self._kept: list[torch.Tensor] = []  # storages must stay alive, or their addresses would be used again
+        self._kept: list[Any] = []  # storages must stay alive, or their addresses would be used again
 
     def enter(self, name: str) -> None:
         self.stack.append(name)
@@ -191,9 +191,10 @@ class _Recorder(TorchDispatchMode):
     def _layer(self) -> _Tally:
         if self.phase == "forward":
             return self.tallies[self.stack[-1]]
-        node = torch._C._current_autograd_node()
-        number = node._sequence_nr() if node is not None else 0
-        at = bisect_right(self._starts, number) - 1
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return self.tallies[""]
+        at = bisect_right(self._starts, node._sequence_nr()) - 1
         return self.tallies[self._owners[min(at, len(self._owners) - 1)]]
 
     def alike(self, known: torch.Tensor, made: torch.Tensor) -> None:
@@ -235,7 +236,9 @@ class _Recorder(TorchDispatchMode):
                 flops = float(max(t.numel() for t in tensors))
             read = pytree.tree_leaves(out) if func._overloadpacket in _GATHERS else tensors
             self.record(kind, flops, float(sum({id(t): _bytes(t) for t in read if torch.is_tensor(t)}.values())), tensors)
-            made = {t.untyped_storage()._cdata for t in pytree.tree_leaves(out) if torch.is_tensor(t) and t.layout is torch.strided}
+            storages = [t.untyped_storage() for t in pytree.tree_leaves(out) if torch.is_tensor(t) and t.layout is torch.strided]
+            self._kept += storages
+            made = {s._cdata for s in storages}
             self._pointwise = self._pointwise | made if kind in ("memory", "special") else self._pointwise - made
         return out
 

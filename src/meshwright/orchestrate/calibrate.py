@@ -47,6 +47,11 @@ def keep(calibration: Calibration, cluster: Cluster, environ: Mapping[str, str])
     return path
 
 
+def most_ranks(cluster: Cluster) -> int:
+    """Ranks that a probe runs at once: more than there are cores would only measure how they wait for each other."""
+    return min(len(cluster.devices), max(cluster.nodes[0].cores, 2)) if cluster.devices[0].kind == "cpu" else len(cluster.devices)
+
+
 def probe(cluster: Cluster, nursery: Nursery, backend: str | None = None, *, quick: bool = True, say: Callable[[str], None]) -> Calibration:
     """Measure this machine as one rank and as all its ranks together."""
     devices = cluster.devices
@@ -54,7 +59,7 @@ def probe(cluster: Cluster, nursery: Nursery, backend: str | None = None, *, qui
     chosen = backend or ("nccl" if kind == "cuda" else "gloo")
     layouts: list[Rates] = []
     copies: Mapping[str, float] = {}
-    for ranks in sorted({1, len(devices)}):
+    for ranks in sorted({1, most_ranks(cluster)}):
         threads = max(cluster.nodes[0].cores // ranks, 1) if kind == "cpu" else 0
         say(f"measuring {ranks} rank{'s' * (ranks > 1)}")
         with Workers(nursery, ranks) as workers:

@@ -18,7 +18,7 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     model: str = Field("gpt-mini", description="zoo name, hf:PATH, or package.module:factory")
-    steps: int = Field(150, ge=1, description="optimizer steps")
+    steps: int = Field(100, ge=1, description="optimizer steps")
     global_batch: int | None = Field(None, ge=1, description="samples in one optimizer step, over all ranks")
     seq: int | None = Field(None, ge=1, description="tokens in a sample, for language models")
     seed: int = Field(0, ge=0, description="of parameters, data order and keyed randomness")

@@ -112,7 +112,7 @@ class Orchestrator:
     def calibration(self, *, fresh: bool = False, quick: bool = True) -> Calibration:
         """What this machine reaches: from the cache, or measured now."""
         whole = discover(self.environ, devices=self.config.devices)
-        ranks = {1, len(self.cluster.devices)}
+        ranks = {1, calibrate.most_ranks(self.cluster)}
         found = None if fresh else calibrate.kept(self.cluster, self.environ) or calibrate.kept(whole, self.environ)
         if found is not None and ranks <= {r.ranks for r in found.layouts} | {len(whole.devices)}:
             return found
@@ -264,9 +264,9 @@ def ranking_rows(ranking: Ranking | None, most: int = 12) -> list[dict[str, Any]
 def finish_run(folder: RunFolder, prepared: Prepared, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """result.json and report.html from what the ranks measured."""
     first = ranks[0]
-    step, p95 = median_step(first["times"])
+    step, p95 = median_step(first["times"])  # None where too few steps were counted: JSON has no NaN
     found, plan, task = prepared.estimate, prepared.plan, prepared.task
-    samples = plan.global_batch / step if step else float("nan")
+    samples = plan.global_batch / step if step else None
     result = {
         "run": str(folder.path),
         "plan": to_data(plan),
@@ -278,8 +278,8 @@ def finish_run(folder: RunFolder, prepared: Prepared, ranks: list[dict[str, Any]
             "p95_step_s": p95,
             "memory_bytes": [r["memory_bytes"] for r in ranks],
             "samples_per_s": samples,
-            "tokens_per_s": samples * task.tokens_per_sample if task.tokens_per_sample else None,
-            "mfu": found.mfu * found.step_s / step if found.mfu else None,
+            "tokens_per_s": samples * task.tokens_per_sample if samples and task.tokens_per_sample else None,
+            "mfu": found.mfu * found.step_s / step if found.mfu and step else None,
             "exposed_communication_s": first["exposed"].get("exposed_s"),
             "communication_s": first["exposed"].get("communication_s"),
         },

@@ -242,9 +242,9 @@ def run_script(rank: int, world: int, meeting: str, script: str, arguments: list
     return time.perf_counter() - begun
 
 
-def median_step(times: list[float]) -> tuple[float, float]:
-    """(median, 95th percentile) of step times; NaN when too few steps were counted."""
+def median_step(times: list[float]) -> tuple[float | None, float | None]:
+    """(median, 95th percentile) of step times; None when too few steps were counted."""
     if not times:
-        return float("nan"), float("nan")
+        return None, None
     ordered = sorted(times)
     return statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]

@@ -13,8 +13,9 @@ from meshwright.core.workload import Workload
 from meshwright.cost import estimate
 from meshwright.plan.space import Wishes, candidates
 
-# Each mechanism a plan adds must gain more than this, relatively: predictions are not finer, and simple plans break less.
-_SIMPLICITY = 0.004
+# What each mechanism that a plan adds must gain, relatively: predictions are not finer, and simple plans break less. Cutting a batch
+# into pieces or computing twice never makes a real device quicker by much; where a prediction says so, it is noise in a curve.
+_ADDED_COST = {"zero": 0.004, "hybrid": 0.004, "micro_batches": 0.04, "recompute": 0.04}
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,12 @@ def _key(scored: Scored, workload: Workload) -> tuple[bool, float]:
     memory = float(max(found.memory_bytes))
     if not found.fits:
         return True, memory  # nearest to fitting first
-    simplicity = plan.memory.zero + (plan.memory.recompute == "full") + plan.micro_batches.bit_length() - 1 + (plan.mesh.dp > 1 < plan.mesh.shard)
-    cost = memory if workload.objective == "memory" else found.step_s
-    return False, cost * (1.0 + _SIMPLICITY * simplicity)
+    added = {
+        "zero": plan.memory.zero,
+        "hybrid": plan.mesh.dp > 1 < plan.mesh.shard,
+        "micro_batches": plan.micro_batches.bit_length() - 1,
+        "recompute": plan.memory.recompute == "full",
+    }
+    if workload.objective == "memory":
+        return False, memory
+    return False, found.step_s * (1.0 + sum(_ADDED_COST[name] * count for name, count in added.items()))
