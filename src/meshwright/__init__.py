@@ -5,15 +5,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshwright.api import Run, parallelize, plan_for, prepare
     from meshwright.core.errors import MeshwrightError, RequestError
-    from meshwright.core.plan import Plan
+    from meshwright.core.mesh import Mesh
+    from meshwright.core.plan import MemoryPolicy, Plan
     from meshwright.core.task import Field, Task
 
 __version__ = "0.1.0"
-__all__ = ["Field", "MeshwrightError", "Plan", "RequestError", "Run", "Task", "parallelize", "plan_for", "prepare"]
+__all__ = ["Field", "MemoryPolicy", "Mesh", "MeshwrightError", "Plan", "RequestError", "Run", "Task", "parallelize", "plan_for", "prepare"]
 
 # Looked up on first use, so that `import meshwright` and the command line's --help do not wait for torch.
 _HOMES = {
     "Field": "core.task",
+    "MemoryPolicy": "core.plan",
+    "Mesh": "core.mesh",
     "MeshwrightError": "core.errors",
     "Plan": "core.plan",
     "RequestError": "core.errors",

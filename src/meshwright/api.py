@@ -130,7 +130,7 @@ def _plan_here(
     """Rank 0's decision, or the reason why there is none: the others must hear of it rather than wait."""
     try:
         cluster = discover(os.environ, ranks=place.world)
-        batch = next(iter(loader)) if loss_fn is not None or not isinstance(loader, DataLoader) else None
+        batch = _peek(loader) if loss_fn is not None or not isinstance(loader, DataLoader) else None
         size = sample_count(batch) if batch is not None else loader.batch_size  # type: ignore[attr-defined]
         if not size:
             raise RequestError("the loader's batch size is not known: pass loss_fn to prepare, so that a batch is looked at")
@@ -147,6 +147,14 @@ def _plan_here(
         return error
 
 
+def _peek(loader: Iterable[Batch]) -> Batch:
+    """A batch to look at. Taken past the sampler where that is possible: a draw on one rank alone would change its order of samples."""
+    if isinstance(loader, DataLoader) and hasattr(loader.dataset, "__len__") and loader.batch_size:
+        count = min(loader.batch_size, len(loader.dataset))
+        return loader.collate_fn([loader.dataset[i] for i in range(count)])
+    return next(iter(loader))
+
+
 def _announce(plan: Plan, why: str, place: Place) -> None:
     print(f"meshwright: {plan.summary()}", file=sys.stderr)
     if place.run:
@@ -155,5 +163,5 @@ def _announce(plan: Plan, why: str, place: Place) -> None:
     if place.launcher == "python":
         devices = len(discover(os.environ).devices)
         if devices > 1:
-            script = Path(sys.argv[0]).name or "script.py"
+            script = sys.argv[0] or "script.py"
             print(f"meshwright: one of {devices} devices is used; all: meshwright train {script}", file=sys.stderr)

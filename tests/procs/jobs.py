@@ -198,3 +198,20 @@ def fp16_steps(rank: int, world: int, meeting: str) -> dict[str, list[bool]]:
             if not result.skipped:
                 break
     return {"skipped": skipped, "moved": moved}
+
+
+def clipped_norm(rank: int, world: int, meeting: str, plan: dict[str, Any]) -> tuple[float, float]:
+    """In a user's own loop: the gradient's norm before and after clipping to 0.5."""
+    from meshwright.execute.apply import apply
+
+    torch.set_num_threads(1)
+    told = from_data(Plan, plan, "plan")
+    model = {"sizes": [6, 9, 4], "activation": "tanh", "norm": False}
+    with _group(rank, world, meeting):
+        network, loss = build(model, torch.float64, 3)
+        applied = apply(told, network, make_optimizer("sgd", network))
+        first, count = told.share(told.mesh.data_rank(rank))
+        whole = global_batch(model, told.global_batch, 0, torch.float64)
+        loss(network, {k: v[first : first + count] for k, v in whole.items()}).backward()
+        before = applied.clip_gradients(0.5)
+        return float(before), float(applied.squared_norm().sqrt())

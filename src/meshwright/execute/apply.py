@@ -54,6 +54,17 @@ class Applied:
             self.groups.shard.all_reduce(total, "norm").wait()
         return total
 
+    def clip_gradients(self, most: float) -> torch.Tensor:
+        """Scale the gradient down to a norm of at most `most`; its norm before that. Right under every plan, which
+        `torch.nn.utils.clip_grad_norm_` is not: under ZeRO-1 and 2 a rank holds its slice of the gradient alone."""
+        if self.buckets:
+            self.buckets.finish()
+        norm = self.squared_norm().sqrt()
+        pieces = self.gradients()
+        if pieces:
+            torch._foreach_mul_(pieces, torch.clamp(most / (norm + 1e-6), max=1.0))
+        return norm
+
     def clear_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         if self.buckets:

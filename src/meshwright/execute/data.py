@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -47,8 +48,11 @@ class RankLoader:
 
     def _enough(self, total: int) -> bool:
         """A last batch too small to give every rank a micro-batch is left out, on every rank alike."""
-        shares = (share_of(self.plan, r, total)[1] for r in range(self.plan.mesh.data_width))
-        return min(shares) >= self.plan.micro_batches
+        width = self.plan.mesh.data_width
+        enough = min(share_of(self.plan, r, total)[1] for r in range(width)) >= self.plan.micro_batches
+        if not enough and self.data_rank == 0:
+            print(f"meshwright: a batch of {total} samples is left out: it cannot be cut for {width} ranks", file=sys.stderr)
+        return enough
 
     def _by_index(self, loader: DataLoader[Any]) -> Iterator[tuple[int, Batch]]:
         """Only this rank's samples are read: the same batches of indices, cut before anything is loaded."""
