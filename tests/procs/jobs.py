@@ -201,7 +201,7 @@ def fp16_steps(rank: int, world: int, meeting: str) -> dict[str, list[bool]]:
 
 
 def clipped_norm(rank: int, world: int, meeting: str, plan: dict[str, Any]) -> tuple[float, float]:
-    """In a user's own loop: the gradient's norm before and after clipping to 0.5."""
+    """In a user's own loop: the gradient's norm before and after clipping to 0.2."""
     from meshwright.execute.apply import apply
 
     torch.set_num_threads(1)
@@ -213,5 +213,5 @@ def clipped_norm(rank: int, world: int, meeting: str, plan: dict[str, Any]) -> t
         first, count = told.share(told.mesh.data_rank(rank))
         whole = global_batch(model, told.global_batch, 0, torch.float64)
         loss(network, {k: v[first : first + count] for k, v in whole.items()}).backward()
-        before = applied.clip_gradients(0.5)
+        before = applied.clip_gradients(0.2)
         return float(before), float(applied.squared_norm().sqrt())

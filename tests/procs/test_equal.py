@@ -116,9 +116,9 @@ def test_parameters_that_one_rank_does_not_use(pool: Any) -> None:
 
 def test_clipping_in_a_user_s_own_loop_sees_the_whole_gradient(pool: Any) -> None:
     single = pool.run("procs.jobs:clipped_norm", world=1, plan=to_data(Plan("test", 8)))[0]
-    assert single[0] > 0.5, "or nothing is clipped"
+    assert single[0] > 0.2, "or nothing is clipped"
     for mesh, zero in (("dp=2", 0), ("shard=2", 1), ("shard=2", 2), ("shard=2", 3)):
         plan = Plan("test", 8, Mesh.parse(mesh), memory=MemoryPolicy(zero, ("0",), precision="fp64"))  # type: ignore[arg-type]
         for rank in pool.run("procs.jobs:clipped_norm", world=2, plan=to_data(plan)):
             assert rank == pytest.approx(single, rel=1e-6), (mesh, zero)
-            assert rank[1] == pytest.approx(0.5, rel=1e-4)
+            assert rank[1] == pytest.approx(0.2, rel=1e-4)

@@ -14,7 +14,7 @@ from meshwright.core.errors import RequestError
 from meshwright.core.serial import from_data, read_json, write_json
 from meshwright.launch import Nursery, Workers
 
-PROBE_ERROR = 0.15  # relative; what predictions from a quick probe have been off by (docs/log.md)
+PROBE_ERROR = 0.25  # relative; step times predicted from a quick probe were off by 4 to 23% (docs/log.md)
 
 
 def cache_path(cluster: Cluster, environ: Mapping[str, str]) -> Path:
