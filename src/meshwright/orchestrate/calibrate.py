@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -77,8 +76,3 @@ def from_sheet(cluster: Cluster) -> Calibration:
     compute = {f"matmul/{precision}": ((1e9, 0.5 * peak),) for precision, peak in device.peak_flops.items()}
     rates = Rates(1, 0, compute or {"matmul/fp32": ((1e9, 2e10),)}, ((1e6, 0.8 * (device.memory_bandwidth or 1e10)),), 5e-6, overlap=0.8)
     return Calibration(cluster.name, device.name, datetime.now(UTC).isoformat(timespec="seconds"), (rates,), source="data sheets", error=0.4)
-
-
-def environment() -> Mapping[str, str]:
-    """The process environment, read here for the whole orchestrator."""
-    return os.environ
