@@ -1,6 +1,9 @@
 """One GPU: `meshwright train` beside a plain compiled PyTorch loop on the same model, batch, precision and optimizer.
 
-Both run as processes of their own, alternating. Example: python bench/single_gpu.py --model gpt2-124m --batch 32 --seq 1024
+Both run as processes of their own, in the order plain, ours, ours, plain, so that a drift of the machine (a GPU at its power limit
+slows down as it warms) falls on both, and the plain loop's two runs say how noisy the machine is.
+
+Example: python bench/single_gpu.py --model gpt2-124m --batch 32 --seq 1024
 """
 
 from __future__ import annotations
@@ -77,6 +80,15 @@ def ours(model: str, batch: int, seq: int, steps: int, warm: int) -> dict[str, A
     }
 
 
+def plain_apart() -> dict[str, Any]:
+    """The plain loop in a process of its own."""
+    done = subprocess.run([sys.executable, __file__, "--only-plain", *sys.argv[1:]], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"the plain loop failed:\n{done.stderr[-3000:]}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gpt2-124m")
@@ -84,7 +96,7 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warm", type=int, default=10)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=1, help="how often the four runs are done")
     parser.add_argument("--output", type=Path, default=None)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--only-plain", action="store_true", help=argparse.SUPPRESS)
@@ -93,15 +105,11 @@ def main() -> None:
         print(json.dumps(plain(a.model, a.batch, a.seq, a.steps, a.warm)))
         return
     rounds: dict[str, list[dict[str, Any]]] = {"plain": [], "meshwright": []}
-    for repeat in range(a.repeats):
-        print(f"· {a.model}: round {repeat + 1} of {a.repeats}", file=sys.stderr)
-        again = [sys.executable, __file__, "--only-plain", *sys.argv[1:]]
-        done = subprocess.run(again, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"the plain loop failed:\n{done.stderr[-3000:]}")
-        rounds["plain"].append(json.loads(done.stdout.splitlines()[-1]))
-        rounds["meshwright"].append(ours(a.model, a.batch, a.seq, a.steps, a.warm))
-        print({k: f"{v[-1]['tokens_per_s']:,.0f}" for k, v in rounds.items()}, file=sys.stderr)
+    order = ["plain", "meshwright", "meshwright", "plain"] * a.repeats
+    for done, engine in enumerate(order):
+        print(f"· {a.model}: {engine}, run {done + 1} of {len(order)}", file=sys.stderr)
+        rounds[engine].append(plain_apart() if engine == "plain" else ours(a.model, a.batch, a.seq, a.steps, a.warm))
+        print(f"  {rounds[engine][-1]['tokens_per_s']:,.0f} tokens/s", file=sys.stderr)
     median = {k: statistics.median(r["tokens_per_s"] for r in v) for k, v in rounds.items()}
     result = {
         "model": a.model,
@@ -109,6 +117,7 @@ def main() -> None:
         "seq": a.seq,
         "tokens_per_s": median,
         "ratio": median["meshwright"] / median["plain"],
+        "noise": max(abs(b["tokens_per_s"] / a["tokens_per_s"] - 1) for a, b in zip(rounds["plain"][::2], rounds["plain"][1::2], strict=True)),
         "rounds": rounds,
     }
     output = a.output or RESULTS / f"single_gpu_{a.model}.json"
@@ -117,9 +126,8 @@ def main() -> None:
     if a.json:
         print(json.dumps(result))
     else:
-        print(
-            f"{a.model} {a.batch}×{a.seq}: plain {median['plain']:,.0f} tokens/s, meshwright {median['meshwright']:,.0f}, ratio {result['ratio']:.3f}"
-        )
+        speeds = f"plain {median['plain']:,.0f} tokens/s, meshwright {median['meshwright']:,.0f}"
+        print(f"{a.model} {a.batch}×{a.seq}: {speeds}, ratio {result['ratio']:.3f}, plain against itself within {result['noise']:.1%}")
 
 
 if __name__ == "__main__":

@@ -53,6 +53,8 @@ class Session:
         self._scale = LossScale() if plan.memory.precision == "fp16" else None
         self._keyed = [m for m in model.modules() if isinstance(m, Keyed)]
         self._compiled: dict[Loss, Loss] = {}
+        # The kernels read the scale in fp32, which is too coarse for fp64.
+        self._fused = plan.memory.zero < 3 and plan.memory.precision != "fp64" and getattr(optimizer, "_step_supports_amp_scaling", False)
         self._first, self._share = plan.share(plan.mesh.data_rank(self.applied.groups.rank))
 
     # -- training --
@@ -96,6 +98,8 @@ class Session:
         norm, skipped = self._condition(correction)
         if not skipped:
             self.optimizer.step()
+        if self._fused:
+            self.optimizer.grad_scale = None  # type: ignore[attr-defined]
         self.applied.clear_gradients()
         self.steps_done += 1
         return StepResult(loss, norm, skipped)
@@ -115,10 +119,16 @@ class Session:
                     return norm, True
             if self.clip is not None:
                 factor = factor * torch.clamp(self.clip / (norm + 1e-6), max=1.0)
-        grads = self.applied.gradients()
-        if grads and not (isinstance(factor, float) and factor == 1.0):
-            torch._foreach_mul_(grads, factor)
+        if not (isinstance(factor, float) and factor == 1.0):
+            self._scale_gradients(factor)
         return norm, False
+
+    def _scale_gradients(self, factor: torch.Tensor | float) -> None:
+        """A fused optimizer divides by `grad_scale` while it reads the gradient anyway: one pass over memory less."""
+        if self._fused and torch.is_tensor(factor):
+            self.optimizer.grad_scale = 1.0 / factor  # type: ignore[attr-defined]
+        elif grads := self.applied.gradients():
+            torch._foreach_mul_(grads, factor)
 
     def _loss(self, loss_fn: Loss) -> Loss:
         if self.plan.compile != "model":
