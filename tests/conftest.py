@@ -18,7 +18,7 @@ Run = Callable[..., list[Any]]
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
     """A warm process to fork from; tests' own modules are importable in its workers."""
-    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     made = Nursery(1, {**os.environ, "PYTHONPATH": path})
     yield made
     made.close()

@@ -16,6 +16,7 @@ from meshwright.core.task import Task
 from meshwright.execute.session import Session
 from meshwright.execute.state import state_digest, whole_state
 from meshwright.launch import Rendezvous, join, leave
+from tests import architectures
 
 
 def random_network(sizes: list[int], activation: str, norm: bool, seed: int) -> nn.Module:
@@ -45,6 +46,8 @@ def summed_error(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tens
 def global_batch(model: dict[str, Any], size: int, step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The whole batch of one step, the same whoever asks."""
     made = torch.Generator().manual_seed(1000 + step)
+    if "family" in model:
+        return architectures.batch(model["family"], size, step)
     if "zoo" in model:
         fields = zoo.load(model["zoo"]).fields
         out = {}
@@ -67,6 +70,9 @@ def build(model: dict[str, Any], dtype: torch.dtype, seed: int) -> tuple[nn.Modu
         task: Task = zoo.load(model["zoo"], **({"dropout": model["dropout"]} if "dropout" in model else {}))
         torch.manual_seed(seed)
         return task.build().to(dtype), task.loss
+    if "family" in model:
+        torch.manual_seed(seed)
+        return architectures.build(model["family"], **model.get("changes", {})).to(dtype), architectures.loss(model["family"])
     loss = summed_error if model.get("masked") else squared_error
     return random_network(model["sizes"], model["activation"], model["norm"], seed).to(dtype), loss
 

@@ -20,6 +20,7 @@ from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
+from meshwright.core.strand import Flow
 from meshwright.core.workload import Workload
 from meshwright.plan import Ranking, Wishes, explain, rank_plans
 from meshwright.plan.partition import choose_units
@@ -185,10 +186,17 @@ def test_a_stage_that_does_not_go_with_the_mesh_names_a_mesh_that_does(mesh: Mes
     assert rank(blocks(1), 4, wishes=Wishes(mesh=proposed, zero=zero)).scored
 
 
-@pytest.mark.parametrize("mesh", [Mesh(pp=2), Mesh(cp=2), Mesh(ep=2), Mesh(tp=(2,)), Mesh(tp=(2, 2, 1))], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh(pp=2), Mesh(cp=2), Mesh(ep=2), Mesh(tp=(2, 2, 1))], ids=str)
 def test_an_axis_that_cannot_be_run_is_refused_before_anything_starts(mesh: Mesh) -> None:
-    with pytest.raises(RequestError, match="dp"):
-        rank(blocks(2), 4, wishes=Wishes(mesh=mesh))
+    with pytest.raises(RequestError, match="cannot be run yet"):
+        rank(blocks(2), 4, wishes=Wishes(mesh=mesh, flow=Flow(2, (), (), (), (), ())))
+
+
+def test_tensor_parallelism_needs_to_know_the_model() -> None:
+    with pytest.raises(RequestError, match="loss_fn"):
+        rank(blocks(2), 4, wishes=Wishes(mesh=Mesh(tp=(2,))))
+    with pytest.raises(RequestError, match="nothing in this model can be cut"):
+        rank(blocks(2), 4, wishes=Wishes(mesh=Mesh(tp=(2,)), flow=Flow(2, (), (), (), (), ())))
 
 
 # Explaining

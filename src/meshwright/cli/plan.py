@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,8 +28,11 @@ from meshwright.cli.shared import (
 )
 from meshwright.core.serial import to_data
 from meshwright.core.units import show_bytes, show_seconds
+from meshwright.schedule import LedgerLine, plan_ledger
 
 if TYPE_CHECKING:
+    from meshwright.core.model import ModelProfile
+    from meshwright.core.plan import Plan
     from meshwright.plan import Ranking
 
 
@@ -36,6 +40,7 @@ def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Zoo name, hf:PATH, or package.module:factory.")],
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the best plan here, to edit or to train with.")] = None,
     most: Annotated[int, typer.Option("--most", min=1, help="Rows to show.")] = 8,
+    ledger: Annotated[bool, typer.Option("--ledger", help="List every collective of the best plan's start-up and step.")] = False,
     global_batch: GlobalBatch = None,
     seq: Seq = None,
     nproc: Nproc = None,
@@ -47,6 +52,8 @@ def plan(
     """Every legal plan for this machine, priced and ranked, and why the first won.
 
     Example: meshwright plan gpt2-124m --global-batch 8 -o plan.json
+
+    Example: meshwright plan gpt-mini --mesh tp=2 --ledger
     """
     need_torch()
     from meshwright.orchestrate import Orchestrator
@@ -60,13 +67,52 @@ def plan(
     scored = prepared.ranking.scored if prepared.ranking else ()
     if as_json:
         rows = [{"plan": to_data(s.plan), "estimate": to_data(s.estimate), "fits": s.estimate.fits, "reason": s.estimate.reason} for s in scored]
-        print_json({"plans": rows, "why": prepared.why, "seconds": time.perf_counter() - begun})
+        lines = [to_data(line) for line in plan_ledger(prepared.plan, prepared.profile, clip=config.clip > 0)] if ledger else None
+        print_json({"plans": rows, "why": prepared.why, "seconds": time.perf_counter() - begun, **({"ledger": lines} if ledger else {})})
         return
     if prepared.ranking:
         stdout.print(ranking_table(prepared.ranking, most))
     stdout.print(prepared.why, markup=False)
+    if prepared.plan.tensor.strands:
+        stdout.print(cuts_table(prepared.plan, prepared.profile))
+    if ledger:
+        stdout.print(ledger_table(plan_ledger(prepared.plan, prepared.profile, clip=config.clip > 0)))
     if output is not None:
         stdout.print(f"written to {output}; run it with: meshwright train {model} --plan {output}", markup=False, soft_wrap=True)
+
+
+def cuts_table(plan: Plan, profile: ModelProfile) -> Table:
+    """What tensor parallelism cuts, and each layer that stays whole with the reason; equal blocks are one row."""
+    sizes = {t.name: t.numel for t in profile.tensors}
+    table = Table(box=None, header_style="bold", title="tensor parallelism", title_justify="left")
+    for column in ("parameters", "cut along", "pieces of", "number"):
+        table.add_column(column, justify="right" if column == "number" else "left", overflow="fold")
+    rows: dict[tuple[str, str, str], int] = {}
+    for strand in plan.tensor.strands:
+        for cut in strand.cuts:
+            key = (_numbers.sub(".*.", cut.parameter), f"dim {cut.dim}", f"{strand.size} × {cut.inner}" if cut.inner > 1 else str(strand.size))
+            rows[key] = rows.get(key, 0) + sizes.get(cut.parameter, 0)
+    for name, reason in plan.tensor.whole.items():
+        key = (_numbers.sub(".*.", name), "whole", _numbers.sub(".*.", reason))
+        rows[key] = rows.get(key, 0) + sizes.get(name, 0)
+    for (name, how, what), count in rows.items():
+        table.add_row(name, how, what, f"{count:,}")
+    return table
+
+
+_numbers = re.compile(r"\.\d+\.")
+
+
+def ledger_table(lines: tuple[LedgerLine, ...]) -> Table:
+    table = Table(box=None, header_style="bold", title="communication", title_justify="left")
+    for column in ("phase", "name", "operation", "axis"):
+        table.add_column(column, overflow="fold", min_width=12 if column in ("name", "operation") else None)
+    for column in ("ranks", "calls", "bytes", "padding", "sent by a rank"):
+        table.add_column(column, justify="right")
+    for line in lines:
+        sums = (str(line.group), str(line.calls), show_bytes(line.bytes), show_bytes(line.padding) if line.padding else "", show_bytes(line.sent))
+        table.add_row(line.phase, line.name, line.op, line.axis, *sums)
+    return table
 
 
 def ranking_table(ranking: Ranking, most: int) -> Table:

@@ -39,6 +39,10 @@ class Mesh:
         """How many ways a global batch is cut: replicas and ZeRO shards both take their own samples."""
         return self.dp * self.shard
 
+    def group_size(self, name: str) -> int:
+        """Ranks in one group: of an axis, of `data`, or the `world`."""
+        return self.size if name == "world" else math.prod(self.degree(a) for a in GROUP_AXES.get(name, (name,)))
+
     def coordinate(self, rank: int, axis: str) -> int:
         stride = math.prod(self.degree(a) for a in AXES[AXES.index(axis) + 1 :])
         return rank // stride % self.degree(axis)
@@ -47,11 +51,11 @@ class Mesh:
         """Which of the `data_width` slices of a batch this rank takes."""
         return self.coordinate(rank, "dp") * self.shard + self.coordinate(rank, "shard")
 
-    def groups(self, axis: str) -> list[list[int]]:
-        """The rank lists that differ only along `axis`; each collective on that axis runs in one of them."""
+    def groups(self, *axes: str) -> list[list[int]]:
+        """The rank lists that differ only along `axes`; each collective on those axes runs in one of them."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
-            others = tuple(self.coordinate(rank, a) for a in AXES if a != axis)
+            others = tuple(self.coordinate(rank, a) for a in AXES if a not in axes)
             found.setdefault(others, []).append(rank)
         return list(found.values())
 
@@ -82,10 +86,13 @@ class Mesh:
 
 
 AXES: tuple[str, ...] = tuple(f.name for f in fields(Mesh))
-RUNNABLE_AXES = ("dp", "shard")  # what `execute` can do today, and so what `plan` may propose
+GROUP_AXES: dict[str, tuple[str, ...]] = {"data": ("dp", "shard"), "dp": ("dp",), "shard": ("shard",), "tp": ("tp",)}
+RUNNABLE_AXES = ("dp", "shard", "tp")  # what `execute` can do today, and so what `plan` may propose
 
 
 def check_runnable(mesh: Mesh) -> None:
+    if len(mesh.tp) > 1 and math.prod(mesh.tp) != max(mesh.tp):
+        raise RequestError(f"mesh {mesh}: tensor parallelism of several dimensions cannot be run yet: use tp={math.prod(mesh.tp)}")
     for axis in AXES:
         if axis not in RUNNABLE_AXES and mesh.degree(axis) > 1:
             raise RequestError(f"mesh axis {axis}={mesh.degree(axis)} cannot be run yet: use {' and '.join(RUNNABLE_AXES)}")

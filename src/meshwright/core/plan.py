@@ -11,6 +11,7 @@ from meshwright.core.cluster import DeviceKind
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.serial import from_data, read_json, write_json
+from meshwright.core.tensor import TensorPolicy
 from meshwright.core.workload import Precision
 
 Compile = Literal["none", "blocks", "model"]
@@ -62,7 +63,8 @@ class Plan:
     memory: MemoryPolicy = MemoryPolicy()
     sync: SyncPolicy = SyncPolicy()
     balance: BalancePolicy = BalancePolicy()
-    placements: Mapping[str, str] = field(default_factory=dict)  # tensor parallelism by module name
+    placements: Mapping[str, str] = field(default_factory=dict)  # layers whose tensor parallelism a user has decided, by name
+    tensor: TensorPolicy = TensorPolicy()
     compile: Compile = "none"
     device: DeviceKind = "cpu"
     backend: str = "gloo"
@@ -138,9 +140,12 @@ class Plan:
         """The name people know this plan by."""
         if self.mesh.size == 1:
             return "single device"
-        if self.memory.zero == 0:
-            return "data parallel"
-        return f"ZeRO-{self.memory.zero}" + (" hybrid" if self.mesh.dp > 1 else "")
+        parts = [f"tensor parallel {'x'.join(map(str, self.mesh.tp))}"] * (self.mesh.degree("tp") > 1)
+        if self.memory.zero:
+            parts.append(f"ZeRO-{self.memory.zero}" + (" hybrid" if self.mesh.dp > 1 else ""))
+        elif self.mesh.dp > 1:
+            parts.append("data parallel")
+        return " × ".join(parts)
 
     def summary(self) -> str:
         """One line for tables: the strategy and every choice that is not a default."""

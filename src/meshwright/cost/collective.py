@@ -9,7 +9,7 @@ from meshwright.core.schedule import Action, wire_factor
 
 
 def group_size(plan: Plan, axis: str) -> int:
-    return plan.world if axis == "world" else plan.mesh.degree(axis)
+    return plan.mesh.group_size(axis)
 
 
 def sent_bytes(action: Action, plan: Plan) -> float:

@@ -15,7 +15,7 @@ from meshwright.core.workload import Workload
 from meshwright.cost.collective import collective_seconds, sent_bytes
 from meshwright.cost.compute import ComputeCost, model_flops
 from meshwright.cost.memory import peak_bytes
-from meshwright.schedule import expand
+from meshwright.schedule import expand, local_profile
 
 HEADROOM = 0.92  # of a device's memory; the rest is for fragmentation and what others hold
 
@@ -25,7 +25,7 @@ def estimate(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Clu
     micro = profile.at(plan.largest_micro_batch)
     rates = calibration.layout(plan.world)
     clock = _steps(plan, micro, workload, cluster, rates)
-    kinds = peak_bytes(plan, micro, workload.optimizer, rates)
+    kinds = peak_bytes(plan, local_profile(plan, micro, 0), workload.optimizer, rates)
     need = sum(kinds.values())
     devices = cluster.devices[: plan.world]
     capacity = min(d.memory_bytes for d in devices)
@@ -114,7 +114,9 @@ def _run(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster
     price = ComputeCost(rates, plan.memory.precision, plan.compile != "none")
     memo: dict[tuple[int, str], float] = {}
     overlap = rates.overlap if plan.sync.overlap else 0.0
-    for action in expand(plan, profile).of(0):
+    program = expand(plan, profile).of(0)
+    profile = local_profile(plan, profile, 0)
+    for action in program:
         start = max((clock.finished.get(w, 0.0) for w in action.waits), default=0.0)
         if action.is_collective:
             _communicate(clock, action, start, collective_seconds(action, plan, cluster, rates), overlap)

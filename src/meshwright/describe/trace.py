@@ -7,7 +7,6 @@ numbers handed out while it ran; a backward operation belongs to the layer that 
 
 from __future__ import annotations
 
-import logging
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +19,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,6 +27,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from meshwright.core.errors import RequestError
 from meshwright.core.model import Kernel, KernelKind, LayerProfile, ModelProfile, Phase, TensorSpec
 from meshwright.core.task import Batch, Loss, Task
+from meshwright.describe.fakes import LOW, build, example, example_like, on_fakes, quiet
 from meshwright.describe.fold import folded
 from meshwright.describe.layers import Layer, find_layers, signature
 
@@ -36,7 +35,6 @@ _PROBED_BATCHES = (2, 3)  # two points fix a line; one sample alone takes specia
 _SPECIAL = ("gelu", "silu", "softmax", "tanh", "sigmoid", "exp", "erf", "logsumexp", "softplus", "mish", "binary_cross_entropy")
 # These read only the rows or elements that they pick, not the whole table.
 _GATHERS = {torch.ops.aten.embedding, torch.ops.aten.index_select, torch.ops.aten.gather, torch.ops.aten.index, torch.ops.aten.nll_loss_forward}
-_LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -54,54 +52,21 @@ class _Tally:
 def trace_task(task: Task, *, precision: str = "fp32", attention: str = "flash") -> ModelProfile:
     """Profile a task's model without allocating it."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    model = _build(task, mode)
-
-    kinds = {name: _dtype(f.dtype, f"field '{name}' of {task.name}", precision) for name, f in task.fields.items()}
-
-    def example(batch: int) -> Batch:
-        return {name: torch.zeros((batch, *f.shape), dtype=kinds[name]) for name, f in task.fields.items()}
-
-    profile = _trace(model, task.loss, example, mode, task.name, precision, attention)
+    model = build(task, mode)
+    profile = _trace(model, task.loss, lambda batch: example(task, batch, precision), mode, task.name, precision, attention)
     return _with(profile, tokens_per_sample=task.tokens_per_sample)
 
 
 def trace_module(model: nn.Module, loss: Loss, batch: Batch, *, name: str, precision: str = "fp32", attention: str = "flash") -> ModelProfile:
     """Profile a live model on the shapes of one of its batches. Neither is touched."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def example(size: int) -> Batch:
-        return pytree.tree_map(lambda t: torch.zeros((size, *t.shape[1:]), dtype=t.dtype) if torch.is_tensor(t) and t.dim() else t, batch)
-
-    return _trace(model, loss, example, mode, name, precision, attention)
+    return _trace(model, loss, lambda size: example_like(batch, size), mode, name, precision, attention)
 
 
 def parameters_only(model: nn.Module, name: str) -> ModelProfile:
     """A profile of a live model whose loss is not known yet: parameters are exact, everything else is zero."""
     layers = _finish(model, find_layers(model), {}, {})
     return ModelProfile(name, layers, 1, layers, attention="unknown")
-
-
-def _dtype(name: str, where: str, precision: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise RequestError(f"{where}: torch has no dtype '{name}': write float32, int64, …")
-    return torch.float64 if precision == "fp64" and found.is_floating_point else found
-
-
-def _build(task: Task, mode: FakeTensorMode) -> nn.Module:
-    try:
-        with mode:
-            return task.build()
-    except RequestError:
-        raise
-    except Exception as error:
-        first = error
-    try:
-        with torch.device("meta"):
-            return task.build()
-    except Exception:
-        reason = str(first).strip().splitlines() or [type(first).__name__]
-        raise RequestError(f"model {task.name}: its constructor needs real tensors, so it cannot be profiled: {reason[0][:160]}") from first
 
 
 def _trace(
@@ -127,14 +92,13 @@ def _run(
     """One forward and backward on fakes; what each layer did."""
     with ExitStack() as stack:
         stack.enter_context(mode)
-        fakes = {n: _fake(t, precision) for n, t in [*model.named_parameters(remove_duplicate=True), *model.named_buffers(remove_duplicate=True)]}
-        stack.enter_context(_reparametrize_module(model, fakes, tie_weights=True))
+        fakes = stack.enter_context(on_fakes(model, precision))
         recorder = _Recorder(fakes.values())
         stack.enter_context(_watched(layers, recorder))
         stands_for: dict[str, str] = {}
         stack.enter_context(folded(layers, stands_for, recorder.alike))
-        stack.enter_context(_quiet())
-        stack.enter_context(torch.autocast("cpu", dtype=_LOW[precision]) if precision in _LOW else nullcontext())
+        stack.enter_context(quiet())
+        stack.enter_context(torch.autocast("cpu", dtype=LOW[precision]) if precision in LOW else nullcontext())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.saved, lambda t: t))
         inputs = example(batch)
         stack.enter_context(recorder)
@@ -152,12 +116,6 @@ def _run(
     for name, speaker in stands_for.items():
         recorder.tallies[name] = recorder.tallies[speaker]
     return recorder.tallies
-
-
-def _fake(tensor: torch.Tensor, precision: str) -> torch.Tensor:
-    kind = torch.float64 if precision == "fp64" and tensor.is_floating_point() else tensor.dtype
-    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=kind, device="cpu")
-    return made.requires_grad_(tensor.requires_grad)
 
 
 class _Recorder(TorchDispatchMode):
@@ -332,20 +290,6 @@ def _flash_everywhere(recorder: _Recorder) -> Iterator[None]:
             yield
         finally:
             F.scaled_dot_product_attention = theirs
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """torch logs a traceback of its own when shapes do not match; ours says it in a line."""
-    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch._subclasses", "torch")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from meshwright.core.plan import Plan
 from meshwright.execute.groups import Groups, make_groups
 from meshwright.execute.memory import DTYPES, is_sharded, local_tensor, recompute_units, shard_model, storage_bytes
 from meshwright.execute.sync import GradientBuckets
+from meshwright.execute.tensor import TensorCuts, cut_model
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Applied:
     optimizer: torch.optim.Optimizer
     groups: Groups
     buckets: GradientBuckets | None  # data parallel and ZeRO-1/2; None for one device and for ZeRO-3
+    tensor: TensorCuts | None = None
 
     @property
     def mean_over(self) -> int:
@@ -45,14 +47,25 @@ class Applied:
 
     def squared_norm(self) -> torch.Tensor:
         """Sum of squares over the whole gradient, the same on every rank."""
-        pieces = self.gradients()
-        device = pieces[0].device if pieces else torch.device(self.plan.device)
-        total = torch.zeros((), dtype=torch.float64 if self.plan.memory.precision == "fp64" else torch.float32, device=device)
-        if pieces:
-            total += torch.stack([n.to(total.dtype) for n in torch._foreach_norm(pieces)]).square().sum()
+        cut = self._cut_ids()
+        held = [(id(p) in cut, local_tensor(p.grad)) for p in self.stepped() if p.grad is not None]
+        device = held[0][1].device if held else torch.device(self.plan.device)
+        kind = torch.float64 if self.plan.memory.precision == "fp64" else torch.float32
+        totals = [_sum_of_squares([g for is_cut, g in held if is_cut is wanted], kind, device) for wanted in (False, True)]
+        if self.tensor is not None:
+            self.groups.tp.all_reduce(totals[1], "norm/tp").wait()  # pieces of cut parameters; whole ones are counted once
+        total = totals[0] + totals[1]
         if self.plan.memory.zero:
             self.groups.shard.all_reduce(total, "norm").wait()
         return total
+
+    def _cut_ids(self) -> set[int]:
+        """The stepped parameters that are pieces of a tensor-parallel whole."""
+        if self.tensor is None:
+            return set()
+        if self.buckets is not None and self.plan.memory.zero:
+            return {id(b.shard) for b in self.buckets.buckets if b.is_cut}
+        return {id(p) for name, p in self.model.named_parameters() if name in self.tensor.cuts}
 
     def clip_gradients(self, most: float) -> torch.Tensor:
         """Scale the gradient down to a norm of at most `most`; its norm before that. Right under every plan, which
@@ -81,27 +94,37 @@ class Applied:
         }
 
 
+def _sum_of_squares(grads: list[torch.Tensor], kind: torch.dtype, device: torch.device) -> torch.Tensor:
+    if not grads:
+        return torch.zeros((), dtype=kind, device=device)
+    return torch.stack([n.to(kind) for n in torch._foreach_norm(grads)]).square().sum()
+
+
 def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> Applied:
     """Make `model` and `optimizer` follow `plan`. Collective: every rank calls it with the same plan."""
     _check(plan, model)
     groups = make_groups(plan.mesh)
+    if plan.world > 1:
+        equalise(model, groups)
+    tensor = cut_model(model, optimizer, plan.tensor, groups.tp) if groups.tp.size > 1 else None
     if plan.memory.recompute == "full":
         recompute_units(model, plan.memory.units)
     if plan.compile == "blocks":
         for name in plan.memory.units:
             model.get_submodule(name).compile()
     buckets = None
-    if plan.world > 1:
-        equalise(model, groups)
-        if plan.memory.zero == 3:
-            shard_model(model, optimizer, plan, groups)
-        else:
-            buckets = GradientBuckets(model, optimizer, groups, plan.sync, plan.memory.zero)
-    return Applied(plan, model, optimizer, groups, buckets)
+    if groups.data.size > 1 and plan.memory.zero == 3:
+        shard_model(model, optimizer, plan, groups)
+    elif groups.data.size > 1:
+        cut = {id(p) for name, p in model.named_parameters() if tensor is not None and name in tensor.cuts}
+        buckets = GradientBuckets(model, optimizer, groups, plan.sync, plan.memory.zero, cut)
+    return Applied(plan, model, optimizer, groups, buckets, tensor)
 
 
 def _check(plan: Plan, model: nn.Module) -> None:
     check_runnable(plan.mesh)
+    if plan.mesh.degree("tp") > 1 and not plan.tensor.strands:
+        raise RequestError(f"plan: mesh {plan.mesh} has a tp axis, but tensor.strands is empty: let `meshwright plan` or plan_for fill it in")
     modules = dict(model.named_modules())
     for name in plan.memory.units:
         if name not in modules:
@@ -123,10 +146,10 @@ def equalise(model: nn.Module, groups: Groups) -> None:
 
 def average_buffers(applied: Applied) -> None:
     """Running statistics (BatchNorm's) differ between ranks; before they are used or kept, take their mean."""
-    if applied.plan.world > 1:
+    if applied.groups.data.size > 1:
         for buffer in applied.model.buffers():
             if buffer.is_floating_point() and buffer.numel():
-                applied.groups.world.all_reduce(buffer, "buffers", "mean").wait()
+                applied.groups.data.all_reduce(buffer, "buffers", "mean").wait()
 
 
 def _by_dtype(tensors: list[torch.Tensor], most: int = 2**28) -> Iterator[list[torch.Tensor]]:

@@ -9,17 +9,19 @@ import torch.distributed as dist
 from meshwright.comm import Ledger, NullComm, TorchComm
 from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError
-from meshwright.core.mesh import Mesh
+from meshwright.core.mesh import GROUP_AXES, Mesh
 
 
 @dataclass(frozen=True)
 class Groups:
-    """This rank's groups: everyone, its replicas (dp) and its shard partners (shard)."""
+    """This rank's groups: everyone; all that share the data (dp and shard together); replicas; shard partners; tensor-parallel partners."""
 
     rank: int
     world: Comm
+    data: Comm
     dp: Comm
     shard: Comm
+    tp: Comm
     ledger: Ledger = field(default_factory=Ledger)
 
 
@@ -27,19 +29,26 @@ def make_groups(mesh: Mesh) -> Groups:
     """Collective: every rank of the default process group calls it with the same mesh."""
     ledger = Ledger()
     if mesh.size == 1:
-        return Groups(0, NullComm(), NullComm(), NullComm(), ledger)
+        alone = NullComm()
+        return Groups(0, alone, alone, alone, alone, alone, ledger)
     if dist.get_world_size() != mesh.size:
         raise RequestError(f"the plan's mesh {mesh} has {mesh.size} ranks, {dist.get_world_size()} were started: use --nproc {mesh.size}")
     world = dist.group.WORLD
     assert world is not None
-    comms = {axis: _axis_comm(mesh, axis, world, ledger) for axis in ("dp", "shard")}
-    return Groups(dist.get_rank(), TorchComm(world, ledger), comms["dp"], comms["shard"], ledger)
+    made: dict[tuple[tuple[int, ...], ...], Comm] = {}
+    comms = {name: _comm(mesh.groups(*axes), world, ledger, made) for name, axes in GROUP_AXES.items()}
+    return Groups(dist.get_rank(), TorchComm(world, ledger), **comms, ledger=ledger)
 
 
-def _axis_comm(mesh: Mesh, axis: str, world: dist.ProcessGroup, ledger: Ledger) -> Comm:
-    if mesh.degree(axis) == 1:
-        return NullComm()
-    if mesh.degree(axis) == mesh.size:
-        return TorchComm(world, ledger)
-    group, _ = dist.new_subgroups_by_enumeration(mesh.groups(axis))
-    return TorchComm(group, ledger)
+def _comm(ranks: list[list[int]], world: dist.ProcessGroup, ledger: Ledger, made: dict[tuple[tuple[int, ...], ...], Comm]) -> Comm:
+    """The group that this rank is in; axes that join the same ranks share one."""
+    key = tuple(map(tuple, ranks))
+    if key not in made:
+        if len(ranks[0]) == 1:
+            made[key] = NullComm()
+        elif len(ranks) == 1:
+            made[key] = TorchComm(world, ledger)
+        else:
+            group, _ = dist.new_subgroups_by_enumeration(ranks)
+            made[key] = TorchComm(group, ledger)
+    return made[key]

@@ -156,7 +156,7 @@ class Session:
             sums += torch.tensor([float(weighted[0]), float(weighted[1])], dtype=torch.float64)
         self.model.train(was_training)
         sums = sums.to(self.plan.device)
-        self.applied.groups.world.all_reduce(sums, "validation").wait()
+        self.applied.groups.data.all_reduce(sums, "validation").wait()
         if sums[1] == 0:
             raise RequestError("no validation batches: the validation split is smaller than one global batch")
         return float(sums[0] / sums[1])
@@ -190,7 +190,7 @@ class _Meter:
         if self._counts:
             parts.append(torch.stack([c.to(kind) for c in self._counts]).sum())
         self._vector = torch.stack(parts)
-        self._wait = self._applied.groups.world.all_reduce(self._vector, "loss").wait
+        self._wait = self._applied.groups.data.all_reduce(self._vector, "loss").wait
 
     def result(self, total: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(global mean loss, factor that turns sample-weighted gradients into count-weighted ones, or None)."""

@@ -18,13 +18,21 @@ def whole_state(applied: Applied) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter, then every tensor of optimizer state, whole, on the CPU, in the model's order. Collective."""
     names = {id(p): name for name, p in applied.model.named_parameters()}
     for name, param in applied.model.named_parameters():
-        yield name, _whole(param, applied)
+        yield name, _uncut(name, _whole(param, applied), applied)
     if applied.buckets is not None and applied.plan.memory.zero:
-        yield from _sliced_states(applied, applied.buckets, names)
+        for name, value in _sliced_states(applied, applied.buckets, names):
+            yield name, _uncut(name.rpartition("/")[0], value, applied)
         return
     for param in applied.stepped():
         for key, value in sorted(applied.optimizer.state.get(param, {}).items()):
-            yield f"{names[id(param)]}/{key}", _whole(_tensor(value), applied)
+            yield f"{names[id(param)]}/{key}", _uncut(names[id(param)], _whole(_tensor(value), applied), applied)
+
+
+def _uncut(name: str, piece: torch.Tensor, applied: Applied) -> torch.Tensor:
+    """The whole of a tensor-parallel piece; what has no dims (a step count) is the same everywhere."""
+    if applied.tensor is None or not piece.dim():
+        return piece
+    return applied.tensor.whole(name, piece.to(applied.plan.device)).cpu()
 
 
 def _sliced_states(applied: Applied, buckets: GradientBuckets, names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -43,12 +43,21 @@ class _Live:
     pending: Pending | None = None
     carried: torch.Tensor | None = None  # an earlier backward's reduced slice, when the user accumulates across backwards
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether its parameters are pieces of tensor-parallel wholes; a bucket that is sliced never mixes the two."""
+        key: Any = self.layout.key
+        return bool(key[2])
+
 
 class GradientBuckets:
     """Attached to a model's parameters by hooks; `finish` makes the gradients final. Works under `backward()` of any loop."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, groups: Groups, policy: SyncPolicy, zero: int) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, groups: Groups, policy: SyncPolicy, zero: int, cut: set[int] | None = None
+    ) -> None:
         self.groups, self.policy, self.zero = groups, policy, zero
+        self._cut = cut or set()  # pieces of tensor-parallel wholes: their squares are summed apart
         self.reduce = "mean"  # a user's own loop averages over ranks; Session weights the loss itself and sums
         self._enabled = True
         self._begun = False
@@ -67,7 +76,7 @@ class GradientBuckets:
         layouts = assign_buckets(
             [p.numel() for p in params],
             [p.element_size() for p in params],
-            [(group, str(p.dtype)) for p, group in found],
+            [(group, str(p.dtype), bool(self.zero) and id(p) in self._cut) for p, group in found],
             first_bytes=self.policy.first_bucket_bytes,
             bytes_cap=self.policy.bucket_bytes,
             shards=self.groups.shard.size if self.zero else 1,

@@ -38,6 +38,7 @@ class RunConfig(BaseModel):
     mesh: str | None = Field(None, description="like dp=2 or shard=2; an axis left out is 1")
     nproc: int | None = Field(None, ge=1, le=65536, description="ranks; all devices by default")
     devices: tuple[int, ...] | None = Field(None, description="which devices, like [0, 2]")
+    placements: dict[str, str] = Field(default_factory=dict, description='tensor parallelism by layer, like {"head": "whole"}')
     zero: Literal[0, 1, 2, 3] | None = None
     micro_batches: int | None = Field(None, ge=1, description="gradient accumulation: pieces a rank cuts its share into")
     recompute: Literal["none", "full"] | None = None

@@ -21,18 +21,20 @@ from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.serial import to_data, write_json
+from meshwright.core.strand import Flow
 from meshwright.core.task import Task
 from meshwright.core.workload import Workload
 from meshwright.cost import estimate
 from meshwright.describe import nvml
 from meshwright.describe.discover import discover
+from meshwright.describe.flow import trace_flow
 from meshwright.describe.trace import trace_task
 from meshwright.launch import Nursery, RankFailure, Workers
 from meshwright.observe import Recorder, RunFolder, create, follow, write_report
 from meshwright.orchestrate import calibrate
 from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.worker import median_step
-from meshwright.plan import Ranking, Wishes, explain, rank_plans
+from meshwright.plan import Ranking, Wishes, choose_cuts, explain, rank_plans, refuse_if_nothing
 
 Say = Callable[[str], None]
 
@@ -129,7 +131,7 @@ class Orchestrator:
         batch = self.config.global_batch or task.global_batch
         return Workload(batch, "train", precision, self.config.optimizer, self.config.objective)
 
-    def wishes(self) -> Wishes:
+    def wishes(self, flow: Flow | None = None) -> Wishes:
         c = self.config
         return Wishes(
             mesh=Mesh.parse(c.mesh) if c.mesh else None,
@@ -141,7 +143,15 @@ class Orchestrator:
             backend=c.backend,
             bucket_bytes=int(c.bucket_mb * 2**20) if c.bucket_mb else None,
             timeout_s=c.timeout_s,
+            placements=c.placements,
+            flow=flow,
         )
+
+    def flow(self, task: Task, workload: Workload) -> Flow | None:
+        """The model's dataflow, where tensor parallelism may come of it."""
+        if len(self.cluster.devices) == 1 and not self.config.placements:
+            return None
+        return trace_flow(task, workload.precision)
 
     def prepare(self) -> Prepared:
         """Decide everything; start nothing but the warm process and, on a new machine, the probe."""
@@ -151,20 +161,30 @@ class Orchestrator:
         begun = time.perf_counter()
         self.say(f"profiling {task.name}")
         profile = trace_task(task, precision=workload.precision)
+        flow = self.flow(task, workload) if self.config.plan == "auto" else None
         traced = time.perf_counter() - begun
         calibration = self.calibration()
         begun = time.perf_counter()
         if self.config.plan != "auto":
-            plan = Plan.load(Path(self.config.plan))
+            plan = self._filled(Plan.load(Path(self.config.plan)), task)
             self._check_plan(plan, workload, task, profile)
             found = estimate(plan, profile, workload, self.cluster, calibration)
             why = f"Given by {self.config.plan}: {plan.summary()}."
             return Prepared(self.config, task, self.cluster, profile, plan, found, why, None, traced + time.perf_counter() - begun)
         self.say("planning")
-        ranking = rank_plans(profile, self.cluster, workload, calibration, self.wishes())
+        ranking = rank_plans(profile, self.cluster, workload, calibration, self.wishes(flow))
         why = explain(ranking)
         best = ranking.best
         return Prepared(self.config, task, self.cluster, profile, best.plan, best.estimate, why, ranking, traced + time.perf_counter() - begun)
+
+    def _filled(self, plan: Plan, task: Task) -> Plan:
+        """A plan written by hand may leave the cuts of tensor parallelism to us."""
+        ways = plan.mesh.degree("tp")
+        if ways == 1 or plan.tensor.strands:
+            return plan
+        cuts = choose_cuts(trace_flow(task, plan.memory.precision), ways, plan.placements)
+        refuse_if_nothing(cuts, ways)
+        return replace(plan, tensor=cuts)
 
     def _check_plan(self, plan: Plan, workload: Workload, task: Task, profile: ModelProfile) -> None:
         """A plan that is given must be for this model and hold what else was asked for: nothing is ignored."""

@@ -3,5 +3,6 @@
 from meshwright.plan.explain import explain
 from meshwright.plan.search import Ranking, Scored, rank_plans
 from meshwright.plan.space import Wishes
+from meshwright.plan.tensor import choose_cuts, coverage, refuse_if_nothing
 
-__all__ = ["Ranking", "Scored", "Wishes", "explain", "rank_plans"]
+__all__ = ["Ranking", "Scored", "Wishes", "choose_cuts", "coverage", "explain", "rank_plans", "refuse_if_nothing"]

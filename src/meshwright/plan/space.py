@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh, check_runnable
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import BalancePolicy, Compile, MemoryPolicy, Plan, SyncPolicy
+from meshwright.core.strand import Flow
+from meshwright.core.tensor import TensorPolicy
 from meshwright.core.workload import Workload
 from meshwright.plan.partition import choose_units, one_stage
+from meshwright.plan.tensor import choose_cuts, refuse_if_nothing
 
 
 @dataclass(frozen=True)
@@ -27,22 +30,44 @@ class Wishes:
     backend: str | None = None
     bucket_bytes: int | None = None
     timeout_s: float | None = None
+    placements: Mapping[str, str] = field(default_factory=dict)
+    flow: Flow | None = None  # the model's dataflow; without it no tensor parallelism is considered
 
 
 def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes) -> Iterator[Plan]:
     """Legal plans. If the wishes allow none, the last reason is raised: it says what to change."""
     reason: RequestError | None = None
     found = False
+    cuts: dict[int, TensorPolicy] = {}
     for mesh, zero in _layouts(cluster, wishes):
+        try:
+            check_runnable(mesh)
+            tensor = _tensor(mesh, wishes, cuts)
+        except RequestError as error:
+            reason = reason or error
+            continue
         for micro in _micro_batches(workload.global_batch, mesh, wishes):
             for recompute in (wishes.recompute,) if wishes.recompute else ("none", "full"):
                 try:
-                    yield _make(profile, cluster, workload, wishes, mesh, zero, micro, recompute)
+                    yield _make(profile, cluster, workload, wishes, mesh, zero, micro, recompute, tensor)
                     found = True
                 except RequestError as error:
                     reason = reason or error  # the first is about the simplest plan
     if not found:
         raise reason or RequestError("no plan is legal here: relax --mesh, --nproc or --set")
+
+
+def _tensor(mesh: Mesh, wishes: Wishes, made: dict[int, TensorPolicy]) -> TensorPolicy:
+    """The cuts for a mesh's tensor-parallel degree; reasoned out once for each degree."""
+    ways = mesh.degree("tp")
+    if ways == 1:
+        return TensorPolicy()
+    if wishes.flow is None:
+        raise RequestError(f"mesh {mesh}: tensor parallelism needs the model's dataflow, and this model's loss is not known: pass loss_fn")
+    if ways not in made:
+        made[ways] = choose_cuts(wishes.flow, ways, wishes.placements)
+        refuse_if_nothing(made[ways], ways)
+    return made[ways]
 
 
 def _layouts(cluster: Cluster, wishes: Wishes) -> Iterator[tuple[Mesh, int]]:
@@ -51,14 +76,17 @@ def _layouts(cluster: Cluster, wishes: Wishes) -> Iterator[tuple[Mesh, int]]:
         yield from ((wishes.mesh, zero) for zero in wanted)
         return
     for world in _worlds(len(cluster.devices), wishes):
-        for zero in (wishes.zero,) if wishes.zero is not None else (0, 1, 2, 3):
-            if zero == 0:
-                yield Mesh(dp=world), 0
-            elif world == 1:
-                if wishes.zero is not None:
-                    yield Mesh(), zero
-            else:
-                yield from ((Mesh(dp=world // shard, shard=shard), zero) for shard in _divisors(world) if shard > 1)
+        for ways in _divisors(world) if wishes.flow is not None else [1]:
+            tp = (ways,)
+            for zero in (wishes.zero,) if wishes.zero is not None else (0, 1, 2, 3):
+                rest = world // ways
+                if zero == 0:
+                    yield Mesh(dp=rest, tp=tp), 0
+                elif rest == 1:
+                    if wishes.zero is not None:
+                        yield Mesh(tp=tp), zero
+                else:
+                    yield from ((Mesh(dp=rest // shard, shard=shard, tp=tp), zero) for shard in _divisors(rest) if shard > 1)
 
 
 def _worlds(devices: int, wishes: Wishes) -> list[int]:
@@ -79,9 +107,9 @@ def _micro_batches(batch: int, mesh: Mesh, wishes: Wishes) -> list[int]:
 
 
 def _make(
-    profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes, mesh: Mesh, zero: int, micro: int, recompute: str
+    profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes, mesh: Mesh, zero: int, micro: int, recompute: str,
+    tensor: TensorPolicy,
 ) -> Plan:  # fmt: skip
-    check_runnable(mesh)
     device = cluster.devices[0].kind
     world = mesh.size
     if world > len(cluster.devices):
@@ -98,6 +126,8 @@ def _make(
             **{k: v for k, v in (("bucket_bytes", wishes.bucket_bytes), ("timeout_s", wishes.timeout_s)) if v is not None}  # type: ignore[arg-type]
         ),
         balance=BalancePolicy(),
+        placements=wishes.placements,
+        tensor=tensor,
         compile=wishes.compile if wishes.compile is not None else _default_compile(device, world),
         device=device,
         backend=wishes.backend or ("nccl" if device == "cuda" else "gloo"),

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from meshwright.core.model import LayerProfile, ModelProfile, TensorSpec
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action, Schedule
+from meshwright.core.tensor import Meet
 from meshwright.core.workload import ITEM_BYTES
 from meshwright.schedule.buckets import Bucket, assign_buckets
+from meshwright.schedule.local import local_profile
 
 
-def expand(plan: Plan, profile: ModelProfile) -> Schedule:
-    """One program serves all ranks: in these plans every rank does the same on its own samples."""
-    build = _sharded if plan.memory.zero == 3 and plan.world > 1 else _bucketed
-    return Schedule((tuple(build(plan, profile)),))
+def expand(plan: Plan, profile: ModelProfile, *, clip: bool = False) -> Schedule:
+    """One program for each tensor-parallel rank, whose pieces may differ; ranks that differ in their data alone share it."""
+    build = _sharded if plan.memory.zero == 3 and plan.mesh.data_width > 1 else _bucketed
+    ways = plan.mesh.degree("tp")
+    programs = tuple((*build(plan, local_profile(plan, profile, t)), *_norm(plan, clip)) for t in range(ways))
+    return Schedule(programs, {str(r): plan.mesh.coordinate(r, "tp") for r in range(plan.world)} if ways > 1 else {})
 
 
 def gradient_buckets(plan: Plan, profile: ModelProfile) -> tuple[Bucket, ...]:
-    """The buckets that `execute` will make for this plan: parameters in reverse order of registration."""
+    """The buckets that `execute` will make for this plan: parameters in reverse order of registration. `profile` is one rank's."""
     tensors = [t for _, t in _arrival(profile)]
+    cut = {c.parameter for s in plan.tensor.strands for c in s.cuts} if plan.memory.zero else set()
     return assign_buckets(
         [t.numel for t in tensors],
         [t.itemsize for t in tensors],
-        [t.itemsize for t in tensors],
+        [(t.itemsize, t.name in cut) for t in tensors],
         first_bytes=plan.sync.first_bucket_bytes,
         bytes_cap=plan.sync.bucket_bytes,
         shards=plan.mesh.shard if plan.memory.zero else 1,
@@ -51,19 +57,78 @@ def unit_bytes(
 
 
 def _compute(plan: Plan, profile: ModelProfile, op: str, layer: int, micro: int, waits: tuple[str, ...] = ()) -> Iterator[Action]:
+    """One layer, and where its tensor-parallel ranks meet: each meeting holds up what comes after it."""
     name = profile.layers[layer].name
+    meets = _meetings(plan, profile, layer)
     if op == "backward" and plan.memory.recompute == "full" and name in plan.memory.units:
         yield Action(f"recompute/{name}/{micro}", "forward", layer, waits=waits)
+        for action in meets["again"]:
+            waits = (f"{action.name}/again/{micro}",)
+            yield replace(action, name=waits[0])
     yield Action(f"{op}/{name}/{micro}", "forward" if op == "forward" else "backward", layer, waits=waits)
+    for action in meets[op]:
+        yield replace(action, name=f"{action.name}/{op}/{micro}", waits=(f"{op}/{name}/{micro}",))
+
+
+def _meetings(plan: Plan, profile: ModelProfile, layer: int) -> dict[str, list[Action]]:
+    """The meetings inside one layer, by phase."""
+    policy, found = plan.tensor, {"forward": [], "again": [], "backward": []}  # type: ignore[var-annotated]
+    if not policy.strands:
+        return found
+    owners = [item.name for item in profile.layers]
+    kinds = (("sum", "all_reduce", policy.sums), ("lookup", "all_reduce", policy.lookups), ("gather", "all_gather", policy.gathers))
+    for kind, op, meets in kinds:
+        for meet in meets:
+            if _owner(meet.module, owners) == layer:
+                size = meet.at(profile.batch)
+                whole = _gathered(plan, meet, size) if kind == "gather" else size
+                action = _meeting(f"{kind}/{meet.module}", op, whole, whole - size)
+                found["forward"].append(action)
+                if owners[layer] not in meet.final_in:
+                    found["again"].append(action)
+    for meet in policy.enters:
+        if _owner(meet.module, owners) == layer:
+            found["backward"].append(_meeting(f"enter/{meet.module}", "all_reduce", meet.at(profile.batch)))
+    for name in policy.partial:
+        if _owner(name, owners) == layer:
+            size = next(t.bytes for t in profile.tensors if t.name == name)
+            found["backward"].append(_meeting(f"enter/{name}", "all_reduce", float(size)))
+    return found
+
+
+def _meeting(name: str, op: str, size: float, padding: float = 0.0) -> Action:
+    return Action(name, op, bytes=round(size), padding=round(padding), axis="tp")  # type: ignore[arg-type]
+
+
+def _gathered(plan: Plan, meet: Meet, size: float) -> float:
+    """A gather moves equal pieces: what does not divide travels padded."""
+    ways = plan.mesh.degree("tp")
+    strand = next(s for s in plan.tensor.strands if s.name == meet.strand)
+    return size / strand.size * strand.piece(0, ways)[1] * ways
+
+
+def _owner(module: str, layers: list[str]) -> int:
+    """The layer that a module belongs to: the longest name that it starts with; the model itself otherwise."""
+    best = max((name for name in layers if module == name or module.startswith(f"{name}.")), key=len, default="(model)")
+    return layers.index(best) if best in layers else len(layers) - 1
 
 
 def _loss(plan: Plan) -> Iterator[Action]:
-    if plan.world > 1:
-        yield Action("loss", "all_reduce", bytes=8 if plan.memory.precision == "fp64" else 4, axis="world")
+    if plan.mesh.data_width > 1:
+        yield Action("loss", "all_reduce", bytes=8 if plan.memory.precision == "fp64" else 4, axis="data")
+
+
+def _norm(plan: Plan, clip: bool) -> Iterator[Action]:
+    """Clipping needs the norm of a gradient that is spread out: one number to sum over each axis that spreads it."""
+    size = 8 if plan.memory.precision == "fp64" else 4
+    if clip and plan.mesh.degree("tp") > 1:
+        yield Action("norm/tp", "all_reduce", bytes=size, axis="tp")
+    if clip and plan.memory.zero and plan.mesh.shard > 1:
+        yield Action("norm", "all_reduce", bytes=size, axis="shard")
 
 
 def _bucketed(plan: Plan, profile: ModelProfile) -> Iterator[Action]:
-    buckets = gradient_buckets(plan, profile) if plan.world > 1 else ()
+    buckets = gradient_buckets(plan, profile) if plan.mesh.data_width > 1 else ()
     op, axis = ("reduce_scatter", "shard") if plan.memory.zero else ("all_reduce", "dp")
     ready = _completed_at(buckets, profile)
     launched: list[str] = []
@@ -86,7 +151,7 @@ def _bucketed(plan: Plan, profile: ModelProfile) -> Iterator[Action]:
                 yield Action(name, "all_reduce", bytes=bucket.bytes // plan.mesh.shard, axis="dp", waits=(f"grads/bucket{index}/{micro}",))
                 launched.append(name)
     yield Action("optimizer", "optimizer", waits=tuple(launched))
-    if plan.memory.zero and plan.world > 1:
+    if plan.memory.zero and plan.mesh.data_width > 1:
         for index, bucket in enumerate(buckets):
             yield Action(f"params/bucket{index}", "all_gather", bytes=bucket.bytes, padding=bucket.padding, axis="shard", waits=("optimizer",))
 

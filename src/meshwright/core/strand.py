@@ -1,0 +1,76 @@
+"""Strands: the indices that run through a model (heads, hidden features, vocabulary entries, channels), and what each operation does to them.
+
+[Note: strands]
+A dim of a tensor is a product of strands. `qkv(x).view(B, S, 3, 12, 64)` says that the 2304 features of `qkv` are three strands of 3, 12
+and 64; the dim of 12 then runs through attention untouched and is summed away in the output projection. Whatever dims are tied to each
+other by element-wise work, products or views carry one strand. To cut a model by tensor parallelism is to deal one strand out over
+ranks: every parameter that carries it is cut along it, products that sum over it give partial sums, and an operation that needs all
+of it at once (a softmax, a norm) stands in the way. Nothing here looks at names, and nothing needs torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+LayerKind = Literal["linear", "conv", "embedding", "other"]
+
+
+@dataclass(frozen=True)
+class Value:
+    """One tensor of a traced forward pass; `strands` holds, dim by dim, the strands it is a product of, outermost first."""
+
+    shape: tuple[int, ...]
+    strands: tuple[tuple[int, ...], ...]
+    needs_grad: bool = False
+    parameter: str = ""
+    itemsize: int = 4
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call in the model's code whose arguments hold sizes: `function`, and the sizes by position (-1 where the code leaves one open)."""
+
+    module: str
+    function: str
+    sizes: tuple[int, ...]
+    dim: int = 0  # for those that cut one dim
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What one operation did: `sums` strands were contracted away, `binds` strands were needed whole; all others passed freely."""
+
+    name: str
+    module: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    sums: tuple[int, ...] = ()
+    binds: tuple[int, ...] = ()
+    call: int = -1  # index into Flow.calls
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """One call of a module: the values that went in and came out, and the operations in between (first to last, exclusive)."""
+
+    module: str
+    kind: LayerKind
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A model's forward pass and loss, as dataflow. `sizes` are the strands' lengths."""
+
+    batch: int
+    sizes: tuple[int, ...]
+    values: tuple[Value, ...]
+    operations: tuple[Operation, ...]
+    modules: tuple[ModuleCall, ...]
+    calls: tuple[Call, ...]
+    outputs: tuple[int, ...] = ()  # what the model returned
+    saves: tuple[int, ...] = ()  # how many operations had run whenever autograd kept a tensor for backward

@@ -1,0 +1,81 @@
+"""Models and batches on fake tensors, which have shapes and no memory: what every trace starts from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils import _pytree as pytree
+
+from meshwright.core.errors import RequestError
+from meshwright.core.task import Batch, Task
+
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}  # what autocast computes in
+
+
+def example(task: Task, batch: int, precision: str = "fp32") -> Batch:
+    """A batch of a task's shapes. Under a fake mode it takes no memory."""
+    kinds = {name: _dtype(f.dtype, f"field '{name}' of {task.name}", precision) for name, f in task.fields.items()}
+    return {name: torch.zeros((batch, *f.shape), dtype=kinds[name]) for name, f in task.fields.items()}
+
+
+def example_like(given: Batch, batch: int) -> Batch:
+    """A batch of the shapes of another, with another number of samples."""
+    return pytree.tree_map(lambda t: torch.zeros((batch, *t.shape[1:]), dtype=t.dtype) if torch.is_tensor(t) and t.dim() else t, given)
+
+
+def build(task: Task, mode: FakeTensorMode) -> nn.Module:
+    try:
+        with mode:
+            return task.build()
+    except RequestError:
+        raise
+    except Exception as error:
+        first = error
+    try:
+        with torch.device("meta"):
+            return task.build()
+    except Exception:
+        reason = str(first).strip().splitlines() or [type(first).__name__]
+        raise RequestError(f"model {task.name}: its constructor needs real tensors, so it cannot be profiled: {reason[0][:160]}") from first
+
+
+def _dtype(name: str, where: str, precision: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise RequestError(f"{where}: torch has no dtype '{name}': write float32, int64, …")
+    return torch.float64 if precision == "fp64" and found.is_floating_point else found
+
+
+@contextmanager
+def on_fakes(model: nn.Module, precision: str = "fp32") -> Iterator[dict[str, torch.Tensor]]:
+    """Inside, the model's parameters and buffers are fakes on the CPU; the model itself is not touched. Needs an active fake mode."""
+    named = [*model.named_parameters(remove_duplicate=True), *model.named_buffers(remove_duplicate=True)]
+    fakes = {name: _fake(tensor, precision) for name, tensor in named}
+    with _reparametrize_module(model, fakes, tie_weights=True):
+        yield fakes
+
+
+def _fake(tensor: torch.Tensor, precision: str) -> torch.Tensor:
+    kind = torch.float64 if precision == "fp64" and tensor.is_floating_point() else tensor.dtype
+    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=kind, device="cpu")
+    return made.requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """torch logs a traceback of its own when shapes do not match; ours says it in a line."""
+    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch._subclasses", "torch")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

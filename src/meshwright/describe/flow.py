@@ -1,0 +1,307 @@
+"""From an nn.Module to its dataflow: run its loss once on fake tensors and follow every strand (see [Note: strands])."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.core.errors import RequestError
+from meshwright.core.strand import Call, Flow, LayerKind, ModuleCall, Operation, Value
+from meshwright.core.task import Batch, Loss, Task
+from meshwright.describe.fakes import LOW, build, example, example_like, on_fakes, quiet
+from meshwright.describe.rules import Dims, Scene, attention, find_rule, unknown
+from meshwright.describe.strands import Strand, UntiedError, fresh, leaves, tie
+
+_SAMPLES = 2
+_OPAQUE = ("multi_head_attention_forward",)  # composed in Python of calls that a function mode does not see
+_FACTORIES = ("zeros", "ones", "empty", "full", "randn", "rand", "new_zeros", "new_ones", "new_empty", "new_full")
+
+
+def trace_flow(task: Task, precision: str = "fp32") -> Flow:
+    """The dataflow of a task's model, without allocating it."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    return _trace(build(task, mode), task.loss, lambda: example(task, _SAMPLES, precision), mode, precision)
+
+
+def trace_module_flow(model: nn.Module, loss: Loss, batch: Batch, precision: str = "fp32") -> Flow:
+    """The dataflow of a live model on the shapes of one of its batches. Neither is touched."""
+    return _trace(model, loss, lambda: example_like(batch, _SAMPLES), FakeTensorMode(allow_non_fake_inputs=True), precision)
+
+
+def _trace(model: nn.Module, loss: Loss, make_batch: Callable[[], Batch], mode: FakeTensorMode, precision: str) -> Flow:
+    with ExitStack() as stack:
+        stack.enter_context(mode)
+        fakes = stack.enter_context(on_fakes(model, precision))
+        stack.enter_context(quiet())
+        stack.enter_context(torch.autocast("cpu", dtype=LOW[precision]) if precision in LOW else nullcontext())
+        batch = make_batch()
+        recorder = _Recorder(fakes)
+        stack.enter_context(_watched(model, recorder))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.saved, lambda t: t))
+        stack.enter_context(recorder)
+        stack.enter_context(_Calls(recorder))
+        try:
+            loss(model, batch)
+        except RequestError:
+            raise
+        except Exception as error:
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise RequestError(f"model {type(model).__name__} could not be traced for tensor parallelism: {reason[0][:200]}") from error
+        return recorder.flow()
+
+
+@dataclass
+class _Op:
+    """An operation while strands may still change."""
+
+    name: str
+    module: str
+    inputs: list[int]
+    outputs: list[int]
+    sums: list[Strand]
+    binds: list[Strand]
+    call: int
+
+
+@dataclass
+class _Frame:
+    """A module whose forward is running."""
+
+    module: str
+    kind: LayerKind
+    inputs: list[int]
+    first: int
+
+
+@dataclass
+class _Noted:
+    """What is known of one tensor."""
+
+    shape: tuple[int, ...]
+    dims: Dims
+    itemsize: int = 4
+    parameter: str = ""
+    needs_grad: bool = False
+
+
+@dataclass
+class _Book:
+    """Everything that was seen, in order."""
+
+    values: list[_Noted] = field(default_factory=list)
+    ops: list[_Op] = field(default_factory=list)
+    modules: list[ModuleCall] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    outputs: tuple[int, ...] = ()
+    saves: set[int] = field(default_factory=set)
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every operation that reaches a kernel and applies its rule."""
+
+    def __init__(self, fakes: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.book = _Book()
+        self._ids: dict[int, int] = {}
+        self._kept: list[torch.Tensor] = []  # alive, or their addresses would be used again
+        self.frames: list[_Frame] = [_Frame("", "other", [], 0)]
+        self.call = -1
+        self.opaque = False
+        for name, tensor in fakes.items():
+            self.book.values[self.number(tensor)].parameter = name
+
+    # -- tensors --
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """Its place in the book; a tensor never seen before (an input, a constant) has dims of its own."""
+        found = self._ids.get(id(tensor))
+        if found is None:
+            found = self._note(tensor, [fresh(n) for n in tensor.shape])
+        self.book.values[found].needs_grad |= tensor.requires_grad
+        return found
+
+    def _note(self, tensor: torch.Tensor, dims: Dims) -> int:
+        self._kept.append(tensor)
+        self.book.values.append(_Noted(tuple(tensor.shape), dims, tensor.element_size()))
+        self._ids[id(tensor)] = len(self.book.values) - 1
+        return self._ids[id(tensor)]
+
+    def dims(self, tensor: torch.Tensor) -> Dims:
+        return self.book.values[self.number(tensor)].dims
+
+    # -- operations --
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = _tensors((args, kwargs))
+        inputs = [self.number(t) for t in given]
+        out = func(*args, **kwargs)
+        outs = _tensors(out)
+        if not outs or func.namespace == "prim":
+            return out
+        rule = unknown if self.opaque else find_rule(func)
+        name = "multi_head_attention" if self.opaque else func._overloadpacket.__name__
+        self.record(name, inputs, outs, lambda scene: rule(scene, args, kwargs, outs), given)
+        return out
+
+    def record(
+        self, name: str, inputs: list[int], outs: Sequence[torch.Tensor], rule: Callable[[Scene], list[Dims]], given: Sequence[torch.Tensor]
+    ) -> None:
+        scene = Scene(self.dims)
+        try:
+            found = rule(scene)
+        except UntiedError:
+            scene = Scene(self.dims)
+            found = unknown(scene, given, {}, outs)
+        outputs = []
+        for tensor, dims in zip(outs, found, strict=True):
+            known = self._ids.get(id(tensor))
+            if known is None:
+                known = self._note(tensor, dims)
+            else:  # in place: the same tensor, of which more is known now
+                for old, new in zip(self.book.values[known].dims, dims, strict=True):
+                    tie(old, new)
+            outputs.append(known)
+        self.book.ops.append(_Op(name, self.frames[-1].module, inputs, outputs, scene.sums, scene.binds, self.call))
+
+    def saved(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.book.saves.add(len(self.book.ops))
+        return tensor
+
+    # -- modules --
+
+    def enter(self, module: str, kind: LayerKind, given: Any) -> None:
+        self.frames.append(_Frame(module, kind, [self.number(t) for t in _tensors(given)], len(self.book.ops)))
+
+    def leave(self, output: Any) -> None:
+        frame = self.frames.pop()
+        outputs = tuple(self.number(t) for t in _tensors(output))
+        self.book.modules.append(ModuleCall(frame.module, frame.kind, tuple(frame.inputs), outputs, frame.first, len(self.book.ops)))
+        if not frame.module:
+            self.book.outputs = outputs
+
+    # -- the result --
+
+    def flow(self) -> Flow:
+        book = self.book
+        numbers: dict[int, int] = {}
+        sizes: list[int] = []
+
+        def index(strand: Strand) -> int:
+            if id(strand) not in numbers:
+                numbers[id(strand)] = len(sizes)
+                sizes.append(strand.size)
+            return numbers[id(strand)]
+
+        def flat(dim: Sequence[Strand]) -> tuple[int, ...]:
+            return tuple(index(s) for s in leaves(dim))
+
+        values = tuple(Value(v.shape, tuple(flat(d) for d in v.dims), v.needs_grad, v.parameter, v.itemsize) for v in book.values)
+        operations = tuple(
+            Operation(o.name, o.module, tuple(o.inputs), tuple(o.outputs), tuple(set(flat(o.sums))), tuple(set(flat(o.binds))), o.call)
+            for o in book.ops
+        )
+        return Flow(_SAMPLES, tuple(sizes), values, operations, tuple(book.modules), tuple(book.calls), book.outputs, tuple(sorted(book.saves)))
+
+
+class _Calls(TorchFunctionMode):
+    """Notes the calls in the model's code that hold sizes, and keeps attention in one piece."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, recorder = kwargs or {}, self.recorder
+        if func is F.scaled_dot_product_attention:
+            return _attention(recorder, *args, **kwargs)
+        name = getattr(func, "__name__", "")
+        sized = sizes_of(name, args, kwargs)
+        before = recorder.call, recorder.opaque
+        recorder.opaque |= name in _OPAQUE
+        if sized is not None:
+            recorder.book.calls.append(Call(recorder.frames[-1].module, name, *sized))
+            recorder.call = len(recorder.book.calls) - 1
+        else:
+            recorder.call = -1
+        try:
+            return func(*args, **kwargs)
+        finally:
+            recorder.call, recorder.opaque = before
+
+
+def sizes_of(name: str, args: Any, kwargs: Any) -> tuple[tuple[int, ...], int] | None:
+    """(sizes, dim) if this call takes sizes from the model's code. The run rewrites exactly what this finds."""
+    if name in ("view", "reshape", "expand"):
+        given = args[1:] or (kwargs.get("size", kwargs.get("shape")),)
+        sizes = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+        return (tuple(sizes), 0) if sizes and all(isinstance(n, int) for n in sizes) else None
+    if name in ("split", "split_with_sizes") and len(args) > 1:
+        sizes = args[1] if isinstance(args[1], (tuple, list)) else (args[1],)
+        dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+        return (tuple(sizes), dim) if all(isinstance(n, int) for n in sizes) else None
+    if name == "unflatten" and len(args) > 2:
+        return tuple(args[2]), args[1]
+    if name in _FACTORIES:
+        given = args[1:] if name.startswith("new_") else args
+        sizes = given[0] if given and isinstance(given[0], (tuple, list)) else tuple(a for a in given if isinstance(a, int))
+        return (tuple(sizes), 0) if sizes and all(isinstance(n, int) for n in sizes) else None
+    return None
+
+
+def _attention(
+    recorder: _Recorder, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, *_: Any, **__: Any
+) -> torch.Tensor:
+    """One operation with a rule of its own, whatever kernel would run it."""
+    given = [t for t in (query, key, value, attn_mask) if t is not None]
+    inputs = [recorder.number(t) for t in given]
+    out = _Attended.apply(query, key, value)
+    recorder.record("attention", inputs, [out], lambda scene: attention(scene, query, key, value, attn_mask, out), given)
+    return out  # type: ignore[no-any-return]
+
+
+class _Attended(torch.autograd.Function):
+    """A tensor of the right shape that depends on query, key and value."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise NotImplementedError
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(tree) if torch.is_tensor(t)]
+
+
+def _kind(module: nn.Module) -> LayerKind:
+    """Layers whose products the run knows how to complete over ranks, bias and all."""
+    if isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf")):
+        return "linear"
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return "conv"
+    return "embedding" if isinstance(module, nn.Embedding) else "other"
+
+
+@contextmanager
+def _watched(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            kind = _kind(module)
+            before = module.register_forward_pre_hook(lambda _m, a, k, n=name, kind=kind: recorder.enter(n, kind, (a, k)), with_kwargs=True)
+            after = module.register_forward_hook(lambda _m, _a, output: recorder.leave(output))
+            stack.callback(before.remove)
+            stack.callback(after.remove)
+        yield

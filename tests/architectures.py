@@ -1,0 +1,65 @@
+"""Tiny members of the model families that users bring, built from configurations: random weights, no download, no dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+VOCAB, POSITIONS, IMAGE, LABELS = 96, 10, 16, 6
+_SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_DECODERS: dict[str, dict[str, Any]] = {
+    "Llama": {"num_key_value_heads": 2},
+    "Mistral": {"num_key_value_heads": 2},
+    "Qwen2": {"num_key_value_heads": 2},
+    "Qwen3": {"num_key_value_heads": 2, "head_dim": 8},
+    "Mixtral": {"num_key_value_heads": 2, "num_local_experts": 4},
+}
+NAMES = ("GPT2", *_DECODERS, "Bert", "T5", "ViT")
+
+
+def build(name: str, **changes: Any) -> nn.Module:
+    """A model by the family's name; `changes` override its configuration."""
+    import transformers as hf
+
+    if name == "GPT2":
+        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0}
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        return hf.GPT2LMHeadModel(hf.GPT2Config(**{**sizes, **dropout, **changes}))
+    if name == "T5":
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": VOCAB, "decoder_start_token_id": 0}
+        return hf.T5ForConditionalGeneration(hf.T5Config(**{**sizes, "dropout_rate": 0.0, **changes}))
+    if name == "ViT":
+        shape = {"image_size": IMAGE, "patch_size": 4, "num_labels": LABELS}
+        return hf.ViTForImageClassification(hf.ViTConfig(**{**_SIZES, **_NO_DROPOUT, **shape, **changes}))
+    if name == "Bert":
+        return hf.BertForMaskedLM(hf.BertConfig(**{**_SIZES, **_NO_DROPOUT, "vocab_size": VOCAB, **changes}))
+    config = getattr(hf, f"{name}Config")(**{**_SIZES, "vocab_size": VOCAB, **_DECODERS[name], **changes})
+    model: nn.Module = getattr(hf, f"{name}ForCausalLM")(config)
+    return model
+
+
+def loss(name: str) -> Callable[[nn.Module, Any], torch.Tensor]:
+    """Cross entropy in the model's own precision: the families' built-in losses go through float32."""
+    if name == "ViT":
+        return lambda model, b: F.cross_entropy(model(pixel_values=b["image"].to(next(model.parameters()).dtype)).logits, b["label"])
+    extra = (lambda tokens: {"decoder_input_ids": tokens}) if name == "T5" else (lambda tokens: {})
+
+    def next_token(model: nn.Module, b: Any) -> torch.Tensor:
+        logits = model(input_ids=b["tokens"], **extra(b["tokens"]), use_cache=False).logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), b["tokens"][:, 1:].flatten())
+
+    return next_token
+
+
+def batch(name: str, size: int, step: int) -> dict[str, torch.Tensor]:
+    """The same samples on every rank."""
+    generator = torch.Generator().manual_seed(step)
+    if name == "ViT":
+        image = torch.randn(size, 3, IMAGE, IMAGE, generator=generator)
+        return {"image": image, "label": torch.randint(0, LABELS, (size,), generator=generator)}
+    return {"tokens": torch.randint(1, VOCAB, (size, POSITIONS), generator=generator)}

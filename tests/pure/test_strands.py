@@ -1,0 +1,154 @@
+"""Strands: what tensor parallelism finds in a model's dataflow, and what it says about what it leaves whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests import architectures
+from torch import nn
+
+from meshwright import zoo
+from meshwright.core.errors import RequestError
+from meshwright.core.strand import Flow
+from meshwright.core.tensor import Dealt, TensorPolicy
+from meshwright.describe.flow import trace_flow, trace_module_flow
+from meshwright.describe.strands import Strand, UntiedError, leaves, regroup, tie
+from meshwright.plan.tensor import choose_cuts, coverage, refuse_if_nothing
+
+
+def flow_of(model: nn.Module, *shape: int) -> Flow:
+    return trace_module_flow(model, lambda m, b: m(b["x"]).square().mean(), {"x": torch.zeros(2, *shape)})
+
+
+def cut_names(policy: TensorPolicy) -> dict[str, int]:
+    return {c.parameter: c.dim for s in policy.strands for c in s.cuts}
+
+
+# -- the algebra --
+
+
+def test_a_view_splits_a_strand_into_factors() -> None:
+    features = Strand(24)
+    (three, heads, width) = regroup([[features]], (3, 2, 4))
+    assert [s.size for s in (*three, *heads, *width)] == [3, 2, 4]
+    assert leaves([features]) == [*three, *heads, *width]
+
+
+def test_tying_splits_the_coarser_of_two() -> None:
+    fine, coarse = [Strand(2), Strand(6)], [Strand(12)]
+    tie(fine, coarse)
+    assert leaves(fine) == leaves(coarse)
+
+
+def test_sizes_without_common_factors_are_not_tied() -> None:
+    with pytest.raises(UntiedError):
+        tie([Strand(4)], [Strand(6)])
+    with pytest.raises(UntiedError):
+        regroup([[Strand(4), Strand(9)]], (6, 6))
+
+
+def test_pieces_cover_a_strand_whatever_its_size() -> None:
+    for size, ways in ((9, 2), (8, 4), (7, 3), (3, 3)):
+        strand = Dealt("s", size, ())
+        pieces = [strand.piece(r, ways) for r in range(ways)]
+        assert [first for first, _ in pieces] == [sum(n for _, n in pieces[:r]) for r in range(ways)]
+        assert sum(n for _, n in pieces) == size and min(n for _, n in pieces) >= 1
+
+
+# -- what is found --
+
+
+def test_a_perceptron_alternates_columns_and_rows() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 10), nn.ReLU(), nn.Linear(10, 2))
+    assert cut_names(choose_cuts(flow_of(model, 6), 2)) == {"0.weight": 0, "0.bias": 0, "2.weight": 1, "4.weight": 0, "4.bias": 0, "6.weight": 1}
+
+
+def test_a_norm_between_two_layers_keeps_them_from_being_partners() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6))
+    policy = choose_cuts(flow_of(model, 6), 2)
+    assert {m.module for m in policy.gathers} == {"0", "2"} and not policy.sums
+    assert "native_layer_norm in 1" in policy.whole["1.weight"]
+
+
+def test_channels_run_through_convolutions_batch_norms_and_pools_into_a_dense_layer() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 16, 4)
+    )  # fmt: skip
+    policy = choose_cuts(flow_of(model, 3, 8, 8), 2)
+    cuts = cut_names(policy)
+    assert (cuts["0.weight"], cuts["1.weight"], cuts["1.running_mean"], cuts["5.weight"]) == (0, 0, 0, 1)
+    assert next(c.inner for s in policy.strands for c in s.cuts if c.parameter == "5.weight") == 16
+
+
+@pytest.mark.parametrize("name", [n for n in architectures.NAMES if n != "Mixtral"])
+def test_nine_tenths_of_each_familys_blocks_are_cut(name: str) -> None:
+    flow = trace_module_flow(architectures.build(name), architectures.loss(name), architectures.batch(name, 2, 0))
+    cuts = cut_names(choose_cuts(flow, 2))
+    blocks = {v.parameter: torch.Size(v.shape).numel() for v in flow.values if (v.needs_grad and ".0." in v.parameter) or ".1." in v.parameter}
+    assert sum(n for p, n in blocks.items() if p in cuts) >= 0.9 * sum(blocks.values())
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "vae", "vae-conv", "cnn", "cosmoflow-tiny", "dlrm-tiny"])
+def test_the_zoo_is_cut(name: str) -> None:
+    flow = trace_flow(zoo.load(name))
+    assert coverage(choose_cuts(flow, 2), flow) >= 0.9
+
+
+def test_whole_parameters_of_a_head_have_partial_gradients() -> None:
+    """Qwen3 normalises each head by one weight for all heads: it stays whole, and its gradient is summed over the ranks."""
+    flow = trace_module_flow(architectures.build("Qwen3"), architectures.loss("Qwen3"), architectures.batch("Qwen3", 2, 0))
+    assert "model.layers.0.self_attn.q_norm.weight" in choose_cuts(flow, 2).partial
+
+
+def test_every_parameter_is_cut_or_has_a_reason() -> None:
+    for name in ("GPT2", "ViT"):
+        flow = trace_module_flow(architectures.build(name), architectures.loss(name), architectures.batch(name, 2, 0))
+        policy = choose_cuts(flow, 2)
+        named = {v.parameter for v in flow.values if v.parameter and v.needs_grad}
+        assert named == {p for p in cut_names(policy) if p in named} | policy.whole.keys()
+        assert all(policy.whole.values())
+
+
+# -- what stands in the way --
+
+
+class _Sliced(nn.Module):
+    """Takes its features apart by number, unevenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 12), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x)
+        out: torch.Tensor = self.down(y[..., :4] * y[..., 4:8] + y[..., 8:])
+        return out
+
+
+def test_code_that_slices_by_number_is_left_whole_and_said_so() -> None:
+    policy = choose_cuts(flow_of(_Sliced(), 4), 2)
+    assert not policy.sums
+    assert {m.module for m in policy.gathers} == {"up", "down"}
+
+
+def test_more_ranks_than_pieces_is_said_with_numbers() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    policy = choose_cuts(flow_of(model, 4), 8)
+    assert policy.whole["0.weight"] == "3 pieces do not go over 8 ranks"
+    with pytest.raises(RequestError, match=r"tp=8: nothing in this model can be cut \(3 pieces"):
+        refuse_if_nothing(policy, 8)
+
+
+def test_a_layer_can_be_kept_whole_by_name() -> None:
+    flow = trace_flow(zoo.load("gpt-tiny"))
+    policy = choose_cuts(flow, 2, {"blocks.0.mlp": "whole", "embedding.positions": "column"})
+    assert "blocks.0.mlp.up.weight" not in cut_names(policy) and "blocks.1.mlp.up.weight" in cut_names(policy)
+    assert "placements ask for whole" in policy.whole["blocks.0.mlp.up.weight"]
+
+
+def test_a_name_that_matches_nothing_is_an_error() -> None:
+    flow = trace_flow(zoo.load("gpt-tiny"))
+    with pytest.raises(RequestError, match=r"blocks\.0\.mlp"):
+        choose_cuts(flow, 2, {"blocks.0.mpl": "whole"})
+    with pytest.raises(RequestError, match="column"):
+        choose_cuts(flow, 2, {"blocks.0.mlp": "columns"})
