@@ -58,6 +58,7 @@ prove: $(VENV)/.dev
 
 bench: $(VENV)/.bench
 	@$(BIN)/python bench/overhead.py
+	@$(BIN)/python bench/parallel.py
 
 test-oldest:
 	@$(MAKE) --no-print-directory VENV=.venv-oldest .venv-oldest/.oldest

@@ -9,6 +9,7 @@ ratio as well: other work on the machine disturbs it less than the clock. All en
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import math
 import os
@@ -28,7 +29,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cases import PEERS, Case, engines, missing_peers
+from cases import PEERS, Case, missing_peers
 from meshwright.core.errors import MeshwrightError, RunError
 from meshwright.launch import Nursery, Rendezvous, Workers, join, leave
 
@@ -56,7 +57,7 @@ def main(
     for name in missing_peers():
         _say(f"{name} is left out: {PEERS[name]} is not installed (pip install 'meshwright[bench]')")
     try:
-        result = summarise(case, rounds, _run(case, rounds))
+        result = summarise(case, rounds, run(case, rounds, "cases"))
     except MeshwrightError as error:
         fault = getattr(error, "fault", None)
         _say(f"{fault.traceback if fault else ''}overhead: {error}")
@@ -70,13 +71,13 @@ def main(
     _say(f"written to {output}")
 
 
-def _run(case: Case, rounds: int) -> list[list[dict[str, Any]]]:
-    """What each rank measured, engine by engine."""
+def run(case: Case, rounds: int, engines: str) -> list[list[dict[str, Any]]]:
+    """What each rank measured, engine by engine; `engines` is the module that makes them."""
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     nursery = Nursery(1, {**os.environ, "PYTHONPATH": path})
     try:
         with Workers(nursery, WORLD) as workers:
-            return workers.call("overhead:measure", {"case": asdict(case), "rounds": rounds})
+            return workers.call("overhead:measure", {"case": asdict(case), "rounds": rounds, "engines": engines})
     finally:
         nursery.close()
 
@@ -84,13 +85,14 @@ def _run(case: Case, rounds: int) -> list[list[dict[str, Any]]]:
 # -- in a worker --
 
 
-def measure(rank: int, world: int, meeting: str, case: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
+def measure(rank: int, world: int, meeting: str, case: dict[str, Any], rounds: int, engines: str) -> list[dict[str, Any]]:
     """Seconds and losses of every engine on this rank, one entry a round; the warm-up has losses only."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     join(Rendezvous(rank, world, meeting))
-    what = Case(**case)
-    built = list(engines(what, rank, world))
+    maker = importlib.import_module(engines)
+    what = getattr(maker, "Shared", Case)(**case)
+    built = list(maker.engines(what, rank, world))
     found: list[dict[str, Any]] = [{"engine": e.name, "block": e.block, "seconds": [], "cpu_seconds": [], "losses": []} for e in built]
     gc.collect()
     gc.freeze()  # else a collection walks through all that the peers imported, in whichever engine's step it happens

@@ -39,6 +39,7 @@ def build(name: str, **changes: Any) -> nn.Module:
     if name == "Bert":
         return hf.BertForMaskedLM(hf.BertConfig(**{**_SIZES, **_NO_DROPOUT, "vocab_size": VOCAB, **changes}))
     config = getattr(hf, f"{name}Config")(**{**_SIZES, "vocab_size": VOCAB, **_DECODERS[name], **changes})
+    config._experts_implementation = "eager"  # its other ways to run a mixture have no kernels for float64
     model: nn.Module = getattr(hf, f"{name}ForCausalLM")(config)
     return model
 

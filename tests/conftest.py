@@ -12,6 +12,7 @@ import pytest
 from meshwright.launch import Nursery, RankFailure, Workers
 
 HERE = Path(__file__).parent
+pytest.register_assert_rewrite("tests.procs.spread")
 Run = Callable[..., list[Any]]
 
 
@@ -51,5 +52,13 @@ class Pool:
 @pytest.fixture(scope="session")
 def pool(nursery: Nursery) -> Iterator[Pool]:
     made = Pool(nursery, 4)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def large_pool(nursery: Nursery) -> Iterator[Pool]:
+    """Eight workers, for meshes of three axes."""
+    made = Pool(nursery, 8)
     yield made
     made.close()

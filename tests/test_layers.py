@@ -99,7 +99,7 @@ def test_every_package_was_looked_at() -> None:
     assert {"core", "describe", "schedule", "cost", "plan", "execute", "orchestrate", "cli"} <= packages <= set(LEVELS)
     tree = ast.parse((SOURCE / "orchestrate" / "orchestrator.py").read_text(encoding="utf-8"))
     named = {name.split(".")[1] for _, name, _ in imports(tree, ("meshwright", "orchestrate")) if name.startswith("meshwright.")}
-    assert {"core", "cost", "describe", "launch", "observe", "plan", "zoo"} <= named
+    assert {"core", "cost", "describe", "launch", "observe", "plan"} <= named
 
 
 PLANTED = {

@@ -3,14 +3,18 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.api import Run, parallelize, plan_for, prepare
+    from meshwright.api import Run, connect, parallelize, plan_for, prepare
     from meshwright.core.errors import MeshwrightError, RequestError
     from meshwright.core.mesh import Mesh
     from meshwright.core.plan import MemoryPolicy, Plan
+    from meshwright.core.strategy import strategy
     from meshwright.core.task import Field, Task
 
 __version__ = "0.1.0"
-__all__ = ["Field", "MemoryPolicy", "Mesh", "MeshwrightError", "Plan", "RequestError", "Run", "Task", "parallelize", "plan_for", "prepare"]
+__all__ = [
+    "Field", "MemoryPolicy", "Mesh", "MeshwrightError", "Plan", "RequestError", "Run", "Task", "connect", "parallelize", "plan_for", "prepare",
+    "strategy",
+]  # fmt: skip
 
 # Looked up on first use, so that `import meshwright` and the command line's --help do not wait for torch.
 _HOMES = {
@@ -21,6 +25,7 @@ _HOMES = {
     "Plan": "core.plan",
     "RequestError": "core.errors",
     "Task": "core.task",
+    "strategy": "core.strategy",
 }
 
 

@@ -1,10 +1,11 @@
-"""What a user's own script calls: prepare(), parallelize(), plan_for()."""
+"""What a user's own script calls: prepare(), parallelize(), plan_for(), connect()."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,23 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from meshwright.core.errors import RequestError
+from meshwright.core.mesh import Mesh, check_runnable
 from meshwright.core.plan import Plan
 from meshwright.core.serial import write_json
+from meshwright.core.strand import Flow
+from meshwright.core.strategy import Change, Strategy, as_strategy
 from meshwright.core.task import Batch, Loss
 from meshwright.core.workload import Workload
 from meshwright.describe.discover import discover
+from meshwright.describe.flow import trace_module_flow
 from meshwright.describe.trace import parameters_only, trace_module
 from meshwright.execute.apply import Applied, apply
 from meshwright.execute.data import RankLoader
+from meshwright.execute.groups import Groups, make_groups
 from meshwright.execute.session import Session, sample_count
 from meshwright.launch import Place, Rendezvous, adopted, join
 from meshwright.orchestrate import calibrate
+from meshwright.orchestrate.strategy import load_strategy, transform
 from meshwright.plan import Ranking, Wishes, explain, rank_plans
 
 
@@ -64,14 +71,18 @@ def prepare(
     *,
     loss_fn: Loss | None = None,
     plan: Plan | str | Path | None = None,
+    strategy: Strategy | Change | str | None = None,
     seed: int = 0,
     clip: float | None = None,
 ) -> Run:
-    """Plan (or take the launcher's plan) and apply it in place. Give `loss_fn` to let the planner see activations too."""
+    """Plan (or take the launcher's plan) and apply it in place. Give `loss_fn` to let the planner see activations too.
+
+    `strategy` changes the plan that was found: a function `(plan, profile, cluster) -> Plan`, or FILE.py:NAME where it is.
+    """
     place = _join()
     device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     model.to(device)
-    chosen, why = _decide(model, optimizer, loader, loss_fn, plan, place, device)
+    chosen, why = _decide(model, optimizer, loader, loss_fn, plan, strategy, place)
     session = Session(chosen, model, optimizer, seed=seed, clip=clip)
     if place.rank == 0:
         _announce(chosen, why, place)
@@ -90,33 +101,73 @@ def plan_for(model: nn.Module, batch: Batch, loss_fn: Loss, *, world: int | None
     workload = Workload(sample_count(batch))
     profile = trace_module(model, loss_fn, batch, name=type(model).__name__)
     calibration = calibrate.kept(cluster, os.environ) or calibrate.from_sheet(cluster)
-    return rank_plans(profile, cluster, workload, calibration, Wishes(world=world, **wishes))
+    asked = Wishes(world=world, **wishes)
+    if asked.flow is None and len(cluster.devices) > 1:
+        asked = replace(asked, flow=_flow(model, loss_fn, batch, asked.mesh))
+    return rank_plans(profile, cluster, workload, calibration, asked)
 
 
-def _join() -> Place:
+def connect(mesh: Mesh | str | None = None, *, backend: str | None = None) -> Groups:
+    """This rank's groups, to communicate by hand: `world`, and `data`, `dp`, `shard`, `tp`, `pp` of a mesh such as "dp=2,tp=2".
+
+    Every rank calls it with the same mesh; a degree of * takes what the others leave ("dp=*,tp=2"), and no mesh means data parallel. The
+    ranks are those that a launcher started. In a script that runs alone every group has one rank and costs nothing, whatever the mesh.
+    """
+    place = _join(backend)
+    return make_groups(_mesh_for(mesh, place.world))
+
+
+def _mesh_for(mesh: Mesh | str | None, world: int) -> Mesh:
+    if isinstance(mesh, str):
+        others = Mesh.parse(mesh.replace("*", "1")).size
+        mesh = Mesh.parse(mesh.replace("*", str(max(world // others, 1))))
+    mesh = mesh or Mesh(dp=world)
+    check_runnable(mesh)
+    if world > 1 and mesh.size != world:
+        raise RequestError(f"connect: mesh {mesh} has {mesh.size} ranks, {world} were started: start {mesh.size}, or change the mesh")
+    return mesh if world > 1 else Mesh()
+
+
+def _flow(model: nn.Module, loss_fn: Loss, batch: Batch, mesh: Mesh | None = None) -> Flow | None:
+    """What tensor parallelism and pipelines are cut by. A model that cannot be followed does without, unless the mesh asks for them."""
+    try:
+        return trace_module_flow(model, loss_fn, batch)
+    except RequestError:
+        if mesh is not None and mesh.size > mesh.data_width:
+            raise
+        return None
+
+
+def _join(backend: str | None = None) -> Place:
     """Our place among the ranks; makes the process group unless the script already did."""
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise RequestError("backend nccl needs a CUDA device, and there is none: use gloo")
     if dist.is_available() and dist.is_initialized():
+        if backend not in (None, dist.get_backend()):
+            raise RequestError(f"backend {backend} was asked for, and the process group uses {dist.get_backend()}: change one of them")
         rank = dist.get_rank()
         local = int(os.environ.get("LOCAL_RANK", rank % max(torch.cuda.device_count(), 1)))
         return Place(rank, dist.get_world_size(), local, dist.get_world_size(), "", "script")
     place = adopted(os.environ) or Place(0, 1, 0, 1, "", "python")
-    backend, device = ("nccl", "cuda") if torch.cuda.is_available() else ("gloo", "cpu")
-    join(Rendezvous(place.rank, place.world, place.meeting, backend, device, place.local_rank))
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    join(Rendezvous(place.rank, place.world, place.meeting, backend, "cuda" if backend == "nccl" else "cpu", place.local_rank))
     return place
 
 
 def _decide(
     model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[Batch], loss_fn: Loss | None,
-    plan: Plan | str | Path | None, place: Place, device: torch.device,
+    plan: Plan | str | Path | None, strategy: Strategy | Change | str | None, place: Place,
 ) -> tuple[Plan, str]:  # fmt: skip
     given = plan or (place.plan if place.plan not in ("", "auto") else None)
+    if given is not None and strategy is not None:
+        raise RequestError("a plan that is given is run as it is, and a strategy would change it: leave one of them out")
     if isinstance(given, Plan):
         return given, "Given by the script."
     if given is not None:
         return Plan.load(Path(given)), f"Given by {given}."
     decision: list[Any] = [None]
     if place.rank == 0:
-        decision = [_plan_here(model, optimizer, loader, loss_fn, place, device)]
+        decision = [_plan_here(model, optimizer, loader, loss_fn, strategy, place.world)]
     if place.world > 1:
         dist.broadcast_object_list(decision, src=0)
     if isinstance(decision[0], RequestError):
@@ -125,11 +176,13 @@ def _decide(
 
 
 def _plan_here(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[Batch], loss_fn: Loss | None, place: Place, device: torch.device
-) -> tuple[Plan, str] | RequestError:
+    model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[Batch], loss_fn: Loss | None,
+    strategy: Strategy | Change | str | None, world: int,
+) -> tuple[Plan, str] | RequestError:  # fmt: skip
     """Rank 0's decision, or the reason why there is none: the others must hear of it rather than wait."""
     try:
-        cluster = discover(os.environ, ranks=place.world)
+        own = load_strategy(strategy) if isinstance(strategy, str) else as_strategy(strategy, "strategy") if strategy is not None else None
+        cluster = discover(os.environ, ranks=world)
         batch = _peek(loader) if loss_fn is not None or not isinstance(loader, DataLoader) else None
         size = sample_count(batch) if batch is not None else loader.batch_size  # type: ignore[attr-defined]
         if not size:
@@ -139,10 +192,15 @@ def _plan_here(
         workload = Workload(size, "train", "fp32", name if name in ("sgd", "adam", "adamw") else "adamw")
         calibration = calibrate.kept(cluster, os.environ) or calibrate.from_sheet(cluster)
         # A script may do with its model what a compiler cannot follow, so it is compiled only when the script says so.
-        ranking = rank_plans(profile, cluster, workload, calibration, Wishes(world=place.world, compile="none"))
+        flow = _flow(model, loss_fn, batch) if loss_fn is not None and world > 1 else None
+        ranking = rank_plans(profile, cluster, workload, calibration, Wishes(world=world, compile="none", flow=flow))
+        why = explain(ranking)
+        if own is not None:
+            ranking, change = transform(ranking, own, lambda _: flow)
+            why = f"{change}\n{why}"
         if not ranking.best.estimate.fits:
-            raise RequestError(explain(ranking).replace("\n", " "))
-        return ranking.best.plan, explain(ranking)
+            raise RequestError(why.replace("\n", " "))
+        return ranking.best.plan, why
     except RequestError as error:
         return error
 

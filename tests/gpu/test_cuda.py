@@ -10,6 +10,9 @@ import torch
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import MemoryPolicy, Plan
 from meshwright.core.serial import to_data
+from meshwright.describe.flow import trace_module_flow
+from meshwright.plan import choose_cuts
+from tests.procs.jobs import build, global_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")]
 MODEL: dict[str, Any] = {"zoo": "gpt-tiny"}
@@ -45,3 +48,14 @@ def test_low_precision_stays_near(pool: Any, reference: list[float], mesh: str, 
 def test_compiled(pool: Any, reference: list[float], compile: str) -> None:
     losses = pool.run("procs.jobs:train_curve", world=1, plan=plan("dp=1", 0, compile=compile), model=MODEL, dtype="float32", timeout_s=280)[0]
     assert losses["losses"] == pytest.approx(reference, rel=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_tensor_parallelism(pool: Any, reference: list[float], precision: str) -> None:
+    """Two ranks on the one GPU; a pipeline would need point-to-point calls, which gloo has for the host only."""
+    network, loss = build(MODEL, torch.float32, 0)
+    flow = trace_module_flow(network, loss, global_batch(MODEL, 2, 0, torch.float32), precision)
+    memory = MemoryPolicy(precision=precision)  # type: ignore[arg-type]
+    made = Plan("gpt-tiny", 8, Mesh(tp=(2,)), memory=memory, tensor=choose_cuts(flow, 2), device="cuda", backend="gloo")
+    losses = pool.run("procs.jobs:train_curve", world=2, plan=to_data(made), model=MODEL, dtype="float32")[0]["losses"]
+    assert losses == pytest.approx(reference, rel=1e-3 if precision == "fp32" else 0.05)

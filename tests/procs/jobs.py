@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from contextlib import contextmanager
 from typing import Any
 
@@ -221,3 +222,37 @@ def clipped_norm(rank: int, world: int, meeting: str, plan: dict[str, Any]) -> t
         loss(network, {k: v[first : first + count] for k, v in whole.items()}).backward()
         before = applied.clip_gradients(0.2)
         return float(before), float(applied.squared_norm().sqrt())
+
+
+def dropout_under_tensor_parallelism(rank: int, world: int, meeting: str, plan: dict[str, Any]) -> list[float]:
+    """torch's own dropout on a whole activation, on ranks whose scripts seeded themselves differently: the whole parameters' sums."""
+    torch.set_num_threads(1)
+    told = from_data(Plan, plan, "plan")
+    with _group(rank, world, meeting):
+        torch.manual_seed(1)
+        network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.Dropout(0.5), nn.LayerNorm(4))
+        torch.manual_seed(100 + rank)
+        session = Session(told, network, make_optimizer("sgd", network))
+        for step in range(3):
+            x = torch.randn(told.global_batch, 4, generator=torch.Generator().manual_seed(step))
+            session.step({"x": x}, lambda m, b: m(b["x"]).square().mean())
+        return [float(p.detach().double().sum()) for name, p in network.named_parameters() if name in ("2.bias", "4.weight", "4.bias")]
+
+
+def failing_rank(rank: int, world: int, meeting: str, plan: dict[str, Any], model: dict[str, Any], guilty: int) -> None:
+    """Trains a step, then one rank's code fails in the middle of the next, while the others wait for it."""
+    torch.set_num_threads(1)
+    told = from_data(Plan, plan, "plan")
+    with _group(rank, world, meeting):
+        network, loss = build(model, torch.float64, 7)
+        session = Session(told, network, make_optimizer("sgd", network))
+        first, count = told.share(told.mesh.data_rank(rank))
+
+        def fails(given: nn.Module, batch: Any) -> torch.Tensor:
+            if rank == guilty and session.steps_done == 1:
+                raise ValueError(f"boom at {time.time()}")
+            return loss(given, batch)
+
+        for step in range(3):
+            whole = global_batch(model, told.global_batch, step, torch.float64)
+            session.step({k: v[first : first + count] for k, v in whole.items()}, fails)

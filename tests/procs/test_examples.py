@@ -1,16 +1,21 @@
-"""The examples run as their docstrings print them, and the first three reach the same losses on one device and on two ranks."""
+"""The examples run as their docstrings print them. The first three reach the same losses on one device and on two ranks, and so do
+those that communicate by hand, in every way that they offer."""
 
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from meshwright.cli.main import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STARTERS = {
@@ -28,7 +33,8 @@ def printed_commands(file: Path) -> list[str]:
 
 
 COMMANDS = [command for file in sorted(EXAMPLES.glob("0*.py")) for command in printed_commands(file)]
-SCRIPTS = [command for command in COMMANDS if ":" not in command and "01_plain" not in command]
+SCRIPTS = [command for command in COMMANDS if re.search(r"0[23]_\w+\.py(?!:)", command)]
+BY_HAND = [command for command in COMMANDS if re.search(r"0[56]_", command)]
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +47,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(command: str, root: Path) -> subprocess.CompletedProcess[str]:
     program, *arguments = shlex.split(command)
-    ranks = ["--nproc", "2"] if program == "meshwright" and arguments[1].endswith(".py") else []  # however many cores there are
+    if program == "meshwright" and arguments[1].endswith(".py") and "--nproc" not in arguments:
+        arguments[2:2] = ["--nproc", "2"]  # however many cores there are
     # One thread a rank: a plain script may otherwise take every core of the machine that runs the tests.
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*STARTERS[program], *arguments, *ranks], cwd=root, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*STARTERS[program], *arguments], cwd=root, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done
 
@@ -77,7 +84,68 @@ def test_same_losses_as_the_plain_script(command: str, root: Path, plain: list[f
         assert "2 ranks finished" in done.stderr
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if ":" in command])
+@pytest.fixture(scope="module")
+def one_process(root: Path) -> list[float]:
+    """Steps 1 to 10 of the VAE in float64."""
+    found = steps(run("python examples/05_vae_data_parallel.py --dtype float64", root).stdout)
+    assert len(found) == 10
+    assert found[-1] < found[0] - 5  # it learns
+    return found
+
+
+def steps(text: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)$", text, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("command", BY_HAND)
+def test_by_hand_equals_one_process(command: str, pool: Any, one_process: list[float]) -> None:
+    """The ranks and arguments of every printed command, on warm workers."""
+    words = shlex.split(command)
+    path = next(word for word in words if word.endswith(".py"))
+    arguments = [word for word in words[words.index(path) + 1 :] if word != "--"]
+    world = 1 if words[0] == "python" else 2
+    if "--nproc" in arguments:
+        at = arguments.index("--nproc")
+        world = int(arguments[at + 1])
+        del arguments[at : at + 2]
+    said = pool.run("procs.own_jobs:script", world=world, path=str(EXAMPLES / Path(path).name), arguments=[*arguments, "--dtype", "float64"])
+    assert steps(said[0]) == pytest.approx(one_process, rel=1e-9)
+    assert said[1:] == [""] * (world - 1)
+    counted = re.search(r"(\d+) calls, ([\d,]+) bytes", said[0])
+    if "--mode" in arguments:
+        calls = {"per_tensor": 9, "bucketed": 6, "overlapped": 6}[arguments[arguments.index("--mode") + 1]]
+        assert counted and counted.groups() == (str(calls), "183,048")  # however cut, the same bytes
+    if "hybrid" in path and world > 1:
+        assert f"dp={world // 2} × tp=2: each rank holds 11,488 of 22,880" in said[0]
+
+
+@pytest.mark.parametrize("command", [BY_HAND[-1], next(c for c in BY_HAND if c.startswith("torchrun"))])
+def test_by_hand_under_its_launcher(command: str, root: Path, one_process: list[float]) -> None:
+    assert steps(run(command, root).stdout) == pytest.approx(one_process, rel=1e-4)
+
+
+def test_by_hand_names_its_collectives(pool: Any, tmp_path: Path) -> None:
+    path, trace = str(EXAMPLES / "05_vae_data_parallel.py"), tmp_path / "trace.json"
+    pool.run("procs.own_jobs:script", world=2, path=path, arguments=["--steps", "2", "--trace", str(trace)])
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"loss", "loss (wait)", *(f"grads/bucket{i}" for i in range(3))} <= names
+
+
+def test_own_strategy(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both printed commands, without a process each."""
+    monkeypatch.chdir(root)
+    text = (EXAMPLES / "07_own_strategy.py").read_text()
+    assert len(text.splitlines()) < 40
+    for command in (command for command in COMMANDS if "07_" in command):
+        with pytest.raises(SystemExit) as ended:
+            main(shlex.split(command)[1:])
+        out, err = capsys.readouterr()
+        assert ended.value.code in (None, 0), err
+        assert "Strategy even-buckets changed sync.bucket_bytes 26214400 → 65536" in " ".join((out + err).split())
+    assert "loss " in err
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if "04_" in command])
 def test_own_model(command: str, root: Path) -> None:
     done = run(command, root)
     if command.startswith("meshwright plan"):

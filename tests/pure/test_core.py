@@ -37,17 +37,21 @@ def meshes(draw: st.DrawFn) -> Mesh:
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Legal plans: ZeRO goes with a shard axis, and the batch or the shares divide."""
+    """Legal plans: ZeRO goes with a shard axis, the batch or the shares divide, and a pipeline has as many stages as ranks."""
     zero = draw(st.sampled_from([0, 1, 2, 3]))
     mesh = Mesh(dp=draw(DEGREES), shard=draw(st.integers(2, 4)) if zero else 1, pp=draw(DEGREES), tp=draw(st.sampled_from([(1,), (2, 2, 1)])))
     micro = draw(st.integers(1, 5))
-    shares = draw(st.one_of(st.just([]), st.lists(st.integers(micro, 50), min_size=mesh.data_width, max_size=mesh.data_width)))
+    piped = mesh.pp > 1
+    uneven = st.just([]) if piped else st.lists(st.integers(micro, 50), min_size=mesh.data_width, max_size=mesh.data_width)
+    shares = draw(st.one_of(st.just([]), uneven))
+    stages = st.lists(st.builds(Stage, st.lists(WORDS, max_size=3).map(tuple)), min_size=mesh.pp if piped else 0, max_size=mesh.pp if piped else 2)
     return Plan(
         model=draw(WORDS),
         global_batch=sum(shares) if shares else mesh.data_width * micro * draw(st.integers(1, 9)),
         mesh=mesh,
         micro_batches=micro,
-        stages=tuple(draw(st.lists(st.builds(Stage, st.lists(WORDS, max_size=3).map(tuple)), max_size=2))),
+        stages=tuple(draw(stages)),
+        schedule="gpipe",
         memory=MemoryPolicy(
             zero,  # type: ignore[arg-type]
             tuple(draw(st.lists(WORDS, max_size=3))),
@@ -57,7 +61,7 @@ def plans(draw: st.DrawFn) -> Plan:
         sync=SyncPolicy(draw(st.integers(1, 2**40)), draw(st.integers(1, 2**40)), draw(st.booleans()), draw(st.floats(0.1, 1e6))),
         balance=BalancePolicy(tuple(shares)),
         placements=draw(st.dictionaries(WORDS, WORDS, max_size=3)),
-        compile=draw(st.sampled_from(["none", "blocks", "model"])),
+        compile=draw(st.sampled_from(["none", "blocks"] if piped else ["none", "blocks", "model"])),
         device=draw(st.sampled_from(["cpu", "cuda"])),
         backend=draw(WORDS),
         threads=draw(st.integers(0, 256)),

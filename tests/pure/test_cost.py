@@ -305,7 +305,7 @@ def test_many_micro_batches_cost_what_running_them_all_would(micro: int, how: di
     chosen = plan(profile, batch=3 * micro * 2, micro=micro, **how)
     where, machine = cluster(3), calibration(3, overlap=overlap)
     found = estimate(chosen, profile, Workload(chosen.global_batch), where, machine)
-    whole = _run(chosen, profile.at(2), Workload(chosen.global_batch), where, machine.layout(3))
+    whole = _run(chosen, profile.at(2), Workload(chosen.global_batch), where, machine.layout(3), 0)
     assert found.step_s == pytest.approx(whole.now, rel=1e-6)
     assert found.traffic_bytes == pytest.approx(whole.traffic)
     assert found.breakdown == pytest.approx(whole.breakdown, rel=1e-6, abs=1e-12)

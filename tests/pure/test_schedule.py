@@ -126,7 +126,7 @@ def program(chosen: Plan, profile: ModelProfile) -> tuple[Action, ...]:
 
 def wire(chosen: Plan, profile: ModelProfile, *, padding: bool = True) -> float:
     """Bytes a rank sends for parameters and gradients in one step; the loss is not among them."""
-    sizes = {"data": chosen.mesh.data_width, "dp": chosen.mesh.dp, "shard": chosen.mesh.shard}
+    sizes = {"batch": chosen.mesh.data_width, "dp": chosen.mesh.dp, "shard": chosen.mesh.shard}
     return sum(
         (a.bytes - (0 if padding else a.padding)) * wire_factor(a.op, sizes[a.axis])
         for a in program(chosen, profile)
@@ -250,7 +250,7 @@ def test_micro_batches_multiply_what_they_must() -> None:
         return collectives(plan(profile, micro=4, **how), profile)
 
     buckets = len(gradient_buckets(plan(profile, dp=2), profile))
-    loss = {("loss", "all_reduce", "data"): 1}
+    loss = {("loss", "all_reduce", "batch"): 1}
     gather = {("params", "all_gather", "shard"): buckets}
     assert count(dp=2) == {**loss, ("grads", "all_reduce", "dp"): buckets}
     assert count(shard=2, zero=1) == {**loss, **gather, ("grads", "reduce_scatter", "shard"): buckets}
@@ -286,7 +286,7 @@ def test_the_loss_is_one_number(precision: str, size: int) -> None:
     made = plan(profile, dp=2)
     chosen = Plan(**{**vars(made), "memory": type(made.memory)(precision=precision)})  # type: ignore[arg-type]
     (loss,) = (a for a in program(chosen, profile) if a.name == "loss")
-    assert (loss.op, loss.axis, loss.bytes) == ("all_reduce", "data", size)
+    assert (loss.op, loss.axis, loss.bytes) == ("all_reduce", "batch", size)
 
 
 def test_zero_3_gathers_in_the_precision_of_the_arithmetic_and_reduces_in_storage() -> None:

@@ -15,6 +15,7 @@ from meshwright.core.errors import RequestError
 
 if TYPE_CHECKING:
     from meshwright.orchestrate import RunConfig
+    from meshwright.orchestrate.tutorial import Ranks
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; everything else goes to stderr.")]
 GlobalBatch = Annotated[int | None, typer.Option("--global-batch", help="Samples in one optimizer step, over all ranks.")]
@@ -62,10 +63,13 @@ def device_list(text: str | None) -> list[int] | None:
         raise RequestError(f"--devices {text}: give numbers, like --devices 0,2") from None
 
 
-def make_config(file: Path | None = None, settings: list[str] | None = None, **flags: Any) -> RunConfig:
-    """A RunConfig from a file, `--set` pairs and flags; a flag wins over `--set`, which wins over the file."""
+def make_config(
+    file: Path | None = None, settings: list[str] | None = None, ranks: Ranks | None = None, **flags: Any
+) -> RunConfig:  # fmt: skip
+    """A RunConfig from a file, `--set` pairs and flags; a flag wins over `--set`, which wins over the file.
+    `ranks` counts what there is to run on, for files that mean all of it."""
     from meshwright.orchestrate.config import load_config, parse_setting
 
     chosen = dict(parse_setting(text) for text in settings or [])
     chosen.update({key: value for key, value in flags.items() if value is not None})
-    return load_config(file, chosen)
+    return load_config(file, chosen, ranks)

@@ -23,6 +23,7 @@ from meshwright.cli.shared import (
     print_json,
     say,
     stderr,
+    stdout,
 )
 from meshwright.core.errors import RequestError
 from meshwright.core.units import show_bytes, show_seconds
@@ -35,6 +36,8 @@ def train(
     what: Annotated[str | None, typer.Argument(metavar="[MODEL|CONFIG.json|SCRIPT.py]", help="What to train; the built-in model by default.")] = None,
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[-- SCRIPT ARGUMENTS]", help="Passed on to a script.")] = None,
     steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps.")] = None,
+    epochs: Annotated[int | None, typer.Option("--epochs", help="Passes over the data, instead of steps.")] = None,
+    data: Annotated[str | None, typer.Option("--data", help="Built-in data set, or a JSON list of {instruction, input, output}.")] = None,
     global_batch: GlobalBatch = None,
     seq: Seq = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Of parameters, data order and randomness.")] = None,
@@ -55,12 +58,13 @@ def train(
       meshwright train examples/02_prepare.py
     """
     need_torch()
+    from meshwright.describe.discover import discover
     from meshwright.launch import adopted
     from meshwright.orchestrate import Orchestrator
 
     flags: dict[str, Any] = {
-        "steps": steps, "global_batch": global_batch, "seq": seq, "seed": seed, "plan": plan, "nproc": nproc, "mesh": mesh,
-        "devices": device_list(devices), "backend": backend, "run_dir": run_dir,
+        "steps": steps, "epochs": epochs, "data": data, "global_batch": global_batch, "seq": seq, "seed": seed, "plan": plan,
+        "nproc": nproc, "mesh": mesh, "devices": device_list(devices), "backend": backend, "run_dir": run_dir,
     }  # fmt: skip
     script = what if what and what.endswith(".py") else None
     file = Path(what) if what and what.endswith(".json") else None
@@ -68,12 +72,17 @@ def train(
         raise RequestError(f"unexpected argument '{arguments[0]}': only a script takes arguments of its own")
     if what and script is None and file is None:
         flags["model"] = what
-    config = make_config(file, settings, **flags)
     place = adopted(os.environ)
+
+    def ranks(number: int | None, chosen: tuple[int, ...] | None) -> int:
+        return place.world if place is not None else len(discover(os.environ, ranks=number, devices=chosen).devices)
+
+    config = make_config(file, settings, ranks, **flags)
+    console = stdout if config.log_interval and not as_json else stderr
     if place is not None and script is None:
         from meshwright.orchestrate.adopted import train_adopted
 
-        found = train_adopted(config, place, os.environ, stderr, say if place.rank == 0 else lambda _: None)
+        found = train_adopted(config, place, os.environ, console, say if place.rank == 0 else lambda _: None)
         if found is not None:
             _finish(found, None, as_json)
         return
@@ -84,7 +93,7 @@ def train(
             return
         prepared = orchestrator.prepare()
         say(f"{prepared.plan.summary()} for {prepared.task.name}, {show_seconds(prepared.estimate.step_s)} a step predicted")
-        result = orchestrator.train(prepared, stderr)
+        result = orchestrator.train(prepared, console)
     _finish(result, prepared, as_json)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler
 
 from meshwright.comm.ledger import Ledger
 from meshwright.core.comm import Pending
@@ -17,48 +19,70 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 class TorchComm:
-    """One process group. Calls are asynchronous: `wait()` on the result, which on CUDA orders streams and does not block."""
+    """One process group. Calls are asynchronous: `wait()` on the result, which on CUDA orders streams and does not block.
+
+    A call shows under its name in a torch profiler's timeline, and so does the wait for it; with NCCL it is an NVTX range too.
+    """
 
     def __init__(self, group: dist.ProcessGroup, ledger: Ledger) -> None:
         self.group = group
         self.ledger = ledger
-        self._native_mean = dist.get_backend(group) == "nccl"
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank(self.group)
-
-    @property
-    def size(self) -> int:
-        return dist.get_world_size(self.group)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._on_cuda = dist.get_backend(group) == "nccl"
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Pending:
-        self._record(name, "all_reduce", tensor)
-        return dist.all_reduce(tensor, self._op(op, tensor), group=self.group, async_op=True)
+        return self._start(name, "all_reduce", tensor, lambda: dist.all_reduce(tensor, self._op(op, tensor), group=self.group, async_op=True))
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, name: str, op: str = "sum") -> Pending:
-        self._record(name, "reduce_scatter", tensor)
-        return _reduce_scatter(output, tensor, op=self._op(op, tensor), group=self.group, async_op=True)
+        return self._start(
+            name, "reduce_scatter", tensor, lambda: _reduce_scatter(output, tensor, op=self._op(op, tensor), group=self.group, async_op=True)
+        )
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Pending:
-        self._record(name, "all_gather", output)
-        return _all_gather(output, tensor, group=self.group, async_op=True)
+        return self._start(name, "all_gather", output, lambda: _all_gather(output, tensor, group=self.group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor, name: str, source: int = 0) -> Pending:
-        self._record(name, "broadcast", tensor)
-        return dist.broadcast(tensor, group=self.group, group_src=source, async_op=True)
+        return self._start(name, "broadcast", tensor, lambda: dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
 
     def barrier(self) -> None:
         dist.barrier(self.group)
 
-    def _record(self, name: str, op: str, whole: torch.Tensor) -> None:
+    def _start(self, name: str, op: str, whole: torch.Tensor, call: Callable[[], Any]) -> Pending:
+        """Count a call and make it under its name. Unless somebody is profiling, naming costs a look at two flags."""
         self.ledger.add(name, op, self.size, whole.numel() * whole.element_size())
+        if not self._on_cuda:
+            return _profiled(name, call) if profiler._is_profiler_enabled else call()  # type: ignore[no-any-return]
+        torch.cuda.nvtx.range_push(name)
+        try:
+            return _profiled(name, call) if profiler._is_profiler_enabled else call()  # type: ignore[no-any-return]
+        finally:
+            torch.cuda.nvtx.range_pop()
 
     def _op(self, op: str, tensor: torch.Tensor) -> Any:
         if op != "mean":
             return _OPS[op]
-        if self._native_mean:
+        if self._on_cuda:
             return dist.ReduceOp.AVG
         # Gloo's own mean divides after the sum; dividing first costs the same and never overflows where the mean would not.
         tensor.mul_(1.0 / self.size)
         return dist.ReduceOp.SUM
+
+
+class _Awaited(dist.Work):
+    """A call that was made under a profiler: the wait for it shows under its name too. A `Work`, since FSDP2 waits for nothing else."""
+
+    def __init__(self, work: Any, name: str) -> None:
+        super().__init__()
+        self._work, self._name = work, name
+
+    def wait(self, *args: Any) -> bool:
+        with profiler.record_function(f"{self._name} (wait)"):
+            return bool(self._work.wait(*args))
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+def _profiled(name: str, call: Callable[[], Any]) -> Pending:
+    with profiler.record_function(name):
+        return _Awaited(call(), name)

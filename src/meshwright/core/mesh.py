@@ -41,6 +41,8 @@ class Mesh:
 
     def group_size(self, name: str) -> int:
         """Ranks in one group: of an axis, of `data`, or the `world`."""
+        if name.startswith("pp:"):
+            return int(name.removeprefix("pp:"))  # the pipeline ranks that share a parameter
         return self.size if name == "world" else math.prod(self.degree(a) for a in GROUP_AXES.get(name, (name,)))
 
     def coordinate(self, rank: int, axis: str) -> int:
@@ -86,8 +88,15 @@ class Mesh:
 
 
 AXES: tuple[str, ...] = tuple(f.name for f in fields(Mesh))
-GROUP_AXES: dict[str, tuple[str, ...]] = {"data": ("dp", "shard"), "dp": ("dp",), "shard": ("shard",), "tp": ("tp",)}
-RUNNABLE_AXES = ("dp", "shard", "tp")  # what `execute` can do today, and so what `plan` may propose
+GROUP_AXES: dict[str, tuple[str, ...]] = {
+    "batch": ("pp", "dp", "shard"),  # all that a global batch passes through
+    "data": ("dp", "shard"),
+    "pp": ("pp",),
+    "dp": ("dp",),
+    "shard": ("shard",),
+    "tp": ("tp",),
+}
+RUNNABLE_AXES = ("pp", "dp", "shard", "tp")  # what `execute` can do today, and so what `plan` may propose
 
 
 def check_runnable(mesh: Mesh) -> None:

@@ -31,6 +31,8 @@ class TensorSpec:
     itemsize: int = 4
     order: int = 0
     trainable: bool = True
+    counted: bool = True  # False on a pipeline rank whose copy of a shared parameter another rank counts
+    stage_ranks: tuple[int, ...] = ()  # the pipeline ranks that share it
 
     @property
     def numel(self) -> int:
@@ -75,6 +77,7 @@ class ModelProfile:
     attention: str = "flash"
     tokens_per_sample: int | None = None
     tied: tuple[str, ...] = ()  # parameters that several layers share, counted once
+    counted_loss: bool = False  # the loss is a (sum, count), and both are reduced
 
     @property
     def parameters(self) -> int:

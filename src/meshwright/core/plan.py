@@ -15,13 +15,50 @@ from meshwright.core.tensor import TensorPolicy
 from meshwright.core.workload import Precision
 
 Compile = Literal["none", "blocks", "model"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+
+
+@dataclass(frozen=True)
+class Sink:
+    """Where a value is taken in: among the tensors that a module is given."""
+
+    module: str
+    position: int
+
+
+@dataclass(frozen=True)
+class Carry:
+    """A value that crosses from one stage to the next: which output of which module it is (or, `at_door`, which input of the stage's
+    first module), where it is used, its bytes a sample."""
+
+    source: str
+    position: int
+    sinks: tuple[Sink, ...]
+    bytes: float
+    at_door: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.source}{'<' if self.at_door else '>'}{self.position}"
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """A parameter that a stage uses although another stage's layer holds it (a tied embedding), and the layer that uses it."""
+
+    parameter: str
+    layer: str
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The layers on one pipeline rank, in execution order."""
+    """The layers of one piece of the model, in execution order; what it needs from the piece before it, and how its code is entered."""
 
     layers: tuple[str, ...]
+    entry: str = ""  # the module with which it begins; the piece before it ends there
+    receives: tuple[Carry, ...] = ()
+    skips: tuple[str, ...] = ()  # modules whose work earlier pieces have done
+    also: tuple[Borrowed, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,6 +97,7 @@ class Plan:
     mesh: Mesh = Mesh()
     micro_batches: int = 1
     stages: tuple[Stage, ...] = ()
+    schedule: PipelineSchedule = "1f1b"  # in which order a pipeline takes micro-batches forward and backward
     memory: MemoryPolicy = MemoryPolicy()
     sync: SyncPolicy = SyncPolicy()
     balance: BalancePolicy = BalancePolicy()
@@ -82,10 +120,52 @@ class Plan:
         if not zero and mesh.shard > 1:
             raise RequestError(f"plan: mesh {mesh} has a shard axis but zero=0: set zero=1, 2 or 3, or use --mesh dp={mesh.data_width}")
         self._check_policies()
+        if mesh.pp > 1:
+            self._check_pipeline()
         if self.balance.shares:
             self._check_shares()
         else:
             self._check_batch()
+
+    def _check_pipeline(self) -> None:
+        """One stage a rank for the plain schedules, several for the others."""
+        pp, count, micro = self.mesh.pp, len(self.stages), self.micro_batches
+        if self.compile == "model":
+            raise RequestError("plan: compile=model does not go with pp: use compile=blocks")
+        if count and count % pp:
+            raise RequestError(f"plan: {count} stages do not divide over pp={pp}: use {max(count // pp, 1) * pp} stages")
+        each = count // pp if count else stages_a_rank(self.schedule)
+        if each != 1 and self.schedule in ("gpipe", "1f1b"):
+            raise RequestError(f"plan: schedule={self.schedule} has one stage a rank, and {count} stages are given for pp={pp}: use interleaved")
+        if self.schedule == "zero_bubble" and each != 2:
+            raise RequestError(f"plan: schedule=zero_bubble has two stages a rank, and {count} stages are given for pp={pp}: give {2 * pp}")
+        if self.schedule == "interleaved" and micro % max(1, micro // pp):
+            raise RequestError(f"plan: schedule=interleaved takes micro-batches in rounds of pp={pp}: set micro_batches={-(-micro // pp) * pp}")
+        if self.schedule in ("1f1b", "zero_bubble") and micro < pp:
+            raise RequestError(f"plan: schedule={self.schedule} needs at least pp={pp} micro-batches, {micro} given: set micro_batches={pp}")
+        if self.balance.shares:
+            raise RequestError("plan: balance.shares does not go with pp yet: leave it out")
+        if self.memory.zero == 2 and self.schedule not in ("gpipe", "1f1b"):
+            raise RequestError(
+                f"plan: zero=2 reduces after each backward of all that a rank holds, and schedule={self.schedule} has two: use 1f1b or zero=1"
+            )
+        if self.memory.zero == 2 and any(stage.also for stage in self.stages):
+            raise RequestError("plan: zero=2 with pp cannot share a parameter between stages (a tied embedding): use zero=1 or zero=3")
+        if self.memory.zero == 3 and self.schedule == "zero_bubble":
+            raise RequestError("plan: schedule=zero_bubble cuts backward in two, and zero=3 reduces in the middle of it: use interleaved or zero=1")
+
+    def holders(self, parameter: str) -> tuple[int, ...]:
+        """The stages that have a parameter: the one of the layer that it belongs to, and those that also use it."""
+        layers = {name for stage in self.stages for name in stage.layers if parameter == name or parameter.startswith(f"{name}.")}
+        owner = max(layers, key=len, default="")
+        return tuple(
+            i for i, stage in enumerate(self.stages) if (owner and owner in stage.layers) or any(b.parameter == parameter for b in stage.also)
+        )
+
+    def stage_rank(self, stage: int) -> int:
+        """The pipeline rank that holds a stage: round robin, or there and back again for zero_bubble."""
+        pp = self.mesh.pp
+        return 2 * pp - 1 - stage if self.schedule == "zero_bubble" and stage >= pp else stage % pp
 
     def _check_policies(self) -> None:
         if self.memory.zero not in (0, 1, 2, 3):
@@ -140,7 +220,8 @@ class Plan:
         """The name people know this plan by."""
         if self.mesh.size == 1:
             return "single device"
-        parts = [f"tensor parallel {'x'.join(map(str, self.mesh.tp))}"] * (self.mesh.degree("tp") > 1)
+        parts = [f"pipeline {self.mesh.pp} ({self.schedule})"] * (self.mesh.pp > 1)
+        parts += [f"tensor parallel {'x'.join(map(str, self.mesh.tp))}"] * (self.mesh.degree("tp") > 1)
         if self.memory.zero:
             parts.append(f"ZeRO-{self.memory.zero}" + (" hybrid" if self.mesh.dp > 1 else ""))
         elif self.mesh.dp > 1:
@@ -163,3 +244,8 @@ class Plan:
     @staticmethod
     def load(path: Path) -> Plan:
         return from_data(Plan, read_json(path), str(path))
+
+
+def stages_a_rank(schedule: str) -> int:
+    """How many pieces of the model a pipeline rank holds unless a plan says otherwise."""
+    return 2 if schedule in ("interleaved", "zero_bubble") else 1

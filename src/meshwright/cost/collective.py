@@ -14,11 +14,11 @@ def group_size(plan: Plan, axis: str) -> int:
 
 def sent_bytes(action: Action, plan: Plan) -> float:
     """What a rank puts on the wire for one collective."""
-    return action.bytes * wire_factor(action.op, group_size(plan, action.axis))
+    return action.bytes * wire_factor(action.op, 2 if action.op == "send" else group_size(plan, action.axis))
 
 
 def collective_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rates) -> float:
-    group = group_size(plan, action.axis)
+    group = 2 if action.op == "send" else group_size(plan, action.axis)
     if group == 1:
         return 0.0
     line = rates.collectives.get(f"{plan.backend}/{action.op}")

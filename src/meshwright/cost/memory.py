@@ -31,10 +31,10 @@ def held_bytes(plan: Plan, profile: ModelProfile, optimizer: str) -> dict[str, i
     return {"parameters": flat + whole - trained, "gradients": flat if plan.memory.zero == 1 else piece, "optimizer": states * piece}
 
 
-def peak_bytes(plan: Plan, profile: ModelProfile, optimizer: str, rates: Rates) -> dict[str, int]:
+def peak_bytes(plan: Plan, profile: ModelProfile, optimizer: str, rates: Rates, in_flight: int = 1) -> dict[str, int]:
     """The largest rank's peak by kind; `profile` is at the largest micro-batch."""
     held = held_bytes(plan, profile, optimizer)
-    activations = activation_peak(plan, profile)
+    activations = activation_peak(plan, profile) * in_flight
     kinds = {
         "parameters": held["parameters"],
         "optimizer": held["optimizer"],

@@ -24,8 +24,9 @@ def estimate(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Clu
     """Predict one plan. `profile` may be at any batch: it is moved to the plan's micro-batch."""
     micro = profile.at(plan.largest_micro_batch)
     rates = calibration.layout(plan.world)
-    clock = _steps(plan, micro, workload, cluster, rates)
-    kinds = peak_bytes(plan, local_profile(plan, micro, 0), workload.optimizer, rates)
+    clock = _pipelined(plan, micro, workload, cluster, rates)
+    every = [peak_bytes(plan, local_profile(plan, micro, 0, p), workload.optimizer, rates, in_flight(plan, p)) for p in range(plan.mesh.pp)]
+    kinds = max(every, key=lambda k: sum(k.values()))
     need = sum(kinds.values())
     devices = cluster.devices[: plan.world]
     capacity = min(d.memory_bytes for d in devices)
@@ -91,11 +92,31 @@ class _Clock:
             self.compute = until
 
 
-def _steps(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates) -> _Clock:
+def in_flight(plan: Plan, pp_rank: int) -> int:
+    """Micro-batches whose activations a pipeline rank holds at once, for each of its stages."""
+    if plan.mesh.pp == 1:
+        return 1
+    return (
+        plan.micro_batches if plan.schedule == "gpipe" else min(plan.micro_batches, plan.mesh.pp - pp_rank + (plan.schedule != "1f1b") * plan.mesh.pp)
+    )
+
+
+def _pipelined(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates) -> _Clock:
+    """The slowest pipeline rank, and the time that it waits while the pipeline fills and drains."""
+    clocks = [_steps(plan, profile, workload, cluster, rates, p) for p in range(plan.mesh.pp)]
+    slowest = max(clocks, key=lambda c: c.now)
+    if plan.mesh.pp > 1:
+        stages = max(len(plan.stages) // plan.mesh.pp, 1)
+        share = (plan.mesh.pp - 1) / (plan.micro_batches * stages) / (3 if plan.schedule == "zero_bubble" else 1)
+        slowest.stall(slowest.now + share * (slowest.breakdown["forward"] + slowest.breakdown["backward"]))
+    return slowest
+
+
+def _steps(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates, pp_rank: int = 0) -> _Clock:
     """The whole step. Micro-batches after the second repeat each other, so only three are run and the rest is added on."""
-    if plan.micro_batches <= 3:
-        return _run(plan, profile, workload, cluster, rates)
-    two, three = (_run(_shortened(plan, profile.batch, count), profile, workload, cluster, rates) for count in (2, 3))
+    if plan.micro_batches <= 3 or plan.mesh.pp > 1:
+        return _run(plan, profile, workload, cluster, rates, pp_rank)
+    two, three = (_run(_shortened(plan, profile.batch, count), profile, workload, cluster, rates, pp_rank) for count in (2, 3))
     more = plan.micro_batches - 3
     return _Clock(
         compute=three.compute + more * (three.compute - two.compute),
@@ -109,16 +130,16 @@ def _shortened(plan: Plan, micro_batch: int, count: int) -> Plan:
     return replace(plan, micro_batches=count, global_batch=count * micro_batch * plan.mesh.data_width, balance=BalancePolicy())
 
 
-def _run(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates) -> _Clock:
+def _run(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates, pp_rank: int) -> _Clock:
     clock = _Clock()
     price = ComputeCost(rates, plan.memory.precision, plan.compile != "none")
     memo: dict[tuple[int, str], float] = {}
     overlap = rates.overlap if plan.sync.overlap else 0.0
-    program = expand(plan, profile).of(0)
-    profile = local_profile(plan, profile, 0)
+    program = expand(plan, profile).programs[pp_rank * plan.mesh.degree("tp")]
+    profile = local_profile(plan, profile, 0, pp_rank)
     for action in program:
         start = max((clock.finished.get(w, 0.0) for w in action.waits), default=0.0)
-        if action.is_collective:
+        if action.is_collective or action.op == "send":
             _communicate(clock, action, start, collective_seconds(action, plan, cluster, rates), overlap)
             clock.traffic += sent_bytes(action, plan)
             continue

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright.core.errors import RequestError, unknown
 from meshwright.core.task import Field
-from meshwright.data import corpus, images
+from meshwright.data import corpus, images, instructions
 from meshwright.data.synthetic import Synthetic
 
 Split = Literal["train", "validation"]
@@ -32,10 +32,21 @@ def names() -> tuple[str, ...]:
     return _NAMES
 
 
-def load(name: str, fields: Mapping[str, Field], *, split: Split = "train", folder: Path | None = None, seed: int = 0) -> Dataset:
-    """A data set in the shape a task asks for. `folder` holds the files of mnist and cifar10; `seed` is for synthetic."""
+def is_file(name: str | None) -> bool:
+    """Whether a data set's name is a JSON file of instructions and answers."""
+    return name is not None and name.endswith(".json")
+
+
+def load(
+    name: str, fields: Mapping[str, Field], *, split: Split = "train", folder: Path | None = None, seed: int = 0,
+    tokenizer: Path | None = None, hold_out: bool = True,
+) -> Dataset:  # fmt: skip
+    """A data set in the shape a task asks for. `folder` holds the files of mnist and cifar10; `seed` is for synthetic; for a JSON file of
+    instructions, `tokenizer` is the folder of a tokenizer and `hold_out` keeps a part back for validation."""
     if split not in ("train", "validation"):
         raise unknown("split", split, ("train", "validation"))
+    if is_file(name):
+        return instructions.load(Path(name), fields, split, tokenizer=tokenizer, hold_out=hold_out)
     if name == "source":
         return corpus.load(fields, split)
     if name == "synthetic":

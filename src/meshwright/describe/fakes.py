@@ -53,17 +53,32 @@ def _dtype(name: str, where: str, precision: str) -> torch.dtype:
 
 
 @contextmanager
-def on_fakes(model: nn.Module, precision: str = "fp32") -> Iterator[dict[str, torch.Tensor]]:
-    """Inside, the model's parameters and buffers are fakes on the CPU; the model itself is not touched. Needs an active fake mode."""
+def on_fakes(model: nn.Module, precision: str = "fp32", device: str = "cpu") -> Iterator[dict[str, torch.Tensor]]:
+    """Inside, the model's parameters and buffers are fakes on `device`; the model itself is not touched. Needs an active fake mode."""
     named = [*model.named_parameters(remove_duplicate=True), *model.named_buffers(remove_duplicate=True)]
-    fakes = {name: _fake(tensor, precision) for name, tensor in named}
-    with _reparametrize_module(model, fakes, tie_weights=True):
+    fakes = {name: _fake(tensor, precision, device) for name, tensor in named}
+    with _reparametrize_module(model, fakes, tie_weights=True), _experts_by_shape(model):
         yield fakes
 
 
-def _fake(tensor: torch.Tensor, precision: str) -> torch.Tensor:
+@contextmanager
+def _experts_by_shape(model: nn.Module) -> Iterator[None]:
+    """transformers' mixtures run a loop over the experts that were hit, which fake tensors cannot know; one of its other ways to compute
+    the same takes all tokens at once."""
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None and hasattr(c, "_experts_implementation")}
+    before = {key: config._experts_implementation for key, config in configs.items()}
+    for config in configs.values():
+        config._experts_implementation = "batched_mm"
+    try:
+        yield
+    finally:
+        for key, config in configs.items():
+            config._experts_implementation = before[key]
+
+
+def _fake(tensor: torch.Tensor, precision: str, device: str) -> torch.Tensor:
     kind = torch.float64 if precision == "fp64" and tensor.is_floating_point() else tensor.dtype
-    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=kind, device="cpu")
+    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=kind, device=device)
     return made.requires_grad_(tensor.requires_grad)
 
 

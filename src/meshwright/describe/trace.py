@@ -74,11 +74,11 @@ def _trace(
 ) -> ModelProfile:
     layers = find_layers(model)
     runs = [_run(model, layers, loss, example, batch, mode, precision, attention) for batch in _PROBED_BATCHES]
-    first, second = (_padded(run, layers) for run in runs)
+    first, second = (_padded(run, layers) for run, _ in runs)
     doubled = precision == "fp64"
     low = _finish(model, layers, first, second, doubled=doubled)
     slopes = _finish(model, layers, first, second, slope=True, doubled=doubled)
-    return ModelProfile(name, low, _PROBED_BATCHES[0], slopes, precision, attention, None, _tied(model))
+    return ModelProfile(name, low, _PROBED_BATCHES[0], slopes, precision, attention, None, _tied(model), runs[0][1])
 
 
 def _with(profile: ModelProfile, **changes: Any) -> ModelProfile:
@@ -88,8 +88,8 @@ def _with(profile: ModelProfile, **changes: Any) -> ModelProfile:
 def _run(
     model: nn.Module, layers: list[Layer], loss: Loss, example: Callable[[int], Batch], batch: int,
     mode: FakeTensorMode, precision: str, attention: str,
-) -> dict[str, _Tally]:  # fmt: skip
-    """One forward and backward on fakes; what each layer did."""
+) -> tuple[dict[str, _Tally], bool]:  # fmt: skip
+    """One forward and backward on fakes; what each layer did, and whether the loss came with a count."""
     with ExitStack() as stack:
         stack.enter_context(mode)
         fakes = stack.enter_context(on_fakes(model, precision))
@@ -105,6 +105,7 @@ def _run(
         stack.enter_context(_flash_everywhere(recorder) if attention == "flash" else sdpa_kernel(SDPBackend.MATH))
         try:
             value = loss(model, inputs)
+            recorder.counted_loss = isinstance(value, tuple)
             total = value[0] if isinstance(value, tuple) else value
             recorder.phase = "backward"
             total.backward()
@@ -115,7 +116,7 @@ def _run(
             raise RequestError(f"model {type(model).__name__} could not be traced on a batch of {batch}: {reason[0][:200]}") from error
     for name, speaker in stands_for.items():
         recorder.tallies[name] = recorder.tallies[speaker]
-    return recorder.tallies
+    return recorder.tallies, recorder.counted_loss
 
 
 class _Recorder(TorchDispatchMode):
@@ -124,6 +125,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, constants: Any) -> None:
         super().__init__()
         self.phase: Phase = "forward"
+        self.counted_loss = False
         self.tallies: dict[str, _Tally] = {"": _Tally()}
         self.stack: list[str] = [""]
         self._starts: list[int] = [0]  # first autograd number of each run of nodes …

@@ -13,7 +13,8 @@ from meshwright.core.errors import RequestError
 from meshwright.core.mesh import check_runnable
 from meshwright.core.plan import Plan
 from meshwright.execute.groups import Groups, make_groups
-from meshwright.execute.memory import DTYPES, is_sharded, local_tensor, recompute_units, shard_model, storage_bytes
+from meshwright.execute.memory import DTYPES, KeyRing, is_sharded, local_tensor, recompute_units, shard_model, storage_bytes
+from meshwright.execute.pipeline import PipelineCuts
 from meshwright.execute.sync import GradientBuckets
 from meshwright.execute.tensor import TensorCuts, cut_model
 
@@ -27,7 +28,9 @@ class Applied:
     optimizer: torch.optim.Optimizer
     groups: Groups
     buckets: GradientBuckets | None  # data parallel and ZeRO-1/2; None for one device and for ZeRO-3
+    keys: KeyRing
     tensor: TensorCuts | None = None
+    pipeline: PipelineCuts | None = None
 
     @property
     def mean_over(self) -> int:
@@ -47,25 +50,37 @@ class Applied:
 
     def squared_norm(self) -> torch.Tensor:
         """Sum of squares over the whole gradient, the same on every rank."""
-        cut = self._cut_ids()
-        held = [(id(p) in cut, local_tensor(p.grad)) for p in self.stepped() if p.grad is not None]
+        kinds = self._kinds()
+        held = [
+            (cut, local_tensor(p.grad)) for p in self.stepped() for cut, counts in [kinds.get(id(p), (False, True))] if counts and p.grad is not None
+        ]
         device = held[0][1].device if held else torch.device(self.plan.device)
         kind = torch.float64 if self.plan.memory.precision == "fp64" else torch.float32
         totals = [_sum_of_squares([g for is_cut, g in held if is_cut is wanted], kind, device) for wanted in (False, True)]
         if self.tensor is not None:
             self.groups.tp.all_reduce(totals[1], "norm/tp").wait()  # pieces of cut parameters; whole ones are counted once
         total = totals[0] + totals[1]
+        if self.pipeline is not None:
+            self.groups.pp.all_reduce(total, "norm/pp").wait()
         if self.plan.memory.zero:
             self.groups.shard.all_reduce(total, "norm").wait()
         return total
 
-    def _cut_ids(self) -> set[int]:
-        """The stepped parameters that are pieces of a tensor-parallel whole."""
-        if self.tensor is None:
-            return set()
+    def _kinds(self) -> dict[int, tuple[bool, bool]]:
+        """For each stepped parameter: is it a piece of a tensor-parallel whole, and does this rank count it?"""
         if self.buckets is not None and self.plan.memory.zero:
-            return {id(b.shard) for b in self.buckets.buckets if b.is_cut}
-        return {id(p) for name, p in self.model.named_parameters() if name in self.tensor.cuts}
+            return {id(b.shard): b.kind for b in self.buckets.buckets}
+        return _kinds_of(self.model, self.tensor, self.pipeline)
+
+    def meet_shared(self) -> None:
+        """Gradients of parameters that several pipeline stages use are summed over those stages."""
+        named = dict(self.model.named_parameters()) if self.pipeline is not None and self.pipeline.meetings else {}
+        for name, comm in self.pipeline.meetings if self.pipeline is not None else ():
+            param = named.get(name)
+            if comm is not None and param is not None:
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+                comm.all_reduce(local_tensor(param.grad), f"tied/{name}").wait()
 
     def clip_gradients(self, most: float) -> torch.Tensor:
         """Scale the gradient down to a norm of at most `most`; its norm before that. Right under every plan, which
@@ -94,6 +109,10 @@ class Applied:
         }
 
 
+def _kinds_of(model: nn.Module, tensor: TensorCuts | None, pipeline: PipelineCuts | None) -> dict[int, tuple[bool, bool]]:
+    return {id(p): (tensor is not None and name in tensor.cuts, pipeline is None or pipeline.counted(name)) for name, p in model.named_parameters()}
+
+
 def _sum_of_squares(grads: list[torch.Tensor], kind: torch.dtype, device: torch.device) -> torch.Tensor:
     if not grads:
         return torch.zeros((), dtype=kind, device=device)
@@ -106,9 +125,11 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
     groups = make_groups(plan.mesh)
     if plan.world > 1:
         equalise(model, groups)
+    keys = KeyRing(model)
+    pipeline = PipelineCuts(plan, model, optimizer, groups) if groups.pp.size > 1 else None
     tensor = cut_model(model, optimizer, plan.tensor, groups.tp) if groups.tp.size > 1 else None
     if plan.memory.recompute == "full":
-        recompute_units(model, plan.memory.units)
+        recompute_units(model, plan.memory.units, keys)
     if plan.compile == "blocks":
         for name in plan.memory.units:
             model.get_submodule(name).compile()
@@ -116,15 +137,18 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
     if groups.data.size > 1 and plan.memory.zero == 3:
         shard_model(model, optimizer, plan, groups)
     elif groups.data.size > 1:
-        cut = {id(p) for name, p in model.named_parameters() if tensor is not None and name in tensor.cuts}
-        buckets = GradientBuckets(model, optimizer, groups, plan.sync, plan.memory.zero, cut)
-    return Applied(plan, model, optimizer, groups, buckets, tensor)
+        buckets = GradientBuckets(model, optimizer, groups, plan.sync, plan.memory.zero, _kinds_of(model, tensor, pipeline))
+    if pipeline is not None:
+        pipeline.attach()
+    return Applied(plan, model, optimizer, groups, buckets, keys, tensor, pipeline)
 
 
 def _check(plan: Plan, model: nn.Module) -> None:
     check_runnable(plan.mesh)
     if plan.mesh.degree("tp") > 1 and not plan.tensor.strands:
         raise RequestError(f"plan: mesh {plan.mesh} has a tp axis, but tensor.strands is empty: let `meshwright plan` or plan_for fill it in")
+    if plan.mesh.pp > 1 and not any(stage.entry for stage in plan.stages):
+        raise RequestError(f"plan: mesh {plan.mesh} has a pp axis, but stages are not cut: let `meshwright plan` or plan_for fill them in")
     modules = dict(model.named_modules())
     for name in plan.memory.units:
         if name not in modules:

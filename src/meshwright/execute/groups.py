@@ -14,11 +14,13 @@ from meshwright.core.mesh import GROUP_AXES, Mesh
 
 @dataclass(frozen=True)
 class Groups:
-    """This rank's groups: everyone; all that share the data (dp and shard together); replicas; shard partners; tensor-parallel partners."""
+    """This rank's groups: everyone, and one for each name in `GROUP_AXES`."""
 
     rank: int
     world: Comm
+    batch: Comm
     data: Comm
+    pp: Comm
     dp: Comm
     shard: Comm
     tp: Comm
@@ -30,7 +32,7 @@ def make_groups(mesh: Mesh) -> Groups:
     ledger = Ledger()
     if mesh.size == 1:
         alone = NullComm()
-        return Groups(0, alone, alone, alone, alone, alone, ledger)
+        return Groups(0, alone, alone, alone, alone, alone, alone, alone, ledger)
     if dist.get_world_size() != mesh.size:
         raise RequestError(f"the plan's mesh {mesh} has {mesh.size} ranks, {dist.get_world_size()} were started: use --nproc {mesh.size}")
     world = dist.group.WORLD
@@ -52,3 +54,10 @@ def _comm(ranks: list[list[int]], world: dist.ProcessGroup, ledger: Ledger, made
             group, _ = dist.new_subgroups_by_enumeration(ranks)
             made[key] = TorchComm(group, ledger)
     return made[key]
+
+
+def joined(mesh: Mesh, axis: str, coordinates: tuple[int, ...], ledger: Ledger) -> Comm | None:
+    """A group of the ranks at some coordinates of one axis; None where this rank is not among them. Collective."""
+    ranks = [[r for r in group if mesh.coordinate(r, axis) in coordinates] for group in mesh.groups(axis)]
+    group, _ = dist.new_subgroups_by_enumeration(ranks)
+    return TorchComm(group, ledger) if group is not None else None

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.comm import TorchComm
 from meshwright.core.errors import RequestError
 from meshwright.core.plan import Plan
+from meshwright.core.task import Keyed
 from meshwright.execute.groups import Groups
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -66,7 +67,8 @@ def shard_model(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, 
     low = MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32) if precision in ("bf16", "fp16") else MixedPrecisionPolicy()
     assert isinstance(groups.shard, TorchComm)
     mesh = DeviceMesh.from_group(groups.shard.group, plan.device)
-    for name in [*plan.memory.units, ""]:
+    places = [(m, key, p) for m in model.modules() for key, p in m._parameters.items() if p is not None]
+    for name in _stage_units(model, plan, groups) if groups.pp.size > 1 else [*plan.memory.units, ""]:
         unit: Any = fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=True, mp_policy=low)
         if unit._get_fsdp_state()._fsdp_param_group is None:
             continue  # the root when the units hold every parameter
@@ -74,7 +76,23 @@ def shard_model(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, 
         unit.set_custom_reduce_scatter(_NamedScatter(groups.shard, f"grads/{name or 'root'}"))
         if groups.dp.size > 1:
             unit.set_all_reduce_hook(_replica_reduction(groups, f"replicas/{name or 'root'}"))
+    _retie(places)
     _repoint(optimizer, names, dict(model.named_parameters()))
+
+
+def _stage_units(model: nn.Module, plan: Plan, groups: Groups) -> list[str]:
+    """A pipeline's stage leaves the model's forward half way, so there the model itself is no unit, and every layer of the stage is one."""
+    modules = dict(model.named_modules())
+    mine = {n for i, stage in enumerate(plan.stages) if plan.stage_rank(i) == groups.pp.rank for n in stage.layers if n in modules}
+    return sorted(mine, key=lambda n: (-n.count("."), n))  # inner ones first
+
+
+def _retie(places: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
+    """A tied parameter that one unit has replaced is replaced wherever else it is registered."""
+    now = {id(old): module._parameters[key] for module, key, old in places if module._parameters.get(key) is not old}
+    for module, key, old in places:
+        if module._parameters.get(key) is old and id(old) in now:
+            module._parameters[key] = now[id(old)]
 
 
 def _replica_reduction(groups: Groups, name: str) -> Callable[[torch.Tensor], None]:
@@ -90,14 +108,41 @@ def _repoint(optimizer: torch.optim.Optimizer, names: dict[int, str], now: dict[
         group["params"] = [now[names[id(p)]] if id(p) in names else p for p in group["params"]]
 
 
-def recompute_units(model: nn.Module, units: Sequence[str]) -> None:
-    """Keep only each unit's input; its forward runs again during backward."""
+class KeyRing:
+    """The key of the micro-batch at hand, for modules whose randomness is keyed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [m for m in model.modules() if isinstance(m, Keyed)]
+        self.now: tuple[int, int, int] = (0, 0, 0)
+
+    def set(self, seed: int, step: int, first_sample: int) -> None:
+        self.now = (seed, step, first_sample)
+        for module in self._modules:
+            module.set_key(*self.now)
+
+
+def recompute_units(model: nn.Module, units: Sequence[str], keys: KeyRing) -> None:
+    """Keep only each unit's input; its forward runs again during backward, under the key it had: in a pipeline other samples came between."""
     for name in units:
         unit = model.get_submodule(name)
         inner = unit.forward
 
         def outer(*args: Any, _inner: Callable[..., Any] = inner, **kwargs: Any) -> Any:
-            return checkpoint(_inner, *args, use_reentrant=False, **kwargs) if torch.is_grad_enabled() else _inner(*args, **kwargs)
+            if not torch.is_grad_enabled():
+                return _inner(*args, **kwargs)
+            key = keys.now
+
+            def keyed(*args: Any, **kwargs: Any) -> Any:
+                before = keys.now
+                if before != key:
+                    keys.set(*key)
+                try:
+                    return _inner(*args, **kwargs)
+                finally:
+                    if before != key:
+                        keys.set(*before)
+
+            return checkpoint(keyed, *args, use_reentrant=False, **kwargs)
 
         unit.forward = outer
 

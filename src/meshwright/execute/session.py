@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from meshwright.core.errors import RequestError, RunError
 from meshwright.core.plan import Plan
-from meshwright.core.task import Batch, Keyed, Loss
+from meshwright.core.task import Batch, Loss
 from meshwright.execute.apply import Applied, apply, autocast, average_buffers
 
 
@@ -51,7 +51,6 @@ class Session:
         self.steps_done = 0
         self._autocast = autocast(plan)
         self._scale = LossScale() if plan.memory.precision == "fp16" else None
-        self._keyed = [m for m in model.modules() if isinstance(m, Keyed)]
         self._compiled: dict[Loss, Loss] = {}
         # The kernels read the scale in fp32, which is too coarse for fp64.
         self._fused = plan.memory.zero < 3 and plan.memory.precision != "fp64" and getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -67,17 +66,39 @@ class Session:
         if count < chunks:
             raise RequestError(f"a batch of {count} samples cannot make {chunks} micro-batches: set micro_batches={max(count, 1)}")
         meter = _Meter(self.plan, self.applied)
-        start = 0
-        for index in range(chunks):
-            size = count // chunks + (index < count % chunks)
-            piece = batch if chunks == 1 else pytree.tree_map(lambda t, a=start, n=size: t[a : a + n] if torch.is_tensor(t) else t, batch)
-            self._forward_backward(piece, size, self._first + start, total, loss_fn, meter, last=index == chunks - 1)
-            start += size
+        pieces = list(_cut(batch, count, chunks))
+        if self.applied.pipeline is not None:
+            self._through_stages(pieces, total, loss_fn, meter)
+        else:
+            for index, (start, size, piece) in enumerate(pieces):
+                self._forward_backward(piece, size, self._first + start, total, loss_fn, meter, last=index == chunks - 1)
         return self._finish(meter, total)
 
+    def _through_stages(self, pieces: list[tuple[int, int, Batch]], total: int, loss_fn: Loss, meter: _Meter) -> None:
+        """All micro-batches through this rank's stages. Gradients add up; they are sent when the pipeline has drained."""
+        pipeline, buckets = self.applied.pipeline, self.applied.buckets
+        assert pipeline is not None
+        if len({size for _, size, _ in pieces}) > 1:
+            raise RequestError(f"a pipeline's micro-batches are of one size: {len(pieces)} do not divide this batch evenly; leave its rest out")
+        factor = self.applied.mean_over * (self._scale.value if self._scale else 1.0)
+
+        def run_stage(index: int) -> torch.Tensor:
+            start, size, piece = pieces[index]
+            self.applied.keys.set(self.seed, self.steps_done, self._first + start)
+            with self._autocast():
+                value = loss_fn(self.model, piece)
+            loss = meter.add(value, size, total)
+            return loss * factor if factor != 1 else loss
+
+        with self.applied.accumulate():
+            pipeline.run([piece for _, _, piece in pieces], run_stage, loss_fn, self._autocast)
+        meter.send(pipeline.counts_samples)
+        self.applied.meet_shared()
+        if buckets is not None and buckets.zero < 2:
+            buckets.send_all()
+
     def _forward_backward(self, piece: Batch, size: int, first: int, total: int, loss_fn: Loss, meter: _Meter, *, last: bool) -> None:
-        for module in self._keyed:
-            module.set_key(self.seed, self.steps_done, first)
+        self.applied.keys.set(self.seed, self.steps_done, first)
         with self._autocast():
             value = self._loss(loss_fn)(self.model, piece)
         loss = meter.add(value, size, total)
@@ -148,18 +169,28 @@ class Session:
         sums = torch.zeros(2, dtype=torch.float64)
         for index, batch in enumerate(batches):
             size = sample_count(batch)
-            for module in self._keyed:
-                module.set_key(self.seed, -1 - index, self._first)
-            with self._autocast():
-                value = loss_fn(self.model, batch)
-            weighted = (value[0], value[1]) if isinstance(value, tuple) else (value * size, size)
-            sums += torch.tensor([float(weighted[0]), float(weighted[1])], dtype=torch.float64)
+            self.applied.keys.set(self.seed, -1 - index, self._first)
+            value = self._evaluate(batch, loss_fn)
+            if value is not None:
+                weighted = (value[0], value[1]) if isinstance(value, tuple) else (value * size, size)
+                sums += torch.tensor([float(weighted[0]), float(weighted[1])], dtype=torch.float64)
         self.model.train(was_training)
         sums = sums.to(self.plan.device)
-        self.applied.groups.data.all_reduce(sums, "validation").wait()
+        self.applied.groups.batch.all_reduce(sums, "validation").wait()
         if sums[1] == 0:
             raise RequestError("no validation batches: the validation split is smaller than one global batch")
         return float(sums[0] / sums[1])
+
+    def _evaluate(self, batch: Batch, loss_fn: Loss) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
+        """The loss of one batch; None on a pipeline's ranks that do not hold the last stage."""
+
+        def whole(_: int = 0) -> Any:
+            with self._autocast():
+                return loss_fn(self.model, batch)
+
+        if self.applied.pipeline is None:
+            return whole()  # type: ignore[no-any-return]
+        return self.applied.pipeline.evaluate(batch, whole, loss_fn, self._autocast)  # type: ignore[no-any-return]
 
 
 class _Meter:
@@ -169,6 +200,7 @@ class _Meter:
         self._plan, self._applied = plan, applied
         self._sums: list[torch.Tensor] = []
         self._counts: list[torch.Tensor] = []
+        self._counted = False
         self._wait: Callable[[], Any] = lambda: None
         self._vector: torch.Tensor | None = None
 
@@ -184,23 +216,36 @@ class _Meter:
         self._sums.append(loss.detach())
         return loss
 
-    def send(self) -> None:
-        kind = torch.float64 if self._sums[0].dtype == torch.float64 else torch.float32
-        parts = [torch.stack(self._sums).sum().to(kind)]
-        if self._counts:
-            parts.append(torch.stack([c.to(kind) for c in self._counts]).sum())
+    def send(self, counted: bool | None = None) -> None:
+        """Sum over all ranks that the batch passes through; a pipeline's ranks without the last stage have nothing to add to it."""
+        kind = torch.float64 if self._plan.memory.precision == "fp64" else torch.float32
+        self._counted = bool(self._counts) if counted is None else counted
+        empty = torch.zeros((), dtype=kind, device=self._plan.device)
+        parts = [torch.stack(self._sums).sum().to(kind) if self._sums else empty]
+        if self._counted:
+            parts.append(torch.stack([c.to(kind) for c in self._counts]).sum() if self._counts else empty)
         self._vector = torch.stack(parts)
-        self._wait = self._applied.groups.data.all_reduce(self._vector, "loss").wait
+        self._wait = self._applied.groups.batch.all_reduce(self._vector, "loss").wait
 
     def result(self, total: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(global mean loss, factor that turns sample-weighted gradients into count-weighted ones, or None)."""
         if self._vector is None:
             raise RunError("no micro-batch was run")
         self._wait()
-        if not self._counts:
+        if not self._counted:
             return self._vector[0], None
         correction = total / self._vector[1]
         return self._vector[0] * correction, correction
+
+
+def _cut(batch: Batch, count: int, chunks: int) -> Iterable[tuple[int, int, Batch]]:
+    """(first sample, number, samples) of each micro-batch."""
+    start = 0
+    for index in range(chunks):
+        size = count // chunks + (index < count % chunks)
+        piece = batch if chunks == 1 else pytree.tree_map(lambda t, a=start, n=size: t[a : a + n] if torch.is_tensor(t) else t, batch)
+        yield start, size, piece
+        start += size
 
 
 def sample_count(batch: Batch) -> int:

@@ -7,15 +7,33 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.comm import TorchComm
 from meshwright.execute.apply import Applied
 from meshwright.execute.sync import GradientBuckets
 
 
 def whole_state(applied: Applied) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter, then every tensor of optimizer state, whole, on the CPU, in the model's order. Collective."""
+    mine = _stage_state(applied)
+    if applied.pipeline is None:
+        yield from mine
+        return
+    held = dict(mine)
+    for keys in (lambda name: [name], lambda name: sorted(k for k in held if k.startswith(f"{name}/"))):
+        for name, _, _ in applied.pipeline.every:
+            owner = applied.plan.stage_rank(applied.pipeline.owners[name][0])
+            found: list[Any] = [[(k, held[k]) for k in keys(name)] if applied.groups.pp.rank == owner else None]
+            assert isinstance(applied.groups.pp, TorchComm)
+            dist.broadcast_object_list(found, group=applied.groups.pp.group, group_src=owner)
+            yield from found[0]
+
+
+def _stage_state(applied: Applied) -> Iterator[tuple[str, torch.Tensor]]:
+    """The state of what this rank's pipeline stages hold: all of it where there is no pipeline."""
     names = {id(p): name for name, p in applied.model.named_parameters()}
     for name, param in applied.model.named_parameters():
         yield name, _uncut(name, _whole(param, applied), applied)

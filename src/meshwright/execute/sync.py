@@ -11,7 +11,7 @@ An all-reduce is a reduce-scatter and an all-gather, so all three put the same b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,9 @@ from meshwright.schedule.buckets import Bucket, assign_buckets
 ELEMENTWISE = {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 
 
+_PLAIN = (False, True)
+
+
 @dataclass
 class _Live:
     """One bucket at work."""
@@ -44,20 +47,27 @@ class _Live:
     carried: torch.Tensor | None = None  # an earlier backward's reduced slice, when the user accumulates across backwards
 
     @property
-    def is_cut(self) -> bool:
-        """Whether its parameters are pieces of tensor-parallel wholes; a bucket that is sliced never mixes the two."""
+    def kind(self) -> tuple[bool, bool]:
+        """Of its parameters: are they pieces of tensor-parallel wholes, and does this rank count them?"""
         key: Any = self.layout.key
-        return bool(key[2])
+        found: tuple[bool, bool] = key[2]
+        return found
 
 
 class GradientBuckets:
     """Attached to a model's parameters by hooks; `finish` makes the gradients final. Works under `backward()` of any loop."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, groups: Groups, policy: SyncPolicy, zero: int, cut: set[int] | None = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        groups: Groups,
+        policy: SyncPolicy,
+        zero: int,
+        kinds: Mapping[int, tuple[bool, bool]] | None = None,
     ) -> None:
         self.groups, self.policy, self.zero = groups, policy, zero
-        self._cut = cut or set()  # pieces of tensor-parallel wholes: their squares are summed apart
+        self._kinds = kinds or {}  # (piece of a tensor-parallel whole, counted here): a slice never mixes kinds, whose squares are summed apart
         self.reduce = "mean"  # a user's own loop averages over ranks; Session weights the loss itself and sums
         self._enabled = True
         self._begun = False
@@ -76,7 +86,7 @@ class GradientBuckets:
         layouts = assign_buckets(
             [p.numel() for p in params],
             [p.element_size() for p in params],
-            [(group, str(p.dtype), bool(self.zero) and id(p) in self._cut) for p, group in found],
+            [(group, str(p.dtype), self._kinds.get(id(p), _PLAIN) if self.zero else _PLAIN) for p, group in found],
             first_bytes=self.policy.first_bucket_bytes,
             bytes_cap=self.policy.bucket_bytes,
             shards=self.groups.shard.size if self.zero else 1,
@@ -181,6 +191,11 @@ class GradientBuckets:
             bucket.pending = None
             bucket.waiting = set(range(len(bucket.params)))
         self._next, self._begun = 0, False
+
+    def send_all(self) -> None:
+        """Reduce everything that was added up, whichever way it got there: a pipeline's backward may go round autograd's hooks."""
+        self._begun = True
+        self.finish()
 
     def _unsent(self) -> bool:
         """Gradients were added up under `accumulate` and no backward has sent them since."""

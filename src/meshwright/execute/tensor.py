@@ -57,6 +57,7 @@ def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, policy: Tensor
     found = TensorCuts(comm, {c.parameter: (s, c) for s in policy.strands for c in s.cuts})
     if optimizer.state:
         raise RequestError("tensor parallelism cuts the optimizer's state: apply the plan before the optimizer's first step")
+    _share_randomness(comm, next(model.parameters()).device)
     _replace_tensors(model, optimizer, found)
     modules = dict(model.named_modules())
     for meet in policy.enters:
@@ -76,6 +77,17 @@ def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, policy: Tensor
     for name, rewrites in tables.items():
         _rewrite_sizes(modules[name], rewrites, strands, comm)
     return found
+
+
+def _share_randomness(comm: Comm, device: torch.device) -> None:
+    """The ranks of one group go on from the first one's random state: dropout on what they all hold must be the same for all."""
+    state = torch.get_rng_state().to(device)
+    comm.broadcast(state, "start/random").wait()
+    torch.set_rng_state(state.cpu())
+    if device.type == "cuda":
+        state = torch.cuda.get_rng_state(device).to(device)
+        comm.broadcast(state, "start/random").wait()
+        torch.cuda.set_rng_state(state.cpu(), device)
 
 
 # -- parameters --
@@ -172,6 +184,9 @@ def _enter_at(module: nn.Module, position: int, comm: Comm, name: str) -> None:
 def _complete(layer: nn.Module, comm: Comm, name: str) -> None:
     """A layer that sums over a cut strand: its product is completed over the ranks, and its bias is added once, afterwards."""
     product = _product_of(layer)
+    if product is None:
+        layer.register_forward_hook(lambda _m, _a, out: _Sum.apply(out, comm, name))
+        return
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = _Sum.apply(product(x), comm, name)
@@ -185,8 +200,8 @@ def _complete(layer: nn.Module, comm: Comm, name: str) -> None:
     layer.forward = forward
 
 
-def _product_of(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The layer without its bias."""
+def _product_of(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """The layer without its bias; None for a module that only passes partial sums on."""
     if isinstance(layer, nn.Linear):
         return lambda x: F.linear(x, layer.weight)
     if isinstance(layer, nn.modules.conv._ConvTransposeNd):
@@ -202,7 +217,9 @@ def _product_of(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
         return transposed
     if isinstance(layer, nn.modules.conv._ConvNd):
         return lambda x: layer._conv_forward(x, layer.weight, None)  # type: ignore[operator,no-any-return]
-    return lambda x: x @ layer.weight  # type: ignore[operator,no-any-return]
+    if hasattr(layer, "nf"):  # transformers' Conv1D: a linear layer with its matrix the other way round
+        return lambda x: x @ layer.weight  # type: ignore[operator,no-any-return]
+    return None
 
 
 def _look_up(layer: nn.Module, strand: Dealt, comm: Comm, name: str) -> None:

@@ -1,6 +1,7 @@
 """Level 1, the Monitoring Subsystem: a run writes its folder with `Recorder`; everything that looks at a run reads it with `RunFolder`."""
 
 from meshwright.observe.folder import Candidate, Decision, RunFolder, create, find
+from meshwright.observe.lines import follow_lines
 from meshwright.observe.live import follow
 from meshwright.observe.memory import peak_resident_bytes, reset_peak, resident_bytes
 from meshwright.observe.recorder import Recorder
@@ -24,6 +25,7 @@ __all__ = [
     "create",
     "find",
     "follow",
+    "follow_lines",
     "open_sinks",
     "peak_resident_bytes",
     "reset_peak",

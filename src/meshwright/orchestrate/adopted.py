@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from meshwright.core.errors import MeshwrightError, RequestError
 from meshwright.launch import Place, Rendezvous, join, leave
 from meshwright.observe import RunFolder, create
 from meshwright.orchestrate.config import RunConfig
-from meshwright.orchestrate.orchestrator import Orchestrator, Say, finish_run, write_run
+from meshwright.orchestrate.orchestrator import Live, Orchestrator, Say, finish_run, write_run
 from meshwright.orchestrate.worker import train_rank
 
 
@@ -44,7 +45,9 @@ def train_adopted(config: RunConfig, place: Place, environ: Mapping[str, str], c
             dist.broadcast_object_list(message, src=0)
         if isinstance(message[0], MeshwrightError):
             raise message[0]
-        measured = train_rank(place.rank, place.world, place.meeting, message[0], place.local_rank)
+        lines = config.log_interval if place.rank == 0 else 0
+        with Live(RunFolder(Path(message[0])), console, lines) if lines else nullcontext():
+            measured = train_rank(place.rank, place.world, place.meeting, message[0], place.local_rank)
         every: list[Any] = [measured]
         if place.world > 1:
             every = [None] * place.world

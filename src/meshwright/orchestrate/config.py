@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from meshwright.core.errors import RequestError, unknown
 from meshwright.core.serial import read_json
+from meshwright.orchestrate import tutorial
 
 
 class RunConfig(BaseModel):
@@ -18,26 +20,33 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     model: str = Field("gpt-mini", description="zoo name, hf:PATH, or package.module:factory")
+    random_init: bool = Field(False, description="hf: models: random weights even where the folder holds some")
     steps: int = Field(100, ge=1, description="optimizer steps")
+    epochs: int | None = Field(None, ge=1, description="passes over the data, instead of steps")
     global_batch: int | None = Field(None, ge=1, description="samples in one optimizer step, over all ranks")
     seq: int | None = Field(None, ge=1, description="tokens in a sample, for language models")
     seed: int = Field(0, ge=0, description="of parameters, data order and keyed randomness")
     dropout: float = Field(0.0, ge=0.0, lt=1.0, description="where the model has dropout")
 
-    data: str | None = Field(None, description="built-in data set; the model's own by default")
+    data: str | None = Field(None, description="built-in data set, or a JSON file of instructions; the model's own by default")
     data_dir: str | None = Field(None, description="folder for mnist or cifar10")
     optimizer: Literal["adamw", "adam", "sgd", "momentum"] = "adamw"
     learning_rate: float | None = Field(None, gt=0)
     weight_decay: float = Field(0.1, ge=0)
+    betas: tuple[float, float] = Field((0.9, 0.95), description="of Adam: how much of its two averages it keeps")
+    adam_eps: float = Field(1e-8, gt=0, description="of Adam: added to the divisor")
+    lr_schedule: Literal["constant", "cosine"] = Field("constant", description="after the warm-up; cosine falls to nothing at the last step")
     warmup_steps: int = Field(10, ge=0, description="steps over which the learning rate rises from nothing")
     clip: float = Field(1.0, ge=0, description="largest gradient norm; 0 leaves gradients alone")
     validate_every: int = Field(0, ge=0, description="steps between validations; 0: once, at the end")
     validate_batches: int = Field(4, ge=0, description="global batches in one validation; 0: none")
 
     plan: str = Field("auto", description="auto, or a plan.json")
+    strategy: str | None = Field(None, description="a function of yours that changes the best plan: FILE.py:NAME or package.module:NAME")
     mesh: str | None = Field(None, description="like dp=2 or shard=2; an axis left out is 1")
     nproc: int | None = Field(None, ge=1, le=65536, description="ranks; all devices by default")
     devices: tuple[int, ...] | None = Field(None, description="which devices, like [0, 2]")
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] | None = Field(None, description="order of micro-batches in a pipeline")
     placements: dict[str, str] = Field(default_factory=dict, description='tensor parallelism by layer, like {"head": "whole"}')
     zero: Literal[0, 1, 2, 3] | None = None
     micro_batches: int | None = Field(None, ge=1, description="gradient accumulation: pieces a rank cuts its share into")
@@ -51,6 +60,7 @@ class RunConfig(BaseModel):
 
     run_dir: str = Field("runs", description="folder that holds runs")
     name: str | None = Field(None, description="of the run; made from the model and the time unless given")
+    log_interval: int = Field(0, ge=0, description="print one line every so many steps; 0: the live view instead")
     profile: bool = Field(True, description="profile one step: trace.json and the exposed communication")
     tensorboard: bool = Field(False, description="also write TensorBoard events into the run's folder")
     prometheus_port: int | None = Field(None, ge=1, le=65535, description="also serve metrics on 127.0.0.1")
@@ -66,23 +76,29 @@ class RunConfig(BaseModel):
         return data
 
 
-def load_config(file: Path | None, settings: dict[str, Any]) -> RunConfig:
-    """A file's fields, overridden by `settings`. Every wrong key or value is one line that says what to change."""
+def load_config(file: Path | None, settings: dict[str, Any], ranks: tutorial.Ranks | None = None) -> RunConfig:
+    """A file's fields, overridden by `settings`. Every wrong key or value is one line that says what to change.
+    A tutorial's file (see tutorial.py) is translated; `ranks` tells how many ranks there are, which such files leave open."""
     data: dict[str, Any] = {}
     if file is not None:
         data = read_json(file)
         if not isinstance(data, dict):
             raise RequestError(f"{file}: a run's configuration is one JSON object")
+        if tutorial.recognised(data):
+            assert ranks is not None
+            check_keys(settings, "--set", {*RunConfig.model_fields, *tutorial.KEYS})
+            data, settings = tutorial.translate(data, file, settings, ranks)
         check_keys(data, str(file))
+    check_keys(settings, "--set")
+    given = {**data, **settings}
+    if given.get("epochs") is not None and "steps" in given:
+        raise RequestError("steps and epochs both say how long to train: leave one of them out")
     try:
-        return RunConfig(**{**data, **settings})
+        return RunConfig(**given)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        if not key:
-            raise RequestError(first["msg"].removeprefix("Value error, ")) from None
+        key, reason = tutorial.first_mistake(error)
         where = f"{file}: " if file and key in data and key not in settings else ""
-        raise RequestError(f"{where}{key}={json.dumps(first.get('input'), default=str)}: {first['msg'].lower()}") from None
+        raise RequestError(f"{where}{reason}") from None
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
@@ -90,14 +106,14 @@ def parse_setting(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals:
         raise RequestError(f"--set {text}: write it as key=value")
-    check_keys({key: value}, "--set")
     try:
         return key, json.loads(value)
     except json.JSONDecodeError:
         return key, value
 
 
-def check_keys(data: dict[str, Any], where: str) -> None:
+def check_keys(data: dict[str, Any], where: str, known: Iterable[str] = RunConfig.model_fields) -> None:
+    known = set(known)
     for key in data:
-        if key not in RunConfig.model_fields:
-            raise unknown("key", key, RunConfig.model_fields, where)
+        if key not in known:
+            raise unknown("key", key, known, where)

@@ -11,7 +11,6 @@ from typing import Any
 
 from rich.console import Console
 
-from meshwright import zoo
 from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError
@@ -30,11 +29,14 @@ from meshwright.describe.discover import discover
 from meshwright.describe.flow import trace_flow
 from meshwright.describe.trace import trace_task
 from meshwright.launch import Nursery, RankFailure, Workers
-from meshwright.observe import Recorder, RunFolder, create, follow, write_report
+from meshwright.observe import Recorder, RunFolder, create, follow, follow_lines, write_report
 from meshwright.orchestrate import calibrate
 from meshwright.orchestrate.config import RunConfig
+from meshwright.orchestrate.job import settle
+from meshwright.orchestrate.strategy import fill_cuts, load_strategy, needs_cuts, transform
 from meshwright.orchestrate.worker import median_step
-from meshwright.plan import Ranking, Wishes, choose_cuts, explain, rank_plans, refuse_if_nothing
+from meshwright.plan import Ranking, Wishes, explain, rank_plans
+from meshwright.schedule import plan_ledgers
 
 Say = Callable[[str], None]
 
@@ -143,6 +145,7 @@ class Orchestrator:
             backend=c.backend,
             bucket_bytes=int(c.bucket_mb * 2**20) if c.bucket_mb else None,
             timeout_s=c.timeout_s,
+            schedule=c.schedule,
             placements=c.placements,
             flow=flow,
         )
@@ -155,7 +158,12 @@ class Orchestrator:
 
     def prepare(self) -> Prepared:
         """Decide everything; start nothing but the warm process and, on a new machine, the probe."""
-        task = zoo.load(self.config.model, seq=self.config.seq, dropout=self.config.dropout)
+        strategy = load_strategy(self.config.strategy) if self.config.strategy is not None else None
+        if strategy is not None and self.config.plan != "auto":
+            raise RequestError(
+                f"--plan {self.config.plan} is run as it is, and strategy={self.config.strategy} would change it: leave one of them out"
+            )
+        self.config, task = settle(self.config)
         self.nursery()
         workload = self.workload(task)
         begun = time.perf_counter()
@@ -166,7 +174,7 @@ class Orchestrator:
         calibration = self.calibration()
         begun = time.perf_counter()
         if self.config.plan != "auto":
-            plan = self._filled(Plan.load(Path(self.config.plan)), task)
+            plan = self._filled(Plan.load(Path(self.config.plan)), task, profile)
             self._check_plan(plan, workload, task, profile)
             found = estimate(plan, profile, workload, self.cluster, calibration)
             why = f"Given by {self.config.plan}: {plan.summary()}."
@@ -174,17 +182,15 @@ class Orchestrator:
         self.say("planning")
         ranking = rank_plans(profile, self.cluster, workload, calibration, self.wishes(flow))
         why = explain(ranking)
+        if strategy is not None:
+            ranking, change = transform(ranking, strategy, lambda plan: flow or trace_flow(task, plan.memory.precision))
+            why = f"{change}\n{why}"
         best = ranking.best
         return Prepared(self.config, task, self.cluster, profile, best.plan, best.estimate, why, ranking, traced + time.perf_counter() - begun)
 
-    def _filled(self, plan: Plan, task: Task) -> Plan:
-        """A plan written by hand may leave the cuts of tensor parallelism to us."""
-        ways = plan.mesh.degree("tp")
-        if ways == 1 or plan.tensor.strands:
-            return plan
-        cuts = choose_cuts(trace_flow(task, plan.memory.precision), ways, plan.placements)
-        refuse_if_nothing(cuts, ways)
-        return replace(plan, tensor=cuts)
+    def _filled(self, plan: Plan, task: Task, profile: ModelProfile) -> Plan:
+        """A plan written by hand may leave the cuts of tensor parallelism and of a pipeline to us."""
+        return fill_cuts(plan, trace_flow(task, plan.memory.precision), profile) if needs_cuts(plan) else plan
 
     def _check_plan(self, plan: Plan, workload: Workload, task: Task, profile: ModelProfile) -> None:
         """A plan that is given must be for this model and hold what else was asked for: nothing is ignored."""
@@ -222,7 +228,7 @@ class Orchestrator:
         logs = folder.path / "logs"
         logs.mkdir()
         try:
-            with Workers(nursery, plan.world, logs=logs) as workers, _live(folder, console):
+            with Workers(nursery, plan.world, logs=logs) as workers, Live(folder, console, self.config.log_interval):
                 ranks = workers.call("meshwright.orchestrate.worker:train_rank", {"folder": str(folder.path.resolve())})
         except RankFailure as failure:
             self._record(folder, failure.fault)
@@ -265,6 +271,8 @@ def write_run(path: Path, prepared: Prepared) -> None:
     write_json(path / "job.json", resolved)
     prepared.plan.save(path / "plan.json")
     write_json(path / "cluster.json", prepared.cluster)
+    clip = prepared.config.clip > 0 or prepared.plan.memory.precision == "fp16"  # fp16 looks at the norm for overflow
+    write_json(path / "ledger.json", plan_ledgers(prepared.plan, prepared.profile, clip=clip))
     write_json(path / "estimate.json", {"estimate": to_data(prepared.estimate), "why": prepared.why, "ranking": ranking_rows(prepared.ranking)})
 
 
@@ -312,12 +320,13 @@ def finish_run(folder: RunFolder, prepared: Prepared, ranks: list[dict[str, Any]
     return result
 
 
-class _live:
-    """Shows the run's folder on the console from a thread while the ranks work."""
+class Live:
+    """Shows the run's folder on the console from a thread while the ranks work: as a view, or one line every `lines` steps."""
 
-    def __init__(self, folder: RunFolder, console: Console) -> None:
+    def __init__(self, folder: RunFolder, console: Console, lines: int = 0) -> None:
         self._done = threading.Event()
-        self._thread = threading.Thread(target=follow, args=(folder, self._done.is_set, console), daemon=True)
+        target, extra = (follow_lines, (lines,)) if lines else (follow, ())
+        self._thread = threading.Thread(target=target, args=(folder, self._done.is_set, console, *extra), daemon=True)
 
     def __enter__(self) -> None:
         self._thread.start()

@@ -7,6 +7,7 @@ import runpy
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from meshwright import data, zoo
+from meshwright import data
 from meshwright.comm import Ledger, NullComm, TorchComm
 from meshwright.core.calibration import Rates
 from meshwright.core.errors import RequestError
@@ -29,7 +30,10 @@ from meshwright.execute.state import state_digest
 from meshwright.launch import Rendezvous, join, leave
 from meshwright.observe import Recorder, open_sinks, peak_resident_bytes, reset_peak, resident_bytes
 from meshwright.orchestrate.config import RunConfig
+from meshwright.orchestrate.job import dataset_of, task_of
 from meshwright.orchestrate.metering import StepLog, StepRecord
+from meshwright.orchestrate.rate import learning_rate
+from meshwright.schedule import LedgerLine, differences
 
 _WARM_STEPS = 3  # first steps allocate, fault pages in and compile: left out of the measured step time
 _PROFILED_STEP = 5
@@ -68,6 +72,8 @@ def _device(kind: str, local_rank: int, threads: int) -> torch.device:
         return torch.device("cuda", local_rank)
     if threads:
         torch.set_num_threads(threads)
+    # A CPU without bf16 computes it another way; torch says so with a page of C++ frames from every rank.
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     return torch.device("cpu")
 
 
@@ -97,7 +103,7 @@ class _Training:
 
     def __init__(self, job: RunConfig, plan: Plan, estimate: Estimate, recorder: Recorder, device: torch.device, rank: int) -> None:
         self.job, self.plan, self.estimate, self.recorder, self.device, self.rank = job, plan, estimate, recorder, device, rank
-        self.task = zoo.load(job.model, seq=job.seq, dropout=job.dropout)
+        self.task = task_of(job)
         self.losses: list[float] = []
         self.times: list[float] = []
         self.validations: list[dict[str, float]] = []
@@ -123,7 +129,10 @@ class _Training:
                 work = lambda b=there: session.step(b, self.task.loss)  # noqa: E731
                 result, exposed = profiled(work, self.device, home / "trace.json")
             else:
+                session.applied.groups.ledger.take()
                 result = session.step(there, self.task.loss)
+            if step == _WARM_STEPS - 1:
+                self._compare_ledger(session, home)
             self.log.add(step, result, rate(step))
             if step in (profile_at, _WARM_STEPS - 1):
                 self.log.close(counted=False)
@@ -144,6 +153,16 @@ class _Training:
             "seconds": time.perf_counter() - begun,
         }
 
+    def _compare_ledger(self, session: Session, home: Path) -> None:
+        """The first steady step against the ledger of the plan: a difference is an event that names it."""
+        done = [(line.name, line.op, line.group, line.calls, line.bytes) for line in session.applied.groups.ledger.take()]
+        planned = read_json(home / "ledger.json")
+        mine = next(lines for ranks, lines in planned.items() if str(self.rank) in ranks.split(","))
+        found = differences([from_data(LedgerLine, line, "ledger.json") for line in mine], done)
+        self.recorder.event("ledger", lines=len(done), differences=found)
+        if found:
+            print(f"meshwright: rank {self.rank}: the step communicated otherwise than planned: {found[0]}", file=sys.stderr)
+
     def _session(self) -> Session:
         torch.manual_seed(self.job.seed)
         with self.device:
@@ -154,20 +173,19 @@ class _Training:
         return Session(self.plan, model, optimizer, seed=self.job.seed, clip=self.job.clip or None)
 
     def _loaders(self) -> tuple[Iterator[dict[str, torch.Tensor]], Callable[[], Iterator[dict[str, torch.Tensor]]]]:
-        name, folder = self.job.data or self.task.data, Path(self.job.data_dir) if self.job.data_dir else None
         first, count = self.plan.share(self.plan.mesh.data_rank(self.rank))
         batch = self.plan.global_batch
 
         def loader(split: Any, steps: int) -> Iterator[dict[str, torch.Tensor]]:
-            dataset = data.load(name, self.task.fields, split=split, folder=folder, seed=self.job.seed)
+            dataset = dataset_of(self.job, self.task, split)
             sampler = data.GlobalSampler(len(dataset), batch, self.job.seed, shuffle=split == "train")
             return iter(data.Loader(dataset, sampler, first, count, steps, pin=self.device.type == "cuda"))
 
         return loader("train", self.job.steps), lambda: loader("validation", self.job.validate_batches)
 
     def _rate(self) -> Callable[[int], float]:
-        peak, warm = self.job.learning_rate or self.task.learning_rate, self.job.warmup_steps
-        return lambda step: peak * min(1.0, (step + 1) / (warm + 1))
+        job, peak = self.job, self.job.learning_rate or self.task.learning_rate
+        return lambda step: learning_rate(step, peak=peak, warmup=job.warmup_steps, steps=job.steps, schedule=job.lr_schedule)
 
     def _validate(self, session: Session, batches: Callable[[], Iterator[dict[str, torch.Tensor]]], step: int) -> None:
         if not self.job.validate_batches:
@@ -221,7 +239,8 @@ def make_optimizer(job: RunConfig, task: Task, model: torch.nn.Module) -> torch.
     parameters = [p for p in model.parameters() if p.requires_grad]
     if job.optimizer in ("adam", "adamw"):
         kind = torch.optim.AdamW if job.optimizer == "adamw" else torch.optim.Adam
-        return kind(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=decay if job.optimizer == "adamw" else 0.0, fused=True)
+        decay = decay if job.optimizer == "adamw" else 0.0
+        return kind(parameters, lr=rate, betas=job.betas, eps=job.adam_eps, weight_decay=decay, fused=True)
     return torch.optim.SGD(parameters, lr=rate, momentum=0.9 if job.optimizer == "momentum" else 0.0, weight_decay=decay)
 
 
@@ -229,6 +248,7 @@ def run_script(rank: int, world: int, meeting: str, script: str, arguments: list
     """A user's own script as one rank; `prepare` inside it finds its place through the environment, as under any launcher."""
     begun = time.perf_counter()
     place = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+    before = dict(os.environ)
     os.environ.update(place, MESHWRIGHT_MEETING=meeting, MESHWRIGHT_RUN=folder, MESHWRIGHT_PLAN=plan)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
@@ -239,6 +259,8 @@ def run_script(rank: int, world: int, meeting: str, script: str, arguments: list
             raise RequestError(f"{script} exited with {error.code}") from None
     finally:
         leave()
+        os.environ.clear()
+        os.environ.update(before)  # a worker may be used again, and must not think that it is still that rank
     return time.perf_counter() - begun
 
 

@@ -9,11 +9,12 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh, check_runnable
 from meshwright.core.model import ModelProfile
-from meshwright.core.plan import BalancePolicy, Compile, MemoryPolicy, Plan, SyncPolicy
+from meshwright.core.plan import BalancePolicy, Compile, MemoryPolicy, PipelineSchedule, Plan, Stage, SyncPolicy, stages_a_rank
 from meshwright.core.strand import Flow
 from meshwright.core.tensor import TensorPolicy
 from meshwright.core.workload import Workload
 from meshwright.plan.partition import choose_units, one_stage
+from meshwright.plan.pipeline import cut_stages
 from meshwright.plan.tensor import choose_cuts, refuse_if_nothing
 
 
@@ -30,6 +31,7 @@ class Wishes:
     backend: str | None = None
     bucket_bytes: int | None = None
     timeout_s: float | None = None
+    schedule: PipelineSchedule | None = None
     placements: Mapping[str, str] = field(default_factory=dict)
     flow: Flow | None = None  # the model's dataflow; without it no tensor parallelism is considered
 
@@ -39,17 +41,20 @@ def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wish
     reason: RequestError | None = None
     found = False
     cuts: dict[int, TensorPolicy] = {}
+    pieces: dict[tuple[int, int], tuple[Stage, ...]] = {}
     for mesh, zero in _layouts(cluster, wishes):
         try:
             check_runnable(mesh)
             tensor = _tensor(mesh, wishes, cuts)
+            schedule = _schedule(mesh, wishes)
+            stages = _stages(profile, mesh, schedule, wishes, tensor, pieces)
         except RequestError as error:
             reason = reason or error
             continue
         for micro in _micro_batches(workload.global_batch, mesh, wishes):
             for recompute in (wishes.recompute,) if wishes.recompute else ("none", "full"):
                 try:
-                    yield _make(profile, cluster, workload, wishes, mesh, zero, micro, recompute, tensor)
+                    yield _make(profile, cluster, workload, wishes, mesh, zero, micro, recompute, tensor, stages, schedule)
                     found = True
                 except RequestError as error:
                     reason = reason or error  # the first is about the simplest plan
@@ -70,23 +75,46 @@ def _tensor(mesh: Mesh, wishes: Wishes, made: dict[int, TensorPolicy]) -> Tensor
     return made[ways]
 
 
+def _schedule(mesh: Mesh, wishes: Wishes) -> PipelineSchedule:
+    return wishes.schedule or "1f1b"
+
+
+def _stages(
+    profile: ModelProfile, mesh: Mesh, schedule: str, wishes: Wishes, tensor: TensorPolicy, made: dict[tuple[int, int], tuple[Stage, ...]]
+) -> tuple[Stage, ...]:
+    if mesh.pp == 1:
+        return one_stage(profile)
+    if wishes.flow is None:
+        raise RequestError(f"mesh {mesh}: a pipeline needs the model's dataflow, and this model's loss is not known: pass loss_fn")
+    key = (mesh.pp * stages_a_rank(schedule), mesh.degree("tp"))
+    if key not in made:
+        made[key] = cut_stages(wishes.flow, profile, key[0], tensor)
+    return made[key]
+
+
 def _layouts(cluster: Cluster, wishes: Wishes) -> Iterator[tuple[Mesh, int]]:
     if wishes.mesh is not None:
         wanted = [wishes.zero] if wishes.zero is not None else [1, 2, 3] if wishes.mesh.shard > 1 else [0]
         yield from ((wishes.mesh, zero) for zero in wanted)
         return
     for world in _worlds(len(cluster.devices), wishes):
-        for ways in _divisors(world) if wishes.flow is not None else [1]:
-            tp = (ways,)
+        for pp, ways in _model_parallel(world, wishes):
+            tp, rest = (ways,), world // ways // pp
             for zero in (wishes.zero,) if wishes.zero is not None else (0, 1, 2, 3):
-                rest = world // ways
                 if zero == 0:
-                    yield Mesh(dp=rest, tp=tp), 0
+                    yield Mesh(pp=pp, dp=rest, tp=tp), 0
                 elif rest == 1:
                     if wishes.zero is not None:
-                        yield Mesh(tp=tp), zero
+                        yield Mesh(pp=pp, tp=tp), zero
                 else:
-                    yield from ((Mesh(dp=rest // shard, shard=shard, tp=tp), zero) for shard in _divisors(rest) if shard > 1)
+                    yield from ((Mesh(pp=pp, dp=rest // shard, shard=shard, tp=tp), zero) for shard in _divisors(rest) if shard > 1)
+
+
+def _model_parallel(world: int, wishes: Wishes) -> list[tuple[int, int]]:
+    """Degrees of pipeline and tensor parallelism that divide the world; without the dataflow, none."""
+    if wishes.flow is None:
+        return [(1, 1)]
+    return [(pp, ways) for pp in _divisors(world) for ways in _divisors(world // pp)]
 
 
 def _worlds(devices: int, wishes: Wishes) -> list[int]:
@@ -108,7 +136,7 @@ def _micro_batches(batch: int, mesh: Mesh, wishes: Wishes) -> list[int]:
 
 def _make(
     profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes, mesh: Mesh, zero: int, micro: int, recompute: str,
-    tensor: TensorPolicy,
+    tensor: TensorPolicy, stages: tuple[Stage, ...], schedule: PipelineSchedule,
 ) -> Plan:  # fmt: skip
     device = cluster.devices[0].kind
     world = mesh.size
@@ -120,7 +148,8 @@ def _make(
         global_batch=workload.global_batch,
         mesh=mesh,
         micro_batches=micro,
-        stages=one_stage(profile),
+        stages=stages,
+        schedule=schedule,
         memory=MemoryPolicy(zero, choose_units(profile), recompute, workload.precision),  # type: ignore[arg-type]
         sync=SyncPolicy(
             **{k: v for k, v in (("bucket_bytes", wishes.bucket_bytes), ("timeout_s", wishes.timeout_s)) if v is not None}  # type: ignore[arg-type]

@@ -12,7 +12,12 @@ from meshwright.core.tensor import Cut, Dealt, Meet, Rewrite, TensorPolicy
 
 PLACEMENTS = ("auto", "column", "whole")
 _WORTH_A_GATHER = 0.02  # a layer that only a gather could cut is cut when it holds at least this share of the model
-_SLICES = ("slice", "narrow", "split", "split_with_sizes")
+_SLICES = ("slice", "narrow")  # a split by number is noted as a call; what is left comes from `chunk`, which counts for itself
+# What may happen to a partial sum before it is completed: a sum of results is the result of the sum.
+_VIEWS = ("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "clone", "_to_copy", "expand", "squeeze", "unsqueeze", "unbind", "split")
+_LINEAR = frozenset((*_VIEWS, "mul", "mul_", "div", "div_", "neg", "sum", "mean", "slice", "select", "index", "index_select"))
+_ADDING = frozenset(("add", "add_", "sub", "sub_", "index_add", "index_add_", "scatter_add", "scatter_add_"))
+_ZEROS = frozenset(("zeros", "zeros_like", "new_zeros"))
 
 
 def choose_cuts(flow: Flow, ways: int, placements: Mapping[str, str] | None = None) -> TensorPolicy:
@@ -85,6 +90,29 @@ class _Reader:
     def _prod(self, strands: Iterable[int]) -> int:
         return math.prod(self.flow.sizes[s] for s in strands)
 
+    def completion(self, index: int, strand: int) -> tuple[ModuleCall, frozenset[int]] | None:
+        """Where the partial sums of one product are completed: the module at whose output, and the values on the way that are partial.
+        Layers add their bias afterwards; any other module may only do to partial sums what commutes with adding them up."""
+        op, call = self.op(index), self.layer_of.get(index)
+        if call is None or sum(strand in self.carried[v] for v in op.inputs) < 2:
+            return None
+        if call.kind in ("linear", "conv"):
+            return call, frozenset()
+        partial = set(op.outputs)
+        for later in range(index + 1, len(self.flow.operations)):
+            then = self.op(later)
+            met = partial.intersection(then.inputs)
+            if not met or later >= call.last:
+                if met and not met.issubset(call.outputs):
+                    return None
+                continue
+            others = [v for v in then.inputs if v not in partial]
+            zeros = all(self.op(self.producer[v]).name in _ZEROS if v in self.producer else False for v in others if self.flow.values[v].itemsize < 8)
+            if not ((then.name in _LINEAR and len(met) == 1) or (then.name in _ADDING and zeros)):
+                return None
+            partial.update(then.outputs)
+        return (call, frozenset(partial)) if partial.intersection(call.outputs) else None
+
     def module_names(self) -> set[str]:
         return {call.module for call in self.flow.modules}
 
@@ -144,11 +172,8 @@ def _obstacle(reader: _Reader, strand: int, ways: int, asked: Mapping[str, str])
     for index, op in enumerate(flow.operations):
         if strand in op.binds:
             return f"{op.name} in {op.module or 'the loss'} needs all of it"
-        if strand in op.sums:
-            call = reader.layer_of.get(index)
-            carriers = [v for v in op.inputs if strand in reader.carried[v]]
-            if call is None or call.kind not in ("linear", "conv") or len(carriers) < 2:
-                return f"{op.name} in {op.module or 'the loss'} sums over it outside a layer"
+        if strand in op.sums and reader.completion(index, strand) is None:
+            return f"{op.name} in {op.module or 'the loss'} sums over it outside a layer"
         if op.name in _SLICES and op.call < 0 and _slices(reader, op, strand):
             return f"the code of {op.module or 'the model'} slices it by number"
     if any(strand in reader.carried[v] for v in flow.outputs):
@@ -190,9 +215,13 @@ def _strand_name(reader: _Reader, strand: int) -> str:
 
 
 def _sums(reader: _Reader, chosen: set[int]) -> Iterable[Meet]:
+    found: dict[str, Meet] = {}
     for index, op in enumerate(reader.flow.operations):
-        if chosen.intersection(op.sums):
-            yield _meet_after(reader, reader.layer_of[index])
+        for strand in chosen.intersection(op.sums):
+            done = reader.completion(index, strand)
+            assert done is not None
+            found.setdefault(done[0].module, _meet_after(reader, done[0]))
+    yield from found.values()
 
 
 def _meet(reader: _Reader, module: str, value: int, position: int = 0) -> Meet:
@@ -264,15 +293,18 @@ def _entries(reader: _Reader, chosen: set[int], gathered: set[str]) -> tuple[lis
     """Meetings of gradients, and whole parameters whose gradients are partial."""
     edges: dict[int, set[int]] = {}
     partial: dict[str, None] = {}
+    sums: set[int] = set()  # values that are partial sums
     for index, op in enumerate(reader.flow.operations):
-        active = chosen & set().union(*(reader.carried[v] for v in (*op.inputs, *op.outputs)))
+        for strand in chosen.intersection(op.sums):
+            sums |= (reader.completion(index, strand) or (None, frozenset()))[1]
+        active = chosen & set().union(*(reader.carried[v] for v in (*op.inputs, *op.outputs))) or sums.intersection(op.inputs)
         call = reader.layer_of.get(index)
         opened = call is not None and call.module in gathered and bool(op.sums)
         if not active and not opened:
             continue
         for value in op.inputs:
             parameter = reader.origin.get(value)
-            if not reader.flow.values[value].needs_grad or chosen & reader.carried[value] or (opened and parameter):
+            if not reader.flow.values[value].needs_grad or value in sums or chosen & reader.carried[value] or (opened and parameter):
                 continue
             if parameter and chosen.intersection(op.sums):
                 continue  # a bias, which the layer adds after the sum
@@ -390,3 +422,21 @@ def refuse_if_nothing(policy: TensorPolicy, ways: int) -> None:
     if not policy.strands:
         reason = next(iter(policy.whole.values()), "it has no parameters")
         raise RequestError(f"tp={ways}: nothing in this model can be cut ({reason}): use --mesh dp={ways}")
+
+
+def dealt_strands(flow: Flow, policy: TensorPolicy | None) -> frozenset[int]:
+    """The strands of a flow that a policy deals out; not those that are gathered where they are made."""
+    if policy is None:
+        return frozenset()
+    values = {v.parameter: v for v in flow.values if v.parameter}
+    at_once = {m.strand for m in (*policy.gathers, *policy.lookups)}
+    found = set()
+    for dealt in policy.strands:
+        if dealt.name not in at_once:
+            strands = values[dealt.cuts[0].parameter].strands[dealt.cuts[0].dim]
+            outer = 1
+            for strand in strands:
+                if outer == dealt.cuts[0].outer and flow.sizes[strand] == dealt.size:
+                    found.add(strand)
+                outer *= flow.sizes[strand]
+    return frozenset(found)

@@ -2,7 +2,7 @@
 
 from meshwright.schedule.buckets import Bucket, assign_buckets
 from meshwright.schedule.expand import expand
-from meshwright.schedule.ledger import LedgerLine, plan_ledger
+from meshwright.schedule.ledger import LedgerLine, differences, plan_ledger, plan_ledgers
 from meshwright.schedule.local import local_profile
 
-__all__ = ["Bucket", "LedgerLine", "assign_buckets", "expand", "local_profile", "plan_ledger"]
+__all__ = ["Bucket", "LedgerLine", "assign_buckets", "differences", "expand", "local_profile", "plan_ledger", "plan_ledgers"]

@@ -15,21 +15,25 @@ from meshwright.schedule.local import local_profile
 
 
 def expand(plan: Plan, profile: ModelProfile, *, clip: bool = False) -> Schedule:
-    """One program for each tensor-parallel rank, whose pieces may differ; ranks that differ in their data alone share it."""
+    """One program for each pipeline and tensor-parallel rank; ranks that differ in their data alone share it."""
     build = _sharded if plan.memory.zero == 3 and plan.mesh.data_width > 1 else _bucketed
-    ways = plan.mesh.degree("tp")
-    programs = tuple((*build(plan, local_profile(plan, profile, t)), *_norm(plan, clip)) for t in range(ways))
-    return Schedule(programs, {str(r): plan.mesh.coordinate(r, "tp") for r in range(plan.world)} if ways > 1 else {})
+    ways, depth = plan.mesh.degree("tp"), plan.mesh.pp
+    programs = tuple(
+        (*build(plan, local_profile(plan, profile, t, p), p), *_norm(plan, clip)) for p in range(depth) for t in range(ways)
+    )  # fmt: skip
+    places = {str(r): plan.mesh.coordinate(r, "pp") * ways + plan.mesh.coordinate(r, "tp") for r in range(plan.world)}
+    return Schedule(programs, places if len(programs) > 1 else {})
 
 
 def gradient_buckets(plan: Plan, profile: ModelProfile) -> tuple[Bucket, ...]:
     """The buckets that `execute` will make for this plan: parameters in reverse order of registration. `profile` is one rank's."""
     tensors = [t for _, t in _arrival(profile)]
-    cut = {c.parameter for s in plan.tensor.strands for c in s.cuts} if plan.memory.zero else set()
+    cut = {c.parameter for s in plan.tensor.strands for c in s.cuts}
+    kinds = [(t.name in cut, t.counted) if plan.memory.zero else (False, True) for t in tensors]
     return assign_buckets(
         [t.numel for t in tensors],
         [t.itemsize for t in tensors],
-        [(t.itemsize, t.name in cut) for t in tensors],
+        [(t.itemsize, kind) for t, kind in zip(tensors, kinds, strict=True)],
         first_bytes=plan.sync.first_bucket_bytes,
         bytes_cap=plan.sync.bucket_bytes,
         shards=plan.mesh.shard if plan.memory.zero else 1,
@@ -75,22 +79,23 @@ def _meetings(plan: Plan, profile: ModelProfile, layer: int) -> dict[str, list[A
     policy, found = plan.tensor, {"forward": [], "again": [], "backward": []}  # type: ignore[var-annotated]
     if not policy.strands:
         return found
-    owners = [item.name for item in profile.layers]
+    owners = [name for stage in plan.stages for name in stage.layers] or [item.name for item in profile.layers]
+    here = profile.layers[layer].name
     kinds = (("sum", "all_reduce", policy.sums), ("lookup", "all_reduce", policy.lookups), ("gather", "all_gather", policy.gathers))
     for kind, op, meets in kinds:
         for meet in meets:
-            if _owner(meet.module, owners) == layer:
+            if _owner(meet.module, owners) == here:
                 size = meet.at(profile.batch)
                 whole = _gathered(plan, meet, size) if kind == "gather" else size
                 action = _meeting(f"{kind}/{meet.module}", op, whole, whole - size)
                 found["forward"].append(action)
-                if owners[layer] not in meet.final_in:
+                if here not in meet.final_in:
                     found["again"].append(action)
     for meet in policy.enters:
-        if _owner(meet.module, owners) == layer:
+        if _owner(meet.module, owners) == here:
             found["backward"].append(_meeting(f"enter/{meet.module}", "all_reduce", meet.at(profile.batch)))
     for name in policy.partial:
-        if _owner(name, owners) == layer:
+        if _owner(name, owners) == here:
             size = next(t.bytes for t in profile.tensors if t.name == name)
             found["backward"].append(_meeting(f"enter/{name}", "all_reduce", float(size)))
     return found
@@ -107,15 +112,15 @@ def _gathered(plan: Plan, meet: Meet, size: float) -> float:
     return size / strand.size * strand.piece(0, ways)[1] * ways
 
 
-def _owner(module: str, layers: list[str]) -> int:
+def _owner(module: str, layers: list[str]) -> str:
     """The layer that a module belongs to: the longest name that it starts with; the model itself otherwise."""
-    best = max((name for name in layers if module == name or module.startswith(f"{name}.")), key=len, default="(model)")
-    return layers.index(best) if best in layers else len(layers) - 1
+    return max((name for name in layers if module == name or module.startswith(f"{name}.")), key=len, default="(model)")
 
 
-def _loss(plan: Plan) -> Iterator[Action]:
-    if plan.mesh.data_width > 1:
-        yield Action("loss", "all_reduce", bytes=8 if plan.memory.precision == "fp64" else 4, axis="data")
+def _loss(plan: Plan, profile: ModelProfile) -> Iterator[Action]:
+    if plan.mesh.group_size("batch") > 1:
+        size = 8 if plan.memory.precision == "fp64" else 4
+        yield Action("loss", "all_reduce", bytes=size * (2 if profile.counted_loss else 1), axis="batch")
 
 
 def _norm(plan: Plan, clip: bool) -> Iterator[Action]:
@@ -123,11 +128,35 @@ def _norm(plan: Plan, clip: bool) -> Iterator[Action]:
     size = 8 if plan.memory.precision == "fp64" else 4
     if clip and plan.mesh.degree("tp") > 1:
         yield Action("norm/tp", "all_reduce", bytes=size, axis="tp")
+    if clip and plan.mesh.pp > 1:
+        yield Action("norm/pp", "all_reduce", bytes=size, axis="pp")
     if clip and plan.memory.zero and plan.mesh.shard > 1:
         yield Action("norm", "all_reduce", bytes=size, axis="shard")
 
 
-def _bucketed(plan: Plan, profile: ModelProfile) -> Iterator[Action]:
+def _crossings(plan: Plan, profile: ModelProfile, pp_rank: int, phase: str, micro: int) -> Iterator[Action]:
+    """What this rank's stages send for one micro-batch: activations on, gradients back. Neighbours on one rank send nothing."""
+    for index in range(len(plan.stages)) if plan.mesh.pp > 1 else ():
+        other = index + 1 if phase == "forward" else index - 1
+        if plan.stage_rank(index) != pp_rank or not 0 <= other < len(plan.stages) or plan.stage_rank(other) == pp_rank:
+            continue
+        name = f"activations/{index}" if phase == "forward" else f"gradients/{index}"
+        for at, carry in enumerate(plan.stages[max(index, other)].receives):
+            yield Action(f"{name}/{micro}/{at}", "send", bytes=round(carry.bytes * profile.batch), axis="pp")
+
+
+def _tied(plan: Plan, profile: ModelProfile, pp_rank: int) -> Iterator[Action]:
+    """Parameters that stages of several ranks use."""
+    for tensor in profile.tensors:
+        ranks = tensor.stage_ranks
+        if len(ranks) > 1 and tensor.trainable:
+            shards = plan.mesh.shard if plan.memory.zero == 3 else 1
+            rows = -(-tensor.shape[0] // shards) if tensor.shape else 1
+            size = tensor.bytes if shards == 1 else rows * (tensor.numel // tensor.shape[0]) * tensor.itemsize
+            yield Action(f"tied/{tensor.name}", "all_reduce", bytes=size, axis=f"pp:{len(ranks)}")
+
+
+def _bucketed(plan: Plan, profile: ModelProfile, pp_rank: int = 0) -> Iterator[Action]:
     buckets = gradient_buckets(plan, profile) if plan.mesh.data_width > 1 else ()
     op, axis = ("reduce_scatter", "shard") if plan.memory.zero else ("all_reduce", "dp")
     ready = _completed_at(buckets, profile)
@@ -136,8 +165,9 @@ def _bucketed(plan: Plan, profile: ModelProfile) -> Iterator[Action]:
         last = micro == plan.micro_batches - 1
         for layer in range(len(profile.layers)):
             yield from _compute(plan, profile, "forward", layer, micro)
+        yield from _crossings(plan, profile, pp_rank, "forward", micro)
         if last:
-            yield from _loss(plan)
+            yield from _loss(plan, profile)
         for layer in reversed(range(len(profile.layers))):
             yield from _compute(plan, profile, "backward", layer, micro)
             if last or plan.memory.zero == 2:
@@ -145,6 +175,9 @@ def _bucketed(plan: Plan, profile: ModelProfile) -> Iterator[Action]:
                     bucket = buckets[index]
                     launched.append(f"grads/bucket{index}/{micro}")
                     yield Action(launched[-1], op, bytes=bucket.bytes, padding=bucket.padding, axis=axis)  # type: ignore[arg-type]
+        yield from _crossings(plan, profile, pp_rank, "backward", micro)
+        if last:
+            yield from _tied(plan, profile, pp_rank)
         if plan.memory.zero and plan.mesh.dp > 1 and (last or plan.memory.zero == 2):
             for index, bucket in enumerate(buckets):
                 name = f"replicas/bucket{index}/{micro}"
@@ -167,8 +200,9 @@ def _completed_at(buckets: tuple[Bucket, ...], profile: ModelProfile) -> dict[in
     return found
 
 
-def _sharded(plan: Plan, profile: ModelProfile) -> Iterator[Action]:
-    units = set(plan.memory.units)
+def _sharded(plan: Plan, profile: ModelProfile, pp_rank: int = 0) -> Iterator[Action]:
+    # A pipeline's stage leaves the model's forward half way, so there every layer is a unit and the model itself is none.
+    units = set(plan.memory.units) | ({layer.name for layer in profile.layers} if plan.mesh.pp > 1 else set())
     shards, precision = plan.mesh.shard, plan.memory.precision
     item = ITEM_BYTES[precision] if precision in ("bf16", "fp16") else None
     root = [layer for layer in profile.layers if layer.name not in units]
@@ -192,7 +226,7 @@ def _sharded(plan: Plan, profile: ModelProfile) -> Iterator[Action]:
             gathers = list(gather("root", root, tag))
             yield from gathers
             if phase == "backward" and micro == plan.micro_batches - 1:
-                yield from _loss(plan)
+                yield from _loss(plan, profile)
             own = {i: list(gather(profile.layers[i].name, [profile.layers[i]], tag)) for i in order if profile.layers[i].name in units}
             ahead = [action for actions in own.values() for action in actions]
             yield from ahead[:1]
@@ -210,4 +244,6 @@ def _sharded(plan: Plan, profile: ModelProfile) -> Iterator[Action]:
                 actions = list(scatter("root", root, tag))
                 sent += [a.name for a in actions]
                 yield from actions
+            yield from _crossings(plan, profile, pp_rank, phase, micro)
+    yield from _tied(plan, profile, pp_rank)
     yield Action("optimizer", "optimizer", waits=tuple(sent))

@@ -10,8 +10,10 @@ from meshwright.core.plan import Plan
 _CUT_KINDS = ("matmul", "conv", "attention")
 
 
-def local_profile(plan: Plan, profile: ModelProfile, tp_rank: int) -> ModelProfile:
-    """The profile as `tp_rank` sees it. Parameters are exact; work and activations shrink with the layer's cut parameters."""
+def local_profile(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int = 0) -> ModelProfile:
+    """The profile as one rank sees it. Parameters are exact; work and activations shrink with the layer's cut parameters."""
+    if plan.mesh.pp > 1 and len(plan.stages) > 1:
+        profile = _stage_profile(plan, profile, pp_rank)
     ways = plan.mesh.degree("tp")
     if ways == 1:
         return profile
@@ -52,3 +54,24 @@ def local_profile(plan: Plan, profile: ModelProfile, tp_rank: int) -> ModelProfi
         return memo[id(kernels)]
 
     return replace(profile, layers=tuple(shrink(layer) for layer in profile.layers))
+
+
+def _stage_profile(plan: Plan, profile: ModelProfile, pp_rank: int) -> ModelProfile:
+    """The layers of one pipeline rank, and the parameters of other ranks' layers that it uses too."""
+    mine = {name for i, stage in enumerate(plan.stages) if plan.stage_rank(i) == pp_rank for name in stage.layers}
+    holders = {t.name: [plan.stage_rank(s) for s in plan.holders(t.name)] for t in profile.tensors}
+
+    def held(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+        return tuple(
+            replace(t, counted=holders[t.name][0] == pp_rank, stage_ranks=tuple(sorted(set(holders[t.name]))))
+            for t in tensors
+            if pp_rank in holders[t.name]
+        )
+
+    kept = [i for i, layer in enumerate(profile.layers) if layer.name in mine]
+    layers = [replace(profile.layers[i], tensors=held(profile.layers[i].tensors)) for i in kept]
+    users = {b.parameter: b.layer for i, stage in enumerate(plan.stages) if plan.stage_rank(i) == pp_rank for b in stage.also}
+    for tensor in (t for layer in profile.layers if layer.name not in mine for t in held(layer.tensors)):
+        at = next((i for i, layer in enumerate(layers) if layer.name == users.get(tensor.name)), 0)
+        layers[at] = replace(layers[at], tensors=(*layers[at].tensors, tensor))
+    return replace(profile, layers=tuple(layers), slopes=tuple(profile.slopes[i] for i in kept))

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 def load(reference: str) -> Task:
     """Import the factory and ask it what it makes: a Task, or a module that carries `loss(batch)` and `fields`."""
-    place, _, attribute = reference.rpartition(":")
-    factory = getattr(_import(place, reference), attribute, None)
+    module, attribute = import_reference(reference)
+    factory = getattr(module, attribute, None)
     if factory is None:
-        raise RequestError(f"{reference}: {place} has no '{attribute}'")
+        raise RequestError(f"{reference}: {reference.rpartition(':')[0]} has no '{attribute}'")
     if not callable(factory):
         raise RequestError(f"{reference}: '{attribute}' is a {type(factory).__name__}, not a function that returns a Task or a module")
     made = _call(factory, reference)
@@ -42,9 +42,11 @@ def carried_loss(model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Tenso
     return loss
 
 
-def _import(place: str, reference: str) -> ModuleType:
+def import_reference(reference: str) -> tuple[ModuleType, str]:
+    """The module of `package.module:name` or `path/to/file.py:name`, imported, and the name that is asked of it."""
+    place, _, attribute = reference.rpartition(":")
     try:
-        return _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+        return _import_file(Path(place)) if place.endswith(".py") else _import_module(place), attribute
     except RequestError:
         raise
     except Exception as error:  # importing runs the user's code, which may raise anything

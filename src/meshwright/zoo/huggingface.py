@@ -1,16 +1,21 @@
-"""A local Hugging Face folder or config.json as a task: the architecture with random weights, trained on next tokens."""
+"""A local Hugging Face folder or config.json as a task, trained on next tokens: with the folder's weights, or with random ones."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.core.errors import RequestError
 from meshwright.core.task import Batch, Field, Task
+from meshwright.zoo.losses import counted_cross_entropy
+from meshwright.zoo.published import published_config, published_names
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -19,21 +24,23 @@ _DEFAULT_SEQ = 1024
 _BYTES = 256  # the smallest vocabulary that the built-in corpus of bytes fits in
 
 
-def load(path: str, *, seq: int | None, dropout: float) -> Task:
-    """The task for `hf:PATH`. Reads the configuration only; weights come when `build` is called."""
+def load(path: str, *, seq: int | None, dropout: float, random_init: bool = False) -> Task:
+    """The task for `hf:PATH`, or for the name of a published model. Reads the configuration only; weights come when `build` is called."""
     config = _configuration(Path(path))
+    folder = Path(path) if not random_init and has_weights(Path(path)) else None
     length = _sequence(config, path, seq)
     _set_dropout(config, dropout)
     return Task(
         name=f"hf:{path}",
-        build=partial(_build, config, path),
+        build=partial(_build, config, path, folder),
         loss=causal_loss,
         fields={"tokens": Field((length,), "int64", config.vocab_size)},
         data="source" if config.vocab_size >= _BYTES else "synthetic",
         global_batch=32,
         learning_rate=3e-4,
         tokens_per_sample=length,
-        note=f"random weights; every dropout of the configuration is set to {dropout:g}" + (", and is not keyed by sample" if dropout else ""),
+        note=f"{'the weights in its folder' if folder else 'random weights'}; every dropout of the configuration is set to {dropout:g}"
+        + (", and is not keyed by sample" if dropout else ""),
     )
 
 
@@ -42,6 +49,16 @@ def causal_loss(model: nn.Module, batch: Batch) -> Tensor:
     tokens = batch["tokens"]
     loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     return loss
+
+
+def answer_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(sum, count) over the targets that count. Padding comes after all that is predicted, so causal attention needs no mask for it."""
+    return counted_cross_entropy(model(input_ids=batch["tokens"], use_cache=False).logits, batch["targets"])
+
+
+def has_weights(path: Path) -> bool:
+    """Whether a folder holds weights in safetensors; pickled ones are not read."""
+    return path.is_dir() and any(path.glob("*.safetensors"))
 
 
 def _transformers() -> Any:
@@ -53,8 +70,11 @@ def _transformers() -> Any:
 
 def _configuration(path: Path) -> Any:
     file = path / "config.json" if path.is_dir() else path
+    if not path.exists():
+        file = published_config(str(path)) or file
     if not file.is_file():
-        raise RequestError(f"hf:{path}: there is no {file}: give a local folder that holds config.json, or that file")
+        known = ", ".join(published_names())
+        raise RequestError(f"hf:{path}: there is no {file}: give a local folder that holds config.json, that file, or one of {known}")
     try:
         config = _transformers().AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError) as error:
@@ -84,12 +104,45 @@ def _set_dropout(config: Any, dropout: float) -> None:
             setattr(config, key, dropout)
 
 
-def _build(config: Any, path: str) -> nn.Module:
+def _build(config: Any, path: str, folder: Path | None) -> nn.Module:
+    """The model on torch's current device. Weights are read only into memory that exists: a trace on fakes needs their shapes alone."""
+    probe = torch.empty(0)
+    if folder is not None and not probe.is_meta and not isinstance(probe, FakeTensor):
+        return _pretrained(config, folder).to(probe.device)
     try:
         model: nn.Module = _transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except ValueError as error:
         raise RequestError(f"hf:{path}: no causal language model for this configuration: {_one_line(error)}") from error
     return model
+
+
+def _pretrained(config: Any, folder: Path) -> nn.Module:
+    """The model with the folder's weights, in fp32 on the host. A tensor that the files lack is an error: it would be random."""
+    options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True, "dtype": torch.float32}
+    try:
+        with torch.device("cpu"), _without_bars():
+            model, found = _transformers().AutoModelForCausalLM.from_pretrained(str(folder), config=config, output_loading_info=True, **options)
+    except Exception as error:  # safetensors and transformers have kinds of their own for files that are broken, cut short or of another model
+        raise RequestError(f"hf:{folder}: its weights cannot be loaded: {_one_line(error)}; mend them, or --set random_init=true") from error
+    if missing := sorted(found["missing_keys"]):
+        raise RequestError(
+            f"hf:{folder}: its weights lack {len(missing)} tensors of the model, such as {missing[0]}: mend them, or --set random_init=true"
+        )
+    loaded: nn.Module = model.train()  # transformers hands a loaded model over in evaluation mode
+    return loaded
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Every rank would draw its own progress bar."""
+    logging = _transformers().utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _one_line(error: Exception) -> str:

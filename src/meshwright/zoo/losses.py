@@ -1,4 +1,5 @@
-"""The losses of the zoo's models: `(model, batch) -> mean`, for any module with the same call, on any device, in any float type."""
+"""The losses of the zoo's models: `(model, batch) -> mean`, or (sum, count) where not all counts, for any module with the same call,
+on any device, in any float type."""
 
 from __future__ import annotations
 
@@ -27,6 +28,17 @@ def next_token(model: nn.Module, batch: Batch) -> Tensor:
     tokens = batch["tokens"]
     logits = _precise(model(tokens[:, :-1]))
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def answers(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(sum, count) of the cross entropy of the targets that count."""
+    return counted_cross_entropy(model(batch["tokens"]), batch["targets"])
+
+
+def counted_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum, count) over the targets other than -100, which is torch's own mark for a place without one."""
+    total = F.cross_entropy(_precise(logits).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    return total, (targets != -100).sum()
 
 
 def elbo(model: nn.Module, batch: Batch) -> Tensor:

@@ -63,14 +63,15 @@ def names() -> tuple[str, ...]:
     return tuple(_JOBS)
 
 
-def load(name: str, *, seq: int | None = None, dropout: float = 0.0) -> Task:
-    """The task for a zoo name, `hf:PATH`, `package.module:factory` or `path/to/file.py:factory`. Nothing is allocated yet."""
+def load(name: str, *, seq: int | None = None, dropout: float = 0.0, random_init: bool = False) -> Task:
+    """The task for a zoo name, `hf:PATH`, `package.module:factory` or `path/to/file.py:factory`. Nothing is allocated yet.
+    `random_init` leaves the weights of a Hugging Face folder unread; all other models begin with random ones anyway."""
     if not 0.0 <= dropout < 1.0:
         raise RequestError(f"dropout {dropout:g} must be at least 0 and less than 1")
     if seq is not None and seq < 1:
         raise RequestError(f"--seq {seq} must be at least 1")
     if name.startswith("hf:"):
-        return huggingface.load(name.removeprefix("hf:"), seq=seq, dropout=dropout)
+        return huggingface.load(name.removeprefix("hf:"), seq=seq, dropout=dropout, random_init=random_init)
     if ":" in name:
         _refuse(name, seq, dropout)
         return factory.load(name)

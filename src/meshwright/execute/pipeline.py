@@ -1,0 +1,312 @@
+"""Pipeline parallelism, acting half: each rank keeps its stages of the model and runs micro-batches through them.
+
+[Note: a stage of any model]
+The model's forward is left as it is, and every stage runs it, with the loss around it. Modules whose work an earlier stage has done
+give stand-ins of the right shapes at once; where the stage begins, what was received takes the stand-ins' place; where the next stage
+begins, the run is left, with the values that go on. What does not depend on parameters (masks, position tables) each stage so makes
+for itself from the samples, and only what was learned travels. The schedules and the exchange are torch's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import pipelining
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.utils import _pytree as pytree
+
+from meshwright.comm import Ledger, TorchComm
+from meshwright.core.plan import Carry, Plan
+from meshwright.core.task import Batch, Loss
+from meshwright.describe.fakes import on_fakes, quiet
+from meshwright.execute.groups import Groups, joined
+
+_SCHEDULES: dict[str, Any] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zero_bubble": pipelining.ScheduleZBVZeroBubble,
+}
+
+
+class _LeaveError(BaseException):
+    """The run of a stage ends here. Not an Exception, so that no handler in a model's code keeps it."""
+
+
+class PipelineCuts:
+    """This rank's stages. Made when a plan is applied; `run` needs a loss and samples, and looks at the first ones to learn shapes."""
+
+    def __init__(self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, groups: Groups) -> None:
+        self.plan, self.model, self.groups = plan, model, groups
+        self.mine = [s for s in range(len(plan.stages)) if plan.stage_rank(s) == groups.pp.rank]
+        self.every = [(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
+        self.owners = {name: plan.holders(name) for name, _, _ in self.every}
+        self._template = _without_memory(model)
+        self._drop(optimizer)
+        self._current = -1  # the stage that is running
+        self._held: dict[str, torch.Tensor] = {}  # values that cross stages, by name
+        self._made: dict[str, Any] = {}  # module → what its stand-in gives, as (leaves, structure)
+        self._schedule: _PipelineSchedule | None = None
+        self._crossing: dict[str, _Shape] = {}
+        self.counts_samples = False  # whether the loss is a (sum, count)
+        self.meetings = [(name, joined(plan.mesh, "pp", ranks, groups.ledger)) for name, ranks in self.shared()]
+
+    # -- set-up --
+
+    def _drop(self, optimizer: torch.optim.Optimizer) -> None:
+        """Parameters of other ranks' stages are let go."""
+        known = {id(p): name for name, p in self.model.named_parameters()}
+        keep = {name for name, stages in self.owners.items() if set(stages) & set(self.mine)}
+        for module in self.model.modules():
+            for key, param in list(module._parameters.items()):
+                if param is not None and known[id(param)] not in keep:
+                    del module._parameters[key]
+                    vars(module)[key] = torch.empty(0, dtype=param.dtype, device=param.device)  # code may ask what type it is
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if known.get(id(p)) in keep or id(p) not in known]
+
+    def shared(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Parameters that stages on several ranks use, with those ranks: their gradients must meet."""
+        found = []
+        for name, stages in self.owners.items():
+            ranks = tuple(sorted({self.plan.stage_rank(s) for s in stages}))
+            if len(ranks) > 1:
+                found.append((name, ranks))
+        return found
+
+    def counted(self, name: str) -> bool:
+        """Of the ranks that hold a parameter, one counts it in sums over all."""
+        return self.plan.stage_rank(self.owners[name][0]) == self.groups.pp.rank
+
+    def attach(self) -> None:
+        """Put the doors in. After everything else that hooks into modules, since a stand-in must come before all of it."""
+        modules = dict(self.model.named_modules())
+        for name in {n for s in self.mine for n in self.plan.stages[s].skips}:
+            self._stand_in(modules[name], name)
+        for index, stage in enumerate(self.plan.stages):
+            if index in self.mine:
+                for carry in stage.receives:
+                    for sink in carry.sinks:
+                        hook = self._injection(index, carry, sink.position)
+                        modules[sink.module].register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+            if index and index - 1 in self.mine:
+                door = lambda _m, args, kwargs, at=index - 1: self._leave(at, (args, kwargs))  # noqa: E731
+                modules[stage.entry].register_forward_pre_hook(door, with_kwargs=True, prepend=True)
+                for carry in (c for c in stage.receives if not c.at_door):
+                    modules[carry.source].register_forward_hook(lambda _m, _a, out, c=carry: self._catch(c, out))
+
+    def _stand_in(self, module: Any, name: str) -> None:
+        """A call of the module goes through here first: past its hooks too, if its work is done already."""
+        plain = module._compiled_call_impl or module._call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._current < 0 or name not in self.plan.stages[self._current].skips:
+                return plain(*args, **kwargs)
+            leaves, spec = self._made[name]
+            return pytree.tree_unflatten([leaf() if callable(leaf) else leaf for leaf in leaves], spec)
+
+        module._compiled_call_impl = call
+
+    def _leave(self, stage: int, given: Any) -> None:
+        if self._current == stage:
+            for carry in (c for c in self.plan.stages[stage + 1].receives if c.at_door):
+                self._held[carry.name] = _tensors(given)[carry.position]
+            raise _LeaveError
+
+    def _catch(self, carry: Carry, output: Any) -> None:
+        if self._current >= 0 and carry.source not in self.plan.stages[self._current].skips:
+            self._held[carry.name] = _tensors(output)[carry.position]
+
+    def _injection(self, stage: int, carry: Carry, position: int) -> Any:
+        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            if self._current != stage:
+                return None
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            places = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)]
+            leaves[places[position]] = self._held[carry.name]
+            return pytree.tree_unflatten(leaves, spec)
+
+        return before
+
+    # -- the first samples --
+
+    def _learn(self, loss_fn: Loss, piece: Batch, autocast: Any) -> None:
+        """Shapes and types of what crosses, and of what skipped modules give: one forward on fake tensors."""
+        crossing = self._crossing
+        wanted = {n for s in self.mine for n in self.plan.stages[s].skips}
+        carries = {c.name: c for stage in self.plan.stages for c in stage.receives}
+        modules = dict(self._template.named_modules())
+        device = self.plan.device
+
+        def note(name: str, output: Any) -> None:
+            leaves, spec = pytree.tree_flatten(output)
+            self._made[name] = ([_like(leaf, device) if torch.is_tensor(leaf) else leaf for leaf in leaves], spec)
+
+        handles = [modules[n].register_forward_hook(lambda _m, _a, out, n=n: note(n, out)) for n in wanted]
+
+        def take(carry: Carry, tree: Any) -> None:
+            crossing[carry.name] = _shape(_tensors(tree)[carry.position])
+
+        for carry in carries.values():
+            source = modules[carry.source]
+            if carry.at_door:
+                handles.append(source.register_forward_pre_hook(lambda _m, a, k, c=carry: take(c, (a, k)), with_kwargs=True))
+            else:
+                handles.append(source.register_forward_hook(lambda _m, _a, out, c=carry: take(c, out)))
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with mode, on_fakes(self._template, self.plan.memory.precision, device), quiet(), autocast():
+            fakes = pytree.tree_map(lambda t: torch.zeros(t.shape, dtype=t.dtype, device=t.device) if torch.is_tensor(t) else t, piece)
+            self.counts_samples = isinstance(loss_fn(self._template, fakes), tuple)
+        for handle in handles:
+            handle.remove()
+
+    def _build(self) -> _PipelineSchedule:
+        assert isinstance(self.groups.pp, TorchComm)
+        stages = []
+        device = torch.device(self.plan.device, torch.cuda.current_device()) if self.plan.device == "cuda" else torch.device("cpu")
+        for index in self.mine:
+            takes = tuple(_meta(self._crossing[c.name]) for c in self.plan.stages[index].receives)
+            last = index == len(self.plan.stages) - 1
+            gives = (torch.empty((), device="meta"),) if last else tuple(_meta(self._crossing[c.name]) for c in self.plan.stages[index + 1].receives)
+            part = _StageModule(self, index)
+            stages.append(_CountedStage(part, index, len(self.plan.stages), device, takes, gives, self.groups.pp.group, self.groups.ledger))
+        kind = _SCHEDULES[self.plan.schedule]
+        several = self.plan.schedule in ("interleaved", "zero_bubble")
+        made: _PipelineSchedule = kind(stages if several else stages[0], self.plan.micro_batches, loss_fn=lambda out, _: out, scale_grads=False)
+        return made
+
+    # -- running --
+
+    def run(self, pieces: list[Batch], run_stage: Any, loss_fn: Loss, autocast: Any) -> list[torch.Tensor]:
+        """Forward and backward of all micro-batches; the losses, on the rank of the last stage. `run_stage(piece, index)` computes a loss."""
+        if self._schedule is None:
+            self._learn(loss_fn, pieces[0], autocast)
+            self._schedule = self._build()
+        self._run_stage = run_stage
+        stages = getattr(self._schedule, "_stages", None) or [self._schedule._stage]  # type: ignore[attr-defined]
+        for stage in stages:
+            stage.has_backward = True
+            stage.clear_runtime_states()
+        losses: list[torch.Tensor] = []
+        count = len(pieces)
+        kwargs = [{"index": i} for i in range(count)]
+        self._schedule._step_microbatches([()] * count, kwargs, [None] * count, losses, False)
+        return losses
+
+    def evaluate(self, batch: Batch, run_stage: Any, loss_fn: Loss, autocast: Any) -> Any:
+        """One batch forward through all stages, one after the other; the loss on the rank of the last."""
+        assert isinstance(self.groups.pp, TorchComm)
+        kept = dict(self._made), dict(self._crossing)
+        self._learn(loss_fn, batch, autocast)
+        self._run_stage = run_stage
+        out: Any = None
+        passed: tuple[torch.Tensor, ...] = ()
+        for index, stage in enumerate(self.plan.stages):
+            if index not in self.mine:
+                continue
+            if index and self.plan.stage_rank(index - 1) != self.groups.pp.rank:
+                passed = tuple(torch.empty(s.shape, dtype=s.dtype, device=self.plan.device) for s in (self._crossing[c.name] for c in stage.receives))
+                for tensor in passed:
+                    dist.recv(tensor, group=self.groups.pp.group, group_src=self.plan.stage_rank(index - 1))
+            out = self.forward(index, passed, 0)
+            if index + 1 < len(self.plan.stages):
+                passed = out
+                if self.plan.stage_rank(index + 1) != self.groups.pp.rank:
+                    for tensor in out:
+                        dist.send(tensor.contiguous(), group=self.groups.pp.group, group_dst=self.plan.stage_rank(index + 1))
+        self._made, self._crossing = kept
+        return out if len(self.plan.stages) - 1 in self.mine else None
+
+    def forward(self, stage: int, received: tuple[torch.Tensor, ...], index: int) -> Any:
+        """One micro-batch through one stage: the loss from the last, what crosses from the others."""
+        self._held = {c.name: t for c, t in zip(self.plan.stages[stage].receives, received, strict=True)}
+        self._current = stage
+        try:
+            return self._run_stage(index)
+        except _LeaveError:
+            return tuple(self._held[c.name].contiguous() for c in self.plan.stages[stage + 1].receives)
+        finally:
+            self._current = -1
+            self._held = {}
+
+    def stage_parameters(self, stage: int) -> Iterator[nn.Parameter]:
+        return (p for name, p in self.model.named_parameters() if stage in self.owners[name])
+
+
+class _StageModule(nn.Module):
+    """What torch's schedules call: the model's forward, from where this stage begins to where it ends."""
+
+    def __init__(self, owner: PipelineCuts, index: int) -> None:
+        super().__init__()
+        self._owner, self._index = [owner], index  # in a list: the model is not a part of this module
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return self._owner[0].stage_parameters(self._index)
+
+    def forward(self, *received: torch.Tensor, index: int) -> Any:
+        return self._owner[0].forward(self._index, received, index)
+
+
+class _CountedStage(pipelining.PipelineStage):
+    """torch's stage, with static shapes, whose sends are named and counted."""
+
+    def __init__(
+        self, part: nn.Module, index: int, count: int, device: torch.device, takes: tuple[torch.Tensor, ...], gives: tuple[torch.Tensor, ...],
+        group: Any, ledger: Ledger,
+    ) -> None:  # fmt: skip
+        super().__init__(part, index, count, device, input_args=takes, output_args=gives, group=group)
+        self._ledger = ledger
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
+        ops = super().get_fwd_send_ops(fwd_chunk_id)
+        self._count(ops, f"activations/{self.stage_index}")
+        return ops
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
+        ops = super().get_bwd_send_ops(bwd_chunk_id)
+        self._count(ops, f"gradients/{self.stage_index}")
+        return ops
+
+    def _count(self, ops: Any, name: str) -> None:
+        for op in ops:
+            self._ledger.add(name, "send", 2, op.tensor.numel() * op.tensor.element_size())
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(tree) if torch.is_tensor(t)]
+
+
+@dataclass(frozen=True)
+class _Shape:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool
+
+
+def _shape(tensor: torch.Tensor) -> _Shape:
+    return _Shape(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+def _meta(known: _Shape) -> torch.Tensor:
+    return torch.empty(known.shape, dtype=known.dtype, device="meta").requires_grad_(known.needs_grad)
+
+
+def _like(tensor: torch.Tensor, device: str) -> Any:
+    shape, dtype = tuple(tensor.shape), tensor.dtype
+    return lambda: torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _without_memory(model: nn.Module) -> nn.Module:
+    """A copy of the model's structure whose parameters and buffers have shapes only."""
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    return copy.deepcopy(model, memo)

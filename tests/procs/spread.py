@@ -1,0 +1,97 @@
+"""Plans over every axis for small models, and the check that all of them must pass: equal to one device, and counted."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import MemoryPolicy, Plan, stages_a_rank
+from meshwright.core.serial import from_data, to_data
+from meshwright.core.tensor import TensorPolicy
+from meshwright.describe.flow import trace_module_flow
+from meshwright.describe.trace import trace_module
+from meshwright.plan.partition import choose_units, one_stage
+from meshwright.plan.pipeline import cut_stages
+from meshwright.plan.tensor import choose_cuts
+from meshwright.schedule import plan_ledger
+from tests.procs.jobs import build, global_batch
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+ZOO = ("gpt-tiny", "llama-tiny", "vae", "vae-conv", "cnn", "cosmoflow-tiny", "dlrm-tiny")
+FAMILIES = ("GPT2", "Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Bert", "T5", "ViT")
+
+
+def model_of(name: str, **changes: Any) -> dict[str, Any]:
+    return {"zoo": name} if name in ZOO else {"family": name, "changes": changes}
+
+
+@cache
+def _traced(model: str, precision: str) -> tuple[Any, Any]:
+    described = json.loads(model)
+    kind = DTYPES[precision]
+    network, loss = build(described, kind, 0)
+    example = global_batch(described, 2, 0, kind)
+    return trace_module(network, loss, example, name="test", precision=precision), trace_module_flow(network, loss, example, precision)
+
+
+def traced(model: dict[str, Any], precision: str = "fp64") -> tuple[Any, Any]:
+    """(profile, flow) of a model."""
+    return _traced(json.dumps(model, sort_keys=True), precision)
+
+
+def spread(
+    model: dict[str, Any], mesh: Mesh, batch: int = 4, *, zero: int = 0, micro: int = 1, recompute: str = "none", schedule: str = "1f1b",
+    precision: str = "fp64",
+) -> tuple[Plan, Any]:  # fmt: skip
+    """A plan with the cuts that the planner finds, as a file would hold it, and the profile to expand it with."""
+    profile, flow = traced(model, precision)
+    memory = MemoryPolicy(zero, choose_units(profile), recompute, precision)  # type: ignore[arg-type]
+    ways = mesh.degree("tp")
+    tensor = choose_cuts(flow, ways) if ways > 1 else TensorPolicy()
+    stages = cut_stages(flow, profile, mesh.pp * stages_a_rank(schedule), tensor) if mesh.pp > 1 else one_stage(profile)
+    plan = Plan("test", batch, mesh, micro, stages, schedule, memory=memory, tensor=tensor)  # type: ignore[arg-type]
+    return from_data(Plan, to_data(plan), "plan"), profile
+
+
+def check(pool: Any, model: dict[str, Any], plan: Plan, profile: Any, steps: int = 3) -> None:
+    """The same losses, gradient norms and final state as one device; and the ledger before the run is what the run counted."""
+    precision = plan.memory.precision
+    kwargs = {"model": model, "steps": steps, "clip": 0.5, "dtype": str(DTYPES[precision]).removeprefix("torch.")}
+    exact = 1e-6 if model.get("family") == "Mixtral" else {"fp64": 1e-9, "fp32": 1e-4}[precision]  # its router is in float32 always
+    ranks = pool.run("procs.jobs:train_curve", world=plan.world, plan=to_data(plan), **kwargs)
+    alone = replace(plan, mesh=Mesh(), micro_batches=1, stages=(), memory=MemoryPolicy(precision=precision))
+    single = pool.run("procs.jobs:train_curve", world=1, plan=to_data(alone), **kwargs)[0]
+    for mine in ranks:
+        assert mine["losses"] == pytest.approx(single["losses"], rel=exact)
+        assert mine["norms"] == pytest.approx(single["norms"], rel=exact)
+    if precision == "fp64":
+        assert ranks[0]["state"] == pytest.approx(single["state"], rel=1000 * exact, abs=10 * exact)
+    assert ranks[0]["digest"] == ranks[-1]["digest"]
+    for rank, mine in enumerate(ranks):
+        assert counted(mine["ledger"]) == listed(plan, profile, rank)
+
+
+def counted(ledger: list[dict[str, Any]]) -> Counter[tuple[Any, ...]]:
+    """What a run did in one step: calls and bytes by name, operation and size of the group."""
+    found: Counter[tuple[Any, ...]] = Counter()
+    for line in ledger:
+        for what in ("calls", "bytes"):
+            found[line["name"], line["op"], line["group"], what] += line[what]
+    return found
+
+
+def listed(plan: Plan, profile: Any, rank: int) -> Counter[tuple[Any, ...]]:
+    """The same from the plan alone."""
+    found: Counter[tuple[Any, ...]] = Counter()
+    for line in plan_ledger(plan, profile, clip=True, rank=rank):
+        if line.phase == "step":
+            found[line.name, line.op, line.group, "calls"] += line.calls
+            found[line.name, line.op, line.group, "bytes"] += line.bytes
+    return found

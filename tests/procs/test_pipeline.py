@@ -1,0 +1,65 @@
+"""Pipelines cut from the dataflow: equal to one device, and counted, under every schedule and with every other axis."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+
+from meshwright.core.mesh import Mesh
+from meshwright.core.serial import to_data
+from meshwright.launch import RankFailure
+from tests.procs.spread import FAMILIES, check, model_of, spread
+
+PIPELINED = ("gpt-tiny", "llama-tiny", "cnn", "cosmoflow-tiny", *FAMILIES)
+
+
+@pytest.mark.parametrize("name", PIPELINED)
+def test_two_stages_are_equal_to_one_device(pool: Any, name: str) -> None:
+    model = model_of(name)
+    check(pool, model, *spread(model, Mesh(pp=2), micro=2))
+
+
+@pytest.mark.parametrize(("schedule", "micro"), [("gpipe", 1), ("gpipe", 4), ("1f1b", 4), ("interleaved", 2), ("interleaved", 4), ("zero_bubble", 4)])
+def test_every_schedule(pool: Any, schedule: str, micro: int) -> None:
+    model = model_of("Llama", num_hidden_layers=4)
+    check(pool, model, *spread(model, Mesh(pp=2), micro=micro, schedule=schedule))
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "zero", "schedule", "recompute"),
+    [
+        ("gpt-tiny", Mesh(pp=2, dp=2), 0, "1f1b", "none"),
+        ("gpt-tiny", Mesh(pp=2, shard=2), 1, "gpipe", "full"),
+        ("Llama", Mesh(pp=2, shard=2), 2, "1f1b", "none"),
+        ("llama-tiny", Mesh(pp=2, shard=2), 3, "1f1b", "none"),
+        ("GPT2", Mesh(pp=2, shard=2), 3, "gpipe", "none"),
+        ("gpt-tiny", Mesh(pp=2, tp=(2,)), 0, "1f1b", "full"),
+    ],
+)
+def test_with_other_axes(pool: Any, name: str, mesh: Mesh, zero: int, schedule: str, recompute: str) -> None:
+    model = model_of(name)
+    check(pool, model, *spread(model, mesh, 8, zero=zero, micro=2, schedule=schedule, recompute=recompute))
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "zero"),
+    [("gpt-tiny", Mesh(pp=2, dp=2, tp=(2,)), 0), ("Llama", Mesh(pp=2, shard=2, tp=(2,)), 3), ("T5", Mesh(pp=2, dp=2, tp=(2,)), 0)],
+)
+def test_three_axes_on_eight_ranks(large_pool: Any, name: str, mesh: Mesh, zero: int) -> None:
+    model = model_of(name)
+    check(large_pool, model, *spread(model, mesh, 8, zero=zero, micro=2))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero", "guilty"), [(Mesh(tp=(2,)), 0, 1), (Mesh(pp=2), 0, 1), (Mesh(pp=2, dp=2), 0, 2), (Mesh(shard=2, tp=(2,)), 3, 3)], ids=str
+)
+def test_a_failure_in_any_rank_ends_all_of_them(pool: Any, mesh: Mesh, zero: int, guilty: int) -> None:
+    model = model_of("llama-tiny")
+    plan, _ = spread(model, mesh, 8, zero=zero, micro=2)
+    with pytest.raises(RankFailure) as failure:
+        pool.run("procs.jobs:failing_rank", world=plan.world, plan=to_data(plan), model=model, guilty=guilty)
+    since = time.time() - float(re.findall(r"boom at ([0-9.]+)", str(failure.value.fault.traceback))[0])
+    assert failure.value.fault.rank == guilty and since < 10

@@ -1,0 +1,114 @@
+"""Pipeline stages: where a model can be cut, what crosses, how the cut balances, and what a plan refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests import architectures
+from torch import nn
+
+from meshwright import zoo
+from meshwright.core.errors import RequestError
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import Borrowed, MemoryPolicy, Plan, Stage
+from meshwright.describe.flow import trace_flow, trace_module_flow
+from meshwright.describe.trace import trace_module, trace_task
+from meshwright.plan.pipeline import _balanced, cut_stages
+
+TIED = (Stage(("a",)), Stage(("b",), also=(Borrowed("a.w", "b"),)))
+FOUR = tuple(Stage((str(i),)) for i in range(4))
+
+
+def stages_of(name: str, count: int) -> tuple[Stage, ...]:
+    if name in architectures.NAMES:
+        made = architectures.build(name), architectures.loss(name), architectures.batch(name, 2, 0)
+        return cut_stages(trace_module_flow(*made), trace_module(*made, name=name), count)
+    task = zoo.load(name)
+    return cut_stages(trace_flow(task), trace_task(task), count)
+
+
+def test_one_activation_crosses_between_blocks() -> None:
+    first, second = stages_of("gpt-tiny", 2)
+    assert first.entry == "" and second.entry == "blocks.1"
+    (carry,) = second.receives
+    assert carry.source == "blocks.0" and [(s.module, s.position) for s in carry.sinks] == [("blocks.1", 0)]
+    assert carry.bytes == 64 * 64 * 4
+    assert set(second.skips) == {"embedding", "blocks.0"}
+
+
+def test_a_tied_embedding_is_on_both_ends() -> None:
+    _, last = stages_of("gpt-tiny", 2)
+    assert last.also == (Borrowed("embedding.tokens.weight", "head"),)
+    assert Plan("gpt-tiny", 4, Mesh(pp=2), 2, stages_of("gpt-tiny", 2)).holders("embedding.tokens.weight") == (0, 1)
+
+
+def test_an_encoders_output_travels_with_the_decoder() -> None:
+    stages = stages_of("T5", 4)
+    assert max(len(stage.receives) for stage in stages) >= 2
+
+
+def test_every_layer_is_on_one_stage_in_order() -> None:
+    for name in ("cnn", "Llama", "ViT"):
+        stages = stages_of(name, 2)
+        layers = [layer for stage in stages for layer in stage.layers]
+        assert len(layers) == len(set(layers)) and all(stage.layers for stage in stages)
+
+
+def test_stages_are_uneven_where_that_balances() -> None:
+    costs = [1.0, 1.0, 1.0, 1.0, 4.0]
+    assert _balanced(costs, [1, 2, 3, 4], 2) == [4]
+    assert _balanced([4.0, 1.0, 1.0, 1.0, 1.0], [1, 2, 3, 4], 2) == [1]
+    assert _balanced([1.0] * 6, [1, 2, 3, 4, 5], 3) == [2, 4]
+    assert _balanced([1.0] * 6, [2, 5], 2) == [2]
+
+
+def test_more_stages_than_places_is_said_with_numbers() -> None:
+    with pytest.raises(RequestError, match=r"16 stages: this model can be cut in \d+ places, so it has at most \d+ stages"):
+        stages_of("gpt-tiny", 16)
+
+
+class _Braided(nn.Module):
+    """Root code that keeps a value for itself across both layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        out: torch.Tensor = self.c(self.b(y) + y)
+        return out
+
+
+def test_no_cut_where_a_value_crosses_outside_all_modules() -> None:
+    made: Any = (_Braided(), lambda m, b: m(b["x"]).sum(), {"x": torch.zeros(2, 4)})
+    profile = trace_module(*made, name="braided")
+    with pytest.raises(RequestError, match="at most"):
+        cut_stages(trace_module_flow(*made), profile, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"micro_batches": 1}, "needs at least pp=2 micro-batches, 1 given: set micro_batches=2"),
+        ({"schedule": "zero_bubble", "micro_batches": 2}, "two stages a rank"),
+        ({"stages": tuple(Stage((str(i),)) for i in range(3))}, "3 stages do not divide over pp=2"),
+        ({"stages": FOUR}, "use interleaved"),
+        ({"compile": "model"}, "compile=blocks"),
+        ({"memory": MemoryPolicy(zero=2), "mesh": Mesh(pp=2, shard=2), "stages": TIED}, "zero=1 or zero=3"),
+        ({"memory": MemoryPolicy(zero=2), "mesh": Mesh(pp=2, shard=2), "schedule": "interleaved", "stages": FOUR}, "use 1f1b"),
+    ],
+)  # fmt: skip
+def test_a_plan_refuses_what_cannot_run_and_says_what_to_change(changes: dict[str, Any], words: str) -> None:
+    given: dict[str, Any] = {"model": "m", "global_batch": 8, "mesh": Mesh(pp=2), "micro_batches": 2, "stages": (Stage(("a",)), Stage(("b",)))}
+    with pytest.raises(RequestError, match=words):
+        Plan(**{**given, **changes})
+
+
+def test_zero_bubble_goes_there_and_back_again() -> None:
+    stages = tuple(Stage((str(i),)) for i in range(4))
+    plan = Plan("m", 8, Mesh(pp=2), 4, stages, "zero_bubble")
+    assert [plan.stage_rank(s) for s in range(4)] == [0, 1, 1, 0]
+    assert [Plan("m", 8, Mesh(pp=2), 4, stages, "interleaved").stage_rank(s) for s in range(4)] == [0, 1, 0, 1]
