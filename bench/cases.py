@@ -46,6 +46,10 @@ class Case:
         torch.manual_seed(self.seed)
         return GPT(GPTConfig(self.vocab, self.seq, self.layers, self.heads, self.width))
 
+    def tokens(self, block: str, world: int) -> int:
+        """In one step of all ranks."""
+        return self.batch * self.seq * world
+
     def data(self, rank: int, number: int) -> Batch:
         """Batch `number` of one rank: the same for every engine."""
         made = torch.Generator().manual_seed(1_000_003 * number + rank)

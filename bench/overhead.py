@@ -160,7 +160,7 @@ def _row(case: Case, per_rank: tuple[dict[str, Any], ...], raw: dict[str, Any] |
     return {
         "engine": per_rank[0]["engine"],
         "step_s": statistics.median(seconds),
-        "tokens_per_s": case.batch * case.seq * WORLD / statistics.median(seconds),
+        "tokens_per_s": case.tokens(per_rank[0]["block"], WORLD) / statistics.median(seconds),
         "ratio": ratio,
         "ratio_iqr": [low, high],
         "cpu_ratio": statistics.median(_ratios(cpu, raw["cpu_seconds"] if raw else cpu)),

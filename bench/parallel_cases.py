@@ -37,6 +37,9 @@ class Shared(Case):
     batch: int = 4
     layers: int = 4
 
+    def tokens(self, block: str, world: int) -> int:
+        return self.batch * self.seq * (world if block == DATA else 1)
+
     def data(self, rank: int, number: int) -> Batch:
         return super().data(0, number)
 

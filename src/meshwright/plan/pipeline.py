@@ -26,7 +26,7 @@ class _Boundary:
 def cut_stages(flow: Flow, profile: ModelProfile, count: int, tensor: TensorPolicy | None = None) -> tuple[Stage, ...]:
     """`count` stages whose slowest is as quick as can be; a stage may hold fewer layers when its layers are dearer. Nothing that tensor
     parallelism has cut crosses from one to the next."""
-    order, learned = _layers_in_order(flow, profile), _learned(flow)
+    order, reads = _layers_in_order(flow, profile), _reads(flow, _learned(flow))
     found = {b.call.module: b for b in _boundaries(flow, [name for name, _ in order], dealt_strands(flow, tensor))}
     places = [i for i, (name, _) in enumerate(order) if name in found]
     if len(places) + 1 < count:
@@ -44,7 +44,7 @@ def cut_stages(flow: Flow, profile: ModelProfile, count: int, tensor: TensorPoli
                 layers=names,
                 entry=boundary.call.module if boundary else "",
                 receives=boundary.carries if boundary else (),
-                skips=tuple(dict.fromkeys(m.module for m in _done(flow, boundary.call.first, learned))) if boundary else (),
+                skips=tuple(dict.fromkeys(m.module for m in _done(flow, boundary.call.first, reads))) if boundary else (),
                 also=_also(flow, starts[index], starts[index + 1], names),
             )
         )
@@ -75,11 +75,12 @@ def _boundaries(flow: Flow, layers: Sequence[str], avoid: frozenset[int]) -> lis
     for call in flow.modules:
         calls.setdefault(call.module, []).append(call)
     learned = _learned(flow)
+    reads = _reads(flow, learned)
     found = []
     for name in layers[1:]:
         mine = calls.get(name, [])
         if len(mine) == 1 and mine[0].first > 0:
-            carries = _crossing(flow, mine[0], learned, avoid)
+            carries = _crossing(flow, mine[0], learned, reads, avoid)
             if carries:
                 found.append(_Boundary(mine[0], carries))
     return found
@@ -95,9 +96,9 @@ def _learned(flow: Flow) -> list[bool]:
     return found
 
 
-def _crossing(flow: Flow, entry: ModuleCall, learned: Sequence[bool], avoid: frozenset[int]) -> tuple[Carry, ...]:
+def _crossing(flow: Flow, entry: ModuleCall, learned: Sequence[bool], reads: Sequence[int], avoid: frozenset[int]) -> tuple[Carry, ...]:
     """What is made before `entry` and used from there on; empty if some of it cannot be caught at a module's door."""
-    done = _done(flow, entry.first, learned)
+    done = _done(flow, entry.first, reads)
     made = {v for op in flow.operations[: entry.first] for v in op.outputs if learned[v]}
     made |= {v for m in done for op in flow.operations[m.first : m.last] for v in op.outputs}
     used: dict[int, list[int]] = {}
@@ -125,12 +126,23 @@ def _crossing(flow: Flow, entry: ModuleCall, learned: Sequence[bool], avoid: fro
     return tuple(carries)
 
 
-def _done(flow: Flow, start: int, learned: Sequence[bool]) -> list[ModuleCall]:
+def _done(flow: Flow, start: int, reads: Sequence[int]) -> list[ModuleCall]:
     """The outermost modules with parameters of their own that are done before a stage begins."""
     later = {m.module for m in flow.modules if m.last > start}
-    reads = [i for i, op in enumerate(flow.operations[:start]) if any(learned[v] and flow.values[v].parameter for v in op.inputs)]
-    done = [m for m in flow.modules if m.module and m.last <= start and m.module not in later and any(m.first <= i < m.last for i in reads)]
-    return [m for m in done if not any(o is not m and o.first <= m.first and m.last <= o.last and o.module != m.module for o in done)]
+    done = [m for m in flow.modules if m.module and m.last <= start and m.module not in later and reads[m.last] > reads[m.first]]
+    found: list[ModuleCall] = []
+    for call in sorted(done, key=lambda m: (m.first, -m.last)):  # what lies inside another comes after it
+        if not found or call.last > found[-1].last:
+            found.append(call)
+    return found
+
+
+def _reads(flow: Flow, learned: Sequence[bool]) -> list[int]:
+    """How many of the first n operations read a trainable parameter, for every n."""
+    sums = [0]
+    for op in flow.operations:
+        sums.append(sums[-1] + any(learned[v] and bool(flow.values[v].parameter) for v in op.inputs))
+    return sums
 
 
 def _also(flow: Flow, start: int, end: int, layers: tuple[str, ...]) -> tuple[Borrowed, ...]:

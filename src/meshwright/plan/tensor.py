@@ -67,6 +67,12 @@ class _Reader:
         self.given = frozenset().union(*(self.carried[v] for v in inputs))
         first = [flow.values[v].strands[0] for v in inputs if flow.values[v].shape[:1] == (flow.batch,)]
         self.samples = frozenset(s for strands in first for s in strands)  # what counts samples
+        self._uses = self._index_uses()
+        self.touched: dict[int, list[int]] = {}  # strand → operations that sum over it, need it whole or slice it
+        for index, op in enumerate(flow.operations):
+            sliced = self.carried[op.inputs[0]] if op.name in _SLICES and op.call < 0 and op.inputs else ()
+            for strand in {*op.sums, *op.binds, *sliced}:
+                self.touched.setdefault(strand, []).append(index)
         self.total = sum(w.numel for w in self.weights)
         self.origin: dict[int, str] = {w.value: w.name for w in self.weights}  # values that are a parameter, or a view of one
         for op in flow.operations:
@@ -78,13 +84,16 @@ class _Reader:
 
     def uses(self, strand: int) -> list[Cut]:
         """The parameters and buffers that carry a strand."""
-        found = []
+        return self._uses.get(strand, [])
+
+    def _index_uses(self) -> dict[int, list[Cut]]:
+        found: dict[int, list[Cut]] = {}
         for value in self.flow.values:
             if value.parameter:
                 for dim, strands in enumerate(value.strands):
-                    for at, mine in enumerate(strands):
-                        if mine == strand:
-                            found.append(Cut(value.parameter, dim, self._prod(strands[:at]), self._prod(strands[at + 1 :])))
+                    for at, strand in enumerate(strands):
+                        cut = Cut(value.parameter, dim, self._prod(strands[:at]), self._prod(strands[at + 1 :]))
+                        found.setdefault(strand, []).append(cut)
         return found
 
     def _prod(self, strands: Iterable[int]) -> int:
@@ -169,7 +178,7 @@ def _obstacle(reader: _Reader, strand: int, ways: int, asked: Mapping[str, str])
         placement = _kept_whole(asked, cut.parameter)
         if placement:
             return f"placements ask for {placement} at {cut.parameter.rpartition('.')[0]}"
-    for index, op in enumerate(flow.operations):
+    for index, op in ((i, flow.operations[i]) for i in reader.touched.get(strand, [])):
         if strand in op.binds:
             return f"{op.name} in {op.module or 'the loss'} needs all of it"
         if strand in op.sums and reader.completion(index, strand) is None:

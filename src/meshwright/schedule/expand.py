@@ -60,10 +60,14 @@ def unit_bytes(
     return padded, padded - real
 
 
-def _compute(plan: Plan, profile: ModelProfile, op: str, layer: int, micro: int, waits: tuple[str, ...] = ()) -> Iterator[Action]:
+Meetings = dict[str, dict[str, list[Action]]]
+_NONE: dict[str, list[Action]] = {"forward": [], "again": [], "backward": []}
+
+
+def _compute(plan: Plan, profile: ModelProfile, every: Meetings, op: str, layer: int, micro: int, waits: tuple[str, ...] = ()) -> Iterator[Action]:
     """One layer, and where its tensor-parallel ranks meet: each meeting holds up what comes after it."""
     name = profile.layers[layer].name
-    meets = _meetings(plan, profile, layer)
+    meets = every.get(name, _NONE)
     if op == "backward" and plan.memory.recompute == "full" and name in plan.memory.units:
         yield Action(f"recompute/{name}/{micro}", "forward", layer, waits=waits)
         for action in meets["again"]:
@@ -74,30 +78,35 @@ def _compute(plan: Plan, profile: ModelProfile, op: str, layer: int, micro: int,
         yield replace(action, name=f"{action.name}/{op}/{micro}", waits=(f"{op}/{name}/{micro}",))
 
 
-def _meetings(plan: Plan, profile: ModelProfile, layer: int) -> dict[str, list[Action]]:
-    """The meetings inside one layer, by phase."""
-    policy, found = plan.tensor, {"forward": [], "again": [], "backward": []}  # type: ignore[var-annotated]
+def _meetings(plan: Plan, profile: ModelProfile) -> Meetings:
+    """Where tensor-parallel ranks meet, by layer and phase; `again` is what recomputing a layer repeats."""
+    policy = plan.tensor
+    found: Meetings = {}
     if not policy.strands:
         return found
-    owners = [name for stage in plan.stages for name in stage.layers] or [item.name for item in profile.layers]
-    here = profile.layers[layer].name
+    layers = {name for stage in plan.stages for name in stage.layers} or {layer.name for layer in profile.layers}
+    here = {layer.name for layer in profile.layers}
+
+    def add(module: str, phase: str, action: Action, again: bool = False) -> None:
+        owner = _owner(module, layers)
+        if owner in here:
+            mine = found.setdefault(owner, {"forward": [], "again": [], "backward": []})
+            mine[phase].append(action)
+            if again:
+                mine["again"].append(action)
+
     kinds = (("sum", "all_reduce", policy.sums), ("lookup", "all_reduce", policy.lookups), ("gather", "all_gather", policy.gathers))
     for kind, op, meets in kinds:
         for meet in meets:
-            if _owner(meet.module, owners) == here:
-                size = meet.at(profile.batch)
-                whole = _gathered(plan, meet, size) if kind == "gather" else size
-                action = _meeting(f"{kind}/{meet.module}", op, whole, whole - size)
-                found["forward"].append(action)
-                if here not in meet.final_in:
-                    found["again"].append(action)
+            size = meet.at(profile.batch)
+            whole = _gathered(plan, meet, size) if kind == "gather" else size
+            again = _owner(meet.module, layers) not in meet.final_in
+            add(meet.module, "forward", _meeting(f"{kind}/{meet.module}", op, whole, whole - size), again)
     for meet in policy.enters:
-        if _owner(meet.module, owners) == here:
-            found["backward"].append(_meeting(f"enter/{meet.module}", "all_reduce", meet.at(profile.batch)))
+        add(meet.module, "backward", _meeting(f"enter/{meet.module}", "all_reduce", meet.at(profile.batch)))
+    sizes = {t.name: t.bytes for t in profile.tensors}
     for name in policy.partial:
-        if _owner(name, owners) == here:
-            size = next(t.bytes for t in profile.tensors if t.name == name)
-            found["backward"].append(_meeting(f"enter/{name}", "all_reduce", float(size)))
+        add(name, "backward", _meeting(f"enter/{name}", "all_reduce", float(sizes.get(name, 0))))
     return found
 
 
@@ -112,9 +121,11 @@ def _gathered(plan: Plan, meet: Meet, size: float) -> float:
     return size / strand.size * strand.piece(0, ways)[1] * ways
 
 
-def _owner(module: str, layers: list[str]) -> str:
+def _owner(module: str, layers: set[str]) -> str:
     """The layer that a module belongs to: the longest name that it starts with; the model itself otherwise."""
-    return max((name for name in layers if module == name or module.startswith(f"{name}.")), key=len, default="(model)")
+    while module and module not in layers:
+        module = module.rpartition(".")[0]
+    return module or "(model)"
 
 
 def _loss(plan: Plan, profile: ModelProfile) -> Iterator[Action]:
@@ -160,16 +171,17 @@ def _bucketed(plan: Plan, profile: ModelProfile, pp_rank: int = 0) -> Iterator[A
     buckets = gradient_buckets(plan, profile) if plan.mesh.data_width > 1 else ()
     op, axis = ("reduce_scatter", "shard") if plan.memory.zero else ("all_reduce", "dp")
     ready = _completed_at(buckets, profile)
+    meets = _meetings(plan, profile)
     launched: list[str] = []
     for micro in range(plan.micro_batches):
         last = micro == plan.micro_batches - 1
         for layer in range(len(profile.layers)):
-            yield from _compute(plan, profile, "forward", layer, micro)
+            yield from _compute(plan, profile, meets, "forward", layer, micro)
         yield from _crossings(plan, profile, pp_rank, "forward", micro)
         if last:
             yield from _loss(plan, profile)
         for layer in reversed(range(len(profile.layers))):
-            yield from _compute(plan, profile, "backward", layer, micro)
+            yield from _compute(plan, profile, meets, "backward", layer, micro)
             if last or plan.memory.zero == 2:
                 for index in ready.get(layer, []):
                     bucket = buckets[index]
@@ -219,6 +231,7 @@ def _sharded(plan: Plan, profile: ModelProfile, pp_rank: int = 0) -> Iterator[Ac
             if plan.mesh.dp > 1:
                 yield Action(f"replicas/{name}/{tag}", "all_reduce", bytes=size // shards, axis="dp", waits=(f"grads/{name}/{tag}",))
 
+    meets = _meetings(plan, profile)
     sent: list[str] = []
     for micro in range(plan.micro_batches):
         for phase, order in (("forward", range(len(profile.layers))), ("backward", range(len(profile.layers) - 1, -1, -1))):
@@ -235,7 +248,7 @@ def _sharded(plan: Plan, profile: ModelProfile, pp_rank: int = 0) -> Iterator[Ac
                 if own.get(index):  # the next unit is fetched while this one computes
                     place = ahead.index(own[index][0])
                     yield from ahead[place + 1 : place + 2]
-                yield from _compute(plan, profile, phase, index, micro, tuple(a.name for a in own.get(index, gathers)))
+                yield from _compute(plan, profile, meets, phase, index, micro, tuple(a.name for a in own.get(index, gathers)))
                 if phase == "backward" and layer.name in units:
                     actions = list(scatter(layer.name, [layer], tag))
                     sent += [a.name for a in actions]
