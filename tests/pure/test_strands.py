@@ -109,6 +109,27 @@ def test_every_parameter_is_cut_or_has_a_reason() -> None:
         assert all(policy.whole.values())
 
 
+class _Mixture(nn.Module):
+    """Two products outside any layer, whose partial sums go through what `after` does before the module ends."""
+
+    def __init__(self, after: str) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(8, 4))
+        self.after = after
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(x @ self.up) @ self.down
+        ways = {"scaled": lambda: y * x, "squared": lambda: y * y, "divisor": lambda: x / y, "added": lambda: y + x, "halved": lambda: y / 2}
+        return ways[self.after]()
+
+
+@pytest.mark.parametrize(("after", "cut"), [("scaled", True), ("halved", True), ("squared", False), ("divisor", False), ("added", False)])
+def test_partial_sums_outside_layers_are_completed_where_that_is_exact(after: str, cut: bool) -> None:
+    policy = choose_cuts(flow_of(nn.Sequential(nn.Linear(4, 4), _Mixture(after)), 4), 2)
+    assert ("1.up" in cut_names(policy)) is cut
+    assert [m.module for m in policy.sums] == (["1"] if cut else [])
+
+
 # -- what stands in the way --
 
 

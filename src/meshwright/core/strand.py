@@ -25,6 +25,7 @@ class Value:
     needs_grad: bool = False
     parameter: str = ""
     itemsize: int = 4
+    floating: bool = True  # False for indices and masks
 
 
 @dataclass(frozen=True)

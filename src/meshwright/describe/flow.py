@@ -90,6 +90,7 @@ class _Noted:
     shape: tuple[int, ...]
     dims: Dims
     itemsize: int = 4
+    floating: bool = True
     parameter: str = ""
     needs_grad: bool = False
 
@@ -132,7 +133,7 @@ class _Recorder(TorchDispatchMode):
 
     def _note(self, tensor: torch.Tensor, dims: Dims) -> int:
         self._kept.append(tensor)
-        self.book.values.append(_Noted(tuple(tensor.shape), dims, tensor.element_size()))
+        self.book.values.append(_Noted(tuple(tensor.shape), dims, tensor.element_size(), tensor.is_floating_point()))
         self._ids[id(tensor)] = len(self.book.values) - 1
         return self._ids[id(tensor)]
 
@@ -206,7 +207,7 @@ class _Recorder(TorchDispatchMode):
         def flat(dim: Sequence[Strand]) -> tuple[int, ...]:
             return tuple(index(s) for s in leaves(dim))
 
-        values = tuple(Value(v.shape, tuple(flat(d) for d in v.dims), v.needs_grad, v.parameter, v.itemsize) for v in book.values)
+        values = tuple(Value(v.shape, tuple(flat(d) for d in v.dims), v.needs_grad, v.parameter, v.itemsize, v.floating) for v in book.values)
         operations = tuple(
             Operation(o.name, o.module, tuple(o.inputs), tuple(o.outputs), tuple(set(flat(o.sums))), tuple(set(flat(o.binds))), o.call)
             for o in book.ops

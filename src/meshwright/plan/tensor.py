@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from meshwright.core.errors import RequestError, unknown
 from meshwright.core.strand import Flow, ModuleCall, Operation
 from meshwright.core.tensor import Cut, Dealt, Meet, Rewrite, TensorPolicy
+from meshwright.plan.reader import SLICES, Reader, Weight
 
 PLACEMENTS = ("auto", "column", "whole")
 _WORTH_A_GATHER = 0.02  # a layer that only a gather could cut is cut when it holds at least this share of the model
-_SLICES = ("slice", "narrow")  # a split by number is noted as a call; what is left comes from `chunk`, which counts for itself
-# What may happen to a partial sum before it is completed: a sum of results is the result of the sum.
-_VIEWS = ("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "clone", "_to_copy", "expand", "squeeze", "unsqueeze", "unbind", "split")
-_LINEAR = frozenset((*_VIEWS, "mul", "mul_", "div", "div_", "neg", "sum", "mean", "slice", "select", "index", "index_select"))
-_ADDING = frozenset(("add", "add_", "sub", "sub_", "index_add", "index_add_", "scatter_add", "scatter_add_"))
-_ZEROS = frozenset(("zeros", "zeros_like", "new_zeros"))
 
 
 def choose_cuts(flow: Flow, ways: int, placements: Mapping[str, str] | None = None) -> TensorPolicy:
     """The strands that cover most of the model, at most one for each parameter, and every meeting that they cause."""
-    reader = _Reader(flow)
+    reader = Reader(flow)
     asked = _checked(reader, placements or {})
     blocked: dict[int, str] = {}
     for _ in range(len(flow.sizes) + 1):  # each round may find one more strand that cannot be cut after all
@@ -39,94 +34,7 @@ class _StandsInTheWayError(Exception):
         self.strand, self.reason = strand, reason
 
 
-@dataclass(frozen=True)
-class _Weight:
-    """A parameter and the strands of its dims."""
-
-    name: str
-    value: int
-    numel: int
-
-
-class _Reader:
-    """A flow with the questions that choosing asks of it."""
-
-    def __init__(self, flow: Flow) -> None:
-        self.flow = flow
-        self.weights = [_Weight(v.parameter, i, math.prod(v.shape)) for i, v in enumerate(flow.values) if v.parameter and v.needs_grad]
-        self.carried = [frozenset(s for dim in v.strands for s in dim) for v in flow.values]
-        self.consumers: dict[int, list[int]] = {}
-        self.producer: dict[int, int] = {}
-        for index, op in enumerate(flow.operations):
-            for value in op.inputs:
-                self.consumers.setdefault(value, []).append(index)
-            for value in op.outputs:
-                self.producer.setdefault(value, index)
-        self.layer_of = {op: call for call in sorted(flow.modules, key=lambda m: m.first - m.last) for op in range(call.first, call.last)}
-        inputs = [v for v, value in enumerate(flow.values) if v not in self.producer and not value.parameter]
-        self.given = frozenset().union(*(self.carried[v] for v in inputs))
-        first = [flow.values[v].strands[0] for v in inputs if flow.values[v].shape[:1] == (flow.batch,)]
-        self.samples = frozenset(s for strands in first for s in strands)  # what counts samples
-        self._uses = self._index_uses()
-        self.touched: dict[int, list[int]] = {}  # strand → operations that sum over it, need it whole or slice it
-        for index, op in enumerate(flow.operations):
-            sliced = self.carried[op.inputs[0]] if op.name in _SLICES and op.call < 0 and op.inputs else ()
-            for strand in {*op.sums, *op.binds, *sliced}:
-                self.touched.setdefault(strand, []).append(index)
-        self.total = sum(w.numel for w in self.weights)
-        self.origin: dict[int, str] = {w.value: w.name for w in self.weights}  # values that are a parameter, or a view of one
-        for op in flow.operations:
-            if len(op.inputs) == 1 and op.inputs[0] in self.origin:
-                self.origin.update(dict.fromkeys(op.outputs, self.origin[op.inputs[0]]))
-
-    def op(self, index: int) -> Operation:
-        return self.flow.operations[index]
-
-    def uses(self, strand: int) -> list[Cut]:
-        """The parameters and buffers that carry a strand."""
-        return self._uses.get(strand, [])
-
-    def _index_uses(self) -> dict[int, list[Cut]]:
-        found: dict[int, list[Cut]] = {}
-        for value in self.flow.values:
-            if value.parameter:
-                for dim, strands in enumerate(value.strands):
-                    for at, strand in enumerate(strands):
-                        cut = Cut(value.parameter, dim, self._prod(strands[:at]), self._prod(strands[at + 1 :]))
-                        found.setdefault(strand, []).append(cut)
-        return found
-
-    def _prod(self, strands: Iterable[int]) -> int:
-        return math.prod(self.flow.sizes[s] for s in strands)
-
-    def completion(self, index: int, strand: int) -> tuple[ModuleCall, frozenset[int]] | None:
-        """Where the partial sums of one product are completed: the module at whose output, and the values on the way that are partial.
-        Layers add their bias afterwards; any other module may only do to partial sums what commutes with adding them up."""
-        op, call = self.op(index), self.layer_of.get(index)
-        if call is None or sum(strand in self.carried[v] for v in op.inputs) < 2:
-            return None
-        if call.kind in ("linear", "conv"):
-            return call, frozenset()
-        partial = set(op.outputs)
-        for later in range(index + 1, len(self.flow.operations)):
-            then = self.op(later)
-            met = partial.intersection(then.inputs)
-            if not met or later >= call.last:
-                if met and not met.issubset(call.outputs):
-                    return None
-                continue
-            others = [v for v in then.inputs if v not in partial]
-            zeros = all(self.op(self.producer[v]).name in _ZEROS if v in self.producer else False for v in others if self.flow.values[v].itemsize < 8)
-            if not ((then.name in _LINEAR and len(met) == 1) or (then.name in _ADDING and zeros)):
-                return None
-            partial.update(then.outputs)
-        return (call, frozenset(partial)) if partial.intersection(call.outputs) else None
-
-    def module_names(self) -> set[str]:
-        return {call.module for call in self.flow.modules}
-
-
-def _checked(reader: _Reader, placements: Mapping[str, str]) -> dict[str, str]:
+def _checked(reader: Reader, placements: Mapping[str, str]) -> dict[str, str]:
     for name, placement in placements.items():
         if name not in reader.module_names():
             raise unknown("layer", name, sorted(reader.module_names()), "placements")
@@ -146,7 +54,7 @@ def _kept_whole(asked: Mapping[str, str], parameter: str) -> str | None:
 # -- choosing --
 
 
-def _choose(reader: _Reader, ways: int, asked: Mapping[str, str], blocked: dict[int, str]) -> list[int]:
+def _choose(reader: Reader, ways: int, asked: Mapping[str, str], blocked: dict[int, str]) -> list[int]:
     weight: dict[int, int] = {}
     for w in reader.weights:
         for strand in reader.carried[w.value]:
@@ -169,7 +77,7 @@ def _choose(reader: _Reader, ways: int, asked: Mapping[str, str], blocked: dict[
     return chosen
 
 
-def _obstacle(reader: _Reader, strand: int, ways: int, asked: Mapping[str, str]) -> str:
+def _obstacle(reader: Reader, strand: int, ways: int, asked: Mapping[str, str]) -> str:
     """Why a strand cannot be dealt out; empty when it can."""
     flow, size = reader.flow, reader.flow.sizes[strand]
     if size < ways:
@@ -183,7 +91,7 @@ def _obstacle(reader: _Reader, strand: int, ways: int, asked: Mapping[str, str])
             return f"{op.name} in {op.module or 'the loss'} needs all of it"
         if strand in op.sums and reader.completion(index, strand) is None:
             return f"{op.name} in {op.module or 'the loss'} sums over it outside a layer"
-        if op.name in _SLICES and op.call < 0 and _slices(reader, op, strand):
+        if op.name in SLICES and op.call < 0 and _slices(reader, op, strand):
             return f"the code of {op.module or 'the model'} slices it by number"
     if any(strand in reader.carried[v] for v in flow.outputs):
         return "the model returns it"
@@ -192,7 +100,7 @@ def _obstacle(reader: _Reader, strand: int, ways: int, asked: Mapping[str, str])
     return ""
 
 
-def _slices(reader: _Reader, op: Operation, strand: int) -> bool:
+def _slices(reader: Reader, op: Operation, strand: int) -> bool:
     given, made = reader.flow.values[op.inputs[0]], reader.flow.values[op.outputs[0]]
     return any(a != b and strand in s for a, b, s in zip(given.shape, made.shape, given.strands, strict=True))
 
@@ -200,7 +108,7 @@ def _slices(reader: _Reader, op: Operation, strand: int) -> bool:
 # -- consequences --
 
 
-def _policy(reader: _Reader, chosen: Sequence[int], ways: int, asked: Mapping[str, str], blocked: Mapping[int, str]) -> TensorPolicy:
+def _policy(reader: Reader, chosen: Sequence[int], ways: int, asked: Mapping[str, str], blocked: Mapping[int, str]) -> TensorPolicy:
     dealt = {s: Dealt(_strand_name(reader, s), reader.flow.sizes[s], tuple(reader.uses(s))) for s in chosen}
     cut = {c.parameter for d in dealt.values() for c in d.cuts}
     alone, gathers, lookups = _alone(reader, cut, ways, asked)
@@ -218,12 +126,12 @@ def _policy(reader: _Reader, chosen: Sequence[int], ways: int, asked: Mapping[st
     return replace(policy, whole=_reasons(reader, cut, asked, blocked))
 
 
-def _strand_name(reader: _Reader, strand: int) -> str:
+def _strand_name(reader: Reader, strand: int) -> str:
     first = reader.uses(strand)[0]
     return f"{first.parameter}:{first.dim}"
 
 
-def _sums(reader: _Reader, chosen: set[int]) -> Iterable[Meet]:
+def _sums(reader: Reader, chosen: set[int]) -> Iterable[Meet]:
     found: dict[str, Meet] = {}
     for index, op in enumerate(reader.flow.operations):
         for strand in chosen.intersection(op.sums):
@@ -233,21 +141,21 @@ def _sums(reader: _Reader, chosen: set[int]) -> Iterable[Meet]:
     yield from found.values()
 
 
-def _meet(reader: _Reader, module: str, value: int, position: int = 0) -> Meet:
+def _meet(reader: Reader, module: str, value: int, position: int = 0) -> Meet:
     noted = reader.flow.values[value]
     size = math.prod(noted.shape) * noted.itemsize
     fixed = reader.samples.isdisjoint(reader.carried[value])
     return Meet(module, size if fixed else size / reader.flow.batch, position, fixed)
 
 
-def _meet_after(reader: _Reader, call: ModuleCall) -> Meet:
+def _meet_after(reader: Reader, call: ModuleCall) -> Meet:
     """A meeting at a layer's output."""
     outer = [m for m in reader.flow.modules if m.first <= call.first and call.last <= m.last]
     final = tuple(m.module for m in outer if m.module and not any(call.last <= kept < m.last for kept in reader.flow.saves))
     return replace(_meet(reader, call.module, call.outputs[0]), final_in=final)
 
 
-def _alone(reader: _Reader, cut: set[str], ways: int, asked: Mapping[str, str]) -> tuple[list[Dealt], list[Meet], list[Meet]]:
+def _alone(reader: Reader, cut: set[str], ways: int, asked: Mapping[str, str]) -> tuple[list[Dealt], list[Meet], list[Meet]]:
     """Layers that no strand covers but that are large, or asked for: cut by their own outputs, which are gathered at once."""
     strands: dict[str, Dealt] = {}
     gathers: list[Meet] = []
@@ -270,14 +178,14 @@ def _alone(reader: _Reader, cut: set[str], ways: int, asked: Mapping[str, str]) 
     return list(strands.values()), gathers, lookups
 
 
-def _worth(reader: _Reader, call: ModuleCall, weight: _Weight, asked: Mapping[str, str]) -> bool:
+def _worth(reader: Reader, call: ModuleCall, weight: Weight, asked: Mapping[str, str]) -> bool:
     placement = asked.get(call.module) or _kept_whole(asked, weight.name)
     if placement in ("whole", "column"):
         return placement == "column"
     return weight.numel >= _WORTH_A_GATHER * reader.total
 
 
-def _parameters(reader: _Reader, call: ModuleCall) -> tuple[_Weight | None, _Weight | None]:
+def _parameters(reader: Reader, call: ModuleCall) -> tuple[Weight | None, Weight | None]:
     """The matrix and the bias that a layer's own operations read; a tied matrix has the name of its first owner."""
     read = {v for op in range(call.first, call.last) for v in reader.op(op).inputs}
     mine = [w for w in reader.weights if w.value in read]
@@ -286,7 +194,7 @@ def _parameters(reader: _Reader, call: ModuleCall) -> tuple[_Weight | None, _Wei
     return matrix, bias
 
 
-def _feature_dim(reader: _Reader, call: ModuleCall, weight: _Weight) -> int:
+def _feature_dim(reader: Reader, call: ModuleCall, weight: Weight) -> int:
     """The dim of a matrix that becomes the layer's output; for an embedding the dim of its rows."""
     shape, out = reader.flow.values[weight.value].shape, reader.flow.values[call.outputs[0]].shape[-1]
     if call.kind == "embedding":
@@ -298,7 +206,7 @@ def _feature_dim(reader: _Reader, call: ModuleCall, weight: _Weight) -> int:
 # -- where whole activations enter cut parts --
 
 
-def _entries(reader: _Reader, chosen: set[int], gathered: set[str]) -> tuple[list[Meet], list[str]]:
+def _entries(reader: Reader, chosen: set[int], gathered: set[str]) -> tuple[list[Meet], list[str]]:
     """Meetings of gradients, and whole parameters whose gradients are partial."""
     edges: dict[int, set[int]] = {}
     partial: dict[str, None] = {}
@@ -325,7 +233,7 @@ def _entries(reader: _Reader, chosen: set[int], gathered: set[str]) -> tuple[lis
     return [meet for value, ops in sorted(lifted.items()) for meet in _place(reader, value, ops, chosen)], list(partial)
 
 
-def _lift(reader: _Reader, edges: dict[int, set[int]]) -> dict[int, set[int]]:
+def _lift(reader: Reader, edges: dict[int, set[int]]) -> dict[int, set[int]]:
     """A gradient may be summed before an operation instead of after it (backward is linear), if all that uses its result is partial.
     So views inside a layer are passed by, until the value that the layer was given."""
     found: dict[int, set[int]] = {}
@@ -343,7 +251,7 @@ def _lift(reader: _Reader, edges: dict[int, set[int]]) -> dict[int, set[int]]:
     return found
 
 
-def _passes(reader: _Reader, maker: int, ops: set[int]) -> bool:
+def _passes(reader: Reader, maker: int, ops: set[int]) -> bool:
     """An operation without parameters, on one value, inside the layer that needs the result."""
     wanted = [v for v in reader.op(maker).inputs if reader.flow.values[v].needs_grad]
     if len(wanted) != 1 or wanted[0] in reader.origin:
@@ -351,7 +259,7 @@ def _passes(reader: _Reader, maker: int, ops: set[int]) -> bool:
     return all(reader.layer_of.get(maker) is reader.layer_of.get(i) for i in ops)
 
 
-def _place(reader: _Reader, value: int, ops: set[int], chosen: set[int]) -> list[Meet]:
+def _place(reader: Reader, value: int, ops: set[int], chosen: set[int]) -> list[Meet]:
     """One meeting at the smallest module that is given the value and holds all its partial uses; else one at each layer."""
     calls = sorted((m for m in reader.flow.modules if value in m.inputs), key=lambda m: m.last - m.first)
     users = set(reader.consumers.get(value, []))
@@ -373,7 +281,7 @@ def _place(reader: _Reader, value: int, ops: set[int], chosen: set[int]) -> list
 # -- sizes in the model's code --
 
 
-def _rewrites(reader: _Reader, names: Mapping[int, str]) -> list[Rewrite]:
+def _rewrites(reader: Reader, names: Mapping[int, str]) -> list[Rewrite]:
     found: dict[Rewrite, None] = {}
     spared: set[tuple[str, str, int, int, int]] = set()
     for op in reader.flow.operations:
@@ -401,7 +309,7 @@ def _rewrites(reader: _Reader, names: Mapping[int, str]) -> list[Rewrite]:
     return list(found)
 
 
-def _reasons(reader: _Reader, cut: set[str], asked: Mapping[str, str], blocked: Mapping[int, str]) -> dict[str, str]:
+def _reasons(reader: Reader, cut: set[str], asked: Mapping[str, str], blocked: Mapping[int, str]) -> dict[str, str]:
     """For every parameter left whole, why: what was asked, what its own module does, or what stands in the way elsewhere."""
     binds: dict[str, list[tuple[str, frozenset[int]]]] = {}
     for op in reader.flow.operations:

@@ -1,0 +1,110 @@
+"""A model's dataflow with the questions that planners ask of it: who carries a strand, who uses a value, where partial sums are completed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from meshwright.core.strand import Flow, ModuleCall, Operation
+from meshwright.core.tensor import Cut
+
+SLICES = ("slice", "narrow")  # a split by number is noted as a call; what is left comes from `chunk`, which counts for itself
+# What may happen to a partial sum before it is completed: a sum of results is the result of the sum.
+_VIEWS = ("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "clone", "_to_copy", "expand", "squeeze", "unsqueeze", "unbind", "split")
+_LINEAR = frozenset((*_VIEWS, "mul", "mul_", "div", "div_", "neg", "sum", "mean", "slice", "select", "index", "index_select"))
+_ADDING = frozenset(("add", "add_", "sub", "sub_", "index_add", "index_add_", "scatter_add", "scatter_add_"))
+_ZEROS = frozenset(("zeros", "zeros_like", "new_zeros"))
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter and the strands of its dims."""
+
+    name: str
+    value: int
+    numel: int
+
+
+class Reader:
+    """A flow with the questions that choosing asks of it."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self.weights = [Weight(v.parameter, i, math.prod(v.shape)) for i, v in enumerate(flow.values) if v.parameter and v.needs_grad]
+        self.carried = [frozenset(s for dim in v.strands for s in dim) for v in flow.values]
+        self.consumers: dict[int, list[int]] = {}
+        self.producer: dict[int, int] = {}
+        for index, op in enumerate(flow.operations):
+            for value in op.inputs:
+                self.consumers.setdefault(value, []).append(index)
+            for value in op.outputs:
+                self.producer.setdefault(value, index)
+        self.layer_of = {op: call for call in sorted(flow.modules, key=lambda m: m.first - m.last) for op in range(call.first, call.last)}
+        inputs = [v for v, value in enumerate(flow.values) if v not in self.producer and not value.parameter]
+        self.given = frozenset().union(*(self.carried[v] for v in inputs))
+        first = [flow.values[v].strands[0] for v in inputs if flow.values[v].shape[:1] == (flow.batch,)]
+        self.samples = frozenset(s for strands in first for s in strands)  # what counts samples
+        self._uses = self._index_uses()
+        self.touched: dict[int, list[int]] = {}  # strand → operations that sum over it, need it whole or slice it
+        for index, op in enumerate(flow.operations):
+            sliced = self.carried[op.inputs[0]] if op.name in SLICES and op.call < 0 and op.inputs else ()
+            for strand in {*op.sums, *op.binds, *sliced}:
+                self.touched.setdefault(strand, []).append(index)
+        self.total = sum(w.numel for w in self.weights)
+        self.origin: dict[int, str] = {w.value: w.name for w in self.weights}  # values that are a parameter, or a view of one
+        for op in flow.operations:
+            if len(op.inputs) == 1 and op.inputs[0] in self.origin:
+                self.origin.update(dict.fromkeys(op.outputs, self.origin[op.inputs[0]]))
+
+    def op(self, index: int) -> Operation:
+        return self.flow.operations[index]
+
+    def uses(self, strand: int) -> list[Cut]:
+        """The parameters and buffers that carry a strand."""
+        return self._uses.get(strand, [])
+
+    def _index_uses(self) -> dict[int, list[Cut]]:
+        found: dict[int, list[Cut]] = {}
+        for value in self.flow.values:
+            if value.parameter:
+                for dim, strands in enumerate(value.strands):
+                    for at, strand in enumerate(strands):
+                        cut = Cut(value.parameter, dim, self._prod(strands[:at]), self._prod(strands[at + 1 :]))
+                        found.setdefault(strand, []).append(cut)
+        return found
+
+    def _prod(self, strands: Iterable[int]) -> int:
+        return math.prod(self.flow.sizes[s] for s in strands)
+
+    def completion(self, index: int, strand: int) -> tuple[ModuleCall, frozenset[int]] | None:
+        """Where the partial sums of one product are completed: the module at whose output, and the values on the way that are partial.
+        Layers add their bias afterwards; any other module may only do to partial sums what commutes with adding them up."""
+        op, call = self.op(index), self.layer_of.get(index)
+        if call is None or sum(strand in self.carried[v] for v in op.inputs) < 2:
+            return None
+        if call.kind in ("linear", "conv"):
+            return call, frozenset()
+        partial = set(op.outputs)
+        for later in range(index + 1, len(self.flow.operations)):
+            then = self.op(later)
+            met = partial.intersection(then.inputs)
+            if not met or later >= call.last:
+                if met and not met.issubset(call.outputs):
+                    return None
+                continue
+            if not self._commutes(then, partial):
+                return None
+            partial.update(then.outputs)
+        return (call, frozenset(partial)) if partial.intersection(call.outputs) else None
+
+    def _commutes(self, op: Operation, partial: set[int]) -> bool:
+        """Whether doing it to partial sums and adding up gives the same as adding up first."""
+        places = [i for i, v in enumerate(op.inputs) if v in partial]
+        if op.name in _LINEAR:
+            return len(places) == 1 and (places == [0] or op.name in ("mul", "mul_"))  # a square or a divisor does not
+        started = [v for v in op.inputs if v not in partial and self.flow.values[v].floating]
+        return op.name in _ADDING and all(v in self.producer and self.op(self.producer[v]).name in _ZEROS for v in started)
+
+    def module_names(self) -> set[str]:
+        return {call.module for call in self.flow.modules}
