@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,6 +46,15 @@ def test_what_does_not_divide_is_dealt_out_unevenly(pool: Any) -> None:
 def test_with_data_parallelism_and_zero(pool: Any, name: str, mesh: Mesh, zero: int, micro: int, recompute: str) -> None:
     model = model_of(name)
     check(pool, model, *spread(model, mesh, 8, zero=zero, micro=micro, recompute=recompute))
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("mesh", [Mesh(tp=(2,)), Mesh(pp=2)], ids=str)
+def test_compiled_blocks(pool: Any, mesh: Mesh) -> None:
+    """Graphs are made for the parts between meetings; compiling takes its time."""
+    model = model_of("llama-tiny")
+    plan, profile = spread(model, mesh, 4, micro=2)
+    check(pool, model, replace(plan, compile="blocks"), profile)
 
 
 def test_dropout_is_the_same_on_all_ranks_of_a_group(pool: Any) -> None:

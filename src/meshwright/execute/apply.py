@@ -127,7 +127,7 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
         equalise(model, groups)
     keys = KeyRing(model)
     pipeline = PipelineCuts(plan, model, optimizer, groups) if groups.pp.size > 1 else None
-    tensor = cut_model(model, optimizer, plan.tensor, groups.tp) if groups.tp.size > 1 else None
+    tensor = cut_model(model, optimizer, plan.tensor, groups.tp, plan.compile != "none") if groups.tp.size > 1 else None
     if plan.memory.recompute == "full":
         recompute_units(model, plan.memory.units, keys)
     if plan.compile == "blocks":

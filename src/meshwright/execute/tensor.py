@@ -20,6 +20,8 @@ from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError
 from meshwright.core.tensor import Cut, Dealt, Rewrite, TensorPolicy
 
+_Apart = Callable[[Callable[..., Any]], Callable[..., Any]]
+
 
 @dataclass
 class TensorCuts:
@@ -52,8 +54,12 @@ def _piece(whole: torch.Tensor, strand: Dealt, cut: Cut, first: int, count: int)
     return runs.narrow(cut.dim + 1, first * cut.inner, count * cut.inner).flatten(cut.dim, cut.dim + 1).contiguous()
 
 
-def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, policy: TensorPolicy, comm: Comm) -> TensorCuts:
-    """Cut `model` in place; `optimizer` steps the pieces from now on. Collective: every rank calls it with the same policy."""
+def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, policy: TensorPolicy, comm: Comm, compiled: bool = False) -> TensorCuts:
+    """Cut `model` in place; `optimizer` steps the pieces from now on. Collective: every rank calls it with the same policy.
+
+    If its blocks will be `compiled`, meetings are kept out of the graphs: a compiler would make a graph for every layer's own name.
+    """
+    apart: _Apart = torch.compiler.disable if compiled else lambda function: function
     found = TensorCuts(comm, {c.parameter: (s, c) for s in policy.strands for c in s.cuts})
     if optimizer.state:
         raise RequestError("tensor parallelism cuts the optimizer's state: apply the plan before the optimizer's first step")
@@ -61,14 +67,14 @@ def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, policy: Tensor
     _replace_tensors(model, optimizer, found)
     modules = dict(model.named_modules())
     for meet in policy.enters:
-        _enter_at(modules[meet.module], meet.position, comm, f"enter/{meet.module}")
+        _enter_at(modules[meet.module], meet.position, comm, f"enter/{meet.module}", apart)
     for meet in policy.sums:
-        _complete(modules[meet.module], comm, f"sum/{meet.module}")
+        _complete(modules[meet.module], comm, f"sum/{meet.module}", apart)
     strands = {s.name: s for s in policy.strands}
     for meet in policy.lookups:
-        _look_up(modules[meet.module], strands[meet.strand], comm, f"lookup/{meet.module}")
+        _look_up(modules[meet.module], strands[meet.strand], comm, f"lookup/{meet.module}", apart)
     for meet in policy.gathers:
-        _gather_output(modules[meet.module], strands[meet.strand], comm, f"gather/{meet.module}")
+        _gather_output(modules[meet.module], strands[meet.strand], comm, f"gather/{meet.module}", apart)
     for name in policy.partial:
         _enter_parameter(modules[name.rpartition(".")[0]], name.rpartition(".")[2], comm, f"enter/{name}")
     tables: dict[str, list[Rewrite]] = {}
@@ -167,7 +173,7 @@ def gather_pieces(piece: torch.Tensor, comm: Comm, dim: int, sizes: list[int], n
     return [out[r * most : r * most + n].movedim(0, dim) for r, n in enumerate(sizes)]
 
 
-def _enter_at(module: nn.Module, position: int, comm: Comm, name: str) -> None:
+def _enter_at(module: nn.Module, position: int, comm: Comm, name: str, apart: _Apart) -> None:
     """Among the tensors that a module is given, the one at `position` enters."""
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -178,14 +184,14 @@ def _enter_at(module: nn.Module, position: int, comm: Comm, name: str) -> None:
             leaves[at] = _Enter.apply(leaves[at], comm, name)
         return pytree.tree_unflatten(leaves, spec)
 
-    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_pre_hook(apart(before), with_kwargs=True)
 
 
-def _complete(layer: nn.Module, comm: Comm, name: str) -> None:
+def _complete(layer: nn.Module, comm: Comm, name: str, apart: _Apart) -> None:
     """A layer that sums over a cut strand: its product is completed over the ranks, and its bias is added once, afterwards."""
     product = _product_of(layer)
     if product is None:
-        layer.register_forward_hook(lambda _m, _a, out: _Sum.apply(out, comm, name))
+        layer.register_forward_hook(apart(lambda _m, _a, out: _Sum.apply(out, comm, name)))
         return
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -197,7 +203,7 @@ def _complete(layer: nn.Module, comm: Comm, name: str) -> None:
             bias = bias.view(-1, *[1] * len(layer.kernel_size))
         return out + bias.to(out.dtype)
 
-    layer.forward = forward
+    layer.forward = apart(forward)
 
 
 def _product_of(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -222,7 +228,7 @@ def _product_of(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | No
     return None
 
 
-def _look_up(layer: nn.Module, strand: Dealt, comm: Comm, name: str) -> None:
+def _look_up(layer: nn.Module, strand: Dealt, comm: Comm, name: str, apart: _Apart) -> None:
     """A table whose rows are dealt out: each rank looks up the rows it holds and adds nothing for the others."""
     first, count = strand.piece(comm.rank, comm.size)
     padding = getattr(layer, "padding_idx", None)
@@ -233,12 +239,12 @@ def _look_up(layer: nn.Module, strand: Dealt, comm: Comm, name: str) -> None:
         rows = F.embedding(torch.where(mine, tokens - first, 0), layer.weight, padding)  # type: ignore[arg-type]
         return _Sum.apply(rows * mine.unsqueeze(-1).to(rows.dtype), comm, name)  # type: ignore[no-any-return]
 
-    layer.forward = forward
+    layer.forward = apart(forward)
 
 
-def _gather_output(layer: nn.Module, strand: Dealt, comm: Comm, name: str) -> None:
+def _gather_output(layer: nn.Module, strand: Dealt, comm: Comm, name: str, apart: _Apart) -> None:
     sizes = [strand.piece(r, comm.size)[1] for r in range(comm.size)]
-    layer.register_forward_hook(lambda _m, _a, out: _Gather.apply(out, comm, sizes, name))
+    layer.register_forward_hook(apart(lambda _m, _a, out: _Gather.apply(out, comm, sizes, name)))
 
 
 def _enter_parameter(module: nn.Module, key: str, comm: Comm, name: str) -> None:
