@@ -55,6 +55,7 @@ class PipelineCuts:
         self._made: dict[str, Any] = {}  # module → what its stand-in gives, as (leaves, structure)
         self._schedule: _PipelineSchedule | None = None
         self._crossing: dict[str, _Shape] = {}
+        self._loss = _Shape((), torch.float32, True)
         self.counts_samples = False  # whether the loss is a (sum, count)
         self.meetings = [(name, joined(plan.mesh, "pp", ranks, groups.ledger)) for name, ranks in self.shared()]
 
@@ -163,7 +164,9 @@ class PipelineCuts:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode, on_fakes(self._template, self.plan.memory.precision, device), quiet(), autocast():
             fakes = pytree.tree_map(lambda t: torch.zeros(t.shape, dtype=t.dtype, device=t.device) if torch.is_tensor(t) else t, piece)
-            self.counts_samples = isinstance(loss_fn(self._template, fakes), tuple)
+            value = loss_fn(self._template, fakes)
+            self.counts_samples = isinstance(value, tuple)
+            self._loss = _shape(value[0] if isinstance(value, tuple) else value)
         for handle in handles:
             handle.remove()
 
@@ -174,7 +177,7 @@ class PipelineCuts:
         for index in self.mine:
             takes = tuple(_meta(self._crossing[c.name]) for c in self.plan.stages[index].receives)
             last = index == len(self.plan.stages) - 1
-            gives = (torch.empty((), device="meta"),) if last else tuple(_meta(self._crossing[c.name]) for c in self.plan.stages[index + 1].receives)
+            gives = (_meta(self._loss),) if last else tuple(_meta(self._crossing[c.name]) for c in self.plan.stages[index + 1].receives)
             part = _StageModule(self, index)
             stages.append(_CountedStage(part, index, len(self.plan.stages), device, takes, gives, self.groups.pp.group, self.groups.ledger))
         kind = _SCHEDULES[self.plan.schedule]
@@ -196,7 +199,7 @@ class PipelineCuts:
             stage.clear_runtime_states()
         losses: list[torch.Tensor] = []
         count = len(pieces)
-        kwargs = [{"index": i} for i in range(count)]
+        kwargs = [{"index": torch.tensor(i)} for i in range(count)]  # torch 2.11 takes everything that it hands on for a tensor
         self._schedule._step_microbatches([()] * count, kwargs, [None] * count, losses, False)
         return losses
 
@@ -250,8 +253,8 @@ class _StageModule(nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return self._owner[0].stage_parameters(self._index)
 
-    def forward(self, *received: torch.Tensor, index: int) -> Any:
-        return self._owner[0].forward(self._index, received, index)
+    def forward(self, *received: torch.Tensor, index: torch.Tensor) -> Any:
+        return self._owner[0].forward(self._index, received, int(index))
 
 
 class _CountedStage(pipelining.PipelineStage):
@@ -263,6 +266,10 @@ class _CountedStage(pipelining.PipelineStage):
     ) -> None:  # fmt: skip
         super().__init__(part, index, count, device, input_args=takes, output_args=gives, group=group)
         self._ledger = ledger
+
+    def _get_init_p2p_neighbors_ops(self) -> Any:
+        """torch 2.11 greets a neighbour on its own rank too, which gloo has no connection for."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
         ops = super().get_fwd_send_ops(fwd_chunk_id)
