@@ -23,6 +23,8 @@ from meshwright.plan.tensor import choose_cuts
 from meshwright.schedule import plan_ledger
 from tests.procs.jobs import build, global_batch
 
+# Their norms (Mixtral: its router too) go through float32 whatever the model's type, so another order of a sum shows, and grows with the steps.
+IN_FLOAT32 = ("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "T5")
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 ZOO = ("gpt-tiny", "llama-tiny", "vae", "vae-conv", "cnn", "cosmoflow-tiny", "dlrm-tiny")
 FAMILIES = ("GPT2", "Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Bert", "T5", "ViT")
@@ -64,7 +66,9 @@ def check(pool: Any, model: dict[str, Any], plan: Plan, profile: Any, steps: int
     """The same losses, gradient norms and final state as one device; and the ledger before the run is what the run counted."""
     precision = plan.memory.precision
     kwargs = {"model": model, "steps": steps, "clip": 0.5, "dtype": str(DTYPES[precision]).removeprefix("torch.")}
-    exact = 1e-6 if model.get("family") == "Mixtral" else {"fp64": 1e-9, "fp32": 1e-4}[precision]  # its router is in float32 always
+    exact = {"fp64": 1e-9, "fp32": 1e-4}[precision]
+    if model.get("family") in IN_FLOAT32:
+        exact = max(exact, 1e-4 if steps > 3 else 1e-6)
     ranks = pool.run("procs.jobs:train_curve", world=plan.world, plan=to_data(plan), **kwargs)
     alone = replace(plan, mesh=Mesh(), micro_batches=1, stages=(), memory=MemoryPolicy(precision=precision))
     single = pool.run("procs.jobs:train_curve", world=1, plan=to_data(alone), **kwargs)[0]
