@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from tests import architectures
@@ -173,3 +175,56 @@ def test_a_name_that_matches_nothing_is_an_error() -> None:
         choose_cuts(flow, 2, {"blocks.0.mpl": "whole"})
     with pytest.raises(RequestError, match="column"):
         choose_cuts(flow, 2, {"blocks.0.mlp": "columns"})
+
+
+# -- rules are sound: what they let pass may really be cut --
+
+
+class Doing(nn.Module):
+    """One function of the data, behind a layer so that its result has a gradient."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x) * self.scale
+
+
+@pytest.mark.parametrize(
+    ("function", "free"),
+    [
+        (lambda x: x.flip(1), {0, 2, 3}),
+        (lambda x: x.roll(1, 2), {0, 1, 3}),
+        (lambda x: x.roll(1), set()),
+        (lambda x: x.topk(4, 1).values, {0, 2, 3}),
+        (lambda x: x.topk(4, 1, largest=False).indices.to(x.dtype), {0, 2, 3}),
+        (lambda x: x.sort(2).values, {0, 1, 3}),
+        (lambda x: x.cumsum(1), {0, 2, 3}),
+        (lambda x: x.softmax(1), {0, 2, 3}),
+        (lambda x: torch.triu(x), {0, 1}),
+        (lambda x: torch.tril(x), {0, 1}),
+        (lambda x: nn.functional.pad(x, (0, 0, 1, -1)), {0, 1, 3}),
+        (lambda x: nn.functional.pad(x, (1, 1)), {0, 1, 2}),
+        (lambda x: x.mean((1,), keepdim=True).expand_as(x), {0, 2, 3}),
+        (lambda x: x.amax(dim=2, keepdim=True) + x, {0, 1, 3}),
+        (lambda x: x.permute(0, 3, 2, 1).flip(1).permute(0, 3, 2, 1), {0, 1, 2}),
+        (lambda x: x[:, :, 1:], {0, 1, 3}),
+        (lambda x: torch.cat([x, x], 1), {0, 2, 3}),
+        (lambda x: x.index_select(1, torch.tensor([2, 0])), {0, 2, 3}),
+    ],
+)
+def test_a_strand_that_passes_can_be_cut(function: Callable[[torch.Tensor], torch.Tensor], free: set[int]) -> None:
+    """Which dims of the data pass is what the rule says; for each of them, working on a piece gives that piece of the result."""
+    given, model = torch.randn(2, 4, 6, 8), Doing(function)
+    flow = flow_of(model, 4, 6, 8)
+    x = next(v for v in flow.values if v.shape == (2, 4, 6, 8) and not v.parameter)
+    call = next(m for m in flow.modules if not m.module)
+    bound = {s for op in flow.operations[call.first : call.last] for s in (*op.binds, *op.sums)}
+    out = flow.values[flow.outputs[0]]
+    passes = {d: o for d, dim in enumerate(x.strands) for o, made in enumerate(out.strands) if dim == made and not bound.intersection(dim)}
+    assert set(passes) == free
+    for dim, at in passes.items():
+        half = given.shape[dim] // 2
+        torch.testing.assert_close(model(given.narrow(dim, half, half)), model(given).narrow(at, half, half))

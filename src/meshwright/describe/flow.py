@@ -15,16 +15,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.core.calls import sized_call
 from meshwright.core.errors import RequestError
 from meshwright.core.strand import Call, Flow, LayerKind, ModuleCall, Operation, Value
 from meshwright.core.task import Batch, Loss, Task
 from meshwright.describe.fakes import LOW, build, example, example_like, on_fakes, quiet
 from meshwright.describe.rules import Dims, Scene, attention, find_rule, unknown
-from meshwright.describe.strands import Strand, UntiedError, fresh, leaves, tie
+from meshwright.describe.strands import Strand, UntiedError, fresh, leaves, length, tie
 
 _SAMPLES = 2
 _OPAQUE = ("multi_head_attention_forward",)  # composed in Python of calls that a function mode does not see
-_FACTORIES = ("zeros", "ones", "empty", "full", "randn", "rand", "new_zeros", "new_ones", "new_empty", "new_full")
 
 
 def trace_flow(task: Task, precision: str = "fp32") -> Flow:
@@ -152,28 +152,34 @@ class _Recorder(TorchDispatchMode):
             return out
         rule = unknown if self.opaque else find_rule(func)
         name = "multi_head_attention" if self.opaque else func._overloadpacket.__name__
-        self.record(name, inputs, outs, lambda scene: rule(scene, args, kwargs, outs), given)
+        names = [argument.name for argument in func._schema.arguments]
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        self.record(name, inputs, outs, lambda scene: rule(scene, args, kwargs, outs), given, named)
         return out
 
     def record(
-        self, name: str, inputs: list[int], outs: Sequence[torch.Tensor], rule: Callable[[Scene], list[Dims]], given: Sequence[torch.Tensor]
-    ) -> None:
-        scene = Scene(self.dims)
+        self, name: str, inputs: list[int], outs: Sequence[torch.Tensor], rule: Callable[[Scene], list[Dims]], given: Sequence[torch.Tensor],
+        named: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """One operation under its rule. A rule that fails, or whose dims are not the output's, is as good as none."""
+        scene = Scene(self.dims, named)
         try:
             found = rule(scene)
+            if any(tuple(map(length, dims)) != tuple(out.shape) for dims, out in zip(found, outs, strict=True)):
+                raise UntiedError
+            outputs = [self._made(out, dims) for out, dims in zip(outs, found, strict=True)]
         except UntiedError:
-            scene = Scene(self.dims)
-            found = unknown(scene, given, {}, outs)
-        outputs = []
-        for tensor, dims in zip(outs, found, strict=True):
-            known = self._ids.get(id(tensor))
-            if known is None:
-                known = self._note(tensor, dims)
-            else:  # in place: the same tensor, of which more is known now
-                for old, new in zip(self.book.values[known].dims, dims, strict=True):
-                    tie(old, new)
-            outputs.append(known)
+            scene = Scene(self.dims, named)
+            outputs = [self._made(out, dims) for out, dims in zip(outs, unknown(scene, given, {}, outs), strict=True)]
         self.book.ops.append(_Op(name, self.frames[-1].module, inputs, outputs, scene.sums, scene.binds, self.call))
+
+    def _made(self, tensor: torch.Tensor, dims: Dims) -> int:
+        known = self._ids.get(id(tensor))
+        if known is None:
+            return self._note(tensor, dims)
+        for old, new in zip(self.book.values[known].dims, dims, strict=True):  # in place: the same tensor, of which more is known now
+            tie(old, new)
+        return known
 
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
         self.book.saves.add(len(self.book.ops))
@@ -227,11 +233,11 @@ class _Calls(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return _attention(recorder, *args, **kwargs)
         name = getattr(func, "__name__", "")
-        sized = sizes_of(name, args, kwargs)
+        sized = sized_call(name, args, kwargs)
         before = recorder.call, recorder.opaque
         recorder.opaque |= name in _OPAQUE
         if sized is not None:
-            recorder.book.calls.append(Call(recorder.frames[-1].module, name, *sized))
+            recorder.book.calls.append(Call(recorder.frames[-1].module, name, sized.sizes, sized.dim))
             recorder.call = len(recorder.book.calls) - 1
         else:
             recorder.call = -1
@@ -241,25 +247,6 @@ class _Calls(TorchFunctionMode):
             recorder.call, recorder.opaque = before
 
 
-def sizes_of(name: str, args: Any, kwargs: Any) -> tuple[tuple[int, ...], int] | None:
-    """(sizes, dim) if this call takes sizes from the model's code. The run rewrites exactly what this finds."""
-    if name in ("view", "reshape", "expand"):
-        given = args[1:] or (kwargs.get("size", kwargs.get("shape")),)
-        sizes = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
-        return (tuple(sizes), 0) if sizes and all(isinstance(n, int) for n in sizes) else None
-    if name in ("split", "split_with_sizes") and len(args) > 1:
-        sizes = args[1] if isinstance(args[1], (tuple, list)) else (args[1],)
-        dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
-        return (tuple(sizes), dim) if all(isinstance(n, int) for n in sizes) else None
-    if name == "unflatten" and len(args) > 2:
-        return tuple(args[2]), args[1]
-    if name in _FACTORIES:
-        given = args[1:] if name.startswith("new_") else args
-        sizes = given[0] if given and isinstance(given[0], (tuple, list)) else tuple(a for a in given if isinstance(a, int))
-        return (tuple(sizes), 0) if sizes and all(isinstance(n, int) for n in sizes) else None
-    return None
-
-
 def _attention(
     recorder: _Recorder, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, *_: Any, **__: Any
 ) -> torch.Tensor:
@@ -267,7 +254,7 @@ def _attention(
     given = [t for t in (query, key, value, attn_mask) if t is not None]
     inputs = [recorder.number(t) for t in given]
     out = _Attended.apply(query, key, value)
-    recorder.record("attention", inputs, [out], lambda scene: attention(scene, query, key, value, attn_mask, out), given)
+    recorder.record("attention", inputs, [out], lambda scene: attention(scene, query, key, value, attn_mask, out), given, {})
     return out  # type: ignore[no-any-return]
 
 

@@ -19,8 +19,8 @@ Dims = list[list[Strand]]
 class Scene:
     """One operation under a rule: the dims of its operands, and what the rule says about them."""
 
-    def __init__(self, dims_of: Callable[[torch.Tensor], Dims]) -> None:
-        self.dims = dims_of
+    def __init__(self, dims_of: Callable[[torch.Tensor], Dims], named: dict[str, Any]) -> None:
+        self.dims, self.named = dims_of, named  # the arguments by the names that torch gives them
         self.sums: list[Strand] = []
         self.binds: list[Strand] = []
 
@@ -180,60 +180,52 @@ def _over(scene: Scene, x: torch.Tensor, dims: Sequence[int], keep: bool) -> Dim
     return [([] if d in gone else given[d]) for d in range(x.dim()) if keep or d not in gone]
 
 
-@rule(
-    "sum",
-    "mean",
-    "amax",
-    "amin",
-    "logsumexp",
-    "any",
-    "all",
-    "prod",
-    "norm",
-    "linalg_vector_norm",
-    "var",
-    "std",
-    "var_mean",
-    "argmax",
-    "argmin",
-    "max",
-    "min",
-)
+def _dims_named(scene: Scene, key: str, rank: int, default: list[int]) -> list[int]:
+    """The dims that an argument names; `default` where it names none."""
+    found = scene.named.get(key)
+    if found is None or found == []:
+        return default
+    return [_at(d, rank) for d in ([found] if isinstance(found, int) else found)]
+
+
+@rule("sum", "mean", "amax", "amin", "logsumexp", "any", "all", "prod", "norm", "linalg_vector_norm", "var", "std", "var_mean", "std_mean",
+      "argmax", "argmin", "max", "min")  # fmt: skip
 def _reduction(scene: Scene, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]) -> list[Dims]:
     x = args[0]
-    spread = [d for d in range(x.dim()) if d >= 0]
-    extra = [a for a in args[1:] if isinstance(a, (list, tuple, int)) and not isinstance(a, bool)]
-    chosen = kwargs.get("dim", extra[-1] if extra else None)
-    dims = spread if chosen is None or chosen == [] else [chosen] if isinstance(chosen, int) else list(chosen)
-    keep = bool(kwargs.get("keepdim", outs[0].dim() == x.dim() and x.dim() > 0))
-    return [_over(scene, x, dims, keep)] * len(outs)
+    if len(_tensors((args, kwargs))) > 1:
+        return unknown(scene, args, kwargs, outs)
+    dims = _dims_named(scene, "dim", x.dim(), list(range(x.dim())))
+    return [_over(scene, x, dims, bool(scene.named.get("keepdim", False)))] * len(outs)
 
 
-@rule(
-    "_softmax",
-    "_log_softmax",
-    "softmax",
-    "log_softmax",
-    "cumsum",
-    "cumprod",
-    "_safe_softmax",
-    "flip",
-    "roll",
-    "triu",
-    "tril",
-    "constant_pad_nd",
-    "sort",
-    "topk",
-)
-def _whole_dims(scene: Scene, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]) -> list[Dims]:
-    """Dims that change length or are mixed are needed whole; the others pass."""
-    x = args[0]
+def _mixing(scene: Scene, x: torch.Tensor, mixed: Sequence[int], outs: Sequence[torch.Tensor]) -> list[Dims]:
+    """Some dims are needed whole, and may change their length; the others pass."""
     given = scene.dims(x)
-    named = [a for a in args[1:] if isinstance(a, int) and not isinstance(a, bool)]
-    mixed = {d for d in range(x.dim()) if outs[0].shape[d] != x.shape[d]}
-    mixed |= {_at(d, x.dim()) for d in named[-1:]} if named else {x.dim() - 1, max(x.dim() - 2, 0)}
     scene.bind([given[d] for d in mixed])
-    return [[(fresh(out.shape[d]) if out.shape[d] != x.shape[d] else given[d]) for d in range(x.dim())] for out in outs]
+    return [[(fresh(out.shape[d]) if d in mixed else given[d]) for d in range(x.dim())] for out in outs]
+
+
+@rule("_softmax", "_log_softmax", "softmax", "log_softmax", "_safe_softmax", "cumsum", "cumprod", "sort", "topk")
+def _along(scene: Scene, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]) -> list[Dims]:
+    """What runs along one dim, the last unless it says otherwise."""
+    return _mixing(scene, args[0], _dims_named(scene, "dim", args[0].dim(), [args[0].dim() - 1]), outs)
+
+
+@rule("flip", "roll")
+def _moved(scene: Scene, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]) -> list[Dims]:
+    return _mixing(scene, args[0], _dims_named(scene, "dims", args[0].dim(), list(range(args[0].dim()))), outs)
+
+
+@rule("triu", "tril")
+def _triangle(scene: Scene, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]) -> list[Dims]:
+    return _mixing(scene, args[0], [args[0].dim() - 2, args[0].dim() - 1], outs)
+
+
+@rule("constant_pad_nd")
+def _pad(scene: Scene, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]) -> list[Dims]:
+    """Two numbers a dim, the last dim's first; a shift that keeps the length moves elements too."""
+    rank, pad = args[0].dim(), args[1]
+    return _mixing(scene, args[0], [rank - 1 - i // 2 for i, n in enumerate(pad) if n], outs)
 
 
 @rule("native_layer_norm", "_fused_rms_norm", "rms_norm")

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from meshwright.core.calls import sized_call
 from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError
 from meshwright.core.tensor import Cut, Dealt, Rewrite, TensorPolicy
@@ -273,24 +274,12 @@ class _Sizes(TorchFunctionMode):
         self.functions = {key[0] for key in table}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in self.functions:
-            args, kwargs = self._rewritten(name, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-    def _rewritten(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Sizes come one by one, or as one sequence, among the arguments."""
-        for place, given in enumerate(args):
-            if isinstance(given, (tuple, list)) and given and all(isinstance(n, int) for n in given):
-                return (*args[:place], self._sizes(name, given), *args[place + 1 :]), kwargs
-        if name == "split":
-            return (args[0], self.table.get((name, 1, 0, args[1]), args[1]), *args[2:]), kwargs
-        places = [i for i, a in enumerate(args) if isinstance(a, int) and not isinstance(a, bool)]
-        now = dict(zip(places, self._sizes(name, [args[i] for i in places]), strict=True))
-        return tuple(now.get(i, a) for i, a in enumerate(args)), kwargs
-
-    def _sizes(self, name: str, sizes: Any) -> list[int]:
-        return [self.table.get((name, len(sizes), i, n), n) for i, n in enumerate(sizes)]
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        call = sized_call(name, args, kwargs) if name in self.functions else None
+        if call is not None:
+            now = [self.table.get((name, len(call.sizes), i, n), n) for i, n in enumerate(call.sizes)]
+            args, kwargs = call.put(now)
+        return func(*args, **kwargs)
 
 
 def _rewrite_sizes(module: nn.Module, rewrites: list[Rewrite], strands: Mapping[str, Dealt], comm: Comm) -> None:
