@@ -126,7 +126,7 @@ def program(chosen: Plan, profile: ModelProfile) -> tuple[Action, ...]:
 
 def wire(chosen: Plan, profile: ModelProfile, *, padding: bool = True) -> float:
     """Bytes a rank sends for parameters and gradients in one step; the loss is not among them."""
-    sizes = {"batch": chosen.mesh.data_width, "dp": chosen.mesh.dp, "shard": chosen.mesh.shard}
+    sizes = {"batch": chosen.mesh.data_width, "replica": chosen.mesh.dp, "shard": chosen.mesh.shard}
     return sum(
         (a.bytes - (0 if padding else a.padding)) * wire_factor(a.op, sizes[a.axis])
         for a in program(chosen, profile)
@@ -252,7 +252,7 @@ def test_micro_batches_multiply_what_they_must() -> None:
     buckets = len(gradient_buckets(plan(profile, dp=2), profile))
     loss = {("loss", "all_reduce", "batch"): 1}
     gather = {("params", "all_gather", "shard"): buckets}
-    assert count(dp=2) == {**loss, ("grads", "all_reduce", "dp"): buckets}
+    assert count(dp=2) == {**loss, ("grads", "all_reduce", "replica"): buckets}
     assert count(shard=2, zero=1) == {**loss, **gather, ("grads", "reduce_scatter", "shard"): buckets}
     assert count(shard=2, zero=2) == {**loss, **gather, ("grads", "reduce_scatter", "shard"): 4 * buckets}, "stage 2 has no place to add up in"
     assert count(shard=2, zero=3) == {**loss, ("params", "all_gather", "shard"): 4 * 2 * 3, ("grads", "reduce_scatter", "shard"): 4 * 3}
@@ -263,7 +263,7 @@ def test_replicas_of_shards_meet_too(zero: int) -> None:
     profile = blocks(3, ((64, 64),))
     chosen = plan(profile, dp=2, shard=4, zero=zero)
     replicas = [a for a in program(chosen, profile) if a.name.startswith("replicas/")]
-    assert {(a.op, a.axis) for a in replicas} == {("all_reduce", "dp")}
+    assert {(a.op, a.axis) for a in replicas} == {("all_reduce", "replica")}
     assert sum(a.bytes for a in replicas) == 3 * 64 * 64 * 4 // 4, "each rank brings its own quarter"
     assert all(a.waits for a in replicas)
 
@@ -271,7 +271,7 @@ def test_replicas_of_shards_meet_too(zero: int) -> None:
 def test_replicas_of_stage_2_meet_after_each_micro_batch() -> None:
     profile = blocks(3)
     found = collectives(plan(profile, dp=2, shard=2, zero=2, micro=4), profile)
-    assert found["replicas", "all_reduce", "dp"] == found["grads", "reduce_scatter", "shard"]
+    assert found["replicas", "all_reduce", "replica"] == found["grads", "reduce_scatter", "shard"]
 
 
 def test_one_device_sends_nothing() -> None:

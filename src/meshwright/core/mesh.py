@@ -36,8 +36,8 @@ class Mesh:
 
     @property
     def data_width(self) -> int:
-        """How many ways a global batch is cut: replicas and ZeRO shards both take their own samples."""
-        return self.dp * self.shard
+        """How many ways a global batch is cut into samples: replicas, ZeRO shards and owners of experts all take their own."""
+        return self.dp * self.shard * self.ep
 
     def group_size(self, name: str) -> int:
         """Ranks in one group: of an axis, of `data`, or the `world`."""
@@ -50,8 +50,9 @@ class Mesh:
         return rank // stride % self.degree(axis)
 
     def data_rank(self, rank: int) -> int:
-        """Which of the `data_width` slices of a batch this rank takes."""
-        return self.coordinate(rank, "dp") * self.shard + self.coordinate(rank, "shard")
+        """Which of the `data_width` slices of a batch this rank takes; ranks of one cp group take the same."""
+        dp, shard, ep = (self.coordinate(rank, axis) for axis in ("dp", "shard", "ep"))
+        return (dp * self.shard + shard) * self.ep + ep
 
     def groups(self, *axes: str) -> list[list[int]]:
         """The rank lists that differ only along `axes`; each collective on those axes runs in one of them."""
@@ -89,11 +90,14 @@ class Mesh:
 
 AXES: tuple[str, ...] = tuple(f.name for f in fields(Mesh))
 GROUP_AXES: dict[str, tuple[str, ...]] = {
-    "batch": ("pp", "dp", "shard"),  # all that a global batch passes through
-    "data": ("dp", "shard"),
+    "batch": ("pp", "dp", "shard", "cp", "ep"),  # all that a global batch passes through
+    "data": ("dp", "shard", "cp", "ep"),  # whose gradients meet
+    "replica": ("dp", "cp", "ep"),  # those of them that hold the same parameters
     "pp": ("pp",),
     "dp": ("dp",),
     "shard": ("shard",),
+    "cp": ("cp",),
+    "ep": ("ep",),
     "tp": ("tp",),
 }
 RUNNABLE_AXES = ("pp", "dp", "shard", "tp")  # what `execute` can do today, and so what `plan` may propose

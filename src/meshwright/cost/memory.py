@@ -18,7 +18,7 @@ def held_bytes(plan: Plan, profile: ModelProfile, optimizer: str) -> dict[str, i
     whole = sum(t.bytes for t in profile.tensors)
     trained = sum(t.bytes for t in profile.tensors if t.trainable)
     states, shards = OPTIMIZER_STATES[optimizer], plan.mesh.shard
-    if plan.mesh.data_width == 1:
+    if plan.mesh.group_size("data") == 1:
         return {"parameters": whole, "gradients": trained, "optimizer": states * trained}
     if plan.memory.zero == 3:
         layers = list(profile.layers)
@@ -44,7 +44,7 @@ def peak_bytes(plan: Plan, profile: ModelProfile, optimizer: str, rates: Rates, 
         "framework": rates.base_bytes,
     }
     # On one device gradients appear as activations go: the peak holds the larger of the two sweeps.
-    kinds["gradients"] = held["gradients"] if plan.mesh.data_width > 1 else max(held["gradients"] - int(activations), 0)
+    kinds["gradients"] = held["gradients"] if plan.mesh.group_size("data") > 1 else max(held["gradients"] - int(activations), 0)
     return kinds
 
 
@@ -65,7 +65,7 @@ def activation_peak(plan: Plan, profile: ModelProfile) -> float:
 
 def _communication(plan: Plan, profile: ModelProfile) -> int:
     """Buffers that live only while something travels."""
-    if plan.mesh.data_width == 1:
+    if plan.mesh.group_size("data") == 1:
         return 0
     if plan.memory.zero == 3:
         units = set(plan.memory.units)

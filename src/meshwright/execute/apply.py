@@ -35,7 +35,7 @@ class Applied:
     @property
     def mean_over(self) -> int:
         """How many ranks' gradients are averaged rather than summed: what a caller that wants a sum must multiply by."""
-        return self.plan.mesh.data_width if self.buckets is None else 1
+        return self.groups.data.size if self.buckets is None else 1
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Around every backward but the last of a step: gradients add up and nothing is sent where the plan allows it."""

@@ -20,9 +20,12 @@ class Groups:
     world: Comm
     batch: Comm
     data: Comm
+    replica: Comm
     pp: Comm
     dp: Comm
     shard: Comm
+    cp: Comm
+    ep: Comm
     tp: Comm
     ledger: Ledger = field(default_factory=Ledger)
 
@@ -32,7 +35,7 @@ def make_groups(mesh: Mesh) -> Groups:
     ledger = Ledger()
     if mesh.size == 1:
         alone = NullComm()
-        return Groups(0, alone, alone, alone, alone, alone, alone, alone, ledger)
+        return Groups(0, alone, **dict.fromkeys(GROUP_AXES, alone), ledger=ledger)
     if dist.get_world_size() != mesh.size:
         raise RequestError(f"the plan's mesh {mesh} has {mesh.size} ranks, {dist.get_world_size()} were started: use --nproc {mesh.size}")
     world = dist.group.WORLD

@@ -74,7 +74,7 @@ def shard_model(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, 
             continue  # the root when the units hold every parameter
         unit.set_custom_all_gather(_NamedGather(groups.shard, f"params/{name or 'root'}"))
         unit.set_custom_reduce_scatter(_NamedScatter(groups.shard, f"grads/{name or 'root'}"))
-        if groups.dp.size > 1:
+        if groups.replica.size > 1:
             unit.set_all_reduce_hook(_replica_reduction(groups, f"replicas/{name or 'root'}"))
     _retie(places)
     _repoint(optimizer, names, dict(model.named_parameters()))
@@ -97,7 +97,7 @@ def _retie(places: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
 
 def _replica_reduction(groups: Groups, name: str) -> Callable[[torch.Tensor], None]:
     def reduce(output: torch.Tensor) -> None:
-        groups.dp.all_reduce(output, name, "mean").wait()
+        groups.replica.all_reduce(output, name, "mean").wait()
 
     return reduce
 

@@ -172,7 +172,7 @@ class GradientBuckets:
         if self.zero:
             bucket.pending = self.groups.shard.reduce_scatter(self._slice(grads), grads, f"grads/{bucket.name}", self.reduce)
         else:
-            bucket.pending = self.groups.dp.all_reduce(grads, f"grads/{bucket.name}", self.reduce)
+            bucket.pending = self.groups.replica.all_reduce(grads, f"grads/{bucket.name}", self.reduce)
 
     # -- after backward --
 
@@ -220,7 +220,7 @@ class GradientBuckets:
         for bucket in self.buckets:
             assert bucket.pending is not None and bucket.grads is not None
             bucket.pending.wait()
-            bucket.pending = self.groups.dp.all_reduce(self._slice(bucket.grads), f"replicas/{bucket.name}", self.reduce)
+            bucket.pending = self.groups.replica.all_reduce(self._slice(bucket.grads), f"replicas/{bucket.name}", self.reduce)
         for bucket in self.buckets:
             assert bucket.pending is not None and bucket.grads is not None and bucket.shard is not None
             bucket.pending.wait()

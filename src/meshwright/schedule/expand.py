@@ -16,7 +16,7 @@ from meshwright.schedule.local import local_profile
 
 def expand(plan: Plan, profile: ModelProfile, *, clip: bool = False) -> Schedule:
     """One program for each pipeline and tensor-parallel rank; ranks that differ in their data alone share it."""
-    build = _sharded if plan.memory.zero == 3 and plan.mesh.data_width > 1 else _bucketed
+    build = _sharded if plan.memory.zero == 3 and plan.mesh.group_size("data") > 1 else _bucketed
     ways, depth = plan.mesh.degree("tp"), plan.mesh.pp
     programs = tuple(
         (*build(plan, local_profile(plan, profile, t, p), p), *_norm(plan, clip)) for p in range(depth) for t in range(ways)
@@ -168,8 +168,8 @@ def _tied(plan: Plan, profile: ModelProfile, pp_rank: int) -> Iterator[Action]:
 
 
 def _bucketed(plan: Plan, profile: ModelProfile, pp_rank: int = 0) -> Iterator[Action]:
-    buckets = gradient_buckets(plan, profile) if plan.mesh.data_width > 1 else ()
-    op, axis = ("reduce_scatter", "shard") if plan.memory.zero else ("all_reduce", "dp")
+    buckets = gradient_buckets(plan, profile) if plan.mesh.group_size("data") > 1 else ()
+    op, axis = ("reduce_scatter", "shard") if plan.memory.zero else ("all_reduce", "replica")
     ready = _completed_at(buckets, profile)
     meets = _meetings(plan, profile)
     launched: list[str] = []
@@ -190,13 +190,13 @@ def _bucketed(plan: Plan, profile: ModelProfile, pp_rank: int = 0) -> Iterator[A
         yield from _crossings(plan, profile, pp_rank, "backward", micro)
         if last:
             yield from _tied(plan, profile, pp_rank)
-        if plan.memory.zero and plan.mesh.dp > 1 and (last or plan.memory.zero == 2):
+        if plan.memory.zero and plan.mesh.group_size("replica") > 1 and (last or plan.memory.zero == 2):
             for index, bucket in enumerate(buckets):
                 name = f"replicas/bucket{index}/{micro}"
-                yield Action(name, "all_reduce", bytes=bucket.bytes // plan.mesh.shard, axis="dp", waits=(f"grads/bucket{index}/{micro}",))
+                yield Action(name, "all_reduce", bytes=bucket.bytes // plan.mesh.shard, axis="replica", waits=(f"grads/bucket{index}/{micro}",))
                 launched.append(name)
     yield Action("optimizer", "optimizer", waits=tuple(launched))
-    if plan.memory.zero and plan.mesh.data_width > 1:
+    if plan.memory.zero and plan.mesh.group_size("data") > 1:
         for index, bucket in enumerate(buckets):
             yield Action(f"params/bucket{index}", "all_gather", bytes=bucket.bytes, padding=bucket.padding, axis="shard", waits=("optimizer",))
 
@@ -228,8 +228,8 @@ def _sharded(plan: Plan, profile: ModelProfile, pp_rank: int = 0) -> Iterator[Ac
         size, padding = unit_bytes(layers, shards, None, trainable=True)
         if size:
             yield Action(f"grads/{name}/{tag}", "reduce_scatter", bytes=size, padding=padding, axis="shard")
-            if plan.mesh.dp > 1:
-                yield Action(f"replicas/{name}/{tag}", "all_reduce", bytes=size // shards, axis="dp", waits=(f"grads/{name}/{tag}",))
+            if plan.mesh.group_size("replica") > 1:
+                yield Action(f"replicas/{name}/{tag}", "all_reduce", bytes=size // shards, axis="replica", waits=(f"grads/{name}/{tag}",))
 
     meets = _meetings(plan, profile)
     sent: list[str] = []
