@@ -19,7 +19,7 @@ from meshwright.describe.flow import trace_module_flow
 from meshwright.describe.trace import trace_module
 from meshwright.plan.partition import choose_units, one_stage
 from meshwright.plan.pipeline import cut_stages
-from meshwright.plan.tensor import choose_cuts
+from meshwright.plan.tensor import choose_grid
 from meshwright.schedule import plan_ledger
 from tests.procs.jobs import build, global_batch
 
@@ -55,10 +55,9 @@ def spread(
     """A plan with the cuts that the planner finds, as a file would hold it, and the profile to expand it with."""
     profile, flow = traced(model, precision)
     memory = MemoryPolicy(zero, choose_units(profile), recompute, precision)  # type: ignore[arg-type]
-    ways = mesh.degree("tp")
-    tensor = choose_cuts(flow, ways) if ways > 1 else TensorPolicy()
+    tensor, across = choose_grid(flow, mesh.tp) if mesh.degree("tp") > 1 else (TensorPolicy(), TensorPolicy())
     stages = cut_stages(flow, profile, mesh.pp * stages_a_rank(schedule), tensor) if mesh.pp > 1 else one_stage(profile)
-    plan = Plan("test", batch, mesh, micro, stages, schedule, memory=memory, tensor=tensor)  # type: ignore[arg-type]
+    plan = Plan("test", batch, mesh, micro, stages, schedule, memory=memory, tensor=tensor, across=across)  # type: ignore[arg-type]
     return from_data(Plan, to_data(plan), "plan"), profile
 
 

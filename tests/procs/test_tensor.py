@@ -48,6 +48,25 @@ def test_with_data_parallelism_and_zero(pool: Any, name: str, mesh: Mesh, zero: 
     check(pool, model, *spread(model, mesh, 8, zero=zero, micro=micro, recompute=recompute))
 
 
+@pytest.mark.parametrize("name", ["gpt-tiny", "cnn", "GPT2", "Llama", "ViT"])
+def test_a_grid_is_equal_to_one_device(pool: Any, name: str) -> None:
+    model = model_of(name)
+    check(pool, model, *spread(model, Mesh(tp=(2, 2)), recompute="full" if name == "gpt-tiny" else "none"))
+
+
+def test_a_grid_deals_out_unevenly_along_both_dimensions(pool: Any) -> None:
+    model = model_of("Llama", hidden_size=27, num_attention_heads=3, num_key_value_heads=3, head_dim=8, intermediate_size=45)
+    check(pool, model, *spread(model, Mesh(tp=(2, 2))))
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("mesh", [Mesh(shard=2, tp=(2, 2)), Mesh(dp=2, tp=(2, 2))], ids=str)
+def test_three_dimensions(large_pool: Any, mesh: Mesh) -> None:
+    """The depth of a grid is the shard axis under zero=3."""
+    for name in ("gpt-tiny", "llama-tiny", "GPT2"):
+        check(large_pool, model_of(name), *spread(model_of(name), mesh, zero=3 if mesh.shard > 1 else 0))
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize("mesh", [Mesh(tp=(2,)), Mesh(pp=2)], ids=str)
 def test_compiled_blocks(pool: Any, mesh: Mesh) -> None:

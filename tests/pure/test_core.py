@@ -39,7 +39,9 @@ def meshes(draw: st.DrawFn) -> Mesh:
 def plans(draw: st.DrawFn) -> Plan:
     """Legal plans: ZeRO goes with a shard axis, the batch or the shares divide, and a pipeline has as many stages as ranks."""
     zero = draw(st.sampled_from([0, 1, 2, 3]))
-    mesh = Mesh(dp=draw(DEGREES), shard=draw(st.integers(2, 4)) if zero else 1, pp=draw(DEGREES), tp=draw(st.sampled_from([(1,), (2, 2, 1)])))
+    pp = draw(DEGREES)
+    grid = st.sampled_from([(1,), (3,)] if pp > 1 else [(1,), (2, 2)])
+    mesh = Mesh(dp=draw(DEGREES), shard=draw(st.integers(2, 4)) if zero else 1, pp=pp, tp=draw(grid))
     micro = draw(st.integers(1, 5))
     piped = mesh.pp > 1
     uneven = st.just([]) if piped else st.lists(st.integers(micro, 50), min_size=mesh.data_width, max_size=mesh.data_width)
@@ -402,6 +404,26 @@ def test_neighbouring_ranks_share_the_last_axis() -> None:
     assert mesh.groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert mesh.groups("dp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert mesh.groups("pp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_a_grid_has_groups_along_each_of_its_dimensions() -> None:
+    mesh = Mesh(dp=2, tp=(2, 2))
+    assert mesh.groups("tpx") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert mesh.groups("tpy") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert mesh.groups("dp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+@pytest.mark.parametrize(
+    ("given", "flat"),
+    [
+        (Mesh(tp=(2, 2, 1)), Mesh(tp=(2, 2))),
+        (Mesh(tp=(1, 2, 1)), Mesh(tp=(2,))),
+        (Mesh(dp=2, tp=(2, 1, 3)), Mesh(dp=2, shard=3, tp=(2,))),
+        (Mesh(shard=2, tp=(1, 1, 2)), Mesh(shard=4)),
+    ],
+)
+def test_the_depth_of_a_grid_is_the_shard_axis(given: Mesh, flat: Mesh) -> None:
+    assert given.flattened() == flat == flat.flattened() and given.size == flat.size
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -15,7 +16,7 @@ from meshwright.core.strand import Flow
 from meshwright.core.tensor import Dealt, TensorPolicy
 from meshwright.describe.flow import trace_flow, trace_module_flow
 from meshwright.describe.strands import Strand, UntiedError, leaves, regroup, tie
-from meshwright.plan.tensor import choose_cuts, coverage, refuse_if_nothing
+from meshwright.plan.tensor import choose_cuts, choose_grid, coverage, refuse_if_nothing
 
 
 def flow_of(model: nn.Module, *shape: int) -> Flow:
@@ -159,7 +160,7 @@ def test_more_ranks_than_pieces_is_said_with_numbers() -> None:
     policy = choose_cuts(flow_of(model, 4), 8)
     assert policy.whole["0.weight"] == "3 pieces do not go over 8 ranks"
     with pytest.raises(RequestError, match=r"tp=8: nothing in this model can be cut \(3 pieces"):
-        refuse_if_nothing(policy, 8)
+        refuse_if_nothing((policy, TensorPolicy()), (8,))
 
 
 def test_a_layer_can_be_kept_whole_by_name() -> None:
@@ -175,6 +176,35 @@ def test_a_name_that_matches_nothing_is_an_error() -> None:
         choose_cuts(flow, 2, {"blocks.0.mpl": "whole"})
     with pytest.raises(RequestError, match="column"):
         choose_cuts(flow, 2, {"blocks.0.mlp": "columns"})
+
+
+# -- two dimensions --
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", "cnn", "cosmoflow-tiny"])
+def test_a_grid_cuts_matrices_along_both_dims(name: str) -> None:
+    flow = trace_flow(zoo.load(name))
+    first, second = (cut_names(policy) for policy in choose_grid(flow, (2, 2)))
+    sizes = {v.parameter: math.prod(v.shape) for v in flow.values if v.parameter and len(v.shape) > 1}
+    both = [n for n in sizes if n in first and n in second]
+    assert sum(sizes[n] for n in both) >= 0.95 * sum(sizes.values())
+    assert all(first[n] != second[n] for n in both)
+
+
+def test_a_statistic_that_is_used_for_something_else_keeps_its_features_whole() -> None:
+    class Telling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            told = x.square().mean(-1, keepdim=True) * self.scale
+            return x * told.rsqrt() + told.square().sum()
+
+    model = nn.Sequential(nn.Linear(4, 8), Telling(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
+    first, second = choose_grid(flow_of(model, 4), (2, 2))
+    assert "0.weight" not in cut_names(second) or cut_names(first).get("0.weight") == 0
+    assert any("statistic" in reason or "needs all of it" in reason for reason in (*first.whole.values(), *second.whole.values()))
 
 
 # -- rules are sound: what they let pass may really be cut --

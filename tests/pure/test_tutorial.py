@@ -55,7 +55,7 @@ FILES: dict[str, dict[str, Any]] = {
     "single_gpu": {"model": "hf:phi-1_5", "mesh": "dp=1", "zero": 0, "precision": "fp32", "global_batch": 32, "micro_batches": 1},
     "ddp": {"model": "hf:phi-1_5", "mesh": "dp=4", "zero": 0, "precision": "bf16", "global_batch": 128, "micro_batches": 1},
     "fsdp": {"model": "hf:Llama-2-7b", "mesh": "shard=4", "zero": 3, "precision": "bf16", "global_batch": 32, "micro_batches": 8},
-    "axonn": {"model": "hf:Llama-2-7b", "mesh": "dp=1,tp=2x2x1", "zero": 0, "precision": "bf16", "global_batch": 32, "micro_batches": 8},
+    "axonn": {"model": "hf:Llama-2-7b", "mesh": "tp=2x2", "zero": 0, "precision": "bf16", "global_batch": 32, "micro_batches": 8},
 }
 
 

@@ -73,7 +73,7 @@ def plan(
     if prepared.ranking:
         stdout.print(ranking_table(prepared.ranking, most))
     stdout.print(prepared.why, markup=False)
-    if prepared.plan.tensor.strands:
+    if prepared.plan.tensors:
         stdout.print(cuts_table(prepared.plan, prepared.profile))
     if ledger:
         stdout.print(ledger_table(plan_ledger(prepared.plan, prepared.profile, clip=config.clip > 0)))
@@ -88,13 +88,15 @@ def cuts_table(plan: Plan, profile: ModelProfile) -> Table:
     for column in ("parameters", "cut along", "pieces of", "number"):
         table.add_column(column, justify="right" if column == "number" else "left", overflow="fold")
     rows: dict[tuple[str, str, str], int] = {}
-    for strand in plan.tensor.strands:
-        for cut in strand.cuts:
-            key = (_numbers.sub(".*.", cut.parameter), f"dim {cut.dim}", f"{strand.size} × {cut.inner}" if cut.inner > 1 else str(strand.size))
+    for axis, policy in plan.tensors:
+        over = f" over {axis}" if len(plan.tensors) > 1 else ""
+        for strand, cut in ((s, c) for s in policy.strands for c in s.cuts):
+            pieces = f"{strand.size} × {cut.inner}" if cut.inner > 1 else str(strand.size)
+            key = (_numbers.sub(".*.", cut.parameter), f"dim {cut.dim}{over}", pieces)
             rows[key] = rows.get(key, 0) + sizes.get(cut.parameter, 0)
-    for name, reason in plan.tensor.whole.items():
-        key = (_numbers.sub(".*.", name), "whole", _numbers.sub(".*.", reason))
-        rows[key] = rows.get(key, 0) + sizes.get(name, 0)
+        for name, reason in policy.whole.items():
+            key = (_numbers.sub(".*.", name), f"whole{over}", _numbers.sub(".*.", reason))
+            rows[key] = rows.get(key, 0) + sizes.get(name, 0)
     for (name, how, what), count in rows.items():
         table.add_row(name, how, what, f"{count:,}")
     return table

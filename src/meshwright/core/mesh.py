@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from meshwright.core.errors import RequestError, unknown
 
@@ -27,8 +27,22 @@ class Mesh:
                 raise RequestError(f"mesh axis {axis}: a degree is at least 1")
 
     def degree(self, axis: str) -> int:
+        """Of an axis, or of one dimension of tensor parallelism's grid."""
+        if axis in GRID:
+            return (*self.tp, 1, 1, 1)[GRID.index(axis)]
         value: int | tuple[int, ...] = getattr(self, axis)
         return math.prod(value) if isinstance(value, tuple) else value
+
+    @property
+    def tp_axes(self) -> tuple[str, ...]:
+        """The axes over which tensor parallelism cuts: one, or the two of a grid."""
+        return ("tp",) if len(self.tp) == 1 else GRID[:2]
+
+    def flattened(self) -> Mesh:
+        """The same with no dimension of length 1 in tensor parallelism's grid, and its depth where it belongs: ranks along the depth
+        take their own samples and gather weights before use, which is what the shard axis does under zero=3."""
+        depth = self.tp[2] if len(self.tp) > 2 else 1
+        return replace(self, shard=self.shard * depth, tp=tuple(n for n in self.tp[:2] if n > 1) or (1,))
 
     @property
     def size(self) -> int:
@@ -46,7 +60,8 @@ class Mesh:
         return self.size if name == "world" else math.prod(self.degree(a) for a in GROUP_AXES.get(name, (name,)))
 
     def coordinate(self, rank: int, axis: str) -> int:
-        stride = math.prod(self.degree(a) for a in AXES[AXES.index(axis) + 1 :])
+        order = (*AXES[:-1], *GRID) if axis in GRID else AXES
+        stride = math.prod(self.degree(a) for a in order[order.index(axis) + 1 :])
         return rank // stride % self.degree(axis)
 
     def data_rank(self, rank: int) -> int:
@@ -58,7 +73,7 @@ class Mesh:
         """The rank lists that differ only along `axes`; each collective on those axes runs in one of them."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
-            others = tuple(self.coordinate(rank, a) for a in AXES if a not in axes)
+            others = tuple(self.coordinate(rank, a) for a in (*AXES[:-1], *GRID) if a not in axes and not (a in GRID and "tp" in axes))
             found.setdefault(others, []).append(rank)
         return list(found.values())
 
@@ -88,7 +103,8 @@ class Mesh:
         return ",".join(parts) or "dp=1"
 
 
-AXES: tuple[str, ...] = tuple(f.name for f in fields(Mesh))
+AXES: tuple[str, ...] = tuple(f.name for f in fields(Mesh))  # tp is the last, so the ranks of its grid are neighbours
+GRID = ("tpx", "tpy", "tpz")
 GROUP_AXES: dict[str, tuple[str, ...]] = {
     "batch": ("pp", "dp", "shard", "cp", "ep"),  # all that a global batch passes through
     "data": ("dp", "shard", "cp", "ep"),  # whose gradients meet
@@ -99,13 +115,15 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
     "cp": ("cp",),
     "ep": ("ep",),
     "tp": ("tp",),
+    "tpx": ("tpx",),
+    "tpy": ("tpy",),
 }
 RUNNABLE_AXES = ("pp", "dp", "shard", "tp")  # what `execute` can do today, and so what `plan` may propose
 
 
 def check_runnable(mesh: Mesh) -> None:
-    if len(mesh.tp) > 1 and math.prod(mesh.tp) != max(mesh.tp):
-        raise RequestError(f"mesh {mesh}: tensor parallelism of several dimensions cannot be run yet: use tp={math.prod(mesh.tp)}")
+    if mesh != mesh.flattened():
+        raise RequestError(f"mesh {mesh}: write the depth of tensor parallelism as the shard axis, and no dimension of 1: {mesh.flattened()}")
     for axis in AXES:
         if axis not in RUNNABLE_AXES and mesh.degree(axis) > 1:
             raise RequestError(f"mesh axis {axis}={mesh.degree(axis)} cannot be run yet: use {' and '.join(RUNNABLE_AXES)}")

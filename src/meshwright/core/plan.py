@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,6 +104,7 @@ class Plan:
     balance: BalancePolicy = BalancePolicy()
     placements: Mapping[str, str] = field(default_factory=dict)  # layers whose tensor parallelism a user has decided, by name
     tensor: TensorPolicy = TensorPolicy()
+    across: TensorPolicy = TensorPolicy()  # the second dimension, when tensor parallelism has a grid
     compile: Compile = "none"
     device: DeviceKind = "cpu"
     backend: str = "gloo"
@@ -145,6 +147,9 @@ class Plan:
             raise RequestError(f"plan: schedule={self.schedule} needs at least pp={pp} micro-batches, {micro} given: set micro_batches={pp}")
         if self.balance.shares:
             raise RequestError("plan: balance.shares does not go with pp yet: leave it out")
+        if len(self.mesh.tp) > 1:
+            flat = math.prod(self.mesh.tp)
+            raise RequestError(f"plan: tp={'x'.join(map(str, self.mesh.tp))} deals out what stages of a pipeline hand on: use tp={flat} with pp")
         if self.memory.zero == 2 and self.schedule not in ("gpipe", "1f1b"):
             raise RequestError(
                 f"plan: zero=2 reduces after each backward of all that a rank holds, and schedule={self.schedule} has two: use 1f1b or zero=1"
@@ -203,6 +208,19 @@ class Plan:
     @property
     def world(self) -> int:
         return self.mesh.size
+
+    @property
+    def tensors(self) -> tuple[tuple[str, TensorPolicy], ...]:
+        """Tensor parallelism, axis by axis."""
+        return tuple((axis, policy) for axis, policy in zip(self.mesh.tp_axes, (self.tensor, self.across), strict=False) if policy.strands)
+
+    def copies(self) -> dict[str, int]:
+        """How many tensor-parallel ranks hold the same piece of a parameter that is cut; all of them hold what is not listed."""
+        found: dict[str, int] = {}
+        for axis, policy in self.tensors:
+            for name in {c.parameter for s in policy.strands for c in s.cuts}:
+                found[name] = found.get(name, self.mesh.degree("tp")) // self.mesh.degree(axis)
+        return found
 
     def share(self, data_rank: int) -> tuple[int, int]:
         """(first sample, number of samples) of the global batch for one data rank."""

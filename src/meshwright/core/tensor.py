@@ -54,6 +54,8 @@ class Meet:
     fixed: bool = False
     strand: str = ""  # the one that is gathered or looked up
     final_in: tuple[str, ...] = ()  # modules in which nothing after it is kept for backward: recomputing those stops before it
+    times: int = 1  # calls: a norm needs a mean, and then a variance
+    across: str = ""  # a strand of the tensor that the other axis of a grid deals out: a rank has its piece of it
 
     def at(self, samples: int) -> float:
         return self.bytes if self.fixed else self.bytes * samples
@@ -61,13 +63,14 @@ class Meet:
 
 @dataclass(frozen=True)
 class TensorPolicy:
-    """Tensor parallelism of one model over `tp` ranks. Empty: nothing is cut."""
+    """Tensor parallelism of one model over the ranks of one axis. Empty: nothing is cut."""
 
     strands: tuple[Dealt, ...] = ()
     enters: tuple[Meet, ...] = ()  # backward: the gradients of this input are partial and are summed
     sums: tuple[Meet, ...] = ()  # forward: the output is a partial sum and is summed
     gathers: tuple[Meet, ...] = ()  # forward: the output's last feature dim is cut and something needs it whole
     lookups: tuple[Meet, ...] = ()  # forward: a rank looks up its own rows, and the results are summed
+    norms: tuple[Meet, ...] = ()  # both: a norm runs over a dealt strand, and its statistics are summed
     partial: tuple[str, ...] = ()  # parameters kept whole inside a cut part: their gradients are summed
     rewrites: tuple[Rewrite, ...] = ()
     whole: Mapping[str, str] = field(default_factory=dict)  # parameter → why it is not cut

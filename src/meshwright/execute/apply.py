@@ -49,28 +49,31 @@ class Applied:
         return (p for group in self.optimizer.param_groups for p in group["params"])
 
     def squared_norm(self) -> torch.Tensor:
-        """Sum of squares over the whole gradient, the same on every rank."""
+        """Sum of squares over the whole gradient, the same on every rank. What several ranks hold alike each counts for its part."""
         kinds = self._kinds()
-        held = [
-            (cut, local_tensor(p.grad)) for p in self.stepped() for cut, counts in [kinds.get(id(p), (False, True))] if counts and p.grad is not None
-        ]
-        device = held[0][1].device if held else torch.device(self.plan.device)
+        held: dict[int, list[torch.Tensor]] = {}
+        for param in self.stepped():
+            copies, counts = kinds.get(id(param), (1, True))
+            if counts and param.grad is not None:
+                held.setdefault(copies, []).append(local_tensor(param.grad))
         kind = torch.float64 if self.plan.memory.precision == "fp64" else torch.float32
-        totals = [_sum_of_squares([g for is_cut, g in held if is_cut is wanted], kind, device) for wanted in (False, True)]
+        total = torch.zeros((), dtype=kind, device=self.plan.device)
+        for copies, grads in held.items():
+            squares = torch.stack([n.to(kind) for n in torch._foreach_norm(grads)]).square().sum()
+            total = total + (squares / copies if copies > 1 else squares)
         if self.tensor is not None:
-            self.groups.tp.all_reduce(totals[1], "norm/tp").wait()  # pieces of cut parameters; whole ones are counted once
-        total = totals[0] + totals[1]
+            self.groups.tp.all_reduce(total, "norm/tp").wait()
         if self.pipeline is not None:
             self.groups.pp.all_reduce(total, "norm/pp").wait()
         if self.plan.memory.zero:
             self.groups.shard.all_reduce(total, "norm").wait()
         return total
 
-    def _kinds(self) -> dict[int, tuple[bool, bool]]:
-        """For each stepped parameter: is it a piece of a tensor-parallel whole, and does this rank count it?"""
+    def _kinds(self) -> dict[int, tuple[int, bool]]:
+        """For each stepped parameter: how many tensor-parallel ranks hold the same, and does this pipeline rank count it?"""
         if self.buckets is not None and self.plan.memory.zero:
             return {id(b.shard): b.kind for b in self.buckets.buckets}
-        return _kinds_of(self.model, self.tensor, self.pipeline)
+        return _kinds_of(self.model, self.plan, self.pipeline)
 
     def meet_shared(self) -> None:
         """Gradients of parameters that several pipeline stages use are summed over those stages."""
@@ -109,14 +112,9 @@ class Applied:
         }
 
 
-def _kinds_of(model: nn.Module, tensor: TensorCuts | None, pipeline: PipelineCuts | None) -> dict[int, tuple[bool, bool]]:
-    return {id(p): (tensor is not None and name in tensor.cuts, pipeline is None or pipeline.counted(name)) for name, p in model.named_parameters()}
-
-
-def _sum_of_squares(grads: list[torch.Tensor], kind: torch.dtype, device: torch.device) -> torch.Tensor:
-    if not grads:
-        return torch.zeros((), dtype=kind, device=device)
-    return torch.stack([n.to(kind) for n in torch._foreach_norm(grads)]).square().sum()
+def _kinds_of(model: nn.Module, plan: Plan, pipeline: PipelineCuts | None) -> dict[int, tuple[int, bool]]:
+    copies, everybody = plan.copies(), plan.mesh.degree("tp")
+    return {id(p): (copies.get(name, everybody), pipeline is None or pipeline.counted(name)) for name, p in model.named_parameters()}
 
 
 def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> Applied:
@@ -127,7 +125,7 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
         equalise(model, groups)
     keys = KeyRing(model)
     pipeline = PipelineCuts(plan, model, optimizer, groups) if groups.pp.size > 1 else None
-    tensor = cut_model(model, optimizer, plan.tensor, groups.tp, plan.compile != "none") if groups.tp.size > 1 else None
+    tensor = cut_model(model, optimizer, plan, groups) if groups.tp.size > 1 else None
     if plan.memory.recompute == "full":
         recompute_units(model, plan.memory.units, keys)
     if plan.compile == "blocks":
@@ -137,7 +135,7 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
     if groups.data.size > 1 and plan.memory.zero == 3:
         shard_model(model, optimizer, plan, groups)
     elif groups.data.size > 1:
-        buckets = GradientBuckets(model, optimizer, groups, plan.sync, plan.memory.zero, _kinds_of(model, tensor, pipeline))
+        buckets = GradientBuckets(model, optimizer, groups, plan.sync, plan.memory.zero, _kinds_of(model, plan, pipeline))
     if pipeline is not None:
         pipeline.attach()
     return Applied(plan, model, optimizer, groups, buckets, keys, tensor, pipeline)

@@ -27,7 +27,13 @@ class Groups:
     cp: Comm
     ep: Comm
     tp: Comm
+    tpx: Comm
+    tpy: Comm
     ledger: Ledger = field(default_factory=Ledger)
+
+    def of(self, name: str) -> Comm:
+        found: Comm = getattr(self, name)
+        return found
 
 
 def make_groups(mesh: Mesh) -> Groups:

@@ -29,7 +29,7 @@ from meshwright.schedule.buckets import Bucket, assign_buckets
 ELEMENTWISE = {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 
 
-_PLAIN = (False, True)
+_PLAIN = (1, True)
 
 
 @dataclass
@@ -47,10 +47,10 @@ class _Live:
     carried: torch.Tensor | None = None  # an earlier backward's reduced slice, when the user accumulates across backwards
 
     @property
-    def kind(self) -> tuple[bool, bool]:
-        """Of its parameters: are they pieces of tensor-parallel wholes, and does this rank count them?"""
+    def kind(self) -> tuple[int, bool]:
+        """Of its parameters: how many tensor-parallel ranks hold the same, and does this rank count them?"""
         key: Any = self.layout.key
-        found: tuple[bool, bool] = key[2]
+        found: tuple[int, bool] = key[2]
         return found
 
 
@@ -64,10 +64,10 @@ class GradientBuckets:
         groups: Groups,
         policy: SyncPolicy,
         zero: int,
-        kinds: Mapping[int, tuple[bool, bool]] | None = None,
+        kinds: Mapping[int, tuple[int, bool]] | None = None,
     ) -> None:
         self.groups, self.policy, self.zero = groups, policy, zero
-        self._kinds = kinds or {}  # (piece of a tensor-parallel whole, counted here): a slice never mixes kinds, whose squares are summed apart
+        self._kinds = kinds or {}  # (copies, counted here): a slice never mixes kinds, whose squares are summed apart
         self.reduce = "mean"  # a user's own loop averages over ranks; Session weights the loss itself and sums
         self._enabled = True
         self._begun = False

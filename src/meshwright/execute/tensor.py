@@ -19,53 +19,76 @@ from torch.utils import _pytree as pytree
 from meshwright.core.calls import sized_call
 from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError
+from meshwright.core.plan import Plan
 from meshwright.core.tensor import Cut, Dealt, Rewrite, TensorPolicy
+from meshwright.execute.groups import Groups
+from meshwright.execute.meet import Enter, Gather, Sum, gather_pieces
+from meshwright.execute.norms import norm_over_pieces
 
 _Apart = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
+@dataclass(frozen=True)
+class _Laid:
+    """One cut of one parameter: the strand, where it lies in the dim, and the ranks that share it."""
+
+    strand: Dealt
+    cut: Cut
+    comm: Comm
+
+    def piece(self, whole: torch.Tensor) -> torch.Tensor:
+        first, count = self.strand.piece(self.comm.rank, self.comm.size)
+        dim, inner = self.cut.dim, self.cut.inner
+        runs = whole.unflatten(dim, (self.cut.outer, self.strand.size * inner))
+        return runs.narrow(dim + 1, first * inner, count * inner).flatten(dim, dim + 1).contiguous()
+
+    def whole(self, piece: torch.Tensor) -> torch.Tensor:
+        comm, dim = self.comm, self.cut.dim
+        pieces = gather_pieces(piece, comm, dim, [self.strand.piece(r, comm.size)[1] * self.cut.outer * self.cut.inner for r in range(comm.size)])
+        # Each rank's piece holds `outer` runs; the whole tensor has the runs of all ranks side by side.
+        runs = [p.unflatten(dim, (self.cut.outer, -1)) for p in pieces]
+        return torch.cat(runs, dim + 1).flatten(dim, dim + 1)
+
+
 @dataclass
 class TensorCuts:
-    """What was cut: by parameter name, the strand and where it lies in the dim."""
+    """What was cut, by parameter name: along one dim, or along two of them on a grid of ranks."""
 
-    comm: Comm
-    cuts: dict[str, tuple[Dealt, Cut]] = field(default_factory=dict)
+    cuts: dict[str, list[_Laid]] = field(default_factory=dict)
 
     def local(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a whole tensor."""
-        if name not in self.cuts:
-            return whole
-        strand, cut = self.cuts[name]
-        first, count = strand.piece(self.comm.rank, self.comm.size)
-        return _piece(whole, strand, cut, first, count)
+        for laid in self.cuts.get(name, ()):
+            whole = laid.piece(whole)
+        return whole
 
     def whole(self, name: str, piece: torch.Tensor) -> torch.Tensor:
         """The whole tensor again. Collective over the tensor-parallel ranks."""
-        if name not in self.cuts:
-            return piece
-        strand, cut = self.cuts[name]
-        pieces = gather_pieces(piece, self.comm, cut.dim, [strand.piece(r, self.comm.size)[1] * cut.outer * cut.inner for r in range(self.comm.size)])
-        # Each rank's piece holds `outer` runs; the whole tensor has the runs of all ranks side by side.
-        runs = [p.unflatten(cut.dim, (cut.outer, -1)) for p in pieces]
-        return torch.cat(runs, cut.dim + 1).flatten(cut.dim, cut.dim + 1)
+        for laid in reversed(self.cuts.get(name, [])):
+            piece = laid.whole(piece)
+        return piece
 
 
-def _piece(whole: torch.Tensor, strand: Dealt, cut: Cut, first: int, count: int) -> torch.Tensor:
-    runs = whole.unflatten(cut.dim, (cut.outer, strand.size * cut.inner))
-    return runs.narrow(cut.dim + 1, first * cut.inner, count * cut.inner).flatten(cut.dim, cut.dim + 1).contiguous()
-
-
-def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, policy: TensorPolicy, comm: Comm, compiled: bool = False) -> TensorCuts:
-    """Cut `model` in place; `optimizer` steps the pieces from now on. Collective: every rank calls it with the same policy.
-
-    If its blocks will be `compiled`, meetings are kept out of the graphs: a compiler would make a graph for every layer's own name.
-    """
-    apart: _Apart = torch.compiler.disable if compiled else lambda function: function
-    found = TensorCuts(comm, {c.parameter: (s, c) for s in policy.strands for c in s.cuts})
+def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, groups: Groups) -> TensorCuts:
+    """Cut `model` in place; `optimizer` steps the pieces from now on. Collective: every rank calls it with the same plan."""
     if optimizer.state:
         raise RequestError("tensor parallelism cuts the optimizer's state: apply the plan before the optimizer's first step")
-    _share_randomness(comm, next(model.parameters()).device)
+    found = TensorCuts()
+    for axis, policy in plan.tensors:
+        for strand in policy.strands:
+            for cut in strand.cuts:
+                found.cuts.setdefault(cut.parameter, []).append(_Laid(strand, cut, groups.of(axis)))
+    _share_randomness(groups.tp, next(model.parameters()).device)
     _replace_tensors(model, optimizer, found)
+    for axis, policy in plan.tensors:
+        _arrange(model, policy, groups.of(axis), plan.compile != "none")
+    return found
+
+
+def _arrange(model: nn.Module, policy: TensorPolicy, comm: Comm, compiled: bool) -> None:
+    """Make the ranks of one axis meet. If blocks will be `compiled`, meetings are kept out of the graphs: a compiler would make a graph
+    for every layer's own name."""
+    apart: _Apart = torch.compiler.disable if compiled else lambda function: function
     modules = dict(model.named_modules())
     for meet in policy.enters:
         _enter_at(modules[meet.module], meet.position, comm, f"enter/{meet.module}", apart)
@@ -83,7 +106,8 @@ def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, policy: Tensor
         tables.setdefault(rewrite.module, []).append(rewrite)
     for name, rewrites in tables.items():
         _rewrite_sizes(modules[name], rewrites, strands, comm)
-    return found
+    for name, strand in {meet.module: meet.strand for meet in policy.norms}.items():
+        norm_over_pieces(modules[name], strands[strand], comm, f"norm/{name}", apart)
 
 
 def _share_randomness(comm: Comm, device: torch.device) -> None:
@@ -120,60 +144,6 @@ def _replace_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, found: 
 # -- meetings --
 
 
-class _Enter(torch.autograd.Function):
-    """Whole going in; the gradients of the ranks' parts are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: Comm, name: str) -> torch.Tensor:
-        ctx.comm, ctx.name = comm, name
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        grad = grad.contiguous()
-        ctx.comm.all_reduce(grad, ctx.name).wait()
-        return grad, None, None
-
-
-class _Sum(torch.autograd.Function):
-    """Partial sums going in; the sum comes out, and its gradient is everybody's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: Comm, name: str) -> torch.Tensor:
-        out = x.contiguous()
-        comm.all_reduce(out, name).wait()
-        ctx.mark_dirty(x) if out is x else None
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return grad, None, None
-
-
-class _Gather(torch.autograd.Function):
-    """Pieces of the last dim going in; the whole comes out. Every rank has the same gradient of it and keeps its piece."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: Comm, sizes: list[int], name: str) -> torch.Tensor:
-        ctx.first, ctx.count = sum(sizes[: comm.rank]), sizes[comm.rank]
-        return torch.cat(gather_pieces(x, comm, x.dim() - 1, sizes, name), -1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return grad.narrow(-1, ctx.first, ctx.count).contiguous(), None, None, None
-
-
-def gather_pieces(piece: torch.Tensor, comm: Comm, dim: int, sizes: list[int], name: str = "whole") -> list[torch.Tensor]:
-    """All ranks' pieces. Backends gather equal sizes only, so shorter ones travel padded."""
-    most = max(sizes)
-    front = piece.detach().movedim(dim, 0)
-    if front.shape[0] < most:
-        front = torch.cat([front, front.new_zeros((most - front.shape[0], *front.shape[1:]))])
-    out = front.new_empty((comm.size * most, *front.shape[1:]))
-    comm.all_gather(out, front.contiguous(), name).wait()
-    return [out[r * most : r * most + n].movedim(0, dim) for r, n in enumerate(sizes)]
-
-
 def _enter_at(module: nn.Module, position: int, comm: Comm, name: str, apart: _Apart) -> None:
     """Among the tensors that a module is given, the one at `position` enters."""
 
@@ -182,7 +152,7 @@ def _enter_at(module: nn.Module, position: int, comm: Comm, name: str, apart: _A
         places = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)]
         at = places[position]
         if leaves[at].requires_grad:
-            leaves[at] = _Enter.apply(leaves[at], comm, name)
+            leaves[at] = Enter.apply(leaves[at], comm, name)
         return pytree.tree_unflatten(leaves, spec)
 
     module.register_forward_pre_hook(apart(before), with_kwargs=True)
@@ -192,11 +162,11 @@ def _complete(layer: nn.Module, comm: Comm, name: str, apart: _Apart) -> None:
     """A layer that sums over a cut strand: its product is completed over the ranks, and its bias is added once, afterwards."""
     product = _product_of(layer)
     if product is None:
-        layer.register_forward_hook(apart(lambda _m, _a, out: _Sum.apply(out, comm, name)))
+        layer.register_forward_hook(apart(lambda _m, _a, out: Sum.apply(out, comm, name)))
         return
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _Sum.apply(product(x), comm, name)
+        out: torch.Tensor = Sum.apply(product(x), comm, name)
         bias: torch.Tensor | None = layer.bias  # type: ignore[assignment]
         if bias is None:
             return out
@@ -238,14 +208,14 @@ def _look_up(layer: nn.Module, strand: Dealt, comm: Comm, name: str, apart: _Apa
     def forward(tokens: torch.Tensor) -> torch.Tensor:
         mine = (tokens >= first) & (tokens < first + count)
         rows = F.embedding(torch.where(mine, tokens - first, 0), layer.weight, padding)  # type: ignore[arg-type]
-        return _Sum.apply(rows * mine.unsqueeze(-1).to(rows.dtype), comm, name)  # type: ignore[no-any-return]
+        return Sum.apply(rows * mine.unsqueeze(-1).to(rows.dtype), comm, name)  # type: ignore[no-any-return]
 
     layer.forward = apart(forward)
 
 
 def _gather_output(layer: nn.Module, strand: Dealt, comm: Comm, name: str, apart: _Apart) -> None:
     sizes = [strand.piece(r, comm.size)[1] for r in range(comm.size)]
-    layer.register_forward_hook(apart(lambda _m, _a, out: _Gather.apply(out, comm, sizes, name)))
+    layer.register_forward_hook(apart(lambda _m, _a, out: Gather.apply(out, comm, sizes, name)))
 
 
 def _enter_parameter(module: nn.Module, key: str, comm: Comm, name: str) -> None:
@@ -253,7 +223,7 @@ def _enter_parameter(module: nn.Module, key: str, comm: Comm, name: str) -> None
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        vars(module)[key] = _Enter.apply(module._parameters[key], comm, name)
+        vars(module)[key] = Enter.apply(module._parameters[key], comm, name)
         try:
             return inner(*args, **kwargs)
         finally:

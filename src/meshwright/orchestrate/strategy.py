@@ -13,7 +13,7 @@ from meshwright.core.strand import Flow
 from meshwright.core.strategy import Strategy, as_strategy, differences
 from meshwright.core.units import show_seconds
 from meshwright.cost import estimate
-from meshwright.plan import Ranking, Scored, choose_cuts, cut_stages, refuse_if_nothing
+from meshwright.plan import Ranking, Scored, choose_grid, cut_stages, refuse_if_nothing
 from meshwright.zoo.factory import import_reference
 
 
@@ -55,13 +55,13 @@ def needs_cuts(plan: Plan) -> bool:
 
 def fill_cuts(plan: Plan, flow: Flow | None, profile: ModelProfile) -> Plan:
     """A plan written by hand or by a strategy may leave the cuts of tensor parallelism and of a pipeline to us."""
-    ways, pp = plan.mesh.degree("tp"), plan.mesh.pp
+    pp = plan.mesh.pp
     if flow is None:
         raise RequestError(f"mesh {plan.mesh} needs the model's dataflow, and this model's loss is not known: pass loss_fn")
-    if ways > 1 and not plan.tensor.strands:
-        cuts = choose_cuts(flow, ways, plan.placements)
-        refuse_if_nothing(cuts, ways)
-        plan = replace(plan, tensor=cuts)
+    if plan.mesh.degree("tp") > 1 and not plan.tensor.strands:
+        grid = choose_grid(flow, plan.mesh.tp, plan.placements)
+        refuse_if_nothing(grid, plan.mesh.tp)
+        plan = replace(plan, tensor=grid[0], across=grid[1])
     if pp > 1 and not any(stage.entry for stage in plan.stages):
         plan = replace(plan, stages=cut_stages(flow, profile, pp * stages_a_rank(plan.schedule), plan.tensor))
     return plan

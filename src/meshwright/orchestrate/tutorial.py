@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Valida
 
 from meshwright import zoo
 from meshwright.core.errors import RequestError, unknown
+from meshwright.core.mesh import Mesh
 
 _PRECISIONS = {"32": "fp32", "32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16", "64": "fp64", "64-true": "fp64"}
 _ONLY_THERE = frozenset({"model_id", "global_batch_size", "gradient_acc_steps", "tp_dimensions", "dataset_id", "num_epochs"})
@@ -154,18 +155,12 @@ def _layout(asked: Tutorial, file: Path, ours: Mapping[str, Any], ranks: Ranks) 
     if ours.get("mesh") is not None:
         return {"zero": 3 if asked.strategy == "fsdp" else 0, "compile": "blocks" if asked.compile else "none"}
     world = _world(asked, file, ours, ranks)
-    _check_batch(asked, file, ours, world // asked.tensor_ranks)
+    mesh = Mesh(dp=world // asked.tensor_ranks, tp=asked.tp_dimensions or (1,)).flattened()
+    _check_batch(asked, file, ours, mesh.data_width)
     compiled = ("model" if world == 1 else "blocks") if asked.compile else "none"
     if asked.strategy == "fsdp" and world > 1:
         return {"mesh": f"shard={world}", "zero": 3, "compile": compiled}
-    tensor = f",tp={_tensor_axis(asked.tp_dimensions)}" if asked.tensor_ranks > 1 else ""
-    return {"mesh": f"dp={world // asked.tensor_ranks}{tensor}", "zero": 0, "compile": compiled}
-
-
-def _tensor_axis(dimensions: tuple[int, ...]) -> str:
-    """One dimension that is more than 1 is a plain degree; several stay apart."""
-    large = [n for n in dimensions if n > 1]
-    return "x".join(map(str, dimensions if len(large) > 1 else large))
+    return {"mesh": str(mesh), "zero": 3 if mesh.shard > 1 else 0, "compile": compiled}
 
 
 def _world(asked: Tutorial, file: Path, ours: Mapping[str, Any], ranks: Ranks) -> int:

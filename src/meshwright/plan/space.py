@@ -15,7 +15,7 @@ from meshwright.core.tensor import TensorPolicy
 from meshwright.core.workload import Workload
 from meshwright.plan.partition import choose_units, one_stage
 from meshwright.plan.pipeline import cut_stages
-from meshwright.plan.tensor import choose_cuts, refuse_if_nothing
+from meshwright.plan.tensor import choose_grid, refuse_if_nothing
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,14 @@ class Wishes:
     flow: Flow | None = None  # the model's dataflow; without it no tensor parallelism is considered
 
 
+Grid = tuple[TensorPolicy, TensorPolicy]
+
+
 def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes) -> Iterator[Plan]:
     """Legal plans. If the wishes allow none, the last reason is raised: it says what to change."""
     reason: RequestError | None = None
     found = False
-    cuts: dict[int, TensorPolicy] = {}
+    cuts: dict[tuple[int, ...], Grid] = {}
     pieces: dict[tuple[int, int], tuple[Stage, ...]] = {}
     for mesh, zero in _layouts(cluster, wishes):
         try:
@@ -62,17 +65,16 @@ def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wish
         raise reason or RequestError("no plan is legal here: relax --mesh, --nproc or --set")
 
 
-def _tensor(mesh: Mesh, wishes: Wishes, made: dict[int, TensorPolicy]) -> TensorPolicy:
-    """The cuts for a mesh's tensor-parallel degree; reasoned out once for each degree."""
-    ways = mesh.degree("tp")
-    if ways == 1:
-        return TensorPolicy()
+def _tensor(mesh: Mesh, wishes: Wishes, made: dict[tuple[int, ...], Grid]) -> Grid:
+    """The cuts for a mesh's tensor-parallel degrees; reasoned out once for each."""
+    if mesh.degree("tp") == 1:
+        return TensorPolicy(), TensorPolicy()
     if wishes.flow is None:
         raise RequestError(f"mesh {mesh}: tensor parallelism needs the model's dataflow, and this model's loss is not known: pass loss_fn")
-    if ways not in made:
-        made[ways] = choose_cuts(wishes.flow, ways, wishes.placements)
-        refuse_if_nothing(made[ways], ways)
-    return made[ways]
+    if mesh.tp not in made:
+        made[mesh.tp] = choose_grid(wishes.flow, mesh.tp, wishes.placements)
+        refuse_if_nothing(made[mesh.tp], mesh.tp)
+    return made[mesh.tp]
 
 
 def _schedule(mesh: Mesh, wishes: Wishes) -> PipelineSchedule:
@@ -80,7 +82,7 @@ def _schedule(mesh: Mesh, wishes: Wishes) -> PipelineSchedule:
 
 
 def _stages(
-    profile: ModelProfile, mesh: Mesh, schedule: str, wishes: Wishes, tensor: TensorPolicy, made: dict[tuple[int, int], tuple[Stage, ...]]
+    profile: ModelProfile, mesh: Mesh, schedule: str, wishes: Wishes, tensor: Grid, made: dict[tuple[int, int], tuple[Stage, ...]]
 ) -> tuple[Stage, ...]:
     if mesh.pp == 1:
         return one_stage(profile)
@@ -88,14 +90,18 @@ def _stages(
         raise RequestError(f"mesh {mesh}: a pipeline needs the model's dataflow, and this model's loss is not known: pass loss_fn")
     key = (mesh.pp * stages_a_rank(schedule), mesh.degree("tp"))
     if key not in made:
-        made[key] = cut_stages(wishes.flow, profile, key[0], tensor)
+        made[key] = cut_stages(wishes.flow, profile, key[0], tensor[0])
     return made[key]
 
 
 def _layouts(cluster: Cluster, wishes: Wishes) -> Iterator[tuple[Mesh, int]]:
     if wishes.mesh is not None:
-        wanted = [wishes.zero] if wishes.zero is not None else [1, 2, 3] if wishes.mesh.shard > 1 else [0]
-        yield from ((wishes.mesh, zero) for zero in wanted)
+        mesh = wishes.mesh.flattened()
+        if mesh.shard > wishes.mesh.shard and wishes.zero not in (None, 3):
+            depth = f"mesh {wishes.mesh}: the depth of tensor parallelism gathers weights before use, which is zero=3"
+            raise RequestError(f"{depth}: leave zero={wishes.zero} out")
+        every = [3] if mesh.shard > wishes.mesh.shard else [1, 2, 3] if mesh.shard > 1 else [0]
+        yield from ((mesh, zero) for zero in ([wishes.zero] if wishes.zero is not None else every))
         return
     for world in _worlds(len(cluster.devices), wishes):
         for pp, ways in _model_parallel(world, wishes):
@@ -136,7 +142,7 @@ def _micro_batches(batch: int, mesh: Mesh, wishes: Wishes) -> list[int]:
 
 def _make(
     profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes, mesh: Mesh, zero: int, micro: int, recompute: str,
-    tensor: TensorPolicy, stages: tuple[Stage, ...], schedule: PipelineSchedule,
+    tensor: Grid, stages: tuple[Stage, ...], schedule: PipelineSchedule,
 ) -> Plan:  # fmt: skip
     device = cluster.devices[0].kind
     world = mesh.size
@@ -156,7 +162,8 @@ def _make(
         ),
         balance=BalancePolicy(),
         placements=wishes.placements,
-        tensor=tensor,
+        tensor=tensor[0],
+        across=tensor[1],
         compile=wishes.compile if wishes.compile is not None else _default_compile(device, world),
         device=device,
         backend=wishes.backend or ("nccl" if device == "cuda" else "gloo"),

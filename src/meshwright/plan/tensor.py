@@ -4,34 +4,69 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from meshwright.core.errors import RequestError, unknown
 from meshwright.core.strand import Flow, ModuleCall, Operation
 from meshwright.core.tensor import Cut, Dealt, Meet, Rewrite, TensorPolicy
+from meshwright.plan.entries import Meets, StandsInTheWayError, entries
 from meshwright.plan.reader import SLICES, Reader, Weight
 
 PLACEMENTS = ("auto", "column", "whole")
+NORMS = ("native_layer_norm", "_fused_rms_norm", "rms_norm", "mean")
 _WORTH_A_GATHER = 0.02  # a layer that only a gather could cut is cut when it holds at least this share of the model
 
 
 def choose_cuts(flow: Flow, ways: int, placements: Mapping[str, str] | None = None) -> TensorPolicy:
     """The strands that cover most of the model, at most one for each parameter, and every meeting that they cause."""
+    return choose_grid(flow, (ways,), placements)[0]
+
+
+def choose_grid(flow: Flow, ways: Sequence[int], placements: Mapping[str, str] | None = None) -> tuple[TensorPolicy, TensorPolicy]:
+    """The cuts along each axis of a grid of one or two.
+
+    [Note: a grid]
+    A product of two matrices sums over one strand and keeps two. On a line of ranks one of a matrix's two strands is dealt out. On a grid
+    the first axis deals out the same strands, and the second one their partners: the features between layers, that all blocks share.
+    Every activation is then cut, layers swap the roles of rows and columns by themselves, and norms, which need all features, meet over
+    their statistics. The two axes know nothing of each other: what either must complete, it completes among its own ranks.
+    """
     reader = Reader(flow)
     asked = _checked(reader, placements or {})
-    blocked: dict[int, str] = {}
-    for _ in range(len(flow.sizes) + 1):  # each round may find one more strand that cannot be cut after all
-        chosen = _choose(reader, ways, asked, blocked)
+    first = _Axis(ways[0])
+    policy = _settled(reader, first, asked)
+    if len(ways) == 1:
+        return policy, TensorPolicy()
+    taken = {c.parameter: c.dim for s in policy.strands for c in s.cuts}
+    second = _Axis(ways[1], first.dealt(reader), taken, {m.module: m.strand for m in policy.gathers})
+    across = _settled(reader, second, asked)
+    first.names = second.dealt(reader)
+    return _policy(reader, first, asked), across
+
+
+@dataclass
+class _Axis:
+    """One axis of the grid: over how many ranks, what cannot be dealt out along it and why, what is, and what the other axis deals out."""
+
+    ways: int
+    names: Mapping[int, str] = field(default_factory=dict)  # strands of the other axis
+    taken: Mapping[str, int] | None = None  # the second axis: parameters that the first has cut, and along which dim
+    gathered: Mapping[str, str] = field(default_factory=dict)  # and layers whose outputs it gathers
+    blocked: dict[int, str] = field(default_factory=dict)
+    chosen: list[int] = field(default_factory=list)
+
+    def dealt(self, reader: Reader) -> dict[int, str]:
+        return {s: _strand_name(reader, s) for s in self.chosen}
+
+
+def _settled(reader: Reader, axis: _Axis, asked: Mapping[str, str]) -> TensorPolicy:
+    for _ in range(len(reader.flow.sizes) + 1):  # each round may find one more strand that cannot be cut after all
+        axis.chosen = _choose(reader, axis, asked)
         try:
-            return _policy(reader, chosen, ways, asked, blocked)
-        except _StandsInTheWayError as found:
-            blocked[found.strand] = found.reason
+            return _policy(reader, axis, asked)
+        except StandsInTheWayError as found:
+            axis.blocked[found.strand] = found.reason
     raise AssertionError("every round blocks a strand")
-
-
-class _StandsInTheWayError(Exception):
-    def __init__(self, strand: int, reason: str) -> None:
-        self.strand, self.reason = strand, reason
 
 
 def _checked(reader: Reader, placements: Mapping[str, str]) -> dict[str, str]:
@@ -54,17 +89,18 @@ def _kept_whole(asked: Mapping[str, str], parameter: str) -> str | None:
 # -- choosing --
 
 
-def _choose(reader: Reader, ways: int, asked: Mapping[str, str], blocked: dict[int, str]) -> list[int]:
+def _choose(reader: Reader, axis: _Axis, asked: Mapping[str, str]) -> list[int]:
     weight: dict[int, int] = {}
     for w in reader.weights:
         for strand in reader.carried[w.value]:
             weight[strand] = weight.get(strand, 0) + w.numel
     taken: set[str] = set()
     chosen: list[int] = []
+    blocked = axis.blocked
     for strand in sorted(weight, key=lambda s: (-weight[s], s)):
         if strand in blocked:
             continue
-        reason = _obstacle(reader, strand, ways, asked)
+        reason = _obstacle(reader, strand, axis, asked)
         if reason:
             blocked[strand] = reason
             continue
@@ -77,17 +113,19 @@ def _choose(reader: Reader, ways: int, asked: Mapping[str, str], blocked: dict[i
     return chosen
 
 
-def _obstacle(reader: Reader, strand: int, ways: int, asked: Mapping[str, str]) -> str:
+def _obstacle(reader: Reader, strand: int, axis: _Axis, asked: Mapping[str, str]) -> str:
     """Why a strand cannot be dealt out; empty when it can."""
     flow, size = reader.flow, reader.flow.sizes[strand]
-    if size < ways:
-        return f"{size} pieces do not go over {ways} ranks"
+    if size < axis.ways:
+        return f"{size} pieces do not go over {axis.ways} ranks"
+    if strand in axis.names or any((axis.taken or {}).get(cut.parameter) == cut.dim for cut in reader.uses(strand)):
+        return "the grid's other dimension deals it out"
     for cut in reader.uses(strand):
         placement = _kept_whole(asked, cut.parameter)
         if placement:
             return f"placements ask for {placement} at {cut.parameter.rpartition('.')[0]}"
     for index, op in ((i, flow.operations[i]) for i in reader.touched.get(strand, [])):
-        if strand in op.binds:
+        if strand in op.binds and not (axis.taken is not None and _is_norm(reader, op, strand)):
             return f"{op.name} in {op.module or 'the loss'} needs all of it"
         if strand in op.sums and reader.completion(index, strand) is None:
             return f"{op.name} in {op.module or 'the loss'} sums over it outside a layer"
@@ -100,6 +138,12 @@ def _obstacle(reader: Reader, strand: int, ways: int, asked: Mapping[str, str]) 
     return ""
 
 
+def _is_norm(reader: Reader, op: Operation, strand: int) -> bool:
+    """A norm over this strand alone, inside a module: ranks that hold pieces of it can meet over its statistics."""
+    given = reader.flow.values[op.inputs[0]]
+    return op.name in NORMS and bool(op.module) and set(op.binds) == {strand} and given.strands[-1] == (strand,)
+
+
 def _slices(reader: Reader, op: Operation, strand: int) -> bool:
     given, made = reader.flow.values[op.inputs[0]], reader.flow.values[op.outputs[0]]
     return any(a != b and strand in s for a, b, s in zip(given.shape, made.shape, given.strands, strict=True))
@@ -108,18 +152,20 @@ def _slices(reader: Reader, op: Operation, strand: int) -> bool:
 # -- consequences --
 
 
-def _policy(reader: Reader, chosen: Sequence[int], ways: int, asked: Mapping[str, str], blocked: Mapping[int, str]) -> TensorPolicy:
+def _policy(reader: Reader, axis: _Axis, asked: Mapping[str, str]) -> TensorPolicy:
+    chosen, blocked, meet = axis.chosen, axis.blocked, Meets(reader, axis.names, axis.gathered)
     dealt = {s: Dealt(_strand_name(reader, s), reader.flow.sizes[s], tuple(reader.uses(s))) for s in chosen}
     cut = {c.parameter for d in dealt.values() for c in d.cuts}
-    alone, gathers, lookups = _alone(reader, cut, ways, asked)
+    alone, gathers, lookups = _alone(reader, meet, cut, axis.ways, asked) if axis.taken is None else ([], [], [])
     cut |= {c.parameter for d in alone for c in d.cuts}
-    enters, partial = _entries(reader, set(chosen), {m.module for m in gathers})
+    enters, partial = entries(reader, meet, set(chosen), {m.module for m in gathers})
     policy = TensorPolicy(
         strands=(*dealt.values(), *alone),
         enters=tuple(enters),
-        sums=tuple(_sums(reader, set(chosen))),
+        sums=tuple(_sums(reader, meet, set(chosen))),
         gathers=tuple(gathers),
         lookups=tuple(lookups),
+        norms=tuple(_norms(reader, meet, set(chosen))),
         partial=tuple(partial),
         rewrites=tuple(_rewrites(reader, {s: d.name for s, d in dealt.items()})),
     )
@@ -131,31 +177,27 @@ def _strand_name(reader: Reader, strand: int) -> str:
     return f"{first.parameter}:{first.dim}"
 
 
-def _sums(reader: Reader, chosen: set[int]) -> Iterable[Meet]:
+def _sums(reader: Reader, meet: Meets, chosen: set[int]) -> Iterable[Meet]:
     found: dict[str, Meet] = {}
     for index, op in enumerate(reader.flow.operations):
         for strand in chosen.intersection(op.sums):
             done = reader.completion(index, strand)
             assert done is not None
-            found.setdefault(done[0].module, _meet_after(reader, done[0]))
+            found.setdefault(done[0].module, meet.after(done[0]))
     yield from found.values()
 
 
-def _meet(reader: Reader, module: str, value: int, position: int = 0) -> Meet:
-    noted = reader.flow.values[value]
-    size = math.prod(noted.shape) * noted.itemsize
-    fixed = reader.samples.isdisjoint(reader.carried[value])
-    return Meet(module, size if fixed else size / reader.flow.batch, position, fixed)
+def _norms(reader: Reader, meet: Meets, chosen: set[int]) -> Iterable[Meet]:
+    """One number for each row that is normed, at least in single precision; a layer norm has two of them, one after the other."""
+    for op in reader.flow.operations:
+        for strand in chosen.intersection(op.binds):
+            found = meet.at(op.module, op.inputs[0])
+            width = max(reader.flow.values[op.inputs[0]].itemsize, 4) / reader.flow.values[op.inputs[0]].itemsize
+            size = found.bytes / reader.flow.sizes[strand] * width
+            yield replace(found, bytes=size, times=2 if op.name == "native_layer_norm" else 1, strand=_strand_name(reader, strand), across="")
 
 
-def _meet_after(reader: Reader, call: ModuleCall) -> Meet:
-    """A meeting at a layer's output."""
-    outer = [m for m in reader.flow.modules if m.first <= call.first and call.last <= m.last]
-    final = tuple(m.module for m in outer if m.module and not any(call.last <= kept < m.last for kept in reader.flow.saves))
-    return replace(_meet(reader, call.module, call.outputs[0]), final_in=final)
-
-
-def _alone(reader: Reader, cut: set[str], ways: int, asked: Mapping[str, str]) -> tuple[list[Dealt], list[Meet], list[Meet]]:
+def _alone(reader: Reader, meets: Meets, cut: set[str], ways: int, asked: Mapping[str, str]) -> tuple[list[Dealt], list[Meet], list[Meet]]:
     """Layers that no strand covers but that are large, or asked for: cut by their own outputs, which are gathered at once."""
     strands: dict[str, Dealt] = {}
     gathers: list[Meet] = []
@@ -173,7 +215,7 @@ def _alone(reader: Reader, cut: set[str], ways: int, asked: Mapping[str, str]) -
         extra = (Cut(bias.name, 0),) if bias is not None else ()
         before = strands.get(weight.name, Dealt(f"{weight.name}:{dim}", size, (Cut(weight.name, dim),)))  # a tied matrix has several layers
         strands[weight.name] = replace(before, cuts=(*before.cuts, *(c for c in extra if c not in before.cuts)))
-        meet = replace(_meet_after(reader, call), strand=strands[weight.name].name)
+        meet = replace(meets.after(call), strand=strands[weight.name].name)
         (lookups if call.kind == "embedding" else gathers).append(meet)
     return list(strands.values()), gathers, lookups
 
@@ -203,81 +245,6 @@ def _feature_dim(reader: Reader, call: ModuleCall, weight: Weight) -> int:
     return next((d for d in (0, 1) if reader.flow.values[weight.value].strands[d] == strands and shape[d] == out), 0)
 
 
-# -- where whole activations enter cut parts --
-
-
-def _entries(reader: Reader, chosen: set[int], gathered: set[str]) -> tuple[list[Meet], list[str]]:
-    """Meetings of gradients, and whole parameters whose gradients are partial."""
-    edges: dict[int, set[int]] = {}
-    partial: dict[str, None] = {}
-    sums: set[int] = set()  # values that are partial sums
-    for index, op in enumerate(reader.flow.operations):
-        for strand in chosen.intersection(op.sums):
-            sums |= (reader.completion(index, strand) or (None, frozenset()))[1]
-        active = chosen & set().union(*(reader.carried[v] for v in (*op.inputs, *op.outputs))) or sums.intersection(op.inputs)
-        call = reader.layer_of.get(index)
-        opened = call is not None and call.module in gathered and bool(op.sums)
-        if not active and not opened:
-            continue
-        for value in op.inputs:
-            parameter = reader.origin.get(value)
-            if not reader.flow.values[value].needs_grad or value in sums or chosen & reader.carried[value] or (opened and parameter):
-                continue
-            if parameter and chosen.intersection(op.sums):
-                continue  # a bias, which the layer adds after the sum
-            if parameter:
-                partial[parameter] = None
-            else:
-                edges.setdefault(value, set()).add(index)
-    lifted = _lift(reader, edges)
-    return [meet for value, ops in sorted(lifted.items()) for meet in _place(reader, value, ops, chosen)], list(partial)
-
-
-def _lift(reader: Reader, edges: dict[int, set[int]]) -> dict[int, set[int]]:
-    """A gradient may be summed before an operation instead of after it (backward is linear), if all that uses its result is partial.
-    So views inside a layer are passed by, until the value that the layer was given."""
-    found: dict[int, set[int]] = {}
-    work = dict(edges)
-    while work:
-        value, ops = work.popitem()
-        maker = reader.producer.get(value)
-        users = {i for i in reader.consumers.get(value, []) if reader.flow.values[value].needs_grad}
-        if maker is not None and users <= ops and _passes(reader, maker, ops):
-            source = next(v for v in reader.op(maker).inputs if reader.flow.values[v].needs_grad)
-            into = work if source in work or source not in found else found
-            into[source] = {maker} | into.get(source, set())
-        else:
-            found[value] = ops | found.get(value, set())
-    return found
-
-
-def _passes(reader: Reader, maker: int, ops: set[int]) -> bool:
-    """An operation without parameters, on one value, inside the layer that needs the result."""
-    wanted = [v for v in reader.op(maker).inputs if reader.flow.values[v].needs_grad]
-    if len(wanted) != 1 or wanted[0] in reader.origin:
-        return False
-    return all(reader.layer_of.get(maker) is reader.layer_of.get(i) for i in ops)
-
-
-def _place(reader: Reader, value: int, ops: set[int], chosen: set[int]) -> list[Meet]:
-    """One meeting at the smallest module that is given the value and holds all its partial uses; else one at each layer."""
-    calls = sorted((m for m in reader.flow.modules if value in m.inputs), key=lambda m: m.last - m.first)
-    users = set(reader.consumers.get(value, []))
-    for call in calls:
-        inside = {i for i in users if call.first <= i < call.last}
-        if ops <= inside and inside <= ops:
-            return [_meet(reader, call.module, value, call.inputs.index(value))]
-    found = []
-    for index in ops:
-        layer = next((m for m in calls if m.first <= index < m.last and {i for i in users if m.first <= i < m.last} <= ops), None)
-        if layer is None:
-            op = reader.op(index)
-            strands = chosen & set().union(*(reader.carried[v] for v in (*op.inputs, *op.outputs)))
-            raise _StandsInTheWayError(min(strands), f"a whole activation enters it inside {op.module or 'the loss'} ({op.name})")
-        found.append(_meet(reader, layer.module, value, layer.inputs.index(value)))
-    return found
-
-
 # -- sizes in the model's code --
 
 
@@ -305,7 +272,7 @@ def _rewrites(reader: Reader, names: Mapping[int, str]) -> list[Rewrite]:
     for rewrite in found:
         if (rewrite.module, rewrite.function, rewrite.rank, rewrite.position, rewrite.number) in spared:
             strand = next(s for s, name in names.items() if name == rewrite.strand)
-            raise _StandsInTheWayError(strand, f"the code of {rewrite.module} uses the size {rewrite.number} for other things too")
+            raise StandsInTheWayError(strand, f"the code of {rewrite.module} uses the size {rewrite.number} for other things too")
     return list(found)
 
 
@@ -335,10 +302,13 @@ def coverage(policy: TensorPolicy, flow: Flow) -> float:
     return sum(n for name, n in sizes.items() if name in cut) / max(sum(sizes.values()), 1)
 
 
-def refuse_if_nothing(policy: TensorPolicy, ways: int) -> None:
-    if not policy.strands:
-        reason = next(iter(policy.whole.values()), "it has no parameters")
-        raise RequestError(f"tp={ways}: nothing in this model can be cut ({reason}): use --mesh dp={ways}")
+def refuse_if_nothing(grid: tuple[TensorPolicy, TensorPolicy], ways: tuple[int, ...]) -> None:
+    asked = "x".join(map(str, ways))
+    for policy, line in zip(grid, ("", " along the second dimension"), strict=False):
+        if not policy.strands and (len(ways) > 1 or not line):
+            reason = next(iter(policy.whole.values()), "it has no parameters")
+            other = f"dp={math.prod(ways)}" if not line else f"tp={math.prod(ways)}"
+            raise RequestError(f"tp={asked}: nothing in this model can be cut{line} ({reason}): use --mesh {other}")
 
 
 def dealt_strands(flow: Flow, policy: TensorPolicy | None) -> frozenset[int]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from meshwright.core.model import LayerProfile, ModelProfile, TensorSpec
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action, Schedule
-from meshwright.core.tensor import Meet
+from meshwright.core.tensor import Meet, TensorPolicy
 from meshwright.core.workload import ITEM_BYTES
 from meshwright.schedule.buckets import Bucket, assign_buckets
 from meshwright.schedule.local import local_profile
@@ -19,7 +19,7 @@ def expand(plan: Plan, profile: ModelProfile, *, clip: bool = False) -> Schedule
     build = _sharded if plan.memory.zero == 3 and plan.mesh.group_size("data") > 1 else _bucketed
     ways, depth = plan.mesh.degree("tp"), plan.mesh.pp
     programs = tuple(
-        (*build(plan, local_profile(plan, profile, t, p), p), *_norm(plan, clip)) for p in range(depth) for t in range(ways)
+        (*build(plan, local_profile(plan, profile, t, p), p, t), *_norm(plan, clip)) for p in range(depth) for t in range(ways)
     )  # fmt: skip
     places = {str(r): plan.mesh.coordinate(r, "pp") * ways + plan.mesh.coordinate(r, "tp") for r in range(plan.world)}
     return Schedule(programs, places if len(programs) > 1 else {})
@@ -28,8 +28,8 @@ def expand(plan: Plan, profile: ModelProfile, *, clip: bool = False) -> Schedule
 def gradient_buckets(plan: Plan, profile: ModelProfile) -> tuple[Bucket, ...]:
     """The buckets that `execute` will make for this plan: parameters in reverse order of registration. `profile` is one rank's."""
     tensors = [t for _, t in _arrival(profile)]
-    cut = {c.parameter for s in plan.tensor.strands for c in s.cuts}
-    kinds = [(t.name in cut, t.counted) if plan.memory.zero else (False, True) for t in tensors]
+    copies, everybody = plan.copies(), plan.mesh.degree("tp")
+    kinds = [(copies.get(t.name, everybody), t.counted) if plan.memory.zero else (1, True) for t in tensors]
     return assign_buckets(
         [t.numel for t in tensors],
         [t.itemsize for t in tensors],
@@ -78,11 +78,10 @@ def _compute(plan: Plan, profile: ModelProfile, every: Meetings, op: str, layer:
         yield replace(action, name=f"{action.name}/{op}/{micro}", waits=(f"{op}/{name}/{micro}",))
 
 
-def _meetings(plan: Plan, profile: ModelProfile) -> Meetings:
+def _meetings(plan: Plan, profile: ModelProfile, tp_rank: int) -> Meetings:
     """Where tensor-parallel ranks meet, by layer and phase; `again` is what recomputing a layer repeats."""
-    policy = plan.tensor
     found: Meetings = {}
-    if not policy.strands:
+    if not plan.tensors:
         return found
     layers = {name for stage in plan.stages for name in stage.layers} or {layer.name for layer in profile.layers}
     here = {layer.name for layer in profile.layers}
@@ -95,29 +94,38 @@ def _meetings(plan: Plan, profile: ModelProfile) -> Meetings:
             if again:
                 mine["again"].append(action)
 
-    kinds = (("sum", "all_reduce", policy.sums), ("lookup", "all_reduce", policy.lookups), ("gather", "all_gather", policy.gathers))
-    for kind, op, meets in kinds:
-        for meet in meets:
-            size = meet.at(profile.batch)
-            whole = _gathered(plan, meet, size) if kind == "gather" else size
-            again = _owner(meet.module, layers) not in meet.final_in
-            add(meet.module, "forward", _meeting(f"{kind}/{meet.module}", op, whole, whole - size), again)
-    for meet in policy.enters:
-        add(meet.module, "backward", _meeting(f"enter/{meet.module}", "all_reduce", meet.at(profile.batch)))
-    sizes = {t.name: t.bytes for t in profile.tensors}
-    for name in policy.partial:
-        add(name, "backward", _meeting(f"enter/{name}", "all_reduce", float(sizes.get(name, 0))))
+    pieces = {s.name: s.piece(plan.mesh.coordinate(tp_rank, axis), plan.mesh.degree(axis))[1] / s.size for axis, p in plan.tensors for s in p.strands}
+
+    def part(meet: Meet) -> float:
+        """What this rank has of a tensor that the other axis of a grid deals out."""
+        return pieces[meet.across] if meet.across else 1.0
+
+    for axis, policy in plan.tensors:
+        kinds = (("sum", "all_reduce", policy.sums), ("lookup", "all_reduce", policy.lookups), ("gather", "all_gather", policy.gathers))
+        for kind, op, meets in kinds:
+            for meet in meets:
+                size = meet.at(profile.batch) * part(meet)
+                whole = _gathered(policy, plan.mesh.degree(axis), meet, size) if kind == "gather" else size
+                again = _owner(meet.module, layers) not in meet.final_in
+                add(meet.module, "forward", _meeting(f"{kind}/{meet.module}", op, axis, whole, whole - size), again)
+        for meet in policy.enters:
+            add(meet.module, "backward", _meeting(f"enter/{meet.module}", "all_reduce", axis, meet.at(profile.batch) * part(meet)))
+        for meet in (m for m in policy.norms for _ in range(m.times)):
+            for phase in ("forward", "backward"):
+                add(meet.module, phase, _meeting(f"norm/{meet.module}", "all_reduce", axis, meet.at(profile.batch)), again=phase == "forward")
+        sizes = {t.name: t.bytes for t in profile.tensors}
+        for name in policy.partial:
+            add(name, "backward", _meeting(f"enter/{name}", "all_reduce", axis, float(sizes.get(name, 0))))
     return found
 
 
-def _meeting(name: str, op: str, size: float, padding: float = 0.0) -> Action:
-    return Action(name, op, bytes=round(size), padding=round(padding), axis="tp")  # type: ignore[arg-type]
+def _meeting(name: str, op: str, axis: str, size: float, padding: float = 0.0) -> Action:
+    return Action(name, op, bytes=round(size), padding=round(padding), axis=axis)  # type: ignore[arg-type]
 
 
-def _gathered(plan: Plan, meet: Meet, size: float) -> float:
+def _gathered(policy: TensorPolicy, ways: int, meet: Meet, size: float) -> float:
     """A gather moves equal pieces: what does not divide travels padded."""
-    ways = plan.mesh.degree("tp")
-    strand = next(s for s in plan.tensor.strands if s.name == meet.strand)
+    strand = next(s for s in policy.strands if s.name == meet.strand)
     return size / strand.size * strand.piece(0, ways)[1] * ways
 
 
@@ -167,11 +175,11 @@ def _tied(plan: Plan, profile: ModelProfile, pp_rank: int) -> Iterator[Action]:
             yield Action(f"tied/{tensor.name}", "all_reduce", bytes=size, axis=f"pp:{len(ranks)}")
 
 
-def _bucketed(plan: Plan, profile: ModelProfile, pp_rank: int = 0) -> Iterator[Action]:
+def _bucketed(plan: Plan, profile: ModelProfile, pp_rank: int, tp_rank: int) -> Iterator[Action]:
     buckets = gradient_buckets(plan, profile) if plan.mesh.group_size("data") > 1 else ()
     op, axis = ("reduce_scatter", "shard") if plan.memory.zero else ("all_reduce", "replica")
     ready = _completed_at(buckets, profile)
-    meets = _meetings(plan, profile)
+    meets = _meetings(plan, profile, tp_rank)
     launched: list[str] = []
     for micro in range(plan.micro_batches):
         last = micro == plan.micro_batches - 1
@@ -212,7 +220,7 @@ def _completed_at(buckets: tuple[Bucket, ...], profile: ModelProfile) -> dict[in
     return found
 
 
-def _sharded(plan: Plan, profile: ModelProfile, pp_rank: int = 0) -> Iterator[Action]:
+def _sharded(plan: Plan, profile: ModelProfile, pp_rank: int, tp_rank: int) -> Iterator[Action]:
     # A pipeline's stage leaves the model's forward half way, so there every layer is a unit and the model itself is none.
     units = set(plan.memory.units) | ({layer.name for layer in profile.layers} if plan.mesh.pp > 1 else set())
     shards, precision = plan.mesh.shard, plan.memory.precision
@@ -231,7 +239,7 @@ def _sharded(plan: Plan, profile: ModelProfile, pp_rank: int = 0) -> Iterator[Ac
             if plan.mesh.group_size("replica") > 1:
                 yield Action(f"replicas/{name}/{tag}", "all_reduce", bytes=size // shards, axis="replica", waits=(f"grads/{name}/{tag}",))
 
-    meets = _meetings(plan, profile)
+    meets = _meetings(plan, profile, tp_rank)
     sent: list[str] = []
     for micro in range(plan.micro_batches):
         for phase, order in (("forward", range(len(profile.layers))), ("backward", range(len(profile.layers) - 1, -1, -1))):

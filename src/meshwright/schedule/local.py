@@ -17,15 +17,18 @@ def local_profile(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int 
     ways = plan.mesh.degree("tp")
     if ways == 1:
         return profile
-    cuts = {c.parameter: (s, c) for s in plan.tensor.strands for c in s.cuts}
+    lengths: dict[str, dict[int, int]] = {}  # parameter → dim → how long this rank's piece of it is
+    for axis, policy in plan.tensors:
+        place = plan.mesh.coordinate(tp_rank, axis)
+        for strand in policy.strands:
+            _, count = strand.piece(place, plan.mesh.degree(axis))
+            for cut in strand.cuts:
+                lengths.setdefault(cut.parameter, {})[cut.dim] = cut.outer * count * cut.inner
 
     def piece(tensor: TensorSpec) -> TensorSpec:
-        if tensor.name not in cuts:
+        if tensor.name not in lengths:
             return tensor
-        strand, cut = cuts[tensor.name]
-        shape = list(tensor.shape)
-        shape[cut.dim] = cut.outer * strand.piece(tp_rank, ways)[1] * cut.inner
-        return replace(tensor, shape=tuple(shape))
+        return replace(tensor, shape=tuple(lengths[tensor.name].get(d, n) for d, n in enumerate(tensor.shape)))
 
     def shrink(layer: LayerProfile) -> LayerProfile:
         tensors = tuple(piece(t) for t in layer.tensors)

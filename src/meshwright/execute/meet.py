@@ -1,0 +1,76 @@
+"""Meetings as autograd sees them: what tensor-parallel ranks exchange in forward, and what that means for the gradient in backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from meshwright.core.comm import Comm
+
+
+class Enter(torch.autograd.Function):
+    """Whole going in; the gradients of the ranks' parts are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Comm, name: str) -> torch.Tensor:
+        ctx.comm, ctx.name = comm, name
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        grad = grad.contiguous()
+        ctx.comm.all_reduce(grad, ctx.name).wait()
+        return grad, None, None
+
+
+class Sum(torch.autograd.Function):
+    """Partial sums going in; the sum comes out, and its gradient is everybody's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Comm, name: str) -> torch.Tensor:
+        out = x.contiguous()
+        comm.all_reduce(out, name).wait()
+        ctx.mark_dirty(x) if out is x else None
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad, None, None
+
+
+class Everywhere(torch.autograd.Function):
+    """Partial sums going in; the sum comes out, and ranks use it for parts of what follows: its gradients are partial too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Comm, name: str) -> torch.Tensor:
+        ctx.comm, ctx.name = comm, name
+        return Sum.forward(ctx, x, comm, name)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return Enter.backward(ctx, grad)
+
+
+class Gather(torch.autograd.Function):
+    """Pieces of the last dim going in; the whole comes out. Every rank has the same gradient of it and keeps its piece."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Comm, sizes: list[int], name: str) -> torch.Tensor:
+        ctx.first, ctx.count = sum(sizes[: comm.rank]), sizes[comm.rank]
+        return torch.cat(gather_pieces(x, comm, x.dim() - 1, sizes, name), -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad.narrow(-1, ctx.first, ctx.count).contiguous(), None, None, None
+
+
+def gather_pieces(piece: torch.Tensor, comm: Comm, dim: int, sizes: list[int], name: str = "whole") -> list[torch.Tensor]:
+    """All ranks' pieces. Backends gather equal sizes only, so shorter ones travel padded."""
+    most = max(sizes)
+    front = piece.detach().movedim(dim, 0)
+    if front.shape[0] < most:
+        front = torch.cat([front, front.new_zeros((most - front.shape[0], *front.shape[1:]))])
+    out = front.new_empty((comm.size * most, *front.shape[1:]))
+    comm.all_gather(out, front.contiguous(), name).wait()
+    return [out[r * most : r * most + n].movedim(0, dim) for r, n in enumerate(sizes)]
