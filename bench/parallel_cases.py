@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from cases import Batch, Case, Engine, _by_hand, _optimizer
 from meshwright.core.mesh import Mesh
-from meshwright.core.plan import Plan, SyncPolicy
+from meshwright.core.plan import OVERLAPS, Overlap, Plan, SyncPolicy
 from meshwright.describe.flow import trace_module_flow
 from meshwright.describe.trace import trace_module
 from meshwright.execute.session import Session
@@ -54,10 +54,10 @@ def engines(case: Shared, rank: int, world: int) -> Iterator[Engine]:
     yield Engine("Meshwright", PIPELINE, ours(case, Mesh(pp=world), MICRO))
     yield Engine("Meshwright", DATA, ours(case, Mesh(dp=world), 1))
     yield Engine("Meshwright, again", DATA, ours(case, Mesh(dp=world), 1))
-    yield Engine("Meshwright, no overlap", DATA, ours(case, Mesh(dp=world), 1, overlap=False))
+    yield Engine("Meshwright, no overlap", DATA, ours(case, Mesh(dp=world), 1, overlap=()))
 
 
-def ours(case: Shared, mesh: Mesh, micro: int, overlap: bool = True) -> Callable[[Batch], Tensor]:
+def ours(case: Shared, mesh: Mesh, micro: int, overlap: tuple[Overlap, ...] = OVERLAPS) -> Callable[[Batch], Tensor]:
     model = case.model()
     plan = Plan("gpt", case.batch * mesh.data_width, mesh, micro, sync=SyncPolicy(overlap=overlap))
     example = case.data(0, 0)

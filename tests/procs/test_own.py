@@ -84,7 +84,7 @@ def test_a_plan_edited_by_hand_is_what_runs(tmp_path: Path, monkeypatch: pytest.
     meshwright("plan", "gpt-tiny", "--mesh", "dp=2", "-o", "plan.json")
     plan = json.loads(file.read_text())
     assert (plan["micro_batches"], plan["memory"]["recompute"]) == (1, "none")
-    plan["micro_batches"], plan["memory"]["recompute"], plan["sync"]["overlap"] = 4, "full", False
+    plan["micro_batches"], plan["memory"]["recompute"], plan["sync"]["overlap"] = 4, "full", []
     file.write_text(json.dumps(plan))
     edited = meshwright("train", "gpt-tiny", "--plan", "plan.json", "--steps", "3")
     assert edited["plan"] == plan

@@ -18,7 +18,7 @@ from meshwright.core.cluster import Cluster, Device, Interface, Link, Node
 from meshwright.core.errors import MeshwrightError, RequestError, RunError, unknown
 from meshwright.core.estimate import Estimate
 from meshwright.core.mesh import AXES, Mesh
-from meshwright.core.plan import BalancePolicy, MemoryPolicy, Plan, Stage, SyncPolicy
+from meshwright.core.plan import OVERLAPS, BalancePolicy, MemoryPolicy, Plan, Stage, SyncPolicy
 from meshwright.core.schedule import wire_factor
 from meshwright.core.serial import from_data, read_json, to_data, write_json
 from meshwright.core.units import parse_bytes, show_bytes, show_count, show_rate, show_seconds
@@ -27,6 +27,7 @@ WORDS = st.text(max_size=12)
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 SIZES = st.integers(0, 2**63)
 DEGREES = st.integers(1, 4)
+OVERLAPPED = st.sampled_from([(), ("inputs",), OVERLAPS])
 
 
 @st.composite
@@ -60,7 +61,7 @@ def plans(draw: st.DrawFn) -> Plan:
             draw(st.sampled_from(["none", "full"])),
             draw(st.sampled_from(["fp64", "fp32", "bf16", "fp16"])),
         ),
-        sync=SyncPolicy(draw(st.integers(1, 2**40)), draw(st.integers(1, 2**40)), draw(st.booleans()), draw(st.floats(0.1, 1e6))),
+        sync=SyncPolicy(draw(st.integers(1, 2**40)), draw(st.integers(1, 2**40)), draw(OVERLAPPED), draw(st.floats(0.1, 1e6))),
         balance=BalancePolicy(tuple(shares)),
         placements=draw(st.dictionaries(WORDS, WORDS, max_size=3)),
         compile=draw(st.sampled_from(["none", "blocks"] if piped else ["none", "blocks", "model"])),
@@ -198,7 +199,7 @@ def test_a_misspelt_key_names_the_right_one_and_where(path: tuple[str, ...], spo
         (("stages",), [["a"]], 'p.json.stages[0]: expected an object, found ["a"]'),
         (("placements",), [], "p.json.placements: expected an object, found []"),
         (("placements",), {"a": 1}, "p.json.placements.a: expected str, found 1"),
-        (("sync", "overlap"), 1, "p.json.sync.overlap: expected bool, found 1"),
+        (("sync", "overlap"), 1, "p.json.sync.overlap: expected a list, found 1"),
         (("sync", "timeout_s"), True, "p.json.sync.timeout_s: expected a number, found true"),
         (("sync", "timeout_s"), "long", 'p.json.sync.timeout_s: expected a number, found "long"'),
         (("memory", "zero"), 4, "unknown value for p.json.memory.zero: '4'; one of: 0, 1, 2, 3"),

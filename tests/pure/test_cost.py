@@ -282,7 +282,7 @@ def test_no_overlap_adds_all_and_full_overlap_hides(how: dict[str, int]) -> None
     for found in (none, half, full):
         assert sum(found.breakdown.values()) == pytest.approx(found.step_s)
         assert found.traffic_bytes == none.traffic_bytes
-    alone = replace(chosen, sync=SyncPolicy(overlap=False))
+    alone = replace(chosen, sync=SyncPolicy(overlap=()))
     assert price(alone, profile, overlap=1.0).step_s == pytest.approx(none.step_s)
 
 

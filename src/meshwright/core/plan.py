@@ -18,6 +18,12 @@ from meshwright.core.workload import Precision
 Compile = Literal["none", "blocks", "model"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
+Overlap = Literal["gradients", "inputs", "gathers", "scatters"]
+# What may travel beside computation: full buckets of gradients beside the rest of backward; under tensor parallelism the gradient of a
+# layer's input beside the product that gives its weight's gradient; under zero=3 the next unit's weights beside this one's forward, and a
+# unit's reduced gradients beside the next one's backward.
+OVERLAPS: tuple[Overlap, ...] = ("gradients", "inputs", "gathers", "scatters")
+
 
 @dataclass(frozen=True)
 class Sink:
@@ -74,11 +80,11 @@ class MemoryPolicy:
 
 @dataclass(frozen=True)
 class SyncPolicy:
-    """How gradients meet: bucket sizes, whether they travel while backward goes on, how long a call may take."""
+    """How ranks meet: bucket sizes, what travels beside computation, how long a call may take."""
 
     bucket_bytes: int = 25 * 2**20
     first_bucket_bytes: int = 2**20
-    overlap: bool = True
+    overlap: tuple[Overlap, ...] = OVERLAPS
     timeout_s: float = 120.0
 
 

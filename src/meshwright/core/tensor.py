@@ -54,6 +54,7 @@ class Meet:
     fixed: bool = False
     strand: str = ""  # the one that is gathered or looked up
     final_in: tuple[str, ...] = ()  # modules in which nothing after it is kept for backward: recomputing those stops before it
+    feeds: tuple[str, ...] = ()  # layers that multiply the input by their matrix, for gradients that meet
     times: int = 1  # calls: a norm needs a mean, and then a variance
     across: str = ""  # a strand of the tensor that the other axis of a grid deals out: a rank has its piece of it
 

@@ -134,7 +134,7 @@ def _run(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster
     clock = _Clock()
     price = ComputeCost(rates, plan.memory.precision, plan.compile != "none")
     memo: dict[tuple[int, str], float] = {}
-    overlap = rates.overlap if plan.sync.overlap else 0.0
+    overlap = rates.overlap if "gradients" in plan.sync.overlap else 0.0
     program = expand(plan, profile).programs[pp_rank * plan.mesh.degree("tp")]
     profile = local_profile(plan, profile, 0, pp_rank)
     for action in program:

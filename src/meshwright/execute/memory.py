@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,23 +25,27 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 
 class _NamedGather(AllGather):
-    """FSDP2's all-gather through our `Comm`, so that it is named and counted."""
+    """FSDP2's all-gather through our `Comm`, so that it is named and counted. Unless it may travel `beside` what is computed, it waits
+    on CUDA for all of that; elsewhere FSDP2 fetches nothing ahead by itself."""
 
-    def __init__(self, comm: TorchComm, name: str) -> None:
-        self.comm, self.name = comm, name
+    def __init__(self, comm: TorchComm, name: str, beside: bool) -> None:
+        self.comm, self.name, self.beside = comm, name, beside
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False) -> Any:
+        if output_tensor.is_cuda and not self.beside:
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
         return _handed_back(self.comm.all_gather(output_tensor, input_tensor, self.name), async_op)
 
 
 class _NamedScatter(ReduceScatter):
-    """FSDP2's reduce-scatter through our `Comm`."""
+    """FSDP2's reduce-scatter through our `Comm`. On CUDA it runs on a stream of its own. Elsewhere FSDP2 would wait for it: if it may
+    travel `beside` what follows, it is waited for when backward ends, unless its result is wanted before."""
 
-    def __init__(self, comm: TorchComm, name: str) -> None:
-        self.comm, self.name = comm, name
+    def __init__(self, comm: TorchComm, name: str, beside: Callable[[], bool]) -> None:
+        self.comm, self.name, self.beside = comm, name, beside
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -48,7 +53,18 @@ class _NamedScatter(ReduceScatter):
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         mean = op == dist.ReduceOp.AVG
         work = self.comm.reduce_scatter(output_tensor, input_tensor, self.name, "mean" if mean else "sum")
+        if not async_op and not output_tensor.is_cuda and self.beside():
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_awaited, work, input_tensor))
+            return None
+        if output_tensor.is_cuda and not self.beside():
+            work.wait()
+            torch.cuda.default_stream().wait_stream(torch.cuda.current_stream())
         return _handed_back(work, async_op)
+
+
+def _awaited(work: Any, _: torch.Tensor) -> None:
+    """The tensor is kept until the call that reads it is over."""
+    work.wait()
 
 
 def _handed_back(work: Any, async_op: bool) -> Any:
@@ -68,16 +84,33 @@ def shard_model(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, 
     assert isinstance(groups.shard, TorchComm)
     mesh = DeviceMesh.from_group(groups.shard.group, plan.device)
     places = [(m, key, p) for m in model.modules() for key, p in m._parameters.items() if p is not None]
+    before: Any = None
     for name in _stage_units(model, plan, groups) if groups.pp.size > 1 else [*plan.memory.units, ""]:
         unit: Any = fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=True, mp_policy=low)
         if unit._get_fsdp_state()._fsdp_param_group is None:
             continue  # the root when the units hold every parameter
-        unit.set_custom_all_gather(_NamedGather(groups.shard, f"params/{name or 'root'}"))
-        unit.set_custom_reduce_scatter(_NamedScatter(groups.shard, f"grads/{name or 'root'}"))
+        ahead = "gathers" in plan.sync.overlap
+        unit.set_custom_all_gather(_NamedGather(groups.shard, f"params/{name or 'root'}", ahead))
+        unit.set_custom_reduce_scatter(_NamedScatter(groups.shard, f"grads/{name or 'root'}", _may_be_late(unit, plan, groups)))
+        if ahead and groups.pp.size == 1 and plan.device == "cpu":
+            unit._set_unshard_async_op(True)
+            if before is not None and name:
+                before.set_modules_to_forward_prefetch([unit])
+            before = unit
         if groups.replica.size > 1:
             unit.set_all_reduce_hook(_replica_reduction(groups, f"replicas/{name or 'root'}"))
     _retie(places)
     _repoint(optimizer, names, dict(model.named_parameters()))
+
+
+def _may_be_late(unit: Any, plan: Plan, groups: Groups) -> Callable[[], bool]:
+    """Whether nothing reads a unit's reduced gradients before backward ends: nothing is added to them, and no replicas average them."""
+    if "scatters" not in plan.sync.overlap or (plan.device == "cpu" and (groups.replica.size > 1 or groups.pp.size > 1)):
+        return lambda: False
+    if plan.device == "cuda":
+        return lambda: True
+    group = unit._get_fsdp_state()._fsdp_param_group
+    return lambda: all(p.sharded_param.grad is None for p in group.fsdp_params)
 
 
 def _stage_units(model: nn.Module, plan: Plan, groups: Groups) -> list[str]:

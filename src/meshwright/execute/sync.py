@@ -149,7 +149,7 @@ class GradientBuckets:
             param.grad = view
         if self._enabled:
             bucket.waiting.discard(at)
-            if self.policy.overlap:
+            if "gradients" in self.policy.overlap:
                 self._launch_complete()
 
     def _view(self, bucket: _Live, at: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ given a whole activation for a cut part sums that input's gradient in backward; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError
 from meshwright.core.plan import Plan
 from meshwright.core.tensor import Cut, Dealt, Rewrite, TensorPolicy
+from meshwright.execute.defer import enter_beside, product_with_ticket, use_ticket
 from meshwright.execute.groups import Groups
 from meshwright.execute.meet import Enter, Gather, Sum, gather_pieces
 from meshwright.execute.norms import norm_over_pieces
@@ -80,18 +81,32 @@ def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, gr
                 found.cuts.setdefault(cut.parameter, []).append(_Laid(strand, cut, groups.of(axis)))
     _share_randomness(groups.tp, next(model.parameters()).device)
     _replace_tensors(model, optimizer, found)
+    fed = _fed(model, plan)
     for axis, policy in plan.tensors:
-        _arrange(model, policy, groups.of(axis), plan.compile != "none")
+        _arrange(model, policy, groups.of(axis), fed, plan.compile != "none")
+    completed = {meet.module for _, policy in plan.tensors for meet in policy.sums}
+    for name in fed:
+        if name not in completed:
+            use_ticket(model.get_submodule(name))
     return found
 
 
-def _arrange(model: nn.Module, policy: TensorPolicy, comm: Comm, compiled: bool) -> None:
+def _fed(model: nn.Module, plan: Plan) -> list[str]:
+    """Layers whose weights' gradients are computed while their input's travels. Not in a pipeline, which has an order of its own for
+    the two, and not in compiled blocks, which keep them in one graph."""
+    if "inputs" not in plan.sync.overlap or plan.mesh.pp > 1 or plan.compile != "none":
+        return []
+    names = dict.fromkeys(name for _, policy in plan.tensors for meet in policy.enters for name in meet.feeds)
+    return [name for name in names if model.get_submodule(name).weight.requires_grad]
+
+
+def _arrange(model: nn.Module, policy: TensorPolicy, comm: Comm, fed: Sequence[str], compiled: bool) -> None:
     """Make the ranks of one axis meet. If blocks will be `compiled`, meetings are kept out of the graphs: a compiler would make a graph
     for every layer's own name."""
     apart: _Apart = torch.compiler.disable if compiled else lambda function: function
     modules = dict(model.named_modules())
     for meet in policy.enters:
-        _enter_at(modules[meet.module], meet.position, comm, f"enter/{meet.module}", apart)
+        _enter_at(modules[meet.module], meet.position, comm, f"enter/{meet.module}", apart, [modules[name] for name in fed if name in meet.feeds])
     for meet in policy.sums:
         _complete(modules[meet.module], comm, f"sum/{meet.module}", apart)
     strands = {s.name: s for s in policy.strands}
@@ -144,15 +159,15 @@ def _replace_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, found: 
 # -- meetings --
 
 
-def _enter_at(module: nn.Module, position: int, comm: Comm, name: str, apart: _Apart) -> None:
-    """Among the tensors that a module is given, the one at `position` enters."""
+def _enter_at(module: nn.Module, position: int, comm: Comm, name: str, apart: _Apart, fed: list[nn.Module]) -> None:
+    """Among the tensors that a module is given, the one at `position` enters; `fed` are the layers in it that multiply it."""
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)]
         at = places[position]
         if leaves[at].requires_grad:
-            leaves[at] = Enter.apply(leaves[at], comm, name)
+            leaves[at] = enter_beside(leaves[at], comm, name, fed) if fed else Enter.apply(leaves[at], comm, name)
         return pytree.tree_unflatten(leaves, spec)
 
     module.register_forward_pre_hook(apart(before), with_kwargs=True)
@@ -180,7 +195,7 @@ def _complete(layer: nn.Module, comm: Comm, name: str, apart: _Apart) -> None:
 def _product_of(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """The layer without its bias; None for a module that only passes partial sums on."""
     if isinstance(layer, nn.Linear):
-        return lambda x: F.linear(x, layer.weight)
+        return product_with_ticket(layer, lambda x: F.linear(x, layer.weight))
     if isinstance(layer, nn.modules.conv._ConvTransposeNd):
         plain = layer.forward
 
@@ -195,7 +210,7 @@ def _product_of(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | No
     if isinstance(layer, nn.modules.conv._ConvNd):
         return lambda x: layer._conv_forward(x, layer.weight, None)  # type: ignore[operator,no-any-return]
     if hasattr(layer, "nf"):  # transformers' Conv1D: a linear layer with its matrix the other way round
-        return lambda x: x @ layer.weight  # type: ignore[operator,no-any-return]
+        return product_with_ticket(layer, lambda x: x @ layer.weight)  # type: ignore[operator]
     return None
 
 

@@ -46,7 +46,7 @@ def plan_choices(plan: Plan) -> list[tuple[str, str, str]]:
         ("recompute", plan.memory.recompute, "activations computed again in backward"),
         ("precision", plan.memory.precision, "of the arithmetic"),
         ("gradient buckets", show_bytes(sync.bucket_bytes), f"first one {show_bytes(sync.first_bucket_bytes)}"),
-        ("overlap", "yes" if sync.overlap else "no", "gradients travel while backward goes on"),
+        ("overlap", ", ".join(sync.overlap) or "none", "what travels while something is computed"),
         ("compile", plan.compile, "what torch.compile is applied to"),
         ("device", plan.device, f"communication by {plan.backend}"),
     ]
@@ -83,7 +83,7 @@ def _who(plan: Plan) -> str:
 
 
 def _sync(plan: Plan) -> str:
-    when = "while backward goes on" if plan.sync.overlap else "after backward"
+    when = "while backward goes on" if "gradients" in plan.sync.overlap else "after backward"
     return f"Gradients travel over {plan.backend} in buckets of {show_bytes(plan.sync.bucket_bytes)}, {when}."
 
 

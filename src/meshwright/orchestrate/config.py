@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from meshwright.core.errors import RequestError, unknown
+from meshwright.core.plan import Overlap
 from meshwright.core.serial import read_json
 from meshwright.orchestrate import tutorial
 
@@ -55,6 +56,7 @@ class RunConfig(BaseModel):
     compile: Literal["none", "blocks", "model"] | None = None
     backend: Literal["gloo", "nccl"] | None = Field(None, description="by device unless given")
     bucket_mb: float | None = Field(None, gt=0, description="size of a gradient bucket")
+    overlap: tuple[Overlap, ...] | None = Field(None, description='what travels beside computation, like ["gradients", "inputs"]; [] for nothing')
     timeout_s: float = Field(120.0, gt=0, description="longest wait in one collective")
     objective: Literal["time", "memory"] = "time"
 

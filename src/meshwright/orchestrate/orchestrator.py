@@ -144,6 +144,7 @@ class Orchestrator:
             micro_batches=c.micro_batches,
             backend=c.backend,
             bucket_bytes=int(c.bucket_mb * 2**20) if c.bucket_mb else None,
+            overlap=c.overlap,
             timeout_s=c.timeout_s,
             schedule=c.schedule,
             placements=c.placements,

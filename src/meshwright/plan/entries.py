@@ -117,7 +117,7 @@ def _place(reader: Reader, meet: Meets, value: int, ops: set[int], chosen: set[i
     for call in calls:
         inside = {i for i in users if call.first <= i < call.last}
         if ops <= inside and inside <= ops:
-            return [meet.at(call.module, value, call.inputs.index(value))]
+            return [replace(meet.at(call.module, value, call.inputs.index(value)), feeds=_feeds(reader, value, call))]
     found = []
     for index in ops:
         layer = next((m for m in calls if m.first <= index < m.last and {i for i in users if m.first <= i < m.last} <= ops), None)
@@ -125,5 +125,11 @@ def _place(reader: Reader, meet: Meets, value: int, ops: set[int], chosen: set[i
             op = reader.op(index)
             strands = chosen & set().union(*(reader.carried[v] for v in (*op.inputs, *op.outputs)))
             raise StandsInTheWayError(min(strands), f"a whole activation enters it inside {op.module or 'the loss'} ({op.name})")
-        found.append(meet.at(layer.module, value, layer.inputs.index(value)))
+        found.append(replace(meet.at(layer.module, value, layer.inputs.index(value)), feeds=_feeds(reader, value, layer)))
     return found
+
+
+def _feeds(reader: Reader, value: int, call: ModuleCall) -> tuple[str, ...]:
+    """Layers inside a module that multiply a value that it is given by their matrix."""
+    inside = (m for m in reader.flow.modules if m.kind == "linear" and call.first <= m.first and m.last <= call.last)
+    return tuple(m.module for m in inside if m.inputs[:1] == (value,))

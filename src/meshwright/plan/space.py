@@ -9,7 +9,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh, check_runnable
 from meshwright.core.model import ModelProfile
-from meshwright.core.plan import BalancePolicy, Compile, MemoryPolicy, PipelineSchedule, Plan, Stage, SyncPolicy, stages_a_rank
+from meshwright.core.plan import BalancePolicy, Compile, MemoryPolicy, Overlap, PipelineSchedule, Plan, Stage, SyncPolicy, stages_a_rank
 from meshwright.core.strand import Flow
 from meshwright.core.tensor import TensorPolicy
 from meshwright.core.workload import Workload
@@ -30,6 +30,7 @@ class Wishes:
     micro_batches: int | None = None
     backend: str | None = None
     bucket_bytes: int | None = None
+    overlap: tuple[Overlap, ...] | None = None
     timeout_s: float | None = None
     schedule: PipelineSchedule | None = None
     placements: Mapping[str, str] = field(default_factory=dict)
@@ -157,9 +158,7 @@ def _make(
         stages=stages,
         schedule=schedule,
         memory=MemoryPolicy(zero, choose_units(profile), recompute, workload.precision),  # type: ignore[arg-type]
-        sync=SyncPolicy(
-            **{k: v for k, v in (("bucket_bytes", wishes.bucket_bytes), ("timeout_s", wishes.timeout_s)) if v is not None}  # type: ignore[arg-type]
-        ),
+        sync=SyncPolicy(**{k: v for k in ("bucket_bytes", "overlap", "timeout_s") if (v := getattr(wishes, k)) is not None}),
         balance=BalancePolicy(),
         placements=wishes.placements,
         tensor=tensor[0],

@@ -1,0 +1,130 @@
+"""The gradient of a layer's input travels while the gradient of its weight is computed.
+
+[Note: tickets]
+Autograd computes both gradients of a product in one node, so there is nothing to do while the first of them is summed over ranks. Here
+the weight goes through a node of its own, its ticket. The product's backward gives the input's gradient and leaves what the other
+product needs in the ticket's box. Autograd takes ready nodes in the reverse order of their making, so the making is arranged: wait,
+tickets, launch, products. Backward then runs the products, launches the sum, redeems the tickets, and waits. Were the order ever
+another one, less would overlap and nothing would be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.core.comm import Comm, Pending
+
+
+class Ticket:
+    """A weight for one forward, and what its gradient will be made of."""
+
+    def __init__(self, weight: torch.Tensor, transposed: bool) -> None:
+        self.parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.transposed = transposed  # a matrix of (inputs, outputs), as transformers' Conv1D has it
+        self.weight: torch.Tensor = _Redeem.apply(weight, self)
+
+    def times(self, x: torch.Tensor) -> torch.Tensor:
+        """The product of an input and the weight, in the precision that autocast would choose."""
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            x = x.to(torch.get_autocast_dtype(kind))
+        out: torch.Tensor = _Multiply.apply(x, self.weight, self)
+        return out
+
+
+class _Redeem(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, ticket: Ticket) -> torch.Tensor:
+        ctx.ticket, ctx.kind = ticket, weight.dtype
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:  # type: ignore[override]
+        total: torch.Tensor | None = None
+        while ctx.ticket.parts:
+            left, right = ctx.ticket.parts.pop()
+            part = left.flatten(0, -2).t() @ right.flatten(0, -2)
+            total = part if total is None else total + part
+        assert total is not None
+        return total.to(ctx.kind), None
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, ticket: Ticket) -> torch.Tensor:
+        ctx.ticket = ticket
+        ctx.save_for_backward(x, weight)
+        matrix = weight.to(x.dtype)
+        return x @ (matrix if ticket.transposed else matrix.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        matrix = weight.to(x.dtype)
+        ctx.ticket.parts.append((x, grad) if ctx.ticket.transposed else (grad, x))
+        nothing = weight.new_zeros(()).expand_as(weight)  # the ticket knows; autograd asks for a shape
+        return grad @ (matrix.t() if ctx.ticket.transposed else matrix), nothing, None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sent: list[Pending]) -> torch.Tensor:
+        ctx.sent = sent
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        while ctx.sent:
+            ctx.sent.pop().wait()
+        return grad, None
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Comm, name: str, sent: list[Pending]) -> torch.Tensor:
+        ctx.comm, ctx.name, ctx.sent = comm, name, sent
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        grad = grad.contiguous()
+        ctx.sent.append(ctx.comm.all_reduce(grad, ctx.name))
+        return grad, None, None, None
+
+
+def enter_beside(x: torch.Tensor, comm: Comm, name: str, layers: list[nn.Module]) -> torch.Tensor:
+    """A whole activation enters a cut part: its gradient is summed over ranks beside the products that give these layers' weights theirs."""
+    sent: list[Pending] = []
+    x = _Wait.apply(x, sent)
+    for layer in layers:
+        vars(layer)["_ticket"] = Ticket(layer.weight, transposed=hasattr(layer, "nf"))  # type: ignore[arg-type]
+    return _Launch.apply(x, comm, name, sent)  # type: ignore[no-any-return]
+
+
+def use_ticket(layer: nn.Module) -> None:
+    """A layer whose product nobody completes adds its bias by itself when it has a ticket."""
+    inner = layer.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        ticket: Ticket | None = vars(layer).pop("_ticket", None)
+        if ticket is None:
+            return inner(x)  # type: ignore[no-any-return]
+        out = ticket.times(x)
+        bias: torch.Tensor | None = layer.bias  # type: ignore[assignment]
+        return out if bias is None else out + bias.to(out.dtype)
+
+    layer.forward = forward
+
+
+def product_with_ticket(layer: nn.Module, plain: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A layer's product, which uses the ticket that was made for this call, if there is one."""
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        ticket: Ticket | None = vars(layer).pop("_ticket", None)
+        return plain(x) if ticket is None else ticket.times(x)
+
+    return product
