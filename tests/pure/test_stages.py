@@ -16,6 +16,7 @@ from meshwright.core.plan import Borrowed, MemoryPolicy, Plan, Stage
 from meshwright.describe.flow import trace_flow, trace_module_flow
 from meshwright.describe.trace import trace_module, trace_task
 from meshwright.plan.pipeline import _balanced, cut_stages
+from meshwright.schedule import expand
 
 TIED = (Stage(("a",)), Stage(("b",), also=(Borrowed("a.w", "b"),)))
 FOUR = tuple(Stage((str(i),)) for i in range(4))
@@ -42,6 +43,16 @@ def test_a_tied_embedding_is_on_both_ends() -> None:
     _, last = stages_of("gpt-tiny", 2)
     assert last.also == (Borrowed("embedding.tokens.weight", "head"),)
     assert Plan("gpt-tiny", 4, Mesh(pp=2), 2, stages_of("gpt-tiny", 2)).holders("embedding.tokens.weight") == (0, 1)
+
+
+def test_every_action_knows_how_many_ranks_take_part() -> None:
+    """A send is between two ranks, and a tied embedding meets on the two that hold it, however long the pipeline is."""
+    made: Any = architectures.build("GPT2", n_layer=4), architectures.loss("GPT2"), architectures.batch("GPT2", 2, 0)
+    mesh, profile = Mesh(pp=4, dp=3), trace_module(*made, name="GPT2")
+    plan = Plan("GPT2", 12, mesh, 4, cut_stages(trace_module_flow(*made), profile, 4))
+    found = {(a.op, a.name.split("/")[0]): a.ranks(mesh) for rank in range(4) for a in expand(plan, profile).of(3 * rank) if a.communicates}
+    assert {name: ranks for (op, name), ranks in found.items() if op == "send"} == {"activations": 2, "gradients": 2}
+    assert {name: ranks for (op, name), ranks in found.items() if op == "all_reduce"} == {"tied": 2, "grads": 3, "loss": 12}
 
 
 def test_an_encoders_output_travels_with_the_decoder() -> None:

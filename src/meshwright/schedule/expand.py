@@ -153,7 +153,7 @@ def _crossings(plan: Plan, profile: ModelProfile, pp_rank: int, phase: str, micr
             continue
         name = f"activations/{index}" if phase == "forward" else f"gradients/{index}"
         for at, carry in enumerate(plan.stages[max(index, other)].receives):
-            yield Action(f"{name}/{micro}/{at}", "send", bytes=round(carry.bytes * profile.batch), axis="pp")
+            yield Action(f"{name}/{micro}/{at}", "send", bytes=round(carry.bytes * profile.batch), axis="pp", group=2)
 
 
 def _tied(plan: Plan, profile: ModelProfile, pp_rank: int) -> Iterator[Action]:
@@ -164,7 +164,7 @@ def _tied(plan: Plan, profile: ModelProfile, pp_rank: int) -> Iterator[Action]:
             shards = plan.mesh.shard if plan.memory.zero == 3 else 1
             rows = -(-tensor.shape[0] // shards) if tensor.shape else 1
             size = tensor.bytes if shards == 1 else rows * (tensor.numel // tensor.shape[0]) * tensor.itemsize
-            yield Action(f"tied/{tensor.name}", "all_reduce", bytes=size, axis=f"pp:{len(ranks)}")
+            yield Action(f"tied/{tensor.name}", "all_reduce", bytes=size, axis="pp", group=len(ranks))
 
 
 def _bucketed(plan: Plan, profile: ModelProfile, pp_rank: int = 0) -> Iterator[Action]:

@@ -31,10 +31,10 @@ class LedgerLine:
 
 def plan_ledger(plan: Plan, profile: ModelProfile, *, clip: bool = True, rank: int = 0) -> tuple[LedgerLine, ...]:
     """What one rank will do, under the names that the run counts by."""
-    found: dict[tuple[str, str, str], list[int]] = {}
+    found: dict[tuple[str, str, str, int], list[int]] = {}
     for action in expand(plan, profile.at(plan.largest_micro_batch), clip=clip).of(rank):
-        if (action.is_collective and plan.mesh.group_size(action.axis) > 1) or action.op == "send":
-            sums = found.setdefault((run_name(action.name), action.op, action.axis), [0, 0, 0])
+        if action.communicates and action.ranks(plan.mesh) > 1:
+            sums = found.setdefault((run_name(action.name), action.op, action.axis, action.ranks(plan.mesh)), [0, 0, 0])
             for i, more in enumerate((1, action.bytes, action.padding)):
                 sums[i] += more
     lines = []
@@ -45,8 +45,7 @@ def plan_ledger(plan: Plan, profile: ModelProfile, *, clip: bool = True, rank: i
     if plan.mesh.degree("tp") > 1:
         ways = plan.mesh.degree("tp")
         lines.append(LedgerLine("start-up", "start/random", "broadcast", "tp", ways, 1, _RANDOM_BYTES, 0, _RANDOM_BYTES * 1.0))
-    for (name, op, axis), (calls, size, padding) in found.items():
-        group = 2 if op == "send" else plan.mesh.group_size(axis)
+    for (name, op, axis, group), (calls, size, padding) in found.items():
         lines.append(LedgerLine("step", name, op, axis, group, calls, size, padding, size * wire_factor(op, group)))
     return tuple(lines)
 
