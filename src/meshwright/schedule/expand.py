@@ -33,7 +33,7 @@ def gradient_buckets(plan: Plan, profile: ModelProfile) -> tuple[Bucket, ...]:
     return assign_buckets(
         [t.numel for t in tensors],
         [t.itemsize for t in tensors],
-        [(t.itemsize, kind) for t, kind in zip(tensors, kinds, strict=True)],
+        [(t.dtype, kind) for t, kind in zip(tensors, kinds, strict=True)],
         first_bytes=plan.sync.first_bucket_bytes,
         bytes_cap=plan.sync.bucket_bytes,
         shards=plan.mesh.shard if plan.memory.zero else 1,
