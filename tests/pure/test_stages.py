@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_up import cluster
 from tests import architectures
 from torch import nn
 
@@ -13,9 +14,11 @@ from meshwright import zoo
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Borrowed, MemoryPolicy, Plan, Stage
+from meshwright.core.workload import Workload
 from meshwright.describe.flow import trace_flow, trace_module_flow
 from meshwright.describe.trace import trace_module, trace_task
 from meshwright.plan.pipeline import _balanced, cut_stages
+from meshwright.plan.space import Wishes, candidates
 from meshwright.schedule import expand
 
 TIED = (Stage(("a",)), Stage(("b",), also=(Borrowed("a.w", "b"),)))
@@ -78,6 +81,15 @@ def test_stages_are_uneven_where_that_balances() -> None:
 def test_more_stages_than_places_is_said_with_numbers() -> None:
     with pytest.raises(RequestError, match=r"16 stages: this model can be cut in \d+ places, so it has at most \d+ stages"):
         stages_of("gpt-tiny", 16)
+
+
+def test_who_asks_for_a_schedule_gets_a_pipeline_and_who_places_layers_gets_them_placed() -> None:
+    task = zoo.load("gpt-tiny")
+    profile, flow = trace_task(task), trace_flow(task)
+    for wishes in (Wishes(schedule="gpipe", flow=flow), Wishes(placements={"head": "whole"}, flow=flow)):
+        plans = list(candidates(profile, cluster(4, kind="cpu"), Workload(8), wishes))
+        assert plans and all(plan.mesh.pp > 1 and plan.schedule == "gpipe" for plan in plans if wishes.schedule)
+        assert all(plan.mesh.degree("tp") > 1 and "head" not in str(plan.tensor.strands) for plan in plans if wishes.placements)
 
 
 class _Braided(nn.Module):

@@ -18,7 +18,8 @@ _WORTH_A_GATHER = 0.02  # a layer that only a gather could cut is cut when it ho
 def choose_cuts(flow: Flow, ways: int, placements: Mapping[str, str] | None = None) -> TensorPolicy:
     """The strands that cover most of the model, at most one for each parameter, and every meeting that they cause."""
     reader = Reader(flow)
-    asked = _checked(reader, placements or {})
+    asked = dict(placements or {})
+    check_placements(flow, asked)
     blocked: dict[int, str] = {}
     for _ in range(len(flow.sizes) + 1):  # each round may find one more strand that cannot be cut after all
         chosen = _choose(reader, ways, asked, blocked)
@@ -34,13 +35,14 @@ class _StandsInTheWayError(Exception):
         self.strand, self.reason = strand, reason
 
 
-def _checked(reader: Reader, placements: Mapping[str, str]) -> dict[str, str]:
+def check_placements(flow: Flow, placements: Mapping[str, str]) -> None:
+    """Every name must be a module of the model, every word one that is known here."""
+    names = {call.module for call in flow.modules}
     for name, placement in placements.items():
-        if name not in reader.module_names():
-            raise unknown("layer", name, sorted(reader.module_names()), "placements")
+        if name not in names:
+            raise unknown("layer", name, names, "placements")
         if placement not in PLACEMENTS:
             raise unknown("placement", placement, PLACEMENTS, f"placements: {name}")
-    return dict(placements)
 
 
 def _kept_whole(asked: Mapping[str, str], parameter: str) -> str | None:
