@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up import blocks, layer, model, plan
 
+from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile, TensorSpec
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action, wire_factor
-from meshwright.schedule import Bucket, assign_buckets, expand, plan_ledger, plan_ledgers
+from meshwright.core.tensor import Cut, Dealt, TensorPolicy
+from meshwright.schedule import Bucket, assign_buckets, expand, local_profile, plan_ledger, plan_ledgers
 from meshwright.schedule.buckets import ALIGN_BYTES, start_runs
 from meshwright.schedule.expand import gradient_buckets
 
@@ -328,3 +330,13 @@ def test_zero_3_rows_that_do_not_divide_are_padded_and_say_so() -> None:
     profile = blocks(1, ((7, 3),))
     gathers = [a for a in program(plan(profile, shard=4, zero=3), profile) if a.op == "all_gather"]
     assert [(a.bytes, a.padding) for a in gathers] == [(24 * 4, 3 * 4)] * 2
+
+
+def test_equal_work_is_shrunk_by_what_is_cut_of_each_layer() -> None:
+    """Two layers may share their kernels and not their cuts."""
+    first = layer("a", ((8, 8),))
+    profile = model([first, replace(layer("b", ((8, 8),)), kernels=first.kernels)])
+    chosen = Plan("m", 4, Mesh(tp=(2,)), tensor=TensorPolicy(strands=(Dealt("a.0:0", 8, (Cut("a.0", 0),)),)))
+    cut, whole = local_profile(chosen, profile, 0).layers
+    assert [k.flops for k in cut.kernels] == [k.flops / 2 for k in first.kernels]
+    assert whole.kernels == first.kernels

@@ -1,4 +1,4 @@
-"""Expansion: the steady step of a data-parallel or ZeRO plan as ordered actions, with every collective it will make."""
+"""Expansion: the steady step of a plan, whatever its axes, as ordered actions, with every collective and every send that it will make."""
 
 from __future__ import annotations
 
