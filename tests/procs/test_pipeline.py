@@ -12,9 +12,9 @@ import pytest
 from meshwright.core.mesh import Mesh
 from meshwright.core.serial import to_data
 from meshwright.launch import RankFailure
-from tests.procs.spread import FAMILIES, check, model_of, spread
+from tests.procs.spread import FAMILIES, ZOO, check, model_of, spread
 
-PIPELINED = ("gpt-tiny", "llama-tiny", "cnn", "cosmoflow-tiny", *FAMILIES)
+PIPELINED = (*ZOO, *FAMILIES)
 
 
 @pytest.mark.parametrize("name", PIPELINED)
