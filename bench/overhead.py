@@ -56,11 +56,16 @@ def main(
     case = Case(batch=batch, seq=seq, layers=layers)
     for name in missing_peers():
         _say(f"{name} is left out: {PEERS[name]} is not installed (pip install 'meshwright[bench]')")
+    compare(case, rounds, "cases", output, as_json=as_json)
+
+
+def compare(case: Case, rounds: int, engines: str, output: Path, *, as_json: bool) -> None:
+    """Run the engines that a module makes, write what they took to `output` and show it."""
     try:
-        result = summarise(case, rounds, run(case, rounds, "cases"))
+        result = summarise(case, rounds, run(case, rounds, engines))
     except MeshwrightError as error:
         fault = getattr(error, "fault", None)
-        _say(f"{fault.traceback if fault else ''}overhead: {error}")
+        _say(f"{fault.traceback if fault else ''}{output.stem}: {error}")
         sys.exit(error.exit_code)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1) + "\n")

@@ -6,16 +6,12 @@ copy of the first engine of each block is the noise. All engines must reach the 
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from meshwright.core.errors import MeshwrightError
-from overhead import HERE, _say, run, show, summarise
+from overhead import HERE, compare
 from parallel_cases import Shared
 
 
@@ -31,20 +27,7 @@ def main(
 
     Example: python bench/parallel.py
     """
-    case = Shared(batch=batch, seq=seq, layers=layers)
-    try:
-        result = summarise(case, rounds, run(case, rounds, "parallel_cases"))
-    except MeshwrightError as error:
-        fault = getattr(error, "fault", None)
-        _say(f"{fault.traceback if fault else ''}parallel: {error}")
-        sys.exit(error.exit_code)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n")
-    if as_json:
-        print(json.dumps(result))
-    else:
-        Console().print(show(result))
-    _say(f"written to {output}")
+    compare(Shared(batch=batch, seq=seq, layers=layers), rounds, "parallel_cases", output, as_json=as_json)
 
 
 if __name__ == "__main__":

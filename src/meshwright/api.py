@@ -60,7 +60,7 @@ class Run:
 
     def validate(self, batches: Iterable[Batch], loss_fn: Loss) -> float:
         """Mean loss without gradients, reduced over ranks; `batches` are global, each rank takes its share."""
-        cut = RankLoader(batches, self.plan, self.rank, seed=self.session.seed, device=self.loader.device)
+        cut = RankLoader(batches, self.plan, self.rank, seed=self.session.seed, device=self.loader.device, pieces=1)
         return self.session.validate(cut, loss_fn)
 
 

@@ -99,7 +99,7 @@ def train_curve(
         network.to(told.device)
         step_with = make_optimizer(optimizer, network)
         session = Session(told, network, step_with, seed=seed, clip=clip)
-        session.applied.groups.ledger.take()
+        started = _counted(session)
         losses, norms, ledgers = [], [], []
         first, count = told.share(told.mesh.data_rank(rank))
         held: dict[str, int] = {}
@@ -109,17 +109,22 @@ def train_curve(
             result = session.step({k: v[first : first + count].to(told.device) for k, v in whole.items()}, loss)
             losses.append(float(result.loss))
             norms.append(float(result.grad_norm) if result.grad_norm is not None else None)
-            ledgers.append([vars(line) | {"sent": line.sent} for line in session.applied.groups.ledger.take()])
+            ledgers.append(_counted(session))
         held["optimizer"] = session.applied.held_bytes()["optimizer"]
         state = {name: tensor.double().sum().item() for name, tensor in whole_state(session.applied)}
         return {
             "losses": losses,
             "norms": norms,
+            "started": started,
             "ledger": ledgers[-1] if ledgers else [],
             "held": held,
             "digest": state_digest(session.applied),
             "state": state,
         }
+
+
+def _counted(session: Session) -> list[dict[str, Any]]:
+    return [vars(line) | {"sent": line.sent} for line in session.applied.groups.ledger.take()]
 
 
 @contextmanager

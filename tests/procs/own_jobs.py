@@ -18,6 +18,7 @@ import meshwright as mw
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.serial import from_data, to_data
+from meshwright.execute.data import RankLoader
 from meshwright.execute.session import Session
 from meshwright.launch import Rendezvous, join, leave
 from meshwright.orchestrate.worker import run_script
@@ -91,6 +92,41 @@ def prepared_loop(rank: int, world: int, meeting: str, strategy: bool = False) -
         return {"losses": losses, "mesh": str(run.plan.mesh), "why": run.why}
     finally:
         leave()
+
+
+def uneven_batches(rank: int, world: int, meeting: str, plan: dict[str, Any], trained: list[int], validated: list[int]) -> dict[str, Any]:
+    """Training and validation on batches of several sizes, through the loader; how often the pipeline had to look at samples."""
+    torch.set_num_threads(1)
+    told = from_data(Plan, plan, "plan")
+    join(Rendezvous(rank, world, meeting, timeout_s=60))
+    try:
+        model = {"zoo": "gpt-tiny"}
+        network, loss = build(model, torch.float64, 7)
+        session = Session(told, network, make_optimizer("sgd", network), clip=0.5)
+        looks: list[int] = []
+        if session.applied.pipeline is not None:
+            session.applied.pipeline._learn = _counting(session.applied.pipeline._learn, looks)  # type: ignore[method-assign]
+
+        def batches(sizes: list[int], pieces: int | None = None) -> RankLoader:
+            made = [global_batch(model, size, size, torch.float64) for size in sizes]
+            return RankLoader(made, told, rank, seed=0, device=torch.device("cpu"), pieces=pieces)
+
+        losses, loader = [], batches(trained)
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            losses += [float(session.step(batch, loss, loader.total).loss) for batch in loader]
+        losses += [session.validate(batches(validated, 1), loss) for _ in range(2)]
+        losses.append(float(session.step(next(iter(batches(trained))), loss).loss))
+        return {"losses": losses, "looks": len(looks), "said": said.getvalue()}
+    finally:
+        leave()
+
+
+def _counting(function: Any, seen: list[int]) -> Any:
+    def call(*args: Any) -> Any:
+        seen.append(1)
+        return function(*args)
+
+    return call
 
 
 def profiled_step(rank: int, world: int, meeting: str, plan: dict[str, Any]) -> dict[str, Any]:

@@ -78,11 +78,12 @@ def check(pool: Any, model: dict[str, Any], plan: Plan, profile: Any, steps: int
         assert ranks[0]["state"] == pytest.approx(single["state"], rel=1000 * exact, abs=10 * exact)
     assert ranks[0]["digest"] == ranks[-1]["digest"]
     for rank, mine in enumerate(ranks):
-        assert counted(mine["ledger"]) == listed(plan, profile, rank)
+        assert counted(mine["started"]) == listed(plan, profile, rank, "start-up")
+        assert counted(mine["ledger"]) == listed(plan, profile, rank, "step")
 
 
 def counted(ledger: list[dict[str, Any]]) -> Counter[tuple[Any, ...]]:
-    """What a run did in one step: calls and bytes by name, operation and size of the group."""
+    """What a run did at start-up or in one step: calls and bytes by name, operation and size of the group."""
     found: Counter[tuple[Any, ...]] = Counter()
     for line in ledger:
         for what in ("calls", "bytes"):
@@ -90,11 +91,11 @@ def counted(ledger: list[dict[str, Any]]) -> Counter[tuple[Any, ...]]:
     return found
 
 
-def listed(plan: Plan, profile: Any, rank: int) -> Counter[tuple[Any, ...]]:
+def listed(plan: Plan, profile: Any, rank: int, phase: str) -> Counter[tuple[Any, ...]]:
     """The same from the plan alone."""
     found: Counter[tuple[Any, ...]] = Counter()
     for line in plan_ledger(plan, profile, clip=True, rank=rank):
-        if line.phase == "step":
+        if line.phase == phase:
             found[line.name, line.op, line.group, "calls"] += line.calls
             found[line.name, line.op, line.group, "bytes"] += line.bytes
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ import pytest
 from meshwright.core.mesh import Mesh
 from meshwright.core.serial import to_data
 from meshwright.launch import RankFailure
-from tests.procs.spread import FAMILIES, check, model_of, spread
+from tests.procs.spread import FAMILIES, ZOO, check, model_of, spread
 
-PIPELINED = ("gpt-tiny", "llama-tiny", "cnn", "cosmoflow-tiny", *FAMILIES)
+PIPELINED = (*ZOO, *FAMILIES)
 
 
 @pytest.mark.parametrize("name", PIPELINED)
@@ -51,6 +52,23 @@ def test_with_other_axes(pool: Any, name: str, mesh: Mesh, zero: int, schedule: 
 def test_three_axes_on_eight_ranks(large_pool: Any, name: str, mesh: Mesh, zero: int) -> None:
     model = model_of(name)
     check(large_pool, model, *spread(model, mesh, 8, zero=zero, micro=2))
+
+
+@pytest.mark.parametrize(("mesh", "schedule"), [(Mesh(pp=2), "1f1b"), (Mesh(pp=2, dp=2), "interleaved")], ids=str)
+def test_batches_of_several_sizes(pool: Any, mesh: Mesh, schedule: str) -> None:
+    """Each size is looked at once, for training and for validation; what does not divide is left out of training, and rank 0 says so."""
+    small = 2 * mesh.data_width
+    large, odd = 2 * small, small + mesh.data_width
+    plan, _ = spread(model_of("gpt-tiny"), mesh, large, micro=2, schedule=schedule)
+    sizes = {"trained": [large, small, odd, large], "validated": [large, small, odd, large]}
+    ranks = pool.run("procs.own_jobs:uneven_batches", world=plan.world, plan=to_data(plan), **sizes)
+    alone = replace(plan, mesh=Mesh(), stages=(), micro_batches=1)
+    single = pool.run("procs.own_jobs:uneven_batches", world=1, plan=to_data(alone), **{**sizes, "trained": [large, small, large]})[0]
+    for rank, mine in enumerate(ranks):
+        assert mine["losses"] == pytest.approx(single["losses"], rel=1e-9)
+        assert mine["looks"] == 2 + 3
+        left_out = f"a batch of {odd} samples is left out: it cannot be cut for {mesh.data_width} ranks, 2 equal micro-batches each"
+        assert (left_out in mine["said"]) == (rank == 0)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up import blocks, layer, model, plan
 
-from meshwright.core.model import ModelProfile
+from meshwright.core.mesh import Mesh
+from meshwright.core.model import ModelProfile, TensorSpec
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action, wire_factor
-from meshwright.schedule import Bucket, assign_buckets, expand
-from meshwright.schedule.buckets import ALIGN_BYTES
+from meshwright.core.tensor import Cut, Dealt, TensorPolicy
+from meshwright.schedule import Bucket, assign_buckets, expand, local_profile, plan_ledger, plan_ledgers
+from meshwright.schedule.buckets import ALIGN_BYTES, start_runs
 from meshwright.schedule.expand import gradient_buckets
 
 # Buckets
@@ -115,6 +118,31 @@ def test_buckets_by_hand() -> None:
     (bucket,) = assign_buckets([5, 6], [4, 4], ["k", "k"], first_bytes=1000, bytes_cap=1000, shards=3)
     assert [(s.index, s.offset, s.numel) for s in bucket.slots] == [(0, 0, 5), (1, 8, 6)]
     assert (bucket.numel, bucket.bytes, bucket.padding) == (24, 96, 96 - 44)
+
+
+@given(PARAMETERS, st.integers(1, 3000))
+def test_start_up_sends_everything_once_in_runs_of_one_kind(parameters: list[tuple[int, int]], most: int) -> None:
+    sizes, kinds = [n * i for n, i in parameters], [i for _, i in parameters]
+    runs = list(start_runs(sizes, kinds, most))
+    assert sorted(i for run in runs for i in run) == [i for i, size in enumerate(sizes) if size]
+    assert all(len({kinds[i] for i in run}) == 1 and sum(sizes[i] for i in run[:-1]) < most for run in runs)
+
+
+def test_start_up_knows_buffers_and_kinds_of_numbers() -> None:
+    """2**27 floats are a run of their own; the rest of the floats and the whole numbers are one each."""
+    profile = model([layer("a", ((2**27,), (8,)))])
+    profile = replace(profile, buffers=(TensorSpec("mean", (4,)), TensorSpec("count", (), 8, dtype="int64")))
+    lines = [line for line in plan_ledger(plan(profile, dp=2), profile) if line.phase == "start-up"]
+    assert [(x.name, x.op, x.axis, x.group, x.calls, x.bytes) for x in lines] == [
+        ("start/values", "broadcast", "world", 2, 3, 4 * 2**27 + 4 * 8 + 4 * 4 + 8)
+    ]
+
+
+@given(st.sampled_from([{"dp": 4}, {"shard": 4, "zero": 1}, {"dp": 2, "shard": 2, "zero": 3}]))
+def test_ranks_that_do_the_same_share_a_ledger(how: dict[str, int]) -> None:
+    profile = blocks(2)
+    chosen = plan(profile, **how)
+    assert plan_ledgers(chosen, profile) == {"0,1,2,3": list(plan_ledger(chosen, profile, rank=3))}
 
 
 # Schedules
@@ -302,3 +330,13 @@ def test_zero_3_rows_that_do_not_divide_are_padded_and_say_so() -> None:
     profile = blocks(1, ((7, 3),))
     gathers = [a for a in program(plan(profile, shard=4, zero=3), profile) if a.op == "all_gather"]
     assert [(a.bytes, a.padding) for a in gathers] == [(24 * 4, 3 * 4)] * 2
+
+
+def test_equal_work_is_shrunk_by_what_is_cut_of_each_layer() -> None:
+    """Two layers may share their kernels and not their cuts."""
+    first = layer("a", ((8, 8),))
+    profile = model([first, replace(layer("b", ((8, 8),)), kernels=first.kernels)])
+    chosen = Plan("m", 4, Mesh(tp=(2,)), tensor=TensorPolicy(strands=(Dealt("a.0:0", 8, (Cut("a.0", 0),)),)))
+    cut, whole = local_profile(chosen, profile, 0).layers
+    assert [k.flops for k in cut.kernels] == [k.flops / 2 for k in first.kernels]
+    assert whole.kernels == first.kernels

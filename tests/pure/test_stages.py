@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_up import cluster
 from tests import architectures
 from torch import nn
 
@@ -13,9 +14,12 @@ from meshwright import zoo
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Borrowed, MemoryPolicy, Plan, Stage
+from meshwright.core.workload import Workload
 from meshwright.describe.flow import trace_flow, trace_module_flow
 from meshwright.describe.trace import trace_module, trace_task
 from meshwright.plan.pipeline import _balanced, cut_stages
+from meshwright.plan.space import Wishes, candidates
+from meshwright.schedule import expand
 
 TIED = (Stage(("a",)), Stage(("b",), also=(Borrowed("a.w", "b"),)))
 FOUR = tuple(Stage((str(i),)) for i in range(4))
@@ -44,6 +48,16 @@ def test_a_tied_embedding_is_on_both_ends() -> None:
     assert Plan("gpt-tiny", 4, Mesh(pp=2), 2, stages_of("gpt-tiny", 2)).holders("embedding.tokens.weight") == (0, 1)
 
 
+def test_every_action_knows_how_many_ranks_take_part() -> None:
+    """A send is between two ranks, and a tied embedding meets on the two that hold it, however long the pipeline is."""
+    made: Any = architectures.build("GPT2", n_layer=4), architectures.loss("GPT2"), architectures.batch("GPT2", 2, 0)
+    mesh, profile = Mesh(pp=4, dp=3), trace_module(*made, name="GPT2")
+    plan = Plan("GPT2", 12, mesh, 4, cut_stages(trace_module_flow(*made), profile, 4))
+    found = {(a.op, a.name.split("/")[0]): a.ranks(mesh) for rank in range(4) for a in expand(plan, profile).of(3 * rank) if a.communicates}
+    assert {name: ranks for (op, name), ranks in found.items() if op == "send"} == {"activations": 2, "gradients": 2}
+    assert {name: ranks for (op, name), ranks in found.items() if op == "all_reduce"} == {"tied": 2, "grads": 3, "loss": 12}
+
+
 def test_an_encoders_output_travels_with_the_decoder() -> None:
     stages = stages_of("T5", 4)
     assert max(len(stage.receives) for stage in stages) >= 2
@@ -67,6 +81,15 @@ def test_stages_are_uneven_where_that_balances() -> None:
 def test_more_stages_than_places_is_said_with_numbers() -> None:
     with pytest.raises(RequestError, match=r"16 stages: this model can be cut in \d+ places, so it has at most \d+ stages"):
         stages_of("gpt-tiny", 16)
+
+
+def test_who_asks_for_a_schedule_gets_a_pipeline_and_who_places_layers_gets_them_placed() -> None:
+    task = zoo.load("gpt-tiny")
+    profile, flow = trace_task(task), trace_flow(task)
+    for wishes in (Wishes(schedule="gpipe", flow=flow), Wishes(placements={"head": "whole"}, flow=flow)):
+        plans = list(candidates(profile, cluster(4, kind="cpu"), Workload(8), wishes))
+        assert plans and all(plan.mesh.pp > 1 and plan.schedule == "gpipe" for plan in plans if wishes.schedule)
+        assert all(plan.mesh.degree("tp") > 1 and "head" not in str(plan.tensor.strands) for plan in plans if wishes.placements)
 
 
 class _Braided(nn.Module):

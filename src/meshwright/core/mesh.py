@@ -55,8 +55,6 @@ class Mesh:
 
     def group_size(self, name: str) -> int:
         """Ranks in one group: of an axis, of `data`, or the `world`."""
-        if name.startswith("pp:"):
-            return int(name.removeprefix("pp:"))  # the pipeline ranks that share a parameter
         return self.size if name == "world" else math.prod(self.degree(a) for a in GROUP_AXES.get(name, (name,)))
 
     def coordinate(self, rank: int, axis: str) -> int:

@@ -24,7 +24,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One parameter: its name in the model, its shape, bytes an element in storage, and its place in the order of registration."""
+    """One parameter or buffer: its name in the model, its shape, bytes an element in storage, and its place in the order of registration."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,6 +33,7 @@ class TensorSpec:
     trainable: bool = True
     counted: bool = True  # False on a pipeline rank whose copy of a shared parameter another rank counts
     stage_ranks: tuple[int, ...] = ()  # the pipeline ranks that share it
+    dtype: str = "float32"  # in storage
 
     @property
     def numel(self) -> int:
@@ -78,6 +79,7 @@ class ModelProfile:
     tokens_per_sample: int | None = None
     tied: tuple[str, ...] = ()  # parameters that several layers share, counted once
     counted_loss: bool = False  # the loss is a (sum, count), and both are reduced
+    buffers: tuple[TensorSpec, ...] = ()  # what the model holds beside parameters: running statistics, tables
 
     @property
     def parameters(self) -> int:

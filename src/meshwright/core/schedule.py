@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from meshwright.core.mesh import Mesh
+
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 Op = Literal["forward", "backward", "optimizer", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv"]
 
@@ -20,11 +22,20 @@ class Action:
     bytes: int = 0  # size of the whole tensor that a collective works on, padding included
     padding: int = 0  # of these, bytes that carry nothing
     axis: str = ""
+    group: int = 0  # ranks that take part, where they are not all of the axis's: two for a send
     waits: tuple[str, ...] = ()
 
     @property
     def is_collective(self) -> bool:
         return self.op in COLLECTIVES
+
+    @property
+    def communicates(self) -> bool:
+        return self.is_collective or self.op == "send"  # what is received was counted where it was sent
+
+    def ranks(self, mesh: Mesh) -> int:
+        """How many ranks take part."""
+        return self.group or mesh.group_size(self.axis)
 
 
 @dataclass(frozen=True)

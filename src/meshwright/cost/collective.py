@@ -8,17 +8,13 @@ from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action, wire_factor
 
 
-def group_size(plan: Plan, axis: str) -> int:
-    return plan.mesh.group_size(axis)
-
-
 def sent_bytes(action: Action, plan: Plan) -> float:
-    """What a rank puts on the wire for one collective."""
-    return action.bytes * wire_factor(action.op, 2 if action.op == "send" else group_size(plan, action.axis))
+    """What a rank puts on the wire for one call."""
+    return action.bytes * wire_factor(action.op, action.ranks(plan.mesh))
 
 
 def collective_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rates) -> float:
-    group = 2 if action.op == "send" else group_size(plan, action.axis)
+    group = action.ranks(plan.mesh)
     if group == 1:
         return 0.0
     line = rates.collectives.get(f"{plan.backend}/{action.op}")

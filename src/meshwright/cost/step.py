@@ -139,7 +139,7 @@ def _run(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster
     profile = local_profile(plan, profile, 0, pp_rank)
     for action in program:
         start = max((clock.finished.get(w, 0.0) for w in action.waits), default=0.0)
-        if action.is_collective or action.op == "send":
+        if action.communicates:
             _communicate(clock, action, start, collective_seconds(action, plan, cluster, rates), overlap)
             clock.traffic += sent_bytes(action, plan)
             continue

@@ -66,7 +66,7 @@ def trace_module(model: nn.Module, loss: Loss, batch: Batch, *, name: str, preci
 def parameters_only(model: nn.Module, name: str) -> ModelProfile:
     """A profile of a live model whose loss is not known yet: parameters are exact, everything else is zero."""
     layers = _finish(model, find_layers(model), {}, {})
-    return ModelProfile(name, layers, 1, layers, attention="unknown")
+    return ModelProfile(name, layers, 1, layers, attention="unknown", buffers=_buffers(model))
 
 
 def _trace(
@@ -78,7 +78,7 @@ def _trace(
     doubled = precision == "fp64"
     low = _finish(model, layers, first, second, doubled=doubled)
     slopes = _finish(model, layers, first, second, slope=True, doubled=doubled)
-    return ModelProfile(name, low, _PROBED_BATCHES[0], slopes, precision, attention, None, _tied(model), runs[0][1])
+    return ModelProfile(name, low, _PROBED_BATCHES[0], slopes, precision, attention, None, _tied(model), runs[0][1], _buffers(model, doubled))
 
 
 def _with(profile: ModelProfile, **changes: Any) -> ModelProfile:
@@ -329,10 +329,7 @@ def _finish(
     profiles = []
     for layer in entries:
         a, b = first.get(layer.name, _Tally()), second.get(layer.name, _Tally())
-        tensors = tuple(
-            TensorSpec(n, tuple(p.shape), 8 if doubled and p.is_floating_point() else p.element_size(), places[id(p)], p.requires_grad)
-            for n, p in owner_of.get(layer.name, [])
-        )
+        tensors = tuple(_spec(n, p, places[id(p)], doubled) for n, p in owner_of.get(layer.name, []))
         kernels = _merge(a, b, slope)
         kernels = shared.setdefault(kernels, kernels)
         sign = kinds[layer.name]
@@ -355,6 +352,16 @@ def _finish(
             )
         )
     return tuple(profiles)
+
+
+def _buffers(model: nn.Module, doubled: bool = False) -> tuple[TensorSpec, ...]:
+    return tuple(_spec(name, buffer, index, doubled) for index, (name, buffer) in enumerate(model.named_buffers()))
+
+
+def _spec(name: str, tensor: torch.Tensor, order: int, doubled: bool) -> TensorSpec:
+    """As it will be stored: where arithmetic is in fp64, so is everything that is not whole numbers."""
+    kind = torch.float64 if doubled and tensor.is_floating_point() else tensor.dtype
+    return TensorSpec(name, tuple(tensor.shape), kind.itemsize, order, tensor.requires_grad, dtype=str(kind).removeprefix("torch."))
 
 
 def _flops(kernels: tuple[Kernel, ...], phase: Phase) -> float:

@@ -17,6 +17,7 @@ from meshwright.execute.memory import DTYPES, KeyRing, is_sharded, local_tensor,
 from meshwright.execute.pipeline import PipelineCuts
 from meshwright.execute.sync import GradientBuckets
 from meshwright.execute.tensor import TensorCuts, cut_model
+from meshwright.schedule.buckets import start_runs
 
 
 @dataclass
@@ -157,7 +158,9 @@ def _check(plan: Plan, model: nn.Module) -> None:
 
 def equalise(model: nn.Module, groups: Groups) -> None:
     """Start every rank from rank 0's values, whatever seed a user's script built them with."""
-    for tensors in _by_dtype([t.data for t in [*model.parameters(), *model.buffers()] if t.numel()]):
+    every = [t.data for t in [*model.parameters(), *model.buffers()]]
+    for run in start_runs([t.numel() * t.element_size() for t in every], [t.dtype for t in every]):
+        tensors = [every[i] for i in run]
         flat = torch.cat([t.reshape(-1) for t in tensors])
         groups.world.broadcast(flat, "start/values").wait()
         offset = 0
@@ -172,19 +175,6 @@ def average_buffers(applied: Applied) -> None:
         for buffer in applied.model.buffers():
             if buffer.is_floating_point() and buffer.numel():
                 applied.groups.data.all_reduce(buffer, "buffers", "mean").wait()
-
-
-def _by_dtype(tensors: list[torch.Tensor], most: int = 2**28) -> Iterator[list[torch.Tensor]]:
-    """Runs of tensors of one dtype, at most about `most` bytes each, so that a broadcast never doubles the model."""
-    for dtype in dict.fromkeys(t.dtype for t in tensors):
-        run: list[torch.Tensor] = []
-        for tensor in (t for t in tensors if t.dtype == dtype):
-            run.append(tensor)
-            if sum(t.numel() * t.element_size() for t in run) >= most:
-                yield run
-                run = []
-        if run:
-            yield run
 
 
 def autocast(plan: Plan) -> Callable[[], AbstractContextManager[None]]:

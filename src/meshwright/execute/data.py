@@ -26,11 +26,15 @@ def share_of(plan: Plan, data_rank: int, total: int) -> tuple[int, int]:
 
 
 class RankLoader:
-    """Iterates this rank's share. `total` says how many samples the global batch of the current item has."""
+    """Iterates this rank's share. `total` says how many samples the global batch of the current item has.
 
-    def __init__(self, loader: Iterable[Batch], plan: Plan, rank: int, *, seed: int, device: torch.device) -> None:
+    A share will be taken in `pieces`: as many as the plan has micro-batches, or one where nothing is trained.
+    """
+
+    def __init__(self, loader: Iterable[Batch], plan: Plan, rank: int, *, seed: int, device: torch.device, pieces: int | None = None) -> None:
         self.plan, self.seed, self.device = plan, seed, device
-        self.data_rank = plan.mesh.data_rank(rank)
+        self.pieces = pieces or plan.micro_batches
+        self.rank, self.data_rank = rank, plan.mesh.data_rank(rank)
         self.total = plan.global_batch
         self.epoch = 0
         self._loader = loader
@@ -47,11 +51,15 @@ class RankLoader:
         return len(self._loader)  # type: ignore[arg-type]
 
     def _enough(self, total: int) -> bool:
-        """A last batch too small to give every rank a micro-batch is left out, on every rank alike."""
-        width = self.plan.mesh.data_width
-        enough = min(share_of(self.plan, r, total)[1] for r in range(width)) >= self.plan.micro_batches
-        if not enough and self.data_rank == 0:
-            print(f"meshwright: a batch of {total} samples is left out: it cannot be cut for {width} ranks", file=sys.stderr)
+        """A last batch too small to give every rank a micro-batch is left out, on every rank alike; so is one that a pipeline, whose
+        micro-batches are of one size, cannot cut evenly."""
+        width, pieces = self.plan.mesh.data_width, self.pieces
+        shares = [share_of(self.plan, r, total)[1] for r in range(width)]
+        uneven = self.plan.mesh.pp > 1 and any(share % pieces for share in shares)
+        enough = min(shares) >= pieces and not uneven
+        if not enough and self.rank == 0:
+            parts = f"{pieces} equal micro-batches each" if uneven else f"{pieces} micro-batches each"
+            print(f"meshwright: a batch of {total} samples is left out: it cannot be cut for {width} ranks, {parts}", file=sys.stderr)
         return enough
 
     def _by_index(self, loader: DataLoader[Any]) -> Iterator[tuple[int, Batch]]:

@@ -10,8 +10,8 @@ for itself from the samples, and only what was learned travels. The schedules an
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ _SCHEDULES: dict[str, Any] = {
     "interleaved": pipelining.ScheduleInterleaved1F1B,
     "zero_bubble": pipelining.ScheduleZBVZeroBubble,
 }
+_KEPT = 16  # sizes of samples whose schedules, with the buffers that they receive into, are kept
 
 
 class _LeaveError(BaseException):
@@ -41,7 +42,7 @@ class _LeaveError(BaseException):
 
 
 class PipelineCuts:
-    """This rank's stages. Made when a plan is applied; `run` needs a loss and samples, and looks at the first ones to learn shapes."""
+    """This rank's stages. Made when a plan is applied; `run` needs a loss and samples, and looks at the first of each size to learn shapes."""
 
     def __init__(self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, groups: Groups) -> None:
         self.plan, self.model, self.groups = plan, model, groups
@@ -52,11 +53,8 @@ class PipelineCuts:
         self._drop(optimizer)
         self._current = -1  # the stage that is running
         self._held: dict[str, torch.Tensor] = {}  # values that cross stages, by name
-        self._made: dict[str, Any] = {}  # module → what its stand-in gives, as (leaves, structure)
-        self._schedule: _PipelineSchedule | None = None
-        self._crossing: dict[str, _Shape] = {}
-        self._loss = _Shape((), torch.float32, True)
-        self.counts_samples = False  # whether the loss is a (sum, count)
+        self._known: dict[Hashable, _Learned] = {}  # by what samples look like: buffers are of one size, and nothing else may meet them
+        self._now = _Learned()
         self.meetings = [(name, joined(plan.mesh, "pp", ranks, groups.ledger)) for name, ranks in self.shared()]
 
     # -- set-up --
@@ -110,7 +108,7 @@ class PipelineCuts:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._current < 0 or name not in self.plan.stages[self._current].skips:
                 return plain(*args, **kwargs)
-            leaves, spec = self._made[name]
+            leaves, spec = self._now.made[name]
             return pytree.tree_unflatten([leaf() if callable(leaf) else leaf for leaf in leaves], spec)
 
         module._compiled_call_impl = call
@@ -136,11 +134,29 @@ class PipelineCuts:
 
         return before
 
-    # -- the first samples --
+    # -- the first samples of a size --
 
-    def _learn(self, loss_fn: Loss, piece: Batch, autocast: Any) -> None:
+    @property
+    def counts_samples(self) -> bool:
+        """Whether the loss is a (sum, count)."""
+        return self._now.counts_samples
+
+    def _look_at(self, piece: Batch, loss_fn: Loss, autocast: Any, *, training: bool) -> _Learned:
+        """What is known about samples of this size: learned when they first come. Every rank of the pipeline sees the same ones."""
+        key = (training, tuple((tuple(t.shape), t.dtype) for t in _tensors(piece)))
+        found = self._known.pop(key, None)
+        if found is None:
+            found = self._learn(loss_fn, piece, autocast)
+            if training:
+                found.schedule = self._build(found)
+        self._known[key] = found
+        if len(self._known) > _KEPT:
+            del self._known[next(iter(self._known))]
+        return found
+
+    def _learn(self, loss_fn: Loss, piece: Batch, autocast: Any) -> _Learned:
         """Shapes and types of what crosses, and of what skipped modules give: one forward on fake tensors."""
-        crossing = self._crossing
+        found = _Learned()
         wanted = {n for s in self.mine for n in self.plan.stages[s].skips}
         carries = {c.name: c for stage in self.plan.stages for c in stage.receives}
         modules = dict(self._template.named_modules())
@@ -148,12 +164,12 @@ class PipelineCuts:
 
         def note(name: str, output: Any) -> None:
             leaves, spec = pytree.tree_flatten(output)
-            self._made[name] = ([_like(leaf, device) if torch.is_tensor(leaf) else leaf for leaf in leaves], spec)
+            found.made[name] = ([_like(leaf, device) if torch.is_tensor(leaf) else leaf for leaf in leaves], spec)
 
         handles = [modules[n].register_forward_hook(lambda _m, _a, out, n=n: note(n, out)) for n in wanted]
 
         def take(carry: Carry, tree: Any) -> None:
-            crossing[carry.name] = _shape(_tensors(tree)[carry.position])
+            found.crossing[carry.name] = _shape(_tensors(tree)[carry.position])
 
         for carry in carries.values():
             source = modules[carry.source]
@@ -161,23 +177,26 @@ class PipelineCuts:
                 handles.append(source.register_forward_pre_hook(lambda _m, a, k, c=carry: take(c, (a, k)), with_kwargs=True))
             else:
                 handles.append(source.register_forward_hook(lambda _m, _a, out, c=carry: take(c, out)))
+        for copied, module in zip(self._template.modules(), self.model.modules(), strict=True):
+            copied.training = module.training
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode, on_fakes(self._template, self.plan.memory.precision, device), quiet(), autocast():
             fakes = pytree.tree_map(lambda t: torch.zeros(t.shape, dtype=t.dtype, device=t.device) if torch.is_tensor(t) else t, piece)
             value = loss_fn(self._template, fakes)
-            self.counts_samples = isinstance(value, tuple)
-            self._loss = _shape(value[0] if isinstance(value, tuple) else value)
+            found.counts_samples = isinstance(value, tuple)
+            found.loss = _shape(value[0] if isinstance(value, tuple) else value)
         for handle in handles:
             handle.remove()
+        return found
 
-    def _build(self) -> _PipelineSchedule:
+    def _build(self, known: _Learned) -> _PipelineSchedule:
         assert isinstance(self.groups.pp, TorchComm)
         stages = []
         device = torch.device(self.plan.device, torch.cuda.current_device()) if self.plan.device == "cuda" else torch.device("cpu")
         for index in self.mine:
-            takes = tuple(_meta(self._crossing[c.name]) for c in self.plan.stages[index].receives)
+            takes = tuple(_meta(known.crossing[c.name]) for c in self.plan.stages[index].receives)
             last = index == len(self.plan.stages) - 1
-            gives = (_meta(self._loss),) if last else tuple(_meta(self._crossing[c.name]) for c in self.plan.stages[index + 1].receives)
+            gives = (_meta(known.loss),) if last else tuple(_meta(known.crossing[c.name]) for c in self.plan.stages[index + 1].receives)
             part = _StageModule(self, index)
             stages.append(_CountedStage(part, index, len(self.plan.stages), device, takes, gives, self.groups.pp.group, self.groups.ledger))
         kind = _SCHEDULES[self.plan.schedule]
@@ -189,25 +208,23 @@ class PipelineCuts:
 
     def run(self, pieces: list[Batch], run_stage: Any, loss_fn: Loss, autocast: Any) -> list[torch.Tensor]:
         """Forward and backward of all micro-batches; the losses, on the rank of the last stage. `run_stage(piece, index)` computes a loss."""
-        if self._schedule is None:
-            self._learn(loss_fn, pieces[0], autocast)
-            self._schedule = self._build()
+        self._now = self._look_at(pieces[0], loss_fn, autocast, training=True)
         self._run_stage = run_stage
-        stages = getattr(self._schedule, "_stages", None) or [self._schedule._stage]  # type: ignore[attr-defined]
+        schedule: Any = self._now.schedule
+        stages = getattr(schedule, "_stages", None) or [schedule._stage]
         for stage in stages:
             stage.has_backward = True
             stage.clear_runtime_states()
         losses: list[torch.Tensor] = []
         count = len(pieces)
         kwargs = [{"index": torch.tensor(i)} for i in range(count)]  # torch 2.11 takes everything that it hands on for a tensor
-        self._schedule._step_microbatches([()] * count, kwargs, [None] * count, losses, False)
+        schedule._step_microbatches([()] * count, kwargs, [None] * count, losses, False)
         return losses
 
     def evaluate(self, batch: Batch, run_stage: Any, loss_fn: Loss, autocast: Any) -> Any:
         """One batch forward through all stages, one after the other; the loss on the rank of the last."""
         assert isinstance(self.groups.pp, TorchComm)
-        kept = dict(self._made), dict(self._crossing)
-        self._learn(loss_fn, batch, autocast)
+        self._now = self._look_at(batch, loss_fn, autocast, training=False)
         self._run_stage = run_stage
         out: Any = None
         passed: tuple[torch.Tensor, ...] = ()
@@ -215,7 +232,8 @@ class PipelineCuts:
             if index not in self.mine:
                 continue
             if index and self.plan.stage_rank(index - 1) != self.groups.pp.rank:
-                passed = tuple(torch.empty(s.shape, dtype=s.dtype, device=self.plan.device) for s in (self._crossing[c.name] for c in stage.receives))
+                shapes = [self._now.crossing[c.name] for c in stage.receives]
+                passed = tuple(torch.empty(s.shape, dtype=s.dtype, device=self.plan.device) for s in shapes)
                 for tensor in passed:
                     dist.recv(tensor, group=self.groups.pp.group, group_src=self.plan.stage_rank(index - 1))
             out = self.forward(index, passed, 0)
@@ -224,7 +242,6 @@ class PipelineCuts:
                 if self.plan.stage_rank(index + 1) != self.groups.pp.rank:
                     for tensor in out:
                         dist.send(tensor.contiguous(), group=self.groups.pp.group, group_dst=self.plan.stage_rank(index + 1))
-        self._made, self._crossing = kept
         return out if len(self.plan.stages) - 1 in self.mine else None
 
     def forward(self, stage: int, received: tuple[torch.Tensor, ...], index: int) -> Any:
@@ -295,6 +312,17 @@ class _Shape:
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_grad: bool
+
+
+@dataclass
+class _Learned:
+    """What samples of one size make of the stages."""
+
+    made: dict[str, Any] = field(default_factory=dict)  # module → what its stand-in gives, as (leaves, structure)
+    crossing: dict[str, _Shape] = field(default_factory=dict)
+    loss: _Shape = _Shape((), torch.float32, True)
+    counts_samples: bool = False
+    schedule: _PipelineSchedule | None = None  # for training
 
 
 def _shape(tensor: torch.Tensor) -> _Shape:

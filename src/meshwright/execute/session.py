@@ -15,6 +15,8 @@ from meshwright.core.plan import Plan
 from meshwright.core.task import Batch, Loss
 from meshwright.execute.apply import Applied, apply, autocast, average_buffers
 
+_Piece = tuple[int, int, Batch]  # a micro-batch: its first sample, their number, the samples
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -70,47 +72,42 @@ class Session:
         if self.applied.pipeline is not None:
             self._through_stages(pieces, total, loss_fn, meter)
         else:
-            for index, (start, size, piece) in enumerate(pieces):
-                self._forward_backward(piece, size, self._first + start, total, loss_fn, meter, last=index == chunks - 1)
+            for index, piece in enumerate(pieces):
+                self._forward_backward(piece, total, loss_fn, meter, last=index == chunks - 1)
         return self._finish(meter, total)
 
-    def _through_stages(self, pieces: list[tuple[int, int, Batch]], total: int, loss_fn: Loss, meter: _Meter) -> None:
+    def _through_stages(self, pieces: list[_Piece], total: int, loss_fn: Loss, meter: _Meter) -> None:
         """All micro-batches through this rank's stages. Gradients add up; they are sent when the pipeline has drained."""
         pipeline, buckets = self.applied.pipeline, self.applied.buckets
         assert pipeline is not None
         if len({size for _, size, _ in pieces}) > 1:
             raise RequestError(f"a pipeline's micro-batches are of one size: {len(pieces)} do not divide this batch evenly; leave its rest out")
-        factor = self.applied.mean_over * (self._scale.value if self._scale else 1.0)
-
-        def run_stage(index: int) -> torch.Tensor:
-            start, size, piece = pieces[index]
-            self.applied.keys.set(self.seed, self.steps_done, self._first + start)
-            with self._autocast():
-                value = loss_fn(self.model, piece)
-            loss = meter.add(value, size, total)
-            return loss * factor if factor != 1 else loss
-
         with self.applied.accumulate():
+            run_stage = lambda index: self._weighted_loss(pieces[index], total, loss_fn, meter)  # noqa: E731
             pipeline.run([piece for _, _, piece in pieces], run_stage, loss_fn, self._autocast)
         meter.send(pipeline.counts_samples)
         self.applied.meet_shared()
         if buckets is not None and buckets.zero < 2:
             buckets.send_all()
 
-    def _forward_backward(self, piece: Batch, size: int, first: int, total: int, loss_fn: Loss, meter: _Meter, *, last: bool) -> None:
-        self.applied.keys.set(self.seed, self.steps_done, first)
-        with self._autocast():
-            value = self._loss(loss_fn)(self.model, piece)
-        loss = meter.add(value, size, total)
+    def _forward_backward(self, piece: _Piece, total: int, loss_fn: Loss, meter: _Meter, *, last: bool) -> None:
+        loss = self._weighted_loss(piece, total, self._loss(loss_fn), meter)
         if last:
             meter.send()  # travels while backward runs
-        factor = self.applied.mean_over * (self._scale.value if self._scale else 1.0)
-        scaled = loss * factor if factor != 1 else loss
-        if last:
-            scaled.backward()
+            loss.backward()
         else:
             with self.applied.accumulate():
-                scaled.backward()
+                loss.backward()
+
+    def _weighted_loss(self, piece: _Piece, total: int, loss_fn: Loss, meter: _Meter) -> torch.Tensor:
+        """Forward of one micro-batch; its share of the global mean, times what scaling and an engine that averages ask for."""
+        start, size, samples = piece
+        self.applied.keys.set(self.seed, self.steps_done, self._first + start)
+        with self._autocast():
+            value = loss_fn(self.model, samples)
+        loss = meter.add(value, size, total)
+        factor = self.applied.mean_over * (self._scale.value if self._scale else 1.0)
+        return loss * factor if factor != 1 else loss
 
     def _finish(self, meter: _Meter, total: int) -> StepResult:
         if self.applied.buckets:
@@ -238,8 +235,8 @@ class _Meter:
         return self._vector[0] * correction, correction
 
 
-def _cut(batch: Batch, count: int, chunks: int) -> Iterable[tuple[int, int, Batch]]:
-    """(first sample, number, samples) of each micro-batch."""
+def _cut(batch: Batch, count: int, chunks: int) -> Iterable[_Piece]:
+    """The micro-batches of a batch."""
     start = 0
     for index in range(chunks):
         size = count // chunks + (index < count % chunks)

@@ -35,7 +35,7 @@ from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.job import settle
 from meshwright.orchestrate.strategy import fill_cuts, load_strategy, needs_cuts, transform
 from meshwright.orchestrate.worker import median_step
-from meshwright.plan import Ranking, Wishes, explain, rank_plans
+from meshwright.plan import Ranking, Wishes, explain, rank_plans, refuse_unused
 from meshwright.schedule import plan_ledgers
 
 Say = Callable[[str], None]
@@ -199,12 +199,15 @@ class Orchestrator:
         if plan.model != task.name:
             raise RequestError(f"{where} is for {plan.model}, the request is for {task.name}: train {plan.model}, or plan {task.name}")
         asked = {"nproc": c.nproc, "mesh": c.mesh and str(Mesh.parse(c.mesh)), "zero": c.zero, "recompute": c.recompute,
-                 "micro_batches": c.micro_batches, "backend": c.backend, "compile": c.compile}  # fmt: skip
+                 "micro_batches": c.micro_batches, "backend": c.backend, "compile": c.compile, "schedule": c.schedule,
+                 "placements": c.placements or None}  # fmt: skip
         holds = {"nproc": plan.world, "mesh": str(plan.mesh), "zero": plan.memory.zero, "recompute": plan.memory.recompute,
-                 "micro_batches": plan.micro_batches, "backend": plan.backend, "compile": plan.compile}  # fmt: skip
+                 "micro_batches": plan.micro_batches, "backend": plan.backend, "compile": plan.compile, "schedule": plan.schedule,
+                 "placements": dict(plan.placements)}  # fmt: skip
         for key, value in asked.items():
             if value is not None and value != holds[key]:
                 raise RequestError(f"{where} has {key} {holds[key]}, the request {value}: change one of them")
+        refuse_unused(plan.mesh, c.schedule, c.placements)
         names = [layer.name for layer in profile.layers]
         for unit in plan.memory.units:
             if not any(name == unit or name.startswith(f"{unit}.") for name in names):

@@ -113,6 +113,7 @@ class _Training:
     def run(self, home: Path) -> dict[str, Any]:
         begun = time.perf_counter()
         session = self._session()
+        self._compare_ledger(session, home, "start-up")
         train, validation = self._loaders()
         self.recorder.event("applied", seconds=round(time.perf_counter() - begun, 3), held=session.applied.held_bytes())
         rate = self._rate()
@@ -132,7 +133,7 @@ class _Training:
                 session.applied.groups.ledger.take()
                 result = session.step(there, self.task.loss)
             if step == _WARM_STEPS - 1:
-                self._compare_ledger(session, home)
+                self._compare_ledger(session, home, "step")
             self.log.add(step, result, rate(step))
             if step in (profile_at, _WARM_STEPS - 1):
                 self.log.close(counted=False)
@@ -153,15 +154,15 @@ class _Training:
             "seconds": time.perf_counter() - begun,
         }
 
-    def _compare_ledger(self, session: Session, home: Path) -> None:
-        """The first steady step against the ledger of the plan: a difference is an event that names it."""
+    def _compare_ledger(self, session: Session, home: Path, phase: str) -> None:
+        """Start-up, or the first steady step, against the ledger of the plan: a difference is an event that names it."""
         done = [(line.name, line.op, line.group, line.calls, line.bytes) for line in session.applied.groups.ledger.take()]
         planned = read_json(home / "ledger.json")
         mine = next(lines for ranks, lines in planned.items() if str(self.rank) in ranks.split(","))
-        found = differences([from_data(LedgerLine, line, "ledger.json") for line in mine], done)
-        self.recorder.event("ledger", lines=len(done), differences=found)
+        found = differences([from_data(LedgerLine, line, "ledger.json") for line in mine], done, phase)
+        self.recorder.event("ledger", phase=phase, lines=len(done), differences=found)
         if found:
-            print(f"meshwright: rank {self.rank}: the step communicated otherwise than planned: {found[0]}", file=sys.stderr)
+            print(f"meshwright: rank {self.rank}: the {phase} communicated otherwise than planned: {found[0]}", file=sys.stderr)
 
     def _session(self) -> Session:
         torch.manual_seed(self.job.seed)

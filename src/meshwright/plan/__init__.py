@@ -3,7 +3,19 @@
 from meshwright.plan.explain import explain
 from meshwright.plan.pipeline import cut_stages
 from meshwright.plan.search import Ranking, Scored, rank_plans
-from meshwright.plan.space import Wishes
+from meshwright.plan.space import Wishes, refuse_unused
 from meshwright.plan.tensor import choose_cuts, choose_grid, coverage, refuse_if_nothing
 
-__all__ = ["Ranking", "Scored", "Wishes", "choose_cuts", "choose_grid", "coverage", "cut_stages", "explain", "rank_plans", "refuse_if_nothing"]
+__all__ = [
+    "Ranking",
+    "Scored",
+    "Wishes",
+    "choose_cuts",
+    "choose_grid",
+    "coverage",
+    "cut_stages",
+    "explain",
+    "rank_plans",
+    "refuse_if_nothing",
+    "refuse_unused",
+]

@@ -105,6 +105,3 @@ class Reader:
             return len(places) == 1 and (places == [0] or op.name in ("mul", "mul_"))  # a square or a divisor does not
         started = [v for v in op.inputs if v not in partial and self.flow.values[v].floating]
         return op.name in _ADDING and all(v in self.producer and self.op(self.producer[v]).name in _ZEROS for v in started)
-
-    def module_names(self) -> set[str]:
-        return {call.module for call in self.flow.modules}

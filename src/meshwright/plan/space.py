@@ -15,7 +15,7 @@ from meshwright.core.tensor import TensorPolicy
 from meshwright.core.workload import Workload
 from meshwright.plan.partition import choose_units, one_stage
 from meshwright.plan.pipeline import cut_stages
-from meshwright.plan.tensor import choose_grid, refuse_if_nothing
+from meshwright.plan.tensor import check_placements, choose_grid, refuse_if_nothing
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ Grid = tuple[TensorPolicy, TensorPolicy]
 
 def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes) -> Iterator[Plan]:
     """Legal plans. If the wishes allow none, the last reason is raised: it says what to change."""
+    _check(wishes, len(cluster.devices))
     reason: RequestError | None = None
     found = False
     cuts: dict[tuple[int, ...], Grid] = {}
@@ -50,7 +51,7 @@ def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wish
         try:
             check_runnable(mesh)
             tensor = _tensor(mesh, wishes, cuts)
-            schedule = _schedule(mesh, wishes)
+            schedule = wishes.schedule or "1f1b"
             stages = _stages(profile, mesh, schedule, wishes, tensor, pieces)
         except RequestError as error:
             reason = reason or error
@@ -66,6 +67,24 @@ def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wish
         raise reason or RequestError("no plan is legal here: relax --mesh, --nproc or --set")
 
 
+def _check(wishes: Wishes, devices: int) -> None:
+    """What no mesh could make right is said at once, rather than as the reason why each of them was left out."""
+    if wishes.mesh is not None:
+        refuse_unused(wishes.mesh, wishes.schedule, wishes.placements)
+    elif wishes.flow is None or (wishes.world or devices) == 1:
+        refuse_unused(Mesh(), wishes.schedule, wishes.placements)
+    if wishes.flow is not None:
+        check_placements(wishes.flow, wishes.placements)
+
+
+def refuse_unused(mesh: Mesh, schedule: str | None, placements: Mapping[str, str]) -> None:
+    """Nothing that a user asks for is ignored."""
+    if schedule is not None and mesh.pp == 1:
+        raise RequestError(f"schedule={schedule} orders a pipeline's micro-batches, and mesh {mesh} has none: use --mesh pp=2, or leave it out")
+    if placements and mesh.degree("tp") == 1:
+        raise RequestError(f"placements say how tensor parallelism cuts layers, and mesh {mesh} has none: use --mesh tp=2, or leave them out")
+
+
 def _tensor(mesh: Mesh, wishes: Wishes, made: dict[tuple[int, ...], Grid]) -> Grid:
     """The cuts for a mesh's tensor-parallel degrees; reasoned out once for each."""
     if mesh.degree("tp") == 1:
@@ -76,10 +95,6 @@ def _tensor(mesh: Mesh, wishes: Wishes, made: dict[tuple[int, ...], Grid]) -> Gr
         made[mesh.tp] = choose_grid(wishes.flow, mesh.tp, wishes.placements)
         refuse_if_nothing(made[mesh.tp], mesh.tp)
     return made[mesh.tp]
-
-
-def _schedule(mesh: Mesh, wishes: Wishes) -> PipelineSchedule:
-    return wishes.schedule or "1f1b"
 
 
 def _stages(
@@ -118,10 +133,12 @@ def _layouts(cluster: Cluster, wishes: Wishes) -> Iterator[tuple[Mesh, int]]:
 
 
 def _model_parallel(world: int, wishes: Wishes) -> list[tuple[int, int]]:
-    """Degrees of pipeline and tensor parallelism that divide the world; without the dataflow, none."""
+    """Degrees of pipeline and tensor parallelism that divide the world; without the dataflow, none. Who asks for a schedule asks for a
+    pipeline, and who places layers for tensor parallelism."""
     if wishes.flow is None:
         return [(1, 1)]
-    return [(pp, ways) for pp in _divisors(world) for ways in _divisors(world // pp)]
+    every = [(pp, ways) for pp in _divisors(world) for ways in _divisors(world // pp)]
+    return [(pp, ways) for pp, ways in every if (pp > 1 or wishes.schedule is None) and (ways > 1 or not wishes.placements)]
 
 
 def _worlds(devices: int, wishes: Wishes) -> list[int]:

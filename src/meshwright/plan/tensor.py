@@ -32,7 +32,8 @@ def choose_grid(flow: Flow, ways: Sequence[int], placements: Mapping[str, str] |
     their statistics. The two axes know nothing of each other: what either must complete, it completes among its own ranks.
     """
     reader = Reader(flow)
-    asked = _checked(reader, placements or {})
+    asked = dict(placements or {})
+    check_placements(flow, asked)
     first = _Axis(ways[0])
     policy = _settled(reader, first, asked)
     if len(ways) == 1:
@@ -69,13 +70,14 @@ def _settled(reader: Reader, axis: _Axis, asked: Mapping[str, str]) -> TensorPol
     raise AssertionError("every round blocks a strand")
 
 
-def _checked(reader: Reader, placements: Mapping[str, str]) -> dict[str, str]:
+def check_placements(flow: Flow, placements: Mapping[str, str]) -> None:
+    """Every name must be a module of the model, every word one that is known here."""
+    names = {call.module for call in flow.modules}
     for name, placement in placements.items():
-        if name not in reader.module_names():
-            raise unknown("layer", name, sorted(reader.module_names()), "placements")
+        if name not in names:
+            raise unknown("layer", name, names, "placements")
         if placement not in PLACEMENTS:
             raise unknown("placement", placement, PLACEMENTS, f"placements: {name}")
-    return dict(placements)
 
 
 def _kept_whole(asked: Mapping[str, str], parameter: str) -> str | None:

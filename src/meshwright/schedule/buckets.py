@@ -1,11 +1,12 @@
-"""Which parameters share a gradient bucket. One function, used by the run and by the prediction, so that they cannot disagree."""
+"""Which tensors travel together: in a gradient bucket, at start-up. The run and the prediction use the same functions and cannot disagree."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 ALIGN_BYTES = 16  # vectorised kernels want their operands so
+START_BYTES = 2**28  # start-up sends values in runs of about this size, so that it never doubles the model
 
 
 @dataclass(frozen=True)
@@ -62,3 +63,18 @@ def assign_buckets(
     for key, slots in list(open_slots.items()):
         close(key, itemsizes[slots[-1].index])
     return tuple(sorted(done, key=lambda b: b.slots[-1].index))
+
+
+def start_runs(sizes: Sequence[int], keys: Sequence[Hashable], most: int = START_BYTES) -> Iterator[list[int]]:
+    """Indices of tensors, given by their bytes, that start-up sends as one: of one key, closed by the one that reaches `most` bytes."""
+    for key in dict.fromkeys(keys):
+        run: list[int] = []
+        held = 0
+        for index in (i for i, k in enumerate(keys) if k == key and sizes[i]):
+            run.append(index)
+            held += sizes[index]
+            if held >= most:
+                yield run
+                run, held = [], 0
+        if run:
+            yield run

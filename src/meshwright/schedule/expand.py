@@ -1,4 +1,4 @@
-"""Expansion: the steady step of a data-parallel or ZeRO plan as ordered actions, with every collective it will make."""
+"""Expansion: the steady step of a plan, whatever its axes, as ordered actions, with every collective and every send that it will make."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gradient_buckets(plan: Plan, profile: ModelProfile) -> tuple[Bucket, ...]:
     return assign_buckets(
         [t.numel for t in tensors],
         [t.itemsize for t in tensors],
-        [(t.itemsize, kind) for t, kind in zip(tensors, kinds, strict=True)],
+        [(t.dtype, kind) for t, kind in zip(tensors, kinds, strict=True)],
         first_bytes=plan.sync.first_bucket_bytes,
         bytes_cap=plan.sync.bucket_bytes,
         shards=plan.mesh.shard if plan.memory.zero else 1,
@@ -161,7 +161,7 @@ def _crossings(plan: Plan, profile: ModelProfile, pp_rank: int, phase: str, micr
             continue
         name = f"activations/{index}" if phase == "forward" else f"gradients/{index}"
         for at, carry in enumerate(plan.stages[max(index, other)].receives):
-            yield Action(f"{name}/{micro}/{at}", "send", bytes=round(carry.bytes * profile.batch), axis="pp")
+            yield Action(f"{name}/{micro}/{at}", "send", bytes=round(carry.bytes * profile.batch), axis="pp", group=2)
 
 
 def _tied(plan: Plan, profile: ModelProfile, pp_rank: int) -> Iterator[Action]:
@@ -172,7 +172,7 @@ def _tied(plan: Plan, profile: ModelProfile, pp_rank: int) -> Iterator[Action]:
             shards = plan.mesh.shard if plan.memory.zero == 3 else 1
             rows = -(-tensor.shape[0] // shards) if tensor.shape else 1
             size = tensor.bytes if shards == 1 else rows * (tensor.numel // tensor.shape[0]) * tensor.itemsize
-            yield Action(f"tied/{tensor.name}", "all_reduce", bytes=size, axis=f"pp:{len(ranks)}")
+            yield Action(f"tied/{tensor.name}", "all_reduce", bytes=size, axis="pp", group=len(ranks))
 
 
 def _bucketed(plan: Plan, profile: ModelProfile, pp_rank: int, tp_rank: int) -> Iterator[Action]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
-from meshwright.core.schedule import wire_factor
+from meshwright.core.schedule import Action, wire_factor
+from meshwright.schedule.buckets import start_runs
 from meshwright.schedule.expand import expand
 
-_RANDOM_BYTES = 5056  # the state of torch's generator on the host
-_BROADCAST_BYTES = 2**28  # start-up sends the values of rank 0 in runs of about this size
+_RANDOM_BYTES = {"cpu": 5056, "cuda": 16}  # the states of torch's generators
 
 
 @dataclass(frozen=True)
@@ -31,24 +31,46 @@ class LedgerLine:
 
 def plan_ledger(plan: Plan, profile: ModelProfile, *, clip: bool = True, rank: int = 0) -> tuple[LedgerLine, ...]:
     """What one rank will do, under the names that the run counts by."""
-    found: dict[tuple[str, str, str], list[int]] = {}
-    for action in expand(plan, profile.at(plan.largest_micro_batch), clip=clip).of(rank):
-        if (action.is_collective and plan.mesh.group_size(action.axis) > 1) or action.op == "send":
-            sums = found.setdefault((run_name(action.name), action.op, action.axis), [0, 0, 0])
+    return _lines(plan, profile, expand(plan, profile.at(plan.largest_micro_batch), clip=clip).of(rank))
+
+
+def plan_ledgers(plan: Plan, profile: ModelProfile, *, clip: bool = True) -> dict[str, list[LedgerLine]]:
+    """The ledger of every rank; ranks that do the same are named together, like "0,1"."""
+    schedule = expand(plan, profile.at(plan.largest_micro_batch), clip=clip)
+    groups: dict[int, list[int]] = {}
+    for rank in range(plan.world):
+        groups.setdefault(schedule.ranks.get(str(rank), 0), []).append(rank)
+    return {",".join(map(str, ranks)): list(_lines(plan, profile, schedule.of(ranks[0]))) for ranks in groups.values()}
+
+
+def _lines(plan: Plan, profile: ModelProfile, program: Sequence[Action]) -> tuple[LedgerLine, ...]:
+    found: dict[tuple[str, str, str, int], list[int]] = {}
+    for action in program:
+        if action.communicates and action.ranks(plan.mesh) > 1:
+            sums = found.setdefault((run_name(action.name), action.op, action.axis, action.ranks(plan.mesh)), [0, 0, 0])
             for i, more in enumerate((1, action.bytes, action.padding)):
                 sums[i] += more
-    lines = []
+    steps = (
+        LedgerLine("step", name, op, axis, group, calls, size, padding, size * wire_factor(op, group))
+        for (name, op, axis, group), (calls, size, padding) in found.items()
+    )
+    return (*_start_up(plan, profile), *steps)
+
+
+def _start_up(plan: Plan, profile: ModelProfile) -> Iterator[LedgerLine]:
+    """Rank 0's values go to everybody, and tensor-parallel ranks share a random state. Left out are the few bytes with which a backend and
+    torch's pipeline schedules greet their neighbours."""
+
+    def line(name: str, axis: str, calls: int, size: int) -> LedgerLine:
+        return LedgerLine("start-up", name, "broadcast", axis, plan.mesh.group_size(axis), calls, size, 0, size * 1.0)
+
     if plan.world > 1:
-        whole = profile.parameter_bytes
-        runs = max(-(-whole // _BROADCAST_BYTES), 1)
-        lines.append(LedgerLine("start-up", "start/values", "broadcast", "world", plan.world, runs, whole, 0, whole * 1.0))
+        held = [*sorted(profile.tensors, key=lambda t: t.order), *profile.buffers]
+        runs = list(start_runs([t.bytes for t in held], [t.dtype for t in held]))
+        yield line("start/values", "world", len(runs), sum(t.bytes for t in held))
     if plan.mesh.degree("tp") > 1:
-        ways = plan.mesh.degree("tp")
-        lines.append(LedgerLine("start-up", "start/random", "broadcast", "tp", ways, 1, _RANDOM_BYTES, 0, _RANDOM_BYTES * 1.0))
-    for (name, op, axis), (calls, size, padding) in found.items():
-        group = 2 if op == "send" else plan.mesh.group_size(axis)
-        lines.append(LedgerLine("step", name, op, axis, group, calls, size, padding, size * wire_factor(op, group)))
-    return tuple(lines)
+        states = [_RANDOM_BYTES["cpu"]] + [_RANDOM_BYTES["cuda"]] * (plan.device == "cuda")
+        yield line("start/random", "tp", len(states), sum(states))
 
 
 def run_name(name: str) -> str:
@@ -56,17 +78,9 @@ def run_name(name: str) -> str:
     return "/".join(name.split("/")[:2])
 
 
-def plan_ledgers(plan: Plan, profile: ModelProfile, *, clip: bool = True) -> dict[str, list[LedgerLine]]:
-    """The ledger of every rank; ranks that do the same are named together, like "0,1"."""
-    groups: dict[tuple[int, int], list[int]] = {}
-    for rank in range(plan.world):
-        groups.setdefault((plan.mesh.coordinate(rank, "pp"), plan.mesh.coordinate(rank, "tp")), []).append(rank)
-    return {",".join(map(str, ranks)): list(plan_ledger(plan, profile, clip=clip, rank=ranks[0])) for ranks in groups.values()}
-
-
-def differences(expected: Iterable[LedgerLine], counted: Iterable[tuple[str, str, int, int, int]]) -> list[str]:
-    """What a step did otherwise than the ledger says; `counted` is (name, operation, ranks, calls, bytes). Empty when they are equal."""
-    planned = {(line.name, line.op, line.group): (line.calls, line.bytes) for line in expected if line.phase == "step"}
+def differences(expected: Iterable[LedgerLine], counted: Iterable[tuple[str, str, int, int, int]], phase: str = "step") -> list[str]:
+    """What a step, or start-up, did otherwise than the ledger says; `counted` is (name, operation, ranks, calls, bytes). Empty when equal."""
+    planned = {(line.name, line.op, line.group): (line.calls, line.bytes) for line in expected if line.phase == phase}
     done = {(name, op, group): (calls, size) for name, op, group, calls, size in counted}
     found = []
     for key in dict.fromkeys([*planned, *done]):

@@ -1,4 +1,4 @@
-"""What one tensor-parallel rank holds and computes of a model: its pieces of the parameters, its part of the work."""
+"""What one pipeline and tensor-parallel rank holds and computes of a model: its stages, its pieces of their parameters, its part of the work."""
 
 from __future__ import annotations
 
@@ -46,15 +46,16 @@ def local_profile(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int 
             kernels=_shrunk(layer.kernels, share),
         )
 
-    memo: dict[int, tuple[Kernel, ...]] = {}
+    memo: dict[tuple[int, float], tuple[Kernel, ...]] = {}  # equal blocks share their kernels, not always what is cut of them
 
     def _shrunk(kernels: tuple[Kernel, ...], share: float) -> tuple[Kernel, ...]:
-        if id(kernels) not in memo:
-            memo[id(kernels)] = tuple(
+        key = (id(kernels), share)
+        if key not in memo:
+            memo[key] = tuple(
                 replace(k, flops=k.flops * share, bytes=k.bytes * share) if k.kind in _CUT_KINDS else replace(k, bytes=k.bytes * (1 + share) / 2)
                 for k in kernels
             )
-        return memo[id(kernels)]
+        return memo[key]
 
     return replace(profile, layers=tuple(shrink(layer) for layer in profile.layers))
 
