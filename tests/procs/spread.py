@@ -56,7 +56,7 @@ def spread(
     profile, flow = traced(model, precision)
     memory = MemoryPolicy(zero, choose_units(profile), recompute, precision)  # type: ignore[arg-type]
     tensor, across = choose_grid(flow, mesh.tp) if mesh.degree("tp") > 1 else (TensorPolicy(), TensorPolicy())
-    stages = cut_stages(flow, profile, mesh.pp * stages_a_rank(schedule), tensor) if mesh.pp > 1 else one_stage(profile)
+    stages = cut_stages(flow, profile, mesh.pp * stages_a_rank(schedule), tensor, across) if mesh.pp > 1 else one_stage(profile)
     plan = Plan("test", batch, mesh, micro, stages, schedule, memory=memory, tensor=tensor, across=across)  # type: ignore[arg-type]
     return from_data(Plan, to_data(plan), "plan"), profile
 

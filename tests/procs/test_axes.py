@@ -38,7 +38,8 @@ def cases(draw: st.DrawFn, most: int, precision: str) -> Case:
     """A model and a plan that is legal for it."""
     model = draw(models())
     degree = st.sampled_from([1, 1, 2, 2, 3, 4] if most > 4 else [1, 1, 2, 2, 4])
-    mesh = Mesh(pp=draw(degree), dp=draw(degree), shard=draw(degree), tp=(draw(degree),))
+    grid = draw(st.one_of(degree.map(lambda n: (n,)), st.sampled_from([(2, 2), (2, 3)] if most > 4 else [(2, 2)])))
+    mesh = Mesh(pp=draw(degree), dp=draw(degree), shard=draw(degree), tp=grid)
     assume(1 < mesh.size <= most and mesh.pp < 4)
     micro = draw(st.integers(1, 4))
     how = {
@@ -53,7 +54,7 @@ def cases(draw: st.DrawFn, most: int, precision: str) -> Case:
     except RequestError as refused:
         note(f"refused: {refused}")
         assume(False)
-    assume(mesh.degree("tp") == 1 or bool(found[0].tensor.strands))
+    assume(mesh.degree("tp") == 1 or len(found[0].tensors) == len(mesh.tp))
     return (model, *found)
 
 

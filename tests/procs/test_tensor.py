@@ -60,11 +60,11 @@ def test_a_grid_deals_out_unevenly_along_both_dimensions(pool: Any) -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("mesh", [Mesh(shard=2, tp=(2, 2)), Mesh(dp=2, tp=(2, 2))], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh(shard=2, tp=(2, 2)), Mesh(dp=2, tp=(2, 2)), Mesh(pp=2, tp=(2, 2))], ids=str)
 def test_three_dimensions(large_pool: Any, mesh: Mesh) -> None:
     """The depth of a grid is the shard axis under zero=3."""
     for name in ("gpt-tiny", "llama-tiny", "GPT2"):
-        check(large_pool, model_of(name), *spread(model_of(name), mesh, zero=3 if mesh.shard > 1 else 0))
+        check(large_pool, model_of(name), *spread(model_of(name), mesh, micro=mesh.pp, zero=3 if mesh.shard > 1 else 0))
 
 
 @pytest.mark.prove

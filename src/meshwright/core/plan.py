@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,13 +35,15 @@ class Sink:
 @dataclass(frozen=True)
 class Carry:
     """A value that crosses from one stage to the next: which output of which module it is (or, `at_door`, which input of the stage's
-    first module), where it is used, its bytes a sample."""
+    first module), where it is used, its bytes a sample; on a grid of tensor-parallel ranks, the strand along `dim` that is dealt out."""
 
     source: str
     position: int
     sinks: tuple[Sink, ...]
     bytes: float
     at_door: bool = False
+    strand: str = ""
+    dim: int = 0
 
     @property
     def name(self) -> str:
@@ -153,9 +154,6 @@ class Plan:
             raise RequestError(f"plan: schedule={self.schedule} needs at least pp={pp} micro-batches, {micro} given: set micro_batches={pp}")
         if self.balance.shares:
             raise RequestError("plan: balance.shares does not go with pp yet: leave it out")
-        if len(self.mesh.tp) > 1:
-            flat = math.prod(self.mesh.tp)
-            raise RequestError(f"plan: tp={'x'.join(map(str, self.mesh.tp))} deals out what stages of a pipeline hand on: use tp={flat} with pp")
         if self.memory.zero == 2 and self.schedule not in ("gpipe", "1f1b"):
             raise RequestError(
                 f"plan: zero=2 reduces after each backward of all that a rank holds, and schedule={self.schedule} has two: use 1f1b or zero=1"
@@ -219,6 +217,10 @@ class Plan:
     def tensors(self) -> tuple[tuple[str, TensorPolicy], ...]:
         """Tensor parallelism, axis by axis."""
         return tuple((axis, policy) for axis, policy in zip(self.mesh.tp_axes, (self.tensor, self.across), strict=False) if policy.strands)
+
+    def pieces(self, rank: int) -> dict[str, tuple[int, int]]:
+        """By strand that tensor parallelism deals out: how much of it a rank holds, and of how much."""
+        return {s.name: (s.piece(self.mesh.coordinate(rank, axis), self.mesh.degree(axis))[1], s.size) for axis, p in self.tensors for s in p.strands}
 
     def copies(self) -> dict[str, int]:
         """How many tensor-parallel ranks hold the same piece of a parameter that is cut; all of them hold what is not listed."""

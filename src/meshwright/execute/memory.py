@@ -53,7 +53,7 @@ class _NamedScatter(ReduceScatter):
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         mean = op == dist.ReduceOp.AVG
         work = self.comm.reduce_scatter(output_tensor, input_tensor, self.name, "mean" if mean else "sum")
-        if not async_op and not output_tensor.is_cuda and self.beside():
+        if mean and not async_op and not output_tensor.is_cuda and self.beside():  # after a sum FSDP2 divides the result at once
             torch.autograd.Variable._execution_engine.queue_callback(partial(_awaited, work, input_tensor))
             return None
         if output_tensor.is_cuda and not self.beside():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -169,7 +169,7 @@ class PipelineCuts:
         handles = [modules[n].register_forward_hook(lambda _m, _a, out, n=n: note(n, out)) for n in wanted]
 
         def take(carry: Carry, tree: Any) -> None:
-            found.crossing[carry.name] = _shape(_tensors(tree)[carry.position])
+            found.crossing[carry.name] = self._held_of(carry, _shape(_tensors(tree)[carry.position]))
 
         for carry in carries.values():
             source = modules[carry.source]
@@ -188,6 +188,13 @@ class PipelineCuts:
         for handle in handles:
             handle.remove()
         return found
+
+    def _held_of(self, carry: Carry, whole: _Shape) -> _Shape:
+        """What this rank has of a value that the model's code would make whole."""
+        if not carry.strand:
+            return whole
+        held, every = self.plan.pieces(self.groups.rank)[carry.strand]
+        return replace(whole, shape=tuple(n // every * held if d == carry.dim else n for d, n in enumerate(whole.shape)))
 
     def _build(self, known: _Learned) -> _PipelineSchedule:
         assert isinstance(self.groups.pp, TorchComm)

@@ -63,5 +63,5 @@ def fill_cuts(plan: Plan, flow: Flow | None, profile: ModelProfile) -> Plan:
         refuse_if_nothing(grid, plan.mesh.tp)
         plan = replace(plan, tensor=grid[0], across=grid[1])
     if pp > 1 and not any(stage.entry for stage in plan.stages):
-        plan = replace(plan, stages=cut_stages(flow, profile, pp * stages_a_rank(plan.schedule), plan.tensor))
+        plan = replace(plan, stages=cut_stages(flow, profile, pp * stages_a_rank(plan.schedule), plan.tensor, plan.across))
     return plan

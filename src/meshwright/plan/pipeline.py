@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -23,11 +23,14 @@ class _Boundary:
     carries: tuple[Carry, ...]
 
 
-def cut_stages(flow: Flow, profile: ModelProfile, count: int, tensor: TensorPolicy | None = None) -> tuple[Stage, ...]:
-    """`count` stages whose slowest is as quick as can be; a stage may hold fewer layers when its layers are dearer. Nothing that tensor
-    parallelism has cut crosses from one to the next."""
+def cut_stages(
+    flow: Flow, profile: ModelProfile, count: int, tensor: TensorPolicy | None = None, across: TensorPolicy | None = None
+) -> tuple[Stage, ...]:  # fmt: skip
+    """`count` stages whose slowest is as quick as can be; a stage may hold fewer layers when its layers are dearer. What tensor
+    parallelism has cut does not cross from one to the next, but for the features between layers that a grid's second axis deals out."""
     order, reads = _layers_in_order(flow, profile), _reads(flow, _learned(flow))
-    found = {b.call.module: b for b in _boundaries(flow, [name for name, _ in order], dealt_strands(flow, tensor))}
+    dealt = _Dealt(frozenset(dealt_strands(flow, tensor)), dealt_strands(flow, across))
+    found = {b.call.module: b for b in _boundaries(flow, [name for name, _ in order], dealt)}
     places = [i for i, (name, _) in enumerate(order) if name in found]
     if len(places) + 1 < count:
         raise RequestError(f"{count} stages: this model can be cut in {len(places)} places, so it has at most {len(places) + 1} stages")
@@ -51,6 +54,22 @@ def cut_stages(flow: Flow, profile: ModelProfile, count: int, tensor: TensorPoli
     return tuple(stages)
 
 
+@dataclass(frozen=True)
+class _Dealt:
+    """Strands that may not cross from stage to stage, and those that may, with their names."""
+
+    avoid: frozenset[int]
+    across: Mapping[int, str]
+
+    def of(self, strands: tuple[tuple[int, ...], ...]) -> tuple[str, int] | None:
+        """(the strand of a value that is dealt out, along which dim), or None if the value cannot cross."""
+        carried = {s for dim in strands for s in dim}
+        places = [(self.across[dim[0]], at) for at, dim in enumerate(strands) if len(dim) == 1 and dim[0] in self.across]
+        if self.avoid & carried or len(places) != sum(s in self.across for s in carried):
+            return None
+        return places[0] if places else ("", 0)
+
+
 def _layers_in_order(flow: Flow, profile: ModelProfile) -> list[tuple[str, int]]:
     """Layers by when they are first needed: when their module is called, or a parameter of theirs is read."""
     first: dict[str, int] = {}
@@ -69,7 +88,7 @@ def _layers_in_order(flow: Flow, profile: ModelProfile) -> list[tuple[str, int]]
     return sorted(placed, key=lambda item: item[1])
 
 
-def _boundaries(flow: Flow, layers: Sequence[str], avoid: frozenset[int]) -> list[_Boundary]:
+def _boundaries(flow: Flow, layers: Sequence[str], dealt: _Dealt) -> list[_Boundary]:
     """Places where everything that goes on can be sent: made by modules before, taken in by modules after."""
     calls: dict[str, list[ModuleCall]] = {}
     for call in flow.modules:
@@ -80,7 +99,7 @@ def _boundaries(flow: Flow, layers: Sequence[str], avoid: frozenset[int]) -> lis
     for name in layers[1:]:
         mine = calls.get(name, [])
         if len(mine) == 1 and mine[0].first > 0:
-            carries = _crossing(flow, mine[0], learned, reads, avoid)
+            carries = _crossing(flow, mine[0], learned, reads, dealt)
             if carries:
                 found.append(_Boundary(mine[0], carries))
     return found
@@ -96,7 +115,7 @@ def _learned(flow: Flow) -> list[bool]:
     return found
 
 
-def _crossing(flow: Flow, entry: ModuleCall, learned: Sequence[bool], reads: Sequence[int], avoid: frozenset[int]) -> tuple[Carry, ...]:
+def _crossing(flow: Flow, entry: ModuleCall, learned: Sequence[bool], reads: Sequence[int], dealt: _Dealt) -> tuple[Carry, ...]:
     """What is made before `entry` and used from there on; empty if some of it cannot be caught at a module's door."""
     done = _done(flow, entry.first, reads)
     made = {v for op in flow.operations[: entry.first] for v in op.outputs if learned[v]}
@@ -111,16 +130,17 @@ def _crossing(flow: Flow, entry: ModuleCall, learned: Sequence[bool], reads: Seq
         after = [m for m in flow.modules if m.first >= entry.first and value in m.inputs]
         outer = [m for m in after if not any(o is not m and o.first <= m.first and m.last <= o.last for o in after)]
         noted = flow.values[value]
-        if not all(any(m.first <= i < m.last for m in outer) for i in ops) or avoid.intersection(s for dim in noted.strands for s in dim):
+        cut = dealt.of(noted.strands)
+        if cut is None or not all(any(m.first <= i < m.last for m in outer) for i in ops):
             return ()
         size = math.prod(noted.shape) * noted.itemsize / flow.batch
         sinks = tuple(Sink(m.module, m.inputs.index(value)) for m in outer)
         sources = [m for m in flow.modules if m.last <= entry.first and value in m.outputs and sum(o.module == m.module for o in flow.modules) == 1]
         if sources:
             source = max(sources, key=lambda m: m.last - m.first)
-            carries.append(Carry(source.module, source.outputs.index(value), sinks, size))
+            carries.append(Carry(source.module, source.outputs.index(value), sinks, size, False, *cut))
         elif value in entry.inputs:
-            carries.append(Carry(entry.module, entry.inputs.index(value), sinks, size, at_door=True))
+            carries.append(Carry(entry.module, entry.inputs.index(value), sinks, size, True, *cut))
         else:
             return ()
     return tuple(carries)

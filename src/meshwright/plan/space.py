@@ -46,7 +46,7 @@ def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wish
     reason: RequestError | None = None
     found = False
     cuts: dict[tuple[int, ...], Grid] = {}
-    pieces: dict[tuple[int, int], tuple[Stage, ...]] = {}
+    pieces: dict[tuple[int, tuple[int, ...]], tuple[Stage, ...]] = {}
     for mesh, zero in _layouts(cluster, wishes):
         try:
             check_runnable(mesh)
@@ -98,15 +98,15 @@ def _tensor(mesh: Mesh, wishes: Wishes, made: dict[tuple[int, ...], Grid]) -> Gr
 
 
 def _stages(
-    profile: ModelProfile, mesh: Mesh, schedule: str, wishes: Wishes, tensor: Grid, made: dict[tuple[int, int], tuple[Stage, ...]]
+    profile: ModelProfile, mesh: Mesh, schedule: str, wishes: Wishes, tensor: Grid, made: dict[tuple[int, tuple[int, ...]], tuple[Stage, ...]]
 ) -> tuple[Stage, ...]:
     if mesh.pp == 1:
         return one_stage(profile)
     if wishes.flow is None:
         raise RequestError(f"mesh {mesh}: a pipeline needs the model's dataflow, and this model's loss is not known: pass loss_fn")
-    key = (mesh.pp * stages_a_rank(schedule), mesh.degree("tp"))
+    key = (mesh.pp * stages_a_rank(schedule), mesh.tp)
     if key not in made:
-        made[key] = cut_stages(wishes.flow, profile, key[0], tensor[0])
+        made[key] = cut_stages(wishes.flow, profile, key[0], *tensor)
     return made[key]
 
 

@@ -313,19 +313,19 @@ def refuse_if_nothing(grid: tuple[TensorPolicy, TensorPolicy], ways: tuple[int, 
             raise RequestError(f"tp={asked}: nothing in this model can be cut{line} ({reason}): use --mesh {other}")
 
 
-def dealt_strands(flow: Flow, policy: TensorPolicy | None) -> frozenset[int]:
-    """The strands of a flow that a policy deals out; not those that are gathered where they are made."""
+def dealt_strands(flow: Flow, policy: TensorPolicy | None) -> dict[int, str]:
+    """The strands of a flow that a policy deals out, and their names; not those that are gathered where they are made."""
     if policy is None:
-        return frozenset()
+        return {}
     values = {v.parameter: v for v in flow.values if v.parameter}
     at_once = {m.strand for m in (*policy.gathers, *policy.lookups)}
-    found = set()
+    found = {}
     for dealt in policy.strands:
         if dealt.name not in at_once:
             strands = values[dealt.cuts[0].parameter].strands[dealt.cuts[0].dim]
             outer = 1
             for strand in strands:
                 if outer == dealt.cuts[0].outer and flow.sizes[strand] == dealt.size:
-                    found.add(strand)
+                    found[strand] = dealt.name
                 outer *= flow.sizes[strand]
-    return frozenset(found)
+    return found

@@ -94,11 +94,11 @@ def _meetings(plan: Plan, profile: ModelProfile, tp_rank: int) -> Meetings:
             if again:
                 mine["again"].append(action)
 
-    pieces = {s.name: s.piece(plan.mesh.coordinate(tp_rank, axis), plan.mesh.degree(axis))[1] / s.size for axis, p in plan.tensors for s in p.strands}
+    pieces = plan.pieces(tp_rank)
 
     def part(meet: Meet) -> float:
         """What this rank has of a tensor that the other axis of a grid deals out."""
-        return pieces[meet.across] if meet.across else 1.0
+        return pieces[meet.across][0] / pieces[meet.across][1] if meet.across else 1.0
 
     for axis, policy in plan.tensors:
         kinds = (("sum", "all_reduce", policy.sums), ("lookup", "all_reduce", policy.lookups), ("gather", "all_gather", policy.gathers))
@@ -153,15 +153,17 @@ def _norm(plan: Plan, clip: bool) -> Iterator[Action]:
         yield Action("norm", "all_reduce", bytes=size, axis="shard")
 
 
-def _crossings(plan: Plan, profile: ModelProfile, pp_rank: int, phase: str, micro: int) -> Iterator[Action]:
+def _crossings(plan: Plan, profile: ModelProfile, pp_rank: int, tp_rank: int, phase: str, micro: int) -> Iterator[Action]:
     """What this rank's stages send for one micro-batch: activations on, gradients back. Neighbours on one rank send nothing."""
+    pieces = plan.pieces(tp_rank)
     for index in range(len(plan.stages)) if plan.mesh.pp > 1 else ():
         other = index + 1 if phase == "forward" else index - 1
         if plan.stage_rank(index) != pp_rank or not 0 <= other < len(plan.stages) or plan.stage_rank(other) == pp_rank:
             continue
         name = f"activations/{index}" if phase == "forward" else f"gradients/{index}"
         for at, carry in enumerate(plan.stages[max(index, other)].receives):
-            yield Action(f"{name}/{micro}/{at}", "send", bytes=round(carry.bytes * profile.batch), axis="pp", group=2)
+            held, whole = pieces.get(carry.strand, (1, 1))
+            yield Action(f"{name}/{micro}/{at}", "send", bytes=round(carry.bytes * profile.batch * held / whole), axis="pp", group=2)
 
 
 def _tied(plan: Plan, profile: ModelProfile, pp_rank: int) -> Iterator[Action]:
@@ -185,7 +187,7 @@ def _bucketed(plan: Plan, profile: ModelProfile, pp_rank: int, tp_rank: int) -> 
         last = micro == plan.micro_batches - 1
         for layer in range(len(profile.layers)):
             yield from _compute(plan, profile, meets, "forward", layer, micro)
-        yield from _crossings(plan, profile, pp_rank, "forward", micro)
+        yield from _crossings(plan, profile, pp_rank, tp_rank, "forward", micro)
         if last:
             yield from _loss(plan, profile)
         for layer in reversed(range(len(profile.layers))):
@@ -195,7 +197,7 @@ def _bucketed(plan: Plan, profile: ModelProfile, pp_rank: int, tp_rank: int) -> 
                     bucket = buckets[index]
                     launched.append(f"grads/bucket{index}/{micro}")
                     yield Action(launched[-1], op, bytes=bucket.bytes, padding=bucket.padding, axis=axis)  # type: ignore[arg-type]
-        yield from _crossings(plan, profile, pp_rank, "backward", micro)
+        yield from _crossings(plan, profile, pp_rank, tp_rank, "backward", micro)
         if last:
             yield from _tied(plan, profile, pp_rank)
         if plan.memory.zero and plan.mesh.group_size("replica") > 1 and (last or plan.memory.zero == 2):
@@ -265,6 +267,6 @@ def _sharded(plan: Plan, profile: ModelProfile, pp_rank: int, tp_rank: int) -> I
                 actions = list(scatter("root", root, tag))
                 sent += [a.name for a in actions]
                 yield from actions
-            yield from _crossings(plan, profile, pp_rank, phase, micro)
+            yield from _crossings(plan, profile, pp_rank, tp_rank, phase, micro)
     yield from _tied(plan, profile, pp_rank)
     yield Action("optimizer", "optimizer", waits=tuple(sent))
