@@ -74,4 +74,4 @@ class Flow:
     modules: tuple[ModuleCall, ...]
     calls: tuple[Call, ...]
     outputs: tuple[int, ...] = ()  # what the model returned
-    saves: tuple[int, ...] = ()  # how many operations had run whenever autograd kept a tensor for backward
+    saves: tuple[tuple[int, str], ...] = ()  # whenever autograd kept a tensor for backward: how many operations had run, in which module

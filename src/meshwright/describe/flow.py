@@ -104,7 +104,7 @@ class _Book:
     modules: list[ModuleCall] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     outputs: tuple[int, ...] = ()
-    saves: set[int] = field(default_factory=set)
+    saves: set[tuple[int, str]] = field(default_factory=set)
 
 
 class _Recorder(TorchDispatchMode):
@@ -182,7 +182,7 @@ class _Recorder(TorchDispatchMode):
         return known
 
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.book.saves.add(len(self.book.ops))
+        self.book.saves.add((len(self.book.ops), self.frames[-1].module))
         return tensor
 
     # -- modules --

@@ -18,6 +18,8 @@ from torch import nn
 
 from meshwright.core.comm import Comm, Pending
 
+_KEY = "_ticket"  # where a layer has its own, until the next call: recomputing a layer finds it there again
+
 
 class Ticket:
     """A weight for one forward, and what its gradient will be made of."""
@@ -101,8 +103,14 @@ def enter_beside(x: torch.Tensor, comm: Comm, name: str, layers: list[nn.Module]
     sent: list[Pending] = []
     x = _Wait.apply(x, sent)
     for layer in layers:
-        vars(layer)["_ticket"] = Ticket(layer.weight, transposed=hasattr(layer, "nf"))  # type: ignore[arg-type]
+        vars(layer)[_KEY] = Ticket(layer.weight, transposed=hasattr(layer, "nf"))  # type: ignore[arg-type]
     return _Launch.apply(x, comm, name, sent)  # type: ignore[no-any-return]
+
+
+def enter_without(layers: list[nn.Module]) -> None:
+    """The same where no gradient is wanted: no tickets."""
+    for layer in layers:
+        vars(layer).pop(_KEY, None)
 
 
 def use_ticket(layer: nn.Module) -> None:
@@ -110,7 +118,7 @@ def use_ticket(layer: nn.Module) -> None:
     inner = layer.forward
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        ticket: Ticket | None = vars(layer).pop("_ticket", None)
+        ticket: Ticket | None = vars(layer).get(_KEY)
         if ticket is None:
             return inner(x)  # type: ignore[no-any-return]
         out = ticket.times(x)
@@ -124,7 +132,7 @@ def product_with_ticket(layer: nn.Module, plain: Callable[[torch.Tensor], torch.
     """A layer's product, which uses the ticket that was made for this call, if there is one."""
 
     def product(x: torch.Tensor) -> torch.Tensor:
-        ticket: Ticket | None = vars(layer).pop("_ticket", None)
+        ticket: Ticket | None = vars(layer).get(_KEY)
         return plain(x) if ticket is None else ticket.times(x)
 
     return product

@@ -21,7 +21,7 @@ from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError
 from meshwright.core.plan import Plan
 from meshwright.core.tensor import Cut, Dealt, Rewrite, TensorPolicy
-from meshwright.execute.defer import enter_beside, product_with_ticket, use_ticket
+from meshwright.execute.defer import enter_beside, enter_without, product_with_ticket, use_ticket
 from meshwright.execute.groups import Groups
 from meshwright.execute.meet import Enter, Gather, Sum, gather_pieces
 from meshwright.execute.norms import norm_over_pieces
@@ -168,6 +168,8 @@ def _enter_at(module: nn.Module, position: int, comm: Comm, name: str, apart: _A
         at = places[position]
         if leaves[at].requires_grad:
             leaves[at] = enter_beside(leaves[at], comm, name, fed) if fed else Enter.apply(leaves[at], comm, name)
+        else:
+            enter_without(fed)
         return pytree.tree_unflatten(leaves, spec)
 
     module.register_forward_pre_hook(apart(before), with_kwargs=True)

@@ -35,9 +35,14 @@ class Meets:
         """At a layer's output."""
         flow = self.reader.flow
         outer = [m for m in flow.modules if m.first <= call.first and call.last <= m.last]
-        final = tuple(m.module for m in outer if m.module and not any(call.last <= kept < m.last for kept in flow.saves))
+        kept = [where for count, where in flow.saves if count >= call.last and not _within(where, call.module)]
+        final = tuple(m.module for m in outer if m.module and not any(_within(where, m.module) for where in kept))
         found = self.at(call.module, call.outputs[0])
         return replace(found, final_in=final, across=self.gathered.get(call.module, found.across))
+
+
+def _within(module: str, outer: str) -> bool:
+    return module == outer or module.startswith(f"{outer}.")
 
 
 def entries(reader: Reader, meet: Meets, chosen: set[int], gathered: set[str]) -> tuple[list[Meet], list[str]]:
