@@ -92,10 +92,10 @@ def counted(ledger: list[dict[str, Any]]) -> Counter[tuple[Any, ...]]:
     return found
 
 
-def listed(plan: Plan, profile: Any, rank: int, phase: str) -> Counter[tuple[Any, ...]]:
+def listed(plan: Plan, profile: Any, rank: int, phase: str, clip: bool = True) -> Counter[tuple[Any, ...]]:
     """The same from the plan alone."""
     found: Counter[tuple[Any, ...]] = Counter()
-    for line in plan_ledger(plan, profile, clip=True, rank=rank):
+    for line in plan_ledger(plan, profile, clip=clip, rank=rank):
         if line.phase == phase:
             found[line.name, line.op, line.group, "calls"] += line.calls
             found[line.name, line.op, line.group, "bytes"] += line.bytes
