@@ -96,3 +96,12 @@ def test_large_worlds(model: dict[str, Any], mesh: Mesh, how: dict[str, Any]) ->
     plan, profile = spread(model, mesh, mesh.data_width * how["micro"], precision="fp32", **how)
     for rank in (0, mesh.size // 2 + 1, mesh.size - 1):
         check_rank(model, plan, profile, 0.5, rank)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "tanh"])
+def test_recomputing_a_block_goes_as_far_as_what_it_keeps_last(activation: str) -> None:
+    """ReLU and tanh keep what they give out, at the very end of a block, so the reduction before them runs again; GELU keeps what it is given."""
+    model = {"sizes": [4, 4, 4], "activation": activation, "norm": False}
+    plan, profile = spread(model, Mesh(tp=(2,)), recompute="full", precision="fp32")
+    assert plan.memory.units == ("0", "1") and plan.tensor.sums
+    check_rank(model, plan, profile, None, 1)

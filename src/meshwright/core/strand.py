@@ -61,6 +61,7 @@ class ModuleCall:
     outputs: tuple[int, ...]
     first: int
     last: int
+    kept: int = -1  # how many operations had run when autograd last kept a tensor for backward inside it
 
 
 @dataclass(frozen=True)
@@ -74,4 +75,3 @@ class Flow:
     modules: tuple[ModuleCall, ...]
     calls: tuple[Call, ...]
     outputs: tuple[int, ...] = ()  # what the model returned
-    saves: tuple[int, ...] = ()  # how many operations had run whenever autograd kept a tensor for backward

@@ -81,6 +81,7 @@ class _Frame:
     kind: LayerKind
     inputs: list[int]
     first: int
+    kept: int = -1
 
 
 @dataclass
@@ -104,7 +105,6 @@ class _Book:
     modules: list[ModuleCall] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     outputs: tuple[int, ...] = ()
-    saves: set[int] = field(default_factory=set)
 
 
 class _Recorder(TorchDispatchMode):
@@ -182,7 +182,8 @@ class _Recorder(TorchDispatchMode):
         return known
 
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.book.saves.add(len(self.book.ops))
+        for frame in self.frames:
+            frame.kept = len(self.book.ops)
         return tensor
 
     # -- modules --
@@ -193,7 +194,8 @@ class _Recorder(TorchDispatchMode):
     def leave(self, output: Any) -> None:
         frame = self.frames.pop()
         outputs = tuple(self.number(t) for t in _tensors(output))
-        self.book.modules.append(ModuleCall(frame.module, frame.kind, tuple(frame.inputs), outputs, frame.first, len(self.book.ops)))
+        done = len(self.book.ops)
+        self.book.modules.append(ModuleCall(frame.module, frame.kind, tuple(frame.inputs), outputs, frame.first, done, frame.kept))
         if not frame.module:
             self.book.outputs = outputs
 
@@ -218,7 +220,7 @@ class _Recorder(TorchDispatchMode):
             Operation(o.name, o.module, tuple(o.inputs), tuple(o.outputs), tuple(set(flat(o.sums))), tuple(set(flat(o.binds))), o.call)
             for o in book.ops
         )
-        return Flow(_SAMPLES, tuple(sizes), values, operations, tuple(book.modules), tuple(book.calls), book.outputs, tuple(sorted(book.saves)))
+        return Flow(_SAMPLES, tuple(sizes), values, operations, tuple(book.modules), tuple(book.calls), book.outputs)
 
 
 class _Calls(TorchFunctionMode):

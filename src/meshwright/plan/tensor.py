@@ -153,7 +153,7 @@ def _meet(reader: Reader, module: str, value: int, position: int = 0) -> Meet:
 def _meet_after(reader: Reader, call: ModuleCall) -> Meet:
     """A meeting at a layer's output."""
     outer = [m for m in reader.flow.modules if m.first <= call.first and call.last <= m.last]
-    final = tuple(m.module for m in outer if m.module and not any(call.last <= kept < m.last for kept in reader.flow.saves))
+    final = tuple(m.module for m in outer if m.module and m.kept < call.last)
     return replace(_meet(reader, call.module, call.outputs[0]), final_in=final)
 
 
