@@ -29,13 +29,17 @@ class Sink:
 @dataclass(frozen=True)
 class Carry:
     """A value that crosses from one stage to the next: which output of which module it is (or, `at_door`, which input of the stage's
-    first module), where it is used, its bytes a sample."""
+    first module), where it is used, its bytes a sample (or, `fixed`, for any number of them: T5's position bias)."""
 
     source: str
     position: int
     sinks: tuple[Sink, ...]
     bytes: float
     at_door: bool = False
+    fixed: bool = False
+
+    def at(self, samples: int) -> float:
+        return self.bytes if self.fixed else self.bytes * samples
 
     @property
     def name(self) -> str:

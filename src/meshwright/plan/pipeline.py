@@ -111,16 +111,18 @@ def _crossing(flow: Flow, entry: ModuleCall, learned: Sequence[bool], reads: Seq
         after = [m for m in flow.modules if m.first >= entry.first and value in m.inputs]
         outer = [m for m in after if not any(o is not m and o.first <= m.first and m.last <= o.last for o in after)]
         noted = flow.values[value]
-        if not all(any(m.first <= i < m.last for m in outer) for i in ops) or avoid.intersection(s for dim in noted.strands for s in dim):
+        strands = {s for dim in noted.strands for s in dim}
+        if not all(any(m.first <= i < m.last for m in outer) for i in ops) or avoid & strands:
             return ()
-        size = math.prod(noted.shape) * noted.itemsize / flow.batch
+        fixed = flow.samples.isdisjoint(strands)
+        size = math.prod(noted.shape) * noted.itemsize / (1 if fixed else flow.batch)
         sinks = tuple(Sink(m.module, m.inputs.index(value)) for m in outer)
         sources = [m for m in flow.modules if m.last <= entry.first and value in m.outputs and sum(o.module == m.module for o in flow.modules) == 1]
         if sources:
             source = max(sources, key=lambda m: m.last - m.first)
-            carries.append(Carry(source.module, source.outputs.index(value), sinks, size))
+            carries.append(Carry(source.module, source.outputs.index(value), sinks, size, fixed=fixed))
         elif value in entry.inputs:
-            carries.append(Carry(entry.module, entry.inputs.index(value), sinks, size, at_door=True))
+            carries.append(Carry(entry.module, entry.inputs.index(value), sinks, size, at_door=True, fixed=fixed))
         else:
             return ()
     return tuple(carries)

@@ -146,7 +146,7 @@ def _sums(reader: Reader, chosen: set[int]) -> Iterable[Meet]:
 def _meet(reader: Reader, module: str, value: int, position: int = 0) -> Meet:
     noted = reader.flow.values[value]
     size = math.prod(noted.shape) * noted.itemsize
-    fixed = reader.samples.isdisjoint(reader.carried[value])
+    fixed = reader.flow.samples.isdisjoint(reader.carried[value])
     return Meet(module, size if fixed else size / reader.flow.batch, position, fixed)
 
 

@@ -153,7 +153,7 @@ def _crossings(plan: Plan, profile: ModelProfile, pp_rank: int, phase: str, micr
             continue
         name = f"activations/{index}" if phase == "forward" else f"gradients/{index}"
         for at, carry in enumerate(plan.stages[max(index, other)].receives):
-            yield Action(f"{name}/{micro}/{at}", "send", bytes=round(carry.bytes * profile.batch), axis="pp", group=2)
+            yield Action(f"{name}/{micro}/{at}", "send", bytes=round(carry.at(profile.batch)), axis="pp", group=2)
 
 
 def _tied(plan: Plan, profile: ModelProfile, pp_rank: int) -> Iterator[Action]:
