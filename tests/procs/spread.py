@@ -27,7 +27,7 @@ from tests.procs.jobs import build, global_batch
 IN_FLOAT32 = ("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "T5")
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 ZOO = ("gpt-tiny", "llama-tiny", "vae", "vae-conv", "cnn", "cosmoflow-tiny", "dlrm-tiny")
-FAMILIES = ("GPT2", "Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Bert", "T5", "ViT")
+FAMILIES = ("GPT2", "Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Bert", "T5", "ViT", "Encoder", "Decoder")
 
 
 def model_of(name: str, **changes: Any) -> dict[str, Any]:

@@ -175,14 +175,15 @@ def gather_pieces(piece: torch.Tensor, comm: Comm, dim: int, sizes: list[int], n
 
 
 def _enter_at(module: nn.Module, position: int, comm: Comm, name: str, apart: _Apart) -> None:
-    """Among the tensors that a module is given, the one at `position` enters."""
+    """Among the tensors that a module is given, the one at `position` enters, wherever else it is given too."""
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)]
-        at = places[position]
-        if leaves[at].requires_grad:
-            leaves[at] = _Enter.apply(leaves[at], comm, name)
+        given = leaves[places[position]]
+        if given.requires_grad:
+            entered = _Enter.apply(given, comm, name)
+            leaves = [entered if leaf is given else leaf for leaf in leaves]
         return pytree.tree_unflatten(leaves, spec)
 
     module.register_forward_pre_hook(apart(before), with_kwargs=True)
