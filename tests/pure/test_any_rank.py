@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.procs.jobs import build, global_batch, ledger_of, make_optimizer
-from tests.procs.spread import DTYPES, counted, listed, spread
+from tests.procs.spread import DTYPES, counted, listed, model_of, spread
 from tests.procs.test_axes import NAMES, cases
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -96,6 +96,14 @@ def test_large_worlds(model: dict[str, Any], mesh: Mesh, how: dict[str, Any]) ->
     plan, profile = spread(model, mesh, mesh.data_width * how["micro"], precision="fp32", **how)
     for rank in (0, mesh.size // 2 + 1, mesh.size - 1):
         check_rank(model, plan, profile, 0.5, rank)
+
+
+def test_what_is_not_learned_crosses_one_way_only() -> None:
+    """T5's decoder hands a bias on that is made from nothing but shapes: it is sent forward, and no gradient of it comes back."""
+    plan, profile = spread(model_of("T5"), Mesh(pp=2), 4, micro=4, schedule="interleaved", precision="fp32")
+    assert {carry.returns for stage in plan.stages for carry in stage.receives} == {True, False}
+    for rank in range(2):
+        check_rank(model_of("T5"), plan, profile, None, rank)
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "tanh"])

@@ -37,6 +37,7 @@ class Carry:
     bytes: float
     at_door: bool = False
     fixed: bool = False
+    returns: bool = True  # whether its gradient comes back: not for a mask that a module has made
 
     def at(self, samples: int) -> float:
         return self.bytes if self.fixed else self.bytes * samples

@@ -120,9 +120,9 @@ def _crossing(flow: Flow, entry: ModuleCall, learned: Sequence[bool], reads: Seq
         sources = [m for m in flow.modules if m.last <= entry.first and value in m.outputs and sum(o.module == m.module for o in flow.modules) == 1]
         if sources:
             source = max(sources, key=lambda m: m.last - m.first)
-            carries.append(Carry(source.module, source.outputs.index(value), sinks, size, fixed=fixed))
+            carries.append(Carry(source.module, source.outputs.index(value), sinks, size, fixed=fixed, returns=noted.needs_grad))
         elif value in entry.inputs:
-            carries.append(Carry(entry.module, entry.inputs.index(value), sinks, size, at_door=True, fixed=fixed))
+            carries.append(Carry(entry.module, entry.inputs.index(value), sinks, size, at_door=True, fixed=fixed, returns=noted.needs_grad))
         else:
             return ()
     return tuple(carries)

@@ -152,7 +152,7 @@ def _crossings(plan: Plan, profile: ModelProfile, pp_rank: int, phase: str, micr
         if plan.stage_rank(index) != pp_rank or not 0 <= other < len(plan.stages) or plan.stage_rank(other) == pp_rank:
             continue
         name = f"activations/{index}" if phase == "forward" else f"gradients/{index}"
-        for at, carry in enumerate(plan.stages[max(index, other)].receives):
+        for at, carry in enumerate(c for c in plan.stages[max(index, other)].receives if c.returns or phase == "forward"):
             yield Action(f"{name}/{micro}/{at}", "send", bytes=round(carry.at(profile.batch)), axis="pp", group=2)
 
 
