@@ -54,6 +54,7 @@ procs: $(VENV)/.dev
 test: lint pure procs
 
 prove: $(VENV)/.dev
+	@MESHWRIGHT_DRAWS=1000 $(BIN)/python -m pytest tests/pure/test_any_rank.py --timeout 7200
 	@$(BIN)/python -m pytest tests/procs -m prove --timeout 7200
 
 bench: $(VENV)/.bench

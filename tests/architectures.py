@@ -19,11 +19,45 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "Qwen3": {"num_key_value_heads": 2, "head_dim": 8},
     "Mixtral": {"num_key_value_heads": 2, "num_local_experts": 4},
 }
-NAMES = ("GPT2", *_DECODERS, "Bert", "T5", "ViT")
+OWN = ("Encoder", "Decoder")  # torch's own transformers
+NAMES = ("GPT2", *_DECODERS, "Bert", "T5", "ViT", *OWN)
+
+
+class Encoder(nn.Module):
+    """Samples first; a causal mask, of which the code says nothing more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)
+        layer = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], dtype=self.head.weight.dtype)
+        out: torch.Tensor = self.head(self.layers(self.embedding(tokens), mask=mask))
+        return out
+
+
+class Decoder(nn.Module):
+    """Positions first; attends to what it has seen and to the embeddings of tokens that are not too frequent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)
+        self.layers = nn.TransformerDecoder(nn.TransformerDecoderLayer(32, 4, 48, dropout=0.0, activation="gelu"), 2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], dtype=self.head.weight.dtype)
+        x = self.embedding(tokens).transpose(0, 1)
+        frequent = tokens % 7 == 0
+        out: torch.Tensor = self.head(self.layers(x, x.flip(0), tgt_mask=mask, memory_key_padding_mask=frequent.flip(1)))
+        return out.transpose(0, 1)
 
 
 def build(name: str, **changes: Any) -> nn.Module:
     """A model by the family's name; `changes` override its configuration."""
+    if name in OWN:
+        return {"Encoder": Encoder, "Decoder": Decoder}[name]()
     import transformers as hf
 
     if name == "GPT2":
@@ -51,7 +85,7 @@ def loss(name: str) -> Callable[[nn.Module, Any], torch.Tensor]:
     extra = (lambda tokens: {"decoder_input_ids": tokens}) if name == "T5" else (lambda tokens: {})
 
     def next_token(model: nn.Module, b: Any) -> torch.Tensor:
-        logits = model(input_ids=b["tokens"], **extra(b["tokens"]), use_cache=False).logits
+        logits = model(b["tokens"]) if name in OWN else model(input_ids=b["tokens"], **extra(b["tokens"]), use_cache=False).logits
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), b["tokens"][:, 1:].flatten())
 
     return next_token

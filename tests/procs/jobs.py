@@ -86,6 +86,11 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return kinds[name](model.parameters())
 
 
+def ledger_of(session: Session) -> list[dict[str, Any]]:
+    """What was counted since the last time that somebody asked."""
+    return [vars(line) | {"sent": line.sent} for line in session.applied.groups.ledger.take()]
+
+
 def train_curve(
     rank: int, world: int, meeting: str, plan: dict[str, Any], model: dict[str, Any], steps: int = 5, dtype: str = "float64",
     optimizer: str = "adamw", clip: float | None = None, seed: int = 7,
@@ -99,7 +104,7 @@ def train_curve(
         network.to(told.device)
         step_with = make_optimizer(optimizer, network)
         session = Session(told, network, step_with, seed=seed, clip=clip)
-        started = _counted(session)
+        started = ledger_of(session)
         losses, norms, ledgers = [], [], []
         first, count = told.share(told.mesh.data_rank(rank))
         held: dict[str, int] = {}
@@ -109,7 +114,7 @@ def train_curve(
             result = session.step({k: v[first : first + count].to(told.device) for k, v in whole.items()}, loss)
             losses.append(float(result.loss))
             norms.append(float(result.grad_norm) if result.grad_norm is not None else None)
-            ledgers.append(_counted(session))
+            ledgers.append(ledger_of(session))
         held["optimizer"] = session.applied.held_bytes()["optimizer"]
         state = {name: tensor.double().sum().item() for name, tensor in whole_state(session.applied)}
         return {
@@ -121,10 +126,6 @@ def train_curve(
             "digest": state_digest(session.applied),
             "state": state,
         }
-
-
-def _counted(session: Session) -> list[dict[str, Any]]:
-    return [vars(line) | {"sent": line.sent} for line in session.applied.groups.ledger.take()]
 
 
 @contextmanager

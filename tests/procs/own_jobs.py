@@ -94,13 +94,14 @@ def prepared_loop(rank: int, world: int, meeting: str, strategy: bool = False) -
         leave()
 
 
-def uneven_batches(rank: int, world: int, meeting: str, plan: dict[str, Any], trained: list[int], validated: list[int]) -> dict[str, Any]:
+def uneven_batches(
+    rank: int, world: int, meeting: str, plan: dict[str, Any], trained: list[int], validated: list[int], model: dict[str, Any]
+) -> dict[str, Any]:
     """Training and validation on batches of several sizes, through the loader; how often the pipeline had to look at samples."""
     torch.set_num_threads(1)
     told = from_data(Plan, plan, "plan")
     join(Rendezvous(rank, world, meeting, timeout_s=60))
     try:
-        model = {"zoo": "gpt-tiny"}
         network, loss = build(model, torch.float64, 7)
         session = Session(told, network, make_optimizer("sgd", network), clip=0.5)
         looks: list[int] = []

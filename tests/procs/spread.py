@@ -27,7 +27,7 @@ from tests.procs.jobs import build, global_batch
 IN_FLOAT32 = ("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "T5")
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 ZOO = ("gpt-tiny", "llama-tiny", "vae", "vae-conv", "cnn", "cosmoflow-tiny", "dlrm-tiny")
-FAMILIES = ("GPT2", "Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Bert", "T5", "ViT")
+FAMILIES = ("GPT2", "Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Bert", "T5", "ViT", "Encoder", "Decoder")
 
 
 def model_of(name: str, **changes: Any) -> dict[str, Any]:
@@ -91,10 +91,10 @@ def counted(ledger: list[dict[str, Any]]) -> Counter[tuple[Any, ...]]:
     return found
 
 
-def listed(plan: Plan, profile: Any, rank: int, phase: str) -> Counter[tuple[Any, ...]]:
+def listed(plan: Plan, profile: Any, rank: int, phase: str, clip: bool = True) -> Counter[tuple[Any, ...]]:
     """The same from the plan alone."""
     found: Counter[tuple[Any, ...]] = Counter()
-    for line in plan_ledger(plan, profile, clip=True, rank=rank):
+    for line in plan_ledger(plan, profile, clip=clip, rank=rank):
         if line.phase == phase:
             found[line.name, line.op, line.group, "calls"] += line.calls
             found[line.name, line.op, line.group, "bytes"] += line.bytes

@@ -23,20 +23,20 @@ Case = tuple[dict[str, Any], Plan, Any]
 
 
 @st.composite
-def models(draw: st.DrawFn) -> dict[str, Any]:
+def models(draw: st.DrawFn, names: tuple[str, ...]) -> dict[str, Any]:
     """A perceptron of any shape, or a model that is known to the zoo or to users."""
     if draw(st.booleans()):
         norm = draw(st.booleans())
         sizes = draw(st.lists(st.integers(4 if norm else 2, 16), min_size=3, max_size=6))
         return {"sizes": sizes, "activation": draw(st.sampled_from(["relu", "gelu", "tanh"])), "norm": norm, "masked": draw(st.booleans())}
-    name = draw(st.sampled_from(NAMES))
+    name = draw(st.sampled_from(names))
     return {"zoo": name, "dropout": 0.2} if name == "gpt-tiny" and draw(st.booleans()) else model_of(name)
 
 
 @st.composite
-def cases(draw: st.DrawFn, most: int, precision: str) -> Case:
+def cases(draw: st.DrawFn, most: int, precision: str, names: tuple[str, ...] = NAMES) -> Case:
     """A model and a plan that is legal for it."""
-    model = draw(models())
+    model = draw(models(names))
     degree = st.sampled_from([1, 1, 2, 2, 3, 4] if most > 4 else [1, 1, 2, 2, 4])
     grid = draw(st.one_of(degree.map(lambda n: (n,)), st.sampled_from([(2, 2), (2, 3)] if most > 4 else [(2, 2)])))
     mesh = Mesh(pp=draw(degree), dp=draw(degree), shard=draw(degree), tp=grid)

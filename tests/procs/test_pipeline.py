@@ -60,7 +60,7 @@ def test_batches_of_several_sizes(pool: Any, mesh: Mesh, schedule: str) -> None:
     small = 2 * mesh.data_width
     large, odd = 2 * small, small + mesh.data_width
     plan, _ = spread(model_of("gpt-tiny"), mesh, large, micro=2, schedule=schedule)
-    sizes = {"trained": [large, small, odd, large], "validated": [large, small, odd, large]}
+    sizes = {"trained": [large, small, odd, large], "validated": [large, small, odd, large], "model": model_of("gpt-tiny")}
     ranks = pool.run("procs.own_jobs:uneven_batches", world=plan.world, plan=to_data(plan), **sizes)
     alone = replace(plan, mesh=Mesh(), stages=(), micro_batches=1)
     single = pool.run("procs.own_jobs:uneven_batches", world=1, plan=to_data(alone), **{**sizes, "trained": [large, small, large]})[0]

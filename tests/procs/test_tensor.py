@@ -32,6 +32,17 @@ def test_what_does_not_divide_is_dealt_out_unevenly(pool: Any) -> None:
     check(pool, model, plan, profile)
 
 
+def test_validation_takes_no_short_cut(pool: Any) -> None:
+    """torch's encoder layers compute in one call when nothing is trained, past the modules in which ranks meet."""
+    model = model_of("Encoder")
+    plan, _ = spread(model, Mesh(tp=(2,)))
+    job = {"model": model, "trained": [4, 3], "validated": [4, 2]}
+    ranks = pool.run("procs.own_jobs:uneven_batches", world=2, plan=to_data(plan), **job)
+    single = pool.run("procs.own_jobs:uneven_batches", world=1, plan=to_data(replace(plan, mesh=Mesh())), **job)[0]
+    for mine in ranks:
+        assert mine["losses"] == pytest.approx(single["losses"], rel=1e-9)
+
+
 @pytest.mark.parametrize(
     ("name", "mesh", "zero", "micro", "recompute"),
     [

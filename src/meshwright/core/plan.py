@@ -35,7 +35,8 @@ class Sink:
 @dataclass(frozen=True)
 class Carry:
     """A value that crosses from one stage to the next: which output of which module it is (or, `at_door`, which input of the stage's
-    first module), where it is used, its bytes a sample; on a grid of tensor-parallel ranks, the strand along `dim` that is dealt out."""
+    first module), where it is used, its bytes a sample (or, `fixed`, for any number of them: T5's position bias); on a grid of
+    tensor-parallel ranks, the strand along `dim` that is dealt out."""
 
     source: str
     position: int
@@ -44,6 +45,11 @@ class Carry:
     at_door: bool = False
     strand: str = ""
     dim: int = 0
+    fixed: bool = False
+    returns: bool = True  # whether its gradient comes back: not for a mask that a module has made
+
+    def at(self, samples: int) -> float:
+        return self.bytes if self.fixed else self.bytes * samples
 
     @property
     def name(self) -> str:

@@ -11,6 +11,7 @@ of it at once (a softmax, a norm) stands in the way. Nothing here looks at names
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 LayerKind = Literal["linear", "conv", "embedding", "other"]
@@ -61,6 +62,7 @@ class ModuleCall:
     outputs: tuple[int, ...]
     first: int
     last: int
+    kept: int = -1  # how many operations had run when autograd last kept a tensor for backward inside it
 
 
 @dataclass(frozen=True)
@@ -74,4 +76,14 @@ class Flow:
     modules: tuple[ModuleCall, ...]
     calls: tuple[Call, ...]
     outputs: tuple[int, ...] = ()  # what the model returned
-    saves: tuple[tuple[int, str], ...] = ()  # whenever autograd kept a tensor for backward: how many operations had run, in which module
+
+    @cached_property
+    def inputs(self) -> tuple[int, ...]:
+        """Values that no operation made and that are no parameters: the data, and constants."""
+        made = {v for op in self.operations for v in op.outputs}
+        return tuple(i for i, value in enumerate(self.values) if i not in made and not value.parameter)
+
+    @cached_property
+    def samples(self) -> frozenset[int]:
+        """The strands that count samples; a value that carries none of them is of one size however many there are."""
+        return frozenset(s for v in self.inputs if self.values[v].shape[:1] == (self.batch,) for s in self.values[v].strands[0])

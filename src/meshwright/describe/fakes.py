@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules import transformer
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
@@ -57,7 +58,7 @@ def on_fakes(model: nn.Module, precision: str = "fp32", device: str = "cpu") -> 
     """Inside, the model's parameters and buffers are fakes on `device`; the model itself is not touched. Needs an active fake mode."""
     named = [*model.named_parameters(remove_duplicate=True), *model.named_buffers(remove_duplicate=True)]
     fakes = {name: _fake(tensor, precision, device) for name, tensor in named}
-    with _reparametrize_module(model, fakes, tie_weights=True), _experts_by_shape(model):
+    with _reparametrize_module(model, fakes, tie_weights=True), _experts_by_shape(model), _masks_by_shape():
         yield fakes
 
 
@@ -74,6 +75,17 @@ def _experts_by_shape(model: nn.Module) -> Iterator[None]:
     finally:
         for key, config in configs.items():
             config._experts_implementation = before[key]
+
+
+@contextmanager
+def _masks_by_shape() -> Iterator[None]:
+    """torch's transformers look into a mask to see whether it is causal, which fake tensors cannot say; it is no more than a hint."""
+    theirs = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = theirs
 
 
 def _fake(tensor: torch.Tensor, precision: str, device: str) -> torch.Tensor:

@@ -19,12 +19,13 @@ from meshwright.core.calls import sized_call
 from meshwright.core.errors import RequestError
 from meshwright.core.strand import Call, Flow, LayerKind, ModuleCall, Operation, Value
 from meshwright.core.task import Batch, Loss, Task
+from meshwright.describe.attention import composed_attention
 from meshwright.describe.fakes import LOW, build, example, example_like, on_fakes, quiet
 from meshwright.describe.rules import Dims, Scene, attention, find_rule, unknown
 from meshwright.describe.strands import Strand, UntiedError, fresh, leaves, length, tie
 
 _SAMPLES = 2
-_OPAQUE = ("multi_head_attention_forward",)  # composed in Python of calls that a function mode does not see
+_OPAQUE = "multi_head_attention_forward"  # composed in Python of calls that a function mode does not see; here where it cannot be done plainly
 
 
 def trace_flow(task: Task, precision: str = "fp32") -> Flow:
@@ -46,6 +47,7 @@ def _trace(model: nn.Module, loss: Loss, make_batch: Callable[[], Batch], mode: 
         stack.enter_context(torch.autocast("cpu", dtype=LOW[precision]) if precision in LOW else nullcontext())
         batch = make_batch()
         recorder = _Recorder(fakes)
+        stack.enter_context(composed_attention(model))
         stack.enter_context(_watched(model, recorder))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.saved, lambda t: t))
         stack.enter_context(recorder)
@@ -81,6 +83,7 @@ class _Frame:
     kind: LayerKind
     inputs: list[int]
     first: int
+    kept: int = -1
 
 
 @dataclass
@@ -104,7 +107,6 @@ class _Book:
     modules: list[ModuleCall] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     outputs: tuple[int, ...] = ()
-    saves: set[tuple[int, str]] = field(default_factory=set)
 
 
 class _Recorder(TorchDispatchMode):
@@ -117,7 +119,7 @@ class _Recorder(TorchDispatchMode):
         self._kept: list[torch.Tensor] = []  # alive, or their addresses would be used again
         self.frames: list[_Frame] = [_Frame("", "other", [], 0)]
         self.call = -1
-        self.opaque = False
+        self.opaque = ""  # the name of what is running, where its parts are not looked at
         for name, tensor in fakes.items():
             self.book.values[self.number(tensor)].parameter = name
 
@@ -151,7 +153,7 @@ class _Recorder(TorchDispatchMode):
         if not outs or func.namespace == "prim":
             return out
         rule = unknown if self.opaque else find_rule(func)
-        name = "multi_head_attention" if self.opaque else func._overloadpacket.__name__
+        name = self.opaque or func._overloadpacket.__name__
         names = [argument.name for argument in func._schema.arguments]
         named = {**dict(zip(names, args, strict=False)), **kwargs}
         self.record(name, inputs, outs, lambda scene: rule(scene, args, kwargs, outs), given, named)
@@ -182,7 +184,8 @@ class _Recorder(TorchDispatchMode):
         return known
 
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.book.saves.add((len(self.book.ops), self.frames[-1].module))
+        for frame in self.frames:
+            frame.kept = len(self.book.ops)
         return tensor
 
     # -- modules --
@@ -193,7 +196,8 @@ class _Recorder(TorchDispatchMode):
     def leave(self, output: Any) -> None:
         frame = self.frames.pop()
         outputs = tuple(self.number(t) for t in _tensors(output))
-        self.book.modules.append(ModuleCall(frame.module, frame.kind, tuple(frame.inputs), outputs, frame.first, len(self.book.ops)))
+        done = len(self.book.ops)
+        self.book.modules.append(ModuleCall(frame.module, frame.kind, tuple(frame.inputs), outputs, frame.first, done, frame.kept))
         if not frame.module:
             self.book.outputs = outputs
 
@@ -218,7 +222,7 @@ class _Recorder(TorchDispatchMode):
             Operation(o.name, o.module, tuple(o.inputs), tuple(o.outputs), tuple(set(flat(o.sums))), tuple(set(flat(o.binds))), o.call)
             for o in book.ops
         )
-        return Flow(_SAMPLES, tuple(sizes), values, operations, tuple(book.modules), tuple(book.calls), book.outputs, tuple(sorted(book.saves)))
+        return Flow(_SAMPLES, tuple(sizes), values, operations, tuple(book.modules), tuple(book.calls), book.outputs)
 
 
 class _Calls(TorchFunctionMode):
@@ -235,7 +239,8 @@ class _Calls(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         sized = sized_call(name, args, kwargs)
         before = recorder.call, recorder.opaque
-        recorder.opaque |= name in _OPAQUE
+        if name == _OPAQUE:
+            recorder.opaque = "multi_head_attention" + " with need_weights=True" * bool(kwargs.get("need_weights", True))
         if sized is not None:
             recorder.book.calls.append(Call(recorder.frames[-1].module, name, sized.sizes, sized.dim))
             recorder.call = len(recorder.book.calls) - 1

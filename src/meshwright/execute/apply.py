@@ -12,6 +12,7 @@ from torch import nn
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import check_runnable
 from meshwright.core.plan import Plan
+from meshwright.describe.attention import compose_attention
 from meshwright.execute.groups import Groups, make_groups
 from meshwright.execute.memory import DTYPES, KeyRing, is_sharded, local_tensor, recompute_units, shard_model, storage_bytes
 from meshwright.execute.pipeline import PipelineCuts
@@ -125,6 +126,8 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
     if plan.world > 1:
         equalise(model, groups)
     keys = KeyRing(model)
+    if groups.pp.size > 1 or groups.tp.size > 1:
+        compose_attention(model)  # as the dataflow was read from which the plan was made
     pipeline = PipelineCuts(plan, model, optimizer, groups) if groups.pp.size > 1 else None
     tensor = cut_model(model, optimizer, plan, groups) if groups.tp.size > 1 else None
     if plan.memory.recompute == "full":

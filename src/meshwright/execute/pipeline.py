@@ -129,8 +129,8 @@ class PipelineCuts:
                 return None
             leaves, spec = pytree.tree_flatten((args, kwargs))
             places = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)]
-            leaves[places[position]] = self._held[carry.name]
-            return pytree.tree_unflatten(leaves, spec)
+            given = leaves[places[position]]  # which may be given in several places
+            return pytree.tree_unflatten([self._held[carry.name] if leaf is given else leaf for leaf in leaves], spec)
 
         return before
 

@@ -160,14 +160,16 @@ def _replace_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, found: 
 
 
 def _enter_at(module: nn.Module, position: int, comm: Comm, name: str, apart: _Apart, fed: list[nn.Module]) -> None:
-    """Among the tensors that a module is given, the one at `position` enters; `fed` are the layers in it that multiply it."""
+    """Among the tensors that a module is given, the one at `position` enters, wherever else it is given too; `fed` are the layers in it
+    that multiply it."""
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)]
-        at = places[position]
-        if leaves[at].requires_grad:
-            leaves[at] = enter_beside(leaves[at], comm, name, fed) if fed else Enter.apply(leaves[at], comm, name)
+        given = leaves[places[position]]
+        if given.requires_grad:
+            entered = enter_beside(given, comm, name, fed) if fed else Enter.apply(given, comm, name)
+            leaves = [entered if leaf is given else leaf for leaf in leaves]
         else:
             enter_without(fed)
         return pytree.tree_unflatten(leaves, spec)

@@ -27,7 +27,7 @@ class Meets:
     def at(self, module: str, value: int, position: int = 0) -> Meet:
         noted, carried = self.reader.flow.values[value], self.reader.carried[value]
         size = math.prod(noted.shape) * noted.itemsize
-        fixed = self.reader.samples.isdisjoint(carried)
+        fixed = self.reader.flow.samples.isdisjoint(carried)
         across = next((self.names[s] for s in carried if s in self.names), "")
         return Meet(module, size if fixed else size / self.reader.flow.batch, position, fixed, across=across)
 
@@ -35,14 +35,9 @@ class Meets:
         """At a layer's output."""
         flow = self.reader.flow
         outer = [m for m in flow.modules if m.first <= call.first and call.last <= m.last]
-        kept = [where for count, where in flow.saves if count >= call.last and not _within(where, call.module)]
-        final = tuple(m.module for m in outer if m.module and not any(_within(where, m.module) for where in kept))
+        final = tuple(m.module for m in outer if m.module and m.kept < call.last)
         found = self.at(call.module, call.outputs[0])
         return replace(found, final_in=final, across=self.gathered.get(call.module, found.across))
-
-
-def _within(module: str, outer: str) -> bool:
-    return module == outer or module.startswith(f"{outer}.")
 
 
 def entries(reader: Reader, meet: Meets, chosen: set[int], gathered: set[str]) -> tuple[list[Meet], list[str]]:

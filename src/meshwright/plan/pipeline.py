@@ -133,14 +133,15 @@ def _crossing(flow: Flow, entry: ModuleCall, learned: Sequence[bool], reads: Seq
         cut = dealt.of(noted.strands)
         if cut is None or not all(any(m.first <= i < m.last for m in outer) for i in ops):
             return ()
-        size = math.prod(noted.shape) * noted.itemsize / flow.batch
+        fixed = flow.samples.isdisjoint(s for dim in noted.strands for s in dim)
+        size = math.prod(noted.shape) * noted.itemsize / (1 if fixed else flow.batch)
         sinks = tuple(Sink(m.module, m.inputs.index(value)) for m in outer)
         sources = [m for m in flow.modules if m.last <= entry.first and value in m.outputs and sum(o.module == m.module for o in flow.modules) == 1]
         if sources:
             source = max(sources, key=lambda m: m.last - m.first)
-            carries.append(Carry(source.module, source.outputs.index(value), sinks, size, False, *cut))
+            carries.append(Carry(source.module, source.outputs.index(value), sinks, size, False, *cut, fixed, noted.needs_grad))
         elif value in entry.inputs:
-            carries.append(Carry(entry.module, entry.inputs.index(value), sinks, size, True, *cut))
+            carries.append(Carry(entry.module, entry.inputs.index(value), sinks, size, True, *cut, fixed, noted.needs_grad))
         else:
             return ()
     return tuple(carries)

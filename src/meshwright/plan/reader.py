@@ -41,10 +41,7 @@ class Reader:
             for value in op.outputs:
                 self.producer.setdefault(value, index)
         self.layer_of = {op: call for call in sorted(flow.modules, key=lambda m: m.first - m.last) for op in range(call.first, call.last)}
-        inputs = [v for v, value in enumerate(flow.values) if v not in self.producer and not value.parameter]
-        self.given = frozenset().union(*(self.carried[v] for v in inputs))
-        first = [flow.values[v].strands[0] for v in inputs if flow.values[v].shape[:1] == (flow.batch,)]
-        self.samples = frozenset(s for strands in first for s in strands)  # what counts samples
+        self.given = frozenset().union(*(self.carried[v] for v in flow.inputs))
         self._uses = self._index_uses()
         self.touched: dict[int, list[int]] = {}  # strand → operations that sum over it, need it whole or slice it
         for index, op in enumerate(flow.operations):

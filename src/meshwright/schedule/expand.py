@@ -161,9 +161,9 @@ def _crossings(plan: Plan, profile: ModelProfile, pp_rank: int, tp_rank: int, ph
         if plan.stage_rank(index) != pp_rank or not 0 <= other < len(plan.stages) or plan.stage_rank(other) == pp_rank:
             continue
         name = f"activations/{index}" if phase == "forward" else f"gradients/{index}"
-        for at, carry in enumerate(plan.stages[max(index, other)].receives):
+        for at, carry in enumerate(c for c in plan.stages[max(index, other)].receives if c.returns or phase == "forward"):
             held, whole = pieces.get(carry.strand, (1, 1))
-            yield Action(f"{name}/{micro}/{at}", "send", bytes=round(carry.bytes * profile.batch * held / whole), axis="pp", group=2)
+            yield Action(f"{name}/{micro}/{at}", "send", bytes=round(carry.at(profile.batch) * held / whole), axis="pp", group=2)
 
 
 def _tied(plan: Plan, profile: ModelProfile, pp_rank: int) -> Iterator[Action]:
