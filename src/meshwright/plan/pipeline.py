@@ -27,7 +27,7 @@ def cut_stages(flow: Flow, profile: ModelProfile, count: int, tensor: TensorPoli
     """`count` stages whose slowest is as quick as can be; a stage may hold fewer layers when its layers are dearer. Nothing that tensor
     parallelism has cut crosses from one to the next."""
     order, reads = _layers_in_order(flow, profile), _reads(flow, _learned(flow))
-    found = {b.call.module: b for b in _boundaries(flow, [name for name, _ in order], dealt_strands(flow, tensor))}
+    found = {b.call.module: b for b in _boundaries(flow, [name for name, _ in order], frozenset(dealt_strands(flow, tensor)))}
     places = [i for i, (name, _) in enumerate(order) if name in found]
     if len(places) + 1 < count:
         raise RequestError(f"{count} stages: this model can be cut in {len(places)} places, so it has at most {len(places) + 1} stages")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from meshwright.core.cluster import Cluster
+from meshwright.core.context import ContextPolicy
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh, check_runnable
 from meshwright.core.model import ModelProfile
@@ -13,6 +14,7 @@ from meshwright.core.plan import BalancePolicy, Compile, MemoryPolicy, PipelineS
 from meshwright.core.strand import Flow
 from meshwright.core.tensor import TensorPolicy
 from meshwright.core.workload import Workload
+from meshwright.plan.context import choose_context, share_meetings
 from meshwright.plan.partition import choose_units, one_stage
 from meshwright.plan.pipeline import cut_stages
 from meshwright.plan.tensor import choose_cuts, refuse_if_nothing
@@ -46,6 +48,7 @@ def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wish
         try:
             check_runnable(mesh)
             tensor = _tensor(mesh, wishes, cuts)
+            tensor, context = with_context(mesh, wishes.flow, tensor, workload.precision)
             schedule = _schedule(mesh, wishes)
             stages = _stages(profile, mesh, schedule, wishes, tensor, pieces)
         except RequestError as error:
@@ -54,7 +57,7 @@ def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wish
         for micro in _micro_batches(workload.global_batch, mesh, wishes):
             for recompute in (wishes.recompute,) if wishes.recompute else ("none", "full"):
                 try:
-                    yield _make(profile, cluster, workload, wishes, mesh, zero, micro, recompute, tensor, stages, schedule)
+                    yield _make(profile, cluster, workload, wishes, mesh, zero, micro, recompute, tensor, context, stages, schedule)
                     found = True
                 except RequestError as error:
                     reason = reason or error  # the first is about the simplest plan
@@ -73,6 +76,16 @@ def _tensor(mesh: Mesh, wishes: Wishes, made: dict[int, TensorPolicy]) -> Tensor
         made[ways] = choose_cuts(wishes.flow, ways, wishes.placements)
         refuse_if_nothing(made[ways], ways)
     return made[ways]
+
+
+def with_context(mesh: Mesh, flow: Flow | None, tensor: TensorPolicy, precision: str) -> tuple[TensorPolicy, ContextPolicy]:
+    """How positions are shared out, and tensor parallelism on what is left of them."""
+    if mesh.cp == 1:
+        return tensor, ContextPolicy()
+    if flow is None:
+        raise RequestError(f"mesh {mesh}: context parallelism needs the model's dataflow, and this model's loss is not known: pass loss_fn")
+    context = choose_context(flow, mesh.cp, tensor, precision)
+    return share_meetings(flow, tensor, mesh.cp), context
 
 
 def _schedule(mesh: Mesh, wishes: Wishes) -> PipelineSchedule:
@@ -136,7 +149,7 @@ def _micro_batches(batch: int, mesh: Mesh, wishes: Wishes) -> list[int]:
 
 def _make(
     profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes, mesh: Mesh, zero: int, micro: int, recompute: str,
-    tensor: TensorPolicy, stages: tuple[Stage, ...], schedule: PipelineSchedule,
+    tensor: TensorPolicy, context: ContextPolicy, stages: tuple[Stage, ...], schedule: PipelineSchedule,
 ) -> Plan:  # fmt: skip
     device = cluster.devices[0].kind
     world = mesh.size
@@ -157,7 +170,8 @@ def _make(
         balance=BalancePolicy(),
         placements=wishes.placements,
         tensor=tensor,
-        compile=wishes.compile if wishes.compile is not None else _default_compile(device, world),
+        context=context,
+        compile=wishes.compile if wishes.compile is not None else "none" if mesh.cp > 1 else _default_compile(device, world),
         device=device,
         backend=wishes.backend or ("nccl" if device == "cuda" else "gloo"),
         threads=max(cores // world, 1) if device == "cpu" else 0,

@@ -282,31 +282,11 @@ def _place(reader: Reader, value: int, ops: set[int], chosen: set[int]) -> list[
 
 
 def _rewrites(reader: Reader, names: Mapping[int, str]) -> list[Rewrite]:
-    found: dict[Rewrite, None] = {}
-    spared: set[tuple[str, str, int, int, int]] = set()
-    for op in reader.flow.operations:
-        if op.call < 0:
-            continue
-        call = reader.flow.calls[op.call]
-        for position, number in enumerate(call.sizes):
-            if number == -1:
-                continue
-            dim = call.dim if call.function.startswith(("split", "unflatten")) else position
-            made = reader.flow.values[op.outputs[0]]
-            at = dim + position if call.function == "unflatten" else dim
-            if not -len(made.strands) <= at < len(made.strands) or made.shape[at] != number:
-                continue  # an intermediate step of the call
-            strand = next((s for s in made.strands[at] if s in names), None)
-            key = (call.module, call.function, len(call.sizes), position, number)
-            if strand is None:
-                spared.add(key)
-            else:
-                found[Rewrite(*key, names[strand], call.dim)] = None
-    for rewrite in found:
-        if (rewrite.module, rewrite.function, rewrite.rank, rewrite.position, rewrite.number) in spared:
-            strand = next(s for s, name in names.items() if name == rewrite.strand)
-            raise _StandsInTheWayError(strand, f"the code of {rewrite.module} uses the size {rewrite.number} for other things too")
-    return list(found)
+    found, unclear = reader.rewrites(names)
+    for rewrite in unclear:
+        strand = next(s for s, name in names.items() if name == rewrite.strand)
+        raise _StandsInTheWayError(strand, f"the code of {rewrite.module} uses the size {rewrite.number} for other things too")
+    return found
 
 
 def _reasons(reader: Reader, cut: set[str], asked: Mapping[str, str], blocked: Mapping[int, str]) -> dict[str, str]:
@@ -341,19 +321,19 @@ def refuse_if_nothing(policy: TensorPolicy, ways: int) -> None:
         raise RequestError(f"tp={ways}: nothing in this model can be cut ({reason}): use --mesh dp={ways}")
 
 
-def dealt_strands(flow: Flow, policy: TensorPolicy | None) -> frozenset[int]:
-    """The strands of a flow that a policy deals out; not those that are gathered where they are made."""
+def dealt_strands(flow: Flow, policy: TensorPolicy | None) -> dict[int, str]:
+    """The strands of a flow that a policy deals out, with their names there; not those that are gathered where they are made."""
     if policy is None:
-        return frozenset()
+        return {}
     values = {v.parameter: v for v in flow.values if v.parameter}
     at_once = {m.strand for m in (*policy.gathers, *policy.lookups)}
-    found = set()
+    found = {}
     for dealt in policy.strands:
         if dealt.name not in at_once:
             strands = values[dealt.cuts[0].parameter].strands[dealt.cuts[0].dim]
             outer = 1
             for strand in strands:
                 if outer == dealt.cuts[0].outer and flow.sizes[strand] == dealt.size:
-                    found.add(strand)
+                    found[strand] = dealt.name
                 outer *= flow.sizes[strand]
-    return frozenset(found)
+    return found

@@ -11,6 +11,7 @@ from meshwright.core.schedule import Action, Schedule
 from meshwright.core.tensor import Meet
 from meshwright.core.workload import ITEM_BYTES
 from meshwright.schedule.buckets import Bucket, assign_buckets
+from meshwright.schedule.context import add_meetings
 from meshwright.schedule.local import local_profile
 
 
@@ -19,7 +20,7 @@ def expand(plan: Plan, profile: ModelProfile, *, clip: bool = False) -> Schedule
     build = _sharded if plan.memory.zero == 3 and plan.mesh.group_size("data") > 1 else _bucketed
     ways, depth = plan.mesh.degree("tp"), plan.mesh.pp
     programs = tuple(
-        (*build(plan, local_profile(plan, profile, t, p), p), *_norm(plan, clip)) for p in range(depth) for t in range(ways)
+        (*build(plan, local_profile(plan, profile, t, p), p, t), *_norm(plan, clip)) for p in range(depth) for t in range(ways)
     )  # fmt: skip
     places = {str(r): plan.mesh.coordinate(r, "pp") * ways + plan.mesh.coordinate(r, "tp") for r in range(plan.world)}
     return Schedule(programs, places if len(programs) > 1 else {})
@@ -78,12 +79,10 @@ def _compute(plan: Plan, profile: ModelProfile, every: Meetings, op: str, layer:
         yield replace(action, name=f"{action.name}/{op}/{micro}", waits=(f"{op}/{name}/{micro}",))
 
 
-def _meetings(plan: Plan, profile: ModelProfile) -> Meetings:
-    """Where tensor-parallel ranks meet, by layer and phase; `again` is what recomputing a layer repeats."""
+def _meetings(plan: Plan, profile: ModelProfile, tp_rank: int) -> Meetings:
+    """Where tensor- and context-parallel ranks meet, by layer and phase; `again` is what recomputing a layer repeats."""
     policy = plan.tensor
     found: Meetings = {}
-    if not policy.strands:
-        return found
     layers = {name for stage in plan.stages for name in stage.layers} or {layer.name for layer in profile.layers}
     here = {layer.name for layer in profile.layers}
 
@@ -107,6 +106,7 @@ def _meetings(plan: Plan, profile: ModelProfile) -> Meetings:
     sizes = {t.name: t.bytes for t in profile.tensors}
     for name in policy.partial:
         add(name, "backward", _meeting(f"enter/{name}", "all_reduce", float(sizes.get(name, 0))))
+    add_meetings(plan, profile, tp_rank, add)
     return found
 
 
@@ -167,11 +167,11 @@ def _tied(plan: Plan, profile: ModelProfile, pp_rank: int) -> Iterator[Action]:
             yield Action(f"tied/{tensor.name}", "all_reduce", bytes=size, axis=f"pp:{len(ranks)}")
 
 
-def _bucketed(plan: Plan, profile: ModelProfile, pp_rank: int = 0) -> Iterator[Action]:
+def _bucketed(plan: Plan, profile: ModelProfile, pp_rank: int = 0, tp_rank: int = 0) -> Iterator[Action]:
     buckets = gradient_buckets(plan, profile) if plan.mesh.group_size("data") > 1 else ()
     op, axis = ("reduce_scatter", "shard") if plan.memory.zero else ("all_reduce", "replica")
     ready = _completed_at(buckets, profile)
-    meets = _meetings(plan, profile)
+    meets = _meetings(plan, profile, tp_rank)
     launched: list[str] = []
     for micro in range(plan.micro_batches):
         last = micro == plan.micro_batches - 1
@@ -212,7 +212,7 @@ def _completed_at(buckets: tuple[Bucket, ...], profile: ModelProfile) -> dict[in
     return found
 
 
-def _sharded(plan: Plan, profile: ModelProfile, pp_rank: int = 0) -> Iterator[Action]:
+def _sharded(plan: Plan, profile: ModelProfile, pp_rank: int = 0, tp_rank: int = 0) -> Iterator[Action]:
     # A pipeline's stage leaves the model's forward half way, so there every layer is a unit and the model itself is none.
     units = set(plan.memory.units) | ({layer.name for layer in profile.layers} if plan.mesh.pp > 1 else set())
     shards, precision = plan.mesh.shard, plan.memory.precision
@@ -231,7 +231,7 @@ def _sharded(plan: Plan, profile: ModelProfile, pp_rank: int = 0) -> Iterator[Ac
             if plan.mesh.group_size("replica") > 1:
                 yield Action(f"replicas/{name}/{tag}", "all_reduce", bytes=size // shards, axis="replica", waits=(f"grads/{name}/{tag}",))
 
-    meets = _meetings(plan, profile)
+    meets = _meetings(plan, profile, tp_rank)
     sent: list[str] = []
     for micro in range(plan.micro_batches):
         for phase, order in (("forward", range(len(profile.layers))), ("backward", range(len(profile.layers) - 1, -1, -1))):
