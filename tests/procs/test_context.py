@@ -22,7 +22,10 @@ def test_the_zoo_on_four_ranks(pool: Any, name: str) -> None:
     check(pool, model, plan, profile)
 
 
-@pytest.mark.parametrize("family", ["GPT2", "Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Bert"])
+PROVED = [pytest.param(name, marks=pytest.mark.prove) for name in ("Mistral", "Qwen2")]
+
+
+@pytest.mark.parametrize("family", ["GPT2", "Llama", "Qwen3", "Mixtral", "Bert", *PROVED])
 def test_families_that_users_bring(pool: Any, family: str) -> None:
     model = sequences(family, 18 if family == "Llama" else 16)
     check(pool, model, *spread(model, Mesh(cp=2)))
@@ -48,3 +51,12 @@ def test_a_loss_of_the_models_own_that_shifts_labels(pool: Any) -> None:
 )
 def test_with_every_other_axis(pool: Any, model: dict[str, Any], mesh: Mesh, zero: int, micro: int, recompute: str) -> None:
     check(pool, model, *spread(model, mesh, 4, zero=zero, micro=micro, recompute=recompute))
+
+
+@pytest.mark.parametrize("loop", [False, True], ids=["session", "own loop"])
+def test_positions_made_in_every_way(pool: Any, loop: bool) -> None:
+    """Three ranks, so twelve positions in six chunks; tables, slices, ranges and sizes in the model's own code."""
+    single = pool.run("procs.context_jobs:every_way", world=1, loop=loop)[0]
+    for mine in pool.run("procs.context_jobs:every_way", world=3, loop=loop):
+        assert mine["losses"] == pytest.approx(single["losses"], rel=1e-9)
+        assert mine["state"] == pytest.approx(single["state"], rel=1e-9, abs=1e-9)

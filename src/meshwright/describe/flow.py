@@ -156,7 +156,8 @@ class _Recorder(TorchDispatchMode):
         rule = unknown if self.opaque else find_rule(func)
         name = "multi_head_attention" if self.opaque else func._overloadpacket.__name__
         names = [argument.name for argument in func._schema.arguments]
-        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        named = {"reduction": 1} if "reduction" in names else {}  # losses are means unless they say otherwise
+        named |= {**dict(zip(names, args, strict=False)), **kwargs}
         self.record(name, inputs, outs, lambda scene: rule(scene, args, kwargs, outs), given, named)
         return out
 

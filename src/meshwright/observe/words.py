@@ -25,7 +25,7 @@ def plan_in_words(plan: Plan) -> list[str]:
     elif plan.mesh.dp > 1:
         said.append("Every rank keeps the whole model, and gradients are averaged at each step.")
     if plan.mesh.cp > 1:
-        said.append(_context(plan))
+        said.append(context_in_words(plan))
     if plan.mesh.group_size("data") > 1:
         said.append(_sync(plan))
     said.append(f"Arithmetic is in {plan.memory.precision}; {_recompute(plan)}.")
@@ -84,7 +84,8 @@ def _who(plan: Plan) -> str:
     return f"{plan.world} ranks take {plan.share(0)[1]} of the {plan.global_batch} samples of a step each{micro}."
 
 
-def _context(plan: Plan) -> str:
+def context_in_words(plan: Plan) -> str:
+    """How a sequence is shared, for a plan with a cp axis."""
     count, ways = plan.context.positions, plan.mesh.cp
     paired = ", one run from the front and one from the back, so that causal attention is equal work" if plan.context.chunks > ways else ""
     return (

@@ -136,7 +136,7 @@ class _Follower:
         found: set[int] = set()
         for op in reversed(self.flow.operations):
             mine = [v for v in op.inputs if self._carries(v)]
-            binding = self.strand in (*op.sums, *op.binds) or _takes(self.flow, op, self.strand)
+            binding = (self.strand in (*op.sums, *op.binds) and not self.reductions.reduces(op)) or _takes(self.flow, op, self.strand)
             if mine and all(v in free for v in mine) and (binding or found.intersection(op.outputs)):
                 found.update(mine)
         for op in reversed(self.flow.operations):  # the makers of what is whole are whole
@@ -181,6 +181,8 @@ class _Follower:
         makes = [v for v in op.outputs if self._carries(v)]
         if any(sum(s == self.strand for dim in values[v].strands for s in dim) > 1 for v in op.outputs):
             raise self._refuse(index, f"compares positions with each other ({op.name})", "attend through F.scaled_dot_product_attention")
+        if (mine or makes) and any(v in self.reductions.kind for v in op.inputs):
+            raise RequestError(f"cp={self.ways}: {self.reductions.late(op)}: use --mesh dp={self.ways}")
         if op.name == "attention" and self.strand in op.binds:
             self._attend(index, op)
         elif _takes(self.flow, op, self.strand) or (makes and not mine and not wholes):
@@ -229,6 +231,8 @@ class _Follower:
         strands = out.strands[dim] if op.numbers and op.name in _CODE else ()
         at = strands.index(self.strand) if self.strand in strands else -1
         unknown = op.function not in _CODE.get(op.name, ()) or at < 0 or (op.name == "slice" and (op.numbers[2] != 1 or len(strands) > 1))
+        if unknown and any(self.flow.values[v].floating for v in op.inputs) and op.name != "slice":
+            raise self._blocked(index, op)
         if unknown:
             raise self._refuse(index, f"makes positions in a way that is not known ({op.function or op.name})")
         cut, frame = op.outputs[0] not in self.whole, self.reader.frame(index)

@@ -23,16 +23,19 @@ class Reductions:
         self.reader, self.strand = reader, strand
         self.kind: dict[int, str] = {}
 
+    def reduces(self, op: Operation) -> str | None:
+        """Whether an operation takes the mean or the sum over positions."""
+        found = op.name if op.name in ("mean", "sum") else None
+        if op.name in _LOSSES and op.numbers:
+            found = {1: "mean", 2: "sum"}.get(op.numbers[0])
+        return found if self.strand in op.binds else None
+
     def starts(self, op: Operation) -> bool:
         """Is it a reduction over positions? If so, its results are known from here on."""
-        names = {"mean": "mean", "sum": "sum"}
-        if op.name in _LOSSES and op.numbers in ((1,), (2,)):
-            names = {op.name: "mean" if op.numbers == (1,) else "sum"}
-        found = names.get(op.name)
-        if found is None or self.strand not in op.binds:
-            return False
-        self.kind.update(dict.fromkeys(op.outputs, found))
-        return True
+        found = self.reduces(op)
+        if found is not None:
+            self.kind.update(dict.fromkeys(op.outputs, found))
+        return found is not None
 
     def passes(self, op: Operation) -> None:
         """What an operation makes of such values."""
@@ -42,12 +45,18 @@ class Reductions:
 
     def _after(self, op: Operation, met: Sequence[str]) -> str:
         kinds, alone = set(met), len(met) == len(op.inputs)
+        if op.function == "cross_entropy":  # smooths labels by sums of its own, which its mean divides by the same number
+            return "mean" if "mean" in kinds or (op.name == "div" and len(met) == 2) else "sum"
         if len(kinds) == 1 and op.name in _KEEPS:
             return met[0]
-        if len(kinds) == 1 and op.name in _ADDS and (alone or met[0] == "mean") and len(op.inputs) > 1:
+        if len(kinds) == 1 and op.name in _ADDS and (met[0] == "mean" or (alone and len(op.inputs) > 1)):
             return met[0]
         if op.name in _SCALES and len(met) == 1 and op.inputs[0] in self.kind and (met[0] == "mean" or not alone):
             return met[0]
+        return self.late(op)
+
+    def late(self, op: Operation) -> str:
+        """The reason why an operation must not come after positions were added up."""
         where = self.reader.place(self.reader.flow.operations.index(op))
         return f"{where} adds positions up and then computes on ({op.name})"
 
