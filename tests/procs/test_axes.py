@@ -38,7 +38,8 @@ def cases(draw: st.DrawFn, most: int, precision: str) -> Case:
     """A model and a plan that is legal for it."""
     model = draw(models())
     degree = st.sampled_from([1, 1, 2, 2, 3, 4] if most > 4 else [1, 1, 2, 2, 4])
-    mesh = Mesh(pp=draw(degree), dp=draw(degree), shard=draw(degree), tp=(draw(degree),))
+    attends = model.get("zoo") in ("gpt-tiny", "llama-tiny")
+    mesh = Mesh(pp=draw(degree), dp=draw(degree), shard=draw(degree), cp=draw(degree) if attends else 1, tp=(draw(degree),))
     assume(1 < mesh.size <= most and mesh.pp < 4)
     micro = draw(st.integers(1, 4))
     how = {
