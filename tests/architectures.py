@@ -91,6 +91,26 @@ def loss(name: str) -> Callable[[nn.Module, Any], torch.Tensor]:
     return next_token
 
 
+def labelled_loss(model: nn.Module, b: Any) -> torch.Tensor:
+    """The batch has the label of each position: nothing is shifted."""
+    logits = model(input_ids=b["tokens"], **({} if "Bert" in type(model).__name__ else {"use_cache": False})).logits
+    return F.cross_entropy(logits.flatten(0, 1), b["labels"].flatten())
+
+
+def own_loss(model: nn.Module, b: Any) -> torch.Tensor:
+    """The model's own, which shifts labels itself."""
+    found: torch.Tensor = model(input_ids=b["tokens"], labels=b["tokens"], use_cache=False).loss
+    return found
+
+
+def labelled_batch(size: int, step: int, positions: int) -> dict[str, torch.Tensor]:
+    """Every position has a label, but for some of the first, which are left out."""
+    tokens = torch.randint(1, VOCAB, (size, positions + 1), generator=torch.Generator().manual_seed(step))
+    labels = tokens[:, 1:].clone()
+    labels[:, :3] = -100
+    return {"tokens": tokens[:, :-1], "labels": labels}
+
+
 def batch(name: str, size: int, step: int) -> dict[str, torch.Tensor]:
     """The same samples on every rank."""
     generator = torch.Generator().manual_seed(step)

@@ -12,6 +12,7 @@ from meshwright.core.plan import MemoryPolicy, Plan
 from meshwright.core.serial import to_data
 from meshwright.describe.flow import trace_module_flow
 from meshwright.plan import choose_cuts
+from meshwright.plan.context import choose_context
 from tests.procs.jobs import build, global_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")]
@@ -59,3 +60,21 @@ def test_tensor_parallelism(pool: Any, reference: list[float], precision: str) -
     made = Plan("gpt-tiny", 8, Mesh(tp=(2,)), memory=memory, tensor=choose_cuts(flow, 2), device="cuda", backend="gloo")
     losses = pool.run("procs.jobs:train_curve", world=2, plan=to_data(made), model=MODEL, dtype="float32")[0]["losses"]
     assert losses == pytest.approx(reference, rel=1e-3 if precision == "fp32" else 0.05)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
+def test_context_parallelism(pool: Any, name: str, precision: str) -> None:
+    """Two ranks on the one GPU: the kernels for a late run of causal attention, with few key heads too."""
+    model = {"zoo": name}
+    network, loss = build(model, torch.float32, 0)
+    flow = trace_module_flow(network, loss, global_batch(model, 2, 0, torch.float32), precision)
+    memory = MemoryPolicy(precision=precision)  # type: ignore[arg-type]
+    made = Plan(name, 8, Mesh(cp=2), memory=memory, context=choose_context(flow, 2, precision=precision), device="cuda", backend="gloo")
+    alone = Plan(name, 8, memory=memory, device="cuda")
+    found = [pool.run("procs.jobs:train_curve", world=p.world, plan=to_data(p), model=model, clip=1.0, dtype="float32")[0] for p in (made, alone)]
+    for what in ("losses", "norms"):
+        assert found[0][what] == pytest.approx(found[1][what], rel=1e-3 if precision == "fp32" else 0.05)
+    size = round(8 * made.context.attends[0].bytes)
+    gathers = {line["op"]: line["bytes"] for line in found[0]["ledger"] if line["name"] == f"context/{made.context.attends[0].module}"}
+    assert gathers == {"all_gather": size, "reduce_scatter": size}

@@ -47,6 +47,8 @@ def summed_error(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tens
 def global_batch(model: dict[str, Any], size: int, step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The whole batch of one step, the same whoever asks."""
     made = torch.Generator().manual_seed(1000 + step)
+    if "positions" in model:
+        return architectures.labelled_batch(size, step, model["positions"])
     if "family" in model:
         return architectures.batch(model["family"], size, step)
     if "zoo" in model:
@@ -73,9 +75,11 @@ def build(model: dict[str, Any], dtype: torch.dtype, seed: int) -> tuple[nn.Modu
         return task.build().to(dtype), task.loss
     if "family" in model:
         torch.manual_seed(seed)
-        return architectures.build(model["family"], **model.get("changes", {})).to(dtype), architectures.loss(model["family"])
-    loss = summed_error if model.get("masked") else squared_error
-    return random_network(model["sizes"], model["activation"], model["norm"], seed).to(dtype), loss
+        losses = {"labels": architectures.labelled_loss, "own": architectures.own_loss}
+        loss = losses.get(model.get("loss", "")) or architectures.loss(model["family"])
+        return architectures.build(model["family"], **model.get("changes", {})).to(dtype), loss
+    error = summed_error if model.get("masked") else squared_error
+    return random_network(model["sizes"], model["activation"], model["norm"], seed).to(dtype), error
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:

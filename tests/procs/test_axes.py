@@ -39,7 +39,8 @@ def cases(draw: st.DrawFn, most: int, precision: str, names: tuple[str, ...] = N
     model = draw(models(names))
     degree = st.sampled_from([1, 1, 2, 2, 3, 4] if most > 4 else [1, 1, 2, 2, 4])
     grid = draw(st.one_of(degree.map(lambda n: (n,)), st.sampled_from([(2, 2), (2, 3)] if most > 4 else [(2, 2)])))
-    mesh = Mesh(pp=draw(degree), dp=draw(degree), shard=draw(degree), tp=grid)
+    attends = model.get("zoo") in ("gpt-tiny", "llama-tiny")
+    mesh = Mesh(pp=draw(degree), dp=draw(degree), shard=draw(degree), cp=draw(degree) if attends else 1, tp=grid)
     assume(1 < mesh.size <= most and mesh.pp < 4)
     micro = draw(st.integers(1, 4))
     how = {

@@ -243,6 +243,10 @@ class Doing(nn.Module):
         (lambda x: x[:, :, 1:], {0, 1, 3}),
         (lambda x: torch.cat([x, x], 1), {0, 2, 3}),
         (lambda x: x.index_select(1, torch.tensor([2, 0])), {0, 2, 3}),
+        (lambda x: torch.arange(5.0).expand((*x.shape[:3], 5)).gather(3, (x > 0).long()), {0, 1, 2, 3}),
+        (lambda x: x.gather(1, torch.zeros_like(x, dtype=torch.int64)), {0, 2, 3}),
+        (lambda x: nn.functional.mse_loss(x, x * 2, reduction="none"), {0, 1, 2, 3}),
+        (lambda x: nn.functional.cross_entropy(x, torch.zeros_like(x[:, 0], dtype=torch.int64), reduction="none"), {0, 2, 3}),
     ],
 )
 def test_a_strand_that_passes_can_be_cut(function: Callable[[torch.Tensor], torch.Tensor], free: set[int]) -> None:

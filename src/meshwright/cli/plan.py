@@ -28,6 +28,7 @@ from meshwright.cli.shared import (
 )
 from meshwright.core.serial import to_data
 from meshwright.core.units import show_bytes, show_seconds
+from meshwright.observe.words import context_in_words
 from meshwright.schedule import LedgerLine, plan_ledger
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ def plan(
     if prepared.ranking:
         stdout.print(ranking_table(prepared.ranking, most))
     stdout.print(prepared.why, markup=False)
+    if prepared.plan.context.attends:
+        stdout.print(context_in_words(prepared.plan), markup=False)
     if prepared.plan.tensors:
         stdout.print(cuts_table(prepared.plan, prepared.profile))
     if ledger:

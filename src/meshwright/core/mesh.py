@@ -116,7 +116,7 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
     "tpx": ("tpx",),
     "tpy": ("tpy",),
 }
-RUNNABLE_AXES = ("pp", "dp", "shard", "tp")  # what `execute` can do today, and so what `plan` may propose
+RUNNABLE_AXES = ("pp", "dp", "shard", "cp", "tp")  # what `execute` can do today, and so what `plan` may propose
 
 
 def check_runnable(mesh: Mesh) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.core.cluster import DeviceKind
+from meshwright.core.context import ContextPolicy
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.serial import from_data, read_json, write_json
@@ -118,6 +119,7 @@ class Plan:
     placements: Mapping[str, str] = field(default_factory=dict)  # layers whose tensor parallelism a user has decided, by name
     tensor: TensorPolicy = TensorPolicy()
     across: TensorPolicy = TensorPolicy()  # the second dimension, when tensor parallelism has a grid
+    context: ContextPolicy = ContextPolicy()
     compile: Compile = "none"
     device: DeviceKind = "cpu"
     backend: str = "gloo"
@@ -135,6 +137,8 @@ class Plan:
         if not zero and mesh.shard > 1:
             raise RequestError(f"plan: mesh {mesh} has a shard axis but zero=0: set zero=1, 2 or 3, or use --mesh dp={mesh.data_width}")
         self._check_policies()
+        if mesh.cp > 1:
+            self._check_context()
         if mesh.pp > 1:
             self._check_pipeline()
         if self.balance.shares:
@@ -168,6 +172,12 @@ class Plan:
             raise RequestError("plan: zero=2 with pp cannot share a parameter between stages (a tied embedding): use zero=1 or zero=3")
         if self.memory.zero == 3 and self.schedule == "zero_bubble":
             raise RequestError("plan: schedule=zero_bubble cuts backward in two, and zero=3 reduces in the middle of it: use interleaved or zero=1")
+
+    def _check_context(self) -> None:
+        if self.mesh.pp > 1:
+            raise RequestError(f"plan: mesh {self.mesh}: cp does not go with pp yet: use dp, shard or tp instead of pp")
+        if self.compile != "none":
+            raise RequestError(f"plan: compile={self.compile} does not go with cp, which works on the model's own calls: use compile=none")
 
     def holders(self, parameter: str) -> tuple[int, ...]:
         """The stages that have a parameter: the one of the layer that it belongs to, and those that also use it."""
@@ -254,6 +264,7 @@ class Plan:
             return "single device"
         parts = [f"pipeline {self.mesh.pp} ({self.schedule})"] * (self.mesh.pp > 1)
         parts += [f"tensor parallel {'x'.join(map(str, self.mesh.tp))}"] * (self.mesh.degree("tp") > 1)
+        parts += [f"context parallel {self.mesh.cp}"] * (self.mesh.cp > 1)
         if self.memory.zero:
             parts.append(f"ZeRO-{self.memory.zero}" + (" hybrid" if self.mesh.dp > 1 else ""))
         elif self.mesh.dp > 1:

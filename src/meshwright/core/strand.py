@@ -50,6 +50,8 @@ class Operation:
     sums: tuple[int, ...] = ()
     binds: tuple[int, ...] = ()
     call: int = -1  # index into Flow.calls
+    function: str = ""  # the call in the code that led to it
+    numbers: tuple[int, ...] = ()  # of a slice its dim, start and step; of a range its start and step; of a loss how it reduces
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,15 @@ class ModuleCall:
 
 
 @dataclass(frozen=True)
+class Field:
+    """One tensor of the batch: its place among the batch's leaves, a name to call it by, and its value, -1 if nothing looked at it."""
+
+    leaf: int
+    name: str
+    value: int
+
+
+@dataclass(frozen=True)
 class Flow:
     """A model's forward pass and loss, as dataflow. `sizes` are the strands' lengths."""
 
@@ -76,6 +87,8 @@ class Flow:
     modules: tuple[ModuleCall, ...]
     calls: tuple[Call, ...]
     outputs: tuple[int, ...] = ()  # what the model returned
+    fields: tuple[Field, ...] = ()  # the batch
+    loss: tuple[int, ...] = ()  # what the loss returned: a mean, or a sum and a count; -1 for what is no tensor
 
     @cached_property
     def inputs(self) -> tuple[int, ...]:

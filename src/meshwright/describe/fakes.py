@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -86,6 +87,26 @@ def _masks_by_shape() -> Iterator[None]:
         yield
     finally:
         transformer._detect_is_causal_mask = theirs
+
+
+@contextmanager
+def unpacked() -> Iterator[None]:
+    """transformers looks at the values of positions to see whether several sequences are packed into one, and builds a mask if it cannot
+    look, as on fakes. A batch of a flow is one sequence a sample, so the answer is no."""
+    masks = sys.modules.get("transformers.masking_utils")
+    find = getattr(masks, "find_packed_sequence_indices", None)
+    if find is None:
+        yield
+        return
+
+    def looked(position_ids: torch.Tensor) -> None:
+        find(position_ids)  # its operations are part of the dataflow
+
+    masks.find_packed_sequence_indices = looked  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = find  # type: ignore[union-attr]
 
 
 def _fake(tensor: torch.Tensor, precision: str, device: str) -> torch.Tensor:

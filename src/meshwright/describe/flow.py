@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.core.calls import sized_call
 from meshwright.core.errors import RequestError
-from meshwright.core.strand import Call, Flow, LayerKind, ModuleCall, Operation, Value
+from meshwright.core.strand import Call, Field, Flow, LayerKind, ModuleCall, Operation, Value
 from meshwright.core.task import Batch, Loss, Task
 from meshwright.describe.attention import composed_attention
-from meshwright.describe.fakes import LOW, build, example, example_like, on_fakes, quiet
+from meshwright.describe.fakes import LOW, build, example, example_like, on_fakes, quiet, unpacked
 from meshwright.describe.rules import Dims, Scene, attention, find_rule, unknown
 from meshwright.describe.strands import Strand, UntiedError, fresh, leaves, length, tie
 
@@ -44,6 +44,7 @@ def _trace(model: nn.Module, loss: Loss, make_batch: Callable[[], Batch], mode: 
         stack.enter_context(mode)
         fakes = stack.enter_context(on_fakes(model, precision))
         stack.enter_context(quiet())
+        stack.enter_context(unpacked())
         stack.enter_context(torch.autocast("cpu", dtype=LOW[precision]) if precision in LOW else nullcontext())
         batch = make_batch()
         recorder = _Recorder(fakes)
@@ -53,13 +54,13 @@ def _trace(model: nn.Module, loss: Loss, make_batch: Callable[[], Batch], mode: 
         stack.enter_context(recorder)
         stack.enter_context(_Calls(recorder))
         try:
-            loss(model, batch)
+            recorder.returned(loss(model, batch))
         except RequestError:
             raise
         except Exception as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise RequestError(f"model {type(model).__name__} could not be traced for tensor parallelism: {reason[0][:200]}") from error
-        return recorder.flow()
+        return recorder.flow(batch)
 
 
 @dataclass
@@ -72,7 +73,7 @@ class _Op:
     outputs: list[int]
     sums: list[Strand]
     binds: list[Strand]
-    call: int
+    source: tuple[int, str, tuple[int, ...]]  # the call that holds its sizes, the function in the code, its numbers
 
 
 @dataclass
@@ -107,6 +108,7 @@ class _Book:
     modules: list[ModuleCall] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     outputs: tuple[int, ...] = ()
+    loss: tuple[int, ...] = ()
 
 
 class _Recorder(TorchDispatchMode):
@@ -120,6 +122,7 @@ class _Recorder(TorchDispatchMode):
         self.frames: list[_Frame] = [_Frame("", "other", [], 0)]
         self.call = -1
         self.opaque = ""  # the name of what is running, where its parts are not looked at
+        self.function = ""
         for name, tensor in fakes.items():
             self.book.values[self.number(tensor)].parameter = name
 
@@ -155,7 +158,8 @@ class _Recorder(TorchDispatchMode):
         rule = unknown if self.opaque else find_rule(func)
         name = self.opaque or func._overloadpacket.__name__
         names = [argument.name for argument in func._schema.arguments]
-        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        named = {"reduction": 1} if "reduction" in names else {}  # losses are means unless they say otherwise
+        named |= {**dict(zip(names, args, strict=False)), **kwargs}
         self.record(name, inputs, outs, lambda scene: rule(scene, args, kwargs, outs), given, named)
         return out
 
@@ -173,7 +177,8 @@ class _Recorder(TorchDispatchMode):
         except UntiedError:
             scene = Scene(self.dims, named)
             outputs = [self._made(out, dims) for out, dims in zip(outs, unknown(scene, given, {}, outs), strict=True)]
-        self.book.ops.append(_Op(name, self.frames[-1].module, inputs, outputs, scene.sums, scene.binds, self.call))
+        source = self.call, self.function, _numbers(name, named)
+        self.book.ops.append(_Op(name, self.frames[-1].module, inputs, outputs, scene.sums, scene.binds, source))
 
     def _made(self, tensor: torch.Tensor, dims: Dims) -> int:
         known = self._ids.get(id(tensor))
@@ -203,7 +208,10 @@ class _Recorder(TorchDispatchMode):
 
     # -- the result --
 
-    def flow(self) -> Flow:
+    def returned(self, loss: Any) -> None:
+        self.book.loss = tuple(self.number(t) if torch.is_tensor(t) else -1 for t in pytree.tree_leaves(loss))
+
+    def flow(self, batch: Batch) -> Flow:
         book = self.book
         numbers: dict[int, int] = {}
         sizes: list[int] = []
@@ -217,12 +225,20 @@ class _Recorder(TorchDispatchMode):
         def flat(dim: Sequence[Strand]) -> tuple[int, ...]:
             return tuple(index(s) for s in leaves(dim))
 
+        def several(strands: Sequence[Strand]) -> tuple[int, ...]:
+            return tuple(set(flat(strands)))
+
         values = tuple(Value(v.shape, tuple(flat(d) for d in v.dims), v.needs_grad, v.parameter, v.itemsize, v.floating) for v in book.values)
         operations = tuple(
-            Operation(o.name, o.module, tuple(o.inputs), tuple(o.outputs), tuple(set(flat(o.sums))), tuple(set(flat(o.binds))), o.call)
-            for o in book.ops
+            Operation(o.name, o.module, tuple(o.inputs), tuple(o.outputs), several(o.sums), several(o.binds), *o.source) for o in book.ops
         )
-        return Flow(_SAMPLES, tuple(sizes), values, operations, tuple(book.modules), tuple(book.calls), book.outputs)
+        fields = tuple(self._fields(batch))
+        return Flow(_SAMPLES, tuple(sizes), values, operations, tuple(book.modules), tuple(book.calls), book.outputs, fields, book.loss)
+
+    def _fields(self, batch: Batch) -> Iterator[Field]:
+        for leaf, (path, tensor) in enumerate(pytree.tree_leaves_with_path(batch)):
+            if torch.is_tensor(tensor):
+                yield Field(leaf, pytree.keystr(path).strip("[]'") or "batch", self._ids.get(id(tensor), -1))
 
 
 class _Calls(TorchFunctionMode):
@@ -238,7 +254,8 @@ class _Calls(TorchFunctionMode):
             return _attention(recorder, *args, **kwargs)
         name = getattr(func, "__name__", "")
         sized = sized_call(name, args, kwargs)
-        before = recorder.call, recorder.opaque
+        before = recorder.call, recorder.opaque, recorder.function
+        recorder.function = name
         if name == _OPAQUE:
             recorder.opaque = "multi_head_attention" + " with need_weights=True" * bool(kwargs.get("need_weights", True))
         if sized is not None:
@@ -249,7 +266,7 @@ class _Calls(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         finally:
-            recorder.call, recorder.opaque = before
+            recorder.call, recorder.opaque, recorder.function = before
 
 
 def _attention(
@@ -273,6 +290,18 @@ class _Attended(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         raise NotImplementedError
+
+
+def _numbers(name: str, named: dict[str, Any]) -> tuple[int, ...]:
+    """What planners ask about an operation beyond its operands."""
+    if name == "slice":
+        dim, start, size = named.get("dim", 0), named.get("start") or 0, named["self"].shape
+        dim %= len(size)
+        return dim, start + size[dim] if start < 0 else start, named.get("step", 1)
+    if name == "arange":
+        found = named.get("start", 0), named.get("step", 1)
+        return found if all(isinstance(n, int) for n in found) else ()
+    return (named["reduction"],) if isinstance(named.get("reduction"), int) else ()
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -258,6 +258,30 @@ def _pool(scene: Scene, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]) ->
     return [[*given[:2], *(fresh(n) for n in out.shape[2:])] for out in outs]
 
 
+# -- losses --
+
+
+@rule("nll_loss_forward", "nll_loss2d_forward")
+def _likelihood(scene: Scene, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]) -> list[Dims]:
+    """Scores of classes, and the class of each: (N, C, …) and (N, …). Reduced, it needs all of both."""
+    scores, targets = scene.dims(args[0]), scene.dims(args[1])
+    places = [d for d in range(len(scores)) if d != (1 if len(scores) > 1 else 0)]
+    for place, target in zip(places, targets, strict=True):
+        tie(scores[place], target)
+    scene.bind(scores if scene.named.get("reduction") else [scores[1 if len(scores) > 1 else 0]])
+    return [targets if out.dim() else [] for out in outs]
+
+
+@rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "soft_margin_loss")
+def _difference(scene: Scene, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]) -> list[Dims]:
+    """Element by element, and then all of it at once if it is reduced."""
+    joined = scene.join([(scene.dims(t), t.shape) for t in _tensors((args, kwargs))])
+    if outs[0].dim():
+        return [joined]
+    scene.bind(joined)
+    return [[]]
+
+
 # -- views --
 
 
@@ -372,7 +396,20 @@ def _index_select(scene: Scene, args: Any, kwargs: Any, outs: Sequence[torch.Ten
     return [[*given[:dim], *scene.dims(args[2]), *given[dim + 1 :]]]
 
 
-@rule("gather", "scatter", "scatter_add", "scatter_", "scatter_add_", "index_add", "index_add_", "index_copy", "index_fill")
+@rule("gather")
+def _take_along(scene: Scene, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]) -> list[Dims]:
+    """Every index picks for itself, so its dims pass; of what is picked from, the named dim is needed whole."""
+    table, index, dim = scene.dims(args[0]), scene.dims(args[2]), _at(args[1], args[0].dim())
+    scene.bind([table[dim]])
+    for d in range(len(index)):
+        if d != dim and args[0].shape[d] == args[2].shape[d]:
+            tie(table[d], index[d])
+        elif d != dim:
+            scene.bind([table[d], index[d]])
+    return [index]
+
+
+@rule("scatter", "scatter_add", "scatter_", "scatter_add_", "index_add", "index_add_", "index_copy", "index_fill")
 def _gather(scene: Scene, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]) -> list[Dims]:
     """The named dim is needed whole; operands of the output's length share the other dims with it."""
     out, dim = outs[0], _at(args[1], args[0].dim())

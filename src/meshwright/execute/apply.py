@@ -12,7 +12,9 @@ from torch import nn
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import check_runnable
 from meshwright.core.plan import Plan
+from meshwright.core.task import Batch
 from meshwright.describe.attention import compose_attention
+from meshwright.execute.context import ContextRun
 from meshwright.execute.groups import Groups, make_groups
 from meshwright.execute.memory import DTYPES, KeyRing, is_sharded, local_tensor, recompute_units, shard_model, storage_bytes
 from meshwright.execute.pipeline import PipelineCuts
@@ -33,6 +35,15 @@ class Applied:
     keys: KeyRing
     tensor: TensorCuts | None = None
     pipeline: PipelineCuts | None = None
+    context: ContextRun | None = None
+
+    def local(self, batch: Batch) -> Batch:
+        """For a loop of your own under context parallelism: this rank's positions of a batch. Any other plan leaves it as it is."""
+        if self.context is None:
+            return batch
+        if self.context.loss_takes_positions:
+            raise RequestError("the loss that this plan was made for slices positions itself: put inputs and shifted labels into the batch")
+        return self.context.local(batch)
 
     @property
     def mean_over(self) -> int:
@@ -130,6 +141,7 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
         compose_attention(model)  # as the dataflow was read from which the plan was made
     pipeline = PipelineCuts(plan, model, optimizer, groups) if groups.pp.size > 1 else None
     tensor = cut_model(model, optimizer, plan, groups) if groups.tp.size > 1 else None
+    context = ContextRun(model, plan.context, groups.cp) if groups.cp.size > 1 else None
     if plan.memory.recompute == "full":
         recompute_units(model, plan.memory.units, keys)
     if plan.compile == "blocks":
@@ -142,13 +154,15 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
         buckets = GradientBuckets(model, optimizer, groups, plan.sync, plan.memory.zero, _kinds_of(model, plan, pipeline))
     if pipeline is not None:
         pipeline.attach()
-    return Applied(plan, model, optimizer, groups, buckets, keys, tensor, pipeline)
+    return Applied(plan, model, optimizer, groups, buckets, keys, tensor, pipeline, context)
 
 
 def _check(plan: Plan, model: nn.Module) -> None:
     check_runnable(plan.mesh)
     if plan.mesh.degree("tp") > 1 and not plan.tensor.strands:
         raise RequestError(f"plan: mesh {plan.mesh} has a tp axis, but tensor.strands is empty: let `meshwright plan` or plan_for fill it in")
+    if plan.mesh.cp > 1 and not plan.context.attends:
+        raise RequestError(f"plan: mesh {plan.mesh} has a cp axis, but context is empty: let `meshwright plan` or plan_for fill it in")
     if plan.mesh.pp > 1 and not any(stage.entry for stage in plan.stages):
         raise RequestError(f"plan: mesh {plan.mesh} has a pp axis, but stages are not cut: let `meshwright plan` or plan_for fill them in")
     modules = dict(model.named_modules())

@@ -149,6 +149,8 @@ class Session:
             torch._foreach_mul_(grads, factor)
 
     def _loss(self, loss_fn: Loss) -> Loss:
+        if self.applied.context is not None:
+            return self.applied.context.around(loss_fn)
         if self.plan.compile != "model":
             return loss_fn
         if loss_fn not in self._compiled:
@@ -183,7 +185,7 @@ class Session:
 
         def whole(_: int = 0) -> Any:
             with self._autocast():
-                return loss_fn(self.model, batch)
+                return (self.applied.context.around(loss_fn) if self.applied.context is not None else loss_fn)(self.model, batch)
 
         if self.applied.pipeline is None:
             return whole()  # type: ignore[no-any-return]
@@ -207,7 +209,7 @@ class _Meter:
             loss, count = value[0] / total, torch.as_tensor(value[1], device=value[0].device)
             self._counts.append(count.detach())
         else:
-            loss = value * (size / total)
+            loss = value * (size / (total * self._plan.mesh.cp))  # ranks along cp have equal parts of the same samples
         if loss.dim():
             raise RequestError(f"loss_fn returned a tensor of shape {tuple(loss.shape)}: return a scalar mean, or (sum, count)")
         self._sums.append(loss.detach())

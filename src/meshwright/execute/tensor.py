@@ -116,11 +116,7 @@ def _arrange(model: nn.Module, policy: TensorPolicy, comm: Comm, fed: Sequence[s
         _gather_output(modules[meet.module], strands[meet.strand], comm, f"gather/{meet.module}", apart)
     for name in policy.partial:
         _enter_parameter(modules[name.rpartition(".")[0]], name.rpartition(".")[2], comm, f"enter/{name}")
-    tables: dict[str, list[Rewrite]] = {}
-    for rewrite in policy.rewrites:
-        tables.setdefault(rewrite.module, []).append(rewrite)
-    for name, rewrites in tables.items():
-        _rewrite_sizes(modules[name], rewrites, strands, comm)
+    rewrite_sizes(modules, policy.rewrites, strands, comm)
     for name, strand in {meet.module: meet.strand for meet in policy.norms}.items():
         norm_over_pieces(modules[name], strands[strand], comm, f"norm/{name}", apart)
 
@@ -271,12 +267,19 @@ class _Sizes(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _rewrite_sizes(module: nn.Module, rewrites: list[Rewrite], strands: Mapping[str, Dealt], comm: Comm) -> None:
-    table = {}
+def rewrite_sizes(modules: Mapping[str, nn.Module], rewrites: Sequence[Rewrite], strands: Mapping[str, Dealt], comm: Comm) -> None:
+    """While a module runs, the sizes in its code that count a dealt strand are this rank's."""
+    tables: dict[str, dict[tuple[str, int, int, int], int]] = {}
     for r in rewrites:
         strand = strands[r.strand]
-        table[r.function, r.rank, r.position, r.number] = r.number // strand.size * strand.piece(comm.rank, comm.size)[1]
-    mode, inner = _Sizes(table), module.forward
+        mine = r.number // strand.size * strand.piece(comm.rank, comm.size)[1]
+        tables.setdefault(r.module, {})[r.function, r.rank, r.position, r.number] = mine
+    for name, table in tables.items():
+        _run_under(modules[name], _Sizes(table))
+
+
+def _run_under(module: nn.Module, mode: TorchFunctionMode) -> None:
+    inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with mode:

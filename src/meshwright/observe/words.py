@@ -24,7 +24,9 @@ def plan_in_words(plan: Plan) -> list[str]:
         said.append(_ZERO[plan.memory.zero].format(n=plan.mesh.shard))
     elif plan.mesh.dp > 1:
         said.append("Every rank keeps the whole model, and gradients are averaged at each step.")
-    if plan.mesh.data_width > 1:
+    if plan.mesh.cp > 1:
+        said.append(context_in_words(plan))
+    if plan.mesh.group_size("data") > 1:
         said.append(_sync(plan))
     said.append(f"Arithmetic is in {plan.memory.precision}; {_recompute(plan)}.")
     if plan.compile != "none":
@@ -80,6 +82,16 @@ def _who(plan: Plan) -> str:
     if plan.balance.shares:
         return f"{plan.world} ranks share the {plan.global_batch} samples of a step as {', '.join(map(str, plan.balance.shares))}{micro}."
     return f"{plan.world} ranks take {plan.share(0)[1]} of the {plan.global_batch} samples of a step each{micro}."
+
+
+def context_in_words(plan: Plan) -> str:
+    """How a sequence is shared, for a plan with a cp axis."""
+    count, ways = plan.context.positions, plan.mesh.cp
+    paired = ", one run from the front and one from the back, so that causal attention is equal work" if plan.context.chunks > ways else ""
+    return (
+        f"Each sequence of {count} positions is shared by {ways} ranks, {count // ways} each{paired}; "
+        f"keys and values are gathered at {len(plan.context.attends)} attentions (context parallelism)."
+    )
 
 
 def _sync(plan: Plan) -> str:

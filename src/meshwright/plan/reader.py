@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from meshwright.core.context import LOSS
 from meshwright.core.strand import Flow, ModuleCall, Operation
-from meshwright.core.tensor import Cut
+from meshwright.core.tensor import Cut, Rewrite
 
 SLICES = ("slice", "narrow")  # a split by number is noted as a call; what is left comes from `chunk`, which counts for itself
 # What may happen to a partial sum before it is completed: a sum of results is the result of the sum.
@@ -102,3 +103,45 @@ class Reader:
             return len(places) == 1 and (places == [0] or op.name in ("mul", "mul_"))  # a square or a divisor does not
         started = [v for v in op.inputs if v not in partial and self.flow.values[v].floating]
         return op.name in _ADDING and all(v in self.producer and self.op(self.producer[v]).name in _ZEROS for v in started)
+
+    def frame(self, index: int, among: Iterable[str] | None = None) -> str:
+        """The module (of some, if given) in whose code an operation is; what is in none is the loss's own."""
+        if among is None:
+            call = self.layer_of.get(index)
+            return LOSS if call is None else call.module
+        around = [c for c in self.flow.modules if c.first <= index < c.last and c.module in among]
+        return min(around, key=lambda c: c.last - c.first).module if around else LOSS
+
+    def place(self, index: int) -> str:
+        """The same in words."""
+        found = self.frame(index)
+        return "the loss" if found == LOSS else found or "the model"
+
+    def module_names(self) -> set[str]:
+        return {call.module for call in self.flow.modules}
+
+    def rewrites(self, names: Mapping[int, str], whole: Collection[int] = ()) -> tuple[list[Rewrite], list[Rewrite]]:
+        """Sizes in the model's code that count one of some strands, and not for values that stay whole; and those of them that count
+        other things too."""
+        found: dict[Rewrite, None] = {}
+        spared: set[tuple[str, str, int, int, int]] = set()
+        for op in self.flow.operations:
+            if op.call < 0:
+                continue
+            call = self.flow.calls[op.call]
+            for position, number in enumerate(call.sizes):
+                if number == -1:
+                    continue
+                dim = call.dim if call.function.startswith(("split", "unflatten")) else position
+                made = self.flow.values[op.outputs[0]]
+                at = dim + position if call.function == "unflatten" else dim
+                if not -len(made.strands) <= at < len(made.strands) or made.shape[at] != number:
+                    continue  # an intermediate step of the call
+                strand = next((s for s in made.strands[at] if s in names and op.outputs[0] not in whole), None)
+                key = (call.module, call.function, len(call.sizes), position, number)
+                if strand is None:
+                    spared.add(key)
+                else:
+                    found[Rewrite(*key, names[strand], call.dim)] = None
+        unclear = [r for r in found if (r.module, r.function, r.rank, r.position, r.number) in spared]
+        return list(found), unclear

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from meshwright.core.cluster import Cluster
+from meshwright.core.context import ContextPolicy
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh, check_runnable
 from meshwright.core.model import ModelProfile
@@ -13,6 +14,7 @@ from meshwright.core.plan import BalancePolicy, Compile, MemoryPolicy, Overlap, 
 from meshwright.core.strand import Flow
 from meshwright.core.tensor import TensorPolicy
 from meshwright.core.workload import Workload
+from meshwright.plan.context import choose_context, share_meetings
 from meshwright.plan.partition import choose_units, one_stage
 from meshwright.plan.pipeline import cut_stages
 from meshwright.plan.tensor import check_placements, choose_grid, refuse_if_nothing
@@ -51,6 +53,7 @@ def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wish
         try:
             check_runnable(mesh)
             tensor = _tensor(mesh, wishes, cuts)
+            tensor, context = with_context(mesh, wishes.flow, tensor, workload.precision)
             schedule = wishes.schedule or "1f1b"
             stages = _stages(profile, mesh, schedule, wishes, tensor, pieces)
         except RequestError as error:
@@ -59,7 +62,7 @@ def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wish
         for micro in _micro_batches(workload.global_batch, mesh, wishes):
             for recompute in (wishes.recompute,) if wishes.recompute else ("none", "full"):
                 try:
-                    yield _make(profile, cluster, workload, wishes, mesh, zero, micro, recompute, tensor, stages, schedule)
+                    yield _make(profile, cluster, workload, wishes, mesh, zero, micro, recompute, tensor, context, stages, schedule)
                     found = True
                 except RequestError as error:
                     reason = reason or error  # the first is about the simplest plan
@@ -95,6 +98,16 @@ def _tensor(mesh: Mesh, wishes: Wishes, made: dict[tuple[int, ...], Grid]) -> Gr
         made[mesh.tp] = choose_grid(wishes.flow, mesh.tp, wishes.placements)
         refuse_if_nothing(made[mesh.tp], mesh.tp)
     return made[mesh.tp]
+
+
+def with_context(mesh: Mesh, flow: Flow | None, tensor: Grid, precision: str) -> tuple[Grid, ContextPolicy]:
+    """How positions are shared out, and tensor parallelism on what is left of them."""
+    if mesh.cp == 1:
+        return tensor, ContextPolicy()
+    if flow is None:
+        raise RequestError(f"mesh {mesh}: context parallelism needs the model's dataflow, and this model's loss is not known: pass loss_fn")
+    context = choose_context(flow, mesh.cp, tensor[0], precision)
+    return (share_meetings(flow, tensor[0], mesh.cp), share_meetings(flow, tensor[1], mesh.cp)), context
 
 
 def _stages(
@@ -160,7 +173,7 @@ def _micro_batches(batch: int, mesh: Mesh, wishes: Wishes) -> list[int]:
 
 def _make(
     profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes, mesh: Mesh, zero: int, micro: int, recompute: str,
-    tensor: Grid, stages: tuple[Stage, ...], schedule: PipelineSchedule,
+    tensor: Grid, context: ContextPolicy, stages: tuple[Stage, ...], schedule: PipelineSchedule,
 ) -> Plan:  # fmt: skip
     device = cluster.devices[0].kind
     world = mesh.size
@@ -180,7 +193,8 @@ def _make(
         placements=wishes.placements,
         tensor=tensor[0],
         across=tensor[1],
-        compile=wishes.compile if wishes.compile is not None else _default_compile(device, world),
+        context=context,
+        compile=wishes.compile if wishes.compile is not None else "none" if mesh.cp > 1 else _default_compile(device, world),
         device=device,
         backend=wishes.backend or ("nccl" if device == "cuda" else "gloo"),
         threads=max(cores // world, 1) if device == "cpu" else 0,

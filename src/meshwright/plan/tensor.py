@@ -251,31 +251,11 @@ def _feature_dim(reader: Reader, call: ModuleCall, weight: Weight) -> int:
 
 
 def _rewrites(reader: Reader, names: Mapping[int, str]) -> list[Rewrite]:
-    found: dict[Rewrite, None] = {}
-    spared: set[tuple[str, str, int, int, int]] = set()
-    for op in reader.flow.operations:
-        if op.call < 0:
-            continue
-        call = reader.flow.calls[op.call]
-        for position, number in enumerate(call.sizes):
-            if number == -1:
-                continue
-            dim = call.dim if call.function.startswith(("split", "unflatten")) else position
-            made = reader.flow.values[op.outputs[0]]
-            at = dim + position if call.function == "unflatten" else dim
-            if not -len(made.strands) <= at < len(made.strands) or made.shape[at] != number:
-                continue  # an intermediate step of the call
-            strand = next((s for s in made.strands[at] if s in names), None)
-            key = (call.module, call.function, len(call.sizes), position, number)
-            if strand is None:
-                spared.add(key)
-            else:
-                found[Rewrite(*key, names[strand], call.dim)] = None
-    for rewrite in found:
-        if (rewrite.module, rewrite.function, rewrite.rank, rewrite.position, rewrite.number) in spared:
-            strand = next(s for s, name in names.items() if name == rewrite.strand)
-            raise StandsInTheWayError(strand, f"the code of {rewrite.module} uses the size {rewrite.number} for other things too")
-    return list(found)
+    found, unclear = reader.rewrites(names)
+    for rewrite in unclear:
+        strand = next(s for s, name in names.items() if name == rewrite.strand)
+        raise StandsInTheWayError(strand, f"the code of {rewrite.module} uses the size {rewrite.number} for other things too")
+    return found
 
 
 def _reasons(reader: Reader, cut: set[str], asked: Mapping[str, str], blocked: Mapping[int, str]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from meshwright.core.schedule import Action, Schedule
 from meshwright.core.tensor import Meet, TensorPolicy
 from meshwright.core.workload import ITEM_BYTES
 from meshwright.schedule.buckets import Bucket, assign_buckets
+from meshwright.schedule.context import add_meetings
 from meshwright.schedule.local import local_profile
 
 
@@ -79,10 +80,8 @@ def _compute(plan: Plan, profile: ModelProfile, every: Meetings, op: str, layer:
 
 
 def _meetings(plan: Plan, profile: ModelProfile, tp_rank: int) -> Meetings:
-    """Where tensor-parallel ranks meet, by layer and phase; `again` is what recomputing a layer repeats."""
+    """Where tensor- and context-parallel ranks meet, by layer and phase; `again` is what recomputing a layer repeats."""
     found: Meetings = {}
-    if not plan.tensors:
-        return found
     layers = {name for stage in plan.stages for name in stage.layers} or {layer.name for layer in profile.layers}
     here = {layer.name for layer in profile.layers}
 
@@ -116,6 +115,7 @@ def _meetings(plan: Plan, profile: ModelProfile, tp_rank: int) -> Meetings:
         sizes = {t.name: t.bytes for t in profile.tensors}
         for name in policy.partial:
             add(name, "backward", _meeting(f"enter/{name}", "all_reduce", axis, float(sizes.get(name, 0))))
+    add_meetings(plan, profile, tp_rank, add)
     return found
 
 

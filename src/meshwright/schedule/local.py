@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from meshwright.core.model import Kernel, LayerProfile, ModelProfile, TensorSpec
 from meshwright.core.plan import Plan
+from meshwright.schedule.context import context_profile
 
 _CUT_KINDS = ("matmul", "conv", "attention")
 
@@ -14,6 +15,8 @@ def local_profile(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int 
     """The profile as one rank sees it. Parameters are exact; work and activations shrink with the layer's cut parameters."""
     if plan.mesh.pp > 1 and len(plan.stages) > 1:
         profile = _stage_profile(plan, profile, pp_rank)
+    if plan.mesh.cp > 1:
+        profile = context_profile(plan, profile)
     ways = plan.mesh.degree("tp")
     if ways == 1:
         return profile
