@@ -100,7 +100,7 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
     "ep": ("ep",),
     "tp": ("tp",),
 }
-RUNNABLE_AXES = ("pp", "dp", "shard", "tp")  # what `execute` can do today, and so what `plan` may propose
+RUNNABLE_AXES = ("pp", "dp", "shard", "cp", "tp")  # what `execute` can do today, and so what `plan` may propose
 
 
 def check_runnable(mesh: Mesh) -> None:

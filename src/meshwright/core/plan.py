@@ -11,6 +11,7 @@ from meshwright.core.cluster import DeviceKind
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.serial import from_data, read_json, write_json
+from meshwright.core.spatial import SpatialPolicy, show_grid
 from meshwright.core.tensor import TensorPolicy
 from meshwright.core.workload import Precision
 
@@ -103,6 +104,7 @@ class Plan:
     balance: BalancePolicy = BalancePolicy()
     placements: Mapping[str, str] = field(default_factory=dict)  # layers whose tensor parallelism a user has decided, by name
     tensor: TensorPolicy = TensorPolicy()
+    spatial: SpatialPolicy = SpatialPolicy()
     compile: Compile = "none"
     device: DeviceKind = "cpu"
     backend: str = "gloo"
@@ -122,6 +124,8 @@ class Plan:
         self._check_policies()
         if mesh.pp > 1:
             self._check_pipeline()
+        if self.spatial.grid:
+            self._check_spatial()
         if self.balance.shares:
             self._check_shares()
         else:
@@ -153,6 +157,16 @@ class Plan:
             raise RequestError("plan: zero=2 with pp cannot share a parameter between stages (a tied embedding): use zero=1 or zero=3")
         if self.memory.zero == 3 and self.schedule == "zero_bubble":
             raise RequestError("plan: schedule=zero_bubble cuts backward in two, and zero=3 reduces in the middle of it: use interleaved or zero=1")
+
+    def _check_spatial(self) -> None:
+        mesh, ways = self.mesh, self.spatial.ways
+        if ways != mesh.cp:
+            raise RequestError(f"plan: spatial.grid {show_grid(self.spatial.grid)} has {ways} ranks and mesh {mesh} has cp={mesh.cp}: plan again")
+        for axis in ("pp", "tp"):
+            if mesh.degree(axis) > 1:
+                raise RequestError(f"plan: blocks of positions do not go with {axis} yet (mesh {mesh}): use dp or shard beside cp={ways}")
+        if self.compile == "model":
+            raise RequestError("plan: compile=model does not go with cp: neighbours meet inside the model; use compile=blocks")
 
     def holders(self, parameter: str) -> tuple[int, ...]:
         """The stages that have a parameter: the one of the layer that it belongs to, and those that also use it."""
@@ -222,6 +236,7 @@ class Plan:
             return "single device"
         parts = [f"pipeline {self.mesh.pp} ({self.schedule})"] * (self.mesh.pp > 1)
         parts += [f"tensor parallel {'x'.join(map(str, self.mesh.tp))}"] * (self.mesh.degree("tp") > 1)
+        parts += [f"spatial {show_grid(self.spatial.grid)}"] * bool(self.spatial.grid)
         if self.memory.zero:
             parts.append(f"ZeRO-{self.memory.zero}" + (" hybrid" if self.mesh.dp > 1 else ""))
         elif self.mesh.dp > 1:

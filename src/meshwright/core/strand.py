@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 LayerKind = Literal["linear", "conv", "embedding", "other"]
+WindowKind = Literal["conv", "max", "mean", "grow"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,27 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Window:
+    """What slides over the last dims of an operation's input, a number a dim. `grow` is the other way round: every position becomes
+    `stride` positions that depend on it alone."""
+
+    kind: WindowKind
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Read:
+    """The model's own code asked for a size of a value: of dim `dim`, before operation `at`."""
+
+    value: int
+    dim: int
+    at: int
+
+
+@dataclass(frozen=True)
 class Operation:
     """What one operation did: `sums` strands were contracted away, `binds` strands were needed whole; all others passed freely."""
 
@@ -49,6 +71,8 @@ class Operation:
     sums: tuple[int, ...] = ()
     binds: tuple[int, ...] = ()
     call: int = -1  # index into Flow.calls
+    function: str = ""  # the call in the code, of torch's, that it is part of
+    window: Window | None = None
 
 
 @dataclass(frozen=True)
@@ -75,3 +99,4 @@ class Flow:
     calls: tuple[Call, ...]
     outputs: tuple[int, ...] = ()  # what the model returned
     saves: tuple[int, ...] = ()  # how many operations had run whenever autograd kept a tensor for backward
+    reads: tuple[Read, ...] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.core.calls import sized_call
 from meshwright.core.errors import RequestError
-from meshwright.core.strand import Call, Flow, LayerKind, ModuleCall, Operation, Value
+from meshwright.core.strand import Call, Flow, LayerKind, ModuleCall, Operation, Read, Value, Window
 from meshwright.core.task import Batch, Loss, Task
 from meshwright.describe.fakes import LOW, build, example, example_like, on_fakes, quiet
+from meshwright.describe.reads import watch_sizes
 from meshwright.describe.rules import Dims, Scene, attention, find_rule, unknown
 from meshwright.describe.strands import Strand, UntiedError, fresh, leaves, length, tie
 
@@ -71,6 +72,8 @@ class _Op:
     sums: list[Strand]
     binds: list[Strand]
     call: int
+    function: str
+    window: Window | None
 
 
 @dataclass
@@ -105,6 +108,7 @@ class _Book:
     calls: list[Call] = field(default_factory=list)
     outputs: tuple[int, ...] = ()
     saves: set[int] = field(default_factory=set)
+    reads: set[Read] = field(default_factory=set)
 
 
 class _Recorder(TorchDispatchMode):
@@ -117,6 +121,7 @@ class _Recorder(TorchDispatchMode):
         self._kept: list[torch.Tensor] = []  # alive, or their addresses would be used again
         self.frames: list[_Frame] = [_Frame("", "other", [], 0)]
         self.call = -1
+        self.function = ""
         self.opaque = False
         for name, tensor in fakes.items():
             self.book.values[self.number(tensor)].parameter = name
@@ -125,11 +130,12 @@ class _Recorder(TorchDispatchMode):
 
     def number(self, tensor: torch.Tensor) -> int:
         """Its place in the book; a tensor never seen before (an input, a constant) has dims of its own."""
-        found = self._ids.get(id(tensor))
-        if found is None:
-            found = self._note(tensor, [fresh(n) for n in tensor.shape])
-        self.book.values[found].needs_grad |= tensor.requires_grad
-        return found
+        with torch._C.DisableTorchFunction():  # what we ask of it is not what the model's code asks
+            found = self._ids.get(id(tensor))
+            if found is None:
+                found = self._note(tensor, [fresh(n) for n in tensor.shape])
+            self.book.values[found].needs_grad |= tensor.requires_grad
+            return found
 
     def _note(self, tensor: torch.Tensor, dims: Dims) -> int:
         self._kept.append(tensor)
@@ -171,7 +177,7 @@ class _Recorder(TorchDispatchMode):
         except UntiedError:
             scene = Scene(self.dims, named)
             outputs = [self._made(out, dims) for out, dims in zip(outs, unknown(scene, given, {}, outs), strict=True)]
-        self.book.ops.append(_Op(name, self.frames[-1].module, inputs, outputs, scene.sums, scene.binds, self.call))
+        self.book.ops.append(_Op(name, self.frames[-1].module, inputs, outputs, scene.sums, scene.binds, self.call, self.function, scene.window))
 
     def _made(self, tensor: torch.Tensor, dims: Dims) -> int:
         known = self._ids.get(id(tensor))
@@ -180,6 +186,11 @@ class _Recorder(TorchDispatchMode):
         for old, new in zip(self.book.values[known].dims, dims, strict=True):  # in place: the same tensor, of which more is known now
             tie(old, new)
         return known
+
+    def read(self, tensor: torch.Tensor, dims: Iterable[int]) -> None:
+        """The model's code looked at these of a tensor's sizes."""
+        value = self.number(tensor)
+        self.book.reads.update(Read(value, dim, len(self.book.ops)) for dim in dims)
 
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
         self.book.saves.add(len(self.book.ops))
@@ -215,10 +226,15 @@ class _Recorder(TorchDispatchMode):
 
         values = tuple(Value(v.shape, tuple(flat(d) for d in v.dims), v.needs_grad, v.parameter, v.itemsize, v.floating) for v in book.values)
         operations = tuple(
-            Operation(o.name, o.module, tuple(o.inputs), tuple(o.outputs), tuple(set(flat(o.sums))), tuple(set(flat(o.binds))), o.call)
+            Operation(
+                o.name, o.module, tuple(o.inputs), tuple(o.outputs), tuple(set(flat(o.sums))), tuple(set(flat(o.binds))), o.call, o.function, o.window
+            )
             for o in book.ops
-        )
-        return Flow(_SAMPLES, tuple(sizes), values, operations, tuple(book.modules), tuple(book.calls), book.outputs, tuple(sorted(book.saves)))
+        )  # fmt: skip
+        return Flow(
+            _SAMPLES, tuple(sizes), values, operations, tuple(book.modules), tuple(book.calls), book.outputs, tuple(sorted(book.saves)),
+            tuple(sorted(book.reads, key=lambda r: (r.at, r.value, r.dim))),
+        )  # fmt: skip
 
 
 class _Calls(TorchFunctionMode):
@@ -234,17 +250,19 @@ class _Calls(TorchFunctionMode):
             return _attention(recorder, *args, **kwargs)
         name = getattr(func, "__name__", "")
         sized = sized_call(name, args, kwargs)
-        before = recorder.call, recorder.opaque
+        before = recorder.call, recorder.opaque, recorder.function
         recorder.opaque |= name in _OPAQUE
+        recorder.function = name
         if sized is not None:
             recorder.book.calls.append(Call(recorder.frames[-1].module, name, sized.sizes, sized.dim))
             recorder.call = len(recorder.book.calls) - 1
         else:
             recorder.call = -1
         try:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
         finally:
-            recorder.call, recorder.opaque = before
+            recorder.call, recorder.opaque, recorder.function = before
+        return watch_sizes(func, args, out, recorder.read)
 
 
 def _attention(

@@ -205,12 +205,14 @@ class _Meter:
         self._vector: torch.Tensor | None = None
 
     def add(self, value: torch.Tensor | tuple[torch.Tensor, torch.Tensor], size: int, total: int) -> torch.Tensor:
-        """Take one micro-batch's loss; give back what to differentiate: its share of the global mean, by samples."""
+        """Take one micro-batch's loss; give back what to differentiate: its share of the global mean, by samples.
+        Ranks that share positions all have the same loss, so each counts a part of it."""
+        alike = self._plan.spatial.ways
         if isinstance(value, tuple):
-            loss, count = value[0] / total, torch.as_tensor(value[1], device=value[0].device)
-            self._counts.append(count.detach())
+            loss, count = value[0] / (total * alike), torch.as_tensor(value[1], device=value[0].device)
+            self._counts.append(count.detach() / alike if alike > 1 else count.detach())
         else:
-            loss = value * (size / total)
+            loss = value * (size / (total * alike))
         if loss.dim():
             raise RequestError(f"loss_fn returned a tensor of shape {tuple(loss.shape)}: return a scalar mean, or (sum, count)")
         self._sums.append(loss.detach())

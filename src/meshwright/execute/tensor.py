@@ -64,7 +64,7 @@ def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, policy: Tensor
     found = TensorCuts(comm, {c.parameter: (s, c) for s in policy.strands for c in s.cuts})
     if optimizer.state:
         raise RequestError("tensor parallelism cuts the optimizer's state: apply the plan before the optimizer's first step")
-    _share_randomness(comm, next(model.parameters()).device)
+    share_randomness(comm, next(model.parameters()).device)
     _replace_tensors(model, optimizer, found)
     modules = dict(model.named_modules())
     for meet in policy.enters:
@@ -86,7 +86,7 @@ def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, policy: Tensor
     return found
 
 
-def _share_randomness(comm: Comm, device: torch.device) -> None:
+def share_randomness(comm: Comm, device: torch.device) -> None:
     """The ranks of one group go on from the first one's random state: dropout on what they all hold must be the same for all."""
     state = torch.get_rng_state().to(device)
     comm.broadcast(state, "start/random").wait()

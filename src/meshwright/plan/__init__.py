@@ -4,6 +4,7 @@ from meshwright.plan.explain import explain
 from meshwright.plan.pipeline import cut_stages
 from meshwright.plan.search import Ranking, Scored, rank_plans
 from meshwright.plan.space import Wishes
+from meshwright.plan.spatial import choose_spatial
 from meshwright.plan.tensor import choose_cuts, coverage, refuse_if_nothing
 
-__all__ = ["Ranking", "Scored", "Wishes", "choose_cuts", "coverage", "cut_stages", "explain", "rank_plans", "refuse_if_nothing"]
+__all__ = ["Ranking", "Scored", "Wishes", "choose_cuts", "choose_spatial", "coverage", "cut_stages", "explain", "rank_plans", "refuse_if_nothing"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -10,11 +11,13 @@ from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh, check_runnable
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import BalancePolicy, Compile, MemoryPolicy, PipelineSchedule, Plan, Stage, SyncPolicy, stages_a_rank
+from meshwright.core.spatial import SpatialPolicy
 from meshwright.core.strand import Flow
 from meshwright.core.tensor import TensorPolicy
 from meshwright.core.workload import Workload
 from meshwright.plan.partition import choose_units, one_stage
 from meshwright.plan.pipeline import cut_stages
+from meshwright.plan.spatial import choose_spatial
 from meshwright.plan.tensor import choose_cuts, refuse_if_nothing
 
 
@@ -33,6 +36,7 @@ class Wishes:
     timeout_s: float | None = None
     schedule: PipelineSchedule | None = None
     placements: Mapping[str, str] = field(default_factory=dict)
+    spatial: tuple[int, ...] = ()  # the grid of cp's ranks; empty: as square as it goes
     flow: Flow | None = None  # the model's dataflow; without it no tensor parallelism is considered
 
 
@@ -42,19 +46,21 @@ def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wish
     found = False
     cuts: dict[int, TensorPolicy] = {}
     pieces: dict[tuple[int, int], tuple[Stage, ...]] = {}
+    blocks: dict[int, SpatialPolicy] = {}
     for mesh, zero in _layouts(cluster, wishes):
         try:
             check_runnable(mesh)
             tensor = _tensor(mesh, wishes, cuts)
             schedule = _schedule(mesh, wishes)
             stages = _stages(profile, mesh, schedule, wishes, tensor, pieces)
+            spatial = _spatial(mesh, wishes, blocks)
         except RequestError as error:
             reason = reason or error
             continue
         for micro in _micro_batches(workload.global_batch, mesh, wishes):
             for recompute in (wishes.recompute,) if wishes.recompute else ("none", "full"):
                 try:
-                    yield _make(profile, cluster, workload, wishes, mesh, zero, micro, recompute, tensor, stages, schedule)
+                    yield _make(profile, cluster, workload, wishes, mesh, zero, micro, recompute, tensor, spatial, stages, schedule)
                     found = True
                 except RequestError as error:
                     reason = reason or error  # the first is about the simplest plan
@@ -73,6 +79,19 @@ def _tensor(mesh: Mesh, wishes: Wishes, made: dict[int, TensorPolicy]) -> Tensor
         made[ways] = choose_cuts(wishes.flow, ways, wishes.placements)
         refuse_if_nothing(made[ways], ways)
     return made[ways]
+
+
+def _spatial(mesh: Mesh, wishes: Wishes, made: dict[int, SpatialPolicy]) -> SpatialPolicy:
+    """How the ranks of `cp` share positions."""
+    if mesh.cp == 1:
+        if wishes.spatial:
+            raise RequestError(f"spatial is the grid of the ranks of cp, and mesh {mesh} has none: use --mesh cp={math.prod(wishes.spatial)}")
+        return SpatialPolicy()
+    if wishes.flow is None:
+        raise RequestError(f"mesh {mesh}: spatial parallelism needs the model's dataflow, and this model's loss is not known: pass loss_fn")
+    if mesh.cp not in made:
+        made[mesh.cp] = choose_spatial(wishes.flow, mesh.cp, wishes.spatial)
+    return made[mesh.cp]
 
 
 def _schedule(mesh: Mesh, wishes: Wishes) -> PipelineSchedule:
@@ -136,7 +155,7 @@ def _micro_batches(batch: int, mesh: Mesh, wishes: Wishes) -> list[int]:
 
 def _make(
     profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes, mesh: Mesh, zero: int, micro: int, recompute: str,
-    tensor: TensorPolicy, stages: tuple[Stage, ...], schedule: PipelineSchedule,
+    tensor: TensorPolicy, spatial: SpatialPolicy, stages: tuple[Stage, ...], schedule: PipelineSchedule,
 ) -> Plan:  # fmt: skip
     device = cluster.devices[0].kind
     world = mesh.size
@@ -157,6 +176,7 @@ def _make(
         balance=BalancePolicy(),
         placements=wishes.placements,
         tensor=tensor,
+        spatial=spatial,
         compile=wishes.compile if wishes.compile is not None else _default_compile(device, world),
         device=device,
         backend=wishes.backend or ("nccl" if device == "cuda" else "gloo"),

@@ -12,16 +12,23 @@ from meshwright.core.tensor import Meet
 from meshwright.core.workload import ITEM_BYTES
 from meshwright.schedule.buckets import Bucket, assign_buckets
 from meshwright.schedule.local import local_profile
+from meshwright.schedule.spatial import spatial_meetings
 
 
 def expand(plan: Plan, profile: ModelProfile, *, clip: bool = False) -> Schedule:
-    """One program for each pipeline and tensor-parallel rank; ranks that differ in their data alone share it."""
+    """One program for each rank of a pipeline, of a grid of positions and of tensor parallelism; others differ in their data alone."""
     build = _sharded if plan.memory.zero == 3 and plan.mesh.group_size("data") > 1 else _bucketed
-    ways, depth = plan.mesh.degree("tp"), plan.mesh.pp
+    degrees = {"pp": plan.mesh.pp, "cp": plan.spatial.ways, "tp": plan.mesh.degree("tp")}
     programs = tuple(
-        (*build(plan, local_profile(plan, profile, t, p), p), *_norm(plan, clip)) for p in range(depth) for t in range(ways)
+        (*build(plan, local_profile(plan, profile, t, p), p, c), *_norm(plan, clip))
+        for p in range(degrees["pp"]) for c in range(degrees["cp"]) for t in range(degrees["tp"])
     )  # fmt: skip
-    places = {str(r): plan.mesh.coordinate(r, "pp") * ways + plan.mesh.coordinate(r, "tp") for r in range(plan.world)}
+    places = {}
+    for rank in range(plan.world):
+        at = 0
+        for axis, ways in degrees.items():
+            at = at * ways + plan.mesh.coordinate(rank, axis) % ways
+        places[str(rank)] = at
     return Schedule(programs, places if len(programs) > 1 else {})
 
 
@@ -65,7 +72,7 @@ _NONE: dict[str, list[Action]] = {"forward": [], "again": [], "backward": []}
 
 
 def _compute(plan: Plan, profile: ModelProfile, every: Meetings, op: str, layer: int, micro: int, waits: tuple[str, ...] = ()) -> Iterator[Action]:
-    """One layer, and where its tensor-parallel ranks meet: each meeting holds up what comes after it."""
+    """One layer, and where its ranks meet: each meeting holds up what comes after it."""
     name = profile.layers[layer].name
     meets = every.get(name, _NONE)
     if op == "backward" and plan.memory.recompute == "full" and name in plan.memory.units:
@@ -78,11 +85,11 @@ def _compute(plan: Plan, profile: ModelProfile, every: Meetings, op: str, layer:
         yield replace(action, name=f"{action.name}/{op}/{micro}", waits=(f"{op}/{name}/{micro}",))
 
 
-def _meetings(plan: Plan, profile: ModelProfile) -> Meetings:
-    """Where tensor-parallel ranks meet, by layer and phase; `again` is what recomputing a layer repeats."""
+def _meetings(plan: Plan, profile: ModelProfile, cp_rank: int = 0) -> Meetings:
+    """Where tensor-parallel ranks and those that share positions meet, by layer and phase; `again` is what recomputing a layer repeats."""
     policy = plan.tensor
     found: Meetings = {}
-    if not policy.strands:
+    if not policy.strands and not plan.spatial.grid:
         return found
     layers = {name for stage in plan.stages for name in stage.layers} or {layer.name for layer in profile.layers}
     here = {layer.name for layer in profile.layers}
@@ -107,6 +114,8 @@ def _meetings(plan: Plan, profile: ModelProfile) -> Meetings:
     sizes = {t.name: t.bytes for t in profile.tensors}
     for name in policy.partial:
         add(name, "backward", _meeting(f"enter/{name}", "all_reduce", float(sizes.get(name, 0))))
+    for spot in spatial_meetings(plan.spatial, profile.batch, cp_rank):
+        add(spot.module, spot.phase, spot.action, spot.phase == "forward" and _owner(spot.module, layers) not in spot.final_in)
     return found
 
 
@@ -167,11 +176,11 @@ def _tied(plan: Plan, profile: ModelProfile, pp_rank: int) -> Iterator[Action]:
             yield Action(f"tied/{tensor.name}", "all_reduce", bytes=size, axis=f"pp:{len(ranks)}")
 
 
-def _bucketed(plan: Plan, profile: ModelProfile, pp_rank: int = 0) -> Iterator[Action]:
+def _bucketed(plan: Plan, profile: ModelProfile, pp_rank: int = 0, cp_rank: int = 0) -> Iterator[Action]:
     buckets = gradient_buckets(plan, profile) if plan.mesh.group_size("data") > 1 else ()
     op, axis = ("reduce_scatter", "shard") if plan.memory.zero else ("all_reduce", "replica")
     ready = _completed_at(buckets, profile)
-    meets = _meetings(plan, profile)
+    meets = _meetings(plan, profile, cp_rank)
     launched: list[str] = []
     for micro in range(plan.micro_batches):
         last = micro == plan.micro_batches - 1
@@ -212,7 +221,7 @@ def _completed_at(buckets: tuple[Bucket, ...], profile: ModelProfile) -> dict[in
     return found
 
 
-def _sharded(plan: Plan, profile: ModelProfile, pp_rank: int = 0) -> Iterator[Action]:
+def _sharded(plan: Plan, profile: ModelProfile, pp_rank: int = 0, cp_rank: int = 0) -> Iterator[Action]:
     # A pipeline's stage leaves the model's forward half way, so there every layer is a unit and the model itself is none.
     units = set(plan.memory.units) | ({layer.name for layer in profile.layers} if plan.mesh.pp > 1 else set())
     shards, precision = plan.mesh.shard, plan.memory.precision
@@ -231,7 +240,7 @@ def _sharded(plan: Plan, profile: ModelProfile, pp_rank: int = 0) -> Iterator[Ac
             if plan.mesh.group_size("replica") > 1:
                 yield Action(f"replicas/{name}/{tag}", "all_reduce", bytes=size // shards, axis="replica", waits=(f"grads/{name}/{tag}",))
 
-    meets = _meetings(plan, profile)
+    meets = _meetings(plan, profile, cp_rank)
     sent: list[str] = []
     for micro in range(plan.micro_batches):
         for phase, order in (("forward", range(len(profile.layers))), ("backward", range(len(profile.layers) - 1, -1, -1))):

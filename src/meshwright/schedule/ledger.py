@@ -45,6 +45,8 @@ def plan_ledger(plan: Plan, profile: ModelProfile, *, clip: bool = True, rank: i
     if plan.mesh.degree("tp") > 1:
         ways = plan.mesh.degree("tp")
         lines.append(LedgerLine("start-up", "start/random", "broadcast", "tp", ways, 1, _RANDOM_BYTES, 0, _RANDOM_BYTES * 1.0))
+    if plan.spatial.grid:
+        lines.append(LedgerLine("start-up", "start/random", "broadcast", "cp", plan.mesh.cp, 1, _RANDOM_BYTES, 0, _RANDOM_BYTES * 1.0))
     for (name, op, axis), (calls, size, padding) in found.items():
         group = 2 if op == "send" else plan.mesh.group_size(axis)
         lines.append(LedgerLine("step", name, op, axis, group, calls, size, padding, size * wire_factor(op, group)))
@@ -58,9 +60,9 @@ def run_name(name: str) -> str:
 
 def plan_ledgers(plan: Plan, profile: ModelProfile, *, clip: bool = True) -> dict[str, list[LedgerLine]]:
     """The ledger of every rank; ranks that do the same are named together, like "0,1"."""
-    groups: dict[tuple[int, int], list[int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(plan.world):
-        groups.setdefault((plan.mesh.coordinate(rank, "pp"), plan.mesh.coordinate(rank, "tp")), []).append(rank)
+        groups.setdefault(tuple(plan.mesh.coordinate(rank, axis) for axis in ("pp", "cp", "tp")), []).append(rank)
     return {",".join(map(str, ranks)): list(plan_ledger(plan, profile, clip=clip, rank=ranks[0])) for ranks in groups.values()}
 
 
