@@ -189,9 +189,15 @@ def obstacle(slide: Slide, grid: tuple[int, ...]) -> str:
 
 
 def is_local(slide: Slide, grid: tuple[int, ...]) -> bool:
-    """Every rank needs exactly what it holds: nothing is to be done."""
-    every = (reach(slide, grid, rank) for rank in range(math.prod(grid)))
-    return all(r.own == r.needed and lengths(r.own) == r.shape for r in every)
+    """Every rank needs what it holds, from its first position on, and a convolution may leave a rest over: nothing is to be done."""
+    rest = slide.window.stride if slide.window.kind == "conv" else (1,) * len(grid)
+    for dim, ways in enumerate(grid):
+        for at in range(ways) if ways > 1 else ():
+            first, count = piece(slide.sizes[dim], at, ways)
+            start, stop = needed_run(slide, dim, at, ways)
+            if slide.window.padding[dim] or start != first or not 0 <= first + count - stop < rest[dim]:
+                return False
+    return True
 
 
 def halo_widths(slide: Slide, grid: tuple[int, ...]) -> tuple[int, ...]:

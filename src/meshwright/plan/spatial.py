@@ -81,6 +81,11 @@ def _is_field(flow: Flow, value: int, grid: tuple[int, ...]) -> bool:
     return noted.floating and len(sizes) == len(grid) and all(n >= ways for n, ways in zip(sizes, grid, strict=True))
 
 
+def _is_norm(op: Operation) -> bool:
+    """The operation that a norm of torch's comes down to; it may cast and count beside it."""
+    return op.function in _NORMS and op.function in op.name
+
+
 class _NeedsWholeError(Exception):
     """An operation cannot work on blocks of these values."""
 
@@ -163,7 +168,7 @@ class _Walk:
         self.seen.total += made
         parts = [v for v in op.inputs if v in self.axes]
         if not parts:
-            if op.window is not None or op.function in _NORMS:
+            if op.window is not None or _is_norm(op):
                 self.seen.whole.setdefault((op.module, op.function), set()).add(self.flow.values[op.inputs[0]].shape[2:])
             return
         self.seen.made += made
@@ -173,7 +178,7 @@ class _Walk:
             raise self._stop(index, "draws random numbers, which depend on the layout")
         if op.window is not None:
             self._slide(index, op)
-        elif op.function in _NORMS and op.name.endswith(("batch_norm", "batch_norm_legit", "group_norm")):
+        elif _is_norm(op):
             self._norm(index, op)
         else:
             self._pass(index, op)
@@ -223,7 +228,7 @@ class _Walk:
 
     def _note(self, module: str, sizes: tuple[int, ...], slide: Slide | None = None) -> None:
         halo = f", halo {show_grid(halo_widths(slide, self.grid))}" if slide in self.seen.slides else ""
-        self.seen.cut[module] = f"{show_grid(sizes)} positions in blocks of {show_grid(widest(sizes, self.grid))}{halo}"
+        self.seen.cut[module or "(model)"] = f"{show_grid(sizes)} positions in blocks of {show_grid(widest(sizes, self.grid))}{halo}"
 
     def _pass(self, index: int, op: Operation) -> None:
         """Whatever treats all positions alike: the dims that are cut come out as they went in, and nothing is needed whole."""
@@ -304,7 +309,7 @@ class _Walk:
         doors = tuple(Door(p, self.flow.values[roots[0].inputs[p]].shape[2:]) for p in sorted(self.doors))
         after = next((f"{self.asked[g.module, g.position]}; gathered after {g.module or 'the model'}" for g in seen.gathers), "")
         layers = dict.fromkeys([*(op.module for op in self.flow.operations if op.window is not None), *self._owners()])
-        fates = {name or "(model)": seen.cut.get(name, f"whole: {after}") for name in layers}
+        fates = {n: seen.cut.get(n, "on blocks" if n in seen.worked else f"whole: {after}") for n in (name or "(model)" for name in layers)}
         return SpatialPolicy(self.grid, doors, tuple(seen.slides), tuple(seen.norms), tuple(seen.gathers), tuple(seen.worked), fates)
 
     def _owners(self) -> list[str]:
