@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import torch
@@ -67,13 +68,34 @@ _MADE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]
 NAMES = tuple(_MADE)
 
 
+def _stack(layers: list[list[int | str]]) -> nn.Module:
+    """Any windows one after the other: (kind, kernel, stride, padding, dilation) each."""
+    kinds: dict[int | str, Callable[..., nn.Module]] = {
+        "conv": lambda k, s, p, d: nn.Conv2d(2, 2, k, s, p, d),
+        "max": lambda k, s, p, d: nn.MaxPool2d(k, s, min(p, k // 2), d),
+        "mean": lambda k, s, p, _: nn.AvgPool2d(k, s, min(p, k // 2)),
+        "norm": lambda *_: nn.BatchNorm2d(2),
+    }
+    return nn.Sequential(nn.Conv2d(2, 2, 1), nn.Tanh(), *(kinds[kind](*numbers) for kind, *numbers in layers))
+
+
+def _described(name: str) -> tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]]:
+    """A network by name, or by its layers and the size of its images, in JSON."""
+    if name in _MADE:
+        return _MADE[name]
+    told = json.loads(name)
+    with torch.random.fork_rng():
+        wanted = _stack(told["layers"]).double()(torch.zeros(2, 2, *told["size"], dtype=torch.float64)).shape[1:]
+    return lambda: _stack(told["layers"]), (2, *told["size"]), tuple(wanted)
+
+
 def build(name: str) -> nn.Module:
-    return _MADE[name][0]()
+    return _described(name)[0]()
 
 
 def batch(name: str, size: int, step: int) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(1000 + step)
-    _, given, wanted = _MADE[name]
+    _, given, wanted = _described(name)
     return {"x": torch.randn(size, *given, generator=draw, dtype=torch.float64), "y": torch.randn(size, *wanted, generator=draw, dtype=torch.float64)}
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from meshwright.core.cluster import Cluster
 from meshwright.core.event import Event
 from meshwright.core.plan import Plan
+from meshwright.core.spatial import show_grid
 from meshwright.core.units import show_bytes
 from meshwright.observe import figures
 
@@ -20,11 +21,13 @@ _ZERO = {
 def plan_in_words(plan: Plan) -> list[str]:
     """What the plan does, a sentence a choice."""
     said = [_who(plan)]
+    if plan.spatial.grid:
+        said.append(_blocks(plan))
     if plan.memory.zero:
         said.append(_ZERO[plan.memory.zero].format(n=plan.mesh.shard))
     elif plan.mesh.dp > 1:
         said.append("Every rank keeps the whole model, and gradients are averaged at each step.")
-    if plan.mesh.data_width > 1:
+    if plan.mesh.group_size("data") > 1:
         said.append(_sync(plan))
     said.append(f"Arithmetic is in {plan.memory.precision}; {_recompute(plan)}.")
     if plan.compile != "none":
@@ -50,6 +53,8 @@ def plan_choices(plan: Plan) -> list[tuple[str, str, str]]:
         ("compile", plan.compile, "what torch.compile is applied to"),
         ("device", plan.device, f"communication by {plan.backend}"),
     ]
+    if plan.spatial.grid:
+        rows.append(("grid", show_grid(plan.spatial.grid), "ranks that share the positions of a sample, along each spatial dim"))
     rows += [("threads", str(plan.threads), "CPU threads a rank")] if plan.threads else []
     rows += [("stages", str(len(plan.stages)), ", ".join(f"{len(s.layers)} layers" for s in plan.stages))] if plan.stages else []
     rows += [("placements", str(len(plan.placements)), ", ".join(f"{k}: {v}" for k, v in plan.placements.items()))] if plan.placements else []
@@ -80,6 +85,14 @@ def _who(plan: Plan) -> str:
     if plan.balance.shares:
         return f"{plan.world} ranks share the {plan.global_batch} samples of a step as {', '.join(map(str, plan.balance.shares))}{micro}."
     return f"{plan.world} ranks take {plan.share(0)[1]} of the {plan.global_batch} samples of a step each{micro}."
+
+
+def _blocks(plan: Plan) -> str:
+    """How ranks share positions, and until where."""
+    policy = plan.spatial
+    until = ", ".join(gather.module or "the model" for gather in policy.gathers)
+    who = f"Each {policy.ways} of them take the same samples, and a block of the positions each, on a grid of {show_grid(policy.grid)}"
+    return f"{who}; neighbours exchange borders, and blocks become whole after {until}."
 
 
 def _sync(plan: Plan) -> str:
