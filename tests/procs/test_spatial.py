@@ -24,7 +24,7 @@ from tests.procs.spread import check, model_of, spread
         ({"images": "windows"}, 2, ()),
         ({"images": "windows", "masked": True}, 4, ()),
         ({"images": "resnet"}, 4, ()),
-        ({"images": "resnet"}, 3, (1, 3)),
+        ({"images": "resnet", "masked": True}, 3, (1, 3)),
         ({"images": "hourglass"}, 4, ()),
         ({"images": "hourglass"}, 4, (4, 1)),
     ],

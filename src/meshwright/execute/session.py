@@ -207,12 +207,12 @@ class _Meter:
     def add(self, value: torch.Tensor | tuple[torch.Tensor, torch.Tensor], size: int, total: int) -> torch.Tensor:
         """Take one micro-batch's loss; give back what to differentiate: its share of the global mean, by samples.
         Ranks that share positions all have the same loss, so each counts a part of it."""
-        alike = self._plan.spatial.ways
+        parts = total * self._plan.spatial.ways
         if isinstance(value, tuple):
-            loss, count = value[0] / (total * alike), torch.as_tensor(value[1], device=value[0].device)
-            self._counts.append(count.detach() / alike if alike > 1 else count.detach())
+            loss, count = value[0] / parts, torch.as_tensor(value[1], device=value[0].device)
+            self._counts.append(count.detach())
         else:
-            loss = value * (size / (total * alike))
+            loss = value * (size / parts)
         if loss.dim():
             raise RequestError(f"loss_fn returned a tensor of shape {tuple(loss.shape)}: return a scalar mean, or (sum, count)")
         self._sums.append(loss.detach())
@@ -225,7 +225,7 @@ class _Meter:
         empty = torch.zeros((), dtype=kind, device=self._plan.device)
         parts = [torch.stack(self._sums).sum().to(kind) if self._sums else empty]
         if self._counted:
-            parts.append(torch.stack([c.to(kind) for c in self._counts]).sum() if self._counts else empty)
+            parts.append(torch.stack([c.to(kind) for c in self._counts]).sum() / self._plan.spatial.ways if self._counts else empty)
         self._vector = torch.stack(parts)
         self._wait = self._applied.groups.batch.all_reduce(self._vector, "loss").wait
 

@@ -42,9 +42,7 @@ def choose_spatial(flow: Flow, ways: int, grid: tuple[int, ...] = ()) -> Spatial
     dims = next((len(op.window.kernel) for op in flow.operations if op.window is not None and op.window.kind == "conv"), 0)
     instead = f"use --mesh dp={ways}"
     if not dims:
-        raise RequestError(
-            f"cp={ways}: no convolution here whose positions could be shared: use context parallelism of sequences, or --mesh dp={ways}"
-        )
+        raise RequestError(f"cp={ways}: no convolution here whose positions could be cut: use context parallelism of sequences, or --mesh dp={ways}")
     grid = _fitted(grid, ways, dims) if grid else choose_grid(ways, dims)
     reader = Reader(flow)
     roots = [call for call in flow.modules if not call.module]
