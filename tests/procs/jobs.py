@@ -17,7 +17,7 @@ from meshwright.core.task import Task
 from meshwright.execute.session import Session
 from meshwright.execute.state import state_digest, whole_state
 from meshwright.launch import Rendezvous, join, leave
-from tests import architectures
+from tests import architectures, convolutional
 
 
 def random_network(sizes: list[int], activation: str, norm: bool, seed: int) -> nn.Module:
@@ -51,6 +51,8 @@ def global_batch(model: dict[str, Any], size: int, step: int, dtype: torch.dtype
         return architectures.labelled_batch(size, step, model["positions"])
     if "family" in model:
         return architectures.batch(model["family"], size, step)
+    if "images" in model:
+        return convolutional.batch(model["images"], size, step)
     if "zoo" in model:
         fields = zoo.load(model["zoo"]).fields
         out = {}
@@ -78,6 +80,9 @@ def build(model: dict[str, Any], dtype: torch.dtype, seed: int) -> tuple[nn.Modu
         losses = {"labels": architectures.labelled_loss, "own": architectures.own_loss}
         loss = losses.get(model.get("loss", "")) or architectures.loss(model["family"])
         return architectures.build(model["family"], **model.get("changes", {})).to(dtype), loss
+    if "images" in model:
+        torch.manual_seed(seed)
+        return convolutional.build(model["images"]).to(dtype), convolutional.counted_loss if model.get("masked") else convolutional.loss
     error = summed_error if model.get("masked") else squared_error
     return random_network(model["sizes"], model["activation"], model["norm"], seed).to(dtype), error
 

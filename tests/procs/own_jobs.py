@@ -22,6 +22,7 @@ from meshwright.execute.data import RankLoader
 from meshwright.execute.session import Session
 from meshwright.launch import Rendezvous, join, leave
 from meshwright.orchestrate.worker import run_script
+from tests import convolutional
 from tests.procs.jobs import build, global_batch, make_optimizer
 
 SAMPLES, BATCH = 9, 4  # the last batch has one sample: too few for two ranks
@@ -169,5 +170,45 @@ def connected(rank: int, world: int, meeting: str, mesh: str | None) -> dict[str
             assert out[comm.rank] == rank
             found[name] = out.tolist()
         return found
+    finally:
+        leave()
+
+
+def spatial_loop(rank: int, world: int, meeting: str, mesh: str = "") -> dict[str, Any]:
+    """A residual network in a loop of one's own, evaluated, and once more through `prepare`; every rank feeds the same samples."""
+    torch.set_num_threads(1)
+    join(Rendezvous(rank, world, meeting, timeout_s=60))
+    try:
+        batches = [convolutional.batch("resnet", BATCH, step) for step in range(3)]
+
+        def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+            torch.manual_seed(3 + rank)
+            network = convolutional.build("resnet").double()
+            return network, torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+
+        network, optimizer = made()
+        plan = Plan("alone", BATCH)
+        if mesh:
+            plan = mw.plan_for(network, batches[0], convolutional.loss, world=world, mesh=Mesh.parse(mesh)).best.plan
+        mw.parallelize(network, optimizer, plan)
+        losses = []
+        for given in batches:
+            optimizer.zero_grad()
+            loss = convolutional.loss(network, given)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        buffers = {name: float(b.double().sum()) for name, b in network.named_buffers()}
+        with torch.no_grad():
+            evaluated = float(convolutional.loss(network.eval(), batches[0]))
+        refused = ""
+        try:
+            network(batches[0]["x"][:, :, :16, :16])
+        except mw.RequestError as error:
+            refused = str(error)
+        again, stepped = made()
+        run = mw.prepare(again, stepped, batches, plan=plan)
+        prepared = [float(run.step(given, convolutional.loss)) for given in run.loader]
+        return {"losses": losses, "buffers": buffers, "evaluated": evaluated, "prepared": prepared, "refused": refused}
     finally:
         leave()

@@ -14,10 +14,11 @@ import torch
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import MemoryPolicy, Plan, stages_a_rank
 from meshwright.core.serial import from_data, to_data
+from meshwright.core.spatial import SpatialPolicy
 from meshwright.core.tensor import TensorPolicy
 from meshwright.describe.flow import trace_module_flow
 from meshwright.describe.trace import trace_module
-from meshwright.plan import with_context
+from meshwright.plan import share_positions
 from meshwright.plan.partition import choose_units, one_stage
 from meshwright.plan.pipeline import cut_stages
 from meshwright.plan.tensor import choose_grid
@@ -51,15 +52,16 @@ def traced(model: dict[str, Any], precision: str = "fp64") -> tuple[Any, Any]:
 
 def spread(
     model: dict[str, Any], mesh: Mesh, batch: int = 4, *, zero: int = 0, micro: int = 1, recompute: str = "none", schedule: str = "1f1b",
-    precision: str = "fp64",
+    precision: str = "fp64", grid: tuple[int, ...] = (),
 ) -> tuple[Plan, Any]:  # fmt: skip
     """A plan with the cuts that the planner finds, as a file would hold it, and the profile to expand it with."""
     profile, flow = traced(model, precision)
     memory = MemoryPolicy(zero, choose_units(profile), recompute, precision)  # type: ignore[arg-type]
     tensor, across = choose_grid(flow, mesh.tp) if mesh.degree("tp") > 1 else (TensorPolicy(), TensorPolicy())
-    (tensor, across), context = with_context(mesh, flow, (tensor, across), precision)
+    (tensor, across), context, spatial = share_positions(mesh, flow, (tensor, across), precision, grid)
     stages = cut_stages(flow, profile, mesh.pp * stages_a_rank(schedule), tensor, across) if mesh.pp > 1 else one_stage(profile)
-    plan = Plan("test", batch, mesh, micro, stages, schedule, memory=memory, tensor=tensor, across=across, context=context)  # type: ignore[arg-type]
+    shared = {"tensor": tensor, "across": across, "context": context, "spatial": spatial}
+    plan = Plan("test", batch, mesh, micro, stages, schedule, memory=memory, **shared)  # type: ignore[arg-type]
     return from_data(Plan, to_data(plan), "plan"), profile
 
 
@@ -71,7 +73,7 @@ def check(pool: Any, model: dict[str, Any], plan: Plan, profile: Any, steps: int
     if model.get("family") in IN_FLOAT32 or model.get("loss") == "own":
         exact = max(exact, 1e-4 if steps > 3 else 1e-6)
     ranks = pool.run("procs.jobs:train_curve", world=plan.world, plan=to_data(plan), **kwargs)
-    alone = replace(plan, mesh=Mesh(), micro_batches=1, stages=(), memory=MemoryPolicy(precision=precision))
+    alone = replace(plan, mesh=Mesh(), micro_batches=1, stages=(), spatial=SpatialPolicy(), memory=MemoryPolicy(precision=precision))
     single = pool.run("procs.jobs:train_curve", world=1, plan=to_data(alone), **kwargs)[0]
     for mine in ranks:
         assert mine["losses"] == pytest.approx(single["losses"], rel=exact)

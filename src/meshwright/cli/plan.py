@@ -55,6 +55,8 @@ def plan(
     Example: meshwright plan gpt2-124m --global-batch 8 -o plan.json
 
     Example: meshwright plan gpt-mini --mesh tp=2 --ledger
+
+    Example: meshwright plan cosmoflow-tiny --mesh cp=4
     """
     need_torch()
     from meshwright.orchestrate import Orchestrator
@@ -78,6 +80,8 @@ def plan(
         stdout.print(context_in_words(prepared.plan), markup=False)
     if prepared.plan.tensors:
         stdout.print(cuts_table(prepared.plan, prepared.profile))
+    if prepared.plan.spatial.grid:
+        stdout.print(blocks_table(prepared.plan))
     if ledger:
         stdout.print(ledger_table(plan_ledger(prepared.plan, prepared.profile, clip=config.clip > 0)))
     if output is not None:
@@ -102,6 +106,19 @@ def cuts_table(plan: Plan, profile: ModelProfile) -> Table:
             rows[key] = rows.get(key, 0) + sizes.get(name, 0)
     for (name, how, what), count in rows.items():
         table.add_row(name, how, what, f"{count:,}")
+    return table
+
+
+def blocks_table(plan: Plan) -> Table:
+    """Which layers work on blocks of positions, and why the others do not; layers of one fate are one row."""
+    table = Table(box=None, header_style="bold", title="spatial parallelism", title_justify="left")
+    for column in ("layers", "positions"):
+        table.add_column(column, overflow="fold")
+    rows: dict[str, list[str]] = {}
+    for name, fate in plan.spatial.fates.items():
+        rows.setdefault(fate, []).append(name)
+    for fate, names in rows.items():
+        table.add_row(", ".join(names), fate)
     return table
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.autograd import profiler
 
 from meshwright.comm.ledger import Ledger
-from meshwright.core.comm import Pending
+from meshwright.core.comm import Messages, Pending
 
 # torch 2.13 renamed the two; 2.11 knows only the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -44,12 +44,22 @@ class TorchComm:
     def broadcast(self, tensor: torch.Tensor, name: str, source: int = 0) -> Pending:
         return self._start(name, "broadcast", tensor, lambda: dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
 
+    def exchange(self, sends: Messages, receives: Messages, name: str) -> Pending:
+        """Messages with single ranks, all under way at once; each one sent is counted."""
+        ways = [(dist.isend, *message) for message in sends] + [(dist.irecv, *message) for message in receives]
+        for _, tensor in sends:
+            self.ledger.add(name, "send", 2, tensor.numel() * tensor.element_size())
+        return self._named(name, lambda: _All(dist.batch_isend_irecv([dist.P2POp(op, t, group=self.group, group_peer=r) for op, r, t in ways])))
+
     def barrier(self) -> None:
         dist.barrier(self.group)
 
     def _start(self, name: str, op: str, whole: torch.Tensor, call: Callable[[], Any]) -> Pending:
         """Count a call and make it under its name. Unless somebody is profiling, naming costs a look at two flags."""
         self.ledger.add(name, op, self.size, whole.numel() * whole.element_size())
+        return self._named(name, call)
+
+    def _named(self, name: str, call: Callable[[], Any]) -> Pending:
         if not self._on_cuda:
             return _profiled(name, call) if profiler._is_profiler_enabled else call()  # type: ignore[no-any-return]
         torch.cuda.nvtx.range_push(name)
@@ -66,6 +76,21 @@ class TorchComm:
         # Gloo's own mean divides after the sum; dividing first costs the same and never overflows where the mean would not.
         tensor.mul_(1.0 / self.size)
         return dist.ReduceOp.SUM
+
+
+class _All:
+    """Several calls under way, waited for together."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> bool:
+        for work in self._works:
+            work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
 
 class _Awaited(dist.Work):

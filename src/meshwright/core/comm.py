@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import torch
+
+Messages: TypeAlias = "Sequence[tuple[int, torch.Tensor]]"  # (rank in the group, what is sent to it or arrives from it)
 
 
 class Pending(Protocol):
@@ -30,5 +33,7 @@ class Comm(Protocol):
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Pending: ...
 
     def broadcast(self, tensor: torch.Tensor, name: str, source: int = 0) -> Pending: ...
+
+    def exchange(self, sends: Messages, receives: Messages, name: str) -> Pending: ...
 
     def barrier(self) -> None: ...

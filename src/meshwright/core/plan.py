@@ -12,6 +12,7 @@ from meshwright.core.context import ContextPolicy
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.serial import from_data, read_json, write_json
+from meshwright.core.spatial import SpatialPolicy, show_grid
 from meshwright.core.tensor import TensorPolicy
 from meshwright.core.workload import Precision
 
@@ -120,6 +121,7 @@ class Plan:
     tensor: TensorPolicy = TensorPolicy()
     across: TensorPolicy = TensorPolicy()  # the second dimension, when tensor parallelism has a grid
     context: ContextPolicy = ContextPolicy()
+    spatial: SpatialPolicy = SpatialPolicy()
     compile: Compile = "none"
     device: DeviceKind = "cpu"
     backend: str = "gloo"
@@ -137,10 +139,12 @@ class Plan:
         if not zero and mesh.shard > 1:
             raise RequestError(f"plan: mesh {mesh} has a shard axis but zero=0: set zero=1, 2 or 3, or use --mesh dp={mesh.data_width}")
         self._check_policies()
-        if mesh.cp > 1:
+        if mesh.cp > 1 and not self.spatial.grid:
             self._check_context()
         if mesh.pp > 1:
             self._check_pipeline()
+        if self.spatial.grid:
+            self._check_spatial()
         if self.balance.shares:
             self._check_shares()
         else:
@@ -178,6 +182,16 @@ class Plan:
             raise RequestError(f"plan: mesh {self.mesh}: cp does not go with pp yet: use dp, shard or tp instead of pp")
         if self.compile != "none":
             raise RequestError(f"plan: compile={self.compile} does not go with cp, which works on the model's own calls: use compile=none")
+
+    def _check_spatial(self) -> None:
+        mesh, ways = self.mesh, self.spatial.ways
+        if ways != mesh.cp:
+            raise RequestError(f"plan: spatial.grid {show_grid(self.spatial.grid)} has {ways} ranks and mesh {mesh} has cp={mesh.cp}: plan again")
+        for axis in ("pp", "tp"):
+            if mesh.degree(axis) > 1:
+                raise RequestError(f"plan: blocks of positions do not go with {axis} yet (mesh {mesh}): use dp or shard beside cp={ways}")
+        if self.compile == "model":
+            raise RequestError("plan: compile=model does not go with cp: neighbours meet inside the model; use compile=blocks")
 
     def holders(self, parameter: str) -> tuple[int, ...]:
         """The stages that have a parameter: the one of the layer that it belongs to, and those that also use it."""
@@ -264,7 +278,8 @@ class Plan:
             return "single device"
         parts = [f"pipeline {self.mesh.pp} ({self.schedule})"] * (self.mesh.pp > 1)
         parts += [f"tensor parallel {'x'.join(map(str, self.mesh.tp))}"] * (self.mesh.degree("tp") > 1)
-        parts += [f"context parallel {self.mesh.cp}"] * (self.mesh.cp > 1)
+        parts += [f"context parallel {self.mesh.cp}"] * (self.mesh.cp > 1 and not self.spatial.grid)
+        parts += [f"spatial {show_grid(self.spatial.grid)}"] * bool(self.spatial.grid)
         if self.memory.zero:
             parts.append(f"ZeRO-{self.memory.zero}" + (" hybrid" if self.mesh.dp > 1 else ""))
         elif self.mesh.dp > 1:

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Literal
 
 LayerKind = Literal["linear", "conv", "embedding", "other"]
+WindowKind = Literal["conv", "max", "mean", "grow"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,27 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Window:
+    """What slides over the last dims of an operation's input, a number a dim. `grow` is the other way round: every position becomes
+    `stride` positions that depend on it alone."""
+
+    kind: WindowKind
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Read:
+    """The model's own code asked for a size of a value: of dim `dim`, before operation `at`."""
+
+    value: int
+    dim: int
+    at: int
+
+
+@dataclass(frozen=True)
 class Operation:
     """What one operation did: `sums` strands were contracted away, `binds` strands were needed whole; all others passed freely."""
 
@@ -52,6 +74,7 @@ class Operation:
     call: int = -1  # index into Flow.calls
     function: str = ""  # the call in the code that led to it
     numbers: tuple[int, ...] = ()  # of a slice its dim, start and step; of a range its start and step; of a loss how it reduces
+    window: Window | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +112,7 @@ class Flow:
     outputs: tuple[int, ...] = ()  # what the model returned
     fields: tuple[Field, ...] = ()  # the batch
     loss: tuple[int, ...] = ()  # what the loss returned: a mean, or a sum and a count; -1 for what is no tensor
+    reads: tuple[Read, ...] = ()
 
     @cached_property
     def inputs(self) -> tuple[int, ...]:

@@ -6,6 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
+def piece(size: int, rank: int, ways: int) -> tuple[int, int]:
+    """(first, number) of what one of `ways` ranks holds of `size`; the first ranks take what does not divide."""
+    each, more = divmod(size, ways)
+    return rank * each + min(rank, more), each + (rank < more)
+
+
 @dataclass(frozen=True)
 class Cut:
     """One parameter along one dim, which is `outer` × the strand × `inner` long (outer 3 for fused q, k and v; inner 64 for heads of 64)."""
@@ -25,9 +31,8 @@ class Dealt:
     cuts: tuple[Cut, ...]
 
     def piece(self, rank: int, ways: int) -> tuple[int, int]:
-        """(first, number) of what one rank holds; the first ranks take what does not divide."""
-        each, more = divmod(self.size, ways)
-        return rank * each + min(rank, more), each + (rank < more)
+        """(first, number) of what one rank holds."""
+        return piece(self.size, rank, ways)
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ def _run(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster
     price = ComputeCost(rates, plan.memory.precision, plan.compile != "none")
     memo: dict[tuple[int, str], float] = {}
     overlap = rates.overlap if "gradients" in plan.sync.overlap else 0.0
-    program = expand(plan, profile).programs[pp_rank * plan.mesh.degree("tp")]
+    program = expand(plan, profile).of(pp_rank * (plan.world // plan.mesh.pp))
     profile = local_profile(plan, profile, 0, pp_rank)
     for action in program:
         start = max((clock.finished.get(w, 0.0) for w in action.waits), default=0.0)

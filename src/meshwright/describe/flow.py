@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.core.calls import sized_call
 from meshwright.core.errors import RequestError
-from meshwright.core.strand import Call, Field, Flow, LayerKind, ModuleCall, Operation, Value
+from meshwright.core.strand import Call, Field, Flow, LayerKind, ModuleCall, Operation, Read, Value, Window
 from meshwright.core.task import Batch, Loss, Task
 from meshwright.describe.attention import composed_attention
 from meshwright.describe.fakes import LOW, build, example, example_like, on_fakes, quiet, unpacked
+from meshwright.describe.reads import watch_sizes
 from meshwright.describe.rules import Dims, Scene, attention, find_rule, unknown
 from meshwright.describe.strands import Strand, UntiedError, fresh, leaves, length, tie
 
@@ -74,6 +75,7 @@ class _Op:
     sums: list[Strand]
     binds: list[Strand]
     source: tuple[int, str, tuple[int, ...]]  # the call that holds its sizes, the function in the code, its numbers
+    window: Window | None
 
 
 @dataclass
@@ -109,6 +111,7 @@ class _Book:
     calls: list[Call] = field(default_factory=list)
     outputs: tuple[int, ...] = ()
     loss: tuple[int, ...] = ()
+    reads: set[Read] = field(default_factory=set)
 
 
 class _Recorder(TorchDispatchMode):
@@ -130,11 +133,12 @@ class _Recorder(TorchDispatchMode):
 
     def number(self, tensor: torch.Tensor) -> int:
         """Its place in the book; a tensor never seen before (an input, a constant) has dims of its own."""
-        found = self._ids.get(id(tensor))
-        if found is None:
-            found = self._note(tensor, [fresh(n) for n in tensor.shape])
-        self.book.values[found].needs_grad |= tensor.requires_grad
-        return found
+        with torch._C.DisableTorchFunction():  # what we ask of it is not what the model's code asks
+            found = self._ids.get(id(tensor))
+            if found is None:
+                found = self._note(tensor, [fresh(n) for n in tensor.shape])
+            self.book.values[found].needs_grad |= tensor.requires_grad
+            return found
 
     def _note(self, tensor: torch.Tensor, dims: Dims) -> int:
         self._kept.append(tensor)
@@ -178,7 +182,7 @@ class _Recorder(TorchDispatchMode):
             scene = Scene(self.dims, named)
             outputs = [self._made(out, dims) for out, dims in zip(outs, unknown(scene, given, {}, outs), strict=True)]
         source = self.call, self.function, _numbers(name, named)
-        self.book.ops.append(_Op(name, self.frames[-1].module, inputs, outputs, scene.sums, scene.binds, source))
+        self.book.ops.append(_Op(name, self.frames[-1].module, inputs, outputs, scene.sums, scene.binds, source, scene.window))
 
     def _made(self, tensor: torch.Tensor, dims: Dims) -> int:
         known = self._ids.get(id(tensor))
@@ -187,6 +191,11 @@ class _Recorder(TorchDispatchMode):
         for old, new in zip(self.book.values[known].dims, dims, strict=True):  # in place: the same tensor, of which more is known now
             tie(old, new)
         return known
+
+    def read(self, tensor: torch.Tensor, dims: Iterable[int]) -> None:
+        """The model's code looked at these of a tensor's sizes."""
+        value = self.number(tensor)
+        self.book.reads.update(Read(value, dim, len(self.book.ops)) for dim in dims)
 
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
         for frame in self.frames:
@@ -230,10 +239,11 @@ class _Recorder(TorchDispatchMode):
 
         values = tuple(Value(v.shape, tuple(flat(d) for d in v.dims), v.needs_grad, v.parameter, v.itemsize, v.floating) for v in book.values)
         operations = tuple(
-            Operation(o.name, o.module, tuple(o.inputs), tuple(o.outputs), several(o.sums), several(o.binds), *o.source) for o in book.ops
+            Operation(o.name, o.module, tuple(o.inputs), tuple(o.outputs), several(o.sums), several(o.binds), *o.source, o.window) for o in book.ops
         )
         fields = tuple(self._fields(batch))
-        return Flow(_SAMPLES, tuple(sizes), values, operations, tuple(book.modules), tuple(book.calls), book.outputs, fields, book.loss)
+        reads = tuple(sorted(book.reads, key=lambda r: (r.at, r.value, r.dim)))
+        return Flow(_SAMPLES, tuple(sizes), values, operations, tuple(book.modules), tuple(book.calls), book.outputs, fields, book.loss, reads)
 
     def _fields(self, batch: Batch) -> Iterator[Field]:
         for leaf, (path, tensor) in enumerate(pytree.tree_leaves_with_path(batch)):
@@ -264,9 +274,10 @@ class _Calls(TorchFunctionMode):
         else:
             recorder.call = -1
         try:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
         finally:
             recorder.call, recorder.opaque, recorder.function = before
+        return watch_sizes(func, args, out, recorder.read)
 
 
 def _attention(

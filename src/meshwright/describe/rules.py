@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from meshwright.core.strand import Window
 from meshwright.describe.strands import Dim, Strand, UntiedError, cut_evenly, fresh, length, regroup, tie
+from meshwright.describe.windows import conv_window, mean_window, nearest_window, pool_window
 
 Dims = list[list[Strand]]
 
@@ -23,6 +25,7 @@ class Scene:
         self.dims, self.named = dims_of, named  # the arguments by the names that torch gives them
         self.sums: list[Strand] = []
         self.binds: list[Strand] = []
+        self.window: Window | None = None
 
     def bind(self, dims: Sequence[Dim]) -> None:
         self.binds += [s for dim in dims for s in dim]
@@ -148,6 +151,7 @@ def _convolution(scene: Scene, args: Any, kwargs: Any, outs: Sequence[torch.Tens
         out = fresh(outs[0].shape[1])
     if bias is not None:
         tie(out, scene.dims(bias)[0])
+    scene.window = conv_window(tuple(weight.shape[2:]), args)
     return [[given[0], out, *(fresh(n) for n in outs[0].shape[2:])]]
 
 
@@ -250,8 +254,25 @@ def _batch_norm(scene: Scene, args: Any, kwargs: Any, outs: Sequence[torch.Tenso
     return [given, *([given[1]] if out.dim() == 1 and out.shape[0] == args[0].shape[1] else [fresh(n) for n in out.shape] for out in outs[1:])]
 
 
-@rule("max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "max_pool2d",
-      "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d", "adaptive_max_pool2d", "upsample_nearest3d")  # fmt: skip
+@rule("max_pool2d_with_indices", "max_pool3d_with_indices", "max_pool2d")
+def _max_pool(scene: Scene, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]) -> list[Dims]:
+    scene.window = pool_window(scene.named, "max", args[0].dim() - 2)
+    return _pool(scene, args, kwargs, outs)
+
+
+@rule("avg_pool2d", "avg_pool3d")
+def _mean_pool(scene: Scene, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]) -> list[Dims]:
+    scene.window = mean_window(scene.named, args[0].dim() - 2)
+    return _pool(scene, args, kwargs, outs)
+
+
+@rule("upsample_nearest2d", "upsample_nearest3d")
+def _nearest(scene: Scene, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]) -> list[Dims]:
+    scene.window = nearest_window(scene.named, args[0].dim() - 2)
+    return _pool(scene, args, kwargs, outs)
+
+
+@rule("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "upsample_bilinear2d", "upsample_bicubic2d", "adaptive_max_pool2d")
 def _pool(scene: Scene, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]) -> list[Dims]:
     given = scene.dims(args[0])
     scene.bind(given[2:])

@@ -18,8 +18,9 @@ from meshwright.execute.context import ContextRun
 from meshwright.execute.groups import Groups, make_groups
 from meshwright.execute.memory import DTYPES, KeyRing, is_sharded, local_tensor, recompute_units, shard_model, storage_bytes
 from meshwright.execute.pipeline import PipelineCuts
+from meshwright.execute.spatial import cut_positions
 from meshwright.execute.sync import GradientBuckets
-from meshwright.execute.tensor import TensorCuts, cut_model
+from meshwright.execute.tensor import TensorCuts, cut_model, share_randomness
 from meshwright.schedule.buckets import start_runs
 
 
@@ -141,7 +142,10 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
         compose_attention(model)  # as the dataflow was read from which the plan was made
     pipeline = PipelineCuts(plan, model, optimizer, groups) if groups.pp.size > 1 else None
     tensor = cut_model(model, optimizer, plan, groups) if groups.tp.size > 1 else None
-    context = ContextRun(model, plan.context, groups.cp) if groups.cp.size > 1 else None
+    context = ContextRun(model, plan.context, groups.cp) if plan.context.attends else None
+    if plan.spatial.grid:
+        share_randomness(groups.cp, next(model.parameters()).device)
+        cut_positions(model, plan.spatial, groups.cp, plan.compile != "none")
     if plan.memory.recompute == "full":
         recompute_units(model, plan.memory.units, keys)
     if plan.compile == "blocks":
@@ -161,10 +165,10 @@ def _check(plan: Plan, model: nn.Module) -> None:
     check_runnable(plan.mesh)
     if plan.mesh.degree("tp") > 1 and not plan.tensor.strands:
         raise RequestError(f"plan: mesh {plan.mesh} has a tp axis, but tensor.strands is empty: let `meshwright plan` or plan_for fill it in")
-    if plan.mesh.cp > 1 and not plan.context.attends:
-        raise RequestError(f"plan: mesh {plan.mesh} has a cp axis, but context is empty: let `meshwright plan` or plan_for fill it in")
     if plan.mesh.pp > 1 and not any(stage.entry for stage in plan.stages):
         raise RequestError(f"plan: mesh {plan.mesh} has a pp axis, but stages are not cut: let `meshwright plan` or plan_for fill them in")
+    if plan.mesh.cp > 1 and not plan.context.attends and not plan.spatial.grid:
+        raise RequestError(f"plan: mesh {plan.mesh} has a cp axis, but context and spatial are empty: let `meshwright plan` or plan_for fill one in")
     modules = dict(model.named_modules())
     for name in plan.memory.units:
         if name not in modules:

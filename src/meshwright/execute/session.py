@@ -204,9 +204,11 @@ class _Meter:
         self._vector: torch.Tensor | None = None
 
     def add(self, value: torch.Tensor | tuple[torch.Tensor, torch.Tensor], size: int, total: int) -> torch.Tensor:
-        """Take one micro-batch's loss; give back what to differentiate: its share of the global mean, by samples."""
+        """Take one micro-batch's loss; give back what to differentiate: its share of the global mean, by samples.
+        Ranks that share positions all have the same loss, so each counts a part of it."""
+        parts = total * self._plan.spatial.ways
         if isinstance(value, tuple):
-            loss, count = value[0] / total, torch.as_tensor(value[1], device=value[0].device)
+            loss, count = value[0] / parts, torch.as_tensor(value[1], device=value[0].device)
             self._counts.append(count.detach())
         else:
             loss = value * (size / (total * self._plan.mesh.cp))  # ranks along cp have equal parts of the same samples
@@ -222,7 +224,7 @@ class _Meter:
         empty = torch.zeros((), dtype=kind, device=self._plan.device)
         parts = [torch.stack(self._sums).sum().to(kind) if self._sums else empty]
         if self._counted:
-            parts.append(torch.stack([c.to(kind) for c in self._counts]).sum() if self._counts else empty)
+            parts.append(torch.stack([c.to(kind) for c in self._counts]).sum() / self._plan.spatial.ways if self._counts else empty)
         self._vector = torch.stack(parts)
         self._wait = self._applied.groups.batch.all_reduce(self._vector, "loss").wait
 

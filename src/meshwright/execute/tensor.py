@@ -79,7 +79,7 @@ def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, gr
         for strand in policy.strands:
             for cut in strand.cuts:
                 found.cuts.setdefault(cut.parameter, []).append(_Laid(strand, cut, groups.of(axis)))
-    _share_randomness(groups.tp, next(model.parameters()).device)
+    share_randomness(groups.tp, next(model.parameters()).device)
     _replace_tensors(model, optimizer, found)
     fed = _fed(model, plan)
     for axis, policy in plan.tensors:
@@ -121,7 +121,7 @@ def _arrange(model: nn.Module, policy: TensorPolicy, comm: Comm, fed: Sequence[s
         norm_over_pieces(modules[name], strands[strand], comm, f"norm/{name}", apart)
 
 
-def _share_randomness(comm: Comm, device: torch.device) -> None:
+def share_randomness(comm: Comm, device: torch.device) -> None:
     """The ranks of one group go on from the first one's random state: dropout on what they all hold must be the same for all."""
     state = torch.get_rng_state().to(device)
     comm.broadcast(state, "start/random").wait()

@@ -7,6 +7,7 @@ from collections import Counter
 from meshwright.core.cluster import Cluster
 from meshwright.core.event import Event
 from meshwright.core.plan import Plan
+from meshwright.core.spatial import show_grid
 from meshwright.core.units import show_bytes
 from meshwright.observe import figures
 
@@ -20,11 +21,13 @@ _ZERO = {
 def plan_in_words(plan: Plan) -> list[str]:
     """What the plan does, a sentence a choice."""
     said = [_who(plan)]
+    if plan.spatial.grid:
+        said.append(_blocks(plan))
     if plan.memory.zero:
         said.append(_ZERO[plan.memory.zero].format(n=plan.mesh.shard))
     elif plan.mesh.dp > 1:
         said.append("Every rank keeps the whole model, and gradients are averaged at each step.")
-    if plan.mesh.cp > 1:
+    if plan.context.attends:
         said.append(context_in_words(plan))
     if plan.mesh.group_size("data") > 1:
         said.append(_sync(plan))
@@ -52,6 +55,8 @@ def plan_choices(plan: Plan) -> list[tuple[str, str, str]]:
         ("compile", plan.compile, "what torch.compile is applied to"),
         ("device", plan.device, f"communication by {plan.backend}"),
     ]
+    if plan.spatial.grid:
+        rows.append(("grid", show_grid(plan.spatial.grid), "ranks that share the positions of a sample, along each spatial dim"))
     rows += [("threads", str(plan.threads), "CPU threads a rank")] if plan.threads else []
     rows += [("stages", str(len(plan.stages)), ", ".join(f"{len(s.layers)} layers" for s in plan.stages))] if plan.stages else []
     rows += [("placements", str(len(plan.placements)), ", ".join(f"{k}: {v}" for k, v in plan.placements.items()))] if plan.placements else []
@@ -92,6 +97,14 @@ def context_in_words(plan: Plan) -> str:
         f"Each sequence of {count} positions is shared by {ways} ranks, {count // ways} each{paired}; "
         f"keys and values are gathered at {len(plan.context.attends)} attentions (context parallelism)."
     )
+
+
+def _blocks(plan: Plan) -> str:
+    """How ranks share positions, and until where."""
+    policy = plan.spatial
+    until = ", ".join(gather.module or "the model" for gather in policy.gathers)
+    who = f"Each {policy.ways} of them take the same samples, and a block of the positions each, on a grid of {show_grid(policy.grid)}"
+    return f"{who}; neighbours exchange borders, and blocks become whole after {until}."
 
 
 def _sync(plan: Plan) -> str:

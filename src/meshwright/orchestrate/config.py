@@ -49,6 +49,7 @@ class RunConfig(BaseModel):
     devices: tuple[int, ...] | None = Field(None, description="which devices, like [0, 2]")
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] | None = Field(None, description="order of micro-batches in a pipeline")
     placements: dict[str, str] = Field(default_factory=dict, description='tensor parallelism by layer, like {"head": "whole"}')
+    spatial: str | None = Field(None, description="the grid of cp's ranks over the last spatial dims, like 2x2 or 4x1")
     zero: Literal[0, 1, 2, 3] | None = None
     micro_batches: int | None = Field(None, ge=1, description="gradient accumulation: pieces a rank cuts its share into")
     recompute: Literal["none", "full"] | None = None

@@ -20,6 +20,7 @@ from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.serial import to_data, write_json
+from meshwright.core.spatial import parse_grid
 from meshwright.core.strand import Flow
 from meshwright.core.task import Task
 from meshwright.core.workload import Workload
@@ -148,6 +149,7 @@ class Orchestrator:
             timeout_s=c.timeout_s,
             schedule=c.schedule,
             placements=c.placements,
+            spatial=parse_grid(c.spatial) if c.spatial is not None else (),
             flow=flow,
         )
 

@@ -13,7 +13,7 @@ from meshwright.core.strand import Flow
 from meshwright.core.strategy import Strategy, as_strategy, differences
 from meshwright.core.units import show_seconds
 from meshwright.cost import estimate
-from meshwright.plan import Ranking, Scored, choose_grid, cut_stages, refuse_if_nothing, with_context
+from meshwright.plan import Ranking, Scored, choose_grid, cut_stages, refuse_if_nothing, share_positions
 from meshwright.zoo.factory import import_reference
 
 
@@ -50,7 +50,7 @@ def transform(ranking: Ranking, strategy: Strategy, flow: Callable[[Plan], Flow 
 def needs_cuts(plan: Plan) -> bool:
     """Does the mesh ask for pieces of the model that the plan does not name?"""
     uncut = plan.mesh.pp > 1 and not any(stage.entry for stage in plan.stages)
-    uncut |= plan.mesh.cp > 1 and not plan.context.attends
+    uncut |= plan.mesh.cp > 1 and not plan.context.attends and not plan.spatial.grid
     return uncut or (plan.mesh.degree("tp") > 1 and not plan.tensor.strands)
 
 
@@ -63,9 +63,9 @@ def fill_cuts(plan: Plan, flow: Flow | None, profile: ModelProfile) -> Plan:
         grid = choose_grid(flow, plan.mesh.tp, plan.placements)
         refuse_if_nothing(grid, plan.mesh.tp)
         plan = replace(plan, tensor=grid[0], across=grid[1])
-    if plan.mesh.cp > 1 and not plan.context.attends:
-        (tensor, across), context = with_context(plan.mesh, flow, (plan.tensor, plan.across), plan.memory.precision)
-        plan = replace(plan, tensor=tensor, across=across, context=context)
+    if plan.mesh.cp > 1 and not plan.context.attends and not plan.spatial.grid:
+        (tensor, across), context, spatial = share_positions(plan.mesh, flow, (plan.tensor, plan.across), plan.memory.precision)
+        plan = replace(plan, tensor=tensor, across=across, context=context, spatial=spatial)
     if pp > 1 and not any(stage.entry for stage in plan.stages):
         plan = replace(plan, stages=cut_stages(flow, profile, pp * stages_a_rank(plan.schedule), plan.tensor, plan.across))
     return plan

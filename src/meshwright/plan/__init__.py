@@ -2,8 +2,9 @@
 
 from meshwright.plan.explain import explain
 from meshwright.plan.pipeline import cut_stages
+from meshwright.plan.positions import share_positions
 from meshwright.plan.search import Ranking, Scored, rank_plans
-from meshwright.plan.space import Wishes, refuse_unused, with_context
+from meshwright.plan.space import Wishes, refuse_unused
 from meshwright.plan.tensor import choose_cuts, choose_grid, coverage, refuse_if_nothing
 
 __all__ = [
@@ -18,5 +19,5 @@ __all__ = [
     "rank_plans",
     "refuse_if_nothing",
     "refuse_unused",
-    "with_context",
+    "share_positions",
 ]

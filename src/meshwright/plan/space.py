@@ -11,12 +11,13 @@ from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh, check_runnable
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import BalancePolicy, Compile, MemoryPolicy, Overlap, PipelineSchedule, Plan, Stage, SyncPolicy, stages_a_rank
+from meshwright.core.spatial import SpatialPolicy
 from meshwright.core.strand import Flow
 from meshwright.core.tensor import TensorPolicy
 from meshwright.core.workload import Workload
-from meshwright.plan.context import choose_context, share_meetings
 from meshwright.plan.partition import choose_units, one_stage
 from meshwright.plan.pipeline import cut_stages
+from meshwright.plan.positions import Grid, share_positions
 from meshwright.plan.tensor import check_placements, choose_grid, refuse_if_nothing
 
 
@@ -36,10 +37,8 @@ class Wishes:
     timeout_s: float | None = None
     schedule: PipelineSchedule | None = None
     placements: Mapping[str, str] = field(default_factory=dict)
+    spatial: tuple[int, ...] = ()  # the grid of cp's ranks; empty: as square as it goes
     flow: Flow | None = None  # the model's dataflow; without it no tensor parallelism is considered
-
-
-Grid = tuple[TensorPolicy, TensorPolicy]
 
 
 def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes) -> Iterator[Plan]:
@@ -53,7 +52,7 @@ def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wish
         try:
             check_runnable(mesh)
             tensor = _tensor(mesh, wishes, cuts)
-            tensor, context = with_context(mesh, wishes.flow, tensor, workload.precision)
+            tensor, context, spatial = share_positions(mesh, wishes.flow, tensor, workload.precision, wishes.spatial)
             schedule = wishes.schedule or "1f1b"
             stages = _stages(profile, mesh, schedule, wishes, tensor, pieces)
         except RequestError as error:
@@ -62,7 +61,7 @@ def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wish
         for micro in _micro_batches(workload.global_batch, mesh, wishes):
             for recompute in (wishes.recompute,) if wishes.recompute else ("none", "full"):
                 try:
-                    yield _make(profile, cluster, workload, wishes, mesh, zero, micro, recompute, tensor, context, stages, schedule)
+                    yield _make(profile, cluster, workload, wishes, mesh, zero, micro, recompute, tensor, context, spatial, stages, schedule)
                     found = True
                 except RequestError as error:
                     reason = reason or error  # the first is about the simplest plan
@@ -98,16 +97,6 @@ def _tensor(mesh: Mesh, wishes: Wishes, made: dict[tuple[int, ...], Grid]) -> Gr
         made[mesh.tp] = choose_grid(wishes.flow, mesh.tp, wishes.placements)
         refuse_if_nothing(made[mesh.tp], mesh.tp)
     return made[mesh.tp]
-
-
-def with_context(mesh: Mesh, flow: Flow | None, tensor: Grid, precision: str) -> tuple[Grid, ContextPolicy]:
-    """How positions are shared out, and tensor parallelism on what is left of them."""
-    if mesh.cp == 1:
-        return tensor, ContextPolicy()
-    if flow is None:
-        raise RequestError(f"mesh {mesh}: context parallelism needs the model's dataflow, and this model's loss is not known: pass loss_fn")
-    context = choose_context(flow, mesh.cp, tensor[0], precision)
-    return (share_meetings(flow, tensor[0], mesh.cp), share_meetings(flow, tensor[1], mesh.cp)), context
 
 
 def _stages(
@@ -173,7 +162,7 @@ def _micro_batches(batch: int, mesh: Mesh, wishes: Wishes) -> list[int]:
 
 def _make(
     profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes, mesh: Mesh, zero: int, micro: int, recompute: str,
-    tensor: Grid, context: ContextPolicy, stages: tuple[Stage, ...], schedule: PipelineSchedule,
+    tensor: Grid, context: ContextPolicy, spatial: SpatialPolicy, stages: tuple[Stage, ...], schedule: PipelineSchedule,
 ) -> Plan:  # fmt: skip
     device = cluster.devices[0].kind
     world = mesh.size
@@ -194,7 +183,8 @@ def _make(
         tensor=tensor[0],
         across=tensor[1],
         context=context,
-        compile=wishes.compile if wishes.compile is not None else "none" if mesh.cp > 1 else _default_compile(device, world),
+        spatial=spatial,
+        compile=wishes.compile if wishes.compile is not None else "none" if context.attends else _default_compile(device, world),
         device=device,
         backend=wishes.backend or ("nccl" if device == "cuda" else "gloo"),
         threads=max(cores // world, 1) if device == "cpu" else 0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from meshwright.core.model import LayerProfile, ModelProfile, TensorSpec
 from meshwright.core.plan import Plan
@@ -13,16 +13,32 @@ from meshwright.core.workload import ITEM_BYTES
 from meshwright.schedule.buckets import Bucket, assign_buckets
 from meshwright.schedule.context import add_meetings
 from meshwright.schedule.local import local_profile
+from meshwright.schedule.spatial import spatial_meetings
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands, along the axes on which ranks differ in what they do."""
+
+    pp: int = 0
+    cp: int = 0
+    tp: int = 0
 
 
 def expand(plan: Plan, profile: ModelProfile, *, clip: bool = False) -> Schedule:
-    """One program for each pipeline and tensor-parallel rank; ranks that differ in their data alone share it."""
+    """One program for each rank of a pipeline, of a grid of positions and of tensor parallelism; others differ in their data alone."""
     build = _sharded if plan.memory.zero == 3 and plan.mesh.group_size("data") > 1 else _bucketed
-    ways, depth = plan.mesh.degree("tp"), plan.mesh.pp
+    degrees = {"pp": plan.mesh.pp, "cp": plan.spatial.ways, "tp": plan.mesh.degree("tp")}
     programs = tuple(
-        (*build(plan, local_profile(plan, profile, t, p), p, t), *_norm(plan, clip)) for p in range(depth) for t in range(ways)
+        (*build(plan, local_profile(plan, profile, t, p), Place(p, c, t)), *_norm(plan, clip))
+        for p in range(degrees["pp"]) for c in range(degrees["cp"]) for t in range(degrees["tp"])
     )  # fmt: skip
-    places = {str(r): plan.mesh.coordinate(r, "pp") * ways + plan.mesh.coordinate(r, "tp") for r in range(plan.world)}
+    places = {}
+    for rank in range(plan.world):
+        at = 0
+        for axis, ways in degrees.items():
+            at = at * ways + plan.mesh.coordinate(rank, axis) % ways
+        places[str(rank)] = at
     return Schedule(programs, places if len(programs) > 1 else {})
 
 
@@ -66,7 +82,7 @@ _NONE: dict[str, list[Action]] = {"forward": [], "again": [], "backward": []}
 
 
 def _compute(plan: Plan, profile: ModelProfile, every: Meetings, op: str, layer: int, micro: int, waits: tuple[str, ...] = ()) -> Iterator[Action]:
-    """One layer, and where its tensor-parallel ranks meet: each meeting holds up what comes after it."""
+    """One layer, and where its ranks meet: each meeting holds up what comes after it."""
     name = profile.layers[layer].name
     meets = every.get(name, _NONE)
     if op == "backward" and plan.memory.recompute == "full" and name in plan.memory.units:
@@ -79,7 +95,7 @@ def _compute(plan: Plan, profile: ModelProfile, every: Meetings, op: str, layer:
         yield replace(action, name=f"{action.name}/{op}/{micro}", waits=(f"{op}/{name}/{micro}",))
 
 
-def _meetings(plan: Plan, profile: ModelProfile, tp_rank: int) -> Meetings:
+def _meetings(plan: Plan, profile: ModelProfile, place: Place) -> Meetings:
     """Where tensor- and context-parallel ranks meet, by layer and phase; `again` is what recomputing a layer repeats."""
     found: Meetings = {}
     layers = {name for stage in plan.stages for name in stage.layers} or {layer.name for layer in profile.layers}
@@ -93,7 +109,7 @@ def _meetings(plan: Plan, profile: ModelProfile, tp_rank: int) -> Meetings:
             if again:
                 mine["again"].append(action)
 
-    pieces = plan.pieces(tp_rank)
+    pieces = plan.pieces(place.tp)
 
     def part(meet: Meet) -> float:
         """What this rank has of a tensor that the other axis of a grid deals out."""
@@ -115,7 +131,9 @@ def _meetings(plan: Plan, profile: ModelProfile, tp_rank: int) -> Meetings:
         sizes = {t.name: t.bytes for t in profile.tensors}
         for name in policy.partial:
             add(name, "backward", _meeting(f"enter/{name}", "all_reduce", axis, float(sizes.get(name, 0))))
-    add_meetings(plan, profile, tp_rank, add)
+    add_meetings(plan, profile, place.tp, add)
+    for spot in spatial_meetings(plan.spatial, profile.batch, place.cp):
+        add(spot.module, spot.phase, spot.action, spot.phase == "forward" and _owner(spot.module, layers) not in spot.final_in)
     return found
 
 
@@ -153,12 +171,12 @@ def _norm(plan: Plan, clip: bool) -> Iterator[Action]:
         yield Action("norm", "all_reduce", bytes=size, axis="shard")
 
 
-def _crossings(plan: Plan, profile: ModelProfile, pp_rank: int, tp_rank: int, phase: str, micro: int) -> Iterator[Action]:
+def _crossings(plan: Plan, profile: ModelProfile, place: Place, phase: str, micro: int) -> Iterator[Action]:
     """What this rank's stages send for one micro-batch: activations on, gradients back. Neighbours on one rank send nothing."""
-    pieces = plan.pieces(tp_rank)
+    pieces = plan.pieces(place.tp)
     for index in range(len(plan.stages)) if plan.mesh.pp > 1 else ():
         other = index + 1 if phase == "forward" else index - 1
-        if plan.stage_rank(index) != pp_rank or not 0 <= other < len(plan.stages) or plan.stage_rank(other) == pp_rank:
+        if plan.stage_rank(index) != place.pp or not 0 <= other < len(plan.stages) or plan.stage_rank(other) == place.pp:
             continue
         name = f"activations/{index}" if phase == "forward" else f"gradients/{index}"
         for at, carry in enumerate(c for c in plan.stages[max(index, other)].receives if c.returns or phase == "forward"):
@@ -166,7 +184,7 @@ def _crossings(plan: Plan, profile: ModelProfile, pp_rank: int, tp_rank: int, ph
             yield Action(f"{name}/{micro}/{at}", "send", bytes=round(carry.at(profile.batch) * held / whole), axis="pp", group=2)
 
 
-def _tied(plan: Plan, profile: ModelProfile, pp_rank: int) -> Iterator[Action]:
+def _tied(plan: Plan, profile: ModelProfile) -> Iterator[Action]:
     """Parameters that stages of several ranks use."""
     for tensor in profile.tensors:
         ranks = tensor.stage_ranks
@@ -177,17 +195,17 @@ def _tied(plan: Plan, profile: ModelProfile, pp_rank: int) -> Iterator[Action]:
             yield Action(f"tied/{tensor.name}", "all_reduce", bytes=size, axis="pp", group=len(ranks))
 
 
-def _bucketed(plan: Plan, profile: ModelProfile, pp_rank: int, tp_rank: int) -> Iterator[Action]:
+def _bucketed(plan: Plan, profile: ModelProfile, place: Place) -> Iterator[Action]:
     buckets = gradient_buckets(plan, profile) if plan.mesh.group_size("data") > 1 else ()
     op, axis = ("reduce_scatter", "shard") if plan.memory.zero else ("all_reduce", "replica")
     ready = _completed_at(buckets, profile)
-    meets = _meetings(plan, profile, tp_rank)
+    meets = _meetings(plan, profile, place)
     launched: list[str] = []
     for micro in range(plan.micro_batches):
         last = micro == plan.micro_batches - 1
         for layer in range(len(profile.layers)):
             yield from _compute(plan, profile, meets, "forward", layer, micro)
-        yield from _crossings(plan, profile, pp_rank, tp_rank, "forward", micro)
+        yield from _crossings(plan, profile, place, "forward", micro)
         if last:
             yield from _loss(plan, profile)
         for layer in reversed(range(len(profile.layers))):
@@ -197,9 +215,9 @@ def _bucketed(plan: Plan, profile: ModelProfile, pp_rank: int, tp_rank: int) -> 
                     bucket = buckets[index]
                     launched.append(f"grads/bucket{index}/{micro}")
                     yield Action(launched[-1], op, bytes=bucket.bytes, padding=bucket.padding, axis=axis)  # type: ignore[arg-type]
-        yield from _crossings(plan, profile, pp_rank, tp_rank, "backward", micro)
+        yield from _crossings(plan, profile, place, "backward", micro)
         if last:
-            yield from _tied(plan, profile, pp_rank)
+            yield from _tied(plan, profile)
         if plan.memory.zero and plan.mesh.group_size("replica") > 1 and (last or plan.memory.zero == 2):
             for index, bucket in enumerate(buckets):
                 name = f"replicas/bucket{index}/{micro}"
@@ -222,7 +240,7 @@ def _completed_at(buckets: tuple[Bucket, ...], profile: ModelProfile) -> dict[in
     return found
 
 
-def _sharded(plan: Plan, profile: ModelProfile, pp_rank: int, tp_rank: int) -> Iterator[Action]:
+def _sharded(plan: Plan, profile: ModelProfile, place: Place) -> Iterator[Action]:
     # A pipeline's stage leaves the model's forward half way, so there every layer is a unit and the model itself is none.
     units = set(plan.memory.units) | ({layer.name for layer in profile.layers} if plan.mesh.pp > 1 else set())
     shards, precision = plan.mesh.shard, plan.memory.precision
@@ -241,7 +259,7 @@ def _sharded(plan: Plan, profile: ModelProfile, pp_rank: int, tp_rank: int) -> I
             if plan.mesh.group_size("replica") > 1:
                 yield Action(f"replicas/{name}/{tag}", "all_reduce", bytes=size // shards, axis="replica", waits=(f"grads/{name}/{tag}",))
 
-    meets = _meetings(plan, profile, tp_rank)
+    meets = _meetings(plan, profile, place)
     sent: list[str] = []
     for micro in range(plan.micro_batches):
         for phase, order in (("forward", range(len(profile.layers))), ("backward", range(len(profile.layers) - 1, -1, -1))):
@@ -256,8 +274,8 @@ def _sharded(plan: Plan, profile: ModelProfile, pp_rank: int, tp_rank: int) -> I
             for index in order:
                 layer = profile.layers[index]
                 if own.get(index):  # the next unit is fetched while this one computes
-                    place = ahead.index(own[index][0])
-                    yield from ahead[place + 1 : place + 2]
+                    at = ahead.index(own[index][0])
+                    yield from ahead[at + 1 : at + 2]
                 yield from _compute(plan, profile, meets, phase, index, micro, tuple(a.name for a in own.get(index, gathers)))
                 if phase == "backward" and layer.name in units:
                     actions = list(scatter(layer.name, [layer], tag))
@@ -267,6 +285,6 @@ def _sharded(plan: Plan, profile: ModelProfile, pp_rank: int, tp_rank: int) -> I
                 actions = list(scatter("root", root, tag))
                 sent += [a.name for a in actions]
                 yield from actions
-            yield from _crossings(plan, profile, pp_rank, tp_rank, phase, micro)
-    yield from _tied(plan, profile, pp_rank)
+            yield from _crossings(plan, profile, place, phase, micro)
+    yield from _tied(plan, profile)
     yield Action("optimizer", "optimizer", waits=tuple(sent))

@@ -58,8 +58,8 @@ def _lines(plan: Plan, profile: ModelProfile, program: Sequence[Action]) -> tupl
 
 
 def _start_up(plan: Plan, profile: ModelProfile) -> Iterator[LedgerLine]:
-    """Rank 0's values go to everybody, and tensor-parallel ranks share a random state. Left out are the few bytes with which a backend and
-    torch's pipeline schedules greet their neighbours."""
+    """Rank 0's values go to everybody, and ranks that compute the same on the same samples share a random state. Left out are the few
+    bytes with which a backend and torch's pipeline schedules greet their neighbours."""
 
     def line(name: str, axis: str, calls: int, size: int) -> LedgerLine:
         return LedgerLine("start-up", name, "broadcast", axis, plan.mesh.group_size(axis), calls, size, 0, size * 1.0)
@@ -68,9 +68,11 @@ def _start_up(plan: Plan, profile: ModelProfile) -> Iterator[LedgerLine]:
         held = [*sorted(profile.tensors, key=lambda t: t.order), *profile.buffers]
         runs = list(start_runs([t.bytes for t in held], [t.dtype for t in held]))
         yield line("start/values", "world", len(runs), sum(t.bytes for t in held))
+    states = [_RANDOM_BYTES["cpu"]] + [_RANDOM_BYTES["cuda"]] * (plan.device == "cuda")
     if plan.mesh.degree("tp") > 1:
-        states = [_RANDOM_BYTES["cpu"]] + [_RANDOM_BYTES["cuda"]] * (plan.device == "cuda")
         yield line("start/random", "tp", len(states), sum(states))
+    if plan.spatial.grid:
+        yield line("start/random", "cp", len(states), sum(states))
 
 
 def run_name(name: str) -> str:

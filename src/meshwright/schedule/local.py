@@ -7,6 +7,7 @@ from dataclasses import replace
 from meshwright.core.model import Kernel, LayerProfile, ModelProfile, TensorSpec
 from meshwright.core.plan import Plan
 from meshwright.schedule.context import context_profile
+from meshwright.schedule.spatial import block_profile
 
 _CUT_KINDS = ("matmul", "conv", "attention")
 
@@ -15,8 +16,9 @@ def local_profile(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int 
     """The profile as one rank sees it. Parameters are exact; work and activations shrink with the layer's cut parameters."""
     if plan.mesh.pp > 1 and len(plan.stages) > 1:
         profile = _stage_profile(plan, profile, pp_rank)
-    if plan.mesh.cp > 1:
+    if plan.context.attends:
         profile = context_profile(plan, profile)
+    profile = block_profile(plan.spatial, profile)
     ways = plan.mesh.degree("tp")
     if ways == 1:
         return profile
