@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ class Comm(Protocol):
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, name: str, op: str = "sum") -> Pending: ...
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Pending: ...
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, name: str, receives: Sequence[int], sends: Sequence[int]) -> Pending:
+        """`sends[r]` rows of `tensor` go to rank r, and `receives[r]` rows of `output` come from it; counted by what is handed in."""
+        ...
 
     def broadcast(self, tensor: torch.Tensor, name: str, source: int = 0) -> Pending: ...
 

@@ -93,6 +93,7 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
     "batch": ("pp", "dp", "shard", "cp", "ep"),  # all that a global batch passes through
     "data": ("dp", "shard", "cp", "ep"),  # whose gradients meet
     "replica": ("dp", "cp", "ep"),  # those of them that hold the same parameters
+    "owned": ("dp", "cp"),  # those of them that own the same experts and tables
     "pp": ("pp",),
     "dp": ("dp",),
     "shard": ("shard",),
@@ -100,7 +101,7 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
     "ep": ("ep",),
     "tp": ("tp",),
 }
-RUNNABLE_AXES = ("pp", "dp", "shard", "tp")  # what `execute` can do today, and so what `plan` may propose
+RUNNABLE_AXES = ("pp", "dp", "shard", "ep", "tp")  # what `execute` can do today, and so what `plan` may propose
 
 
 def check_runnable(mesh: Mesh) -> None:

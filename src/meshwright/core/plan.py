@@ -10,6 +10,7 @@ from typing import Literal
 from meshwright.core.cluster import DeviceKind
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
+from meshwright.core.owners import OwnerPolicy
 from meshwright.core.serial import from_data, read_json, write_json
 from meshwright.core.tensor import TensorPolicy
 from meshwright.core.workload import Precision
@@ -103,6 +104,7 @@ class Plan:
     balance: BalancePolicy = BalancePolicy()
     placements: Mapping[str, str] = field(default_factory=dict)  # layers whose tensor parallelism a user has decided, by name
     tensor: TensorPolicy = TensorPolicy()
+    owners: OwnerPolicy = OwnerPolicy()
     compile: Compile = "none"
     device: DeviceKind = "cpu"
     backend: str = "gloo"
@@ -122,6 +124,8 @@ class Plan:
         self._check_policies()
         if mesh.pp > 1:
             self._check_pipeline()
+        if mesh.ep > 1:
+            self._check_owners()
         if self.balance.shares:
             self._check_shares()
         else:
@@ -153,6 +157,23 @@ class Plan:
             raise RequestError("plan: zero=2 with pp cannot share a parameter between stages (a tied embedding): use zero=1 or zero=3")
         if self.memory.zero == 3 and self.schedule == "zero_bubble":
             raise RequestError("plan: schedule=zero_bubble cuts backward in two, and zero=3 reduces in the middle of it: use interleaved or zero=1")
+
+    def _check_owners(self) -> None:
+        """What owners of experts and tables do not go with; each with its reason."""
+        ep, owners = self.mesh.ep, self.owners
+        if self.mesh.pp > 1:
+            raise RequestError(f"plan: mesh {self.mesh}: a stage of a pipeline cannot exchange with owners yet: use --mesh ep={ep} with dp or tp")
+        if self.memory.zero == 3:
+            raise RequestError(f"plan: zero=3 reduces what is owned over ranks that own other parts, in mesh {self.mesh}: use zero=1 or zero=2")
+        if self.compile == "model":
+            raise RequestError("plan: compile=model does not go with ep, whose exchanges no one graph can hold: use compile=blocks")
+        if any(len(m.counts) != ep for m in owners.mixtures) or not all(0 <= t.owner < ep for t in owners.tables):
+            raise RequestError(f"plan: owners are listed for another number of ranks than ep={ep}: leave owners out and they are chosen again")
+        if owners.tables and self.mesh.degree("tp") > 1:
+            raise RequestError(f"plan: mesh {self.mesh}: tables at owners do not go with tensor parallelism yet: use --mesh ep={ep} with dp")
+        around = [u for u in self.memory.units for t in owners.tables if t.module.startswith(f"{u}.")]
+        if self.memory.recompute == "full" and around:
+            raise RequestError(f"plan: recompute=full would look tables up again in the backward of {around[0]}: set recompute=none")
 
     def holders(self, parameter: str) -> tuple[int, ...]:
         """The stages that have a parameter: the one of the layer that it belongs to, and those that also use it."""
@@ -222,6 +243,8 @@ class Plan:
             return "single device"
         parts = [f"pipeline {self.mesh.pp} ({self.schedule})"] * (self.mesh.pp > 1)
         parts += [f"tensor parallel {'x'.join(map(str, self.mesh.tp))}"] * (self.mesh.degree("tp") > 1)
+        if self.mesh.ep > 1:
+            parts.append(f"{'operator' if self.owners.tables and not self.owners.mixtures else 'expert'} parallel {self.mesh.ep}")
         if self.memory.zero:
             parts.append(f"ZeRO-{self.memory.zero}" + (" hybrid" if self.mesh.dp > 1 else ""))
         elif self.mesh.dp > 1:

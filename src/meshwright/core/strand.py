@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-LayerKind = Literal["linear", "conv", "embedding", "other"]
+LayerKind = Literal["linear", "conv", "embedding", "bag", "other"]
 
 
 @dataclass(frozen=True)

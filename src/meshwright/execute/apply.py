@@ -14,9 +14,11 @@ from meshwright.core.mesh import check_runnable
 from meshwright.core.plan import Plan
 from meshwright.execute.groups import Groups, make_groups
 from meshwright.execute.memory import DTYPES, KeyRing, is_sharded, local_tensor, recompute_units, shard_model, storage_bytes
+from meshwright.execute.owners import OwnedParts, own_parts
 from meshwright.execute.pipeline import PipelineCuts
 from meshwright.execute.sync import GradientBuckets
 from meshwright.execute.tensor import TensorCuts, cut_model
+from meshwright.schedule.buckets import Kind
 
 
 @dataclass
@@ -31,6 +33,7 @@ class Applied:
     keys: KeyRing
     tensor: TensorCuts | None = None
     pipeline: PipelineCuts | None = None
+    owners: OwnedParts | None = None
 
     @property
     def mean_over(self) -> int:
@@ -51,26 +54,30 @@ class Applied:
     def squared_norm(self) -> torch.Tensor:
         """Sum of squares over the whole gradient, the same on every rank."""
         kinds = self._kinds()
-        held = [
-            (cut, local_tensor(p.grad)) for p in self.stepped() for cut, counts in [kinds.get(id(p), (False, True))] if counts and p.grad is not None
-        ]
+        found = [(kinds.get(id(p), Kind()), local_tensor(p.grad)) for p in self.stepped() if p.grad is not None]
+        held = [(k, grad) for k, grad in found if k.counted]
         device = held[0][1].device if held else torch.device(self.plan.device)
         kind = torch.float64 if self.plan.memory.precision == "fp64" else torch.float32
-        totals = [_sum_of_squares([g for is_cut, g in held if is_cut is wanted], kind, device) for wanted in (False, True)]
+        columns = (False, True) if self.owners is not None else (False,)
+        rows = [[_sum_of_squares([g for k, g in held if (k.cut, k.owned) == (cut, o)], kind, device) for o in columns] for cut in (False, True)]
+        whole, cut = (torch.stack(row) for row in rows)
         if self.tensor is not None:
-            self.groups.tp.all_reduce(totals[1], "norm/tp").wait()  # pieces of cut parameters; whole ones are counted once
-        total = totals[0] + totals[1]
+            self.groups.tp.all_reduce(cut, "norm/tp").wait()  # pieces of cut parameters; whole ones are counted once
+        totals = whole + cut
+        if self.owners is not None:
+            self.groups.ep.all_reduce(totals[1:], "norm/ep").wait()  # every owner has its own
+        total = totals.sum()
         if self.pipeline is not None:
             self.groups.pp.all_reduce(total, "norm/pp").wait()
         if self.plan.memory.zero:
             self.groups.shard.all_reduce(total, "norm").wait()
         return total
 
-    def _kinds(self) -> dict[int, tuple[bool, bool]]:
-        """For each stepped parameter: is it a piece of a tensor-parallel whole, and does this rank count it?"""
+    def _kinds(self) -> dict[int, Kind]:
+        """The kind of each stepped parameter."""
         if self.buckets is not None and self.plan.memory.zero:
-            return {id(b.shard): b.kind for b in self.buckets.buckets}
-        return _kinds_of(self.model, self.tensor, self.pipeline)
+            return {id(b.shard): b.layout.kind for b in self.buckets.buckets}
+        return _kinds_of(self.model, self.tensor, self.pipeline, self.owners)
 
     def meet_shared(self) -> None:
         """Gradients of parameters that several pipeline stages use are summed over those stages."""
@@ -109,8 +116,9 @@ class Applied:
         }
 
 
-def _kinds_of(model: nn.Module, tensor: TensorCuts | None, pipeline: PipelineCuts | None) -> dict[int, tuple[bool, bool]]:
-    return {id(p): (tensor is not None and name in tensor.cuts, pipeline is None or pipeline.counted(name)) for name, p in model.named_parameters()}
+def _kinds_of(model: nn.Module, tensor: TensorCuts | None, pipeline: PipelineCuts | None, owners: OwnedParts | None) -> dict[int, Kind]:
+    cut, owned = tensor.cuts if tensor is not None else (), owners.rows if owners is not None else ()
+    return {id(p): Kind(name in cut, pipeline is None or pipeline.counted(name), name in owned) for name, p in model.named_parameters()}
 
 
 def _sum_of_squares(grads: list[torch.Tensor], kind: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -127,26 +135,30 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
         equalise(model, groups)
     keys = KeyRing(model)
     pipeline = PipelineCuts(plan, model, optimizer, groups) if groups.pp.size > 1 else None
+    owners = own_parts(model, optimizer, plan.owners, groups.ep, plan.compile != "none") if groups.ep.size > 1 else None
+    units = [name for name in plan.memory.units if name not in {t.module for t in plan.owners.tables} or owners is None]
     tensor = cut_model(model, optimizer, plan.tensor, groups.tp, plan.compile != "none") if groups.tp.size > 1 else None
     if plan.memory.recompute == "full":
-        recompute_units(model, plan.memory.units, keys)
+        recompute_units(model, units, keys)
     if plan.compile == "blocks":
-        for name in plan.memory.units:
+        for name in units:
             model.get_submodule(name).compile()
     buckets = None
     if groups.data.size > 1 and plan.memory.zero == 3:
         shard_model(model, optimizer, plan, groups)
     elif groups.data.size > 1:
-        buckets = GradientBuckets(model, optimizer, groups, plan.sync, plan.memory.zero, _kinds_of(model, tensor, pipeline))
+        buckets = GradientBuckets(model, optimizer, groups, plan.sync, plan.memory.zero, _kinds_of(model, tensor, pipeline, owners))
     if pipeline is not None:
         pipeline.attach()
-    return Applied(plan, model, optimizer, groups, buckets, keys, tensor, pipeline)
+    return Applied(plan, model, optimizer, groups, buckets, keys, tensor, pipeline, owners)
 
 
 def _check(plan: Plan, model: nn.Module) -> None:
     check_runnable(plan.mesh)
     if plan.mesh.degree("tp") > 1 and not plan.tensor.strands:
         raise RequestError(f"plan: mesh {plan.mesh} has a tp axis, but tensor.strands is empty: let `meshwright plan` or plan_for fill it in")
+    if plan.mesh.ep > 1 and not plan.owners:
+        raise RequestError(f"plan: mesh {plan.mesh} has an ep axis, but owners is empty: let `meshwright plan` or plan_for fill it in")
     if plan.mesh.pp > 1 and not any(stage.entry for stage in plan.stages):
         raise RequestError(f"plan: mesh {plan.mesh} has a pp axis, but stages are not cut: let `meshwright plan` or plan_for fill them in")
     modules = dict(model.named_modules())

@@ -6,7 +6,7 @@ given a whole activation for a cut part sums that input's gradient in backward; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,7 +65,7 @@ def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, policy: Tensor
     if optimizer.state:
         raise RequestError("tensor parallelism cuts the optimizer's state: apply the plan before the optimizer's first step")
     _share_randomness(comm, next(model.parameters()).device)
-    _replace_tensors(model, optimizer, found)
+    replace_tensors(model, optimizer, found.cuts, found.local)
     modules = dict(model.named_modules())
     for meet in policy.enters:
         _enter_at(modules[meet.module], meet.position, comm, f"enter/{meet.module}", apart)
@@ -100,17 +100,19 @@ def _share_randomness(comm: Comm, device: torch.device) -> None:
 # -- parameters --
 
 
-def _replace_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, found: TensorCuts) -> None:
-    """Every parameter and buffer that carries a dealt strand becomes this rank's piece of it, wherever it is registered."""
+def replace_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, names: Container[str], local: Callable[[str, torch.Tensor], torch.Tensor]
+) -> None:
+    """Every parameter and buffer among `names` becomes this rank's piece of it, wherever it is registered."""
     known = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             for key, tensor in list(held.items()):
-                if tensor is None or known.get(id(tensor)) not in found.cuts:
+                if tensor is None or known.get(id(tensor), "") not in names:
                     continue
                 if id(tensor) not in made:
-                    piece = found.local(known[id(tensor)], tensor.detach())
+                    piece = local(known[id(tensor)], tensor.detach())
                     made[id(tensor)] = nn.Parameter(piece, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else piece
                 held[key] = made[id(tensor)]  # type: ignore[assignment]
     for group in optimizer.param_groups:

@@ -13,7 +13,7 @@ from meshwright.core.strand import Flow
 from meshwright.core.strategy import Strategy, as_strategy, differences
 from meshwright.core.units import show_seconds
 from meshwright.cost import estimate
-from meshwright.plan import Ranking, Scored, choose_cuts, cut_stages, refuse_if_nothing
+from meshwright.plan import Ranking, Scored, choose_cuts, choose_owners, cut_stages, refuse_if_nothing
 from meshwright.zoo.factory import import_reference
 
 
@@ -50,11 +50,11 @@ def transform(ranking: Ranking, strategy: Strategy, flow: Callable[[Plan], Flow 
 def needs_cuts(plan: Plan) -> bool:
     """Does the mesh ask for pieces of the model that the plan does not name?"""
     uncut = plan.mesh.pp > 1 and not any(stage.entry for stage in plan.stages)
-    return uncut or (plan.mesh.degree("tp") > 1 and not plan.tensor.strands)
+    return uncut or (plan.mesh.degree("tp") > 1 and not plan.tensor.strands) or (plan.mesh.ep > 1 and not plan.owners)
 
 
 def fill_cuts(plan: Plan, flow: Flow | None, profile: ModelProfile) -> Plan:
-    """A plan written by hand or by a strategy may leave the cuts of tensor parallelism and of a pipeline to us."""
+    """A plan written by hand or by a strategy may leave the cuts of tensor parallelism and of a pipeline, and the owners, to us."""
     ways, pp = plan.mesh.degree("tp"), plan.mesh.pp
     if flow is None:
         raise RequestError(f"mesh {plan.mesh} needs the model's dataflow, and this model's loss is not known: pass loss_fn")
@@ -62,6 +62,8 @@ def fill_cuts(plan: Plan, flow: Flow | None, profile: ModelProfile) -> Plan:
         cuts = choose_cuts(flow, ways, plan.placements)
         refuse_if_nothing(cuts, ways)
         plan = replace(plan, tensor=cuts)
+    if plan.mesh.ep > 1 and not plan.owners:
+        plan = replace(plan, owners=choose_owners(flow, plan.mesh.ep))
     if pp > 1 and not any(stage.entry for stage in plan.stages):
         plan = replace(plan, stages=cut_stages(flow, profile, pp * stages_a_rank(plan.schedule), plan.tensor))
     return plan

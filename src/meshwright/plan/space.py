@@ -9,10 +9,12 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh, check_runnable
 from meshwright.core.model import ModelProfile
+from meshwright.core.owners import OwnerPolicy
 from meshwright.core.plan import BalancePolicy, Compile, MemoryPolicy, PipelineSchedule, Plan, Stage, SyncPolicy, stages_a_rank
 from meshwright.core.strand import Flow
 from meshwright.core.tensor import TensorPolicy
 from meshwright.core.workload import Workload
+from meshwright.plan.owners import choose_owners
 from meshwright.plan.partition import choose_units, one_stage
 from meshwright.plan.pipeline import cut_stages
 from meshwright.plan.tensor import choose_cuts, refuse_if_nothing
@@ -46,6 +48,7 @@ def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wish
         try:
             check_runnable(mesh)
             tensor = _tensor(mesh, wishes, cuts)
+            owners = _owners(mesh, wishes)
             schedule = _schedule(mesh, wishes)
             stages = _stages(profile, mesh, schedule, wishes, tensor, pieces)
         except RequestError as error:
@@ -54,7 +57,7 @@ def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wish
         for micro in _micro_batches(workload.global_batch, mesh, wishes):
             for recompute in (wishes.recompute,) if wishes.recompute else ("none", "full"):
                 try:
-                    yield _make(profile, cluster, workload, wishes, mesh, zero, micro, recompute, tensor, stages, schedule)
+                    yield _make(profile, cluster, workload, wishes, mesh, zero, micro, recompute, tensor, stages, schedule, owners)
                     found = True
                 except RequestError as error:
                     reason = reason or error  # the first is about the simplest plan
@@ -73,6 +76,15 @@ def _tensor(mesh: Mesh, wishes: Wishes, made: dict[int, TensorPolicy]) -> Tensor
         made[ways] = choose_cuts(wishes.flow, ways, wishes.placements)
         refuse_if_nothing(made[ways], ways)
     return made[ways]
+
+
+def _owners(mesh: Mesh, wishes: Wishes) -> OwnerPolicy:
+    """Only a mesh that is asked for has owners: the search proposes none yet."""
+    if mesh.ep == 1:
+        return OwnerPolicy()
+    if wishes.flow is None:
+        raise RequestError(f"mesh {mesh}: owners need the model's dataflow, and this model's loss is not known: pass loss_fn")
+    return choose_owners(wishes.flow, mesh.ep)
 
 
 def _schedule(mesh: Mesh, wishes: Wishes) -> PipelineSchedule:
@@ -136,7 +148,7 @@ def _micro_batches(batch: int, mesh: Mesh, wishes: Wishes) -> list[int]:
 
 def _make(
     profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes, mesh: Mesh, zero: int, micro: int, recompute: str,
-    tensor: TensorPolicy, stages: tuple[Stage, ...], schedule: PipelineSchedule,
+    tensor: TensorPolicy, stages: tuple[Stage, ...], schedule: PipelineSchedule, owners: OwnerPolicy,
 ) -> Plan:  # fmt: skip
     device = cluster.devices[0].kind
     world = mesh.size
@@ -157,6 +169,7 @@ def _make(
         balance=BalancePolicy(),
         placements=wishes.placements,
         tensor=tensor,
+        owners=owners,
         compile=wishes.compile if wishes.compile is not None else _default_compile(device, world),
         device=device,
         backend=wishes.backend or ("nccl" if device == "cuda" else "gloo"),

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 ALIGN_BYTES = 16  # vectorised kernels want their operands so
+
+
+class Kind(NamedTuple):
+    """Of a parameter on one rank: is it a piece of a tensor-parallel whole, does this rank count it in sums over a pipeline, and is it
+    owned, so that ranks along `ep` hold other ones? A bucket never mixes kinds: their gradients meet, or their squares are summed, elsewhere."""
+
+    cut: bool = False
+    counted: bool = True
+    owned: bool = False
 
 
 @dataclass(frozen=True)
@@ -25,6 +35,12 @@ class Bucket:
     slots: tuple[Slot, ...]
     numel: int
     itemsize: int
+
+    @property
+    def kind(self) -> Kind:
+        """Keys end with the kind where there are kinds."""
+        last = self.key[-1] if isinstance(self.key, tuple) and self.key else None
+        return last if isinstance(last, Kind) else Kind()
 
     @property
     def bytes(self) -> int:

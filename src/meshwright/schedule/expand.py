@@ -10,18 +10,20 @@ from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action, Schedule
 from meshwright.core.tensor import Meet
 from meshwright.core.workload import ITEM_BYTES
-from meshwright.schedule.buckets import Bucket, assign_buckets
+from meshwright.schedule.buckets import Bucket, Kind, assign_buckets
 from meshwright.schedule.local import local_profile
+from meshwright.schedule.owners import exchanges
 
 
 def expand(plan: Plan, profile: ModelProfile, *, clip: bool = False) -> Schedule:
-    """One program for each pipeline and tensor-parallel rank; ranks that differ in their data alone share it."""
+    """One program for each pipeline rank, owner and tensor-parallel rank; ranks that differ in their data alone share it."""
     build = _sharded if plan.memory.zero == 3 and plan.mesh.group_size("data") > 1 else _bucketed
-    ways, depth = plan.mesh.degree("tp"), plan.mesh.pp
+    mesh, ways = plan.mesh, plan.mesh.degree("tp")
     programs = tuple(
-        (*build(plan, local_profile(plan, profile, t, p), p), *_norm(plan, clip)) for p in range(depth) for t in range(ways)
+        (*build(plan, local_profile(plan, profile, t, p, e), p, e), *_norm(plan, clip))
+        for p in range(mesh.pp) for e in range(mesh.ep) for t in range(ways)
     )  # fmt: skip
-    places = {str(r): plan.mesh.coordinate(r, "pp") * ways + plan.mesh.coordinate(r, "tp") for r in range(plan.world)}
+    places = {str(r): (mesh.coordinate(r, "pp") * mesh.ep + mesh.coordinate(r, "ep")) * ways + mesh.coordinate(r, "tp") for r in range(plan.world)}
     return Schedule(programs, places if len(programs) > 1 else {})
 
 
@@ -29,7 +31,8 @@ def gradient_buckets(plan: Plan, profile: ModelProfile) -> tuple[Bucket, ...]:
     """The buckets that `execute` will make for this plan: parameters in reverse order of registration. `profile` is one rank's."""
     tensors = [t for _, t in _arrival(profile)]
     cut = {c.parameter for s in plan.tensor.strands for c in s.cuts}
-    kinds = [(t.name in cut, t.counted) if plan.memory.zero else (False, True) for t in tensors]
+    owned = plan.owners.parameters if plan.mesh.ep > 1 else frozenset()
+    kinds = [Kind(t.name in cut, t.counted, t.name in owned) if plan.memory.zero else Kind(owned=t.name in owned) for t in tensors]
     return assign_buckets(
         [t.numel for t in tensors],
         [t.itemsize for t in tensors],
@@ -41,8 +44,8 @@ def gradient_buckets(plan: Plan, profile: ModelProfile) -> tuple[Bucket, ...]:
 
 
 def _arrival(profile: ModelProfile) -> list[tuple[int, TensorSpec]]:
-    """Trainable parameters with their layer, last registered first: about the order in which gradients arrive."""
-    found = [(index, t) for index, layer in enumerate(profile.layers) for t in layer.tensors if t.trainable]
+    """Trainable parameters with their layer, last registered first: about the order in which gradients arrive. What others own is not here."""
+    found = [(index, t) for index, layer in enumerate(profile.layers) for t in layer.tensors if t.trainable and t.numel]
     return sorted(found, key=lambda item: -item[1].order)
 
 
@@ -78,11 +81,11 @@ def _compute(plan: Plan, profile: ModelProfile, every: Meetings, op: str, layer:
         yield replace(action, name=f"{action.name}/{op}/{micro}", waits=(f"{op}/{name}/{micro}",))
 
 
-def _meetings(plan: Plan, profile: ModelProfile) -> Meetings:
-    """Where tensor-parallel ranks meet, by layer and phase; `again` is what recomputing a layer repeats."""
+def _meetings(plan: Plan, profile: ModelProfile, owner: int = 0) -> Meetings:
+    """Where tensor-parallel ranks and owners meet, by layer and phase; `again` is what recomputing a layer repeats."""
     policy = plan.tensor
     found: Meetings = {}
-    if not policy.strands:
+    if not policy.strands and plan.mesh.ep == 1:
         return found
     layers = {name for stage in plan.stages for name in stage.layers} or {layer.name for layer in profile.layers}
     here = {layer.name for layer in profile.layers}
@@ -107,6 +110,8 @@ def _meetings(plan: Plan, profile: ModelProfile) -> Meetings:
     sizes = {t.name: t.bytes for t in profile.tensors}
     for name in policy.partial:
         add(name, "backward", _meeting(f"enter/{name}", "all_reduce", float(sizes.get(name, 0))))
+    for module, phase, action, again in exchanges(plan, profile.batch, owner) if plan.mesh.ep > 1 else ():
+        add(module, phase, action, again)
     return found
 
 
@@ -138,7 +143,9 @@ def _norm(plan: Plan, clip: bool) -> Iterator[Action]:
     """Clipping needs the norm of a gradient that is spread out: one number to sum over each axis that spreads it."""
     size = 8 if plan.memory.precision == "fp64" else 4
     if clip and plan.mesh.degree("tp") > 1:
-        yield Action("norm/tp", "all_reduce", bytes=size, axis="tp")
+        yield Action("norm/tp", "all_reduce", bytes=size * (2 if plan.mesh.ep > 1 else 1), axis="tp")
+    if clip and plan.mesh.ep > 1:
+        yield Action("norm/ep", "all_reduce", bytes=size, axis="ep")
     if clip and plan.mesh.pp > 1:
         yield Action("norm/pp", "all_reduce", bytes=size, axis="pp")
     if clip and plan.memory.zero and plan.mesh.shard > 1:
@@ -167,11 +174,12 @@ def _tied(plan: Plan, profile: ModelProfile, pp_rank: int) -> Iterator[Action]:
             yield Action(f"tied/{tensor.name}", "all_reduce", bytes=size, axis=f"pp:{len(ranks)}")
 
 
-def _bucketed(plan: Plan, profile: ModelProfile, pp_rank: int = 0) -> Iterator[Action]:
+def _bucketed(plan: Plan, profile: ModelProfile, pp_rank: int = 0, owner: int = 0) -> Iterator[Action]:
     buckets = gradient_buckets(plan, profile) if plan.mesh.group_size("data") > 1 else ()
-    op, axis = ("reduce_scatter", "shard") if plan.memory.zero else ("all_reduce", "replica")
+    op = "reduce_scatter" if plan.memory.zero else "all_reduce"
+    replicas = ["owned" if b.kind.owned else "replica" for b in buckets]
     ready = _completed_at(buckets, profile)
-    meets = _meetings(plan, profile)
+    meets = _meetings(plan, profile, owner)
     launched: list[str] = []
     for micro in range(plan.micro_batches):
         last = micro == plan.micro_batches - 1
@@ -185,6 +193,7 @@ def _bucketed(plan: Plan, profile: ModelProfile, pp_rank: int = 0) -> Iterator[A
             if last or plan.memory.zero == 2:
                 for index in ready.get(layer, []):
                     bucket = buckets[index]
+                    axis = "shard" if plan.memory.zero else replicas[index]
                     launched.append(f"grads/bucket{index}/{micro}")
                     yield Action(launched[-1], op, bytes=bucket.bytes, padding=bucket.padding, axis=axis)  # type: ignore[arg-type]
         yield from _crossings(plan, profile, pp_rank, "backward", micro)
@@ -193,7 +202,7 @@ def _bucketed(plan: Plan, profile: ModelProfile, pp_rank: int = 0) -> Iterator[A
         if plan.memory.zero and plan.mesh.group_size("replica") > 1 and (last or plan.memory.zero == 2):
             for index, bucket in enumerate(buckets):
                 name = f"replicas/bucket{index}/{micro}"
-                yield Action(name, "all_reduce", bytes=bucket.bytes // plan.mesh.shard, axis="replica", waits=(f"grads/bucket{index}/{micro}",))
+                yield Action(name, "all_reduce", bytes=bucket.bytes // plan.mesh.shard, axis=replicas[index], waits=(f"grads/bucket{index}/{micro}",))
                 launched.append(name)
     yield Action("optimizer", "optimizer", waits=tuple(launched))
     if plan.memory.zero and plan.mesh.group_size("data") > 1:
@@ -205,14 +214,15 @@ def _completed_at(buckets: tuple[Bucket, ...], profile: ModelProfile) -> dict[in
     """Layer → buckets that are complete, and next in line, once its backward is done."""
     layer_of = [layer for layer, _ in _arrival(profile)]
     found: dict[int, list[int]] = {}
-    latest = len(profile.layers)
+    latest = dict.fromkeys((False, True), len(profile.layers))
     for index, bucket in enumerate(buckets):
-        latest = min(latest, *(layer_of[s.index] for s in bucket.slots))  # buckets go in order, so a late one holds up the rest
-        found.setdefault(latest, []).append(index)
+        lane = bucket.kind.owned  # buckets go in order, so a late one holds up the rest; what is owned has an order of its own
+        latest[lane] = min(latest[lane], *(layer_of[s.index] for s in bucket.slots))
+        found.setdefault(latest[lane], []).append(index)
     return found
 
 
-def _sharded(plan: Plan, profile: ModelProfile, pp_rank: int = 0) -> Iterator[Action]:
+def _sharded(plan: Plan, profile: ModelProfile, pp_rank: int = 0, owner: int = 0) -> Iterator[Action]:
     # A pipeline's stage leaves the model's forward half way, so there every layer is a unit and the model itself is none.
     units = set(plan.memory.units) | ({layer.name for layer in profile.layers} if plan.mesh.pp > 1 else set())
     shards, precision = plan.mesh.shard, plan.memory.precision
@@ -231,7 +241,7 @@ def _sharded(plan: Plan, profile: ModelProfile, pp_rank: int = 0) -> Iterator[Ac
             if plan.mesh.group_size("replica") > 1:
                 yield Action(f"replicas/{name}/{tag}", "all_reduce", bytes=size // shards, axis="replica", waits=(f"grads/{name}/{tag}",))
 
-    meets = _meetings(plan, profile)
+    meets = _meetings(plan, profile, owner)
     sent: list[str] = []
     for micro in range(plan.micro_batches):
         for phase, order in (("forward", range(len(profile.layers))), ("backward", range(len(profile.layers) - 1, -1, -1))):
