@@ -12,7 +12,7 @@ import torch
 
 from meshwright.core.mesh import Mesh
 from meshwright.core.owners import OwnerPolicy
-from meshwright.core.plan import MemoryPolicy, Plan, stages_a_rank
+from meshwright.core.plan import BalancePolicy, MemoryPolicy, Plan, stages_a_rank
 from meshwright.core.serial import from_data, to_data
 from meshwright.core.tensor import TensorPolicy
 from meshwright.describe.flow import trace_module_flow
@@ -64,7 +64,7 @@ def spread(
     return from_data(Plan, to_data(plan), "plan"), profile
 
 
-def check(pool: Any, model: dict[str, Any], plan: Plan, profile: Any, steps: int = 3) -> None:
+def check(pool: Any, model: dict[str, Any], plan: Plan, profile: Any, steps: int = 3) -> list[Any]:
     """The same losses, gradient norms and final state as one device; and the ledger before the run is what the run counted."""
     precision = plan.memory.precision
     kwargs = {"model": model, "steps": steps, "clip": 0.5, "dtype": str(DTYPES[precision]).removeprefix("torch.")}
@@ -72,7 +72,7 @@ def check(pool: Any, model: dict[str, Any], plan: Plan, profile: Any, steps: int
     if model.get("family") in IN_FLOAT32:
         exact = max(exact, 1e-4 if steps > 3 else 1e-6)
     ranks = pool.run("procs.jobs:train_curve", world=plan.world, plan=to_data(plan), **kwargs)
-    alone = replace(plan, mesh=Mesh(), micro_batches=1, stages=(), memory=MemoryPolicy(precision=precision))
+    alone = replace(plan, mesh=Mesh(), micro_batches=1, stages=(), memory=MemoryPolicy(precision=precision), balance=BalancePolicy())
     single = pool.run("procs.jobs:train_curve", world=1, plan=to_data(alone), **kwargs)[0]
     for mine in ranks:
         assert mine["losses"] == pytest.approx(single["losses"], rel=exact)
@@ -82,6 +82,7 @@ def check(pool: Any, model: dict[str, Any], plan: Plan, profile: Any, steps: int
     assert ranks[0]["digest"] == ranks[-1]["digest"]
     for rank, mine in enumerate(ranks):
         assert differences(plan_ledger(plan, profile, clip=True, rank=rank), counted(mine["ledger"])) == []
+    return ranks  # type: ignore[no-any-return]
 
 
 def counted(ledger: list[dict[str, Any]]) -> list[tuple[Any, ...]]:

@@ -122,10 +122,10 @@ class Plan:
         if not zero and mesh.shard > 1:
             raise RequestError(f"plan: mesh {mesh} has a shard axis but zero=0: set zero=1, 2 or 3, or use --mesh dp={mesh.data_width}")
         self._check_policies()
-        if mesh.pp > 1:
-            self._check_pipeline()
         if mesh.ep > 1:
             self._check_owners()
+        if mesh.pp > 1:
+            self._check_pipeline()
         if self.balance.shares:
             self._check_shares()
         else:

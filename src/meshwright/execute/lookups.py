@@ -75,7 +75,7 @@ class Lookups:
                 return self._answer(name)
             table: Any = self.tables[name]
             lead = input.shape[:1] if isinstance(table, nn.EmbeddingBag) else input.shape
-            self._asked.append(_Question(name, input, (*lead, table.embedding_dim)))
+            self._asked.append(_Question(name, input.clone(), (*lead, table.embedding_dim)))
             if len(self._asked) == len(self.policy.lookups):
                 raise _AskedError
             return torch.zeros((*lead, table.embedding_dim), dtype=table.weight.dtype, device=input.device)

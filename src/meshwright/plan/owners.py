@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 from meshwright.core.errors import RequestError
@@ -17,7 +18,8 @@ _SELECTS = ("index", "index_select", "embedding")  # operations that pick entrie
 def choose_owners(flow: Flow, owners: int) -> OwnerPolicy:
     """Experts dealt out by number, tables by bytes; refused where there is too little to own."""
     reader = Reader(flow)
-    mixtures = [_mixture(reader, call, size, owners) for call, size in _mixtures(reader)]
+    calls = list(_mixtures(reader))
+    mixtures = [_mixture(reader, call, size, owners) for call, size in calls]
     tables = _tables(reader, {name for m in mixtures for name in m.parameters})
     if not mixtures and not tables:
         raise RequestError(f"ep={owners}: this model has neither experts nor embedding tables {_why_no_tables(reader)}: use --mesh dp={owners}")
@@ -27,7 +29,7 @@ def choose_owners(flow: Flow, owners: int) -> OwnerPolicy:
         instead = f"use --mesh ep={most} or less" if most > 1 else f"use --mesh dp={owners}"
         raise RequestError(f"ep={owners}: this model has {what}, and an owner holds at least one: {instead}")
     last = max((c.last for _, calls in tables for c in calls), default=0)
-    early = any(c.first < last for c, _ in _mixtures(reader))  # its tokens would travel in the dry run that asks for the lookups, too
+    early = any(call.first < last for call, _ in calls)  # its tokens would travel in the dry run that asks for the lookups, too
     owned = _dealt_tables(reader, tables, owners) if len(tables) >= owners and not early else ()
     return OwnerPolicy(tuple(mixtures), owned, *_container(reader, owned))
 
@@ -36,13 +38,18 @@ def choose_owners(flow: Flow, owners: int) -> OwnerPolicy:
 
 
 def _mixtures(reader: Reader) -> Iterator[tuple[ModuleCall, int]]:
-    """Calls of modules whose every parameter is picked from by the choices that the call is given; with the number of experts."""
-    called = [call.module for call in reader.flow.modules]
+    """Calls of modules whose every parameter is picked from by the choices that the call is given; with the number of experts.
+    Modules are noted when their calls end, so of two around the same parameters the inner one is found."""
+    called = Counter(call.module for call in reader.flow.modules)
+    taken: set[int] = set()
     for call in reader.flow.modules:
-        names = [w for w in reader.weights if call.module and w.name.startswith(f"{call.module}.")]
-        sizes = {reader.flow.values[w.value].shape[0] if reader.flow.values[w.value].shape else 1 for w in names}
-        if len(sizes) == 1 and called.count(call.module) == 1 and _is_mixture(reader, call, {w.value for w in names}):
-            yield call, sizes.pop()
+        if not call.module or called[call.module] > 1 or _roles(reader, call) is None:
+            continue
+        values = {w.value for w in reader.weights if w.name.startswith(f"{call.module}.")}
+        sizes = {reader.flow.values[v].shape[:1] for v in values}
+        if len(sizes) == 1 and taken.isdisjoint(values) and _is_mixture(reader, call, values):
+            taken |= values
+            yield call, sizes.pop()[0]
 
 
 def _is_mixture(reader: Reader, call: ModuleCall, weights: set[int]) -> bool:
