@@ -129,11 +129,11 @@ def _mesh_for(mesh: Mesh | str | None, world: int) -> Mesh:
 
 
 def _flow(model: nn.Module, loss_fn: Loss, batch: Batch, mesh: Mesh | None = None) -> Flow | None:
-    """What tensor parallelism and pipelines are cut by. A model that cannot be followed does without, unless the mesh asks for them."""
+    """What tensor parallelism, pipelines and owners are found by. A model that cannot be followed does without, unless the mesh asks for them."""
     try:
         return trace_module_flow(model, loss_fn, batch)
     except RequestError:
-        if mesh is not None and mesh.size > mesh.data_width:
+        if mesh is not None and mesh.size > mesh.dp * mesh.shard:
             raise
         return None
 

@@ -11,7 +11,7 @@ from meshwright.core.mesh import Mesh
 from meshwright.core.plan import MemoryPolicy, Plan
 from meshwright.core.serial import to_data
 from meshwright.describe.flow import trace_module_flow
-from meshwright.plan import choose_cuts
+from meshwright.plan import choose_cuts, choose_owners
 from meshwright.plan.context import choose_context
 from tests.procs.jobs import build, global_batch
 
@@ -78,3 +78,15 @@ def test_context_parallelism(pool: Any, name: str, precision: str) -> None:
     size = round(8 * made.context.attends[0].bytes)
     gathers = {line["op"]: line["bytes"] for line in found[0]["ledger"] if line["name"] == f"context/{made.context.attends[0].module}"}
     assert gathers == {"all_gather": size, "reduce_scatter": size}
+
+
+@pytest.mark.parametrize("kind", ["mixture", "tables"])
+def test_owners(pool: Any, kind: str) -> None:
+    """Two ranks on the one GPU exchange tokens, or indices and rows."""
+    model = {"own": kind}
+    network, loss = build(model, torch.float32, 0)
+    flow = trace_module_flow(network, loss, global_batch(model, 2, 0, torch.float32))
+    made = Plan("test", 8, Mesh(ep=2), owners=choose_owners(flow, 2), device="cuda", backend="gloo")
+    alone = Plan("test", 8, device="cpu")
+    one, two = (pool.run("procs.jobs:train_curve", world=p.world, plan=to_data(p), model=model, dtype="float32", clip=0.5)[0] for p in (alone, made))
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-3) and two["norms"] == pytest.approx(one["norms"], rel=1e-3)

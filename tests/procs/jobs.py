@@ -14,10 +14,12 @@ from meshwright import zoo
 from meshwright.core.plan import Plan
 from meshwright.core.serial import from_data
 from meshwright.core.task import Task
+from meshwright.execute.apply import apply
 from meshwright.execute.session import Session
 from meshwright.execute.state import state_digest, whole_state
 from meshwright.launch import Rendezvous, join, leave
 from tests import architectures, convolutional
+from tests.procs import owned
 
 
 def random_network(sizes: list[int], activation: str, norm: bool, seed: int) -> nn.Module:
@@ -53,6 +55,8 @@ def global_batch(model: dict[str, Any], size: int, step: int, dtype: torch.dtype
         return architectures.batch(model["family"], size, step)
     if "images" in model:
         return convolutional.batch(model["images"], size, step)
+    if "own" in model:
+        return {k: v.to(dtype) if v.is_floating_point() else v for k, v in owned.batch(model["own"], size, made).items()}
     if "zoo" in model:
         fields = zoo.load(model["zoo"]).fields
         out = {}
@@ -83,6 +87,10 @@ def build(model: dict[str, Any], dtype: torch.dtype, seed: int) -> tuple[nn.Modu
     if "images" in model:
         torch.manual_seed(seed)
         return convolutional.build(model["images"]).to(dtype), convolutional.counted_loss if model.get("masked") else convolutional.loss
+    if "own" in model:
+        torch.manual_seed(seed)
+        network, own_loss = owned.build(model["own"])
+        return network.to(dtype), own_loss
     error = summed_error if model.get("masked") else squared_error
     return random_network(model["sizes"], model["activation"], model["norm"], seed).to(dtype), error
 
@@ -146,13 +154,11 @@ def _group(rank: int, world: int, meeting: str) -> Any:
         leave()
 
 
-def own_loop(rank: int, world: int, meeting: str, plan: dict[str, Any], use_context: bool) -> dict[str, float]:
+def own_loop(rank: int, world: int, meeting: str, plan: dict[str, Any], use_context: bool, model: dict[str, Any] | None = None) -> dict[str, float]:
     """A user's loop after `apply`: two backwards a step, the mean over ranks; the final parameters, summed by name."""
-    from meshwright.execute.apply import apply
-
     torch.set_num_threads(1)
     told = from_data(Plan, plan, "plan")
-    model = {"sizes": [6, 9, 4], "activation": "tanh", "norm": False}
+    model = model or {"sizes": [6, 9, 4], "activation": "tanh", "norm": False}
     with _group(rank, world, meeting):
         network, loss = build(model, torch.float64, 3)
         optimizer = make_optimizer("sgd", network)
@@ -224,8 +230,6 @@ def fp16_steps(rank: int, world: int, meeting: str) -> dict[str, list[bool]]:
 
 def clipped_norm(rank: int, world: int, meeting: str, plan: dict[str, Any]) -> tuple[float, float]:
     """In a user's own loop: the gradient's norm before and after clipping to 0.2."""
-    from meshwright.execute.apply import apply
-
     torch.set_num_threads(1)
     told = from_data(Plan, plan, "plan")
     model = {"sizes": [6, 9, 4], "activation": "tanh", "norm": False}
@@ -252,6 +256,28 @@ def dropout_under_tensor_parallelism(rank: int, world: int, meeting: str, plan: 
             x = torch.randn(told.global_batch, 4, generator=torch.Generator().manual_seed(step))
             session.step({"x": x}, lambda m, b: m(b["x"]).square().mean())
         return [float(p.detach().double().sum()) for name, p in network.named_parameters() if name in ("2.bias", "4.weight", "4.bias")]
+
+
+def uneven_tokens(rank: int, world: int, meeting: str, plan: dict[str, Any], model: dict[str, Any], counts: list[int]) -> dict[str, Any]:
+    """Each rank brings another number of tokens, or none, to a mixture: the squares of its results and of the experts' gradients."""
+    torch.set_num_threads(1)
+    told = from_data(Plan, plan, "plan")
+    with _group(rank, world, meeting):
+        network, _ = build(model, torch.float64, 3)
+        applied = apply(told, network, make_optimizer("sgd", network))
+        if applied.buckets is not None:
+            applied.buckets.reduce = "sum"
+        made = torch.Generator().manual_seed(1)
+        tokens = torch.randn(sum(counts), owned.WIDTH, generator=made, dtype=torch.float64)
+        choices = torch.randint(0, owned.EXPERTS, (sum(counts), 2), generator=made)
+        weights = torch.rand(sum(counts), 2, generator=made, dtype=torch.float64).requires_grad_()
+        first, count = (sum(counts[:rank]), counts[rank]) if world > 1 else (0, sum(counts))
+        mine = slice(first, first + count)
+        results = network.experts[0](choices[mine], tokens[mine], weights[mine])
+        with applied.accumulate():
+            results.square().sum().backward()
+        squares = [float(p.grad.square().sum()) for p in network.experts[0].parameters()]
+        return {"results": float(results.detach().square().sum()), "weights": float(weights.grad[mine].square().sum()), "squares": squares}
 
 
 def failing_rank(rank: int, world: int, meeting: str, plan: dict[str, Any], model: dict[str, Any], guilty: int) -> None:

@@ -12,17 +12,18 @@ import pytest
 import torch
 
 from meshwright.core.mesh import Mesh
-from meshwright.core.plan import MemoryPolicy, Plan, stages_a_rank
+from meshwright.core.owners import OwnerPolicy
+from meshwright.core.plan import BalancePolicy, MemoryPolicy, Plan, stages_a_rank
 from meshwright.core.serial import from_data, to_data
 from meshwright.core.spatial import SpatialPolicy
 from meshwright.core.tensor import TensorPolicy
 from meshwright.describe.flow import trace_module_flow
 from meshwright.describe.trace import trace_module
-from meshwright.plan import share_positions
+from meshwright.plan import choose_owners, share_positions
 from meshwright.plan.partition import choose_units, one_stage
 from meshwright.plan.pipeline import cut_stages
 from meshwright.plan.tensor import choose_grid
-from meshwright.schedule import plan_ledger
+from meshwright.schedule import differences, plan_ledger
 from tests.procs.jobs import build, global_batch
 
 # Their norms (Mixtral: its router too) go through float32 whatever the model's type, so another order of a sum shows, and grows with the steps.
@@ -59,13 +60,14 @@ def spread(
     memory = MemoryPolicy(zero, choose_units(profile), recompute, precision)  # type: ignore[arg-type]
     tensor, across = choose_grid(flow, mesh.tp) if mesh.degree("tp") > 1 else (TensorPolicy(), TensorPolicy())
     (tensor, across), context, spatial = share_positions(mesh, flow, (tensor, across), precision, grid)
+    owners = choose_owners(flow, mesh.ep) if mesh.ep > 1 else OwnerPolicy()
     stages = cut_stages(flow, profile, mesh.pp * stages_a_rank(schedule), tensor, across) if mesh.pp > 1 else one_stage(profile)
-    shared = {"tensor": tensor, "across": across, "context": context, "spatial": spatial}
+    shared = {"tensor": tensor, "across": across, "context": context, "spatial": spatial, "owners": owners}
     plan = Plan("test", batch, mesh, micro, stages, schedule, memory=memory, **shared)  # type: ignore[arg-type]
     return from_data(Plan, to_data(plan), "plan"), profile
 
 
-def check(pool: Any, model: dict[str, Any], plan: Plan, profile: Any, steps: int = 3) -> None:
+def check(pool: Any, model: dict[str, Any], plan: Plan, profile: Any, steps: int = 3) -> list[Any]:
     """The same losses, gradient norms and final state as one device; and the ledger before the run is what the run counted."""
     precision = plan.memory.precision
     kwargs = {"model": model, "steps": steps, "clip": 0.5, "dtype": str(DTYPES[precision]).removeprefix("torch.")}
@@ -73,7 +75,8 @@ def check(pool: Any, model: dict[str, Any], plan: Plan, profile: Any, steps: int
     if model.get("family") in IN_FLOAT32 or model.get("loss") == "own":
         exact = max(exact, 1e-4 if steps > 3 else 1e-6)
     ranks = pool.run("procs.jobs:train_curve", world=plan.world, plan=to_data(plan), **kwargs)
-    alone = replace(plan, mesh=Mesh(), micro_batches=1, stages=(), spatial=SpatialPolicy(), memory=MemoryPolicy(precision=precision))
+    memory = MemoryPolicy(precision=precision)
+    alone = replace(plan, mesh=Mesh(), micro_batches=1, stages=(), spatial=SpatialPolicy(), memory=memory, balance=BalancePolicy())
     single = pool.run("procs.jobs:train_curve", world=1, plan=to_data(alone), **kwargs)[0]
     for mine in ranks:
         assert mine["losses"] == pytest.approx(single["losses"], rel=exact)
@@ -82,8 +85,11 @@ def check(pool: Any, model: dict[str, Any], plan: Plan, profile: Any, steps: int
         assert ranks[0]["state"] == pytest.approx(single["state"], rel=1000 * exact, abs=10 * exact)
     assert ranks[0]["digest"] == ranks[-1]["digest"]
     for rank, mine in enumerate(ranks):
-        assert counted(mine["started"]) == listed(plan, profile, rank, "start-up")
-        assert counted(mine["ledger"]) == listed(plan, profile, rank, "step")
+        expected = plan_ledger(plan, profile, clip=True, rank=rank)
+        for phase, ledger in (("start-up", mine["started"]), ("step", mine["ledger"])):
+            lines = [tuple(line[what] for what in ("name", "op", "group", "calls", "bytes")) for line in ledger]
+            assert differences(expected, lines, phase) == []
+    return ranks  # type: ignore[no-any-return]
 
 
 def counted(ledger: list[dict[str, Any]]) -> Counter[tuple[Any, ...]]:

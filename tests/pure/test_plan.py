@@ -186,10 +186,11 @@ def test_a_stage_that_does_not_go_with_the_mesh_names_a_mesh_that_does(mesh: Mes
     assert rank(blocks(1), 4, wishes=Wishes(mesh=proposed, zero=zero)).scored
 
 
-@pytest.mark.parametrize("mesh", [Mesh(ep=2)], ids=str)
-def test_an_axis_that_cannot_be_run_is_refused_before_anything_starts(mesh: Mesh) -> None:
-    with pytest.raises(RequestError, match="cannot be run yet"):
-        rank(blocks(2), 4, wishes=Wishes(mesh=mesh, flow=Flow(2, (), (), (), (), ())))
+def test_owners_need_to_know_the_model() -> None:
+    with pytest.raises(RequestError, match="loss_fn"):
+        rank(blocks(2), 4, wishes=Wishes(mesh=Mesh(ep=2)))
+    with pytest.raises(RequestError, match="neither experts nor embedding tables"):
+        rank(blocks(2), 4, wishes=Wishes(mesh=Mesh(ep=2), flow=Flow(2, (), (), (), (), ())))
 
 
 def test_tensor_parallelism_needs_to_know_the_model() -> None:

@@ -82,6 +82,8 @@ def plan(
         stdout.print(cuts_table(prepared.plan, prepared.profile))
     if prepared.plan.spatial.grid:
         stdout.print(blocks_table(prepared.plan))
+    if prepared.plan.owners:
+        stdout.print(owners_table(prepared.plan, prepared.profile))
     if ledger:
         stdout.print(ledger_table(plan_ledger(prepared.plan, prepared.profile, clip=config.clip > 0)))
     if output is not None:
@@ -122,6 +124,22 @@ def blocks_table(plan: Plan) -> Table:
     return table
 
 
+def owners_table(plan: Plan, profile: ModelProfile) -> Table:
+    """Who owns what: experts by number, tables by name."""
+    sizes = {t.name: t.bytes for t in profile.tensors}
+    table = Table(box=None, header_style="bold", title="owners", title_justify="left")
+    for column in ("rank of ep", "owns", "size"):
+        table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
+    for owner in range(plan.mesh.ep):
+        for mixture in plan.owners.mixtures:
+            first, count = mixture.first(owner), mixture.counts[owner]
+            share = sum(sizes.get(name, 0) for name in mixture.parameters) * count / mixture.experts
+            table.add_row(str(owner), f"experts {first} to {first + count - 1} of {mixture.module}", show_bytes(share))
+        for held in (t for t in plan.owners.tables if t.owner == owner):
+            table.add_row(str(owner), f"table {held.module}, {held.rows:,} rows", show_bytes(sizes.get(held.parameter, 0)))
+    return table
+
+
 _numbers = re.compile(r"\.\d+\.")
 
 
@@ -132,7 +150,14 @@ def ledger_table(lines: tuple[LedgerLine, ...]) -> Table:
     for column in ("ranks", "calls", "bytes", "padding", "sent by a rank"):
         table.add_column(column, justify="right")
     for line in lines:
-        sums = (str(line.group), str(line.calls), show_bytes(line.bytes), show_bytes(line.padding) if line.padding else "", show_bytes(line.sent))
+        most = "≤ " if line.bound else ""  # the data decides
+        sums = (
+            str(line.group),
+            str(line.calls),
+            most + show_bytes(line.bytes),
+            show_bytes(line.padding) if line.padding else "",
+            most + show_bytes(line.sent),
+        )
         table.add_row(line.phase, line.name, line.op, line.axis, *sums)
     return table
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ class NullComm:
         return _copied(output, tensor)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Done:
+        return _copied(output, tensor)
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, name: str, receives: Sequence[int], sends: Sequence[int]) -> Done:
         return _copied(output, tensor)
 
     def broadcast(self, tensor: torch.Tensor, name: str, source: int = 0) -> Done:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,14 @@ class TorchComm:
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Pending:
         return self._start(name, "all_gather", output, lambda: _all_gather(output, tensor, group=self.group, async_op=True))
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, name: str, receives: Sequence[int], sends: Sequence[int]) -> Pending:
+        return self._start(
+            name,
+            "all_to_all",
+            tensor,
+            lambda: dist.all_to_all_single(output, tensor, list(receives), list(sends), group=self.group, async_op=True),
+        )
 
     def broadcast(self, tensor: torch.Tensor, name: str, source: int = 0) -> Pending:
         return self._start(name, "broadcast", tensor, lambda: dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))

@@ -107,6 +107,7 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
     "batch": ("pp", "dp", "shard", "cp", "ep"),  # all that a global batch passes through
     "data": ("dp", "shard", "cp", "ep"),  # whose gradients meet
     "replica": ("dp", "cp", "ep"),  # those of them that hold the same parameters
+    "owned": ("dp", "cp"),  # those of them that own the same experts and tables
     "pp": ("pp",),
     "dp": ("dp",),
     "shard": ("shard",),
@@ -116,12 +117,8 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
     "tpx": ("tpx",),
     "tpy": ("tpy",),
 }
-RUNNABLE_AXES = ("pp", "dp", "shard", "cp", "tp")  # what `execute` can do today, and so what `plan` may propose
 
 
 def check_runnable(mesh: Mesh) -> None:
     if mesh != mesh.flattened():
         raise RequestError(f"mesh {mesh}: write the depth of tensor parallelism as the shard axis, and no dimension of 1: {mesh.flattened()}")
-    for axis in AXES:
-        if axis not in RUNNABLE_AXES and mesh.degree(axis) > 1:
-            raise RequestError(f"mesh axis {axis}={mesh.degree(axis)} cannot be run yet: use {' and '.join(RUNNABLE_AXES)}")

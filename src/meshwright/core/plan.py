@@ -11,6 +11,7 @@ from meshwright.core.cluster import DeviceKind
 from meshwright.core.context import ContextPolicy
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
+from meshwright.core.owners import OwnerPolicy
 from meshwright.core.serial import from_data, read_json, write_json
 from meshwright.core.spatial import SpatialPolicy, show_grid
 from meshwright.core.tensor import TensorPolicy
@@ -122,6 +123,7 @@ class Plan:
     across: TensorPolicy = TensorPolicy()  # the second dimension, when tensor parallelism has a grid
     context: ContextPolicy = ContextPolicy()
     spatial: SpatialPolicy = SpatialPolicy()
+    owners: OwnerPolicy = OwnerPolicy()
     compile: Compile = "none"
     device: DeviceKind = "cpu"
     backend: str = "gloo"
@@ -141,6 +143,8 @@ class Plan:
         self._check_policies()
         if mesh.cp > 1 and not self.spatial.grid:
             self._check_context()
+        if mesh.ep > 1:
+            self._check_owners()
         if mesh.pp > 1:
             self._check_pipeline()
         if self.spatial.grid:
@@ -192,6 +196,23 @@ class Plan:
                 raise RequestError(f"plan: blocks of positions do not go with {axis} yet (mesh {mesh}): use dp or shard beside cp={ways}")
         if self.compile == "model":
             raise RequestError("plan: compile=model does not go with cp: neighbours meet inside the model; use compile=blocks")
+
+    def _check_owners(self) -> None:
+        """What owners of experts and tables do not go with; each with its reason."""
+        ep, owners = self.mesh.ep, self.owners
+        if self.mesh.pp > 1:
+            raise RequestError(f"plan: mesh {self.mesh}: a stage of a pipeline cannot exchange with owners yet: use --mesh ep={ep} with dp or tp")
+        if self.memory.zero == 3:
+            raise RequestError(f"plan: zero=3 reduces what is owned over ranks that own other parts, in mesh {self.mesh}: use zero=1 or zero=2")
+        if self.compile == "model":
+            raise RequestError("plan: compile=model does not go with ep, whose exchanges no one graph can hold: use compile=blocks")
+        if any(len(m.counts) != ep for m in owners.mixtures) or not all(0 <= t.owner < ep for t in owners.tables):
+            raise RequestError(f"plan: owners are listed for another number of ranks than ep={ep}: leave owners out and they are chosen again")
+        if owners.tables and self.mesh.degree("tp") > 1:
+            raise RequestError(f"plan: mesh {self.mesh}: tables at owners do not go with tensor parallelism yet: use --mesh ep={ep} with dp")
+        around = [u for u in self.memory.units for t in owners.tables if t.module.startswith(f"{u}.")]
+        if self.memory.recompute == "full" and around:
+            raise RequestError(f"plan: recompute=full would look tables up again in the backward of {around[0]}: set recompute=none")
 
     def holders(self, parameter: str) -> tuple[int, ...]:
         """The stages that have a parameter: the one of the layer that it belongs to, and those that also use it."""
@@ -252,12 +273,17 @@ class Plan:
         """By strand that tensor parallelism deals out: how much of it a rank holds, and of how much."""
         return {s.name: (s.piece(self.mesh.coordinate(rank, axis), self.mesh.degree(axis))[1], s.size) for axis, p in self.tensors for s in p.strands}
 
+    @property
+    def everywhere(self) -> int:
+        """How many ranks along tp and ep hold a parameter that is neither cut nor owned."""
+        return self.mesh.degree("tp") * self.mesh.ep
+
     def copies(self) -> dict[str, int]:
-        """How many tensor-parallel ranks hold the same piece of a parameter that is cut; all of them hold what is not listed."""
-        found: dict[str, int] = {}
+        """How many of those ranks hold the same piece of a parameter that is cut or owned."""
+        found = dict.fromkeys(self.owners.parameters, self.mesh.degree("tp")) if self.mesh.ep > 1 else {}
         for axis, policy in self.tensors:
             for name in {c.parameter for s in policy.strands for c in s.cuts}:
-                found[name] = found.get(name, self.mesh.degree("tp")) // self.mesh.degree(axis)
+                found[name] = found.get(name, self.everywhere) // self.mesh.degree(axis)
         return found
 
     def share(self, data_rank: int) -> tuple[int, int]:
@@ -280,6 +306,8 @@ class Plan:
         parts += [f"tensor parallel {'x'.join(map(str, self.mesh.tp))}"] * (self.mesh.degree("tp") > 1)
         parts += [f"context parallel {self.mesh.cp}"] * (self.mesh.cp > 1 and not self.spatial.grid)
         parts += [f"spatial {show_grid(self.spatial.grid)}"] * bool(self.spatial.grid)
+        if self.mesh.ep > 1:
+            parts.append(f"{'operator' if self.owners.tables and not self.owners.mixtures else 'expert'} parallel {self.mesh.ep}")
         if self.memory.zero:
             parts.append(f"ZeRO-{self.memory.zero}" + (" hybrid" if self.mesh.dp > 1 else ""))
         elif self.mesh.dp > 1:

@@ -21,6 +21,7 @@ class Action:
     layer: int = -1  # index into the profile's layers, for computation
     bytes: int = 0  # size of the whole tensor that a collective works on, padding included
     padding: int = 0  # of these, bytes that carry nothing
+    likely: int | None = None  # where the data decides and `bytes` is the most that it can be: what an even spread of it gives
     axis: str = ""
     group: int = 0  # ranks that take part, where they are not all of the axis's: two for a send
     waits: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-LayerKind = Literal["linear", "conv", "embedding", "other"]
+LayerKind = Literal["linear", "conv", "embedding", "bag", "other"]
 WindowKind = Literal["conv", "max", "mean", "grow"]
 
 

@@ -9,15 +9,17 @@ from meshwright.core.schedule import Action, wire_factor
 
 
 def sent_bytes(action: Action, plan: Plan) -> float:
-    """What a rank puts on the wire for one call."""
-    return action.bytes * wire_factor(action.op, action.ranks(plan.mesh))
+    """What a rank puts on the wire for one call; where the data decides, what an even spread of it gives."""
+    size = action.bytes if action.likely is None else action.likely
+    return size * wire_factor(action.op, action.ranks(plan.mesh))
 
 
 def collective_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rates) -> float:
     group = action.ranks(plan.mesh)
     if group == 1:
         return 0.0
-    line = rates.collectives.get(f"{plan.backend}/{action.op}")
+    measured = "all_gather" if action.op == "all_to_all" else action.op  # both hand every other rank its share of as many bytes
+    line = rates.collectives.get(f"{plan.backend}/{measured}")
     if line is None:
         link = cluster.link_between(tuple(range(min(plan.world, len(cluster.devices)))))
         hops = 2 * (group - 1) if action.op == "all_reduce" else group - 1

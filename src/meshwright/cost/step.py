@@ -25,7 +25,8 @@ def estimate(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Clu
     micro = profile.at(plan.largest_micro_batch)
     rates = calibration.layout(plan.world)
     clock = _pipelined(plan, micro, workload, cluster, rates)
-    every = [peak_bytes(plan, local_profile(plan, micro, 0, p), workload.optimizer, rates, in_flight(plan, p)) for p in range(plan.mesh.pp)]
+    places = [(p, e) for p in range(plan.mesh.pp) for e in range(plan.mesh.ep)]
+    every = [peak_bytes(plan, local_profile(plan, micro, 0, p, e), workload.optimizer, rates, in_flight(plan, p)) for p, e in places]
     kinds = max(every, key=lambda k: sum(k.values()))
     need = sum(kinds.values())
     devices = cluster.devices[: plan.world]

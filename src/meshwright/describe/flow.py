@@ -320,11 +320,13 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _kind(module: nn.Module) -> LayerKind:
-    """Layers whose products the run knows how to complete over ranks, bias and all."""
+    """Layers whose products the run knows how to complete over ranks, bias and all; and tables that it can look up elsewhere."""
     if isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf")):
         return "linear"
     if isinstance(module, nn.modules.conv._ConvNd):
         return "conv"
+    if isinstance(module, nn.EmbeddingBag):
+        return "bag"
     return "embedding" if isinstance(module, nn.Embedding) else "other"
 
 

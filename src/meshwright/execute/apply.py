@@ -17,11 +17,12 @@ from meshwright.describe.attention import compose_attention
 from meshwright.execute.context import ContextRun
 from meshwright.execute.groups import Groups, make_groups
 from meshwright.execute.memory import DTYPES, KeyRing, is_sharded, local_tensor, recompute_units, shard_model, storage_bytes
+from meshwright.execute.owners import OwnedParts, own_parts
 from meshwright.execute.pipeline import PipelineCuts
 from meshwright.execute.spatial import cut_positions
 from meshwright.execute.sync import GradientBuckets
 from meshwright.execute.tensor import TensorCuts, cut_model, share_randomness
-from meshwright.schedule.buckets import start_runs
+from meshwright.schedule.buckets import Kind, start_runs
 
 
 @dataclass
@@ -37,6 +38,7 @@ class Applied:
     tensor: TensorCuts | None = None
     pipeline: PipelineCuts | None = None
     context: ContextRun | None = None
+    owners: OwnedParts | None = None
 
     def local(self, batch: Batch) -> Batch:
         """For a loop of your own under context parallelism: this rank's positions of a batch. Any other plan leaves it as it is."""
@@ -67,9 +69,9 @@ class Applied:
         kinds = self._kinds()
         held: dict[int, list[torch.Tensor]] = {}
         for param in self.stepped():
-            copies, counts = kinds.get(id(param), (1, True))
-            if counts and param.grad is not None:
-                held.setdefault(copies, []).append(local_tensor(param.grad))
+            of = kinds.get(id(param), Kind())
+            if of.counted and param.grad is not None:
+                held.setdefault(of.copies, []).append(local_tensor(param.grad))
         kind = torch.float64 if self.plan.memory.precision == "fp64" else torch.float32
         total = torch.zeros((), dtype=kind, device=self.plan.device)
         for copies, grads in held.items():
@@ -77,16 +79,18 @@ class Applied:
             total = total + (squares / copies if copies > 1 else squares)
         if self.tensor is not None:
             self.groups.tp.all_reduce(total, "norm/tp").wait()
+        if self.owners is not None:
+            self.groups.ep.all_reduce(total, "norm/ep").wait()
         if self.pipeline is not None:
             self.groups.pp.all_reduce(total, "norm/pp").wait()
         if self.plan.memory.zero:
             self.groups.shard.all_reduce(total, "norm").wait()
         return total
 
-    def _kinds(self) -> dict[int, tuple[int, bool]]:
-        """For each stepped parameter: how many tensor-parallel ranks hold the same, and does this pipeline rank count it?"""
+    def _kinds(self) -> dict[int, Kind]:
+        """The kind of each stepped parameter."""
         if self.buckets is not None and self.plan.memory.zero:
-            return {id(b.shard): b.kind for b in self.buckets.buckets}
+            return {id(b.shard): b.layout.kind for b in self.buckets.buckets}
         return _kinds_of(self.model, self.plan, self.pipeline)
 
     def meet_shared(self) -> None:
@@ -126,9 +130,12 @@ class Applied:
         }
 
 
-def _kinds_of(model: nn.Module, plan: Plan, pipeline: PipelineCuts | None) -> dict[int, tuple[int, bool]]:
-    copies, everybody = plan.copies(), plan.mesh.degree("tp")
-    return {id(p): (copies.get(name, everybody), pipeline is None or pipeline.counted(name)) for name, p in model.named_parameters()}
+def _kinds_of(model: nn.Module, plan: Plan, pipeline: PipelineCuts | None) -> dict[int, Kind]:
+    copies, owned = plan.copies(), plan.owners.parameters if plan.mesh.ep > 1 else frozenset()
+    return {
+        id(p): Kind(copies.get(name, plan.everywhere), pipeline is None or pipeline.counted(name), name in owned)
+        for name, p in model.named_parameters()
+    }
 
 
 def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> Applied:
@@ -141,15 +148,17 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
     if groups.pp.size > 1 or groups.tp.size > 1:
         compose_attention(model)  # as the dataflow was read from which the plan was made
     pipeline = PipelineCuts(plan, model, optimizer, groups) if groups.pp.size > 1 else None
+    owners = own_parts(model, optimizer, plan.owners, groups.ep, plan.compile != "none") if groups.ep.size > 1 else None
+    units = [name for name in plan.memory.units if name not in {t.module for t in plan.owners.tables} or owners is None]
     tensor = cut_model(model, optimizer, plan, groups) if groups.tp.size > 1 else None
     context = ContextRun(model, plan.context, groups.cp) if plan.context.attends else None
     if plan.spatial.grid:
         share_randomness(groups.cp, next(model.parameters()).device)
         cut_positions(model, plan.spatial, groups.cp, plan.compile != "none")
     if plan.memory.recompute == "full":
-        recompute_units(model, plan.memory.units, keys)
+        recompute_units(model, units, keys)
     if plan.compile == "blocks":
-        for name in plan.memory.units:
+        for name in units:
             model.get_submodule(name).compile()
     buckets = None
     if groups.data.size > 1 and plan.memory.zero == 3:
@@ -158,13 +167,15 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
         buckets = GradientBuckets(model, optimizer, groups, plan.sync, plan.memory.zero, _kinds_of(model, plan, pipeline))
     if pipeline is not None:
         pipeline.attach()
-    return Applied(plan, model, optimizer, groups, buckets, keys, tensor, pipeline, context)
+    return Applied(plan, model, optimizer, groups, buckets, keys, tensor, pipeline, context, owners)
 
 
 def _check(plan: Plan, model: nn.Module) -> None:
     check_runnable(plan.mesh)
     if plan.mesh.degree("tp") > 1 and not plan.tensor.strands:
         raise RequestError(f"plan: mesh {plan.mesh} has a tp axis, but tensor.strands is empty: let `meshwright plan` or plan_for fill it in")
+    if plan.mesh.ep > 1 and not plan.owners:
+        raise RequestError(f"plan: mesh {plan.mesh} has an ep axis, but owners is empty: let `meshwright plan` or plan_for fill it in")
     if plan.mesh.pp > 1 and not any(stage.entry for stage in plan.stages):
         raise RequestError(f"plan: mesh {plan.mesh} has a pp axis, but stages are not cut: let `meshwright plan` or plan_for fill them in")
     if plan.mesh.cp > 1 and not plan.context.attends and not plan.spatial.grid:

@@ -21,6 +21,7 @@ class Groups:
     batch: Comm
     data: Comm
     replica: Comm
+    owned: Comm
     pp: Comm
     dp: Comm
     shard: Comm

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.comm import TorchComm
+from meshwright.core.comm import Comm
 from meshwright.execute.apply import Applied
 from meshwright.execute.sync import GradientBuckets
 
@@ -19,17 +20,26 @@ from meshwright.execute.sync import GradientBuckets
 def whole_state(applied: Applied) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter, then every tensor of optimizer state, whole, on the CPU, in the model's order. Collective."""
     mine = _stage_state(applied)
-    if applied.pipeline is None:
+    if applied.pipeline is None and applied.owners is None:
         yield from mine
         return
     held = dict(mine)
+    names = [name for name, _, _ in applied.pipeline.every] if applied.pipeline is not None else [n for n, _ in applied.model.named_parameters()]
     for keys in (lambda name: [name], lambda name: sorted(k for k in held if k.startswith(f"{name}/"))):
-        for name, _, _ in applied.pipeline.every:
-            owner = applied.plan.stage_rank(applied.pipeline.owners[name][0])
-            found: list[Any] = [[(k, held[k]) for k in keys(name)] if applied.groups.pp.rank == owner else None]
-            assert isinstance(applied.groups.pp, TorchComm)
-            dist.broadcast_object_list(found, group=applied.groups.pp.group, group_src=owner)
+        for name in names:
+            comm, holder = _holder(applied, name)
+            found: list[Any] = [[(k, held[k]) for k in keys(name)] if holder in (None, comm.rank) else None]
+            if holder is not None:
+                assert isinstance(comm, TorchComm)
+                dist.broadcast_object_list(found, group=comm.group, group_src=holder)
             yield from found[0]
+
+
+def _holder(applied: Applied, name: str) -> tuple[Comm, int | None]:
+    """The one rank of a pipeline, or of the owners, that holds a parameter; None where this rank has it anyway."""
+    if applied.pipeline is not None:
+        return applied.groups.pp, applied.plan.stage_rank(applied.pipeline.owners[name][0])
+    return applied.groups.ep, applied.owners.owner(name) if applied.owners is not None else None
 
 
 def _stage_state(applied: Applied) -> Iterator[tuple[str, torch.Tensor]]:
@@ -47,10 +57,12 @@ def _stage_state(applied: Applied) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _uncut(name: str, piece: torch.Tensor, applied: Applied) -> torch.Tensor:
-    """The whole of a tensor-parallel piece; what has no dims (a step count) is the same everywhere."""
-    if applied.tensor is None or not piece.dim():
+    """The whole of a tensor-parallel or an owner's piece; what has no dims (a step count) is the same everywhere."""
+    if (applied.tensor is None and applied.owners is None) or not piece.dim():
         return piece
-    return applied.tensor.whole(name, piece.to(applied.plan.device)).cpu()
+    piece = piece.to(applied.plan.device)
+    piece = applied.tensor.whole(name, piece) if applied.tensor is not None else piece
+    return (applied.owners.whole(name, piece) if applied.owners is not None else piece).cpu()
 
 
 def _sliced_states(applied: Applied, buckets: GradientBuckets, names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor]]:

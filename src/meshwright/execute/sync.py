@@ -11,6 +11,7 @@ An all-reduce is a reduce-scatter and an all-gather, so all three put the same b
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,17 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.core.comm import Pending
+from meshwright.core.comm import Comm, Pending
 from meshwright.core.errors import RequestError
 from meshwright.core.plan import SyncPolicy
 from meshwright.execute.groups import Groups
-from meshwright.schedule.buckets import Bucket, assign_buckets
+from meshwright.schedule.buckets import Bucket, Kind, assign_buckets
 
 # Optimizers whose update of one element depends on that element alone; only these may work on a slice cut across tensors.
 ELEMENTWISE = {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
-
-
-_PLAIN = (1, True)
 
 
 @dataclass
@@ -46,13 +44,6 @@ class _Live:
     pending: Pending | None = None
     carried: torch.Tensor | None = None  # an earlier backward's reduced slice, when the user accumulates across backwards
 
-    @property
-    def kind(self) -> tuple[int, bool]:
-        """Of its parameters: how many tensor-parallel ranks hold the same, and does this rank count them?"""
-        key: Any = self.layout.key
-        found: tuple[int, bool] = key[2]
-        return found
-
 
 class GradientBuckets:
     """Attached to a model's parameters by hooks; `finish` makes the gradients final. Works under `backward()` of any loop."""
@@ -64,16 +55,17 @@ class GradientBuckets:
         groups: Groups,
         policy: SyncPolicy,
         zero: int,
-        kinds: Mapping[int, tuple[int, bool]] | None = None,
+        kinds: Mapping[int, Kind] | None = None,
     ) -> None:
         self.groups, self.policy, self.zero = groups, policy, zero
-        self._kinds = kinds or {}  # (copies, counted here): a slice never mixes kinds, whose squares are summed apart
+        self._kinds = kinds or {}
         self.reduce = "mean"  # a user's own loop averages over ranks; Session weights the loss itself and sums
         self._enabled = True
         self._begun = False
-        self._next = 0
+        self._lanes: tuple[deque[_Live], ...] = ()  # buckets that were not sent yet: those that all replicas hold, and those that are owned
         self._home: dict[int, tuple[_Live, int]] = {}
         self.buckets = self._build(_ordered(model, optimizer, zero))
+        self._line_up()
         if zero:
             self._shard(optimizer)
             optimizer.register_step_post_hook(lambda *_: self.gather_parameters())
@@ -86,7 +78,7 @@ class GradientBuckets:
         layouts = assign_buckets(
             [p.numel() for p in params],
             [p.element_size() for p in params],
-            [(group, str(p.dtype), self._kinds.get(id(p), _PLAIN) if self.zero else _PLAIN) for p, group in found],
+            [(group, str(p.dtype), self._kind(p)) for p, group in found],
             first_bytes=self.policy.first_bucket_bytes,
             bytes_cap=self.policy.bucket_bytes,
             shards=self.groups.shard.size if self.zero else 1,
@@ -96,10 +88,21 @@ class GradientBuckets:
             for at, param in enumerate(bucket.params):
                 self._home[id(param)] = (bucket, at)
                 param.register_post_accumulate_grad_hook(self._arrived)
+                if bucket.layout.kind.owned:
+                    param.register_hook(self._owners_mean)
             bucket.waiting = set(range(len(bucket.params)))
             if self.zero < 2:
                 bucket.grads = _flat(bucket)
         return live
+
+    def _kind(self, param: nn.Parameter) -> Kind:
+        """Squares are summed kind by kind over slices alone; what is owned meets elsewhere at every stage."""
+        kind = self._kinds.get(id(param), Kind())
+        return kind if self.zero else Kind(owned=kind.owned)
+
+    def _line_up(self) -> None:
+        """In each lane buckets go in order. What is owned has its own, since other ranks own something else and have other buckets for it."""
+        self._lanes = tuple(deque(b for b in self.buckets if b.layout.kind.owned is owned) for owned in (False, True))
 
     def _shard(self, optimizer: torch.optim.Optimizer) -> None:
         """Move parameters into flat buffers and give the optimizer this rank's slices instead."""
@@ -152,6 +155,10 @@ class GradientBuckets:
             if "gradients" in self.policy.overlap:
                 self._launch_complete()
 
+    def _owners_mean(self, grad: torch.Tensor) -> torch.Tensor:
+        """An owner has the sum over what all ranks along `ep` sent it; where ranks are averaged, that is so many times too much."""
+        return grad / self.groups.ep.size if self.reduce == "mean" else grad
+
     def _view(self, bucket: _Live, at: int) -> torch.Tensor:
         if bucket.grads is None:
             bucket.grads = _flat(bucket)
@@ -162,9 +169,9 @@ class GradientBuckets:
         return bucket.grads[slot.offset : slot.offset + slot.numel].view_as(bucket.params[at])
 
     def _launch_complete(self) -> None:
-        while self._next < len(self.buckets) and not self.buckets[self._next].waiting:
-            self._launch(self.buckets[self._next])
-            self._next += 1
+        for lane in self._lanes:
+            while lane and not lane[0].waiting:
+                self._launch(lane.popleft())
 
     def _launch(self, bucket: _Live) -> None:
         grads = bucket.grads
@@ -172,7 +179,10 @@ class GradientBuckets:
         if self.zero:
             bucket.pending = self.groups.shard.reduce_scatter(self._slice(grads), grads, f"grads/{bucket.name}", self.reduce)
         else:
-            bucket.pending = self.groups.replica.all_reduce(grads, f"grads/{bucket.name}", self.reduce)
+            bucket.pending = self._replicas(bucket).all_reduce(grads, f"grads/{bucket.name}", self.reduce)
+
+    def _replicas(self, bucket: _Live) -> Comm:
+        return self.groups.owned if bucket.layout.kind.owned else self.groups.replica
 
     # -- after backward --
 
@@ -180,7 +190,7 @@ class GradientBuckets:
         """Reduce what is still open and wait. Runs by itself at the end of each backward; calling it again does nothing."""
         if not self._enabled or (not self._begun and not self._unsent()):
             return
-        for bucket in self.buckets[self._next :]:
+        for bucket in (b for lane in self._lanes for b in lane):
             self._fill_missing(bucket)
             self._launch(bucket)
         if self.zero:
@@ -190,7 +200,8 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.pending = None
             bucket.waiting = set(range(len(bucket.params)))
-        self._next, self._begun = 0, False
+        self._begun = False
+        self._line_up()
 
     def send_all(self) -> None:
         """Reduce everything that was added up, whichever way it got there: a pipeline's backward may go round autograd's hooks."""
@@ -220,7 +231,7 @@ class GradientBuckets:
         for bucket in self.buckets:
             assert bucket.pending is not None and bucket.grads is not None
             bucket.pending.wait()
-            bucket.pending = self.groups.replica.all_reduce(self._slice(bucket.grads), f"replicas/{bucket.name}", self.reduce)
+            bucket.pending = self._replicas(bucket).all_reduce(self._slice(bucket.grads), f"replicas/{bucket.name}", self.reduce)
         for bucket in self.buckets:
             assert bucket.pending is not None and bucket.grads is not None and bucket.shard is not None
             bucket.pending.wait()
@@ -261,7 +272,7 @@ class GradientBuckets:
 def _ordered(model: nn.Module, optimizer: torch.optim.Optimizer, zero: int) -> list[tuple[nn.Parameter, int]]:
     """Trainable parameters with their optimizer group, last registered first: about the order in which gradients arrive."""
     group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    found = [(p, group_of.get(id(p), -1)) for p in model.parameters() if p.requires_grad]
+    found = [(p, group_of.get(id(p), -1)) for p in model.parameters() if p.requires_grad and p.numel()]  # a table of another owner is empty here
     if zero == 0:
         return [(p, 0) for p, _ in reversed(found)]
     return [(p, group) for p, group in reversed(found) if group >= 0]

@@ -6,7 +6,7 @@ given a whole activation for a cut part sums that input's gradient in backward; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,7 +80,7 @@ def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, gr
             for cut in strand.cuts:
                 found.cuts.setdefault(cut.parameter, []).append(_Laid(strand, cut, groups.of(axis)))
     share_randomness(groups.tp, next(model.parameters()).device)
-    _replace_tensors(model, optimizer, found)
+    replace_tensors(model, optimizer, found.cuts, found.local)
     fed = _fed(model, plan)
     for axis, policy in plan.tensors:
         _arrange(model, policy, groups.of(axis), fed, plan.compile != "none")
@@ -135,17 +135,19 @@ def share_randomness(comm: Comm, device: torch.device) -> None:
 # -- parameters --
 
 
-def _replace_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, found: TensorCuts) -> None:
-    """Every parameter and buffer that carries a dealt strand becomes this rank's piece of it, wherever it is registered."""
+def replace_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, names: Container[str], local: Callable[[str, torch.Tensor], torch.Tensor]
+) -> None:
+    """Every parameter and buffer among `names` becomes this rank's piece of it, wherever it is registered."""
     known = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             for key, tensor in list(held.items()):
-                if tensor is None or known.get(id(tensor)) not in found.cuts:
+                if tensor is None or known.get(id(tensor), "") not in names:
                     continue
                 if id(tensor) not in made:
-                    piece = found.local(known[id(tensor)], tensor.detach())
+                    piece = local(known[id(tensor)], tensor.detach())
                     made[id(tensor)] = nn.Parameter(piece, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else piece
                 held[key] = made[id(tensor)]  # type: ignore[assignment]
     for group in optimizer.param_groups:

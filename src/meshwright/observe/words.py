@@ -25,10 +25,14 @@ def plan_in_words(plan: Plan) -> list[str]:
         said.append(_blocks(plan))
     if plan.memory.zero:
         said.append(_ZERO[plan.memory.zero].format(n=plan.mesh.shard))
+    elif plan.mesh.ep > 1:
+        said.append("Every rank keeps all that is not owned, and gradients are averaged at each step.")
     elif plan.mesh.dp > 1:
         said.append("Every rank keeps the whole model, and gradients are averaged at each step.")
     if plan.context.attends:
         said.append(context_in_words(plan))
+    if plan.mesh.ep > 1:
+        said += _owners(plan)
     if plan.mesh.group_size("data") > 1:
         said.append(_sync(plan))
     said.append(f"Arithmetic is in {plan.memory.precision}; {_recompute(plan)}.")
@@ -59,8 +63,17 @@ def plan_choices(plan: Plan) -> list[tuple[str, str, str]]:
         rows.append(("grid", show_grid(plan.spatial.grid), "ranks that share the positions of a sample, along each spatial dim"))
     rows += [("threads", str(plan.threads), "CPU threads a rank")] if plan.threads else []
     rows += [("stages", str(len(plan.stages)), ", ".join(f"{len(s.layers)} layers" for s in plan.stages))] if plan.stages else []
+    rows += [("owned", show_owned(plan), f"by each of {plan.mesh.ep} owners")] if plan.mesh.ep > 1 else []
     rows += [("placements", str(len(plan.placements)), ", ".join(f"{k}: {v}" for k, v in plan.placements.items()))] if plan.placements else []
     return rows
+
+
+def show_owned(plan: Plan) -> str:
+    """'3 + 2 experts, 2 + 2 tables': how many each owner has; mixtures of one model are alike, or the first is shown."""
+    counts = [Counter(t.owner for t in plan.owners.tables)[owner] for owner in range(plan.mesh.ep)]
+    parts = [f"{' + '.join(map(str, plan.owners.mixtures[0].counts))} experts × {len(plan.owners.mixtures)}"] if plan.owners.mixtures else []
+    parts += [f"{' + '.join(map(str, counts))} tables"] if plan.owners.tables else []
+    return ", ".join(parts)
 
 
 def event_in_words(event: Event) -> str:
@@ -105,6 +118,17 @@ def _blocks(plan: Plan) -> str:
     until = ", ".join(gather.module or "the model" for gather in policy.gathers)
     who = f"Each {policy.ways} of them take the same samples, and a block of the positions each, on a grid of {show_grid(policy.grid)}"
     return f"{who}; neighbours exchange borders, and blocks become whole after {until}."
+
+
+def _owners(plan: Plan) -> list[str]:
+    owners, ranks = plan.owners, plan.mesh.ep
+    said = []
+    if owners.mixtures:
+        held = " and ".join(dict.fromkeys(f"{min(m.counts)}" + f" to {max(m.counts)}" * (min(m.counts) < max(m.counts)) for m in owners.mixtures))
+        said.append(f"Of each of {len(owners.mixtures)} mixtures a rank owns {held} experts; tokens travel to the {ranks} owners and results back.")
+    if owners.tables:
+        said.append(f"{len(owners.tables)} embedding tables have {ranks} owners; indices travel to them and rows back, all of them together.")
+    return said
 
 
 def _sync(plan: Plan) -> str:

@@ -13,7 +13,7 @@ from meshwright.core.strand import Flow
 from meshwright.core.strategy import Strategy, as_strategy, differences
 from meshwright.core.units import show_seconds
 from meshwright.cost import estimate
-from meshwright.plan import Ranking, Scored, choose_grid, cut_stages, refuse_if_nothing, share_positions
+from meshwright.plan import Ranking, Scored, choose_grid, choose_owners, cut_stages, refuse_if_nothing, share_positions
 from meshwright.zoo.factory import import_reference
 
 
@@ -50,12 +50,13 @@ def transform(ranking: Ranking, strategy: Strategy, flow: Callable[[Plan], Flow 
 def needs_cuts(plan: Plan) -> bool:
     """Does the mesh ask for pieces of the model that the plan does not name?"""
     uncut = plan.mesh.pp > 1 and not any(stage.entry for stage in plan.stages)
+    uncut |= plan.mesh.ep > 1 and not plan.owners
     uncut |= plan.mesh.cp > 1 and not plan.context.attends and not plan.spatial.grid
     return uncut or (plan.mesh.degree("tp") > 1 and not plan.tensor.strands)
 
 
 def fill_cuts(plan: Plan, flow: Flow | None, profile: ModelProfile) -> Plan:
-    """A plan written by hand or by a strategy may leave the cuts of tensor parallelism and of a pipeline to us."""
+    """A plan written by hand or by a strategy may leave its cuts, and who owns what, to us."""
     pp = plan.mesh.pp
     if flow is None:
         raise RequestError(f"mesh {plan.mesh} needs the model's dataflow, and this model's loss is not known: pass loss_fn")
@@ -63,6 +64,8 @@ def fill_cuts(plan: Plan, flow: Flow | None, profile: ModelProfile) -> Plan:
         grid = choose_grid(flow, plan.mesh.tp, plan.placements)
         refuse_if_nothing(grid, plan.mesh.tp)
         plan = replace(plan, tensor=grid[0], across=grid[1])
+    if plan.mesh.ep > 1 and not plan.owners:
+        plan = replace(plan, owners=choose_owners(flow, plan.mesh.ep))
     if plan.mesh.cp > 1 and not plan.context.attends and not plan.spatial.grid:
         (tensor, across), context, spatial = share_positions(plan.mesh, flow, (plan.tensor, plan.across), plan.memory.precision)
         plan = replace(plan, tensor=tensor, across=across, context=context, spatial=spatial)

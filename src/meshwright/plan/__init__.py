@@ -1,6 +1,7 @@
 """Level 3, no torch: which plans are legal, what each would cost, which is best, and why."""
 
 from meshwright.plan.explain import explain
+from meshwright.plan.owners import choose_owners
 from meshwright.plan.pipeline import cut_stages
 from meshwright.plan.positions import share_positions
 from meshwright.plan.search import Ranking, Scored, rank_plans
@@ -13,6 +14,7 @@ __all__ = [
     "Wishes",
     "choose_cuts",
     "choose_grid",
+    "choose_owners",
     "coverage",
     "cut_stages",
     "explain",

@@ -10,11 +10,13 @@ from meshwright.core.context import ContextPolicy
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh, check_runnable
 from meshwright.core.model import ModelProfile
+from meshwright.core.owners import OwnerPolicy
 from meshwright.core.plan import BalancePolicy, Compile, MemoryPolicy, Overlap, PipelineSchedule, Plan, Stage, SyncPolicy, stages_a_rank
 from meshwright.core.spatial import SpatialPolicy
 from meshwright.core.strand import Flow
 from meshwright.core.tensor import TensorPolicy
 from meshwright.core.workload import Workload
+from meshwright.plan.owners import choose_owners
 from meshwright.plan.partition import choose_units, one_stage
 from meshwright.plan.pipeline import cut_stages
 from meshwright.plan.positions import Grid, share_positions
@@ -53,6 +55,7 @@ def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wish
             check_runnable(mesh)
             tensor = _tensor(mesh, wishes, cuts)
             tensor, context, spatial = share_positions(mesh, wishes.flow, tensor, workload.precision, wishes.spatial)
+            owners = _owners(mesh, wishes)
             schedule = wishes.schedule or "1f1b"
             stages = _stages(profile, mesh, schedule, wishes, tensor, pieces)
         except RequestError as error:
@@ -61,7 +64,7 @@ def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wish
         for micro in _micro_batches(workload.global_batch, mesh, wishes):
             for recompute in (wishes.recompute,) if wishes.recompute else ("none", "full"):
                 try:
-                    yield _make(profile, cluster, workload, wishes, mesh, zero, micro, recompute, tensor, context, spatial, stages, schedule)
+                    yield _make(profile, cluster, workload, wishes, mesh, zero, micro, recompute, tensor, context, spatial, owners, stages, schedule)
                     found = True
                 except RequestError as error:
                     reason = reason or error  # the first is about the simplest plan
@@ -97,6 +100,15 @@ def _tensor(mesh: Mesh, wishes: Wishes, made: dict[tuple[int, ...], Grid]) -> Gr
         made[mesh.tp] = choose_grid(wishes.flow, mesh.tp, wishes.placements)
         refuse_if_nothing(made[mesh.tp], mesh.tp)
     return made[mesh.tp]
+
+
+def _owners(mesh: Mesh, wishes: Wishes) -> OwnerPolicy:
+    """Only a mesh that is asked for has owners: the search proposes none yet."""
+    if mesh.ep == 1:
+        return OwnerPolicy()
+    if wishes.flow is None:
+        raise RequestError(f"mesh {mesh}: owners need the model's dataflow, and this model's loss is not known: pass loss_fn")
+    return choose_owners(wishes.flow, mesh.ep)
 
 
 def _stages(
@@ -162,7 +174,7 @@ def _micro_batches(batch: int, mesh: Mesh, wishes: Wishes) -> list[int]:
 
 def _make(
     profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes, mesh: Mesh, zero: int, micro: int, recompute: str,
-    tensor: Grid, context: ContextPolicy, spatial: SpatialPolicy, stages: tuple[Stage, ...], schedule: PipelineSchedule,
+    tensor: Grid, context: ContextPolicy, spatial: SpatialPolicy, owners: OwnerPolicy, stages: tuple[Stage, ...], schedule: PipelineSchedule,
 ) -> Plan:  # fmt: skip
     device = cluster.devices[0].kind
     world = mesh.size
@@ -184,6 +196,7 @@ def _make(
         across=tensor[1],
         context=context,
         spatial=spatial,
+        owners=owners,
         compile=wishes.compile if wishes.compile is not None else "none" if context.attends else _default_compile(device, world),
         device=device,
         backend=wishes.backend or ("nccl" if device == "cuda" else "gloo"),

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 ALIGN_BYTES = 16  # vectorised kernels want their operands so
 START_BYTES = 2**28  # start-up sends values in runs of about this size, so that it never doubles the model
+
+
+class Kind(NamedTuple):
+    """Of a parameter on one rank: how many ranks along `tp` and `ep` hold the same, does this rank count it in sums over a pipeline, and is
+    it owned, so that ranks along `ep` hold other ones? A bucket never mixes kinds: their gradients meet, or their squares count, otherwise."""
+
+    copies: int = 1
+    counted: bool = True
+    owned: bool = False
 
 
 @dataclass(frozen=True)
@@ -26,6 +36,12 @@ class Bucket:
     slots: tuple[Slot, ...]
     numel: int
     itemsize: int
+
+    @property
+    def kind(self) -> Kind:
+        """Keys end with the kind where there are kinds."""
+        last = self.key[-1] if isinstance(self.key, tuple) and self.key else None
+        return last if isinstance(last, Kind) else Kind()
 
     @property
     def bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -10,9 +11,10 @@ from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action, Schedule
 from meshwright.core.tensor import Meet, TensorPolicy
 from meshwright.core.workload import ITEM_BYTES
-from meshwright.schedule.buckets import Bucket, assign_buckets
+from meshwright.schedule.buckets import Bucket, Kind, assign_buckets
 from meshwright.schedule.context import add_meetings
 from meshwright.schedule.local import local_profile
+from meshwright.schedule.owners import exchanges
 from meshwright.schedule.spatial import spatial_meetings
 
 
@@ -22,17 +24,16 @@ class Place:
 
     pp: int = 0
     cp: int = 0
+    ep: int = 0
     tp: int = 0
 
 
 def expand(plan: Plan, profile: ModelProfile, *, clip: bool = False) -> Schedule:
-    """One program for each rank of a pipeline, of a grid of positions and of tensor parallelism; others differ in their data alone."""
+    """One program for each rank of a pipeline, of a grid of positions, of owners and of tensor parallelism; others differ in their data."""
     build = _sharded if plan.memory.zero == 3 and plan.mesh.group_size("data") > 1 else _bucketed
-    degrees = {"pp": plan.mesh.pp, "cp": plan.spatial.ways, "tp": plan.mesh.degree("tp")}
-    programs = tuple(
-        (*build(plan, local_profile(plan, profile, t, p), Place(p, c, t)), *_norm(plan, clip))
-        for p in range(degrees["pp"]) for c in range(degrees["cp"]) for t in range(degrees["tp"])
-    )  # fmt: skip
+    degrees = {"pp": plan.mesh.pp, "cp": plan.spatial.ways, "ep": plan.mesh.ep, "tp": plan.mesh.degree("tp")}
+    every = (Place(*at) for at in itertools.product(*map(range, degrees.values())))
+    programs = tuple((*build(plan, local_profile(plan, profile, at.tp, at.pp, at.ep), at), *_norm(plan, clip)) for at in every)
     places = {}
     for rank in range(plan.world):
         at = 0
@@ -45,8 +46,9 @@ def expand(plan: Plan, profile: ModelProfile, *, clip: bool = False) -> Schedule
 def gradient_buckets(plan: Plan, profile: ModelProfile) -> tuple[Bucket, ...]:
     """The buckets that `execute` will make for this plan: parameters in reverse order of registration. `profile` is one rank's."""
     tensors = [t for _, t in _arrival(profile)]
-    copies, everybody = plan.copies(), plan.mesh.degree("tp")
-    kinds = [(copies.get(t.name, everybody), t.counted) if plan.memory.zero else (1, True) for t in tensors]
+    copies, owned = plan.copies(), plan.owners.parameters if plan.mesh.ep > 1 else frozenset()
+    zero = plan.memory.zero > 0
+    kinds = [Kind(copies.get(t.name, plan.everywhere) if zero else 1, t.counted or not zero, t.name in owned) for t in tensors]
     return assign_buckets(
         [t.numel for t in tensors],
         [t.itemsize for t in tensors],
@@ -58,8 +60,8 @@ def gradient_buckets(plan: Plan, profile: ModelProfile) -> tuple[Bucket, ...]:
 
 
 def _arrival(profile: ModelProfile) -> list[tuple[int, TensorSpec]]:
-    """Trainable parameters with their layer, last registered first: about the order in which gradients arrive."""
-    found = [(index, t) for index, layer in enumerate(profile.layers) for t in layer.tensors if t.trainable]
+    """Trainable parameters with their layer, last registered first: about the order in which gradients arrive. What others own is not here."""
+    found = [(index, t) for index, layer in enumerate(profile.layers) for t in layer.tensors if t.trainable and t.numel]
     return sorted(found, key=lambda item: -item[1].order)
 
 
@@ -132,6 +134,8 @@ def _meetings(plan: Plan, profile: ModelProfile, place: Place) -> Meetings:
         for name in policy.partial:
             add(name, "backward", _meeting(f"enter/{name}", "all_reduce", axis, float(sizes.get(name, 0))))
     add_meetings(plan, profile, place.tp, add)
+    for module, phase, action, again in exchanges(plan, profile.batch, place.ep) if plan.mesh.ep > 1 else ():
+        add(module, phase, action, again)
     for spot in spatial_meetings(plan.spatial, profile.batch, place.cp):
         add(spot.module, spot.phase, spot.action, spot.phase == "forward" and _owner(spot.module, layers) not in spot.final_in)
     return found
@@ -165,6 +169,8 @@ def _norm(plan: Plan, clip: bool) -> Iterator[Action]:
     size = 8 if plan.memory.precision == "fp64" else 4
     if clip and plan.mesh.degree("tp") > 1:
         yield Action("norm/tp", "all_reduce", bytes=size, axis="tp")
+    if clip and plan.mesh.ep > 1:
+        yield Action("norm/ep", "all_reduce", bytes=size, axis="ep")
     if clip and plan.mesh.pp > 1:
         yield Action("norm/pp", "all_reduce", bytes=size, axis="pp")
     if clip and plan.memory.zero and plan.mesh.shard > 1:
@@ -197,7 +203,8 @@ def _tied(plan: Plan, profile: ModelProfile) -> Iterator[Action]:
 
 def _bucketed(plan: Plan, profile: ModelProfile, place: Place) -> Iterator[Action]:
     buckets = gradient_buckets(plan, profile) if plan.mesh.group_size("data") > 1 else ()
-    op, axis = ("reduce_scatter", "shard") if plan.memory.zero else ("all_reduce", "replica")
+    op = "reduce_scatter" if plan.memory.zero else "all_reduce"
+    replicas = ["owned" if b.kind.owned else "replica" for b in buckets]
     ready = _completed_at(buckets, profile)
     meets = _meetings(plan, profile, place)
     launched: list[str] = []
@@ -213,6 +220,7 @@ def _bucketed(plan: Plan, profile: ModelProfile, place: Place) -> Iterator[Actio
             if last or plan.memory.zero == 2:
                 for index in ready.get(layer, []):
                     bucket = buckets[index]
+                    axis = "shard" if plan.memory.zero else replicas[index]
                     launched.append(f"grads/bucket{index}/{micro}")
                     yield Action(launched[-1], op, bytes=bucket.bytes, padding=bucket.padding, axis=axis)  # type: ignore[arg-type]
         yield from _crossings(plan, profile, place, "backward", micro)
@@ -221,7 +229,7 @@ def _bucketed(plan: Plan, profile: ModelProfile, place: Place) -> Iterator[Actio
         if plan.memory.zero and plan.mesh.group_size("replica") > 1 and (last or plan.memory.zero == 2):
             for index, bucket in enumerate(buckets):
                 name = f"replicas/bucket{index}/{micro}"
-                yield Action(name, "all_reduce", bytes=bucket.bytes // plan.mesh.shard, axis="replica", waits=(f"grads/bucket{index}/{micro}",))
+                yield Action(name, "all_reduce", bytes=bucket.bytes // plan.mesh.shard, axis=replicas[index], waits=(f"grads/bucket{index}/{micro}",))
                 launched.append(name)
     yield Action("optimizer", "optimizer", waits=tuple(launched))
     if plan.memory.zero and plan.mesh.group_size("data") > 1:
@@ -233,10 +241,11 @@ def _completed_at(buckets: tuple[Bucket, ...], profile: ModelProfile) -> dict[in
     """Layer → buckets that are complete, and next in line, once its backward is done."""
     layer_of = [layer for layer, _ in _arrival(profile)]
     found: dict[int, list[int]] = {}
-    latest = len(profile.layers)
+    latest = dict.fromkeys((False, True), len(profile.layers))
     for index, bucket in enumerate(buckets):
-        latest = min(latest, *(layer_of[s.index] for s in bucket.slots))  # buckets go in order, so a late one holds up the rest
-        found.setdefault(latest, []).append(index)
+        lane = bucket.kind.owned  # buckets go in order, so a late one holds up the rest; what is owned has an order of its own
+        latest[lane] = min(latest[lane], *(layer_of[s.index] for s in bucket.slots))
+        found.setdefault(latest[lane], []).append(index)
     return found
 
 

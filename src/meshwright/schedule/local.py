@@ -1,4 +1,4 @@
-"""What one pipeline and tensor-parallel rank holds and computes of a model: its stages, its pieces of their parameters, its part of the work."""
+"""What one rank holds and computes of a model: its pieces of the parameters, its part of the work."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from dataclasses import replace
 from meshwright.core.model import Kernel, LayerProfile, ModelProfile, TensorSpec
 from meshwright.core.plan import Plan
 from meshwright.schedule.context import context_profile
+from meshwright.schedule.owners import owned_profile
 from meshwright.schedule.spatial import block_profile
 
 _CUT_KINDS = ("matmul", "conv", "attention")
 
 
-def local_profile(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int = 0) -> ModelProfile:
+def local_profile(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int = 0, owner: int = 0) -> ModelProfile:
     """The profile as one rank sees it. Parameters are exact; work and activations shrink with the layer's cut parameters."""
     if plan.mesh.pp > 1 and len(plan.stages) > 1:
         profile = _stage_profile(plan, profile, pp_rank)
     if plan.context.attends:
         profile = context_profile(plan, profile)
     profile = block_profile(plan.spatial, profile)
+    if plan.mesh.ep > 1:
+        profile = owned_profile(plan, profile, owner)
     ways = plan.mesh.degree("tp")
     if ways == 1:
         return profile

@@ -1,0 +1,148 @@
+"""Tables at their owners: all lookups of a forward pass travel together, indices there and rows back.
+
+[Note: lookups in one exchange]
+A model looks its tables up one by one. So the module around them is first run dry, with tables that only note what they are asked;
+when the last has been asked, that run is left. The questions travel to the owners in one exchange and the answers back in another,
+and the module is run again, in earnest, with tables that give these answers. What they are asked does not depend on anything
+learned (the planner sees to that), so a dry run without the tables' values asks the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from meshwright.core.comm import Comm
+from meshwright.core.errors import RunError
+from meshwright.core.owners import OwnerPolicy
+from meshwright.execute.exchange import exchange, exchange_numbers
+
+
+class _AskedError(BaseException):
+    """All questions are known. Not an Exception, so that no handler in a model's code keeps it."""
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What one call of a table asked: rows of the answer, one an index, or one a bag of them."""
+
+    table: str
+    indices: torch.Tensor
+    shape: tuple[int, ...]  # of the answer
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0] if len(self.shape) == 2 else self.indices.numel()
+
+
+class Lookups:
+    """The forward of the module around all tables (see [Note: lookups in one exchange])."""
+
+    def __init__(self, container: nn.Module, modules: Mapping[str, nn.Module], policy: OwnerPolicy, comm: Comm) -> None:
+        self.container, self.policy, self.comm = container, policy, comm
+        self.name = policy.container or "model"
+        self.inner = container.forward
+        self.tables = {t.module: modules[t.module] for t in policy.tables}
+        self.look_up = {name: table.forward for name, table in self.tables.items()}
+        self._asked: list[_Question] | None = None
+        self._answers: deque[tuple[str, torch.Tensor]] = deque()
+        owners = {t.module: t.owner for t in policy.tables}
+        self.by_owner = sorted(range(len(policy.lookups)), key=lambda i: owners[policy.lookups[i].module])  # the questions as they travel
+        self.numbers = [len(policy.lookups_of(owner)) for owner in range(comm.size)]
+        for name, table in self.tables.items():
+            table.forward = self._stand_in(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        questions = self._ask(args, kwargs)
+        answers = self._exchange([questions[i] for i in self.by_owner])
+        found = dict(zip(self.by_owner, answers, strict=True))
+        self._answers = deque((q.table, found[i]) for i, q in enumerate(questions))
+        try:
+            return self.inner(*args, **kwargs)
+        finally:
+            self._answers.clear()
+
+    def _stand_in(self, name: str) -> Any:
+        def forward(input: torch.Tensor) -> torch.Tensor:  # named as torch's own is
+            if self._asked is None:
+                return self._answer(name)
+            table: Any = self.tables[name]
+            lead = input.shape[:1] if isinstance(table, nn.EmbeddingBag) else input.shape
+            self._asked.append(_Question(name, input.clone(), (*lead, table.embedding_dim)))
+            if len(self._asked) == len(self.policy.lookups):
+                raise _AskedError
+            return torch.zeros((*lead, table.embedding_dim), dtype=table.weight.dtype, device=input.device)
+
+        return forward
+
+    def _answer(self, name: str) -> torch.Tensor:
+        if not self._answers or self._answers[0][0] != name:
+            raise RunError(f"{name} was looked up outside the forward of {self.name}, or in another order than at first: its owner was not asked")
+        return self._answers.popleft()[1]
+
+    # -- asking --
+
+    def _ask(self, args: Any, kwargs: Any) -> list[_Question]:
+        asked = self._asked = []
+        args, kwargs = pytree.tree_map(lambda t: t.clone() if torch.is_tensor(t) else t, (args, kwargs))  # code may change what it is given
+        try:
+            with torch.no_grad(), _untouched(self.container):
+                self.inner(*args, **kwargs)
+        except _AskedError:
+            pass
+        finally:
+            self._asked = None
+        if [q.table for q in asked] != [lookup.module for lookup in self.policy.lookups]:
+            raise RunError(f"{self.name} looked up {[q.table for q in asked]}, and {len(self.policy.lookups)} other lookups were planned: plan again")
+        return asked
+
+    def _exchange(self, asked: list[_Question]) -> list[torch.Tensor]:
+        """Questions in the order in which they travel; their answers."""
+        comm, mine = self.comm, self.numbers[self.comm.rank]
+        device = asked[0].indices.device
+        sizes = torch.tensor([(q.indices.numel(), q.rows) for q in asked], device=device)
+        told = exchange_numbers(sizes, comm, f"counts/{self.name}", [mine] * comm.size, self.numbers).view(comm.size, mine, 2).tolist()
+        indices = torch.cat([q.indices.reshape(-1).long() for q in asked])
+        receives, sends = [sum(n for n, _ in r) for r in told], self._sums([q.indices.numel() for q in asked])
+        there = exchange_numbers(indices, comm, f"indices/{self.name}", receives, sends)
+        pieces = iter(there.split([n for r in told for n, _ in r]))
+        parts = [[next(pieces) for _ in r] for r in told]  # by who asked, then by question
+        first = sum(self.numbers[: comm.rank])
+        rows = [self._rows(q.table, [p[j] for p in parts], [r[j][1] for r in told]) for j, q in enumerate(asked[first : first + mine])]
+        flat = [[row[r].reshape(-1) for row in rows] for r in range(comm.size)]
+        sends = [sum(t.numel() for t in part) for part in flat]
+        answers = [q.rows * q.shape[-1] for q in asked]
+        home = exchange(torch.cat([t for part in flat for t in part]), comm, f"results/{self.name}", self._sums(answers), sends)
+        return [t.view(q.shape) for t, q in zip(home.split(answers), asked, strict=True)]
+
+    def _sums(self, sizes: list[int]) -> list[int]:
+        """Sizes of questions, added up by owner."""
+        found = iter(sizes)
+        return [sum(next(found) for _ in range(n)) for n in self.numbers]
+
+    def _rows(self, table: str, indices: list[torch.Tensor], rows: list[int]) -> list[torch.Tensor]:
+        """One table's answers to every rank: a single call where each index is a row, else one for each rank, whose bags may be longer."""
+        look_up = self.look_up[table]
+        if not isinstance(self.tables[table], nn.EmbeddingBag):
+            return list(look_up(torch.cat(indices)).split(rows))
+        return [look_up(part.view(n, part.numel() // n if n else 1)) for part, n in zip(indices, rows, strict=True)]
+
+
+@contextmanager
+def _untouched(module: nn.Module) -> Iterator[None]:
+    """Random states and buffers are afterwards what they were."""
+    kept = [(b, b.clone()) for b in module.buffers()]
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for buffer, before in kept:
+            buffer.copy_(before)
