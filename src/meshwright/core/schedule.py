@@ -21,6 +21,7 @@ class Action:
     padding: int = 0  # of these, bytes that carry nothing
     axis: str = ""
     waits: tuple[str, ...] = ()
+    cheap: bool = False  # of a layer's forward only what is neither product, convolution nor attention: selective recomputation
 
     @property
     def is_collective(self) -> bool:

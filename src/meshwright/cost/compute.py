@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.core.calibration import Rates, interpolate
-from meshwright.core.model import Kernel, LayerProfile, ModelProfile
+from meshwright.core.model import DEAR_KINDS, Kernel, LayerProfile, ModelProfile
 from meshwright.core.workload import OPTIMIZER_STATES
 
 # What compilation leaves of the bandwidth-bound work and of the calls, by fusing element-wise chains into one pass.
@@ -22,11 +22,11 @@ class ComputeCost:
     precision: str
     compiled: bool = False
 
-    def layer(self, layer: LayerProfile, phase: str, memo: dict[tuple[int, str], float]) -> float:
-        """Seconds of one layer's forward or backward; repeated layers share their kernels, so they are priced once."""
-        key = (id(layer.kernels), phase)
+    def layer(self, layer: LayerProfile, phase: str, memo: dict[tuple[int, str, bool], float], cheap: bool = False) -> float:
+        """Seconds of one layer's forward or backward, or of what is `cheap` in it; repeated layers share their kernels, so they are priced once."""
+        key = (id(layer.kernels), phase, cheap)
         if key not in memo:
-            memo[key] = sum(self._kernel(k) for k in layer.kernels if k.phase == phase)
+            memo[key] = sum(self._kernel(k) for k in layer.kernels if k.phase == phase and not (cheap and k.kind in DEAR_KINDS))
         return memo[key]
 
     def _kernel(self, kernel: Kernel) -> float:

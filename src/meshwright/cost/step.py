@@ -133,7 +133,7 @@ def _shortened(plan: Plan, micro_batch: int, count: int) -> Plan:
 def _run(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates, pp_rank: int) -> _Clock:
     clock = _Clock()
     price = ComputeCost(rates, plan.memory.precision, plan.compile != "none")
-    memo: dict[tuple[int, str], float] = {}
+    memo: dict[tuple[int, str, bool], float] = {}
     overlap = rates.overlap if plan.sync.overlap else 0.0
     program = expand(plan, profile).programs[pp_rank * plan.mesh.degree("tp")]
     profile = local_profile(plan, profile, 0, pp_rank)
@@ -150,7 +150,7 @@ def _run(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster
             trained = sum(t.numel for t in profile.tensors if t.trainable)
             seconds = price.optimizer(trained / shards, workload.optimizer, item)
         else:
-            seconds = price.layer(profile.layers[action.layer], action.op, memo)
+            seconds = price.layer(profile.layers[action.layer], action.op, memo, action.cheap)
         clock.breakdown[action.op] += seconds
         clock.compute += seconds
         clock.finished[action.name] = clock.compute

@@ -12,9 +12,11 @@ from torch import nn
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import check_runnable
 from meshwright.core.plan import Plan
+from meshwright.core.workload import LOW
 from meshwright.execute.groups import Groups, make_groups
-from meshwright.execute.memory import DTYPES, KeyRing, is_sharded, local_tensor, recompute_units, shard_model, storage_bytes
+from meshwright.execute.memory import DTYPES, KeyRing, is_sharded, local_tensor, shard_model, storage_bytes
 from meshwright.execute.pipeline import PipelineCuts
+from meshwright.execute.recompute import Recall, recompute_units
 from meshwright.execute.sync import GradientBuckets
 from meshwright.execute.tensor import TensorCuts, cut_model
 
@@ -127,9 +129,9 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
         equalise(model, groups)
     keys = KeyRing(model)
     pipeline = PipelineCuts(plan, model, optimizer, groups) if groups.pp.size > 1 else None
-    tensor = cut_model(model, optimizer, plan.tensor, groups.tp, plan.compile != "none") if groups.tp.size > 1 else None
-    if plan.memory.recompute == "full":
-        recompute_units(model, plan.memory.units, keys)
+    recall = Recall()
+    tensor = cut_model(model, optimizer, plan.tensor, groups.tp, recall, plan.compile != "none") if groups.tp.size > 1 else None
+    recompute_units(model, plan.memory.modes, keys, recall, apart=tensor is not None and plan.compile != "none")
     if plan.compile == "blocks":
         for name in plan.memory.units:
             model.get_submodule(name).compile()
@@ -191,7 +193,7 @@ def _by_dtype(tensors: list[torch.Tensor], most: int = 2**28) -> Iterator[list[t
 
 def autocast(plan: Plan) -> Callable[[], AbstractContextManager[None]]:
     """A factory of the context that forward runs in: lower-precision arithmetic where the plan says so."""
-    if plan.memory.precision in ("bf16", "fp16"):
-        dtype = DTYPES[plan.memory.precision]
+    if plan.memory.precision in LOW:
+        dtype = DTYPES[LOW[plan.memory.precision]]
         return lambda: torch.autocast(plan.device, dtype=dtype)
     return nullcontext

@@ -20,6 +20,7 @@ from meshwright.core.calls import sized_call
 from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError
 from meshwright.core.tensor import Cut, Dealt, Rewrite, TensorPolicy
+from meshwright.execute.recompute import Recall
 
 _Apart = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -55,9 +56,10 @@ def _piece(whole: torch.Tensor, strand: Dealt, cut: Cut, first: int, count: int)
     return runs.narrow(cut.dim + 1, first * cut.inner, count * cut.inner).flatten(cut.dim, cut.dim + 1).contiguous()
 
 
-def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, policy: TensorPolicy, comm: Comm, compiled: bool = False) -> TensorCuts:
+def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, policy: TensorPolicy, comm: Comm, recall: Recall, compiled: bool = False) -> TensorCuts:
     """Cut `model` in place; `optimizer` steps the pieces from now on. Collective: every rank calls it with the same policy.
 
+    Units that recompute selectively keep what the ranks made of their meetings in `recall`.
     If its blocks will be `compiled`, meetings are kept out of the graphs: a compiler would make a graph for every layer's own name.
     """
     apart: _Apart = torch.compiler.disable if compiled else lambda function: function
@@ -70,12 +72,12 @@ def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, policy: Tensor
     for meet in policy.enters:
         _enter_at(modules[meet.module], meet.position, comm, f"enter/{meet.module}", apart)
     for meet in policy.sums:
-        _complete(modules[meet.module], comm, f"sum/{meet.module}", apart)
+        _complete(modules[meet.module], comm, f"sum/{meet.module}", apart, recall)
     strands = {s.name: s for s in policy.strands}
     for meet in policy.lookups:
-        _look_up(modules[meet.module], strands[meet.strand], comm, f"lookup/{meet.module}", apart)
+        _look_up(modules[meet.module], strands[meet.strand], comm, f"lookup/{meet.module}", apart, recall)
     for meet in policy.gathers:
-        _gather_output(modules[meet.module], strands[meet.strand], comm, f"gather/{meet.module}", apart)
+        _gather_output(modules[meet.module], strands[meet.strand], comm, f"gather/{meet.module}", apart, recall)
     for name in policy.partial:
         _enter_parameter(modules[name.rpartition(".")[0]], name.rpartition(".")[2], comm, f"enter/{name}")
     tables: dict[str, list[Rewrite]] = {}
@@ -139,28 +141,34 @@ class _Sum(torch.autograd.Function):
     """Partial sums going in; the sum comes out, and its gradient is everybody's."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: Comm, name: str) -> torch.Tensor:
-        out = x.contiguous()
-        comm.all_reduce(out, name).wait()
-        ctx.mark_dirty(x) if out is x else None
-        return out
+    def forward(ctx: Any, x: torch.Tensor, comm: Comm, name: str, recall: Recall) -> torch.Tensor:
+        def make() -> torch.Tensor:
+            out = x.contiguous()
+            if recall.keeps:
+                out = out.data  # the product is kept: what is kept of it becomes the sum, and must not count as changed
+            elif out is x:
+                ctx.mark_dirty(x)
+            comm.all_reduce(out, name).wait()
+            return out
+
+        return recall.meet(make)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return grad, None, None
+        return grad, None, None, None
 
 
 class _Gather(torch.autograd.Function):
     """Pieces of the last dim going in; the whole comes out. Every rank has the same gradient of it and keeps its piece."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: Comm, sizes: list[int], name: str) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, comm: Comm, sizes: list[int], name: str, recall: Recall) -> torch.Tensor:
         ctx.first, ctx.count = sum(sizes[: comm.rank]), sizes[comm.rank]
-        return torch.cat(gather_pieces(x, comm, x.dim() - 1, sizes, name), -1)
+        return recall.meet(lambda: torch.cat(gather_pieces(x, comm, x.dim() - 1, sizes, name), -1))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return grad.narrow(-1, ctx.first, ctx.count).contiguous(), None, None, None
+        return grad.narrow(-1, ctx.first, ctx.count).contiguous(), None, None, None, None
 
 
 def gather_pieces(piece: torch.Tensor, comm: Comm, dim: int, sizes: list[int], name: str = "whole") -> list[torch.Tensor]:
@@ -188,15 +196,15 @@ def _enter_at(module: nn.Module, position: int, comm: Comm, name: str, apart: _A
     module.register_forward_pre_hook(apart(before), with_kwargs=True)
 
 
-def _complete(layer: nn.Module, comm: Comm, name: str, apart: _Apart) -> None:
+def _complete(layer: nn.Module, comm: Comm, name: str, apart: _Apart, recall: Recall) -> None:
     """A layer that sums over a cut strand: its product is completed over the ranks, and its bias is added once, afterwards."""
     product = _product_of(layer)
     if product is None:
-        layer.register_forward_hook(apart(lambda _m, _a, out: _Sum.apply(out, comm, name)))
+        layer.register_forward_hook(apart(lambda _m, _a, out: _Sum.apply(out, comm, name, recall)))
         return
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _Sum.apply(product(x), comm, name)
+        out: torch.Tensor = _Sum.apply(product(x), comm, name, recall)
         bias: torch.Tensor | None = layer.bias  # type: ignore[assignment]
         if bias is None:
             return out
@@ -229,7 +237,7 @@ def _product_of(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | No
     return None
 
 
-def _look_up(layer: nn.Module, strand: Dealt, comm: Comm, name: str, apart: _Apart) -> None:
+def _look_up(layer: nn.Module, strand: Dealt, comm: Comm, name: str, apart: _Apart, recall: Recall) -> None:
     """A table whose rows are dealt out: each rank looks up the rows it holds and adds nothing for the others."""
     first, count = strand.piece(comm.rank, comm.size)
     padding = getattr(layer, "padding_idx", None)
@@ -238,14 +246,14 @@ def _look_up(layer: nn.Module, strand: Dealt, comm: Comm, name: str, apart: _Apa
     def forward(tokens: torch.Tensor) -> torch.Tensor:
         mine = (tokens >= first) & (tokens < first + count)
         rows = F.embedding(torch.where(mine, tokens - first, 0), layer.weight, padding)  # type: ignore[arg-type]
-        return _Sum.apply(rows * mine.unsqueeze(-1).to(rows.dtype), comm, name)  # type: ignore[no-any-return]
+        return _Sum.apply(rows * mine.unsqueeze(-1).to(rows.dtype), comm, name, recall)  # type: ignore[no-any-return]
 
     layer.forward = apart(forward)
 
 
-def _gather_output(layer: nn.Module, strand: Dealt, comm: Comm, name: str, apart: _Apart) -> None:
+def _gather_output(layer: nn.Module, strand: Dealt, comm: Comm, name: str, apart: _Apart, recall: Recall) -> None:
     sizes = [strand.piece(r, comm.size)[1] for r in range(comm.size)]
-    layer.register_forward_hook(apart(lambda _m, _a, out: _Gather.apply(out, comm, sizes, name)))
+    layer.register_forward_hook(apart(lambda _m, _a, out: _Gather.apply(out, comm, sizes, name, recall)))
 
 
 def _enter_parameter(module: nn.Module, key: str, comm: Comm, name: str) -> None:
