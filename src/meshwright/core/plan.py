@@ -10,7 +10,7 @@ from typing import Literal
 from meshwright.core.cluster import DeviceKind
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
-from meshwright.core.recompute import Recompute, check_modes, check_selective
+from meshwright.core.recompute import Recompute, check_modes, check_recomputing
 from meshwright.core.serial import from_data, read_json, write_json
 from meshwright.core.tensor import TensorPolicy
 from meshwright.core.workload import Precision
@@ -184,8 +184,7 @@ class Plan:
         if self.memory.zero not in (0, 1, 2, 3):
             raise RequestError(f"plan: memory.zero={self.memory.zero} must be 0, 1, 2 or 3")
         check_modes(self.memory.recompute, self.memory.layers, self.memory.units)
-        if "selective" in self.memory.modes.values():
-            check_selective(self.mesh.degree("tp"), self.compile, self.schedule if self.mesh.pp > 1 else "")
+        check_recomputing(self.memory.modes.values(), self.mesh.degree("tp"), self.compile, self.schedule if self.mesh.pp > 1 else "")
         if self.memory.precision == "fp8" and self.device == "cpu":
             raise RequestError("plan: precision=fp8 needs a GPU of compute capability 8.9 or newer, and this plan is for CPUs: use bf16")
         if self.threads < 0:
@@ -250,7 +249,7 @@ class Plan:
         parts += [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1)
         parts += [f"{self.threads} threads"] * (self.threads > 1)
         parts += [self.memory.precision]
-        parts += [_recomputing(self.memory)] * bool(self.memory.modes)
+        parts += [_recomputing(self.memory)] * (self.memory.recompute != "none" or bool(self.memory.layers))
         parts += [f"compile {self.compile}"] * (self.compile != "none")
         return ", ".join(parts)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal, get_args
 
 from meshwright.core.errors import RequestError, unknown
@@ -24,14 +24,14 @@ def check_modes(default: str, layers: Mapping[str, str], units: tuple[str, ...])
             raise RequestError(f"plan: recompute.{name}={mode} must be none, selective or full")
 
 
-def check_selective(ways: int, compiled: str, schedule: str) -> None:
-    """What cannot go with keeping only some results, for a plan that has units of this kind."""
-    if compiled != "none" and ways > 1:
+def check_recomputing(modes: Collection[str], ways: int, compiled: str, schedule: str) -> None:
+    """What cannot go together, for a plan whose units have these modes; `schedule` is a pipeline's."""
+    if modes and schedule == "zero_bubble":
+        raise RequestError(
+            "plan: schedule=zero_bubble takes each weight's gradient apart, and each would compute its unit again: set recompute=none, or use interleaved"
+        )
+    if "selective" in modes and compiled != "none" and ways > 1:
         raise RequestError(
             f"plan: recompute=selective with compile={compiled} needs each unit in one graph, and tensor parallelism (tp={ways}) breaks it: "
             "set compile=none or recompute=full"
-        )
-    if schedule == "zero_bubble":
-        raise RequestError(
-            "plan: schedule=zero_bubble goes through backward twice, and what recompute=selective keeps serves once: use recompute=full or interleaved"
         )

@@ -12,6 +12,8 @@ from meshwright.core.workload import OPTIMIZER_STATES
 # From GPT-2 124M on one H200 (docs/log.md): compiled against eager step time.
 FUSED_BYTES = 0.35
 FUSED_CALLS = 0.25
+# What finding scales and converting to fp8 moves through memory, for each byte that the product itself would move in bf16.
+FP8_CASTS = 1.0
 
 
 @dataclass(frozen=True)
@@ -21,23 +23,27 @@ class ComputeCost:
     rates: Rates
     precision: str
     compiled: bool = False
+    units: frozenset[str] = frozenset()  # the layers whose products are in fp8, where that is the precision
 
     def layer(self, layer: LayerProfile, phase: str, memo: dict[tuple[int, str, bool], float], cheap: bool = False) -> float:
         """Seconds of one layer's forward or backward, or of what is `cheap` in it; repeated layers share their kernels, so they are priced once."""
         key = (id(layer.kernels), phase, cheap)
         if key not in memo:
-            memo[key] = sum(self._kernel(k) for k in layer.kernels if k.phase == phase and not (cheap and k.kind in DEAR_KINDS))
+            precision = "bf16" if self.precision == "fp8" and layer.name not in self.units else self.precision
+            memo[key] = sum(self._kernel(k, precision) for k in layer.kernels if k.phase == phase and not (cheap and k.kind in DEAR_KINDS))
         return memo[key]
 
-    def _kernel(self, kernel: Kernel) -> float:
+    def _kernel(self, kernel: Kernel, precision: str) -> float:
         fused = self.compiled and kernel.kind in ("memory", "special")
         arithmetic = 0.0
         if kernel.flops:
             name = f"special-{kernel.phase}" if kernel.kind == "special" else kernel.kind
-            rate = self.rates.compute_rate(name, self.precision, kernel.flops)
+            rate = self.rates.compute_rate(name, precision, kernel.flops)
             arithmetic = kernel.flops / rate if rate else 0.0
         bandwidth = interpolate(self.rates.memory, max(kernel.bytes, 1.0))
         traffic = kernel.bytes * (FUSED_BYTES if fused else 1.0) / bandwidth if bandwidth else 0.0
+        if precision == "fp8" and kernel.kind == "matmul" and bandwidth:
+            arithmetic += FP8_CASTS * kernel.bytes / bandwidth
         call = self.rates.call_s * (FUSED_CALLS if fused else 1.0)
         return kernel.count * (max(arithmetic, traffic, call) if self.rates.queued else max(arithmetic, traffic) + call)
 

@@ -132,7 +132,7 @@ def _shortened(plan: Plan, micro_batch: int, count: int) -> Plan:
 
 def _run(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates, pp_rank: int) -> _Clock:
     clock = _Clock()
-    price = ComputeCost(rates, plan.memory.precision, plan.compile != "none")
+    price = ComputeCost(rates, plan.memory.precision, plan.compile != "none", frozenset(plan.memory.units))
     memo: dict[tuple[int, str, bool], float] = {}
     overlap = rates.overlap if plan.sync.overlap else 0.0
     program = expand(plan, profile).programs[pp_rank * plan.mesh.degree("tp")]

@@ -13,6 +13,7 @@ from meshwright.core.errors import RequestError
 from meshwright.core.mesh import check_runnable
 from meshwright.core.plan import Plan
 from meshwright.core.workload import LOW
+from meshwright.execute.fp8 import Fp8Layers, has_fp8, use_fp8
 from meshwright.execute.groups import Groups, make_groups
 from meshwright.execute.memory import DTYPES, KeyRing, is_sharded, local_tensor, shard_model, storage_bytes
 from meshwright.execute.pipeline import PipelineCuts
@@ -33,6 +34,7 @@ class Applied:
     keys: KeyRing
     tensor: TensorCuts | None = None
     pipeline: PipelineCuts | None = None
+    fp8: Fp8Layers = Fp8Layers()
 
     @property
     def mean_over(self) -> int:
@@ -129,6 +131,7 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
         equalise(model, groups)
     keys = KeyRing(model)
     pipeline = PipelineCuts(plan, model, optimizer, groups) if groups.pp.size > 1 else None
+    fp8 = use_fp8(model, plan.memory.units) if plan.memory.precision == "fp8" else Fp8Layers()
     recall = Recall()
     tensor = cut_model(model, optimizer, plan.tensor, groups.tp, recall, plan.compile != "none") if groups.tp.size > 1 else None
     recompute_units(model, plan.memory.modes, keys, recall, apart=tensor is not None and plan.compile != "none")
@@ -142,7 +145,7 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
         buckets = GradientBuckets(model, optimizer, groups, plan.sync, plan.memory.zero, _kinds_of(model, tensor, pipeline))
     if pipeline is not None:
         pipeline.attach()
-    return Applied(plan, model, optimizer, groups, buckets, keys, tensor, pipeline)
+    return Applied(plan, model, optimizer, groups, buckets, keys, tensor, pipeline, fp8)
 
 
 def _check(plan: Plan, model: nn.Module) -> None:
@@ -151,6 +154,8 @@ def _check(plan: Plan, model: nn.Module) -> None:
         raise RequestError(f"plan: mesh {plan.mesh} has a tp axis, but tensor.strands is empty: let `meshwright plan` or plan_for fill it in")
     if plan.mesh.pp > 1 and not any(stage.entry for stage in plan.stages):
         raise RequestError(f"plan: mesh {plan.mesh} has a pp axis, but stages are not cut: let `meshwright plan` or plan_for fill them in")
+    if plan.memory.precision == "fp8" and not has_fp8(plan.device):
+        raise RequestError("plan: precision=fp8 needs a GPU of compute capability 8.9 or newer, and this one is older: use bf16")
     modules = dict(model.named_modules())
     for name in plan.memory.units:
         if name not in modules:

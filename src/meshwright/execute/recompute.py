@@ -99,7 +99,7 @@ def _given(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     return None
 
 
-_in_a_graph = {"full": {}, "selective": {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}}
+_IN_A_GRAPH: dict[str, Any] = {"full": {}, "selective": {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}}
 
 
 def _contexts(mode: Recompute, keys: KeyRing, recall: Recall) -> tuple[Any, Any]:
@@ -126,7 +126,7 @@ def _recomputed(inner: Callable[..., Any], mode: Recompute, keys: KeyRing, recal
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
         if torch.compiler.is_compiling():  # a graph takes its key in as a tensor, and its compiler knows torch's own contexts only
-            return checkpoint(inner, *args, use_reentrant=False, **_in_a_graph[mode], **kwargs)
+            return checkpoint(inner, *args, use_reentrant=False, **_IN_A_GRAPH[mode], **kwargs)
         return checkpoint(inner, *args, use_reentrant=False, context_fn=partial(_contexts, mode, keys, recall), **kwargs)
 
     return outer

@@ -56,7 +56,9 @@ def _piece(whole: torch.Tensor, strand: Dealt, cut: Cut, first: int, count: int)
     return runs.narrow(cut.dim + 1, first * cut.inner, count * cut.inner).flatten(cut.dim, cut.dim + 1).contiguous()
 
 
-def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, policy: TensorPolicy, comm: Comm, recall: Recall, compiled: bool = False) -> TensorCuts:
+def cut_model(
+    model: nn.Module, optimizer: torch.optim.Optimizer, policy: TensorPolicy, comm: Comm, recall: Recall, compiled: bool = False
+) -> TensorCuts:
     """Cut `model` in place; `optimizer` steps the pieces from now on. Collective: every rank calls it with the same policy.
 
     Units that recompute selectively keep what the ranks made of their meetings in `recall`.
@@ -216,7 +218,9 @@ def _complete(layer: nn.Module, comm: Comm, name: str, apart: _Apart, recall: Re
 
 
 def _product_of(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """The layer without its bias; None for a module that only passes partial sums on."""
+    """The layer without its bias; None for a module that only passes partial sums on. One whose product is changed (fp8) carries it."""
+    if "product" in vars(layer):
+        return layer.product  # type: ignore[return-value]
     if isinstance(layer, nn.Linear):
         return lambda x: F.linear(x, layer.weight)
     if isinstance(layer, nn.modules.conv._ConvTransposeNd):

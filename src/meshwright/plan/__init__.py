@@ -1,9 +1,22 @@
 """Level 3, no torch: which plans are legal, what each would cost, which is best, and why."""
 
 from meshwright.plan.explain import explain
+from meshwright.plan.memory import check_keeping, check_precision
 from meshwright.plan.pipeline import cut_stages
 from meshwright.plan.search import Ranking, Scored, rank_plans
 from meshwright.plan.space import Wishes
 from meshwright.plan.tensor import choose_cuts, coverage, refuse_if_nothing
 
-__all__ = ["Ranking", "Scored", "Wishes", "choose_cuts", "coverage", "cut_stages", "explain", "rank_plans", "refuse_if_nothing"]
+__all__ = [
+    "Ranking",
+    "Scored",
+    "Wishes",
+    "check_keeping",
+    "check_precision",
+    "choose_cuts",
+    "coverage",
+    "cut_stages",
+    "explain",
+    "rank_plans",
+    "refuse_if_nothing",
+]

@@ -9,11 +9,13 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh, check_runnable
 from meshwright.core.model import ModelProfile
-from meshwright.core.plan import BalancePolicy, Compile, MemoryPolicy, PipelineSchedule, Plan, Stage, SyncPolicy, stages_a_rank
+from meshwright.core.plan import BalancePolicy, Compile, PipelineSchedule, Plan, Stage, SyncPolicy, stages_a_rank
+from meshwright.core.recompute import Recompute
 from meshwright.core.strand import Flow
 from meshwright.core.tensor import TensorPolicy
 from meshwright.core.workload import Workload
-from meshwright.plan.partition import choose_units, one_stage
+from meshwright.plan.memory import RECOMPUTES, choose_memory
+from meshwright.plan.partition import one_stage
 from meshwright.plan.pipeline import cut_stages
 from meshwright.plan.tensor import choose_cuts, refuse_if_nothing
 
@@ -25,7 +27,8 @@ class Wishes:
     mesh: Mesh | None = None
     world: int | None = None
     zero: int | None = None
-    recompute: str | None = None
+    recompute: Recompute | None = None
+    recompute_layers: Mapping[str, Recompute] = field(default_factory=dict)  # of single units, by name
     compile: Compile | None = None
     micro_batches: int | None = None
     backend: str | None = None
@@ -52,7 +55,7 @@ def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wish
             reason = reason or error
             continue
         for micro in _micro_batches(workload.global_batch, mesh, wishes):
-            for recompute in (wishes.recompute,) if wishes.recompute else ("none", "full"):
+            for recompute in (wishes.recompute,) if wishes.recompute else RECOMPUTES:
                 try:
                     yield _make(profile, cluster, workload, wishes, mesh, zero, micro, recompute, tensor, stages, schedule)
                     found = True
@@ -135,7 +138,7 @@ def _micro_batches(batch: int, mesh: Mesh, wishes: Wishes) -> list[int]:
 
 
 def _make(
-    profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes, mesh: Mesh, zero: int, micro: int, recompute: str,
+    profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes, mesh: Mesh, zero: int, micro: int, recompute: Recompute,
     tensor: TensorPolicy, stages: tuple[Stage, ...], schedule: PipelineSchedule,
 ) -> Plan:  # fmt: skip
     device = cluster.devices[0].kind
@@ -150,7 +153,7 @@ def _make(
         micro_batches=micro,
         stages=stages,
         schedule=schedule,
-        memory=MemoryPolicy(zero, choose_units(profile), recompute, workload.precision),  # type: ignore[arg-type]
+        memory=choose_memory(profile, cluster, workload.precision, zero, recompute, wishes.recompute_layers),
         sync=SyncPolicy(
             **{k: v for k, v in (("bucket_bytes", wishes.bucket_bytes), ("timeout_s", wishes.timeout_s)) if v is not None}  # type: ignore[arg-type]
         ),
