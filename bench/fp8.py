@@ -9,6 +9,7 @@ Example: python bench/fp8.py --width 2048 --layers 24 --batch 8 --seq 2048
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -44,6 +45,8 @@ def step_seconds(config: GPTConfig, batch: int, seq: int, precision: str, compil
     """Median of a step (forward, backward, fused AdamW) and the peak memory."""
     torch.manual_seed(0)
     torch._dynamo.reset()
+    gc.collect()  # a session and its hooks hold each other: what is left of the run before would count as this one's memory
+    torch.cuda.empty_cache()
     with torch.device("cuda"):
         model = Stack(config)
     units = tuple(f"blocks.{i}" for i in range(config.layers))
@@ -63,8 +66,6 @@ def step_seconds(config: GPTConfig, batch: int, seq: int, precision: str, compil
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     found = {"step_s": statistics.median(times), "memory_bytes": torch.cuda.max_memory_allocated()}
-    del session, model
-    torch.cuda.empty_cache()
     return found
 
 

@@ -14,7 +14,7 @@ from meshwright.core.serial import to_data
 from meshwright.execute.fp8 import has_fp8
 from tests.procs.spread import counted, listed, model_of, spread
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")]
 needs_fp8 = pytest.mark.skipif(not torch.cuda.is_available() or not has_fp8("cuda"), reason="needs compute capability 8.9")
 CASES = {"one": (Mesh(), 0), "dp": (Mesh(dp=2), 0), "zero3": (Mesh(shard=2), 3), "tp": (Mesh(tp=(2,)), 0), "pp": (Mesh(pp=2), 0)}
 
@@ -64,6 +64,7 @@ def test_fp8_stays_near(pool: Any, alone: list[float], case: str, recompute: str
 @needs_fp8
 def test_fp8_for_the_layers_of_transformers(pool: Any) -> None:
     """Its Conv1D holds its matrix the other way round."""
+    pytest.importorskip("transformers")
     model = model_of("GPT2")
     low, half = (curve(pool, made(model, "one", kind)[0], model, 10)[0]["losses"] for kind in ("fp8", "bf16"))
     assert low == pytest.approx(half, rel=0.05) and low != half

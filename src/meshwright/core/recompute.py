@@ -28,7 +28,7 @@ def check_recomputing(modes: Collection[str], ways: int, compiled: str, schedule
     """What cannot go together, for a plan whose units have these modes; `schedule` is a pipeline's."""
     if modes and schedule == "zero_bubble":
         raise RequestError(
-            "plan: schedule=zero_bubble takes each weight's gradient apart, and each would compute its unit again: set recompute=none, or use interleaved"
+            "plan: zero_bubble takes each weight's gradient apart, and each would compute its unit again: set recompute=none or use interleaved"
         )
     if "selective" in modes and compiled != "none" and ways > 1:
         raise RequestError(
