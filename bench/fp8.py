@@ -65,8 +65,7 @@ def step_seconds(config: GPTConfig, batch: int, seq: int, precision: str, compil
         session.step({"x": x, "y": target}, distance)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    found = {"step_s": statistics.median(times), "memory_bytes": torch.cuda.max_memory_allocated()}
-    return found
+    return {"step_s": statistics.median(times), "memory_bytes": torch.cuda.max_memory_allocated()}
 
 
 def distance(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
