@@ -47,7 +47,7 @@ def plans(draw: st.DrawFn, model: dict[str, Any], precision: str) -> Plan:
         global_batch=sum(shares),
         mesh=mesh,
         micro_batches=micro,
-        memory=MemoryPolicy(zero, units, draw(st.sampled_from(["none", "full"])), precision),  # type: ignore[arg-type]
+        memory=MemoryPolicy(zero, units, draw(st.sampled_from(["none", "selective", "full"])), precision),  # type: ignore[arg-type]
         sync=SyncPolicy(draw(st.sampled_from([200, 5_000, 2**20])), draw(st.sampled_from([50, 2**20])), draw(st.booleans()), timeout_s=60),
         balance=BalancePolicy(tuple(shares) if uneven else ()),
     )

@@ -46,7 +46,7 @@ def cases(draw: st.DrawFn, most: int, precision: str, names: tuple[str, ...] = N
     how = {
         "zero": draw(st.integers(1, 3)) if mesh.shard > 1 else 0,
         "micro": micro,
-        "recompute": draw(st.sampled_from(["none", "full"])),
+        "recompute": draw(st.sampled_from(["none", "selective", "full"])),
         "schedule": draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zero_bubble"])),
     }
     batch = mesh.data_width * micro * draw(st.integers(1, 2))

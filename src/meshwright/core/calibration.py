@@ -51,6 +51,8 @@ class Rates:
 
     def compute_rate(self, kind: str, precision: str, flops: float) -> float:
         """Flop/s of one call of this size; 0 when nothing like it was measured (then memory decides)."""
+        if precision == "fp8" and (kind != "matmul" or "matmul/fp8" not in self.compute):
+            precision = "bf16"  # what surrounds products in fp8, and the nearest to them
         alike = () if kind.startswith("special") else (f"matmul/{precision}", "matmul/fp32")
         for key in (f"{kind}/{precision}", *alike[:1], f"{kind}/fp32", *alike[1:]):
             if key in self.compute:

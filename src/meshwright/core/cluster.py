@@ -9,6 +9,7 @@ from typing import Literal
 from meshwright.core.errors import RequestError
 
 DeviceKind = Literal["cpu", "cuda"]
+FP8_SINCE = (8, 9)  # the first compute capability of GPUs that multiply 8-bit floating point: Ada; Hopper is 9.0
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Device:
     peak_flops: Mapping[str, float] = field(default_factory=dict)  # by precision, e.g. {"bf16": 9.9e14}
     memory_bandwidth: float = 0.0  # bytes/s; 0 when unknown
     source: str = ""  # where the figures come from: a data sheet, or "probe"
+    fp8: bool = False  # whether it multiplies matrices of 8-bit floating point
 
 
 @dataclass(frozen=True)

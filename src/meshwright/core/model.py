@@ -8,6 +8,7 @@ from typing import Literal
 
 # "special" is element-wise work with exponentials (GELU, softmax): slower than memory on CPUs. Its `flops` counts elements.
 KernelKind = Literal["matmul", "conv", "attention", "special", "memory"]
+DEAR_KINDS = ("matmul", "conv", "attention")
 Phase = Literal["forward", "backward"]
 
 
@@ -61,6 +62,8 @@ class LayerProfile:
     fusible_bytes: float = 0.0  # of those saved, what element-wise work made: a compiler makes most of it again instead
     transient_bytes: float = 0.0  # largest workspace of one operation: what it touches that is neither a parameter nor saved
     product_bytes: float = 0.0  # the same over matrix products, convolutions and attention alone: what fusion leaves
+    dear_bytes: float = 0.0  # what these products give in forward: kept by selective recomputation
+    overwrites: bool = False  # its code changes such a result in place, so it cannot be kept
     tensors: tuple[TensorSpec, ...] = ()
     kernels: tuple[Kernel, ...] = ()
     block: str = ""  # name shared by repeated blocks of the same structure; "" when it stands alone
@@ -135,5 +138,6 @@ def _shift(layer: LayerProfile, slope: LayerProfile, more: int, memo: dict[tuple
         fusible_bytes=line(lambda x: x.fusible_bytes),
         transient_bytes=line(lambda x: x.transient_bytes),
         product_bytes=line(lambda x: x.product_bytes),
+        dear_bytes=line(lambda x: x.dear_bytes),
         kernels=memo[key],
     )

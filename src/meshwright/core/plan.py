@@ -12,6 +12,7 @@ from meshwright.core.context import ContextPolicy
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.owners import OwnerPolicy
+from meshwright.core.recompute import Recompute, check_modes, check_recomputing
 from meshwright.core.serial import from_data, read_json, write_json
 from meshwright.core.spatial import SpatialPolicy, show_grid
 from meshwright.core.tensor import TensorPolicy
@@ -84,8 +85,20 @@ class MemoryPolicy:
 
     zero: Literal[0, 1, 2, 3] = 0
     units: tuple[str, ...] = ()  # modules that ZeRO-3 gathers and that recompute and compile wrap
-    recompute: Literal["none", "full"] = "none"
+    recompute: Recompute = "none"
     precision: Precision = "fp32"  # of the arithmetic; parameters are stored in fp32 unless this is fp64
+    layers: Mapping[str, Recompute] = field(default_factory=dict)  # units that recompute otherwise than the rest, by name
+
+    def mode(self, name: str) -> Recompute:
+        """How the unit of this name recomputes; what is no unit keeps everything."""
+        chosen = self.layers.get(name, self.recompute)
+        return chosen if chosen == "none" or name in self.units else "none"
+
+    @property
+    def modes(self) -> Mapping[str, Recompute]:
+        """The units that recompute, and how."""
+        found = {name: self.layers.get(name, self.recompute) for name in self.units}
+        return {name: mode for name, mode in found.items() if mode != "none"}
 
 
 @dataclass(frozen=True)
@@ -230,8 +243,10 @@ class Plan:
     def _check_policies(self) -> None:
         if self.memory.zero not in (0, 1, 2, 3):
             raise RequestError(f"plan: memory.zero={self.memory.zero} must be 0, 1, 2 or 3")
-        if self.memory.recompute not in ("none", "full"):
-            raise RequestError(f"plan: memory.recompute={self.memory.recompute} must be none or full")
+        check_modes(self.memory.recompute, self.memory.layers, self.memory.units)
+        check_recomputing(self.memory.modes.values(), self.mesh.degree("tp"), self.compile, self.schedule if self.mesh.pp > 1 else "")
+        if self.memory.precision == "fp8" and self.device == "cpu":
+            raise RequestError("plan: precision=fp8 needs a GPU of compute capability 8.9 or newer, and this plan is for CPUs: use bf16")
         if self.threads < 0:
             raise RequestError(f"plan: threads={self.threads} must be 0 (as the environment says) or more")
         if min(self.sync.bucket_bytes, self.sync.first_bucket_bytes) < 1:
@@ -320,7 +335,7 @@ class Plan:
         parts += [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1)
         parts += [f"{self.threads} threads"] * (self.threads > 1)
         parts += [self.memory.precision]
-        parts += ["recompute"] * (self.memory.recompute == "full")
+        parts += [_recomputing(self.memory)] * (self.memory.recompute != "none" or bool(self.memory.layers))
         parts += [f"compile {self.compile}"] * (self.compile != "none")
         return ", ".join(parts)
 
@@ -330,6 +345,13 @@ class Plan:
     @staticmethod
     def load(path: Path) -> Plan:
         return from_data(Plan, read_json(path), str(path))
+
+
+def _recomputing(memory: MemoryPolicy) -> str:
+    default = {"none": "", "selective": "recompute selective", "full": "recompute"}[memory.recompute]
+    own = ", ".join(f"{name} {mode}" for name, mode in memory.layers.items())
+    own = own if len(memory.layers) <= 3 else f"{len(memory.layers)} layers otherwise"
+    return f"{default or 'recompute'} ({own})" if own else default
 
 
 def stages_a_rank(schedule: str) -> int:

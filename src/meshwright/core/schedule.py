@@ -25,6 +25,7 @@ class Action:
     axis: str = ""
     group: int = 0  # ranks that take part, where they are not all of the axis's: two for a send
     waits: tuple[str, ...] = ()
+    cheap: bool = False  # of a layer's forward only what is neither product, convolution nor attention: selective recomputation
 
     @property
     def is_collective(self) -> bool:

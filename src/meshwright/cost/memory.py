@@ -50,16 +50,20 @@ def peak_bytes(plan: Plan, profile: ModelProfile, optimizer: str, rates: Rates, 
 
 def activation_peak(plan: Plan, profile: ModelProfile) -> float:
     """Bytes saved for backward when the last layer's forward ends, plus one unit's worth that recomputation brings back."""
-    units = set(plan.memory.units)
+    units, modes = set(plan.memory.units), plan.memory.modes
     kept = brought_back = 0.0
     for layer in profile.layers:
         compiled = plan.compile == "model" or (plan.compile == "blocks" and layer.name in units)
-        saved = layer.activation_bytes - (FUSED_SAVED * layer.fusible_bytes if compiled else 0.0)
-        if plan.memory.recompute == "full" and layer.name in units:
-            kept += layer.output_bytes  # a block's input is as large as its output in every repeated block
-            brought_back = max(brought_back, saved)
-        else:
+        fusible = layer.fusible_bytes * (1.0 - FUSED_SAVED if compiled else 1.0)
+        saved = layer.activation_bytes - layer.fusible_bytes + fusible
+        mode = modes.get(layer.name, "none")
+        if mode == "none":
             kept += saved
+            continue
+        kept += layer.output_bytes  # a block's input is as large as its output in every repeated block
+        if mode == "selective":
+            kept += layer.dear_bytes
+        brought_back = max(brought_back, saved if mode == "full" else fusible)
     return kept + brought_back
 
 

@@ -133,8 +133,8 @@ def _shortened(plan: Plan, micro_batch: int, count: int) -> Plan:
 
 def _run(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates, pp_rank: int) -> _Clock:
     clock = _Clock()
-    price = ComputeCost(rates, plan.memory.precision, plan.compile != "none")
-    memo: dict[tuple[int, str], float] = {}
+    price = ComputeCost(rates, plan.memory.precision, plan.compile != "none", frozenset(plan.memory.units))
+    memo: dict[tuple[int, str, bool], float] = {}
     overlap = rates.overlap if "gradients" in plan.sync.overlap else 0.0
     program = expand(plan, profile).of(pp_rank * (plan.world // plan.mesh.pp))
     profile = local_profile(plan, profile, 0, pp_rank)
@@ -151,7 +151,7 @@ def _run(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster
             trained = sum(t.numel for t in profile.tensors if t.trainable)
             seconds = price.optimizer(trained / shards, workload.optimizer, item)
         else:
-            seconds = price.layer(profile.layers[action.layer], action.op, memo)
+            seconds = price.layer(profile.layers[action.layer], action.op, memo, action.cheap)
         clock.breakdown[action.op] += seconds
         clock.compute += seconds
         clock.finished[action.name] = clock.compute

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from meshwright.core.cluster import Cluster, Device, Interface, Link, Node
+from meshwright.core.cluster import FP8_SINCE, Cluster, Device, Interface, Link, Node
 from meshwright.core.errors import RequestError
 from meshwright.core.units import show_bytes
 from meshwright.describe import nvml
@@ -199,6 +199,7 @@ def _cuda_device(index: int, gpu: nvml.Gpu, host_memory: int) -> Device:
         peak_flops=dict(sheet.peak_flops) if sheet else {},
         memory_bandwidth=sheet.memory_bandwidth if sheet else 0.0,
         source=f"{origin}; {show_bytes(free)} of {show_bytes(total)} free now",
+        fp8=gpu.compute_capability >= FP8_SINCE,
     )
 
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from meshwright.core.errors import RequestError
 from meshwright.core.task import Batch, Task
 
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}  # what autocast computes in
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # what autocast computes in
 
 
 def example(task: Task, batch: int, precision: str = "fp32") -> Batch:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.core.calibration import Line, Points, Rates
+from meshwright.core.cluster import FP8_SINCE
 from meshwright.core.comm import Comm
 from meshwright.core.schedule import wire_factor
 
@@ -118,6 +119,8 @@ def _compute_rates(device: torch.device, watch: Stopwatch) -> dict[str, Points]:
         if precision == "fp16" and device.type == "cpu":
             continue
         found[f"matmul/{precision}"] = _curve(_SIZES[device.type], watch, partial(_matmul, device=device, dtype=dtype))
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_SINCE:
+        found["matmul/fp8"] = _curve(_SIZES["cuda"], watch, partial(_matmul_fp8, device=device))
     found["conv/fp32"] = _curve((8, 32, 64), watch, partial(_conv, device=device, dtype=torch.float32))
     low = "bf16" if device.type == "cuda" else "fp32"
     found[f"attention/{low}"] = _curve(_LENGTHS[device.type], watch, partial(_attention, device=device, dtype=DTYPES[low]))
@@ -140,6 +143,12 @@ def _curve(sizes: tuple[int, ...], watch: Stopwatch, make: Callable[[int], tuple
 def _matmul(n: int, device: torch.device, dtype: torch.dtype) -> tuple[float, Callable[[], object]]:
     a, b = torch.randn(n, n, device=device).to(dtype), torch.randn(n, n, device=device).to(dtype)
     return 2.0 * n**3, lambda: torch.mm(a, b)
+
+
+def _matmul_fp8(n: int, device: torch.device) -> tuple[float, Callable[[], object]]:
+    a = torch.randn(n, n, device=device).to(torch.float8_e4m3fn)
+    one = torch.ones((), device=device)
+    return 2.0 * n**3, lambda: torch._scaled_mm(a, a.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def _conv(channels: int, device: torch.device, dtype: torch.dtype) -> tuple[float, Callable[[], object]]:

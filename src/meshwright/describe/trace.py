@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from meshwright.core.errors import RequestError
 from meshwright.core.model import Kernel, KernelKind, LayerProfile, ModelProfile, Phase, TensorSpec
@@ -30,9 +30,9 @@ from meshwright.core.task import Batch, Loss, Task
 from meshwright.describe.fakes import LOW, build, example, example_like, on_fakes, quiet
 from meshwright.describe.fold import folded
 from meshwright.describe.layers import Layer, find_layers, signature
+from meshwright.describe.operations import flops_of, is_free, kind_of
 
 _PROBED_BATCHES = (2, 3)  # two points fix a line; one sample alone takes special paths in some kernels
-_SPECIAL = ("gelu", "silu", "softmax", "tanh", "sigmoid", "exp", "erf", "logsumexp", "softplus", "mish", "binary_cross_entropy")
 # These read only the rows or elements that they pick, not the whole table.
 _GATHERS = {torch.ops.aten.embedding, torch.ops.aten.index_select, torch.ops.aten.gather, torch.ops.aten.index, torch.ops.aten.nll_loss_forward}
 
@@ -47,6 +47,8 @@ class _Tally:
     output: float = 0.0
     transient: float = 0.0
     hard: float = 0.0
+    dear: float = 0.0
+    overwrites: bool = False
 
 
 def trace_task(task: Task, *, precision: str = "fp32", attention: str = "flash") -> ModelProfile:
@@ -132,6 +134,7 @@ class _Recorder(TorchDispatchMode):
         self._owners: list[str] = [""]  # … and the layer that owns it
         self._seen = {t.untyped_storage()._cdata for t in constants}
         self._pointwise: set[int] = set()  # storages that element-wise work wrote
+        self._dear: set[int] = set()  # storages that products, convolutions and attention gave in forward
         self._kept: list[Any] = []  # storages must stay alive, or their addresses would be used again
 
     def enter(self, name: str) -> None:
@@ -187,11 +190,10 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if not _is_free(func):
+        if not is_free(func):
             tensors = [t for t in pytree.tree_leaves((args, kwargs, out)) if torch.is_tensor(t) and t.layout is torch.strided]
-            packet = func._overloadpacket
-            flops = float(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else _recurrent_flops(str(packet), args)
-            kind = _kind(str(packet), flops)
+            flops = flops_of(func, args, kwargs, out)
+            kind = kind_of(str(func._overloadpacket), flops)
             if kind == "special":
                 flops = float(max(t.numel() for t in tensors))
             read = pytree.tree_leaves(out) if func._overloadpacket in _GATHERS else tensors
@@ -200,30 +202,18 @@ class _Recorder(TorchDispatchMode):
             self._kept += storages
             made = {s._cdata for s in storages}
             self._pointwise = self._pointwise | made if kind in ("memory", "special") else self._pointwise - made
+            if func._schema.is_mutable and self._dear & made:
+                self._layer().overwrites = True
+            elif kind not in ("memory", "special"):
+                self.give(storages)
         return out
 
-
-def _recurrent_flops(operation: str, args: Any) -> float:
-    """A recurrent layer is one operation that torch's counter does not know: two products with its weights at each position."""
-    if "rnn_layer" not in operation:
-        return 0.0
-    positions = args[0].numel() // args[0].shape[-1]
-    weights = sum(t.numel() for t in args[1:5] if torch.is_tensor(t) and t.dim() == 2)
-    return 2.0 * positions * weights * (2.0 if "backward" in operation else 1.0)
-
-
-def _kind(operation: str, flops: float) -> KernelKind:
-    if flops:
-        return "conv" if "conv" in operation else "attention" if "attention" in operation else "matmul"
-    return "special" if any(word in operation for word in _SPECIAL) else "memory"
-
-
-def _is_free(func: Any) -> bool:
-    """Views, bare allocations and questions about a tensor move nothing."""
-    returns, name = func._schema.returns, func.name()
-    aliases = [r.alias_info for r in returns]
-    view = any(a is not None and not a.is_write for a in aliases) or name in ("aten::_unsafe_view", "aten::detach")
-    return view or not returns or not name.startswith("aten::") or "empty" in name
+    def give(self, storages: Iterable[Any]) -> None:
+        """A product's results: what selective recomputation would keep."""
+        if self.phase == "forward":
+            fresh = {s._cdata: s.nbytes() for s in storages if s._cdata not in self._dear}
+            self._dear.update(fresh)
+            self._layer().dear += sum(fresh.values())
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -256,6 +246,7 @@ class _FlashCost(torch.autograd.Function):
         sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, out, sums)
         ctx.recorder = recorder
+        recorder.give(t.untyped_storage() for t in (out, sums))
         recorder.record("attention", float(sdpa_flop_count(*_heads(q, k, v))), float(sum(map(_bytes, (q, k, v, out, sums)))))
         return out
 
@@ -346,6 +337,8 @@ def _finish(
                 fusible_bytes=b.fusible - a.fusible if slope else a.fusible,
                 transient_bytes=b.transient - a.transient if slope else a.transient,
                 product_bytes=b.hard - a.hard if slope else a.hard,
+                dear_bytes=b.dear - a.dear if slope else a.dear,
+                overwrites=a.overwrites,
                 tensors=tensors,
                 kernels=kernels,
                 block=block,

@@ -13,12 +13,15 @@ from meshwright.core.errors import RequestError
 from meshwright.core.mesh import check_runnable
 from meshwright.core.plan import Plan
 from meshwright.core.task import Batch
+from meshwright.core.workload import LOW
 from meshwright.describe.attention import compose_attention
 from meshwright.execute.context import ContextRun
+from meshwright.execute.fp8 import Fp8Layers, has_fp8, use_fp8
 from meshwright.execute.groups import Groups, make_groups
-from meshwright.execute.memory import DTYPES, KeyRing, is_sharded, local_tensor, recompute_units, shard_model, storage_bytes
+from meshwright.execute.memory import DTYPES, KeyRing, is_sharded, local_tensor, shard_model, storage_bytes
 from meshwright.execute.owners import OwnedParts, own_parts
 from meshwright.execute.pipeline import PipelineCuts
+from meshwright.execute.recompute import Recall, recompute_units
 from meshwright.execute.spatial import cut_positions
 from meshwright.execute.sync import GradientBuckets
 from meshwright.execute.tensor import TensorCuts, cut_model, share_randomness
@@ -39,6 +42,7 @@ class Applied:
     pipeline: PipelineCuts | None = None
     context: ContextRun | None = None
     owners: OwnedParts | None = None
+    fp8: Fp8Layers = Fp8Layers()
 
     def local(self, batch: Batch) -> Batch:
         """For a loop of your own under context parallelism: this rank's positions of a batch. Any other plan leaves it as it is."""
@@ -150,13 +154,15 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
     pipeline = PipelineCuts(plan, model, optimizer, groups) if groups.pp.size > 1 else None
     owners = own_parts(model, optimizer, plan.owners, groups.ep, plan.compile != "none") if groups.ep.size > 1 else None
     units = [name for name in plan.memory.units if name not in {t.module for t in plan.owners.tables} or owners is None]
-    tensor = cut_model(model, optimizer, plan, groups) if groups.tp.size > 1 else None
+    fp8 = use_fp8(model, plan.memory.units) if plan.memory.precision == "fp8" else Fp8Layers()
+    recall = Recall()
+    tensor = cut_model(model, optimizer, plan, groups, recall) if groups.tp.size > 1 else None
     context = ContextRun(model, plan.context, groups.cp) if plan.context.attends else None
     if plan.spatial.grid:
         share_randomness(groups.cp, next(model.parameters()).device)
         cut_positions(model, plan.spatial, groups.cp, plan.compile != "none")
-    if plan.memory.recompute == "full":
-        recompute_units(model, units, keys)
+    modes = {name: mode for name, mode in plan.memory.modes.items() if name in units}
+    recompute_units(model, modes, keys, recall, apart=tensor is not None and plan.compile != "none")
     if plan.compile == "blocks":
         for name in units:
             model.get_submodule(name).compile()
@@ -167,7 +173,7 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
         buckets = GradientBuckets(model, optimizer, groups, plan.sync, plan.memory.zero, _kinds_of(model, plan, pipeline))
     if pipeline is not None:
         pipeline.attach()
-    return Applied(plan, model, optimizer, groups, buckets, keys, tensor, pipeline, context, owners)
+    return Applied(plan, model, optimizer, groups, buckets, keys, tensor, pipeline, context, owners, fp8)
 
 
 def _check(plan: Plan, model: nn.Module) -> None:
@@ -180,6 +186,8 @@ def _check(plan: Plan, model: nn.Module) -> None:
         raise RequestError(f"plan: mesh {plan.mesh} has a pp axis, but stages are not cut: let `meshwright plan` or plan_for fill them in")
     if plan.mesh.cp > 1 and not plan.context.attends and not plan.spatial.grid:
         raise RequestError(f"plan: mesh {plan.mesh} has a cp axis, but context and spatial are empty: let `meshwright plan` or plan_for fill one in")
+    if plan.memory.precision == "fp8" and not has_fp8(plan.device):
+        raise RequestError("plan: precision=fp8 needs a GPU of compute capability 8.9 or newer, and this one is older: use bf16")
     modules = dict(model.named_modules())
     for name in plan.memory.units:
         if name not in modules:
@@ -211,7 +219,7 @@ def average_buffers(applied: Applied) -> None:
 
 def autocast(plan: Plan) -> Callable[[], AbstractContextManager[None]]:
     """A factory of the context that forward runs in: lower-precision arithmetic where the plan says so."""
-    if plan.memory.precision in ("bf16", "fp16"):
-        dtype = DTYPES[plan.memory.precision]
+    if plan.memory.precision in LOW:
+        dtype = DTYPES[LOW[plan.memory.precision]]
         return lambda: torch.autocast(plan.device, dtype=dtype)
     return nullcontext

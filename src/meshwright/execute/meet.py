@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from meshwright.core.comm import Comm
+from meshwright.execute.recompute import Recall
 
 
 class Enter(torch.autograd.Function):
@@ -28,41 +29,47 @@ class Sum(torch.autograd.Function):
     """Partial sums going in; the sum comes out, and its gradient is everybody's."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: Comm, name: str) -> torch.Tensor:
-        out = x.contiguous()
-        comm.all_reduce(out, name).wait()
-        ctx.mark_dirty(x) if out is x else None
-        return out
+    def forward(ctx: Any, x: torch.Tensor, comm: Comm, name: str, recall: Recall) -> torch.Tensor:
+        def make() -> torch.Tensor:
+            out = x.contiguous()
+            if recall.keeps:
+                out = out.data  # the product is kept: what is kept of it becomes the sum, and must not count as changed
+            elif out is x:
+                ctx.mark_dirty(x)
+            comm.all_reduce(out, name).wait()
+            return out
+
+        return recall.meet(make)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return grad, None, None
+        return grad, None, None, None
 
 
 class Everywhere(torch.autograd.Function):
     """Partial sums going in; the sum comes out, and ranks use it for parts of what follows: its gradients are partial too."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: Comm, name: str) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, comm: Comm, name: str, recall: Recall) -> torch.Tensor:
         ctx.comm, ctx.name = comm, name
-        return Sum.forward(ctx, x, comm, name)
+        return Sum.forward(ctx, x, comm, name, recall)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return Enter.backward(ctx, grad)
+        return *Enter.backward(ctx, grad), None
 
 
 class Gather(torch.autograd.Function):
     """Pieces of the last dim going in; the whole comes out. Every rank has the same gradient of it and keeps its piece."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: Comm, sizes: list[int], name: str) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, comm: Comm, sizes: list[int], name: str, recall: Recall) -> torch.Tensor:
         ctx.first, ctx.count = sum(sizes[: comm.rank]), sizes[comm.rank]
-        return torch.cat(gather_pieces(x, comm, x.dim() - 1, sizes, name), -1)
+        return recall.meet(lambda: torch.cat(gather_pieces(x, comm, x.dim() - 1, sizes, name), -1))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return grad.narrow(-1, ctx.first, ctx.count).contiguous(), None, None, None
+        return grad.narrow(-1, ctx.first, ctx.count).contiguous(), None, None, None, None
 
 
 def gather_pieces(piece: torch.Tensor, comm: Comm, dim: int, sizes: list[int], name: str = "whole") -> list[torch.Tensor]:

@@ -1,8 +1,9 @@
-"""Memory Manager, acting half: ZeRO-3 by FSDP2, recomputation of blocks, and what a rank holds, in bytes."""
+"""Memory Manager, acting half: ZeRO-3 by FSDP2, the keys of randomness, and what a rank holds, in bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from meshwright.comm import TorchComm
 from meshwright.core.errors import RequestError
 from meshwright.core.plan import Plan
 from meshwright.core.task import Keyed
+from meshwright.core.workload import LOW
 from meshwright.execute.groups import Groups
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -80,7 +81,8 @@ def shard_model(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, 
         raise RequestError("zero=3 cuts the optimizer's state: apply the plan before the optimizer's first step")
     names = {id(p): name for name, p in model.named_parameters()}
     precision = plan.memory.precision
-    low = MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32) if precision in ("bf16", "fp16") else MixedPrecisionPolicy()
+    kind = DTYPES[LOW[precision]] if precision in LOW else None
+    low = MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32) if kind is not None else MixedPrecisionPolicy()
     assert isinstance(groups.shard, TorchComm)
     mesh = DeviceMesh.from_group(groups.shard.group, plan.device)
     places = [(m, key, p) for m in model.modules() for key, p in m._parameters.items() if p is not None]
@@ -153,31 +155,17 @@ class KeyRing:
         for module in self._modules:
             module.set_key(*self.now)
 
-
-def recompute_units(model: nn.Module, units: Sequence[str], keys: KeyRing) -> None:
-    """Keep only each unit's input; its forward runs again during backward, under the key it had: in a pipeline other samples came between."""
-    for name in units:
-        unit = model.get_submodule(name)
-        inner = unit.forward
-
-        def outer(*args: Any, _inner: Callable[..., Any] = inner, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return _inner(*args, **kwargs)
-            key = keys.now
-
-            def keyed(*args: Any, **kwargs: Any) -> Any:
-                before = keys.now
-                if before != key:
-                    keys.set(*key)
-                try:
-                    return _inner(*args, **kwargs)
-                finally:
-                    if before != key:
-                        keys.set(*before)
-
-            return checkpoint(keyed, *args, use_reentrant=False, **kwargs)
-
-        unit.forward = outer
+    @contextmanager
+    def at(self, key: tuple[int, int, int]) -> Iterator[None]:
+        """For a while, the key of another micro-batch."""
+        before = self.now
+        if before != key:
+            self.set(*key)
+        try:
+            yield
+        finally:
+            if before != key:
+                self.set(*before)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

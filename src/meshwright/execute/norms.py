@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,13 +12,21 @@ from torch.overrides import TorchFunctionMode
 from meshwright.core.comm import Comm
 from meshwright.core.tensor import Dealt
 from meshwright.execute.meet import Everywhere
+from meshwright.execute.recompute import Recall
 
 
-def norm_over_pieces(
-    module: nn.Module, strand: Dealt, comm: Comm, name: str, apart: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> None:  # fmt: skip
+class Meeting(NamedTuple):
+    """Over which ranks statistics are summed, under which name, and where results are kept that need not be made again."""
+
+    comm: Comm
+    name: str
+    recall: Recall
+
+
+def norm_over_pieces(module: nn.Module, strand: Dealt, meeting: Meeting, apart: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """While the module runs, norms and means over its last dim, a piece of `strand`, are those of the whole."""
-    mode, inner = _Norms(strand.size, strand.piece(comm.rank, comm.size)[1], comm, name), module.forward
+    _, count = strand.piece(meeting.comm.rank, meeting.comm.size)
+    mode, inner = _Norms(strand.size, count, meeting), module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with mode:
@@ -28,9 +36,9 @@ def norm_over_pieces(
 
 
 class _Norms(TorchFunctionMode):
-    def __init__(self, whole: int, piece: int, comm: Comm, name: str) -> None:
+    def __init__(self, whole: int, piece: int, meeting: Meeting) -> None:
         super().__init__()
-        self.whole, self.piece, self.comm, self.name = whole, piece, comm, name
+        self.whole, self.piece, self.meeting = whole, piece, meeting
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
@@ -48,7 +56,7 @@ class _Norms(TorchFunctionMode):
 
     def _mean(self, x: torch.Tensor, keepdim: bool = True) -> torch.Tensor:
         """Over all ranks' pieces, in single precision at least."""
-        total: torch.Tensor = Everywhere.apply(_wide(x).sum(-1, keepdim=keepdim), self.comm, self.name)
+        total: torch.Tensor = Everywhere.apply(_wide(x).sum(-1, keepdim=keepdim), *self.meeting)
         return total / self.whole
 
     def _layer_norm(

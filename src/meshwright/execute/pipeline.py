@@ -51,6 +51,7 @@ class PipelineCuts:
         self.owners = {name: plan.holders(name) for name, _, _ in self.every}
         self._template = _without_memory(model)
         self._drop(optimizer)
+        self._between = "cpu" if plan.backend == "gloo" else plan.device  # gloo sends host memory only: values cross there
         self._current = -1  # the stage that is running
         self._held: dict[str, torch.Tensor] = {}  # values that cross stages, by name
         self._known: dict[Hashable, _Learned] = {}  # by what samples look like: buffers are of one size, and nothing else may meet them
@@ -199,7 +200,7 @@ class PipelineCuts:
     def _build(self, known: _Learned) -> _PipelineSchedule:
         assert isinstance(self.groups.pp, TorchComm)
         stages = []
-        device = torch.device(self.plan.device, torch.cuda.current_device()) if self.plan.device == "cuda" else torch.device("cpu")
+        device = torch.device("cuda", torch.cuda.current_device()) if self._between == "cuda" else torch.device("cpu")
         for index in self.mine:
             takes = tuple(_meta(known.crossing[c.name]) for c in self.plan.stages[index].receives)
             last = index == len(self.plan.stages) - 1
@@ -240,7 +241,7 @@ class PipelineCuts:
                 continue
             if index and self.plan.stage_rank(index - 1) != self.groups.pp.rank:
                 shapes = [self._now.crossing[c.name] for c in stage.receives]
-                passed = tuple(torch.empty(s.shape, dtype=s.dtype, device=self.plan.device) for s in shapes)
+                passed = tuple(torch.empty(s.shape, dtype=s.dtype, device=self._between) for s in shapes)
                 for tensor in passed:
                     dist.recv(tensor, group=self.groups.pp.group, group_src=self.plan.stage_rank(index - 1))
             out = self.forward(index, passed, 0)
@@ -253,12 +254,12 @@ class PipelineCuts:
 
     def forward(self, stage: int, received: tuple[torch.Tensor, ...], index: int) -> Any:
         """One micro-batch through one stage: the loss from the last, what crosses from the others."""
-        self._held = {c.name: t for c, t in zip(self.plan.stages[stage].receives, received, strict=True)}
+        self._held = {c.name: t.to(self.plan.device) for c, t in zip(self.plan.stages[stage].receives, received, strict=True)}
         self._current = stage
         try:
             return self._run_stage(index)
         except _LeaveError:
-            return tuple(self._held[c.name].contiguous() for c in self.plan.stages[stage + 1].receives)
+            return tuple(self._held[c.name].contiguous().to(self._between) for c in self.plan.stages[stage + 1].receives)
         finally:
             self._current = -1
             self._held = {}

@@ -24,7 +24,8 @@ from meshwright.core.tensor import Cut, Dealt, Rewrite, TensorPolicy
 from meshwright.execute.defer import enter_beside, enter_without, product_with_ticket, use_ticket
 from meshwright.execute.groups import Groups
 from meshwright.execute.meet import Enter, Gather, Sum, gather_pieces
-from meshwright.execute.norms import norm_over_pieces
+from meshwright.execute.norms import Meeting, norm_over_pieces
+from meshwright.execute.recompute import Recall
 
 _Apart = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -70,8 +71,10 @@ class TensorCuts:
         return piece
 
 
-def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, groups: Groups) -> TensorCuts:
-    """Cut `model` in place; `optimizer` steps the pieces from now on. Collective: every rank calls it with the same plan."""
+def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, groups: Groups, recall: Recall) -> TensorCuts:
+    """Cut `model` in place; `optimizer` steps the pieces from now on. Collective: every rank calls it with the same plan.
+
+    Units that recompute selectively keep what the ranks made of their meetings in `recall`."""
     if optimizer.state:
         raise RequestError("tensor parallelism cuts the optimizer's state: apply the plan before the optimizer's first step")
     found = TensorCuts()
@@ -83,7 +86,7 @@ def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, gr
     replace_tensors(model, optimizer, found.cuts, found.local)
     fed = _fed(model, plan)
     for axis, policy in plan.tensors:
-        _arrange(model, policy, groups.of(axis), fed, plan.compile != "none")
+        _arrange(model, policy, groups.of(axis), fed, recall, plan.compile != "none")
     completed = {meet.module for _, policy in plan.tensors for meet in policy.sums}
     for name in fed:
         if name not in completed:
@@ -93,14 +96,14 @@ def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, gr
 
 def _fed(model: nn.Module, plan: Plan) -> list[str]:
     """Layers whose weights' gradients are computed while their input's travels. Not in a pipeline, which has an order of its own for
-    the two, and not in compiled blocks, which keep them in one graph."""
-    if "inputs" not in plan.sync.overlap or plan.mesh.pp > 1 or plan.compile != "none":
+    the two, not in compiled blocks, which keep them in one graph, and not in fp8, whose products are others."""
+    if "inputs" not in plan.sync.overlap or plan.mesh.pp > 1 or plan.compile != "none" or plan.memory.precision == "fp8":
         return []
     names = dict.fromkeys(name for _, policy in plan.tensors for meet in policy.enters for name in meet.feeds)
     return [name for name in names if model.get_submodule(name).weight.requires_grad]
 
 
-def _arrange(model: nn.Module, policy: TensorPolicy, comm: Comm, fed: Sequence[str], compiled: bool) -> None:
+def _arrange(model: nn.Module, policy: TensorPolicy, comm: Comm, fed: Sequence[str], recall: Recall, compiled: bool) -> None:
     """Make the ranks of one axis meet. If blocks will be `compiled`, meetings are kept out of the graphs: a compiler would make a graph
     for every layer's own name."""
     apart: _Apart = torch.compiler.disable if compiled else lambda function: function
@@ -108,17 +111,17 @@ def _arrange(model: nn.Module, policy: TensorPolicy, comm: Comm, fed: Sequence[s
     for meet in policy.enters:
         _enter_at(modules[meet.module], meet.position, comm, f"enter/{meet.module}", apart, [modules[name] for name in fed if name in meet.feeds])
     for meet in policy.sums:
-        _complete(modules[meet.module], comm, f"sum/{meet.module}", apart)
+        _complete(modules[meet.module], comm, f"sum/{meet.module}", apart, recall)
     strands = {s.name: s for s in policy.strands}
     for meet in policy.lookups:
-        _look_up(modules[meet.module], strands[meet.strand], comm, f"lookup/{meet.module}", apart)
+        _look_up(modules[meet.module], strands[meet.strand], comm, f"lookup/{meet.module}", apart, recall)
     for meet in policy.gathers:
-        _gather_output(modules[meet.module], strands[meet.strand], comm, f"gather/{meet.module}", apart)
+        _gather_output(modules[meet.module], strands[meet.strand], comm, f"gather/{meet.module}", apart, recall)
     for name in policy.partial:
         _enter_parameter(modules[name.rpartition(".")[0]], name.rpartition(".")[2], comm, f"enter/{name}")
     rewrite_sizes(modules, policy.rewrites, strands, comm)
     for name, strand in {meet.module: meet.strand for meet in policy.norms}.items():
-        norm_over_pieces(modules[name], strands[strand], comm, f"norm/{name}", apart)
+        norm_over_pieces(modules[name], strands[strand], Meeting(comm, f"norm/{name}", recall), apart)
 
 
 def share_randomness(comm: Comm, device: torch.device) -> None:
@@ -175,15 +178,15 @@ def _enter_at(module: nn.Module, position: int, comm: Comm, name: str, apart: _A
     module.register_forward_pre_hook(apart(before), with_kwargs=True)
 
 
-def _complete(layer: nn.Module, comm: Comm, name: str, apart: _Apart) -> None:
+def _complete(layer: nn.Module, comm: Comm, name: str, apart: _Apart, recall: Recall) -> None:
     """A layer that sums over a cut strand: its product is completed over the ranks, and its bias is added once, afterwards."""
     product = _product_of(layer)
     if product is None:
-        layer.register_forward_hook(apart(lambda _m, _a, out: Sum.apply(out, comm, name)))
+        layer.register_forward_hook(apart(lambda _m, _a, out: Sum.apply(out, comm, name, recall)))
         return
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = Sum.apply(product(x), comm, name)
+        out: torch.Tensor = Sum.apply(product(x), comm, name, recall)
         bias: torch.Tensor | None = layer.bias  # type: ignore[assignment]
         if bias is None:
             return out
@@ -195,7 +198,9 @@ def _complete(layer: nn.Module, comm: Comm, name: str, apart: _Apart) -> None:
 
 
 def _product_of(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """The layer without its bias; None for a module that only passes partial sums on."""
+    """The layer without its bias; None for a module that only passes partial sums on. One whose product is changed (fp8) carries it."""
+    if "product" in vars(layer):
+        return layer.product  # type: ignore[return-value]
     if isinstance(layer, nn.Linear):
         return product_with_ticket(layer, lambda x: F.linear(x, layer.weight))
     if isinstance(layer, nn.modules.conv._ConvTransposeNd):
@@ -216,7 +221,7 @@ def _product_of(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | No
     return None
 
 
-def _look_up(layer: nn.Module, strand: Dealt, comm: Comm, name: str, apart: _Apart) -> None:
+def _look_up(layer: nn.Module, strand: Dealt, comm: Comm, name: str, apart: _Apart, recall: Recall) -> None:
     """A table whose rows are dealt out: each rank looks up the rows it holds and adds nothing for the others."""
     first, count = strand.piece(comm.rank, comm.size)
     padding = getattr(layer, "padding_idx", None)
@@ -225,14 +230,14 @@ def _look_up(layer: nn.Module, strand: Dealt, comm: Comm, name: str, apart: _Apa
     def forward(tokens: torch.Tensor) -> torch.Tensor:
         mine = (tokens >= first) & (tokens < first + count)
         rows = F.embedding(torch.where(mine, tokens - first, 0), layer.weight, padding)  # type: ignore[arg-type]
-        return Sum.apply(rows * mine.unsqueeze(-1).to(rows.dtype), comm, name)  # type: ignore[no-any-return]
+        return Sum.apply(rows * mine.unsqueeze(-1).to(rows.dtype), comm, name, recall)  # type: ignore[no-any-return]
 
     layer.forward = apart(forward)
 
 
-def _gather_output(layer: nn.Module, strand: Dealt, comm: Comm, name: str, apart: _Apart) -> None:
+def _gather_output(layer: nn.Module, strand: Dealt, comm: Comm, name: str, apart: _Apart, recall: Recall) -> None:
     sizes = [strand.piece(r, comm.size)[1] for r in range(comm.size)]
-    layer.register_forward_hook(apart(lambda _m, _a, out: Gather.apply(out, comm, sizes, name)))
+    layer.register_forward_hook(apart(lambda _m, _a, out: Gather.apply(out, comm, sizes, name, recall)))
 
 
 def _enter_parameter(module: nn.Module, key: str, comm: Comm, name: str) -> None:

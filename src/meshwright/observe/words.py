@@ -137,7 +137,13 @@ def _sync(plan: Plan) -> str:
 
 
 def _recompute(plan: Plan) -> str:
-    return "activations are kept for backward" if plan.memory.recompute == "none" else "activations are computed again in backward to save memory"
+    said = {
+        "none": "activations are kept for backward",
+        "selective": "of activations, what is dear to compute is kept for backward and the rest computed again",
+        "full": "activations are computed again in backward to save memory",
+    }[plan.memory.recompute]
+    own = ", ".join(f"{name}: {mode}" for name, mode in plan.memory.layers.items())
+    return f"{said} (but {own})" if own else said
 
 
 def _item(key: str, value: object) -> str:

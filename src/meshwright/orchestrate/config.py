@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from meshwright.core.errors import RequestError, unknown
 from meshwright.core.plan import Overlap
+from meshwright.core.recompute import Recompute
 from meshwright.core.serial import read_json
 from meshwright.orchestrate import tutorial
 
@@ -52,8 +53,11 @@ class RunConfig(BaseModel):
     spatial: str | None = Field(None, description="the grid of cp's ranks over the last spatial dims, like 2x2 or 4x1")
     zero: Literal[0, 1, 2, 3] | None = None
     micro_batches: int | None = Field(None, ge=1, description="gradient accumulation: pieces a rank cuts its share into")
-    recompute: Literal["none", "full"] | None = None
-    precision: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = Field("auto", description="auto: bf16 on GPUs, fp32 on CPUs")
+    recompute: Recompute | None = Field(
+        None, description="what blocks make again in backward: none, selective (all but products and attention), full"
+    )
+    recompute_layers: dict[str, Recompute] = Field(default_factory=dict, description="blocks that differ; also written recompute.NAME=MODE")
+    precision: Literal["auto", "fp64", "fp32", "bf16", "fp16", "fp8"] = Field("auto", description="auto: bf16 on GPUs, fp32 on CPUs")
     compile: Literal["none", "blocks", "model"] | None = None
     backend: Literal["gloo", "nccl"] | None = Field(None, description="by device unless given")
     bucket_mb: float | None = Field(None, gt=0, description="size of a gradient bucket")
@@ -83,10 +87,12 @@ def load_config(file: Path | None, settings: dict[str, Any], ranks: tutorial.Ran
     """A file's fields, overridden by `settings`. Every wrong key or value is one line that says what to change.
     A tutorial's file (see tutorial.py) is translated; `ranks` tells how many ranks there are, which such files leave open."""
     data: dict[str, Any] = {}
+    settings = _layers_together(settings)
     if file is not None:
         data = read_json(file)
         if not isinstance(data, dict):
             raise RequestError(f"{file}: a run's configuration is one JSON object")
+        data = _layers_together(data)
         if tutorial.recognised(data):
             assert ranks is not None
             check_keys(settings, "--set", {*RunConfig.model_fields, *tutorial.KEYS})
@@ -102,6 +108,13 @@ def load_config(file: Path | None, settings: dict[str, Any], ranks: tutorial.Ran
         key, reason = tutorial.first_mistake(error)
         where = f"{file}: " if file and key in data and key not in settings else ""
         raise RequestError(f"{where}{reason}") from None
+
+
+def _layers_together(given: dict[str, Any]) -> dict[str, Any]:
+    """'recompute.NAME' of single blocks as entries of recompute_layers."""
+    own = {key.removeprefix("recompute."): value for key, value in given.items() if key.startswith("recompute.")}
+    rest = {key: value for key, value in given.items() if not key.startswith("recompute.")}
+    return {**rest, "recompute_layers": {**rest.get("recompute_layers", {}), **own}} if own else rest
 
 
 def parse_setting(text: str) -> tuple[str, Any]:

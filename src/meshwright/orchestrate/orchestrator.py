@@ -36,7 +36,7 @@ from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.job import settle
 from meshwright.orchestrate.strategy import fill_cuts, load_strategy, needs_cuts, transform
 from meshwright.orchestrate.worker import median_step
-from meshwright.plan import Ranking, Wishes, explain, rank_plans, refuse_unused
+from meshwright.plan import Ranking, Wishes, check_keeping, check_precision, explain, rank_plans, refuse_unused
 from meshwright.schedule import plan_ledgers
 
 Say = Callable[[str], None]
@@ -141,6 +141,7 @@ class Orchestrator:
             world=c.nproc,
             zero=c.zero,
             recompute=c.recompute,
+            recompute_layers=c.recompute_layers,
             compile=c.compile,
             micro_batches=c.micro_batches,
             backend=c.backend,
@@ -202,10 +203,10 @@ class Orchestrator:
             raise RequestError(f"{where} is for {plan.model}, the request is for {task.name}: train {plan.model}, or plan {task.name}")
         asked = {"nproc": c.nproc, "mesh": c.mesh and str(Mesh.parse(c.mesh)), "zero": c.zero, "recompute": c.recompute,
                  "micro_batches": c.micro_batches, "backend": c.backend, "compile": c.compile, "schedule": c.schedule,
-                 "placements": c.placements or None}  # fmt: skip
+                 "placements": c.placements or None, "recompute_layers": c.recompute_layers or None}  # fmt: skip
         holds = {"nproc": plan.world, "mesh": str(plan.mesh), "zero": plan.memory.zero, "recompute": plan.memory.recompute,
                  "micro_batches": plan.micro_batches, "backend": plan.backend, "compile": plan.compile, "schedule": plan.schedule,
-                 "placements": dict(plan.placements)}  # fmt: skip
+                 "placements": dict(plan.placements), "recompute_layers": dict(plan.memory.layers)}  # fmt: skip
         for key, value in asked.items():
             if value is not None and value != holds[key]:
                 raise RequestError(f"{where} has {key} {holds[key]}, the request {value}: change one of them")
@@ -214,6 +215,8 @@ class Orchestrator:
         for unit in plan.memory.units:
             if not any(name == unit or name.startswith(f"{unit}.") for name in names):
                 raise RequestError(f"{where}: memory.units names '{unit}', which {task.name} does not have: use names such as {names[:3]}")
+        check_precision(plan.memory.precision, self.cluster)
+        check_keeping(plan.memory, profile)
         if self.config.global_batch not in (None, plan.global_batch):
             raise RequestError(f"{where} has global_batch {plan.global_batch}, the request {self.config.global_batch}: change one of them")
         if plan.device != self.cluster.devices[0].kind:

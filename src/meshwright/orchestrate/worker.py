@@ -116,6 +116,8 @@ class _Training:
         self._compare_ledger(session, home, "start-up")
         train, validation = self._loaders()
         self.recorder.event("applied", seconds=round(time.perf_counter() - begun, 3), held=session.applied.held_bytes())
+        if self.plan.memory.precision == "fp8":
+            self.recorder.event("fp8", layers=len(session.applied.fp8.used), in_bf16=dict(session.applied.fp8.kept))
         rate = self._rate()
         exposed: dict[str, float] = {}
         profile_at = _PROFILED_STEP if self.job.profile and self.job.steps > _PROFILED_STEP + 2 else -1

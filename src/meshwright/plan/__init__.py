@@ -1,6 +1,7 @@
 """Level 3, no torch: which plans are legal, what each would cost, which is best, and why."""
 
 from meshwright.plan.explain import explain
+from meshwright.plan.memory import check_keeping, check_precision
 from meshwright.plan.owners import choose_owners
 from meshwright.plan.pipeline import cut_stages
 from meshwright.plan.positions import share_positions
@@ -12,6 +13,8 @@ __all__ = [
     "Ranking",
     "Scored",
     "Wishes",
+    "check_keeping",
+    "check_precision",
     "choose_cuts",
     "choose_grid",
     "choose_owners",

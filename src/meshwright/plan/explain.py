@@ -97,7 +97,7 @@ def _too_big(ranking: Ranking) -> list[str]:
     if shards:
         ways.append(f"shard over {shards} such devices (zero=3)")
     if best.plan.memory.recompute == "none" and ranking.wishes.recompute == "none":
-        ways.append("recompute (--set recompute=full)")
+        ways.append("recompute (--set recompute=full, or selective)")
     width, batch = best.plan.mesh.data_width, ranking.workload.global_batch
     if batch > width:
         ways.append(f"a smaller batch (--global-batch {max(width, batch // 4 // width * width)})")

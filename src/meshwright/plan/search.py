@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster
@@ -50,9 +50,18 @@ class Ranking:
 
 def rank_plans(profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, wishes: Wishes) -> Ranking:
     """Every legal plan with its estimate; those that fit first, then by the workload's objective."""
-    scored = [Scored(plan, estimate(plan, profile, workload, cluster, calibration)) for plan in candidates(profile, cluster, workload, wishes)]
+    scored: list[Scored] = []
+    for plan in candidates(profile, cluster, workload, wishes):
+        if not (scored and _pointless(plan, scored[-1], workload)):
+            scored.append(Scored(plan, estimate(plan, profile, workload, cluster, calibration)))
     scored.sort(key=lambda s: _key(s, workload))
     return Ranking(tuple(scored), profile, cluster, workload, calibration, wishes)
+
+
+def _pointless(plan: Plan, before: Scored, workload: Workload) -> bool:
+    """Where a plan fits that keeps everything, recomputing a part only costs time."""
+    same = before.plan.memory.recompute == "none" and replace(before.plan.memory, recompute="selective") == plan.memory
+    return workload.objective == "time" and same and before.estimate.fits and before.plan.mesh == plan.mesh
 
 
 def _key(scored: Scored, workload: Workload) -> tuple[bool, float]:
@@ -66,7 +75,7 @@ def _key(scored: Scored, workload: Workload) -> tuple[bool, float]:
         "pipeline": plan.mesh.pp > 1,
         "tensor": plan.mesh.degree("tp") > 1,
         "micro_batches": plan.micro_batches.bit_length() - 1,
-        "recompute": plan.memory.recompute == "full",
+        "recompute": bool(plan.memory.modes),
     }
     if workload.objective == "memory":
         return False, memory

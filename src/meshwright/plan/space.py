@@ -11,13 +11,15 @@ from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh, check_runnable
 from meshwright.core.model import ModelProfile
 from meshwright.core.owners import OwnerPolicy
-from meshwright.core.plan import BalancePolicy, Compile, MemoryPolicy, Overlap, PipelineSchedule, Plan, Stage, SyncPolicy, stages_a_rank
+from meshwright.core.plan import BalancePolicy, Compile, Overlap, PipelineSchedule, Plan, Stage, SyncPolicy, stages_a_rank
+from meshwright.core.recompute import Recompute
 from meshwright.core.spatial import SpatialPolicy
 from meshwright.core.strand import Flow
 from meshwright.core.tensor import TensorPolicy
 from meshwright.core.workload import Workload
+from meshwright.plan.memory import RECOMPUTES, choose_memory
 from meshwright.plan.owners import choose_owners
-from meshwright.plan.partition import choose_units, one_stage
+from meshwright.plan.partition import one_stage
 from meshwright.plan.pipeline import cut_stages
 from meshwright.plan.positions import Grid, share_positions
 from meshwright.plan.tensor import check_placements, choose_grid, refuse_if_nothing
@@ -30,7 +32,8 @@ class Wishes:
     mesh: Mesh | None = None
     world: int | None = None
     zero: int | None = None
-    recompute: str | None = None
+    recompute: Recompute | None = None
+    recompute_layers: Mapping[str, Recompute] = field(default_factory=dict)  # of single units, by name
     compile: Compile | None = None
     micro_batches: int | None = None
     backend: str | None = None
@@ -62,7 +65,7 @@ def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wish
             reason = reason or error
             continue
         for micro in _micro_batches(workload.global_batch, mesh, wishes):
-            for recompute in (wishes.recompute,) if wishes.recompute else ("none", "full"):
+            for recompute in (wishes.recompute,) if wishes.recompute else RECOMPUTES:
                 try:
                     yield _make(profile, cluster, workload, wishes, mesh, zero, micro, recompute, tensor, context, spatial, owners, stages, schedule)
                     found = True
@@ -173,7 +176,7 @@ def _micro_batches(batch: int, mesh: Mesh, wishes: Wishes) -> list[int]:
 
 
 def _make(
-    profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes, mesh: Mesh, zero: int, micro: int, recompute: str,
+    profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes, mesh: Mesh, zero: int, micro: int, recompute: Recompute,
     tensor: Grid, context: ContextPolicy, spatial: SpatialPolicy, owners: OwnerPolicy, stages: tuple[Stage, ...], schedule: PipelineSchedule,
 ) -> Plan:  # fmt: skip
     device = cluster.devices[0].kind
@@ -188,7 +191,7 @@ def _make(
         micro_batches=micro,
         stages=stages,
         schedule=schedule,
-        memory=MemoryPolicy(zero, choose_units(profile), recompute, workload.precision),  # type: ignore[arg-type]
+        memory=choose_memory(profile, cluster, workload.precision, zero, recompute, wishes.recompute_layers),
         sync=SyncPolicy(**{k: v for k in ("bucket_bytes", "overlap", "timeout_s") if (v := getattr(wishes, k)) is not None}),
         balance=BalancePolicy(),
         placements=wishes.placements,

@@ -10,7 +10,7 @@ from meshwright.core.model import LayerProfile, ModelProfile, TensorSpec
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action, Schedule
 from meshwright.core.tensor import Meet, TensorPolicy
-from meshwright.core.workload import ITEM_BYTES
+from meshwright.core.workload import ITEM_BYTES, LOW
 from meshwright.schedule.buckets import Bucket, Kind, assign_buckets
 from meshwright.schedule.context import add_meetings
 from meshwright.schedule.local import local_profile
@@ -87,9 +87,10 @@ def _compute(plan: Plan, profile: ModelProfile, every: Meetings, op: str, layer:
     """One layer, and where its ranks meet: each meeting holds up what comes after it."""
     name = profile.layers[layer].name
     meets = every.get(name, _NONE)
-    if op == "backward" and plan.memory.recompute == "full" and name in plan.memory.units:
-        yield Action(f"recompute/{name}/{micro}", "forward", layer, waits=waits)
-        for action in meets["again"]:
+    mode = plan.memory.mode(name) if op == "backward" else "none"
+    if mode != "none":
+        yield Action(f"recompute/{name}/{micro}", "forward", layer, waits=waits, cheap=mode == "selective")
+        for action in meets["again"] if mode == "full" else ():  # what ranks made of a product is kept with it
             waits = (f"{action.name}/again/{micro}",)
             yield replace(action, name=waits[0])
     yield Action(f"{op}/{name}/{micro}", "forward" if op == "forward" else "backward", layer, waits=waits)
@@ -253,7 +254,7 @@ def _sharded(plan: Plan, profile: ModelProfile, place: Place) -> Iterator[Action
     # A pipeline's stage leaves the model's forward half way, so there every layer is a unit and the model itself is none.
     units = set(plan.memory.units) | ({layer.name for layer in profile.layers} if plan.mesh.pp > 1 else set())
     shards, precision = plan.mesh.shard, plan.memory.precision
-    item = ITEM_BYTES[precision] if precision in ("bf16", "fp16") else None
+    item = ITEM_BYTES[precision] if precision in LOW else None
     root = [layer for layer in profile.layers if layer.name not in units]
 
     def gather(name: str, layers: list[LayerProfile], tag: str, waits: tuple[str, ...] = ()) -> Iterator[Action]:

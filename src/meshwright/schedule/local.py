@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.core.model import Kernel, LayerProfile, ModelProfile, TensorSpec
+from meshwright.core.model import DEAR_KINDS, Kernel, LayerProfile, ModelProfile, TensorSpec
 from meshwright.core.plan import Plan
 from meshwright.schedule.context import context_profile
 from meshwright.schedule.owners import owned_profile
 from meshwright.schedule.spatial import block_profile
-
-_CUT_KINDS = ("matmul", "conv", "attention")
 
 
 def local_profile(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int = 0, owner: int = 0) -> ModelProfile:
@@ -49,6 +47,7 @@ def local_profile(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int 
             flops_forward=layer.flops_forward * share,
             flops_backward=layer.flops_backward * share,
             activation_bytes=layer.activation_bytes * (1 + share) / 2,  # about half lies between whole activations
+            dear_bytes=layer.dear_bytes * (1 + share) / 2,
             transient_bytes=layer.transient_bytes * share,
             product_bytes=layer.product_bytes * share,
             kernels=_shrunk(layer.kernels, share),
@@ -60,7 +59,7 @@ def local_profile(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int 
         key = (id(kernels), share)
         if key not in memo:
             memo[key] = tuple(
-                replace(k, flops=k.flops * share, bytes=k.bytes * share) if k.kind in _CUT_KINDS else replace(k, bytes=k.bytes * (1 + share) / 2)
+                replace(k, flops=k.flops * share, bytes=k.bytes * share) if k.kind in DEAR_KINDS else replace(k, bytes=k.bytes * (1 + share) / 2)
                 for k in kernels
             )
         return memo[key]

@@ -47,12 +47,13 @@ class _KeyedModule(nn.Module):
     def __init__(self, site: int) -> None:
         super().__init__()
         self.site = site
-        self.register_buffer("key", torch.zeros(3, dtype=torch.int64), persistent=False)
+        # The fourth is a constant: a compiler would fold it into the numbers of elements, and overflow.
+        self.register_buffer("key", torch.tensor([0, 0, 0, _STEP]), persistent=False)
 
     def set_key(self, seed: int, step: int, first_sample: int) -> None:
         """Before each micro-batch: the run's seed, the step, and the global number of the first sample."""
         # Filling one element with a number needs no copy from the host, so a GPU is not made to wait.
-        for slot, value in enumerate((seed, step, first_sample)):
+        for slot, value in enumerate((seed, step, first_sample, _STEP)):
             self.key[slot] = _signed(value)
 
     def _bits(self, like: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ class _KeyedModule(nn.Module):
         state = mix(self.key[0] + _signed((self.site + 1) * _STEP))
         state = mix(state + self.key[1] * _STEP)
         state = mix(state + samples * _STEP)
-        return mix(state.unsqueeze(1) + elements * _STEP).view(like.shape)
+        return mix(state.unsqueeze(1) + elements * self.key[3]).view(like.shape)
 
 
 class KeyedDropout(_KeyedModule):
