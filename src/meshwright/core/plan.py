@@ -245,6 +245,9 @@ class Plan:
             raise RequestError(f"plan: memory.zero={self.memory.zero} must be 0, 1, 2 or 3")
         check_modes(self.memory.recompute, self.memory.layers, self.memory.units)
         check_recomputing(self.memory.modes.values(), self.mesh.degree("tp"), self.compile, self.schedule if self.mesh.pp > 1 else "")
+        shared = [axis for axis in ("cp", "ep") if self.mesh.degree(axis) > 1]
+        if "selective" in self.memory.modes.values() and shared:
+            raise RequestError(f"plan: recompute=selective would exchange again over {shared[0]} in mesh {self.mesh}: set recompute=full or none")
         if self.memory.precision == "fp8" and self.device == "cpu":
             raise RequestError("plan: precision=fp8 needs a GPU of compute capability 8.9 or newer, and this plan is for CPUs: use bf16")
         if self.threads < 0:

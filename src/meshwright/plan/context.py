@@ -10,7 +10,7 @@ from meshwright.core.context import LOSS, POSITIONS, Attended, ContextPolicy, En
 from meshwright.core.errors import RequestError
 from meshwright.core.strand import Flow, Operation
 from meshwright.core.tensor import Cut, Meet, TensorPolicy
-from meshwright.core.workload import ITEM_BYTES
+from meshwright.core.workload import ITEM_BYTES, LOW
 from meshwright.plan.reader import Reader
 from meshwright.plan.reductions import LIKELIHOODS, Reductions
 from meshwright.plan.tensor import dealt_strands
@@ -266,7 +266,7 @@ class _Follower:
         dealt = dealt_strands(self.flow, tensor)
         for op in map(self.reader.op, self.attends):
             pair = [self.flow.values[v] for v in op.inputs[1:3]]
-            item = ITEM_BYTES[precision] if precision in ("bf16", "fp16") else max(v.itemsize for v in pair)
+            item = ITEM_BYTES[LOW[precision]] if precision in LOW else max(v.itemsize for v in pair)
             size = sum(math.prod(v.shape) for v in pair) * item / self.flow.batch
             strand = next((dealt[s] for s in sorted(self.reader.carried[op.inputs[1]]) if s in dealt), "")
             yield Attended(op.module, size, strand, any(v.needs_grad for v in pair))
