@@ -267,9 +267,10 @@ def _enter_parameter(module: nn.Module, key: str, comm: Comm, name: str) -> None
 
 
 class _Sizes(TorchFunctionMode):
-    """While a module runs, sizes that count a dealt strand count this rank's piece of it."""
+    """While a module runs, sizes that count a dealt strand count this rank's piece of it. A slice is rewritten on tensors of the length
+    that its dim has on this rank alone: code that takes its numbers from a tensor's shape has the right ones already."""
 
-    def __init__(self, table: Mapping[tuple[str, int, int, int], int]) -> None:
+    def __init__(self, table: Mapping[tuple[str, int, int, int, int], int]) -> None:
         super().__init__()
         self.table = table
         self.functions = {key[0] for key in table}
@@ -278,7 +279,8 @@ class _Sizes(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         call = sized_call(name, args, kwargs) if name in self.functions else None
         if call is not None:
-            now = [self.table.get((name, len(call.sizes), i, n), n) for i, n in enumerate(call.sizes)]
+            lengths = [args[0].shape[d] for d in call.dims] or [0] * len(call.sizes)
+            now = [self.table.get((name, len(call.sizes), i, n, lengths[i]), n) for i, n in enumerate(call.sizes)]
             args, kwargs = call.put(now)
         return func(*args, **kwargs)
 
@@ -286,8 +288,8 @@ class _Sizes(TorchFunctionMode):
 def _rewrite_sizes(module: nn.Module, rewrites: list[Rewrite], strands: Mapping[str, Dealt], comm: Comm) -> None:
     table = {}
     for r in rewrites:
-        strand = strands[r.strand]
-        table[r.function, r.rank, r.position, r.number] = r.number // strand.size * strand.piece(comm.rank, comm.size)[1]
+        size, mine = strands[r.strand].size, strands[r.strand].piece(comm.rank, comm.size)[1]
+        table[r.function, r.rank, r.position, r.number, r.length // size * mine] = r.number // size * mine
     mode, inner = _Sizes(table), module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

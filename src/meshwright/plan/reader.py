@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from meshwright.core.strand import Flow, ModuleCall, Operation
 from meshwright.core.tensor import Cut
 
-SLICES = ("slice", "narrow")  # a split by number is noted as a call; what is left comes from `chunk`, which counts for itself
+SLICES = ("slice", "narrow")  # those by number are noted as calls where they can be rewritten; what is left is in the way
 # What may happen to a partial sum before it is completed: a sum of results is the result of the sum.
 _VIEWS = ("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "clone", "_to_copy", "expand", "squeeze", "unsqueeze", "unbind", "split")
 _LINEAR = frozenset((*_VIEWS, "mul", "mul_", "div", "div_", "neg", "sum", "mean", "slice", "select", "index", "index_select"))

@@ -10,6 +10,7 @@ from meshwright.core.errors import RequestError, unknown
 from meshwright.core.strand import Flow, ModuleCall, Operation
 from meshwright.core.tensor import Cut, Dealt, Meet, Rewrite, TensorPolicy
 from meshwright.plan.reader import SLICES, Reader, Weight
+from meshwright.plan.sizes import counted_sizes
 
 PLACEMENTS = ("auto", "column", "whole")
 _WORTH_A_GATHER = 0.02  # a layer that only a gather could cut is cut when it holds at least this share of the model
@@ -290,20 +291,16 @@ def _rewrites(reader: Reader, names: Mapping[int, str]) -> list[Rewrite]:
         if op.call < 0:
             continue
         call = reader.flow.calls[op.call]
-        for position, number in enumerate(call.sizes):
-            if number == -1:
-                continue
-            dim = call.dim if call.function.startswith(("split", "unflatten")) else position
-            made = reader.flow.values[op.outputs[0]]
-            at = dim + position if call.function == "unflatten" else dim
-            if not -len(made.strands) <= at < len(made.strands) or made.shape[at] != number:
-                continue  # an intermediate step of the call
+        made = reader.flow.values[op.outputs[0]]
+        for position, number, at, length in counted_sizes(reader.flow, op):
             strand = next((s for s in made.strands[at] if s in names), None)
             key = (call.module, call.function, len(call.sizes), position, number)
             if strand is None:
                 spared.add(key)
+            elif length and number % made.shape[at]:
+                raise _StandsInTheWayError(strand, f"the code of {call.module or 'the model'} slices it by number ({number} of {length})")
             else:
-                found[Rewrite(*key, names[strand], call.dim)] = None
+                found[Rewrite(*key, names[strand], call.dim, length)] = None
     for rewrite in found:
         if (rewrite.module, rewrite.function, rewrite.rank, rewrite.position, rewrite.number) in spared:
             strand = next(s for s, name in names.items() if name == rewrite.strand)
