@@ -56,7 +56,7 @@ def spread(
     profile, flow = traced(model, precision)
     memory = MemoryPolicy(zero, choose_units(profile), recompute, precision)  # type: ignore[arg-type]
     ways = mesh.degree("tp")
-    tensor = choose_cuts(flow, ways) if ways > 1 else TensorPolicy()
+    tensor = choose_cuts(flow, ways, layers=profile.layer_names if mesh.pp > 1 else ()) if ways > 1 else TensorPolicy()
     stages = cut_stages(flow, profile, mesh.pp * stages_a_rank(schedule), tensor) if mesh.pp > 1 else one_stage(profile)
     plan = Plan("test", batch, mesh, micro, stages, schedule, memory=memory, tensor=tensor)  # type: ignore[arg-type]
     return from_data(Plan, to_data(plan), "plan"), profile

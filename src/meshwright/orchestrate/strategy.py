@@ -59,7 +59,7 @@ def fill_cuts(plan: Plan, flow: Flow | None, profile: ModelProfile) -> Plan:
     if flow is None:
         raise RequestError(f"mesh {plan.mesh} needs the model's dataflow, and this model's loss is not known: pass loss_fn")
     if ways > 1 and not plan.tensor.strands:
-        cuts = choose_cuts(flow, ways, plan.placements)
+        cuts = choose_cuts(flow, ways, plan.placements, profile.layer_names if pp > 1 else ())
         refuse_if_nothing(cuts, ways)
         plan = replace(plan, tensor=cuts)
     if pp > 1 and not any(stage.entry for stage in plan.stages):

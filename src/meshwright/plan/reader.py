@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from meshwright.core.strand import Flow, ModuleCall, Operation
@@ -29,8 +29,9 @@ class Weight:
 class Reader:
     """A flow with the questions that choosing asks of it."""
 
-    def __init__(self, flow: Flow) -> None:
+    def __init__(self, flow: Flow, layers: Collection[str] = ()) -> None:
         self.flow = flow
+        self._layers = [name for name in layers if not any(other.startswith(f"{name}.") for other in layers)]
         self.weights = [Weight(v.parameter, i, math.prod(v.shape)) for i, v in enumerate(flow.values) if v.parameter and v.needs_grad]
         self.carried = [frozenset(s for dim in v.strands for s in dim) for v in flow.values]
         self.consumers: dict[int, list[int]] = {}
@@ -56,6 +57,13 @@ class Reader:
 
     def op(self, index: int) -> Operation:
         return self.flow.operations[index]
+
+    def doors(self, value: int) -> list[ModuleCall]:
+        """The modules that are given a value, smallest first. Where `layers` may lie on several pipeline stages, those inside one of
+        them: of a larger module a stage may run the end alone, on a value that it has received behind the module's door."""
+        given = (m for m in self.flow.modules if value in m.inputs)
+        kept = (m for m in given if not self._layers or any(f"{m.module}.".startswith(f"{name}.") for name in self._layers))
+        return sorted(kept, key=lambda m: m.last - m.first)
 
     def uses(self, strand: int) -> list[Cut]:
         """The parameters and buffers that carry a strand."""

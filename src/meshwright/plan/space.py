@@ -41,12 +41,12 @@ def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wish
     _check(wishes, len(cluster.devices))
     reason: RequestError | None = None
     found = False
-    cuts: dict[int, TensorPolicy] = {}
+    cuts: dict[tuple[int, bool], TensorPolicy] = {}
     pieces: dict[tuple[int, int], tuple[Stage, ...]] = {}
     for mesh, zero in _layouts(cluster, wishes):
         try:
             check_runnable(mesh)
-            tensor = _tensor(mesh, wishes, cuts)
+            tensor = _tensor(profile, mesh, wishes, cuts)
             schedule = wishes.schedule or "1f1b"
             stages = _stages(profile, mesh, schedule, wishes, tensor, pieces)
         except RequestError as error:
@@ -81,17 +81,18 @@ def refuse_unused(mesh: Mesh, schedule: str | None, placements: Mapping[str, str
         raise RequestError(f"placements say how tensor parallelism cuts layers, and mesh {mesh} has none: use --mesh tp=2, or leave them out")
 
 
-def _tensor(mesh: Mesh, wishes: Wishes, made: dict[int, TensorPolicy]) -> TensorPolicy:
-    """The cuts for a mesh's tensor-parallel degree; reasoned out once for each degree."""
+def _tensor(profile: ModelProfile, mesh: Mesh, wishes: Wishes, made: dict[tuple[int, bool], TensorPolicy]) -> TensorPolicy:
+    """The cuts for a mesh's tensor-parallel degree; reasoned out once for each degree, with a pipeline and without."""
     ways = mesh.degree("tp")
     if ways == 1:
         return TensorPolicy()
     if wishes.flow is None:
         raise RequestError(f"mesh {mesh}: tensor parallelism needs the model's dataflow, and this model's loss is not known: pass loss_fn")
-    if ways not in made:
-        made[ways] = choose_cuts(wishes.flow, ways, wishes.placements)
-        refuse_if_nothing(made[ways], ways)
-    return made[ways]
+    key = (ways, mesh.pp > 1)
+    if key not in made:
+        made[key] = choose_cuts(wishes.flow, ways, wishes.placements, profile.layer_names if mesh.pp > 1 else ())
+        refuse_if_nothing(made[key], ways)
+    return made[key]
 
 
 def _stages(

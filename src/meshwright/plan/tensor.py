@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from meshwright.core.errors import RequestError, unknown
@@ -16,9 +16,10 @@ PLACEMENTS = ("auto", "column", "whole")
 _WORTH_A_GATHER = 0.02  # a layer that only a gather could cut is cut when it holds at least this share of the model
 
 
-def choose_cuts(flow: Flow, ways: int, placements: Mapping[str, str] | None = None) -> TensorPolicy:
-    """The strands that cover most of the model, at most one for each parameter, and every meeting that they cause."""
-    reader = Reader(flow)
+def choose_cuts(flow: Flow, ways: int, placements: Mapping[str, str] | None = None, layers: Collection[str] = ()) -> TensorPolicy:
+    """The strands that cover most of the model, at most one for each parameter, and every meeting that they cause. Where a pipeline will
+    cut the model between its `layers`, ranks meet inside them."""
+    reader = Reader(flow, layers)
     asked = dict(placements or {})
     check_placements(flow, asked)
     blocked: dict[int, str] = {}
@@ -264,21 +265,22 @@ def _passes(reader: Reader, maker: int, ops: set[int]) -> bool:
 
 def _place(reader: Reader, value: int, ops: set[int], chosen: set[int]) -> list[Meet]:
     """One meeting at the smallest module that is given the value and holds all its partial uses; else one at each layer."""
-    calls = sorted((m for m in reader.flow.modules if value in m.inputs), key=lambda m: m.last - m.first)
+    calls = reader.doors(value)
     users = set(reader.consumers.get(value, []))
     for call in calls:
         inside = {i for i in users if call.first <= i < call.last}
         if ops <= inside and inside <= ops:
             return [_meet(reader, call.module, value, call.inputs.index(value))]
-    found = []
+    found: dict[tuple[int, int], ModuleCall] = {}
     for index in ops:
         layer = next((m for m in calls if m.first <= index < m.last and {i for i in users if m.first <= i < m.last} <= ops), None)
         if layer is None:
             op = reader.op(index)
             strands = chosen & set().union(*(reader.carried[v] for v in (*op.inputs, *op.outputs)))
             raise _StandsInTheWayError(min(strands), f"a whole activation enters it inside {op.module or 'the loss'} ({op.name})")
-        found.append(_meet(reader, layer.module, value, layer.inputs.index(value)))
-    return found
+        found[layer.first, layer.last] = layer
+    outer = [m for m in found.values() if not any(o is not m and o.first <= m.first and m.last <= o.last for o in found.values())]
+    return [_meet(reader, m.module, value, m.inputs.index(value)) for m in outer]  # once for each: a sum of sums would be too much
 
 
 # -- sizes in the model's code --
