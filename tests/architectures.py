@@ -19,7 +19,7 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "Qwen3": {"num_key_value_heads": 2, "head_dim": 8},
     "Mixtral": {"num_key_value_heads": 2, "num_local_experts": 4},
 }
-OWN = ("Encoder", "Decoder")  # torch's own transformers
+OWN = ("Encoder", "Decoder", "Gated")  # torch's own transformers, and code that slices by number
 NAMES = ("GPT2", *_DECODERS, "Bert", "T5", "ViT", *OWN)
 
 
@@ -54,10 +54,41 @@ class Decoder(nn.Module):
         return out.transpose(0, 1)
 
 
+class GatedBlock(nn.Module):
+    """Halves of one layer's features, by slices, as views of another length or taken from the tensor itself."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.norm, self.up, self.down, self.how = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(48, 32), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(self.norm(x))
+        if self.how == "numbers":
+            gate, up = y[..., :48], y[:, :, 48:]
+        elif self.how == "narrow":
+            gate, up = y.narrow(-1, 0, 48), torch.narrow(y, dim=2, start=48, length=48)
+        else:
+            half = y.shape[-1] // 2
+            gate, up = y[..., :half], y[..., -half:]
+        out: torch.Tensor = x + self.down(F.silu(gate) * up)
+        return out
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)
+        self.blocks = nn.Sequential(*(GatedBlock(how) for how in ("numbers", "narrow", "shape")))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.blocks(self.embedding(tokens)))
+        return out
+
+
 def build(name: str, **changes: Any) -> nn.Module:
     """A model by the family's name; `changes` override its configuration."""
     if name in OWN:
-        return {"Encoder": Encoder, "Decoder": Decoder}[name]()
+        return {"Encoder": Encoder, "Decoder": Decoder, "Gated": Gated}[name]()
     import transformers as hf
 
     if name == "GPT2":

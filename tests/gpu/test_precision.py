@@ -46,7 +46,7 @@ def test_the_same_curve_and_the_same_ledger(pool: Any, alone: list[float], case:
     ranks = curve(pool, plan, model)
     assert ranks[0]["losses"] == pytest.approx(alone, rel=1e-3)
     for rank, mine in enumerate(ranks):
-        assert counted(mine["ledger"]) == listed(plan, profile, rank)
+        assert counted(mine["ledger"]) == listed(plan, profile, rank, "step")
 
 
 @needs_fp8

@@ -58,7 +58,9 @@ def spread(
     """A plan with the cuts that the planner finds, as a file would hold it, and the profile to expand it with."""
     profile, flow = traced(model, precision)
     memory = MemoryPolicy(zero, choose_units(profile), recompute, precision)  # type: ignore[arg-type]
-    tensor, across = choose_grid(flow, mesh.tp) if mesh.degree("tp") > 1 else (TensorPolicy(), TensorPolicy())
+    tensor, across = (
+        choose_grid(flow, mesh.tp, layers=profile.layer_names if mesh.pp > 1 else ()) if mesh.degree("tp") > 1 else (TensorPolicy(), TensorPolicy())
+    )
     (tensor, across), context, spatial = share_positions(mesh, flow, (tensor, across), precision, grid)
     owners = choose_owners(flow, mesh.ep) if mesh.ep > 1 else OwnerPolicy()
     stages = cut_stages(flow, profile, mesh.pp * stages_a_rank(schedule), tensor, across) if mesh.pp > 1 else one_stage(profile)

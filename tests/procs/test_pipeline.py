@@ -38,6 +38,7 @@ def test_every_schedule(pool: Any, schedule: str, micro: int) -> None:
         ("llama-tiny", Mesh(pp=2, shard=2), 3, "1f1b", "none"),
         ("GPT2", Mesh(pp=2, shard=2), 3, "gpipe", "none"),
         ("gpt-tiny", Mesh(pp=2, tp=(2,)), 0, "1f1b", "full"),
+        ("Decoder", Mesh(pp=2, tp=(2,)), 0, "interleaved", "none"),
     ],
 )
 def test_with_other_axes(pool: Any, name: str, mesh: Mesh, zero: int, schedule: str, recompute: str) -> None:

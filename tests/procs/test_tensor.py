@@ -17,7 +17,7 @@ from meshwright.plan.tensor import choose_cuts
 from tests.procs.spread import FAMILIES, ZOO, check, model_of, spread
 
 
-@pytest.mark.parametrize("name", [*ZOO, *FAMILIES])
+@pytest.mark.parametrize("name", [*ZOO, *FAMILIES, "Gated"])
 def test_two_ways_are_equal_to_one_device(pool: Any, name: str) -> None:
     model = model_of(name)
     check(pool, model, *spread(model, Mesh(tp=(2,))))

@@ -19,6 +19,7 @@ from meshwright.describe.flow import trace_flow, trace_module_flow
 from meshwright.describe.trace import trace_module, trace_task
 from meshwright.plan.pipeline import _balanced, cut_stages
 from meshwright.plan.space import Wishes, candidates
+from meshwright.plan.tensor import choose_cuts
 from meshwright.schedule import expand
 
 TIED = (Stage(("a",)), Stage(("b",), also=(Borrowed("a.w", "b"),)))
@@ -93,6 +94,18 @@ def test_who_asks_for_a_schedule_gets_a_pipeline_and_who_places_layers_gets_them
         plans = list(candidates(profile, cluster(4, kind="cpu"), Workload(8), wishes))
         assert plans and all(plan.mesh.pp > 1 and plan.schedule == "gpipe" for plan in plans if wishes.schedule)
         assert all(plan.mesh.degree("tp") > 1 and "head" not in str(plan.tensor.strands) for plan in plans if wishes.placements)
+
+
+def test_in_a_pipeline_tensor_parallel_ranks_meet_inside_layers() -> None:
+    """An encoder's output enters the decoder once, at its door; in a pipeline a stage may begin behind that door."""
+    made: Any = architectures.build("Decoder"), architectures.loss("Decoder"), architectures.batch("Decoder", 2, 0)
+    flow, profile = trace_module_flow(*made), trace_module(*made, name="Decoder")
+    layers = ("embedding", "layers.layers.0", "layers.layers.1", "head")
+    assert set(profile.layer_names) >= set(layers)
+    alone, piped = (choose_cuts(flow, 2, layers=given) for given in ((), profile.layer_names))
+    assert "layers" in {m.module for m in alone.enters}
+    assert all(m.module.startswith(layers) and m.module != "layers" for m in piped.enters)
+    assert len(piped.enters) == len(alone.enters) + 1
 
 
 class _Braided(nn.Module):

@@ -11,6 +11,7 @@ from tests import architectures
 from torch import nn
 
 from meshwright import zoo
+from meshwright.core.calls import sized_call
 from meshwright.core.errors import RequestError
 from meshwright.core.strand import Flow
 from meshwright.core.tensor import Dealt, TensorPolicy
@@ -137,22 +138,57 @@ def test_partial_sums_outside_layers_are_completed_where_that_is_exact(after: st
 
 
 class _Sliced(nn.Module):
-    """Takes its features apart by number, unevenly."""
+    """Takes the features of a layer apart by number."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, apart: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(4, 12), nn.Linear(4, 4)
+        self.up, self.down, self.apart = nn.Linear(4, width), nn.Linear(4, 4), apart
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.up(x)
-        out: torch.Tensor = self.down(y[..., :4] * y[..., 4:8] + y[..., 8:])
+        out: torch.Tensor = self.down(self.apart(self.up(x)))
         return out
 
 
-def test_code_that_slices_by_number_is_left_whole_and_said_so() -> None:
-    policy = choose_cuts(flow_of(_Sliced(), 4), 2)
-    assert not policy.sums
-    assert {m.module for m in policy.gathers} == {"up", "down"}
+@pytest.mark.parametrize(
+    ("width", "apart"),
+    [
+        (12, lambda y: y[..., :4] * y[..., 4:8] + y[..., 8:]),
+        (12, lambda y: y[:, :4] * y[:, -8:-4] + y[:, 8:12]),
+        (8, lambda y: y.narrow(1, 0, 4) * torch.narrow(y, -1, 4, 4)),
+    ],
+)
+def test_even_slices_by_number_are_cut_and_their_numbers_rewritten(width: int, apart: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    policy = choose_cuts(flow_of(_Sliced(width, apart), 4), 2)
+    assert [m.module for m in policy.sums] == ["down"]
+    runs = {c.parameter: c.outer for s in policy.strands for c in s.cuts}
+    assert runs == {"up.weight": width // 4, "up.bias": width // 4, "down.weight": 1}
+    assert {r.length for r in policy.rewrites} == {width} and all(r.number % 4 == 0 for r in policy.rewrites)
+
+
+@pytest.mark.parametrize(
+    ("width", "apart"),
+    [
+        (10, lambda y: y[..., :4] * y[..., 4:8]),
+        (12, lambda y: y[..., 1:5] * y[..., 5:9]),
+        (8, lambda y: y[..., :4] * y[..., 4:99]),
+        (8, lambda y: y[:, None, :4].squeeze(1) * y[..., 4:]),
+        (8, lambda y: y[..., ::2]),
+    ],
+)
+def test_other_slices_are_left_whole_and_said_so(width: int, apart: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    large = nn.Linear(4, 8000)  # beside which the others are not worth a gather
+    assert "slice in 0 needs all of it" in choose_cuts(flow_of(nn.Sequential(_Sliced(width, apart), large), 4), 2).whole["0.up.weight"]
+
+
+def test_a_call_with_other_sizes() -> None:
+    x = torch.arange(24).view(2, 12)
+    for name, args in {"__getitem__": (x, (slice(None), slice(6, None))), "narrow": (x, 1, 6, 6)}.items():
+        call = sized_call(name, args, {})
+        assert call is not None and call.dims == (0, 0, 1, 1)[-len(call.sizes) :]
+        new, kwargs = call.put([3 if n == 6 else n for n in call.sizes])
+        assert getattr(torch.Tensor, name)(*new, **kwargs).tolist() == (x[:, 3:] if name == "__getitem__" else x[:, 3:6]).tolist()
+    assert sized_call("__getitem__", (x, (0, slice(2))), {}) is None
+    assert sized_call("__getitem__", (x, slice(None)), {}) is None
 
 
 def test_more_ranks_than_pieces_is_said_with_numbers() -> None:

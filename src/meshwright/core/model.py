@@ -93,6 +93,10 @@ class ModelProfile:
         return sum(t.bytes for t in self.tensors)
 
     @property
+    def layer_names(self) -> tuple[str, ...]:
+        return tuple(layer.name for layer in self.layers)
+
+    @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         return tuple(t for layer in self.layers for t in layer.tensors)
 

@@ -38,6 +38,7 @@ class Call:
     function: str
     sizes: tuple[int, ...]
     dim: int = 0  # for those that cut one dim
+    dims: tuple[int, ...] = ()  # for slices: the dim that each size is a place in
 
 
 @dataclass(frozen=True)

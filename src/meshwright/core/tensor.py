@@ -46,6 +46,7 @@ class Rewrite:
     number: int
     strand: str
     dim: int = 0
+    length: int = 0  # for a slice: of the dim that is sliced
 
 
 @dataclass(frozen=True)

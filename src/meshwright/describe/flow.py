@@ -269,7 +269,7 @@ class _Calls(TorchFunctionMode):
         if name == _OPAQUE:
             recorder.opaque = "multi_head_attention" + " with need_weights=True" * bool(kwargs.get("need_weights", True))
         if sized is not None:
-            recorder.book.calls.append(Call(recorder.frames[-1].module, name, sized.sizes, sized.dim))
+            recorder.book.calls.append(Call(recorder.frames[-1].module, name, sized.sizes, sized.dim, sized.dims))
             recorder.call = len(recorder.book.calls) - 1
         else:
             recorder.call = -1

@@ -192,8 +192,24 @@ def _check(plan: Plan, model: nn.Module) -> None:
     for name in plan.memory.units:
         if name not in modules:
             raise RequestError(f"plan: memory.units names '{name}', which the model does not have: use a name such as {list(modules)[1:4]}")
+    if plan.mesh.pp > 1 and plan.memory.zero == 3:
+        _check_ties(plan, model)
     if is_sharded(model):
         raise RequestError("this model follows a plan already: apply one plan to a fresh model")
+
+
+def _check_ties(plan: Plan, model: nn.Module) -> None:
+    """In a pipeline ZeRO-3 gathers layer by layer, so layers of one rank cannot share a parameter. Every rank looks at all of them."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    layers = {layer: plan.stage_rank(i) for i, stage in enumerate(plan.stages) for layer in stage.layers}
+    for tied in (found for found in names.values() if len(found) > 1):
+        owners = {max((n for n in layers if name.startswith(f"{n}.")), key=len, default="") for name in tied} - {""}
+        for pp_rank in range(plan.mesh.pp):
+            here = sorted(n for n in owners if layers[n] == pp_rank)
+            if len(here) > 1:
+                raise RequestError(f"zero=3 with pp: {' and '.join(here)} share a parameter on one pipeline rank: use zero=1")
 
 
 def equalise(model: nn.Module, groups: Groups) -> None:

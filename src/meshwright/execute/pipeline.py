@@ -23,6 +23,7 @@ from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.utils import _pytree as pytree
 
 from meshwright.comm import Ledger, TorchComm
+from meshwright.core.errors import RequestError
 from meshwright.core.plan import Carry, Plan
 from meshwright.core.task import Batch, Loss
 from meshwright.describe.fakes import on_fakes, quiet
@@ -34,6 +35,8 @@ _SCHEDULES: dict[str, Any] = {
     "interleaved": pipelining.ScheduleInterleaved1F1B,
     "zero_bubble": pipelining.ScheduleZBVZeroBubble,
 }
+# What torch says when the two halves of a backward would need the same nodes: T5's position bias, under recomputation or tensor parallelism.
+_FREED = ("backward through the graph a second time", "different number of tensors was saved")
 _KEPT = 16  # sizes of samples whose schedules, with the buffers that they receive into, are kept
 
 
@@ -226,7 +229,12 @@ class PipelineCuts:
         losses: list[torch.Tensor] = []
         count = len(pieces)
         kwargs = [{"index": torch.tensor(i)} for i in range(count)]  # torch 2.11 takes everything that it hands on for a tensor
-        schedule._step_microbatches([()] * count, kwargs, [None] * count, losses, False)
+        try:
+            schedule._step_microbatches([()] * count, kwargs, [None] * count, losses, False)
+        except RuntimeError as error:
+            if self.plan.schedule == "zero_bubble" and any(words in str(error) for words in _FREED):
+                raise RequestError("schedule=zero_bubble cuts backward in two, which torch cannot do with this model: use interleaved") from error
+            raise
         return losses
 
     def evaluate(self, batch: Batch, run_stage: Any, loss_fn: Loss, autocast: Any) -> Any:
@@ -259,10 +267,15 @@ class PipelineCuts:
         try:
             return self._run_stage(index)
         except _LeaveError:
-            return tuple(self._held[c.name].contiguous().to(self._between) for c in self.plan.stages[stage + 1].receives)
+            return tuple(self._sent(self._held[c.name]) for c in self.plan.stages[stage + 1].receives)
         finally:
             self._current = -1
             self._held = {}
+
+    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Where backward is cut in two, torch detaches what a stage gives in place, which a view does not allow."""
+        whole = tensor.clone() if self.plan.schedule == "zero_bubble" and tensor._is_view() else tensor.contiguous()
+        return whole.to(self._between)
 
     def stage_parameters(self, stage: int) -> Iterator[nn.Parameter]:
         return (p for name, p in self.model.named_parameters() if stage in self.owners[name])

@@ -258,9 +258,10 @@ def _enter_parameter(module: nn.Module, key: str, comm: Comm, name: str) -> None
 
 
 class _Sizes(TorchFunctionMode):
-    """While a module runs, sizes that count a dealt strand count this rank's piece of it."""
+    """While a module runs, sizes that count a dealt strand count this rank's piece of it. A slice is rewritten on tensors of the length
+    that its dim has on this rank alone: code that takes its numbers from a tensor's shape has the right ones already."""
 
-    def __init__(self, table: Mapping[tuple[str, int, int, int], int]) -> None:
+    def __init__(self, table: Mapping[tuple[str, int, int, int, int], int]) -> None:
         super().__init__()
         self.table = table
         self.functions = {key[0] for key in table}
@@ -269,18 +270,18 @@ class _Sizes(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         call = sized_call(name, args, kwargs) if name in self.functions else None
         if call is not None:
-            now = [self.table.get((name, len(call.sizes), i, n), n) for i, n in enumerate(call.sizes)]
+            lengths = [args[0].shape[d] for d in call.dims] or [0] * len(call.sizes)
+            now = [self.table.get((name, len(call.sizes), i, n, lengths[i]), n) for i, n in enumerate(call.sizes)]
             args, kwargs = call.put(now)
         return func(*args, **kwargs)
 
 
 def rewrite_sizes(modules: Mapping[str, nn.Module], rewrites: Sequence[Rewrite], strands: Mapping[str, Dealt], comm: Comm) -> None:
     """While a module runs, the sizes in its code that count a dealt strand are this rank's."""
-    tables: dict[str, dict[tuple[str, int, int, int], int]] = {}
+    tables: dict[str, dict[tuple[str, int, int, int, int], int]] = {}
     for r in rewrites:
-        strand = strands[r.strand]
-        mine = r.number // strand.size * strand.piece(comm.rank, comm.size)[1]
-        tables.setdefault(r.module, {})[r.function, r.rank, r.position, r.number] = mine
+        size, mine = strands[r.strand].size, strands[r.strand].piece(comm.rank, comm.size)[1]
+        tables.setdefault(r.module, {})[r.function, r.rank, r.position, r.number, r.length // size * mine] = r.number // size * mine
     for name, table in tables.items():
         _run_under(modules[name], _Sizes(table))
 

@@ -61,7 +61,7 @@ def fill_cuts(plan: Plan, flow: Flow | None, profile: ModelProfile) -> Plan:
     if flow is None:
         raise RequestError(f"mesh {plan.mesh} needs the model's dataflow, and this model's loss is not known: pass loss_fn")
     if plan.mesh.degree("tp") > 1 and not plan.tensor.strands:
-        grid = choose_grid(flow, plan.mesh.tp, plan.placements)
+        grid = choose_grid(flow, plan.mesh.tp, plan.placements, profile.layer_names if pp > 1 else ())
         refuse_if_nothing(grid, plan.mesh.tp)
         plan = replace(plan, tensor=grid[0], across=grid[1])
     if plan.mesh.ep > 1 and not plan.owners:

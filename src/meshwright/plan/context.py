@@ -91,7 +91,8 @@ class _Follower:
         self.reductions.check(self.ways)
         makes = tuple(dict.fromkeys(self.makes.values()))
         self._check_apart(makes)
-        found, unclear = self.reader.rewrites({self.strand: POSITIONS}, self.whole)
+        sizes, unclear, _ = self.reader.rewrites({self.strand: POSITIONS}, self.whole)
+        found, unclear = ([r for r in some if not r.length] for some in (sizes, unclear))  # slices of positions are dealt with one by one
         return ContextPolicy(
             positions=self.size,
             chunks=2 * self.ways if self.size % (2 * self.ways) == 0 else self.ways,

@@ -112,21 +112,26 @@ def _passes(reader: Reader, maker: int, ops: set[int]) -> bool:
 
 def _place(reader: Reader, meet: Meets, value: int, ops: set[int], chosen: set[int]) -> list[Meet]:
     """One meeting at the smallest module that is given the value and holds all its partial uses; else one at each layer."""
-    calls = sorted((m for m in reader.flow.modules if value in m.inputs), key=lambda m: m.last - m.first)
+    calls = reader.doors(value)
     users = set(reader.consumers.get(value, []))
     for call in calls:
         inside = {i for i in users if call.first <= i < call.last}
         if ops <= inside and inside <= ops:
-            return [replace(meet.at(call.module, value, call.inputs.index(value)), feeds=_feeds(reader, value, call))]
-    found = []
+            return [_entered(reader, meet, value, call)]
+    found: dict[tuple[int, int], ModuleCall] = {}
     for index in ops:
         layer = next((m for m in calls if m.first <= index < m.last and {i for i in users if m.first <= i < m.last} <= ops), None)
         if layer is None:
             op = reader.op(index)
             strands = chosen & set().union(*(reader.carried[v] for v in (*op.inputs, *op.outputs)))
             raise StandsInTheWayError(min(strands), f"a whole activation enters it inside {op.module or 'the loss'} ({op.name})")
-        found.append(replace(meet.at(layer.module, value, layer.inputs.index(value)), feeds=_feeds(reader, value, layer)))
-    return found
+        found[layer.first, layer.last] = layer
+    outer = [m for m in found.values() if not any(o is not m and o.first <= m.first and m.last <= o.last for o in found.values())]
+    return [_entered(reader, meet, value, m) for m in outer]  # once for each: a sum of sums would be too much
+
+
+def _entered(reader: Reader, meet: Meets, value: int, call: ModuleCall) -> Meet:
+    return replace(meet.at(call.module, value, call.inputs.index(value)), feeds=_feeds(reader, value, call))
 
 
 def _feeds(reader: Reader, value: int, call: ModuleCall) -> tuple[str, ...]:

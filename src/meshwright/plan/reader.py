@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from meshwright.core.context import LOSS
 from meshwright.core.strand import Flow, ModuleCall, Operation
 from meshwright.core.tensor import Cut, Rewrite
+from meshwright.plan.sizes import SLICES, counted_sizes
 
-SLICES = ("slice", "narrow")  # a split by number is noted as a call; what is left comes from `chunk`, which counts for itself
 # What may happen to a partial sum before it is completed: a sum of results is the result of the sum.
 _VIEWS = ("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "clone", "_to_copy", "expand", "squeeze", "unsqueeze", "unbind", "split")
 _LINEAR = frozenset((*_VIEWS, "mul", "mul_", "div", "div_", "neg", "sum", "mean", "slice", "select", "index", "index_select"))
@@ -30,8 +30,9 @@ class Weight:
 class Reader:
     """A flow with the questions that choosing asks of it."""
 
-    def __init__(self, flow: Flow) -> None:
+    def __init__(self, flow: Flow, layers: Collection[str] = ()) -> None:
         self.flow = flow
+        self._layers = [name for name in layers if not any(other.startswith(f"{name}.") for other in layers)]
         self.weights = [Weight(v.parameter, i, math.prod(v.shape)) for i, v in enumerate(flow.values) if v.parameter and v.needs_grad]
         self.carried = [frozenset(s for dim in v.strands for s in dim) for v in flow.values]
         self.consumers: dict[int, list[int]] = {}
@@ -57,6 +58,13 @@ class Reader:
 
     def op(self, index: int) -> Operation:
         return self.flow.operations[index]
+
+    def doors(self, value: int) -> list[ModuleCall]:
+        """The modules that are given a value, smallest first. Where `layers` may lie on several pipeline stages, those inside one of
+        them: of a larger module a stage may run the end alone, on a value that it has received behind the module's door."""
+        given = (m for m in self.flow.modules if value in m.inputs)
+        kept = (m for m in given if not self._layers or any(f"{m.module}.".startswith(f"{name}.") for name in self._layers))
+        return sorted(kept, key=lambda m: m.last - m.first)
 
     def uses(self, strand: int) -> list[Cut]:
         """The parameters and buffers that carry a strand."""
@@ -120,28 +128,22 @@ class Reader:
     def module_names(self) -> set[str]:
         return {call.module for call in self.flow.modules}
 
-    def rewrites(self, names: Mapping[int, str], whole: Collection[int] = ()) -> tuple[list[Rewrite], list[Rewrite]]:
-        """Sizes in the model's code that count one of some strands, and not for values that stay whole; and those of them that count
-        other things too."""
+    def rewrites(self, names: Mapping[int, str], whole: Collection[int] = ()) -> tuple[list[Rewrite], list[Rewrite], list[Rewrite]]:
+        """Numbers in the model's code that count one of some strands, and not for values that stay whole; those of them that count other
+        things too; and those that cut a strand at a place where it does not divide."""
         found: dict[Rewrite, None] = {}
         spared: set[tuple[str, str, int, int, int]] = set()
-        for op in self.flow.operations:
-            if op.call < 0:
-                continue
-            call = self.flow.calls[op.call]
-            for position, number in enumerate(call.sizes):
-                if number == -1:
-                    continue
-                dim = call.dim if call.function.startswith(("split", "unflatten")) else position
-                made = self.flow.values[op.outputs[0]]
-                at = dim + position if call.function == "unflatten" else dim
-                if not -len(made.strands) <= at < len(made.strands) or made.shape[at] != number:
-                    continue  # an intermediate step of the call
+        uneven = []
+        for op in (o for o in self.flow.operations if o.call >= 0):
+            call, made = self.flow.calls[op.call], self.flow.values[op.outputs[0]]
+            for position, number, at, length in counted_sizes(self.flow, op):
                 strand = next((s for s in made.strands[at] if s in names and op.outputs[0] not in whole), None)
                 key = (call.module, call.function, len(call.sizes), position, number)
                 if strand is None:
                     spared.add(key)
-                else:
-                    found[Rewrite(*key, names[strand], call.dim)] = None
+                    continue
+                rewrite = Rewrite(*key, names[strand], call.dim, length)
+                uneven += [rewrite] if length and number % made.shape[at] else []
+                found[rewrite] = None
         unclear = [r for r in found if (r.module, r.function, r.rank, r.position, r.number) in spared]
-        return list(found), unclear
+        return list(found), unclear, uneven

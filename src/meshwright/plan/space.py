@@ -51,12 +51,12 @@ def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wish
     _check(wishes, len(cluster.devices))
     reason: RequestError | None = None
     found = False
-    cuts: dict[tuple[int, ...], Grid] = {}
+    cuts: dict[tuple[tuple[int, ...], bool], Grid] = {}
     pieces: dict[tuple[int, tuple[int, ...]], tuple[Stage, ...]] = {}
     for mesh, zero in _layouts(cluster, wishes):
         try:
             check_runnable(mesh)
-            tensor = _tensor(mesh, wishes, cuts)
+            tensor = _tensor(profile, mesh, wishes, cuts)
             tensor, context, spatial = share_positions(mesh, wishes.flow, tensor, workload.precision, wishes.spatial)
             owners = _owners(mesh, wishes)
             schedule = wishes.schedule or "1f1b"
@@ -93,16 +93,17 @@ def refuse_unused(mesh: Mesh, schedule: str | None, placements: Mapping[str, str
         raise RequestError(f"placements say how tensor parallelism cuts layers, and mesh {mesh} has none: use --mesh tp=2, or leave them out")
 
 
-def _tensor(mesh: Mesh, wishes: Wishes, made: dict[tuple[int, ...], Grid]) -> Grid:
-    """The cuts for a mesh's tensor-parallel degrees; reasoned out once for each."""
+def _tensor(profile: ModelProfile, mesh: Mesh, wishes: Wishes, made: dict[tuple[tuple[int, ...], bool], Grid]) -> Grid:
+    """The cuts for a mesh's tensor-parallel degrees; reasoned out once for each, with a pipeline and without."""
     if mesh.degree("tp") == 1:
         return TensorPolicy(), TensorPolicy()
     if wishes.flow is None:
         raise RequestError(f"mesh {mesh}: tensor parallelism needs the model's dataflow, and this model's loss is not known: pass loss_fn")
-    if mesh.tp not in made:
-        made[mesh.tp] = choose_grid(wishes.flow, mesh.tp, wishes.placements)
-        refuse_if_nothing(made[mesh.tp], mesh.tp)
-    return made[mesh.tp]
+    key = (mesh.tp, mesh.pp > 1)
+    if key not in made:
+        made[key] = choose_grid(wishes.flow, mesh.tp, wishes.placements, profile.layer_names if mesh.pp > 1 else ())
+        refuse_if_nothing(made[key], mesh.tp)
+    return made[key]
 
 
 def _owners(mesh: Mesh, wishes: Wishes) -> OwnerPolicy:

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.core.errors import RequestError, unknown
 from meshwright.core.strand import Flow, ModuleCall, Operation
 from meshwright.core.tensor import Cut, Dealt, Meet, Rewrite, TensorPolicy
 from meshwright.plan.entries import Meets, StandsInTheWayError, entries
-from meshwright.plan.reader import SLICES, Reader, Weight
+from meshwright.plan.reader import Reader, Weight
+from meshwright.plan.sizes import SLICES
 
 PLACEMENTS = ("auto", "column", "whole")
 NORMS = ("native_layer_norm", "_fused_rms_norm", "rms_norm", "mean")
 _WORTH_A_GATHER = 0.02  # a layer that only a gather could cut is cut when it holds at least this share of the model
 
 
-def choose_cuts(flow: Flow, ways: int, placements: Mapping[str, str] | None = None) -> TensorPolicy:
-    """The strands that cover most of the model, at most one for each parameter, and every meeting that they cause."""
-    return choose_grid(flow, (ways,), placements)[0]
+def choose_cuts(flow: Flow, ways: int, placements: Mapping[str, str] | None = None, layers: Collection[str] = ()) -> TensorPolicy:
+    """The strands that cover most of the model, at most one for each parameter, and every meeting that they cause. Where a pipeline will
+    cut the model between its `layers`, ranks meet inside them."""
+    return choose_grid(flow, (ways,), placements, layers)[0]
 
 
-def choose_grid(flow: Flow, ways: Sequence[int], placements: Mapping[str, str] | None = None) -> tuple[TensorPolicy, TensorPolicy]:
+def choose_grid(
+    flow: Flow, ways: Sequence[int], placements: Mapping[str, str] | None = None, layers: Collection[str] = ()
+) -> tuple[TensorPolicy, TensorPolicy]:  # fmt: skip
     """The cuts along each axis of a grid of one or two.
 
     [Note: a grid]
@@ -31,7 +35,7 @@ def choose_grid(flow: Flow, ways: Sequence[int], placements: Mapping[str, str] |
     Every activation is then cut, layers swap the roles of rows and columns by themselves, and norms, which need all features, meet over
     their statistics. The two axes know nothing of each other: what either must complete, it completes among its own ranks.
     """
-    reader = Reader(flow)
+    reader = Reader(flow, layers)
     asked = dict(placements or {})
     check_placements(flow, asked)
     first = _Axis(ways[0])
@@ -251,10 +255,13 @@ def _feature_dim(reader: Reader, call: ModuleCall, weight: Weight) -> int:
 
 
 def _rewrites(reader: Reader, names: Mapping[int, str]) -> list[Rewrite]:
-    found, unclear = reader.rewrites(names)
+    found, unclear, uneven = reader.rewrites(names)
+    strands = {name: strand for strand, name in names.items()}
+    for rewrite in uneven:
+        where = f"the code of {rewrite.module or 'the model'} slices it by number ({rewrite.number} of {rewrite.length})"
+        raise StandsInTheWayError(strands[rewrite.strand], where)
     for rewrite in unclear:
-        strand = next(s for s, name in names.items() if name == rewrite.strand)
-        raise StandsInTheWayError(strand, f"the code of {rewrite.module} uses the size {rewrite.number} for other things too")
+        raise StandsInTheWayError(strands[rewrite.strand], f"the code of {rewrite.module} uses the size {rewrite.number} for other things too")
     return found
 
 
