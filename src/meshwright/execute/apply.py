@@ -157,7 +157,7 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
     fp8 = use_fp8(model, plan.memory.units) if plan.memory.precision == "fp8" else Fp8Layers()
     recall = Recall()
     tensor = cut_model(model, optimizer, plan, groups, recall) if groups.tp.size > 1 else None
-    context = ContextRun(model, plan.context, groups.cp) if plan.context.attends else None
+    context = ContextRun(model, plan.context, groups.cp) if groups.cp.size > 1 and plan.context.attends else None
     if plan.spatial.grid:
         share_randomness(groups.cp, next(model.parameters()).device)
         cut_positions(model, plan.spatial, groups.cp, plan.compile != "none")

@@ -15,7 +15,7 @@ def local_profile(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int 
     """The profile as one rank sees it. Parameters are exact; work and activations shrink with the layer's cut parameters."""
     if plan.mesh.pp > 1 and len(plan.stages) > 1:
         profile = _stage_profile(plan, profile, pp_rank)
-    if plan.context.attends:
+    if plan.mesh.cp > 1 and plan.context.attends:
         profile = context_profile(plan, profile)
     profile = block_profile(plan.spatial, profile)
     if plan.mesh.ep > 1:
