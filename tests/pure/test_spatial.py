@@ -135,6 +135,8 @@ def test_a_gather_stands_before_what_needs_all_positions() -> None:
     assert [g.module for g in far.gathers] == ["0"] and "reaches past the neighbour, who has 2 of 8 positions" in far.fates["1"]
     assert fates(nn.Sequential(conv(), nn.Upsample(size=16)), 2, 8, 8)[1] == ["0"]
     assert fates(nn.Sequential(conv(), nn.Upsample(scale_factor=2)), 2, 8, 8)[1] == [""]
+    every = [nn.LeakyReLU(), nn.ReLU6(inplace=True), nn.Hardswish(inplace=True), nn.ELU(inplace=True), nn.PReLU(2), nn.Mish(), nn.Threshold(0, 0)]
+    assert fates(nn.Sequential(conv(), *every, conv(), nn.Flatten()), 2, 8, 8)[1] == ["8"]
     assert fates(nn.Sequential(nn.Conv1d(2, 2, 3, padding=1), nn.Flatten()), 2, 16)[1] == ["0"]
 
 
