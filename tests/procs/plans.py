@@ -7,7 +7,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from meshwright.core.mesh import Mesh
-from meshwright.core.plan import BalancePolicy, MemoryPolicy, Plan, SyncPolicy
+from meshwright.core.plan import OVERLAPS, BalancePolicy, MemoryPolicy, Plan, SyncPolicy
+
+OVERLAPPED = st.sampled_from([(), OVERLAPS])
 
 ZOO_UNITS = {"gpt-tiny": ("blocks.0", "blocks.1"), "llama-tiny": ("blocks.0", "blocks.1"), "vae": ("encoder", "decoder"), "cnn": ("dense1",)}
 
@@ -48,7 +50,7 @@ def plans(draw: st.DrawFn, model: dict[str, Any], precision: str) -> Plan:
         mesh=mesh,
         micro_batches=micro,
         memory=MemoryPolicy(zero, units, draw(st.sampled_from(["none", "selective", "full"])), precision),  # type: ignore[arg-type]
-        sync=SyncPolicy(draw(st.sampled_from([200, 5_000, 2**20])), draw(st.sampled_from([50, 2**20])), draw(st.booleans()), timeout_s=60),
+        sync=SyncPolicy(draw(st.sampled_from([200, 5_000, 2**20])), draw(st.sampled_from([50, 2**20])), draw(OVERLAPPED), timeout_s=60),
         balance=BalancePolicy(tuple(shares) if uneven else ()),
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from meshwright.core.mesh import Mesh
-from meshwright.core.plan import BalancePolicy, SyncPolicy
+from meshwright.core.plan import OVERLAPS, BalancePolicy, SyncPolicy
 from meshwright.core.serial import to_data
 from meshwright.cost.memory import held_bytes
 from meshwright.schedule import local_profile
@@ -48,8 +48,8 @@ def test_owners_beside_other_parallelism(pool: Any, model: dict[str, Any], mesh:
 
 
 @pytest.mark.parametrize("model", [SKEWED, TABLES], ids=str)
-@pytest.mark.parametrize("overlap", [True, False])
-def test_many_small_buckets_go_in_one_order_on_all_ranks(pool: Any, model: dict[str, Any], overlap: bool) -> None:
+@pytest.mark.parametrize("overlap", [OVERLAPS, ()], ids=["beside", "after"])
+def test_many_small_buckets_go_in_one_order_on_all_ranks(pool: Any, model: dict[str, Any], overlap: Any) -> None:
     """Gradients of what every rank holds travel between the exchanges of backward, whatever a rank owns and whether a token came to it."""
     plan, profile = spread(model, Mesh(dp=2, ep=2), 8)
     check(pool, model, replace(plan, sync=SyncPolicy(200, 50, overlap)), profile)
