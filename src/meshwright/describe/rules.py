@@ -81,7 +81,8 @@ def _at(dim: int, rank: int) -> int:
 
 @rule("clone", "_to_copy", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous", "copy_", "copy", "zeros_like", "ones_like", "empty_like",
       "full_like", "rand_like", "randn_like", "bernoulli", "bernoulli_", "native_dropout", "where", "masked_fill", "masked_fill_", "fill_", "zero_",
-      "fill", "dropout", "new_zeros", "new_ones", "new_empty", "new_full", "uniform_", "normal_", "exponential_")  # fmt: skip
+      "fill", "dropout", "leaky_relu", "leaky_relu_", "hardswish", "hardswish_", "_prelu_kernel",
+      "new_zeros", "new_ones", "new_empty", "new_full", "uniform_", "normal_", "exponential_")  # fmt: skip
 def elementwise(scene: Scene, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]) -> list[Dims]:
     given = [t for t in _tensors((args, kwargs)) if t.dim() <= max((o.dim() for o in outs), default=0)]
     joined = scene.join([(scene.dims(t), t.shape) for t in given]) if given else []
