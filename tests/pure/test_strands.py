@@ -67,6 +67,12 @@ def test_a_perceptron_alternates_columns_and_rows() -> None:
     assert cut_names(choose_cuts(flow_of(model, 6), 2)) == {"0.weight": 0, "0.bias": 0, "2.weight": 1, "4.weight": 0, "4.bias": 0, "6.weight": 1}
 
 
+def test_samples_are_known_behind_what_has_no_rule() -> None:
+    """An operation that is not known needs everything whole, and still makes as many samples as it was given."""
+    flow = flow_of(nn.Sequential(nn.Linear(6, 8), Doing(lambda x: torch.histc(x, 4).sum() * torch.fft.fft(x).real), nn.Linear(8, 4)), 6)
+    assert flow.samples.intersection(flow.values[flow.outputs[0]].strands[0])
+
+
 def test_a_norm_between_two_layers_keeps_them_from_being_partners() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6))
     policy = choose_cuts(flow_of(model, 6), 2)

@@ -124,4 +124,8 @@ class Flow:
     @cached_property
     def samples(self) -> frozenset[int]:
         """The strands that count samples; a value that carries none of them is of one size however many there are."""
-        return frozenset(s for v in self.inputs if self.values[v].shape[:1] == (self.batch,) for s in self.values[v].strands[0])
+        found = {s for v in self.inputs if self.values[v].shape[:1] == (self.batch,) for s in self.values[v].strands[0]}
+        for op in self.operations:  # one without a rule makes samples of samples, and nobody has said so
+            if not found.isdisjoint(op.binds):
+                found.update(s for v in op.outputs if self.values[v].shape[:1] == (self.batch,) for s in self.values[v].strands[0])
+        return frozenset(found)

@@ -35,8 +35,9 @@ _SCHEDULES: dict[str, Any] = {
     "interleaved": pipelining.ScheduleInterleaved1F1B,
     "zero_bubble": pipelining.ScheduleZBVZeroBubble,
 }
-# What torch says when the two halves of a backward would need the same nodes: T5's position bias, under recomputation or tensor parallelism.
-_FREED = ("backward through the graph a second time", "different number of tensors was saved")
+# What torch says when the two halves of a backward would need the same nodes (T5's position bias, under recomputation or tensor parallelism)
+# and, in 2.11, when not all that a stage gives is learned.
+_UNSPLIT = ("backward through the graph a second time", "different number of tensors was saved", "does not require grad and does not have a grad_fn")
 _KEPT = 16  # sizes of samples whose schedules, with the buffers that they receive into, are kept
 
 
@@ -232,7 +233,7 @@ class PipelineCuts:
         try:
             schedule._step_microbatches([()] * count, kwargs, [None] * count, losses, False)
         except RuntimeError as error:
-            if self.plan.schedule == "zero_bubble" and any(words in str(error) for words in _FREED):
+            if self.plan.schedule == "zero_bubble" and any(words in str(error) for words in _UNSPLIT):
                 raise RequestError("schedule=zero_bubble cuts backward in two, which torch cannot do with this model: use interleaved") from error
             raise
         return losses
@@ -274,7 +275,8 @@ class PipelineCuts:
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
         """Where backward is cut in two, torch detaches what a stage gives in place, which a view does not allow."""
-        whole = tensor.clone() if self.plan.schedule == "zero_bubble" and tensor._is_view() else tensor.contiguous()
+        inner = self.plan.schedule == "zero_bubble" and tensor._is_view()
+        whole = tensor.clone(memory_format=torch.contiguous_format) if inner else tensor.contiguous()
         return whole.to(self._between)
 
     def stage_parameters(self, stage: int) -> Iterator[nn.Parameter]:
@@ -304,6 +306,7 @@ class _CountedStage(pipelining.PipelineStage):
     ) -> None:  # fmt: skip
         super().__init__(part, index, count, device, input_args=takes, output_args=gives, group=group)
         self._ledger = ledger
+        self._learned = [t.requires_grad for t in takes], [t.requires_grad for t in gives]
 
     def _get_init_p2p_neighbors_ops(self) -> Any:
         """torch 2.11 greets a neighbour on its own rank too, which gloo has no connection for."""
@@ -315,13 +318,21 @@ class _CountedStage(pipelining.PipelineStage):
         return ops
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
-        ops = super().get_bwd_send_ops(bwd_chunk_id)
+        ops = _of_learned(super().get_bwd_send_ops(bwd_chunk_id), self._learned[0])
         self._count(ops, f"gradients/{self.stage_index}")
         return ops
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        return _of_learned(super().get_bwd_recv_ops(bwd_chunk_id), self._learned[1])
 
     def _count(self, ops: Any, name: str) -> None:
         for op in ops:
             self._ledger.add(name, "send", 2, op.tensor.numel() * op.tensor.element_size())
+
+
+def _of_learned(ops: Any, learned: list[bool]) -> Any:
+    """torch 2.11 sends a gradient back for everything that was received, for the stage before to throw away; later ones for what is learned."""
+    return [op for op, wanted in zip(ops, learned, strict=True) if wanted] if len(ops) == len(learned) else ops
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
