@@ -134,6 +134,8 @@ def test_a_stage_that_gives_a_view_is_run_under_zero_bubble() -> None:
 
 
 def test_what_zero_bubble_cannot_do_is_said_in_one_line() -> None:
-    plan, profile = spread(model_of("T5"), Mesh(pp=2), 2, micro=2, schedule="zero_bubble", recompute="full", precision="fp32")
+    plan, profile = spread(model_of("T5"), Mesh(pp=2, tp=(2,)), 2, micro=2, schedule="zero_bubble", precision="fp32")
     with pytest.raises(RequestError, match="use interleaved"):
-        check_rank(model_of("T5"), plan, profile, None, 1)
+        check_rank(model_of("T5"), plan, profile, None, 2)
+    with pytest.raises(RequestError, match="use interleaved"):
+        spread(model_of("T5"), Mesh(pp=2), 2, micro=2, schedule="zero_bubble", recompute="full", precision="fp32")
