@@ -25,7 +25,7 @@ def spatial_meetings(policy: SpatialPolicy, samples: int, rank: int) -> Iterator
     """In forward order by kind; ranks inside the grid have more neighbours than those at its border."""
     for slide in policy.slides:
         for phase, size in sent(slide, policy.grid, rank):
-            yield Spot(slide.module, phase, Action(f"halo/{slide.module or 'model'}", "send", bytes=round(size * samples), axis="cp"))
+            yield Spot(slide.module, phase, Action(f"halo/{slide.module or 'model'}", "send", bytes=round(size * samples), axis="cp", group=2))
     for norm in policy.norms:
         yield from _statistics(norm, policy.ways, samples)
     for gather in policy.gathers:
