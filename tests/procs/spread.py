@@ -53,17 +53,19 @@ def traced(model: dict[str, Any], precision: str = "fp64") -> tuple[Any, Any]:
 
 def spread(
     model: dict[str, Any], mesh: Mesh, batch: int = 4, *, zero: int = 0, micro: int = 1, recompute: str = "none", schedule: str = "1f1b",
-    precision: str = "fp64", grid: tuple[int, ...] = (),
+    precision: str = "fp64", grid: tuple[int, ...] = (), sequence: bool = False,
 ) -> tuple[Plan, Any]:  # fmt: skip
     """A plan with the cuts that the planner finds, as a file would hold it, and the profile to expand it with."""
     profile, flow = traced(model, precision)
     memory = MemoryPolicy(zero, choose_units(profile), recompute, precision)  # type: ignore[arg-type]
     tensor, across = (
-        choose_grid(flow, mesh.tp, layers=profile.layer_names if mesh.pp > 1 else ()) if mesh.degree("tp") > 1 else (TensorPolicy(), TensorPolicy())
+        choose_grid(flow, mesh.tp, layers=profile.layer_names if mesh.pp > 1 else (), sequence=sequence)
+        if mesh.degree("tp") > 1
+        else (TensorPolicy(), TensorPolicy())
     )
     (tensor, across), context, spatial = share_positions(mesh, flow, (tensor, across), precision, grid)
     owners = choose_owners(flow, mesh.ep) if mesh.ep > 1 else OwnerPolicy()
-    stages = cut_stages(flow, profile, mesh.pp * stages_a_rank(schedule), tensor, across) if mesh.pp > 1 else one_stage(profile)
+    stages = cut_stages(flow, profile, mesh.pp * stages_a_rank(schedule), tensor, across, mesh.cp) if mesh.pp > 1 else one_stage(profile)
     shared = {"tensor": tensor, "across": across, "context": context, "spatial": spatial, "owners": owners}
     plan = Plan("test", batch, mesh, micro, stages, schedule, memory=memory, **shared)  # type: ignore[arg-type]
     return from_data(Plan, to_data(plan), "plan"), profile

@@ -48,6 +48,11 @@ def cases(draw: st.DrawFn, most: int, precision: str, names: tuple[str, ...] = N
         "micro": micro,
         "recompute": draw(st.sampled_from(["none", "selective", "full"])),
         "schedule": draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zero_bubble"])),
+        "sequence": "sizes" not in model
+        and model.get("zoo") not in ("vae", "cnn")
+        and len(grid) == 1 < grid[0]
+        and mesh.cp == 1
+        and draw(st.booleans()),
     }
     batch = mesh.data_width * micro * draw(st.integers(1, 2))
     try:

@@ -47,6 +47,9 @@ def test_a_loss_of_the_models_own_that_shifts_labels(pool: Any) -> None:
         (model_of("llama-tiny"), Mesh(cp=2, tp=(2,)), 0, 1, "full"),
         (sequences("Llama", hidden_size=36, num_attention_heads=9, num_key_value_heads=3), Mesh(cp=2, tp=(2,)), 0, 2, "none"),
         ({"zoo": "gpt-tiny", "dropout": 0.1}, Mesh(shard=2, cp=2), 3, 2, "full"),
+        (sequences("Llama"), Mesh(pp=2, cp=2), 0, 2, "selective"),
+        ({"zoo": "gpt-tiny", "dropout": 0.1}, Mesh(pp=2, cp=2), 0, 2, "full"),
+        (sequences("Mixtral"), Mesh(cp=2, ep=2), 0, 1, "selective"),
     ],
 )
 def test_with_every_other_axis(pool: Any, model: dict[str, Any], mesh: Mesh, zero: int, micro: int, recompute: str) -> None:

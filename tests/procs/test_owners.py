@@ -40,6 +40,8 @@ def test_owners_are_equal_to_one_device(pool: Any, name: str, mesh: Mesh) -> Non
         (TABLES, Mesh(ep=4), 0, 1, "full"),
         (TABLES, Mesh(shard=2, ep=2), 2, 2, "none"),
         (model_of("Mixtral"), Mesh(ep=2, tp=(2,)), 0, 1, "full"),
+        (SKEWED, Mesh(dp=2, ep=2), 0, 2, "selective"),
+        (model_of("Mixtral"), Mesh(pp=2, ep=2), 0, 2, "none"),
     ],
     ids=str,
 )

@@ -94,3 +94,32 @@ def test_dropout_is_the_same_on_all_ranks_of_a_group(pool: Any) -> None:
     plan = Plan("test", 4, Mesh(tp=(2,)), tensor=choose_cuts(flow, 2))
     first, second = pool.run("procs.jobs:dropout_under_tensor_parallelism", world=2, plan=to_data(plan))
     assert first == second
+
+
+SHARED = ("gpt-tiny", "Llama", "Mixtral", "Bert", "T5", "ViT", "Decoder")
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_positions_are_shared_between_cut_parts(pool: Any, name: str) -> None:
+    model = model_of(name)
+    plan, profile = spread(model, Mesh(tp=(2,)), sequence=True)
+    assert plan.tensor.sequence
+    check(pool, model, plan, profile)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "how"),
+    [
+        ("GPT2", Mesh(tp=(3,)), {"recompute": "full"}),  # ten positions over three ranks
+        ("gpt-tiny", Mesh(dp=2, tp=(2,)), {"micro": 2, "recompute": "selective"}),
+        ("llama-tiny", Mesh(shard=2, tp=(2,)), {"zero": 3, "recompute": "full"}),
+        ("Llama", Mesh(pp=2, tp=(2,)), {"micro": 2}),
+        ("gpt-tiny", Mesh(pp=2, tp=(2,)), {"micro": 4, "schedule": "zero_bubble"}),
+    ],
+    ids=str,
+)
+def test_shared_positions_beside_other_axes(pool: Any, name: str, mesh: Mesh, how: dict[str, Any]) -> None:
+    model = {"zoo": name, "dropout": 0.2} if name == "gpt-tiny" else model_of(name)
+    plan, profile = spread(model, mesh, 8, sequence=True, **how)
+    assert plan.tensor.sequence and bool(plan.tensor.masks) == (name == "gpt-tiny")
+    check(pool, model, plan, profile)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.execute.defer import enter_beside, product_with_ticket, use_ticket
+from meshwright.execute.recompute import Recall
 
 
 class Told:
@@ -50,7 +51,7 @@ def test_the_sum_is_launched_before_the_weights_products_and_awaited_after_them(
     plain = torch.autograd.grad((query(hidden) * key(hidden)).square().sum(), parameters)
     for layer in (query, key):
         use_ticket(layer)
-    entered = enter_beside(below(x).tanh(), comm, "enter", [query, key])
+    entered = enter_beside(below(x).tanh(), (comm, "enter"), [query, key], Recall())
     loss = (query(entered) * key(entered)).square().sum()
     with Products(told):
         loss.backward()

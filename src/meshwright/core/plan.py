@@ -158,6 +158,8 @@ class Plan:
             self._check_context()
         if mesh.ep > 1:
             self._check_owners()
+        if self.tensor.sequence:
+            self._check_sequence()
         if mesh.pp > 1:
             self._check_pipeline()
         if self.spatial.grid:
@@ -195,10 +197,14 @@ class Plan:
             raise RequestError("plan: schedule=zero_bubble cuts backward in two, and zero=3 reduces in the middle of it: use interleaved or zero=1")
 
     def _check_context(self) -> None:
-        if self.mesh.pp > 1:
-            raise RequestError(f"plan: mesh {self.mesh}: cp does not go with pp yet: use dp, shard or tp instead of pp")
         if self.compile != "none":
             raise RequestError(f"plan: compile={self.compile} does not go with cp, which works on the model's own calls: use compile=none")
+
+    def _check_sequence(self) -> None:
+        """Tensor-parallel ranks share positions where no other ranks have some of them already."""
+        for axis in ("cp", "ep"):
+            if self.mesh.degree(axis) > 1:
+                raise RequestError(f"plan: sequence=true does not go with {axis} yet (mesh {self.mesh}): set sequence=false")
 
     def _check_spatial(self) -> None:
         mesh, ways = self.mesh, self.spatial.ways
@@ -213,8 +219,8 @@ class Plan:
     def _check_owners(self) -> None:
         """What owners of experts and tables do not go with; each with its reason."""
         ep, owners = self.mesh.ep, self.owners
-        if self.mesh.pp > 1:
-            raise RequestError(f"plan: mesh {self.mesh}: a stage of a pipeline cannot exchange with owners yet: use --mesh ep={ep} with dp or tp")
+        if self.mesh.pp > 1 and owners.tables:
+            raise RequestError(f"plan: mesh {self.mesh}: a stage of a pipeline cannot look up at owners yet: use --mesh ep={ep} with dp")
         if self.memory.zero == 3:
             raise RequestError(f"plan: zero=3 reduces what is owned over ranks that own other parts, in mesh {self.mesh}: use zero=1 or zero=2")
         if self.compile == "model":
@@ -245,9 +251,8 @@ class Plan:
             raise RequestError(f"plan: memory.zero={self.memory.zero} must be 0, 1, 2 or 3")
         check_modes(self.memory.recompute, self.memory.layers, self.memory.units)
         check_recomputing(self.memory.modes.values(), self.mesh.degree("tp"), self.compile, self.schedule if self.mesh.pp > 1 else "")
-        shared = [axis for axis in ("cp", "ep") if self.mesh.degree(axis) > 1]
-        if "selective" in self.memory.modes.values() and shared:
-            raise RequestError(f"plan: recompute=selective would exchange again over {shared[0]} in mesh {self.mesh}: set recompute=full or none")
+        if "selective" in self.memory.modes.values() and self.spatial.grid:
+            raise RequestError(f"plan: recompute=selective would exchange again over cp in mesh {self.mesh}: set recompute=full or none")
         if self.memory.precision == "fp8" and self.device == "cpu":
             raise RequestError("plan: precision=fp8 needs a GPU of compute capability 8.9 or newer, and this plan is for CPUs: use bf16")
         if self.threads < 0:
@@ -337,6 +342,7 @@ class Plan:
         parts = [f"{self.strategy} on {self.world} × {self.device}" if self.world > 1 else f"single {self.device}"]
         parts += [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1)
         parts += [f"{self.threads} threads"] * (self.threads > 1)
+        parts += ["sequence parallel"] * self.tensor.sequence
         parts += [self.memory.precision]
         parts += [_recomputing(self.memory)] * (self.memory.recompute != "none" or bool(self.memory.layers))
         parts += [f"compile {self.compile}"] * (self.compile != "none")

@@ -50,6 +50,17 @@ class Rewrite:
 
 
 @dataclass(frozen=True)
+class Along:
+    """Positions of a sequence in a tensor of which each rank has some: the strand, the dim that they lie in, how many elements of that dim
+    one position has, and whether others (samples) lie in it too, outside of them."""
+
+    strand: str
+    dim: int
+    inner: int = 1
+    mixed: bool = False
+
+
+@dataclass(frozen=True)
 class Meet:
     """Where ranks meet. `bytes` is the tensor's size for one sample (for any number of them if it is `fixed`), so that what travels is
     known before anything runs."""
@@ -63,6 +74,9 @@ class Meet:
     feeds: tuple[str, ...] = ()  # layers that multiply the input by their matrix, for gradients that meet
     times: int = 1  # calls: a norm needs a mean, and then a variance
     across: str = ""  # a strand of the tensor that the other axis of a grid deals out: a rank has its piece of it
+    along: Along | None = None  # where ranks share positions outside of cut parts: what they exchange is some positions of each
+    at_output: bool = False  # of the module, for what is collected
+    trained: bool = True  # whether a gradient comes back
 
     def at(self, samples: int) -> float:
         return self.bytes if self.fixed else self.bytes * samples
@@ -70,7 +84,14 @@ class Meet:
 
 @dataclass(frozen=True)
 class TensorPolicy:
-    """Tensor parallelism of one model over the ranks of one axis. Empty: nothing is cut."""
+    """Tensor parallelism of one model over the ranks of one axis. Empty: nothing is cut.
+
+    [Note: sequence]
+    Between cut parts every rank has the same activations, and does the same work on them: norms, dropout, residual sums. Where that work
+    treats positions alike, ranks can have some positions each instead. A sum over ranks then gives each rank its positions of the sum
+    (a reduce-scatter), and a cut part gathers all positions on its way in; in backward the two change places. Together they carry what the
+    all-reduce did. Whole parameters on the way see some positions only, so their gradients are partial.
+    """
 
     strands: tuple[Dealt, ...] = ()
     enters: tuple[Meet, ...] = ()  # backward: the gradients of this input are partial and are summed
@@ -78,6 +99,14 @@ class TensorPolicy:
     gathers: tuple[Meet, ...] = ()  # forward: the output's last feature dim is cut and something needs it whole
     lookups: tuple[Meet, ...] = ()  # forward: a rank looks up its own rows, and the results are summed
     norms: tuple[Meet, ...] = ()  # both: a norm runs over a dealt strand, and its statistics are summed
+    deals: tuple[Meet, ...] = ()  # forward: of a whole input a rank keeps its positions
+    collects: tuple[Meet, ...] = ()  # forward: an input or output of which ranks have some positions each is needed whole
+    masks: tuple[str, ...] = ()  # modules that multiply by random numbers: drawn for all positions, so that they do not depend on the ranks
     partial: tuple[str, ...] = ()  # parameters kept whole inside a cut part: their gradients are summed
     rewrites: tuple[Rewrite, ...] = ()
     whole: Mapping[str, str] = field(default_factory=dict)  # parameter → why it is not cut
+
+    @property
+    def sequence(self) -> bool:
+        """Do ranks share positions outside of cut parts?"""
+        return any(meet.along for meet in self.enters)

@@ -152,12 +152,12 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
     if groups.pp.size > 1 or groups.tp.size > 1:
         compose_attention(model)  # as the dataflow was read from which the plan was made
     pipeline = PipelineCuts(plan, model, optimizer, groups) if groups.pp.size > 1 else None
-    owners = own_parts(model, optimizer, plan.owners, groups.ep, plan.compile != "none") if groups.ep.size > 1 else None
+    recall = Recall()
+    owners = own_parts(model, optimizer, plan.owners, groups.ep, recall, plan.compile != "none") if groups.ep.size > 1 else None
     units = [name for name in plan.memory.units if name not in {t.module for t in plan.owners.tables} or owners is None]
     fp8 = use_fp8(model, plan.memory.units) if plan.memory.precision == "fp8" else Fp8Layers()
-    recall = Recall()
     tensor = cut_model(model, optimizer, plan, groups, recall) if groups.tp.size > 1 else None
-    context = ContextRun(model, plan.context, groups.cp) if groups.cp.size > 1 and plan.context.attends else None
+    context = ContextRun(model, plan.context, groups.cp, recall) if groups.cp.size > 1 and plan.context.attends else None
     if plan.spatial.grid:
         share_randomness(groups.cp, next(model.parameters()).device)
         cut_positions(model, plan.spatial, groups.cp, plan.compile != "none")

@@ -23,14 +23,15 @@ from meshwright.core.context import LOSS, POSITIONS, ContextPolicy, Entered, Mad
 from meshwright.core.errors import RequestError, RunError
 from meshwright.core.task import Batch, Loss
 from meshwright.core.tensor import Cut, Dealt
+from meshwright.execute.recompute import Recall
 from meshwright.execute.tensor import rewrite_sizes
 
 
 class ContextRun:
     """A model whose sequences this rank holds some positions of."""
 
-    def __init__(self, model: nn.Module, policy: ContextPolicy, comm: Comm) -> None:
-        self.policy, self.comm = policy, comm
+    def __init__(self, model: nn.Module, policy: ContextPolicy, comm: Comm, recall: Recall) -> None:
+        self.policy, self.comm, self.recall = policy, comm, recall
         self.pieces = policy.pieces(comm.rank, comm.size)
         self.size, self.mine = policy.positions, policy.positions // comm.size
         every = [p for r in range(comm.size) for first, count in policy.pieces(r, comm.size) for p in range(first, first + count)]
@@ -236,7 +237,7 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, key: torch.Tensor, value: torch.Tensor, run: ContextRun, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.run, ctx.name = run, name
         ctx.shapes = [t.movedim(-2, 0).shape[1:] for t in (key, value)]
-        keys, values = _unpacked(run.gathered(_packed(key, value), name), ctx.shapes)
+        keys, values = _unpacked(run.recall.meet(lambda: run.gathered(_packed(key, value), name)), ctx.shapes)
         return keys, values
 
     @staticmethod

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from meshwright.core.comm import Comm, Pending
+from meshwright.execute.recompute import Recall
+from meshwright.execute.sequence import Scattered, Share
 
 _KEY = "_ticket"  # where a layer has its own, until the next call: recomputing a layer finds it there again
 
@@ -85,26 +87,41 @@ class _Wait(torch.autograd.Function):
         return grad, None
 
 
+class _Collect(torch.autograd.Function):
+    """The same where ranks have some positions each: all of them go in, and what comes back is the sum for this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sent: list[Scattered], share: Share, recall: Recall) -> torch.Tensor:
+        ctx.sent = sent
+        return recall.meet(lambda: share.gathered(x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.sent.pop().wait(), None, None, None
+
+
 class _Launch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: Comm, name: str, sent: list[Pending]) -> torch.Tensor:
-        ctx.comm, ctx.name, ctx.sent = comm, name, sent
+    def forward(ctx: Any, x: torch.Tensor, send: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        ctx.send = send
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         grad = grad.contiguous()
-        ctx.sent.append(ctx.comm.all_reduce(grad, ctx.name))
-        return grad, None, None, None
+        ctx.send(grad)
+        return grad, None
 
 
-def enter_beside(x: torch.Tensor, comm: Comm, name: str, layers: list[nn.Module]) -> torch.Tensor:
-    """A whole activation enters a cut part: its gradient is summed over ranks beside the products that give these layers' weights theirs."""
-    sent: list[Pending] = []
-    x = _Wait.apply(x, sent)
+def enter_beside(x: torch.Tensor, over: Share | tuple[Comm, str], layers: list[nn.Module], recall: Recall) -> torch.Tensor:
+    """An activation enters a cut part: its gradient is summed over ranks beside the products that give these layers' weights theirs. Every
+    rank has all of it, and sums over the ranks under a name; or its share."""
+    sent: list[Any] = []
+    x = _Collect.apply(x, sent, over, recall) if isinstance(over, Share) else _Wait.apply(x, sent)
     for layer in layers:
         vars(layer)[_KEY] = Ticket(layer.weight, transposed=hasattr(layer, "nf"))  # type: ignore[arg-type]
-    return _Launch.apply(x, comm, name, sent)  # type: ignore[no-any-return]
+    start = over.scatter if isinstance(over, Share) else lambda grad: over[0].all_reduce(grad, over[1])
+    return _Launch.apply(x, lambda grad: sent.append(start(grad)))  # type: ignore[no-any-return]
 
 
 def enter_without(layers: list[nn.Module]) -> None:

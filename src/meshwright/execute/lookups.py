@@ -23,6 +23,7 @@ from meshwright.core.comm import Comm
 from meshwright.core.errors import RunError
 from meshwright.core.owners import OwnerPolicy
 from meshwright.execute.exchange import exchange, exchange_numbers
+from meshwright.execute.recompute import Recall
 
 
 class _AskedError(BaseException):
@@ -45,8 +46,8 @@ class _Question:
 class Lookups:
     """The forward of the module around all tables (see [Note: lookups in one exchange])."""
 
-    def __init__(self, container: nn.Module, modules: Mapping[str, nn.Module], policy: OwnerPolicy, comm: Comm) -> None:
-        self.container, self.policy, self.comm = container, policy, comm
+    def __init__(self, container: nn.Module, modules: Mapping[str, nn.Module], policy: OwnerPolicy, comm: Comm, recall: Recall) -> None:
+        self.container, self.policy, self.comm, self.recall = container, policy, comm, recall
         self.name = policy.container or "model"
         self.inner = container.forward
         self.tables = {t.module: modules[t.module] for t in policy.tables}
@@ -108,10 +109,11 @@ class Lookups:
         comm, mine = self.comm, self.numbers[self.comm.rank]
         device = asked[0].indices.device
         sizes = torch.tensor([(q.indices.numel(), q.rows) for q in asked], device=device)
-        told = exchange_numbers(sizes, comm, f"counts/{self.name}", [mine] * comm.size, self.numbers).view(comm.size, mine, 2).tolist()
+        counts = exchange_numbers(sizes, comm, f"counts/{self.name}", [mine] * comm.size, self.numbers, self.recall)
+        told = counts.view(comm.size, mine, 2).tolist()
         indices = torch.cat([q.indices.reshape(-1).long() for q in asked])
         receives, sends = [sum(n for n, _ in r) for r in told], self._sums([q.indices.numel() for q in asked])
-        there = exchange_numbers(indices, comm, f"indices/{self.name}", receives, sends)
+        there = exchange_numbers(indices, comm, f"indices/{self.name}", receives, sends, self.recall)
         pieces = iter(there.split([n for r in told for n, _ in r]))
         parts = [[next(pieces) for _ in r] for r in told]  # by who asked, then by question
         first = sum(self.numbers[: comm.rank])
@@ -119,7 +121,7 @@ class Lookups:
         flat = [[row[r].reshape(-1) for row in rows] for r in range(comm.size)]
         sends = [sum(t.numel() for t in part) for part in flat]
         answers = [q.rows * q.shape[-1] for q in asked]
-        home = exchange(torch.cat([t for part in flat for t in part]), comm, f"results/{self.name}", self._sums(answers), sends)
+        home = exchange(torch.cat([t for part in flat for t in part]), comm, f"results/{self.name}", self._sums(answers), sends, self.recall)
         return [t.view(q.shape) for t, q in zip(home.split(answers), asked, strict=True)]
 
     def _sums(self, sizes: list[int]) -> list[int]:

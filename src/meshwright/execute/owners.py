@@ -23,6 +23,7 @@ from meshwright.core.owners import Mixture, OwnerPolicy
 from meshwright.execute.exchange import exchange, exchange_numbers
 from meshwright.execute.lookups import Lookups
 from meshwright.execute.meet import gather_pieces
+from meshwright.execute.recompute import Recall
 from meshwright.execute.tensor import replace_tensors
 
 _Apart = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -52,8 +53,11 @@ class OwnedParts:
         return next(i for i, n in enumerate(shares) if n) if sum(map(bool, shares)) == 1 else None
 
 
-def own_parts(model: nn.Module, optimizer: torch.optim.Optimizer, policy: OwnerPolicy, comm: Comm, compiled: bool = False) -> OwnedParts:
-    """Keep this rank's part, in place; `optimizer` steps that alone. Collective: every rank calls it with the same policy.
+def own_parts(
+    model: nn.Module, optimizer: torch.optim.Optimizer, policy: OwnerPolicy, comm: Comm, recall: Recall, compiled: bool = False
+) -> OwnedParts:  # fmt: skip
+    """Keep this rank's part, in place; `optimizer` steps that alone. Collective: every rank calls it with the same policy. Of a pipeline's
+    ranks each has the mixtures of its stages.
 
     If blocks will be `compiled`, exchanges are kept out of the graphs: how many rows travel is known only when they do.
     """
@@ -62,22 +66,23 @@ def own_parts(model: nn.Module, optimizer: torch.optim.Optimizer, policy: OwnerP
     apart: _Apart = torch.compiler.disable if compiled else lambda function: function
     parts = OwnedParts(comm, policy, policy.rows(comm.size))
     modules = dict(model.named_modules())
-    trials = [_Trial(modules[m.module], m, comm.rank) for m in policy.mixtures]
+    mixtures = [m for m in policy.mixtures if next(modules[m.module].parameters(), None) is not None]
+    trials = [_Trial(modules[m.module], m, comm.rank) for m in mixtures]
     replace_tensors(model, optimizer, parts.rows, parts.local)
-    for mixture, trial in zip(policy.mixtures, trials, strict=True):
+    for mixture, trial in zip(mixtures, trials, strict=True):
         module = modules[mixture.module]
-        module.forward = apart(_Experts(module, mixture, comm, trial.counting()))
+        module.forward = apart(_Experts(module, mixture, comm, recall, trial.counting()))
     if policy.tables:
         container = modules[policy.container]
-        container.forward = apart(Lookups(container, modules, policy, comm))
+        container.forward = apart(Lookups(container, modules, policy, comm, recall))
     return parts
 
 
 class _Experts:
     """A mixture's forward on one rank (see [Note: a mixture at its owners])."""
 
-    def __init__(self, module: nn.Module, mixture: Mixture, comm: Comm, counting: tuple[str, ...]) -> None:
-        self.module, self.mixture, self.comm, self.counting = module, mixture, comm, counting
+    def __init__(self, module: nn.Module, mixture: Mixture, comm: Comm, recall: Recall, counting: tuple[str, ...]) -> None:
+        self.module, self.mixture, self.comm, self.recall, self.counting = module, mixture, comm, recall, counting
         self.inner = module.forward
         self.mine = mixture.counts[comm.rank]
 
@@ -87,14 +92,15 @@ class _Experts:
         tokens, choices = given.tokens, given.choices
         flat = choices.reshape(-1)
         counts = torch.bincount(flat, minlength=mixture.experts)[: mixture.experts]  # a choice past the last expert means none
-        arrivals = exchange_numbers(counts, comm, f"counts/{name}", [self.mine] * comm.size, mixture.counts).view(comm.size, self.mine)
+        told = exchange_numbers(counts, comm, f"counts/{name}", [self.mine] * comm.size, mixture.counts, self.recall)
+        arrivals = told.view(comm.size, self.mine)
         sends = [int(part.sum()) for part in counts.cpu().split(mixture.counts)]
         receives = arrivals.sum(1).tolist()
         order = flat.argsort(stable=True)[: sum(sends)]
         home = order // choices.shape[1]
-        rows = exchange(tokens[home], comm, f"tokens/{name}", receives, sends)
+        rows = exchange(tokens[home], comm, f"tokens/{name}", receives, sends, self.recall)
         experts = torch.arange(self.mine, device=flat.device, dtype=flat.dtype).repeat(comm.size).repeat_interleave(arrivals.reshape(-1))
-        results = exchange(self._run(given, rows, experts), comm, f"results/{name}", sends, receives)
+        results = exchange(self._run(given, rows, experts), comm, f"results/{name}", sends, receives, self.recall)
         if given.weights is not None:
             results = results * given.weights.reshape(-1)[order].unsqueeze(1)
         return torch.zeros_like(tokens).index_add(0, home, results.to(tokens.dtype))

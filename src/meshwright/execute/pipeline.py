@@ -22,12 +22,16 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.utils import _pytree as pytree
 
-from meshwright.comm import Ledger, TorchComm
+from meshwright.comm import Ledger, NullComm, TorchComm
+from meshwright.comm.null import Done
+from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError
 from meshwright.core.plan import Carry, Plan
 from meshwright.core.task import Batch, Loss
-from meshwright.describe.fakes import on_fakes, quiet
+from meshwright.describe.fakes import on_fakes, quiet, unpacked
+from meshwright.execute.context import ContextRun
 from meshwright.execute.groups import Groups, joined
+from meshwright.execute.recompute import Recall
 
 _SCHEDULES: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -45,6 +49,16 @@ class _LeaveError(BaseException):
     """The run of a stage ends here. Not an Exception, so that no handler in a model's code keeps it."""
 
 
+class _Unheard(NullComm):
+    """A group of ranks for a run on fake tensors, in which nobody says anything."""
+
+    def __init__(self, of: Comm) -> None:
+        self.rank, self.size = of.rank, of.size
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Done:
+        return Done()
+
+
 class PipelineCuts:
     """This rank's stages. Made when a plan is applied; `run` needs a loss and samples, and looks at the first of each size to learn shapes."""
 
@@ -54,6 +68,7 @@ class PipelineCuts:
         self.every = [(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
         self.owners = {name: plan.holders(name) for name, _, _ in self.every}
         self._template = _without_memory(model)
+        self._shared = ContextRun(self._template, plan.context, _Unheard(groups.cp), Recall()) if groups.cp.size > 1 else None
         self._drop(optimizer)
         self._between = "cpu" if plan.backend == "gloo" else plan.device  # gloo sends host memory only: values cross there
         self._current = -1  # the stage that is running
@@ -185,9 +200,9 @@ class PipelineCuts:
         for copied, module in zip(self._template.modules(), self.model.modules(), strict=True):
             copied.training = module.training
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with mode, on_fakes(self._template, self.plan.memory.precision, device), quiet(), autocast():
+        with mode, on_fakes(self._template, self.plan.memory.precision, device), quiet(), unpacked(), autocast():
             fakes = pytree.tree_map(lambda t: torch.zeros(t.shape, dtype=t.dtype, device=t.device) if torch.is_tensor(t) else t, piece)
-            value = loss_fn(self._template, fakes)
+            value = (self._shared.around(loss_fn) if self._shared is not None else loss_fn)(self._template, fakes)
             found.counts_samples = isinstance(value, tuple)
             found.loss = _shape(value[0] if isinstance(value, tuple) else value)
         for handle in handles:

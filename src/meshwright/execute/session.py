@@ -83,7 +83,7 @@ class Session:
         if len({size for _, size, _ in pieces}) > 1:
             raise RequestError(f"a pipeline's micro-batches are of one size: {len(pieces)} do not divide this batch evenly; leave its rest out")
         with self.applied.accumulate():
-            run_stage = lambda index: self._weighted_loss(pieces[index], total, loss_fn, meter)  # noqa: E731
+            run_stage = lambda index: self._weighted_loss(pieces[index], total, self._loss(loss_fn), meter)  # noqa: E731
             pipeline.run([piece for _, _, piece in pieces], run_stage, loss_fn, self._autocast)
         meter.send(pipeline.counts_samples)
         self.applied.meet_shared()

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from meshwright.core.calls import sized_call
 from meshwright.core.comm import Comm
@@ -26,6 +25,7 @@ from meshwright.execute.groups import Groups
 from meshwright.execute.meet import Enter, Gather, Sum, gather_pieces
 from meshwright.execute.norms import Meeting, norm_over_pieces
 from meshwright.execute.recompute import Recall
+from meshwright.execute.sequence import Change, EnterAll, Region, Share, SumMine, at_door
 
 _Apart = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -108,10 +108,15 @@ def _arrange(model: nn.Module, policy: TensorPolicy, comm: Comm, fed: Sequence[s
     for every layer's own name."""
     apart: _Apart = torch.compiler.disable if compiled else lambda function: function
     modules = dict(model.named_modules())
+    region = Region(policy, comm)
+    region.arrange(modules, policy, apart, recall)
     for meet in policy.enters:
-        _enter_at(modules[meet.module], meet.position, comm, f"enter/{meet.module}", apart, [modules[name] for name in fed if name in meet.feeds])
+        name, layers = f"enter/{meet.module}", [modules[name] for name in fed if name in meet.feeds]
+        share = region.share(meet.along, name) if meet.along else None
+        at_door(modules[meet.module], meet.position, _entering(comm, name, layers, share, recall), apart)
     for meet in policy.sums:
-        _complete(modules[meet.module], comm, f"sum/{meet.module}", apart, recall)
+        name = f"sum/{meet.module}"
+        _complete(modules[meet.module], _summing(comm, name, region.share(meet.along, name) if meet.along else None, recall), apart)
     strands = {s.name: s for s in policy.strands}
     for meet in policy.lookups:
         _look_up(modules[meet.module], strands[meet.strand], comm, f"lookup/{meet.module}", apart, recall)
@@ -160,33 +165,36 @@ def replace_tensors(
 # -- meetings --
 
 
-def _enter_at(module: nn.Module, position: int, comm: Comm, name: str, apart: _Apart, fed: list[nn.Module]) -> None:
-    """Among the tensors that a module is given, the one at `position` enters, wherever else it is given too; `fed` are the layers in it
-    that multiply it."""
+def _entering(comm: Comm, name: str, fed: list[nn.Module], share: Share | None, recall: Recall) -> Change:
+    """What happens to an activation where it enters a cut part; `fed` are the layers in it that multiply it."""
 
-    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)]
-        given = leaves[places[position]]
-        if given.requires_grad:
-            entered = enter_beside(given, comm, name, fed) if fed else Enter.apply(given, comm, name)
-            leaves = [entered if leaf is given else leaf for leaf in leaves]
-        else:
+    def enter(x: torch.Tensor) -> torch.Tensor:
+        if not x.requires_grad:
             enter_without(fed)
-        return pytree.tree_unflatten(leaves, spec)
+            return x if share is None else share.gathered(x)
+        if fed:
+            return enter_beside(x, (comm, name) if share is None else share, fed, recall)
+        return Enter.apply(x, comm, name) if share is None else EnterAll.apply(x, share, recall)  # type: ignore[no-any-return]
 
-    module.register_forward_pre_hook(apart(before), with_kwargs=True)
+    return enter
 
 
-def _complete(layer: nn.Module, comm: Comm, name: str, apart: _Apart, recall: Recall) -> None:
+def _summing(comm: Comm, name: str, share: Share | None, recall: Recall) -> Change:
+    """How partial sums are completed: for every rank, or each position for the rank that has it."""
+    if share is None:
+        return lambda x: Sum.apply(x, comm, name, recall)  # type: ignore[no-any-return]
+    return lambda x: SumMine.apply(x, share, recall)  # type: ignore[no-any-return]
+
+
+def _complete(layer: nn.Module, completed: Change, apart: _Apart) -> None:
     """A layer that sums over a cut strand: its product is completed over the ranks, and its bias is added once, afterwards."""
     product = _product_of(layer)
     if product is None:
-        layer.register_forward_hook(apart(lambda _m, _a, out: Sum.apply(out, comm, name, recall)))
+        layer.register_forward_hook(apart(lambda _m, _a, out: completed(out)))
         return
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = Sum.apply(product(x), comm, name, recall)
+        out = completed(product(x))
         bias: torch.Tensor | None = layer.bias  # type: ignore[assignment]
         if bias is None:
             return out

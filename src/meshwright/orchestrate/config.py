@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -50,6 +50,7 @@ class RunConfig(BaseModel):
     devices: tuple[int, ...] | None = Field(None, description="which devices, like [0, 2]")
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] | None = Field(None, description="order of micro-batches in a pipeline")
     placements: dict[str, str] = Field(default_factory=dict, description='tensor parallelism by layer, like {"head": "whole"}')
+    sequence: bool | None = Field(None, description="whether tensor-parallel ranks share positions between cut parts")
     spatial: str | None = Field(None, description="the grid of cp's ranks over the last spatial dims, like 2x2 or 4x1")
     zero: Literal[0, 1, 2, 3] | None = None
     micro_batches: int | None = Field(None, ge=1, description="gradient accumulation: pieces a rank cuts its share into")
@@ -78,7 +79,7 @@ class RunConfig(BaseModel):
         """true and false are numbers to Python; in a configuration they are mistakes."""
         for key, value in data.items() if isinstance(data, dict) else ():
             field = cls.model_fields.get(key)
-            if isinstance(value, bool) and field is not None and field.annotation is not bool:
+            if isinstance(value, bool) and field is not None and bool not in (field.annotation, *get_args(field.annotation)):
                 raise ValueError(f"{key}={str(value).lower()} is neither a number nor a word")
         return data
 

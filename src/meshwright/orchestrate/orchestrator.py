@@ -150,6 +150,7 @@ class Orchestrator:
             timeout_s=c.timeout_s,
             schedule=c.schedule,
             placements=c.placements,
+            sequence=c.sequence,
             spatial=parse_grid(c.spatial) if c.spatial is not None else (),
             flow=flow,
         )
@@ -203,10 +204,11 @@ class Orchestrator:
             raise RequestError(f"{where} is for {plan.model}, the request is for {task.name}: train {plan.model}, or plan {task.name}")
         asked = {"nproc": c.nproc, "mesh": c.mesh and str(Mesh.parse(c.mesh)), "zero": c.zero, "recompute": c.recompute,
                  "micro_batches": c.micro_batches, "backend": c.backend, "compile": c.compile, "schedule": c.schedule,
-                 "placements": c.placements or None, "recompute_layers": c.recompute_layers or None}  # fmt: skip
+                 "placements": c.placements or None, "recompute_layers": c.recompute_layers or None, "sequence": c.sequence}  # fmt: skip
         holds = {"nproc": plan.world, "mesh": str(plan.mesh), "zero": plan.memory.zero, "recompute": plan.memory.recompute,
                  "micro_batches": plan.micro_batches, "backend": plan.backend, "compile": plan.compile, "schedule": plan.schedule,
-                 "placements": dict(plan.placements), "recompute_layers": dict(plan.memory.layers)}  # fmt: skip
+                 "placements": dict(plan.placements), "recompute_layers": dict(plan.memory.layers),
+                 "sequence": plan.tensor.sequence}  # fmt: skip
         for key, value in asked.items():
             if value is not None and value != holds[key]:
                 raise RequestError(f"{where} has {key} {holds[key]}, the request {value}: change one of them")

@@ -70,5 +70,5 @@ def fill_cuts(plan: Plan, flow: Flow | None, profile: ModelProfile) -> Plan:
         (tensor, across), context, spatial = share_positions(plan.mesh, flow, (plan.tensor, plan.across), plan.memory.precision)
         plan = replace(plan, tensor=tensor, across=across, context=context, spatial=spatial)
     if pp > 1 and not any(stage.entry for stage in plan.stages):
-        plan = replace(plan, stages=cut_stages(flow, profile, pp * stages_a_rank(plan.schedule), plan.tensor, plan.across))
+        plan = replace(plan, stages=cut_stages(flow, profile, pp * stages_a_rank(plan.schedule), plan.tensor, plan.across, plan.mesh.cp))
     return plan

@@ -47,6 +47,11 @@ def share_meetings(flow: Flow, policy: TensorPolicy, ways: int) -> TensorPolicy:
     )
 
 
+def sequence_of(flow: Flow, ways: int) -> int:
+    """The strand that counts positions, for `ways` ranks that share them."""
+    return _sequence(Reader(flow), ways)
+
+
 def _sequence(reader: Reader, ways: int) -> int:
     """The strand that counts positions: what attention runs over."""
     found: dict[tuple[int, ...], str] = {}

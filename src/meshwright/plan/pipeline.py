@@ -12,6 +12,9 @@ from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Borrowed, Carry, Sink, Stage
 from meshwright.core.strand import Flow, ModuleCall
 from meshwright.core.tensor import TensorPolicy
+from meshwright.plan.context import sequence_of
+from meshwright.plan.reader import Reader
+from meshwright.plan.sequence import shared_values
 from meshwright.plan.tensor import dealt_strands
 
 
@@ -24,12 +27,15 @@ class _Boundary:
 
 
 def cut_stages(
-    flow: Flow, profile: ModelProfile, count: int, tensor: TensorPolicy | None = None, across: TensorPolicy | None = None
+    flow: Flow, profile: ModelProfile, count: int, tensor: TensorPolicy | None = None, across: TensorPolicy | None = None, cp: int = 1
 ) -> tuple[Stage, ...]:  # fmt: skip
     """`count` stages whose slowest is as quick as can be; a stage may hold fewer layers when its layers are dearer. What tensor
-    parallelism has cut does not cross from one to the next, but for the features between layers that a grid's second axis deals out."""
+    parallelism has cut does not cross from one to the next, but for the features between layers that a grid's second axis deals out. Of
+    sequences that `cp` ranks share, each sends its positions."""
     order, reads = _layers_in_order(flow, profile), _reads(flow, _learned(flow))
-    dealt = _Dealt(frozenset(dealt_strands(flow, tensor)), dealt_strands(flow, across))
+    inner = frozenset(dealt_strands(flow, tensor))
+    shared = shared_values(Reader(flow, profile.layer_names), tensor, inner) if tensor is not None and tensor.sequence else {}
+    dealt = _Dealt(inner, dealt_strands(flow, across), shared, cp, sequence_of(flow, cp) if cp > 1 else -1)
     found = {b.call.module: b for b in _boundaries(flow, [name for name, _ in order], dealt)}
     places = [i for i, (name, _) in enumerate(order) if name in found]
     if len(places) + 1 < count:
@@ -56,13 +62,18 @@ def cut_stages(
 
 @dataclass(frozen=True)
 class _Dealt:
-    """Strands that may not cross from stage to stage, and those that may, with their names."""
+    """Strands that may not cross from stage to stage, those that may, with their names, and values of which ranks share the positions."""
 
     avoid: frozenset[int]
     across: Mapping[int, str]
+    shared: Mapping[int, tuple[str, int]]
+    cp: int = 1
+    positions: int = -1  # the strand that cp ranks share
 
-    def of(self, strands: tuple[tuple[int, ...], ...]) -> tuple[str, int] | None:
+    def of(self, value: int, strands: tuple[tuple[int, ...], ...]) -> tuple[str, int] | None:
         """(the strand of a value that is dealt out, along which dim), or None if the value cannot cross."""
+        if value in self.shared:
+            return self.shared[value] if self.shared[value][1] >= 0 else None
         carried = {s for dim in strands for s in dim}
         places = [(self.across[dim[0]], at) for at, dim in enumerate(strands) if len(dim) == 1 and dim[0] in self.across]
         if self.avoid & carried or len(places) != sum(s in self.across for s in carried):
@@ -130,11 +141,12 @@ def _crossing(flow: Flow, entry: ModuleCall, learned: Sequence[bool], reads: Seq
         after = [m for m in flow.modules if m.first >= entry.first and value in m.inputs]
         outer = [m for m in after if not any(o is not m and o.first <= m.first and m.last <= o.last for o in after)]
         noted = flow.values[value]
-        cut = dealt.of(noted.strands)
+        cut = dealt.of(value, noted.strands)
         if cut is None or not all(any(m.first <= i < m.last for m in outer) for i in ops):
             return ()
         fixed = flow.samples.isdisjoint(s for dim in noted.strands for s in dim)
         size = math.prod(noted.shape) * noted.itemsize / (1 if fixed else flow.batch)
+        size /= dealt.cp if any(dealt.positions in dim for dim in noted.strands) else 1
         sinks = tuple(Sink(m.module, m.inputs.index(value)) for m in outer)
         sources = [m for m in flow.modules if m.last <= entry.first and value in m.outputs and sum(o.module == m.module for o in flow.modules) == 1]
         if sources:

@@ -15,7 +15,7 @@ from meshwright.plan.space import Wishes, candidates
 
 # What each mechanism that a plan adds must gain, relatively: predictions are not finer, and simple plans break less. Cutting a batch
 # into pieces or computing twice never makes a real device quicker by much; where a prediction says so, it is noise in a curve.
-_ADDED_COST = {"zero": 0.004, "hybrid": 0.004, "tensor": 0.02, "pipeline": 0.03, "micro_batches": 0.04, "recompute": 0.04}
+_ADDED_COST = {"zero": 0.004, "hybrid": 0.004, "tensor": 0.02, "sequence": 0.01, "pipeline": 0.03, "micro_batches": 0.04, "recompute": 0.04}
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ def _key(scored: Scored, workload: Workload) -> tuple[bool, float]:
         "hybrid": plan.mesh.dp > 1 < plan.mesh.shard,
         "pipeline": plan.mesh.pp > 1,
         "tensor": plan.mesh.degree("tp") > 1,
+        "sequence": plan.tensor.sequence,
         "micro_batches": plan.micro_batches.bit_length() - 1,
         "recompute": bool(plan.memory.modes),
     }

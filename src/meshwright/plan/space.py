@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.context import ContextPolicy
@@ -42,8 +44,20 @@ class Wishes:
     timeout_s: float | None = None
     schedule: PipelineSchedule | None = None
     placements: Mapping[str, str] = field(default_factory=dict)
+    sequence: bool | None = None  # whether tensor-parallel ranks share positions between cut parts
     spatial: tuple[int, ...] = ()  # the grid of cp's ranks; empty: as square as it goes
     flow: Flow | None = None  # the model's dataflow; without it no tensor parallelism is considered
+
+
+@dataclass(frozen=True)
+class _Cuts:
+    """How a mesh takes one model apart."""
+
+    tensor: Grid
+    context: ContextPolicy
+    spatial: SpatialPolicy
+    owners: OwnerPolicy
+    stages: tuple[Stage, ...]
 
 
 def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes) -> Iterator[Plan]:
@@ -51,26 +65,22 @@ def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wish
     _check(wishes, len(cluster.devices))
     reason: RequestError | None = None
     found = False
-    cuts: dict[tuple[tuple[int, ...], bool], Grid] = {}
-    pieces: dict[tuple[int, tuple[int, ...]], tuple[Stage, ...]] = {}
+    cutter = _Cutter(profile, workload, wishes)
     for mesh, zero in _layouts(cluster, wishes):
-        try:
-            check_runnable(mesh)
-            tensor = _tensor(profile, mesh, wishes, cuts)
-            tensor, context, spatial = share_positions(mesh, wishes.flow, tensor, workload.precision, wishes.spatial)
-            owners = _owners(mesh, wishes)
-            schedule = wishes.schedule or "1f1b"
-            stages = _stages(profile, mesh, schedule, wishes, tensor, pieces)
-        except RequestError as error:
-            reason = reason or error
-            continue
-        for micro in _micro_batches(workload.global_batch, mesh, wishes):
-            for recompute in (wishes.recompute,) if wishes.recompute else RECOMPUTES:
-                try:
-                    yield _make(profile, cluster, workload, wishes, mesh, zero, micro, recompute, tensor, context, spatial, owners, stages, schedule)
-                    found = True
-                except RequestError as error:
-                    reason = reason or error  # the first is about the simplest plan
+        for sequence in _sequences(mesh, wishes):
+            try:
+                check_runnable(mesh)
+                cuts = cutter.cut(mesh, sequence)
+            except RequestError as error:
+                reason = reason or error
+                continue
+            for micro in _micro_batches(workload.global_batch, mesh, wishes):
+                for recompute in (wishes.recompute,) if wishes.recompute else RECOMPUTES:
+                    try:
+                        yield _make(profile, cluster, workload, wishes, mesh, zero, micro, recompute, cuts)
+                        found = True
+                    except RequestError as error:
+                        reason = reason or error  # the first is about the simplest plan
     if not found:
         raise reason or RequestError("no plan is legal here: relax --mesh, --nproc or --set")
 
@@ -78,54 +88,61 @@ def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wish
 def _check(wishes: Wishes, devices: int) -> None:
     """What no mesh could make right is said at once, rather than as the reason why each of them was left out."""
     if wishes.mesh is not None:
-        refuse_unused(wishes.mesh, wishes.schedule, wishes.placements)
+        refuse_unused(wishes.mesh, wishes.schedule, wishes.placements, wishes.sequence)
     elif wishes.flow is None or (wishes.world or devices) == 1:
-        refuse_unused(Mesh(), wishes.schedule, wishes.placements)
+        refuse_unused(Mesh(), wishes.schedule, wishes.placements, wishes.sequence)
     if wishes.flow is not None:
         check_placements(wishes.flow, wishes.placements)
 
 
-def refuse_unused(mesh: Mesh, schedule: str | None, placements: Mapping[str, str]) -> None:
+def refuse_unused(mesh: Mesh, schedule: str | None, placements: Mapping[str, str], sequence: bool | None = None) -> None:
     """Nothing that a user asks for is ignored."""
     if schedule is not None and mesh.pp == 1:
         raise RequestError(f"schedule={schedule} orders a pipeline's micro-batches, and mesh {mesh} has none: use --mesh pp=2, or leave it out")
     if placements and mesh.degree("tp") == 1:
         raise RequestError(f"placements say how tensor parallelism cuts layers, and mesh {mesh} has none: use --mesh tp=2, or leave them out")
+    if sequence and mesh.degree("tp") == 1:
+        raise RequestError(f"sequence=true is for tensor-parallel ranks, and mesh {mesh} has none: use --mesh tp=2, or leave it out")
 
 
-def _tensor(profile: ModelProfile, mesh: Mesh, wishes: Wishes, made: dict[tuple[tuple[int, ...], bool], Grid]) -> Grid:
-    """The cuts for a mesh's tensor-parallel degrees; reasoned out once for each, with a pipeline and without."""
-    if mesh.degree("tp") == 1:
-        return TensorPolicy(), TensorPolicy()
-    if wishes.flow is None:
-        raise RequestError(f"mesh {mesh}: tensor parallelism needs the model's dataflow, and this model's loss is not known: pass loss_fn")
-    key = (mesh.tp, mesh.pp > 1)
-    if key not in made:
-        made[key] = choose_grid(wishes.flow, mesh.tp, wishes.placements, profile.layer_names if mesh.pp > 1 else ())
-        refuse_if_nothing(made[key], mesh.tp)
-    return made[key]
+def _sequences(mesh: Mesh, wishes: Wishes) -> tuple[bool, ...]:
+    """Whether to share positions between cut parts: as asked, or both ways where it may be of use."""
+    if wishes.sequence is not None:
+        return (wishes.sequence,)
+    return (False, True) if len(mesh.tp) == 1 < mesh.degree("tp") and mesh.cp == mesh.ep == 1 else (False,)
 
 
-def _owners(mesh: Mesh, wishes: Wishes) -> OwnerPolicy:
-    """Only a mesh that is asked for has owners: the search proposes none yet."""
-    if mesh.ep == 1:
-        return OwnerPolicy()
-    if wishes.flow is None:
-        raise RequestError(f"mesh {mesh}: owners need the model's dataflow, and this model's loss is not known: pass loss_fn")
-    return choose_owners(wishes.flow, mesh.ep)
+class _Cutter:
+    """Takes a model apart for one mesh after another; what several of them share is reasoned out once."""
 
+    def __init__(self, profile: ModelProfile, workload: Workload, wishes: Wishes) -> None:
+        self.profile, self.workload, self.wishes = profile, workload, wishes
+        self._tensor = cache(self._choose_tensor)
+        self._stages = cache(self._choose_stages)
 
-def _stages(
-    profile: ModelProfile, mesh: Mesh, schedule: str, wishes: Wishes, tensor: Grid, made: dict[tuple[int, tuple[int, ...]], tuple[Stage, ...]]
-) -> tuple[Stage, ...]:
-    if mesh.pp == 1:
-        return one_stage(profile)
-    if wishes.flow is None:
-        raise RequestError(f"mesh {mesh}: a pipeline needs the model's dataflow, and this model's loss is not known: pass loss_fn")
-    key = (mesh.pp * stages_a_rank(schedule), mesh.tp)
-    if key not in made:
-        made[key] = cut_stages(wishes.flow, profile, key[0], *tensor)
-    return made[key]
+    def cut(self, mesh: Mesh, sequence: bool) -> _Cuts:
+        wishes = self.wishes
+        tensor = self._tensor(mesh.tp, mesh.pp > 1, sequence) if mesh.degree("tp") > 1 else (TensorPolicy(), TensorPolicy())
+        (first, second), context, spatial = share_positions(mesh, wishes.flow, tensor, self.workload.precision, wishes.spatial)
+        owners = choose_owners(self._flow(f"mesh {mesh}: owners need"), mesh.ep) if mesh.ep > 1 else OwnerPolicy()
+        stages = self._stages(mesh.pp, mesh.tp, mesh.cp, sequence) if mesh.pp > 1 else one_stage(self.profile)
+        return _Cuts((first, second), context, spatial, owners, stages)
+
+    def _flow(self, who: str) -> Flow:
+        if self.wishes.flow is None:
+            raise RequestError(f"{who} the model's dataflow, and this model's loss is not known: pass loss_fn")
+        return self.wishes.flow
+
+    def _choose_tensor(self, ways: tuple[int, ...], piped: bool, sequence: bool) -> Grid:
+        flow = self._flow(f"mesh {Mesh(tp=ways)}: tensor parallelism needs")
+        found = choose_grid(flow, ways, self.wishes.placements, self.profile.layer_names if piped else (), sequence=sequence)
+        refuse_if_nothing(found, ways)
+        return found
+
+    def _choose_stages(self, pp: int, ways: tuple[int, ...], cp: int, sequence: bool) -> tuple[Stage, ...]:
+        tensor = self._tensor(ways, True, sequence) if math.prod(ways) > 1 else (TensorPolicy(), TensorPolicy())
+        count = pp * stages_a_rank(self.wishes.schedule or "1f1b")
+        return cut_stages(self._flow(f"mesh {Mesh(pp=pp)}: a pipeline needs"), self.profile, count, *tensor, cp=cp)
 
 
 def _layouts(cluster: Cluster, wishes: Wishes) -> Iterator[tuple[Mesh, int]]:
@@ -156,7 +173,8 @@ def _model_parallel(world: int, wishes: Wishes) -> list[tuple[int, int]]:
     if wishes.flow is None:
         return [(1, 1)]
     every = [(pp, ways) for pp in _divisors(world) for ways in _divisors(world // pp)]
-    return [(pp, ways) for pp, ways in every if (pp > 1 or wishes.schedule is None) and (ways > 1 or not wishes.placements)]
+    tensor = bool(wishes.placements or wishes.sequence)
+    return [(pp, ways) for pp, ways in every if (pp > 1 or wishes.schedule is None) and (ways > 1 or not tensor)]
 
 
 def _worlds(devices: int, wishes: Wishes) -> list[int]:
@@ -178,7 +196,7 @@ def _micro_batches(batch: int, mesh: Mesh, wishes: Wishes) -> list[int]:
 
 def _make(
     profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes, mesh: Mesh, zero: int, micro: int, recompute: Recompute,
-    tensor: Grid, context: ContextPolicy, spatial: SpatialPolicy, owners: OwnerPolicy, stages: tuple[Stage, ...], schedule: PipelineSchedule,
+    cuts: _Cuts,
 ) -> Plan:  # fmt: skip
     device = cluster.devices[0].kind
     world = mesh.size
@@ -190,18 +208,18 @@ def _make(
         global_batch=workload.global_batch,
         mesh=mesh,
         micro_batches=micro,
-        stages=stages,
-        schedule=schedule,
+        stages=cuts.stages,
+        schedule=wishes.schedule or "1f1b",
         memory=choose_memory(profile, cluster, workload.precision, zero, recompute, wishes.recompute_layers),
         sync=SyncPolicy(**{k: v for k in ("bucket_bytes", "overlap", "timeout_s") if (v := getattr(wishes, k)) is not None}),
         balance=BalancePolicy(),
         placements=wishes.placements,
-        tensor=tensor[0],
-        across=tensor[1],
-        context=context,
-        spatial=spatial,
-        owners=owners,
-        compile=wishes.compile if wishes.compile is not None else "none" if context.attends else _default_compile(device, world),
+        tensor=cuts.tensor[0],
+        across=cuts.tensor[1],
+        context=cuts.context,
+        spatial=cuts.spatial,
+        owners=cuts.owners,
+        compile=wishes.compile if wishes.compile is not None else "none" if cuts.context.attends else _default_compile(device, world),
         device=device,
         backend=wishes.backend or ("nccl" if device == "cuda" else "gloo"),
         threads=max(cores // world, 1) if device == "cpu" else 0,

@@ -11,6 +11,7 @@ from meshwright.core.strand import Flow, ModuleCall, Operation
 from meshwright.core.tensor import Cut, Dealt, Meet, Rewrite, TensorPolicy
 from meshwright.plan.entries import Meets, StandsInTheWayError, entries
 from meshwright.plan.reader import Reader, Weight
+from meshwright.plan.sequence import share_sequence
 from meshwright.plan.sizes import SLICES
 
 PLACEMENTS = ("auto", "column", "whole")
@@ -25,9 +26,9 @@ def choose_cuts(flow: Flow, ways: int, placements: Mapping[str, str] | None = No
 
 
 def choose_grid(
-    flow: Flow, ways: Sequence[int], placements: Mapping[str, str] | None = None, layers: Collection[str] = ()
+    flow: Flow, ways: Sequence[int], placements: Mapping[str, str] | None = None, layers: Collection[str] = (), *, sequence: bool = False
 ) -> tuple[TensorPolicy, TensorPolicy]:  # fmt: skip
-    """The cuts along each axis of a grid of one or two.
+    """The cuts along each axis of a grid of one or two; with `sequence`, positions are shared out between them.
 
     [Note: a grid]
     A product of two matrices sums over one strand and keeps two. On a line of ranks one of a matrix's two strands is dealt out. On a grid
@@ -41,7 +42,10 @@ def choose_grid(
     first = _Axis(ways[0])
     policy = _settled(reader, first, asked)
     if len(ways) == 1:
-        return policy, TensorPolicy()
+        shared = share_sequence(reader, policy, frozenset(first.chosen), ways[0]) if sequence and policy.strands else policy
+        return shared, TensorPolicy()
+    if sequence:
+        raise RequestError(f"sequence=true goes with one dimension of tensor parallelism, not with tp={ways[0]}x{ways[1]}: leave it out")
     taken = {c.parameter: c.dim for s in policy.strands for c in s.cuts}
     second = _Axis(ways[1], first.dealt(reader), taken, {m.module: m.strand for m in policy.gathers})
     across = _settled(reader, second, asked)
@@ -308,7 +312,7 @@ def dealt_strands(flow: Flow, policy: TensorPolicy | None) -> dict[int, str]:
     at_once = {m.strand for m in (*policy.gathers, *policy.lookups)}
     found = {}
     for dealt in policy.strands:
-        if dealt.name not in at_once:
+        if dealt.name not in at_once and dealt.cuts:
             strands = values[dealt.cuts[0].parameter].strands[dealt.cuts[0].dim]
             outer = 1
             for strand in strands:

@@ -20,9 +20,10 @@ def add_meetings(plan: Plan, profile: ModelProfile, tp_rank: int, add: Callable[
         add(attended.module, "forward", Action(name, "all_gather", bytes=size, axis="cp"), True)
         if attended.trained:
             add(attended.module, "backward", Action(name, "reduce_scatter", bytes=size, axis="cp"), False)
+    last = plan.stages[-1].layers[-1] if plan.mesh.pp > 1 else profile.layers[-1].name
     for module in plan.context.counts:
         name = f"counted/{'loss' if module == LOSS else module or 'model'}"
-        add(profile.layers[-1].name, "forward", Action(name, "all_reduce", bytes=_COUNT_BYTES, axis="cp"), False)
+        add(last, "forward", Action(name, "all_reduce", bytes=_COUNT_BYTES, axis="cp"), False)
 
 
 def _bytes(plan: Plan, attended: Attended, tp_rank: int) -> float:

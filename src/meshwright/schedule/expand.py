@@ -15,6 +15,7 @@ from meshwright.schedule.buckets import Bucket, Kind, assign_buckets
 from meshwright.schedule.context import add_meetings
 from meshwright.schedule.local import local_profile
 from meshwright.schedule.owners import exchanges
+from meshwright.schedule.sequence import sequence_meetings
 from meshwright.schedule.spatial import spatial_meetings
 
 
@@ -120,13 +121,15 @@ def _meetings(plan: Plan, profile: ModelProfile, place: Place) -> Meetings:
 
     for axis, policy in plan.tensors:
         kinds = (("sum", "all_reduce", policy.sums), ("lookup", "all_reduce", policy.lookups), ("gather", "all_gather", policy.gathers))
+        for spot in sequence_meetings(policy, plan.mesh.degree(axis), axis, profile.batch):
+            add(spot.module, spot.phase, spot.action, spot.phase == "forward" and _owner(spot.module, layers) not in spot.final_in)
         for kind, op, meets in kinds:
-            for meet in meets:
+            for meet in (m for m in meets if m.along is None):
                 size = meet.at(profile.batch) * part(meet)
                 whole = _gathered(policy, plan.mesh.degree(axis), meet, size) if kind == "gather" else size
                 again = _owner(meet.module, layers) not in meet.final_in
                 add(meet.module, "forward", _meeting(f"{kind}/{meet.module}", op, axis, whole, whole - size), again)
-        for meet in policy.enters:
+        for meet in (m for m in policy.enters if m.along is None):
             add(meet.module, "backward", _meeting(f"enter/{meet.module}", "all_reduce", axis, meet.at(profile.batch) * part(meet)))
         for meet in (m for m in policy.norms for _ in range(m.times)):
             for phase in ("forward", "backward"):

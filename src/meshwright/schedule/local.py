@@ -36,6 +36,9 @@ def local_profile(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int 
             return tensor
         return replace(tensor, shape=tuple(lengths[tensor.name].get(d, n) for d, n in enumerate(tensor.shape)))
 
+    # About half of what a cut layer keeps lies between whole activations; where ranks share positions, most of the other half does not.
+    between = 0.4 + 0.6 / ways if plan.tensor.sequence else 1.0
+
     def shrink(layer: LayerProfile) -> LayerProfile:
         tensors = tuple(piece(t) for t in layer.tensors)
         held = sum(t.numel for t in tensors)
@@ -46,8 +49,8 @@ def local_profile(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int 
             tensors=tensors,
             flops_forward=layer.flops_forward * share,
             flops_backward=layer.flops_backward * share,
-            activation_bytes=layer.activation_bytes * (1 + share) / 2,  # about half lies between whole activations
-            dear_bytes=layer.dear_bytes * (1 + share) / 2,
+            activation_bytes=layer.activation_bytes * (between + share) / 2,
+            dear_bytes=layer.dear_bytes * (between + share) / 2,
             transient_bytes=layer.transient_bytes * share,
             product_bytes=layer.product_bytes * share,
             kernels=_shrunk(layer.kernels, share),
@@ -59,7 +62,9 @@ def local_profile(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int 
         key = (id(kernels), share)
         if key not in memo:
             memo[key] = tuple(
-                replace(k, flops=k.flops * share, bytes=k.bytes * share) if k.kind in DEAR_KINDS else replace(k, bytes=k.bytes * (1 + share) / 2)
+                replace(k, flops=k.flops * share, bytes=k.bytes * share)
+                if k.kind in DEAR_KINDS
+                else replace(k, bytes=k.bytes * (between + share) / 2)
                 for k in kernels
             )
         return memo[key]

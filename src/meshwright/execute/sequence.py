@@ -1,0 +1,207 @@
+"""Positions that tensor-parallel ranks share outside of cut parts, as autograd sees them (see [Note: sequence])."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from meshwright.core.comm import Comm, Pending
+from meshwright.core.tensor import Along, TensorPolicy, piece
+from meshwright.execute.meet import gather_pieces
+from meshwright.execute.recompute import Recall
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Positions:
+    """How many positions the sequence has that runs now; all regions of one strand share it. A batch may be shorter than the planner's."""
+
+    def __init__(self, comm: Comm, length: int) -> None:
+        self.comm, self.length = comm, length
+
+    @property
+    def counts(self) -> list[int]:
+        return [piece(self.length, rank, self.comm.size)[1] for rank in range(self.comm.size)]
+
+
+class Share:
+    """Positions along one dim of one kind of tensor: from all of them to this rank's, and back."""
+
+    def __init__(self, positions: Positions, along: Along, name: str) -> None:
+        self.positions, self.comm, self.along, self.name = positions, positions.comm, along, name
+
+    def note(self, whole: torch.Tensor) -> None:
+        """A whole tensor tells how long its sequence is."""
+        if not self.along.mixed:
+            self.positions.length = whole.shape[self.along.dim] // self.along.inner
+
+    def mine(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's positions of a whole tensor."""
+        first, count = piece(self.positions.length, self.comm.rank, self.comm.size)
+        return self._joined(self._apart(whole, self.positions.length).narrow(self.along.dim + 1, first, count)).contiguous()
+
+    def gathered(self, held: torch.Tensor) -> torch.Tensor:
+        """All positions, of which every rank has given its own."""
+        counts, dim = self.positions.counts, self.along.dim + 1
+        pieces = gather_pieces(self._apart(held, counts[self.comm.rank]), self.comm, dim, counts, self.name)
+        return self._joined(torch.cat(pieces, dim))
+
+    def scatter(self, partial: torch.Tensor) -> Scattered:
+        """Partial sums of all positions are under way to become the sums of this rank's."""
+        counts = self.positions.counts
+        most, front = max(counts), self._apart(partial, self.positions.length).movedim(self.along.dim + 1, 0)
+        if min(counts) < most:  # backends scatter equal pieces only
+            padded = front.new_zeros((len(counts) * most, *front.shape[1:]))
+            for rank, run in enumerate(front.split(counts)):
+                padded[rank * most : rank * most + len(run)] = run
+            front = padded
+        out = front.new_empty((most, *front.shape[1:]))
+        sent = front.contiguous()
+        return Scattered(self, out, sent, self.comm.reduce_scatter(out, sent, self.name))
+
+    def _apart(self, x: torch.Tensor, length: int) -> torch.Tensor:
+        return x.unflatten(self.along.dim, (-1, length, self.along.inner))
+
+    def _joined(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(self.along.dim, self.along.dim + 2)
+
+    def received(self, out: torch.Tensor) -> torch.Tensor:
+        count = self.positions.counts[self.comm.rank]
+        return self._joined(out.narrow(0, 0, count).movedim(0, self.along.dim + 1)).contiguous()
+
+
+class Scattered:
+    """A reduce-scatter under way; it keeps what is sent alive."""
+
+    def __init__(self, share: Share, out: torch.Tensor, sent: torch.Tensor, pending: Pending) -> None:
+        self._share, self._out, self._sent, self._pending = share, out, sent, pending
+
+    def wait(self) -> torch.Tensor:
+        self._pending.wait()
+        return self._share.received(self._out)
+
+
+class SumMine(torch.autograd.Function):
+    """Partial sums of all positions going in; the sums of this rank's come out. Each rank has the gradient of its own; all are needed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, share: Share, recall: Recall) -> torch.Tensor:
+        ctx.share = share
+        share.note(x)
+        return recall.meet(lambda: share.scatter(x).wait())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.share.gathered(grad), None, None
+
+
+class EnterAll(torch.autograd.Function):
+    """This rank's positions going in, all of them coming out, for a cut part; the gradients of its pieces are summed for their owners."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, share: Share, recall: Recall) -> torch.Tensor:
+        ctx.share = share
+        return recall.meet(lambda: share.gathered(x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.share.scatter(grad).wait(), None, None
+
+
+class Deal(torch.autograd.Function):
+    """All positions going in, this rank's coming out; their gradients come back from all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, share: Share) -> torch.Tensor:
+        ctx.share = share
+        share.note(x)
+        return share.mine(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.share.gathered(grad), None
+
+
+class Collect(torch.autograd.Function):
+    """This rank's positions going in, all coming out, for what every rank does alike: of the gradient, it keeps its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, share: Share, recall: Recall) -> torch.Tensor:
+        ctx.share = share
+        return recall.meet(lambda: share.gathered(x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.share.mine(grad), None, None
+
+
+class Region:
+    """All that one axis of ranks shares the positions of."""
+
+    def __init__(self, policy: TensorPolicy, comm: Comm) -> None:
+        self._strands = {s.name: Positions(comm, s.size) for s in policy.strands if not s.cuts}
+
+    def share(self, along: Along, name: str) -> Share:
+        return Share(self._strands[along.strand], along, name)
+
+    def arrange(self, modules: dict[str, nn.Module], policy: TensorPolicy, apart: Callable[..., Any], recall: Recall) -> None:
+        """Values that are dealt out and collected at modules' doors, and random numbers that must not depend on ranks."""
+        for meet in policy.deals:
+            assert meet.along is not None
+            at_door(modules[meet.module], meet.position, _dealing(self.share(meet.along, f"deal/{meet.module}")), apart)
+        for meet in policy.collects:
+            assert meet.along is not None
+            place = at_output if meet.at_output else at_door
+            place(modules[meet.module], meet.position, _collecting(self.share(meet.along, f"collect/{meet.module}"), recall), apart)
+        begin = next((m.along for m in (*policy.sums, *policy.deals) if m.along is not None), None)
+        for name in policy.masks:
+            assert begin is not None
+            _mask_all(modules[name], self.share(begin, name), apart)
+
+
+def _dealing(share: Share) -> Change:
+    return lambda x: Deal.apply(x, share)  # type: ignore[no-any-return]
+
+
+def _collecting(share: Share, recall: Recall) -> Change:
+    return lambda x: Collect.apply(x, share, recall)  # type: ignore[no-any-return]
+
+
+def at_door(module: nn.Module, position: int, change: Change, apart: Callable[..., Any]) -> None:
+    """Among the tensors that a module is given, the one at `position` is changed, wherever else it is given too."""
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _changed((args, kwargs), position, change)
+
+    module.register_forward_pre_hook(apart(before), with_kwargs=True)
+
+
+def at_output(module: nn.Module, position: int, change: Change, apart: Callable[..., Any]) -> None:
+    module.register_forward_hook(apart(lambda _m, _a, out: _changed(out, position, change)))
+
+
+def _changed(held: Any, position: int, change: Change) -> Any:
+    leaves, spec = pytree.tree_flatten(held)
+    given = [leaf for leaf in leaves if torch.is_tensor(leaf)][position]
+    now = change(given)
+    return pytree.tree_unflatten([now if leaf is given else leaf for leaf in leaves], spec)
+
+
+def _mask_all(module: nn.Module, share: Share, apart: Callable[..., Any]) -> None:
+    """A module that multiplies by random numbers draws them for all positions, as one device would, and uses this rank's."""
+    inner = module.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if not module.training:
+            return inner(x)  # type: ignore[no-any-return]
+        dim = share.along.dim
+        shape = [share.positions.length if d == dim else n for d, n in enumerate(x.shape)]
+        with torch.no_grad():
+            mask = share.mine(inner(torch.ones(shape, dtype=x.dtype, device=x.device)))
+        return x * mask
+
+    module.forward = apart(forward)

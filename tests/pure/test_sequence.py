@@ -1,0 +1,95 @@
+"""Positions that tensor-parallel ranks share between cut parts: what is found in a model's dataflow, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.procs.spread import FAMILIES, model_of, traced
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.core.errors import RequestError
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import Plan
+from meshwright.core.tensor import TensorPolicy
+from meshwright.describe.flow import trace_module_flow
+from meshwright.plan.tensor import choose_grid
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float = 0.0, own: bool = False) -> None:
+        super().__init__()
+        self.norm, self.up, self.down, self.drop = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(dropout)
+        self.own = own
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.down(F.gelu(self.up(self.norm(x))))
+        return x + (F.dropout(out, 0.5, self.training) if self.own else self.drop(out))
+
+
+class Counting(Block):
+    """Takes the number of positions from what is shared, and uses it for what is whole."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        return x + self.down(F.gelu(self.up(self.norm(x))).reshape(batch, length, -1))
+
+
+def cut(*blocks: nn.Module, shape: tuple[int, ...] = (2, 6, 8), ways: int = 2) -> TensorPolicy:
+    model = nn.Sequential(*blocks)
+    flow = trace_module_flow(model, lambda m, b: m(b["x"]).square().mean(), {"x": torch.zeros(shape)})
+    return choose_grid(flow, (ways,), sequence=True)[0]
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", *FAMILIES])
+def test_every_architecture_shares_all_its_sums(name: str) -> None:
+    _, flow = traced(model_of(name))
+    policy = choose_grid(flow, (2,), sequence=True)[0]
+    plain = choose_grid(flow, (2,))[0]
+    assert policy.sequence and all(m.along for m in policy.sums)
+    assert len(policy.partial) > len(plain.partial) and policy.whole == plain.whole
+    assert [s for s in policy.strands if s.cuts] == list(plain.strands)
+
+
+def test_a_region_begins_at_a_sum_and_ends_at_a_cut_part() -> None:
+    policy = cut(nn.Linear(8, 8), Block(0.5), Block(0.5))
+    assert [m.module for m in policy.sums] == ["1.down", "2.down"]
+    assert [(m.module, m.position) for m in policy.deals] == [("1", 0)]
+    assert [m.module for m in policy.enters if m.along] == ["1.up", "2.up"]
+    assert policy.masks == ("1.drop", "2.drop")
+    assert set(policy.partial) == {f"{i}.{name}" for i in (1, 2) for name in ("norm.weight", "norm.bias", "down.bias")}
+    assert [(m.module, m.at_output) for m in policy.collects] == [("2", True)]  # the model returns it
+
+
+def test_bytes_are_those_of_the_whole_and_ranks_hold_pieces() -> None:
+    policy = cut(nn.Linear(8, 8), Block(), Block(), shape=(2, 7, 8))
+    (positions,) = [s for s in policy.strands if not s.cuts]
+    plan = Plan("test", 2, Mesh(tp=(2,)), tensor=policy)
+    assert [plan.pieces(rank)[positions.name] for rank in range(2)] == [(4, 7), (3, 7)]
+    assert {m.bytes for m in (*policy.sums, *policy.enters, *policy.deals)} == {7 * 8 * 4}
+    assert "sequence parallel" in plan.summary()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "reason"),
+    [
+        ((Block(), Block(own=True)), "draws random numbers itself"),
+        ((Block(), Counting()), "takes the number of positions from one value and uses it for another"),
+        ((nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), "no cut part is followed by one"),
+    ],
+)
+def test_what_cannot_share_positions_is_refused_with_the_place(blocks: tuple[nn.Module, ...], reason: str) -> None:
+    with pytest.raises(RequestError, match=rf"sequence=true: .*{reason}.*: leave it out"):
+        cut(nn.Linear(8, 8), *blocks)
+
+
+def test_one_dimension_and_no_other_ranks_with_positions() -> None:
+    _, flow = traced(model_of("gpt-tiny"))
+    with pytest.raises(RequestError, match="one dimension of tensor parallelism"):
+        choose_grid(flow, (2, 2), sequence=True)
+    policy = choose_grid(flow, (2,), sequence=True)[0]
+    changes: dict[str, Any] = {"tensor": policy}
+    with pytest.raises(RequestError, match=r"does not go with ep yet .*: set sequence=false"):
+        Plan("test", 4, Mesh(ep=2, tp=(2,)), **changes)
