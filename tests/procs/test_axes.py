@@ -78,6 +78,24 @@ def test_hundreds_of_plans_over_every_axis(large_pool: Any, case: Case) -> None:
 
 
 @pytest.mark.prove
+@pytest.mark.parametrize(
+    ("model", "mesh", "how"),
+    [
+        (model_of("Mixtral"), Mesh(pp=2, shard=2, ep=2), {"zero": 3, "micro": 2}),
+        (model_of("Mixtral"), Mesh(dp=2, shard=2, ep=2), {"zero": 3, "recompute": "selective"}),
+        (model_of("Mixtral"), Mesh(pp=2, ep=2, tp=(2,)), {"micro": 2, "recompute": "full"}),
+        (model_of("llama-tiny"), Mesh(pp=2, cp=2, tp=(2,)), {"micro": 2, "schedule": "interleaved"}),
+        (model_of("gpt-tiny"), Mesh(pp=2, shard=2, cp=2), {"zero": 3, "micro": 2, "recompute": "selective"}),
+        (model_of("gpt-tiny"), Mesh(pp=2, dp=2, tp=(2,)), {"micro": 2, "sequence": True}),
+        (model_of("T5"), Mesh(shard=4, tp=(2,)), {"zero": 3, "sequence": True, "recompute": "full"}),
+    ],
+    ids=str,
+)
+def test_three_axes_at_once(large_pool: Any, model: dict[str, Any], mesh: Mesh, how: dict[str, Any]) -> None:
+    check(large_pool, model, *spread(model, mesh, 8, **how))
+
+
+@pytest.mark.prove
 @given(case=cases(8, "fp32"))
 @settings(LONG, max_examples=50)
 def test_plans_over_every_axis_in_fp32(large_pool: Any, case: Case) -> None:

@@ -41,6 +41,8 @@ def test_owners_are_equal_to_one_device(pool: Any, name: str, mesh: Mesh) -> Non
         (TABLES, Mesh(shard=2, ep=2), 2, 2, "none"),
         (model_of("Mixtral"), Mesh(ep=2, tp=(2,)), 0, 1, "full"),
         (SKEWED, Mesh(dp=2, ep=2), 0, 2, "selective"),
+        (SKEWED, Mesh(shard=2, ep=2), 3, 2, "full"),
+        (model_of("Mixtral"), Mesh(shard=2, ep=2), 3, 1, "none"),
         (model_of("Mixtral"), Mesh(pp=2, ep=2), 0, 2, "none"),
     ],
     ids=str,

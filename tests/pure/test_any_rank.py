@@ -95,6 +95,8 @@ def test_every_rank_does_what_the_plan_lists(case: Case) -> None:
         (DEEP, Mesh(pp=4, dp=2, shard=2, tp=(4,)), {"zero": 1, "micro": 4, "schedule": "gpipe"}),
         (DEEP, Mesh(pp=4, shard=4, tp=(4,)), {"zero": 3, "micro": 4}),
         ({"zoo": "gpt-tiny"}, Mesh(pp=2, shard=2, tp=(2, 2)), {"zero": 3, "micro": 2}),
+        (model_of("T5"), Mesh(shard=2, tp=(2,)), {"zero": 3, "micro": 1}),  # the encoder's output enters all layers of the decoder at once
+        ({"zoo": "llama-tiny"}, Mesh(pp=2, shard=2, cp=2, tp=(2,)), {"zero": 3, "micro": 2, "recompute": "selective"}),
     ],
     ids=str,
 )
@@ -126,6 +128,14 @@ def test_layers_of_one_rank_that_share_a_parameter_are_refused_under_zero_3_in_a
     for rank in range(4):
         with pytest.raises(RequestError, match=r"embed_tokens and .* share a parameter on one pipeline rank: use zero=1"):
             check_rank(model_of("T5"), plan, profile, None, rank)
+
+
+def test_a_stage_may_begin_with_a_module_that_does_nothing() -> None:
+    """GPT-2's dropout of nothing gives what it is given: it must not be taken for the maker of what goes to its own stage."""
+    model = {"family": "GPT2", "positions": 16, "loss": "labels", "changes": {}}
+    plan, profile = spread(model, Mesh(pp=2, cp=2), 4, micro=2, schedule="zero_bubble", precision="fp32")
+    assert plan.stages[1].entry == "transformer.drop"
+    check_rank(model, plan, profile, None, 0)
 
 
 def test_a_stage_that_gives_a_view_is_run_under_zero_bubble() -> None:

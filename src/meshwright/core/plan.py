@@ -221,8 +221,8 @@ class Plan:
         ep, owners = self.mesh.ep, self.owners
         if self.mesh.pp > 1 and owners.tables:
             raise RequestError(f"plan: mesh {self.mesh}: a stage of a pipeline cannot look up at owners yet: use --mesh ep={ep} with dp")
-        if self.memory.zero == 3:
-            raise RequestError(f"plan: zero=3 reduces what is owned over ranks that own other parts, in mesh {self.mesh}: use zero=1 or zero=2")
+        if self.memory.zero == 3 and owners.tables:
+            raise RequestError(f"plan: zero=3 would gather tables that others own, in mesh {self.mesh}: use zero=1 or zero=2")
         if self.compile == "model":
             raise RequestError("plan: compile=model does not go with ep, whose exchanges no one graph can hold: use compile=blocks")
         if any(len(m.counts) != ep for m in owners.mixtures) or not all(0 <= t.owner < ep for t in owners.tables):

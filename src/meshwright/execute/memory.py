@@ -87,7 +87,9 @@ def shard_model(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, 
     mesh = DeviceMesh.from_group(groups.shard.group, plan.device)
     places = [(m, key, p) for m in model.modules() for key, p in m._parameters.items() if p is not None]
     before: Any = None
-    for name in _stage_units(model, plan, groups) if groups.pp.size > 1 else [*plan.memory.units, ""]:
+    owned = _owned_units(model, plan) if groups.ep.size > 1 else []
+    units = _stage_units(model, plan, groups) if groups.pp.size > 1 else [*plan.memory.units, ""]
+    for name in dict.fromkeys([*owned, *units]):
         unit: Any = fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=True, mp_policy=low)
         if unit._get_fsdp_state()._fsdp_param_group is None:
             continue  # the root when the units hold every parameter
@@ -96,10 +98,12 @@ def shard_model(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, 
         unit.set_custom_reduce_scatter(_NamedScatter(groups.shard, f"grads/{name or 'root'}", _may_be_late(unit, plan, groups)))
         if ahead and groups.pp.size == 1 and plan.device == "cpu":
             unit._set_unshard_async_op(True)
-            if before is not None and name:
+            if before is not None and name and name not in owned:
                 before.set_modules_to_forward_prefetch([unit])
-            before = unit
-        if groups.replica.size > 1:
+            before = before if name in owned else unit
+        if name in owned:
+            unit.set_all_reduce_hook(_owned_reduction(groups, f"replicas/{name}"))
+        elif groups.replica.size > 1:
             unit.set_all_reduce_hook(_replica_reduction(groups, f"replicas/{name or 'root'}"))
     _retie(places)
     _repoint(optimizer, names, dict(model.named_parameters()))
@@ -113,6 +117,15 @@ def _may_be_late(unit: Any, plan: Plan, groups: Groups) -> Callable[[], bool]:
         return lambda: True
     group = unit._get_fsdp_state()._fsdp_param_group
     return lambda: all(p.sharded_param.grad is None for p in group.fsdp_params)
+
+
+def _owned_units(model: nn.Module, plan: Plan) -> list[str]:
+    """Mixtures of which this rank holds experts: units of their own, since the ranks that hold the same are others than for the rest."""
+    found = {m.module: [n for n, _ in model.get_submodule(m.module).named_parameters()] for m in plan.owners.mixtures}
+    for module, names in found.items():
+        for name in (n for n in names if f"{module}.{n}" not in plan.owners.parameters):
+            raise RequestError(f"zero=3 with ep: {module} has experts and, in {name}, a parameter that every rank holds: use zero=1 or zero=2")
+    return [module for module, names in found.items() if names]
 
 
 def _stage_units(model: nn.Module, plan: Plan, groups: Groups) -> list[str]:
@@ -133,6 +146,16 @@ def _retie(places: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
 def _replica_reduction(groups: Groups, name: str) -> Callable[[torch.Tensor], None]:
     def reduce(output: torch.Tensor) -> None:
         groups.replica.all_reduce(output, name, "mean").wait()
+
+    return reduce
+
+
+def _owned_reduction(groups: Groups, name: str) -> Callable[[torch.Tensor], None]:
+    """What is owned has had its gradient from all ranks along ep already: its owner's copies average theirs, and ep of them make one mean."""
+
+    def reduce(output: torch.Tensor) -> None:
+        groups.owned.all_reduce(output, name, "mean").wait()
+        output.mul_(1.0 / groups.ep.size)
 
     return reduce
 

@@ -99,8 +99,15 @@ def _fed(model: nn.Module, plan: Plan) -> list[str]:
     the two, not in compiled blocks, which keep them in one graph, and not in fp8, whose products are others."""
     if "inputs" not in plan.sync.overlap or plan.mesh.pp > 1 or plan.compile != "none" or plan.memory.precision == "fp8":
         return []
-    names = dict.fromkeys(name for _, policy in plan.tensors for meet in policy.enters for name in meet.feeds)
+    pairs = [(meet.module, name) for _, policy in plan.tensors for meet in policy.enters for name in meet.feeds]
+    if plan.memory.zero == 3:  # a weight is there while its unit runs, so the input must enter there too
+        pairs = [(door, name) for door, name in pairs if _unit_of(door, plan) == _unit_of(name, plan)]
+    names = dict.fromkeys(name for _, name in pairs)
     return [name for name in names if model.get_submodule(name).weight.requires_grad]
+
+
+def _unit_of(module: str, plan: Plan) -> str:
+    return max((u for u in plan.memory.units if f"{module}.".startswith(f"{u}.")), key=len, default="")
 
 
 def _arrange(model: nn.Module, policy: TensorPolicy, comm: Comm, fed: Sequence[str], recall: Recall, compiled: bool) -> None:

@@ -148,7 +148,8 @@ def _crossing(flow: Flow, entry: ModuleCall, learned: Sequence[bool], reads: Seq
         size = math.prod(noted.shape) * noted.itemsize / (1 if fixed else flow.batch)
         size /= dealt.cp if any(dealt.positions in dim for dim in noted.strands) else 1
         sinks = tuple(Sink(m.module, m.inputs.index(value)) for m in outer)
-        sources = [m for m in flow.modules if m.last <= entry.first and value in m.outputs and sum(o.module == m.module for o in flow.modules) == 1]
+        before = (m for m in flow.modules if m.last <= entry.first and m is not entry)  # dropout of nothing takes no operation at all
+        sources = [m for m in before if value in m.outputs and sum(o.module == m.module for o in flow.modules) == 1]
         if sources:
             source = max(sources, key=lambda m: m.last - m.first)
             carries.append(Carry(source.module, source.outputs.index(value), sinks, size, False, *cut, fixed, noted.needs_grad))

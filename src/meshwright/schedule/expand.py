@@ -258,6 +258,9 @@ def _sharded(plan: Plan, profile: ModelProfile, place: Place) -> Iterator[Action
     units = set(plan.memory.units) | ({layer.name for layer in profile.layers} if plan.mesh.pp > 1 else set())
     shards, precision = plan.mesh.shard, plan.memory.precision
     item = ITEM_BYTES[precision] if precision in LOW else None
+    mixtures = {m.module for m in plan.owners.mixtures} if plan.mesh.ep > 1 else set()
+    inside = {layer.name: _owned_units(plan, layer, mixtures) for layer in profile.layers}  # layers of experts are units of their own
+    profile = replace(profile, layers=tuple(_without(layer, inside[layer.name]) for layer in profile.layers)) if mixtures else profile
     root = [layer for layer in profile.layers if layer.name not in units]
 
     def gather(name: str, layers: list[LayerProfile], tag: str, waits: tuple[str, ...] = ()) -> Iterator[Action]:
@@ -269,8 +272,9 @@ def _sharded(plan: Plan, profile: ModelProfile, place: Place) -> Iterator[Action
         size, padding = unit_bytes(layers, shards, None, trainable=True)
         if size:
             yield Action(f"grads/{name}/{tag}", "reduce_scatter", bytes=size, padding=padding, axis="shard")
-            if plan.mesh.group_size("replica") > 1:
-                yield Action(f"replicas/{name}/{tag}", "all_reduce", bytes=size // shards, axis="replica", waits=(f"grads/{name}/{tag}",))
+            axis = "owned" if name in mixtures else "replica"
+            if plan.mesh.group_size(axis) > 1:
+                yield Action(f"replicas/{name}/{tag}", "all_reduce", bytes=size // shards, axis=axis, waits=(f"grads/{name}/{tag}",))
 
     meets = _meetings(plan, profile, place)
     sent: list[str] = []
@@ -289,9 +293,12 @@ def _sharded(plan: Plan, profile: ModelProfile, place: Place) -> Iterator[Action
                 if own.get(index):  # the next unit is fetched while this one computes
                     at = ahead.index(own[index][0])
                     yield from ahead[at + 1 : at + 2]
-                yield from _compute(plan, profile, meets, phase, index, micro, tuple(a.name for a in own.get(index, gathers)))
-                if phase == "backward" and layer.name in units:
-                    actions = list(scatter(layer.name, [layer], tag))
+                fetched = [a for unit in inside[layer.name] for a in gather(unit.name, [unit], tag)]
+                yield from fetched
+                yield from _compute(plan, profile, meets, phase, index, micro, tuple(a.name for a in (*own.get(index, gathers), *fetched)))
+                if phase == "backward" and (layer.name in units or inside[layer.name]):
+                    mine = [layer] if layer.name in units else []
+                    actions = [a for unit in (*inside[layer.name], *mine) for a in scatter(unit.name, [unit], tag)]
                     sent += [a.name for a in actions]
                     yield from actions
             if phase == "backward":
@@ -301,3 +308,15 @@ def _sharded(plan: Plan, profile: ModelProfile, place: Place) -> Iterator[Action
             yield from _crossings(plan, profile, place, phase, micro)
     yield from _tied(plan, profile)
     yield Action("optimizer", "optimizer", waits=tuple(sent))
+
+
+def _owned_units(plan: Plan, layer: LayerProfile, mixtures: set[str]) -> list[LayerProfile]:
+    """The mixtures in a layer, each with the parameters that it holds at its owners."""
+    names = sorted(name for name in mixtures if name == layer.name or name.startswith(f"{layer.name}.") or layer.name == "(model)")
+    held = {name: tuple(t for t in layer.tensors if t.name in plan.owners.parameters and t.name.startswith(f"{name}.")) for name in names}
+    return [replace(layer, name=name, tensors=tensors) for name, tensors in held.items() if tensors]
+
+
+def _without(layer: LayerProfile, units: list[LayerProfile]) -> LayerProfile:
+    gone = {t.name for unit in units for t in unit.tensors}
+    return replace(layer, tensors=tuple(t for t in layer.tensors if t.name not in gone))
