@@ -15,7 +15,7 @@ from meshwright.core.workload import Workload
 from meshwright.cost.collective import collective_seconds, sent_bytes
 from meshwright.cost.compute import ComputeCost, model_flops
 from meshwright.cost.memory import peak_bytes
-from meshwright.schedule import expand, local_profile
+from meshwright.schedule import Place, local_profile, program
 
 HEADROOM = 0.92  # of a device's memory; the rest is for fragmentation and what others hold
 
@@ -136,9 +136,9 @@ def _run(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster
     price = ComputeCost(rates, plan.memory.precision, plan.compile != "none", frozenset(plan.memory.units))
     memo: dict[tuple[int, str, bool], float] = {}
     overlap = rates.overlap if "gradients" in plan.sync.overlap else 0.0
-    program = expand(plan, profile).of(pp_rank * (plan.world // plan.mesh.pp))
+    actions = program(plan, profile, Place(pp=pp_rank))
     profile = local_profile(plan, profile, 0, pp_rank)
-    for action in program:
+    for action in actions:
         start = max((clock.finished.get(w, 0.0) for w in action.waits), default=0.0)
         if action.communicates:
             _communicate(clock, action, start, collective_seconds(action, plan, cluster, rates), overlap)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -226,6 +225,8 @@ class ContextRun:
 def _last_rows(rows: int, columns: int, device: torch.device) -> torch.Tensor:
     """Causal attention for the last `rows` of `columns` positions. GPUs have kernels that need no mask for it."""
     if device.type == "cuda":
+        from torch.nn.attention.bias import causal_lower_right  # brings the compiler with it, seconds of import that only this needs
+
         return causal_lower_right(rows, columns)
     return torch.ones(rows, columns, dtype=torch.bool, device=device).tril(columns - rows)
 

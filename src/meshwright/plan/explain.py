@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.core.calibration import Line
+from meshwright.core.calibration import Calibration, Line
 from meshwright.core.cluster import Cluster, Link
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.units import show_bytes, show_seconds
+from meshwright.core.workload import Workload
 from meshwright.cost.memory import peak_bytes
 from meshwright.cost.step import HEADROOM
-from meshwright.plan.search import Ranking, Scored, rank_plans
+from meshwright.plan.search import Ranking, Scored, best_again, rank_plans
 
 
 def explain(ranking: Ranking) -> str:
@@ -74,9 +75,8 @@ def _what_if(ranking: Ranking) -> list[str]:
         f"a global batch of {batch * 8}": {"workload": replace(ranking.workload, global_batch=batch * 8)},
     }
     for words, change in changes.items():
-        inputs: dict[str, Any] = {"cluster": ranking.cluster, "calibration": ranking.calibration, "workload": ranking.workload, **change}
         try:
-            other = rank_plans(ranking.profile, wishes=ranking.wishes, **inputs).best
+            other = _asked_again(ranking, **change)
         except RequestError:
             continue
         if not other.estimate.fits:
@@ -86,6 +86,15 @@ def _what_if(ranking: Ranking) -> list[str]:
     if not found:
         return ["What would change the choice: none of a quarter of the memory, a network ten times faster or slower, or eight times the batch."]
     return ["What would change the choice: " + "; ".join(found) + "."]
+
+
+def _asked_again(
+    ranking: Ranking, cluster: Cluster | None = None, calibration: Calibration | None = None, workload: Workload | None = None
+) -> Scored:
+    """The best plan with one thing changed. Another batch has other plans; another machine has the same ones, at other prices."""
+    if workload is not None:
+        return rank_plans(ranking.profile, ranking.cluster, workload, ranking.calibration, ranking.wishes).best
+    return best_again(ranking, cluster or ranking.cluster, calibration or ranking.calibration)
 
 
 def _too_big(ranking: Ranking) -> list[str]:

@@ -17,6 +17,8 @@ from meshwright.plan.space import Wishes, candidates
 # into pieces or computing twice never makes a real device quicker by much; where a prediction says so, it is noise in a curve.
 _ADDED_COST = {"zero": 0.004, "hybrid": 0.004, "tensor": 0.02, "sequence": 0.01, "pipeline": 0.03, "micro_batches": 0.04, "recompute": 0.04}
 
+_NEAR_THE_FRONT = 12
+
 
 @dataclass(frozen=True)
 class Scored:
@@ -56,6 +58,18 @@ def rank_plans(profile: ModelProfile, cluster: Cluster, workload: Workload, cali
             scored.append(Scored(plan, estimate(plan, profile, workload, cluster, calibration)))
     scored.sort(key=lambda s: _key(s, workload))
     return Ranking(tuple(scored), profile, cluster, workload, calibration, wishes)
+
+
+def best_again(ranking: Ranking, cluster: Cluster, calibration: Calibration) -> Scored:
+    """The best plan on another machine, among those that were near the front here and, of every strategy, the quickest and the smallest."""
+    quickest: dict[tuple[str, int], Scored] = {}
+    smallest: dict[tuple[str, int], Scored] = {}
+    for found, order in ((quickest, ranking.scored), (smallest, sorted(ranking.scored, key=lambda s: max(s.estimate.memory_bytes)))):
+        for scored in order:
+            found.setdefault((scored.plan.strategy, scored.plan.world), scored)
+    plans = {id(s.plan): s.plan for s in (*ranking.scored[:_NEAR_THE_FRONT], *quickest.values(), *smallest.values())}
+    priced = [Scored(plan, estimate(plan, ranking.profile, ranking.workload, cluster, calibration)) for plan in plans.values()]
+    return min(priced, key=lambda s: _key(s, ranking.workload))
 
 
 def _pointless(plan: Plan, before: Scored, workload: Workload) -> bool:

@@ -31,10 +31,8 @@ class Place:
 
 def expand(plan: Plan, profile: ModelProfile, *, clip: bool = False) -> Schedule:
     """One program for each rank of a pipeline, of a grid of positions, of owners and of tensor parallelism; others differ in their data."""
-    build = _sharded if plan.memory.zero == 3 and plan.mesh.group_size("data") > 1 else _bucketed
     degrees = {"pp": plan.mesh.pp, "cp": plan.spatial.ways, "ep": plan.mesh.ep, "tp": plan.mesh.degree("tp")}
-    every = (Place(*at) for at in itertools.product(*map(range, degrees.values())))
-    programs = tuple((*build(plan, local_profile(plan, profile, at.tp, at.pp, at.ep), at), *_norm(plan, clip)) for at in every)
+    programs = tuple(program(plan, profile, Place(*at), clip=clip) for at in itertools.product(*map(range, degrees.values())))
     places = {}
     for rank in range(plan.world):
         at = 0
@@ -42,6 +40,12 @@ def expand(plan: Plan, profile: ModelProfile, *, clip: bool = False) -> Schedule
             at = at * ways + plan.mesh.coordinate(rank, axis) % ways
         places[str(rank)] = at
     return Schedule(programs, places if len(programs) > 1 else {})
+
+
+def program(plan: Plan, profile: ModelProfile, at: Place, *, clip: bool = False) -> tuple[Action, ...]:
+    """What one kind of rank does in a step."""
+    build = _sharded if plan.memory.zero == 3 and plan.mesh.group_size("data") > 1 else _bucketed
+    return (*build(plan, local_profile(plan, profile, at.tp, at.pp, at.ep), at), *_norm(plan, clip))
 
 
 def gradient_buckets(plan: Plan, profile: ModelProfile) -> tuple[Bucket, ...]:
