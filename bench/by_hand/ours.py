@@ -52,7 +52,7 @@ class Job:
         yield Engine("Meshwright", block, self.run(plan), ours=True)
         for left_out in overlaps if len(overlaps) > 1 else ():
             kept = tuple(o for o in OVERLAPS if o != left_out)
-            yield Engine(f"Meshwright, {left_out} alone", block, self.run(_overlapping(plan, kept)), ours=True)
+            yield Engine(f"Meshwright, all but {left_out}", block, self.run(_overlapping(plan, kept)), ours=True)
         if overlaps:
             yield Engine("Meshwright, no overlap", block, self.run(_overlapping(plan, ())), ours=True)
 
