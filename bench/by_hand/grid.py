@@ -112,25 +112,26 @@ class _Norm(nn.Module):
 
 
 class _Normalise(torch.autograd.Function):
-    """(x − mean) / deviation over the last dim of all ranks' pieces; sums of rows meet."""
+    """(x − mean) / deviation over the last dim of all ranks' pieces, which are equal; their means and variances are gathered."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float, group: Any) -> Tensor:
-        features = x.shape[-1] * dist.get_world_size(group)
-        mean = x.sum(-1, keepdim=True)
-        dist.all_reduce(mean, group=group)
-        out = x - mean.div_(features)
-        variance = torch.linalg.vector_norm(out, dim=-1, keepdim=True).square_()
-        dist.all_reduce(variance, group=group)
-        inverse = variance.div_(features).add_(eps).rsqrt_()
-        out.mul_(inverse)
-        ctx.features, ctx.group = features, group
+        ctx.group, ctx.world = group, dist.get_world_size(group)
+        own = x.mean(-1, keepdim=True)
+        centred = x - own
+        mine = torch.stack([own, centred.square().mean(-1, keepdim=True)])
+        every = mine.new_empty((ctx.world * 2, *own.shape))
+        dist.all_gather_into_tensor(every, mine, group=group)
+        means, variances = every.view(ctx.world, 2, *own.shape).unbind(1)
+        mean = means.mean(0)
+        inverse = (variances + (means - mean).square_()).mean(0).add_(eps).rsqrt_()
+        out = torch.addcmul((own - mean).mul_(inverse), centred, inverse)
         ctx.save_for_backward(out, inverse)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         out, inverse = ctx.saved_tensors
-        sums = torch.stack([grad.sum(-1, keepdim=True), (grad * out).sum(-1, keepdim=True)]).div_(ctx.features)
+        sums = torch.stack([grad.mean(-1, keepdim=True), (grad * out).mean(-1, keepdim=True)]).div_(ctx.world)
         dist.all_reduce(sums, group=ctx.group)
         return (grad - sums[0]).addcmul_(out, sums[1], value=-1).mul_(inverse), None, None
