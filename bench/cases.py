@@ -10,6 +10,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +23,11 @@ from meshwright.core.plan import MemoryPolicy, Plan
 from meshwright.execute.session import Session
 from meshwright.zoo.gpt import GPT, GPTConfig
 from meshwright.zoo.losses import next_token
+from rounds import Batch, Engine, Trial
 
 DATA_PARALLEL, ZERO_3 = "data parallel", "ZeRO-3"
 PEERS = {"Accelerate": "accelerate", "Lightning Fabric": "lightning"}  # shown name → package
 _ALPHABET = 64  # tokens in use: their distribution is learnt within a few steps, so a wrong gradient shows in the loss
-
-Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -46,27 +46,20 @@ class Case:
         torch.manual_seed(self.seed)
         return GPT(GPTConfig(self.vocab, self.seq, self.layers, self.heads, self.width))
 
-    def tokens(self, block: str, world: int) -> int:
-        """In one step of all ranks."""
-        return self.batch * self.seq * world
-
     def data(self, rank: int, number: int) -> Batch:
         """Batch `number` of one rank: the same for every engine."""
         made = torch.Generator().manual_seed(1_000_003 * number + rank)
         return {"tokens": torch.randint(0, _ALPHABET, (self.batch, self.seq + 1), generator=made)}
 
 
-@dataclass(frozen=True)
-class Engine:
-    """One way to train. The first engine of a block is what the others of that block are divided by."""
-
-    name: str
-    block: str
-    step: Callable[[Batch], Tensor]
-
-
 def missing_peers() -> list[str]:
     return [name for name, package in PEERS.items() if importlib.util.find_spec(package) is None]
+
+
+def trial(rank: int, world: int, **case: Any) -> Trial:
+    """For one rank."""
+    what = Case(**case)
+    return Trial(list(engines(what, rank, world)), lambda number: what.data(rank, number))
 
 
 def engines(case: Case, rank: int, world: int) -> Iterator[Engine]:
@@ -82,15 +75,15 @@ def engines(case: Case, rank: int, world: int) -> Iterator[Engine]:
     builders = {"Accelerate": accelerate, "Lightning Fabric": fabric}
     for name in [n for n in builders if n not in missing_peers()]:
         yield Engine(name, DATA_PARALLEL, builders[name](case, world))
-    yield Engine("Meshwright", DATA_PARALLEL, meshwright(case, world, zero=0))
+    yield Engine("Meshwright", DATA_PARALLEL, meshwright(case, world, zero=0), ours=True)
     yield Engine("raw FSDP2", ZERO_3, raw_fsdp2(case, world))
     yield Engine("raw FSDP2, again", ZERO_3, raw_fsdp2(case, world))
-    yield Engine("Meshwright", ZERO_3, meshwright(case, world, zero=3))
+    yield Engine("Meshwright", ZERO_3, meshwright(case, world, zero=3), ours=True)
 
 
 def raw_ddp(case: Case, views: bool = False) -> Callable[[Batch], Tensor]:
     model = DistributedDataParallel(case.model(), gradient_as_bucket_view=views)
-    return _by_hand(model, _optimizer(model))
+    return by_hand(model, optimizer_of(model))
 
 
 def raw_fsdp2(case: Case, world: int) -> Callable[[Batch], Tensor]:
@@ -98,7 +91,7 @@ def raw_fsdp2(case: Case, world: int) -> Callable[[Batch], Tensor]:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    return _by_hand(model, _optimizer(model))
+    return by_hand(model, optimizer_of(model))
 
 
 def accelerate(case: Case, world: int) -> Callable[[Batch], Tensor]:
@@ -107,8 +100,8 @@ def accelerate(case: Case, world: int) -> Callable[[Batch], Tensor]:
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == world
     plain = case.model()
-    model, optimizer = accelerator.prepare(plain, _optimizer(plain))
-    return _by_hand(model, optimizer, accelerator.backward)
+    model, optimizer = accelerator.prepare(plain, optimizer_of(plain))
+    return by_hand(model, optimizer, accelerator.backward)
 
 
 def fabric(case: Case, world: int) -> Callable[[Batch], Tensor]:
@@ -120,8 +113,8 @@ def fabric(case: Case, world: int) -> Callable[[Batch], Tensor]:
     made.launch()
     assert made.world_size == world
     plain = case.model()
-    model, optimizer = made.setup(plain, _optimizer(plain))
-    return _by_hand(model, optimizer, made.backward)
+    model, optimizer = made.setup(plain, optimizer_of(plain))
+    return by_hand(model, optimizer, made.backward)
 
 
 def meshwright(case: Case, world: int, zero: int) -> Callable[[Batch], Tensor]:
@@ -131,23 +124,28 @@ def meshwright(case: Case, world: int, zero: int) -> Callable[[Batch], Tensor]:
         plan = Plan("gpt", case.batch * world, Mesh(shard=world), memory=memory)
     else:
         plan = Plan("gpt", case.batch * world, Mesh(dp=world))
-    session = Session(plan, model, _optimizer(model))
+    session = Session(plan, model, optimizer_of(model))
     return lambda batch: session.step(batch, next_token).loss
 
 
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 
 
-def _by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable[[Tensor], None] = Tensor.backward) -> Callable[[Batch], Tensor]:
+def by_hand(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    backward: Callable[[Tensor], None] = Tensor.backward,
+    loss: Callable[[nn.Module, Batch], Tensor] = next_token,
+) -> Callable[[Batch], Tensor]:
     """The loop that everybody writes."""
 
     def step(batch: Batch) -> Tensor:
-        loss = next_token(model, batch)
-        backward(loss)
+        value = loss(model, batch)
+        backward(value)
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
+        return value.detach()
 
     return step
 

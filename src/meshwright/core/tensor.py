@@ -72,7 +72,7 @@ class Meet:
     strand: str = ""  # the one that is gathered or looked up
     final_in: tuple[str, ...] = ()  # modules in which nothing after it is kept for backward: recomputing those stops before it
     feeds: tuple[str, ...] = ()  # layers that multiply the input by their matrix, for gradients that meet
-    times: int = 1  # calls: a norm needs a mean, and then a variance
+    numbers: int = 1  # of a row that is normed: a layer norm's mean and variance are told in one call
     across: str = ""  # a strand of the tensor that the other axis of a grid deals out: a rank has its piece of it
     along: Along | None = None  # where ranks share positions outside of cut parts: what they exchange is some positions of each
     at_output: bool = False  # of the module, for what is collected

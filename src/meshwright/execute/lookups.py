@@ -4,19 +4,21 @@
 A model looks its tables up one by one. So the module around them is first run dry, with tables that only note what they are asked;
 when the last has been asked, that run is left. The questions travel to the owners in one exchange and the answers back in another,
 and the module is run again, in earnest, with tables that give these answers. What they are asked does not depend on anything
-learned (the planner sees to that), so a dry run without the tables' values asks the same.
+learned (the planner sees to that), so a dry run without the tables' values asks the same. Nor need it compute anything else that is
+learned: of that it has shapes only, and costs next to nothing. Code that looks at such values all the same is run dry as it is.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from meshwright.core.comm import Comm
@@ -53,6 +55,8 @@ class Lookups:
         self.tables = {t.module: modules[t.module] for t in policy.tables}
         self.look_up = {name: table.forward for name, table in self.tables.items()}
         self._asked: list[_Question] | None = None
+        self._shapes_do = True  # a dry run may have shapes alone of what is learned
+        self._shapes = _ShapesOnly()
         self._answers: deque[tuple[str, torch.Tensor]] = deque()
         owners = {t.module: t.owner for t in policy.tables}
         self.by_owner = sorted(range(len(policy.lookups)), key=lambda i: owners[policy.lookups[i].module])  # the questions as they travel
@@ -79,7 +83,7 @@ class Lookups:
             self._asked.append(_Question(name, input.clone(), (*lead, table.embedding_dim)))
             if len(self._asked) == len(self.policy.lookups):
                 raise _AskedError
-            return torch.zeros((*lead, table.embedding_dim), dtype=table.weight.dtype, device=input.device)
+            return torch.zeros((*lead, table.embedding_dim), dtype=table.weight.dtype, device="meta" if self._shapes_do else input.device)
 
         return forward
 
@@ -91,17 +95,28 @@ class Lookups:
     # -- asking --
 
     def _ask(self, args: Any, kwargs: Any) -> list[_Question]:
+        if self._shapes_do:
+            try:
+                asked = self._run_dry(args, kwargs, self._shapes)
+                self._shapes_do = not any(q.indices.is_meta for q in asked)
+            except Exception:  # whatever it is: if it does not come from here, the next run has it too
+                self._shapes_do = False
+        if not self._shapes_do:
+            asked = self._run_dry(args, kwargs, nullcontext())
+        if [q.table for q in asked] != [lookup.module for lookup in self.policy.lookups]:
+            raise RunError(f"{self.name} looked up {[q.table for q in asked]}, and {len(self.policy.lookups)} other lookups were planned: plan again")
+        return asked
+
+    def _run_dry(self, args: Any, kwargs: Any, mode: AbstractContextManager[Any]) -> list[_Question]:
         asked = self._asked = []
         args, kwargs = pytree.tree_map(lambda t: t.clone() if torch.is_tensor(t) else t, (args, kwargs))  # code may change what it is given
         try:
-            with torch.no_grad(), _untouched(self.container):
+            with torch.no_grad(), _untouched(self.container), mode:
                 self.inner(*args, **kwargs)
         except _AskedError:
             pass
         finally:
             self._asked = None
-        if [q.table for q in asked] != [lookup.module for lookup in self.policy.lookups]:
-            raise RunError(f"{self.name} looked up {[q.table for q in asked]}, and {len(self.policy.lookups)} other lookups were planned: plan again")
         return asked
 
     def _exchange(self, asked: list[_Question]) -> list[torch.Tensor]:
@@ -135,6 +150,34 @@ class Lookups:
         if not isinstance(self.tables[table], nn.EmbeddingBag):
             return list(look_up(torch.cat(indices)).split(rows))
         return [look_up(part.view(n, part.numel() // n if n else 1)) for part, n in zip(indices, rows, strict=True)]
+
+
+class _ShapesOnly(TorchFunctionMode):
+    """While it runs, what is made of anything learned has a shape and no values. Shapes are found once for each call with the same ones:
+    torch takes as long for it as for a small product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[Any, Any] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name == "__get__":  # an attribute, such as a parameter's device
+            return func(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if not any(torch.is_tensor(t) and (t.requires_grad or t.is_meta) for t in leaves):
+            return func(*args, **kwargs)
+        call = (func, spec, *((t.shape, t.dtype) if torch.is_tensor(t) else t for t in leaves))
+        in_place = name.endswith("_") and not name.endswith("__")
+        if in_place or not all(isinstance(part, Hashable) for part in call[2:]):
+            return self._made(func, leaves, spec)
+        if call not in self._known:
+            self._known[call] = self._made(func, leaves, spec)
+        return pytree.tree_map(lambda t: t.detach() if torch.is_tensor(t) else t, self._known[call])
+
+    def _made(self, func: Any, leaves: list[Any], spec: Any) -> Any:
+        args, kwargs = pytree.tree_unflatten([t.to("meta") if torch.is_tensor(t) else t for t in leaves], spec)
+        return func(*args, **kwargs)
 
 
 @contextmanager

@@ -73,11 +73,12 @@ class Gather(torch.autograd.Function):
 
 
 def gather_pieces(piece: torch.Tensor, comm: Comm, dim: int, sizes: list[int], name: str = "whole") -> list[torch.Tensor]:
-    """All ranks' pieces. Backends gather equal sizes only, so shorter ones travel padded."""
-    most = max(sizes)
-    front = piece.detach().movedim(dim, 0)
-    if front.shape[0] < most:
-        front = torch.cat([front, front.new_zeros((most - front.shape[0], *front.shape[1:]))])
-    out = front.new_empty((comm.size * most, *front.shape[1:]))
-    comm.all_gather(out, front.contiguous(), name).wait()
-    return [out[r * most : r * most + n].movedim(0, dim) for r, n in enumerate(sizes)]
+    """All ranks' pieces. Backends gather equal sizes only, so shorter ones travel padded. Each travels as it lies in memory: to turn a
+    large one round for a dim that is not its first costs more than the journey."""
+    mine, short = piece.detach(), max(sizes) - piece.shape[dim]
+    if short:
+        shape = [short if d == dim else n for d, n in enumerate(mine.shape)]
+        mine = torch.cat([mine, mine.new_zeros(shape)], dim)
+    every = mine.new_empty((comm.size, *mine.shape))
+    comm.all_gather(every.view(-1), mine.contiguous().view(-1), name).wait()
+    return [every[rank].narrow(dim, 0, n) for rank, n in enumerate(sizes)]

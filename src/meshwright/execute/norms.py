@@ -1,4 +1,4 @@
-"""Norms over features that ranks share: each sums over its own piece, and the ranks meet over one number a row."""
+"""Norms over features that ranks share: each sums over its own piece, and the ranks meet over one or two numbers a row."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Meeting(NamedTuple):
 
 def norm_over_pieces(module: nn.Module, strand: Dealt, meeting: Meeting, apart: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """While the module runs, norms and means over its last dim, a piece of `strand`, are those of the whole."""
-    _, count = strand.piece(meeting.comm.rank, meeting.comm.size)
-    mode, inner = _Norms(strand.size, count, meeting), module.forward
+    pieces = [strand.piece(rank, meeting.comm.size)[1] for rank in range(meeting.comm.size)]
+    mode, inner = _Norms(pieces, meeting), module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with mode:
@@ -36,9 +36,10 @@ def norm_over_pieces(module: nn.Module, strand: Dealt, meeting: Meeting, apart: 
 
 
 class _Norms(TorchFunctionMode):
-    def __init__(self, whole: int, piece: int, meeting: Meeting) -> None:
+    def __init__(self, pieces: list[int], meeting: Meeting) -> None:
         super().__init__()
-        self.whole, self.piece, self.meeting = whole, piece, meeting
+        self.whole, self.piece, self.meeting = sum(pieces), pieces[meeting.comm.rank], meeting
+        self.shares = [n / self.whole for n in pieces]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
@@ -62,12 +63,44 @@ class _Norms(TorchFunctionMode):
     def _layer_norm(
         self, x: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-5, *_: Any
     ) -> torch.Tensor:
-        centred = _wide(x) - self._mean(x)
-        return _scaled(x, centred * torch.rsqrt(self._mean(centred.square()) + eps), weight, bias)
+        return _scaled(x, _Normalise.apply(_wide(x), eps, self.shares, self.meeting), weight, bias)
 
     def _rms_norm(self, x: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, eps: float | None = None) -> torch.Tensor:
         smallest = torch.finfo(x.dtype).eps if eps is None else eps
         return _scaled(x, _wide(x) * torch.rsqrt(self._mean(_wide(x).square()) + smallest), weight, None)
+
+
+class _Normalise(torch.autograd.Function):
+    """(x − mean) / deviation. Ranks tell each other the mean and variance of their pieces in one call, and put them together: sums of
+    squares would need one call only, too, and lose what the mean does not leave of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, eps: float, shares: list[float], meeting: Meeting) -> torch.Tensor:
+        comm, name, recall = meeting
+        ctx.comm, ctx.name, ctx.share = comm, name, shares[comm.rank]
+        own = x.mean(-1, keepdim=True)
+        centred = x - own
+        mine = torch.stack([own, centred.square().mean(-1, keepdim=True)])
+
+        def make() -> torch.Tensor:
+            every = mine.new_empty((comm.size, *mine.shape))
+            comm.all_gather(every.view(-1), mine.view(-1), name).wait()
+            return every
+
+        means, variances = recall.meet(make).unbind(1)
+        weights = x.new_tensor(shares).view(-1, *[1] * x.dim())
+        mean = (weights * means).sum(0)
+        inverse = torch.rsqrt((weights * (variances + (means - mean).square())).sum(0) + eps)
+        out = torch.addcmul((own - mean) * inverse, centred, inverse)
+        ctx.save_for_backward(out, inverse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        out, inverse = ctx.saved_tensors
+        sums = torch.stack([grad.mean(-1, keepdim=True), (grad * out).mean(-1, keepdim=True)]).mul_(ctx.share)
+        ctx.comm.all_reduce(sums, ctx.name).wait()
+        return (grad - sums[0]).addcmul_(out, sums[1], value=-1).mul_(inverse), None, None, None
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -76,8 +109,9 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 def _scaled(x: torch.Tensor, normed: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
     """In the type that torch's own norms give: autocast on CUDA runs them in single precision."""
-    if weight is not None:
-        normed = normed * weight
-    if bias is not None:
-        normed = normed + bias
+    if weight is not None and bias is not None and weight.dtype == bias.dtype == normed.dtype:
+        normed = torch.addcmul(bias, normed, weight)
+    else:
+        normed = normed if weight is None else normed * weight
+        normed = normed if bias is None else normed + bias
     return normed if x.is_cuda and torch.is_autocast_enabled("cuda") else normed.to(x.dtype)

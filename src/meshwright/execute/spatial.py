@@ -13,7 +13,7 @@ gradient, and parts must add up, so the gather's backward multiplies by `ways` w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -161,10 +161,11 @@ class _Halo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mine: Reach, comm: Comm, name: str, fill: float) -> torch.Tensor:
         ctx.mine, ctx.comm, ctx.name = mine, comm, name
-        buffer = x.new_full((*x.shape[:2], *mine.shape), fill)
+        buffer = x.new_empty((*x.shape[:2], *mine.shape))
+        for border in _around(mine):
+            buffer[_at(border)] = fill
         buffer[_at(mine.own)] = x
-        for _, both in groupby(mine.exchanges, key=lambda e: e.dim):
-            exchanges = list(both)
+        for exchanges in _by_dim(mine.exchanges):
             arrived = _swap(buffer, [(e, e.send, e.receive) for e in exchanges], comm, name)
             for exchange, slab in arrived:
                 assert exchange.receive is not None
@@ -173,15 +174,41 @@ class _Halo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        mine = ctx.mine
-        buffer = grad.new_zeros((*grad.shape[:2], *mine.shape))
-        buffer[_at(mine.needed)] = grad
-        for _, both in groupby(reversed(mine.exchanges), key=lambda e: e.dim):
-            arrived = _swap(buffer, [(e, e.receive, e.send) for e in both], ctx.comm, ctx.name)
-            for exchange, slab in arrived:
+        mine, steps = ctx.mine, _by_dim(ctx.mine.exchanges)[::-1]
+        if lengths(mine.needed) != mine.shape:
+            buffer = grad.new_zeros((*grad.shape[:2], *mine.shape))
+            buffer[_at(mine.needed)] = grad
+        else:
+            buffer = grad.clone(memory_format=torch.contiguous_format) if len(steps) > 1 else grad
+        for exchanges in steps[:-1]:
+            for exchange, slab in _swap(buffer, [(e, e.receive, e.send) for e in exchanges], ctx.comm, ctx.name):
                 assert exchange.send is not None
                 buffer[_at(exchange.send)] += slab
-        return buffer[_at(mine.own)].contiguous(), None, None, None, None
+        last = _swap(buffer, [(e, e.receive, e.send) for e in steps[-1]], ctx.comm, ctx.name) if steps else []
+        out = buffer[_at(mine.own)].clone(memory_format=torch.contiguous_format)
+        for exchange, slab in last:  # what comes last lies in the rank's own block, whatever dims were exchanged before
+            assert exchange.send is not None
+            out[_at(_inside(exchange.send, mine.own))] += slab
+        return out, None, None, None, None
+
+
+def _by_dim(exchanges: tuple[Exchange, ...]) -> list[list[Exchange]]:
+    """Those of one dim are under way together; one dim goes after the other, so that corners come along."""
+    return [list(both) for _, both in groupby(exchanges, key=lambda e: e.dim)]
+
+
+def _around(mine: Reach) -> Iterator[Box]:
+    """The parts of a buffer before and behind the rank's own block, dim by dim: to fill all of it first costs a pass over memory."""
+    whole = tuple((0, n) for n in mine.shape)
+    for dim, (start, stop) in enumerate(mine.own):
+        for run in ((0, start), (stop, mine.shape[dim])):
+            if run[0] < run[1]:
+                yield (*whole[:dim], run, *whole[dim + 1 :])
+
+
+def _inside(box: Box, block: Box) -> Box:
+    """A box of the buffer, counted from where a block begins."""
+    return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(box, block, strict=True))
 
 
 def _swap(

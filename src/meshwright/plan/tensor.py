@@ -198,13 +198,13 @@ def _sums(reader: Reader, meet: Meets, chosen: set[int]) -> Iterable[Meet]:
 
 
 def _norms(reader: Reader, meet: Meets, chosen: set[int]) -> Iterable[Meet]:
-    """One number for each row that is normed, at least in single precision; a layer norm has two of them, one after the other."""
+    """One number for each row that is normed, at least in single precision; a layer norm has two of them."""
     for op in reader.flow.operations:
         for strand in chosen.intersection(op.binds):
             found = meet.at(op.module, op.inputs[0])
             width = max(reader.flow.values[op.inputs[0]].itemsize, 4) / reader.flow.values[op.inputs[0]].itemsize
             size = found.bytes / reader.flow.sizes[strand] * width
-            yield replace(found, bytes=size, times=2 if op.name == "native_layer_norm" else 1, strand=_strand_name(reader, strand), across="")
+            yield replace(found, bytes=size, numbers=2 if op.name == "native_layer_norm" else 1, strand=_strand_name(reader, strand), across="")
 
 
 def _alone(reader: Reader, meets: Meets, cut: set[str], ways: int, asked: Mapping[str, str]) -> tuple[list[Dealt], list[Meet], list[Meet]]:

@@ -135,9 +135,11 @@ def _meetings(plan: Plan, profile: ModelProfile, place: Place) -> Meetings:
                 add(meet.module, "forward", _meeting(f"{kind}/{meet.module}", op, axis, whole, whole - size), again)
         for meet in (m for m in policy.enters if m.along is None):
             add(meet.module, "backward", _meeting(f"enter/{meet.module}", "all_reduce", axis, meet.at(profile.batch) * part(meet)))
-        for meet in (m for m in policy.norms for _ in range(m.times)):
-            for phase in ("forward", "backward"):
-                add(meet.module, phase, _meeting(f"norm/{meet.module}", "all_reduce", axis, meet.at(profile.batch)), again=phase == "forward")
+        for meet in policy.norms:
+            size, name = meet.at(profile.batch) * meet.numbers, f"norm/{meet.module}"
+            told = _meeting(name, "all_gather", axis, size * plan.mesh.degree(axis)) if meet.numbers > 1 else _meeting(name, "all_reduce", axis, size)
+            add(meet.module, "forward", told, again=True)
+            add(meet.module, "backward", _meeting(name, "all_reduce", axis, size))
         sizes = {t.name: t.bytes for t in profile.tensors}
         for name in policy.partial:
             add(name, "backward", _meeting(f"enter/{name}", "all_reduce", axis, float(sizes.get(name, 0))))

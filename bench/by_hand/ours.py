@@ -1,0 +1,70 @@
+"""The engine that every block holds against its hand-written one: the module as it is, and a plan found in its dataflow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from cases import optimizer_of
+from meshwright.core.mesh import Mesh
+from meshwright.core.owners import OwnerPolicy
+from meshwright.core.plan import OVERLAPS, MemoryPolicy, Overlap, Plan, SyncPolicy
+from meshwright.core.task import Loss
+from meshwright.core.tensor import TensorPolicy
+from meshwright.describe.flow import trace_module_flow
+from meshwright.describe.trace import trace_module
+from meshwright.execute.session import Session
+from meshwright.plan import choose_grid, choose_owners, cut_stages, share_positions
+from rounds import Batch, Engine
+
+Step = Callable[[Batch], Tensor]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a block trains: how its model is made, its loss, and one rank's batch."""
+
+    build: Callable[[], nn.Module]
+    loss: Loss
+    example: Batch
+    samples: int  # of one rank
+
+    def plan(self, mesh: Mesh, *, micro: int = 1, units: tuple[str, ...] = (), placements: Mapping[str, str] | None = None) -> Plan:
+        """With the cuts that the planner finds; units are cut over the shard axis."""
+        model = self.build()
+        flow, profile = (trace(model, self.loss, self.example) for trace in (trace_module_flow, _profile))
+        none = TensorPolicy(), TensorPolicy()
+        tensor = choose_grid(flow, mesh.tp, placements, profile.layer_names if mesh.pp > 1 else ()) if mesh.degree("tp") > 1 else none
+        (first, second), context, spatial = share_positions(mesh, flow, tensor, "fp32")
+        owners = choose_owners(flow, mesh.ep) if mesh.ep > 1 else OwnerPolicy()
+        stages = cut_stages(flow, profile, mesh.pp, first, second) if mesh.pp > 1 else ()
+        memory = MemoryPolicy(zero=3, units=units) if mesh.shard > 1 else MemoryPolicy()
+        shared: dict[str, Any] = {"tensor": first, "across": second, "context": context, "spatial": spatial, "owners": owners}
+        return Plan("bench", self.samples * mesh.data_width, mesh, micro, stages, memory=memory, **shared)
+
+    def engines(self, block: str, by_hand: Callable[[], Step], plan: Plan, overlaps: tuple[Overlap, ...]) -> Iterator[Engine]:
+        """By hand, the same again, Meshwright with everything overlapped that may be, and without each of `overlaps` and all of them."""
+        yield Engine("by hand", block, by_hand())
+        yield Engine("by hand, again", block, by_hand())
+        yield Engine("Meshwright", block, self.run(plan), ours=True)
+        for left_out in overlaps if len(overlaps) > 1 else ():
+            kept = tuple(o for o in OVERLAPS if o != left_out)
+            yield Engine(f"Meshwright, all but {left_out}", block, self.run(_overlapping(plan, kept)), ours=True)
+        if overlaps:
+            yield Engine("Meshwright, no overlap", block, self.run(_overlapping(plan, ())), ours=True)
+
+    def run(self, plan: Plan) -> Step:
+        model = self.build()
+        session = Session(plan, model, optimizer_of(model))
+        return lambda batch: session.step(batch, self.loss).loss
+
+
+def _profile(model: nn.Module, loss: Loss, example: Batch) -> Any:
+    return trace_module(model, loss, example, name="bench")
+
+
+def _overlapping(plan: Plan, overlap: tuple[Overlap, ...]) -> Plan:
+    return replace(plan, sync=SyncPolicy(overlap=overlap))

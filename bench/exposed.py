@@ -1,0 +1,43 @@
+"""Exposed communication: how long a rank's main thread waits in Meshwright's collectives. What travels beside computation costs it nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.pipelining import schedules
+
+from meshwright.comm import TorchComm
+
+
+class Waits:
+    """From its making on, every call of a `Comm` and every wait for one adds to `seconds`; so do the waits of torch's pipeline schedules."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        inner, between = TorchComm._named, schedules._wait_batch_p2p
+        TorchComm._named = lambda comm, name, call: _Timed(self.timed(lambda: inner(comm, name, call)), self)  # type: ignore[method-assign]
+        schedules._wait_batch_p2p = lambda works: self.timed(lambda: between(works))
+
+    def timed(self, call: Callable[[], Any]) -> Any:
+        begun = time.perf_counter()
+        try:
+            return call()
+        finally:
+            self.seconds += time.perf_counter() - begun
+
+
+class _Timed(dist.Work):
+    """A call under way. A `Work`, since FSDP2 waits for nothing else."""
+
+    def __init__(self, work: Any, waits: Waits) -> None:
+        super().__init__()
+        self._work, self._waits = work, waits
+
+    def wait(self, *args: Any) -> bool:
+        return bool(self._waits.timed(lambda: self._work.wait(*args)))
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
