@@ -123,3 +123,12 @@ def test_shared_positions_beside_other_axes(pool: Any, name: str, mesh: Mesh, ho
     plan, profile = spread(model, mesh, 8, sequence=True, **how)
     assert plan.tensor.sequence and bool(plan.tensor.masks) == (name == "gpt-tiny")
     check(pool, model, plan, profile)
+
+
+@pytest.mark.prove
+def test_copies_stay_bit_equal_where_pieces_differ_in_size(large_pool: Any) -> None:
+    """Five neurons over two ranks: buckets with pieces in them are of two sizes, and gloo adds up in an order that depends on the size."""
+    model = {"sizes": [7, 5, 9, 5], "activation": "gelu", "norm": True, "masked": False}
+    plan, profile = spread(model, Mesh(dp=3, tp=(2,)), 6)
+    assert plan.tensor.strands
+    check(large_pool, model, plan, profile, steps=20)

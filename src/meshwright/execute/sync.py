@@ -96,9 +96,10 @@ class GradientBuckets:
         return live
 
     def _kind(self, param: nn.Parameter) -> Kind:
-        """Squares are summed kind by kind over slices alone; what is owned meets elsewhere at every stage."""
+        """Squares are summed kind by kind over slices alone; what is owned meets elsewhere at every stage. What tensor-parallel ranks hold
+        alike never shares a bucket with pieces, which may differ in size: sums would be made in another order, and copies drift apart."""
         kind = self._kinds.get(id(param), Kind())
-        return kind if self.zero else Kind(owned=kind.owned)
+        return kind if self.zero else kind._replace(counted=True)
 
     def _line_up(self) -> None:
         """In each lane buckets go in order. What is owned has its own, since other ranks own something else and have other buckets for it."""

@@ -53,7 +53,7 @@ def gradient_buckets(plan: Plan, profile: ModelProfile) -> tuple[Bucket, ...]:
     tensors = [t for _, t in _arrival(profile)]
     copies, owned = plan.copies(), plan.owners.parameters if plan.mesh.ep > 1 else frozenset()
     zero = plan.memory.zero > 0
-    kinds = [Kind(copies.get(t.name, plan.everywhere) if zero else 1, t.counted or not zero, t.name in owned) for t in tensors]
+    kinds = [Kind(copies.get(t.name, plan.everywhere), t.counted or not zero, t.name in owned) for t in tensors]
     return assign_buckets(
         [t.numel for t in tensors],
         [t.itemsize for t in tensors],
