@@ -2,6 +2,7 @@
 
 from meshwright.comm.ledger import Ledger, Line
 from meshwright.comm.null import NullComm
+from meshwright.comm.threads import ThreadComm, ThreadWorld
 from meshwright.comm.torch_comm import TorchComm
 
-__all__ = ["Ledger", "Line", "NullComm", "TorchComm"]
+__all__ = ["Ledger", "Line", "NullComm", "ThreadComm", "ThreadWorld", "TorchComm"]

@@ -26,6 +26,8 @@ from meshwright.comm.mpi.reductions import Reduction, reduction  # noqa: E402
 from meshwright.comm.mpi.watchdog import Watchdog  # noqa: E402
 
 Tensors = Sequence[torch.Tensor]
+_c10d: Any = torch._C._distributed_c10d
+_Base: Any = dist.ProcessGroup
 _TAG = 1  # of making groups
 _post = Post()
 atexit.register(_post.close)  # before MPI ends: what is registered later runs first
@@ -47,7 +49,7 @@ def make_group(ranks: Sequence[int]) -> MpiGroup:
     return MpiGroup(world.Create_group(group, _TAG), members)
 
 
-class MpiGroup(dist.ProcessGroup):
+class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their own overloads
     """A communicator. Collectives are done in order by its lane; messages are requests of their own."""
 
     supports_splitting = False
@@ -59,6 +61,7 @@ class MpiGroup(dist.ProcessGroup):
         self._index, self._count = comm.Get_rank(), comm.Get_size()
         self._lane = Lane(f"the group of ranks {_ranges(members)}")
         self._coalesced: list[Any] | None = None
+        self._label = self._note = ""
         assert _watchdog is not None
         _watchdog.watch(self._lane, members)
 
@@ -68,6 +71,21 @@ class MpiGroup(dist.ProcessGroup):
         return "mpi"
 
     _get_backend_name = name = getBackendName
+
+    def getGroupName(self) -> str:
+        return self._label
+
+    def setGroupName(self, name: str) -> None:
+        self._label = name
+
+    def getGroupDesc(self) -> str:
+        return self._note
+
+    def setGroupDesc(self, note: str) -> None:
+        self._note = note
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
     def _get_backend(self, device: torch.device) -> MpiGroup:
         return self
@@ -93,13 +111,13 @@ class MpiGroup(dist.ProcessGroup):
     # -- reductions --
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        opts = opts or dist.AllreduceOptions()
+        opts = opts or _c10d.AllreduceOptions()
         (tensor,) = tensors
         way = reduction(opts.reduceOp, tensor.dtype, self._count)
         return self._put("all_reduce", lambda: self._all_reduce(tensor, way), tensors, tensor, opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        opts = opts or dist.AllreduceCoalescedOptions()
+        opts = opts or _c10d.AllreduceCoalescedOptions()
         ways = [reduction(opts.reduceOp, t.dtype, self._count) for t in tensors]
 
         def run() -> None:
@@ -109,13 +127,13 @@ class MpiGroup(dist.ProcessGroup):
         return self._put("all_reduce", run, tensors, tensors[0], opts)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        opts = opts or dist.ReduceOptions()
+        opts = opts or _c10d.ReduceOptions()
         (tensor,) = tensors
         way, root = reduction(opts.reduceOp, tensor.dtype, self._count), opts.rootRank
         return self._put("reduce", lambda: self._reduce(tensor, way, root), tensors, tensor, opts)
 
     def reduce_scatter(self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None) -> dist.Work:
-        opts = opts or dist.ReduceScatterOptions()
+        opts = opts or _c10d.ReduceScatterOptions()
         (output,), (inputs,) = output_tensors, input_tensors
         way = reduction(opts.reduceOp, output.dtype, self._count)
         sizes = [t.numel() for t in inputs]
@@ -128,7 +146,7 @@ class MpiGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        opts = opts or dist.ReduceScatterOptions()
+        opts = opts or _c10d.ReduceScatterOptions()
         ways = [reduction(opts.reduceOp, t.dtype, self._count) for t in outputs]
         for output, whole in zip(outputs, inputs, strict=True):
             _expect(output.numel() * self._count == whole.numel(), "reduce_scatter", whole, f"{self._count} times {output.numel()}")
@@ -144,13 +162,13 @@ class MpiGroup(dist.ProcessGroup):
     # -- movements --
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        opts = opts or dist.BroadcastOptions()
+        opts = opts or _c10d.BroadcastOptions()
         (tensor,) = tensors
         return self._put("broadcast", lambda: self._broadcast(tensor, opts.rootRank), tensors, tensor, opts)
 
     def allgather(self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None) -> dist.Work:
         (outputs,), (tensor,) = output_tensors, input_tensors
-        return self._put("all_gather", lambda: self._gather_all(outputs, tensor), outputs, tensor, opts or dist.AllgatherOptions())
+        return self._put("all_gather", lambda: self._gather_all(outputs, tensor), outputs, tensor, opts or _c10d.AllgatherOptions())
 
     def allgather_coalesced(self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None) -> dist.Work:
         """`output_lists[i]` is what the i-th input's copies of all ranks go to."""
@@ -160,7 +178,7 @@ class MpiGroup(dist.ProcessGroup):
                 self._gather_all(outputs, tensor)
 
         every = [t for outputs in output_lists for t in outputs]
-        return self._put("all_gather", run, every, input_list[0], opts or dist.AllgatherOptions())
+        return self._put("all_gather", run, every, input_list[0], opts or _c10d.AllgatherOptions())
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         return self.all_gather_single_coalesced([output], [input], opts)
@@ -178,18 +196,18 @@ class MpiGroup(dist.ProcessGroup):
                 self._comm.Allgather(unit, [buffers.memory(whole), *unit[1:]])
                 buffers.settle(output, whole)
 
-        return self._put("all_gather", run, outputs, outputs[0], opts or dist.AllgatherOptions())
+        return self._put("all_gather", run, outputs, outputs[0], opts or _c10d.AllgatherOptions())
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def gather(self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None) -> dist.Work:
-        opts = opts or dist.GatherOptions()
+        opts = opts or _c10d.GatherOptions()
         (tensor,) = input_tensors
         outputs = output_tensors[0] if output_tensors else ()
         return self._put("gather", lambda: self._gather(outputs, tensor, opts.rootRank), outputs, tensor, opts)
 
     def scatter(self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None) -> dist.Work:
-        opts = opts or dist.ScatterOptions()
+        opts = opts or _c10d.ScatterOptions()
         (tensor,) = output_tensors
         inputs = input_tensors[0] if input_tensors else ()
         return self._put("scatter", lambda: self._scatter(tensor, inputs, opts.rootRank), output_tensors, tensor, opts)
@@ -200,11 +218,11 @@ class MpiGroup(dist.ProcessGroup):
         receives, sends = self._splits(output, output_splits), self._splits(input, input_splits)
 
         def run() -> None:
-            whole = buffers.incoming(output)
-            self._comm.Alltoallv(buffers.in_pieces(buffers.outgoing(input), sends), buffers.in_pieces(whole, receives))
+            whole, sent = buffers.incoming(output), buffers.outgoing(input)
+            self._comm.Alltoallv(buffers.in_pieces(sent, sends), buffers.in_pieces(whole, receives))
             buffers.settle(output, whole)
 
-        return self._put("all_to_all", run, [output], output, opts or dist.AllToAllOptions())
+        return self._put("all_to_all", run, [output], output, opts or _c10d.AllToAllOptions())
 
     alltoall_base = all_to_all_single
 
@@ -215,7 +233,7 @@ class MpiGroup(dist.ProcessGroup):
             self._comm.Alltoallv(*(buffers.in_pieces(b, [t.numel() for t in ts]) for b, ts in ((sent, input_tensors), (arrived, output_tensors))))
             _deal(arrived, output_tensors)
 
-        return self._put("all_to_all", run, output_tensors, output_tensors[0], opts or dist.AllToAllOptions())
+        return self._put("all_to_all", run, output_tensors, output_tensors[0], opts or _c10d.AllToAllOptions())
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._lane.put("barrier", self._comm.Barrier, (), later=opts is None or opts.asyncOp)
@@ -256,7 +274,7 @@ class MpiGroup(dist.ProcessGroup):
     # -- how --
 
     def _put(self, name: str, run: Callable[[], object], outputs: Tensors, tensor: torch.Tensor, opts: Any) -> Call:
-        call = self._lane.put(name, buffers.beside(tensor, run), outputs, later=opts.asyncOp)
+        call = self._lane.put(name, buffers.beside(tensor, run), outputs, opts.asyncOp, tensor.numel() * tensor.element_size())
         if self._coalesced is not None:
             self._coalesced.append(call)
         return call
@@ -281,7 +299,7 @@ class MpiGroup(dist.ProcessGroup):
         if whole.numel() * way.width > buffers.most:
             self._scatter_by_reducing(own, work, way, sizes)
         elif len(set(sizes)) == 1:
-            self._comm.Reduce_scatter_block(way.spec(work), way.spec(own), way.op)
+            self._comm.Reduce_scatter_block([buffers.memory(work), sizes[0] * way.width, way.kind], way.spec(own), way.op)
         else:
             self._comm.Reduce_scatter(way.spec(work), way.spec(own), [n * way.width for n in sizes], way.op)
         way.finish(output, own)
@@ -322,7 +340,8 @@ class MpiGroup(dist.ProcessGroup):
 
     def _scatter(self, tensor: torch.Tensor, inputs: Tensors, root: int) -> None:
         own = buffers.incoming(tensor)
-        sent = buffers.in_pieces(_joined(inputs), [t.numel() for t in inputs]) if self._index == root else None
+        whole = _joined(inputs) if self._index == root else None
+        sent = buffers.in_pieces(whole, [t.numel() for t in inputs]) if whole is not None else None
         self._comm.Scatterv(sent, buffers.as_bytes(own), root)
         buffers.settle(tensor, own)
 

@@ -43,7 +43,7 @@ def settle(tensor: torch.Tensor, arrived: torch.Tensor) -> None:
 
 
 def memory(tensor: torch.Tensor) -> Any:
-    """The tensor's bytes, without a copy and without its type: half and quarter precision have no name in MPI."""
+    """The tensor's bytes, without a copy and without its type: half and quarter precision have no name in MPI. The caller keeps the tensor."""
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 

@@ -6,21 +6,26 @@ mixed on one communicator. So every collective here is a blocking one, and what 
 once is made by the caller itself. A call that is not is made by the lane's thread, without Python's lock, while the caller computes; and if
 `wait` comes before the thread has got to it, the waiter makes it. Small messages thus never pay for handing over to a thread, and large ones
 overlap. Lanes are independent (MPI_THREAD_MULTIPLE), so ranks may use several groups in different orders.
+
+Waking a thread costs more than a small message does, so for those it is given a moment: by then most have been waited for.
 """
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+LARGE = 1 << 15  # bytes from which a call is worth a thread's waking up at once
+_MOMENT_S = 200e-6
 _FOREVER = -1.0
 _announcing = threading.Lock()
 
@@ -56,7 +61,7 @@ class Call(dist.Work):
                 return
             self._announced = True
         if self._error is not None:
-            self._future.set_exception(self._error)
+            self._future.set_exception(self._error)  # type: ignore[arg-type]  # torch's stub is wrong about it
         else:
             self._future.set_result(list(self._outputs))
 
@@ -85,6 +90,8 @@ class Call(dist.Work):
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         if self._future is None:
             self._future = torch.futures.Future()
+            if not self.done:
+                self._lane.ring(hurry=True)  # who waits for a future does not help
         self.announce()
         return self._future
 
@@ -98,15 +105,16 @@ class Lane:
         self.current: tuple[str, float] | None = None  # what is being done, and since when
         self._turn = threading.Lock()
         self._waiting: deque[Call] = deque()
-        self._bell: SimpleQueue[bool] = SimpleQueue()
+        self._bell: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._rung = False
         self._thread: threading.Thread | None = None
 
-    def put(self, name: str, run: Callable[[], object], outputs: Sequence[torch.Tensor], later: bool) -> Call:
+    def put(self, name: str, run: Callable[[], object], outputs: Sequence[torch.Tensor], later: bool, size: int = 0) -> Call:
         """Do it now, after what was asked for before; or later, at the latest when it is waited for."""
         call = Call(self, name, run, outputs)
         self._waiting.append(call)
         if later:
-            self._ring()
+            self.ring(hurry=size >= LARGE)
         else:
             call.wait()
         return call
@@ -129,18 +137,27 @@ class Lane:
         while self._waiting:
             self.finish(self._waiting[-1])
         if self._thread is not None:
-            self._bell.put(False)
+            self._bell.put("end")
             self._thread.join()
             self._thread = None
 
-    def _ring(self) -> None:
+    def ring(self, hurry: bool) -> None:
+        """Have the thread look at what is waiting: now, or in a moment."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=f"mpi {self.name}", daemon=True)
             self._thread.start()
-        self._bell.put(True)
+        if hurry or not self._rung:
+            self._rung = True
+            self._bell.put("now" if hurry else "soon")
 
     def _serve(self) -> None:
-        while self._bell.get():
+        while (word := self._bell.get()) != "end":
+            if word == "soon":
+                with contextlib.suppress(queue.Empty):
+                    word = self._bell.get(timeout=_MOMENT_S)
+                    if word == "end":
+                        return
+            self._rung = False
             while self._waiting:
                 with self._turn:
                     ran = self._next()

@@ -16,7 +16,7 @@ _TYPES = {
     torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.uint8: MPI.UINT8_T, torch.int8: MPI.INT8_T, torch.int16: MPI.INT16_T,
     torch.int32: MPI.INT32_T, torch.int64: MPI.INT64_T, torch.uint16: MPI.UINT16_T, torch.uint32: MPI.UINT32_T, torch.uint64: MPI.UINT64_T,
 }  # fmt: skip
-_KINDS = dist.ReduceOp.RedOpType
+_KINDS: Any = dist.ReduceOp.RedOpType
 _OPS = {
     _KINDS.SUM: MPI.SUM, _KINDS.AVG: MPI.SUM, _KINDS.PREMUL_SUM: MPI.SUM, _KINDS.PRODUCT: MPI.PROD, _KINDS.MIN: MPI.MIN, _KINDS.MAX: MPI.MAX,
     _KINDS.BAND: MPI.BAND, _KINDS.BOR: MPI.BOR, _KINDS.BXOR: MPI.BXOR,

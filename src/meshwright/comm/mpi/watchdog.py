@@ -1,4 +1,4 @@
-"""Names the rank that keeps others waiting. A blocking MPI call cannot be called off, so the job is ended, after one line that says who is missing."""
+"""Names the rank that keeps others waiting. A blocking MPI call cannot be called off: after one line that says who is missing, the job is ended."""
 
 from __future__ import annotations
 
@@ -64,7 +64,11 @@ class Watchdog:
             time.sleep(0.01)
         missing = [r for r in watched.ranks if r not in came]
         if me == min(came):
-            who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}" if missing else "no rank is missing: the network stands still, and nobody"
+            who = (
+                f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+                if missing
+                else "no rank is missing: the network stands still, and nobody"
+            )
             line = f"{who} did not arrive at {operation} number {number} of {watched.name} within {library.timeout_s:.0f} s; {len(came)} ranks waited"
             print(f"meshwright: {line}", file=sys.stderr, flush=True)
         del requests

