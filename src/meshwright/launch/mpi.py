@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TextIO
 
 from meshwright.core.errors import RequestError
 
+_RULE = "-" * 70
+_ENDED = ("exited with non-zero status", "exiting\n", "noticed that process")
 INSTALL = "pip install 'meshwright[mpi]'"
 
 
@@ -27,6 +31,34 @@ def mpirun(ranks: int, environ: Mapping[str, str], *, cores: int | None = None) 
             command.append("--oversubscribe")
         command += ["--bind-to", "none"]  # a rank has threads: one core is not enough for them
     return command, merged
+
+
+def run(command: list[str], environ: Mapping[str, str], errors: TextIO) -> int:
+    """Run it to its end; the exit code of the first rank that failed. Why it failed is said by that rank, so mpirun's own page on it is left out."""
+    with subprocess.Popen(command, env=dict(environ), stderr=subprocess.PIPE, text=True, bufsize=1, errors="replace") as process:
+        assert process.stderr is not None
+        for line in without_pages(process.stderr):
+            errors.write(line)
+            errors.flush()
+        return process.wait()
+
+
+def without_pages(lines: Iterable[str]) -> Iterator[str]:
+    """All lines but mpirun's pages between two rules about processes that ended."""
+    page: list[str] | None = None
+    for line in lines:
+        rule = line.startswith(_RULE)
+        if page is None and not rule:
+            yield line
+        elif page is None:
+            page = [line]
+        else:
+            page.append(line)
+            if rule:
+                if not any(mark in text for text in page for mark in _ENDED):
+                    yield from page
+                page = None
+    yield from page or ()
 
 
 def find() -> Path | None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler
 
 LARGE = 1 << 15  # bytes from which a call is worth a thread's waking up at once
 _MOMENT_S = 200e-6
@@ -46,7 +47,11 @@ class Call(dist.Work):
         """Called once, by whoever holds the lane."""
         assert self._run is not None
         try:
-            self._run()
+            if profiler._is_profiler_enabled:
+                with profiler.record_function(f"mpi:{self.name}"):
+                    self._run()
+            else:
+                self._run()
         except Exception as error:
             self._error = error
         self._run = None  # what it holds on to may go
