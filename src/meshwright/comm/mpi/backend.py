@@ -245,7 +245,7 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()
         held = buffers.outgoing(tensor)
-        return self._noted(Message(self._comm.Isend(buffers.as_bytes(held), dst, tag), tensor, held, None))
+        return self._noted(Message(_post, self._comm.Isend(buffers.as_bytes(held), dst, tag), tensor, held, None), held.nbytes)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
         (tensor,) = tensors
@@ -253,13 +253,13 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
             torch.cuda.current_stream(tensor.device).synchronize()
         held = buffers.incoming(tensor)
         arrived = None if held is tensor else lambda: buffers.settle(tensor, held)
-        return self._noted(Message(self._comm.Irecv(buffers.as_bytes(held), src, tag), tensor, held, arrived))
+        return self._noted(Message(_post, self._comm.Irecv(buffers.as_bytes(held), src, tag), tensor, held, arrived), held.nbytes)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         return self.recv(tensors, MPI.ANY_SOURCE, tag)
 
-    def _noted(self, message: Message) -> dist.Work:
-        _post.take(message)
+    def _noted(self, message: Message, size: int) -> dist.Work:
+        _post.take(message, size)
         if self._coalesced is not None:
             self._coalesced.append(message)
         return message
@@ -274,12 +274,15 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
     # -- how --
 
     def _put(self, name: str, run: Callable[[], object], outputs: Tensors, tensor: torch.Tensor, opts: Any) -> Call:
-        call = self._lane.put(name, buffers.beside(tensor, run), outputs, opts.asyncOp, tensor.numel() * tensor.element_size())
+        call = self._lane.put(name, buffers.beside(tensor, run), outputs, opts.asyncOp, tensor.nbytes)
         if self._coalesced is not None:
             self._coalesced.append(call)
         return call
 
     def _all_reduce(self, tensor: torch.Tensor, way: Reduction) -> None:
+        if way.fits(tensor):
+            self._comm.Allreduce(MPI.IN_PLACE, way.spec(tensor), way.op)
+            return
         work = way.prepared(tensor, keep=False)
         way.pieces(work, lambda part: self._comm.Allreduce(MPI.IN_PLACE, way.spec(part), way.op))
         way.finish(tensor, work)

@@ -13,6 +13,7 @@ from mpi4py import MPI
 from meshwright.comm.mpi import library
 
 most = 2**31 - 1  # elements or bytes in one count of MPI's; tests lower it
+_at = MPI.buffer.fromaddress
 _UNIT = 2**24  # bytes in a piece of a type that holds more than `most`
 
 Spec = list[Any]
@@ -20,14 +21,14 @@ Spec = list[Any]
 
 def ready(tensor: torch.Tensor) -> bool:
     """Whether MPI can work on it where it is."""
-    return tensor.is_contiguous() and (tensor.device.type == "cpu" or (tensor.is_cuda and library.cuda_aware()))
+    return tensor.is_contiguous() and (tensor.is_cpu or (tensor.is_cuda and library.cuda_aware()))
 
 
 def outgoing(tensor: torch.Tensor) -> torch.Tensor:
     """What is sent: the tensor, or a copy in host memory."""
     if ready(tensor):
         return tensor
-    return tensor.contiguous() if tensor.device.type == "cpu" or (tensor.is_cuda and library.cuda_aware()) else tensor.cpu().contiguous()
+    return tensor.contiguous() if tensor.is_cpu or (tensor.is_cuda and library.cuda_aware()) else tensor.cpu().contiguous()
 
 
 def incoming(tensor: torch.Tensor) -> torch.Tensor:
@@ -44,12 +45,12 @@ def settle(tensor: torch.Tensor, arrived: torch.Tensor) -> None:
 
 def memory(tensor: torch.Tensor) -> Any:
     """The tensor's bytes, without a copy and without its type: half and quarter precision have no name in MPI. The caller keeps the tensor."""
-    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    return _at(tensor.data_ptr(), tensor.nbytes)
 
 
 def as_bytes(tensor: torch.Tensor) -> Spec:
     """All of it, as one message."""
-    size = tensor.numel() * tensor.element_size()
+    size = tensor.nbytes
     if size <= most:
         return [memory(tensor), size, MPI.BYTE]
     return [memory(tensor), 1, of_bytes(size)]

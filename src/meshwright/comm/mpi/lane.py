@@ -117,6 +117,13 @@ class Lane:
     def put(self, name: str, run: Callable[[], object], outputs: Sequence[torch.Tensor], later: bool, size: int = 0) -> Call:
         """Do it now, after what was asked for before; or later, at the latest when it is waited for."""
         call = Call(self, name, run, outputs)
+        if not later and not self._waiting and self._turn.acquire(blocking=False):  # nobody is before us
+            try:
+                self._do(call)
+            finally:
+                self._turn.release()
+            call.wait()  # raises what went wrong
+            return call
         self._waiting.append(call)
         if later:
             self.ring(hurry=size >= LARGE)
@@ -173,8 +180,11 @@ class Lane:
         if not self._waiting:
             return None
         call = self._waiting.popleft()
+        self._do(call)
+        return call
+
+    def _do(self, call: Call) -> None:
         self.number += 1
         self.current = (call.name, time.monotonic())
         call.perform()
         self.current = None
-        return call

@@ -13,14 +13,16 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
+_EAGER = 4096  # bytes that are sent without asking whether the other side is ready
 _SHORTEST_S, _LONGEST_S = 50e-6, 2e-3  # between two looks at requests under way
 
 
 class Message(dist.Work):
     """One request. Only one thread may complete it: `_turn` says which."""
 
-    def __init__(self, request: Any, tensor: torch.Tensor, held: object, arrived: Callable[[], None] | None) -> None:
+    def __init__(self, post: Post, request: Any, tensor: torch.Tensor, held: object, arrived: Callable[[], None] | None) -> None:
         super().__init__()
+        self._post = post
         self.done, self.awaited = False, False
         self._request, self._tensor = request, tensor
         self._held: object = held  # the memory MPI works on
@@ -86,6 +88,8 @@ class Message(dist.Work):
                 self._future = torch.futures.Future()
                 if self.done:
                     self._future.set_result([self._tensor])
+                else:
+                    self._post.follow(self)  # who waits for a future does not move the message on
         return self._future
 
 
@@ -96,13 +100,17 @@ class Post:
         self._new: SimpleQueue[Message | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def take(self, message: Message) -> Message:
-        if not message.look():
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="mpi messages", daemon=True)
-                self._thread.start()
-            self._new.put(message)
+    def take(self, message: Message, size: int) -> Message:
+        """A small message is on its way, or can only be waited for: no thread has to wake up for it."""
+        if size > _EAGER and not message.look():
+            self.follow(message)
         return message
+
+    def follow(self, message: Message) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="mpi messages", daemon=True)
+            self._thread.start()
+        self._new.put(message)
 
     def close(self) -> None:
         if self._thread is not None:

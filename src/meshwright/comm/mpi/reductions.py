@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,10 +39,10 @@ class Reduction:
     factor: Any = None  # multiplied first
     ranks: int = 1  # divided by last
 
-    @property
-    def plain(self) -> bool:
-        """Nothing to do before or after: MPI can work on the tensor itself."""
-        return self.factor is None and self.ranks == 1
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether MPI can work on the tensor itself, at once, with nothing to do before or after."""
+        alike = self.factor is None and self.ranks == 1 and self.worked == tensor.dtype
+        return alike and buffers.ready(tensor) and tensor.numel() * self.width <= buffers.most
 
     def prepared(self, tensor: torch.Tensor, keep: bool = True) -> torch.Tensor:
         """What goes in. With `keep` it is a copy whenever it differs from the tensor."""
@@ -75,14 +76,20 @@ class Reduction:
 def reduction(op: Any, dtype: torch.dtype, ranks: int) -> Reduction:
     """ValueError where the two have no meaning together."""
     kind = op.op if hasattr(op, "op") else op
+    if kind == _KINDS.PREMUL_SUM:
+        return replace(_reduction(kind, dtype, ranks), factor=op.__getstate__()[1])
+    return _reduction(kind, dtype, ranks)
+
+
+@cache
+def _reduction(kind: Any, dtype: torch.dtype, ranks: int) -> Reduction:
     if kind not in _OPS:
         raise ValueError(f"backend mpi has no reduction {kind}")
-    factor = op.__getstate__()[1] if kind == _KINDS.PREMUL_SUM else None
     divisor = ranks if kind == _KINDS.AVG else 1
     if dtype in _TYPES:
         if kind in _BITS and dtype.is_floating_point:
             raise ValueError(f"{kind} of {dtype}: bits are combined of whole numbers only")
-        return Reduction(_OPS[kind], _TYPES[dtype], 1, dtype, factor, divisor)
+        return Reduction(_OPS[kind], _TYPES[dtype], 1, dtype, ranks=divisor)
     if dtype == torch.bool:
         if kind not in _TRUTH and kind not in _BITS:
             raise ValueError(f"{kind} of truth values has no meaning: convert them to numbers")
@@ -90,7 +97,7 @@ def reduction(op: Any, dtype: torch.dtype, ranks: int) -> Reduction:
     if dtype.is_complex:
         if kind not in _COMPLEX:
             raise ValueError(f"{kind} of complex numbers has no meaning")
-        return Reduction(_OPS[kind], MPI.DOUBLE if dtype == torch.complex128 else MPI.FLOAT, 2, dtype, factor, divisor)
+        return Reduction(_OPS[kind], MPI.DOUBLE if dtype == torch.complex128 else MPI.FLOAT, 2, dtype, ranks=divisor)
     if kind in _BITS:
         raise ValueError(f"{kind} of {dtype}: bits are combined of whole numbers only")
-    return Reduction(_OPS[kind], MPI.FLOAT, 1, torch.float32, factor, divisor)
+    return Reduction(_OPS[kind], MPI.FLOAT, 1, torch.float32, ranks=divisor)
