@@ -30,6 +30,8 @@ def mpirun(ranks: int, environ: Mapping[str, str], *, cores: int | None = None) 
         if ranks > (cores or os.cpu_count() or 1):
             command.append("--oversubscribe")
         command += ["--bind-to", "none"]  # a rank has threads: one core is not enough for them
+        if 2 * ranks > (cores or os.cpu_count() or 1):
+            merged.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # who waits lets those work who share the core
     return command, merged
 
 

@@ -41,6 +41,7 @@ class Watchdog:
     def _look(self) -> None:
         while True:
             time.sleep(_LOOK_EVERY_S)
+            self._control.iprobe()  # moves on what nobody waits for
             with self._lock:
                 self._watched = [w for w in self._watched if w.lane() is not None]
                 watched = list(self._watched)
