@@ -42,6 +42,7 @@ def make_group(ranks: Sequence[int]) -> MpiGroup:
     with _making:
         if _watchdog is None:
             _watchdog = Watchdog(world.Dup())
+            atexit.register(_watchdog.close)
     members = tuple(ranks) or tuple(range(world.Get_size()))
     if not ranks:
         return MpiGroup(world.Dup(), members)

@@ -32,15 +32,21 @@ class Watchdog:
         self._control = control
         self._watched: list[_Watched] = []
         self._lock = threading.Lock()
-        threading.Thread(target=self._look, name="mpi watchdog", daemon=True).start()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="mpi watchdog", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Before MPI ends."""
+        self._over.set()
+        self._thread.join()
 
     def watch(self, lane: Lane, ranks: tuple[int, ...]) -> None:
         with self._lock:
             self._watched.append(_Watched(weakref.ref(lane), ranks, lane.name))
 
     def _look(self) -> None:
-        while True:
-            time.sleep(_LOOK_EVERY_S)
+        while not self._over.wait(_LOOK_EVERY_S):
             self._control.iprobe()  # moves on what nobody waits for
             with self._lock:
                 self._watched = [w for w in self._watched if w.lane() is not None]
