@@ -27,12 +27,14 @@ from meshwright.describe.flow import trace_module_flow
 from meshwright.describe.trace import parameters_only, trace_module
 from meshwright.execute.apply import Applied, apply
 from meshwright.execute.data import RankLoader
-from meshwright.execute.groups import Groups, make_groups
+from meshwright.execute.groups import Groups, make_groups, make_ready
 from meshwright.execute.session import Session, sample_count
-from meshwright.launch import Place, Rendezvous, adopted, join
+from meshwright.launch import Place, Rendezvous, adopted, default_backend, join
 from meshwright.orchestrate import calibrate
 from meshwright.orchestrate.strategy import load_strategy, transform
 from meshwright.plan import Ranking, Wishes, explain, rank_plans
+
+_PATIENCE_S = 600.0  # with a rank that keeps the others waiting
 
 
 class Run:
@@ -149,8 +151,10 @@ def _join(backend: str | None = None) -> Place:
         local = int(os.environ.get("LOCAL_RANK", rank % max(torch.cuda.device_count(), 1)))
         return Place(rank, dist.get_world_size(), local, dist.get_world_size(), "", "script")
     place = adopted(os.environ) or Place(0, 1, 0, 1, "", "python")
-    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    join(Rendezvous(place.rank, place.world, place.meeting, backend, "cuda" if backend == "nccl" else "cpu", place.local_rank))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    backend = backend or default_backend(place, device)
+    make_ready(backend, _PATIENCE_S)
+    join(Rendezvous(place.rank, place.world, place.meeting, backend, device if backend != "gloo" else "cpu", place.local_rank))
     return place
 
 
@@ -193,7 +197,9 @@ def _plan_here(
         calibration = calibrate.kept(cluster, os.environ) or calibrate.from_sheet(cluster)
         # A script may do with its model what a compiler cannot follow, so it is compiled only when the script says so.
         flow = _flow(model, loss_fn, batch) if loss_fn is not None and world > 1 else None
-        ranking = rank_plans(profile, cluster, workload, calibration, Wishes(world=world, compile="none", flow=flow))
+        ranking = rank_plans(
+            profile, cluster, workload, calibration, Wishes(world=world, compile="none", flow=flow, backend=dist.get_backend() if world > 1 else None)
+        )
         why = explain(ranking)
         if own is not None:
             ranking, change = transform(ranking, own, lambda _: flow)

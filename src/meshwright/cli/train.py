@@ -45,7 +45,8 @@ def train(
     nproc: Nproc = None,
     mesh: MeshFlag = None,
     devices: Devices = None,
-    backend: Annotated[str | None, typer.Option("--backend", help="gloo or nccl.")] = None,
+    backend: Annotated[str | None, typer.Option("--backend", help="gloo, mpi or nccl.")] = None,
+    launcher: Annotated[str | None, typer.Option("--launcher", help="local (the default), or mpi: ranks are started by mpirun.")] = None,
     run_dir: Annotated[str | None, typer.Option("--run-dir", help="Folder that holds runs.")] = None,
     settings: Settings = None,
     as_json: Json = False,
@@ -55,12 +56,14 @@ def train(
     Examples:
       meshwright train
       meshwright train vae --steps 50 --mesh shard=2 --set zero=2
+      meshwright train --backend mpi --nproc 2 --steps 20
       meshwright train examples/02_prepare.py
     """
     need_torch()
     from meshwright.describe.discover import discover
     from meshwright.launch import adopted
     from meshwright.orchestrate import Orchestrator
+    from meshwright.orchestrate.mpirun import by_mpirun, train_by_mpirun
 
     flags: dict[str, Any] = {
         "steps": steps, "epochs": epochs, "data": data, "global_batch": global_batch, "seq": seq, "seed": seed, "plan": plan,
@@ -78,6 +81,8 @@ def train(
         return place.world if place is not None else len(discover(os.environ, ranks=number, devices=chosen).devices)
 
     config = make_config(file, settings, ranks, **flags)
+    if by_mpirun(launcher, config.backend, place is not None):
+        raise typer.Exit(train_by_mpirun(config, script, arguments or [], os.environ, as_json))
     console = stdout if config.log_interval and not as_json else stderr
     if place is not None and script is None:
         from meshwright.orchestrate.adopted import train_adopted

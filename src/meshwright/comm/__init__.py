@@ -2,6 +2,8 @@
 
 from meshwright.comm.ledger import Ledger, Line
 from meshwright.comm.null import NullComm
+from meshwright.comm.routed import RoutedComm
+from meshwright.comm.threads import ThreadComm, ThreadWorld
 from meshwright.comm.torch_comm import TorchComm
 
-__all__ = ["Ledger", "Line", "NullComm", "TorchComm"]
+__all__ = ["Ledger", "Line", "NullComm", "RoutedComm", "ThreadComm", "ThreadWorld", "TorchComm"]

@@ -1,4 +1,7 @@
-"""`core.comm.Comm` over a torch.distributed process group: NCCL, Gloo, or any backend registered with torch."""
+"""`core.comm.Comm` over a torch.distributed process group: NCCL, Gloo, MPI, or any backend registered with torch.
+
+What a backend lacks is composed: see `wire.py` for types, and below for gathers of unequal parts (padded over gloo) and scaled sums.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,13 @@ import torch.distributed as dist
 from torch.autograd import profiler
 
 from meshwright.comm.ledger import Ledger
+from meshwright.comm.wire import Finish, Wire, say
 from meshwright.core.comm import Messages, Pending
 
 # torch 2.13 renamed the two; 2.11 knows only the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
 
 
 class TorchComm:
@@ -28,62 +32,151 @@ class TorchComm:
         self.group = group
         self.ledger = ledger
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._on_cuda = dist.get_backend(group) == "nccl"
+        self.backend = dist.get_backend(group)
+        self._on_cuda = self.backend == "nccl"
+        self._wire = Wire(self.backend, dist.get_rank())
 
-    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Pending:
-        return self._start(name, "all_reduce", tensor, lambda: dist.all_reduce(tensor, self._op(op, tensor), group=self.group, async_op=True))
+    # -- reductions --
 
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, name: str, op: str = "sum") -> Pending:
-        return self._start(
-            name, "reduce_scatter", tensor, lambda: _reduce_scatter(output, tensor, op=self._op(op, tensor), group=self.group, async_op=True)
-        )
+    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Pending:
+        work, op, finish = self._wire.reduced(tensor, op)
+        how = self._op(op, work, factor)
+        return self._start(name, "all_reduce", tensor, lambda: dist.all_reduce(work, how, group=self.group, async_op=True), finish)
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Pending:
-        return self._start(name, "all_gather", output, lambda: _all_gather(output, tensor, group=self.group, async_op=True))
+    def reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", root: int = 0) -> Pending:
+        work, op, finish = self._wire.reduced(tensor, op)
+        how = self._op(op, work)
+        call = lambda: dist.reduce(work, group_dst=root, op=how, group=self.group, async_op=True)  # noqa: E731
+        return self._start(name, "reduce", tensor, call, finish if self.rank == root else None)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, tensor: torch.Tensor, name: str, op: str = "sum", sizes: Sequence[int] | None = None
+    ) -> Pending:  # fmt: skip
+        work, changed, _ = self._wire.reduced(tensor, op)
+        how = self._op(changed, work)
+        own = output if self._wire.takes(output) and output.dtype == work.dtype else work.new_empty(_shape(output, work))
+        finish = None if own is output else lambda: _unwiden(output, own)
+        if sizes is None:
+            call = lambda: _reduce_scatter(own, work, op=how, group=self.group, async_op=True)  # noqa: E731
+        else:
+            call = lambda: dist.reduce_scatter(own, list(work.split(list(sizes))), op=how, group=self.group, async_op=True)  # noqa: E731
+        return self._start(name, "reduce_scatter", tensor, call, finish)
+
+    # -- movements --
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str, sizes: Sequence[int] | None = None) -> Pending:
+        whole, finish = self._wire.landing(output)
+        own = self._wire.sent(tensor)
+        if sizes is None:
+            return self._start(name, "all_gather", output, lambda: _all_gather(whole, own, group=self.group, async_op=True), finish)
+        rows = [n * self._wire.rows(output) for n in sizes]
+        if self.backend == "gloo" and len(set(rows)) > 1:
+            return self._padded_gather(whole, own, rows, name, output, finish)
+        call = lambda: dist.all_gather(list(whole.split(rows)), own, group=self.group, async_op=True)  # noqa: E731
+        return self._start(name, "all_gather", output, call, finish)
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, name: str, receives: Sequence[int], sends: Sequence[int]) -> Pending:
-        return self._start(
-            name,
-            "all_to_all",
-            tensor,
-            lambda: dist.all_to_all_single(output, tensor, list(receives), list(sends), group=self.group, async_op=True),
-        )
+        whole, finish = self._wire.landing(output)
+        own = self._wire.sent(tensor)
+        arrive, leave = ([n * self._wire.rows(t) for n in splits] for t, splits in ((output, receives), (tensor, sends)))
+        call = lambda: dist.all_to_all_single(whole, own, arrive, leave, group=self.group, async_op=True)  # noqa: E731
+        return self._start(name, "all_to_all", tensor, call, finish)
 
     def broadcast(self, tensor: torch.Tensor, name: str, source: int = 0) -> Pending:
-        return self._start(name, "broadcast", tensor, lambda: dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
+        if self.rank == source:
+            work, finish = self._wire.sent(tensor), None
+        else:
+            work, finish = self._wire.landing(tensor)
+        return self._start(name, "broadcast", tensor, lambda: dist.broadcast(work, group=self.group, group_src=source, async_op=True), finish)
+
+    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, name: str, root: int = 0) -> Pending:
+        own = self._wire.sent(tensor)
+        whole, finish = self._wire.landing(output) if output is not None else (None, None)
+        parts = list(whole.view(-1).split(own.numel())) if whole is not None and own.numel() else [own] * self.size
+        shaped = [part.view(own.shape) for part in parts]
+        call = lambda: dist.gather(own, shaped if self.rank == root else None, group=self.group, group_dst=root, async_op=True)  # noqa: E731
+        self.ledger.add(name, "gather", self.size, tensor.numel() * tensor.element_size() * self.size)
+        return self._named(name, call, finish)
+
+    def scatter(self, output: torch.Tensor, tensor: torch.Tensor | None, name: str, root: int = 0) -> Pending:
+        own, finish = self._wire.landing(output)
+        whole = self._wire.sent(tensor) if tensor is not None else None
+        parts = list(whole.view(-1).split(own.numel())) if whole is not None and own.numel() else [own] * self.size
+        shaped = [part.view(own.shape) for part in parts]
+        call = lambda: dist.scatter(own, shaped if self.rank == root else None, group=self.group, group_src=root, async_op=True)  # noqa: E731
+        self.ledger.add(name, "scatter", self.size, output.numel() * output.element_size() * self.size)
+        return self._named(name, call, finish)
 
     def exchange(self, sends: Messages, receives: Messages, name: str) -> Pending:
         """Messages with single ranks, all under way at once; each one sent is counted."""
-        ways = [(dist.isend, *message) for message in sends] + [(dist.irecv, *message) for message in receives]
         for _, tensor in sends:
             self.ledger.add(name, "send", 2, tensor.numel() * tensor.element_size())
-        return self._named(name, lambda: _All(dist.batch_isend_irecv([dist.P2POp(op, t, group=self.group, group_peer=r) for op, r, t in ways])))
+        landings = [(r, *self._wire.landing(t)) for r, t in receives]
+        ways = [(dist.isend, r, self._wire.sent(t)) for r, t in sends] + [(dist.irecv, r, t) for r, t, _ in landings]
+        left = [finish for *_, finish in landings if finish is not None]
+        call = lambda: _All(dist.batch_isend_irecv([dist.P2POp(op, t, group=self.group, group_peer=r) for op, r, t in ways]))  # noqa: E731
+        return self._named(name, call, (lambda: [finish() for finish in left]) if left else None)
 
     def barrier(self) -> None:
         dist.barrier(self.group)
 
-    def _start(self, name: str, op: str, whole: torch.Tensor, call: Callable[[], Any]) -> Pending:
+    def _padded_gather(
+        self, whole: torch.Tensor, own: torch.Tensor, rows: list[int], name: str, output: torch.Tensor, finish: Finish | None
+    ) -> Pending:  # fmt: skip
+        """Every part as long as the longest, cut to its own length on arrival."""
+        say(self.backend, "all-gather of unequal parts", "padded to the longest", dist.get_rank())
+        most = max(rows)
+        padded = own.new_zeros((most, *own.shape[1:]))
+        padded[: own.shape[0]] = own
+        arrived = own.new_empty((self.size * most, *own.shape[1:]))
+
+        def cut() -> None:
+            for part, piece, count in zip(whole.split(rows), arrived.split(most), rows, strict=True):
+                part.copy_(piece[:count])
+            if finish is not None:
+                finish()
+
+        return self._start(name, "all_gather", output, lambda: _all_gather(arrived, padded, group=self.group, async_op=True), cut)
+
+    def _start(self, name: str, op: str, whole: torch.Tensor, call: Callable[[], Any], finish: Finish | None = None) -> Pending:
         """Count a call and make it under its name. Unless somebody is profiling, naming costs a look at two flags."""
         self.ledger.add(name, op, self.size, whole.numel() * whole.element_size())
-        return self._named(name, call)
+        return self._named(name, call, finish)
 
-    def _named(self, name: str, call: Callable[[], Any]) -> Pending:
+    def _named(self, name: str, call: Callable[[], Any], finish: Finish | None = None) -> Pending:
         if not self._on_cuda:
-            return _profiled(name, call) if profiler._is_profiler_enabled else call()  # type: ignore[no-any-return]
-        torch.cuda.nvtx.range_push(name)
-        try:
-            return _profiled(name, call) if profiler._is_profiler_enabled else call()  # type: ignore[no-any-return]
-        finally:
-            torch.cuda.nvtx.range_pop()
+            work = _profiled(name, call) if profiler._is_profiler_enabled else call()
+        else:
+            torch.cuda.nvtx.range_push(name)
+            try:
+                work = _profiled(name, call) if profiler._is_profiler_enabled else call()
+            finally:
+                torch.cuda.nvtx.range_pop()
+        return work if finish is None else _Then(work, finish)  # type: ignore[no-any-return]
 
-    def _op(self, op: str, tensor: torch.Tensor) -> Any:
+    def _op(self, op: str, tensor: torch.Tensor, factor: float | None = None) -> Any:
+        if factor is not None:
+            if self._on_cuda:
+                return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
+            tensor.mul_(factor)
         if op != "mean":
             return _OPS[op]
         if self._on_cuda:
             return dist.ReduceOp.AVG
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(f"the mean of {tensor.dtype} is not a whole number: convert it, or take the sum")
         # Gloo's own mean divides after the sum; dividing first costs the same and never overflows where the mean would not.
         tensor.mul_(1.0 / self.size)
         return dist.ReduceOp.SUM
+
+
+def _shape(output: torch.Tensor, work: torch.Tensor) -> tuple[int, ...]:
+    """The output's shape in the type that is worked in: complex numbers are pairs there."""
+    return (*output.shape, 2) if output.is_complex() and not work.is_complex() else tuple(output.shape)
+
+
+def _unwiden(output: torch.Tensor, own: torch.Tensor) -> None:
+    output.copy_(torch.view_as_complex(own) if output.is_complex() and not own.is_complex() else own)
 
 
 class _All:
@@ -111,6 +204,25 @@ class _Awaited(dist.Work):
     def wait(self, *args: Any) -> bool:
         with profiler.record_function(f"{self._name} (wait)"):
             return bool(self._work.wait(*args))
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+class _Then(dist.Work):
+    """A call after which something is left to do: done by the first wait."""
+
+    def __init__(self, work: Any, finish: Finish) -> None:
+        super().__init__()
+        self._work = work
+        self._finish: Finish | None = finish
+
+    def wait(self, *args: Any) -> bool:
+        done = bool(self._work.wait(*args))
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+        return done
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import torch
 
 Messages: TypeAlias = "Sequence[tuple[int, torch.Tensor]]"  # (rank in the group, what is sent to it or arrives from it)
+OPERATIONS = ("sum", "mean", "product", "max", "min")  # of reductions
 
 
 class Pending(Protocol):
@@ -18,7 +19,11 @@ class Pending(Protocol):
 
 
 class Comm(Protocol):
-    """One group of ranks. Every call is in place or into `output`, returns at once, and is recorded under its name."""
+    """One group of ranks. Every call is in place or into `output`, returns at once, and is recorded under its name with its group and bytes.
+
+    To block, wait: `comm.all_reduce(tensor, "name").wait()`. Any dtype, any strides; what a backend lacks is composed. `sizes` are rows from or
+    for each rank, where they differ. A call's bytes are those of the whole tensor: the larger of what goes in and what comes out.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -26,17 +31,33 @@ class Comm(Protocol):
     @property
     def size(self) -> int: ...
 
-    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Pending: ...
+    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Pending:
+        """With `factor`, every rank's tensor is multiplied by it first."""
+        ...
 
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, name: str, op: str = "sum") -> Pending: ...
+    def reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", root: int = 0) -> Pending:
+        """Elsewhere than at the root the tensor's values are undefined afterwards."""
+        ...
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Pending: ...
+    def reduce_scatter(
+        self, output: torch.Tensor, tensor: torch.Tensor, name: str, op: str = "sum", sizes: Sequence[int] | None = None
+    ) -> Pending: ...  # fmt: skip
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str, sizes: Sequence[int] | None = None) -> Pending: ...
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, name: str, receives: Sequence[int], sends: Sequence[int]) -> Pending:
         """`sends[r]` rows of `tensor` go to rank r, and `receives[r]` rows of `output` come from it; counted by what is handed in."""
         ...
 
     def broadcast(self, tensor: torch.Tensor, name: str, source: int = 0) -> Pending: ...
+
+    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, name: str, root: int = 0) -> Pending:
+        """All tensors, of one shape, one after the other into the root's `output`; others give None."""
+        ...
+
+    def scatter(self, output: torch.Tensor, tensor: torch.Tensor | None, name: str, root: int = 0) -> Pending:
+        """Equal parts of the root's `tensor`; others give None."""
+        ...
 
     def exchange(self, sends: Messages, receives: Messages, name: str) -> Pending: ...
 

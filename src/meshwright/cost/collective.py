@@ -20,6 +20,8 @@ def collective_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rate
         return 0.0
     measured = "all_gather" if action.op == "all_to_all" else action.op  # both hand every other rank its share of as many bytes
     line = rates.collectives.get(f"{plan.backend}/{measured}")
+    if line is None and plan.backend == "mpi":
+        line = rates.collectives.get(f"gloo/{measured}")  # the nearest to it, until `bench comm` has measured it
     if line is None:
         link = cluster.link_between(tuple(range(min(plan.world, len(cluster.devices)))))
         hops = 2 * (group - 1) if action.op == "all_reduce" else group - 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from meshwright.comm import Ledger, NullComm, TorchComm
+from meshwright.comm import Ledger, NullComm, TorchComm, mpi
 from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import GROUP_AXES, Mesh
@@ -35,6 +35,12 @@ class Groups:
     def of(self, name: str) -> Comm:
         found: Comm = getattr(self, name)
         return found
+
+
+def make_ready(backend: str, timeout_s: float) -> None:
+    """Before ranks meet: torch's wheels know `mpi` by name only, and learn the rest here."""
+    if backend == "mpi":
+        mpi.register(timeout_s)
 
 
 def make_groups(mesh: Mesh) -> Groups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -47,6 +48,14 @@ def adopted(environ: Mapping[str, str]) -> Place | None:
             ours = environ.get("MESHWRIGHT_RUN", ""), environ.get("MESHWRIGHT_PLAN", "")
             return Place(*place, _meeting(environ, launcher), launcher, *ours)
     return None
+
+
+def default_backend(place: Place | None, device: str) -> str:
+    """NCCL for GPUs; for CPUs MPI where mpirun started the ranks and mpi4py is there, else gloo."""
+    if device == "cuda":
+        return "nccl"
+    by_mpi = place is not None and place.world > 1 and place.launcher in ("mpirun", "mpich")
+    return "mpi" if by_mpi and importlib.util.find_spec("mpi4py") is not None else "gloo"
 
 
 def _number(environ: Mapping[str, str], name: str, launcher: str, default: int | str) -> int:

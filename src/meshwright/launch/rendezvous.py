@@ -35,6 +35,9 @@ def join(place: Rendezvous) -> None:
     if place.meeting.startswith("file://") or "127.0.0.1" in place.meeting:
         # Ranks of one machine talk over loopback; nothing of ours listens on other interfaces.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+    if place.backend == "mpi":
+        _join_mpi(place)
+        return
     if place.backend == "nccl":
         torch.cuda.set_device(place.local_rank)
     device = torch.device("cuda", place.local_rank) if place.backend == "nccl" else None
@@ -49,6 +52,20 @@ def join(place: Rendezvous) -> None:
         )
     except (RuntimeError, ValueError) as error:
         raise RunError(f"rank {place.rank} could not meet the others at {place.meeting}: {str(error).splitlines()[0]}") from error
+
+
+def _join_mpi(place: Rendezvous) -> None:
+    """MPI knows its ranks by itself: there is no address to meet at."""
+    if place.device == "cuda":
+        torch.cuda.set_device(place.local_rank % max(torch.cuda.device_count(), 1))
+    dist.init_process_group("mpi")
+    found = dist.get_rank(), dist.get_world_size()
+    if found != (place.rank, place.world):
+        leave()
+        raise RequestError(
+            f"the launcher says rank {place.rank} of {place.world}, MPI says rank {found[0]} of {found[1]}: "
+            "start with mpirun (or meshwright train --launcher mpi), of the MPI that mpi4py uses"
+        )
 
 
 def leave() -> None:

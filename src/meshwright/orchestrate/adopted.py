@@ -11,7 +11,8 @@ import torch.distributed as dist
 from rich.console import Console
 
 from meshwright.core.errors import MeshwrightError, RequestError
-from meshwright.launch import Place, Rendezvous, join, leave
+from meshwright.execute.groups import make_ready
+from meshwright.launch import Place, Rendezvous, default_backend, join, leave
 from meshwright.observe import RunFolder, create
 from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.orchestrator import Live, Orchestrator, Say, finish_run, write_run
@@ -25,7 +26,9 @@ def train_adopted(config: RunConfig, place: Place, environ: Mapping[str, str], c
     config = config.model_copy(update={"nproc": place.world})
     orchestrator = Orchestrator(config, _alone(environ), say)
     device = orchestrator.cluster.devices[0].kind
-    backend = config.backend or ("nccl" if device == "cuda" else "gloo")
+    backend = config.backend or default_backend(place, device)
+    orchestrator.config = config = config.model_copy(update={"backend": backend})
+    make_ready(backend, config.timeout_s)
     message: list[Any] = [None]
     prepared = None
     with orchestrator:
@@ -44,6 +47,8 @@ def train_adopted(config: RunConfig, place: Place, environ: Mapping[str, str], c
         if place.world > 1:
             dist.broadcast_object_list(message, src=0)
         if isinstance(message[0], MeshwrightError):
+            if place.rank > 0:
+                raise SystemExit(message[0].exit_code)  # rank 0 says it, once
             raise message[0]
         lines = config.log_interval if place.rank == 0 else 0
         with Live(RunFolder(Path(message[0])), console, lines) if lines else nullcontext():
@@ -59,4 +64,5 @@ def train_adopted(config: RunConfig, place: Place, environ: Mapping[str, str], c
 
 def _alone(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment for our own probe workers, which must not think that they are ranks of the outer job."""
-    return {k: v for k, v in environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")}
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+    return {k: v for k, v in environ.items() if k not in names and not k.startswith(("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_"))}

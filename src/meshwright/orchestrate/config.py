@@ -60,7 +60,7 @@ class RunConfig(BaseModel):
     recompute_layers: dict[str, Recompute] = Field(default_factory=dict, description="blocks that differ; also written recompute.NAME=MODE")
     precision: Literal["auto", "fp64", "fp32", "bf16", "fp16", "fp8"] = Field("auto", description="auto: bf16 on GPUs, fp32 on CPUs")
     compile: Literal["none", "blocks", "model"] | None = None
-    backend: Literal["gloo", "nccl"] | None = Field(None, description="by device unless given")
+    backend: Literal["gloo", "mpi", "nccl"] | None = Field(None, description="by device unless given")
     bucket_mb: float | None = Field(None, gt=0, description="size of a gradient bucket")
     overlap: tuple[Overlap, ...] | None = Field(None, description='what travels beside computation, like ["gradients", "inputs"]; [] for nothing')
     timeout_s: float = Field(120.0, gt=0, description="longest wait in one collective")

@@ -1,0 +1,189 @@
+"""Backend `mpi` beside raw mpi4py and beside gloo: every collective, in one process tree, in turn. Prints one table, writes one JSON.
+
+    python bench/mpi.py [--ranks 2,4] [--rounds 30] [--json]
+
+Goals: at most 1.10 times raw from 1 MB up; below that, at most 60 µs more, since torch's own dispatch costs about 28.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from meshwright.core.units import show_bytes
+from meshwright.launch.mpi import mpirun, run
+from overhead import _machine
+
+HERE = Path(__file__).parent
+SIZES = (8, 1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
+WARM_UP, IN_A_ROW = 2, 3
+LARGE = 1 << 20  # bytes from which the ratio counts; below, the difference
+RATIO, EXTRA_S = 1.10, 60e-6
+
+
+def main(
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, like 2,4.")] = "2,4",
+    rounds: Annotated[int, typer.Option(help="Turns of each way; fewer for large messages.")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Measure; exit code 1 where a goal is missed."""
+    worlds = [_world(int(n), rounds) for n in ranks.split(",")]
+    result = {"machine": _machine(), "goals": {"ratio": RATIO, "extra_s": EXTRA_S, "large": LARGE}, "worlds": worlds}
+    (HERE / "results" / "mpi.json").write_text(json.dumps(result, indent=1) + "\n")
+    if as_json:
+        print(json.dumps(result))
+    else:
+        for world in worlds:
+            Console().print(show(world))
+    sys.exit(0 if all(row["met"] for world in worlds for row in world["rows"]) else 1)
+
+
+def _world(ranks: int, rounds: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        command, environ = mpirun(ranks, {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
+        code = run([*command, sys.executable, __file__, "--rank", folder, str(rounds)], environ, sys.stderr)
+        if code:
+            sys.exit(code)
+        every = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
+    return {"ranks": ranks, "rows": [_row(cells) for cells in zip(*every, strict=True)]}
+
+
+def _row(cells: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    """One operation and size: a call lasts until the slowest rank is done."""
+    ways = {way: [max(times) for times in zip(*(c["seconds"][way] for c in cells), strict=True)] for way in cells[0]["seconds"]}
+    raw, ours = ways["raw"], ways["mpi"]
+    ratio = statistics.median(a / b for a, b in zip(ours, raw, strict=True))
+    extra = statistics.median(ours) - statistics.median(raw)
+    size = cells[0]["bytes"]
+    return {
+        "op": cells[0]["op"],
+        "bytes": size,
+        "median_s": {way: statistics.median(times) for way, times in ways.items()},
+        "ratio": ratio,
+        "extra_s": extra,
+        "met": ratio <= RATIO if size >= LARGE else extra <= EXTRA_S,
+        "calls": len(raw),
+    }
+
+
+def show(world: dict[str, Any]) -> Table:
+    table = Table(title=f"{world['ranks']} ranks", title_justify="left", header_style="bold", box=None)
+    table.add_column("operation")
+    for column in ("size", "raw mpi4py µs", "backend mpi µs", "gloo µs", "ratio to raw", "extra µs", "goal"):
+        table.add_column(column, justify="right")
+    for row in world["rows"]:
+        times = (f"{row['median_s'][way] * 1e6:,.0f}" if way in row["median_s"] else "–" for way in ("raw", "mpi", "gloo"))
+        met = "met" if row["met"] else "[red]missed[/red]"
+        table.add_row(row["op"], show_bytes(row["bytes"]), *times, f"{row['ratio']:.2f}", f"{row['extra_s'] * 1e6:,.0f}", met)
+    return table
+
+
+# -- in a rank --
+
+
+def measure(folder: str, rounds: int) -> None:
+    from meshwright.comm import mpi
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    rank, world = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
+    mpi.register(120)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
+    over_mpi = dist.new_group(backend="mpi")
+    found = []
+    for op in OPERATIONS:
+        for size in SIZES if op != "barrier" else (0,):
+            ways = calls(op, size, rank, world, over_mpi)
+            count = rounds if size < LARGE else max(rounds // 2, 3) if size < 1 << 24 else 3
+            found.append({"op": op, "bytes": size, "seconds": _time(ways, count)})
+            if rank == 0:
+                print(f"{world} ranks: {op} {show_bytes(size)}", file=sys.stderr)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _time(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    from mpi4py import MPI
+
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    names = list(ways)
+    for number in range(WARM_UP + rounds):
+        for way in names[number % len(names) :] + names[: number % len(names)]:
+            for again in range(1 + IN_A_ROW):  # the first after another way's calls finds nothing of its own in the caches
+                MPI.COMM_WORLD.Barrier()
+                begun = time.perf_counter()
+                ways[way]()
+                took = time.perf_counter() - begun
+                if number >= WARM_UP and again:
+                    seconds[way].append(took)
+    return seconds
+
+
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send", "barrier")
+
+
+def calls(op: str, size: int, rank: int, world: int, group: Any) -> dict[str, Callable[[], object]]:
+    """The same operation three ways, each on memory of its own. `size` is that of the whole tensor."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    whole = max(size // 4 // world, 1) * world
+    arrays = np.ones(whole, "f4"), np.ones(whole // world, "f4"), np.ones(whole, "f4")
+    full, part, other = arrays
+    right, left = (rank + 1) % world, (rank - 1) % world
+    raw: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: comm.Allreduce(MPI.IN_PLACE, full, MPI.MAX),
+        "all_gather": lambda: comm.Allgather(part, full),
+        "reduce_scatter": lambda: comm.Reduce_scatter_block(full, part),
+        "all_to_all": lambda: comm.Alltoall(full, other),
+        "broadcast": lambda: comm.Bcast(full),
+        "reduce": lambda: comm.Reduce(MPI.IN_PLACE if rank == 0 else full, full if rank == 0 else None, MPI.MAX),
+        "send": lambda: comm.Sendrecv(full, right, recvbuf=other, source=left),
+        "barrier": comm.Barrier,
+    }
+    return {"raw": raw[op], "mpi": _torch_call(op, arrays, right, left, group), "gloo": _torch_call(op, arrays, right, left, None)}
+
+
+def _torch_call(op: str, arrays: tuple[Any, ...], right: int, left: int, group: Any) -> Callable[[], object]:
+    full, part, other = (torch.from_numpy(a.copy()) for a in arrays)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    most = dist.ReduceOp.MAX
+
+    def exchange() -> None:
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, full, right, group), dist.P2POp(dist.irecv, other, left, group)]):
+            work.wait()
+
+    return {
+        "all_reduce": lambda: dist.all_reduce(full, most, group=group),
+        "all_gather": lambda: gather(full, part, group=group),
+        "reduce_scatter": lambda: scatter(part, full, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, full, group=group),
+        "broadcast": lambda: dist.broadcast(full, 0, group=group),
+        "reduce": lambda: dist.reduce(full, 0, most, group=group),
+        "send": exchange,
+        "barrier": lambda: dist.barrier(group),
+    }[op]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        measure(sys.argv[2], int(sys.argv[3]))
+    else:
+        typer.run(main)

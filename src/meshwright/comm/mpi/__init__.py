@@ -1,0 +1,44 @@
+"""MPI as torch.distributed's backend `mpi`, on torch's stock wheels: `register()`, then `init_process_group("mpi")` under mpirun.
+
+torch knows the name already, but its wheels are built without MPI: `register` gives it the class that it asks for. DDP, FSDP2, DTensor,
+pipelining and DCP then run over it unchanged. Nothing of MPI is loaded before a group is made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+
+class _Creator:
+    """What torch calls for backend `mpi`: every member of a group calls `create` with the group's ranks; none means everyone."""
+
+    @staticmethod
+    def create(ranks: list[int]) -> dist.ProcessGroup:
+        from meshwright.comm.mpi.backend import make_group
+
+        return make_group(ranks)
+
+
+def register(timeout_s: float = 600.0) -> None:
+    """Make `mpi` a backend of this process. A rank that keeps the others waiting for `timeout_s` is named, and the job is ended.
+
+    A torch that was built with MPI is left as it is.
+    """
+    from meshwright.comm.mpi import library
+
+    library.timeout_s = timeout_s
+    module: Any = distributed_c10d
+    if not dist.is_mpi_available():
+        module.ProcessGroupMPI = _Creator
+        module._MPI_AVAILABLE = True
+
+
+def is_ours() -> bool:
+    """Whether backend `mpi` of this process is this one."""
+    return getattr(distributed_c10d, "ProcessGroupMPI", None) is _Creator
+
+
+__all__ = ["is_ours", "register"]

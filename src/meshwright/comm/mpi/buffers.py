@@ -1,0 +1,102 @@
+"""Tensors as MPI sees them: memory that can be handed over as it is, or a copy that can; and counts beyond what MPI's integers hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from meshwright.comm.mpi import library
+
+most = 2**31 - 1  # elements or bytes in one count of MPI's; tests lower it
+_at = MPI.buffer.fromaddress
+_UNIT = 2**24  # bytes in a piece of a type that holds more than `most`
+
+Spec = list[Any]
+
+
+def ready(tensor: torch.Tensor) -> bool:
+    """Whether MPI can work on it where it is."""
+    return tensor.is_contiguous() and (tensor.is_cpu or (tensor.is_cuda and library.cuda_aware()))
+
+
+def outgoing(tensor: torch.Tensor) -> torch.Tensor:
+    """What is sent: the tensor, or a copy in host memory."""
+    if ready(tensor):
+        return tensor
+    return tensor.contiguous() if tensor.is_cpu or (tensor.is_cuda and library.cuda_aware()) else tensor.cpu().contiguous()
+
+
+def incoming(tensor: torch.Tensor) -> torch.Tensor:
+    """Where it arrives: the tensor, or memory that `settle` copies from."""
+    if ready(tensor):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu" if tensor.is_cuda and not library.cuda_aware() else tensor.device)
+
+
+def settle(tensor: torch.Tensor, arrived: torch.Tensor) -> None:
+    if arrived is not tensor:
+        tensor.copy_(arrived)
+
+
+def memory(tensor: torch.Tensor) -> Any:
+    """The tensor's bytes, without a copy and without its type: half and quarter precision have no name in MPI. The caller keeps the tensor."""
+    return _at(tensor.data_ptr(), tensor.nbytes)
+
+
+def as_bytes(tensor: torch.Tensor) -> Spec:
+    """All of it, as one message."""
+    size = tensor.nbytes
+    if size <= most:
+        return [memory(tensor), size, MPI.BYTE]
+    return [memory(tensor), 1, of_bytes(size)]
+
+
+def in_pieces(tensor: torch.Tensor, elements: Sequence[int]) -> Spec:
+    """One piece for each rank, one after the other, with so many elements each."""
+    counts = [n * tensor.element_size() for n in elements]
+    unit, kind = 1, MPI.BYTE
+    if sum(counts) > most:
+        unit = math.gcd(*counts)
+        kind = of_bytes(unit)
+        counts = [n // unit for n in counts]
+        if sum(counts) > most:
+            raise ValueError(f"pieces of {list(elements)} elements are more than MPI can count: make their sizes multiples of a larger number")
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    return [memory(tensor), counts, starts, kind]
+
+
+@cache
+def of_bytes(size: int) -> MPI.Datatype:
+    """A type that is `size` bytes long, however many these are."""
+    if size <= most:
+        made = MPI.BYTE.Create_contiguous(size)
+    else:
+        whole, rest = divmod(size, _UNIT)
+        unit = MPI.BYTE.Create_contiguous(_UNIT)
+        made = MPI.Datatype.Create_struct([whole, rest], [0, whole * _UNIT], [unit, MPI.BYTE])
+    return made.Commit()
+
+
+_streams: dict[torch.device, Any] = {}
+
+
+def beside(tensor: torch.Tensor, run: Callable[[], object]) -> Callable[[], object]:
+    """`run`, which for a CUDA tensor takes place on a stream of its own, after what the caller's stream has been given so far."""
+    if not tensor.is_cuda:
+        return run
+    device = tensor.device
+    event = torch.cuda.current_stream(device).record_event()
+
+    def there() -> None:
+        stream = _streams.get(device) or _streams.setdefault(device, torch.cuda.Stream(device))
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            event.synchronize()  # MPI knows nothing of streams
+            run()
+            stream.synchronize()
+
+    return there

@@ -1,0 +1,147 @@
+"""Loading MPI once: what can be wrong with it (absent, of another make than mpirun's, of mixed versions, a rank missing) is said in one line."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import platform
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from meshwright.core.errors import RequestError
+
+INSTALL = "pip install 'meshwright[mpi]' (mpi4py and Open MPI), or pip install mpi4py beside the cluster's own MPI"
+_WORLDS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # how mpirun, mpiexec or srun say how many ranks they started
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+timeout_s = 600.0  # longest wait for a rank; set by register()
+
+
+@cache
+def load() -> ModuleType:
+    """mpi4py's MPI, initialised with threads."""
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        from mpi4py import MPI
+    except ModuleNotFoundError:
+        raise RequestError(f"backend mpi needs mpi4py, which is not installed: {INSTALL}") from None
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RequestError(f"mpi4py finds no MPI library that it can use ({reason}): {INSTALL}") from None
+    if not MPI.Is_initialized():
+        _initialise(MPI, os.environ)
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise RequestError(f"{short_version(MPI)} was started without threads: build it with MPI_THREAD_MULTIPLE, or {INSTALL}")
+    check_world(MPI.COMM_WORLD.Get_size(), short_version(MPI), os.environ)
+    _check_versions(MPI)
+    return MPI
+
+
+def short_version(MPI: Any) -> str:
+    """'Open MPI v5.0.11', without the rest of the line."""
+    return str(MPI.Get_library_version()).replace("\0", "").splitlines()[0].split(",")[0].strip()
+
+
+def check_world(seen: int, library: str, environ: Mapping[str, str]) -> None:
+    """Ranks started by one MPI and joined by another each see a world of one."""
+    for name in _WORLDS:
+        started = environ.get(name, "")
+        if started.isdigit() and int(started) != seen:
+            raise RequestError(
+                f"{started} ranks were started ({name}), but {library}, which mpi4py loaded, sees {seen}: "
+                "start with the mpirun of that library, or pip install the mpi4py that belongs to this mpirun"
+            )
+
+
+def _initialise(MPI: Any, environ: Mapping[str, str]) -> None:
+    """MPI_Init_thread through ctypes, which lets other threads run meanwhile: one of them names who did not come.
+
+    Every rank leaves a mark in a folder of the job before it goes in, so that ranks of one machine know of each other without MPI.
+    """
+    rank, world = (next((int(environ[n]) for n in names if environ.get(n, "").isdigit()), -1) for names in (_RANKS, _WORLDS))
+    done = threading.Event()
+    job = environ.get("PMIX_NAMESPACE") or environ.get("PMI_JOBID") or environ.get("SLURM_JOB_ID") or ""
+    if job and rank >= 0:
+        folder = Path(tempfile.gettempdir()) / f"meshwright-{os.getuid()}-{''.join(c if c.isalnum() else '-' for c in job)}"
+        folder.mkdir(exist_ok=True)
+        mark = folder / str(rank)
+        mark.touch()
+        threading.Thread(target=_name_missing, args=(done, folder, rank, world), daemon=True).start()
+    provided = ctypes.c_int()
+    code = ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(provided))
+    done.set()
+    if job and rank >= 0:
+        mark.unlink(missing_ok=True)
+        with suppress(OSError):  # others are still in it, or have removed it
+            folder.rmdir()
+    _end_with(MPI)
+    if code:
+        raise RequestError(f"MPI_Init failed with code {code} in {short_version(MPI)}: run mpirun with a small program first")
+
+
+def _end_with(MPI: Any) -> None:
+    """Finalise when Python ends. A rank that ends by an error does not: it would wait for the others, and mpirun ends them when it is gone."""
+    failed = threading.Event()
+    show = sys.excepthook
+
+    def hook(*error: Any) -> None:
+        failed.set()
+        show(*error)
+
+    def end() -> None:
+        if failed.is_set():
+            sys.stderr.flush()
+            sys.stdout.flush()
+            os._exit(1)
+        if not MPI.Is_finalized():
+            MPI.Finalize()
+
+    sys.excepthook = hook
+    atexit.register(end)
+
+
+def _name_missing(done: threading.Event, folder: Path, rank: int, world: int) -> None:
+    if done.wait(timeout_s):
+        return
+    came = {int(path.name) for path in folder.iterdir()}
+    missing = sorted(set(range(world)) - came)
+    if rank == min(came):
+        who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}" if missing else "a rank of another machine"
+        print(f"meshwright: {who} of {world} did not arrive at MPI's start within {timeout_s:.0f} s", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _check_versions(MPI: Any) -> None:
+    """All ranks run the same torch, Python and mpi4py; the library's own version is MPI's affair."""
+    import mpi4py
+
+    own = {"torch": torch.__version__.split("+")[0], "Python": platform.python_version(), "mpi4py": mpi4py.__version__, "MPI": short_version(MPI)}
+    compare_versions(MPI.COMM_WORLD.allgather(own))
+
+
+def compare_versions(every: list[dict[str, str]]) -> None:
+    for what, first in every[0].items():
+        for rank, other in enumerate(every):
+            if other[what] != first:
+                raise RequestError(f"rank 0 has {what} {first}, rank {rank} has {what} {other[what]}: use one environment on every rank")
+
+
+@cache
+def cuda_aware() -> bool:
+    """Whether this MPI takes device memory: Open MPI and its like answer MPIX_Query_cuda_support, the others have no such name."""
+    try:
+        return bool(ctypes.CDLL(load().__file__).MPIX_Query_cuda_support())
+    except AttributeError:
+        return False

@@ -1,0 +1,103 @@
+"""Torch's reductions in MPI's terms. What MPI has no name for is composed: half precision is summed in fp32, a mean is a sum, then a division."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+
+from meshwright.comm.mpi import buffers
+
+_TYPES = {
+    torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.uint8: MPI.UINT8_T, torch.int8: MPI.INT8_T, torch.int16: MPI.INT16_T,
+    torch.int32: MPI.INT32_T, torch.int64: MPI.INT64_T, torch.uint16: MPI.UINT16_T, torch.uint32: MPI.UINT32_T, torch.uint64: MPI.UINT64_T,
+}  # fmt: skip
+_KINDS: Any = dist.ReduceOp.RedOpType
+_OPS = {
+    _KINDS.SUM: MPI.SUM, _KINDS.AVG: MPI.SUM, _KINDS.PREMUL_SUM: MPI.SUM, _KINDS.PRODUCT: MPI.PROD, _KINDS.MIN: MPI.MIN, _KINDS.MAX: MPI.MAX,
+    _KINDS.BAND: MPI.BAND, _KINDS.BOR: MPI.BOR, _KINDS.BXOR: MPI.BXOR,
+}  # fmt: skip
+# Truth values are bytes of 0 and 1: any of them is their largest, all of them their smallest.
+_TRUTH = {_KINDS.SUM: MPI.MAX, _KINDS.MAX: MPI.MAX, _KINDS.PRODUCT: MPI.MIN, _KINDS.MIN: MPI.MIN}
+_COMPLEX = (_KINDS.SUM, _KINDS.AVG, _KINDS.PREMUL_SUM)
+_BITS = (_KINDS.BAND, _KINDS.BOR, _KINDS.BXOR)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How one reduction of one dtype is done: prepared, reduced by `op` over elements of `kind`, finished."""
+
+    op: Any
+    kind: Any
+    width: int  # elements of `kind` for one of the tensor's
+    worked: torch.dtype  # what it is reduced in
+    factor: Any = None  # multiplied first
+    ranks: int = 1  # divided by last
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether MPI can work on the tensor itself, at once, with nothing to do before or after."""
+        alike = self.factor is None and self.ranks == 1 and self.worked == tensor.dtype
+        return alike and buffers.ready(tensor) and tensor.numel() * self.width <= buffers.most
+
+    def prepared(self, tensor: torch.Tensor, keep: bool = True) -> torch.Tensor:
+        """What goes in. With `keep` it is a copy whenever it differs from the tensor."""
+        ready = buffers.outgoing(tensor)
+        if ready.dtype != self.worked:
+            ready = ready.to(self.worked)
+        if self.factor is not None:
+            factor = self.factor.to(ready.device) if isinstance(self.factor, torch.Tensor) else self.factor
+            ready = ready.mul_(factor) if ready is not tensor or not keep else ready * factor
+        return ready
+
+    def finish(self, tensor: torch.Tensor, reduced: torch.Tensor) -> None:
+        if self.ranks > 1:
+            reduced.div_(self.ranks, rounding_mode=None if reduced.is_floating_point() or reduced.is_complex() else "trunc")
+        buffers.settle(tensor, reduced)
+
+    def spec(self, tensor: torch.Tensor) -> buffers.Spec:
+        return [buffers.memory(tensor), tensor.numel() * self.width, self.kind]
+
+    def pieces(self, tensor: torch.Tensor, work: Callable[[torch.Tensor], object]) -> None:
+        """`work` on as much at a time as MPI can count."""
+        most = buffers.most // self.width
+        if tensor.numel() <= most:
+            work(tensor)
+            return
+        flat = tensor.view(-1)
+        for start in range(0, flat.numel(), most):
+            work(flat[start : start + most])
+
+
+def reduction(op: Any, dtype: torch.dtype, ranks: int) -> Reduction:
+    """ValueError where the two have no meaning together."""
+    kind = op.op if hasattr(op, "op") else op
+    if kind == _KINDS.PREMUL_SUM:
+        return replace(_reduction(kind, dtype, ranks), factor=op.__getstate__()[1])
+    return _reduction(kind, dtype, ranks)
+
+
+@cache
+def _reduction(kind: Any, dtype: torch.dtype, ranks: int) -> Reduction:
+    if kind not in _OPS:
+        raise ValueError(f"backend mpi has no reduction {kind}")
+    divisor = ranks if kind == _KINDS.AVG else 1
+    if dtype in _TYPES:
+        if kind in _BITS and dtype.is_floating_point:
+            raise ValueError(f"{kind} of {dtype}: bits are combined of whole numbers only")
+        return Reduction(_OPS[kind], _TYPES[dtype], 1, dtype, ranks=divisor)
+    if dtype == torch.bool:
+        if kind not in _TRUTH and kind not in _BITS:
+            raise ValueError(f"{kind} of truth values has no meaning: convert them to numbers")
+        return Reduction(_TRUTH.get(kind) or _OPS[kind], MPI.UINT8_T, 1, dtype)
+    if dtype.is_complex:
+        if kind not in _COMPLEX:
+            raise ValueError(f"{kind} of complex numbers has no meaning")
+        return Reduction(_OPS[kind], MPI.DOUBLE if dtype == torch.complex128 else MPI.FLOAT, 2, dtype, ranks=divisor)
+    if kind in _BITS:
+        raise ValueError(f"{kind} of {dtype}: bits are combined of whole numbers only")
+    return Reduction(_OPS[kind], MPI.FLOAT, 1, torch.float32, ranks=divisor)

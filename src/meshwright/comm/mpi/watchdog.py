@@ -1,0 +1,83 @@
+"""Names the rank that keeps others waiting. A blocking MPI call cannot be called off: after one line that says who is missing, the job is ended."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.comm.mpi import library
+from meshwright.comm.mpi.lane import Lane
+
+_LOOK_EVERY_S = 0.5
+_GRACE_S = 3.0  # ranks that wait for the same one notice it within this of each other
+_TAG = 1
+
+
+@dataclass(frozen=True)
+class _Watched:
+    lane: weakref.ref[Lane]
+    ranks: tuple[int, ...]  # in the world
+    name: str
+
+
+class Watchdog:
+    """One for a process, over a communicator of its own."""
+
+    def __init__(self, control: Any) -> None:
+        self._control = control
+        self._watched: list[_Watched] = []
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="mpi watchdog", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Before MPI ends."""
+        self._over.set()
+        self._thread.join()
+
+    def watch(self, lane: Lane, ranks: tuple[int, ...]) -> None:
+        with self._lock:
+            self._watched.append(_Watched(weakref.ref(lane), ranks, lane.name))
+
+    def _look(self) -> None:
+        while not self._over.wait(_LOOK_EVERY_S):
+            self._control.iprobe()  # moves on what nobody waits for
+            with self._lock:
+                self._watched = [w for w in self._watched if w.lane() is not None]
+                watched = list(self._watched)
+            for one in watched:
+                lane = one.lane()
+                current = lane.current if lane is not None else None
+                if lane is not None and current is not None and time.monotonic() - current[1] > library.timeout_s:
+                    self._end(one, current[0], lane.number)
+
+    def _end(self, watched: _Watched, operation: str, number: int) -> None:
+        """Tell the others of the group that we wait; whoever does not say the same has not come."""
+        me = self._control.Get_rank()
+        word = (watched.name, number)
+        requests = [self._control.isend(word, dest=r, tag=_TAG) for r in watched.ranks if r != me]
+        came = {me}
+        until = time.monotonic() + _GRACE_S
+        while time.monotonic() < until:
+            for rank in watched.ranks:
+                if rank != me and self._control.iprobe(source=rank, tag=_TAG) and self._control.recv(source=rank, tag=_TAG) == word:
+                    came.add(rank)
+            time.sleep(0.01)
+        missing = [r for r in watched.ranks if r not in came]
+        if me == min(came):
+            who = (
+                f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+                if missing
+                else "no rank is missing: the network stands still, and nobody"
+            )
+            line = f"{who} did not arrive at {operation} number {number} of {watched.name} within {library.timeout_s:.0f} s; {len(came)} ranks waited"
+            print(f"meshwright: {line}", file=sys.stderr, flush=True)
+        del requests
+        time.sleep(0.5)  # let the line out before mpirun ends everybody
+        os._exit(1)

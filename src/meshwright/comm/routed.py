@@ -1,0 +1,64 @@
+"""One group over several backends: each call goes to the one that is quickest for its operation and size, by what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from meshwright.core.comm import Comm, Messages, Pending
+
+if TYPE_CHECKING:
+    import torch
+
+Choose = Callable[[str, int], str]  # (operation, bytes of the whole tensor) → backend
+
+
+class RoutedComm:
+    """`core.comm.Comm` that hands every call on. All ranks must choose alike, so a choice may depend on operation and size only: where sizes
+    differ from rank to rank (all-to-all, unequal parts, messages) the choice is that of the largest size. `chosen` says what went where."""
+
+    def __init__(self, ways: Mapping[str, Comm], choose: Choose) -> None:
+        self._ways, self._choose = dict(ways), choose
+        first = next(iter(self._ways.values()))
+        self.rank, self.size = first.rank, first.size
+        self.chosen: dict[tuple[str, str], int] = {}
+
+    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Pending:
+        return self._by("all_reduce", tensor.nbytes).all_reduce(tensor, name, op, factor)
+
+    def reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", root: int = 0) -> Pending:
+        return self._by("reduce", tensor.nbytes).reduce(tensor, name, op, root)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, tensor: torch.Tensor, name: str, op: str = "sum", sizes: Sequence[int] | None = None
+    ) -> Pending:  # fmt: skip
+        return self._by("reduce_scatter", tensor.nbytes).reduce_scatter(output, tensor, name, op, sizes)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str, sizes: Sequence[int] | None = None) -> Pending:
+        return self._by("all_gather", output.nbytes).all_gather(output, tensor, name, sizes)
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, name: str, receives: Sequence[int], sends: Sequence[int]) -> Pending:
+        return self._by("all_to_all", _UNEVEN).all_to_all(output, tensor, name, receives, sends)
+
+    def broadcast(self, tensor: torch.Tensor, name: str, source: int = 0) -> Pending:
+        return self._by("broadcast", tensor.nbytes).broadcast(tensor, name, source)
+
+    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, name: str, root: int = 0) -> Pending:
+        return self._by("gather", tensor.nbytes * self.size).gather(output, tensor, name, root)
+
+    def scatter(self, output: torch.Tensor, tensor: torch.Tensor | None, name: str, root: int = 0) -> Pending:
+        return self._by("scatter", output.nbytes * self.size).scatter(output, tensor, name, root)
+
+    def exchange(self, sends: Messages, receives: Messages, name: str) -> Pending:
+        return self._by("send", _UNEVEN).exchange(sends, receives, name)
+
+    def barrier(self) -> None:
+        next(iter(self._ways.values())).barrier()
+
+    def _by(self, op: str, size: int) -> Comm:
+        way = self._choose(op, size)
+        self.chosen[op, way] = self.chosen.get((op, way), 0) + 1
+        return self._ways[way]
+
+
+_UNEVEN = 1 << 22  # bytes that stand for sizes which the ranks do not share

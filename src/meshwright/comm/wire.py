@@ -1,0 +1,94 @@
+"""How a tensor travels over a backend that cannot take it as it is: as bytes, in a wider type, or as a contiguous copy. Each way is said once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+
+Finish = Callable[[], object]
+
+# What a backend takes as it is; one that is not listed takes everything.
+_GLOO = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64}
+TAKES: dict[str, set[torch.dtype]] = {"gloo": _GLOO, "nccl": _GLOO}
+_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+_said: set[str] = set()
+
+
+def say(backend: str, lacks: str, instead: str, rank: int) -> None:
+    """Once in a process, and on the first rank only."""
+    text = f"meshwright: {backend} has no {lacks}: {instead}"
+    if text not in _said:
+        _said.add(text)
+        if rank == 0:
+            print(text, file=sys.stderr)
+
+
+class Wire:
+    """One backend's side of it."""
+
+    def __init__(self, backend: str, rank: int) -> None:
+        self._backend, self._rank = backend, rank
+        self._takes = TAKES.get(backend)
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether it can be handed over as it is; nearly always so."""
+        return tensor.is_contiguous() and (self._takes is None or tensor.dtype in self._takes)
+
+    def known(self, dtype: torch.dtype) -> bool:
+        return self._takes is None or dtype in self._takes
+
+    def sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What leaves, where it is only moved."""
+        if self.takes(tensor):
+            return tensor
+        whole = tensor.contiguous()
+        return whole if self.known(tensor.dtype) else self._bytes(whole)
+
+    def landing(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Finish | None]:
+        """Where it arrives, and what is left to do then."""
+        if self.takes(tensor):
+            return tensor, None
+        whole = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        wire = whole if self.known(tensor.dtype) else self._bytes(whole)
+        return wire, None if whole is tensor else lambda: tensor.copy_(whole)
+
+    def rows(self, tensor: torch.Tensor) -> int:
+        """Rows on the wire for one of the tensor's."""
+        if self.known(tensor.dtype):
+            return 1
+        return tensor.element_size() * (tensor.numel() // tensor.shape[0] if tensor.shape[0] else 1)
+
+    def reduced(self, tensor: torch.Tensor, op: str) -> tuple[torch.Tensor, str, Finish | None]:
+        """What is reduced in the tensor's place, by which operation, and what is left to do then."""
+        if self.takes(tensor) and tensor.dtype != torch.bool:
+            return tensor, op, None
+        if tensor.dtype == torch.bool:  # bytes of 0 and 1: any of them is their largest, all of them their smallest
+            if op == "mean":
+                raise ValueError("the mean of truth values has no meaning: convert them to numbers")
+            work = tensor.to(torch.uint8, memory_format=torch.contiguous_format)
+            op = {"sum": "max", "product": "min"}.get(op, op)
+        elif tensor.is_complex() and not self.known(tensor.dtype):
+            if op not in ("sum", "mean"):
+                raise ValueError(f"{op} of complex numbers has no meaning")
+            real = torch.view_as_real(tensor.contiguous())
+            if tensor.is_contiguous():
+                return real, op, None
+            return real, op, lambda: tensor.copy_(torch.view_as_complex(real))
+        elif not self.known(tensor.dtype):
+            wider = _WIDER.get(tensor.dtype, torch.float32 if tensor.is_floating_point() else torch.int64)
+            say(self._backend, f"reduction of {_name(tensor.dtype)}", f"done in {_name(wider)}", self._rank)
+            work = tensor.to(wider, memory_format=torch.contiguous_format)
+        else:
+            work = tensor.contiguous()
+        return work, op, lambda: tensor.copy_(work)
+
+    def _bytes(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype not in (torch.bool, torch.complex64, torch.complex128):
+            say(self._backend, f"{_name(tensor.dtype)}", "sent as bytes", self._rank)
+        return tensor.view(-1).view(torch.uint8)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,162 @@
+"""Collectives measured as nccl-tests and the OSU benchmarks do: every operation by size, timed call by call, results checked. Handed a Comm."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.core.calibration import Line
+from meshwright.core.comm import Comm, Pending
+from meshwright.core.schedule import wire_factor
+from meshwright.describe.probe import fit_line
+
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send")
+_LEAST, _MOST = 5, 200  # calls of one size
+_WARM_UP = 2
+HELD = 2.5  # tensors of the whole size that a rank holds meanwhile, with what a backend copies
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One rank's calls of one operation and size."""
+
+    op: str
+    bytes: int
+    seconds: tuple[float, ...]
+    correct: bool
+
+
+@dataclass(frozen=True)
+class Point:
+    """The same over all ranks: a call lasts until the slowest is done. Bandwidths as nccl-tests defines them."""
+
+    backend: str
+    op: str
+    ranks: int
+    bytes: int
+    calls: int
+    median_s: float
+    p95_s: float
+    p99_s: float
+    algorithm_bandwidth: float
+    bus_bandwidth: float
+    correct: bool
+
+
+def measure_collectives(comm: Comm, device: torch.device, operations: Sequence[str], sizes: Sequence[int], budget_s: float) -> list[Timed]:
+    """Every rank calls it at the same time. `budget_s` is for one operation and size."""
+    return [_measure(comm, device, op, size, budget_s) for op in operations for size in sizes]
+
+
+def over_ranks(backend: str, every: Sequence[Sequence[Timed]]) -> list[Point]:
+    """What the ranks measured, put together."""
+    found = []
+    for cells in zip(*every, strict=True):
+        times = [max(call) for call in zip(*(cell.seconds for cell in cells), strict=True)]
+        first, ranks = cells[0], len(cells)
+        median = statistics.median(times)
+        tail = statistics.quantiles(times, n=100, method="inclusive")
+        rate = first.bytes / median
+        factor = wire_factor(first.op, ranks)
+        correct = all(cell.correct for cell in cells)
+        found.append(Point(backend, first.op, ranks, first.bytes, len(times), median, tail[94], tail[98], rate, rate * factor, correct))
+    return found
+
+
+def fitted(points: Sequence[Point]) -> dict[str, Line]:
+    """'gloo/all_reduce' → α and β, over the bytes that a rank must send."""
+    names = dict.fromkeys((p.backend, p.op) for p in points)
+    return {
+        f"{backend}/{op}": fit_line([(p.bytes * wire_factor(op, p.ranks), p.median_s) for p in points if (p.backend, p.op) == (backend, op)])
+        for backend, op in names
+    }
+
+
+def _measure(comm: Comm, device: torch.device, op: str, size: int, budget_s: float) -> Timed:
+    case = _Case(comm, device, op, size)
+    case.fill()
+    begun = time.perf_counter()
+    case.call().wait()
+    correct = case.holds()
+    for _ in range(_WARM_UP):
+        comm.barrier()
+        begun = time.perf_counter()
+        case.call().wait()
+    # The same number of calls on every rank, or they would wait for each other for ever.
+    slowest = torch.tensor([time.perf_counter() - begun], dtype=torch.float64, device=device)
+    comm.all_reduce(slowest, "bench", "max").wait()
+    count = int(min(max(budget_s / max(float(slowest), 1e-6), _LEAST), _MOST))
+    seconds = []
+    for _ in range(count):
+        comm.barrier()
+        begun = time.perf_counter()
+        case.call().wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    return Timed(op, case.bytes, tuple(seconds), correct)
+
+
+class _Case:
+    """Tensors of one size, the call on them, and what must come out: rank r gives r + 1 everywhere."""
+
+    def __init__(self, comm: Comm, device: torch.device, op: str, size: int) -> None:
+        self._comm, self._op = comm, op
+        n = comm.size
+        part = max(size // 4 // n, 1) if op not in ("all_reduce", "broadcast", "reduce", "send") else max(size // 4, 1)
+        whole = part if op in ("all_reduce", "broadcast", "reduce", "send") else part * n
+        self.bytes = whole * 4
+        self._whole = torch.empty(whole, device=device)
+        needs_other = op in ("all_to_all", "send")
+        self._other = torch.empty(whole if needs_other else part, device=device) if op not in ("all_reduce", "broadcast", "reduce") else self._whole
+        self._rows = [part] * n
+
+    def fill(self) -> None:
+        mine = float(self._comm.rank + 1)
+        if self._op in ("all_gather", "gather"):
+            self._other.fill_(mine)
+            self._whole.zero_()
+        else:
+            if self._other is not self._whole:
+                self._other.zero_()
+            self._whole.fill_(mine)
+
+    def call(self) -> Pending:
+        comm, whole, other = self._comm, self._whole, self._other
+        root = comm.rank == 0
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        ways: dict[str, Callable[[], Pending]] = {
+            "all_reduce": lambda: comm.all_reduce(whole, "bench"),
+            "all_gather": lambda: comm.all_gather(whole, other, "bench"),
+            "reduce_scatter": lambda: comm.reduce_scatter(other, whole, "bench"),
+            "all_to_all": lambda: comm.all_to_all(other, whole, "bench", self._rows, self._rows),
+            "broadcast": lambda: comm.broadcast(whole, "bench"),
+            "reduce": lambda: comm.reduce(whole, "bench"),
+            "gather": lambda: comm.gather(whole if root else None, other, "bench"),
+            "scatter": lambda: comm.scatter(other, whole if root else None, "bench"),
+            "send": lambda: comm.exchange([(right, whole)], [(left, other)], "bench"),
+        }
+        return ways[self._op]()
+
+    def holds(self) -> bool:
+        """After the first call."""
+        n, me = self._comm.size, self._comm.rank
+        total, ranks = float(n * (n + 1) // 2), torch.arange(1.0, n + 1, device=self._whole.device)
+        everyone = ranks.repeat_interleave(self._rows[0]) if self._op in ("all_gather", "gather", "all_to_all") else ranks
+        wanted: dict[str, tuple[torch.Tensor, float | torch.Tensor]] = {
+            "all_reduce": (self._whole, total),
+            "all_gather": (self._whole, everyone),
+            "reduce_scatter": (self._other, total),
+            "all_to_all": (self._other, everyone),
+            "broadcast": (self._whole, 1.0),
+            "reduce": (self._whole if me == 0 else ranks[:1], total if me == 0 else 1.0),
+            "gather": (self._whole if me == 0 else ranks[:1], everyone if me == 0 else 1.0),
+            "scatter": (self._other, 1.0),
+            "send": (self._other, float((me - 1) % n + 1)),
+        }
+        found, value = wanted[self._op]
+        return bool((found == value).all())

@@ -1,0 +1,155 @@
+"""`bench comm`: every backend there is measures the same collectives; a table, a CSV and a figure; α and β go into the Calibration."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.comm import Ledger, TorchComm, mpi
+from meshwright.core.calibration import Calibration, Line
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import RequestError, RunError, unknown
+from meshwright.core.units import show_bytes
+from meshwright.describe.collectives import HELD, OPERATIONS, Point, Timed, fitted, measure_collectives, over_ranks
+from meshwright.launch import Nursery, Rendezvous, Workers, join, leave
+from meshwright.launch.mpi import find, mpirun, run
+from meshwright.observe.bandwidth import bandwidth_figure
+
+__all__ = ["OPERATIONS", "Request", "check_request", "corrected", "fitted", "measure", "present", "sizes_to", "write_results"]
+BACKENDS = ("gloo", "mpi", "nccl")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure."""
+
+    ranks: int
+    operations: tuple[str, ...]
+    sizes: tuple[int, ...]
+    budget_s: float
+    device: str
+
+
+def sizes_to(largest: int, smallest: int = 8) -> tuple[int, ...]:
+    """Powers of eight from `smallest`, and `largest`."""
+    sizes = []
+    while smallest < largest:
+        sizes.append(smallest)
+        smallest *= 8
+    return (*sizes, largest)
+
+
+def check_request(request: Request, memory_bytes: int) -> None:
+    """Refuse what cannot be before anything is allocated."""
+    for op in request.operations:
+        if op not in OPERATIONS:
+            raise unknown("operation", op, OPERATIONS)
+    if request.ranks < 2:
+        raise RequestError("one rank has nobody to talk to: use --nproc 2 or more")
+    needed = int(max(request.sizes) * HELD) * (request.ranks if request.device == "cpu" else 1)
+    if needed > memory_bytes:
+        most = int(memory_bytes / HELD / (request.ranks if request.device == "cpu" else 1))
+        raise RequestError(
+            f"messages of {show_bytes(max(request.sizes))} on {request.ranks} ranks need {show_bytes(needed)}, "
+            f"{show_bytes(memory_bytes)} are free: use --to {most // 10**6}MB or less"
+        )
+
+
+def present(device: str, asked: Sequence[str] | None) -> list[str]:
+    """The backends that can be measured here; RequestError for one that was asked for and cannot."""
+    there = {"gloo": True, "mpi": find() is not None and importlib.util.find_spec("mpi4py") is not None, "nccl": device == "cuda"}
+    for name in asked or ():
+        if name not in BACKENDS:
+            raise unknown("backend", name, BACKENDS)
+        if not there[name]:
+            how = "pip install 'meshwright[mpi]'" if name == "mpi" else "it needs CUDA devices"
+            raise RequestError(f"backend {name} is not present: {how}")
+    return [name for name in asked or BACKENDS if there[name]]
+
+
+def measure(request: Request, backends: Sequence[str], nursery: Callable[[], Nursery], say: Callable[[str], None]) -> list[Point]:
+    found: list[Point] = []
+    for backend in backends:
+        say(f"measuring {backend} on {request.ranks} ranks")
+        every = _by_mpirun(request) if backend == "mpi" else _by_workers(request, backend, nursery())
+        found += over_ranks(backend, every)
+    return found
+
+
+def _by_workers(request: Request, backend: str, nursery: Nursery) -> list[list[Timed]]:
+    with Workers(nursery, request.ranks) as workers:
+        return workers.call("meshwright.orchestrate.bench_comm:rank", {"request": asdict(request), "backend": backend}, timeout_s=1800)
+
+
+def rank(rank: int, world: int, meeting: str, request: dict[str, Any], backend: str) -> list[Timed]:
+    """One rank of a measurement; MPI's ranks know where they are."""
+    what = Request(**request)
+    torch.set_num_threads(1)
+    cuda = what.device == "cuda"
+    if cuda:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    join(Rendezvous(rank, world, meeting, backend, what.device, rank))
+    comm = TorchComm(dist.group.WORLD, Ledger())  # type: ignore[arg-type]
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda and backend != "gloo" else torch.device("cpu")
+    try:
+        return measure_collectives(comm, device, what.operations, what.sizes, what.budget_s)
+    finally:
+        leave()
+
+
+def _by_mpirun(request: Request) -> list[list[Timed]]:
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        (home / "request.json").write_text(json.dumps(asdict(request)))
+        command, environ = mpirun(request.ranks, {"OMP_NUM_THREADS": "1"})
+        code = run([*command, sys.executable, "-m", "meshwright.orchestrate.bench_comm", folder], environ, sys.stderr)
+        if code:
+            raise RunError(f"mpirun ended with code {code}: what it said is above")
+        read = [json.loads((home / f"{r}.json").read_text()) for r in range(request.ranks)]
+    return [[Timed(t["op"], t["bytes"], tuple(t["seconds"]), t["correct"]) for t in one] for one in read]
+
+
+def _mpi_rank(folder: str) -> None:
+    mpi.register()
+    number, world = (int(os.environ.get(a) or os.environ[b]) for a, b in (("OMPI_COMM_WORLD_RANK", "PMI_RANK"), ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")))
+    found = rank(number, world, "", json.loads((Path(folder) / "request.json").read_text()), "mpi")
+    (Path(folder) / f"{number}.json").write_text(json.dumps([asdict(t) for t in found]))
+
+
+def corrected(calibration: Calibration, ranks: int, lines: Mapping[str, Line]) -> Calibration:
+    """With what was measured at this number of ranks in place of what was there; other numbers of ranks are left as they are."""
+    nearest = calibration.layout(ranks)
+    mine = replace(nearest, ranks=ranks, collectives={**(nearest.collectives if nearest.ranks == ranks else {}), **lines})
+    return replace(calibration, layouts=tuple(sorted((*(r for r in calibration.layouts if r.ranks != ranks), mine), key=lambda r: r.ranks)))
+
+
+def write_results(folder: Path, points: Sequence[Point], lines: Mapping[str, Line], cluster: Cluster) -> dict[str, str]:
+    """comm.csv, comm.json and comm.svg."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "comm.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [f.name for f in fields(Point)])
+        writer.writeheader()
+        writer.writerows(asdict(p) for p in points)
+    data = {"points": [asdict(p) for p in points], "lines": {k: asdict(v) for k, v in lines.items()}}
+    (folder / "comm.json").write_text(json.dumps(data, indent=1) + "\n")
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for p in points:
+        panels.setdefault(p.op, {}).setdefault(p.backend, []).append((float(p.bytes), p.bus_bandwidth))
+    title = f"Bus bandwidth, {points[0].ranks} ranks on {cluster.nodes[0].name}"
+    (folder / "comm.svg").write_text(bandwidth_figure(panels, title))
+    return {kind: str(folder / f"comm.{kind}") for kind in ("csv", "json", "svg")}
+
+
+if __name__ == "__main__":
+    _mpi_rank(sys.argv[1])

@@ -1,0 +1,43 @@
+"""`train --launcher mpi`: the same run, its ranks started by mpirun. Each is told the resolved configuration, and adopts its place."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from meshwright.core.errors import RequestError, unknown
+from meshwright.launch.mpi import mpirun, run
+from meshwright.orchestrate.config import RunConfig
+from meshwright.orchestrate.orchestrator import Orchestrator
+
+LAUNCHERS = ("local", "mpi")
+
+
+def by_mpirun(launcher: str | None, backend: str | None, adopted: bool) -> bool:
+    """Whether mpirun is to start the ranks: when it was asked to, or when only it can."""
+    if launcher is not None and launcher not in LAUNCHERS:
+        raise unknown("launcher", launcher, LAUNCHERS)
+    if launcher == "local" and backend == "mpi" and not adopted:
+        raise RequestError("backend mpi needs ranks that mpirun started: use --launcher mpi, or --backend gloo")
+    return not adopted and (launcher == "mpi" or backend == "mpi")
+
+
+def train_by_mpirun(config: RunConfig, script: str | None, arguments: list[str], environ: Mapping[str, str], as_json: bool) -> int:
+    """mpirun's exit code, which is the first failing rank's."""
+    if script is not None and not Path(script).is_file():
+        raise RequestError(f"{script}: no such file")
+    with Orchestrator(config, environ, lambda _: None) as orchestrator:
+        node = orchestrator.cluster.nodes[0]
+        ranks, kind = len(orchestrator.cluster.devices), orchestrator.cluster.devices[0].kind
+    threads = {"OMP_NUM_THREADS": str(max(node.cores // ranks, 1))} if kind == "cpu" else {}
+    home = Path(config.run_dir)
+    home.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", suffix=".json", prefix=".mpi-", dir=home) as told:  # where ranks of other machines see it too
+        json.dump(config.model_dump(mode="json", exclude_defaults=True), told)
+        told.flush()
+        train = ["-m", "meshwright.cli.main", "train", told.name, *(["--json"] if as_json else [])]
+        command, env = mpirun(ranks, {"KINETO_LOG_LEVEL": "99", **environ, **threads, "MESHWRIGHT_PLAN": config.plan}, cores=node.cores)
+        return run([*command, sys.executable, *([script, *arguments] if script is not None else train)], env, sys.stderr)

@@ -1,0 +1,188 @@
+"""The communication layer without processes: routing, what mpirun is told and says, what `bench comm` makes of measurements."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from meshwright.comm import Ledger, RoutedComm, ThreadComm, ThreadWorld
+from meshwright.comm.mpi import library
+from meshwright.core.calibration import Calibration, Line, Rates
+from meshwright.core.errors import RequestError
+from meshwright.cost.selection import crossings, quickest
+from meshwright.describe.collectives import OPERATIONS, fitted, measure_collectives, over_ranks
+from meshwright.describe.discover import discover
+from meshwright.launch import Place, default_backend
+from meshwright.launch import mpi as launch
+from meshwright.orchestrate import bench_comm
+from meshwright.orchestrate.mpirun import by_mpirun
+
+LINES = {"gloo/all_reduce": Line(500e-6, 2e9), "mpi/all_reduce": Line(20e-6, 1e9), "gloo/broadcast": Line(1e-4, 1e9)}
+
+
+def rates(ranks: int = 2) -> Rates:
+    return Rates(ranks, 1, {}, ((1e6, 1e10),), 1e-6, LINES)
+
+
+def test_the_quickest_backend_is_chosen_by_size() -> None:
+    choose = quickest(rates(), ("gloo", "mpi"), 2)
+    assert choose("all_reduce", 1000) == "mpi"
+    assert choose("all_reduce", 10**8) == "gloo"
+    assert choose("broadcast", 1000) == "gloo"  # the only one that was measured
+    assert choose("reduce", 1000) == "gloo"  # none was: the first
+    (start, small), (turn, large) = crossings(rates(), ("gloo", "mpi"), 2, "all_reduce")
+    assert (start, small, large) == (0, "mpi", "gloo")
+    assert 2**19 <= turn <= 2**21
+
+
+@pytest.mark.parametrize("size", [8, 10**4, 10**6, 10**8])
+def test_the_choice_is_never_much_slower_than_the_best(size: int) -> None:
+    choose = quickest(rates(), ("gloo", "mpi"), 2)
+    times = {b: LINES[f"{b}/all_reduce"].seconds(size) for b in ("gloo", "mpi")}
+    assert times[choose("all_reduce", size)] <= 1.05 * min(times.values())
+
+
+def test_calls_go_where_the_choice_says() -> None:
+    def job(comm: ThreadComm) -> tuple[Any, ...]:
+        small, large = comm.among([0, 1]), ThreadComm(other, comm.rank, (0, 1), Ledger())
+        routed = RoutedComm({"small": small, "large": large}, lambda op, size: "large" if size > 100 else "small")
+        tensors = torch.ones(4), torch.ones(400)
+        for tensor in tensors:
+            routed.all_reduce(tensor, "x").wait()
+        routed.barrier()
+        return [float(t[0]) for t in tensors], routed.chosen, [(line.name, line.bytes) for line in large.ledger.take()]
+
+    other = ThreadWorld(2)
+    for values, chosen, lines in ThreadWorld(2).run(job):
+        assert values == [2.0, 2.0]
+        assert chosen == {("all_reduce", "small"): 1, ("all_reduce", "large"): 1}
+        assert lines == [("x", 1600)]
+
+
+def test_threads_record_every_call() -> None:
+    def job(comm: ThreadComm) -> list[tuple[str, str, int, int, int]]:
+        comm.all_reduce(torch.ones(3), "a").wait()
+        comm.gather(torch.empty(4) if comm.rank == 0 else None, torch.ones(2), "g").wait()
+        comm.exchange([(1 - comm.rank, torch.ones(5))], [(1 - comm.rank, torch.empty(5))], "m").wait()
+        return [(line.name, line.op, line.group, line.calls, line.bytes) for line in comm.ledger.take()]
+
+    wanted = [("a", "all_reduce", 2, 1, 12), ("g", "gather", 2, 1, 16), ("m", "send", 2, 1, 20)]
+    assert ThreadWorld(2).run(job) == [wanted, wanted]
+
+
+def test_a_rank_that_fails_is_heard() -> None:
+    def job(comm: ThreadComm) -> None:
+        if comm.rank == 1:
+            raise ValueError("planted")
+
+    with pytest.raises(ValueError, match="planted"):
+        ThreadWorld(2).run(job)
+
+
+# -- bench comm --
+
+
+def test_every_operation_is_measured_checked_fitted_and_drawn(tmp_path: Path) -> None:
+    sizes = bench_comm.sizes_to(4096)
+    assert sizes == (8, 64, 512, 4096)
+    every = ThreadWorld(2).run(lambda comm: measure_collectives(comm, torch.device("cpu"), OPERATIONS, sizes, 0.001))
+    points = over_ranks("threads", every)
+    assert {p.op for p in points} == set(OPERATIONS)
+    assert all(p.correct and p.median_s <= p.p95_s <= p.p99_s and p.bus_bandwidth > 0 for p in points)
+    lines = fitted(points)
+    assert set(lines) == {f"threads/{op}" for op in OPERATIONS}
+    files = bench_comm.write_results(tmp_path, points, lines, discover(os.environ))
+    assert len(json.loads(Path(files["json"]).read_text())["points"]) == len(points)
+    assert len(Path(files["csv"]).read_text().splitlines()) == len(points) + 1
+    drawn = ElementTree.parse(files["svg"]).getroot()
+    assert len(drawn.findall(".//{*}polyline")) == len(OPERATIONS)
+
+
+def test_a_measurement_replaces_only_its_own_lines() -> None:
+    before = Calibration("m", "cpu", "now", (rates(1), rates(2)))
+    after = bench_comm.corrected(before, 2, {"mpi/all_reduce": Line(1.0, 1.0)})
+    assert after.layout(2).collectives == {**LINES, "mpi/all_reduce": Line(1.0, 1.0)}
+    assert after.layout(1) == before.layout(1)
+    four = bench_comm.corrected(before, 4, {"mpi/send": Line(1.0, 1.0)})
+    assert [r.ranks for r in four.layouts] == [1, 2, 4]
+    assert four.layout(4).collectives == {"mpi/send": Line(1.0, 1.0)}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"operations": ("allreduce",)}, "did you mean 'all_reduce'"),
+        ({"ranks": 1}, "--nproc 2"),
+        ({"sizes": (8, 10**12)}, "--to 2000MB or less"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is_allocated(change: dict[str, Any], said: str) -> None:
+    given = {"ranks": 2, "operations": ("all_reduce",), "sizes": (8,), "budget_s": 0.1, "device": "cpu", **change}
+    with pytest.raises(RequestError, match=said):
+        bench_comm.check_request(bench_comm.Request(**given), 10**10)
+
+
+# -- MPI --
+
+
+def test_an_mpi_that_is_not_mpiruns_is_named() -> None:
+    library.check_world(4, "Open MPI v5", {"OMPI_COMM_WORLD_SIZE": "4"})
+    with pytest.raises(RequestError, match=r"4 ranks were started \(OMPI_COMM_WORLD_SIZE\), but MPICH 4, which mpi4py loaded, sees 1"):
+        library.check_world(1, "MPICH 4", {"OMPI_COMM_WORLD_SIZE": "4"})
+
+
+def test_mixed_versions_are_named() -> None:
+    library.compare_versions([{"torch": "2.13.0"}] * 3)
+    with pytest.raises(RequestError, match=r"rank 0 has torch 2\.13\.0, rank 1 has torch 2\.11\.0"):
+        library.compare_versions([{"torch": "2.13.0"}, {"torch": "2.11.0"}])
+
+
+def test_without_mpi_the_pip_line_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "find", lambda: None)
+    with pytest.raises(RequestError, match=r"pip install 'meshwright\[mpi\]'"):
+        launch.mpirun(2, {})
+    monkeypatch.setattr(bench_comm, "find", lambda: None)
+    assert bench_comm.present("cpu", None) == ["gloo"]
+    with pytest.raises(RequestError, match=r"backend mpi is not present: pip install"):
+        bench_comm.present("cpu", ["mpi"])
+
+
+def test_mpirun_is_told_what_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "mpirun").touch()
+    (tmp_path / "ompi_info").touch()
+    monkeypatch.setattr(launch, "find", lambda: tmp_path / "mpirun")
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    command, environ = launch.mpirun(4, {"A": "b"}, cores=2)
+    assert command == [str(tmp_path / "mpirun"), "-n", "4", "--oversubscribe", "--bind-to", "none"]
+    assert environ["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == environ["OMPI_MCA_mpi_yield_when_idle"] == "1" and environ["A"] == "b"
+    (tmp_path / "ompi_info").unlink()  # MPICH knows none of these
+    assert launch.mpirun(4, {}, cores=2)[0] == [str(tmp_path / "mpirun"), "-n", "4"]
+
+
+def test_mpiruns_page_on_an_exit_is_left_out() -> None:
+    rule = "-" * 74 + "\n"
+    page = [rule, "prterun detected that one or more processes exited with non-zero status,\n", rule]
+    other = [rule, "There are not enough slots available\n", rule]
+    assert list(launch.without_pages(["meshwright: a line\n", *page, *other, "end\n"])) == ["meshwright: a line\n", *other, "end\n"]
+
+
+def test_who_starts_the_ranks() -> None:
+    assert by_mpirun("mpi", None, adopted=False) and by_mpirun(None, "mpi", adopted=False)
+    assert not by_mpirun(None, "mpi", adopted=True) and not by_mpirun(None, "gloo", adopted=False)
+    with pytest.raises(RequestError, match="--launcher mpi"):
+        by_mpirun("local", "mpi", adopted=False)
+    with pytest.raises(RequestError, match="did you mean 'mpi'"):
+        by_mpirun("mpirun", None, adopted=False)
+
+
+def test_ranks_of_mpirun_meet_over_mpi() -> None:
+    place = Place(0, 4, 0, 4, "", "mpirun")
+    assert default_backend(place, "cpu") == "mpi"
+    assert default_backend(place, "cuda") == "nccl"
+    assert default_backend(Place(0, 4, 0, 4, "", "torchrun"), "cpu") == default_backend(None, "cpu") == "gloo"
