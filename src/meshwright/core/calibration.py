@@ -44,7 +44,7 @@ class Rates:
     compute: Mapping[str, Points]  # "matmul/fp32" → (flops a call, flop/s)
     memory: Points  # (bytes a call, bytes/s)
     call_s: float  # time an operation takes however small it is
-    collectives: Mapping[str, Line] = field(default_factory=dict)  # "gloo/all_reduce" → line
+    collectives: Mapping[str, Line] = field(default_factory=dict)  # "gloo/all_reduce" → line; "gloo/all_reduce/2" → among two
     overlap: float = 0.0  # share of a collective that is hidden when there is enough to compute: 0 none, 1 all
     base_bytes: int = 0  # memory a rank holds before it has a model
     queued: bool = False  # calls are queued ahead of the device (GPUs): a call costs only where the work is shorter than it
