@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from meshwright.core.errors import RequestError
@@ -90,7 +91,7 @@ class _CosmoFlow:
         """All dense layers together after the last of them, then each convolution, beside what follows."""
         dims = self.dims
         if step == dense - 1 and self.world > dims.shards:
-            sizes = _COSMOFLOW_DENSE if dims.gradients == "tensor" else (dims.dense_gradient,)
+            sizes: tuple[int, ...] = _COSMOFLOW_DENSE if dims.gradients == "tensor" else (dims.dense_gradient,)
             return [self.out.call(f"grads/dense/{i}", "all_reduce", "dp", dims.floats(n), blocks=False) for i, n in enumerate(sizes)]
         if step >= dense and self.world > 1:
             number = len(dims.gradients_of) - 1 - (step - dense)
@@ -108,7 +109,9 @@ def _check_lists(dims: CosmoFlowDims) -> None:
     }  # fmt: skip
     for name, count in wanted.items():
         if len(getattr(dims, name)) != count:
-            raise RequestError(f"cosmoflow: {name} has {len(getattr(dims, name))} entries for {layers} layers, {convolutions} of them convolutions: {count}")
+            raise RequestError(
+                f"cosmoflow: {name} has {len(getattr(dims, name))} entries, {layers} layers with {convolutions} convolutions need {count}"
+            )
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ class DLRMDims(Dims):
 
 def mlp_tensors(widths: tuple[int, ...]) -> list[int]:
     """Matrices and biases, in order."""
-    return [n for a, b in zip(widths, widths[1:], strict=False) for n in (a * b, b)]
+    return [n for a, b in itertools.pairwise(widths) for n in (a * b, b)]
 
 
 def dlrm(dims: DLRMDims, world: int) -> Schedule:

@@ -19,6 +19,11 @@ Meeting = tuple[str, Op, int]  # name, operation, bytes: blocking, among the sha
 Gradient = tuple[str, str, int]  # name, group, bytes: an all-reduce
 
 
+def twice(name: str, op: Op, size: int) -> tuple[Meeting, ...]:
+    """A layer meets after attention and after its feed-forward part."""
+    return ((name, op, size), (name, op, size))
+
+
 @dataclass(frozen=True)
 class Pass:
     """One layer in one direction."""

@@ -87,7 +87,7 @@ _ALL = (
     Proxy("fsdp", "sharded parameters (ZeRO-3), by units, with replicas", FSDPDims, fsdp, lambda d: max(d.sharding, 1), ("units", "sharding")),
     Proxy(
         "hybrid-2d", "replicas × stages, 1F1B, reduction beside backward", GPT3Dims, lambda d, w: gpt3(d, w, "hybrid-2d"), _sharded,
-        ("stages", "scale"), defaults={**_ONE_F_ONE_B, "shards": 1},
+        ("stages", "scale"), defaults={**_ONE_F_ONE_B, "shards": 1, "forward_us": 4 * 15915, "backward_us": 4 * 31830},
     ),
     Proxy(
         "hybrid-3d", "replicas × shards × stages, likewise", GPT3Dims, lambda d, w: gpt3(d, w, "hybrid-3d"), _sharded,

@@ -13,7 +13,7 @@ from typing import Literal
 from meshwright.core.errors import RequestError
 from meshwright.core.schedule import Schedule
 from meshwright.proxies.parts import Dims, Grid, Program, assemble, need_multiple
-from meshwright.proxies.pipeline import Gradient, Pass, Pipeline, build
+from meshwright.proxies.pipeline import Gradient, Pass, Pipeline, build, twice
 
 RankOrder = Literal["pipeline", "tensor"]
 
@@ -126,7 +126,7 @@ def gpt3(dims: GPT3Dims, world: int, name: str = "gpt3") -> Schedule:
     tensors = [3 * h2, h2, 4 * h2, 4 * h2]
     sizes = [n / dims.shards for n in (tensors if dims.gradients == "tensor" else [sum(tensors)])]
     flops = dims.flops(dims.layer_flops() / dims.shards)
-    meetings = (("tp", "all_reduce", wide),) * 2
+    meetings = twice("tp", "all_reduce", wide)
     return build(
         Pipeline(
             name,
@@ -157,8 +157,9 @@ class MoEDims(GPT3Dims):
     def work(self) -> tuple[Pass, Pass]:
         """A layer forward and backward on one rank."""
         each = self.floats(self.tokens * self.hidden / self.experts)
-        meetings = (("experts", "all_to_all", each * self.experts),) * 2
-        flops = self.flops(8.0 * self.tokens * self.hidden**2 + 4.0 * self.tokens**2 * self.hidden + 16.0 * self.tokens * self.hidden**2 / self.experts)
+        meetings = twice("experts", "all_to_all", each * self.experts)
+        h2 = self.hidden**2
+        flops = self.flops(self.tokens * (8.0 * h2 + 4.0 * self.tokens * self.hidden + 16.0 * h2 / self.experts))
         ahead = self.seconds(self.forward_us + self.expert_forward_us / self.experts)
         back = self.seconds(self.backward_us + self.expert_backward_us / self.experts)
         return Pass(ahead, flops, meetings), Pass(back, 2 * flops, meetings)
@@ -171,21 +172,19 @@ def gpt3_moe(dims: MoEDims, world: int, name: str = "gpt3-moe") -> Schedule:
     owned = [n / dims.experts for n in ([8 * h2] if whole else [4 * h2, 4 * h2])]
     common = [4 * h2] if whole else [3 * h2, h2]
     gradients = [("grads/experts", "dp", dims.floats(n)) for n in owned] + [("grads/attention", "replica", dims.floats(n)) for n in common]
-    ahead, back = dims.work()
     crossing = dims.floats(dims.tokens * dims.hidden)
-    return build(
-        Pipeline(
-            name, grid, dims.all_layers, dims.micro, crossing, ahead, back, lambda _: gradients, dims.order, dims.chunks, overlap=dims.overlap
-        )  # fmt: skip
+    pipe = Pipeline(
+        name, grid, dims.all_layers, dims.micro, crossing, *dims.work(), lambda _: gradients, dims.order, dims.chunks, overlap=dims.overlap
     )
+    return build(pipe)
 
 
 def gpt3_one_step(dims: GPT3Dims, world: int) -> Schedule:
     wide, flops = dims.floats(dims.tokens * dims.hidden), dims.flops(dims.layer_flops() / dims.shards)
-    meetings = (("tp", "all_reduce", wide),) * 2
+    meetings = twice("tp", "all_reduce", wide)
     passes = Pass(dims.seconds(dims.forward_us), flops, meetings), Pass(dims.seconds(dims.backward_us), 2 * flops, meetings)
     name = "gpt3-one-pipe-step"
-    return _one_step(name, _grid(name, world, dims.stages, dims.shards, dims.rank_order, "shards"), wide, *passes)  # type: ignore[arg-type]
+    return _one_step(name, _grid(name, world, dims.stages, dims.shards, dims.rank_order, "shards"), wide, *passes)
 
 
 def gpt3_moe_one_step(dims: MoEDims, world: int) -> Schedule:

@@ -22,9 +22,9 @@ def problems(schedule: Schedule) -> Iterator[str]:
     if schedule.world < 1 or not schedule.programs:
         yield f"a schedule for {schedule.world} ranks with {len(schedule.programs)} programs runs nowhere: give world and programs"
         return
-    for rank, program in schedule.ranks.items():
-        if not 0 <= program < len(schedule.programs):
-            yield f"rank {rank} has program {program}, there are {len(schedule.programs)}"
+    for rank, index in schedule.ranks.items():
+        if not 0 <= index < len(schedule.programs):
+            yield f"rank {rank} has program {index}, there are {len(schedule.programs)}"
             return
     for number, program in enumerate(schedule.programs):
         yield from _program(number, program)

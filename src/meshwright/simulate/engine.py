@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from meshwright.core.errors import RequestError
 from meshwright.core.schedule import COLLECTIVES, COMPUTES, MESSAGES, Action, Schedule
@@ -21,6 +22,7 @@ from meshwright.simulate.jitter import factors
 from meshwright.simulate.network import Network
 
 Port = tuple[int, str, str]  # class of ranks, wire, direction
+Lane = tuple[Any, ...]  # axis, then the classes that meet, or a message's source and target: calls of one lane go in order
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,10 @@ class _Flight:
     """A call under way, or one that still waits for somebody."""
 
     action: Action
-    axis: str
     ranks: tuple[int, ...]
     missing: int
     ports: tuple[Port, ...]
-    lane: object  # calls of one lane go in order
+    lane: Lane
     waiting: list[_Rank | _Deferred] = field(default_factory=list)
     joined: list[tuple[_Rank, float, Action]] = field(default_factory=list)
     held: dict[int, float] = field(default_factory=dict)
@@ -82,7 +83,8 @@ class _Rank:
     since: float = 0.0
     over: bool = False
     flights: dict[str, _Flight] = field(default_factory=dict)
-    calls: dict[object, int] = field(default_factory=dict)
+    sites: dict[tuple[str, int, str], tuple[Lane, tuple[int, ...]]] = field(default_factory=dict)  # what a call here meets
+    calls: dict[tuple[Lane, bool], int] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
 
 
@@ -93,17 +95,14 @@ class _Engine:
         self.schedule, self.network, self.fold, self.speeds = schedule, network, found, speeds
         self.events: list[tuple[float, int, _Rank | _Flight]] = []
         self.count = 0
-        self.flights: dict[object, _Flight] = {}
-        self.prices: dict[tuple[str, int, tuple[int, ...]], float] = {}
+        self.flights: dict[tuple[Lane, int], _Flight] = {}
+        self.prices: dict[tuple[str, int, Lane], float] = {}
         self.wires: dict[tuple[int, ...], str] = {}
-        self.lanes: dict[object, float] = {}
+        self.lanes: dict[Lane, float] = {}
         self.busy: dict[Port, list[_Flight]] = {}  # a wire in use, and who waits for it
-        self.classes: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def run(self, jitter: list[Iterator[float]]) -> Simulation:
-        ranks = [
-            _Rank(number, self.schedule.of(rank), jitter[number], self.speeds.get(rank, 1.0)) for number, rank in enumerate(self.fold.first)
-        ]
+        ranks = [_Rank(number, self.schedule.of(rank), jitter[number], self.speeds.get(rank, 1.0)) for number, rank in enumerate(self.fold.first)]
         for rank in ranks:
             self._push(0.0, rank)
         while self.events:
@@ -151,7 +150,7 @@ class _Engine:
         key, group = self._key(rank, action)
         flight = self.flights.get(key)
         if flight is None:
-            flight = self.flights[key] = self._open(rank, action, group, key)
+            flight = self.flights[key] = self._open(rank, action, group, key[0])
         rank.flights[action.name] = flight
         before = [f for w in action.waits if (f := rank.flights.get(w)) is not None and not f.done] if self.network.queued else []
         if before:  # left to the device: it joins when what it waits for is over
@@ -169,34 +168,32 @@ class _Engine:
         if not flight.missing:
             self._start(flight, now)
 
-    def _key(self, rank: _Rank, action: Action) -> tuple[object, tuple[int, ...]]:
+    def _key(self, rank: _Rank, action: Action) -> tuple[tuple[Lane, int], tuple[int, ...]]:
         """Which call this is: the n-th of its group, or of the messages from one rank to another."""
-        group = self.fold.home[action.axis, self.fold.first[rank.number]]
-        if action.op in MESSAGES:
-            other = self.fold.of[group[action.peer]]
-            lane: object = (action.axis, rank.number, other) if action.op == "send" else (action.axis, other, rank.number)
-        else:
-            lane = (action.axis, self._met(group))
+        site = (action.axis, action.peer, action.op if action.op in MESSAGES else "")
+        if site not in rank.sites:
+            rank.sites[site] = self._lane(rank, action)
+        lane, group = rank.sites[site]
         turn = (lane, action.op == "recv")
         number = rank.calls[turn] = rank.calls.get(turn, -1) + 1
         return (lane, number), group
 
-    def _met(self, group: tuple[int, ...]) -> tuple[int, ...]:
-        found = self.classes.get(group)
-        if found is None:
-            found = self.classes[group] = tuple(sorted({self.fold.of[r] for r in group}))
-        return found
+    def _lane(self, rank: _Rank, action: Action) -> tuple[Lane, tuple[int, ...]]:
+        group = self.fold.home[action.axis, self.fold.first[rank.number]]
+        if action.op not in MESSAGES:
+            return (action.axis, *sorted({self.fold.of[r] for r in group})), group
+        other = self.fold.of[group[action.peer]]
+        return (action.axis, rank.number, other) if action.op == "send" else (action.axis, other, rank.number), group
 
-    def _open(self, rank: _Rank, action: Action, group: tuple[int, ...], key: object) -> _Flight:
-        assert isinstance(key, tuple)
+    def _open(self, rank: _Rank, action: Action, group: tuple[int, ...], lane: Lane) -> _Flight:
+        met = lane[1:]
         if action.op in MESSAGES:
-            source, target = key[0][1:]
             pair = (self.fold.first[rank.number], group[action.peer])
             wire = self._wire(pair)
-            return _Flight(action, action.axis, pair, 2, ((source, wire, "out"), (target, wire, "in")) if wire else (), key[0])
-        met, wire = self._met(group), self._wire(group)
+            return _Flight(action, pair, 2, ((met[0], wire, "out"), (met[1], wire, "in")) if wire else (), lane)
+        wire = self._wire(group)
         ports = tuple((number, wire, way) for number in met for way in ("out", "in")) if wire else ()
-        return _Flight(action, action.axis, group, len(met), ports, key[0])
+        return _Flight(action, group, len(met), ports, lane)
 
     def _wire(self, ranks: tuple[int, ...]) -> str:
         if ranks not in self.wires:
@@ -219,9 +216,10 @@ class _Engine:
     def _price(self, flight: _Flight) -> float:
         action = flight.action
         op = "send" if action.op in MESSAGES else action.op
-        key = (op, action.bytes if action.likely is None else action.likely, flight.ranks)
+        size = action.bytes if action.likely is None else action.likely
+        key = (op, size, flight.lane)
         if key not in self.prices:
-            self.prices[key] = self.network.seconds(*key)
+            self.prices[key] = self.network.seconds(op, size, flight.ranks)
         return self.prices[key]
 
     def _land(self, flight: _Flight, now: float) -> None:
