@@ -97,6 +97,7 @@ class _Step:
         self.begun = time.perf_counter()
         vary = factors(runner.policy.seed, runner.rank, run, runner.policy.jitter)
         for action in runner.program:
+            self._look()
             for name in action.waits:
                 self._land(name)
             if action.op in COMPUTES:
@@ -109,6 +110,11 @@ class _Step:
                     self._land(action.name)
         for name in list(self.flights):
             self._land(name)
+
+    def _look(self) -> None:
+        """Ask the calls that do not tell whether they are over; the originals test their requests here too, to keep MPI going."""
+        for flight in self.flights.values():
+            flight.look()
 
     def _land(self, name: str) -> None:
         flight = self.flights.pop(name, None)
@@ -124,11 +130,16 @@ class _Flight:
         self.begun = time.perf_counter()
         self.ended = 0.0
         future = None if action.blocks else _future(work)
+        self._asked = future is None and hasattr(work, "is_completed")
         if future is not None:
             future.add_done_callback(self._done)
 
     def _done(self, _: object) -> None:
         self.ended = time.perf_counter()
+
+    def look(self) -> None:
+        if self._asked and not self.ended and self.work.is_completed():  # type: ignore[attr-defined]
+            self._done(None)
 
     def land(self, zero: float, device: torch.device) -> Span:
         asked = time.perf_counter()

@@ -22,7 +22,7 @@ from meshwright.simulate.jitter import factors
 from meshwright.simulate.network import Network
 
 Port = tuple[int, str, str]  # class of ranks, wire, direction
-Lane = tuple[Any, ...]  # axis, then the classes that meet, or a message's source and target: calls of one lane go in order
+Lane = tuple[Any, ...]  # kind and axis, then the classes that meet, or a message's source and target: calls of one lane go in order
 
 
 @dataclass(frozen=True)
@@ -181,12 +181,13 @@ class _Engine:
     def _lane(self, rank: _Rank, action: Action) -> tuple[Lane, tuple[int, ...]]:
         group = self.fold.home[action.axis, self.fold.first[rank.number]]
         if action.op not in MESSAGES:
-            return (action.axis, *sorted({self.fold.of[r] for r in group})), group
+            return ("collective", action.axis, *sorted({self.fold.of[r] for r in group})), group
         other = self.fold.of[group[action.peer]]
-        return (action.axis, rank.number, other) if action.op == "send" else (action.axis, other, rank.number), group
+        ends = (rank.number, other) if action.op == "send" else (other, rank.number)
+        return ("message", action.axis, *ends), group
 
     def _open(self, rank: _Rank, action: Action, group: tuple[int, ...], lane: Lane) -> _Flight:
-        met = lane[1:]
+        met = lane[2:]
         if action.op in MESSAGES:
             pair = (self.fold.first[rank.number], group[action.peer])
             wire = self._wire(pair)
