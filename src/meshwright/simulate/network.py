@@ -12,9 +12,12 @@ from meshwright.cost.collective import line_of
 
 
 class Network(Protocol):
-    """What the engine asks. `queued`: a call that must wait for another is left to the device and the rank goes on, as on a GPU's streams."""
+    """What the engine asks."""
 
-    queued: bool
+    @property
+    def queued(self) -> bool:
+        """A call that must wait for another is left to the device and the rank goes on, as on a GPU's streams."""
+        ...
 
     def seconds(self, op: str, size: int, ranks: tuple[int, ...]) -> float:
         """One call by itself, once everybody is there."""
