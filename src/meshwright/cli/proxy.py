@@ -282,15 +282,14 @@ def _finish(
 
 def collectives_table(rows: list[dict[str, Any]]) -> Table:
     """One line a collective, over all ranks."""
-    table = Table(box=None, header_style="bold", caption="exposed: ranks stood still for it; overlapped: they did not", caption_justify="left")
+    table = Table(box=None, header_style="bold", caption="exposed: ranks stood still for it; hidden: they did not", caption_justify="left")
     for column in ("name", "operation"):
-        table.add_column(column, no_wrap=True)
-    for column in ("ranks", "calls", "bytes", "median", "p95", "bandwidth", "of step", "exposed", "overlapped"):
-        table.add_column(column, justify="right")
+        table.add_column(column, overflow="fold")
+    for column in ("calls", "bytes", "median", "p95", "bandwidth", "exposed", "hidden"):
+        table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         times = [show_seconds(row[key]) for key in ("median_s", "p95_s")]
         speed = show_rate(row["bandwidth"], "B/s") if row["bandwidth"] else "–"
         hidden = [show_seconds(row[key]) for key in ("exposed_s", "overlapped_s")]
-        sizes = (str(row["group"]), str(row["calls"]), show_bytes(row["bytes"]))
-        table.add_row(row["name"], row["op"], *sizes, *times, speed, f"{row['share']:.0%}", *hidden)
+        table.add_row(row["name"], f"{row['op']} ×{row['group']}", str(row["calls"]), show_bytes(row["bytes"]), *times, speed, *hidden)
     return table

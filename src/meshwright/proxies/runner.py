@@ -43,11 +43,12 @@ class RunPolicy:
 class Runner:
     """One rank of one schedule. Made after the process group; every rank makes it, since groups are made together."""
 
-    def __init__(self, schedule: Schedule, rank: int, device: torch.device, policy: RunPolicy) -> None:
+    def __init__(self, schedule: Schedule, rank: int, device: torch.device, policy: RunPolicy, groups: GroupComms | None = None) -> None:
         self.rank, self.policy, self.device = rank, policy, device
         self.program = schedule.of(rank)
-        self.ledger = Ledger()
-        self._comms = _groups(schedule, rank, self.ledger)
+        groups = groups or GroupComms()
+        self.ledger = groups.ledger
+        self._comms = groups.of(schedule, rank)
         self._memory = _Buffers(device)
         self._compute = _Kernel(device) if policy.compute == "real" else None
         for action in self.program:
@@ -234,16 +235,25 @@ def _dealt(rows: int, ways: int) -> Sequence[int]:
     return [rows // ways + (1 if i < rows % ways else 0) for i in range(ways)]
 
 
-def _groups(schedule: Schedule, rank: int, ledger: Ledger) -> dict[str, Comm]:
-    """A Comm for each name; names that join the same ranks have one each all the same, so that their calls do not mix."""
-    found: dict[str, Comm] = {}
-    for axis, groups in sorted(schedule.groups.items()):
-        for ranks in groups:
-            if len(ranks) > 1:
-                group = dist.new_group(list(ranks))
-                if rank in ranks:
-                    found[axis] = TorchComm(group, ledger)
-    return found
+class GroupComms:
+    """A Comm for each name and list of ranks. Names that join the same ranks have one each all the same, so that their calls do not mix;
+    schedules that are run by turns share them."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self._made: dict[tuple[str, tuple[int, ...]], Comm | None] = {}
+
+    def of(self, schedule: Schedule, rank: int) -> dict[str, Comm]:
+        """Collective: every rank asks for the same schedules in the same order."""
+        found: dict[str, Comm] = {}
+        for axis, groups in sorted(schedule.groups.items()):
+            for ranks in groups:
+                if len(ranks) > 1 and (axis, ranks) not in self._made:
+                    group = dist.new_group(list(ranks))
+                    self._made[axis, ranks] = TorchComm(group, self.ledger) if rank in ranks else None
+                if rank in ranks and (comm := self._made.get((axis, ranks))) is not None:
+                    found[axis] = comm
+        return found
 
 
 Said = Callable[[str], None]
