@@ -14,6 +14,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,27 +37,27 @@ from meshwright.simulate import Ideal, Linked, simulate
 HERE = Path(__file__).parent
 WORLD = 4
 PAIRS = ((0, 1), (2, 3))
-SIZES = (2**10, 2**16, 2**18, 2**20, 2**22, 2**24)
-CALLS = 8
+SIZES = (2**10, 2**17, 2**19, 2**21, 2**22)  # what the cases below send, and no more
+CALLS = 16
 WARM_UP = 3
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-Probe = tuple[str, tuple[tuple[int, ...], ...], int]  # operation, groups that work at once, bytes
+Probe = tuple[str, tuple[tuple[int, ...], ...], int, bool]  # operation, groups that work at once, bytes, one call after the other
 CASES: Mapping[str, dict[str, Any]] = {
-    "gpt2": {"layers": 8, "stages": 2, "scale_down": 32},
-    "bert": {"layers": 8, "stages": 2, "scale_down": 16},
-    "resnet50": {"scale_down": 4},
+    "gpt2": {"layers": 8, "stages": 2, "scale_down": 64},
+    "bert": {"layers": 8, "stages": 2, "scale_down": 32},
+    "resnet50": {"scale_down": 8},
     "resnet152": {"scale_down": 8},
     "resnet152-strong": {"table": [[4, 128, 119000, 23800]], "scale_down": 8},
-    "cosmoflow": {"shards": 2, "scale_down": 8},
+    "cosmoflow": {"shards": 2, "scale_down": 4},
     "dlrm": {},
     "gpt3": {"stages": 2, "shards": 2, "scale_down": 32},
-    "gpt3-moe": {"stages": 2, "experts": 2, "scale_down": 32},
-    "gpt3-one-pipe-step": {"stages": 2, "shards": 2, "scale_down": 16},
-    "gpt3-moe-one-pipe-step": {"stages": 2, "experts": 2, "scale_down": 16},
-    "fsdp": {"units": 8, "sharding": 2, "scale_down": 64},
-    "hybrid-2d": {"stages": 2, "scale": 4, "scale_down": 128},
+    "gpt3-moe": {"stages": 2, "experts": 2, "scale_down": 256},
+    "gpt3-one-pipe-step": {"stages": 2, "shards": 2, "scale_down": 32},
+    "gpt3-moe-one-pipe-step": {"stages": 2, "experts": 2, "scale_down": 32},
+    "fsdp": {"units": 8, "sharding": 2, "scale_down": 256},
+    "hybrid-2d": {"stages": 2, "scale": 4, "scale_down": 1024},
     "hybrid-3d": {"stages": 2, "shards": 2, "scale": 4, "scale_down": 32},
-    "hybrid-3d-moe": {"stages": 2, "experts": 2, "scale": 4, "scale_down": 64},
+    "hybrid-3d-moe": {"stages": 2, "experts": 2, "scale": 4, "scale_down": 256},
 }
 
 
@@ -118,35 +119,39 @@ def by_turns(rank: int, world: int, meeting: str, schedules: list[Schedule], pol
 
 
 def wanted() -> list[Probe]:
-    """Every operation among 4 ranks and among pairs, and messages within pairs."""
+    """Every operation among 4 ranks and among pairs, and messages within pairs: one call after the other, and all at once."""
     whole = (tuple(range(WORLD)),)
-    collectives = [(op, groups, size) for op in OPERATIONS for groups in (whole, PAIRS) for size in SIZES]
-    return [*collectives, *(("send", PAIRS, size) for size in SIZES)]
+    over = [(op, groups) for op in OPERATIONS for groups in (whole, PAIRS)] + [("send", PAIRS)]
+    return [(op, groups, size, blocks) for op, groups in over for size in SIZES for blocks in (True, False)]
 
 
 def fitted(backend: str, seconds: Mapping[Probe, float]) -> Rates:
-    """α–β for each operation and size of group."""
-    samples: dict[str, list[tuple[float, float]]] = {}
-    for (op, groups, size), taken in seconds.items():
+    """α–β for each operation and size of group; of α, what calls under way at once cannot share."""
+    samples: dict[str, dict[bool, list[tuple[float, float]]]] = {}
+    for (op, groups, size, blocks), taken in seconds.items():
         ranks = len(groups[0])
-        samples.setdefault(f"{backend}/{op}/{ranks}", []).append((size * wire_factor(op, ranks), taken))
-    for name, points in samples.items():
-        print(name, ", ".join(f"{size / 1e3:.0f} kB {taken * 1e3:.2f} ms" for size, taken in points), file=sys.stderr)
-    return Rates(WORLD, 1, {}, (), 0.0, {name: fit_line(points) for name, points in samples.items()})
+        samples.setdefault(f"{backend}/{op}/{ranks}", {True: [], False: []})[blocks].append((size * wire_factor(op, ranks), taken))
+    lines = {}
+    for name, by_kind in samples.items():
+        for blocks, points in by_kind.items():
+            shown = ", ".join(f"{size / 1e3:.0f} kB {taken * 1e3:.2f} ms" for size, taken in points)
+            print(name, "in turn:" if blocks else "at once:", shown, file=sys.stderr)
+        lines[name] = replace(fit_line(by_kind[True]), gap_s=fit_line(by_kind[False]).alpha_s)
+    return Rates(WORLD, 1, {}, (), 0.0, lines)
 
 
-def repeated(op: str, groups: tuple[tuple[int, ...], ...], size: int) -> Schedule:
-    """One blocking call after the other; of a pair the first sends and the second receives."""
+def repeated(op: str, groups: tuple[tuple[int, ...], ...], size: int, blocks: bool) -> Schedule:
+    """One call after the other, or all at once; of a pair the first sends and the second receives."""
     programs = []
     for place in range(2 if op == "send" else 1):
         out = Program()
         for number in range(CALLS):
             if op != "send":
-                out.call(f"call/{number}", op, "probe", size)  # type: ignore[arg-type]
+                out.call(f"call/{number}", op, "probe", size, blocks=blocks)  # type: ignore[arg-type]
             elif place == 0:
-                out.send(f"call/{number}", "probe", 1, size, blocks=True)
+                out.send(f"call/{number}", "probe", 1, size, blocks=blocks)
             else:
-                out.receive(f"call/{number}", "probe", 0, size, blocks=True)
+                out.receive(f"call/{number}", "probe", 0, size, blocks=blocks)
         programs.append(out)
     return assemble(f"{op} of {size}", WORLD, {"probe": groups}, programs, lambda rank: rank % 2)
 

@@ -26,10 +26,12 @@ def interpolate(points: Points, size: float) -> float:
 
 @dataclass(frozen=True)
 class Line:
-    """α–β: seconds to start, and bytes a second after that (over the bytes that a rank must send)."""
+    """α–β: seconds to start, and bytes a second after that (over the bytes that a rank must send). `gap_s` is the part of α that calls under
+    way at once cannot share, where that was measured; without it they share nothing."""
 
     alpha_s: float
     bytes_per_s: float
+    gap_s: float | None = None
 
     def seconds(self, sent: float) -> float:
         return self.alpha_s + sent / self.bytes_per_s

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from meshwright.core.calibration import Line, Rates
 from meshwright.core.cluster import Cluster, Link
 from meshwright.core.plan import Plan
@@ -32,6 +34,7 @@ def line_of(op: str, group: int, backend: str, rates: Rates, link: Link) -> Line
             if rates.ranks in (1, group) or op == "send":
                 return line
             # Latency grows with the ring's length; bandwidth was measured with every rank at work.
-            return Line(line.alpha_s * max(group - 1, 1) / max(rates.ranks - 1, 1), line.bytes_per_s)
+            longer = max(group - 1, 1) / max(rates.ranks - 1, 1)
+            return replace(line, alpha_s=line.alpha_s * longer, gap_s=None if line.gap_s is None else line.gap_s * longer)
     hops = 2 * (group - 1) if op == "all_reduce" else group - 1
     return Line(link.latency_s * hops, link.bandwidth)

@@ -3,8 +3,9 @@
 [Note: what a rank does at once]
 A rank computes one thing at a time, in the order of its program. A collective or message is handed over and runs beside; `waits` and `blocks`
 say where the rank stands still for it. What is under way when a program ends is waited for. A message is a rendezvous: it starts when both
-sides have come. On a network with wires, a rank makes one call at a time in each direction of a wire, first come, first served; without, calls
-of one group go in order and others beside each other, so that a faster network can never make a step slower.
+sides have come. On a network with wires, one call at a time keeps a rank's wire busy in each direction, first come, first served; without, calls
+of one group go in order and others beside each other, so that a faster network can never make a step slower. Either way a call arrives some
+latency after its last byte left, and the next one need not wait for that.
 """
 
 from __future__ import annotations
@@ -70,6 +71,13 @@ class _Flight:
 
 
 @dataclass(slots=True, eq=False)
+class _Freed:
+    """The last byte of a call has left."""
+
+    flight: _Flight
+
+
+@dataclass(slots=True, eq=False)
 class _Rank:
     """One class of ranks: where it stands in its program, and since when."""
 
@@ -93,10 +101,10 @@ class _Engine:
 
     def __init__(self, schedule: Schedule, network: Network, found: Fold, speeds: Mapping[int, float]) -> None:
         self.schedule, self.network, self.fold, self.speeds = schedule, network, found, speeds
-        self.events: list[tuple[float, int, _Rank | _Flight]] = []
+        self.events: list[tuple[float, int, _Rank | _Flight | _Freed]] = []
         self.count = 0
         self.flights: dict[tuple[Lane, int], _Flight] = {}
-        self.prices: dict[tuple[str, int, Lane], float] = {}
+        self.prices: dict[tuple[str, int, Lane], tuple[float, float]] = {}
         self.wires: dict[tuple[int, ...], str] = {}
         self.lanes: dict[Lane, float] = {}
         self.busy: dict[Port, list[_Flight]] = {}  # a wire in use, and who waits for it
@@ -109,12 +117,14 @@ class _Engine:
             now, _, who = heapq.heappop(self.events)
             if isinstance(who, _Rank):
                 self._advance(who)
+            elif isinstance(who, _Freed):
+                self._free(who.flight, now)
             else:
                 self._land(who, now)
         self._refuse_stuck(ranks)
         return Simulation(max(r.now for r in ranks), tuple(r.now for r in ranks), tuple(tuple(r.spans) for r in ranks), self.fold)
 
-    def _push(self, when: float, who: _Rank | _Flight) -> None:
+    def _push(self, when: float, who: _Rank | _Flight | _Freed) -> None:
         self.count += 1
         heapq.heappush(self.events, (when, self.count, who))
 
@@ -209,12 +219,20 @@ class _Engine:
             return
         for port in flight.ports:
             self.busy[port] = []
+        busy, latency = self._price(flight)
         begin = now if flight.ports else max(now, self.lanes.get(flight.lane, 0.0))
-        end = begin + self._price(flight)
-        self.lanes[flight.lane] = end
-        self._push(end, flight)
+        self.lanes[flight.lane] = begin + busy
+        if flight.ports and latency:
+            self._push(begin + busy, _Freed(flight))
+        self._push(begin + busy + latency, flight)
 
-    def _price(self, flight: _Flight) -> float:
+    def _free(self, flight: _Flight, now: float) -> None:
+        """Its wires are free for those that wait, in the order in which they came."""
+        ports, flight.ports = flight.ports, ()
+        for other in [other for port in ports for other in self.busy.pop(port)]:
+            self._start(other, now)
+
+    def _price(self, flight: _Flight) -> tuple[float, float]:
         action = flight.action
         op = "send" if action.op in MESSAGES else action.op
         size = action.bytes if action.likely is None else action.likely
@@ -232,9 +250,7 @@ class _Engine:
             held = flight.held.get(rank.number, 0.0)
             count = 2 if action.op in MESSAGES else len(flight.ranks)
             rank.spans.append(Span(action.name, action.op, action.axis, count, action.bytes, begun, now, held))
-        waiters = [other for port in flight.ports for other in self.busy.pop(port)]
-        for other in waiters:
-            self._start(other, now)
+        self._free(flight, now)
         for rank in flight.waiting:
             rank.pending -= 1
             rank.since = now

@@ -19,8 +19,8 @@ class Network(Protocol):
         """A call that must wait for another is left to the device and the rank goes on, as on a GPU's streams."""
         ...
 
-    def seconds(self, op: str, size: int, ranks: tuple[int, ...]) -> float:
-        """One call by itself, once everybody is there."""
+    def seconds(self, op: str, size: int, ranks: tuple[int, ...]) -> tuple[float, float]:
+        """One call by itself, once everybody is there: how long it keeps its wire busy, and how long it then still takes to arrive."""
         ...
 
     def wire(self, ranks: tuple[int, ...]) -> str:
@@ -34,8 +34,8 @@ class Ideal:
 
     queued: bool = False
 
-    def seconds(self, op: str, size: int, ranks: tuple[int, ...]) -> float:
-        return 0.0
+    def seconds(self, op: str, size: int, ranks: tuple[int, ...]) -> tuple[float, float]:
+        return 0.0, 0.0
 
     def wire(self, ranks: tuple[int, ...]) -> str:
         return ""
@@ -44,7 +44,8 @@ class Ideal:
 @dataclass(frozen=True)
 class Linked:
     """Measured α–β lines where there are any, otherwise the figures of the link that joins the ranks. More ranks than devices share
-    one machine, or are as far apart as several machines are. `contended`: of the calls on one link a rank makes one at a time."""
+    one machine, or are as far apart as several machines are. `contended`: calls on one link go one after the other, but for the part of their
+    latency that was seen to pass side by side."""
 
     cluster: Cluster
     rates: Rates
@@ -56,11 +57,12 @@ class Linked:
     def queued(self) -> bool:
         return self.rates.queued
 
-    def seconds(self, op: str, size: int, ranks: tuple[int, ...]) -> float:
+    def seconds(self, op: str, size: int, ranks: tuple[int, ...]) -> tuple[float, float]:
         if len(ranks) < 2:
-            return 0.0
+            return 0.0, 0.0
         line = line_of(op, len(ranks), self.backend, self.rates, self._link(ranks))
-        return line.alpha_s + size * wire_factor(op, len(ranks)) / (line.bytes_per_s * self.faster)
+        gap = line.alpha_s if line.gap_s is None else min(line.gap_s, line.alpha_s)
+        return gap + size * wire_factor(op, len(ranks)) / (line.bytes_per_s * self.faster), line.alpha_s - gap
 
     def wire(self, ranks: tuple[int, ...]) -> str:
         return self._link(ranks).name if self.contended else ""
