@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from meshwright.proxies.launch import Outcome
     from meshwright.simulate import Network
 
+_TABLE_WIDTH = 124  # a narrower terminal wraps it; figures cut short would tell nothing
 _MOST_RANKS = 16  # that are started unasked, however many a proxy would need
 
 
@@ -51,7 +52,7 @@ def proxy(
 
     Example: meshwright proxy gpt2 4 2 --nproc 4 --scale-down 64 --runs 20 --trace trace.json
 
-    Example: meshwright plan gpt-mini --mesh dp=2 -o plan.json && meshwright proxy --plan plan.json --runs 20
+    Example: meshwright proxy --plan plan.json --runs 20
 
     Example: mpirun -n 32 meshwright proxy gpt2 64 8
     """
@@ -277,7 +278,7 @@ def _finish(
     ideal = f"; {show_seconds(result['ideal_s'])} if communication cost nothing" if "ideal_s" in result and policy["compute"] == "wait" else ""
     stdout.print(f"{schedule.name} on {schedule.world} ranks, {policy['backend']}: step {show_seconds(step['median'])}{tail}{ideal}", markup=False)
     if result["collectives"]:
-        stdout.print(collectives_table(result["collectives"]))
+        stdout.print(collectives_table(result["collectives"]), width=max(stdout.width, _TABLE_WIDTH), crop=False)
 
 
 def collectives_table(rows: list[dict[str, Any]]) -> Table:
@@ -285,11 +286,11 @@ def collectives_table(rows: list[dict[str, Any]]) -> Table:
     table = Table(box=None, header_style="bold", caption="exposed: ranks stood still for it; hidden: they did not", caption_justify="left")
     for column in ("name", "operation"):
         table.add_column(column, overflow="fold")
-    for column in ("calls", "bytes", "median", "p95", "bandwidth", "exposed", "hidden"):
+    for column in ("calls", "bytes", "median", "p95", "max", "bandwidth", "of step", "exposed", "hidden"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
-        times = [show_seconds(row[key]) for key in ("median_s", "p95_s")]
+        times = [show_seconds(row[key]) for key in ("median_s", "p95_s", "max_s")]
         speed = show_rate(row["bandwidth"], "B/s") if row["bandwidth"] else "–"
-        hidden = [show_seconds(row[key]) for key in ("exposed_s", "overlapped_s")]
-        table.add_row(row["name"], f"{row['op']} ×{row['group']}", str(row["calls"]), show_bytes(row["bytes"]), *times, speed, *hidden)
+        ends = (speed, f"{row['share']:.0%}", show_seconds(row["exposed_s"]), show_seconds(row["overlapped_s"]))
+        table.add_row(row["name"], f"{row['op']} ×{row['group']}", str(row["calls"]), show_bytes(row["bytes"]), *times, *ends)
     return table

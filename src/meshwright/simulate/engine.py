@@ -66,6 +66,8 @@ class _Flight:
     lane: Lane
     waiting: list[_Rank | _Deferred] = field(default_factory=list)
     joined: list[tuple[_Rank, float, Action]] = field(default_factory=list)
+    place: int = 0  # in the program of whoever came first
+    ready: float = -1.0  # since when everybody is there
     held: dict[int, float] = field(default_factory=dict)
     done: bool = False
 
@@ -73,6 +75,13 @@ class _Flight:
 @dataclass(slots=True, eq=False)
 class _Freed:
     """The last byte of a call has left."""
+
+    flight: _Flight
+
+
+@dataclass(slots=True, eq=False)
+class _Start:
+    """A call that would start."""
 
     flight: _Flight
 
@@ -101,7 +110,7 @@ class _Engine:
 
     def __init__(self, schedule: Schedule, network: Network, found: Fold, speeds: Mapping[int, float]) -> None:
         self.schedule, self.network, self.fold, self.speeds = schedule, network, found, speeds
-        self.events: list[tuple[float, int, _Rank | _Flight | _Freed]] = []
+        self.events: list[tuple[float, int, float, int, int, _Rank | _Flight | _Freed | _Start]] = []
         self.count = 0
         self.flights: dict[tuple[Lane, int], _Flight] = {}
         self.prices: dict[tuple[str, int, Lane], tuple[float, float]] = {}
@@ -114,11 +123,13 @@ class _Engine:
         for rank in ranks:
             self._push(0.0, rank)
         while self.events:
-            now, _, who = heapq.heappop(self.events)
+            now, *_, who = heapq.heappop(self.events)
             if isinstance(who, _Rank):
                 self._advance(who)
             elif isinstance(who, _Freed):
                 self._free(who.flight, now)
+            elif isinstance(who, _Start):
+                self._start(who.flight, now)
             else:
                 self._land(who, now)
         self._refuse_stuck(ranks)
@@ -126,7 +137,12 @@ class _Engine:
 
     def _push(self, when: float, who: _Rank | _Flight | _Freed) -> None:
         self.count += 1
-        heapq.heappush(self.events, (when, self.count, who))
+        heapq.heappush(self.events, (when, 0, 0.0, 0, self.count, who))
+
+    def _ask(self, flight: _Flight, now: float) -> None:
+        """To start, after all else that happens now: who is first for a wire must not depend on the order in which ranks are looked at."""
+        self.count += 1
+        heapq.heappush(self.events, (now, 1, flight.ready, flight.place, self.count, _Start(flight)))
 
     def _advance(self, rank: _Rank) -> None:
         """On through the program, until it must wait or computes."""
@@ -161,6 +177,7 @@ class _Engine:
         flight = self.flights.get(key)
         if flight is None:
             flight = self.flights[key] = self._open(rank, action, group, key[0])
+            flight.place = rank.at
         rank.flights[action.name] = flight
         before = [f for w in action.waits if (f := rank.flights.get(w)) is not None and not f.done] if self.network.queued else []
         if before:  # left to the device: it joins when what it waits for is over
@@ -176,7 +193,8 @@ class _Engine:
         flight.joined.append((rank, now, action))
         flight.missing -= 1
         if not flight.missing:
-            self._start(flight, now)
+            flight.ready = now
+            self._ask(flight, now)
 
     def _key(self, rank: _Rank, action: Action) -> tuple[tuple[Lane, int], tuple[int, ...]]:
         """Which call this is: the n-th of its group, or of the messages from one rank to another."""
@@ -230,7 +248,7 @@ class _Engine:
         """Its wires are free for those that wait, in the order in which they came."""
         ports, flight.ports = flight.ports, ()
         for other in [other for port in ports for other in self.busy.pop(port)]:
-            self._start(other, now)
+            self._ask(other, now)
 
     def _price(self, flight: _Flight) -> tuple[float, float]:
         action = flight.action
