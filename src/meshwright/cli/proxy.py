@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from meshwright.cli.shared import Json, Nproc, Settings, make_config, need_torch, print_json, say, stdout
@@ -278,7 +279,7 @@ def _finish(
     ideal = f"; {show_seconds(result['ideal_s'])} if communication cost nothing" if "ideal_s" in result and policy["compute"] == "wait" else ""
     stdout.print(f"{schedule.name} on {schedule.world} ranks, {policy['backend']}: step {show_seconds(step['median'])}{tail}{ideal}", markup=False)
     if result["collectives"]:
-        stdout.print(collectives_table(result["collectives"]), width=max(stdout.width, _TABLE_WIDTH), crop=False)
+        Console(width=max(stdout.width, _TABLE_WIDTH), highlight=False).print(collectives_table(result["collectives"]))
 
 
 def collectives_table(rows: list[dict[str, Any]]) -> Table:
