@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -28,7 +29,7 @@ from meshwright.core.calibration import Rates
 from meshwright.core.cluster import Cluster, Device, Link, Node
 from meshwright.core.schedule import Schedule, wire_factor
 from meshwright.describe.probe import fit_line
-from meshwright.launch import Nursery, Rendezvous, Workers, join, leave
+from meshwright.launch import Nursery, Rendezvous, Workers, adopted, join, leave
 from meshwright.proxies import PROXIES
 from meshwright.proxies.parts import Program, assemble
 from meshwright.proxies.runner import GroupComms, Runner, RunPolicy
@@ -71,17 +72,15 @@ def main(
     """Measure lines, run every proxy, and compare with the simulator.
 
     Example: python bench/proxies.py
+
+    Example: mpirun -n 4 python bench/proxies.py --backend mpi
     """
     schedules = {name: PROXIES[name].build(PROXIES[name].settle((), CASES[name]), WORLD) for name in CASES if only in ("", name)}
     probes = {probe: repeated(*probe) for probe in wanted()}
     policy = RunPolicy(WARM_UP, rounds, backend=backend)
-    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    nursery = Nursery(1, {**os.environ, "PYTHONPATH": path})
-    try:
-        with Workers(nursery, WORLD) as workers:
-            answers = workers.call("proxies:by_turns", {"schedules": [*probes.values(), *schedules.values()], "policy": policy})
-    finally:
-        nursery.close()
+    answers = measured([*probes.values(), *schedules.values()], policy)
+    if not answers:
+        return
     steps = [[max(times) for times in zip(*ranks, strict=True)] for ranks in zip(*answers, strict=True)]
     rates = fitted(backend, {probe: statistics.median(times) / CALLS for probe, times in zip(probes, steps, strict=False)})
     rows = [compare(backend, name, schedules[name], rates, times) for name, times in zip(schedules, steps[len(probes) :], strict=True)]
@@ -98,8 +97,23 @@ def main(
     print(f"written to {output}", file=sys.stderr)
 
 
-def by_turns(rank: int, world: int, meeting: str, schedules: list[Schedule], policy: RunPolicy) -> list[list[float]]:
-    """In a worker: seconds of each schedule, one entry a round."""
+def measured(schedules: list[Schedule], policy: RunPolicy) -> list[list[list[float]]]:
+    """By rank and schedule, on ranks of our own or on those that a launcher started; there only rank 0 gets the answer."""
+    place = adopted(os.environ)
+    if place is not None:
+        mine = by_turns(place.rank, place.world, place.meeting, schedules, policy, gather=True)
+        return mine if place.rank == 0 else []
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    nursery = Nursery(1, {**os.environ, "PYTHONPATH": path})
+    try:
+        with Workers(nursery, WORLD) as workers:
+            return workers.call("proxies:by_turns", {"schedules": schedules, "policy": policy})
+    finally:
+        nursery.close()
+
+
+def by_turns(rank: int, world: int, meeting: str, schedules: list[Schedule], policy: RunPolicy, *, gather: bool = False) -> list[Any]:
+    """In a rank: seconds of each schedule, one entry a round; with `gather`, every rank's."""
     torch.set_num_threads(1)
     join(Rendezvous(rank, world, meeting, policy.backend))
     groups = GroupComms()
@@ -114,8 +128,11 @@ def by_turns(rank: int, world: int, meeting: str, schedules: list[Schedule], pol
                 found[at].append(max(span.ended for span in spans))
         if rank == 0:
             print(f"round {turn + policy.warm + 1} of {policy.warm + policy.runs}", file=sys.stderr, flush=True)
+    every: list[Any] = [None] * world
+    if gather:
+        dist.all_gather_object(every, found)
     leave()
-    return found
+    return every if gather else found
 
 
 def wanted() -> list[Probe]:

@@ -72,4 +72,5 @@ class Schedule:
 def wire_factor(op: str, group: int) -> float:
     """Bytes a rank must send for each byte of the tensor, by the bandwidth-optimal algorithm; an all-reduce is both halves."""
     share = (group - 1) / group
-    return {"all_reduce": 2 * share, "broadcast": 1.0 if group > 1 else 0.0, "send": 1.0, "recv": 1.0}.get(op, share)
+    several = float(group > 1)
+    return {"all_reduce": 2 * share, "broadcast": several, "reduce": several, "send": 1.0, "recv": 1.0}.get(op, share)

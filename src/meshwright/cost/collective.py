@@ -26,11 +26,12 @@ def collective_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rate
 
 def line_of(op: str, group: int, backend: str, rates: Rates, link: Link) -> Line:
     """α–β of one operation among `group` ranks: measured among as many, or among others, or from the figures of the link."""
-    measured = ("all_to_all", "all_gather") if op == "all_to_all" else (op,)  # both hand every other rank its share of as many bytes
-    for name in measured:
-        if (line := rates.collectives.get(f"{backend}/{name}/{group}")) is not None:
+    ops = ("all_to_all", "all_gather") if op == "all_to_all" else (op,)  # both hand every other rank its share of as many bytes
+    backends = ("mpi", "gloo") if backend == "mpi" else (backend,)  # the nearest to it, until it is measured
+    for name in (f"{known}/{like}" for known in backends for like in ops):
+        if (line := rates.collectives.get(f"{name}/{group}")) is not None:
             return line
-        if (line := rates.collectives.get(f"{backend}/{name}")) is not None:
+        if (line := rates.collectives.get(name)) is not None:
             if rates.ranks in (1, group) or op == "send":
                 return line
             # Latency grows with the ring's length; bandwidth was measured with every rank at work.
