@@ -22,6 +22,7 @@ from meshwright.schedule.ledger import run_name
 from meshwright.simulate.jitter import factors
 
 _SPIN_S = 1.5e-4  # a sleep overshoots by about this; the rest of a wait is spent asking for the time
+_AHEAD_S = 0.01  # before a step
 _EDGE = {"cpu": 256, "cuda": 2048}  # side of the matrices of a real computation
 _TYPES = {4: torch.float32, 2: torch.bfloat16, 1: torch.uint8}
 
@@ -58,8 +59,18 @@ class Runner:
     def step(self, run: int) -> list[Span]:
         """One step, from when everybody is here; its spans in order of their ends."""
         if dist.is_initialized():
-            dist.barrier()
+            self._together()
         return _Step(self, run).spans
+
+    def _together(self) -> None:
+        """Ranks leave a barrier milliseconds apart where they share cores, and the last one's delay would be in everybody's step: rank 0 names
+        a moment soon after, for which all wait who share its clock."""
+        dist.barrier()
+        moment = torch.tensor([time.time() + _AHEAD_S], dtype=torch.float64, device=self.device)
+        dist.broadcast(moment, 0)
+        left = moment.item() - time.time()
+        if 0 < left <= _AHEAD_S:
+            wait(left)
 
     def start(self, action: Action) -> Pending:
         """Hand one call over."""
