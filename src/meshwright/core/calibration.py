@@ -26,10 +26,12 @@ def interpolate(points: Points, size: float) -> float:
 
 @dataclass(frozen=True)
 class Line:
-    """α–β: seconds to start, and bytes a second after that (over the bytes that a rank must send)."""
+    """α–β: seconds to start, and bytes a second after that (over the bytes that a rank must send). `gap_s` is the part of α that calls under
+    way at once cannot share, where that was measured; without it they share nothing."""
 
     alpha_s: float
     bytes_per_s: float
+    gap_s: float | None = None
 
     def seconds(self, sent: float) -> float:
         return self.alpha_s + sent / self.bytes_per_s
@@ -44,7 +46,7 @@ class Rates:
     compute: Mapping[str, Points]  # "matmul/fp32" → (flops a call, flop/s)
     memory: Points  # (bytes a call, bytes/s)
     call_s: float  # time an operation takes however small it is
-    collectives: Mapping[str, Line] = field(default_factory=dict)  # "gloo/all_reduce" → line
+    collectives: Mapping[str, Line] = field(default_factory=dict)  # "gloo/all_reduce" → line; "gloo/all_reduce/2" → among two
     overlap: float = 0.0  # share of a collective that is hidden when there is enough to compute: 0 none, 1 all
     base_bytes: int = 0  # memory a rank holds before it has a model
     queued: bool = False  # calls are queued ahead of the device (GPUs): a call costs only where the work is shorter than it

@@ -9,7 +9,10 @@ from typing import Literal
 from meshwright.core.mesh import Mesh
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-Op = Literal["forward", "backward", "optimizer", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv"]
+MESSAGES = ("send", "recv")
+COMPUTES = ("forward", "backward", "optimizer")
+Op = Literal["forward", "backward", "optimizer", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv", "wait"]
+Groups = Mapping[str, tuple[tuple[int, ...], ...]]
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,10 @@ class Action:
     group: int = 0  # ranks that take part, where they are not all of the axis's: two for a send
     waits: tuple[str, ...] = ()
     cheap: bool = False  # of a layer's forward only what is neither product, convolution nor attention: selective recomputation
+    seconds: float = 0.0  # of computation, where that is settled: a schedule that carries its times needs no profile
+    flops: float = 0.0  # likewise, for those who would rather compute than wait
+    peer: int = -1  # of a message: the other's place in the group of `axis`, so that ranks alike share a program
+    blocks: bool = False  # the rank goes on only when this is over
 
     @property
     def is_collective(self) -> bool:
@@ -42,16 +49,28 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steady step of every rank. Ranks that do the same share one entry: `ranks` maps a rank to its program."""
+    """The steady step of every rank. Ranks that do the same share one entry: `ranks` maps a rank to its program.
+
+    A plan's schedule names groups by the axes of its mesh and leaves `groups` empty. One that stands by itself, as a proxy's does, lists
+    them: for each name the ranks of every group, in the order in which `peer` counts them; a rank is in at most one group of a name.
+    """
 
     programs: tuple[tuple[Action, ...], ...]
     ranks: Mapping[str, int] = field(default_factory=dict)
+    groups: Groups = field(default_factory=dict)
+    world: int = 0
+    name: str = ""
 
     def of(self, rank: int) -> tuple[Action, ...]:
         return self.programs[self.ranks.get(str(rank), 0)]
+
+    def members(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """The group that a rank is in, for each name."""
+        return {name: group for name, groups in self.groups.items() for group in groups if rank in group}
 
 
 def wire_factor(op: str, group: int) -> float:
     """Bytes a rank must send for each byte of the tensor, by the bandwidth-optimal algorithm; an all-reduce is both halves."""
     share = (group - 1) / group
-    return {"all_reduce": 2 * share, "broadcast": float(group > 1), "reduce": float(group > 1), "send": 1.0}.get(op, share)
+    several = float(group > 1)
+    return {"all_reduce": 2 * share, "broadcast": several, "reduce": several, "send": 1.0, "recv": 1.0}.get(op, share)

@@ -206,13 +206,13 @@ def halo_widths(slide: Slide, grid: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(max((lengths(box)[dim] for d, box in every if d == dim and box is not None), default=0) for dim in range(len(grid)))
 
 
-def sent(slide: Slide, grid: tuple[int, ...], rank: int) -> Iterator[tuple[Phase, float]]:
-    """(phase, bytes a sample) of every message that a rank sends: borders forward, and the gradients of those it was sent backward."""
+def sent(slide: Slide, grid: tuple[int, ...], rank: int) -> Iterator[tuple[Phase, int, float]]:
+    """(phase, to whom, bytes a sample) of every message that a rank sends: borders forward, and the gradients of those it was sent backward."""
     for exchange in reach(slide, grid, rank).exchanges:
         if exchange.send is not None:
-            yield "forward", volume(exchange.send) * slide.bytes
+            yield "forward", exchange.peer, volume(exchange.send) * slide.bytes
         if exchange.receive is not None and slide.backward:
-            yield "backward", volume(exchange.receive) * slide.bytes
+            yield "backward", exchange.peer, volume(exchange.receive) * slide.bytes
 
 
 def widest(sizes: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...]:

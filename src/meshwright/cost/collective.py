@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from meshwright.core.calibration import Line, Rates
-from meshwright.core.cluster import Cluster
+from meshwright.core.cluster import Cluster, Link
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action, wire_factor
 
@@ -18,15 +20,22 @@ def collective_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rate
     group = action.ranks(plan.mesh)
     if group == 1:
         return 0.0
-    measured = "all_gather" if action.op == "all_to_all" else action.op  # both hand every other rank its share of as many bytes
-    line = rates.collectives.get(f"{plan.backend}/{measured}")
-    if line is None and plan.backend == "mpi":
-        line = rates.collectives.get(f"gloo/{measured}")  # the nearest to it, until `bench comm` has measured it
-    if line is None:
-        link = cluster.link_between(tuple(range(min(plan.world, len(cluster.devices)))))
-        hops = 2 * (group - 1) if action.op == "all_reduce" else group - 1
-        line = Line(link.latency_s * hops, link.bandwidth)
-    elif rates.ranks not in (1, group):
-        # Latency grows with the ring's length; bandwidth was measured with every rank at work.
-        line = Line(line.alpha_s * max(group - 1, 1) / max(rates.ranks - 1, 1), line.bytes_per_s)
-    return line.seconds(sent_bytes(action, plan))
+    link = cluster.link_between(tuple(range(min(plan.world, len(cluster.devices)))))
+    return line_of(action.op, group, plan.backend, rates, link).seconds(sent_bytes(action, plan))
+
+
+def line_of(op: str, group: int, backend: str, rates: Rates, link: Link) -> Line:
+    """α–β of one operation among `group` ranks: measured among as many, or among others, or from the figures of the link."""
+    ops = ("all_to_all", "all_gather") if op == "all_to_all" else (op,)  # both hand every other rank its share of as many bytes
+    backends = ("mpi", "gloo") if backend == "mpi" else (backend,)  # the nearest to it, until it is measured
+    for name in (f"{known}/{like}" for known in backends for like in ops):
+        if (line := rates.collectives.get(f"{name}/{group}")) is not None:
+            return line
+        if (line := rates.collectives.get(name)) is not None:
+            if rates.ranks in (1, group) or op == "send":
+                return line
+            # Latency grows with the ring's length; bandwidth was measured with every rank at work.
+            longer = max(group - 1, 1) / max(rates.ranks - 1, 1)
+            return replace(line, alpha_s=line.alpha_s * longer, gap_s=None if line.gap_s is None else line.gap_s * longer)
+    hops = 2 * (group - 1) if op == "all_reduce" else group - 1
+    return Line(link.latency_s * hops, link.bandwidth)

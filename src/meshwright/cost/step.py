@@ -12,8 +12,9 @@ from meshwright.core.plan import BalancePolicy, Plan
 from meshwright.core.schedule import Action
 from meshwright.core.units import show_bytes
 from meshwright.core.workload import Workload
+from meshwright.cost.actions import ActionCost
 from meshwright.cost.collective import collective_seconds, sent_bytes
-from meshwright.cost.compute import ComputeCost, model_flops
+from meshwright.cost.compute import model_flops
 from meshwright.cost.memory import peak_bytes
 from meshwright.schedule import Place, local_profile, program
 
@@ -133,8 +134,7 @@ def _shortened(plan: Plan, micro_batch: int, count: int) -> Plan:
 
 def _run(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates, pp_rank: int) -> _Clock:
     clock = _Clock()
-    price = ComputeCost(rates, plan.memory.precision, plan.compile != "none", frozenset(plan.memory.units))
-    memo: dict[tuple[int, str, bool], float] = {}
+    price = ActionCost(plan, workload.optimizer, rates)
     overlap = rates.overlap if "gradients" in plan.sync.overlap else 0.0
     actions = program(plan, profile, Place(pp=pp_rank))
     profile = local_profile(plan, profile, 0, pp_rank)
@@ -145,13 +145,7 @@ def _run(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster
             clock.traffic += sent_bytes(action, plan)
             continue
         clock.stall(start)
-        if action.op == "optimizer":
-            shards = plan.mesh.shard if plan.memory.zero else 1
-            item = profile.tensors[0].itemsize if profile.tensors else 4
-            trained = sum(t.numel for t in profile.tensors if t.trainable)
-            seconds = price.optimizer(trained / shards, workload.optimizer, item)
-        else:
-            seconds = price.layer(profile.layers[action.layer], action.op, memo, action.cheap)
+        seconds = price.seconds(profile, action)
         clock.breakdown[action.op] += seconds
         clock.compute += seconds
         clock.finished[action.name] = clock.compute

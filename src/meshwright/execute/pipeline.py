@@ -10,7 +10,7 @@ for itself from the samples, and only what was learned travels. The schedules an
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,7 +55,7 @@ class _Unheard(NullComm):
     def __init__(self, of: Comm) -> None:
         self.rank, self.size = of.rank, of.size
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Done:
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str, sizes: Sequence[int] | None = None) -> Done:
         return Done()
 
 

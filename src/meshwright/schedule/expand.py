@@ -187,7 +187,7 @@ def _norm(plan: Plan, clip: bool) -> Iterator[Action]:
         yield Action("norm", "all_reduce", bytes=size, axis="shard")
 
 
-def _crossings(plan: Plan, profile: ModelProfile, place: Place, phase: str, micro: int) -> Iterator[Action]:
+def crossings(plan: Plan, profile: ModelProfile, place: Place, phase: str, micro: int) -> Iterator[Action]:
     """What this rank's stages send for one micro-batch: activations on, gradients back. Neighbours on one rank send nothing."""
     pieces = plan.pieces(place.tp)
     for index in range(len(plan.stages)) if plan.mesh.pp > 1 else ():
@@ -222,7 +222,7 @@ def _bucketed(plan: Plan, profile: ModelProfile, place: Place) -> Iterator[Actio
         last = micro == plan.micro_batches - 1
         for layer in range(len(profile.layers)):
             yield from _compute(plan, profile, meets, "forward", layer, micro)
-        yield from _crossings(plan, profile, place, "forward", micro)
+        yield from crossings(plan, profile, place, "forward", micro)
         if last:
             yield from _loss(plan, profile)
         for layer in reversed(range(len(profile.layers))):
@@ -233,7 +233,7 @@ def _bucketed(plan: Plan, profile: ModelProfile, place: Place) -> Iterator[Actio
                     axis = "shard" if plan.memory.zero else replicas[index]
                     launched.append(f"grads/bucket{index}/{micro}")
                     yield Action(launched[-1], op, bytes=bucket.bytes, padding=bucket.padding, axis=axis)  # type: ignore[arg-type]
-        yield from _crossings(plan, profile, place, "backward", micro)
+        yield from crossings(plan, profile, place, "backward", micro)
         if last:
             yield from _tied(plan, profile)
         if plan.memory.zero and plan.mesh.group_size("replica") > 1 and (last or plan.memory.zero == 2):
@@ -311,7 +311,7 @@ def _sharded(plan: Plan, profile: ModelProfile, place: Place) -> Iterator[Action
                 actions = list(scatter("root", root, tag))
                 sent += [a.name for a in actions]
                 yield from actions
-            yield from _crossings(plan, profile, place, phase, micro)
+            yield from crossings(plan, profile, place, phase, micro)
     yield from _tied(plan, profile)
     yield Action("optimizer", "optimizer", waits=tuple(sent))
 

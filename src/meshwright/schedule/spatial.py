@@ -24,8 +24,9 @@ class Spot:
 def spatial_meetings(policy: SpatialPolicy, samples: int, rank: int) -> Iterator[Spot]:
     """In forward order by kind; ranks inside the grid have more neighbours than those at its border."""
     for slide in policy.slides:
-        for phase, size in sent(slide, policy.grid, rank):
-            yield Spot(slide.module, phase, Action(f"halo/{slide.module or 'model'}", "send", bytes=round(size * samples), axis="cp", group=2))
+        for phase, peer, size in sent(slide, policy.grid, rank):
+            action = Action(f"halo/{slide.module or 'model'}", "send", bytes=round(size * samples), axis="cp", group=2, peer=peer)
+            yield Spot(slide.module, phase, action)
     for norm in policy.norms:
         yield from _statistics(norm, policy.ways, samples)
     for gather in policy.gathers:

@@ -1,0 +1,205 @@
+"""Every proxy run for real on 4 ranks, scaled down, beside what the simulator predicts from lines measured by turns with them.
+
+The lines are measured with the proxies' own runner: schedules of nothing but one blocking call, repeated, over all ranks and over pairs that
+work at the same time. All schedules, these and the proxies', are run in one process group, one step each a round, so that a machine that
+changes its pace does so for all of them. The simulator is then given the lines and each proxy's schedule, and nothing else.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from meshwright.core.calibration import Rates
+from meshwright.core.cluster import Cluster, Device, Link, Node
+from meshwright.core.schedule import Schedule, wire_factor
+from meshwright.describe.probe import fit_line
+from meshwright.launch import Nursery, Rendezvous, Workers, adopted, join, leave
+from meshwright.proxies import PROXIES
+from meshwright.proxies.parts import Program, assemble
+from meshwright.proxies.runner import GroupComms, Runner, RunPolicy
+from meshwright.simulate import Ideal, Linked, simulate
+
+HERE = Path(__file__).parent
+WORLD = 4
+PAIRS = ((0, 1), (2, 3))
+SIZES = (2**10, 2**17, 2**19, 2**21, 2**22)  # what the cases below send, and no more
+CALLS = 16
+WARM_UP = 3
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+Probe = tuple[str, tuple[tuple[int, ...], ...], int, bool]  # operation, groups that work at once, bytes, one call after the other
+CASES: Mapping[str, dict[str, Any]] = {
+    "gpt2": {"layers": 8, "stages": 2, "scale_down": 64},
+    "bert": {"layers": 8, "stages": 2, "scale_down": 32},
+    "resnet50": {"scale_down": 8},
+    "resnet152": {"scale_down": 8},
+    "resnet152-strong": {"table": [[4, 128, 119000, 23800]], "scale_down": 8},
+    "cosmoflow": {"shards": 2, "scale_down": 4},
+    "dlrm": {},
+    "gpt3": {"stages": 2, "shards": 2, "scale_down": 32},
+    "gpt3-moe": {"stages": 2, "experts": 2, "scale_down": 256},
+    "gpt3-one-pipe-step": {"stages": 2, "shards": 2, "scale_down": 32},
+    "gpt3-moe-one-pipe-step": {"stages": 2, "experts": 2, "scale_down": 32},
+    "fsdp": {"units": 8, "sharding": 2, "scale_down": 256},
+    "hybrid-2d": {"stages": 2, "scale": 4, "scale_down": 1024},
+    "hybrid-3d": {"stages": 2, "shards": 2, "scale": 4, "scale_down": 32},
+    "hybrid-3d-moe": {"stages": 2, "experts": 2, "scale": 4, "scale_down": 256},
+}
+
+
+def main(
+    rounds: Annotated[int, typer.Option(min=3, help="Timed steps of each schedule.")] = 12,
+    backend: Annotated[str, typer.Option(help="A backend of torch.distributed.")] = "gloo",
+    only: Annotated[str, typer.Option(help="One proxy alone.")] = "",
+    output: Annotated[Path, typer.Option(help="Where the JSON goes.")] = HERE / "results" / "proxies.json",
+    as_json: Annotated[bool, typer.Option("--json", help="Print that JSON on stdout instead of the table.")] = False,
+) -> None:
+    """Measure lines, run every proxy, and compare with the simulator.
+
+    Example: python bench/proxies.py
+
+    Example: mpirun -n 4 python bench/proxies.py --backend mpi
+    """
+    schedules = {name: PROXIES[name].build(PROXIES[name].settle((), CASES[name]), WORLD) for name in CASES if only in ("", name)}
+    probes = {probe: repeated(*probe) for probe in wanted()}
+    policy = RunPolicy(WARM_UP, rounds, backend=backend)
+    answers = measured([*probes.values(), *schedules.values()], policy)
+    if not answers:
+        return
+    steps = [[max(times) for times in zip(*ranks, strict=True)] for ranks in zip(*answers, strict=True)]
+    rates = fitted(backend, {probe: statistics.median(times) / CALLS for probe, times in zip(probes, steps, strict=False)})
+    rows = [compare(backend, name, schedules[name], rates, times) for name, times in zip(schedules, steps[len(probes) :], strict=True)]
+    result = {
+        "machine": _machine(),
+        "backend": backend,
+        "rounds": rounds,
+        "lines": {k: vars(v) for k, v in rates.collectives.items()},
+        "proxies": rows,
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result)) if as_json else Console().print(show(result))
+    print(f"written to {output}", file=sys.stderr)
+
+
+def measured(schedules: list[Schedule], policy: RunPolicy) -> list[list[list[float]]]:
+    """By rank and schedule, on ranks of our own or on those that a launcher started; there only rank 0 gets the answer."""
+    place = adopted(os.environ)
+    if place is not None:
+        mine = by_turns(place.rank, place.world, place.meeting, schedules, policy, gather=True)
+        return mine if place.rank == 0 else []
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    nursery = Nursery(1, {**os.environ, "PYTHONPATH": path})
+    try:
+        with Workers(nursery, WORLD) as workers:
+            return workers.call("proxies:by_turns", {"schedules": schedules, "policy": policy})
+    finally:
+        nursery.close()
+
+
+def by_turns(rank: int, world: int, meeting: str, schedules: list[Schedule], policy: RunPolicy, *, gather: bool = False) -> list[Any]:
+    """In a rank: seconds of each schedule, one entry a round; with `gather`, every rank's."""
+    torch.set_num_threads(1)
+    join(Rendezvous(rank, world, meeting, policy.backend))
+    groups = GroupComms()
+    runners = [Runner(schedule, rank, torch.device("cpu"), policy, groups) for schedule in schedules]
+    found: list[list[float]] = [[] for _ in schedules]
+    gc.collect()
+    gc.freeze()
+    for turn in range(-policy.warm, policy.runs):
+        for at, runner in enumerate(runners):
+            spans = runner.step(max(turn, 0))
+            if turn >= 0:
+                found[at].append(max(span.ended for span in spans))
+        if rank == 0:
+            print(f"round {turn + policy.warm + 1} of {policy.warm + policy.runs}", file=sys.stderr, flush=True)
+    every: list[Any] = [None] * world
+    if gather:
+        dist.all_gather_object(every, found)
+    leave()
+    return every if gather else found
+
+
+def wanted() -> list[Probe]:
+    """Every operation among 4 ranks and among pairs, and messages within pairs: one call after the other, and all at once."""
+    whole = (tuple(range(WORLD)),)
+    over = [(op, groups) for op in OPERATIONS for groups in (whole, PAIRS)] + [("send", PAIRS)]
+    return [(op, groups, size, blocks) for op, groups in over for size in SIZES for blocks in (True, False)]
+
+
+def fitted(backend: str, seconds: Mapping[Probe, float]) -> Rates:
+    """α–β for each operation and size of group; of α, what calls under way at once cannot share."""
+    samples: dict[str, dict[bool, list[tuple[float, float]]]] = {}
+    for (op, groups, size, blocks), taken in seconds.items():
+        ranks = len(groups[0])
+        samples.setdefault(f"{backend}/{op}/{ranks}", {True: [], False: []})[blocks].append((size * wire_factor(op, ranks), taken))
+    lines = {}
+    for name, by_kind in samples.items():
+        for blocks, points in by_kind.items():
+            shown = ", ".join(f"{size / 1e3:.0f} kB {taken * 1e3:.2f} ms" for size, taken in points)
+            print(name, "in turn:" if blocks else "at once:", shown, file=sys.stderr)
+        lines[name] = replace(fit_line(by_kind[True]), gap_s=fit_line(by_kind[False]).alpha_s)
+    return Rates(WORLD, 1, {}, (), 0.0, lines)
+
+
+def repeated(op: str, groups: tuple[tuple[int, ...], ...], size: int, blocks: bool) -> Schedule:
+    """One call after the other, or all at once; of a pair the first sends and the second receives."""
+    programs = []
+    for place in range(2 if op == "send" else 1):
+        out = Program()
+        for number in range(CALLS):
+            if op != "send":
+                out.call(f"call/{number}", op, "probe", size, blocks=blocks)  # type: ignore[arg-type]
+            elif place == 0:
+                out.send(f"call/{number}", "probe", 1, size, blocks=blocks)
+            else:
+                out.receive(f"call/{number}", "probe", 0, size, blocks=blocks)
+        programs.append(out)
+    return assemble(f"{op} of {size}", WORLD, {"probe": groups}, programs, lambda rank: rank % 2)
+
+
+def compare(backend: str, name: str, schedule: Schedule, rates: Rates, steps: list[float]) -> dict[str, Any]:
+    link = Link("loopback", 1e-4, 1e9)
+    cluster = Cluster("here", (Node("here", tuple(Device("cpu", "cpu", i, 0) for i in range(WORLD)), 2, 0, link=link),))
+    predicted = simulate(schedule, Linked(cluster, rates, backend)).step_s
+    measured, ideal = statistics.median(steps), simulate(schedule, Ideal()).step_s
+    return {"proxy": name, "measured_s": measured, "predicted_s": predicted, "off": predicted / measured - 1, "ideal_s": ideal, "steps_s": steps}
+
+
+def _machine() -> dict[str, Any]:
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"cpu": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__, "date": when}
+
+
+def show(result: dict[str, Any]) -> Table:
+    table = Table(title=f"4 ranks, {result['backend']}, medians of {result['rounds']} steps", title_justify="left", header_style="bold", box=None)
+    table.add_column("proxy")
+    for column in ("measured", "predicted", "off by", "compute alone", "steps within"):
+        table.add_column(column, justify="right")
+    for row in result["proxies"]:
+        low, _, high = statistics.quantiles(row["steps_s"], n=4)
+        times = [f"{row[key] * 1e3:.1f} ms" for key in ("measured_s", "predicted_s")]
+        table.add_row(row["proxy"], *times, f"{row['off']:+.0%}", f"{row['ideal_s'] * 1e3:.1f} ms", f"{low * 1e3:.1f} – {high * 1e3:.1f} ms")
+    good = sum(abs(row["off"]) <= 0.1 for row in result["proxies"])
+    table.caption = f"{good} of {len(result['proxies'])} within 10%"
+    table.caption_justify = "left"
+    return table
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,23 @@
+"""What one action took on one rank. A run and a simulation both give these, so one report and one timeline serve the two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Times are seconds since the step began on this rank. `held` is how long the rank stood still for it: what is exposed."""
+
+    name: str
+    op: str
+    axis: str
+    group: int  # ranks that take part; 0 for computation
+    bytes: int
+    begun: float  # handed over, for communication; it may then wait for others, and its time counts from here
+    ended: float
+    held: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.begun
