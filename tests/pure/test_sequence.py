@@ -85,6 +85,13 @@ def test_what_cannot_share_positions_is_refused_with_the_place(blocks: tuple[nn.
         cut(nn.Linear(8, 8), *blocks)
 
 
+def test_channels_are_no_positions() -> None:
+    """A convolution's output has its channels in the middle; its own bias counts them."""
+    _, flow = traced(model_of("cosmoflow-tiny"))
+    with pytest.raises(RequestError, match="no cut part is followed by one"):
+        choose_grid(flow, (2,), sequence=True)
+
+
 def test_one_dimension_and_no_other_ranks_with_positions() -> None:
     _, flow = traced(model_of("gpt-tiny"))
     with pytest.raises(RequestError, match="one dimension of tensor parallelism"):

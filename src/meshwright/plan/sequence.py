@@ -63,12 +63,13 @@ def _strand_of(reader: Reader, policy: TensorPolicy, meet: Meet) -> int:
 
 
 def _candidates(reader: Reader, policy: TensorPolicy, dealt: frozenset[int], ways: int) -> list[int]:
-    """Strands of the sums that count neither samples nor features, the most frequent first."""
+    """Strands of the sums that count neither samples nor, as a layer's own parameters do, features; the most frequent first."""
     count: dict[int, int] = {}
     for meet in policy.sums:
         for call in (c for c in reader.flow.modules if c.module == meet.module):
-            dims = reader.flow.values[call.outputs[0]].strands[:-1]
-            for strand in {s for dim in dims for s in dim} - reader.flow.samples - dealt:
+            read = {v for i in range(call.first, call.last) for v in reader.op(i).inputs if v in reader.origin}
+            features = {s for v in read for s in reader.carried[v]}
+            for strand in reader.carried[call.outputs[0]] - features - reader.flow.samples - dealt:
                 if reader.flow.sizes[strand] >= ways:
                     count[strand] = count.get(strand, 0) + 1
     return sorted(count, key=lambda s: (-count[s], s))
