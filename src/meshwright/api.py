@@ -31,6 +31,7 @@ from meshwright.execute.groups import Groups, make_groups, make_ready
 from meshwright.execute.session import Session, sample_count
 from meshwright.launch import Place, Rendezvous, adopted, default_backend, join
 from meshwright.orchestrate import calibrate
+from meshwright.orchestrate.config import told, wishes_of
 from meshwright.orchestrate.strategy import load_strategy, transform
 from meshwright.plan import Ranking, Wishes, explain, rank_plans
 
@@ -196,10 +197,10 @@ def _plan_here(
         workload = Workload(size, "train", "fp32", name if name in ("sgd", "adam", "adamw") else "adamw")
         calibration = calibrate.kept(cluster, os.environ) or calibrate.from_sheet(cluster)
         # A script may do with its model what a compiler cannot follow, so it is compiled only when the script says so.
-        flow = _flow(model, loss_fn, batch) if loss_fn is not None and world > 1 else None
-        ranking = rank_plans(
-            profile, cluster, workload, calibration, Wishes(world=world, compile="none", flow=flow, backend=dist.get_backend() if world > 1 else None)
-        )
+        config = told(os.environ)
+        flow = _flow(model, loss_fn, batch, Mesh.parse(config.mesh) if config.mesh else None) if loss_fn is not None and world > 1 else None
+        asked = replace(wishes_of(config, flow), world=world, compile=config.compile or "none", backend=dist.get_backend() if world > 1 else None)
+        ranking = rank_plans(profile, cluster, workload, calibration, asked)
         why = explain(ranking)
         if own is not None:
             ranking, change = transform(ranking, own, lambda _: flow)

@@ -145,19 +145,25 @@ class Cases:
         self.comm.barrier()
 
 
-def conform(comm_of: Callable[[list[list[int]]], Comm], dtypes: Sequence[torch.dtype] = DTYPES) -> tuple[int, list[str]]:
+def conform(
+    comm_of: Callable[[list[list[int]]], Comm], dtypes: Sequence[torch.dtype] = DTYPES, forms: Sequence[str] = FORMS
+) -> tuple[int, list[str]]:  # fmt: skip
     """How many cases there were, and those that did not hold. `comm_of` gives this rank's comm among groups of ranks."""
     count, wrong = 0, []
     for groups in GROUPS:
         comm = comm_of(groups)
         for dtype in dtypes:
-            for form in FORMS:
+            for form in forms:
                 cases = Cases(comm, dtype, form)
                 for checks in (cases.reductions, cases.movements):
                     for name, held in checks():
                         count += 1
                         wrong += [] if held else [f"{name} of {dtype}, {form}, among {groups}"]
     return count, wrong
+
+
+def _extent(full: bool) -> tuple[Sequence[torch.dtype], Sequence[str]]:
+    return (DTYPES, FORMS) if full else (QUICK, ("plain", "strided", "empty"))
 
 
 def over_torch(full: bool) -> tuple[int, list[str]]:
@@ -168,7 +174,7 @@ def over_torch(full: bool) -> tuple[int, list[str]]:
         group, _ = dist.new_subgroups_by_enumeration(groups)
         return TorchComm(group, ledger)
 
-    return conform(comm_of, DTYPES if full else QUICK)
+    return conform(comm_of, *_extent(full))
 
 
 def over_gloo(rank: int, world: int, meeting: str, full: bool) -> tuple[int, list[str]]:
@@ -181,7 +187,7 @@ def over_gloo(rank: int, world: int, meeting: str, full: bool) -> tuple[int, lis
 
 def over_threads(full: bool) -> list[tuple[int, list[str]]]:
     def job(comm: ThreadComm) -> tuple[int, list[str]]:
-        return conform(lambda groups: comm.among(next(g for g in groups if comm.rank in g)), DTYPES if full else QUICK)
+        return conform(lambda groups: comm.among(next(g for g in groups if comm.rank in g)), *_extent(full))
 
     return ThreadWorld(4).run(job)
 

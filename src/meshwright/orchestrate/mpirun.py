@@ -10,7 +10,7 @@ from pathlib import Path
 
 from meshwright.core.errors import RequestError, unknown
 from meshwright.launch.mpi import mpirun, run
-from meshwright.orchestrate.config import RunConfig
+from meshwright.orchestrate.config import RunConfig, told_to_script
 from meshwright.orchestrate.orchestrator import Orchestrator
 
 LAUNCHERS = ("local", "mpi")
@@ -29,15 +29,16 @@ def train_by_mpirun(config: RunConfig, script: str | None, arguments: list[str],
     """mpirun's exit code, which is the first failing rank's."""
     if script is not None and not Path(script).is_file():
         raise RequestError(f"{script}: no such file")
+    told = told_to_script(config) if script is not None else {}
     with Orchestrator(config, environ, lambda _: None) as orchestrator:
         node = orchestrator.cluster.nodes[0]
         ranks, kind = len(orchestrator.cluster.devices), orchestrator.cluster.devices[0].kind
     threads = {"OMP_NUM_THREADS": str(max(node.cores // ranks, 1))} if kind == "cpu" else {}
     home = Path(config.run_dir)
     home.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", suffix=".json", prefix=".mpi-", dir=home) as told:  # where ranks of other machines see it too
-        json.dump(config.model_dump(mode="json", exclude_defaults=True), told)
-        told.flush()
-        train = ["-m", "meshwright.cli.main", "train", told.name, *(["--json"] if as_json else [])]
-        command, env = mpirun(ranks, {"KINETO_LOG_LEVEL": "99", **environ, **threads, "MESHWRIGHT_PLAN": config.plan}, cores=node.cores)
+    with tempfile.NamedTemporaryFile("w", suffix=".json", prefix=".mpi-", dir=home) as file:  # where ranks of other machines see it too
+        json.dump(config.model_dump(mode="json", exclude_defaults=True), file)
+        file.flush()
+        train = ["-m", "meshwright.cli.main", "train", file.name, *(["--json"] if as_json else [])]
+        command, env = mpirun(ranks, {"KINETO_LOG_LEVEL": "99", **environ, **threads, **told}, cores=node.cores)
         return run([*command, sys.executable, *([script, *arguments] if script is not None else train)], env, sys.stderr)

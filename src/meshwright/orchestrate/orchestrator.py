@@ -20,7 +20,6 @@ from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.serial import to_data, write_json
-from meshwright.core.spatial import parse_grid
 from meshwright.core.strand import Flow
 from meshwright.core.task import Task
 from meshwright.core.workload import Workload
@@ -32,11 +31,11 @@ from meshwright.describe.trace import trace_task
 from meshwright.launch import Nursery, RankFailure, Workers
 from meshwright.observe import Recorder, RunFolder, create, follow, follow_lines, write_report
 from meshwright.orchestrate import calibrate
-from meshwright.orchestrate.config import RunConfig
+from meshwright.orchestrate.config import RunConfig, told_to_script, wishes_of
 from meshwright.orchestrate.job import settle
 from meshwright.orchestrate.strategy import fill_cuts, load_strategy, needs_cuts, transform
 from meshwright.orchestrate.worker import median_step
-from meshwright.plan import Ranking, Wishes, check_keeping, check_precision, explain, rank_plans, refuse_unused
+from meshwright.plan import Ranking, check_keeping, check_precision, explain, rank_plans, refuse_unused
 from meshwright.schedule import plan_ledgers
 
 Say = Callable[[str], None]
@@ -134,27 +133,6 @@ class Orchestrator:
         batch = self.config.global_batch or task.global_batch
         return Workload(batch, "train", precision, self.config.optimizer, self.config.objective)
 
-    def wishes(self, flow: Flow | None = None) -> Wishes:
-        c = self.config
-        return Wishes(
-            mesh=Mesh.parse(c.mesh) if c.mesh else None,
-            world=c.nproc,
-            zero=c.zero,
-            recompute=c.recompute,
-            recompute_layers=c.recompute_layers,
-            compile=c.compile,
-            micro_batches=c.micro_batches,
-            backend=c.backend,
-            bucket_bytes=int(c.bucket_mb * 2**20) if c.bucket_mb else None,
-            overlap=c.overlap,
-            timeout_s=c.timeout_s,
-            schedule=c.schedule,
-            placements=c.placements,
-            sequence=c.sequence,
-            spatial=parse_grid(c.spatial) if c.spatial is not None else (),
-            flow=flow,
-        )
-
     def flow(self, task: Task, workload: Workload) -> Flow | None:
         """The model's dataflow, where tensor parallelism may come of it."""
         if len(self.cluster.devices) == 1 and not self.config.placements:
@@ -185,7 +163,7 @@ class Orchestrator:
             why = f"Given by {self.config.plan}: {plan.summary()}."
             return Prepared(self.config, task, self.cluster, profile, plan, found, why, None, traced + time.perf_counter() - begun)
         self.say("planning")
-        ranking = rank_plans(profile, self.cluster, workload, calibration, self.wishes(flow))
+        ranking = rank_plans(profile, self.cluster, workload, calibration, wishes_of(self.config, flow))
         why = explain(ranking)
         if strategy is not None:
             ranking, change = transform(ranking, strategy, lambda plan: flow or trace_flow(task, plan.memory.precision))
@@ -255,15 +233,17 @@ class Orchestrator:
         """A user's own script on every device; `mw.prepare` inside it decides how."""
         if not Path(script).is_file():
             raise RequestError(f"{script}: no such file")
+        told = told_to_script(self.config)
+        ranks = Mesh.parse(self.config.mesh).size if self.config.mesh and not self.config.nproc else len(self.cluster.devices)
         self.calibration()
         folder = create(Path(self.config.run_dir), self.config.name, prefix=Path(script).stem)
         write_json(folder.path / "job.json", {"script": script, "arguments": arguments})
         write_json(folder.path / "cluster.json", self.cluster)
         logs = folder.path / "logs"
         logs.mkdir()
-        kwargs = {"script": script, "arguments": arguments, "folder": str(folder.path.resolve()), "plan": self.config.plan}
+        kwargs = {"script": script, "arguments": arguments, "folder": str(folder.path.resolve()), "told": told}
         try:
-            with Workers(self.nursery(), len(self.cluster.devices), logs=logs) as workers:
+            with Workers(self.nursery(), ranks, logs=logs) as workers:
                 seconds = workers.call("meshwright.orchestrate.worker:run_script", kwargs)
         except RankFailure as failure:
             self._record(folder, failure.fault)

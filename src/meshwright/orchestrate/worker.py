@@ -247,12 +247,12 @@ def make_optimizer(job: RunConfig, task: Task, model: torch.nn.Module) -> torch.
     return torch.optim.SGD(parameters, lr=rate, momentum=0.9 if job.optimizer == "momentum" else 0.0, weight_decay=decay)
 
 
-def run_script(rank: int, world: int, meeting: str, script: str, arguments: list[str], folder: str, plan: str) -> float:
+def run_script(rank: int, world: int, meeting: str, script: str, arguments: list[str], folder: str, told: dict[str, str]) -> float:
     """A user's own script as one rank; `prepare` inside it finds its place through the environment, as under any launcher."""
     begun = time.perf_counter()
     place = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     before = dict(os.environ)
-    os.environ.update(place, MESHWRIGHT_MEETING=meeting, MESHWRIGHT_RUN=folder, MESHWRIGHT_PLAN=plan)
+    os.environ.update(place, MESHWRIGHT_MEETING=meeting, MESHWRIGHT_RUN=folder, **told)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
