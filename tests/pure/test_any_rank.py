@@ -138,6 +138,14 @@ def test_a_stage_may_begin_with_a_module_that_does_nothing() -> None:
     check_rank(model, plan, profile, None, 0)
 
 
+def test_a_stage_may_hold_no_parameters() -> None:
+    model = {"sizes": [2, 2, 3], "activation": "relu", "norm": False, "masked": False}
+    plan, profile = spread(model, Mesh(pp=2, tp=(2,)), 1, schedule="gpipe", precision="fp32")
+    assert "1.1" in plan.stages[1].layers
+    for rank in (0, 2):
+        check_rank(model, plan, profile, None, rank)
+
+
 def test_a_stage_that_gives_a_view_is_run_under_zero_bubble() -> None:
     plan, profile = spread({"zoo": "cosmoflow-tiny"}, Mesh(pp=2, tp=(2,)), 2, micro=2, schedule="zero_bubble", precision="fp32")
     check_rank({"zoo": "cosmoflow-tiny"}, plan, profile, None, 0)

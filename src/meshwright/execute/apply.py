@@ -159,7 +159,7 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
     tensor = cut_model(model, optimizer, plan, groups, recall) if groups.tp.size > 1 else None
     context = ContextRun(model, plan.context, groups.cp, recall) if groups.cp.size > 1 and plan.context.attends else None
     if plan.spatial.grid:
-        share_randomness(groups.cp, next(model.parameters()).device)
+        share_randomness(groups.cp, plan.device)
         cut_positions(model, plan.spatial, groups.cp, plan.compile != "none")
     modes = {name: mode for name, mode in plan.memory.modes.items() if name in units}
     recompute_units(model, modes, keys, recall, apart=tensor is not None and plan.compile != "none")

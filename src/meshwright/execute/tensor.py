@@ -82,7 +82,7 @@ def cut_model(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, gr
         for strand in policy.strands:
             for cut in strand.cuts:
                 found.cuts.setdefault(cut.parameter, []).append(_Laid(strand, cut, groups.of(axis)))
-    share_randomness(groups.tp, next(model.parameters()).device)
+    share_randomness(groups.tp, plan.device)
     replace_tensors(model, optimizer, found.cuts, found.local)
     fed = _fed(model, plan)
     for axis, policy in plan.tensors:
@@ -136,8 +136,9 @@ def _arrange(model: nn.Module, policy: TensorPolicy, comm: Comm, fed: Sequence[s
         norm_over_pieces(modules[name], strands[strand], Meeting(comm, f"norm/{name}", recall), apart)
 
 
-def share_randomness(comm: Comm, device: torch.device) -> None:
+def share_randomness(comm: Comm, kind: str) -> None:
     """The ranks of one group go on from the first one's random state: dropout on what they all hold must be the same for all."""
+    device = torch.device(kind)
     state = torch.get_rng_state().to(device)
     comm.broadcast(state, "start/random").wait()
     torch.set_rng_state(state.cpu())
