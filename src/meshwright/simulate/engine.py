@@ -219,8 +219,8 @@ class _Engine:
         if action.op in MESSAGES:
             pair = (self.fold.first[rank.number], group[action.peer])
             wire = self._wire(pair)
-            ways = ("out", "in") if self.network.duplex else ("both", "both")
-            return _Flight(action, pair, 2, ((met[0], wire, ways[0]), (met[1], wire, ways[1])) if wire else (), lane)
+            away, home = ("out", "in") if self.network.duplex else ("both", "both")
+            return _Flight(action, pair, 2, ((met[0], wire, away), (met[1], wire, home)) if wire else (), lane)
         wire = self._wire(group)
         ways = ("out", "in") if self.network.duplex else ("both",)
         ports = tuple((number, wire, way) for number in met for way in ways) if wire else ()
