@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -125,6 +126,7 @@ def test_both_directions_at_once() -> None:
         programs.append(out)
     schedule = assemble("pair", 2, {"pair": ((0, 1),)}, programs, lambda rank: rank)
     assert simulate(schedule, network()).step_s == pytest.approx(ALPHA + 1e7 / SPEED)
+    assert simulate(schedule, replace(network(), duplex=False)).step_s == pytest.approx(2 * (ALPHA + 1e7 / SPEED))
 
 
 def test_a_rank_that_waits_for_ever_is_named() -> None:

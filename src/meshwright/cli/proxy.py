@@ -244,7 +244,8 @@ def _network(wish: _Wish, world: int) -> Network:
         measured = calibrate.from_sheet(found)
     else:
         raise RequestError(f"--cluster {wish.cluster}: use here, ideal, ideal:N or a cluster's file")
-    return Linked(found, measured.layout(world), "nccl" if found.devices[0].kind == "cuda" else "gloo")
+    cuda = found.devices[0].kind == "cuda"
+    return Linked(found, measured.layout(world), "nccl" if cuda else "gloo", duplex=cuda or len(found.nodes) > 1)
 
 
 def _write(schedule: Schedule, output: Path) -> None:

@@ -219,9 +219,11 @@ class _Engine:
         if action.op in MESSAGES:
             pair = (self.fold.first[rank.number], group[action.peer])
             wire = self._wire(pair)
-            return _Flight(action, pair, 2, ((met[0], wire, "out"), (met[1], wire, "in")) if wire else (), lane)
+            away, home = ("out", "in") if self.network.duplex else ("both", "both")
+            return _Flight(action, pair, 2, ((met[0], wire, away), (met[1], wire, home)) if wire else (), lane)
         wire = self._wire(group)
-        ports = tuple((number, wire, way) for number in met for way in ("out", "in")) if wire else ()
+        ways = ("out", "in") if self.network.duplex else ("both",)
+        ports = tuple((number, wire, way) for number in met for way in ways) if wire else ()
         return _Flight(action, group, len(met), ports, lane)
 
     def _wire(self, ranks: tuple[int, ...]) -> str:

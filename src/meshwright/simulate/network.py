@@ -23,6 +23,11 @@ class Network(Protocol):
         """One call by itself, once everybody is there: how long it keeps its wire busy, and how long it then still takes to arrive."""
         ...
 
+    @property
+    def duplex(self) -> bool:
+        """A rank's wire carries one call in each direction at once."""
+        ...
+
     def wire(self, ranks: tuple[int, ...]) -> str:
         """What these ranks share while they communicate: of the calls on one wire a rank makes one at a time. Empty: no limit."""
         ...
@@ -33,6 +38,7 @@ class Ideal:
     """A network that costs nothing: what is left is computation and the order of things."""
 
     queued: bool = False
+    duplex: bool = True
 
     def seconds(self, op: str, size: int, ranks: tuple[int, ...]) -> tuple[float, float]:
         return 0.0, 0.0
@@ -52,6 +58,7 @@ class Linked:
     backend: str = "gloo"
     contended: bool = True
     faster: float = 1.0  # every link's bandwidth, times this: what would a better network give?
+    duplex: bool = True  # both directions at once; not where the cores of one machine copy every byte
 
     @property
     def queued(self) -> bool:
