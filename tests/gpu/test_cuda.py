@@ -11,7 +11,7 @@ from meshwright.core.mesh import Mesh
 from meshwright.core.plan import MemoryPolicy, Plan
 from meshwright.core.serial import to_data
 from meshwright.describe.flow import trace_module_flow
-from meshwright.plan import choose_cuts, choose_owners
+from meshwright.plan import choose_grid, choose_owners
 from meshwright.plan.context import choose_context
 from tests.procs.jobs import build, global_batch
 
@@ -51,13 +51,14 @@ def test_compiled(pool: Any, reference: list[float], compile: str) -> None:
     assert losses["losses"] == pytest.approx(reference, rel=1e-3)
 
 
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "shared positions"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_tensor_parallelism(pool: Any, reference: list[float], precision: str) -> None:
+def test_tensor_parallelism(pool: Any, reference: list[float], precision: str, sequence: bool) -> None:
     """Two ranks on the one GPU; a pipeline would need point-to-point calls, which gloo has for the host only."""
     network, loss = build(MODEL, torch.float32, 0)
     flow = trace_module_flow(network, loss, global_batch(MODEL, 2, 0, torch.float32), precision)
     memory = MemoryPolicy(precision=precision)  # type: ignore[arg-type]
-    made = Plan("gpt-tiny", 8, Mesh(tp=(2,)), memory=memory, tensor=choose_cuts(flow, 2), device="cuda", backend="gloo")
+    made = Plan("gpt-tiny", 8, Mesh(tp=(2,)), memory=memory, tensor=choose_grid(flow, (2,), sequence=sequence)[0], device="cuda", backend="gloo")
     losses = pool.run("procs.jobs:train_curve", world=2, plan=to_data(made), model=MODEL, dtype="float32")[0]["losses"]
     assert losses == pytest.approx(reference, rel=1e-3 if precision == "fp32" else 0.05)
 
