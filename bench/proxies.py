@@ -30,6 +30,7 @@ from meshwright.core.calibration import Rates
 from meshwright.core.cluster import Cluster, Device, Link, Node
 from meshwright.core.schedule import Schedule, wire_factor
 from meshwright.describe.probe import fit_line
+from meshwright.execute.groups import make_ready
 from meshwright.launch import Nursery, Rendezvous, Workers, adopted, join, leave
 from meshwright.proxies import PROXIES
 from meshwright.proxies.parts import Program, assemble
@@ -112,6 +113,7 @@ def measured(schedules: list[Schedule], policy: RunPolicy) -> list[list[list[flo
 def by_turns(rank: int, world: int, meeting: str, schedules: list[Schedule], policy: RunPolicy, *, gather: bool = False) -> list[Any]:
     """In a rank: seconds of each schedule, one entry a round; with `gather`, every rank's."""
     torch.set_num_threads(1)
+    make_ready(policy.backend, policy.timeout_s)
     join(Rendezvous(rank, world, meeting, policy.backend))
     groups = GroupComms()
     runners = [Runner(schedule, rank, torch.device("cpu"), policy, groups) for schedule in schedules]

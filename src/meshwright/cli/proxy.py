@@ -197,11 +197,12 @@ def _ran(job: _Job, wish: _Wish, policy: dict[str, Any]) -> Outcome | None:
     import torch
 
     from meshwright.describe.discover import available_memory
+    from meshwright.launch import default_backend
     from meshwright.proxies.launch import adopted_run, check_memory, launched
     from meshwright.proxies.runner import RunPolicy
 
     world, gpus = job.schedule.world, torch.cuda.device_count()
-    backend = wish.backend or ("nccl" if gpus >= world and policy["device"] != "cpu" else "gloo")
+    backend = wish.backend or default_backend(wish.place, "cuda" if gpus >= world and policy["device"] != "cpu" else "cpu")
     device = policy["device"] or ("cuda" if backend == "nccl" else "cpu")
     policy.update(backend=backend, device=device)
     if device == "cuda" and not gpus:

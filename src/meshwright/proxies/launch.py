@@ -14,6 +14,7 @@ from meshwright.core.errors import RequestError
 from meshwright.core.schedule import Schedule
 from meshwright.core.span import Span
 from meshwright.core.units import show_bytes
+from meshwright.execute.groups import make_ready
 from meshwright.launch import Nursery, Place, Rendezvous, Workers, join, leave
 from meshwright.proxies.runner import Runner, RunPolicy, buffer_bytes, run_steps
 from meshwright.proxies.tally import RankTally, summary, tally
@@ -76,6 +77,7 @@ def run_rank(
         torch.cuda.set_device(device)
     joined = dist.is_initialized()
     if not joined:
+        make_ready(policy.backend, policy.timeout_s)
         join(Rendezvous(rank, world, meeting, policy.backend, policy.device, local, policy.timeout_s))
     try:
         runner = Runner(schedule, rank, device, policy)
