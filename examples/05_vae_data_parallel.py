@@ -4,6 +4,7 @@
     meshwright train examples/05_vae_data_parallel.py -- --mode per_tensor           one all-reduce a parameter, after backward
     meshwright train examples/05_vae_data_parallel.py -- --mode bucketed             few large ones, after backward
     torchrun --nproc-per-node 2 examples/05_vae_data_parallel.py --mode overlapped   the same, sent while backward goes on
+    mpirun -n 2 python examples/05_vae_data_parallel.py --infer 4 --latency t.csv    over MPI; inference too, and how long each step took
 
 All print the same losses: those of one process on the same global batches. Every collective carries a name: `--trace FILE` profiles
 the last step, and shows each under its name at https://ui.perfetto.dev (on GPUs, Nsight Systems does too). The last line is what was counted.
@@ -15,6 +16,7 @@ import torch
 from sklearn.datasets import load_digits
 
 import meshwright as mw
+from latency import Latency
 from meshwright import zoo
 
 
@@ -89,16 +91,19 @@ class Overlapped(Bucketed):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--mode", choices=["per_tensor", "bucketed", "overlapped"], default="overlapped")
-    parser.add_argument("--backend", choices=["gloo", "nccl"], default="nccl" if torch.cuda.is_available() else "gloo")
+    parser.add_argument("--backend", choices=["gloo", "mpi", "nccl"], help="nccl on GPUs, mpi under mpirun, else gloo, unless you say")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
     parser.add_argument("--bucket-kb", type=int, default=40)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--infer", type=int, default=0, metavar="N", help="then reconstruct N batches that were not trained on")
+    parser.add_argument("--latency", metavar="FILE", help="write a CSV of how long each step took, on the slowest rank")
     parser.add_argument("--trace", help="write a timeline of the last step here")
     args = parser.parse_args()
 
     groups = mw.connect(backend=args.backend)  # no mesh: all ranks are data parallel
     data = groups.data
-    device = torch.device("cuda" if args.backend == "nccl" else "cpu")  # connect has made this rank's GPU the current one
+    device = torch.device("cuda" if torch.cuda.is_available() and args.backend != "gloo" else "cpu")
+    latency = Latency(groups.world, device)
 
     torch.manual_seed(0)  # the same values on every rank
     task = zoo.load("vae")  # its loss is the negative evidence lower bound
@@ -123,17 +128,32 @@ def main():
             print(f"step {number + 1}: loss {mean:.10g}")
 
     for number in range(args.steps - 1):
-        step(number)
+        with latency.of("train", number):
+            step(number)
     groups.ledger.take()  # count one step only
-    if args.trace and groups.rank == 0:
-        with torch.profiler.profile() as profiler:
+    with latency.of("train", args.steps - 1):
+        if args.trace and groups.rank == 0:
+            with torch.profiler.profile() as profiler:
+                step(args.steps - 1)
+            profiler.export_chrome_trace(args.trace)
+        else:
             step(args.steps - 1)
-        profiler.export_chrome_trace(args.trace)
-    else:
-        step(args.steps - 1)
     if groups.rank == 0:
         lines = groups.ledger.take()
         print(f"{args.mode} on {data.size}: {sum(line.calls for line in lines)} calls, {sum(line.bytes for line in lines):,} bytes a step")
+
+    model.eval()
+    for number in range(args.infer):
+        with latency.of("infer", number), torch.no_grad():
+            batch = images[-64 * (number + 1) :][:64]
+            first, end = (len(batch) * rank // data.size for rank in (data.rank, data.rank + 1))
+            mine = batch[first:end].to(device, getattr(torch, args.dtype))
+            error = (model(mine)[0].sigmoid() - mine).square().sum() / batch.numel()
+            data.all_reduce(error, "error").wait()
+        if groups.rank == 0:
+            print(f"batch {number + 1}: mean squared error {error:.10g}")
+    if args.latency:
+        latency.write(args.latency)
 
 
 main()

@@ -3,6 +3,7 @@
     python examples/06_vae_hybrid.py                                  one process: every group has one rank
     torchrun --nproc-per-node 2 examples/06_vae_hybrid.py             tp=2
     meshwright train examples/06_vae_hybrid.py --nproc 4              dp=2 × tp=2; others: -- --mesh tp=4
+    mpirun -n 2 python examples/06_vae_hybrid.py --infer 4            over MPI, and inference on the same pieces
 
 Both halves of the model are two linear layers. The first is cut by its outputs (a column of neurons a rank), the second by its inputs
 (a row), so that what lies between them never travels: one all-reduce completes the output in forward, one completes the gradient of the input in
@@ -17,6 +18,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 import meshwright as mw
+from latency import Latency
 from meshwright import zoo
 
 
@@ -88,14 +90,17 @@ def cut(model, tp):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--mesh", default="dp=*,tp=2", help="* takes the ranks that are left")
-    parser.add_argument("--backend", choices=["gloo", "nccl"], default="nccl" if torch.cuda.is_available() else "gloo")
+    parser.add_argument("--backend", choices=["gloo", "mpi", "nccl"], help="nccl on GPUs, mpi under mpirun, else gloo, unless you say")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--infer", type=int, default=0, metavar="N", help="then reconstruct N batches that were not trained on")
+    parser.add_argument("--latency", metavar="FILE", help="write a CSV of how long each step took, on the slowest rank")
     args = parser.parse_args()
 
     groups = mw.connect(args.mesh, backend=args.backend)
     data, tp = groups.data, groups.tp
-    device = torch.device("cuda" if args.backend == "nccl" else "cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() and args.backend != "gloo" else "cpu")
+    latency = Latency(groups.world, device)
 
     torch.manual_seed(0)  # the same values on every rank
     task = zoo.load("vae")
@@ -106,7 +111,7 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=4e-3, momentum=0.9)
     images = torch.tensor(load_digits().images).view(-1, 1, 8, 8) / 16
 
-    for number in range(args.steps):
+    def step(number):
         batch = images[64 * number % 1728 :][:64]  # the ranks of one tensor-parallel group take the same share of it
         first, end = (len(batch) * rank // data.size for rank in (data.rank, data.rank + 1))
         model.noise.set_key(0, number, first)
@@ -125,8 +130,25 @@ def main():
         if groups.rank == 0:
             print(f"step {number + 1}: loss {mean:.10g}")
 
+    for number in range(args.steps):
+        with latency.of("train", number):
+            step(number)
+
     if groups.rank == 0:
         print(f"dp={data.size} × tp={tp.size}: each rank holds {held:,} of {whole:,} parameters")
+
+    model.eval()
+    for number in range(args.infer):
+        with latency.of("infer", number), torch.no_grad():
+            batch = images[-64 * (number + 1) :][:64]
+            first, end = (len(batch) * rank // data.size for rank in (data.rank, data.rank + 1))
+            mine = batch[first:end].to(device, getattr(torch, args.dtype))
+            error = (model(mine)[0].sigmoid() - mine).square().sum() / batch.numel()
+            data.all_reduce(error, "error").wait()
+        if groups.rank == 0:
+            print(f"batch {number + 1}: mean squared error {error:.10g}")
+    if args.latency:
+        latency.write(args.latency)
 
 
 main()

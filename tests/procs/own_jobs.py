@@ -32,7 +32,7 @@ def script(rank: int, world: int, meeting: str, path: str, arguments: list[str])
     """A user's script as one rank of a job; what it printed."""
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        run_script(rank, world, meeting, path, arguments, "", "auto")
+        run_script(rank, world, meeting, path, arguments, "", {"MESHWRIGHT_PLAN": "auto"})
     return said.getvalue()
 
 

@@ -74,6 +74,8 @@ def spread(
 def check(pool: Any, model: dict[str, Any], plan: Plan, profile: Any, steps: int = 3) -> list[Any]:
     """The same losses, gradient norms and final state as one device; and the ledger before the run is what the run counted."""
     precision = plan.memory.precision
+    if precision == "fp32" or model.get("family") in IN_FLOAT32:
+        steps = min(steps, 5)  # rounding grows from step to step under Adam, to 0.5% of a norm in 18, whoever adds up in another order
     kwargs = {"model": model, "steps": steps, "clip": 0.5, "dtype": str(DTYPES[precision]).removeprefix("torch.")}
     exact = {"fp64": 1e-9, "fp32": 1e-4}[precision]
     if model.get("family") in IN_FLOAT32 or model.get("loss") == "own":

@@ -4,6 +4,7 @@ those that communicate by hand, in every way that they offer."""
 from __future__ import annotations
 
 import ast
+import csv
 import json
 import os
 import re
@@ -16,12 +17,14 @@ from typing import Any
 import pytest
 
 from meshwright.cli.main import main
+from meshwright.launch.mpi import mpirun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STARTERS = {
     "python": [sys.executable],
     "meshwright": [sys.executable, "-m", "meshwright.cli.main"],
     "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+    "mpirun": [],
 }
 
 
@@ -51,7 +54,12 @@ def run(command: str, root: Path) -> subprocess.CompletedProcess[str]:
         arguments[2:2] = ["--nproc", "2"]  # however many cores there are
     # One thread a rank: a plain script may otherwise take every core of the machine that runs the tests.
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*STARTERS[program], *arguments], cwd=root, env=environ, capture_output=True, text=True, timeout=120)
+    start = STARTERS[program]
+    if program == "mpirun":
+        (_, ranks, _), arguments = arguments[:3], arguments[3:]  # -n RANKS python
+        start, environ = mpirun(int(ranks), environ)
+        start = [*start, sys.executable]
+    done = subprocess.run([*start, *arguments], cwd=root, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done
 
@@ -104,6 +112,9 @@ def test_by_hand_equals_one_process(command: str, pool: Any, one_process: list[f
     path = next(word for word in words if word.endswith(".py"))
     arguments = [word for word in words[words.index(path) + 1 :] if word != "--"]
     world = 1 if words[0] == "python" else 2
+    if "--latency" in arguments:
+        at = arguments.index("--latency")
+        del arguments[at : at + 2]
     if "--nproc" in arguments:
         at = arguments.index("--nproc")
         world = int(arguments[at + 1])
@@ -119,9 +130,27 @@ def test_by_hand_equals_one_process(command: str, pool: Any, one_process: list[f
         assert f"dp={world // 2} × tp=2: each rank holds 11,488 of 22,880" in said[0]
 
 
-@pytest.mark.parametrize("command", [BY_HAND[-1], next(c for c in BY_HAND if c.startswith("torchrun"))])
+@pytest.mark.parametrize("command", [next(c for c in BY_HAND if c.startswith(start)) for start in ("meshwright", "torchrun")])
 def test_by_hand_under_its_launcher(command: str, root: Path, one_process: list[float]) -> None:
     assert steps(run(command, root).stdout) == pytest.approx(one_process, rel=1e-4)
+
+
+@pytest.mark.parametrize("command", [c for c in BY_HAND if c.startswith("mpirun")])
+def test_by_hand_over_mpi(command: str, root: Path, pool: Any, one_process: list[float], tmp_path: Path) -> None:
+    """Training and inference equal one process, and the latencies are of the slowest rank."""
+    table = tmp_path / "latency.csv"
+    done = run(f"{command} --dtype float64 --latency {table}", root)
+    path = next(word for word in shlex.split(command) if word.endswith(".py"))
+    alone = pool.run("procs.own_jobs:script", world=1, path=str(EXAMPLES / Path(path).name), arguments=["--dtype", "float64", "--infer", "4"])
+    assert steps(done.stdout) == pytest.approx(one_process, rel=1e-9)
+    errors = [[float(e) for e in re.findall(r"mean squared error ([\d.e-]+)", text)] for text in (done.stdout, alone[0])]
+    assert len(errors[0]) == 4 and errors[0] == pytest.approx(errors[1], rel=1e-9)
+    with table.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["phase"] for row in rows] == ["train"] * 10 + ["infer"] * 4 + ["train", "infer"]
+    for total in rows[-2:]:
+        parts = [float(row["seconds"]) for row in rows[:-2] if row["phase"] == total["phase"]]
+        assert min(parts) > 0 and float(total["seconds"]) == pytest.approx(sum(parts))
 
 
 def test_by_hand_names_its_collectives(pool: Any, tmp_path: Path) -> None:
