@@ -51,6 +51,7 @@ from meshwright.zoo.losses import next_token
 from overhead import WORLD, show, write
 from rounds import HERE, Batch, Engine, Trial, machine, ratios, say, summarise, timed
 
+CASE = Case(batch=1, seq=64, tied=False)
 GOALS = {DATA_PARALLEL: 1.2, ZERO_3: 1.5}
 BACKENDS = ("gloo", "mpi")
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
@@ -67,20 +68,19 @@ def main(
 
     Example: python bench/backends.py
     """
-    case = Case(batch=1, seq=64)
     left_out = [*missing_peers(), *([] if _has_deepspeed() else ["DeepSpeed"])]
     for name in left_out:
         say(f"{name} is left out: {PEERS.get(name, 'deepspeed')} is not installed")
     ranks = _by_mpirun(rounds)
     blocks, difference = summarise([found["engines"] for found in ranks])
-    tokens = case.batch * case.seq * WORLD
+    tokens = CASE.batch * CASE.seq * WORLD
     for row in (row for block in blocks for row in block["engines"]):
         row["tokens_per_s"] = tokens / row["step_s"]
     goals = [_goal(block) for block in blocks]
     result = {
         "machine": machine(),
-        "arguments": {"rounds": rounds, **asdict(case), "world": WORLD, "threads": 1, "optimizer": "AdamW, fused"},
-        "parameters": sum(p.numel() for p in case.model().parameters()),
+        "arguments": {"rounds": rounds, **asdict(CASE), "world": WORLD, "threads": 1, "optimizer": "AdamW, fused"},
+        "parameters": sum(p.numel() for p in CASE.model().parameters()),
         "lines": ranks[0]["lines"],
         "routes": ranks[0]["routes"],
         "blocks": blocks,
@@ -134,15 +134,15 @@ def _by_mpirun(rounds: int) -> list[dict[str, Any]]:
 def measure(folder: str, rounds: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    rank, case = int(os.environ["OMPI_COMM_WORLD_RANK"]), Case(batch=1, seq=64)
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
     join(Rendezvous(rank, WORLD, f"file://{folder}/meeting"))
     mpi.register()
     over_mpi = dist.new_group(backend="mpi")
     lines = _lines(over_mpi)
     chosen = routes(Rates(WORLD, 1, {}, (), 0.0, lines), BACKENDS, OPERATIONS)
     waits = Waits()
-    built = list(engines(case, rank, over_mpi, SyncPolicy(routes=chosen)))
-    found = timed(Trial(built, lambda number: case.data(rank, number)), waits, rounds)
+    built = list(engines(CASE, rank, over_mpi, SyncPolicy(routes=chosen)))
+    found = timed(Trial(built, lambda number: CASE.data(rank, number)), waits, rounds)
     said = {"engines": found, "lines": {name: asdict(line) for name, line in lines.items()}, "routes": [asdict(r) for r in chosen]}
     (Path(folder) / f"{rank}.json").write_text(json.dumps(said))
     leave()

@@ -25,6 +25,7 @@ from meshwright.zoo.gpt import GPT, GPTConfig
 from meshwright.zoo.losses import next_token
 from rounds import Batch, Engine, Trial
 
+SYNC = SyncPolicy()
 DATA_PARALLEL, ZERO_3 = "data parallel", "ZeRO-3"
 PEERS = {"Accelerate": "accelerate", "Lightning Fabric": "lightning"}  # shown name → package
 _ALPHABET = 64  # tokens in use: their distribution is learnt within a few steps, so a wrong gradient shows in the loss
@@ -41,10 +42,14 @@ class Case:
     heads: int = 8
     vocab: int = 8192
     seed: int = 0
+    tied: bool = True  # the head's weight is the embedding's
 
     def model(self) -> GPT:
         torch.manual_seed(self.seed)
-        return GPT(GPTConfig(self.vocab, self.seq, self.layers, self.heads, self.width))
+        made = GPT(GPTConfig(self.vocab, self.seq, self.layers, self.heads, self.width))
+        if not self.tied:
+            made.head.weight = nn.Parameter(made.head.weight.detach().clone())
+        return made
 
     def data(self, rank: int, number: int) -> Batch:
         """Batch `number` of one rank: the same for every engine."""
@@ -118,7 +123,7 @@ def fabric(case: Case, world: int) -> Callable[[Batch], Tensor]:
     return by_hand(model, optimizer, made.backward)
 
 
-def meshwright(case: Case, world: int, zero: int, sync: SyncPolicy = SyncPolicy()) -> Callable[[Batch], Tensor]:
+def meshwright(case: Case, world: int, zero: int, sync: SyncPolicy = SYNC) -> Callable[[Batch], Tensor]:
     model = case.model()
     session = Session(plan_of(case, world, zero, sync), model, optimizer_of(model))
     return lambda batch: session.step(batch, next_token).loss

@@ -26,6 +26,8 @@ def way(routes: Sequence[Route], op: str, sent: float, backend: str) -> str:
 def check_routes(routes: Sequence[Route], backend: str) -> None:
     for route in routes:
         if {route.backend, backend} - {"gloo", "mpi"}:
-            raise RequestError(f"plan: sync.routes join gloo and mpi, and {route.op} goes over {route.backend} in a plan for {backend}: leave them out")
+            raise RequestError(
+                f"plan: sync.routes join gloo and mpi, and {route.op} goes over {route.backend} in a plan for {backend}: leave them out"
+            )
     if routes and backend != "gloo":
         raise RequestError(f"plan: sync.routes need ranks that meet by gloo, and the plan's backend is {backend}: set backend=gloo")

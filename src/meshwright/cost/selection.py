@@ -29,7 +29,7 @@ def routes(rates: Rates, backends: Sequence[str], operations: Iterable[str]) -> 
         starts = sorted({0.0, *(s for a in lines.values() for b in lines.values() if 0 < (s := _crossing(a, b)) < _MOST)})
         for start, end in pairwise([*starts, 2.0 * _MOST]):
             middle = (start + end) / 2
-            best = min(lines, key=lambda b: lines[b].seconds(middle))  # noqa: B023  # called at once
+            best = min(lines, key=lambda b: lines[b].seconds(middle))
             if best != before:
                 found.append(Route(op, best, int(start)))
                 before = best

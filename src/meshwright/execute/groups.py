@@ -14,6 +14,8 @@ from meshwright.core.plan import SyncPolicy
 from meshwright.core.routes import way
 from meshwright.core.schedule import wire_factor
 
+_ONE_BACKEND = SyncPolicy()
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -46,7 +48,7 @@ def make_ready(backend: str, timeout_s: float) -> None:
         mpi.register(timeout_s)
 
 
-def make_groups(mesh: Mesh, sync: SyncPolicy = SyncPolicy()) -> Groups:
+def make_groups(mesh: Mesh, sync: SyncPolicy = _ONE_BACKEND) -> Groups:
     """Collective: every rank of the default process group calls it with the same mesh and policy."""
     ledger = Ledger()
     if mesh.size == 1:
