@@ -14,17 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.core.mesh import Mesh
-from meshwright.core.plan import MemoryPolicy, Plan
+from meshwright.core.plan import MemoryPolicy, Plan, SyncPolicy
 from meshwright.execute.session import Session
 from meshwright.zoo.gpt import GPT, GPTConfig
 from meshwright.zoo.losses import next_token
 from rounds import Batch, Engine, Trial
 
+SYNC = SyncPolicy()
 DATA_PARALLEL, ZERO_3 = "data parallel", "ZeRO-3"
 PEERS = {"Accelerate": "accelerate", "Lightning Fabric": "lightning"}  # shown name → package
 _ALPHABET = 64  # tokens in use: their distribution is learnt within a few steps, so a wrong gradient shows in the loss
@@ -41,10 +42,14 @@ class Case:
     heads: int = 8
     vocab: int = 8192
     seed: int = 0
+    tied: bool = True  # the head's weight is the embedding's
 
     def model(self) -> GPT:
         torch.manual_seed(self.seed)
-        return GPT(GPTConfig(self.vocab, self.seq, self.layers, self.heads, self.width))
+        made = GPT(GPTConfig(self.vocab, self.seq, self.layers, self.heads, self.width))
+        if not self.tied:
+            made.head.weight = nn.Parameter(made.head.weight.detach().clone())
+        return made
 
     def data(self, rank: int, number: int) -> Batch:
         """Batch `number` of one rank: the same for every engine."""
@@ -68,7 +73,7 @@ def engines(case: Case, rank: int, world: int) -> Iterator[Engine]:
     Raw DDP comes with torch's defaults, as the peers use it, and with the option that spares it a copy of every gradient back from
     its buckets; Meshwright's buckets never make that copy.
     """
-    _pose_as_launched(rank, world)
+    pose_as_launched(rank, world)
     yield Engine("raw DDP", DATA_PARALLEL, raw_ddp(case))
     yield Engine("raw DDP, again", DATA_PARALLEL, raw_ddp(case))
     yield Engine("raw DDP, bucket views", DATA_PARALLEL, raw_ddp(case, views=True))
@@ -81,13 +86,14 @@ def engines(case: Case, rank: int, world: int) -> Iterator[Engine]:
     yield Engine("Meshwright", ZERO_3, meshwright(case, world, zero=3), ours=True)
 
 
-def raw_ddp(case: Case, views: bool = False) -> Callable[[Batch], Tensor]:
-    model = DistributedDataParallel(case.model(), gradient_as_bucket_view=views)
+def raw_ddp(case: Case, views: bool = False, group: Any = None) -> Callable[[Batch], Tensor]:
+    model = DistributedDataParallel(case.model(), process_group=group, gradient_as_bucket_view=views)
     return by_hand(model, optimizer_of(model))
 
 
-def raw_fsdp2(case: Case, world: int) -> Callable[[Batch], Tensor]:
-    model, mesh = case.model(), init_device_mesh("cpu", (world,))
+def raw_fsdp2(case: Case, world: int, group: Any = None) -> Callable[[Batch], Tensor]:
+    model = case.model()
+    mesh = init_device_mesh("cpu", (world,)) if group is None else DeviceMesh.from_group(group, "cpu")
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
@@ -117,15 +123,17 @@ def fabric(case: Case, world: int) -> Callable[[Batch], Tensor]:
     return by_hand(model, optimizer, made.backward)
 
 
-def meshwright(case: Case, world: int, zero: int) -> Callable[[Batch], Tensor]:
+def meshwright(case: Case, world: int, zero: int, sync: SyncPolicy = SYNC) -> Callable[[Batch], Tensor]:
     model = case.model()
-    if zero:
-        memory = MemoryPolicy(zero=3, units=tuple(f"blocks.{i}" for i in range(case.layers)))
-        plan = Plan("gpt", case.batch * world, Mesh(shard=world), memory=memory)
-    else:
-        plan = Plan("gpt", case.batch * world, Mesh(dp=world))
-    session = Session(plan, model, optimizer_of(model))
+    session = Session(plan_of(case, world, zero, sync), model, optimizer_of(model))
     return lambda batch: session.step(batch, next_token).loss
+
+
+def plan_of(case: Case, world: int, zero: int, sync: SyncPolicy) -> Plan:
+    if not zero:
+        return Plan("gpt", case.batch * world, Mesh(dp=world), sync=sync)
+    memory = MemoryPolicy(zero=3, units=tuple(f"blocks.{i}" for i in range(case.layers)))
+    return Plan("gpt", case.batch * world, Mesh(shard=world), memory=memory, sync=sync)
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -150,7 +158,7 @@ def by_hand(
     return step
 
 
-def _pose_as_launched(rank: int, world: int) -> None:
+def pose_as_launched(rank: int, world: int) -> None:
     """The peers take the process group that is there, once the environment looks like torchrun's. Nobody listens on the port."""
     numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 29500}
     os.environ.update({name: str(value) for name, value in numbers.items()}, MASTER_ADDR="127.0.0.1")

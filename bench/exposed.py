@@ -18,7 +18,7 @@ class Waits:
     def __init__(self) -> None:
         self.seconds = 0.0
         inner, between = TorchComm._named, schedules._wait_batch_p2p
-        TorchComm._named = lambda comm, name, call: _Timed(self.timed(lambda: inner(comm, name, call)), self)  # type: ignore[method-assign]
+        TorchComm._named = lambda comm, *call: _Timed(self.timed(lambda: inner(comm, *call)), self)  # type: ignore[method-assign]
         schedules._wait_batch_p2p = lambda works: self.timed(lambda: between(works))
 
     def timed(self, call: Callable[[], Any]) -> Any:

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from meshwright.core.units import show_bytes
 from meshwright.launch.mpi import mpirun, run
-from overhead import _machine
+from rounds import machine
 
 HERE = Path(__file__).parent
 SIZES = (8, 1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
@@ -43,7 +43,7 @@ def main(
 ) -> None:
     """Measure; exit code 1 where a goal is missed."""
     worlds = [_world(int(n), rounds) for n in ranks.split(",")]
-    result = {"machine": _machine(), "goals": {"ratio": RATIO, "extra_s": EXTRA_S, "large": LARGE}, "worlds": worlds}
+    result = {"machine": machine(), "goals": {"ratio": RATIO, "extra_s": EXTRA_S, "large": LARGE}, "worlds": worlds}
     (HERE / "results" / "mpi.json").write_text(json.dumps(result, indent=1) + "\n")
     if as_json:
         print(json.dumps(result))

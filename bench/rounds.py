@@ -71,13 +71,19 @@ def run(maker: str, arguments: dict[str, Any], rounds: int, world: int) -> list[
 
 
 def measure(rank: int, world: int, meeting: str, maker: str, arguments: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
-    """Seconds and losses of every engine on this rank, one entry a round; the warm-up has losses only."""
+    """What `timed` says of this rank's trial, in a process group of its own."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     join(Rendezvous(rank, world, meeting))
     module, _, function = maker.partition(":")
     waits = Waits()
-    trial: Trial = getattr(importlib.import_module(module), function)(rank, world, **arguments)
+    found = timed(getattr(importlib.import_module(module), function)(rank, world, **arguments), waits, rounds)
+    leave()
+    return found
+
+
+def timed(trial: Trial, waits: Waits, rounds: int) -> list[dict[str, Any]]:
+    """Seconds and losses of every engine on this rank, one entry a round; the warm-up has losses only."""
     built = trial.engines
     found: list[dict[str, Any]] = [
         {"engine": e.name, "block": e.block, "ours": e.ours, "seconds": [], "cpu_seconds": [], "waited": [], "losses": []} for e in built
@@ -98,11 +104,10 @@ def measure(rank: int, world: int, meeting: str, maker: str, arguments: dict[str
                 found[index]["seconds"].append(seconds)
                 found[index]["cpu_seconds"].append(cpu_seconds)
                 found[index]["waited"].append(waits.seconds)
-        if rank == 0:
+        if dist.get_rank() == 0:
             done, whole = number + 1, WARM_UP + rounds
             left = (time.perf_counter() - started) / done * (whole - done)
             say(f"round {done} of {whole}, {WARM_UP} of them to warm up; {left / 60:.1f} min left", over=done < whole)
-    leave()
     return found
 
 

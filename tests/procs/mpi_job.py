@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from meshwright.comm import mpi
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import MemoryPolicy, Plan, SyncPolicy
+from meshwright.core.routes import Route
+from meshwright.core.serial import to_data
 
 
 def main(folder: str, full: bool) -> None:
@@ -20,6 +26,7 @@ def main(folder: str, full: bool) -> None:
     torch.set_num_threads(1)
     mpi.register(timeout_s=60)
     dist.init_process_group("mpi")
+    rank = dist.get_rank()
     found = {
         "backend": dist.get_backend(),
         "conform": collectives.tell(lambda: collectives.over_torch(full)),
@@ -27,8 +34,29 @@ def main(folder: str, full: bool) -> None:
         "counts": collectives.tell(_large_counts),
         "engines": collectives.tell(lambda: contract.engines(folder)),
     }
-    (Path(folder) / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+    found["routed"] = collectives.tell(lambda: _routed(rank, folder))
+    (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(found))
+
+
+PLANS = {
+    "data parallel": Plan("gpt-tiny", 8, Mesh(dp=4)),
+    "ZeRO-2 hybrid": Plan("gpt-tiny", 8, Mesh(dp=2, shard=2), memory=MemoryPolicy(2)),
+    "ZeRO-3": Plan("gpt-tiny", 8, Mesh(shard=4), memory=MemoryPolicy(3, ("blocks.0", "blocks.1"))),
+}
+ROUTES = (Route("all_reduce", "mpi", 10_000), Route("all_gather", "mpi"), Route("reduce_scatter", "mpi"))
+
+
+def _routed(rank: int, folder: str) -> dict[str, list[Any]]:
+    """Every plan over gloo alone, and with some of its calls over MPI: losses, norms, state and ledger of both."""
+    from tests.procs.jobs import train_curve
+
+    def run(name: str, routes: tuple[Route, ...]) -> dict[str, Any]:
+        plan = replace(PLANS[name], sync=SyncPolicy(bucket_bytes=50_000, first_bucket_bytes=5_000, routes=routes))
+        meeting = f"file://{folder}/{name.replace(' ', '-')}-{len(routes)}"
+        return train_curve(rank, 4, meeting, to_data(plan), {"zoo": "gpt-tiny"}, steps=3, clip=1.0)
+
+    return {name: [run(name, ()), run(name, ROUTES)] for name in PLANS}
 
 
 def _large_counts() -> list[str]:

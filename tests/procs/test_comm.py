@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from meshwright.launch.mpi import mpirun
-from tests.procs import collectives, contract
+from tests.procs import collectives, contract, mpi_job
 
 HERE = Path(__file__).parent
 
@@ -65,6 +65,15 @@ def test_an_engine_trains_over_mpi_as_over_gloo(engine: str, over_mpi: list[dict
     for mine, other in zip(over_mpi, over_gloo, strict=True):
         assert mine["engines"][engine] == pytest.approx(other[engine], rel=1e-12)
         assert mine["engines"][engine] == pytest.approx(contract.serial(), rel=1e-9)
+
+
+@pytest.mark.parametrize("plan", mpi_job.PLANS)
+def test_a_plan_whose_calls_are_routed_equals_gloo(plan: str, over_mpi: list[dict[str, Any]]) -> None:
+    for found in over_mpi:
+        alone, routed = found["routed"][plan]
+        for key in ("losses", "norms", "state"):
+            assert routed[key] == pytest.approx(alone[key], rel=1e-9, abs=1e-12)
+        assert (routed["started"], routed["ledger"]) == (alone["started"], alone["ledger"])
 
 
 @pytest.mark.prove

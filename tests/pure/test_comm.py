@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,13 +16,20 @@ from meshwright.comm import Ledger, RoutedComm, ThreadComm, ThreadWorld
 from meshwright.comm.mpi import library
 from meshwright.core.calibration import Calibration, Line, Rates
 from meshwright.core.errors import RequestError
-from meshwright.cost.selection import crossings, quickest
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import Plan, SyncPolicy
+from meshwright.core.routes import Route, way
+from meshwright.core.schedule import Action
+from meshwright.core.serial import from_data, to_data
+from meshwright.cost.collective import collective_seconds
+from meshwright.cost.selection import reasons, routes, used
 from meshwright.describe.collectives import OPERATIONS, fitted, measure_collectives, over_ranks
 from meshwright.describe.discover import discover
 from meshwright.launch import Place, default_backend
 from meshwright.launch import mpi as launch
 from meshwright.orchestrate import bench_comm
 from meshwright.orchestrate.mpirun import by_mpirun
+from meshwright.schedule import LedgerLine
 
 LINES = {"gloo/all_reduce": Line(500e-6, 2e9), "mpi/all_reduce": Line(20e-6, 1e9), "gloo/broadcast": Line(1e-4, 1e9)}
 
@@ -31,21 +39,50 @@ def rates(ranks: int = 2) -> Rates:
 
 
 def test_the_quickest_backend_is_chosen_by_size() -> None:
-    choose = quickest(rates(), ("gloo", "mpi"), 2)
-    assert choose("all_reduce", 1000) == "mpi"
-    assert choose("all_reduce", 10**8) == "gloo"
-    assert choose("broadcast", 1000) == "gloo"  # the only one that was measured
-    assert choose("reduce", 1000) == "gloo"  # none was: the first
-    (start, small), (turn, large) = crossings(rates(), ("gloo", "mpi"), 2, "all_reduce")
-    assert (start, small, large) == (0, "mpi", "gloo")
-    assert 2**19 <= turn <= 2**21
+    """gloo's line is 5% ahead: (500 − 20 · 1.05) µs more a call against half of 1 / 1 GB/s less a byte."""
+    small, large = routes(rates(), ("gloo", "mpi"), ("all_reduce", "broadcast", "reduce"))
+    assert small == Route("all_reduce", "mpi")
+    assert (large.op, large.backend, large.sent) == ("all_reduce", "gloo", pytest.approx(870_000, rel=0.01))
+    found = (small, large)
+    assert [way(found, "all_reduce", size, "gloo") for size in (0, 1000, 10**8)] == ["mpi", "mpi", "gloo"]
+    assert way(found, "broadcast", 1000, "gloo") == "gloo"  # the only one that was measured
+    assert way(found, "reduce", 1000, "gloo") == "gloo"  # none was: the plan's own
 
 
 @pytest.mark.parametrize("size", [8, 10**4, 10**6, 10**8])
 def test_the_choice_is_never_much_slower_than_the_best(size: int) -> None:
-    choose = quickest(rates(), ("gloo", "mpi"), 2)
+    chosen = way(routes(rates(), ("gloo", "mpi"), ["all_reduce"]), "all_reduce", size, "gloo")
     times = {b: LINES[f"{b}/all_reduce"].seconds(size) for b in ("gloo", "mpi")}
-    assert times[choose("all_reduce", size)] <= 1.05 * min(times.values())
+    assert times[chosen] <= 1.05 * min(times.values())
+
+
+def test_a_plan_keeps_the_routes_that_its_calls_take() -> None:
+    routed = SyncPolicy(routes=(Route("all_reduce", "mpi", 1000), Route("all_gather", "mpi")))
+    plan = Plan("gpt", 8, Mesh(dp=2), sync=routed)
+    line = LedgerLine("step", "grads/bucket0", "all_reduce", "replica", 2, 2, 4000, 0, 4000.0)
+    kept = used(plan, [line])
+    assert kept.sync.routes == (Route("all_reduce", "mpi", 1000),)
+    assert kept.backends == ("gloo", "mpi")
+    (why,) = reasons(kept, rates())
+    assert why == "all_reduce goes over gloo below 1.00 kB, mpi from 1.00 kB on (gloo 500 µs a call and 2.00 GB/s; mpi 20 µs a call and 1.00 GB/s)."
+    assert used(plan, [replace(line, bytes=400, sent=400.0)]).sync.routes == ()
+    assert used(plan, [replace(line, axis="pp")]).sync.routes == ()  # torch's pipelines send by the plan's backend
+    assert from_data(Plan, to_data(kept), "plan") == kept
+
+
+def test_a_plan_is_priced_by_its_routes() -> None:
+    action = Action("grads/bucket0", "all_reduce", bytes=1000, axis="replica")
+    plain = Plan("gpt", 8, Mesh(dp=2))
+    routed = replace(plain, sync=SyncPolicy(routes=(Route("all_reduce", "mpi"),)))
+    cluster = discover({}, ranks=2)
+    seconds = [collective_seconds(action, plan, cluster, rates()) for plan in (plain, routed)]
+    assert seconds == pytest.approx([LINES[f"{b}/all_reduce"].seconds(1000) for b in ("gloo", "mpi")])
+
+
+@pytest.mark.parametrize(("backend", "other"), [("mpi", "gloo"), ("gloo", "nccl"), ("nccl", "mpi")])
+def test_routes_join_gloo_and_mpi_only(backend: str, other: str) -> None:
+    with pytest.raises(RequestError, match=r"sync\.routes"):
+        Plan("gpt", 8, Mesh(dp=2), backend=backend, sync=SyncPolicy(routes=(Route("all_reduce", other),)))
 
 
 def test_calls_go_where_the_choice_says() -> None:

@@ -45,7 +45,7 @@ def train(
     nproc: Nproc = None,
     mesh: MeshFlag = None,
     devices: Devices = None,
-    backend: Annotated[str | None, typer.Option("--backend", help="gloo, mpi or nccl.")] = None,
+    backend: Annotated[str | None, typer.Option("--backend", help="gloo, mpi, nccl; auto: as measured, call by call.")] = None,
     launcher: Annotated[str | None, typer.Option("--launcher", help="local (the default), or mpi: ranks are started by mpirun.")] = None,
     run_dir: Annotated[str | None, typer.Option("--run-dir", help="Folder that holds runs.")] = None,
     settings: Settings = None,
@@ -81,6 +81,8 @@ def train(
         return place.world if place is not None else len(discover(os.environ, ranks=number, devices=chosen).devices)
 
     config = make_config(file, settings, ranks, **flags)
+    if launcher == "local" and config.backend == "auto":
+        config = config.model_copy(update={"backend": None})
     if by_mpirun(launcher, config.backend, place is not None):
         raise typer.Exit(train_by_mpirun(config, script, arguments or [], os.environ, as_json))
     console = stdout if config.log_interval and not as_json else stderr
@@ -98,6 +100,8 @@ def train(
             return
         prepared = orchestrator.prepare()
         say(f"{prepared.plan.summary()} for {prepared.task.name}, {show_seconds(prepared.estimate.step_s)} a step predicted")
+        if prepared.plan.sync.routes and by_mpirun(launcher, "mpi", adopted=False):
+            raise typer.Exit(train_by_mpirun(config, None, [], os.environ, as_json))
         result = orchestrator.train(prepared, console)
     _finish(result, prepared, as_json)
 

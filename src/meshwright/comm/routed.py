@@ -19,8 +19,9 @@ class RoutedComm:
 
     def __init__(self, ways: Mapping[str, Comm], choose: Choose) -> None:
         self._ways, self._choose = dict(ways), choose
-        first = next(iter(self._ways.values()))
-        self.rank, self.size = first.rank, first.size
+        self.first = next(iter(self._ways.values()))
+        self.rank, self.size = self.first.rank, self.first.size
+        self._known: dict[tuple[str, int], str] = {}
         self.chosen: dict[tuple[str, str], int] = {}
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Pending:
@@ -53,10 +54,10 @@ class RoutedComm:
         return self._by("send", _UNEVEN).exchange(sends, receives, name)
 
     def barrier(self) -> None:
-        next(iter(self._ways.values())).barrier()
+        self.first.barrier()
 
     def _by(self, op: str, size: int) -> Comm:
-        way = self._choose(op, size)
+        way = self._known.get((op, size)) or self._known.setdefault((op, size), self._choose(op, size))
         self.chosen[op, way] = self.chosen.get((op, way), 0) + 1
         return self._ways[way]
 

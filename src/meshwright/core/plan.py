@@ -13,6 +13,7 @@ from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.owners import OwnerPolicy
 from meshwright.core.recompute import Recompute, check_modes, check_recomputing
+from meshwright.core.routes import Route, check_routes
 from meshwright.core.serial import from_data, read_json, write_json
 from meshwright.core.spatial import SpatialPolicy, show_grid
 from meshwright.core.tensor import TensorPolicy
@@ -103,12 +104,13 @@ class MemoryPolicy:
 
 @dataclass(frozen=True)
 class SyncPolicy:
-    """How ranks meet: bucket sizes, what travels beside computation, how long a call may take."""
+    """How ranks meet: bucket sizes, what travels beside computation, how long a call may take, what goes over another backend."""
 
     bucket_bytes: int = 25 * 2**20
     first_bucket_bytes: int = 2**20
     overlap: tuple[Overlap, ...] = OVERLAPS
     timeout_s: float = 120.0
+    routes: tuple[Route, ...] = ()  # none: everything goes over the plan's backend
 
 
 @dataclass(frozen=True)
@@ -261,6 +263,7 @@ class Plan:
             raise RequestError(f"plan: sync.bucket_bytes={self.sync.bucket_bytes} must be positive")
         if not 0 < self.sync.timeout_s < float("inf"):
             raise RequestError(f"plan: sync.timeout_s={self.sync.timeout_s} must be a positive number of seconds")
+        check_routes(self.sync.routes, self.backend)
 
     def _check_shares(self) -> None:
         shares, width = self.balance.shares, self.mesh.data_width
@@ -286,6 +289,11 @@ class Plan:
     @property
     def world(self) -> int:
         return self.mesh.size
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """The one that ranks meet by, and those that some calls go over."""
+        return tuple(dict.fromkeys([self.backend, *(r.backend for r in self.sync.routes)]))
 
     @property
     def tensors(self) -> tuple[tuple[str, TensorPolicy], ...]:

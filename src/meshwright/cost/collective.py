@@ -7,6 +7,7 @@ from dataclasses import replace
 from meshwright.core.calibration import Line, Rates
 from meshwright.core.cluster import Cluster, Link
 from meshwright.core.plan import Plan
+from meshwright.core.routes import way
 from meshwright.core.schedule import Action, wire_factor
 
 
@@ -21,7 +22,9 @@ def collective_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rate
     if group == 1:
         return 0.0
     link = cluster.link_between(tuple(range(min(plan.world, len(cluster.devices)))))
-    return line_of(action.op, group, plan.backend, rates, link).seconds(sent_bytes(action, plan))
+    sent = sent_bytes(action, plan)
+    routes = plan.sync.routes if action.axis != "pp" else ()  # stages meet by the plan's backend
+    return line_of(action.op, group, way(routes, action.op, sent, plan.backend), rates, link).seconds(sent)
 
 
 def line_of(op: str, group: int, backend: str, rates: Rates, link: Link) -> Line:

@@ -1,36 +1,66 @@
-"""Which backend is quickest for an operation of a given size, by the lines that were measured."""
+"""Which backend is quickest for an operation of a given size, by the lines that were measured: a plan's routes, and why they are as they are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 
-from meshwright.core.calibration import Rates
-from meshwright.core.schedule import wire_factor
+from meshwright.core.calibration import Line, Rates
+from meshwright.core.plan import Plan
+from meshwright.core.routes import Route, way
+from meshwright.core.units import show_bytes, show_rate, show_seconds
+from meshwright.schedule import LedgerLine
 
 MARGIN = 0.05  # a lead smaller than this is noise: then the first backend keeps the call
+_MOST = 1 << 40  # bytes beyond which no crossing is looked for
 
 
-def quickest(rates: Rates, backends: Sequence[str], group: int) -> Callable[[str, int], str]:
-    """A choice by operation and bytes. A backend that was not measured is not chosen unless none was; the first wins ties."""
+def routes(rates: Rates, backends: Sequence[str], operations: Iterable[str]) -> tuple[Route, ...]:
+    """Where calls go that are quicker over another backend than the first. One that was not measured is not chosen."""
+    found: list[Route] = []
+    for op in operations:
+        lines = {b: rates.collectives[f"{b}/{op}"] for b in backends if f"{b}/{op}" in rates.collectives}
+        if len(lines) < 2:
+            continue
+        if backends[0] in lines:
+            lines[backends[0]] = _ahead(lines[backends[0]])
+        before = backends[0]
+        starts = sorted({0.0, *(s for a in lines.values() for b in lines.values() if 0 < (s := _crossing(a, b)) < _MOST)})
+        for start, end in pairwise([*starts, 2.0 * _MOST]):
+            middle = (start + end) / 2
+            best = min(lines, key=lambda b: lines[b].seconds(middle))
+            if best != before:
+                found.append(Route(op, best, int(start)))
+                before = best
+    return tuple(found)
 
-    def choose(op: str, size: int) -> str:
-        sent = size * wire_factor(op, group)
-        times = {b: rates.collectives[f"{b}/{op}"].seconds(sent) for b in backends if f"{b}/{op}" in rates.collectives}
-        if not times:
-            return backends[0]
-        best = min(times, key=lambda b: times[b])
-        first = backends[0]
-        return first if first in times and times[first] <= times[best] * (1 + MARGIN) else best
 
-    return choose
+def used(plan: Plan, lines: Iterable[LedgerLine]) -> Plan:
+    """The plan with those routes alone that its own calls take: where none leaves the plan's backend, there is nothing to route."""
+    calls = [line for line in lines if line.axis != "pp"]
+    ways = {line.op for line in calls if way(plan.sync.routes, line.op, line.sent / line.calls, plan.backend) != plan.backend}
+    return replace(plan, sync=replace(plan.sync, routes=tuple(r for r in plan.sync.routes if r.op in ways)))
 
 
-def crossings(rates: Rates, backends: Sequence[str], group: int, op: str) -> list[tuple[int, str]]:
-    """(from so many bytes on, backend): the choice written out, for a plan to say."""
-    choose = quickest(rates, backends, group)
-    found: list[tuple[int, str]] = []
-    for power in range(3, 31):
-        way = choose(op, 1 << power)
-        if not found or found[-1][1] != way:
-            found.append((0 if power == 3 else 1 << power, way))
-    return found
+def reasons(plan: Plan, rates: Rates) -> list[str]:
+    """A sentence for each operation that is routed."""
+    said = []
+    for op in dict.fromkeys(r.op for r in plan.sync.routes):
+        turns = [r for r in plan.sync.routes if r.op == op]
+        first = [f"{plan.backend} below {show_bytes(turns[0].sent)}"] if turns[0].sent else []
+        where = first + [r.backend + (f" from {show_bytes(r.sent)} on" if r.sent else "") for r in turns]
+        measured = {b: rates.collectives[f"{b}/{op}"] for b in plan.backends if f"{b}/{op}" in rates.collectives}
+        costs = "; ".join(f"{b} {show_seconds(line.alpha_s)} a call and {show_rate(line.bytes_per_s, 'B/s')}" for b, line in measured.items())
+        said.append(f"{op} goes over {', '.join(where)} ({costs}).")
+    return said
+
+
+def _ahead(line: Line) -> Line:
+    return Line(line.alpha_s / (1 + MARGIN), line.bytes_per_s * (1 + MARGIN))
+
+
+def _crossing(a: Line, b: Line) -> float:
+    """Bytes at which both take as long; 0 where they never do."""
+    slope = 1 / a.bytes_per_s - 1 / b.bytes_per_s
+    return (b.alpha_s - a.alpha_s) / slope if slope else 0.0

@@ -145,7 +145,7 @@ def _kinds_of(model: nn.Module, plan: Plan, pipeline: PipelineCuts | None) -> di
 def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> Applied:
     """Make `model` and `optimizer` follow `plan`. Collective: every rank calls it with the same plan."""
     _check(plan, model)
-    groups = make_groups(plan.mesh)
+    groups = make_groups(plan.mesh, plan.sync)
     if plan.world > 1:
         equalise(model, groups)
     keys = KeyRing(model)

@@ -6,10 +6,15 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from meshwright.comm import Ledger, NullComm, TorchComm, mpi
+from meshwright.comm import Ledger, NullComm, RoutedComm, TorchComm, mpi
 from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import GROUP_AXES, Mesh
+from meshwright.core.plan import SyncPolicy
+from meshwright.core.routes import way
+from meshwright.core.schedule import wire_factor
+
+_ONE_BACKEND = SyncPolicy()
 
 
 @dataclass(frozen=True)
@@ -43,33 +48,51 @@ def make_ready(backend: str, timeout_s: float) -> None:
         mpi.register(timeout_s)
 
 
-def make_groups(mesh: Mesh) -> Groups:
-    """Collective: every rank of the default process group calls it with the same mesh."""
+def make_groups(mesh: Mesh, sync: SyncPolicy = _ONE_BACKEND) -> Groups:
+    """Collective: every rank of the default process group calls it with the same mesh and policy."""
     ledger = Ledger()
     if mesh.size == 1:
         alone = NullComm()
         return Groups(0, alone, **dict.fromkeys(GROUP_AXES, alone), ledger=ledger)
     if dist.get_world_size() != mesh.size:
         raise RequestError(f"the plan's mesh {mesh} has {mesh.size} ranks, {dist.get_world_size()} were started: use --nproc {mesh.size}")
-    world = dist.group.WORLD
-    assert world is not None
-    made: dict[tuple[tuple[int, ...], ...], Comm] = {}
-    comms = {name: _comm(mesh.groups(*axes), world, ledger, made) for name, axes in GROUP_AXES.items()}
-    return Groups(dist.get_rank(), TorchComm(world, ledger), **comms, ledger=ledger)
+    maker = _Maker(ledger, sync)
+    comms = {name: maker.comm(mesh.groups(*axes)) for name, axes in GROUP_AXES.items()}
+    return Groups(dist.get_rank(), maker.comm([list(range(mesh.size))]), **comms, ledger=ledger)
 
 
-def _comm(ranks: list[list[int]], world: dist.ProcessGroup, ledger: Ledger, made: dict[tuple[tuple[int, ...], ...], Comm]) -> Comm:
-    """The group that this rank is in; axes that join the same ranks share one."""
-    key = tuple(map(tuple, ranks))
-    if key not in made:
-        if len(ranks[0]) == 1:
-            made[key] = NullComm()
-        elif len(ranks) == 1:
-            made[key] = TorchComm(world, ledger)
-        else:
-            group, _ = dist.new_subgroups_by_enumeration(ranks)
-            made[key] = TorchComm(group, ledger)
-    return made[key]
+def process_group(comm: Comm) -> dist.ProcessGroup:
+    """For what torch itself sends: the group over the backend that ranks meet by."""
+    own = comm.first if isinstance(comm, RoutedComm) else comm
+    assert isinstance(own, TorchComm)
+    return own.group
+
+
+class _Maker:
+    """Makes the group that this rank is in, over every backend that the policy routes calls to; axes that join the same ranks share one."""
+
+    def __init__(self, ledger: Ledger, sync: SyncPolicy) -> None:
+        self._ledger, self._routes = ledger, sync.routes
+        self._made: dict[tuple[tuple[int, ...], ...], Comm] = {}
+        self._others = tuple(dict.fromkeys(r.backend for r in sync.routes if r.backend != dist.get_backend()))
+        for backend in self._others:
+            make_ready(backend, sync.timeout_s)
+
+    def comm(self, ranks: list[list[int]]) -> Comm:
+        key = tuple(map(tuple, ranks))
+        if key not in self._made:
+            self._made[key] = self._make(ranks) if len(ranks[0]) > 1 else NullComm()
+        return self._made[key]
+
+    def _make(self, ranks: list[list[int]]) -> Comm:
+        world = dist.group.WORLD
+        assert world is not None
+        own = TorchComm(world if len(ranks) == 1 else dist.new_subgroups_by_enumeration(ranks)[0], self._ledger)
+        if not self._others:
+            return own
+        others = {b: TorchComm(dist.new_subgroups_by_enumeration(ranks, backend=b)[0], self._ledger) for b in self._others}
+        choose = lambda op, size: way(self._routes, op, size * wire_factor(op, own.size), own.backend)  # noqa: E731
+        return RoutedComm({own.backend: own, **others}, choose)
 
 
 def joined(mesh: Mesh, axis: str, coordinates: tuple[int, ...], ledger: Ledger) -> Comm | None:

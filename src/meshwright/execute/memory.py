@@ -15,12 +15,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 
-from meshwright.comm import TorchComm
+from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError
 from meshwright.core.plan import Plan
 from meshwright.core.task import Keyed
 from meshwright.core.workload import LOW
-from meshwright.execute.groups import Groups
+from meshwright.execute.groups import Groups, process_group
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -29,7 +29,7 @@ class _NamedGather(AllGather):
     """FSDP2's all-gather through our `Comm`, so that it is named and counted. Unless it may travel `beside` what is computed, it waits
     on CUDA for all of that; elsewhere FSDP2 fetches nothing ahead by itself."""
 
-    def __init__(self, comm: TorchComm, name: str, beside: bool) -> None:
+    def __init__(self, comm: Comm, name: str, beside: bool) -> None:
         self.comm, self.name, self.beside = comm, name, beside
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -45,7 +45,7 @@ class _NamedScatter(ReduceScatter):
     """FSDP2's reduce-scatter through our `Comm`. On CUDA it runs on a stream of its own. Elsewhere FSDP2 would wait for it: if it may
     travel `beside` what follows, it is waited for when backward ends, unless its result is wanted before."""
 
-    def __init__(self, comm: TorchComm, name: str, beside: Callable[[], bool]) -> None:
+    def __init__(self, comm: Comm, name: str, beside: Callable[[], bool]) -> None:
         self.comm, self.name, self.beside = comm, name, beside
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -83,8 +83,7 @@ def shard_model(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, 
     precision = plan.memory.precision
     kind = DTYPES[LOW[precision]] if precision in LOW else None
     low = MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32) if kind is not None else MixedPrecisionPolicy()
-    assert isinstance(groups.shard, TorchComm)
-    mesh = DeviceMesh.from_group(groups.shard.group, plan.device)
+    mesh = DeviceMesh.from_group(process_group(groups.shard), plan.device)
     places = [(m, key, p) for m in model.modules() for key, p in m._parameters.items() if p is not None]
     before: Any = None
     owned = _owned_units(model, plan) if groups.ep.size > 1 else []

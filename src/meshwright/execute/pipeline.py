@@ -22,7 +22,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.utils import _pytree as pytree
 
-from meshwright.comm import Ledger, NullComm, TorchComm
+from meshwright.comm import Ledger, NullComm
 from meshwright.comm.null import Done
 from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError
@@ -30,7 +30,7 @@ from meshwright.core.plan import Carry, Plan
 from meshwright.core.task import Batch, Loss
 from meshwright.describe.fakes import on_fakes, quiet, unpacked
 from meshwright.execute.context import ContextRun
-from meshwright.execute.groups import Groups, joined
+from meshwright.execute.groups import Groups, joined, process_group
 from meshwright.execute.recompute import Recall
 
 _SCHEDULES: dict[str, Any] = {
@@ -217,7 +217,6 @@ class PipelineCuts:
         return replace(whole, shape=tuple(n // every * held if d == carry.dim else n for d, n in enumerate(whole.shape)))
 
     def _build(self, known: _Learned) -> _PipelineSchedule:
-        assert isinstance(self.groups.pp, TorchComm)
         stages = []
         device = torch.device("cuda", torch.cuda.current_device()) if self._between == "cuda" else torch.device("cpu")
         for index in self.mine:
@@ -225,7 +224,7 @@ class PipelineCuts:
             last = index == len(self.plan.stages) - 1
             gives = (_meta(known.loss),) if last else tuple(_meta(known.crossing[c.name]) for c in self.plan.stages[index + 1].receives)
             part = _StageModule(self, index)
-            stages.append(_CountedStage(part, index, len(self.plan.stages), device, takes, gives, self.groups.pp.group, self.groups.ledger))
+            stages.append(_CountedStage(part, index, len(self.plan.stages), device, takes, gives, process_group(self.groups.pp), self.groups.ledger))
         kind = _SCHEDULES[self.plan.schedule]
         several = self.plan.schedule in ("interleaved", "zero_bubble")
         made: _PipelineSchedule = kind(stages if several else stages[0], self.plan.micro_batches, loss_fn=lambda out, _: out, scale_grads=False)
@@ -255,7 +254,6 @@ class PipelineCuts:
 
     def evaluate(self, batch: Batch, run_stage: Any, loss_fn: Loss, autocast: Any) -> Any:
         """One batch forward through all stages, one after the other; the loss on the rank of the last."""
-        assert isinstance(self.groups.pp, TorchComm)
         self._now = self._look_at(batch, loss_fn, autocast, training=False)
         self._run_stage = run_stage
         out: Any = None
@@ -267,13 +265,13 @@ class PipelineCuts:
                 shapes = [self._now.crossing[c.name] for c in stage.receives]
                 passed = tuple(torch.empty(s.shape, dtype=s.dtype, device=self._between) for s in shapes)
                 for tensor in passed:
-                    dist.recv(tensor, group=self.groups.pp.group, group_src=self.plan.stage_rank(index - 1))
+                    dist.recv(tensor, group=process_group(self.groups.pp), group_src=self.plan.stage_rank(index - 1))
             out = self.forward(index, passed, 0)
             if index + 1 < len(self.plan.stages):
                 passed = out
                 if self.plan.stage_rank(index + 1) != self.groups.pp.rank:
                     for tensor in out:
-                        dist.send(tensor.contiguous(), group=self.groups.pp.group, group_dst=self.plan.stage_rank(index + 1))
+                        dist.send(tensor.contiguous(), group=process_group(self.groups.pp), group_dst=self.plan.stage_rank(index + 1))
         return out if len(self.plan.stages) - 1 in self.mine else None
 
     def forward(self, stage: int, received: tuple[torch.Tensor, ...], index: int) -> Any:

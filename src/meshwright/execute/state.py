@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.comm import TorchComm
 from meshwright.core.comm import Comm
 from meshwright.execute.apply import Applied
+from meshwright.execute.groups import process_group
 from meshwright.execute.sync import GradientBuckets
 
 
@@ -30,8 +30,7 @@ def whole_state(applied: Applied) -> Iterator[tuple[str, torch.Tensor]]:
             comm, holder = _holder(applied, name)
             found: list[Any] = [[(k, held[k]) for k in keys(name)] if holder in (None, comm.rank) else None]
             if holder is not None:
-                assert isinstance(comm, TorchComm)
-                dist.broadcast_object_list(found, group=comm.group, group_src=holder)
+                dist.broadcast_object_list(found, group=process_group(comm), group_src=holder)
             yield from found[0]
 
 

@@ -57,7 +57,7 @@ def plan_choices(plan: Plan) -> list[tuple[str, str, str]]:
         ("gradient buckets", show_bytes(sync.bucket_bytes), f"first one {show_bytes(sync.first_bucket_bytes)}"),
         ("overlap", ", ".join(sync.overlap) or "none", "what travels while something is computed"),
         ("compile", plan.compile, "what torch.compile is applied to"),
-        ("device", plan.device, f"communication by {plan.backend}"),
+        ("device", plan.device, f"communication by {' and '.join(plan.backends)}"),
     ]
     if plan.spatial.grid:
         rows.append(("grid", show_grid(plan.spatial.grid), "ranks that share the positions of a sample, along each spatial dim"))
@@ -133,7 +133,7 @@ def _owners(plan: Plan) -> list[str]:
 
 def _sync(plan: Plan) -> str:
     when = "while backward goes on" if "gradients" in plan.sync.overlap else "after backward"
-    return f"Gradients travel over {plan.backend} in buckets of {show_bytes(plan.sync.bucket_bytes)}, {when}."
+    return f"Gradients travel over {' and '.join(plan.backends)} in buckets of {show_bytes(plan.sync.bucket_bytes)}, {when}."
 
 
 def _recompute(plan: Plan) -> str:

@@ -16,6 +16,7 @@ from meshwright.launch import Place, Rendezvous, default_backend, join, leave
 from meshwright.observe import RunFolder, create
 from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.orchestrator import Live, Orchestrator, Say, finish_run, write_run
+from meshwright.orchestrate.selection import is_routed
 from meshwright.orchestrate.worker import train_rank
 
 
@@ -26,8 +27,9 @@ def train_adopted(config: RunConfig, place: Place, environ: Mapping[str, str], c
     config = config.model_copy(update={"nproc": place.world})
     orchestrator = Orchestrator(config, _alone(environ), say)
     device = orchestrator.cluster.devices[0].kind
-    backend = config.backend or default_backend(place, device)
+    backend = _backend(config, place, device)
     orchestrator.config = config = config.model_copy(update={"backend": backend})
+    backend = backend if backend != "auto" else "gloo"  # by which ranks meet; MPI beside it knows its ranks
     make_ready(backend, config.timeout_s)
     message: list[Any] = [None]
     prepared = None
@@ -60,6 +62,16 @@ def train_adopted(config: RunConfig, place: Place, environ: Mapping[str, str], c
     finally:
         leave()
     return finish_run(RunFolder(Path(message[0])), prepared, every) if prepared is not None else None
+
+
+def _backend(config: RunConfig, place: Place, device: str) -> str:
+    """What was asked for, or the launcher's own; `auto` where gloo and MPI are both there to choose from."""
+    usual = default_backend(place, device)
+    if is_routed(config) and usual != "mpi":
+        raise RequestError(f"{config.plan} sends some calls over mpi, and {place.launcher} started the ranks: use mpirun, with mpi4py installed")
+    if is_routed(config) or config.backend == "auto":
+        return "auto" if usual == "mpi" else usual
+    return config.backend or usual
 
 
 def _alone(environ: Mapping[str, str]) -> dict[str, str]:

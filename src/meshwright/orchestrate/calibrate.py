@@ -55,7 +55,8 @@ def probe(cluster: Cluster, nursery: Nursery, backend: str | None = None, *, qui
     """Measure this machine as one rank and as all its ranks together."""
     devices = cluster.devices
     kind = devices[0].kind
-    chosen = backend if backend not in (None, "mpi") else "nccl" if kind == "cuda" else "gloo"  # MPI's ranks are mpirun's to start: `bench comm`
+    usual = "nccl" if kind == "cuda" else "gloo"
+    chosen = backend if backend in ("gloo", "nccl") else usual  # MPI's ranks are mpirun's to start: `bench comm`
     layouts: list[Rates] = []
     copies: Mapping[str, float] = {}
     for ranks in sorted({1, most_ranks(cluster)}):

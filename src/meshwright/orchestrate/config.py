@@ -64,7 +64,7 @@ class RunConfig(BaseModel):
     recompute_layers: dict[str, Recompute] = Field(default_factory=dict, description="blocks that differ; also written recompute.NAME=MODE")
     precision: Literal["auto", "fp64", "fp32", "bf16", "fp16", "fp8"] = Field("auto", description="auto: bf16 on GPUs, fp32 on CPUs")
     compile: Literal["none", "blocks", "model"] | None = None
-    backend: Literal["gloo", "mpi", "nccl"] | None = Field(None, description="by device unless given")
+    backend: Literal["gloo", "mpi", "nccl", "auto"] | None = Field(None, description="by device unless given; auto: as measured, call by call")
     bucket_mb: float | None = Field(None, gt=0, description="size of a gradient bucket")
     overlap: tuple[Overlap, ...] | None = Field(None, description='what travels beside computation, like ["gradients", "inputs"]; [] for nothing')
     timeout_s: float = Field(120.0, gt=0, description="longest wait in one collective")
@@ -100,6 +100,8 @@ def told_to_script(config: RunConfig) -> dict[str, str]:
     asked = {key for key in config.model_fields_set if getattr(config, key) != RunConfig.model_fields[key].get_default(call_default_factory=True)}
     for key in sorted(asked.difference(_OF_PLANS, _OF_RUNS)):
         raise RequestError(f"{key} is for the script itself to say: leave it out")
+    if config.backend == "auto":
+        raise RequestError("backend=auto chooses for models that Meshwright plans before their ranks start: use gloo or mpi for a script")
     wishes = config.model_dump(mode="json", include=asked.intersection(_OF_PLANS))
     if wishes and config.plan != "auto":
         raise RequestError(f"--plan {config.plan} is run as it is, and {', '.join(sorted(wishes))} would change it: leave one of them out")
@@ -120,7 +122,7 @@ def wishes_of(config: RunConfig, flow: Flow | None = None) -> Wishes:
         recompute_layers=config.recompute_layers,
         compile=config.compile,
         micro_batches=config.micro_batches,
-        backend=config.backend,
+        backend=config.backend if config.backend != "auto" else None,
         bucket_bytes=int(config.bucket_mb * 2**20) if config.bucket_mb else None,
         overlap=config.overlap,
         timeout_s=config.timeout_s,

@@ -33,6 +33,7 @@ from meshwright.observe import Recorder, RunFolder, create, follow, follow_lines
 from meshwright.orchestrate import calibrate
 from meshwright.orchestrate.config import RunConfig, told_to_script, wishes_of
 from meshwright.orchestrate.job import settle
+from meshwright.orchestrate.selection import settled, with_routes
 from meshwright.orchestrate.strategy import fill_cuts, load_strategy, needs_cuts, transform
 from meshwright.orchestrate.worker import median_step
 from meshwright.plan import Ranking, check_keeping, check_precision, explain, rank_plans, refuse_unused
@@ -163,11 +164,17 @@ class Orchestrator:
             why = f"Given by {self.config.plan}: {plan.summary()}."
             return Prepared(self.config, task, self.cluster, profile, plan, found, why, None, traced + time.perf_counter() - begun)
         self.say("planning")
-        ranking = rank_plans(profile, self.cluster, workload, calibration, wishes_of(self.config, flow))
+        wishes, unrouted = wishes_of(self.config, flow), ""
+        if self.config.backend == "auto":
+            wishes, unrouted = with_routes(wishes, self.cluster, calibration)
+        ranking = rank_plans(profile, self.cluster, workload, calibration, wishes)
         why = explain(ranking)
         if strategy is not None:
             ranking, change = transform(ranking, strategy, lambda plan: flow or trace_flow(task, plan.memory.precision))
             why = f"{change}\n{why}"
+        if self.config.backend == "auto":
+            ranking, over = settled(ranking, self.config.clip > 0) if not unrouted else (ranking, unrouted)
+            why = f"{why}\n{over}"
         best = ranking.best
         return Prepared(self.config, task, self.cluster, profile, best.plan, best.estimate, why, ranking, traced + time.perf_counter() - begun)
 
@@ -181,8 +188,9 @@ class Orchestrator:
         if plan.model != task.name:
             raise RequestError(f"{where} is for {plan.model}, the request is for {task.name}: train {plan.model}, or plan {task.name}")
         asked = {"nproc": c.nproc, "mesh": c.mesh and str(Mesh.parse(c.mesh)), "zero": c.zero, "recompute": c.recompute,
-                 "micro_batches": c.micro_batches, "backend": c.backend, "compile": c.compile, "schedule": c.schedule,
-                 "placements": c.placements or None, "recompute_layers": c.recompute_layers or None, "sequence": c.sequence}  # fmt: skip
+                 "micro_batches": c.micro_batches, "backend": c.backend if c.backend != "auto" else None, "compile": c.compile,
+                 "schedule": c.schedule, "placements": c.placements or None,
+                 "recompute_layers": c.recompute_layers or None, "sequence": c.sequence}  # fmt: skip
         holds = {"nproc": plan.world, "mesh": str(plan.mesh), "zero": plan.memory.zero, "recompute": plan.memory.recompute,
                  "micro_batches": plan.micro_batches, "backend": plan.backend, "compile": plan.compile, "schedule": plan.schedule,
                  "placements": dict(plan.placements), "recompute_layers": dict(plan.memory.layers),

@@ -15,6 +15,7 @@ from meshwright.core.model import ModelProfile
 from meshwright.core.owners import OwnerPolicy
 from meshwright.core.plan import BalancePolicy, Compile, Overlap, PipelineSchedule, Plan, Stage, SyncPolicy, stages_a_rank
 from meshwright.core.recompute import Recompute
+from meshwright.core.routes import Route
 from meshwright.core.spatial import SpatialPolicy
 from meshwright.core.strand import Flow
 from meshwright.core.tensor import TensorPolicy
@@ -39,6 +40,7 @@ class Wishes:
     compile: Compile | None = None
     micro_batches: int | None = None
     backend: str | None = None
+    routes: tuple[Route, ...] | None = None  # to other backends than that one
     bucket_bytes: int | None = None
     overlap: tuple[Overlap, ...] | None = None
     timeout_s: float | None = None
@@ -211,7 +213,7 @@ def _make(
         stages=cuts.stages,
         schedule=wishes.schedule or "1f1b",
         memory=choose_memory(profile, cluster, workload.precision, zero, recompute, wishes.recompute_layers),
-        sync=SyncPolicy(**{k: v for k in ("bucket_bytes", "overlap", "timeout_s") if (v := getattr(wishes, k)) is not None}),
+        sync=SyncPolicy(**{k: v for k in ("bucket_bytes", "overlap", "timeout_s", "routes") if (v := getattr(wishes, k)) is not None}),
         balance=BalancePolicy(),
         placements=wishes.placements,
         tensor=cuts.tensor[0],
