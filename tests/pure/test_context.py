@@ -226,9 +226,7 @@ def test_a_plan_keeps_it_names_it_and_says_it() -> None:
     assert "Each sequence of 64 positions is shared by 2 ranks, 32 each, one run from the front" in said
 
 
-def test_pipelines_and_compilers_do_not_go_with_it() -> None:
-    with pytest.raises(RequestError, match="cp does not go with pp yet"):
-        plan_of(Mesh(pp=2, cp=2), micro_batches=2)
+def test_compilers_do_not_go_with_it() -> None:
     with pytest.raises(RequestError, match="use compile=none"):
         plan_of(Mesh(cp=2), compile="blocks")
 

@@ -23,6 +23,7 @@ from meshwright.cost import estimate
 from meshwright.describe.flow import trace_module_flow
 from meshwright.execute.lookups import Lookups
 from meshwright.execute.owners import own_parts
+from meshwright.execute.recompute import Recall
 from meshwright.observe.words import plan_choices, plan_in_words
 from meshwright.plan.owners import choose_owners
 from meshwright.schedule import LedgerLine, differences, local_profile, plan_ledger, plan_ledgers
@@ -137,7 +138,7 @@ def test_a_plan_with_owners_keeps_its_word_in_json() -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"mesh": Mesh(pp=2, ep=2)}, "a stage of a pipeline cannot exchange with owners"),
+        ({"mesh": Mesh(pp=2, ep=2)}, "a stage of a pipeline cannot look up at owners"),
         ({"mesh": Mesh(shard=2, ep=2), "memory": MemoryPolicy(3)}, "use zero=1 or zero=2"),
         ({"mesh": Mesh(ep=2, tp=(2,))}, "tables at owners do not go with tensor parallelism"),
         ({"mesh": Mesh(ep=4)}, "leave owners out"),
@@ -198,7 +199,7 @@ def test_a_bound_holds_or_is_reported() -> None:
 
 def alone(mixture: bool, module: nn.Module) -> Any:
     rows = OwnerPolicy((Mixture("", ("up", "bias", "down"), (owned.EXPERTS,), 1.0, owned.WIDTH, 8, 1, 0, 2),)) if mixture else OwnerPolicy()
-    return own_parts(module, torch.optim.SGD(module.parameters()), rows, NullComm())
+    return own_parts(module, torch.optim.SGD(module.parameters()), rows, NullComm(), Recall())
 
 
 def test_a_choice_past_the_last_expert_is_none() -> None:
@@ -230,7 +231,7 @@ def test_a_mixture_may_be_given_no_weights() -> None:
     found = choose_owners(trace_module_flow(nn.ModuleDict({"a": model})["a"], mean, given), 1)
     assert [(m.module, m.weights) for m in found.mixtures] == [("inner", None)]
     expected = model(**given).detach()
-    own_parts(model, torch.optim.SGD(model.parameters()), found, NullComm())
+    own_parts(model, torch.optim.SGD(model.parameters()), found, NullComm(), Recall())
     assert torch.allclose(model(**given), expected, atol=1e-6)
 
 
@@ -262,7 +263,7 @@ def test_asking_leaves_no_trace() -> None:
         torch.manual_seed(0)
         model = _Noisy()
         if at_owner:
-            model.forward = Lookups(model, dict(model.named_modules()), policy, NullComm())
+            model.forward = Lookups(model, dict(model.named_modules()), policy, NullComm(), Recall())
         given = torch.arange(6)
         made = [model(given), model(given)]
         made[1].sum().backward()
