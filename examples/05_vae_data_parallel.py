@@ -16,8 +16,8 @@ import torch
 from sklearn.datasets import load_digits
 
 import meshwright as mw
-from latency import Latency
 from meshwright import zoo
+from vae_common import Latency, infer
 
 
 class PerTensor:
@@ -142,16 +142,7 @@ def main():
         lines = groups.ledger.take()
         print(f"{args.mode} on {data.size}: {sum(line.calls for line in lines)} calls, {sum(line.bytes for line in lines):,} bytes a step")
 
-    model.eval()
-    for number in range(args.infer):
-        with latency.of("infer", number), torch.no_grad():
-            batch = images[-64 * (number + 1) :][:64]
-            first, end = (len(batch) * rank // data.size for rank in (data.rank, data.rank + 1))
-            mine = batch[first:end].to(device, getattr(torch, args.dtype))
-            error = (model(mine)[0].sigmoid() - mine).square().sum() / batch.numel()
-            data.all_reduce(error, "error").wait()
-        if groups.rank == 0:
-            print(f"batch {number + 1}: mean squared error {error:.10g}")
+    infer(model, images, args.infer, groups, latency)
     if args.latency:
         latency.write(args.latency)
 

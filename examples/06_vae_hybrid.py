@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.functional import linear
 
 import meshwright as mw
-from latency import Latency
 from meshwright import zoo
+from vae_common import Latency, infer
 
 
 class Enter(torch.autograd.Function):
@@ -137,16 +137,7 @@ def main():
     if groups.rank == 0:
         print(f"dp={data.size} × tp={tp.size}: each rank holds {held:,} of {whole:,} parameters")
 
-    model.eval()
-    for number in range(args.infer):
-        with latency.of("infer", number), torch.no_grad():
-            batch = images[-64 * (number + 1) :][:64]
-            first, end = (len(batch) * rank // data.size for rank in (data.rank, data.rank + 1))
-            mine = batch[first:end].to(device, getattr(torch, args.dtype))
-            error = (model(mine)[0].sigmoid() - mine).square().sum() / batch.numel()
-            data.all_reduce(error, "error").wait()
-        if groups.rank == 0:
-            print(f"batch {number + 1}: mean squared error {error:.10g}")
+    infer(model, images, args.infer, groups, latency)
     if args.latency:
         latency.write(args.latency)
 

@@ -1,4 +1,4 @@
-"""How long steps take, for the examples that communicate by hand: the slowest rank's time, since that is what everybody waits for."""
+"""What both VAE examples share: inference, and how long steps take on the slowest rank, since that is what everybody waits for."""
 
 import csv
 import time
@@ -41,3 +41,18 @@ class Latency:
             table.writerows(rows)
             for phase in dict.fromkeys(phase for phase, _, _ in rows):
                 table.writerow((phase, "total", sum(seconds for p, _, seconds in rows if p == phase)))
+
+
+def infer(model, images, batches, groups, latency):
+    """Reconstruct batches from the end of the images, each rank its share of them; the first one prints how far off they are."""
+    data, like = groups.data, next(model.parameters())
+    model.eval()
+    for number in range(batches):
+        with latency.of("infer", number), torch.no_grad():
+            batch = images[-64 * (number + 1) :][:64]
+            first, end = (len(batch) * rank // data.size for rank in (data.rank, data.rank + 1))
+            mine = batch[first:end].to(like)
+            error = (model(mine)[0].sigmoid() - mine).square().sum() / batch.numel()
+            data.all_reduce(error, "error").wait()
+        if groups.rank == 0:
+            print(f"batch {number + 1}: mean squared error {error:.10g}")
