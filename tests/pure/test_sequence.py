@@ -10,11 +10,14 @@ from tests.procs.spread import FAMILIES, model_of, traced
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright.comm import ThreadComm, ThreadWorld
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
-from meshwright.core.tensor import TensorPolicy
+from meshwright.core.tensor import Along, TensorPolicy
 from meshwright.describe.flow import trace_module_flow
+from meshwright.execute.recompute import Recall
+from meshwright.execute.sequence import Deal, EnterAll, Positions, Share, SumMine, _mask_all
 from meshwright.plan.tensor import choose_grid
 
 
@@ -58,7 +61,7 @@ def test_a_region_begins_at_a_sum_and_ends_at_a_cut_part() -> None:
     assert [m.module for m in policy.sums] == ["1.down", "2.down"]
     assert [(m.module, m.position) for m in policy.deals] == [("1", 0)]
     assert [m.module for m in policy.enters if m.along] == ["1.up", "2.up"]
-    assert policy.masks == ("1.drop", "2.drop")
+    assert [(m.module, m.along.dim) for m in policy.masks] == [("1.drop", 1), ("2.drop", 1)]
     assert set(policy.partial) == {f"{i}.{name}" for i in (1, 2) for name in ("norm.weight", "norm.bias", "down.bias")}
     assert [(m.module, m.at_output) for m in policy.collects] == [("2", True)]  # the model returns it
 
@@ -83,6 +86,44 @@ def test_bytes_are_those_of_the_whole_and_ranks_hold_pieces() -> None:
 def test_what_cannot_share_positions_is_refused_with_the_place(blocks: tuple[nn.Module, ...], reason: str) -> None:
     with pytest.raises(RequestError, match=rf"sequence=true: .*{reason}.*: leave it out"):
         cut(nn.Linear(8, 8), *blocks)
+
+
+def test_two_sequences_of_unlike_lengths_may_be_under_way() -> None:
+    """Backward of the first comes after forward of the second: each has its own number of positions."""
+
+    def job(comm: ThreadComm) -> list[torch.Tensor]:
+        share = Share(Positions(comm, 7), Along("sequence", 1), "test")
+        given = [torch.arange(2.0 * length * 3).view(2, length, 3).requires_grad_() for length in (7, 4)]
+        sums = []
+        for x in given:
+            entered = EnterAll.apply(Deal.apply(x, share), share, Recall())
+            sums.append(SumMine.apply(entered * (comm.rank + 1), share, Recall()).square().sum())
+        sum(sums).backward()
+        return [x.grad / x.detach().clamp(min=1) for x in given if x.grad is not None]
+
+    for found in ThreadWorld(2).run(job):
+        for ratio in found:
+            assert torch.equal(ratio.flatten()[1:], torch.full((ratio.numel() - 1,), 18.0))  # of (3x)² it is 18x
+
+
+class Numbers(nn.Module):
+    """Multiplies by numbers that depend on the place alone, as a dropout's do on the draw."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.arange(x.numel(), dtype=x.dtype).view_as(x)
+
+
+@pytest.mark.parametrize("along", [Along("sequence", 1), Along("sequence", 0, mixed=True)], ids=["positions", "samples × positions"])
+def test_random_numbers_are_those_of_the_whole_wherever_positions_lie(along: Along) -> None:
+    whole = torch.randn(2, 5, 3) if along.dim else torch.randn(10, 3)
+
+    def job(comm: ThreadComm) -> torch.Tensor:
+        module, share = Numbers(), Share(Positions(comm, 5), along, "test")
+        _mask_all(module, share, lambda function: function)
+        return share.gathered(module(share.mine(whole)))
+
+    for found in ThreadWorld(2).run(job):
+        torch.testing.assert_close(found, Numbers()(whole))
 
 
 def test_channels_are_no_positions() -> None:

@@ -61,6 +61,14 @@ class Along:
 
 
 @dataclass(frozen=True)
+class Masked:
+    """A module that multiplies by random numbers of its own, and where positions lie in what it is given."""
+
+    module: str
+    along: Along
+
+
+@dataclass(frozen=True)
 class Meet:
     """Where ranks meet. `bytes` is the tensor's size for one sample (for any number of them if it is `fixed`), so that what travels is
     known before anything runs."""
@@ -101,7 +109,7 @@ class TensorPolicy:
     norms: tuple[Meet, ...] = ()  # both: a norm runs over a dealt strand, and its statistics are summed
     deals: tuple[Meet, ...] = ()  # forward: of a whole input a rank keeps its positions
     collects: tuple[Meet, ...] = ()  # forward: an input or output of which ranks have some positions each is needed whole
-    masks: tuple[str, ...] = ()  # modules that multiply by random numbers: drawn for all positions, so that they do not depend on the ranks
+    masks: tuple[Masked, ...] = ()  # random numbers that are drawn for all positions, so that they do not depend on the ranks
     partial: tuple[str, ...] = ()  # parameters kept whole inside a cut part: their gradients are summed
     rewrites: tuple[Rewrite, ...] = ()
     whole: Mapping[str, str] = field(default_factory=dict)  # parameter → why it is not cut

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from meshwright.core.comm import Comm
-from meshwright.core.context import LOSS, POSITIONS, ContextPolicy, Entered, Made
+from meshwright.core.context import LOSS, POSITIONS, ContextPolicy, Made
 from meshwright.core.errors import RequestError, RunError
 from meshwright.core.task import Batch, Loss
 from meshwright.core.tensor import Cut, Dealt
+from meshwright.execute.doors import at_door
 from meshwright.execute.recompute import Recall
 from meshwright.execute.tensor import rewrite_sizes
 
@@ -52,7 +54,7 @@ class ContextRun:
         for name in names - {LOSS}:
             self._mark(modules[name], name)
         for entered in self.policy.enters:
-            self._cut_input(modules[entered.module], entered)
+            at_door(modules[entered.module], entered.position, partial(self._pick, dim=entered.dim, outer=entered.outer, inner=entered.inner))
 
     # -- the batch and the loss --
 
@@ -112,15 +114,6 @@ class ContextRun:
             runs = tensor.unflatten(dim, (outer, self.size, inner))
             found = torch.cat([runs.narrow(dim + 1, first, count) for first, count in self.pieces], dim + 1)
             return found.flatten(dim, dim + 2)
-
-    def _cut_input(self, module: nn.Module, entered: Entered) -> None:
-        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            at = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)][entered.position]
-            leaves[at] = self._pick(leaves[at], entered.dim, entered.outer, entered.inner)
-            return pytree.tree_unflatten(leaves, spec)
-
-        module.register_forward_pre_hook(before, with_kwargs=True)
 
     def _cut_held(self, module: nn.Module, cut: Cut) -> None:
         """What a module sees of a parameter or buffer during its forward are this rank's positions."""

@@ -117,6 +117,7 @@ def enter_beside(x: torch.Tensor, over: Share | tuple[Comm, str], layers: list[n
     """An activation enters a cut part: its gradient is summed over ranks beside the products that give these layers' weights theirs. Every
     rank has all of it, and sums over the ranks under a name; or its share."""
     sent: list[Any] = []
+    over = over.now() if isinstance(over, Share) else over
     x = _Collect.apply(x, sent, over, recall) if isinstance(over, Share) else _Wait.apply(x, sent)
     for layer in layers:
         vars(layer)[_KEY] = Ticket(layer.weight, transposed=hasattr(layer, "nf"))  # type: ignore[arg-type]

@@ -30,6 +30,7 @@ from meshwright.core.plan import Carry, Plan
 from meshwright.core.task import Batch, Loss
 from meshwright.describe.fakes import on_fakes, quiet, unpacked
 from meshwright.execute.context import ContextRun
+from meshwright.execute.doors import changed
 from meshwright.execute.groups import Groups, joined, process_group
 from meshwright.execute.recompute import Recall
 
@@ -147,10 +148,7 @@ class PipelineCuts:
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
             if self._current != stage:
                 return None
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            places = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)]
-            given = leaves[places[position]]  # which may be given in several places
-            return pytree.tree_unflatten([self._held[carry.name] if leaf is given else leaf for leaf in leaves], spec)
+            return changed((args, kwargs), position, lambda _: self._held[carry.name])
 
         return before
 

@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from meshwright.core.comm import Comm, Pending
 from meshwright.core.tensor import Along, TensorPolicy, piece
+from meshwright.execute.doors import Change, at_door, at_output
 from meshwright.execute.meet import gather_pieces
 from meshwright.execute.recompute import Recall
-
-Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Positions:
@@ -39,10 +37,18 @@ class Share:
         if not self.along.mixed:
             self.positions.length = whole.shape[self.along.dim] // self.along.inner
 
+    def now(self) -> Share:
+        """The same for the sequence that runs now, whatever runs before backward comes."""
+        return Share(Positions(self.comm, self.positions.length), self.along, self.name)
+
     def mine(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's positions of a whole tensor."""
         first, count = piece(self.positions.length, self.comm.rank, self.comm.size)
         return self._joined(self._apart(whole, self.positions.length).narrow(self.along.dim + 1, first, count)).contiguous()
+
+    def whole_shape(self, held: torch.Tensor) -> list[int]:
+        mine = self.positions.counts[self.comm.rank]
+        return [n // mine * self.positions.length if d == self.along.dim else n for d, n in enumerate(held.shape)]
 
     def gathered(self, held: torch.Tensor) -> torch.Tensor:
         """All positions, of which every rank has given its own."""
@@ -90,8 +96,8 @@ class SumMine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, share: Share, recall: Recall) -> torch.Tensor:
-        ctx.share = share
         share.note(x)
+        ctx.share = share.now()
         return recall.meet(lambda: share.scatter(x).wait())
 
     @staticmethod
@@ -104,7 +110,7 @@ class EnterAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, share: Share, recall: Recall) -> torch.Tensor:
-        ctx.share = share
+        ctx.share = share.now()
         return recall.meet(lambda: share.gathered(x))
 
     @staticmethod
@@ -117,8 +123,8 @@ class Deal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, share: Share) -> torch.Tensor:
-        ctx.share = share
         share.note(x)
+        ctx.share = share.now()
         return share.mine(x)
 
     @staticmethod
@@ -126,13 +132,8 @@ class Deal(torch.autograd.Function):
         return ctx.share.gathered(grad), None
 
 
-class Collect(torch.autograd.Function):
-    """This rank's positions going in, all coming out, for what every rank does alike: of the gradient, it keeps its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, share: Share, recall: Recall) -> torch.Tensor:
-        ctx.share = share
-        return recall.meet(lambda: share.gathered(x))
+class Collect(EnterAll):
+    """The same for what every rank does alike: of the gradient, it keeps its own."""
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
@@ -157,10 +158,8 @@ class Region:
             assert meet.along is not None
             place = at_output if meet.at_output else at_door
             place(modules[meet.module], meet.position, _collecting(self.share(meet.along, f"collect/{meet.module}"), recall), apart)
-        begin = next((m.along for m in (*policy.sums, *policy.deals) if m.along is not None), None)
-        for name in policy.masks:
-            assert begin is not None
-            _mask_all(modules[name], self.share(begin, name), apart)
+        for mask in policy.masks:
+            _mask_all(modules[mask.module], self.share(mask.along, mask.module), apart)
 
 
 def _dealing(share: Share) -> Change:
@@ -171,26 +170,6 @@ def _collecting(share: Share, recall: Recall) -> Change:
     return lambda x: Collect.apply(x, share, recall)  # type: ignore[no-any-return]
 
 
-def at_door(module: nn.Module, position: int, change: Change, apart: Callable[..., Any]) -> None:
-    """Among the tensors that a module is given, the one at `position` is changed, wherever else it is given too."""
-
-    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _changed((args, kwargs), position, change)
-
-    module.register_forward_pre_hook(apart(before), with_kwargs=True)
-
-
-def at_output(module: nn.Module, position: int, change: Change, apart: Callable[..., Any]) -> None:
-    module.register_forward_hook(apart(lambda _m, _a, out: _changed(out, position, change)))
-
-
-def _changed(held: Any, position: int, change: Change) -> Any:
-    leaves, spec = pytree.tree_flatten(held)
-    given = [leaf for leaf in leaves if torch.is_tensor(leaf)][position]
-    now = change(given)
-    return pytree.tree_unflatten([now if leaf is given else leaf for leaf in leaves], spec)
-
-
 def _mask_all(module: nn.Module, share: Share, apart: Callable[..., Any]) -> None:
     """A module that multiplies by random numbers draws them for all positions, as one device would, and uses this rank's."""
     inner = module.forward
@@ -198,10 +177,8 @@ def _mask_all(module: nn.Module, share: Share, apart: Callable[..., Any]) -> Non
     def forward(x: torch.Tensor) -> torch.Tensor:
         if not module.training:
             return inner(x)  # type: ignore[no-any-return]
-        dim = share.along.dim
-        shape = [share.positions.length if d == dim else n for d, n in enumerate(x.shape)]
         with torch.no_grad():
-            mask = share.mine(inner(torch.ones(shape, dtype=x.dtype, device=x.device)))
+            mask = share.mine(inner(torch.ones(share.whole_shape(x), dtype=x.dtype, device=x.device)))
         return x * mask
 
     module.forward = apart(forward)

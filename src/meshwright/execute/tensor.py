@@ -21,11 +21,12 @@ from meshwright.core.errors import RequestError
 from meshwright.core.plan import Plan
 from meshwright.core.tensor import Cut, Dealt, Rewrite, TensorPolicy
 from meshwright.execute.defer import enter_beside, enter_without, product_with_ticket, use_ticket
+from meshwright.execute.doors import Change, at_door
 from meshwright.execute.groups import Groups
 from meshwright.execute.meet import Enter, Gather, Sum, gather_pieces
 from meshwright.execute.norms import Meeting, norm_over_pieces
 from meshwright.execute.recompute import Recall
-from meshwright.execute.sequence import Change, EnterAll, Region, Share, SumMine, at_door
+from meshwright.execute.sequence import EnterAll, Region, Share, SumMine
 
 _Apart = Callable[[Callable[..., Any]], Callable[..., Any]]
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from meshwright.core.errors import RequestError
 from meshwright.core.strand import ModuleCall, Operation
-from meshwright.core.tensor import Along, Dealt, Meet, TensorPolicy
+from meshwright.core.tensor import Along, Dealt, Masked, Meet, TensorPolicy
 from meshwright.plan.entries import Meets
 from meshwright.plan.reader import Reader
-from meshwright.plan.sizes import SLICES, counted_sizes
+from meshwright.plan.sizes import counted_sizes
 
 _NAME = "sequence"
 _MASKING = frozenset(("mul", "mul_", "div", "div_", "where", "_to_copy", "clone", "native_dropout"))  # a product with what is no input
@@ -148,7 +148,7 @@ class _Region:
     def follow(self) -> None:
         flow = self.reader.flow
         self.local: set[int] = set(self.seeds)
-        self.masks: dict[str, None] = {}
+        self.masks: dict[str, int] = {}  # modules that multiply by random numbers, and what they give
         self.partial: dict[str, None] = {}
         self.wants: dict[int, set[int]] = {}  # shared values, and operations that need them whole
         self.lacks: dict[int, set[int]] = {}  # whole values, and operations that need their positions alone
@@ -158,7 +158,7 @@ class _Region:
             call = calls.get(index)
             if index >= skip and call is not None and self.is_local(call.inputs[0], index) and self._masks(call):
                 self.local.add(call.outputs[0])
-                self.masks[call.module] = None
+                self.masks[call.module] = call.outputs[0]
                 skip = call.last
             if index >= skip:
                 self._follow(index, op)
@@ -189,8 +189,7 @@ class _Region:
         touched = [*op.inputs, *op.outputs]
         if self.strand in (*op.sums, *op.binds) or any(self.dealt & self.reader.carried[v] for v in touched):
             return False
-        sliced = op.name in SLICES and len(self.reader.flow.values[op.inputs[0]].shape) != len(self.reader.flow.values[op.outputs[0]].shape)
-        return all(map(self._carries, op.outputs)) and not sliced
+        return all(map(self._carries, op.outputs))
 
     def _masks(self, call: ModuleCall) -> bool:
         """Does a module multiply what it is given by random numbers of its own, and do nothing else? Then its output for ones is those."""
@@ -340,7 +339,7 @@ class _Region:
             enters=tuple(dict.fromkeys(map(entering, old.enters))),
             deals=(*old.deals, *placed(self.deals)),
             collects=(*old.collects, *placed(self.collects), *made()),
-            masks=(*old.masks, *self.masks),
+            masks=(*old.masks, *(Masked(module, self.along(value)) for module, value in self.masks.items())),
             partial=tuple(dict.fromkeys((*old.partial, *self.partial, *self._biases()))),
             rewrites=(*old.rewrites, *sizes),
         )
