@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from meshwright.core.errors import RequestError
+from meshwright.core.hybrid import picked, told_places
 from meshwright.core.mesh import Mesh, check_runnable
 from meshwright.core.plan import Plan
 from meshwright.core.serial import write_json
@@ -83,7 +84,7 @@ def prepare(
     `strategy` changes the plan that was found: a function `(plan, profile, cluster) -> Plan`, or FILE.py:NAME where it is.
     """
     place = _join()
-    device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    device = _device(place)
     model.to(device)
     chosen, why = _decide(model, optimizer, loader, loss_fn, plan, strategy, place)
     session = Session(chosen, model, optimizer, seed=seed, clip=clip)
@@ -117,7 +118,7 @@ def connect(mesh: Mesh | str | None = None, *, backend: str | None = None) -> Gr
     ranks are those that a launcher started. In a script that runs alone every group has one rank and costs nothing, whatever the mesh.
     """
     place = _join(backend)
-    return make_groups(_mesh_for(mesh, place.world))
+    return make_groups(_mesh_for(mesh, place.world), places=told_places(os.environ))
 
 
 def _mesh_for(mesh: Mesh | str | None, world: int) -> Mesh:
@@ -152,11 +153,19 @@ def _join(backend: str | None = None) -> Place:
         local = int(os.environ.get("LOCAL_RANK", rank % max(torch.cuda.device_count(), 1)))
         return Place(rank, dist.get_world_size(), local, dist.get_world_size(), "", "script")
     place = adopted(os.environ) or Place(0, 1, 0, 1, "", "python")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    backend = backend or default_backend(place, device)
+    device = _device(place).type
+    backend = backend or ("gloo" if told_places(os.environ) else default_backend(place, device))
     make_ready(backend, _PATIENCE_S)
     join(Rendezvous(place.rank, place.world, place.meeting, backend, device if backend != "gloo" else "cpu", place.local_rank))
     return place
+
+
+def _device(place: Place) -> torch.device:
+    """What the launcher put this rank on, or the card of its number on this machine, or else the CPU."""
+    where = told_places(os.environ)
+    if where:
+        return torch.device(where[place.rank])
+    return torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _decide(
@@ -187,7 +196,7 @@ def _plan_here(
     """Rank 0's decision, or the reason why there is none: the others must hear of it rather than wait."""
     try:
         own = load_strategy(strategy) if isinstance(strategy, str) else as_strategy(strategy, "strategy") if strategy is not None else None
-        cluster = discover(os.environ, ranks=world)
+        cluster = discover(os.environ, ranks=world, devices=picked(told_places(os.environ)) or None)
         batch = _peek(loader) if loss_fn is not None or not isinstance(loader, DataLoader) else None
         size = sample_count(batch) if batch is not None else loader.batch_size  # type: ignore[attr-defined]
         if not size:

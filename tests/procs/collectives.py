@@ -25,8 +25,8 @@ _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 def made(rows: int, dtype: torch.dtype, form: str, seed: int) -> torch.Tensor:
     """`rows` × 6 small whole numbers, which every dtype holds exactly and sums exactly."""
     rows = 0 if form == "empty" else rows
-    values = torch.randint(0, 3, (rows, 6), generator=torch.Generator().manual_seed(seed))
-    return laid(values.to(torch.float32).to(dtype), form)
+    values = torch.randint(0, 3, (rows, 6), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return laid(values.to(torch.get_default_device(), torch.float32).to(dtype), form)
 
 
 def laid(values: torch.Tensor, form: str) -> torch.Tensor:
@@ -177,10 +177,12 @@ def over_torch(full: bool) -> tuple[int, list[str]]:
     return conform(comm_of, *_extent(full))
 
 
-def over_gloo(rank: int, world: int, meeting: str, full: bool) -> tuple[int, list[str]]:
+def over_gloo(rank: int, world: int, meeting: str, full: bool, places: Sequence[str] = ("cpu",) * 4) -> tuple[int, list[str]]:
+    """Tensors of each rank are where `places` says."""
     join(Rendezvous(rank, world, meeting))
     try:
-        return over_torch(full)
+        with torch.device(places[rank]):
+            return over_torch(full)
     finally:
         leave()
 

@@ -114,7 +114,7 @@ def train_curve(
 ) -> dict[str, Any]:  # fmt: skip
     """Train `steps` steps under a plan; the losses, norms, what was sent, what is held, and the state's digest."""
     torch.set_num_threads(1)
-    told = from_data(Plan, plan, "plan")
+    told = from_data(Plan, plan, "plan").seen_by(rank)
     with _group(rank, world, meeting):
         kind = getattr(torch, dtype)
         network, loss = build(model, kind, seed + rank)  # other values on every rank: rank 0's must win

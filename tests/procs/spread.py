@@ -17,6 +17,7 @@ from meshwright.core.plan import BalancePolicy, MemoryPolicy, Plan, stages_a_ran
 from meshwright.core.serial import from_data, to_data
 from meshwright.core.spatial import SpatialPolicy
 from meshwright.core.tensor import TensorPolicy
+from meshwright.core.ties import check_ties
 from meshwright.describe.flow import trace_module_flow
 from meshwright.describe.trace import trace_module
 from meshwright.plan import choose_owners, share_positions
@@ -68,15 +69,18 @@ def spread(
     stages = cut_stages(flow, profile, mesh.pp * stages_a_rank(schedule), tensor, across, mesh.cp) if mesh.pp > 1 else one_stage(profile)
     shared = {"tensor": tensor, "across": across, "context": context, "spatial": spatial, "owners": owners}
     plan = Plan("test", batch, mesh, micro, stages, schedule, memory=memory, **shared)  # type: ignore[arg-type]
+    check_ties(plan, profile.tied)
     return from_data(Plan, to_data(plan), "plan"), profile
 
 
 def check(pool: Any, model: dict[str, Any], plan: Plan, profile: Any, steps: int = 3) -> list[Any]:
     """The same losses, gradient norms and final state as one device; and the ledger before the run is what the run counted."""
     precision = plan.memory.precision
-    if precision == "fp32" or model.get("family") in IN_FLOAT32:
+    if precision == "fp64" and model.get("family") in IN_FLOAT32:
         steps = min(steps, 5)  # rounding grows from step to step under Adam, to 0.5% of a norm in 18, whoever adds up in another order
     kwargs = {"model": model, "steps": steps, "clip": 0.5, "dtype": str(DTYPES[precision]).removeprefix("torch.")}
+    if precision == "fp32":
+        kwargs["optimizer"] = "sgd"  # Adam divides rounding by rounding: one device's T5 in four micro-batches is 8e-4 off itself in 5 steps
     exact = {"fp64": 1e-9, "fp32": 1e-4}[precision]
     if model.get("family") in IN_FLOAT32 or model.get("loss") == "own":
         exact = max(exact, 1e-4 if steps > 3 else 1e-6)

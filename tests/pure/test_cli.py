@@ -160,7 +160,7 @@ FILES: dict[str, tuple[str, list[str], str]] = {
     "plan without a batch": ('{"model": "vae"}', ["train", "vae", "--plan", "x.json"], "x.json: the key 'global_batch' is missing"),
     "newer plan": ('{"model": "vae", "global_batch": 8, "version": 9}', ["train", "vae", "--plan", "x.json"], "version 9"),
     "another batch": ('{"model": "vae", "global_batch": 8}', ["train", "vae", "--plan", "x.json", "--global-batch", "9"], "has global_batch 8"),
-    "another device": ('{"model": "vae", "global_batch": 8, "device": "cuda"}', ["train", "vae", "--plan", "x.json"], "x.json is for cuda"),
+    "another device": ('{"model": "vae", "global_batch": 8, "device": "cuda"}', ["train", "vae", "--plan", "x.json"], "x.json is for 1 × cuda"),
 }  # fmt: skip
 
 

@@ -120,13 +120,18 @@ def model(
         _show_model(profile)
 
 
+def _tied(profile: ModelProfile) -> list[str]:
+    """Names beside the one that a shared parameter is counted under."""
+    return [name for names in profile.tied for name in names[1:]]
+
+
 def _as_data(profile: ModelProfile) -> dict[str, Any]:
     keys = ("parameters", "flops_forward", "flops_backward", "activation_bytes")
     layers = [
         {"name": layer.name, "kind": layer.kind, "block": layer.block, **{k: getattr(layer, k) for k in keys}, "output_bytes": layer.output_bytes}
         for layer in profile.layers
     ]
-    return {"model": profile.name, "batch": profile.batch, **{k: getattr(profile, k) for k in keys}, "tied": list(profile.tied), "layers": layers}
+    return {"model": profile.name, "batch": profile.batch, **{k: getattr(profile, k) for k in keys}, "tied": _tied(profile), "layers": layers}
 
 
 def _show_model(profile: ModelProfile) -> None:
@@ -162,4 +167,4 @@ def _show_model(profile: ModelProfile) -> None:
     )
     stdout.print(table)
     if profile.tied:
-        stdout.print(f"tied, counted once: {', '.join(profile.tied)}")
+        stdout.print(f"tied, counted once: {', '.join(_tied(profile))}")

@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -23,7 +23,7 @@ Seq = Annotated[int | None, typer.Option("--seq", help="Tokens in a sample, for 
 Nproc = Annotated[int | None, typer.Option("--nproc", help="Number of ranks; all devices by default.")]
 MeshFlag = Annotated[str | None, typer.Option("--mesh", help="Axes and degrees, like dp=2 or shard=2; an axis left out is 1.")]
 Settings = Annotated[list[str] | None, typer.Option("--set", help="Any field of the run's configuration, like zero=3 or recompute=full.")]
-Devices = Annotated[str | None, typer.Option("--devices", help="Which devices, like 0,2.")]
+Devices = Annotated[str | None, typer.Option("--devices", help="Which devices, like 0,2; 'cpu' beside GPUs, like 0,cpu,cpu.")]
 
 stderr = Console(stderr=True, highlight=False)
 stdout = Console(highlight=False)
@@ -54,13 +54,13 @@ def need_torch() -> None:
         raise RequestError(f"torch {found} is outside 2.11 to 2.14: pip install 'torch>=2.11,<2.15'")
 
 
-def device_list(text: str | None) -> list[int] | None:
+def device_list(text: str | None) -> list[int | Literal["cpu"]] | None:
     if text is None:
         return None
     try:
-        return [int(part) for part in text.split(",")]
+        return ["cpu" if part == "cpu" else int(part) for part in text.split(",")]
     except ValueError:
-        raise RequestError(f"--devices {text}: give numbers, like --devices 0,2") from None
+        raise RequestError(f"--devices {text}: give numbers, like --devices 0,2, or cpu beside GPUs, like --devices 0,cpu") from None
 
 
 def make_config(

@@ -111,8 +111,8 @@ class TorchComm:
         """Messages with single ranks, all under way at once; each one sent is counted."""
         for _, tensor in sends:
             self.ledger.add(name, "send", 2, tensor.numel() * tensor.element_size())
-        landings = [(r, *self._wire.landing(t)) for r, t in receives]
-        ways = [(dist.isend, r, self._wire.sent(t)) for r, t in sends] + [(dist.irecv, r, t) for r, t, _ in landings]
+        landings = [(r, *self._wire.hosted_landing(t)) for r, t in receives]
+        ways = [(dist.isend, r, self._wire.hosted(t)) for r, t in sends] + [(dist.irecv, r, t) for r, t, _ in landings]
         left = [finish for *_, finish in landings if finish is not None]
         call = lambda: _All(dist.batch_isend_irecv([dist.P2POp(op, t, group=self.group, group_peer=r) for op, r, t in ways]))  # noqa: E731
         return self._named(name, call, (lambda: [finish() for finish in left]) if left else None)

@@ -54,6 +54,24 @@ class Wire:
         wire = whole if self.known(tensor.dtype) else self._bytes(whole)
         return wire, None if whole is tensor else lambda: tensor.copy_(whole)
 
+    def hosted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What leaves in a message: gloo's are in the host's memory, wherever its collectives may be."""
+        own = self.sent(tensor)
+        if not self._needs_host(own):
+            return own
+        say(self._backend, "messages from a GPU's memory", "sent from the host's", self._rank)
+        return own.cpu()
+
+    def hosted_landing(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Finish | None]:
+        """Where a message arrives, and what is left to do then."""
+        if not self._needs_host(tensor):
+            return self.landing(tensor)
+        there = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return there if self.known(tensor.dtype) else self._bytes(there), lambda: tensor.copy_(there)
+
+    def _needs_host(self, tensor: torch.Tensor) -> bool:
+        return self._backend == "gloo" and tensor.is_cuda
+
     def rows(self, tensor: torch.Tensor) -> int:
         """Rows on the wire for one of the tensor's."""
         if self.known(tensor.dtype):

@@ -49,6 +49,7 @@ class Rates:
     collectives: Mapping[str, Line] = field(default_factory=dict)  # "gloo/all_reduce" → line; "gloo/all_reduce/2" → among two
     overlap: float = 0.0  # share of a collective that is hidden when there is enough to compute: 0 none, 1 all
     base_bytes: int = 0  # memory a rank holds before it has a model
+    device: str = ""  # where ranks of several kinds worked together: the kind that this is about
     queued: bool = False  # calls are queued ahead of the device (GPUs): a call costs only where the work is shorter than it
 
     def compute_rate(self, kind: str, precision: str, flops: float) -> float:
@@ -74,7 +75,9 @@ class Calibration:
     source: str = "probe"
     error: float = 0.15  # relative, one sigma, of step times predicted from it
 
-    def layout(self, ranks: int) -> Rates:
-        """The entry measured at `ranks`, or the nearest one; several ranks are never priced by one alone, which has no collectives."""
-        several = [r for r in self.layouts if r.ranks > 1] if ranks > 1 else []
-        return min(several or self.layouts, key=lambda r: (abs(r.ranks - ranks), -r.ranks))
+    def layout(self, ranks: int, kind: str = "") -> Rates:
+        """The entry measured at `ranks`, or the nearest one, for a kind of device where there are several; several ranks are never priced
+        by one alone, which has no collectives."""
+        alike = [r for r in self.layouts if r.device == kind] or self.layouts
+        several = [r for r in alike if r.ranks > 1] if ranks > 1 else []
+        return min(several or alike, key=lambda r: (abs(r.ranks - ranks), -r.ranks))

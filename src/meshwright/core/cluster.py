@@ -86,6 +86,13 @@ class Cluster:
         nodes = {self._node_index(r) for r in ranks}
         return self.link if len(nodes) > 1 else self.nodes[nodes.pop()].link
 
+    def threads(self, world: int) -> int:
+        """CPU threads for each rank on a CPU when the first `world` devices are used; 0 where all are on GPUs. A GPU's rank has a core."""
+        node = self.nodes[0]
+        used = node.devices[:world]
+        on_cpu = sum(d.kind == "cpu" for d in used)
+        return max((node.cores - (len(used) - on_cpu)) // on_cpu, 1) if on_cpu else 0
+
     def take(self, ranks: int) -> Cluster:
         """The first `ranks` devices of this cluster."""
         if not 1 <= ranks <= len(self.devices):

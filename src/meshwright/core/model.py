@@ -80,7 +80,7 @@ class ModelProfile:
     precision: str = "fp32"
     attention: str = "flash"
     tokens_per_sample: int | None = None
-    tied: tuple[str, ...] = ()  # parameters that several layers share, counted once
+    tied: tuple[tuple[str, ...], ...] = ()  # the names of each parameter that several layers share; it is counted under the first
     counted_loss: bool = False  # the loss is a (sum, count), and both are reduced
     buffers: tuple[TensorSpec, ...] = ()  # what the model holds beside parameters: running statistics, tables
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from meshwright.core.cluster import DeviceKind
 from meshwright.core.context import ContextPolicy
 from meshwright.core.errors import RequestError
+from meshwright.core.hybrid import check_places, kind_of, show_places
 from meshwright.core.mesh import Mesh
 from meshwright.core.owners import OwnerPolicy
 from meshwright.core.recompute import Recompute, check_modes, check_recomputing
@@ -141,6 +142,7 @@ class Plan:
     owners: OwnerPolicy = OwnerPolicy()
     compile: Compile = "none"
     device: DeviceKind = "cpu"
+    places: tuple[str, ...] = ()  # what each rank is on ('cuda:0', 'cpu'), where they are not all alike or share a card
     backend: str = "gloo"
     threads: int = 0  # CPU threads a rank; 0 leaves the environment's setting
     version: int = 1
@@ -264,6 +266,8 @@ class Plan:
         if not 0 < self.sync.timeout_s < float("inf"):
             raise RequestError(f"plan: sync.timeout_s={self.sync.timeout_s} must be a positive number of seconds")
         check_routes(self.sync.routes, self.backend)
+        if self.places:
+            check_places(self.places, self.mesh, self.backend, self.memory.precision)
 
     def _check_shares(self) -> None:
         shares, width = self.balance.shares, self.mesh.data_width
@@ -289,6 +293,14 @@ class Plan:
     @property
     def world(self) -> int:
         return self.mesh.size
+
+    def seen_by(self, rank: int) -> Plan:
+        """The plan with the kind of device that one rank is on."""
+        return replace(self, device=kind_of(self.places[rank])) if self.places else self
+
+    def place(self, rank: int, local_rank: int) -> str:
+        """Which device a rank is on: its node's cards go to its ranks in order, unless the plan says otherwise."""
+        return self.places[rank] if self.places else self.device if self.device == "cpu" else f"{self.device}:{local_rank}"
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -347,7 +359,7 @@ class Plan:
 
     def summary(self) -> str:
         """One line for tables: the strategy and every choice that is not a default."""
-        parts = [f"{self.strategy} on {self.world} × {self.device}" if self.world > 1 else f"single {self.device}"]
+        parts = [f"{self.strategy} on {show_places(self.places, self.world, self.device)}" if self.world > 1 else f"single {self.device}"]
         parts += [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1)
         parts += [f"{self.threads} threads"] * (self.threads > 1)
         parts += ["sequence parallel"] * self.tensor.sequence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.core.calibration import Calibration, Rates
@@ -23,32 +24,24 @@ HEADROOM = 0.92  # of a device's memory; the rest is for fragmentation and what 
 
 def estimate(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, calibration: Calibration) -> Estimate:
     """Predict one plan. `profile` may be at any batch: it is moved to the plan's micro-batch."""
-    micro = profile.at(plan.largest_micro_batch)
-    rates = calibration.layout(plan.world)
-    clock = _pipelined(plan, micro, workload, cluster, rates)
-    places = [(p, e) for p in range(plan.mesh.pp) for e in range(plan.mesh.ep)]
-    every = [peak_bytes(plan, local_profile(plan, micro, 0, p, e), workload.optimizer, rates, in_flight(plan, p)) for p, e in places]
-    kinds = max(every, key=lambda k: sum(k.values()))
-    need = sum(kinds.values())
-    devices = cluster.devices[: plan.world]
-    capacity = min(d.memory_bytes for d in devices)
-    if devices[0].kind == "cpu":
-        capacity = _cpu_share(cluster, plan.world)
-    fits, reason = _verdict(need, capacity)
+    classes = _classes(plan)
+    clock = _pipelined(plan, profile, workload, cluster, calibration, classes)
+    peaks = [(c, _peak(plan, profile, workload, calibration, c)) for c in classes]
+    verdicts = [_verdict(sum(kinds.values()), _capacity(cluster, plan, c)) for c, kinds in peaks]
+    kinds = max((kinds for _, kinds in peaks), key=lambda k: sum(k.values()))
+    fits, reason = next((v for v in verdicts if not v[0]), verdicts[0])
     step = clock.now
     samples = plan.global_batch / step if step else 0.0
     flops = model_flops(profile.at(plan.global_batch))
-    peak = devices[0].peak_flops.get(plan.memory.precision) or max(
-        (rate for key, points in rates.compute.items() if key.endswith(plan.memory.precision) for _, rate in points), default=0.0
-    )
+    peak = sum(len(c.ranks) * _peak_flops(plan, cluster, calibration, c) for c in classes)
     return Estimate(
         step_s=step,
         breakdown=clock.breakdown,
-        memory_bytes=(need,) * plan.world,
+        memory_bytes=_by_rank(plan, peaks),
         memory_kinds=kinds,
         samples_per_s=samples,
         tokens_per_s=samples * profile.tokens_per_sample if profile.tokens_per_sample else None,
-        mfu=flops / step / (peak * plan.world) if step and peak else None,
+        mfu=flops / step / peak if step and peak else None,
         fits=fits,
         reason=reason,
         error=calibration.error,
@@ -56,14 +49,66 @@ def estimate(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Clu
     )
 
 
-def _cpu_share(cluster: Cluster, world: int) -> int:
-    """CPU ranks share what is free of their node's memory, however few of its devices are used."""
-    shares = []
+@dataclass(frozen=True)
+class _Class:
+    """Ranks on one kind of device, which the first of them stands for; all ranks, of no kind in particular, where they are alike."""
+
+    kind: str
+    ranks: Sequence[int]
+    share: int  # samples of the largest
+    stages: Sequence[int]  # the pipeline ranks among them
+
+    def micro_batch(self, plan: Plan) -> int:
+        return -(-self.share // plan.micro_batches)
+
+
+def _classes(plan: Plan) -> list[_Class]:
+    if not plan.places:
+        return [_Class("", range(plan.world), max(plan.share(r)[1] for r in range(plan.mesh.data_width)), range(plan.mesh.pp))]
+    found: dict[str, list[int]] = {}
+    for rank in range(plan.world):
+        found.setdefault(plan.seen_by(rank).device, []).append(rank)
+    mesh = plan.mesh
+    return [
+        _Class(kind, ranks, max(plan.share(mesh.data_rank(r))[1] for r in ranks), sorted({mesh.coordinate(r, "pp") for r in ranks}))
+        for kind, ranks in found.items()
+    ]
+
+
+def _peak(plan: Plan, profile: ModelProfile, workload: Workload, calibration: Calibration, of: _Class) -> dict[str, int]:
+    """The most memory that a rank of a class needs, by kind."""
+    micro, rates = profile.at(of.micro_batch(plan)), calibration.layout(plan.world, of.kind)
+    places = [(p, e) for p in of.stages for e in range(plan.mesh.ep)]
+    every = [peak_bytes(plan, local_profile(plan, micro, 0, p, e), workload.optimizer, rates, in_flight(plan, p)) for p, e in places]
+    return max(every, key=lambda k: sum(k.values()))
+
+
+def _by_rank(plan: Plan, peaks: Sequence[tuple[_Class, dict[str, int]]]) -> tuple[int, ...]:
+    found = [0] * plan.world
+    for of, kinds in peaks:
+        for rank in of.ranks:
+            found[rank] = sum(kinds.values())
+    return tuple(found)
+
+
+def _peak_flops(plan: Plan, cluster: Cluster, calibration: Calibration, of: _Class) -> float:
+    """What a device could do at most: by its data sheet, or else the best that was measured."""
+    curves = calibration.layout(plan.world, of.kind).compute.items()
+    measured = (rate for key, points in curves if key.endswith(plan.memory.precision) for _, rate in points)
+    return cluster.devices[of.ranks[0]].peak_flops.get(plan.memory.precision) or max(measured, default=0.0)
+
+
+def _capacity(cluster: Cluster, plan: Plan, of: _Class) -> int:
+    """Memory for a rank. CPU ranks share what is free of their node's memory, however few of its devices are used."""
+    devices = cluster.devices
+    if devices[of.ranks[0]].kind != "cpu":
+        return min(devices[rank].memory_bytes for rank in of.ranks)
+    shares, first = [], 0
     for node in cluster.nodes:
-        used = min(world, len(node.devices))
+        used = sum(device.kind == "cpu" for device in node.devices[: max(plan.world - first, 0)])
         if used:
-            shares.append(sum(d.memory_bytes for d in node.devices) // used)
-        world -= used
+            shares.append(sum(d.memory_bytes for d in node.devices if d.kind == "cpu") // used)
+        first += len(node.devices)
     return min(shares)
 
 
@@ -103,9 +148,13 @@ def in_flight(plan: Plan, pp_rank: int) -> int:
     )
 
 
-def _pipelined(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates) -> _Clock:
+def _pipelined(
+    plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, calibration: Calibration, classes: Sequence[_Class]
+) -> _Clock:  # fmt: skip
     """The slowest pipeline rank, and the time that it waits while the pipeline fills and drains."""
-    clocks = [_steps(plan, profile, workload, cluster, rates, p) for p in range(plan.mesh.pp)]
+    clocks = [
+        _steps(plan, profile.at(c.micro_batch(plan)), workload, cluster, calibration.layout(plan.world, c.kind), p) for c in classes for p in c.stages
+    ]
     slowest = max(clocks, key=lambda c: c.now)
     if plan.mesh.pp > 1:
         stages = max(len(plan.stages) // plan.mesh.pp, 1)

@@ -10,8 +10,11 @@ import re
 import socket
 import struct
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from meshwright.core.cluster import FP8_SINCE, Cluster, Device, Interface, Link, Node
 from meshwright.core.errors import RequestError
@@ -57,6 +60,7 @@ _ARM_CORES = {
 # Until a probe measures them: what a message between two GPUs of one node commonly takes to start, and a PCIe 3.0 path for an unknown card.
 _NVLINK_LATENCY_S, _PCIE_LATENCY_S = 5e-6, 1e-5
 _UNKNOWN_PCIE = Link("PCIe", _PCIE_LATENCY_S, 12e9)
+Picked = tuple[int | Literal["cpu"], ...]  # devices by index, and CPU devices beside GPUs
 _SIOCGIFADDR = 0xC0206921 if sys.platform == "darwin" else 0x8915
 # A cgroup without a limit reports a number near 2**63 (v1) or "max" (v2).
 _NO_LIMIT = 1 << 60
@@ -66,24 +70,28 @@ def discover(
     environ: Mapping[str, str],
     *,
     ranks: int | None = None,
-    devices: tuple[int, ...] | None = None,
+    devices: Picked | None = None,
     root: Path = Path("/"),
     gpus: Sequence[nvml.Gpu] | None = None,
 ) -> Cluster:
     """This machine. `devices` picks by index and `ranks` says how many; `gpus` replaces what the driver reports.
 
-    With GPUs, one device each; without, one for each core that this process may use, or `ranks` of them."""
+    With GPUs, one device each, and CPU devices where `devices` names them beside; without, one for each core that this process may use,
+    or `ranks` of them. A GPU that is named twice is shared by two ranks."""
     if ranks is not None and ranks < 1:
         raise RequestError(f"--nproc {ranks}: at least 1 process is needed")
     found = nvml.gpus(environ.get("CUDA_VISIBLE_DEVICES")) if gpus is None else gpus
     cpu, cores, free = cpu_model(root), usable_cores(root), available_memory(root)
-    if found:
+    if found and not (devices and set(devices) == {"cpu"}):
         picked = _pick(len(found), ranks, devices, "GPUs")
-        chosen, link = tuple(_cuda_device(i, found[i], free) for i in picked), _gpu_link([found[i] for i in picked])
+        cards = [i for i in picked if i != "cpu"]
+        chosen = _mixed(picked, {i: _cuda_device(i, found[i], free) for i in cards}, cpu, free)
+        link = _gpu_link([found[i] for i in cards]) if len(set(cards)) == len(picked) else Node.link  # others meet in the host's memory
     else:
         # More ranks than cores is allowed: slow, but how a laptop tries out a large plan.
-        picked = _pick(max(cores, ranks or 0), ranks, devices, "CPU devices")
-        chosen, link = _cpu_devices(picked, cpu, free), Node.link
+        asked = tuple(range(len(devices))) if devices and "cpu" in devices else devices
+        picked = _pick(max(cores, ranks or 0, len(asked or ())), ranks, asked, "CPU devices")
+        chosen, link = _cpu_devices(tuple(i for i in picked if i != "cpu"), cpu, free), Node.link
     node = Node(
         name=socket.gethostname(),
         devices=chosen,
@@ -169,19 +177,19 @@ def interfaces(root: Path = Path("/")) -> tuple[Interface, ...]:
     return tuple(sorted(found, key=lambda interface: -interface.bits_per_s))
 
 
-def _pick(count: int, ranks: int | None, devices: tuple[int, ...] | None, kind: str) -> tuple[int, ...]:
+def _pick(count: int, ranks: int | None, devices: Picked | None, kind: str) -> Picked:
     """Which of `count` devices to use: those in `devices`, or all, and the first `ranks` of these."""
-    chosen = tuple(range(count)) if devices is None else devices
-    wrong = [index for index in chosen if not 0 <= index < count]
+    chosen: Picked = tuple(range(count)) if devices is None else devices
+    wrong = [index for index in chosen if index != "cpu" and not 0 <= index < count]
     asked = ",".join(map(str, chosen))
     if wrong or not chosen:
         what = f"there is no device {wrong[0]}" if wrong else "no device is named"
         valid = "0" if count == 1 else f"0..{count - 1}"
         raise RequestError(f"--devices {asked}: {what}; this machine has {count} {kind}, valid: {valid}")
-    if len(set(chosen)) < len(chosen):
+    if len(set(chosen)) < len(chosen) and kind != "GPUs":
         raise RequestError(f"--devices {asked}: a device is named twice; name each once")
     if ranks is not None and ranks > len(chosen):
-        other = ", or set CUDA_VISIBLE_DEVICES= to run on CPU cores" if kind == "GPUs" else ""
+        other = ", or add CPUs (--devices 0,cpu,cpu)" if kind == "GPUs" else ""
         raise RequestError(f"--nproc {ranks}: there are {len(chosen)} {kind} to use; give 1..{len(chosen)}{other}")
     return chosen[:ranks]
 
@@ -201,6 +209,13 @@ def _cuda_device(index: int, gpu: nvml.Gpu, host_memory: int) -> Device:
         source=f"{origin}; {show_bytes(free)} of {show_bytes(total)} free now",
         fp8=gpu.compute_capability >= FP8_SINCE,
     )
+
+
+def _mixed(picked: Picked, cards: Mapping[int, Device], cpu: str, memory: int) -> tuple[Device, ...]:
+    """Devices in the order they were named. Ranks that share a card share its memory, and CPU ranks the host's."""
+    shares = Counter(picked)
+    hosts = iter(_cpu_devices(tuple(range(shares["cpu"])), cpu, memory))
+    return tuple(next(hosts) if i == "cpu" else replace(cards[i], memory_bytes=cards[i].memory_bytes // shares[i]) for i in picked)
 
 
 def _gpu_link(gpus: Sequence[nvml.Gpu]) -> Link:

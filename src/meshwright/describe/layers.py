@@ -70,3 +70,11 @@ def behaviour(module: nn.Module) -> str:
 
 
 _NUMBERING = ("idx", "index", "site", "layer_id", "layer_number")
+
+
+def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """The names of each parameter that has several; the first is the one that it is counted under."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return tuple(tuple(found) for found in names.values() if len(found) > 1)

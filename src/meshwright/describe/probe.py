@@ -52,9 +52,12 @@ class Stopwatch:
 
 
 def measure(
-    comm: Comm, device: torch.device, *, backend: str, threads: int, held: Callable[[], int], say: Callable[[str], None], quick: bool = True
-) -> Rates:
-    """All rates of this rank; `held` reads the memory it holds. Every rank calls it at the same time; collectives keep them in step."""
+    comm: Comm, device: torch.device, *, backend: str, threads: int, held: Callable[[], int], say: Callable[[str], None], quick: bool = True,
+    mixed: bool = False,
+) -> Rates:  # fmt: skip
+    """All rates of this rank; `held` reads the memory it holds. Every rank calls it at the same time; collectives keep them in step.
+    Ranks on `mixed` devices all use a CPU's sizes of messages."""
+    sizes, kind = ("cpu", device.type) if mixed else (device.type, "")
     watch = Stopwatch(device, 0.04 if quick else 0.4)
     comm.barrier()
     say("arithmetic")
@@ -69,10 +72,10 @@ def measure(
     overlap = 0.0
     if comm.size > 1:
         say("collectives")
-        lines = {f"{backend}/{op}": line for op, line in _collectives(comm, device, watch).items()}
-        overlap = _overlap(comm, device, watch)
+        lines = {f"{backend}/{op}": line for op, line in _collectives(comm, device, watch, sizes).items()}
+        overlap = _overlap(comm, device, watch, sizes)
     say("framework")
-    return Rates(comm.size, threads, compute, memory, call_s, lines, overlap, _settled(device, held), queued=device.type == "cuda")
+    return Rates(comm.size, threads, compute, memory, call_s, lines, overlap, _settled(device, held), kind, device.type == "cuda")
 
 
 def slowest(all_rates: list[Rates]) -> Rates:
@@ -98,6 +101,7 @@ def slowest(all_rates: list[Rates]) -> Rates:
         lines,
         min(r.overlap for r in all_rates),
         max(r.base_bytes for r in all_rates),
+        first.device,
         first.queued,
     )
 
@@ -197,11 +201,11 @@ def _bandwidth(device: torch.device, watch: Stopwatch, call_s: float) -> Points:
     return tuple(points)
 
 
-def _collectives(comm: Comm, device: torch.device, watch: Stopwatch) -> dict[str, Line]:
+def _collectives(comm: Comm, device: torch.device, watch: Stopwatch, kind: str) -> dict[str, Line]:
     found = {}
     for op in ("all_reduce", "all_gather", "reduce_scatter"):
         samples = []
-        for size in _MESSAGES[device.type]:
+        for size in _MESSAGES[kind]:
             whole = torch.ones(size // 4 // comm.size * comm.size, device=device)
             part = torch.ones(whole.numel() // comm.size, device=device)
             # The same number of calls on every rank, or they would wait for each other for ever.
@@ -232,9 +236,9 @@ def fit_line(samples: list[tuple[float, float]]) -> Line:
     return Line(max(mean_t - slope * mean_x, min(t for _, t in samples) * 0.1), 1.0 / slope)
 
 
-def _overlap(comm: Comm, device: torch.device, watch: Stopwatch) -> float:
+def _overlap(comm: Comm, device: torch.device, watch: Stopwatch, kind: str) -> float:
     """Run a collective beside arithmetic of about the same length: how much of it disappears?"""
-    whole = torch.ones(2**20 if device.type == "cpu" else 2**26, device=device)
+    whole = torch.ones(2**20 if kind == "cpu" else 2**26, device=device)
     n = 256 if device.type == "cpu" else 2048
     a = torch.randn(n, n, device=device)
 
@@ -244,9 +248,7 @@ def _overlap(comm: Comm, device: torch.device, watch: Stopwatch) -> float:
 
     alone = times(lambda: comm.all_reduce(whole, "probe").wait())
     one = times(lambda: torch.mm(a, a))
-    repeats = torch.tensor(max(alone / max(one, 1e-7), 1.0), dtype=torch.float64, device=device)
-    comm.all_reduce(repeats, "probe", "max").wait()
-    count = min(int(repeats), 1000)
+    count = min(max(int(alone / max(one, 1e-7)), 1), 1000)  # each rank's own: one may compute far quicker than another
 
     def compute() -> None:
         for _ in range(count):

@@ -29,7 +29,7 @@ from meshwright.core.model import Kernel, KernelKind, LayerProfile, ModelProfile
 from meshwright.core.task import Batch, Loss, Task
 from meshwright.describe.fakes import LOW, build, example, example_like, on_fakes, quiet
 from meshwright.describe.fold import folded
-from meshwright.describe.layers import Layer, find_layers, signature
+from meshwright.describe.layers import Layer, find_layers, signature, tied_names
 from meshwright.describe.operations import flops_of, is_free, kind_of
 
 _PROBED_BATCHES = (2, 3)  # two points fix a line; one sample alone takes special paths in some kernels
@@ -80,7 +80,7 @@ def _trace(
     doubled = precision == "fp64"
     low = _finish(model, layers, first, second, doubled=doubled)
     slopes = _finish(model, layers, first, second, slope=True, doubled=doubled)
-    return ModelProfile(name, low, _PROBED_BATCHES[0], slopes, precision, attention, None, _tied(model), runs[0][1], _buffers(model, doubled))
+    return ModelProfile(name, low, _PROBED_BATCHES[0], slopes, precision, attention, None, tied_names(model), runs[0][1], _buffers(model, doubled))
 
 
 def _with(profile: ModelProfile, **changes: Any) -> ModelProfile:
@@ -383,8 +383,3 @@ def _owners(model: nn.Module, layers: list[Layer]) -> dict[str, list[tuple[str, 
                 taken.add(id(param))
                 found.setdefault(layer.name, []).append((f"{layer.name}.{name}" if layer.name else name, param))
     return found
-
-
-def _tied(model: nn.Module) -> tuple[str, ...]:
-    first: dict[int, str] = {}
-    return tuple(name for name, p in model.named_parameters(remove_duplicate=False) if first.setdefault(id(p), name) != name)

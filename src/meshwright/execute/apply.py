@@ -7,14 +7,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import check_runnable
 from meshwright.core.plan import Plan
 from meshwright.core.task import Batch
+from meshwright.core.ties import check_ties
 from meshwright.core.workload import LOW
 from meshwright.describe.attention import compose_attention
+from meshwright.describe.layers import tied_names
 from meshwright.execute.context import ContextRun
 from meshwright.execute.fp8 import Fp8Layers, has_fp8, use_fp8
 from meshwright.execute.groups import Groups, make_groups
@@ -144,8 +147,9 @@ def _kinds_of(model: nn.Module, plan: Plan, pipeline: PipelineCuts | None) -> di
 
 def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> Applied:
     """Make `model` and `optimizer` follow `plan`. Collective: every rank calls it with the same plan."""
+    plan = plan.seen_by(dist.get_rank()) if plan.places else plan
     _check(plan, model)
-    groups = make_groups(plan.mesh, plan.sync)
+    groups = make_groups(plan.mesh, plan.sync, plan.places)
     if plan.world > 1:
         equalise(model, groups)
     keys = KeyRing(model)
@@ -192,24 +196,9 @@ def _check(plan: Plan, model: nn.Module) -> None:
     for name in plan.memory.units:
         if name not in modules:
             raise RequestError(f"plan: memory.units names '{name}', which the model does not have: use a name such as {list(modules)[1:4]}")
-    if plan.mesh.pp > 1 and plan.memory.zero == 3:
-        _check_ties(plan, model)
+    check_ties(plan, tied_names(model))
     if is_sharded(model):
         raise RequestError("this model follows a plan already: apply one plan to a fresh model")
-
-
-def _check_ties(plan: Plan, model: nn.Module) -> None:
-    """In a pipeline ZeRO-3 gathers layer by layer, so layers of one rank cannot share a parameter. Every rank looks at all of them."""
-    names: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-    layers = {layer: plan.stage_rank(i) for i, stage in enumerate(plan.stages) for layer in stage.layers}
-    for tied in (found for found in names.values() if len(found) > 1):
-        owners = {max((n for n in layers if name.startswith(f"{n}.")), key=len, default="") for name in tied} - {""}
-        for pp_rank in range(plan.mesh.pp):
-            here = sorted(n for n in owners if layers[n] == pp_rank)
-            if len(here) > 1:
-                raise RequestError(f"zero=3 with pp: {' and '.join(here)} share a parameter on one pipeline rank: use zero=1")
 
 
 def equalise(model: nn.Module, groups: Groups) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from meshwright.comm import Ledger, NullComm, RoutedComm, TorchComm, mpi
 from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError
+from meshwright.core.hybrid import group_backend
 from meshwright.core.mesh import GROUP_AXES, Mesh
 from meshwright.core.plan import SyncPolicy
 from meshwright.core.routes import way
@@ -48,15 +50,15 @@ def make_ready(backend: str, timeout_s: float) -> None:
         mpi.register(timeout_s)
 
 
-def make_groups(mesh: Mesh, sync: SyncPolicy = _ONE_BACKEND) -> Groups:
-    """Collective: every rank of the default process group calls it with the same mesh and policy."""
+def make_groups(mesh: Mesh, sync: SyncPolicy = _ONE_BACKEND, places: Sequence[str] = ()) -> Groups:
+    """Collective: every rank of the default process group calls it with the same mesh, policy and devices of unlike ranks."""
     ledger = Ledger()
     if mesh.size == 1:
         alone = NullComm()
         return Groups(0, alone, **dict.fromkeys(GROUP_AXES, alone), ledger=ledger)
     if dist.get_world_size() != mesh.size:
         raise RequestError(f"the plan's mesh {mesh} has {mesh.size} ranks, {dist.get_world_size()} were started: use --nproc {mesh.size}")
-    maker = _Maker(ledger, sync)
+    maker = _Maker(ledger, sync, places)
     comms = {name: maker.comm(mesh.groups(*axes)) for name, axes in GROUP_AXES.items()}
     return Groups(dist.get_rank(), maker.comm([list(range(mesh.size))]), **comms, ledger=ledger)
 
@@ -71,8 +73,8 @@ def process_group(comm: Comm) -> dist.ProcessGroup:
 class _Maker:
     """Makes the group that this rank is in, over every backend that the policy routes calls to; axes that join the same ranks share one."""
 
-    def __init__(self, ledger: Ledger, sync: SyncPolicy) -> None:
-        self._ledger, self._routes = ledger, sync.routes
+    def __init__(self, ledger: Ledger, sync: SyncPolicy, places: Sequence[str]) -> None:
+        self._ledger, self._routes, self._places = ledger, sync.routes, places
         self._made: dict[tuple[tuple[int, ...], ...], Comm] = {}
         self._others = tuple(dict.fromkeys(r.backend for r in sync.routes if r.backend != dist.get_backend()))
         for backend in self._others:
@@ -85,14 +87,21 @@ class _Maker:
         return self._made[key]
 
     def _make(self, ranks: list[list[int]]) -> Comm:
-        world = dist.group.WORLD
-        assert world is not None
-        own = TorchComm(world if len(ranks) == 1 else dist.new_subgroups_by_enumeration(ranks)[0], self._ledger)
-        if not self._others:
+        own = TorchComm(self._group(ranks), self._ledger)
+        if not self._others or own.backend == "nccl":
             return own
         others = {b: TorchComm(dist.new_subgroups_by_enumeration(ranks, backend=b)[0], self._ledger) for b in self._others}
         choose = lambda op, size: way(self._routes, op, size * wire_factor(op, own.size), own.backend)  # noqa: E731
         return RoutedComm({own.backend: own, **others}, choose)
+
+    def _group(self, ranks: list[list[int]]) -> dist.ProcessGroup:
+        """This rank's group; where ranks are on unlike devices, each group has the backend of its own."""
+        if len(ranks) == 1:
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        usual = dist.get_backend()
+        found = [dist.new_group(group, backend=group_backend(self._places, group, usual)) for group in ranks]
+        return found[next(i for i, group in enumerate(ranks) if dist.get_rank() in group)]
 
 
 def joined(mesh: Mesh, axis: str, coordinates: tuple[int, ...], ledger: Ledger) -> Comm | None:

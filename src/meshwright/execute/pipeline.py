@@ -71,7 +71,7 @@ class PipelineCuts:
         self._template = _without_memory(model)
         self._shared = ContextRun(self._template, plan.context, _Unheard(groups.cp), Recall()) if groups.cp.size > 1 else None
         self._drop(optimizer)
-        self._between = "cpu" if plan.backend == "gloo" else plan.device  # gloo sends host memory only: values cross there
+        self._between = "cpu" if dist.get_backend(process_group(groups.pp)) == "gloo" else plan.device  # gloo sends host memory only
         self._current = -1  # the stage that is running
         self._held: dict[str, torch.Tensor] = {}  # values that cross stages, by name
         self._known: dict[Hashable, _Learned] = {}  # by what samples look like: buffers are of one size, and nothing else may meet them
@@ -276,10 +276,13 @@ class PipelineCuts:
         """One micro-batch through one stage: the loss from the last, what crosses from the others."""
         self._held = {c.name: t.to(self.plan.device) for c, t in zip(self.plan.stages[stage].receives, received, strict=True)}
         self._current = stage
+        if self.plan.schedule == "zero_bubble" and stage and torch.is_grad_enabled() and not any(t.requires_grad for t in received):
+            raise RequestError(f"schedule=zero_bubble cuts backward in two, and stage {stage} passes no gradient on: use interleaved")
         try:
             return self._run_stage(index)
         except _LeaveError:
-            return tuple(self._sent(self._held[c.name]) for c in self.plan.stages[stage + 1].receives)
+            out = tuple(self._sent(self._held[c.name]) for c in self.plan.stages[stage + 1].receives)
+            return _downstream(out, received) if self.plan.schedule == "zero_bubble" else out
         finally:
             self._current = -1
             self._held = {}
@@ -292,6 +295,29 @@ class PipelineCuts:
 
     def stage_parameters(self, stage: int) -> Iterator[nn.Parameter]:
         return (p for name, p in self.model.named_parameters() if stage in self.owners[name])
+
+
+class _Downstream(torch.autograd.Function):
+    """A stage's outputs as they are, made to follow from its inputs. Where backward is cut in two, torch finds a parameter's part of it on
+    the way from inputs to outputs, and would lose parameters of what no input leads to: a decoder's beginning beside the encoder's end.
+    All outputs at once: torch's groups of parameters must not meet in two places."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.others = len(tensors) - count
+        return tuple(t.clone() for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[override]
+        return None, *grads, *(None,) * ctx.others
+
+
+def _downstream(out: tuple[torch.Tensor, ...], received: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    learned, inputs = [t for t in out if t.requires_grad], [t for t in received if t.requires_grad]
+    if not learned or not inputs:
+        return out
+    now = iter(_Downstream.apply(len(learned), *learned, *inputs))
+    return tuple(next(now) if t.requires_grad else t for t in out)
 
 
 class _StageModule(nn.Module):

@@ -45,9 +45,9 @@ class Session:
     """Runs any plan that `apply` can apply. The batch given to `step` is this rank's share of the global batch."""
 
     def __init__(self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int = 0, clip: float | None = None) -> None:
-        self.plan, self.model, self.optimizer = plan, model, optimizer
-        self.seed, self.clip = seed, clip
+        self.model, self.optimizer, self.seed, self.clip = model, optimizer, seed, clip
         self.applied: Applied = apply(plan, model, optimizer)
+        self.plan = plan = self.applied.plan
         if self.applied.buckets:
             self.applied.buckets.reduce = "sum"  # `step` weights the loss by samples, so a plain sum is exact
         self.steps_done = 0

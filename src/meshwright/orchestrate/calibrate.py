@@ -10,6 +10,7 @@ from pathlib import Path
 from meshwright.core.calibration import Calibration, Rates
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError
+from meshwright.core.hybrid import places
 from meshwright.core.serial import from_data, read_json, write_json
 from meshwright.launch import Nursery, Workers
 
@@ -19,7 +20,7 @@ PROBE_ERROR = 0.25  # relative; step times predicted from a quick probe were off
 def cache_path(cluster: Cluster, environ: Mapping[str, str]) -> Path:
     """One file for each kind of machine: the same host with other devices or cores is another."""
     node = cluster.nodes[0]
-    facts = f"{node.name}|{node.cpu}|{node.cores}|{[d.name for d in node.devices]}"
+    facts = f"{node.name}|{node.cpu}|{node.cores}|{[d.name for d in node.devices]}" + "|".join(places(node.devices))
     home = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "/tmp")) / ".cache")
     return home / "meshwright" / f"calibration-{hashlib.sha256(facts.encode()).hexdigest()[:12]}.json"
 
@@ -54,18 +55,18 @@ def most_ranks(cluster: Cluster) -> int:
 def probe(cluster: Cluster, nursery: Nursery, backend: str | None = None, *, quick: bool = True, say: Callable[[str], None]) -> Calibration:
     """Measure this machine as one rank and as all its ranks together."""
     devices = cluster.devices
-    kind = devices[0].kind
-    usual = "nccl" if kind == "cuda" else "gloo"
+    kind, mixed = devices[0].kind, places(devices)
+    usual = "nccl" if kind == "cuda" and not mixed else "gloo"
     chosen = backend if backend in ("gloo", "nccl") else usual  # MPI's ranks are mpirun's to start: `bench comm`
     layouts: list[Rates] = []
     copies: Mapping[str, float] = {}
     for ranks in sorted({1, most_ranks(cluster)}):
-        threads = max(cluster.nodes[0].cores // ranks, 1) if kind == "cpu" else 0
+        threads = cluster.threads(ranks)
         say(f"measuring {ranks} rank{'s' * (ranks > 1)}")
         with Workers(nursery, ranks) as workers:
-            kwargs = {"device": kind, "backend": chosen, "threads": threads, "quick": quick}
+            kwargs = {"device": kind, "backend": chosen, "threads": threads, "quick": quick, "places": mixed[:ranks]}
             rates, found = workers.call("meshwright.orchestrate.worker:probe_rank", kwargs, timeout_s=300)[0]
-        layouts.append(rates)
+        layouts += rates
         copies = found or copies
     when = datetime.now(UTC).isoformat(timespec="seconds")
     return Calibration(cluster.nodes[0].name, devices[0].name, when, tuple(layouts), copies, "probe", PROBE_ERROR)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import Any
 from rich.console import Console
 
 from meshwright.core.calibration import Calibration
-from meshwright.core.cluster import Cluster
+from meshwright.core.cluster import Cluster, Device
 from meshwright.core.errors import RequestError
 from meshwright.core.estimate import Estimate
 from meshwright.core.event import Fault
+from meshwright.core.hybrid import PLACES, places, show_places
 from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
@@ -84,31 +86,37 @@ class Orchestrator:
         if self.config.plan != "auto":
             wanted = Plan.load(Path(self.config.plan)).world
         cluster = discover(self.environ, ranks=wanted, devices=self.config.devices)
-        return self._free_memory(cluster) if cluster.devices[0].kind == "cuda" else cluster
+        return self._free_memory(cluster) if any(d.kind == "cuda" for d in cluster.devices) else cluster
 
     def _free_memory(self, cluster: Cluster) -> Cluster:
         """Plan with what is free now: a card may be in use."""
         free = {g.index: g.memory_free for g in nvml.gpus(self.environ.get("CUDA_VISIBLE_DEVICES"))}
         order = list(free.values())
         node = cluster.nodes[0]
-        devices = tuple(
-            replace(d, memory_bytes=min(d.memory_bytes, order[d.index])) if d.index < len(order) and order[d.index] else d for d in node.devices
-        )
+        sharing = Counter(d.index for d in node.devices if d.kind == "cuda")
+
+        def at_most(device: Device) -> Device:
+            if device.kind == "cpu" or device.index >= len(order) or not order[device.index]:
+                return device
+            return replace(device, memory_bytes=min(device.memory_bytes, order[device.index] // sharing[device.index]))
+
+        devices = tuple(map(at_most, node.devices))
         return replace(cluster, nodes=(replace(node, devices=devices), *cluster.nodes[1:]))
 
     def nursery(self, threads: int | None = None) -> Nursery:
         """The warm process, started on first use; started anew only if another number of threads is needed."""
         node = self.cluster.nodes[0]
-        wanted = threads or max(node.cores // len(node.devices), 1)
+        wanted = threads or self.cluster.threads(len(node.devices)) or max(node.cores // len(node.devices), 1)
         if self._nursery is not None and self._nursery.threads != wanted:
             self._nursery.close()
             self._nursery = None
         if self._nursery is None:
             env = dict(self.environ)
-            if self.cluster.devices[0].kind == "cuda":
+            cards = dict.fromkeys(d.index for d in self.cluster.devices if d.kind == "cuda")
+            if cards:
                 env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
                 uuids = {i: g.uuid for i, g in enumerate(nvml.gpus(self.environ.get("CUDA_VISIBLE_DEVICES")))}
-                chosen = [uuids[d.index] for d in self.cluster.devices if d.index in uuids]
+                chosen = [uuids[i] for i in cards if i in uuids]
                 if chosen:
                     env["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
             self._nursery = Nursery(wanted, env, ("meshwright.orchestrate.worker",))
@@ -130,7 +138,7 @@ class Orchestrator:
     def workload(self, task: Task) -> Workload:
         precision = self.config.precision
         if precision == "auto":
-            precision = "bf16" if self.cluster.devices[0].kind == "cuda" else "fp32"
+            precision = "bf16" if all(d.kind == "cuda" for d in self.cluster.devices) else "fp32"
         batch = self.config.global_batch or task.global_batch
         return Workload(batch, "train", precision, self.config.optimizer, self.config.objective)
 
@@ -207,8 +215,10 @@ class Orchestrator:
         check_keeping(plan.memory, profile)
         if self.config.global_batch not in (None, plan.global_batch):
             raise RequestError(f"{where} has global_batch {plan.global_batch}, the request {self.config.global_batch}: change one of them")
-        if plan.device != self.cluster.devices[0].kind:
-            raise RequestError(f"{where} is for {plan.device}, this machine has {self.cluster.devices[0].kind}: plan again here")
+        here = self.cluster.devices[: plan.world]
+        if (plan.device, plan.places) != (here[0].kind, places(here)):
+            named = f"{show_places(places(here), plan.world, here[0].kind)} would be used: plan again here, or change --devices"
+            raise RequestError(f"{where} is for {show_places(plan.places, plan.world, plan.device)}, and {named}")
         if workload.precision != plan.memory.precision and self.config.precision != "auto":
             raise RequestError(f"{where} has precision {plan.memory.precision}, the request {self.config.precision}: change one of them")
 
@@ -241,7 +251,7 @@ class Orchestrator:
         """A user's own script on every device; `mw.prepare` inside it decides how."""
         if not Path(script).is_file():
             raise RequestError(f"{script}: no such file")
-        told = told_to_script(self.config)
+        told = {**told_to_script(self.config), **({PLACES: ",".join(where)} if (where := places(self.cluster.devices)) else {})}
         ranks = Mesh.parse(self.config.mesh).size if self.config.mesh and not self.config.nproc else len(self.cluster.devices)
         self.calibration()
         folder = create(Path(self.config.run_dir), self.config.name, prefix=Path(script).stem)

@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from meshwright.comm import Ledger, NullComm, TorchComm
 from meshwright.core.calibration import Rates
 from meshwright.core.errors import RequestError
 from meshwright.core.estimate import Estimate
+from meshwright.core.hybrid import index_of
 from meshwright.core.plan import Plan
 from meshwright.core.serial import from_data, read_json
 from meshwright.core.task import Task
@@ -41,19 +42,21 @@ _REPORT_EVERY_S = 0.5
 
 
 def probe_rank(
-    rank: int, world: int, meeting: str, device: str, backend: str, threads: int, quick: bool
-) -> tuple[Rates, Mapping[str, float]]:  # fmt: skip
-    """One rank of a probe; rank 0 hears what the slowest reached."""
-    where = _device(device, rank, threads)
-    join(Rendezvous(rank, world, meeting, backend, device, rank))
+    rank: int, world: int, meeting: str, device: str, backend: str, threads: int, quick: bool, places: Sequence[str] = ()
+) -> tuple[list[Rates], Mapping[str, float]]:  # fmt: skip
+    """One rank of a probe; rank 0 hears what the slowest reached, of each kind of device where there are several."""
+    place = places[rank] if places else device if device == "cpu" else f"{device}:{rank}"
+    where = _device(place, threads)
+    join(Rendezvous(rank, world, meeting, backend, where.type, rank))
     comm = TorchComm(torch.distributed.group.WORLD, Ledger()) if world > 1 else NullComm()  # type: ignore[arg-type]
     rates = measure(
         comm,
         where,
         backend=backend,
         threads=threads,
-        held=torch.cuda.memory_allocated if device == "cuda" else resident_bytes,
+        held=torch.cuda.memory_allocated if where.type == "cuda" else resident_bytes,
         quick=quick,
+        mixed=bool(places),
         say=lambda _: None,
     )
     every: list[Any] = [rates]
@@ -62,14 +65,16 @@ def probe_rank(
         torch.distributed.all_gather_object(every, rates)
     copies = host_copies(where) if rank == 0 else {}
     leave()
-    return slowest(every), copies
+    kinds = dict.fromkeys(r.device for r in every)
+    return [slowest([r for r in every if r.device == kind]) for kind in kinds], copies
 
 
-def _device(kind: str, local_rank: int, threads: int) -> torch.device:
-    if kind == "cuda":
-        torch.cuda.set_device(local_rank)
+def _device(place: str, threads: int) -> torch.device:
+    """The device that a place such as 'cuda:0' or 'cpu' names, made ready."""
+    if place != "cpu":
+        torch.cuda.set_device(index_of(place))
         torch.set_float32_matmul_precision("high")
-        return torch.device("cuda", local_rank)
+        return torch.device(place)
     if threads:
         torch.set_num_threads(threads)
     # A CPU without bf16 computes it another way; torch says so with a page of C++ frames from every rank.
@@ -86,11 +91,11 @@ def train_rank(rank: int, world: int, meeting: str, folder: str, local_rank: int
     sinks = open_sinks(home, job.tensorboard, job.prometheus_port) if rank == 0 else ()
     with Recorder(home, rank, sinks) as recorder:
         local = rank if local_rank is None else local_rank
-        device = _device(plan.device, local, plan.threads)
+        device = _device(plan.place(rank, local), plan.threads)
         recorder.event("start", pid=os.getpid(), device=str(device), world=world)
         joined = torch.distributed.is_initialized()
         if not joined:
-            join(Rendezvous(rank, world, meeting, plan.backend, plan.device, local, plan.sync.timeout_s))
+            join(Rendezvous(rank, world, meeting, plan.backend, device.type, local, plan.sync.timeout_s))
         try:
             return _Training(job, plan, estimate, recorder, device, rank).run(home)
         finally:
@@ -247,7 +252,7 @@ def make_optimizer(job: RunConfig, task: Task, model: torch.nn.Module) -> torch.
     return torch.optim.SGD(parameters, lr=rate, momentum=0.9 if job.optimizer == "momentum" else 0.0, weight_decay=decay)
 
 
-def run_script(rank: int, world: int, meeting: str, script: str, arguments: list[str], folder: str, told: dict[str, str]) -> float:
+def run_script(rank: int, world: int, meeting: str, script: str, arguments: list[str], folder: str, told: Mapping[str, str]) -> float:
     """A user's own script as one rank; `prepare` inside it finds its place through the environment, as under any launcher."""
     begun = time.perf_counter()
     place = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}

@@ -11,6 +11,7 @@ from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.workload import Workload
 from meshwright.cost import estimate
+from meshwright.plan.balance import balanced
 from meshwright.plan.space import Wishes, candidates
 
 # What each mechanism that a plan adds must gain, relatively: predictions are not finer, and simple plans break less. Cutting a batch
@@ -53,7 +54,8 @@ class Ranking:
 def rank_plans(profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, wishes: Wishes) -> Ranking:
     """Every legal plan with its estimate; those that fit first, then by the workload's objective."""
     scored: list[Scored] = []
-    for plan in candidates(profile, cluster, workload, wishes):
+    for found in candidates(profile, cluster, workload, wishes):
+        plan = balanced(found, profile, calibration)
         if not (scored and _pointless(plan, scored[-1], workload)):
             scored.append(Scored(plan, estimate(plan, profile, workload, cluster, calibration)))
     scored.sort(key=lambda s: _key(s, workload))

@@ -10,6 +10,7 @@ from functools import cache
 from meshwright.core.cluster import Cluster
 from meshwright.core.context import ContextPolicy
 from meshwright.core.errors import RequestError
+from meshwright.core.hybrid import kind_of, places
 from meshwright.core.mesh import Mesh, check_runnable
 from meshwright.core.model import ModelProfile
 from meshwright.core.owners import OwnerPolicy
@@ -19,7 +20,9 @@ from meshwright.core.routes import Route
 from meshwright.core.spatial import SpatialPolicy
 from meshwright.core.strand import Flow
 from meshwright.core.tensor import TensorPolicy
+from meshwright.core.ties import check_ties
 from meshwright.core.workload import Workload
+from meshwright.plan.balance import nearly_equal
 from meshwright.plan.memory import RECOMPUTES, choose_memory
 from meshwright.plan.owners import choose_owners
 from meshwright.plan.partition import one_stage
@@ -200,12 +203,13 @@ def _make(
     profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes, mesh: Mesh, zero: int, micro: int, recompute: Recompute,
     cuts: _Cuts,
 ) -> Plan:  # fmt: skip
-    device = cluster.devices[0].kind
     world = mesh.size
     if world > len(cluster.devices):
         raise RequestError(f"mesh {mesh} needs {world} devices, this cluster has {len(cluster.devices)}: use --nproc {len(cluster.devices)} or less")
-    cores = cluster.nodes[0].cores
-    return Plan(
+    used = cluster.devices[:world]
+    device, where = used[0].kind, places(used)
+    usual = "nccl" if device == "cuda" and not where else "gloo"
+    plan = Plan(
         model=profile.name,
         global_batch=workload.global_batch,
         mesh=mesh,
@@ -214,18 +218,21 @@ def _make(
         schedule=wishes.schedule or "1f1b",
         memory=choose_memory(profile, cluster, workload.precision, zero, recompute, wishes.recompute_layers),
         sync=SyncPolicy(**{k: v for k in ("bucket_bytes", "overlap", "timeout_s", "routes") if (v := getattr(wishes, k)) is not None}),
-        balance=BalancePolicy(),
+        balance=nearly_equal(workload.global_batch, mesh) if len(set(map(kind_of, where))) > 1 else BalancePolicy(),
         placements=wishes.placements,
         tensor=cuts.tensor[0],
         across=cuts.tensor[1],
         context=cuts.context,
         spatial=cuts.spatial,
         owners=cuts.owners,
-        compile=wishes.compile if wishes.compile is not None else "none" if cuts.context.attends else _default_compile(device, world),
+        compile=wishes.compile if wishes.compile is not None else "none" if cuts.context.attends or where else _default_compile(device, world),
         device=device,
-        backend=wishes.backend or ("nccl" if device == "cuda" else "gloo"),
-        threads=max(cores // world, 1) if device == "cpu" else 0,
+        places=where,
+        backend=wishes.backend or usual,
+        threads=cluster.threads(world),
     )
+    check_ties(plan, profile.tied)
+    return plan
 
 
 def _default_compile(device: str, world: int) -> Compile:

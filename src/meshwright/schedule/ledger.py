@@ -32,16 +32,16 @@ class LedgerLine:
 
 def plan_ledger(plan: Plan, profile: ModelProfile, *, clip: bool = True, rank: int = 0) -> tuple[LedgerLine, ...]:
     """What one rank will do, under the names that the run counts by."""
-    return _lines(plan, profile, expand(plan, profile.at(plan.largest_micro_batch), clip=clip).of(rank))
+    return _lines(plan.seen_by(rank), profile, expand(plan, profile.at(plan.largest_micro_batch), clip=clip).of(rank))
 
 
 def plan_ledgers(plan: Plan, profile: ModelProfile, *, clip: bool = True) -> dict[str, list[LedgerLine]]:
     """The ledger of every rank; ranks that do the same are named together, like "0,1"."""
     schedule = expand(plan, profile.at(plan.largest_micro_batch), clip=clip)
-    groups: dict[int, list[int]] = {}
+    groups: dict[tuple[int, str], list[int]] = {}
     for rank in range(plan.world):
-        groups.setdefault(schedule.ranks.get(str(rank), 0), []).append(rank)
-    return {",".join(map(str, ranks)): list(_lines(plan, profile, schedule.of(ranks[0]))) for ranks in groups.values()}
+        groups.setdefault((schedule.ranks.get(str(rank), 0), plan.seen_by(rank).device), []).append(rank)
+    return {",".join(map(str, ranks)): list(_lines(plan.seen_by(ranks[0]), profile, schedule.of(ranks[0]))) for ranks in groups.values()}
 
 
 def _lines(plan: Plan, profile: ModelProfile, program: Sequence[Action]) -> tuple[LedgerLine, ...]:

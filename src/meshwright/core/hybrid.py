@@ -1,0 +1,73 @@
+"""Ranks on unlike devices: a GPU rank and CPU ranks in one job, or several ranks that share a card."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from meshwright.core.cluster import Device, DeviceKind
+from meshwright.core.errors import RequestError
+from meshwright.core.mesh import Mesh
+
+PLACES = "MESHWRIGHT_DEVICES"  # where a script's ranks find what each of them is on, like "cuda:0,cpu"
+_ALIKE = ("tp", "cp", "ep")  # axes whose ranks draw the same random numbers, which a CPU and a GPU do not
+
+
+def kind_of(place: str) -> DeviceKind:
+    return "cpu" if place == "cpu" else "cuda"
+
+
+def index_of(place: str) -> int:
+    """Which card, of those that the job uses."""
+    return int(place.partition(":")[2] or 0)
+
+
+def places(devices: Sequence[Device]) -> tuple[str, ...]:
+    """What ranks are on, one entry each; nothing where they are alike and have their devices to themselves."""
+    cards = list(dict.fromkeys(d.index for d in devices if d.kind == "cuda"))
+    on_cards = sum(d.kind == "cuda" for d in devices)
+    if on_cards == len(cards) in (0, len(devices)):
+        return ()
+    return tuple("cpu" if d.kind == "cpu" else f"cuda:{cards.index(d.index)}" for d in devices)
+
+
+def told_places(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """What a launcher said that ranks are on; nothing where they are alike."""
+    return tuple(filter(None, environ.get(PLACES, "").split(",")))
+
+
+def picked(where: Sequence[str]) -> tuple[int | Literal["cpu"], ...]:
+    """Places as one names devices: the number of a card, or cpu."""
+    return tuple("cpu" if place == "cpu" else index_of(place) for place in where)
+
+
+def check_places(where: Sequence[str], mesh: Mesh, backend: str, precision: str) -> None:
+    """What ranks on unlike devices cannot do, with the reason."""
+    if len(where) != mesh.size:
+        raise RequestError(f"plan: places has {len(where)} entries for mesh {mesh} of {mesh.size} ranks: give {mesh.size}")
+    for place in where:
+        if place != "cpu" and not (place.startswith("cuda:") and place[5:].isdigit()):
+            raise RequestError(f"plan: places: '{place}' is no place for a rank: write cpu or cuda:0")
+    if backend == "nccl":
+        raise RequestError("plan: NCCL needs a card for every rank, and places has CPUs or a card twice: use backend=gloo")
+    if precision == "fp8" and "cpu" in where:
+        raise RequestError("plan: precision=fp8 needs a GPU for every rank, and some are on CPUs: use bf16")
+    for axis in (a for a in _ALIKE if mesh.degree(a) > 1):
+        for group in mesh.groups(axis):
+            if len({kind_of(where[r]) for r in group}) > 1:
+                raise RequestError(
+                    f"plan: mesh {mesh}: {axis} joins ranks on a CPU and on a GPU, which draw other random numbers: use dp, shard or pp for them"
+                )
+
+
+def group_backend(where: Sequence[str], group: Sequence[int], backend: str) -> str:
+    """NCCL where every rank of a group has a card to itself, else what all ranks meet by."""
+    mine = [where[rank] for rank in group] if where else []
+    return "nccl" if mine and "cpu" not in mine and len(set(mine)) == len(mine) else backend
+
+
+def show_places(where: Sequence[str], world: int, kind: str) -> str:
+    """'2 × cuda', or '1 × cuda + 2 × cpu'."""
+    counts = Counter(map(kind_of, where)) if where else {kind: world}
+    return " + ".join(f"{count} × {name}" for name, count in counts.items())

@@ -1,0 +1,121 @@
+"""Ranks on unlike devices: how they are named, what they may do together, and how many samples each takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright import zoo
+from meshwright.core.calibration import Calibration, Line, Rates
+from meshwright.core.cluster import Cluster, Device, Node
+from meshwright.core.errors import RequestError
+from meshwright.core.hybrid import PLACES, group_backend, picked, places, told_places
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import BalancePolicy, MemoryPolicy, Plan
+from meshwright.core.serial import from_data, to_data
+from meshwright.core.workload import Workload
+from meshwright.cost import estimate
+from meshwright.describe import nvml
+from meshwright.describe.discover import discover
+from meshwright.describe.trace import trace_task
+from meshwright.plan import rank_plans
+from meshwright.plan.balance import deal
+from meshwright.plan.space import Wishes
+from meshwright.schedule import plan_ledgers
+
+CARD = nvml.Gpu(0, "NVIDIA H200", "GPU-1", 150 * 2**30, 150 * 2**30, "00", (9, 0), 0)
+GPU, CPU = Device("cuda", "fast", 0, 2**34), Device("cpu", "slow", 0, 2**34)
+
+
+def rates(ranks: int, kind: str, speed: float) -> Rates:
+    lines = {f"gloo/{op}": Line(1e-4, 1e9) for op in ("all_reduce", "all_gather", "reduce_scatter")} if ranks > 1 else {}
+    return Rates(ranks, 1, {"matmul/fp32": ((1e3, speed), (1e12, speed))}, ((1e3, speed), (1e9, speed)), 1e-6, lines, device=kind)
+
+
+MEASURED = Calibration("here", "both", "now", tuple(rates(n, kind, speed) for n in (1, 3) for kind, speed in (("cuda", 8e10), ("cpu", 1e10))))
+
+
+def test_cpus_are_named_beside_gpus_and_a_card_may_be_shared() -> None:
+    def found(*devices: Any) -> list[tuple[str, int]]:
+        return [(d.kind, d.memory_bytes) for d in discover({}, devices=devices, gpus=(CARD, CARD)).devices]
+
+    mixed = found(0, "cpu", "cpu")
+    assert [kind for kind, _ in mixed] == ["cuda", "cpu", "cpu"] and mixed[1] == mixed[2]
+    assert found(1, 1) == [("cuda", CARD.memory_total // 2)] * 2
+    assert {kind for kind, _ in found("cpu", "cpu", "cpu")} == {"cpu"}
+    assert len(discover({}, devices=("cpu",) * 5, gpus=()).devices) == 5
+    with pytest.raises(RequestError, match=r"--devices 0,2,cpu: there is no device 2; this machine has 2 GPUs"):
+        found(0, 2, "cpu")
+
+
+def test_places_are_said_only_where_ranks_differ() -> None:
+    second = replace(GPU, index=3)
+    assert places([GPU, second]) == places([CPU, CPU]) == ()
+    assert places([second, GPU, CPU]) == ("cuda:0", "cuda:1", "cpu")
+    assert places([GPU, GPU]) == ("cuda:0", "cuda:0")
+    assert picked(told_places({PLACES: "cuda:1,cpu"})) == (1, "cpu") and told_places({}) == ()
+
+
+def test_a_group_of_cards_meets_by_nccl_and_others_by_what_all_share() -> None:
+    devices = ("cuda:0", "cuda:1", "cpu", "cuda:0")
+    assert group_backend(devices, (0, 1), "gloo") == "nccl"
+    assert {group_backend(devices, group, "gloo") for group in ((0, 2), (0, 3), (2,))} == {"gloo"}
+    assert group_backend((), (0, 1), "gloo") == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices", "changes", "reason"),
+    [
+        ("dp=2", ("cuda:0",), {}, "1 entries for mesh dp=2 of 2 ranks"),
+        ("dp=2", ("gpu", "cpu"), {}, "'gpu' is no place for a rank"),
+        ("dp=2", ("cuda:0", "cpu"), {"backend": "nccl"}, "NCCL needs a card for every rank"),
+        ("dp=2", ("cuda:0", "cpu"), {"memory": MemoryPolicy(precision="fp8")}, "fp8 needs a GPU for every rank"),
+        ("tp=2", ("cuda:0", "cpu"), {}, "tp joins ranks on a CPU and on a GPU"),
+    ],
+)
+def test_what_unlike_ranks_cannot_do_is_refused(mesh: str, devices: tuple[str, ...], changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(RequestError, match=reason):
+        Plan("m", 8, Mesh.parse(mesh), **{"device": "cuda", "places": devices, **changes})
+
+
+def test_each_rank_sees_its_own_device() -> None:
+    plan = Plan("m", 8, Mesh(dp=2, tp=(2,)), device="cuda", places=("cuda:0", "cuda:0", "cpu", "cpu"))
+    assert [plan.seen_by(rank).device for rank in range(4)] == ["cuda", "cuda", "cpu", "cpu"]
+    assert [plan.place(rank, rank) for rank in range(4)] == ["cuda:0", "cuda:0", "cpu", "cpu"]
+    assert from_data(Plan, to_data(plan), "plan") == plan
+    assert "2 × cuda + 2 × cpu" in plan.summary()
+
+
+@given(
+    lines=st.lists(st.tuples(st.floats(0, 3), st.floats(0.1, 5)), min_size=2, max_size=3),
+    samples=st.integers(0, 6),
+    least=st.integers(1, 2),
+)
+def test_no_other_shares_end_sooner(lines: list[tuple[float, float]], samples: int, least: int) -> None:
+    total = samples + least * len(lines)
+
+    def ends(shares: tuple[int, ...]) -> float:
+        return max(a + b * share for (a, b), share in zip(lines, shares, strict=True))
+
+    every = [s for s in product(range(least, total + 1), repeat=len(lines)) if sum(s) == total]
+    assert ends(deal(total, lines, least)) == pytest.approx(min(map(ends, every)))
+
+
+def test_the_planner_gives_samples_by_speed() -> None:
+    """A device eight times as quick as each of two others takes most of the batch, and the last sample evens them out."""
+    profile, cluster = trace_task(zoo.load("gpt-tiny")), Cluster("test", (Node("here", (GPU, CPU, CPU), 8, 2**35),))
+    ranking = rank_plans(profile, cluster, Workload(40), MEASURED, Wishes(mesh=Mesh(dp=3)))
+    best = ranking.best.plan
+    assert best.places == ("cuda:0", "cpu", "cpu") and (best.backend, best.compile, best.threads) == ("gloo", "none", 3)
+    assert best.balance.shares == (32, 4, 4)
+    equal = replace(best, balance=BalancePolicy((14, 13, 13)))
+    slower = estimate(equal, profile, Workload(40), cluster, MEASURED)
+    assert slower.step_s > 1.8 * ranking.best.estimate.step_s
+    memory = ranking.best.estimate.memory_bytes
+    assert memory[0] > memory[1] == memory[2]
+    assert len(plan_ledgers(best, profile)) == 2  # a ledger for each kind of device
