@@ -30,15 +30,15 @@ def estimate(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Clu
     every = [peak_bytes(plan, local_profile(plan, micro, 0, p, e), workload.optimizer, rates, in_flight(plan, p)) for p, e in places]
     kinds = max(every, key=lambda k: sum(k.values()))
     need = sum(kinds.values())
-    devices = cluster.devices[: plan.world]
-    capacity = min(d.memory_bytes for d in devices)
-    if devices[0].kind == "cpu":
+    device = cluster.devices[0]
+    capacity = cluster.least_memory(plan.world)
+    if device.kind == "cpu":
         capacity = _cpu_share(cluster, plan.world)
     fits, reason = _verdict(need, capacity)
     step = clock.now
     samples = plan.global_batch / step if step else 0.0
     flops = model_flops(profile.at(plan.global_batch))
-    peak = devices[0].peak_flops.get(plan.memory.precision) or max(
+    peak = device.peak_flops.get(plan.memory.precision) or max(
         (rate for key, points in rates.compute.items() if key.endswith(plan.memory.precision) for _, rate in points), default=0.0
     )
     return Estimate(
