@@ -23,6 +23,7 @@ from meshwright.core.strand import Flow
 from meshwright.core.strategy import Change, Strategy, as_strategy
 from meshwright.core.task import Batch, Loss
 from meshwright.core.workload import Workload
+from meshwright.cost.sheets import from_sheets
 from meshwright.describe.discover import discover
 from meshwright.describe.flow import trace_module_flow
 from meshwright.describe.trace import parameters_only, trace_module
@@ -104,7 +105,7 @@ def plan_for(model: nn.Module, batch: Batch, loss_fn: Loss, *, world: int | None
     cluster = discover(os.environ, ranks=world)
     workload = Workload(sample_count(batch))
     profile = trace_module(model, loss_fn, batch, name=type(model).__name__)
-    calibration = calibrate.kept(cluster, os.environ) or calibrate.from_sheet(cluster)
+    calibration = calibrate.kept(cluster, os.environ) or from_sheets(cluster)
     asked = Wishes(world=world, **wishes)
     if asked.flow is None and len(cluster.devices) > 1:
         asked = replace(asked, flow=_flow(model, loss_fn, batch, asked.mesh))
@@ -204,7 +205,7 @@ def _plan_here(
         profile = parameters_only(model, type(model).__name__) if loss_fn is None else trace_module(model, loss_fn, batch, name=type(model).__name__)
         name = type(optimizer).__name__.lower()
         workload = Workload(size, "train", "fp32", name if name in ("sgd", "adam", "adamw") else "adamw")
-        calibration = calibrate.kept(cluster, os.environ) or calibrate.from_sheet(cluster)
+        calibration = calibrate.kept(cluster, os.environ) or from_sheets(cluster)
         # A script may do with its model what a compiler cannot follow, so it is compiled only when the script says so.
         config = told(os.environ)
         flow = _flow(model, loss_fn, batch, Mesh.parse(config.mesh) if config.mesh else None) if loss_fn is not None and world > 1 else None

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from meshwright.core.plan import Plan
-from meshwright.orchestrate import Orchestrator, calibrate
+from meshwright.cost.sheets import from_sheets
+from meshwright.orchestrate import Orchestrator
 from meshwright.orchestrate.config import load_config
 from meshwright.orchestrate.orchestrator import write_run
 
@@ -42,7 +43,7 @@ def curve(place: Path, pool: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Plans a file here and trains it on the pool's warm workers: losses, gradient norms and the plan."""
     monkeypatch.chdir(place)
     monkeypatch.setattr(Orchestrator, "nursery", lambda *_: None)
-    monkeypatch.setattr(Orchestrator, "calibration", lambda self: calibrate.from_sheet(self.cluster))
+    monkeypatch.setattr(Orchestrator, "calibration", lambda self: from_sheets(self.cluster))
 
     def run(strategy: str, ranks: int, **keys: Any) -> tuple[list[float], Plan]:
         file, folder = place / f"{strategy}.json", place / f"run-{strategy}"

@@ -9,7 +9,21 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from meshwright.cli.shared import Devices, GlobalBatch, Json, Seq, Settings, device_list, make_config, need_torch, print_json, say, stdout
+from meshwright.cli.shared import (
+    ClusterFlag,
+    Devices,
+    GlobalBatch,
+    Json,
+    Seq,
+    Settings,
+    device_list,
+    make_config,
+    need_torch,
+    print_json,
+    say,
+    stdout,
+)
+from meshwright.core.errors import RequestError
 from meshwright.core.serial import to_data
 from meshwright.core.units import show_bytes, show_count, show_rate, show_seconds
 
@@ -25,12 +39,22 @@ app = typer.Typer(help="What this machine is; what a model costs, layer by layer
 def cluster(
     probe: Annotated[bool, typer.Option("--probe", help="Measure arithmetic, memory, copies and collectives, and keep the result.")] = False,
     devices: Devices = None,
+    name: ClusterFlag = None,
     as_json: Json = False,
 ) -> None:
-    """Devices, cores, memory, NUMA, network and scheduler of this machine.
+    """Devices, cores, memory, NUMA, network and scheduler of this machine, or what is known of another.
 
     Example: meshwright describe cluster --probe
+
+    Example: meshwright describe cluster --cluster leonardo:64
     """
+    if name not in (None, "here"):
+        if probe or devices:
+            raise RequestError(f"--probe and --devices are for this machine, and --cluster {name} is another: leave them out")
+        from meshwright.cli.clusters import show_elsewhere
+
+        show_elsewhere(str(name), as_json)
+        return
     from meshwright.describe.discover import discover
 
     found = discover(os.environ, devices=tuple(device_list(devices) or ()) or None)

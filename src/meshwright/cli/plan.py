@@ -6,12 +6,13 @@ import os
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from meshwright.cli.shared import (
+    ClusterFlag,
     Devices,
     GlobalBatch,
     Json,
@@ -47,6 +48,7 @@ def plan(
     nproc: Nproc = None,
     mesh: MeshFlag = None,
     devices: Devices = None,
+    cluster: ClusterFlag = None,
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
@@ -57,12 +59,15 @@ def plan(
     Example: meshwright plan gpt-mini --mesh tp=2 --ledger
 
     Example: meshwright plan cosmoflow-tiny --mesh cp=4
+
+    Example: meshwright plan gpt2-124m --cluster dgx-h100:2 --global-batch 64
     """
     need_torch()
     from meshwright.orchestrate import Orchestrator
 
     begun = time.perf_counter()
-    config = make_config(settings=settings, model=model, global_batch=global_batch, seq=seq, nproc=nproc, mesh=mesh, devices=device_list(devices))
+    sizes: dict[str, Any] = {"global_batch": global_batch, "seq": seq, "nproc": nproc, "mesh": mesh}
+    config = make_config(settings=settings, model=model, devices=device_list(devices), cluster=cluster, **sizes)
     with Orchestrator(config, os.environ, say) as orchestrator:
         prepared = orchestrator.prepare()
     if output is not None:

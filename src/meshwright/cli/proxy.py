@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from meshwright.cli.shared import Json, Nproc, Settings, make_config, need_torch, print_json, say, stdout
+from meshwright.cli.shared import ClusterFlag, Json, Nproc, Settings, make_config, need_torch, print_json, say, stdout
 from meshwright.core.errors import MeshwrightError, RequestError
 from meshwright.core.units import show_bytes, show_rate, show_seconds
 
@@ -32,7 +32,7 @@ def proxy(
     plan: Annotated[Path | None, typer.Option("--plan", help="The communication of this plan.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the schedule here instead of running it.")] = None,
     backend: Annotated[str | None, typer.Option("--backend", help="gloo, nccl, mpi, or sim: simulate it.")] = None,
-    cluster: Annotated[str, typer.Option("--cluster", help="For sim: here, ideal[:N] (a network that costs nothing), or a cluster's file.")] = "here",
+    cluster: ClusterFlag = None,
     nproc: Nproc = None,
     compute: Annotated[Literal["wait", "real"], typer.Option("--compute", help="Wait, or multiply matrices of as many FLOPs.")] = "wait",
     scale_down: Annotated[float, typer.Option("--scale-down", help="Divide sizes and waits by this.")] = 1.0,
@@ -61,7 +61,7 @@ def proxy(
     from meshwright.launch import adopted
 
     place = adopted(os.environ)
-    wish = _Wish(name, list(arguments or []), plan, scale_down, settings or [], nproc, backend, cluster, place)
+    wish = _Wish(name, list(arguments or []), plan, scale_down, settings or [], nproc, backend, cluster or "here", place)
     quiet = place is not None and place.rank > 0
     try:
         job = wish.job()
@@ -228,23 +228,23 @@ def _simulated(job: _Job, wish: _Wish, policy: dict[str, Any]) -> Outcome:
 
 
 def _network(wish: _Wish, world: int) -> Network:
-    from meshwright.core.cluster import Cluster
-    from meshwright.core.serial import from_data, read_json
-    from meshwright.describe.discover import discover
-    from meshwright.orchestrate import Orchestrator, calibrate
+    from meshwright.cost.sheets import from_sheets
+    from meshwright.describe.clusters import resolve
+    from meshwright.orchestrate import Orchestrator
     from meshwright.simulate import Ideal, Linked
 
     if wish.cluster.partition(":")[0] == "ideal":
         return Ideal()
+    found = resolve(wish.cluster, os.environ)
     if wish.cluster == "here":
-        found = discover(os.environ)
         with Orchestrator(make_config(), os.environ, say) as orchestrator:
             measured = orchestrator.calibration()
-    elif wish.cluster.endswith(".json"):
-        found = from_data(Cluster, read_json(Path(wish.cluster)), wish.cluster)
-        measured = calibrate.from_sheet(found)
+    elif world > len(found.devices):
+        raise RequestError(
+            f"--cluster {wish.cluster} has {len(found.devices)} devices, and {world} ranks are asked for: use more nodes or fewer ranks"
+        )
     else:
-        raise RequestError(f"--cluster {wish.cluster}: use here, ideal, ideal:N or a cluster's file")
+        measured = from_sheets(found)
     cuda = found.devices[0].kind == "cuda"
     return Linked(found, measured.layout(world), "nccl" if cuda else "gloo", duplex=cuda or len(found.nodes) > 1)
 

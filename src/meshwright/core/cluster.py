@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Literal
 
 from meshwright.core.errors import RequestError
+from meshwright.core.fabric import Fabric, FatTree
+from meshwright.core.reach import Pattern, Reach, Ways, reach
+from meshwright.core.topology import Extent, Hop, Inside, Link, Path, Place
+
+__all__ = ["FP8_SINCE", "Cluster", "Device", "DeviceKind", "Interface", "Link", "Node"]
 
 DeviceKind = Literal["cpu", "cuda"]
 FP8_SINCE = (8, 9)  # the first compute capability of GPUs that multiply 8-bit floating point: Ada; Hopper is 9.0
@@ -24,15 +32,6 @@ class Device:
     memory_bandwidth: float = 0.0  # bytes/s; 0 when unknown
     source: str = ""  # where the figures come from: a data sheet, or "probe"
     fp8: bool = False  # whether it multiplies matrices of 8-bit floating point
-
-
-@dataclass(frozen=True)
-class Link:
-    """What joins two devices: how long a message takes to start, and how fast it then goes."""
-
-    name: str
-    latency_s: float
-    bandwidth: float  # bytes/s, one way
 
 
 @dataclass(frozen=True)
@@ -56,30 +55,46 @@ class Node:
     numa: tuple[tuple[int, ...], ...] = ()  # cores by NUMA domain
     interfaces: tuple[Interface, ...] = ()
     link: Link = Link("shared memory", 5e-6, 5e9)
+    inside: Inside | None = None  # how its devices are joined; None: any two by `link`, without getting in each other's way
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines at hand. Ranks are numbered through the nodes in order, one a device."""
+    """The machines at hand. Ranks are numbered through the nodes in order, one a device. Nodes that are alike may be one object many times:
+    what is asked often is worked out once for each of them, so that a hundred thousand devices cost little more than eight."""
 
     name: str
     nodes: tuple[Node, ...]
     link: Link = Link("network", 2e-5, 1.25e9)
     scheduler: str = "none"  # slurm, mpi, ray, kubernetes, torchrun: who started us
+    fabric: Fabric | None = None  # how its nodes are joined; None: any two by `link`, without getting in each other's way
+    source: str = ""  # where the figures come from, for a cluster that was not discovered
 
-    @property
+    @cached_property
     def devices(self) -> tuple[Device, ...]:
         return tuple(d for node in self.nodes for d in node.devices)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """For each node, the first rank after it."""
+        return list(accumulate(len(node.devices) for node in self.nodes))
+
+    @cached_property
+    def _reaches(self) -> dict[tuple[Pattern, bool, tuple[int, ...]], Reach]:
+        return {}
 
     def node_of(self, rank: int) -> Node:
         return self.nodes[self._node_index(rank)]
 
+    def place(self, rank: int) -> Place:
+        """The rank's node, and its number there."""
+        node = self._node_index(rank)
+        return Place(node, rank - self._ends[node] + len(self.nodes[node].devices))
+
     def _node_index(self, rank: int) -> int:
-        for index, node in enumerate(self.nodes):
-            if rank < len(node.devices):
-                return index
-            rank -= len(node.devices)
-        raise IndexError(rank)
+        if not 0 <= rank < self._ends[-1]:
+            raise IndexError(rank)
+        return bisect_right(self._ends, rank)
 
     def link_between(self, ranks: tuple[int, ...]) -> Link:
         """The slowest link that a collective among `ranks` must cross."""
@@ -93,6 +108,63 @@ class Cluster:
         on_cpu = sum(d.kind == "cpu" for d in used)
         return max((node.cores - (len(used) - on_cpu)) // on_cpu, 1) if on_cpu else 0
 
+    def path(self, first: int, last: int) -> Path:
+        """The wires from one rank to another, in order."""
+        a, b = self.place(first), self.place(last)
+        if first == last:
+            return ()
+        if a.node == b.node:
+            return self._inside(a, b)
+        if self.fabric is None:
+            return (_private("network", a, self.link),)
+        path = self.fabric.path(a, b, self._extent)
+        if isinstance(self.fabric, FatTree) and self.fabric.rails and a.at != b.at and b.at < len(self.nodes[a.node].devices):
+            return (*self._inside(a, Place(a.node, b.at)), *path)
+        return path
+
+    def _inside(self, a: Place, b: Place) -> Path:
+        node = self.nodes[a.node]
+        return node.inside.path(a, b, self._extent) if node.inside is not None else (_private("inside", a, node.link),)
+
+    @cached_property
+    def _extent(self) -> Extent:
+        return Extent(len(self.nodes), -(-len(self.devices) // len(self.nodes)))
+
+    @property
+    def routed(self) -> bool:
+        """Whether anything is known of its wires but one figure for all."""
+        return self.fabric is not None or any(node.inside is not None for node in self.nodes[:1])
+
+    def span(self, ranks: tuple[int, ...], pattern: Pattern = "ring", everyone: bool = True) -> Reach:
+        """What each of `ranks` gets of the wires in a collective; `everyone`: while all other ranks are at it too, in groups like this one, as
+        with the groups of a mesh axis."""
+        key = (pattern, everyone, ranks)
+        if key not in self._reaches:
+            ways = Ways(self.path, self._node_index, self._rings, self._extent.nodes * self._extent.ranks)
+            self._reaches[key] = reach(ways, ranks, pattern, everyone)
+        return self._reaches[key]
+
+    def _rings(self, node: int, members: int) -> int:
+        inside = self.nodes[node].inside
+        return inside.rings(members) if inside is not None else 1
+
+    def each_node(self, change: Callable[[Node], Node]) -> tuple[Node, ...]:
+        """The nodes after `change`, which is asked once for each that differs."""
+        changed = {id(node): change(node) for node in {id(node): node for node in self.nodes}.values()}
+        return tuple(changed[id(node)] for node in self.nodes)
+
+    def with_links(self, change: Callable[[Link], Link]) -> Cluster:
+        """The same with every link changed: what would a better network give?"""
+        nodes = self.each_node(lambda node: replace(node, link=change(node.link), inside=_relinked(node.inside, change)))
+        return replace(self, nodes=nodes, link=change(self.link), fabric=_relinked(self.fabric, change))
+
+    def least_memory(self, ranks: int) -> int:
+        """Of the first `ranks` devices, the memory of the one with the least."""
+        whole = bisect_right(self._ends, ranks)
+        nodes = {id(node): node for node in self.nodes[:whole]}
+        part = self.devices[self._ends[whole - 1] if whole else 0 : ranks]
+        return min(d.memory_bytes for d in (*(d for node in nodes.values() for d in node.devices), *part))
+
     def take(self, ranks: int) -> Cluster:
         """The first `ranks` devices of this cluster."""
         if not 1 <= ranks <= len(self.devices):
@@ -100,6 +172,16 @@ class Cluster:
         kept, nodes = ranks, []
         for node in self.nodes:
             if kept > 0:
-                nodes.append(Node(**{**vars(node), "devices": node.devices[:kept]}))
+                nodes.append(node if len(node.devices) <= kept else replace(node, devices=node.devices[:kept]))
                 kept -= len(node.devices)
-        return Cluster(self.name, tuple(nodes), self.link, self.scheduler)
+        return replace(self, nodes=tuple(nodes))
+
+
+def _private(sort: str, a: Place, link: Link) -> Hop:
+    """A wire that nobody else uses."""
+    return Hop((sort, *a), link.name, link.latency_s, link.reached, 1, 1 << 62)
+
+
+def _relinked(topology: Any, change: Callable[[Link], Link]) -> Any:
+    links = {f.name: change(link) for f in fields(topology) if isinstance(link := getattr(topology, f.name), Link)} if topology else {}
+    return replace(topology, **links) if links else topology

@@ -58,7 +58,7 @@ def _convert(kind: Any, data: Any, where: str) -> Any:
         return data
     if origin in (Union, types.UnionType):
         options = [a for a in get_args(kind) if a is not type(None)]
-        return None if data is None and len(options) < len(get_args(kind)) else _convert(options[0], data, where)
+        return None if data is None and len(options) < len(get_args(kind)) else _convert(_option(options, data, where), data, where)
     if origin is typing.Literal:
         if not any(type(data) is type(choice) and data == choice for choice in get_args(kind)):
             raise unknown(f"value for {where}:", str(data), map(str, get_args(kind)))
@@ -78,6 +78,23 @@ def _convert(kind: Any, data: Any, where: str) -> Any:
         _expect(isinstance(data, kind) and not (kind is int and isinstance(data, bool)), kind.__name__, data, where)
         return data
     raise AssertionError(f"no JSON form for {kind} at {where}")
+
+
+def _option(options: list[Any], data: Any, where: str) -> Any:
+    """Of several dataclasses the one whose `kind` the data has; else the first."""
+    kinds = {
+        field.default: option
+        for option in options
+        if dataclasses.is_dataclass(option)
+        for field in dataclasses.fields(option)
+        if field.name == "kind"
+    }
+    if len(kinds) < 2:
+        return options[0]
+    _expect(isinstance(data, dict) and "kind" in data, f"an object with a kind ({', '.join(map(str, kinds))})", data, where)
+    if data["kind"] not in kinds:
+        raise unknown("kind", str(data["kind"]), map(str, kinds), where)
+    return kinds[data["kind"]]
 
 
 def _tuple(items: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:

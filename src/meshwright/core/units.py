@@ -54,3 +54,29 @@ def parse_bytes(text: str) -> int:
     number, prefix, binary = match.groups()
     power = " KMGTP".index(prefix.upper() or " ")
     return int(float(number) * (1024 if binary else 1000) ** power)
+
+
+def parse_rate(text: str) -> float:
+    """Bytes a second: '300 GB/s' → 3e11, '200 Gb/s' and '200 Gbit/s' → 2.5e10."""
+    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([kKMGTP]?)(i?)(B|b|bit)/s\s*", text)
+    if match is None:
+        raise RequestError(f"'{text}' is not a bandwidth; write it like 300 GB/s (bytes) or 200 Gb/s (bits)")
+    number, prefix, binary, unit = match.groups()
+    scale = (1024 if binary else 1000) ** " KMGTP".index(prefix.upper() or " ")
+    return float(number) * scale / (1 if unit == "B" else 8)
+
+
+def parse_flops(text: str) -> float:
+    """Operations a second: '312 TFLOP/s' → 3.12e14."""
+    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([MGTPE])FLOP/?[sS]\s*", text)
+    if match is None:
+        raise RequestError(f"'{text}' is not a rate of arithmetic; write it like 312 TFLOP/s")
+    return float(match[1]) * 1000.0 ** _PREFIXES.index(match[2])
+
+
+def parse_seconds(text: str) -> float:
+    """'2 us' and '2 µs' → 2e-6, '1.5 ms' → 1.5e-3, '3 s' → 3.0."""
+    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*(s|ms|us|µs|μs|ns)\s*", text)
+    if match is None:
+        raise RequestError(f"'{text}' is not a time; write it like 2 us or 1.5 ms")
+    return float(match[1]) * {"s": 1.0, "ms": 1e-3, "ns": 1e-9}.get(match[2], 1e-6)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from meshwright.core.calibration import Line, Rates
 from meshwright.core.cluster import Cluster, Link
+from meshwright.core.mesh import AXES, GRID, GROUP_AXES, Mesh
 from meshwright.core.plan import Plan
+from meshwright.core.reach import Pattern, Reach
 from meshwright.core.routes import way
 from meshwright.core.schedule import Action, wire_factor
 
@@ -21,13 +24,35 @@ def collective_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rate
     group = action.ranks(plan.mesh)
     if group == 1:
         return 0.0
-    link = cluster.link_between(tuple(range(min(plan.world, len(cluster.devices)))))
+    link = joined(cluster, members(action, plan.mesh), action.op)
     sent = sent_bytes(action, plan)
     routes = plan.sync.routes if action.axis != "pp" else ()  # stages meet by the plan's backend
     return line_of(action.op, group, way(routes, action.op, sent, plan.backend), rates, link).seconds(sent)
 
 
-def line_of(op: str, group: int, backend: str, rates: Rates, link: Link) -> Line:
+def members(action: Action, mesh: Mesh) -> tuple[int, ...]:
+    """The ranks that meet in one of the action's groups: rank 0's. Those of the others are as far apart."""
+    if action.axis == "world":
+        return tuple(range(mesh.size))
+    order, found = (*AXES[:-1], *GRID), [0]
+    axes = [a for axis in GROUP_AXES.get(action.axis, (action.axis,)) for a in (GRID if axis == "tp" else (axis,))]
+    for axis in sorted(axes, key=order.index):
+        stride = math.prod(mesh.degree(a) for a in order[order.index(axis) + 1 :])
+        found = [rank + place * stride for rank in found for place in range(mesh.degree(axis))]
+    return tuple(found[: action.group or None])
+
+
+def joined(cluster: Cluster, ranks: tuple[int, ...], op: str) -> Link | Reach:
+    """What a call among `ranks` gets while others like it are under way, by the cluster's wires; where these are not known, the slowest link.
+    More ranks than devices are as far apart as devices are."""
+    devices = len(cluster.devices)
+    if max(ranks) >= devices:
+        return cluster.link_between((0, devices - 1)) if devices > 1 else cluster.nodes[0].link
+    pattern: Pattern = "all_to_all" if op == "all_to_all" else "ring"
+    return cluster.span(ranks, pattern) if cluster.routed else cluster.link_between(ranks)
+
+
+def line_of(op: str, group: int, backend: str, rates: Rates, link: Link | Reach) -> Line:
     """α–β of one operation among `group` ranks: measured among as many, or among others, or from the figures of the link."""
     ops = ("all_to_all", "all_gather") if op == "all_to_all" else (op,)  # both hand every other rank its share of as many bytes
     backends = ("mpi", "gloo") if backend == "mpi" else (backend,)  # the nearest to it, until it is measured
@@ -40,5 +65,7 @@ def line_of(op: str, group: int, backend: str, rates: Rates, link: Link) -> Line
             # Latency grows with the ring's length; bandwidth was measured with every rank at work.
             longer = max(group - 1, 1) / max(rates.ranks - 1, 1)
             return replace(line, alpha_s=line.alpha_s * longer, gap_s=None if line.gap_s is None else line.gap_s * longer)
+    if isinstance(link, Reach):
+        return link.line(op)
     hops = 2 * (group - 1) if op == "all_reduce" else group - 1
     return Line(link.latency_s * hops, link.bandwidth)

@@ -102,7 +102,7 @@ def _capacity(cluster: Cluster, plan: Plan, of: _Class) -> int:
     """Memory for a rank. CPU ranks share what is free of their node's memory, however few of its devices are used."""
     devices = cluster.devices
     if devices[of.ranks[0]].kind != "cpu":
-        return min(devices[rank].memory_bytes for rank in of.ranks)
+        return cluster.least_memory(plan.world) if not of.kind else min(devices[rank].memory_bytes for rank in of.ranks)
     shares, first = [], 0
     for node in cluster.nodes:
         used = sum(device.kind == "cpu" for device in node.devices[: max(plan.world - first, 0)])

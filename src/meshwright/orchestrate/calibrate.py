@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError
 from meshwright.core.hybrid import places
 from meshwright.core.serial import from_data, read_json, write_json
+from meshwright.cost.sheets import from_sheets
+from meshwright.describe.discover import discover
 from meshwright.launch import Nursery, Workers
 
 PROBE_ERROR = 0.25  # relative; step times predicted from a quick probe were off by 4 to 23% (docs/log.md)
@@ -72,9 +75,7 @@ def probe(cluster: Cluster, nursery: Nursery, backend: str | None = None, *, qui
     return Calibration(cluster.nodes[0].name, devices[0].name, when, tuple(layouts), copies, "probe", PROBE_ERROR)
 
 
-def from_sheet(cluster: Cluster) -> Calibration:
-    """Rates from data sheets, for devices that cannot be measured now: half the peak for arithmetic, 80% of the bandwidth."""
-    device = cluster.devices[0]
-    compute = {f"matmul/{precision}": ((1e9, 0.5 * peak),) for precision, peak in device.peak_flops.items()}
-    rates = Rates(1, 0, compute or {"matmul/fp32": ((1e9, 2e10),)}, ((1e6, 0.8 * (device.memory_bandwidth or 1e10)),), 5e-6, overlap=0.8)
-    return Calibration(cluster.name, device.name, datetime.now(UTC).isoformat(timespec="seconds"), (rates,), source="data sheets", error=0.4)
+def without_network(cluster: Cluster, environ: Mapping[str, str]) -> Calibration:
+    """This machine's arithmetic, as measured where it was, for a cluster whose network costs nothing."""
+    found = kept(discover(environ), environ) or from_sheets(cluster)
+    return replace(found, layouts=tuple(replace(rates, collectives={}, overlap=1.0) for rates in found.layouts))

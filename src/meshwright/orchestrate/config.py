@@ -52,6 +52,7 @@ class RunConfig(BaseModel):
     mesh: str | None = Field(None, description="like dp=2 or shard=2; an axis left out is 1")
     nproc: int | None = Field(None, ge=1, le=65536, description="ranks; all devices by default")
     devices: tuple[int | Literal["cpu"], ...] | None = Field(None, description='which devices, like [0, 2] or [0, "cpu"]')
+    cluster: str = Field("here", description="to plan for: here, a machine such as dgx-h100:16, ideal[:N], or a file")
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] | None = Field(None, description="order of micro-batches in a pipeline")
     placements: dict[str, str] = Field(default_factory=dict, description='tensor parallelism by layer, like {"head": "whole"}')
     sequence: bool | None = Field(None, description="whether tensor-parallel ranks share positions between cut parts")

@@ -26,7 +26,9 @@ from meshwright.core.strand import Flow
 from meshwright.core.task import Task
 from meshwright.core.workload import Workload
 from meshwright.cost import estimate
+from meshwright.cost.sheets import from_sheets
 from meshwright.describe import nvml
+from meshwright.describe.clusters import resolve
 from meshwright.describe.discover import discover
 from meshwright.describe.flow import trace_flow
 from meshwright.describe.trace import trace_task
@@ -85,6 +87,10 @@ class Orchestrator:
             wanted = size
         if self.config.plan != "auto":
             wanted = Plan.load(Path(self.config.plan)).world
+        if self.config.cluster != "here":
+            if self.config.devices is not None:
+                raise RequestError(f"--devices picks among this machine's, and --cluster {self.config.cluster} is another: leave one of them out")
+            return resolve(self.config.cluster, self.environ, ranks=wanted)
         cluster = discover(self.environ, ranks=wanted, devices=self.config.devices)
         return self._free_memory(cluster) if any(d.kind == "cuda" for d in cluster.devices) else cluster
 
@@ -123,7 +129,9 @@ class Orchestrator:
         return self._nursery
 
     def calibration(self, *, fresh: bool = False, quick: bool = True) -> Calibration:
-        """What this machine reaches: from the cache, or measured now."""
+        """What this machine reaches: from the cache, or measured now. Another cluster: what its data sheets promise."""
+        if self.config.cluster != "here":
+            return calibrate.without_network(self.cluster, self.environ) if self.cluster.name == "ideal" else from_sheets(self.cluster)
         whole = discover(self.environ, devices=self.config.devices)
         ranks = {1, calibrate.most_ranks(self.cluster)}
         found = None if fresh else calibrate.kept(self.cluster, self.environ) or calibrate.kept(whole, self.environ)
@@ -156,7 +164,8 @@ class Orchestrator:
                 f"--plan {self.config.plan} is run as it is, and strategy={self.config.strategy} would change it: leave one of them out"
             )
         self.config, task = settle(self.config)
-        self.nursery()
+        if self.config.cluster == "here":
+            self.nursery()
         workload = self.workload(task)
         begun = time.perf_counter()
         self.say(f"profiling {task.name}")
@@ -227,6 +236,7 @@ class Orchestrator:
     def train(self, prepared: Prepared, console: Console) -> dict[str, Any]:
         """Launch the plan, show it live, write the folder; the result."""
         plan = prepared.plan
+        self._only_here()
         if not prepared.estimate.fits:
             raise RequestError(prepared.why.replace("\n", " "))
         folder = create(Path(self.config.run_dir), self.config.name, prefix=prepared.task.name)
@@ -251,6 +261,7 @@ class Orchestrator:
         """A user's own script on every device; `mw.prepare` inside it decides how."""
         if not Path(script).is_file():
             raise RequestError(f"{script}: no such file")
+        self._only_here()
         told = {**told_to_script(self.config), **({PLACES: ",".join(where)} if (where := places(self.cluster.devices)) else {})}
         ranks = Mesh.parse(self.config.mesh).size if self.config.mesh and not self.config.nproc else len(self.cluster.devices)
         self.calibration()
@@ -267,6 +278,10 @@ class Orchestrator:
             self._record(folder, failure.fault)
             raise
         return {"run": str(folder.path), "ranks": len(seconds), "seconds": max(seconds)}
+
+    def _only_here(self) -> None:
+        if self.config.cluster != "here":
+            raise RequestError(f"--cluster {self.config.cluster} is to plan for, and this runs here: leave it out, or use plan or simulate")
 
     def _record(self, folder: RunFolder, fault: Fault) -> None:
         with Recorder(folder.path, fault.rank) as recorder:

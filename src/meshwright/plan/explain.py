@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.core.calibration import Calibration, Line
-from meshwright.core.cluster import Cluster, Link
+from meshwright.core.cluster import Cluster, Link, Node
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.units import show_bytes, show_seconds
@@ -135,15 +135,11 @@ def _devices_needed(ranking: Ranking) -> int | None:
 
 
 def _less_memory(cluster: Cluster, factor: float) -> Cluster:
-    nodes = tuple(
-        replace(
-            node,
-            memory_bytes=int(node.memory_bytes * factor),
-            devices=tuple(replace(d, memory_bytes=int(d.memory_bytes * factor)) for d in node.devices),
-        )
-        for node in cluster.nodes
-    )
-    return replace(cluster, nodes=nodes)
+    def less(node: Node) -> Node:
+        devices = tuple(replace(d, memory_bytes=int(d.memory_bytes * factor)) for d in node.devices)
+        return replace(node, memory_bytes=int(node.memory_bytes * factor), devices=devices)
+
+    return replace(cluster, nodes=cluster.each_node(less))
 
 
 def _faster_network(ranking: Ranking, factor: float) -> dict[str, Any]:
@@ -155,10 +151,8 @@ def _faster_network(ranking: Ranking, factor: float) -> dict[str, Any]:
     def line(found: Line) -> Line:
         return Line(found.alpha_s / factor, found.bytes_per_s * factor)
 
-    cluster = ranking.cluster
-    nodes = tuple(replace(node, link=link(node.link)) for node in cluster.nodes)
     layouts = tuple(replace(r, collectives={k: line(v) for k, v in r.collectives.items()}) for r in ranking.calibration.layouts)
     return {
-        "cluster": replace(cluster, nodes=nodes, link=link(cluster.link)),
+        "cluster": ranking.cluster.with_links(link),
         "calibration": replace(ranking.calibration, layouts=layouts),
     }

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from meshwright.core.calibration import Rates
-from meshwright.core.cluster import Cluster, Link
+from meshwright.core.cluster import Cluster
+from meshwright.core.reach import Reach
 from meshwright.core.schedule import wire_factor
-from meshwright.cost.collective import line_of
+from meshwright.cost.collective import joined, line_of
 
 
 class Network(Protocol):
@@ -67,14 +68,10 @@ class Linked:
     def seconds(self, op: str, size: int, ranks: tuple[int, ...]) -> tuple[float, float]:
         if len(ranks) < 2:
             return 0.0, 0.0
-        line = line_of(op, len(ranks), self.backend, self.rates, self._link(ranks))
+        line = line_of(op, len(ranks), self.backend, self.rates, joined(self.cluster, ranks, op))
         gap = line.alpha_s if line.gap_s is None else min(line.gap_s, line.alpha_s)
         return gap + size * wire_factor(op, len(ranks)) / (line.bytes_per_s * self.faster), line.alpha_s - gap
 
     def wire(self, ranks: tuple[int, ...]) -> str:
-        return self._link(ranks).name if self.contended else ""
-
-    def _link(self, ranks: tuple[int, ...]) -> Link:
-        if max(ranks) < len(self.cluster.devices):
-            return self.cluster.link_between(ranks)
-        return self.cluster.link if len(self.cluster.nodes) > 1 else self.cluster.nodes[0].link
+        link = joined(self.cluster, ranks, "")
+        return (link.slowest if isinstance(link, Reach) else link.name) if self.contended else ""

@@ -1,0 +1,88 @@
+"""`describe cluster --cluster NAME`: what is known of a cluster that is not this machine, and what groups of ranks get of its wires."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from rich.table import Table
+
+from meshwright.cli.shared import print_json, stdout
+from meshwright.core.cluster import Cluster, Node
+from meshwright.core.reach import Reach
+from meshwright.core.serial import to_data
+from meshwright.core.units import show_bytes, show_rate, show_seconds
+
+
+def show_elsewhere(name: str, as_json: bool) -> None:
+    from meshwright.describe.clusters import resolve
+
+    found = resolve(name, os.environ)
+    if as_json:
+        print_json(_as_data(found))
+        return
+    stdout.print(f"[bold]{found.name}[/bold]: {len(found.devices):,} devices on {len(found.nodes):,} node{'s' * (len(found.nodes) > 1)}")
+    for node, count in folded(found):
+        stdout.print(
+            f"{count:,} × {node.name}: {node.cpu or 'CPU not said'}, {node.cores} cores, {show_bytes(node.memory_bytes)} memory", markup=False
+        )
+    stdout.print(_devices_table(found))
+    if found.routed:
+        stdout.print(_reach_table(found))
+    if found.source:
+        stdout.print(f"source: {found.source}", markup=False)
+
+
+def folded(cluster: Cluster) -> list[tuple[Node, int]]:
+    """Its nodes, those alike once, with how many there are."""
+    return [(node, len(list(alike))) for node, alike in groupby(cluster.nodes)]
+
+
+def groups(cluster: Cluster) -> dict[str, tuple[int, ...]]:
+    """Groups that meshes commonly make: within a node, one rank a node, and everybody."""
+    first = len(cluster.nodes[0].devices)
+    starts = [0]
+    for node in cluster.nodes[:-1]:
+        starts.append(starts[-1] + len(node.devices))
+    found = {"the ranks of a node": tuple(range(first)), "one rank a node": tuple(starts), "all ranks": tuple(range(len(cluster.devices)))}
+    return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
+
+
+def _as_data(cluster: Cluster) -> dict[str, Any]:
+    nodes = folded(cluster)
+    data = to_data(replace(cluster, nodes=tuple(node for node, _ in nodes)))
+    reached = {
+        name: {pattern: to_data(cluster.span(ranks, pattern)) for pattern in ("ring", "all_to_all")} for name, ranks in groups(cluster).items()
+    }
+    return {"cluster": data, "counts": [count for _, count in nodes], "devices": len(cluster.devices), "reach": reached if cluster.routed else {}}
+
+
+def _devices_table(cluster: Cluster) -> Table:
+    table = Table(box=None, header_style="bold")
+    for column in ("devices", "memory", "peaks", "bandwidth", "source"):
+        table.add_column(column, overflow="fold")
+    for node, _ in folded(cluster):
+        for (name, memory), alike in groupby(node.devices, key=lambda d: (d.name, d.memory_bytes)):
+            same = list(alike)
+            peaks = ", ".join(f"{p} {show_rate(peak, 'FLOP/s')}" for p, peak in same[0].peak_flops.items())
+            bandwidth = show_rate(same[0].memory_bandwidth, "B/s") if same[0].memory_bandwidth else "not known"
+            table.add_row(f"{len(same)} × {name}", show_bytes(memory), peaks or "not known", bandwidth, same[0].source)
+    return table
+
+
+def _reach_table(cluster: Cluster) -> Table:
+    caption = "bytes/s that each rank sends while all other ranks are in such groups too"
+    table = Table(box=None, header_style="bold", caption=caption, caption_justify="left")
+    for column in ("group", "ring", "decided by", "shared by", "all to all", "switch hops", "latency"):
+        table.add_column(column)
+    for name, ranks in groups(cluster).items():
+        ring, mixed = cluster.span(ranks), cluster.span(ranks, "all_to_all")
+        table.add_row(f"{name} ({len(ranks):,})", *_row(ring, mixed))
+    return table
+
+
+def _row(ring: Reach, mixed: Reach) -> tuple[str, ...]:
+    rates = show_rate(ring.rate, "B/s"), ring.slowest, f"{ring.sharing:.3g}", show_rate(mixed.rate, "B/s")
+    return (*rates, str(mixed.switch_hops), show_seconds(ring.link.latency_s))

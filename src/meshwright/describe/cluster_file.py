@@ -1,0 +1,99 @@
+"""Cluster files: a few lines of TOML that say what machines there are and how they are joined. The catalog's machines are such files too.
+
+Whatever is wrong with one is said in one line: which line of the file, what was found, and what was expected."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import RequestError, unknown
+from meshwright.describe import cluster_spec as specs
+
+_Path = tuple[str | int, ...]
+_BY_KIND: dict[str, dict[str, type[BaseModel]]] = {
+    "inside": {"flat": specs.FlatInside, "switched": specs.SwitchedInside, "wired": specs.WiredInside, "pcie": specs.PcieInside},
+    "network": {
+        "flat": specs.FlatNetwork, "fat-tree": specs.FatTreeNetwork, "dragonfly": specs.DragonflyNetwork, "torus": specs.TorusNetwork,
+        "hammingmesh": specs.HammingMeshNetwork,
+    },
+}  # fmt: skip
+_BY_KEY: dict[str, type[BaseModel]] = {
+    "nodes": specs.NodeSpec, "devices": specs.DeviceSpec, "local": specs.LinkSpec, "between": specs.LinkSpec, "bridge": specs.LinkSpec,
+}  # fmt: skip
+
+
+def load_cluster(path: Path, nodes: int | None = None) -> Cluster:
+    """The cluster that a TOML file describes; `nodes` replaces how many there are."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise RequestError(f"{path}: not a text file") from None
+    return parse_cluster(text, str(path), path.stem, nodes)
+
+
+def parse_cluster(text: str, where: str, name: str, nodes: int | None = None) -> Cluster:
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        found = re.search(r" \(at line (\d+), column \d+\)$", str(error))
+        place, said = (f"{where}:{found[1]}", str(error)[: found.start()]) if found else (where, str(error))
+        raise RequestError(f"{place}: not TOML: {said}") from None
+    try:
+        spec = specs.ClusterSpec.model_validate(data)
+    except ValidationError as error:
+        raise _in_one_line(error, text, where) from None
+    return spec.cluster(name, nodes)
+
+
+def key_lines(text: str) -> dict[_Path, int]:
+    """Which line each table and key of a TOML file begins in; what is inside a value belongs to its key's line."""
+    lines: dict[_Path, int] = {(): 1}
+    counts: dict[str, int] = {}
+    table: _Path = ()
+    for number, line in enumerate(text.splitlines(), 1):
+        if found := re.match(r"\s*\[\[\s*([\w-]+)\s*\]\]", line):
+            counts[found[1]] = counts.get(found[1], -1) + 1
+            table = (found[1], counts[found[1]])
+            lines.setdefault((found[1],), number)
+            lines[table] = number
+        elif found := re.match(r"\s*\[\s*([\w.-]+)\s*\]\s*(#|$)", line):
+            first, *rest = found[1].split(".")
+            table = ((first, counts[first]) if first in counts else (first,)) + tuple(rest)  # of an array of tables, its latest
+            lines[table] = number
+        elif found := re.match(r"\s*([\w.-]+)\s*=", line):
+            lines.setdefault(table + tuple(found[1].split(".")), number)
+    return lines
+
+
+def _in_one_line(error: ValidationError, text: str, where: str) -> RequestError:
+    """The first mistake. Its place, as Pydantic says it, has the kinds that were tried between the keys of the file."""
+    first = error.errors(include_url=False)[0]
+    kinds = {kind for by_kind in _BY_KIND.values() for kind in by_kind}
+    loc = [part for part in first["loc"] if part not in kinds]
+    lines = key_lines(text)
+    line = next(lines[tuple(loc[:end])] for end in range(len(loc), -1, -1) if tuple(loc[:end]) in lines)
+    mine = loc[:-1] if first["type"] in ("missing", "extra_forbidden") else loc
+    shown = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in mine).lstrip(".")
+    place = f"{where}:{line}: {shown}: " if shown else f"{where}:{line}: "
+    if first["type"] == "extra_forbidden":
+        return RequestError(f"{place}{unknown('key', str(loc[-1]), _keys(first['loc']))}")
+    if first["type"] == "missing":
+        return RequestError(f"{place}the key '{loc[-1]}' is missing")
+    if first["type"] == "value_error":
+        return RequestError(f"{place}{first['ctx']['error']}")
+    return RequestError(f"{place}found {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}")
+
+
+def _keys(loc: tuple[str | int, ...]) -> list[str]:
+    """The keys that are known where an unknown one was found."""
+    model: type[BaseModel] = specs.ClusterSpec
+    for before, part in zip(("", *loc), loc[:-1], strict=False):
+        model = _BY_KIND.get(str(before), {}).get(str(part)) or _BY_KEY.get(str(part)) or model
+    return list(model.model_fields)

@@ -1,0 +1,256 @@
+"""What a cluster file may say, strictly, and the `Cluster` that it means. `describe/cluster_file.py` reads the file.
+
+Quantities are written as people write them: '80 GB', '200 Gb/s', '2 us'."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from meshwright.core.cluster import Cluster, Device, DeviceKind, Node
+from meshwright.core.errors import RequestError
+from meshwright.core.fabric import Dragonfly, Fabric, FatTree, Flat, HammingMesh, Torus
+from meshwright.core.topology import Inside, Link, PcieTree, Switched, Wired
+from meshwright.core.units import parse_bytes, parse_flops, parse_rate, parse_seconds
+from meshwright.describe.catalog import DeviceSheet, named
+
+
+def _read(parse: Callable[[str], float]) -> BeforeValidator:
+    def read(value: object) -> object:
+        if not isinstance(value, str):
+            raise ValueError(f"{value} has no unit; write it in quotes with one")
+        try:
+            return parse(value)
+        except RequestError as error:
+            raise ValueError(str(error)) from None
+
+    return BeforeValidator(read)
+
+
+Bytes = Annotated[int, _read(parse_bytes), Field(gt=0)]
+Rate = Annotated[float, _read(parse_rate), Field(gt=0)]
+Flops = Annotated[float, _read(parse_flops), Field(gt=0)]
+Seconds = Annotated[float, _read(parse_seconds), Field(ge=0)]
+Count = Annotated[int, Field(ge=1, strict=True)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LinkSpec(_Strict):
+    """One link, one way."""
+
+    name: str = ""
+    bandwidth: Rate
+    latency: Seconds
+    efficiency: float = Field(1.0, gt=0, le=1)
+
+    def link(self, default: str = "link") -> Link:
+        return Link(self.name or default, self.latency, self.bandwidth, self.efficiency)
+
+
+class FlatInside(LinkSpec):
+    kind: Literal["flat"] = "flat"
+
+    def inside(self) -> Inside | None:
+        return None
+
+
+class SwitchedInside(LinkSpec):
+    kind: Literal["switched"]
+
+    def inside(self) -> Inside:
+        return Switched(self.link())
+
+
+class WiredInside(LinkSpec):
+    kind: Literal["wired"]
+
+    def inside(self) -> Inside:
+        return Wired(self.link())
+
+
+class PcieInside(LinkSpec):
+    kind: Literal["pcie"]
+    switch: Count
+    socket: Annotated[int, Field(ge=0)] = 0
+    bridge: LinkSpec | None = None
+
+    def inside(self) -> Inside:
+        return PcieTree(self.link("PCIe"), self.switch, self.socket, self.bridge.link("socket to socket") if self.bridge else None)
+
+
+class FlatNetwork(LinkSpec):
+    kind: Literal["flat"] = "flat"
+    ports: Count = 1
+
+    def fabric(self) -> Fabric:
+        return Flat(self.link("network"), self.ports)
+
+
+class FatTreeNetwork(LinkSpec):
+    kind: Literal["fat-tree"]
+    ports: Count = 1
+    leaf: Count
+    pod: Annotated[int, Field(ge=0)] = 0
+    taper: float = Field(1.0, ge=1)
+    pod_taper: float = Field(1.0, ge=1)
+    hop: Seconds = 3e-7
+    rails: bool = False
+
+    def fabric(self) -> Fabric:
+        return FatTree(self.link("network"), self.leaf, self.ports, self.pod, self.taper, self.pod_taper, self.hop, self.rails)
+
+
+class DragonflyNetwork(LinkSpec):
+    kind: Literal["dragonfly"]
+    ports: Count = 1
+    switch: Count
+    group: Count
+    local: LinkSpec
+    between: LinkSpec
+    local_links: Count = 1
+    global_links: Count = 1
+    spines: Annotated[int, Field(ge=0)] = 0
+
+    def fabric(self) -> Fabric:
+        local, between = self.local.link("within groups"), self.between.link("between groups")
+        ends = (self.ports, self.local_links, self.global_links, self.spines)
+        return Dragonfly(self.link("network"), self.switch, self.group, local, between, *ends)
+
+
+class TorusNetwork(LinkSpec):
+    kind: Literal["torus"]
+    shape: tuple[Count, ...] = Field(min_length=1)
+
+    def fabric(self) -> Fabric:
+        return Torus(self.link("torus"), self.shape)
+
+
+class HammingMeshNetwork(LinkSpec):
+    kind: Literal["hammingmesh"]
+    board: tuple[Count, Count]
+    boards: tuple[Count, Count]
+    taper: float = Field(1.0, ge=1)
+
+    def fabric(self) -> Fabric:
+        return HammingMesh(self.link("mesh"), self.board, self.boards, self.taper)
+
+
+def _kind_or_flat(value: object) -> object:
+    return {"kind": "flat", **value} if isinstance(value, dict) else value
+
+
+InsideSpec = Annotated[FlatInside | SwitchedInside | WiredInside | PcieInside, Field(discriminator="kind"), BeforeValidator(_kind_or_flat)]
+Network = Annotated[
+    FlatNetwork | FatTreeNetwork | DragonflyNetwork | TorusNetwork | HammingMeshNetwork, Field(discriminator="kind"), BeforeValidator(_kind_or_flat)
+]
+
+
+class DeviceSpec(_Strict):
+    """One device of the catalog, any of its figures replaced; or one that the catalog does not have."""
+
+    device: str | None = None
+    count: Count = 1
+    name: str | None = None
+    kind: DeviceKind = "cuda"
+    memory: Bytes | None = None
+    memory_bandwidth: Rate | None = None
+    peak: dict[str, Flops] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: object) -> object:
+        """'8 x H100' is {device = "H100", count = 8}."""
+        if not isinstance(value, str):
+            return value
+        count, _, device = value.rpartition(" x ")
+        if count and not count.strip().isdigit():
+            raise ValueError(f"'{value}' is not a device; write it like H100 or 8 x H100")
+        return {"device": device.strip(), **({"count": int(count)} if count else {})}
+
+    @model_validator(mode="after")
+    def _known(self) -> DeviceSpec:
+        try:
+            known = self.sheet
+        except RequestError as error:
+            raise ValueError(str(error)) from None
+        if known is None and (self.name is None or self.memory is None):
+            raise ValueError('a device is one of the catalog\'s (device = "H100"), or has a name and memory of its own')
+        return self
+
+    @property
+    def sheet(self) -> DeviceSheet | None:
+        return named(self.device) if self.device is not None else None
+
+    def made(self, first: int, share: int) -> list[Device]:
+        """Its devices, numbered from `first`; `share` is a CPU's memory, where the file does not say."""
+        known = self.sheet
+        peak = {**(known.peak_flops if known else {}), **self.peak}
+        memory = self.memory or (known.memory_bytes if known else 0) or share
+        bandwidth = self.memory_bandwidth or (known.memory_bandwidth if known else 0.0)
+        kind, name = (known.kind, self.name or known.name) if known else (self.kind, self.name or "")
+        source = known.source if known else "cluster file"
+        return [Device(kind, name, first + i, memory, peak, bandwidth, source, "fp8" in peak) for i in range(self.count)]
+
+
+class NodeSpec(_Strict):
+    """Machines that are alike."""
+
+    name: str = "node"
+    count: Count = 1
+    devices: list[DeviceSpec] = Field(min_length=1)
+    cores: Count = 1
+    memory: Bytes
+    cpu: str = ""
+    inside: InsideSpec | None = None
+
+    @model_validator(mode="after")
+    def _joined(self) -> NodeSpec:
+        number = sum(d.count for d in self.devices)
+        if number > 1 and self.inside is None:
+            raise ValueError(f'{number} devices and no link between them; add inside = {{ bandwidth = "32 GB/s", latency = "10 us" }}')
+        return self
+
+    def node(self) -> Node:
+        number = sum(d.count for d in self.devices)
+        devices: list[Device] = []
+        for spec in self.devices:
+            devices += spec.made(len(devices), self.memory // number)
+        node = Node(self.name, tuple(devices), self.cores, self.memory, self.cpu)
+        return replace(node, link=self.inside.link("between devices"), inside=self.inside.inside()) if self.inside else node
+
+
+class ClusterSpec(_Strict):
+    """The whole file."""
+
+    name: str | None = None
+    source: str = ""
+    most: Annotated[int, Field(ge=0)] = 0  # nodes that there are; 0: as many as are asked for
+    nodes: list[NodeSpec] = Field(min_length=1)
+    network: Network | None = None
+
+    @model_validator(mode="after")
+    def _joined(self) -> ClusterSpec:
+        number = sum(n.count for n in self.nodes)
+        if number > 1 and self.network is None:
+            raise ValueError(f'{number} nodes and no [network]; add one with bandwidth = "200 Gb/s" and latency = "5 us"')
+        fabric = self.network.fabric() if self.network else None
+        places = math.prod(fabric.shape) if isinstance(fabric, Torus | HammingMesh) else number
+        if places < number:
+            raise ValueError(f"[network] has {places} places for {number} nodes; make it larger")
+        return self
+
+    def cluster(self, name: str, nodes: int | None = None) -> Cluster:
+        if nodes is not None and len(self.nodes) > 1:
+            raise RequestError(f"{name}: it has {len(self.nodes)} kinds of nodes, so :{nodes} does not say which; leave it out")
+        if nodes is not None and self.most and nodes > self.most:
+            raise RequestError(f"{name}:{nodes}: it has {self.most} nodes; use 1..{self.most}")
+        every = tuple(node for spec in self.nodes for node in (spec.node(),) * (nodes or spec.count))
+        made = Cluster(self.name or name, every, source=self.source)
+        return replace(made, link=self.network.link("network"), fabric=self.network.fabric()) if self.network else made

@@ -1,0 +1,66 @@
+"""`--cluster`, everywhere: `here`, a machine of the catalog with a number of nodes, `ideal[:N]`, or a file. One function resolves them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from meshwright.core.cluster import Cluster, Link, Node
+from meshwright.core.errors import RequestError, unknown
+from meshwright.core.serial import from_data, read_json
+from meshwright.describe.cluster_file import load_cluster, parse_cluster
+from meshwright.describe.discover import discover
+
+IDEAL = Link("ideal", 0.0, 1e18)  # costs nothing that could be seen
+
+
+def resolve(text: str, environ: Mapping[str, str], *, ranks: int | None = None) -> Cluster:
+    """The cluster that `text` names. `ranks`: no more devices than these, and for `ideal` without a number as many."""
+    name, _, number = text.partition(":")
+    if text == "here":
+        return discover(environ, ranks=ranks)
+    if text.endswith((".json", ".toml")):
+        path = Path(text)
+        found = load_cluster(path) if text.endswith(".toml") else from_data(Cluster, read_json(path), text)
+    elif name == "ideal":
+        return ideal(_count(text, number, "ideal:64") or ranks, environ)
+    else:
+        if name not in machines():
+            raise unknown("cluster", name, ["here", "ideal", *machines(), "a file's name in .toml or .json"])
+        found = machine(name, _count(text, number, f"{name}:4"))
+    return found.take(ranks) if ranks is not None else found
+
+
+@cache
+def machines() -> tuple[str, ...]:
+    """The names of the catalog's machines."""
+    folder = files("meshwright.describe.catalog").joinpath("machines")
+    return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
+
+
+def machine(name: str, nodes: int | None = None) -> Cluster:
+    """A machine of the catalog, with as many nodes; by default all it has, or one where it is sold by the node."""
+    if name not in machines():
+        raise unknown("cluster", name, machines())
+    text = files("meshwright.describe.catalog").joinpath("machines", f"{name}.toml").read_text(encoding="utf-8")
+    return parse_cluster(text, f"{name}.toml", name, nodes)
+
+
+def ideal(count: int | None, environ: Mapping[str, str]) -> Cluster:
+    """`count` devices like this machine's first, by default as many as it has, on a network that costs nothing."""
+    here = discover(environ)
+    device, node = here.devices[0], here.nodes[0]
+    count = count or len(here.devices)
+    devices = tuple(replace(device, index=index) for index in range(count))
+    return Cluster("ideal", (Node("ideal", devices, node.cores, node.memory_bytes, node.cpu, link=IDEAL),), IDEAL, source="no network")
+
+
+def _count(text: str, number: str, example: str) -> int | None:
+    if ":" not in text:
+        return None
+    if not number.isdigit() or not int(number):
+        raise RequestError(f"--cluster {text}: write it like {example}")
+    return int(number)
