@@ -143,6 +143,14 @@ def test_a_stage_may_begin_with_a_module_that_does_nothing() -> None:
     check_rank(model, plan, profile, None, 0)
 
 
+def test_sizes_in_a_modules_code_are_not_those_of_modules_inside() -> None:
+    """GPT-2 views its last hidden states by a number of positions that its layers use for all of them."""
+    plan, profile = spread(model_of("GPT2"), Mesh(pp=2, tp=(2,)), 2, micro=2, sequence=True, precision="fp32")
+    assert any(r.module == "transformer" for r in plan.tensor.rewrites)
+    for rank in range(4):
+        check_rank(model_of("GPT2"), plan, profile, None, rank)
+
+
 def test_a_stage_may_hold_no_parameters() -> None:
     model = {"sizes": [2, 2, 3], "activation": "relu", "norm": False, "masked": False}
     plan, profile = spread(model, Mesh(pp=2, tp=(2,)), 1, schedule="gpipe", precision="fp32")

@@ -6,7 +6,8 @@ given a whole activation for a cut part sums that input's gradient in backward; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -276,16 +277,17 @@ def _enter_parameter(module: nn.Module, key: str, comm: Comm, name: str) -> None
 
 class _Sizes(TorchFunctionMode):
     """While a module runs, sizes that count a dealt strand count this rank's piece of it. A slice is rewritten on tensors of the length
-    that its dim has on this rank alone: code that takes its numbers from a tensor's shape has the right ones already."""
+    that its dim has on this rank alone: code that takes its numbers from a tensor's shape has the right ones already. Modules inside have
+    code of their own, which the same numbers may mean something else in: only the innermost of `running` rewrites."""
 
-    def __init__(self, table: Mapping[tuple[str, int, int, int, int], int]) -> None:
+    def __init__(self, table: Mapping[tuple[str, int, int, int, int], int], running: list[_Sizes | None]) -> None:
         super().__init__()
-        self.table = table
+        self.table, self.running = table, running
         self.functions = {key[0] for key in table}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        call = sized_call(name, args, kwargs) if name in self.functions else None
+        call = sized_call(name, args, kwargs) if name in self.functions and self.running[-1] is self else None
         if call is not None:
             lengths = [args[0].shape[d] for d in call.dims] or [0] * len(call.sizes)
             now = [self.table.get((name, len(call.sizes), i, n, lengths[i]), n) for i, n in enumerate(call.sizes)]
@@ -299,15 +301,30 @@ def rewrite_sizes(modules: Mapping[str, nn.Module], rewrites: Sequence[Rewrite],
     for r in rewrites:
         size, mine = strands[r.strand].size, strands[r.strand].piece(comm.rank, comm.size)[1]
         tables.setdefault(r.module, {})[r.function, r.rank, r.position, r.number, r.length // size * mine] = r.number // size * mine
+    running: list[_Sizes | None] = []
     for name, table in tables.items():
-        _run_under(modules[name], _Sizes(table))
+        _run_under(modules[name], _Sizes(table, running), running)
+    for module in {id(inner): inner for name in tables for inner in _with_code(modules[name])}.values():
+        if all(module is not modules[name] for name in tables):
+            _run_under(module, None, running)
 
 
-def _run_under(module: nn.Module, mode: TorchFunctionMode) -> None:
+def _with_code(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules inside one, but for torch's own layers, whose code spells no sizes out."""
+    for inner in module.modules():
+        if inner is not module and (next(inner.children(), None) is not None or not type(inner).__module__.startswith("torch.nn.")):
+            yield inner
+
+
+def _run_under(module: nn.Module, mode: _Sizes | None, running: list[_Sizes | None]) -> None:
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with mode:
-            return inner(*args, **kwargs)
+        running.append(mode)
+        try:
+            with mode if mode is not None else nullcontext():
+                return inner(*args, **kwargs)
+        finally:
+            running.pop()
 
     module.forward = forward
