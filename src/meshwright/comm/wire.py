@@ -66,7 +66,7 @@ class Wire:
         """Where a message arrives, and what is left to do then."""
         if not self._needs_host(tensor):
             return self.landing(tensor)
-        there = torch.empty(tensor.shape, dtype=tensor.dtype)
+        there = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         return there if self.known(tensor.dtype) else self._bytes(there), lambda: tensor.copy_(there)
 
     def _needs_host(self, tensor: torch.Tensor) -> bool:
