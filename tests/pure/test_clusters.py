@@ -133,6 +133,7 @@ WRONG = {
     ),
     "time": ('latency = "20 us"', 'latency = "20 bytes"', "lab.toml:24: network.latency: '20 bytes' is not a time; write it like 2 us or 1.5 ms"),
     "no unit": ('"128 GB"', "128", "lab.toml:17: nodes[1].memory: 128 has no unit; write it in quotes with one"),
+    "bare": ('"128 GB"', '"128"', "lab.toml:17: nodes[1].memory: 128 has no unit; write it in quotes with one"),
     "inline": ('"12 GB/s"', '"12 GBs"', "lab.toml:18: nodes[1].inside.bandwidth: '12 GBs' is not a bandwidth"),
     "device": ('"RTX 4090"', '"RTX 4091"', "lab.toml:15: nodes[1].devices[0]: unknown device 'RTX 4091'; did you mean 'rtx-4090'?"),
     "key": ("cores = 16", "coers = 16", "lab.toml:16: nodes[1]: unknown key 'coers'; did you mean 'cores'?"),
