@@ -17,7 +17,14 @@ def test_the_wheel_runs_outside_the_checkout(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     home = tmp_path / "site"
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(home), str(wheel)], check=True, capture_output=True)
-    for name in ("py.typed", "describe/catalog/devices.json", "observe/report.css", "observe/report.js", "zoo/configs/phi-1_5.json"):
+    for name in (
+        "py.typed",
+        "describe/catalog/devices.json",
+        "describe/catalog/machines/leonardo.toml",
+        "observe/report.css",
+        "observe/report.js",
+        "zoo/configs/phi-1_5.json",
+    ):
         assert (home / "meshwright" / name).exists(), name
     env = {**os.environ, "PYTHONPATH": str(home)}
     where = subprocess.run(

@@ -60,7 +60,7 @@ def plan(
 
     Example: meshwright plan cosmoflow-tiny --mesh cp=4
 
-    Example: meshwright plan gpt2-124m --cluster dgx-h100:2 --global-batch 64
+    Example: meshwright plan gpt2-124m --cluster dgx-h100:2 --mesh dp=8,tp=2 --global-batch 64
     """
     need_torch()
     from meshwright.orchestrate import Orchestrator

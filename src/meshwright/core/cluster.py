@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
@@ -80,7 +80,7 @@ class Cluster:
         return list(accumulate(len(node.devices) for node in self.nodes))
 
     @cached_property
-    def _reaches(self) -> dict[tuple[Pattern, bool, tuple[int, ...]], Reach]:
+    def _reaches(self) -> dict[tuple[Pattern, bool, Sequence[int]], Reach]:
         return {}
 
     def node_of(self, rank: int) -> Node:
@@ -96,7 +96,7 @@ class Cluster:
             raise IndexError(rank)
         return bisect_right(self._ends, rank)
 
-    def link_between(self, ranks: tuple[int, ...]) -> Link:
+    def link_between(self, ranks: Sequence[int]) -> Link:
         """The slowest link that a collective among `ranks` must cross."""
         nodes = {self._node_index(r) for r in ranks}
         return self.link if len(nodes) > 1 else self.nodes[nodes.pop()].link
@@ -135,7 +135,7 @@ class Cluster:
         """Whether anything is known of its wires but one figure for all."""
         return self.fabric is not None or any(node.inside is not None for node in self.nodes[:1])
 
-    def span(self, ranks: tuple[int, ...], pattern: Pattern = "ring", everyone: bool = True) -> Reach:
+    def span(self, ranks: Sequence[int], pattern: Pattern = "ring", everyone: bool = True) -> Reach:
         """What each of `ranks` gets of the wires in a collective; `everyone`: while all other ranks are at it too, in groups like this one, as
         with the groups of a mesh axis."""
         key = (pattern, everyone, ranks)

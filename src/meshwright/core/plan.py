@@ -331,13 +331,14 @@ class Plan:
 
     def share(self, data_rank: int) -> tuple[int, int]:
         """(first sample, number of samples) of the global batch for one data rank."""
-        shares = self.balance.shares or (self.global_batch // self.mesh.data_width,) * self.mesh.data_width
-        return sum(shares[:data_rank]), shares[data_rank]
+        each = self.global_batch // self.mesh.data_width
+        shares = self.balance.shares
+        return (sum(shares[:data_rank]), shares[data_rank]) if shares else (data_rank * each, each)
 
     @property
     def largest_micro_batch(self) -> int:
         """Samples in the largest micro-batch of any rank: what memory must hold."""
-        most = max(self.share(r)[1] for r in range(self.mesh.data_width))
+        most = max(self.balance.shares, default=self.global_batch // self.mesh.data_width)
         return -(-most // self.micro_batches)
 
     @property

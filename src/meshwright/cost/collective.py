@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from meshwright.core.calibration import Line, Rates
 from meshwright.core.cluster import Cluster, Link
@@ -24,25 +26,29 @@ def collective_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rate
     group = action.ranks(plan.mesh)
     if group == 1:
         return 0.0
-    link = joined(cluster, members(action, plan.mesh), action.op)
+    link = joined(cluster, members(action.axis, action.group, plan.mesh), action.op)
     sent = sent_bytes(action, plan)
     routes = plan.sync.routes if action.axis != "pp" else ()  # stages meet by the plan's backend
     return line_of(action.op, group, way(routes, action.op, sent, plan.backend), rates, link).seconds(sent)
 
 
-def members(action: Action, mesh: Mesh) -> tuple[int, ...]:
-    """The ranks that meet in one of the action's groups: rank 0's. Those of the others are as far apart."""
-    if action.axis == "world":
-        return tuple(range(mesh.size))
+@lru_cache(maxsize=4096)
+def members(axis: str, count: int, mesh: Mesh) -> Sequence[int]:
+    """The ranks that meet in rank 0's group of an axis, or the first `count` of them. Those of the other groups are as far apart."""
+    if axis == "world":
+        return range(mesh.size)
     order, found = (*AXES[:-1], *GRID), [0]
-    axes = [a for axis in GROUP_AXES.get(action.axis, (action.axis,)) for a in (GRID if axis == "tp" else (axis,))]
-    for axis in sorted(axes, key=order.index):
-        stride = math.prod(mesh.degree(a) for a in order[order.index(axis) + 1 :])
-        found = [rank + place * stride for rank in found for place in range(mesh.degree(axis))]
-    return tuple(found[: action.group or None])
+    axes = [a for part in GROUP_AXES.get(axis, (axis,)) for a in (GRID if part == "tp" else (part,))]
+    for part in sorted(axes, key=order.index):
+        stride = math.prod(mesh.degree(a) for a in order[order.index(part) + 1 :])
+        places = range(0, mesh.degree(part) * stride, stride)
+        found = [rank + place for rank in found for place in places]
+    found = found[: count or None]
+    even = range(0, found[-1] + 1, found[1]) if len(found) > 1 else range(1)
+    return even if len(even) == len(found) else tuple(found)  # a range is looked up at once, however long it is
 
 
-def joined(cluster: Cluster, ranks: tuple[int, ...], op: str) -> Link | Reach:
+def joined(cluster: Cluster, ranks: Sequence[int], op: str) -> Link | Reach:
     """What a call among `ranks` gets while others like it are under way, by the cluster's wires; where these are not known, the slowest link.
     More ranks than devices are as far apart as devices are."""
     devices = len(cluster.devices)

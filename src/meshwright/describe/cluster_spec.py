@@ -21,7 +21,7 @@ from meshwright.describe.catalog import DeviceSheet, named
 
 def _read(parse: Callable[[str], float]) -> BeforeValidator:
     def read(value: object) -> object:
-        if not isinstance(value, str):
+        if not isinstance(value, str) or not value.strip()[-1:].isalpha():
             raise ValueError(f"{value} has no unit; write it in quotes with one")
         try:
             return parse(value)
