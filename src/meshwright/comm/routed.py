@@ -1,31 +1,33 @@
-"""One group over several backends: each call goes to the one that is quickest for its operation and size, by what was measured."""
+"""One group over several backends and by several algorithms: each call goes the way that was measured quickest for its operation and size."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from meshwright.comm.composed import Composed
 from meshwright.core.comm import Comm, Messages, Pending
 
 if TYPE_CHECKING:
     import torch
 
-Choose = Callable[[str, int], str]  # (operation, bytes of the whole tensor) → backend
+Choose = Callable[[str, int], str]  # (operation, bytes of the whole tensor) → backend, or backend:algorithm
 
 
 class RoutedComm:
     """`core.comm.Comm` that hands every call on. All ranks must choose alike, so a choice may depend on operation and size only: where sizes
     differ from rank to rank (all-to-all, unequal parts, messages) the choice is that of the largest size. `chosen` says what went where."""
 
-    def __init__(self, ways: Mapping[str, Comm], choose: Choose) -> None:
+    def __init__(self, ways: Mapping[str, Comm], choose: Choose, composed: Mapping[str, Composed] | None = None) -> None:
         self._ways, self._choose = dict(ways), choose
+        self._composed = dict(composed or {})
         self.first = next(iter(self._ways.values()))
         self.rank, self.size = self.first.rank, self.first.size
         self._known: dict[tuple[str, int], str] = {}
         self.chosen: dict[tuple[str, str], int] = {}
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Pending:
-        return self._by("all_reduce", tensor.nbytes).all_reduce(tensor, name, op, factor)
+        return self._three("all_reduce", tensor.nbytes).all_reduce(tensor, name, op, factor)
 
     def reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", root: int = 0) -> Pending:
         return self._by("reduce", tensor.nbytes).reduce(tensor, name, op, root)
@@ -33,10 +35,10 @@ class RoutedComm:
     def reduce_scatter(
         self, output: torch.Tensor, tensor: torch.Tensor, name: str, op: str = "sum", sizes: Sequence[int] | None = None
     ) -> Pending:  # fmt: skip
-        return self._by("reduce_scatter", tensor.nbytes).reduce_scatter(output, tensor, name, op, sizes)
+        return self._three("reduce_scatter", tensor.nbytes).reduce_scatter(output, tensor, name, op, sizes)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str, sizes: Sequence[int] | None = None) -> Pending:
-        return self._by("all_gather", output.nbytes).all_gather(output, tensor, name, sizes)
+        return self._three("all_gather", output.nbytes).all_gather(output, tensor, name, sizes)
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, name: str, receives: Sequence[int], sends: Sequence[int]) -> Pending:
         return self._by("all_to_all", _UNEVEN).all_to_all(output, tensor, name, receives, sends)
@@ -57,9 +59,17 @@ class RoutedComm:
         self.first.barrier()
 
     def _by(self, op: str, size: int) -> Comm:
+        return self._ways[self._way(op, size)]
+
+    def _three(self, op: str, size: int) -> Comm | Composed:
+        """For the operations that can be composed."""
+        way = self._way(op, size)
+        return self._composed.get(way) or self._ways[way]
+
+    def _way(self, op: str, size: int) -> str:
         way = self._known.get((op, size)) or self._known.setdefault((op, size), self._choose(op, size))
         self.chosen[op, way] = self.chosen.get((op, way), 0) + 1
-        return self._ways[way]
+        return way
 
 
 _UNEVEN = 1 << 22  # bytes that stand for sizes which the ranks do not share

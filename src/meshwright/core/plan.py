@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.core.cluster import DeviceKind
+from meshwright.core.compression import Compression, check_compression
 from meshwright.core.context import ContextPolicy
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
@@ -110,7 +111,10 @@ class SyncPolicy:
     first_bucket_bytes: int = 2**20
     overlap: tuple[Overlap, ...] = OVERLAPS
     timeout_s: float = 120.0
-    routes: tuple[Route, ...] = ()  # none: everything goes over the plan's backend
+    routes: tuple[Route, ...] = ()  # none: everything goes over the plan's backend, by its own collectives
+    nodes: tuple[int, ...] = ()  # how many ranks each node has, where routes tell nodes apart
+    compression: Compression = "none"  # of gradients on their way between data ranks
+    compression_rank: int = 4  # of powersgd's matrices
 
 
 @dataclass(frozen=True)
@@ -263,7 +267,8 @@ class Plan:
             raise RequestError(f"plan: sync.bucket_bytes={self.sync.bucket_bytes} must be positive")
         if not 0 < self.sync.timeout_s < float("inf"):
             raise RequestError(f"plan: sync.timeout_s={self.sync.timeout_s} must be a positive number of seconds")
-        check_routes(self.sync.routes, self.backend)
+        check_routes(self.sync.routes, self.backend, self.sync.nodes, self.world)
+        check_compression(self.sync.compression, self.sync.compression_rank, self.mesh, self.memory.zero, self.memory.precision)
 
     def _check_shares(self) -> None:
         shares, width = self.balance.shares, self.mesh.data_width
@@ -354,6 +359,7 @@ class Plan:
         parts += [self.memory.precision]
         parts += [_recomputing(self.memory)] * (self.memory.recompute != "none" or bool(self.memory.layers))
         parts += [f"compile {self.compile}"] * (self.compile != "none")
+        parts += [f"gradients in {self.sync.compression}"] * (self.sync.compression != "none")
         return ", ".join(parts)
 
     def save(self, path: Path) -> None:

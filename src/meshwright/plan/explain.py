@@ -157,7 +157,14 @@ def _faster_network(ranking: Ranking, factor: float) -> dict[str, Any]:
 
     cluster = ranking.cluster
     nodes = tuple(replace(node, link=link(node.link)) for node in cluster.nodes)
-    layouts = tuple(replace(r, collectives={k: line(v) for k, v in r.collectives.items()}) for r in ranking.calibration.layouts)
+    layouts = tuple(
+        replace(
+            r,
+            collectives={k: line(v) for k, v in r.collectives.items()},
+            curves={k: tuple((sent, seconds / factor) for sent, seconds in points) for k, points in r.curves.items()},
+        )
+        for r in ranking.calibration.layouts
+    )
     return {
         "cluster": replace(cluster, nodes=nodes, link=link(cluster.link)),
         "calibration": replace(ranking.calibration, layouts=layouts),
