@@ -21,7 +21,7 @@ def explain(ranking: Ranking) -> str:
     best = ranking.best
     if not best.estimate.fits:
         return "\n".join(_too_big(ranking))
-    lines = [_choice(best), _time(best), _memory(best, ranking)]
+    lines = [_choice(best), _time(best), _memory(best, ranking), *ranking.tuned]
     second = ranking.runner_up
     if second is not None:
         lines.append(_second(best, second))

@@ -44,6 +44,7 @@ class Wishes:
     routes: tuple[Route, ...] | None = None  # other ways than that one's own
     nodes: tuple[int, ...] | None = None  # ranks on each node, where routes tell them apart
     compression: Compression | None = None
+    allow: tuple[Compression, ...] = ()  # compressions that may be chosen where they are quicker
     compression_rank: int | None = None
     bucket_bytes: int | None = None
     overlap: tuple[Overlap, ...] | None = None
@@ -99,6 +100,8 @@ def _check(wishes: Wishes, devices: int) -> None:
         refuse_unused(Mesh(), wishes.schedule, wishes.placements, wishes.sequence)
     if wishes.flow is not None:
         check_placements(wishes.flow, wishes.placements)
+    if wishes.compression_rank is not None and "powersgd" not in (wishes.compression, *wishes.allow):
+        raise RequestError(f"compression_rank={wishes.compression_rank} is powersgd's: set compression=powersgd, or leave it out")
 
 
 def refuse_unused(mesh: Mesh, schedule: str | None, placements: Mapping[str, str], sequence: bool | None = None) -> None:
