@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from meshwright.comm.composed import Composed
 from meshwright.core.comm import Comm, Messages, Pending
@@ -23,11 +24,10 @@ class RoutedComm:
         self._composed = dict(composed or {})
         self.first = next(iter(self._ways.values()))
         self.rank, self.size = self.first.rank, self.first.size
-        self._known: dict[tuple[str, int], str] = {}
-        self.chosen: dict[tuple[str, str], int] = {}
+        self._known: dict[tuple[str, int], _Taken] = {}
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Pending:
-        return self._three("all_reduce", tensor.nbytes).all_reduce(tensor, name, op, factor)
+        return self._by("all_reduce", tensor.nbytes).all_reduce(tensor, name, op, factor)
 
     def reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", root: int = 0) -> Pending:
         return self._by("reduce", tensor.nbytes).reduce(tensor, name, op, root)
@@ -35,10 +35,10 @@ class RoutedComm:
     def reduce_scatter(
         self, output: torch.Tensor, tensor: torch.Tensor, name: str, op: str = "sum", sizes: Sequence[int] | None = None
     ) -> Pending:  # fmt: skip
-        return self._three("reduce_scatter", tensor.nbytes).reduce_scatter(output, tensor, name, op, sizes)
+        return self._by("reduce_scatter", tensor.nbytes).reduce_scatter(output, tensor, name, op, sizes)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str, sizes: Sequence[int] | None = None) -> Pending:
-        return self._three("all_gather", output.nbytes).all_gather(output, tensor, name, sizes)
+        return self._by("all_gather", output.nbytes).all_gather(output, tensor, name, sizes)
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, name: str, receives: Sequence[int], sends: Sequence[int]) -> Pending:
         return self._by("all_to_all", _UNEVEN).all_to_all(output, tensor, name, receives, sends)
@@ -58,18 +58,29 @@ class RoutedComm:
     def barrier(self) -> None:
         self.first.barrier()
 
-    def _by(self, op: str, size: int) -> Comm:
-        return self._ways[self._way(op, size)]
+    @property
+    def chosen(self) -> dict[tuple[str, str], int]:
+        """How many calls of which operation went which way."""
+        found: dict[tuple[str, str], int] = {}
+        for (op, _), taken in self._known.items():
+            found[op, taken.way] = found.get((op, taken.way), 0) + taken.calls
+        return found
 
-    def _three(self, op: str, size: int) -> Comm | Composed:
-        """For the operations that can be composed."""
-        way = self._way(op, size)
-        return self._composed.get(way) or self._ways[way]
+    def _by(self, op: str, size: int) -> Any:
+        """What takes the call: all operations are `Comm`'s, and `Composed` has those that are routed to it."""
+        taken = self._known.get((op, size))
+        if taken is None:
+            way = self._choose(op, size)
+            taken = self._known[op, size] = _Taken(way, self._composed[way] if way in self._composed else self._ways[way])
+        taken.calls += 1
+        return taken.comm
 
-    def _way(self, op: str, size: int) -> str:
-        way = self._known.get((op, size)) or self._known.setdefault((op, size), self._choose(op, size))
-        self.chosen[op, way] = self.chosen.get((op, way), 0) + 1
-        return way
+
+@dataclass(slots=True)
+class _Taken:
+    way: str
+    comm: Comm | Composed
+    calls: int = 0
 
 
 _UNEVEN = 1 << 22  # bytes that stand for sizes which the ranks do not share

@@ -102,7 +102,7 @@ def curves(points: Sequence[Point]) -> dict[str, Points]:
 def _measure(ways: Mapping[str, Comm], device: torch.device, op: str, size: int, budget_s: float) -> list[Timed]:
     cases = {way: _Case(comm, device, op, size) for way, comm in ways.items()}
     comm = next(iter(ways.values()))
-    correct, longest = {}, 0.0
+    correct, took = {}, []
     for way, case in cases.items():
         case.fill()
         case.call().wait()
@@ -111,15 +111,16 @@ def _measure(ways: Mapping[str, Comm], device: torch.device, op: str, size: int,
             comm.barrier()
             begun = time.perf_counter()
             case.call().wait()
-        longest = max(longest, time.perf_counter() - begun)
-    # The same number of calls on every rank, or they would wait for each other for ever.
-    slowest = torch.tensor([longest], dtype=torch.float64, device=device)
+        took.append(time.perf_counter() - begun)
+    # The same number of calls on every rank, or they would wait for each other for ever; quick ways make several in each of their turns.
+    slowest = torch.tensor(took, dtype=torch.float64, device=device)
     comm.all_reduce(slowest, "bench", "max").wait()
-    count = int(min(max(budget_s / max(float(slowest), 1e-6), _LEAST), _MOST))
+    counts = {way: int(min(max(budget_s / max(each, 1e-6), _LEAST), _MOST)) for way, each in zip(cases, slowest.tolist(), strict=True)}
+    turns = min(counts.values())
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for turn in range(count):
+    for turn in range(turns):
         order = list(cases)[turn % len(cases) :] + list(cases)[: turn % len(cases)]
-        for way in order:
+        for way in (w for w in order for _ in range(counts[w] // turns)):
             comm.barrier()
             begun = time.perf_counter()
             cases[way].call().wait()
