@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.comm import Ledger, ThreadComm, ThreadWorld, TorchComm
+from meshwright.comm import Composed, Ledger, Mail, RoutedComm, ThreadComm, ThreadWorld, TorchComm
 from meshwright.core.comm import Comm
+from meshwright.core.routes import ALGORITHMS, on_nodes
 from meshwright.launch import Rendezvous, join, leave
 
 GROUPS = ([[0, 1, 2, 3]], [[0, 2], [1, 3]], [[0, 1, 2], [3]], [[0], [1], [2], [3]])
@@ -190,6 +191,23 @@ def over_gloo(rank: int, world: int, meeting: str, full: bool, places: Sequence[
 def over_threads(full: bool) -> list[tuple[int, list[str]]]:
     def job(comm: ThreadComm) -> tuple[int, list[str]]:
         return conform(lambda groups: comm.among(next(g for g in groups if comm.rank in g)), *_extent(full))
+
+    return ThreadWorld(4).run(job)
+
+
+def over_composed_threads(algorithm: str) -> list[tuple[int, list[str]]]:
+    """What is composed of messages, by one algorithm; the first two ranks of a group of four lie on one node."""
+    messages = ThreadWorld(4)
+
+    def job(comm: ThreadComm) -> tuple[int, list[str]]:
+        def comm_of(groups: list[list[int]]) -> Comm:
+            mine = next(g for g in groups if comm.rank in g)
+            mail = Mail(ThreadComm(messages, mine.index(comm.rank), tuple(mine)), "threads")
+            having = {op for op, names in ALGORITHMS.items() if algorithm in names}
+            ways = {"composed": Composed(mail, algorithm, Ledger(), on_nodes(range(len(mine)), (2, 2)))}
+            return RoutedComm({"threads": comm.among(mine)}, lambda op, _: "composed" if op in having else "threads", ways)
+
+        return conform(comm_of, (torch.bfloat16, torch.bool, torch.float8_e4m3fn), ("strided",))
 
     return ThreadWorld(4).run(job)
 

@@ -47,7 +47,8 @@ def summed_error(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tens
 
 
 def global_batch(model: dict[str, Any], size: int, step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The whole batch of one step, the same whoever asks."""
+    """The whole batch of one step, the same whoever asks; where it is `fixed`, of every step: something that can be learned."""
+    step = 0 if model.get("fixed") else step
     made = torch.Generator().manual_seed(1000 + step)
     if "positions" in model:
         return architectures.labelled_batch(size, step, model["positions"])

@@ -13,7 +13,7 @@ import torch
 
 from meshwright.core.mesh import Mesh
 from meshwright.core.owners import OwnerPolicy
-from meshwright.core.plan import BalancePolicy, MemoryPolicy, Plan, stages_a_rank
+from meshwright.core.plan import BalancePolicy, MemoryPolicy, Plan, SyncPolicy, stages_a_rank
 from meshwright.core.serial import from_data, to_data
 from meshwright.core.spatial import SpatialPolicy
 from meshwright.core.tensor import TensorPolicy
@@ -86,7 +86,7 @@ def check(pool: Any, model: dict[str, Any], plan: Plan, profile: Any, steps: int
         exact = max(exact, 1e-4 if steps > 3 else 1e-6)
     ranks = pool.run("procs.jobs:train_curve", world=plan.world, plan=to_data(plan), **kwargs)
     memory = MemoryPolicy(precision=precision)
-    alone = replace(plan, mesh=Mesh(), micro_batches=1, stages=(), spatial=SpatialPolicy(), memory=memory, balance=BalancePolicy())
+    alone = replace(plan, mesh=Mesh(), micro_batches=1, stages=(), spatial=SpatialPolicy(), memory=memory, balance=BalancePolicy(), sync=SyncPolicy())
     single = pool.run("procs.jobs:train_curve", world=1, plan=to_data(alone), **kwargs)[0]
     for mine in ranks:
         assert mine["losses"] == pytest.approx(single["losses"], rel=exact)

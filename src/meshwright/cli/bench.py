@@ -29,17 +29,20 @@ def comm(
     nproc: Annotated[int, typer.Option("--nproc", help="Number of ranks.")] = 2,
     backends: Annotated[str | None, typer.Option("--backend", help="Like gloo,mpi; every one that is present by default.")] = None,
     operations: Annotated[str | None, typer.Option("--ops", help="Like all_reduce,all_gather; all by default.")] = None,
+    algorithms: Annotated[str | None, typer.Option("--algorithms", help="Like flat,ring,tree,pairs,two-level; all that apply by default.")] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", help="Pretend that the ranks lie on so many nodes.")] = None,
     to: Annotated[str, typer.Option("--to", help="Largest message, up to what memory allows.")] = "64MB",
     seconds: Annotated[float, typer.Option("--seconds", help="For one operation and size.")] = 0.1,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Folder for the CSV, JSON and figure.")] = None,
     keep: Annotated[bool, typer.Option("--keep/--no-keep", help="Put what was fitted into this machine's calibration.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Every collective by size, over every backend: bandwidth, median, p95, p99, checked; fits what a call and a byte cost.
+    """Every collective by size, over every backend and by every algorithm: bandwidth, median, p95, p99, checked; fits what a call and a byte cost.
 
     Examples:
       meshwright bench comm
       meshwright bench comm --nproc 4 --backend gloo,mpi --ops all_reduce --to 1GB
+      meshwright bench comm --nproc 4 --nodes 2 --algorithms flat,two-level
     """
     need_torch()
     from meshwright.orchestrate import Orchestrator, bench_comm, calibrate
@@ -48,7 +51,9 @@ def comm(
         cluster = orchestrator.cluster
         device = cluster.devices[0].kind
         names = tuple(operations.split(",")) if operations else bench_comm.OPERATIONS
-        request = bench_comm.Request(nproc, names, bench_comm.sizes_to(parse_bytes(to)), seconds, device)
+        lie = bench_comm.on_as_many(nproc, nodes, cluster)
+        ways = bench_comm.algorithms_for(nproc, lie, algorithms.split(",") if algorithms else None)
+        request = bench_comm.Request(nproc, names, bench_comm.sizes_to(parse_bytes(to)), seconds, device, ways, lie)
         free = _free_bytes() if device == "cpu" else min(d.memory_bytes for d in cluster.devices)
         bench_comm.check_request(request, free)
         chosen = bench_comm.present(device, backends.split(",") if backends else None)
@@ -57,7 +62,8 @@ def comm(
         files = bench_comm.write_results(out or Path("runs") / f"bench-comm-{datetime.now():%Y%m%d-%H%M%S}", points, lines, cluster)
         kept = None
         if keep:
-            kept = calibrate.keep(bench_comm.corrected(orchestrator.calibration(), nproc, lines), cluster, os.environ)
+            learned = bench_comm.corrected(orchestrator.calibration(), nproc, lines, bench_comm.curves(points))
+            kept = calibrate.keep(learned, cluster, os.environ)
     result: dict[str, Any] = {
         "points": [vars(p) for p in points],
         "lines": {name: {"alpha_s": line.alpha_s, "bytes_per_s": line.bytes_per_s} for name, line in lines.items()},
@@ -82,7 +88,7 @@ def _free_bytes() -> int:
 
 def _show(points: list[Point], result: dict[str, Any]) -> None:
     table = Table(box=None, header_style="bold")
-    for column in ("backend", "operation"):
+    for column in ("way", "operation"):
         table.add_column(column)
     for column in ("size", "median", "p95", "p99", "algorithm", "bus", "calls", ""):
         table.add_column(column, justify="right")
@@ -98,6 +104,11 @@ def _show(points: list[Point], result: dict[str, Any]) -> None:
     stdout.print(table)
     for name, line in result["lines"].items():
         stdout.print(f"{name}: {show_seconds(line['alpha_s'])} a call, then {show_rate(line['bytes_per_s'], 'B/s')} of what a rank must send")
+    from meshwright.comm.wire import COMPOSED
+
+    for backend in dict.fromkeys(p.backend.partition(":")[0] for p in points):
+        for lacks, instead in COMPOSED.get(backend, {}).items():
+            stdout.print(f"{backend} has no {lacks}: composed, {instead}")
     stdout.print(f"written: {', '.join(result['files'].values())}", soft_wrap=True)
     if result["calibration"]:
         stdout.print(f"kept in {result['calibration']}", soft_wrap=True)

@@ -100,7 +100,7 @@ def train(
             return
         prepared = orchestrator.prepare()
         say(f"{prepared.plan.summary()} for {prepared.task.name}, {show_seconds(prepared.estimate.step_s)} a step predicted")
-        if prepared.plan.sync.routes and by_mpirun(launcher, "mpi", adopted=False):
+        if len(prepared.plan.backends) > 1 and by_mpirun(launcher, "mpi", adopted=False):
             raise typer.Exit(train_by_mpirun(config, None, [], os.environ, as_json))
         result = orchestrator.train(prepared, console)
     _finish(result, prepared, as_json)

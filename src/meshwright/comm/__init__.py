@@ -1,9 +1,10 @@
 """Level 1: collectives on tensors, each call named and counted (the protocol is `core.comm.Comm`)."""
 
+from meshwright.comm.composed import Composed, Mail
 from meshwright.comm.ledger import Ledger, Line
 from meshwright.comm.null import NullComm
 from meshwright.comm.routed import RoutedComm
 from meshwright.comm.threads import ThreadComm, ThreadWorld
 from meshwright.comm.torch_comm import TorchComm
 
-__all__ = ["Ledger", "Line", "NullComm", "RoutedComm", "ThreadComm", "ThreadWorld", "TorchComm"]
+__all__ = ["Composed", "Ledger", "Line", "Mail", "NullComm", "RoutedComm", "ThreadComm", "ThreadWorld", "TorchComm"]

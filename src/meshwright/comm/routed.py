@@ -1,28 +1,30 @@
-"""One group over several backends: each call goes to the one that is quickest for its operation and size, by what was measured."""
+"""One group over several backends and by several algorithms: each call goes the way that was measured quickest for its operation and size."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from meshwright.comm.composed import Composed
 from meshwright.core.comm import Comm, Messages, Pending
 
 if TYPE_CHECKING:
     import torch
 
-Choose = Callable[[str, int], str]  # (operation, bytes of the whole tensor) → backend
+Choose = Callable[[str, int], str]  # (operation, bytes of the whole tensor) → backend, or backend:algorithm
 
 
 class RoutedComm:
     """`core.comm.Comm` that hands every call on. All ranks must choose alike, so a choice may depend on operation and size only: where sizes
     differ from rank to rank (all-to-all, unequal parts, messages) the choice is that of the largest size. `chosen` says what went where."""
 
-    def __init__(self, ways: Mapping[str, Comm], choose: Choose) -> None:
+    def __init__(self, ways: Mapping[str, Comm], choose: Choose, composed: Mapping[str, Composed] | None = None) -> None:
         self._ways, self._choose = dict(ways), choose
+        self._composed = dict(composed or {})
         self.first = next(iter(self._ways.values()))
         self.rank, self.size = self.first.rank, self.first.size
-        self._known: dict[tuple[str, int], str] = {}
-        self.chosen: dict[tuple[str, str], int] = {}
+        self._known: dict[tuple[str, int], _Taken] = {}
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Pending:
         return self._by("all_reduce", tensor.nbytes).all_reduce(tensor, name, op, factor)
@@ -56,10 +58,29 @@ class RoutedComm:
     def barrier(self) -> None:
         self.first.barrier()
 
-    def _by(self, op: str, size: int) -> Comm:
-        way = self._known.get((op, size)) or self._known.setdefault((op, size), self._choose(op, size))
-        self.chosen[op, way] = self.chosen.get((op, way), 0) + 1
-        return self._ways[way]
+    @property
+    def chosen(self) -> dict[tuple[str, str], int]:
+        """How many calls of which operation went which way."""
+        found: dict[tuple[str, str], int] = {}
+        for (op, _), taken in self._known.items():
+            found[op, taken.way] = found.get((op, taken.way), 0) + taken.calls
+        return found
+
+    def _by(self, op: str, size: int) -> Any:
+        """What takes the call: all operations are `Comm`'s, and `Composed` has those that are routed to it."""
+        taken = self._known.get((op, size))
+        if taken is None:
+            way = self._choose(op, size)
+            taken = self._known[op, size] = _Taken(way, self._composed[way] if way in self._composed else self._ways[way])
+        taken.calls += 1
+        return taken.comm
+
+
+@dataclass(slots=True)
+class _Taken:
+    way: str
+    comm: Comm | Composed
+    calls: int = 0
 
 
 _UNEVEN = 1 << 22  # bytes that stand for sizes which the ranks do not share

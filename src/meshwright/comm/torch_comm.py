@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.autograd import profiler
 
 from meshwright.comm.ledger import Ledger
-from meshwright.comm.wire import Finish, Wire, say
+from meshwright.comm.wire import COMPOSED, SCALED, UNEVEN, Finish, Wire, say
 from meshwright.core.comm import Messages, Pending
 
 # torch 2.13 renamed the two; 2.11 knows only the old names.
@@ -124,7 +124,7 @@ class TorchComm:
         self, whole: torch.Tensor, own: torch.Tensor, rows: list[int], name: str, output: torch.Tensor, finish: Finish | None
     ) -> Pending:  # fmt: skip
         """Every part as long as the longest, cut to its own length on arrival."""
-        say(self.backend, "all-gather of unequal parts", "padded to the longest", dist.get_rank())
+        say(self.backend, UNEVEN, COMPOSED["gloo"][UNEVEN], dist.get_rank())
         most = max(rows)
         padded = own.new_zeros((most, *own.shape[1:]))
         padded[: own.shape[0]] = own
@@ -158,6 +158,7 @@ class TorchComm:
         if factor is not None:
             if self._on_cuda:
                 return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
+            say(self.backend, SCALED, COMPOSED["gloo"][SCALED], dist.get_rank())
             tensor.mul_(factor)
         if op != "mean":
             return _OPS[op]

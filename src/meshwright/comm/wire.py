@@ -13,6 +13,17 @@ Finish = Callable[[], object]
 _GLOO = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64}
 TAKES: dict[str, set[torch.dtype]] = {"gloo": _GLOO, "nccl": _GLOO}
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+# What is composed of other things since a backend lacks it: said when it first happens, and by `bench comm`.
+SCALED, UNEVEN = "scaled sum (PREMUL_SUM)", "all-gather of unequal parts"
+COMPOSED: dict[str, dict[str, str]] = {
+    "gloo": {
+        SCALED: "a product, then a sum",
+        UNEVEN: "padded to the longest",
+        "8-bit floating point": "moved as bytes, reduced in float32",
+        "split_group": "groups are made by listing their ranks",
+    },
+    "mpi": {"reduction of 16- and 8-bit floating point": "done in float32", SCALED: "a product, then a sum"},
+}
 _said: set[str] = set()
 
 
@@ -28,9 +39,9 @@ def say(backend: str, lacks: str, instead: str, rank: int) -> None:
 class Wire:
     """One backend's side of it."""
 
-    def __init__(self, backend: str, rank: int) -> None:
+    def __init__(self, backend: str, rank: int, takes: set[torch.dtype] | None = None) -> None:
         self._backend, self._rank = backend, rank
-        self._takes = TAKES.get(backend)
+        self._takes = takes or TAKES.get(backend)
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether it can be handed over as it is; nearly always so."""

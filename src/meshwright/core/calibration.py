@@ -51,6 +51,15 @@ class Rates:
     base_bytes: int = 0  # memory a rank holds before it has a model
     device: str = ""  # where ranks of several kinds worked together: the kind that this is about
     queued: bool = False  # calls are queued ahead of the device (GPUs): a call costs only where the work is shorter than it
+    curves: Mapping[str, Points] = field(default_factory=dict)  # "gloo:ring/all_reduce" → (bytes that a rank must send, seconds) as measured
+
+    def measured(self, name: str, sent: float) -> float | None:
+        """Seconds of one call: between measured sizes along them, beyond them along the line. None where no size was measured by itself."""
+        points = self.curves.get(name)
+        if not points or name not in self.collectives:
+            return None
+        last, seconds = points[-1]
+        return seconds + (sent - last) / self.collectives[name].bytes_per_s if sent > last else interpolate(points, sent)
 
     def compute_rate(self, kind: str, precision: str, flops: float) -> float:
         """Flop/s of one call of this size; 0 when nothing like it was measured (then memory decides)."""

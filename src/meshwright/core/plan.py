@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.core.cluster import DeviceKind
+from meshwright.core.compression import Compression, check_compression
 from meshwright.core.context import ContextPolicy
 from meshwright.core.errors import RequestError
 from meshwright.core.hybrid import check_places, kind_of, show_places
@@ -111,7 +112,10 @@ class SyncPolicy:
     first_bucket_bytes: int = 2**20
     overlap: tuple[Overlap, ...] = OVERLAPS
     timeout_s: float = 120.0
-    routes: tuple[Route, ...] = ()  # none: everything goes over the plan's backend
+    routes: tuple[Route, ...] = ()  # none: everything goes over the plan's backend, by its own collectives
+    nodes: tuple[int, ...] = ()  # how many ranks each node has, where routes tell nodes apart
+    compression: Compression = "none"  # of gradients on their way between data ranks
+    compression_rank: int = 4  # of powersgd's matrices
 
 
 @dataclass(frozen=True)
@@ -265,7 +269,10 @@ class Plan:
             raise RequestError(f"plan: sync.bucket_bytes={self.sync.bucket_bytes} must be positive")
         if not 0 < self.sync.timeout_s < float("inf"):
             raise RequestError(f"plan: sync.timeout_s={self.sync.timeout_s} must be a positive number of seconds")
-        check_routes(self.sync.routes, self.backend)
+        check_routes(self.sync.routes, self.backend, self.sync.nodes, self.world)
+        check_compression(self.sync.compression, self.sync.compression_rank, self.mesh, self.memory.zero, self.memory.precision)
+        if self.places and self.sync.routes:
+            raise RequestError("plan: sync.routes are for ranks on like devices, and places names others: leave sync.routes out")
         if self.places:
             check_places(self.places, self.mesh, self.backend, self.memory.precision)
 
@@ -367,6 +374,7 @@ class Plan:
         parts += [self.memory.precision]
         parts += [_recomputing(self.memory)] * (self.memory.recompute != "none" or bool(self.memory.layers))
         parts += [f"compile {self.compile}"] * (self.compile != "none")
+        parts += [f"gradients in {self.sync.compression}"] * (self.sync.compression != "none")
         return ", ".join(parts)
 
     def save(self, path: Path) -> None:

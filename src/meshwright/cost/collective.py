@@ -12,7 +12,7 @@ from meshwright.core.cluster import Cluster, Link
 from meshwright.core.mesh import AXES, GRID, GROUP_AXES, Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.reach import Pattern, Reach
-from meshwright.core.routes import way
+from meshwright.core.routes import way, way_parts
 from meshwright.core.schedule import Action, wire_factor
 
 
@@ -29,7 +29,9 @@ def collective_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rate
     link = joined(cluster, members(action.axis, action.group, plan.mesh), action.op)
     sent = sent_bytes(action, plan)
     routes = plan.sync.routes if action.axis != "pp" else ()  # stages meet by the plan's backend
-    return line_of(action.op, group, way(routes, action.op, sent, plan.backend), rates, link).seconds(sent)
+    taken = way(routes, action.op, sent, plan.backend)
+    found = rates.measured(f"{taken}/{action.op}", sent) if rates.ranks == group else None
+    return line_of(action.op, group, taken, rates, link).seconds(sent) if found is None else found
 
 
 @lru_cache(maxsize=4096)
@@ -58,11 +60,12 @@ def joined(cluster: Cluster, ranks: Sequence[int], op: str) -> Link | Reach:
     return cluster.span(ranks, pattern) if cluster.routed else cluster.link_between(ranks)
 
 
-def line_of(op: str, group: int, backend: str, rates: Rates, link: Link | Reach) -> Line:
-    """α–β of one operation among `group` ranks: measured among as many, or among others, or from the figures of the link."""
+def line_of(op: str, group: int, taken: str, rates: Rates, link: Link | Reach) -> Line:
+    """α–β of one operation among `group` ranks by the way that is taken: measured among as many, or among others, or from the link's figures."""
     ops = ("all_to_all", "all_gather") if op == "all_to_all" else (op,)  # both hand every other rank its share of as many bytes
-    backends = ("mpi", "gloo") if backend == "mpi" else (backend,)  # the nearest to it, until it is measured
-    for name in (f"{known}/{like}" for known in backends for like in ops):
+    backend = way_parts(taken)[0]
+    nearest = dict.fromkeys((taken, backend, *(("gloo",) if backend == "mpi" else ())))  # until it is measured
+    for name in (f"{known}/{like}" for known in nearest for like in ops):
         if (line := rates.collectives.get(f"{name}/{group}")) is not None:
             return line
         if (line := rates.collectives.get(name)) is not None:

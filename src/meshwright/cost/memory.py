@@ -6,6 +6,7 @@ from meshwright.core.calibration import Rates
 from meshwright.core.model import LayerProfile, ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.workload import OPTIMIZER_STATES
+from meshwright.cost.compression import compression_bytes
 from meshwright.schedule.expand import gradient_buckets, unit_bytes
 
 # Of what element-wise work would save, the part that a compiler computes again in backward instead.
@@ -40,7 +41,7 @@ def peak_bytes(plan: Plan, profile: ModelProfile, optimizer: str, rates: Rates, 
         "optimizer": held["optimizer"],
         "activations": int(activations),
         "workspace": int(max((layer.product_bytes if plan.compile == "model" else layer.transient_bytes for layer in profile.layers), default=0)),
-        "communication": _communication(plan, profile),
+        "communication": _communication(plan, profile) + compression_bytes(plan, held["gradients"]),
         "framework": rates.base_bytes,
     }
     # On one device gradients appear as activations go: the peak holds the larger of the two sweeps.

@@ -1,4 +1,10 @@
-"""Which backend is quickest for an operation of a given size, by the lines that were measured: a plan's routes, and why they are as they are."""
+"""Which way is quickest for an operation of a given size, by what was measured: a plan's routes, and why they are as they are.
+
+[Note: chosen from points]
+A line through measured sizes is off by half where a backend changes its own algorithm. So where sizes were measured one by one (`bench comm`) the
+choice is made from their medians: at each measured size the quickest way, and between two of them the quickest by what lies between. Beyond the
+largest size, and where there are lines alone, the lines decide.
+"""
 
 from __future__ import annotations
 
@@ -8,39 +14,71 @@ from itertools import pairwise
 
 from meshwright.core.calibration import Line, Rates
 from meshwright.core.plan import Plan
-from meshwright.core.routes import Route, way
+from meshwright.core.routes import Route, has_levels, way, way_parts
 from meshwright.core.units import show_bytes, show_rate, show_seconds
 from meshwright.schedule import LedgerLine
 
-MARGIN = 0.05  # a lead smaller than this is noise: then the first backend keeps the call
+MARGIN = 0.05  # by lines: a lead smaller than this is noise, and the first backend keeps the call
+STEADY = 0.02  # by points: the same for who had the size before
 _MOST = 1 << 40  # bytes beyond which no crossing is looked for
+_BETWEEN = 8  # steps from one measured size to the next
 
 
-def routes(rates: Rates, backends: Sequence[str], operations: Iterable[str]) -> tuple[Route, ...]:
-    """Where calls go that are quicker over another backend than the first. One that was not measured is not chosen."""
+def routes(rates: Rates, backends: Sequence[str], operations: Iterable[str], nodes: Sequence[int] = ()) -> tuple[Route, ...]:
+    """Where calls go that are quicker another way than by the first backend's own collectives. A way that was not measured is not chosen."""
     found: list[Route] = []
     for op in operations:
-        lines = {b: rates.collectives[f"{b}/{op}"] for b in backends if f"{b}/{op}" in rates.collectives}
-        if len(lines) < 2:
+        ways = measured_ways(rates, backends, op, nodes)
+        if len(ways) < 2:
             continue
-        if backends[0] in lines:
-            lines[backends[0]] = _ahead(lines[backends[0]])
+        turns = _by_points(rates, ways, op) if all(f"{w}/{op}" in rates.curves for w in ways) else _by_lines(rates, ways, op)
         before = backends[0]
-        starts = sorted({0.0, *(s for a in lines.values() for b in lines.values() if 0 < (s := _crossing(a, b)) < _MOST)})
-        for start, end in pairwise([*starts, 2.0 * _MOST]):
-            middle = (start + end) / 2
-            best = min(lines, key=lambda b: lines[b].seconds(middle))
+        for start, best in turns:
             if best != before:
-                found.append(Route(op, best, int(start)))
+                backend, algorithm = way_parts(best)
+                found.append(Route(op, backend, int(start), algorithm))  # type: ignore[arg-type]
                 before = best
     return tuple(found)
+
+
+def measured_ways(rates: Rates, backends: Sequence[str], op: str, nodes: Sequence[int] = ()) -> list[str]:
+    """The first backend's own first."""
+    named = [name.removesuffix(f"/{op}") for name in rates.collectives if name.endswith(f"/{op}")]
+    levels = has_levels(range(rates.ranks), nodes)
+    fitting = [w for w in named if way_parts(w)[0] in backends and (levels or way_parts(w)[1] != "two-level")]
+    return sorted(fitting, key=lambda w: (backends.index(way_parts(w)[0]), ":" in w))
+
+
+def _by_points(rates: Rates, ways: Sequence[str], op: str) -> list[tuple[float, str]]:
+    """(from how many bytes on, which way)."""
+    sizes = sorted({sent for w in ways for sent, _ in rates.curves[f"{w}/{op}"]})
+    steps = [0.0, *(a * (b / a) ** (i / _BETWEEN) for a, b in pairwise(sizes) for i in range(_BETWEEN)), *sizes[-1:]]
+    steps += [size for size in (sizes[-1] * 2**k for k in range(1, 8)) if size < _MOST]
+    found: list[tuple[float, str]] = []
+    held = ways[0]
+    for sent in steps:
+        seconds = {w: rates.measured(f"{w}/{op}", sent) or 0.0 for w in ways}
+        best = min(ways, key=lambda w: seconds[w])
+        if seconds[held] > (1 + STEADY) * seconds[best]:
+            held = best
+        found.append((sent, held))
+    return found
+
+
+def _by_lines(rates: Rates, ways: Sequence[str], op: str) -> list[tuple[float, str]]:
+    lines = {w: rates.collectives[f"{w}/{op}"] for w in ways}
+    lines[ways[0]] = _ahead(lines[ways[0]])
+    starts = sorted({0.0, *(s for a in lines.values() for b in lines.values() if 0 < (s := _crossing(a, b)) < _MOST)})
+    return [(start, min(lines, key=lambda w: lines[w].seconds((start + end) / 2))) for start, end in pairwise([*starts, 2.0 * _MOST])]
 
 
 def used(plan: Plan, lines: Iterable[LedgerLine]) -> Plan:
     """The plan with those routes alone that its own calls take: where none leaves the plan's backend, there is nothing to route."""
     calls = [line for line in lines if line.axis != "pp"]
     ways = {line.op for line in calls if way(plan.sync.routes, line.op, line.sent / line.calls, plan.backend) != plan.backend}
-    return replace(plan, sync=replace(plan.sync, routes=tuple(r for r in plan.sync.routes if r.op in ways)))
+    kept = tuple(r for r in plan.sync.routes if r.op in ways)
+    nodes = plan.sync.nodes if any(r.algorithm == "two-level" for r in kept) else ()
+    return replace(plan, sync=replace(plan.sync, routes=kept, nodes=nodes))
 
 
 def reasons(plan: Plan, rates: Rates) -> list[str]:
@@ -49,11 +87,21 @@ def reasons(plan: Plan, rates: Rates) -> list[str]:
     for op in dict.fromkeys(r.op for r in plan.sync.routes):
         turns = [r for r in plan.sync.routes if r.op == op]
         first = [f"{plan.backend} below {show_bytes(turns[0].sent)}"] if turns[0].sent else []
-        where = first + [r.backend + (f" from {show_bytes(r.sent)} on" if r.sent else "") for r in turns]
-        measured = {b: rates.collectives[f"{b}/{op}"] for b in plan.backends if f"{b}/{op}" in rates.collectives}
-        costs = "; ".join(f"{b} {show_seconds(line.alpha_s)} a call and {show_rate(line.bytes_per_s, 'B/s')}" for b, line in measured.items())
-        said.append(f"{op} goes over {', '.join(where)} ({costs}).")
+        where = first + [r.way + (f" from {show_bytes(r.sent)} on" if r.sent else "") for r in turns]
+        ways = measured_ways(rates, plan.backends, op, plan.sync.nodes)
+        said.append(f"{op} goes over {', '.join(where)} ({_measured(rates, ways, op)}).")
     return said
+
+
+def _measured(rates: Rates, ways: Sequence[str], op: str) -> str:
+    """What the choice was made from."""
+    if not all(f"{w}/{op}" in rates.curves for w in ways):
+        lines = {w: rates.collectives[f"{w}/{op}"] for w in ways}
+        return "; ".join(f"{w} {show_seconds(line.alpha_s)} a call and {show_rate(line.bytes_per_s, 'B/s')}" for w, line in lines.items())
+    sizes = [sent for sent, _ in rates.curves[f"{ways[0]}/{op}"]]
+    shown = dict.fromkeys((sizes[0], sizes[len(sizes) // 2], sizes[-1]))
+    times = {w: ", ".join(show_seconds(rates.measured(f"{w}/{op}", sent) or 0.0) for sent in shown) for w in ways}
+    return f"measured at {', '.join(show_bytes(int(s)) for s in shown)} sent: " + "; ".join(f"{w} {seconds}" for w, seconds in times.items())
 
 
 def _ahead(line: Line) -> Line:

@@ -15,6 +15,7 @@ from meshwright.core.units import show_bytes
 from meshwright.core.workload import Workload
 from meshwright.cost.actions import ActionCost
 from meshwright.cost.collective import collective_seconds, sent_bytes
+from meshwright.cost.compression import compression_seconds
 from meshwright.cost.compute import model_flops
 from meshwright.cost.memory import peak_bytes
 from meshwright.schedule import Place, local_profile, program
@@ -183,6 +184,7 @@ def _shortened(plan: Plan, micro_batch: int, count: int) -> Plan:
 
 def _run(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates, pp_rank: int) -> _Clock:
     clock = _Clock()
+    clock.stall(compression_seconds(plan, local_profile(plan, profile, 0, pp_rank), rates))
     price = ActionCost(plan, workload.optimizer, rates)
     overlap = rates.overlap if "gradients" in plan.sync.overlap else 0.0
     actions = program(plan, profile, Place(pp=pp_rank))

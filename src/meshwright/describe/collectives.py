@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from meshwright.core.calibration import Line
+from meshwright.core.calibration import Line, Points
 from meshwright.core.comm import Comm, Pending
+from meshwright.core.routes import ALGORITHMS, way_parts
 from meshwright.core.schedule import wire_factor
 from meshwright.describe.probe import fit_line
 
@@ -28,13 +29,14 @@ class Timed:
     bytes: int
     seconds: tuple[float, ...]
     correct: bool
+    way: str = ""  # like gloo:ring, where several were measured
 
 
 @dataclass(frozen=True)
 class Point:
     """The same over all ranks: a call lasts until the slowest is done. Bandwidths as nccl-tests defines them."""
 
-    backend: str
+    backend: str  # or backend:algorithm
     op: str
     ranks: int
     bytes: int
@@ -49,7 +51,20 @@ class Point:
 
 def measure_collectives(comm: Comm, device: torch.device, operations: Sequence[str], sizes: Sequence[int], budget_s: float) -> list[Timed]:
     """Every rank calls it at the same time. `budget_s` is for one operation and size."""
-    return [_measure(comm, device, op, size, budget_s) for op in operations for size in sizes]
+    return measure_ways({"": comm}, device, operations, sizes, budget_s)
+
+
+def measure_ways(
+    ways: Mapping[str, Comm], device: torch.device, operations: Sequence[str], sizes: Sequence[int], budget_s: float
+) -> list[Timed]:  # fmt: skip
+    """The same for several ways of one group, such as gloo and gloo:ring, by turns: what disturbs one disturbs all of them."""
+    found: dict[str, list[Timed]] = {way: [] for way in ways}
+    for op in operations:
+        having = {w: comm for w, comm in ways.items() if way_parts(w)[1] in ("flat", *ALGORITHMS.get(op, ()))}
+        for size in sizes:
+            for timed in _measure(having, device, op, size, budget_s):
+                found[timed.way].append(timed)
+    return [timed for of_way in found.values() for timed in of_way]
 
 
 def over_ranks(backend: str, every: Sequence[Sequence[Timed]]) -> list[Point]:
@@ -63,7 +78,7 @@ def over_ranks(backend: str, every: Sequence[Sequence[Timed]]) -> list[Point]:
         rate = first.bytes / median
         factor = wire_factor(first.op, ranks)
         correct = all(cell.correct for cell in cells)
-        found.append(Point(backend, first.op, ranks, first.bytes, len(times), median, tail[94], tail[98], rate, rate * factor, correct))
+        found.append(Point(first.way or backend, first.op, ranks, first.bytes, len(times), median, tail[94], tail[98], rate, rate * factor, correct))
     return found
 
 
@@ -76,29 +91,43 @@ def fitted(points: Sequence[Point]) -> dict[str, Line]:
     }
 
 
-def _measure(comm: Comm, device: torch.device, op: str, size: int, budget_s: float) -> Timed:
-    case = _Case(comm, device, op, size)
-    case.fill()
-    begun = time.perf_counter()
-    case.call().wait()
-    correct = case.holds()
-    for _ in range(_WARM_UP):
-        comm.barrier()
-        begun = time.perf_counter()
+def curves(points: Sequence[Point]) -> dict[str, Points]:
+    """'gloo:ring/all_reduce' → what each size took, over the bytes that a rank must send."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for p in points:
+        found.setdefault(f"{p.backend}/{p.op}", []).append((p.bytes * wire_factor(p.op, p.ranks), p.median_s))
+    return {name: tuple(sorted(dict(of_way).items())) for name, of_way in found.items()}
+
+
+def _measure(ways: Mapping[str, Comm], device: torch.device, op: str, size: int, budget_s: float) -> list[Timed]:
+    cases = {way: _Case(comm, device, op, size) for way, comm in ways.items()}
+    comm = next(iter(ways.values()))
+    correct, took = {}, []
+    for way, case in cases.items():
+        case.fill()
         case.call().wait()
-    # The same number of calls on every rank, or they would wait for each other for ever.
-    slowest = torch.tensor([time.perf_counter() - begun], dtype=torch.float64, device=device)
+        correct[way] = case.holds()
+        for _ in range(_WARM_UP):
+            comm.barrier()
+            begun = time.perf_counter()
+            case.call().wait()
+        took.append(time.perf_counter() - begun)
+    # The same number of calls on every rank, or they would wait for each other for ever; quick ways make several in each of their turns.
+    slowest = torch.tensor(took, dtype=torch.float64, device=device)
     comm.all_reduce(slowest, "bench", "max").wait()
-    count = int(min(max(budget_s / max(float(slowest), 1e-6), _LEAST), _MOST))
-    seconds = []
-    for _ in range(count):
-        comm.barrier()
-        begun = time.perf_counter()
-        case.call().wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begun)
-    return Timed(op, case.bytes, tuple(seconds), correct)
+    counts = {way: int(min(max(budget_s / max(each, 1e-6), _LEAST), _MOST)) for way, each in zip(cases, slowest.tolist(), strict=True)}
+    turns = min(counts.values())
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(turns):
+        order = list(cases)[turn % len(cases) :] + list(cases)[: turn % len(cases)]
+        for way in (w for w in order for _ in range(counts[w] // turns)):
+            comm.barrier()
+            begun = time.perf_counter()
+            cases[way].call().wait()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds[way].append(time.perf_counter() - begun)
+    return [Timed(op, case.bytes, tuple(seconds[way]), correct[way], way) for way, case in cases.items()]
 
 
 class _Case:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from meshwright.comm import Ledger, NullComm, RoutedComm, TorchComm, mpi
+from meshwright.comm import Composed, Ledger, Mail, NullComm, RoutedComm, TorchComm, mpi
 from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError
 from meshwright.core.hybrid import group_backend
 from meshwright.core.mesh import GROUP_AXES, Mesh
 from meshwright.core.plan import SyncPolicy
-from meshwright.core.routes import way
+from meshwright.core.routes import Route, fitting, on_nodes, way
 from meshwright.core.schedule import wire_factor
 
 _ONE_BACKEND = SyncPolicy()
@@ -74,7 +74,7 @@ class _Maker:
     """Makes the group that this rank is in, over every backend that the policy routes calls to; axes that join the same ranks share one."""
 
     def __init__(self, ledger: Ledger, sync: SyncPolicy, places: Sequence[str]) -> None:
-        self._ledger, self._routes, self._places = ledger, sync.routes, places
+        self._ledger, self._sync, self._places = ledger, sync, places
         self._made: dict[tuple[tuple[int, ...], ...], Comm] = {}
         self._others = tuple(dict.fromkeys(r.backend for r in sync.routes if r.backend != dist.get_backend()))
         for backend in self._others:
@@ -88,11 +88,14 @@ class _Maker:
 
     def _make(self, ranks: list[list[int]]) -> Comm:
         own = TorchComm(self._group(ranks), self._ledger)
-        if not self._others or own.backend == "nccl":
+        if not self._sync.routes or own.backend == "nccl":
             return own
         others = {b: TorchComm(dist.new_subgroups_by_enumeration(ranks, backend=b)[0], self._ledger) for b in self._others}
-        choose = lambda op, size: way(self._routes, op, size * wire_factor(op, own.size), own.backend)  # noqa: E731
-        return RoutedComm({own.backend: own, **others}, choose)
+        mine = next(group for group in ranks if dist.get_rank() in group)
+        routes = fitting(self._sync.routes, mine, self._sync.nodes)
+        choose = lambda op, size: way(routes, op, size * wire_factor(op, own.size), own.backend)  # noqa: E731
+        mails = {b: make_mail(ranks, b) for b in dict.fromkeys(r.backend for r in self._sync.routes if r.algorithm != "flat")}
+        return RoutedComm({own.backend: own, **others}, choose, composed_ways(mails, routes, mine, self._sync.nodes, self._ledger))
 
     def _group(self, ranks: list[list[int]]) -> dist.ProcessGroup:
         """This rank's group; where ranks are on unlike devices, each group has the backend of its own."""
@@ -102,6 +105,19 @@ class _Maker:
         usual = dist.get_backend()
         found = [dist.new_group(group, backend=group_backend(self._places, group, usual)) for group in ranks]
         return found[next(i for i, group in enumerate(ranks) if dist.get_rank() in group)]
+
+
+def make_mail(ranks: list[list[int]], backend: str) -> Mail:
+    """A group of its own for the messages of composed collectives: they would meet those of others. Collective."""
+    return Mail(TorchComm(dist.new_subgroups_by_enumeration(ranks, backend=backend)[0], Ledger()), backend)
+
+
+def composed_ways(
+    mails: Mapping[str, Mail], routes: Sequence[Route], ranks: Sequence[int], nodes: Sequence[int], ledger: Ledger
+) -> dict[str, Composed]:  # fmt: skip
+    """The ways of these routes that are composed, for the group of `ranks`."""
+    places = on_nodes(ranks, nodes)
+    return {r.way: Composed(mails[r.backend], r.algorithm, ledger, places) for r in routes if r.algorithm != "flat"}
 
 
 def joined(mesh: Mesh, axis: str, coordinates: tuple[int, ...], ledger: Ledger) -> Comm | None:

@@ -23,6 +23,7 @@ from torch import nn
 from meshwright.core.comm import Comm, Pending
 from meshwright.core.errors import RequestError
 from meshwright.core.plan import SyncPolicy
+from meshwright.execute.compression import travel_of
 from meshwright.execute.groups import Groups
 from meshwright.schedule.buckets import Bucket, Kind, assign_buckets
 
@@ -58,6 +59,7 @@ class GradientBuckets:
         kinds: Mapping[int, Kind] | None = None,
     ) -> None:
         self.groups, self.policy, self.zero = groups, policy, zero
+        self.travel = travel_of(policy)
         self._kinds = kinds or {}
         self.reduce = "mean"  # a user's own loop averages over ranks; Session weights the loss itself and sums
         self._enabled = True
@@ -178,9 +180,10 @@ class GradientBuckets:
         grads = bucket.grads
         assert grads is not None
         if self.zero:
-            bucket.pending = self.groups.shard.reduce_scatter(self._slice(grads), grads, f"grads/{bucket.name}", self.reduce)
+            bucket.pending = self.travel.reduce_scatter(self.groups.shard, self._slice(grads), grads, f"grads/{bucket.name}", self.reduce)
         else:
-            bucket.pending = self._replicas(bucket).all_reduce(grads, f"grads/{bucket.name}", self.reduce)
+            parts = lambda: [self._view(bucket, at) for at in range(len(bucket.params))]  # noqa: E731
+            bucket.pending = self.travel.all_reduce(self._replicas(bucket), grads, f"grads/{bucket.name}", self.reduce, bucket.name, parts)
 
     def _replicas(self, bucket: _Live) -> Comm:
         return self.groups.owned if bucket.layout.kind.owned else self.groups.replica
@@ -232,7 +235,8 @@ class GradientBuckets:
         for bucket in self.buckets:
             assert bucket.pending is not None and bucket.grads is not None
             bucket.pending.wait()
-            bucket.pending = self._replicas(bucket).all_reduce(self._slice(bucket.grads), f"replicas/{bucket.name}", self.reduce)
+            mine = self._slice(bucket.grads)
+            bucket.pending = self.travel.all_reduce(self._replicas(bucket), mine, f"replicas/{bucket.name}", self.reduce)
         for bucket in self.buckets:
             assert bucket.pending is not None and bucket.grads is not None and bucket.shard is not None
             bucket.pending.wait()

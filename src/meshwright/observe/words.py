@@ -56,6 +56,7 @@ def plan_choices(plan: Plan) -> list[tuple[str, str, str]]:
         ("precision", plan.memory.precision, "of the arithmetic"),
         ("gradient buckets", show_bytes(sync.bucket_bytes), f"first one {show_bytes(sync.first_bucket_bytes)}"),
         ("overlap", ", ".join(sync.overlap) or "none", "what travels while something is computed"),
+        ("compression", sync.compression, "of gradients between data ranks"),
         ("compile", plan.compile, "what torch.compile is applied to"),
         ("device", plan.device, f"communication by {' and '.join(plan.backends)}"),
     ]
@@ -133,7 +134,12 @@ def _owners(plan: Plan) -> list[str]:
 
 def _sync(plan: Plan) -> str:
     when = "while backward goes on" if "gradients" in plan.sync.overlap else "after backward"
-    return f"Gradients travel over {' and '.join(plan.backends)} in buckets of {show_bytes(plan.sync.bucket_bytes)}, {when}."
+    return f"Gradients travel over {' and '.join(plan.backends)} in buckets of {show_bytes(plan.sync.bucket_bytes)}, {when}.{_compression(plan)}"
+
+
+def _compression(plan: Plan) -> str:
+    how = {"bf16": "rounded to bf16", "powersgd": f"as factors of rank {plan.sync.compression_rank}"}.get(plan.sync.compression)
+    return f" They travel {how}: the run is not exact." if how else ""
 
 
 def _recompute(plan: Plan) -> str:

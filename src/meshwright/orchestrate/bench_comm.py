@@ -16,18 +16,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.comm import Ledger, TorchComm, mpi
-from meshwright.core.calibration import Calibration, Line
+from meshwright.comm import Ledger, RoutedComm, TorchComm, mpi
+from meshwright.core.calibration import Calibration, Line, Points
 from meshwright.core.cluster import Cluster
+from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError, RunError, unknown
+from meshwright.core.routes import ALGORITHMS, Route, has_levels
 from meshwright.core.units import show_bytes
-from meshwright.describe.collectives import HELD, OPERATIONS, Point, Timed, fitted, measure_collectives, over_ranks
+from meshwright.describe.collectives import HELD, OPERATIONS, Point, Timed, curves, fitted, measure_ways, over_ranks
+from meshwright.execute.groups import composed_ways, make_mail
 from meshwright.launch import Nursery, Rendezvous, Workers, join, leave
 from meshwright.launch.mpi import find, mpirun, run
 from meshwright.observe.bandwidth import bandwidth_figure
 
-__all__ = ["OPERATIONS", "Request", "check_request", "corrected", "fitted", "measure", "present", "sizes_to", "write_results"]
+__all__ = [
+    "OPERATIONS",
+    "Request",
+    "algorithms_for",
+    "check_request",
+    "corrected",
+    "curves",
+    "every_way",
+    "fitted",
+    "measure",
+    "on_as_many",
+    "present",
+    "sizes_to",
+    "write_results",
+]
 BACKENDS = ("gloo", "mpi", "nccl")
+EVERY = ("flat", *ALGORITHMS["all_reduce"])
 
 
 @dataclass(frozen=True)
@@ -39,6 +57,8 @@ class Request:
     sizes: tuple[int, ...]
     budget_s: float
     device: str
+    algorithms: tuple[str, ...] = ("flat",)
+    nodes: tuple[int, ...] = ()  # ranks on each node, where there are several or it is to be pretended
 
 
 def sizes_to(largest: int, smallest: int = 8) -> tuple[int, ...]:
@@ -57,6 +77,11 @@ def check_request(request: Request, memory_bytes: int) -> None:
             raise unknown("operation", op, OPERATIONS)
     if request.ranks < 2:
         raise RequestError("one rank has nobody to talk to: use --nproc 2 or more")
+    for name in request.algorithms:
+        if name not in EVERY:
+            raise unknown("algorithm", name, EVERY)
+        if name == "two-level" and not has_levels(range(request.ranks), request.nodes):
+            raise RequestError("two-level needs several nodes with several ranks: use --nodes 2 with --nproc 4 to pretend, or leave it out")
     needed = int(max(request.sizes) * HELD) * (request.ranks if request.device == "cpu" else 1)
     if needed > memory_bytes:
         most = int(memory_bytes / HELD / (request.ranks if request.device == "cpu" else 1))
@@ -76,6 +101,20 @@ def present(device: str, asked: Sequence[str] | None) -> list[str]:
             how = "pip install 'meshwright[mpi]'" if name == "mpi" else "it needs CUDA devices"
             raise RequestError(f"backend {name} is not present: {how}")
     return [name for name in asked or BACKENDS if there[name]]
+
+
+def algorithms_for(ranks: int, nodes: Sequence[int], asked: Sequence[str] | None) -> tuple[str, ...]:
+    """All that apply, unless some are asked for."""
+    return tuple(asked) if asked else tuple(a for a in EVERY if a != "two-level" or has_levels(range(ranks), nodes))
+
+
+def on_as_many(ranks: int, nodes: int | None, cluster: Cluster) -> tuple[int, ...]:
+    """How many of the ranks each node has: as the cluster says, or dealt out evenly over so many as are pretended."""
+    if nodes is None:
+        return tuple(len(node.devices) for node in cluster.nodes)
+    if not 1 <= nodes <= ranks:
+        raise RequestError(f"--nodes {nodes}: {ranks} ranks lie on 1 to {ranks} nodes: change one of them")
+    return tuple(ranks // nodes + (i < ranks % nodes) for i in range(nodes))
 
 
 def measure(request: Request, backends: Sequence[str], nursery: Callable[[], Nursery], say: Callable[[str], None]) -> list[Point]:
@@ -100,12 +139,25 @@ def rank(rank: int, world: int, meeting: str, request: dict[str, Any], backend: 
     if cuda:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     join(Rendezvous(rank, world, meeting, backend, what.device, rank))
-    comm = TorchComm(dist.group.WORLD, Ledger())  # type: ignore[arg-type]
+    ways = every_way(backend, what.algorithms if backend != "nccl" else ("flat",), what.nodes)
     device = torch.device("cuda", torch.cuda.current_device()) if cuda and backend != "gloo" else torch.device("cpu")
     try:
-        return measure_collectives(comm, device, what.operations, what.sizes, what.budget_s)
+        return measure_ways(ways, device, what.operations, what.sizes, what.budget_s)
     finally:
         leave()
+
+
+def every_way(backend: str, algorithms: Sequence[str], nodes: Sequence[int], group: dist.ProcessGroup | None = None) -> dict[str, Comm]:
+    """The world over one backend, by each of these algorithms; an operation that an algorithm lacks is the backend's own. Collective."""
+    own, ranks = TorchComm(group or dist.group.WORLD, Ledger()), list(range(dist.get_world_size()))  # type: ignore[arg-type]
+    asked = [Route(op, backend, 0, a) for op, having in ALGORITHMS.items() for a in having if a in algorithms]
+    mails = {backend: make_mail([ranks], backend)} if asked else {}
+    composed = composed_ways(mails, asked, ranks, nodes, Ledger())
+    found: dict[str, Comm] = {backend: own} if "flat" in algorithms else {}
+    for name in composed:
+        having = {r.op for r in asked if r.way == name}
+        found[name] = RoutedComm({backend: own}, lambda op, _, name=name, having=having: name if op in having else backend, composed)  # type: ignore[misc]
+    return found
 
 
 def _by_mpirun(request: Request) -> list[list[Timed]]:
@@ -117,7 +169,7 @@ def _by_mpirun(request: Request) -> list[list[Timed]]:
         if code:
             raise RunError(f"mpirun ended with code {code}: what it said is above")
         read = [json.loads((home / f"{r}.json").read_text()) for r in range(request.ranks)]
-    return [[Timed(t["op"], t["bytes"], tuple(t["seconds"]), t["correct"]) for t in one] for one in read]
+    return [[Timed(t["op"], t["bytes"], tuple(t["seconds"]), t["correct"], t["way"]) for t in one] for one in read]
 
 
 def _mpi_rank(folder: str) -> None:
@@ -127,10 +179,12 @@ def _mpi_rank(folder: str) -> None:
     (Path(folder) / f"{number}.json").write_text(json.dumps([asdict(t) for t in found]))
 
 
-def corrected(calibration: Calibration, ranks: int, lines: Mapping[str, Line]) -> Calibration:
+def corrected(calibration: Calibration, ranks: int, lines: Mapping[str, Line], points: Mapping[str, Points] | None = None) -> Calibration:
     """With what was measured at this number of ranks in place of what was there; other numbers of ranks are left as they are."""
     nearest = calibration.layout(ranks)
-    mine = replace(nearest, ranks=ranks, collectives={**(nearest.collectives if nearest.ranks == ranks else {}), **lines})
+    known = nearest if nearest.ranks == ranks else replace(nearest, collectives={}, curves={})
+    left = {name: curve for name, curve in known.curves.items() if name not in lines}
+    mine = replace(known, ranks=ranks, collectives={**known.collectives, **lines}, curves={**left, **(points or {})})
     return replace(calibration, layouts=tuple(sorted((*(r for r in calibration.layouts if r.ranks != ranks), mine), key=lambda r: r.ranks)))
 
 

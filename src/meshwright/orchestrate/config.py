@@ -67,6 +67,10 @@ class RunConfig(BaseModel):
     compile: Literal["none", "blocks", "model"] | None = None
     backend: Literal["gloo", "mpi", "nccl", "auto"] | None = Field(None, description="by device unless given; auto: as measured, call by call")
     bucket_mb: float | None = Field(None, gt=0, description="size of a gradient bucket")
+    compression: Literal["none", "bf16", "powersgd", "auto"] | None = Field(
+        None, description="of gradients between data ranks; the run is then not exact; auto: where it is predicted quicker"
+    )
+    compression_rank: int | None = Field(None, ge=1, description="of powersgd's factors; 4 unless given")
     overlap: tuple[Overlap, ...] | None = Field(None, description='what travels beside computation, like ["gradients", "inputs"]; [] for nothing')
     timeout_s: float = Field(120.0, gt=0, description="longest wait in one collective")
     objective: Literal["time", "memory"] = "time"
@@ -91,7 +95,7 @@ class RunConfig(BaseModel):
 
 # What a script of the user's own may be told from outside: how to plan it, and where to run it. All else is in the script.
 _OF_PLANS = ("mesh", "zero", "schedule", "placements", "sequence", "spatial", "micro_batches", "recompute", "recompute_layers", "compile",
-             "bucket_mb", "overlap", "timeout_s")  # fmt: skip
+             "bucket_mb", "compression", "compression_rank", "overlap", "timeout_s")  # fmt: skip
 _OF_RUNS = ("plan", "nproc", "devices", "backend", "run_dir", "name")
 TOLD = "MESHWRIGHT_WISHES"  # where a script's ranks find what was asked of their plan
 
@@ -125,6 +129,9 @@ def wishes_of(config: RunConfig, flow: Flow | None = None) -> Wishes:
         micro_batches=config.micro_batches,
         backend=config.backend if config.backend != "auto" else None,
         bucket_bytes=int(config.bucket_mb * 2**20) if config.bucket_mb else None,
+        compression=config.compression if config.compression != "auto" else None,
+        allow=("bf16", "powersgd") if config.compression == "auto" else (),
+        compression_rank=config.compression_rank,
         overlap=config.overlap,
         timeout_s=config.timeout_s,
         schedule=config.schedule,

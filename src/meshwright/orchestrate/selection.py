@@ -8,7 +8,7 @@ from pathlib import Path
 from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster
 from meshwright.core.plan import Plan
-from meshwright.cost.selection import reasons, routes, used
+from meshwright.cost.selection import measured_ways, reasons, routes, used
 from meshwright.orchestrate.bench_comm import OPERATIONS, present
 from meshwright.orchestrate.config import RunConfig
 from meshwright.plan import Ranking, Scored, Wishes
@@ -19,13 +19,14 @@ def with_routes(wishes: Wishes, cluster: Cluster, calibration: Calibration) -> t
     """The wishes, with every route that pays on this machine; or as they were, and the reason."""
     ranks, kind = wishes.world or len(cluster.devices), cluster.devices[0].kind
     if kind == "cuda":
-        return wishes, "Backend: nccl, which alone reaches GPUs without a copy."
-    if "mpi" not in present(kind, None):
-        return wishes, "Backend: gloo, since MPI is not installed: pip install 'meshwright[mpi]'."
+        return wishes, "Backend: nccl, which alone reaches GPUs without a copy, and which chooses between rings and trees itself."
     rates = calibration.layout(ranks)
-    if not any(name.startswith("mpi/") for name in rates.collectives):
-        return wishes, f"Backend: gloo, since MPI was not measured on {ranks} ranks: meshwright bench comm --nproc {ranks}."
-    return replace(wishes, routes=routes(rates, ("gloo", "mpi"), OPERATIONS)), ""
+    there = [backend for backend in ("gloo", "mpi") if backend in present(kind, None)]
+    nodes = tuple(len(node.devices) for node in cluster.take(ranks).nodes) if len(cluster.nodes) > 1 else ()
+    if not any(len(measured_ways(rates, there, op, nodes)) > 1 for op in OPERATIONS):
+        missing = "MPI is not installed (pip install 'meshwright[mpi]') and " if "mpi" not in there else ""
+        return wishes, f"Backend: gloo, since {missing}no other way was measured on {ranks} ranks: meshwright bench comm --nproc {ranks}."
+    return replace(wishes, routes=routes(rates, there, OPERATIONS, nodes), nodes=nodes), ""
 
 
 def settled(ranking: Ranking, clip: bool) -> tuple[Ranking, str]:
@@ -33,10 +34,10 @@ def settled(ranking: Ranking, clip: bool) -> tuple[Ranking, str]:
     best = ranking.best
     lines = [line for of_ranks in plan_ledgers(best.plan, ranking.profile, clip=clip).values() for line in of_ranks]
     plan = used(best.plan, lines)
-    said = reasons(plan, ranking.calibration.layout(plan.world)) or ["gloo was measured quickest for every call of this plan."]
+    said = reasons(plan, ranking.calibration.layout(plan.world)) or ["gloo's own collectives were measured quickest for every call of this plan."]
     return replace(ranking, scored=(Scored(plan, best.estimate), *ranking.scored[1:])), " ".join(["Backends:", *said])
 
 
 def is_routed(config: RunConfig) -> bool:
     """Whether the plan that is given sends some calls over another backend."""
-    return config.plan != "auto" and bool(Plan.load(Path(config.plan)).sync.routes)
+    return config.plan != "auto" and len(Plan.load(Path(config.plan)).backends) > 1

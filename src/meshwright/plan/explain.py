@@ -21,7 +21,7 @@ def explain(ranking: Ranking) -> str:
     best = ranking.best
     if not best.estimate.fits:
         return "\n".join(_too_big(ranking))
-    lines = [_choice(best), _time(best), _memory(best, ranking)]
+    lines = [_choice(best), _time(best), _memory(best, ranking), *ranking.tuned]
     second = ranking.runner_up
     if second is not None:
         lines.append(_second(best, second))
@@ -151,7 +151,14 @@ def _faster_network(ranking: Ranking, factor: float) -> dict[str, Any]:
     def line(found: Line) -> Line:
         return Line(found.alpha_s / factor, found.bytes_per_s * factor)
 
-    layouts = tuple(replace(r, collectives={k: line(v) for k, v in r.collectives.items()}) for r in ranking.calibration.layouts)
+    layouts = tuple(
+        replace(
+            r,
+            collectives={k: line(v) for k, v in r.collectives.items()},
+            curves={k: tuple((sent, seconds / factor) for sent, seconds in points) for k, points in r.curves.items()},
+        )
+        for r in ranking.calibration.layouts
+    )
     return {
         "cluster": ranking.cluster.with_links(link),
         "calibration": replace(ranking.calibration, layouts=layouts),

@@ -13,6 +13,7 @@ from meshwright.core.workload import Workload
 from meshwright.cost import estimate
 from meshwright.plan.balance import balanced
 from meshwright.plan.space import Wishes, candidates
+from meshwright.plan.tuning import tune
 
 # What each mechanism that a plan adds must gain, relatively: predictions are not finer, and simple plans break less. Cutting a batch
 # into pieces or computing twice never makes a real device quicker by much; where a prediction says so, it is noise in a curve.
@@ -39,6 +40,7 @@ class Ranking:
     workload: Workload
     calibration: Calibration
     wishes: Wishes
+    tuned: tuple[str, ...] = ()  # what of the best plan was chosen after it, and why
 
     @property
     def best(self) -> Scored:
@@ -59,7 +61,11 @@ def rank_plans(profile: ModelProfile, cluster: Cluster, workload: Workload, cali
         if not (scored and _pointless(plan, scored[-1], workload)):
             scored.append(Scored(plan, estimate(plan, profile, workload, cluster, calibration)))
     scored.sort(key=lambda s: _key(s, workload))
-    return Ranking(tuple(scored), profile, cluster, workload, calibration, wishes)
+    best = scored[0]
+    rates = calibration.layout(best.plan.world)
+    tuned = tune(best.plan, best.estimate, wishes, rates, lambda plan: estimate(plan, profile, workload, cluster, calibration))
+    scored[0] = Scored(tuned.plan, tuned.estimate)
+    return Ranking(tuple(scored), profile, cluster, workload, calibration, wishes, tuned.said)
 
 
 def best_again(ranking: Ranking, cluster: Cluster, calibration: Calibration) -> Scored:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from meshwright.core.cluster import Cluster
+from meshwright.core.compression import Compression
 from meshwright.core.context import ContextPolicy
 from meshwright.core.errors import RequestError
 from meshwright.core.hybrid import kind_of, places
@@ -16,7 +17,7 @@ from meshwright.core.model import ModelProfile
 from meshwright.core.owners import OwnerPolicy
 from meshwright.core.plan import BalancePolicy, Compile, Overlap, PipelineSchedule, Plan, Stage, SyncPolicy, stages_a_rank
 from meshwright.core.recompute import Recompute
-from meshwright.core.routes import Route
+from meshwright.core.routes import Route, for_world
 from meshwright.core.spatial import SpatialPolicy
 from meshwright.core.strand import Flow
 from meshwright.core.tensor import TensorPolicy
@@ -43,7 +44,11 @@ class Wishes:
     compile: Compile | None = None
     micro_batches: int | None = None
     backend: str | None = None
-    routes: tuple[Route, ...] | None = None  # to other backends than that one
+    routes: tuple[Route, ...] | None = None  # other ways than that one's own
+    nodes: tuple[int, ...] | None = None  # ranks on each node, where routes tell them apart
+    compression: Compression | None = None
+    allow: tuple[Compression, ...] = ()  # compressions that may be chosen where they are quicker
+    compression_rank: int | None = None
     bucket_bytes: int | None = None
     overlap: tuple[Overlap, ...] | None = None
     timeout_s: float | None = None
@@ -98,6 +103,8 @@ def _check(wishes: Wishes, devices: int) -> None:
         refuse_unused(Mesh(), wishes.schedule, wishes.placements, wishes.sequence)
     if wishes.flow is not None:
         check_placements(wishes.flow, wishes.placements)
+    if wishes.compression_rank is not None and "powersgd" not in (wishes.compression, *wishes.allow):
+        raise RequestError(f"compression_rank={wishes.compression_rank} is powersgd's: set compression=powersgd, or leave it out")
 
 
 def refuse_unused(mesh: Mesh, schedule: str | None, placements: Mapping[str, str], sequence: bool | None = None) -> None:
@@ -217,7 +224,7 @@ def _make(
         stages=cuts.stages,
         schedule=wishes.schedule or "1f1b",
         memory=choose_memory(profile, cluster, workload.precision, zero, recompute, wishes.recompute_layers),
-        sync=SyncPolicy(**{k: v for k in ("bucket_bytes", "overlap", "timeout_s", "routes") if (v := getattr(wishes, k)) is not None}),
+        sync=_sync(wishes, world),
         balance=nearly_equal(workload.global_batch, mesh) if len(set(map(kind_of, where))) > 1 else BalancePolicy(),
         placements=wishes.placements,
         tensor=cuts.tensor[0],
@@ -233,6 +240,12 @@ def _make(
     )
     check_ties(plan, profile.tied)
     return plan
+
+
+def _sync(wishes: Wishes, world: int) -> SyncPolicy:
+    told = ("bucket_bytes", "overlap", "timeout_s", "compression", "compression_rank")
+    routes, nodes = for_world(wishes.routes or (), wishes.nodes or (), world)
+    return SyncPolicy(**{k: v for k in told if (v := getattr(wishes, k)) is not None}, routes=routes, nodes=nodes)
 
 
 def _default_compile(device: str, world: int) -> Compile:

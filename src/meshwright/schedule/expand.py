@@ -12,6 +12,7 @@ from meshwright.core.schedule import Action, Schedule
 from meshwright.core.tensor import Meet, TensorPolicy
 from meshwright.core.workload import ITEM_BYTES, LOW
 from meshwright.schedule.buckets import Bucket, Kind, assign_buckets
+from meshwright.schedule.compression import bucket_sends, replica_bytes
 from meshwright.schedule.context import add_meetings
 from meshwright.schedule.local import local_profile
 from meshwright.schedule.owners import exchanges
@@ -217,9 +218,11 @@ def _bucketed(plan: Plan, profile: ModelProfile, place: Place) -> Iterator[Actio
     replicas = ["owned" if b.kind.owned else "replica" for b in buckets]
     ready = _completed_at(buckets, profile)
     meets = _meetings(plan, profile, place)
+    shapes = [t.shape for _, t in _arrival(profile)]
     launched: list[str] = []
     for micro in range(plan.micro_batches):
         last = micro == plan.micro_batches - 1
+        followers: list[Action] = []
         for layer in range(len(profile.layers)):
             yield from _compute(plan, profile, meets, "forward", layer, micro)
         yield from crossings(plan, profile, place, "forward", micro)
@@ -231,15 +234,23 @@ def _bucketed(plan: Plan, profile: ModelProfile, place: Place) -> Iterator[Actio
                 for index in ready.get(layer, []):
                     bucket = buckets[index]
                     axis = "shard" if plan.memory.zero else replicas[index]
-                    launched.append(f"grads/bucket{index}/{micro}")
-                    yield Action(launched[-1], op, bytes=bucket.bytes, padding=bucket.padding, axis=axis)  # type: ignore[arg-type]
+                    for sent in bucket_sends(plan.sync, bucket, shapes):
+                        before = (launched[-1],) if sent.follows else ()
+                        launched.append(f"grads/bucket{index}{sent.name}/{micro}")
+                        action = Action(launched[-1], op, bytes=sent.bytes, padding=sent.padding, axis=axis, waits=before)  # type: ignore[arg-type]
+                        if sent.follows:
+                            followers.append(action)
+                        else:
+                            yield action
+        yield from followers
         yield from crossings(plan, profile, place, "backward", micro)
         if last:
             yield from _tied(plan, profile)
         if plan.memory.zero and plan.mesh.group_size("replica") > 1 and (last or plan.memory.zero == 2):
             for index, bucket in enumerate(buckets):
                 name = f"replicas/bucket{index}/{micro}"
-                yield Action(name, "all_reduce", bytes=bucket.bytes // plan.mesh.shard, axis=replicas[index], waits=(f"grads/bucket{index}/{micro}",))
+                size = replica_bytes(plan.sync, bucket, plan.mesh.shard)
+                yield Action(name, "all_reduce", bytes=size, axis=replicas[index], waits=(f"grads/bucket{index}/{micro}",))
                 launched.append(name)
     yield Action("optimizer", "optimizer", waits=tuple(launched))
     if plan.memory.zero and plan.mesh.group_size("data") > 1:

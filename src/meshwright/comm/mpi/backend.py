@@ -19,8 +19,8 @@ library.load()  # before mpi4py is imported by anybody else: it must not initial
 
 from mpi4py import MPI  # noqa: E402
 
+from meshwright.comm.lane import Call, Lane  # noqa: E402
 from meshwright.comm.mpi import buffers  # noqa: E402
-from meshwright.comm.mpi.lane import Call, Lane  # noqa: E402
 from meshwright.comm.mpi.messages import Message, Post  # noqa: E402
 from meshwright.comm.mpi.reductions import Reduction, reduction  # noqa: E402
 from meshwright.comm.mpi.watchdog import Watchdog  # noqa: E402

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from meshwright.comm.mpi import buffers
+from meshwright.comm.wire import say
 
 _TYPES = {
     torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.uint8: MPI.UINT8_T, torch.int8: MPI.INT8_T, torch.int16: MPI.INT16_T,
@@ -100,4 +101,5 @@ def _reduction(kind: Any, dtype: torch.dtype, ranks: int) -> Reduction:
         return Reduction(_OPS[kind], MPI.DOUBLE if dtype == torch.complex128 else MPI.FLOAT, 2, dtype, ranks=divisor)
     if kind in _BITS:
         raise ValueError(f"{kind} of {dtype}: bits are combined of whole numbers only")
+    say("mpi", f"reduction of {str(dtype).removeprefix('torch.')}", "done in float32", MPI.COMM_WORLD.rank)
     return Reduction(_OPS[kind], MPI.FLOAT, 1, torch.float32, ranks=divisor)

@@ -10,8 +10,8 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.comm.lane import Lane
 from meshwright.comm.mpi import library
-from meshwright.comm.mpi.lane import Lane
 
 _LOOK_EVERY_S = 0.5
 _GRACE_S = 3.0  # ranks that wait for the same one notice it within this of each other

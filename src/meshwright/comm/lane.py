@@ -1,4 +1,5 @@
-"""A lane: the operations of one communicator, done one after the other in the order they were asked for.
+"""A lane: the operations of one communicator, done one after the other in the order they were asked for. MPI's calls go by lanes, and so do
+those that are composed of messages (`composed.py`).
 
 [Note: who does the work]
 MPI's blocking collectives are up to 2.5 times as quick as its non-blocking ones (Open MPI's `tuned` against `libnbc`), and the two must not be
@@ -48,7 +49,7 @@ class Call(dist.Work):
         assert self._run is not None
         try:
             if profiler._is_profiler_enabled:
-                with profiler.record_function(f"mpi:{self.name}"):
+                with profiler.record_function(f"{self._lane.kind}:{self.name}"):
                     self._run()
             else:
                 self._run()
@@ -104,8 +105,8 @@ class Call(dist.Work):
 class Lane:
     """Use `put`; the rest is for calls and for the watchdog."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, kind: str = "mpi") -> None:
+        self.name, self.kind = name, kind
         self.number = 0  # of operations begun: the same on every rank that keeps up
         self.current: tuple[str, float] | None = None  # what is being done, and since when
         self._turn = threading.Lock()
@@ -156,7 +157,7 @@ class Lane:
     def ring(self, hurry: bool) -> None:
         """Have the thread look at what is waiting: now, or in a moment."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=f"mpi {self.name}", daemon=True)
+            self._thread = threading.Thread(target=self._serve, name=f"{self.kind} {self.name}", daemon=True)
             self._thread.start()
         if hurry or not self._rung:
             self._rung = True

@@ -1,0 +1,131 @@
+"""Collectives that are composed of a backend's messages instead of its own collectives: `algorithms.py` as calls of `core.comm.Comm`.
+
+A composed call is counted as the one operation that it is, with its bytes, as the backend's own would be: the ledger says what a plan asks for,
+and a plan's routes say which way it goes. Its messages are counted nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from meshwright.comm import algorithms
+from meshwright.comm.lane import Lane
+from meshwright.comm.ledger import Ledger
+from meshwright.comm.wire import Finish, Wire
+from meshwright.core.comm import Comm, Pending
+
+_COMBINES: dict[str, algorithms.Combine] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
+_WORKED = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64,
+           torch.complex64, torch.complex128}  # fmt: skip
+
+
+class Mail:
+    """What all algorithms of one group and backend share: a group for messages alone, a lane in which calls are made one after the other,
+    and scratch memory, which is kept from call to call since fresh pages cost as much as the messages."""
+
+    def __init__(self, messages: Comm, name: str) -> None:
+        self.comm, self.name = messages, name
+        self.lane = Lane(name, kind="composed")
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def room(self, like: torch.Tensor) -> Callable[[int], torch.Tensor]:
+        def found(numel: int) -> torch.Tensor:
+            size = numel * like.element_size()
+            if self._scratch.numel() < size or self._scratch.device != like.device:
+                self._scratch = torch.empty(size, dtype=torch.uint8, device=like.device)
+            return self._scratch[:size].view(like.dtype)
+
+        return found
+
+
+class Composed:
+    """The collectives of one group by one algorithm. `nodes` holds the places of each node's ranks, for two levels."""
+
+    def __init__(self, mail: Mail, algorithm: str, ledger: Ledger, nodes: Sequence[Sequence[int]] = ()) -> None:
+        self._mail, self._algorithm, self.ledger = mail, algorithm, ledger
+        self.rank, self.size = mail.comm.rank, mail.comm.size
+        self._nodes = nodes
+        self._wire = Wire(f"{mail.name} {algorithm}", self.rank, _WORKED)
+
+    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Pending:
+        work, op, finish = self._wire.reduced(tensor, op)
+        combine, scale = _reduction(work, op, factor, self.size)
+        before, then = _scaling(work, scale)
+
+        def run(talk: algorithms.Talk) -> None:
+            before(work)
+            whole, room = work.view(-1), self._mail.room(work)
+            if self._algorithm == "tree":
+                algorithms.by_tree(talk, whole, combine, room)
+                then(whole)
+            elif self._algorithm == "two-level":
+                algorithms.by_levels(talk, whole, combine, room, self._nodes, then)
+            else:
+                algorithms.by_halves(talk, whole, combine, room, self._algorithm, then)
+
+        return self._put(name, "all_reduce", tensor, run, finish)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, tensor: torch.Tensor, name: str, op: str = "sum", sizes: Sequence[int] | None = None
+    ) -> Pending:  # fmt: skip
+        work, op, _ = self._wire.reduced(tensor, op)
+        own = output if output.is_contiguous() and output.dtype == work.dtype else work.new_empty(output.shape)
+        combine, scale = _reduction(work, op, None, self.size)
+        before, then = _scaling(work, scale)
+
+        def run(talk: algorithms.Talk) -> None:
+            before(work)
+            parts = work.view(-1).split(_lengths(work, sizes, self.size))
+            algorithms.scatter(self._algorithm, talk, parts, own.view(-1), combine, self._mail.room(work))
+            then(own)
+
+        return self._put(name, "reduce_scatter", tensor, run, None if own is output else lambda: output.copy_(own))
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str, sizes: Sequence[int] | None = None) -> Pending:
+        whole = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype, device=output.device)
+
+        def run(talk: algorithms.Talk) -> None:
+            parts = whole.view(-1).split(_lengths(whole, sizes, self.size))
+            if parts[self.rank].data_ptr() != tensor.data_ptr():
+                parts[self.rank].copy_(tensor.reshape(-1))
+            algorithms.gather(self._algorithm, talk, parts)
+
+        return self._put(name, "all_gather", output, run, None if whole is output else lambda: output.copy_(whole))
+
+    def _put(self, name: str, op: str, counted: torch.Tensor, run: Callable[[algorithms.Talk], None], finish: Finish | None) -> Pending:
+        self.ledger.add(name, op, self.size, counted.numel() * counted.element_size())
+
+        def job() -> None:
+            with torch.no_grad():
+                run(algorithms.Talk(self._mail.comm, name, tuple(range(self.size)), self.rank))
+                if finish is not None:
+                    finish()
+
+        return self._mail.lane.put(name, job, [counted], later=True, size=counted.nbytes)
+
+
+def _reduction(work: torch.Tensor, op: str, factor: float | None, ranks: int) -> tuple[algorithms.Combine, float | None]:
+    """How two values become one, and by what the result is multiplied."""
+    if op == "mean" and not (work.is_floating_point() or work.is_complex()):
+        raise ValueError(f"the mean of {work.dtype} is not a whole number: convert it, or take the sum")
+    if op == "mean":
+        return torch.add, (1.0 if factor is None else factor) / ranks
+    return _COMBINES[op], factor
+
+
+def _scaling(work: torch.Tensor, scale: float | None) -> tuple[Callable[[torch.Tensor], object], Callable[[torch.Tensor], object]]:
+    """What is done before and after a sum. A sum's parts are scaled where they were summed, which costs least; in half precision the sum may
+    be too large where the scaled one is not, so there everyone scales first."""
+    scaled: Callable[[torch.Tensor], object] = (lambda t: t) if scale is None else (lambda t: t.mul_(scale))
+    nothing: Callable[[torch.Tensor], object] = lambda t: t  # noqa: E731
+    return (scaled, nothing) if work.dtype == torch.float16 else (nothing, scaled)
+
+
+def _lengths(whole: torch.Tensor, sizes: Sequence[int] | None, ranks: int) -> list[int]:
+    """Elements for each rank."""
+    if sizes is None:
+        return [whole.numel() // ranks] * ranks
+    rows = sum(sizes)
+    return [n * (whole.numel() // rows if rows else 0) for n in sizes]

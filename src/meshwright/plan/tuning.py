@@ -1,0 +1,75 @@
+"""Tuning: once a plan is chosen, how large its gradient buckets are and whether gradients are compressed, by what the estimate says of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from meshwright.core.calibration import Rates
+from meshwright.core.compression import Compression
+from meshwright.core.errors import RequestError
+from meshwright.core.estimate import Estimate
+from meshwright.core.plan import Plan
+from meshwright.core.units import show_bytes, show_seconds
+from meshwright.plan.space import Wishes
+
+BUCKETS = (2**20, 4 * 2**20, 25 * 2**20, 100 * 2**20)
+_GAIN = 0.01  # predictions are not finer
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A plan, what it would cost, and what was chosen and why."""
+
+    plan: Plan
+    estimate: Estimate
+    said: tuple[str, ...] = ()
+
+
+def tune(plan: Plan, found: Estimate, wishes: Wishes, rates: Rates, price: Callable[[Plan], Estimate]) -> Tuned:
+    """Leaves alone what the user has fixed, what has no gradient buckets, and machines whose network was not measured."""
+    measured = [line for name, line in rates.collectives.items() if name in (f"{plan.backend}/all_reduce", f"{plan.backend}/reduce_scatter")]
+    if plan.mesh.group_size("data") == 1 or plan.memory.zero == 3 or not measured or not found.fits:
+        return Tuned(plan, found)
+    said: list[str] = []
+    if wishes.allow and wishes.compression is None:
+        plan, found, why = _compressed(plan, found, wishes.allow, price)
+        said.append(why)
+    if wishes.bucket_bytes is None:
+        plan, found, why = _bucketed(plan, found, measured[0].alpha_s, price)
+        said += [why] if why else []
+    return Tuned(plan, found, tuple(said))
+
+
+def _compressed(
+    plan: Plan, found: Estimate, allowed: tuple[Compression, ...], price: Callable[[Plan], Estimate]
+) -> tuple[Plan, Estimate, str]:  # fmt: skip
+    tried: dict[str, tuple[Plan, Estimate]] = {"none": (plan, found)}
+    refused = []
+    for kind in allowed:
+        try:
+            other = replace(plan, sync=replace(plan.sync, compression=kind))
+            tried[kind] = other, price(other)
+        except RequestError as error:
+            refused.append(str(error).removeprefix("plan: "))
+    times = ", ".join(f"{kind} {show_seconds(estimate.step_s)}" for kind, (_, estimate) in tried.items())
+    best = min((k for k in tried if tried[k][1].fits), key=lambda k: tried[k][1].step_s)
+    chosen = best if tried[best][1].step_s < (1 - _GAIN) * found.step_s else "none"
+    exact = "" if chosen == "none" else " The run is then not exact."
+    return *tried[chosen], f"Compression of gradients: {chosen} (predicted: {times}).{exact}" + "".join(f" Not {reason}." for reason in refused)
+
+
+def _bucketed(plan: Plan, found: Estimate, call_s: float, price: Callable[[Plan], Estimate]) -> tuple[Plan, Estimate, str]:
+    usual = plan.sync.bucket_bytes
+    tried: dict[int, tuple[Plan, Estimate]] = {usual: (plan, found)}
+    for size in BUCKETS:
+        if size != usual:
+            other = replace(plan, sync=replace(plan.sync, bucket_bytes=size, first_bucket_bytes=min(plan.sync.first_bucket_bytes, size)))
+            tried[size] = other, price(other)
+    if len({estimate.step_s for _, estimate in tried.values()}) == 1:
+        return plan, found, ""  # all gradients fit into one bucket of any of these sizes
+    best = min((s for s in tried if tried[s][1].fits), key=lambda s: (tried[s][1].step_s, -s))  # as few calls as that takes
+    chosen = best if tried[best][1].step_s < (1 - _GAIN) * found.step_s else usual
+    times = ", ".join(f"{show_bytes(size)} {show_seconds(tried[size][1].step_s)}" for size in sorted(tried))
+    why = f"a call costs {show_seconds(call_s)}, and what the last bucket holds travels after backward"
+    return *tried[chosen], f"Gradient buckets: {show_bytes(chosen)} ({why}; predicted: {times})."
