@@ -40,13 +40,14 @@ from cases import (
     raw_fsdp2,
 )
 from exposed import Waits
-from meshwright.comm import Ledger, TorchComm, mpi
+from meshwright.comm import mpi
 from meshwright.core.calibration import Rates
 from meshwright.core.plan import SyncPolicy
 from meshwright.cost.selection import routes
-from meshwright.describe.collectives import fitted, measure_collectives, over_ranks
+from meshwright.describe.collectives import curves, fitted, measure_ways, over_ranks
 from meshwright.launch import Rendezvous, join, leave
 from meshwright.launch.mpi import mpirun, run
+from meshwright.orchestrate.bench_comm import algorithms_for, every_way
 from meshwright.zoo.losses import next_token
 from overhead import WORLD, show, write
 from rounds import HERE, Batch, Engine, Trial, machine, ratios, say, summarise, timed
@@ -101,7 +102,7 @@ def _goal(block: dict[str, Any]) -> dict[str, Any]:
     """Meshwright's speed against the best engine over gloo in ZeRO-3, against raw DDP over gloo in data parallelism; round by round."""
     rows = block["engines"]
     ours = next(row for row in rows if row["engine"] == "Meshwright")
-    others = [row for row in rows if row is not ours and not row["engine"].endswith("over MPI")]
+    others = [row for row in rows if not row["engine"].startswith("Meshwright") and not row["engine"].endswith("over MPI")]
     base = rows[0] if block["block"] == DATA_PARALLEL else min(others, key=lambda row: row["step_s"])
     speed = statistics.median(ratios(base["seconds"], ours["seconds"]))
     return {"block": block["block"], "against": base["engine"], "speed": speed, "goal": GOALS[block["block"]], "met": speed >= GOALS[block["block"]]}
@@ -112,7 +113,7 @@ def _print(result: dict[str, Any]) -> None:
     for name, line in result["lines"].items():
         say(f"{name}: {line['alpha_s'] * 1e6:,.0f} µs a call, then {line['bytes_per_s'] / 1e9:.2f} GB/s")
     for route in result["routes"]:
-        say(f"{route['op']} goes over {route['backend']} from {route['sent']:,} bytes on")
+        say(f"{route['op']} goes over {route['backend']} ({route['algorithm']}) from {route['sent']:,} bytes on")
     for goal in result["goals"]:
         met = "met" if goal["met"] else "missed"
         say(f"{goal['block']}: {goal['speed']:.2f} times {goal['against']}, goal {goal['goal']}: {met}")
@@ -138,8 +139,8 @@ def measure(folder: str, rounds: int) -> None:
     join(Rendezvous(rank, WORLD, f"file://{folder}/meeting"))
     mpi.register()
     over_mpi = dist.new_group(backend="mpi")
-    lines = _lines(over_mpi)
-    chosen = routes(Rates(WORLD, 1, {}, (), 0.0, lines), BACKENDS, OPERATIONS)
+    rates = _rates(over_mpi)
+    lines, chosen = rates.collectives, routes(rates, BACKENDS, OPERATIONS)
     waits = Waits()
     built = list(engines(CASE, rank, over_mpi, SyncPolicy(routes=chosen)))
     found = timed(Trial(built, lambda number: CASE.data(rank, number)), waits, rounds)
@@ -148,14 +149,14 @@ def measure(folder: str, rounds: int) -> None:
     leave()
 
 
-def _lines(over_mpi: Any) -> dict[str, Any]:
-    """α and β of both backends, the same on every rank."""
-    points = []
-    for backend, group in zip(BACKENDS, (dist.group.WORLD, over_mpi), strict=True):
-        every: list[Any] = [None] * WORLD
-        dist.all_gather_object(every, measure_collectives(TorchComm(group, Ledger()), torch.device("cpu"), OPERATIONS, SIZES, 0.1))
-        points += over_ranks(backend, every)
-    return fitted(points)
+def _rates(over_mpi: Any) -> Rates:
+    """What calls cost over both backends by every algorithm, the same on every rank."""
+    algorithms = algorithms_for(WORLD, (WORLD,), None)
+    ways = every_way("gloo", algorithms, (WORLD,)) | every_way("mpi", algorithms, (WORLD,), over_mpi)
+    every: list[Any] = [None] * WORLD
+    dist.all_gather_object(every, measure_ways(ways, torch.device("cpu"), OPERATIONS, SIZES, 0.1))
+    points = over_ranks("", every)
+    return Rates(WORLD, 1, {}, (), 0.0, fitted(points), curves=curves(points))
 
 
 def engines(case: Case, rank: int, over_mpi: Any, sync: SyncPolicy) -> Iterator[Engine]:
@@ -171,6 +172,7 @@ def engines(case: Case, rank: int, over_mpi: Any, sync: SyncPolicy) -> Iterator[
         yield Engine(name, DATA_PARALLEL, deepspeed(case, stage))
     yield Engine("raw DDP over MPI", DATA_PARALLEL, raw_ddp(case, group=over_mpi))
     yield Engine("Meshwright", DATA_PARALLEL, meshwright(case, WORLD, 0, sync), ours=True)
+    yield Engine("Meshwright, ZeRO-1", DATA_PARALLEL, meshwright(case, WORLD, 1, sync), ours=True)
     yield Engine("raw FSDP2", ZERO_3, raw_fsdp2(case, WORLD))
     yield Engine("raw FSDP2, again", ZERO_3, raw_fsdp2(case, WORLD))
     for name, stage in ((n, s) for n, s in stages.items() if s == 3):

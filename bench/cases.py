@@ -132,7 +132,7 @@ def meshwright(case: Case, world: int, zero: int, sync: SyncPolicy = SYNC) -> Ca
 def plan_of(case: Case, world: int, zero: int, sync: SyncPolicy) -> Plan:
     if not zero:
         return Plan("gpt", case.batch * world, Mesh(dp=world), sync=sync)
-    memory = MemoryPolicy(zero=3, units=tuple(f"blocks.{i}" for i in range(case.layers)))
+    memory = MemoryPolicy(zero=zero, units=tuple(f"blocks.{i}" for i in range(case.layers)))
     return Plan("gpt", case.batch * world, Mesh(shard=world), memory=memory, sync=sync)
 
 

@@ -76,6 +76,21 @@ def test_halves_take_unequal_parts(sizes: list[int], algorithm: str, even: bool)
         assert torch.allclose(part, wanted.split(rows)[rank], rtol=1e-12, atol=1e-12)
 
 
+@given(sizes=st.lists(st.integers(0, 4), min_size=1, max_size=5), even=st.booleans(), op=st.sampled_from(["sum", "max", "mean"]))
+def test_a_scatter_may_be_a_whole_reduction_of_which_a_part_is_kept(sizes: list[int], even: bool, op: str) -> None:
+    rows = [sizes[0]] * len(sizes) if even else sizes
+
+    def job(comm: ThreadComm) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        way, tensor = composed(comm, "whole"), values(comm.rank, sum(rows) * 3).view(-1, 3)
+        part = torch.empty(rows[comm.rank], 3, dtype=torch.float64)
+        way.reduce_scatter(part, tensor, "s", op, None if even else rows).wait()
+        return part, expected(comm.size, tensor.numel(), op).view(-1, 3), [line.bytes for line in way.ledger.take()]
+
+    for rank, (part, wanted, counted) in enumerate(ThreadWorld(len(rows)).run(job)):
+        assert torch.allclose(part, wanted.split(rows)[rank], rtol=1e-12, atol=1e-12)
+        assert counted == [sum(rows) * 3 * 8]
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS["all_reduce"])
 def test_calls_keep_their_order_and_are_counted_as_what_they_are(algorithm: str) -> None:
     """Several under way at once; messages are in nobody's ledger."""

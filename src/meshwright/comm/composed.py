@@ -13,6 +13,7 @@ import torch
 from meshwright.comm import algorithms
 from meshwright.comm.lane import Lane
 from meshwright.comm.ledger import Ledger
+from meshwright.comm.pending import Then
 from meshwright.comm.wire import Finish, Wire
 from meshwright.core.comm import Comm, Pending
 
@@ -70,6 +71,8 @@ class Composed:
     def reduce_scatter(
         self, output: torch.Tensor, tensor: torch.Tensor, name: str, op: str = "sum", sizes: Sequence[int] | None = None
     ) -> Pending:  # fmt: skip
+        if self._algorithm == "whole":
+            return self._scatter_whole(output, tensor, name, op, sizes)
         work, op, _ = self._wire.reduced(tensor, op)
         own = output if output.is_contiguous() and output.dtype == work.dtype else work.new_empty(output.shape)
         combine, scale = _reduction(work, op, None, self.size)
@@ -82,6 +85,13 @@ class Composed:
             then(own)
 
         return self._put(name, "reduce_scatter", tensor, run, None if own is output else lambda: output.copy_(own))
+
+    def _scatter_whole(self, output: torch.Tensor, tensor: torch.Tensor, name: str, op: str, sizes: Sequence[int] | None) -> Pending:
+        self.ledger.add(name, "reduce_scatter", self.size, tensor.numel() * tensor.element_size())
+        whole = tensor.contiguous()
+        mine = whole.view(-1).split(_lengths(whole, sizes, self.size))[self.rank].view(output.shape)
+        same = mine.data_ptr() == output.data_ptr()
+        return Then(self._mail.comm.all_reduce(whole, name, op), lambda: output if same else output.copy_(mine))
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str, sizes: Sequence[int] | None = None) -> Pending:
         whole = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype, device=output.device)

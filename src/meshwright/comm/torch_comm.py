@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.autograd import profiler
 
 from meshwright.comm.ledger import Ledger
+from meshwright.comm.pending import Then
 from meshwright.comm.wire import COMPOSED, SCALED, UNEVEN, Finish, Wire, say
 from meshwright.core.comm import Messages, Pending
 
@@ -152,7 +153,7 @@ class TorchComm:
                 work = _profiled(name, call) if profiler._is_profiler_enabled else call()
             finally:
                 torch.cuda.nvtx.range_pop()
-        return work if finish is None else _Then(work, finish)  # type: ignore[no-any-return]
+        return work if finish is None else Then(work, finish)  # type: ignore[no-any-return]
 
     def _op(self, op: str, tensor: torch.Tensor, factor: float | None = None) -> Any:
         if factor is not None:
@@ -205,25 +206,6 @@ class _Awaited(dist.Work):
     def wait(self, *args: Any) -> bool:
         with profiler.record_function(f"{self._name} (wait)"):
             return bool(self._work.wait(*args))
-
-    def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
-
-
-class _Then(dist.Work):
-    """A call after which something is left to do: done by the first wait."""
-
-    def __init__(self, work: Any, finish: Finish) -> None:
-        super().__init__()
-        self._work = work
-        self._finish: Finish | None = finish
-
-    def wait(self, *args: Any) -> bool:
-        done = bool(self._work.wait(*args))
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
-        return done
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())

@@ -41,7 +41,9 @@ class Comm(Protocol):
 
     def reduce_scatter(
         self, output: torch.Tensor, tensor: torch.Tensor, name: str, op: str = "sum", sizes: Sequence[int] | None = None
-    ) -> Pending: ...  # fmt: skip
+    ) -> Pending:  # fmt: skip
+        """What is scattered may be overwritten on the way."""
+        ...
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str, sizes: Sequence[int] | None = None) -> Pending: ...
 

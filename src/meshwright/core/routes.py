@@ -8,12 +8,12 @@ from typing import Literal
 
 from meshwright.core.errors import RequestError, unknown
 
-Algorithm = Literal["flat", "ring", "tree", "pairs", "two-level"]
+Algorithm = Literal["flat", "ring", "tree", "pairs", "two-level", "whole"]
 # What there is beside "flat", the backend's own. See [Note: algorithms] in comm/algorithms.py.
 ALGORITHMS: dict[str, tuple[Algorithm, ...]] = {
     "all_reduce": ("ring", "tree", "pairs", "two-level"),
     "all_gather": ("ring", "pairs"),
-    "reduce_scatter": ("ring", "pairs"),
+    "reduce_scatter": ("ring", "pairs", "whole"),
 }
 
 

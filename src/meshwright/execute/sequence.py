@@ -67,6 +67,7 @@ class Share:
             front = padded
         out = front.new_empty((most, *front.shape[1:]))
         sent = front.contiguous()
+        sent = sent.clone() if sent.data_ptr() == partial.data_ptr() else sent  # others may use it still
         return Scattered(self, out, sent, self.comm.reduce_scatter(out, sent, self.name))
 
     def _apart(self, x: torch.Tensor, length: int) -> torch.Tensor:

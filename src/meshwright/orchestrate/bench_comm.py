@@ -45,7 +45,7 @@ __all__ = [
     "write_results",
 ]
 BACKENDS = ("gloo", "mpi", "nccl")
-EVERY = ("flat", *ALGORITHMS["all_reduce"])
+EVERY = ("flat", *dict.fromkeys(name for names in ALGORITHMS.values() for name in names))
 
 
 @dataclass(frozen=True)
