@@ -132,7 +132,7 @@ def test_what_is_measured_is_asked_for_or_all_that_applies() -> None:
     assert bench_comm.on_as_many(4, None, one) == (4,)
     assert bench_comm.on_as_many(4, 3, one) == (2, 1, 1)
     assert bench_comm.algorithms_for(4, (4,), None) == ("flat", "ring", "tree", "pairs", "whole")
-    assert bench_comm.algorithms_for(4, (2, 2), None) == ("flat", "ring", "tree", "pairs", "two-level")
+    assert bench_comm.algorithms_for(4, (2, 2), None) == ("flat", "ring", "tree", "pairs", "two-level", "whole")
     request = bench_comm.Request(4, ("all_reduce",), (8,), 0.1, "cpu", ("two-level",), (4,))
     with pytest.raises(RequestError, match="--nodes 2"):
         bench_comm.check_request(request, 10**9)
