@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
 from meshwright.core.errors import RequestError
@@ -67,24 +70,27 @@ class Cluster:
     link: Link = Link("network", 2e-5, 1.25e9)
     scheduler: str = "none"  # slurm, mpi, ray, kubernetes, torchrun: who started us
 
-    @property
+    @cached_property
     def devices(self) -> tuple[Device, ...]:
         return tuple(d for node in self.nodes for d in node.devices)
 
-    def node_of(self, rank: int) -> Node:
-        return self.nodes[self._node_index(rank)]
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        """The rank after each node's last: asked for every call of every plan, on thousands of nodes."""
+        return tuple(accumulate(len(node.devices) for node in self.nodes))
 
-    def _node_index(self, rank: int) -> int:
-        for index, node in enumerate(self.nodes):
-            if rank < len(node.devices):
-                return index
-            rank -= len(node.devices)
-        raise IndexError(rank)
+    def node_of(self, rank: int) -> Node:
+        return self.nodes[self.node_index(rank)]
+
+    def node_index(self, rank: int) -> int:
+        if not 0 <= rank < self._ends[-1]:
+            raise IndexError(rank)
+        return bisect_right(self._ends, rank)
 
     def link_between(self, ranks: tuple[int, ...]) -> Link:
         """The slowest link that a collective among `ranks` must cross."""
-        nodes = {self._node_index(r) for r in ranks}
-        return self.link if len(nodes) > 1 else self.nodes[nodes.pop()].link
+        first, last = self.node_index(min(ranks)), self.node_index(max(ranks))  # nodes hold neighbouring ranks
+        return self.link if first != last else self.nodes[first].link
 
     def take(self, ranks: int) -> Cluster:
         """The first `ranks` devices of this cluster."""

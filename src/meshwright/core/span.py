@@ -17,6 +17,7 @@ class Span:
     begun: float  # handed over, for communication; it may then wait for others, and its time counts from here
     ended: float
     held: float = 0.0
+    waited: float = 0.0  # of `held`, how long somebody else was not there yet; a run cannot tell, a simulation can
 
     @property
     def seconds(self) -> float:

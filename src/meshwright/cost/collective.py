@@ -21,7 +21,7 @@ def collective_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rate
     group = action.ranks(plan.mesh)
     if group == 1:
         return 0.0
-    link = cluster.link_between(tuple(range(min(plan.world, len(cluster.devices)))))
+    link = cluster.link_between((0, min(plan.world, len(cluster.devices)) - 1))
     sent = sent_bytes(action, plan)
     routes = plan.sync.routes if action.axis != "pp" else ()  # stages meet by the plan's backend
     return line_of(action.op, group, way(routes, action.op, sent, plan.backend), rates, link).seconds(sent)

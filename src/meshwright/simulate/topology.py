@@ -1,0 +1,95 @@
+"""Which links a message between two ranks crosses. Everything that the simulator knows of a network's shape, it asks here.
+
+A topology answers `path(source, target, without)` with links that have a stable key: two paths that name the same key share that link. A link is
+one way; what goes both ways is two. `without` names links that are down: the answer goes around them, or is empty where there is no way around.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from meshwright.core.cluster import Cluster
+
+NOTHING_DOWN: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One link, one way. Keys are words with slashes, from the whole to the part: `network/3/out` is a part of `network/3` and of `network`."""
+
+    key: str
+    latency_s: float
+    bandwidth: float  # bytes/s
+
+
+class Topology(Protocol):
+    """The shape of a network."""
+
+    @property
+    def world(self) -> int:
+        """Ranks that it joins."""
+        ...
+
+    def path(self, source: int, target: int, without: frozenset[str] = NOTHING_DOWN) -> tuple[Hop, ...]: ...
+
+    def links(self) -> Iterable[str]:
+        """Every key there is, so that a misspelt one is an error."""
+        ...
+
+
+class Flat:
+    """Every device has a way out and a way in of its own, to its node's other devices and to the network, and the network itself is never full."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._hops: dict[tuple[bool, int, str], Hop] = {}
+
+    @property
+    def world(self) -> int:
+        return len(self._cluster.devices)
+
+    def path(self, source: int, target: int, without: frozenset[str] = NOTHING_DOWN) -> tuple[Hop, ...]:
+        near = self._cluster.node_index(source) == self._cluster.node_index(target)
+        direct = self._leg(near, source, target)
+        if not without or not _down(direct, without):
+            return direct
+        return next((way for way in self._detours(near, source, target) if not _down(way, without)), ())
+
+    def links(self) -> Iterable[str]:
+        for rank in range(self.world):
+            for inside in (True, False):
+                for way in ("out", "in"):
+                    yield self._hop(inside, rank, way).key
+
+    def _leg(self, near: bool, source: int, target: int) -> tuple[Hop, ...]:
+        return self._hop(near, source, "out"), self._hop(near, target, "in")
+
+    def _detours(self, near: bool, source: int, target: int) -> Iterable[tuple[Hop, ...]]:
+        """Over the network where the node's own link is down; through a neighbour on either side where a device's way to the network is."""
+        if near:
+            yield self._leg(False, source, target)
+            return
+        for here in self._neighbours(source):
+            yield (*self._leg(True, source, here), *self._leg(False, here, target))
+        for there in self._neighbours(target):
+            yield (*self._leg(False, source, there), *self._leg(True, there, target))
+
+    def _neighbours(self, rank: int) -> Iterable[int]:
+        node = self._cluster.node_index(rank)
+        first = rank
+        while first and self._cluster.node_index(first - 1) == node:
+            first -= 1
+        return (r for r in range(first, first + len(self._cluster.nodes[node].devices)) if r != rank)
+
+    def _hop(self, near: bool, rank: int, way: str) -> Hop:
+        found = self._hops.get((near, rank, way))
+        if found is None:
+            link = self._cluster.node_of(rank).link if near else self._cluster.link
+            found = self._hops[near, rank, way] = Hop(f"{link.name}/{rank}/{way}", link.latency_s, link.bandwidth)
+        return found
+
+
+def _down(way: tuple[Hop, ...], without: frozenset[str]) -> bool:
+    return any(hop.key in without for hop in way)
