@@ -23,6 +23,9 @@ class Hop:
     latency_s: float
     bandwidth: float  # bytes/s
 
+    def __hash__(self) -> int:
+        return hash(self.key)  # asked millions of times, and text keeps its hash
+
 
 class Topology(Protocol):
     """The shape of a network."""
