@@ -99,13 +99,18 @@ def drawn(failures: Failures, work: float, seed: int, stretches: int = 20000) ->
     return Drawn(work / mean, work / mean * spread / mean, count)
 
 
+def _enough(failures: Failures, work: float) -> int:
+    """Stretches in which some thousand failures come, within reason."""
+    return int(min(max(3000 * failures.every / (work + failures.save), 4000), 100_000))
+
+
 def study(failures: Failures, seed: int, points: int = 41) -> dict[str, object]:
     """The intervals that formulas and arithmetic give, each with its exact goodput, a draw that confirms them, and the curve."""
     best = failures.best
     intervals = {"best": best, "young": failures.young, "daly": failures.daly}
     curve = [best * 10 ** (2.4 * i / (points - 1) - 1.2) for i in range(points)]
     shown = [best / 8, best / 3, best, 3 * best, 8 * best]
-    draws = [drawn(failures, work, seed, 4000 if work != best else 20000) for work in shown]
+    draws = [drawn(failures, work, seed, _enough(failures, work)) for work in shown]
     return {
         "failures_every_s": failures.every,
         "checkpoint_s": failures.save,

@@ -127,15 +127,15 @@ def crossings(meetings: Meetings, network: Network, disturbed: Disturbances) -> 
             if down and any(hop.key in down for hop in used):
                 op, ranks = meetings.calls[edge]
                 used = network.uses(op, ranks, down)
-            for hop, share in used.items():
-                edges.append(edge)
-                links.append(numbers.setdefault(hop, len(numbers)))
-                shares.append(share)
-                moments.append(moment)
+            edges += [edge] * len(used)
+            links += [numbers.setdefault(hop, len(numbers)) for hop in used]
+            shares += used.values()
+        moments += [moment] * (len(edges) - len(moments))
     hops = list(numbers)
-    kinds = [(hop.latency_s, hop.bandwidth, tuple(disturbed.left(hop.key, at) for at in disturbed.moments)) for hop in hops]
+    changes = disturbed.moments if disturbed.degrade else ()
+    kinds = [(hop.latency_s, hop.bandwidth, tuple(disturbed.left(hop.key, at) for at in changes)) for hop in hops]
     weights, when = np.array(shares, dtype=np.float64), np.array(moments, dtype=np.int64)
-    tags = hashed(list(zip(shares, moments, strict=True)))
+    tags = mixed(weights.view(np.uint64) ^ mixed(when))
     mine, crossed = np.array(edges, dtype=np.int64), np.array(links, dtype=np.int64)
     return Crossings(hops, kinds, mine, crossed, weights, when, tags, Sums(mine, meetings.count), Sums(crossed, len(hops)))
 

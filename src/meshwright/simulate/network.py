@@ -169,10 +169,9 @@ class Fabric:
     def _crossed(self, op: str, ranks: tuple[int, ...], without: frozenset[str] = NOTHING_DOWN) -> Mapping[Hop, float]:
         found: dict[Hop, float] = {}
         for source, target, share in _pairs(op, ranks):
-            way = self.topology.path(source, target, without) or self.topology.path(source, target)  # nowhere to go: it waits at the link
-            for hop in way if self.faster == 1 else [replace(hop, bandwidth=hop.bandwidth * self.faster) for hop in way]:
+            for hop in self.topology.path(source, target, without) or self.topology.path(source, target):  # no way around: it waits at the link
                 found[hop] = found.get(hop, 0.0) + share
-        return found
+        return found if self.faster == 1 else {replace(hop, bandwidth=hop.bandwidth * self.faster): share for hop, share in found.items()}
 
 
 def pattern(op: str) -> str:

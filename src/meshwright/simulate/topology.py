@@ -6,6 +6,7 @@ one way; what goes both ways is two. `without` names links that are down: the an
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -47,14 +48,15 @@ class Flat:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._hops: dict[tuple[bool, int, str], Hop] = {}
+        self._node = [index for index, node in enumerate(cluster.nodes) for _ in node.devices]  # of each rank
+        self._hops: dict[tuple[bool, str], dict[int, Hop]] = {(near, way): {} for near in (True, False) for way in ("out", "in")}
 
     @property
     def world(self) -> int:
         return len(self._cluster.devices)
 
     def path(self, source: int, target: int, without: frozenset[str] = NOTHING_DOWN) -> tuple[Hop, ...]:
-        near = self._cluster.node_index(source) == self._cluster.node_index(target)
+        near = self._node[source] == self._node[target]
         direct = self._leg(near, source, target)
         if not without or not _down(direct, without):
             return direct
@@ -80,18 +82,15 @@ class Flat:
             yield (*self._leg(False, source, there), *self._leg(True, there, target))
 
     def _neighbours(self, rank: int) -> Iterable[int]:
-        node = self._cluster.node_index(rank)
-        first = rank
-        while first and self._cluster.node_index(first - 1) == node:
-            first -= 1
-        return (r for r in range(first, first + len(self._cluster.nodes[node].devices)) if r != rank)
+        first = bisect_left(self._node, self._node[rank])
+        return (r for r in range(first, first + len(self._cluster.nodes[self._node[rank]].devices)) if r != rank)
 
     def _hop(self, near: bool, rank: int, way: str) -> Hop:
-        found = self._hops.get((near, rank, way))
-        if found is None:
-            link = self._cluster.node_of(rank).link if near else self._cluster.link
-            found = self._hops[near, rank, way] = Hop(f"{link.name}/{rank}/{way}", link.latency_s, link.bandwidth)
-        return found
+        known = self._hops[near, way]
+        if rank not in known:
+            link = self._cluster.nodes[self._node[rank]].link if near else self._cluster.link
+            known[rank] = Hop(f"{link.name}/{rank}/{way}", link.latency_s, link.bandwidth)
+        return known[rank]
 
 
 def _down(way: tuple[Hop, ...], without: frozenset[str]) -> bool:
