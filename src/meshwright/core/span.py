@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Times are seconds since the step began on this rank. `held` is how long the rank stood still for it: what is exposed."""
+    """Times are seconds since the step began on this rank. `held` is how long the rank stood still for it: what is
+    exposed; of computation, how much longer it took for what ran beside it."""
 
     name: str
     op: str

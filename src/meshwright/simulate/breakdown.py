@@ -11,7 +11,8 @@ _PIPELINE = ("pp", "pp_back")
 
 
 def breakdown(found: Simulation) -> dict[str, float]:
-    """Seconds of forward, recompute, backward and optimizer; of communication that ranks stood still for, by axis; of waiting for another stage
+    """Seconds of forward, recompute, backward and optimizer; of communication that ranks stood still for, by axis, and of
+    computation that was slower for what ran beside it (slowing); of waiting for another stage
     (bubble, the pipeline's filling and draining among it) and for others of a group (waiting). What a rank has left at the end is the same wait."""
     total: dict[str, float] = dict.fromkeys(("forward", "recompute", "backward", "optimizer", "bubble", "waiting"), 0.0)
     world = len(found.fold.of)
@@ -27,7 +28,8 @@ def breakdown(found: Simulation) -> dict[str, float]:
 
 def _parts(span: Span) -> Iterator[tuple[str, float]]:
     if not span.group:
-        yield ("recompute" if span.name.startswith("recompute/") else span.op), span.seconds
+        yield ("recompute" if span.name.startswith("recompute/") else span.op), span.seconds - span.held
+        yield "communication/slowing", span.held
         return
     axis = "pp" if span.axis in _PIPELINE or span.axis.startswith("pp: ") else span.axis
     yield f"communication/{axis}", span.held - span.waited

@@ -118,12 +118,18 @@ class _Engine:
                 if self._hand_over(rank, action):
                     return
             elif action.op in COMPUTES and action.seconds > 0:
-                begun = rank.now
-                rank.now += action.seconds * rank.slow * next(rank.factor)
-                rank.spans.append(Span(action.name, action.op, "", 0, 0, begun, rank.now))
-                self._push(rank.now, rank)
+                self._compute(rank, action)
                 return
         rank.over = not rank.dead and not self._hold(rank, list(rank.flights.values()))
+
+    def _compute(self, rank: Rank, action: Action) -> None:
+        """Calls under way take their part of the time, as long as they are: what they cost this rank is paid while it computes."""
+        begun, alone, steals = rank.now, action.seconds * rank.slow * next(rank.factor), self.network.steals
+        stolen = min(rank.debt, alone * steals / (1.0 - steals)) if rank.debt else 0.0
+        rank.debt -= stolen
+        rank.now += alone + stolen
+        rank.spans.append(Span(action.name, action.op, "", 0, 0, begun, rank.now, stolen))
+        self._push(rank.now, rank)
 
     def _hand_over(self, rank: Rank, action: Action) -> bool:
         """Does the rank stand still for it?"""
@@ -133,6 +139,9 @@ class _Engine:
         if not self.network.steals or action.op == "recv":
             return False
         stolen = self.network.steals * self._price(flight)[2]
+        if self.network.steals < 1:
+            rank.debt += stolen
+            return False
         flight.held[rank.number] = flight.held.get(rank.number, 0.0) + stolen
         rank.now += stolen
         self._push(rank.now, rank)
@@ -288,6 +297,7 @@ class _Engine:
             if isinstance(rank, Rank):
                 flight.held[rank.number] = flight.held.get(rank.number, 0.0) + now - rank.since
                 flight.waited[rank.number] = flight.waited.get(rank.number, 0.0) + max(flight.ready - rank.since, 0.0)
+                rank.debt = max(rank.debt - self.network.steals * (now - rank.since), 0.0)  # a rank that stands still has nothing to lose
         for rank, begun, action in flight.joined:
             count = 2 if action.op in MESSAGES else len(flight.ranks)
             held, waited = flight.held.get(rank.number, 0.0), flight.waited.get(rank.number, 0.0)

@@ -46,6 +46,7 @@ class Rank:
     now: float = 0.0
     pending: int = 0
     since: float = 0.0
+    debt: float = 0.0  # seconds of computation that calls under way will take from it
     over: bool = False
     dead: bool = False
     flights: dict[str, Flight] = field(default_factory=dict)
