@@ -54,9 +54,9 @@ def simulate(
 
     Example: meshwright simulate gpt-tiny --cluster ideal --mesh dp=4 --slow 3=1.5
 
-    Example: meshwright simulate vae --cluster ideal --scale 1..8 --weak
+    Example: meshwright simulate vae --cluster ideal --mesh dp=1 --scale 1..8 --weak
 
-    Example: meshwright simulate gpt-tiny --cluster ideal:4 --mtbf 50000 --checkpoint 30 --restart 120
+    Example: meshwright simulate gpt-tiny --cluster ideal --mesh dp=4 --mtbf 50000 --checkpoint 30 --restart 120
     """
     need_torch()
     from meshwright.orchestrate.machines import find_machine
