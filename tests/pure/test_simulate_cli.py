@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from made_up import calibration
@@ -64,7 +65,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "jitter": (["gpt-tiny", *FILE, "--jitter", "-1"], "a share of each computation, from 0 to 1"),
     "file of faults": (["gpt-tiny", *FILE, "--disturb", "two.json"], "unknown key"),
     "scale": (["gpt-tiny", *FILE, "--scale", "8...16"], "write it like 8..4096 or 8,24,64"),
-    "weak alone": (["gpt-tiny", *FILE, "--weak"], "give --scale too"),
+    "weak alone": (["gpt-tiny", *FILE, "--weak"], "--weak says nothing without --scale"),
+    "restart alone": (["gpt-tiny", *FILE, "--restart", "5"], "--restart says nothing without --mtbf"),
+    "folder alone": (["gpt-tiny", *FILE, "-o", "study"], "-o says nothing without --scale or --mtbf"),
+    "storage": (["gpt-tiny", *FILE, "--mtbf", "9", "--storage", "0"], "give bytes a second above 0"),
     "scale of a trace": (["gpt-tiny", *FILE, "--scale", "1..2", "--trace", "t.json"], "leave one of them out"),
     "mesh": (["gpt-tiny", *FILE, "--mesh", "dp=64"], "needs 64 devices"),
     "mtbf": (["gpt-tiny", *FILE, "--mtbf", "0"], "give hours above 0"),
@@ -115,6 +119,13 @@ def test_a_seed_gives_one_answer(run: Tool) -> None:
     assert steps[0] == steps[1] != steps[2] and answers[0]["undisturbed_s"] == answers[2]["undisturbed_s"]
 
 
+def test_a_file_of_disturbances(run: Tool, tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text('{"slow": {"1": 2.0}, "degrade": [{"link": "outside", "factor": 0.5, "at": 0.0}]}')
+    written = json.loads(run("gpt-tiny", "--cluster", "two.json:2", "--mesh", "dp=4", "--disturb", "bad.json", "--json")[1])
+    flags = run("gpt-tiny", "--cluster", "two.json:2", "--mesh", "dp=4", "--slow", "1=2", "--degrade", "outside=0.5", "--json")[1]
+    assert written["step_s"] == json.loads(flags)["step_s"] > written["undisturbed_s"]
+
+
 def test_a_curve_goes_on_where_no_plan_is_legal(run: Tool, tmp_path: Path) -> None:
     code, out, err = run("gpt-tiny", *FILE, "--mesh", "dp=2", "--scale", "2,6,32", "--global-batch", "32", "-o", "study", "--json")
     assert code == 0, err
@@ -147,7 +158,7 @@ def test_every_example_of_the_guide_runs(example: str, run: Tool, tmp_path: Path
     assert "step" in out or "Lost" in out or "scaling" in out
     figure = {"--mtbf": "goodput.svg", "--scale": "scaling.svg"}
     for flag, name in figure.items():
-        assert flag not in example or (tmp_path / "study" / name).exists()
+        assert flag not in example or ElementTree.parse(tmp_path / "study" / name).getroot().tag.endswith("svg")
 
 
 def test_every_example_of_the_help_runs(run: Tool) -> None:

@@ -36,11 +36,11 @@ def simulate(
     weak: Annotated[bool, typer.Option("--weak", help="With --scale: a rank's part of the batch stays, not the global batch.")] = False,
     mtbf: Annotated[float | None, typer.Option("--mtbf", help="Goodput under failures: hours between two of one device.")] = None,
     mtbf_of: Annotated[Literal["device", "node"], typer.Option("--mtbf-of", help="Whose hours --mtbf gives.")] = "device",
-    restart: Annotated[float, typer.Option("--restart", help="With --mtbf: seconds until the job runs again.")] = 60.0,
+    restart: Annotated[float | None, typer.Option("--restart", help="With --mtbf: seconds until the job runs again; 60 by default.")] = None,
     checkpoint: Annotated[float | None, typer.Option("--checkpoint", help="With --mtbf: seconds to write one; from --storage otherwise.")] = None,
-    storage: Annotated[str, typer.Option("--storage", help="Bytes a second to where checkpoints go, all ranks together.")] = "10GB",
+    storage: Annotated[str | None, typer.Option("--storage", help="Bytes a second to where checkpoints go, all ranks together; 10GB.")] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Folder for tables and figures of --scale and --mtbf.")] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of jitter and of drawn failures.")] = 0,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Of jitter and of drawn failures; 0 by default.")] = None,
     global_batch: GlobalBatch = None,
     seq: Seq = None,
     nproc: Nproc = None,
@@ -63,10 +63,19 @@ def simulate(
     from meshwright.orchestrate.simulation import Subject
 
     faults = _disturbances(disturb, slow or [], degrade or [], fail or [], jitter, seed)
-    if weak and sizes is None:
-        raise RequestError("--weak says how --scale grows the job: give --scale too, like --scale 8..64")
+    unused = {
+        "--weak": weak and sizes is None,
+        "--mtbf-of": mtbf is None and mtbf_of != "device",
+        "-o": out is not None and sizes is None and mtbf is None,
+    }
+    unused |= {
+        flag: mtbf is None and value is not None for flag, value in (("--restart", restart), ("--checkpoint", checkpoint), ("--storage", storage))
+    }
+    for flag in (flag for flag, idle in unused.items() if idle):
+        needs = {"--weak": "--scale", "-o": "--scale or --mtbf"}.get(flag, "--mtbf")
+        raise RequestError(f"{flag} says nothing without {needs}: give {needs} too, or leave it out")
     config = _config(what, settings, global_batch=global_batch, seq=seq, nproc=nproc, mesh=mesh)
-    failing = _Failing(mtbf, mtbf_of, restart, checkpoint, parse_bytes(storage.removesuffix("/s")), seed) if mtbf is not None else None
+    failing = _Failing(mtbf, mtbf_of, restart, checkpoint, storage or "10GB", seed or 0) if mtbf is not None else None
     if sizes is not None:
         from meshwright.orchestrate.scaling import Growth, parse_sizes
 
@@ -91,13 +100,14 @@ def _config(what: str, settings: list[str] | None, **flags: Any) -> RunConfig:
     return make_config(settings=settings, model=Plan.load(Path(what)).model, plan=what, seq=flags["seq"])
 
 
-def _disturbances(file: Path | None, slow: list[str], degrade: list[str], fail: list[str], jitter: float, seed: int) -> Disturbances:
+def _disturbances(file: Path | None, slow: list[str], degrade: list[str], fail: list[str], jitter: float, seed: int | None) -> Disturbances:
     """A file's, and those of the command line on top."""
     from meshwright.core.serial import from_data, read_json
     from meshwright.simulate import Disturbances
     from meshwright.simulate.disturb import parse
 
-    base = from_data(Disturbances, read_json(file), str(file)) if file is not None else Disturbances(seed=seed)
+    base = from_data(Disturbances, read_json(file), str(file)) if file is not None else Disturbances()
+    base = base if seed is None else replace(base, seed=seed)
     slowed, links, died = parse(slow, degrade, fail)
     return replace(base, slow={**base.slow, **slowed}, degrade=(*base.degrade, *links), fail={**base.fail, **died}, jitter=jitter or base.jitter)
 
@@ -108,9 +118,9 @@ class _Failing:
 
     hours: float
     whose: str
-    restart: float
+    restart: float | None
     save: float | None
-    storage: int
+    storage: str
     seed: int
 
     def study(self, done: Simulated, subject: Subject) -> dict[str, Any]:
@@ -118,12 +128,13 @@ class _Failing:
 
         if self.hours <= 0:
             raise RequestError(f"--mtbf {self.hours:g}: give hours above 0, like --mtbf 50000")
-        if self.storage <= 0:
-            raise RequestError("--storage 0: give bytes a second, like --storage 10GB")
+        speed = parse_bytes(self.storage.removesuffix("/s"))
+        if not speed:
+            raise RequestError(f"--storage {self.storage}: give bytes a second above 0, like --storage 10GB")
         cluster, world = done.decided.machine.cluster, done.decided.plan.world
         units = world if self.whose == "device" else cluster.node_index(world - 1) + 1
-        save = self.save if self.save is not None else subject.state_bytes / self.storage
-        found: dict[str, Any] = study(Failures(self.hours * 3600 / units, save, self.restart), self.seed)
+        save = self.save if self.save is not None else subject.state_bytes / speed
+        found: dict[str, Any] = study(Failures(self.hours * 3600 / units, save, 60.0 if self.restart is None else self.restart), self.seed)
         step = done.found.step_s
         return {**found, "mtbf_hours": self.hours, "of": self.whose, "units": units, "best_steps": max(round(found["intervals_s"]["best"] / step), 1)}
 
