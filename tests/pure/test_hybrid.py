@@ -54,10 +54,15 @@ def test_cpus_are_named_beside_gpus_and_a_card_may_be_shared() -> None:
 
 
 def test_places_are_said_only_where_ranks_differ() -> None:
+    def found(*nodes: list[Device]) -> tuple[str, ...]:
+        cluster = Cluster("test", tuple(Node("one", tuple(devices), 8, 2**35) for devices in nodes))
+        return places(cluster, len(cluster.devices))
+
     second = replace(GPU, index=3)
-    assert places([GPU, second]) == places([CPU, CPU]) == ()
-    assert places([second, GPU, CPU]) == ("cuda:0", "cuda:1", "cpu")
-    assert places([GPU, GPU]) == ("cuda:0", "cuda:0")
+    assert found([GPU, second]) == found([CPU, CPU]) == found([GPU, second], [GPU, second]) == ()
+    assert found([second, GPU, CPU]) == ("cuda:0", "cuda:1", "cpu")
+    assert found([GPU, GPU]) == ("cuda:0", "cuda:0")
+    assert found([GPU, second], [CPU]) == ("cuda:0", "cuda:1", "cpu")
     assert picked(told_places({PLACES: "cuda:1,cpu"})) == (1, "cpu") and told_places({}) == ()
 
 

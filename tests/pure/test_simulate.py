@@ -17,7 +17,7 @@ from meshwright.core.schedule import COMPUTES, Schedule, wire_factor
 from meshwright.proxies import PROXIES
 from meshwright.proxies.parts import Program, assemble
 from meshwright.schedule.orders import turns
-from meshwright.simulate import Ideal, Linked, simulate
+from meshwright.simulate import Disturbances, Ideal, Linked, simulate
 
 ALPHA, SPEED = 1e-4, 1e9
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
@@ -178,7 +178,7 @@ def test_without_contention_more_bandwidth_is_never_slower(case: dict[str, Any],
 
 def test_a_seed_gives_one_trace() -> None:
     schedule = proxy("cosmoflow", 8)
-    first, again, other = (simulate(schedule, network(), jitter=0.1, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (simulate(schedule, network(), Disturbances(jitter=0.1, seed=seed)) for seed in (1, 1, 2))
     assert first.spans == again.spans and first.spans != other.spans
     assert len(first.ends) == 8  # no two ranks are alike
     assert simulate(schedule, network()).step_s < first.step_s
@@ -186,6 +186,6 @@ def test_a_seed_gives_one_trace() -> None:
 
 def test_a_straggler_holds_up_the_others() -> None:
     schedule = proxy("resnet152", 8)
-    alone, slow = simulate(schedule, network()), simulate(schedule, network(), speeds={3: 1.5})
+    alone, slow = simulate(schedule, network()), simulate(schedule, network(), Disturbances(slow={"3": 1.5}))
     assert len(alone.ends) == 1 and len(slow.ends) == 2
     assert slow.step_s == pytest.approx(1.5 * 0.357, rel=0.2) and slow.step_s > alone.step_s

@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from meshwright.cli import bench, describe, doctor, plan, proxy, report, train, watch
+from meshwright.cli import bench, describe, doctor, plan, proxy, report, simulate, train, watch
 from meshwright.cli.shared import fail
 from meshwright.core.errors import MeshwrightError, unknown
 
@@ -29,6 +29,7 @@ app.add_typer(bench.app, name="bench")
 app.command("plan")(plan.plan)
 app.command("train", context_settings={"ignore_unknown_options": False, "allow_interspersed_args": True})(train.train)
 app.command("proxy")(proxy.proxy)
+app.command("simulate")(simulate.simulate)
 app.command("report")(report.report)
 app.command("watch")(watch.watch)
 app.command("doctor")(doctor.doctor)

@@ -84,22 +84,22 @@ class Cluster:
         return {}
 
     def node_of(self, rank: int) -> Node:
-        return self.nodes[self._node_index(rank)]
+        return self.nodes[self.node_index(rank)]
 
     def place(self, rank: int) -> Place:
         """The rank's node, and its number there."""
-        node = self._node_index(rank)
+        node = self.node_index(rank)
         return Place(node, rank - self._ends[node] + len(self.nodes[node].devices))
 
-    def _node_index(self, rank: int) -> int:
+    def node_index(self, rank: int) -> int:
         if not 0 <= rank < self._ends[-1]:
             raise IndexError(rank)
         return bisect_right(self._ends, rank)
 
     def link_between(self, ranks: Sequence[int]) -> Link:
         """The slowest link that a collective among `ranks` must cross."""
-        nodes = {self._node_index(r) for r in ranks}
-        return self.link if len(nodes) > 1 else self.nodes[nodes.pop()].link
+        first, last = self.node_index(min(ranks)), self.node_index(max(ranks))  # nodes hold neighbouring ranks
+        return self.link if first != last else self.nodes[first].link
 
     def threads(self, world: int) -> int:
         """CPU threads for each rank on a CPU when the first `world` devices are used; 0 where all are on GPUs. A GPU's rank has a core."""
@@ -140,7 +140,7 @@ class Cluster:
         with the groups of a mesh axis."""
         key = (pattern, everyone, ranks)
         if key not in self._reaches:
-            ways = Ways(self.path, self._node_index, self._rings, self._extent.nodes * self._extent.ranks)
+            ways = Ways(self.path, self.node_index, self._rings, self._extent.nodes * self._extent.ranks)
             self._reaches[key] = reach(ways, ranks, pattern, everyone)
         return self._reaches[key]
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
-from meshwright.core.cluster import Device, DeviceKind
+from meshwright.core.cluster import Cluster, Device, DeviceKind
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 
@@ -23,8 +24,23 @@ def index_of(place: str) -> int:
     return int(place.partition(":")[2] or 0)
 
 
-def places(devices: Sequence[Device]) -> tuple[str, ...]:
-    """What ranks are on, one entry each; nothing where they are alike and have their devices to themselves."""
+def places(cluster: Cluster, world: int) -> tuple[str, ...]:
+    """What the first `world` ranks are on, one entry each, cards counted in each node; nothing where all are alike and have their devices to
+    themselves. Nodes that are one object many times are looked at once."""
+    nodes, left = [], world
+    for node in cluster.nodes:
+        if left > 0:
+            nodes.append(node if len(node.devices) <= left else replace(node, devices=node.devices[:left]))
+            left -= len(node.devices)
+    found = {id(node): on_node(node.devices) for node in {id(node): node for node in nodes}.values()}
+    if not any(found.values()) and len({node.devices[0].kind for node in nodes}) == 1:
+        return ()
+    alone = {id(node): tuple("cpu" if d.kind == "cpu" else f"cuda:{i}" for i, d in enumerate(node.devices)) for node in nodes}
+    return tuple(place for node in nodes for place in found[id(node)] or alone[id(node)])
+
+
+def on_node(devices: Sequence[Device]) -> tuple[str, ...]:
+    """The same for one node."""
     cards = list(dict.fromkeys(d.index for d in devices if d.kind == "cuda"))
     on_cards = sum(d.kind == "cuda" for d in devices)
     if on_cards == len(cards) in (0, len(devices)):

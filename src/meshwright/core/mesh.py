@@ -69,11 +69,16 @@ class Mesh:
 
     def groups(self, *axes: str) -> list[list[int]]:
         """The rank lists that differ only along `axes`; each collective on those axes runs in one of them."""
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.size):
-            others = tuple(self.coordinate(rank, a) for a in (*AXES[:-1], *GRID) if a not in axes and not (a in GRID and "tp" in axes))
-            found.setdefault(others, []).append(rank)
-        return list(found.values())
+        every, inside = [0], [0]  # the first rank of each group, and how far from it its members are
+        stride = self.size
+        for axis in (*AXES[:-1], *GRID):
+            stride //= self.degree(axis)
+            steps = [at * stride for at in range(self.degree(axis))]
+            if axis in axes or (axis in GRID and "tp" in axes):
+                inside = [member + step for member in inside for step in steps]
+            else:
+                every = [first + step for first in every for step in steps]
+        return [[first + member for member in inside] for first in every]
 
     @staticmethod
     def parse(text: str) -> Mesh:

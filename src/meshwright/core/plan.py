@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -243,11 +244,16 @@ class Plan:
 
     def holders(self, parameter: str) -> tuple[int, ...]:
         """The stages that have a parameter: the one of the layer that it belongs to, and those that also use it."""
-        layers = {name for stage in self.stages for name in stage.layers if parameter == name or parameter.startswith(f"{name}.")}
-        owner = max(layers, key=len, default="")
+        owner = parameter
+        while owner and owner not in self._staged:
+            owner = owner.rpartition(".")[0]
         return tuple(
             i for i, stage in enumerate(self.stages) if (owner and owner in stage.layers) or any(b.parameter == parameter for b in stage.also)
         )
+
+    @cached_property
+    def _staged(self) -> frozenset[str]:
+        return frozenset(name for stage in self.stages for name in stage.layers)
 
     def stage_rank(self, stage: int) -> int:
         """The pipeline rank that holds a stage: round robin, or there and back again for zero_bubble."""
@@ -321,7 +327,15 @@ class Plan:
 
     def pieces(self, rank: int) -> dict[str, tuple[int, int]]:
         """By strand that tensor parallelism deals out: how much of it a rank holds, and of how much."""
-        return {s.name: (s.piece(self.mesh.coordinate(rank, axis), self.mesh.degree(axis))[1], s.size) for axis, p in self.tensors for s in p.strands}
+        place = rank % self.mesh.degree("tp")
+        if place not in self._pieces:  # asked for every message of every micro-batch
+            ways = [(self.mesh.coordinate(place, axis), self.mesh.degree(axis), policy.strands) for axis, policy in self.tensors]
+            self._pieces[place] = {s.name: (s.piece(at, degree)[1], s.size) for at, degree, strands in ways for s in strands}
+        return self._pieces[place]
+
+    @cached_property
+    def _pieces(self) -> dict[int, dict[str, tuple[int, int]]]:
+        return {}
 
     @property
     def everywhere(self) -> int:

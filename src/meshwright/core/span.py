@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Times are seconds since the step began on this rank. `held` is how long the rank stood still for it: what is exposed."""
+    """Times are seconds since the step began on this rank. `held` is how long the rank stood still for it: what is
+    exposed; of computation, how much longer it took for what ran beside it."""
 
     name: str
     op: str
@@ -17,6 +18,7 @@ class Span:
     begun: float  # handed over, for communication; it may then wait for others, and its time counts from here
     ended: float
     held: float = 0.0
+    waited: float = 0.0  # of `held`, how long somebody else was not there yet; a run cannot tell, a simulation can
 
     @property
     def seconds(self) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 from meshwright.core.calibration import Calibration, Rates
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError
-from meshwright.core.hybrid import places
+from meshwright.core.hybrid import on_node, places
 from meshwright.core.serial import from_data, read_json, write_json
 from meshwright.cost.sheets import from_sheets
 from meshwright.describe.discover import discover
@@ -23,7 +23,7 @@ PROBE_ERROR = 0.25  # relative; step times predicted from a quick probe were off
 def cache_path(cluster: Cluster, environ: Mapping[str, str]) -> Path:
     """One file for each kind of machine: the same host with other devices or cores is another."""
     node = cluster.nodes[0]
-    facts = f"{node.name}|{node.cpu}|{node.cores}|{[d.name for d in node.devices]}" + "|".join(places(node.devices))
+    facts = f"{node.name}|{node.cpu}|{node.cores}|{[d.name for d in node.devices]}" + "|".join(on_node(node.devices))
     home = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "/tmp")) / ".cache")
     return home / "meshwright" / f"calibration-{hashlib.sha256(facts.encode()).hexdigest()[:12]}.json"
 
@@ -58,7 +58,7 @@ def most_ranks(cluster: Cluster) -> int:
 def probe(cluster: Cluster, nursery: Nursery, backend: str | None = None, *, quick: bool = True, say: Callable[[str], None]) -> Calibration:
     """Measure this machine as one rank and as all its ranks together."""
     devices = cluster.devices
-    kind, mixed = devices[0].kind, places(devices)
+    kind, mixed = devices[0].kind, places(cluster, len(devices))
     usual = "nccl" if kind == "cuda" and not mixed else "gloo"
     chosen = backend if backend in ("gloo", "nccl") else usual  # MPI's ranks are mpirun's to start: `bench comm`
     layouts: list[Rates] = []

@@ -226,9 +226,9 @@ class Orchestrator:
         check_keeping(plan.memory, profile)
         if self.config.global_batch not in (None, plan.global_batch):
             raise RequestError(f"{where} has global_batch {plan.global_batch}, the request {self.config.global_batch}: change one of them")
-        here = self.cluster.devices[: plan.world]
-        if (plan.device, plan.places) != (here[0].kind, places(here)):
-            named = f"{show_places(places(here), plan.world, here[0].kind)} would be used: plan again here, or change --devices"
+        kind, here = self.cluster.devices[0].kind, places(self.cluster, plan.world)
+        if (plan.device, plan.places) != (kind, here):
+            named = f"{show_places(here, plan.world, kind)} would be used: plan again here, or change --devices"
             raise RequestError(f"{where} is for {show_places(plan.places, plan.world, plan.device)}, and {named}")
         if workload.precision != plan.memory.precision and self.config.precision != "auto":
             raise RequestError(f"{where} has precision {plan.memory.precision}, the request {self.config.precision}: change one of them")
@@ -264,7 +264,7 @@ class Orchestrator:
         if not Path(script).is_file():
             raise RequestError(f"{script}: no such file")
         self._only_here()
-        told = {**told_to_script(self.config), **({PLACES: ",".join(where)} if (where := places(self.cluster.devices)) else {})}
+        told = {**told_to_script(self.config), **({PLACES: ",".join(where)} if (where := places(self.cluster, len(self.cluster.devices))) else {})}
         ranks = Mesh.parse(self.config.mesh).size if self.config.mesh and not self.config.nproc else len(self.cluster.devices)
         self.calibration()
         folder = create(Path(self.config.run_dir), self.config.name, prefix=Path(script).stem)

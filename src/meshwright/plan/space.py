@@ -213,8 +213,7 @@ def _make(
     world = mesh.size
     if world > len(cluster.devices):
         raise RequestError(f"mesh {mesh} needs {world} devices, this cluster has {len(cluster.devices)}: use --nproc {len(cluster.devices)} or less")
-    used = cluster.devices[:world]
-    device, where = used[0].kind, places(used)
+    device, where = cluster.devices[0].kind, places(cluster, world)
     usual = "nccl" if device == "cuda" and not where else "gloo"
     plan = Plan(
         model=profile.name,

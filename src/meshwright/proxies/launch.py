@@ -19,7 +19,7 @@ from meshwright.launch import Nursery, Place, Rendezvous, Workers, join, leave
 from meshwright.proxies.runner import Runner, RunPolicy, buffer_bytes, run_steps
 from meshwright.proxies.tally import RankTally, summary, tally
 from meshwright.schedule.check import check_schedule
-from meshwright.simulate import Network, simulate
+from meshwright.simulate import Disturbances, Network, simulate
 
 Say = Callable[[str], None]
 
@@ -35,7 +35,7 @@ class Outcome:
 
 def simulated(schedule: Schedule, network: Network, *, jitter: float = 0.0, seed: int = 0) -> Outcome:
     """What the step would take."""
-    found = simulate(schedule, network, jitter=jitter, seed=seed)
+    found = simulate(schedule, network, Disturbances(jitter=jitter, seed=seed))
     tallies = [tally(found.fold.ranks(number), [spans]) for number, spans in enumerate(found.spans)]
     names = {_called(t.ranks): spans for t, spans in zip(tallies, found.spans, strict=True)}
     return Outcome(summary(tallies), names)

@@ -115,7 +115,9 @@ class _Maker:
         ends = turn.phase == "backward" and self.pipe.overlap and turn.micro == self.pipe.micro - 1
         for number in range(self.each):
             if work.seconds or waits:
-                self.out.compute(f"{turn.phase}/{number}/{tag}", work.seconds, work.flops, op=turn.phase, waits=waits)
+                self.out.compute(
+                    f"{turn.phase}/{number}/{tag}", work.seconds, work.flops, op="forward" if turn.phase == "forward" else "backward", waits=waits
+                )
             waits = []
             if ends:
                 self._reduce(turn.chunk, self.each - 1 - number, blocks=False)

@@ -8,18 +8,18 @@ and scatters run beside computation if the plan's `sync.overlap` says so, and ho
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from meshwright.core.errors import RequestError
-from meshwright.core.mesh import GROUP_AXES
+from meshwright.core.mesh import AXES, GROUP_AXES
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import COMPUTES, Action, Groups, Schedule
-from meshwright.schedule.expand import Place, crossings, expand
+from meshwright.schedule.expand import Place, crossings, program
 from meshwright.schedule.local import local_profile
-from meshwright.schedule.orders import ORDERS, Turn, turns
+from meshwright.schedule.orders import Turn, turns, zero_bubble
 
 _INSIDE = ("tp", "tpx", "tpy", "cp", "ep")
 Program = list[Action]
@@ -35,33 +35,34 @@ class Price(Protocol):
 
 def lower(plan: Plan, profile: ModelProfile, price: Price, *, clip: bool = False) -> Schedule:
     """The plan's steady step. `profile` may be at any batch: it is moved to the plan's micro-batch."""
-    if plan.mesh.pp > 1 and plan.schedule not in ORDERS:
-        raise RequestError(f"a plan with schedule={plan.schedule} cuts backward in two, which no proxy does yet: use {', '.join(ORDERS)}")
     profile = profile.at(plan.largest_micro_batch)
-    found = expand(plan, profile, clip=clip)
-    firsts: dict[int, int] = {}
-    for rank in range(plan.world):
-        firsts.setdefault(found.ranks.get(str(rank), 0), rank)
-    programs: dict[int, Program] = {}
-    for number, rank in firsts.items():
-        place = _place(plan, rank)
-        local = local_profile(plan, profile, place.tp, place.pp, place.ep)
-        priced = [_priced(plan, local, action, price) for action in found.programs[number] if action.op in COMPUTES or action.ranks(plan.mesh) > 1]
-        programs[number] = list(_in_order(plan, profile, local, place, priced) if plan.mesh.pp > 1 else priced)
-    groups = _groups(plan, profile)
+    places = _places(plan)
+    firsts: dict[Place, int] = {}
+    for rank, place in enumerate(places):
+        firsts.setdefault(place, rank)
+    programs: dict[Place, Program] = {}
+    locals_ = {place: local_profile(plan, profile, place.tp, place.pp, place.ep) for place in firsts}  # all kept: prices know kernels by identity
+    for place, local in locals_.items():
+        found = program(plan, profile, place, clip=clip)
+        priced = [_priced(plan, local, action, price) for action in found if action.op in COMPUTES or action.ranks(plan.mesh) > 1]
+        programs[place] = list(_in_order(plan, profile, local, place, priced) if plan.mesh.pp > 1 else priced)
     if plan.spatial.grid:
         programs = _received(plan, firsts, programs)
     numbers: dict[tuple[Action, ...], int] = {}  # ranks that turn out to do the same share a program
-    shared = {number: numbers.setdefault(tuple(_unique(program)), len(numbers)) for number, program in programs.items()}
-    ranks = {str(rank): shared[found.ranks.get(str(rank), 0)] for rank in range(plan.world)} if len(numbers) > 1 else {}
-    used = {action.axis for program in numbers for action in program}
-    name = f"{plan.model}, {plan.mesh}"
-    return Schedule(tuple(numbers), ranks, {axis: lists for axis, lists in groups.items() if axis in used}, plan.world, name)
+    shared = {place: numbers.setdefault(tuple(_unique(actions)), len(numbers)) for place, actions in programs.items()}
+    ranks = {str(rank): shared[place] for rank, place in enumerate(places)} if len(numbers) > 1 else {}
+    groups = _groups(plan, profile, {action.axis for actions in numbers for action in actions})
+    return Schedule(tuple(numbers), ranks, groups, plan.world, f"{plan.model}, {plan.mesh}")
 
 
-def _place(plan: Plan, rank: int) -> Place:
-    at = {axis: plan.mesh.coordinate(rank, axis) for axis in ("pp", "cp", "ep", "tp")}
-    return Place(at["pp"], at["cp"] % plan.spatial.ways, at["ep"], at["tp"])
+def _places(plan: Plan) -> list[Place]:
+    """Where each rank stands. Tensor-parallel ranks that hold pieces of one length do the same, and only the first of them is worked out."""
+    degrees = [range(plan.mesh.degree(axis)) for axis in AXES]
+    alike: dict[str, int] = {}
+    tensor = [alike.setdefault(str(plan.pieces(at)), at) for at in degrees[-1]]
+    made = {at: Place(at[0], at[1], at[2], at[3]) for at in itertools.product(degrees[0], range(plan.spatial.ways), degrees[4], set(tensor))}
+    ways = plan.spatial.ways
+    return [made[pp, cp % ways, ep, tensor[tp]] for pp, _, _, cp, ep, tp in itertools.product(*degrees)]
 
 
 def _priced(plan: Plan, local: ModelProfile, action: Action, price: Price) -> Action:
@@ -84,15 +85,17 @@ def _tied_axis(action: Action) -> str:
     return f"pp: {action.name.removeprefix('tied/')}"
 
 
-def _groups(plan: Plan, profile: ModelProfile) -> Groups:
+def _groups(plan: Plan, profile: ModelProfile, used: set[str]) -> Groups:
     mesh = plan.mesh
-    found = {name: tuple(tuple(g) for g in mesh.groups(*axes)) for name, axes in GROUP_AXES.items() if mesh.group_size(name) > 1}
+    found = {name: tuple(tuple(g) for g in mesh.groups(*axes)) for name, axes in GROUP_AXES.items() if name in used}
     if mesh.pp > 1:
-        found["pp_back"] = found["pp"]
+        stages = tuple(tuple(g) for g in mesh.groups("pp"))
+        if "pp_back" in used:
+            found["pp_back"] = stages
         for tensor in profile.tensors:
-            at = {plan.stage_rank(stage) for stage in plan.holders(tensor.name)}
-            if len(at) > 1:
-                found[f"pp: {tensor.name}"] = tuple(tuple(r for r in g if mesh.coordinate(r, "pp") in at) for g in found["pp"])
+            at = sorted({plan.stage_rank(stage) for stage in plan.holders(tensor.name)})
+            if len(at) > 1 and f"pp: {tensor.name}" in used:
+                found[f"pp: {tensor.name}"] = tuple(tuple(g[place] for place in at) for g in stages)
     return found
 
 
@@ -105,18 +108,18 @@ def _unique(program: Sequence[Action]) -> Iterator[Action]:
         yield replace(action, name=f"{action.name}/{count}" if count else action.name, waits=waits)
 
 
-def _received(plan: Plan, firsts: dict[int, int], programs: dict[int, Program]) -> dict[int, Program]:
+def _received(plan: Plan, firsts: dict[Place, int], programs: dict[Place, Program]) -> dict[Place, Program]:
     """Borders of blocks: what neighbours send after a computation arrives after the same computation here, and is waited for with what was sent."""
     number_of = {plan.mesh.coordinate(rank, "cp"): number for number, rank in firsts.items()}  # spatial grids go with no other axis that counts
-    arrivals: dict[int, dict[str, Program]] = {number: {} for number in programs}
-    for number, program in programs.items():
+    arrivals: dict[Place, dict[str, Program]] = {number: {} for number in programs}
+    for number, actions in programs.items():
         here, last = plan.mesh.coordinate(firsts[number], "cp"), ""
-        for action in program:
+        for action in actions:
             last = action.name if action.op in COMPUTES else last
             if action.op == "send" and action.axis == "cp":
                 twin = replace(action, name=f"{action.name}/in", op="recv", peer=here, waits=())
                 arrivals[number_of[action.peer]].setdefault(last, []).append(twin)
-    return {number: list(_exchanged(program, arrivals[number])) for number, program in programs.items()}
+    return {number: list(_exchanged(actions, arrivals[number])) for number, actions in programs.items()}
 
 
 def _exchanged(program: Program, arrivals: dict[str, Program]) -> Iterator[Action]:
@@ -144,7 +147,11 @@ def _in_order(plan: Plan, profile: ModelProfile, local: ModelProfile, place: Pla
     """The program, which goes micro-batch by micro-batch, in the order of the plan's schedule, with what arrives before each turn."""
     mine = [s for s in range(len(plan.stages)) if plan.stage_rank(s) == place.pp]
     pieces, rest = _pieces(plan, local, mine, program)
-    for turn in turns(plan.schedule, plan.mesh.pp, place.pp, plan.micro_batches, len(mine)):
+    bent = plan.schedule == "zero_bubble"
+    pp, micro = plan.mesh.pp, plan.micro_batches
+    order = zero_bubble(pp, place.pp, micro) if bent else turns(plan.schedule, pp, place.pp, micro, len(mine))
+    pieces = _in_two(pieces) if bent else pieces
+    for turn in order:
         arriving = list(_arriving(plan, profile, place, mine[turn.chunk], turn))
         yield from arriving
         if arriving:
@@ -182,10 +189,27 @@ def _pieces(plan: Plan, local: ModelProfile, mine: list[int], program: Program) 
     return pieces, rest
 
 
+def _in_two(pieces: dict[Turn, Program]) -> dict[Turn, Program]:
+    """Backward cut into what goes back to the stage before and the gradients of weights: a product's two are as large as each other, so half of
+    the time is each one's. Gradients leave when the second is done."""
+    found: dict[Turn, Program] = {}
+    for turn, actions in pieces.items():
+        later = turn._replace(phase="weights")
+        for action in actions:
+            if action.op == "backward":
+                half = replace(action, seconds=action.seconds / 2, flops=action.flops / 2)
+                found.setdefault(turn, []).append(half)
+                found.setdefault(later, []).append(replace(half, name=f"weights/{action.name.partition('/')[2]}", waits=()))
+            else:
+                moves = turn.phase == "backward" and action.name.startswith(("grads/", "replicas/"))
+                found.setdefault(later if moves else turn, []).append(action)
+    return found
+
+
 def _arriving(plan: Plan, profile: ModelProfile, place: Place, stage: int, turn: Turn) -> Iterator[Action]:
     """The other end of what the neighbour's stage sends for this turn."""
     other = stage - 1 if turn.phase == "forward" else stage + 1
-    if not 0 <= other < len(plan.stages) or plan.stage_rank(other) == place.pp:
+    if turn.phase == "weights" or not 0 <= other < len(plan.stages) or plan.stage_rank(other) == place.pp:
         return
     source = replace(place, pp=plan.stage_rank(other))
     kind = "activations" if turn.phase == "forward" else "gradients"

@@ -1,19 +1,21 @@
-"""In which order a pipeline rank takes micro-batches forward and backward: GPipe, 1F1B, interleaved. Pure lists; nothing is run here."""
+"""In which order a pipeline rank takes micro-batches forward and backward: GPipe, 1F1B, interleaved, zero bubble. Pure lists; nothing is run here."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from meshwright.core.errors import RequestError, unknown
 
 Order = Literal["gpipe", "1f1b", "interleaved"]
 ORDERS = ("gpipe", "1f1b", "interleaved")
+Phase = Literal["forward", "backward", "weights"]  # zero bubble's backward is in two: what goes back first, gradients of weights later
 
 
 class Turn(NamedTuple):
     """One micro-batch through one chunk of a rank, in one direction. A chunk is the rank's n-th stage."""
 
-    phase: Literal["forward", "backward"]
+    phase: Phase
     chunk: int
     micro: int
 
@@ -54,3 +56,38 @@ def turns(order: str, ranks: int, rank: int, micro: int, chunks: int = 1) -> lis
     for i in range(total - ahead):
         found += [turn("forward", ahead + i), turn("backward", i)]
     return found + [turn("backward", i) for i in range(total - ahead, total)]
+
+
+def zero_bubble(ranks: int, rank: int, micro: int) -> list[Turn]:
+    """Two chunks a rank, the second on the way back (a V). Gradients of weights are what fills the time in which a rank would wait: in the
+    middle each follows its backward at once, at the end they come after the backwards that others wait for."""
+    return [turn for turn in _bent(ranks, rank, max(micro, 2 * ranks - 1)) if turn.micro < micro]
+
+
+def _bent(ranks: int, rank: int, micro: int) -> Iterator[Turn]:
+    done: dict[tuple[Phase, int], int] = {}
+
+    def take(phase: Phase, chunk: int) -> Turn:
+        done[phase, chunk] = done.get((phase, chunk), -1) + 1
+        return Turn(phase, chunk, done[phase, chunk])
+
+    def count(phase: Phase, chunk: int) -> int:
+        return done.get((phase, chunk), -1) + 1
+
+    left = ranks - rank  # ranks from here to the bend
+    yield from (take("forward", 0) for _ in range(2 * left - 1))
+    for _ in range(rank):
+        yield from (take("forward", 1), take("forward", 0))
+    for _ in range(left):
+        yield from (take("forward", 1), take("backward", 1), take("weights", 1))
+    while count("forward", 1) < micro:
+        if count("forward", 0) < micro:
+            yield take("forward", 0)
+        yield from (take("backward", 0), take("weights", 0))
+        yield from (take("forward", 1), take("backward", 1), take("weights", 1))
+    for _ in range(rank):
+        yield from (take("backward", 0), take("backward", 1))
+    for _ in range(left):
+        yield from (take("backward", 0), take("weights", 0))
+    for chunk in (1, 0):
+        yield from (take("weights", chunk) for _ in range(micro - count("weights", chunk)))

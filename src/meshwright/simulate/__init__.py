@@ -1,6 +1,8 @@
 """Level 3, no torch: a schedule run event by event on a network that exists only as numbers."""
 
-from meshwright.simulate.engine import Simulation, simulate
-from meshwright.simulate.network import Ideal, Linked, Network
+from meshwright.simulate.disturb import Degraded, Disturbances
+from meshwright.simulate.engine import Lost, Simulation, simulate
+from meshwright.simulate.network import Fabric, Ideal, Linked, Network
+from meshwright.simulate.topology import Flat, Hop, Topology
 
-__all__ = ["Ideal", "Linked", "Network", "Simulation", "simulate"]
+__all__ = ["Degraded", "Disturbances", "Fabric", "Flat", "Hop", "Ideal", "Linked", "Lost", "Network", "Simulation", "Topology", "simulate"]

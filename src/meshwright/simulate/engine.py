@@ -3,168 +3,151 @@
 [Note: what a rank does at once]
 A rank computes one thing at a time, in the order of its program. A collective or message is handed over and runs beside; `waits` and `blocks`
 say where the rank stands still for it. What is under way when a program ends is waited for. A message is a rendezvous: it starts when both
-sides have come. On a network with wires, one call at a time keeps a rank's wire busy in each direction, first come, first served; without, calls
-of one group go in order and others beside each other, so that a faster network can never make a step slower. Either way a call arrives some
-latency after its last byte left, and the next one need not wait for that.
+sides have come. On a network with wires, one call at a time keeps a rank's wire busy in each direction, first come, first served; on one whose links
+are known, calls of one group go in order and all that cross a link share it; without either, calls of one group go in order and others beside each
+other, so that a faster network can never make a step slower. Whichever, a call arrives some latency after its last byte left, and the next one need
+not wait for that.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from meshwright.core.errors import RequestError
 from meshwright.core.schedule import COLLECTIVES, COMPUTES, MESSAGES, Action, Schedule
 from meshwright.core.span import Span
+from meshwright.simulate.disturb import Disturbances
+from meshwright.simulate.flight import Changes, Deferred, Dies, Event, Flight, Flown, Flows, Freed, Lane, Rank, Starts
 from meshwright.simulate.fold import Fold, fold
 from meshwright.simulate.jitter import factors
-from meshwright.simulate.network import Network
+from meshwright.simulate.network import Call, Network
+from meshwright.simulate.sharing import Flow, Sharing
 
-Port = tuple[int, str, str]  # class of ranks, wire, direction
-Lane = tuple[Any, ...]  # kind and axis, then the classes that meet, or a message's source and target: calls of one lane go in order
+
+@dataclass(frozen=True)
+class Lost:
+    """A step that does not end: a device died, or a link is down that nothing goes around."""
+
+    since: float  # the first rank that others keep waiting for ever stands still from here on
+    ranks: int  # how many stand still, or are dead
+    waits_for: str
 
 
 @dataclass(frozen=True)
 class Simulation:
     """One simulated step. Ranks that are alike share one list of spans."""
 
-    step_s: float
+    step_s: float  # of a step that is lost: until nothing happens any more
     ends: tuple[float, ...]  # by class
     spans: tuple[tuple[Span, ...], ...]  # by class, in order of their ends
     fold: Fold
+    lost: Lost | None = None
 
     def of(self, rank: int) -> tuple[Span, ...]:
         return self.spans[self.fold.of[rank]]
 
 
-def simulate(
-    schedule: Schedule,
-    network: Network,
-    *,
-    speeds: Mapping[int, float] | None = None,
-    jitter: float = 0.0,
-    seed: int = 0,
-    folded: bool = True,
-) -> Simulation:
-    """Run one step. `speeds` makes ranks slower (2.0 takes twice as long); `jitter` varies every computation by that share, and then no two
-    ranks are alike."""
-    found = fold(schedule, network, speeds or {}, apart=bool(jitter) or not folded)
-    engine = _Engine(schedule, network, found, speeds or {})
-    return engine.run([factors(seed, rank, 0, jitter) for rank in found.first])
-
-
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """A call under way, or one that still waits for somebody."""
-
-    action: Action
-    ranks: tuple[int, ...]
-    missing: int
-    ports: tuple[Port, ...]
-    lane: Lane
-    waiting: list[_Rank | _Deferred] = field(default_factory=list)
-    joined: list[tuple[_Rank, float, Action]] = field(default_factory=list)
-    place: int = 0  # in the program of whoever came first
-    ready: float = -1.0  # since when everybody is there
-    held: dict[int, float] = field(default_factory=dict)
-    done: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Freed:
-    """The last byte of a call has left."""
-
-    flight: _Flight
-
-
-@dataclass(slots=True, eq=False)
-class _Start:
-    """A call that would start."""
-
-    flight: _Flight
-
-
-@dataclass(slots=True, eq=False)
-class _Rank:
-    """One class of ranks: where it stands in its program, and since when."""
-
-    number: int
-    program: tuple[Action, ...]
-    factor: Iterator[float]
-    slow: float
-    at: int = 0
-    now: float = 0.0
-    pending: int = 0
-    since: float = 0.0
-    over: bool = False
-    flights: dict[str, _Flight] = field(default_factory=dict)
-    sites: dict[tuple[str, int, str], tuple[Lane, tuple[int, ...]]] = field(default_factory=dict)  # what a call here meets
-    calls: dict[tuple[Lane, bool], int] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
+def simulate(schedule: Schedule, network: Network, disturbed: Disturbances | None = None, *, folded: bool = True) -> Simulation:
+    """Run one step. With jitter no two ranks are alike; all else sets apart only those that it reaches."""
+    faults = disturbed or Disturbances()
+    found = fold(schedule, network, faults, apart=bool(faults.jitter) or not folded)
+    return _Engine(schedule, network, found, faults).run()
 
 
 class _Engine:
     """One run; made, run and dropped."""
 
-    def __init__(self, schedule: Schedule, network: Network, found: Fold, speeds: Mapping[int, float]) -> None:
-        self.schedule, self.network, self.fold, self.speeds = schedule, network, found, speeds
-        self.events: list[tuple[float, int, float, int, int, _Rank | _Flight | _Freed | _Start]] = []
+    def __init__(self, schedule: Schedule, network: Network, found: Fold, faults: Disturbances) -> None:
+        self.schedule, self.network, self.fold, self.faults = schedule, network, found, faults
+        self.events: list[tuple[float, int, float, int, int, Event]] = []
         self.count = 0
-        self.flights: dict[tuple[Lane, int], _Flight] = {}
-        self.prices: dict[tuple[str, int, Lane], tuple[float, float]] = {}
+        self.flights: dict[tuple[Lane, int], Flight] = {}
+        self.prices: dict[tuple[str, int, Lane], tuple[Call, int, float]] = {}
         self.wires: dict[tuple[int, ...], str] = {}
         self.lanes: dict[Lane, float] = {}
-        self.busy: dict[Port, list[_Flight]] = {}  # a wire in use, and who waits for it
+        self.busy: dict[Any, list[Flight]] = {}  # a wire or lane in use, and who waits for it
+        self.sharing = Sharing(found.links) if found.links else None
+        self.flying: dict[Flow, Flight] = {}
+        self.acts: dict[type, Callable[[Any, float], None]] = {
+            Rank: lambda rank, _: self._advance(rank), Flight: self._land, Starts: self._start, Flows: self._flow, Flown: self._flown,
+            Freed: lambda freed, now: self._free(freed.flight, now), Dies: self._die, Changes: self._change,
+        }  # fmt: skip
 
-    def run(self, jitter: list[Iterator[float]]) -> Simulation:
-        ranks = [_Rank(number, self.schedule.of(rank), jitter[number], self.speeds.get(rank, 1.0)) for number, rank in enumerate(self.fold.first)]
+    def run(self) -> Simulation:
+        speeds, deaths, seed, jitter = self.faults.speeds, self.faults.deaths, self.faults.seed, self.faults.jitter
+        ranks = [
+            Rank(number, self.schedule.of(first), factors(seed, first, 0, jitter), speeds.get(first, 1.0))
+            for number, first in enumerate(self.fold.first)
+        ]
+        for rank, first in zip(ranks, self.fold.first, strict=True):
+            if first in deaths:
+                self._push(deaths[first], Dies(rank))
+        for moment in range(1, len(self.fold.links)):
+            self._push(self.fold.links[moment].at, Changes(moment))
         for rank in ranks:
             self._push(0.0, rank)
         while self.events:
-            now, *_, who = heapq.heappop(self.events)
-            if isinstance(who, _Rank):
-                self._advance(who)
-            elif isinstance(who, _Freed):
-                self._free(who.flight, now)
-            elif isinstance(who, _Start):
-                self._start(who.flight, now)
-            else:
-                self._land(who, now)
-        self._refuse_stuck(ranks)
-        return Simulation(max(r.now for r in ranks), tuple(r.now for r in ranks), tuple(tuple(r.spans) for r in ranks), self.fold)
+            now, *_, what = heapq.heappop(self.events)
+            self.acts[type(what)](what, now)
+        lost = self._lost(ranks)
+        return Simulation(max(r.now for r in ranks), tuple(r.now for r in ranks), tuple(tuple(r.spans) for r in ranks), self.fold, lost)
 
-    def _push(self, when: float, who: _Rank | _Flight | _Freed) -> None:
+    def _push(self, when: float, what: Event) -> None:
         self.count += 1
-        heapq.heappush(self.events, (when, 0, 0.0, 0, self.count, who))
+        heapq.heappush(self.events, (when, 0, 0.0, 0, self.count, what))
 
-    def _ask(self, flight: _Flight, now: float) -> None:
+    def _ask(self, flight: Flight, now: float) -> None:
         """To start, after all else that happens now: who is first for a wire must not depend on the order in which ranks are looked at."""
         self.count += 1
-        heapq.heappush(self.events, (now, 1, flight.ready, flight.place, self.count, _Start(flight)))
+        heapq.heappush(self.events, (now, 1, flight.ready, flight.place, self.count, Starts(flight)))
 
-    def _advance(self, rank: _Rank) -> None:
+    # -- ranks --
+
+    def _advance(self, rank: Rank) -> None:
         """On through the program, until it must wait or computes."""
-        while rank.at < len(rank.program):
+        while rank.at < len(rank.program) and not rank.dead:
             action = rank.program[rank.at]
             flies = action.op in COLLECTIVES or action.op in MESSAGES
             if action.waits and not (flies and self.network.queued) and self._hold(rank, [rank.flights.get(w) for w in action.waits]):
                 return
             rank.at += 1
             if flies:
-                flight = self._join(rank, action)
-                if action.blocks and self._hold(rank, [flight]):
+                if self._hand_over(rank, action):
                     return
             elif action.op in COMPUTES and action.seconds > 0:
-                begun = rank.now
-                rank.now += action.seconds * rank.slow * next(rank.factor)
-                rank.spans.append(Span(action.name, action.op, "", 0, 0, begun, rank.now))
-                self._push(rank.now, rank)
+                self._compute(rank, action)
                 return
-        rank.over = not self._hold(rank, list(rank.flights.values()))
+        rank.over = not rank.dead and not self._hold(rank, list(rank.flights.values()))
 
-    def _hold(self, rank: _Rank, flights: list[_Flight | None]) -> bool:
+    def _compute(self, rank: Rank, action: Action) -> None:
+        """Calls under way take their part of the time, as long as they are: what they cost this rank is paid while it computes."""
+        begun, alone, steals = rank.now, action.seconds * rank.slow * next(rank.factor), self.network.steals
+        stolen = min(rank.debt, alone * steals / (1.0 - steals)) if rank.debt else 0.0
+        rank.debt -= stolen
+        rank.now += alone + stolen
+        rank.spans.append(Span(action.name, action.op, "", 0, 0, begun, rank.now, stolen))
+        self._push(rank.now, rank)
+
+    def _hand_over(self, rank: Rank, action: Action) -> bool:
+        """Does the rank stand still for it?"""
+        flight = self._join(rank, action)
+        if action.blocks:
+            return self._hold(rank, [flight])
+        if not self.network.steals or action.op == "recv":
+            return False
+        stolen = self.network.steals * self._price(flight)[2]
+        if self.network.steals < 1:
+            rank.debt += stolen
+            return False
+        flight.held[rank.number] = flight.held.get(rank.number, 0.0) + stolen
+        rank.now += stolen
+        self._push(rank.now, rank)
+        return True
+
+    def _hold(self, rank: Rank, flights: list[Flight | None]) -> bool:
         """Does the rank have to wait for any of these?"""
         open_ones = [f for f in flights if f is not None and not f.done]
         for flight in open_ones:
@@ -172,7 +155,7 @@ class _Engine:
         rank.pending, rank.since = len(open_ones), rank.now
         return bool(open_ones)
 
-    def _join(self, rank: _Rank, action: Action) -> _Flight:
+    def _join(self, rank: Rank, action: Action) -> Flight:
         key, group = self._key(rank, action)
         flight = self.flights.get(key)
         if flight is None:
@@ -181,22 +164,23 @@ class _Engine:
         rank.flights[action.name] = flight
         before = [f for w in action.waits if (f := rank.flights.get(w)) is not None and not f.done] if self.network.queued else []
         if before:  # left to the device: it joins when what it waits for is over
-            later = _Deferred(self, rank, action, flight, len(before))
+            later = Deferred(rank, action, flight, len(before))
             for other in before:
                 other.waiting.append(later)
         else:
-            self.arrive(flight, rank, action)
+            self._arrive(flight, rank, action, rank.now)
         return flight
 
-    def arrive(self, flight: _Flight, rank: _Rank, action: Action, when: float | None = None) -> None:
-        now = rank.now if when is None else when
+    def _arrive(self, flight: Flight, rank: Rank, action: Action, now: float) -> None:
+        if rank.dead:
+            return
         flight.joined.append((rank, now, action))
         flight.missing -= 1
         if not flight.missing:
             flight.ready = now
             self._ask(flight, now)
 
-    def _key(self, rank: _Rank, action: Action) -> tuple[tuple[Lane, int], tuple[int, ...]]:
+    def _key(self, rank: Rank, action: Action) -> tuple[tuple[Lane, int], tuple[int, ...]]:
         """Which call this is: the n-th of its group, or of the messages from one rank to another."""
         site = (action.axis, action.peer, action.op if action.op in MESSAGES else "")
         if site not in rank.sites:
@@ -206,102 +190,171 @@ class _Engine:
         number = rank.calls[turn] = rank.calls.get(turn, -1) + 1
         return (lane, number), group
 
-    def _lane(self, rank: _Rank, action: Action) -> tuple[Lane, tuple[int, ...]]:
-        group = self.fold.home[action.axis, self.fold.first[rank.number]]
+    def _lane(self, rank: Rank, action: Action) -> tuple[Lane, tuple[int, ...]]:
+        group = self.fold.meetings.group(action.axis, self.fold.first[rank.number])
         if action.op not in MESSAGES:
             return ("collective", action.axis, *sorted({self.fold.of[r] for r in group})), group
         other = self.fold.of[group[action.peer]]
         ends = (rank.number, other) if action.op == "send" else (other, rank.number)
         return ("message", action.axis, *ends), group
 
-    def _open(self, rank: _Rank, action: Action, group: tuple[int, ...], lane: Lane) -> _Flight:
+    def _open(self, rank: Rank, action: Action, group: tuple[int, ...], lane: Lane) -> Flight:
         met = lane[2:]
         if action.op in MESSAGES:
-            pair = (self.fold.first[rank.number], group[action.peer])
+            mine, other = self.fold.first[rank.number], group[action.peer]
+            pair = (mine, other) if action.op == "send" else (other, mine)
             wire = self._wire(pair)
             away, home = ("out", "in") if self.network.duplex else ("both", "both")
-            return _Flight(action, pair, 2, ((met[0], wire, away), (met[1], wire, home)) if wire else (), lane)
+            return Flight(action, pair, 2, ((met[0], wire, away), (met[1], wire, home)) if wire else self._in_order(lane), lane)
         wire = self._wire(group)
         ways = ("out", "in") if self.network.duplex else ("both",)
-        ports = tuple((number, wire, way) for number in met for way in ways) if wire else ()
-        return _Flight(action, group, len(met), ports, lane)
+        ports = tuple((number, wire, way) for number in met for way in ways) if wire else self._in_order(lane)
+        return Flight(action, group, len(met), ports, lane)
+
+    def _in_order(self, lane: Lane) -> tuple[Lane, ...]:
+        """How long a call takes that shares links is not known when it starts: then its lane is in use until it ends."""
+        return (lane,) if self.sharing is not None else ()
 
     def _wire(self, ranks: tuple[int, ...]) -> str:
         if ranks not in self.wires:
             self.wires[ranks] = self.network.wire(ranks)
         return self.wires[ranks]
 
-    def _start(self, flight: _Flight, now: float) -> None:
-        """Everybody is there. On wires it may have to wait for one; without, for the call before it in its lane."""
+    # -- calls --
+
+    def _start(self, asked: Starts, now: float) -> None:
+        """Everybody is there. It may have to wait for a wire, or for the call before it in its lane."""
+        flight = asked.flight
         taken = next((port for port in flight.ports if port in self.busy), None)
+        if flight.lost:
+            return
         if taken is not None:
             self.busy[taken].append(flight)
             return
         for port in flight.ports:
             self.busy[port] = []
-        busy, latency = self._price(flight)
+        call, kind, _ = self._price(flight)
+        if kind >= 0:
+            flight.flow = Flow(kind, call.sent, call.most)
+            self._push(now + call.gap_s, Flows(flight))
+            return
         begin = now if flight.ports else max(now, self.lanes.get(flight.lane, 0.0))
-        self.lanes[flight.lane] = begin + busy
-        if flight.ports and latency:
-            self._push(begin + busy, _Freed(flight))
-        self._push(begin + busy + latency, flight)
+        self.lanes[flight.lane] = begin + call.busy_s
+        if flight.ports and call.rest_s:
+            self._push(begin + call.busy_s, Freed(flight))
+        self._push(begin + call.busy_s + call.rest_s, flight)
 
-    def _free(self, flight: _Flight, now: float) -> None:
+    def _flow(self, asked: Flows, now: float) -> None:
+        flow = asked.flight.flow
+        if flow is not None and self.sharing is not None and not asked.flight.lost:
+            self.flying[flow] = asked.flight
+            self._foresee(self.sharing.add(flow, now))
+
+    def _foresee(self, changed: Iterable[Flow]) -> None:
+        for flow in changed:
+            if flow.end < float("inf"):
+                self._push(flow.end, Flown(self.flying[flow], flow.version))
+
+    def _flown(self, foreseen: Flown, now: float) -> None:
+        flight, flow = foreseen.flight, foreseen.flight.flow
+        if flow is None or flow.version != foreseen.version or self.sharing is None:
+            return
+        flight.flow = None
+        del self.flying[flow]
+        self._foresee(self.sharing.remove(flow, now))
+        self._free(flight, now)
+        self._push(now + self._price(flight)[0].rest_s, flight)
+
+    def _free(self, flight: Flight, now: float) -> None:
         """Its wires are free for those that wait, in the order in which they came."""
         ports, flight.ports = flight.ports, ()
-        for other in [other for port in ports for other in self.busy.pop(port)]:
+        for other in [other for port in ports for other in self.busy.pop(port, [])]:
             self._ask(other, now)
 
-    def _price(self, flight: _Flight) -> tuple[float, float]:
+    def _price(self, flight: Flight) -> tuple[Call, int, float]:
+        """What a call costs; its class where it shares links, else -1; and its seconds with nobody beside it but its like."""
         action = flight.action
         op = "send" if action.op in MESSAGES else action.op
         size = action.bytes if action.likely is None else action.likely
         key = (op, size, flight.lane)
         if key not in self.prices:
-            self.prices[key] = self.network.seconds(op, size, flight.ranks)
+            call, kind = self.network.call(op, size, flight.ranks), -1
+            most = call.most
+            if self.sharing is not None:
+                ends = flight.ranks if op == "send" else (flight.ranks[0], -1)
+                kind = int(self.fold.edges[self.fold.meetings.edge(op, action.axis, *ends)])
+                links = self.fold.links[0]
+                most = min([most, *(links.capacity[link] / load for link, load in links.loads.get(kind, ()))])
+            alone = call.gap_s + (call.sent / most if most else 0.0)
+            self.prices[key] = call, kind, alone
         return self.prices[key]
 
-    def _land(self, flight: _Flight, now: float) -> None:
+    def _land(self, flight: Flight, now: float) -> None:
+        if flight.lost:
+            return
         flight.done = True
         for rank in flight.waiting:
-            if isinstance(rank, _Rank):
+            if isinstance(rank, Rank):
                 flight.held[rank.number] = flight.held.get(rank.number, 0.0) + now - rank.since
+                flight.waited[rank.number] = flight.waited.get(rank.number, 0.0) + max(flight.ready - rank.since, 0.0)
+                rank.debt = max(rank.debt - self.network.steals * (now - rank.since), 0.0)  # a rank that stands still has nothing to lose
         for rank, begun, action in flight.joined:
-            held = flight.held.get(rank.number, 0.0)
             count = 2 if action.op in MESSAGES else len(flight.ranks)
-            rank.spans.append(Span(action.name, action.op, action.axis, count, action.bytes, begun, now, held))
+            held, waited = flight.held.get(rank.number, 0.0), flight.waited.get(rank.number, 0.0)
+            rank.spans.append(Span(action.name, action.op, action.axis, count, action.bytes, begun, now, held, waited))
         self._free(flight, now)
-        for rank in flight.waiting:
-            rank.pending -= 1
-            rank.since = now
-            if not rank.pending:
-                rank.now = now
-                if isinstance(rank, _Rank):
-                    self._advance(rank)
+        for waiter in flight.waiting:
+            waiter.pending -= 1
+            waiter.since = now
+            if not waiter.pending:
+                waiter.now = now
+                if isinstance(waiter, Rank):
+                    self._advance(waiter)
                 else:
-                    rank.go(now)
+                    self._arrive(waiter.flight, waiter.rank, waiter.action, now)
 
-    def _refuse_stuck(self, ranks: list[_Rank]) -> None:
-        for rank in ranks:
-            if not rank.over:
-                held = [name for name, f in rank.flights.items() if not f.done]
-                raise RequestError(
-                    f"schedule {self.schedule.name or ''}: rank {self.fold.first[rank.number]} waits for ever at '{held[-1] if held else '?'}', "
-                    f"action {rank.at} of {len(rank.program)}: what it waits for is never done".replace("  ", " ")
-                )
+    # -- what goes wrong --
+
+    def _die(self, event: Dies, now: float) -> None:
+        """What the rank takes part in is never done; what it has not joined waits for ever."""
+        rank = event.rank
+        if rank.over:
+            return
+        rank.dead, rank.since, rank.now = True, now, now
+        rank.spans[:] = [span if span.ended <= now else _cut_short(span, now) for span in rank.spans if span.begun < now]
+        for flight in rank.flights.values():
+            if not flight.done:
+                flight.lost = True
+                if flight.flow in self.flying and self.sharing is not None:
+                    del self.flying[flight.flow]
+                    self._foresee(self.sharing.remove(flight.flow, now))
+                flight.flow = None
+                self._free(flight, now)
+
+    def _change(self, event: Changes, now: float) -> None:
+        if self.sharing is not None:
+            self._foresee(self.sharing.change(event.moment, now))
+
+    def _lost(self, ranks: list[Rank]) -> Lost | None:
+        stuck = [rank for rank in ranks if not rank.over]
+        if not stuck:
+            return None
+        if not (self.faults.fail or self.faults.degrade):
+            self._refuse(stuck[0])
+        alive = [rank for rank in stuck if not rank.dead]
+        sizes = self.fold.sizes
+        first = min(alive or stuck, key=lambda rank: rank.since)
+        return Lost(first.since, sum(sizes[rank.number] for rank in stuck), next(self._open_calls(first), ""))
+
+    def _open_calls(self, rank: Rank) -> Iterator[str]:
+        return (name for name, flight in reversed(rank.flights.items()) if not flight.done)
+
+    def _refuse(self, rank: Rank) -> None:
+        raise RequestError(
+            f"schedule {self.schedule.name or ''}: rank {self.fold.first[rank.number]} waits for ever at '{next(self._open_calls(rank), '?')}', "
+            f"action {rank.at} of {len(rank.program)}: what it waits for is never done".replace("  ", " ")
+        )
 
 
-@dataclass(slots=True, eq=False)
-class _Deferred:
-    """A call that a device makes by itself once others are over."""
-
-    engine: _Engine
-    rank: _Rank
-    action: Action
-    flight: _Flight
-    pending: int
-    since: float = 0.0
-    now: float = 0.0
-
-    def go(self, now: float) -> None:
-        self.engine.arrive(self.flight, self.rank, self.action, now)
+def _cut_short(span: Span, now: float) -> Span:
+    return Span(span.name, span.op, span.axis, span.group, span.bytes, span.begun, now, span.held, span.waited)

@@ -1,20 +1,37 @@
 """Ranks that do the same at the same time: found once, simulated once.
 
 [Note: which ranks are alike]
-Ranks start out alike if they share a program and a speed. They stay alike only if, in each group that the program uses, they meet ranks that are
-alike, over a link that is alike; for messages also in the same places. Refining until nothing changes gives classes whose members get the
-same times in any deterministic run: replicas and tensor-parallel ranks fall together, stages do not.
+Ranks start out alike if they share a program, a speed and a fate. They stay alike only if, in each group that the program uses, they meet ranks that
+are alike, over links that are alike; for messages also in the same places. Links are alike if they are equally fast and carry as many calls of groups
+that are alike. Refining all three until nothing changes gives classes whose members get the same times in any deterministic run: replicas and
+tensor-parallel ranks fall together, stages do not, and a straggler sets apart those that it meets, and no others. Since all links of a class carry
+the same, fair shares are the same in all of them, and one of each class is enough to find them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from meshwright.core.schedule import COLLECTIVES, MESSAGES, Schedule
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.core.schedule import Schedule
+from meshwright.simulate.disturb import Disturbances
+from meshwright.simulate.meetings import Crossings, Meetings, crossings, hashed, mixed, numbered
 from meshwright.simulate.network import Network
 
-_PROBE_BYTES = 2**20  # links are alike if a message of this size takes the same time
+Ints = NDArray[np.int64]
+Loads = Mapping[int, tuple[tuple[int, float], ...]]  # class of calls → classes of links, with bytes across one for each byte a rank sends
+
+
+@dataclass(frozen=True)
+class Links:
+    """Classes of links from one moment on: what each can carry, and what calls put on them."""
+
+    at: float
+    capacity: tuple[float, ...]
+    loads: Loads
 
 
 @dataclass(frozen=True)
@@ -23,64 +40,72 @@ class Fold:
 
     of: tuple[int, ...]
     first: tuple[int, ...]
-    home: Mapping[tuple[str, int], tuple[int, ...]]  # (axis, rank) → the ranks of its group
+    meetings: Meetings
+    edges: Ints = field(repr=False)  # meeting → its class
+    links: tuple[Links, ...] = ()  # moment by moment; none where nothing is shared
 
     def ranks(self, number: int) -> list[int]:
         return [rank for rank, mine in enumerate(self.of) if mine == number]
 
+    @property
+    def sizes(self) -> list[int]:
+        """How many ranks each class has."""
+        return np.bincount(np.array(self.of), minlength=len(self.first)).tolist()
 
-def fold(schedule: Schedule, network: Network, speeds: Mapping[int, float], *, apart: bool = False) -> Fold:
+
+def fold(schedule: Schedule, network: Network, disturbed: Disturbances, *, apart: bool = False) -> Fold:
     """The classes of a schedule's ranks; `apart` keeps every rank to itself."""
-    world = schedule.world
-    home = {(axis, rank): group for axis, groups in schedule.groups.items() for group in groups for rank in group}
+    meetings = Meetings(schedule, network)
+    crossed = crossings(meetings, network, disturbed)
     if apart:
-        return Fold(tuple(range(world)), tuple(range(world)), home)
-    programs = [schedule.ranks.get(str(rank), 0) for rank in range(world)]
-    used = [_axes(program) for program in schedule.programs]
-    links = {group: _link(network, group) for group in set(home.values())}
-    of = _numbered([(programs[r], speeds.get(r, 1.0)) for r in range(world)])
+        ranks, edges, links = (np.arange(n) for n in (schedule.world, meetings.count, len(crossed.hops)))
+    else:
+        ranks, edges, links = _refined(meetings, crossed, _at_first(meetings, disturbed))
+    first = np.unique(ranks, return_index=True)[1]
+    shared = _quotient(crossed, edges, links, disturbed) if crossed.hops else ()
+    return Fold(tuple(ranks.tolist()), tuple(first.tolist()), meetings, edges, shared)
+
+
+def _at_first(meetings: Meetings, disturbed: Disturbances) -> Ints:
+    speeds, deaths = disturbed.speeds, disturbed.deaths
+    alike = {rank: (speeds.get(rank, 1.0), deaths.get(rank)) for rank in {*speeds, *deaths}}
+    numbers = {sign: at + 1 for at, sign in enumerate(dict.fromkeys(alike.values()))}
+    found = meetings.programs * (len(numbers) + 1)
+    for rank, sign in alike.items():
+        found[rank] += numbers[sign]
+    return numbered(found.astype(np.uint64))
+
+
+def _refined(meetings: Meetings, crossed: Crossings, ranks: Ints) -> tuple[Ints, Ints, Ints]:
+    edges, links = numbered(hashed(meetings.kinds)), numbered(hashed(crossed.kinds))
+    known = -1
     while True:
-        met = {group: _Met(group, of, links[group]) for group in links}
-        signs: list[Hashable] = [
-            (of[r], *(met[home[axis, r]].sign(r, ordered) for axis, ordered in used[programs[r]] if (axis, r) in home)) for r in range(world)
-        ]
-        finer = _numbered(signs)
-        if max(finer, default=0) == max(of, default=0):
-            break
-        of = finer
-    first: dict[int, int] = {}
-    for rank, number in enumerate(of):
-        first.setdefault(number, rank)
-    return Fold(tuple(of), tuple(first[n] for n in range(len(first))), home)
+        met = meetings.by_edge.sums(mixed(mixed(ranks)[meetings.ranks] + meetings.tags))
+        edges = numbered(mixed(mixed(edges) + met) + crossed.by_edge.sums(mixed(mixed(links)[crossed.links] + crossed.tags)))
+        signs = mixed(edges)
+        ranks = numbered(mixed(mixed(ranks) + meetings.by_rank.sums(mixed(signs[meetings.edges] + meetings.tags))))
+        links = numbered(mixed(mixed(links) + crossed.by_link.sums(mixed(signs[crossed.edges] + crossed.tags))))
+        count = sum(int(x.max(initial=-1)) for x in (ranks, edges, links))
+        if count == known:
+            return ranks, edges, links
+        known = count
 
 
-class _Met:
-    """Whom the members of one group meet there, as short keys."""
-
-    def __init__(self, group: tuple[int, ...], of: Sequence[int], link: Hashable) -> None:
-        self.classes = tuple(of[r] for r in group)
-        self.alike = hash((link, tuple(sorted(self.classes))))
-        self.ordered = hash((link, self.classes))
-        self.places = {rank: at for at, rank in enumerate(group)}
-
-    def sign(self, rank: int, ordered: bool) -> tuple[int, int]:
-        return (self.places[rank], self.ordered) if ordered else (-1, self.alike)
-
-
-def _axes(program: Sequence[object]) -> list[tuple[str, bool]]:
-    """The groups that a program uses, and whether for messages, where places count."""
-    found: dict[str, bool] = {}
-    for action in program:
-        op, axis = getattr(action, "op", ""), getattr(action, "axis", "")
-        if op in COLLECTIVES or op in MESSAGES:
-            found[axis] = found.get(axis, False) or op in MESSAGES
-    return sorted(found.items())
-
-
-def _link(network: Network, group: tuple[int, ...]) -> Hashable:
-    return network.wire(group), len(group), network.seconds("all_reduce", _PROBE_BYTES, group)
-
-
-def _numbered(signs: Sequence[Hashable]) -> list[int]:
-    numbers: dict[Hashable, int] = {}
-    return [numbers.setdefault(sign, len(numbers)) for sign in signs]
+def _quotient(crossed: Crossings, edges: Ints, links: Ints, disturbed: Disturbances) -> tuple[Links, ...]:
+    """One link of each class, with all that crosses it."""
+    first = np.unique(links, return_index=True)[1]
+    stands = np.zeros(len(links), dtype=bool)
+    stands[first] = True
+    found = []
+    for number, at in enumerate(disturbed.moments):
+        hops = [crossed.hops[i] for i in first]
+        capacity = tuple(hop.bandwidth * disturbed.left(hop.key, at) for hop in hops)
+        mine = stands[crossed.links] & (crossed.moments == number)
+        loads: dict[int, dict[int, float]] = {}
+        for edge, link, share in zip(
+            edges[crossed.edges[mine]].tolist(), links[crossed.links[mine]].tolist(), crossed.shares[mine].tolist(), strict=True
+        ):
+            on = loads.setdefault(edge, {})
+            on[link] = on.get(link, 0.0) + share
+        found.append(Links(at, capacity, {edge: tuple(on.items()) for edge, on in loads.items()}))
+    return tuple(found)

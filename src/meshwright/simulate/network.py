@@ -1,15 +1,31 @@
-"""Networks as numbers: how long a call takes among which ranks, and which wire of a rank it keeps busy meanwhile."""
+"""Networks as numbers: how long a call takes among which ranks, what it keeps busy meanwhile, and which links it shares with others."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from meshwright.core.calibration import Rates
+from meshwright.core.calibration import Line, Rates
 from meshwright.core.cluster import Cluster
 from meshwright.core.reach import Reach
-from meshwright.core.schedule import wire_factor
+from meshwright.core.schedule import MESSAGES, wire_factor
 from meshwright.cost.collective import joined, line_of
+from meshwright.simulate.topology import NOTHING_DOWN, Hop, Topology, topology_of
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call once everybody is there: what passes before its first byte, its bytes and how fast they go at most, what passes after the last."""
+
+    gap_s: float = 0.0  # the next call on its wire, or of its group, waits for this
+    sent: float = 0.0  # by a rank
+    most: float = float("inf")  # bytes/s
+    rest_s: float = 0.0  # the next need not wait for this
+
+    @property
+    def busy_s(self) -> float:
+        return self.gap_s + self.sent / self.most
 
 
 class Network(Protocol):
@@ -20,17 +36,31 @@ class Network(Protocol):
         """A call that must wait for another is left to the device and the rank goes on, as on a GPU's streams."""
         ...
 
-    def seconds(self, op: str, size: int, ranks: tuple[int, ...]) -> tuple[float, float]:
-        """One call by itself, once everybody is there: how long it keeps its wire busy, and how long it then still takes to arrive."""
-        ...
-
     @property
     def duplex(self) -> bool:
         """A rank's wire carries one call in each direction at once."""
         ...
 
+    @property
+    def steals(self) -> float:
+        """Of the time of a call that runs beside computation, the part that the rank cannot compute in."""
+        ...
+
+    def call(self, op: str, size: int, ranks: tuple[int, ...]) -> Call:
+        """Without what it shares with others."""
+        ...
+
+    def like(self, ranks: tuple[int, ...]) -> Hashable:
+        """Calls among groups for which this is equal take equally long by themselves."""
+        ...
+
     def wire(self, ranks: tuple[int, ...]) -> str:
         """What these ranks share while they communicate: of the calls on one wire a rank makes one at a time. Empty: no limit."""
+        ...
+
+    def uses(self, op: str, ranks: tuple[int, ...], without: frozenset[str] = NOTHING_DOWN) -> Mapping[Hop, float]:
+        """The links that a call crosses, with the bytes that cross each for every byte that a rank sends. Calls under way at once share a
+        link's bandwidth. Empty: it shares nothing."""
         ...
 
 
@@ -40,12 +70,19 @@ class Ideal:
 
     queued: bool = False
     duplex: bool = True
+    steals: float = 0.0
 
-    def seconds(self, op: str, size: int, ranks: tuple[int, ...]) -> tuple[float, float]:
-        return 0.0, 0.0
+    def call(self, op: str, size: int, ranks: tuple[int, ...]) -> Call:
+        return Call()
+
+    def like(self, ranks: tuple[int, ...]) -> Hashable:
+        return None
 
     def wire(self, ranks: tuple[int, ...]) -> str:
         return ""
+
+    def uses(self, op: str, ranks: tuple[int, ...], without: frozenset[str] = NOTHING_DOWN) -> Mapping[Hop, float]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -60,18 +97,95 @@ class Linked:
     contended: bool = True
     faster: float = 1.0  # every link's bandwidth, times this: what would a better network give?
     duplex: bool = True  # both directions at once; not where the cores of one machine copy every byte
+    steals: float = 0.0
 
     @property
     def queued(self) -> bool:
         return self.rates.queued
 
-    def seconds(self, op: str, size: int, ranks: tuple[int, ...]) -> tuple[float, float]:
+    def call(self, op: str, size: int, ranks: tuple[int, ...]) -> Call:
         if len(ranks) < 2:
-            return 0.0, 0.0
+            return Call()
         line = line_of(op, len(ranks), self.backend, self.rates, joined(self.cluster, ranks, op))
-        gap = line.alpha_s if line.gap_s is None else min(line.gap_s, line.alpha_s)
-        return gap + size * wire_factor(op, len(ranks)) / (line.bytes_per_s * self.faster), line.alpha_s - gap
+        return _call(line, size * wire_factor(op, len(ranks)), line.bytes_per_s * self.faster)
+
+    def like(self, ranks: tuple[int, ...]) -> Hashable:
+        return joined(self.cluster, ranks, ""), len(ranks)
 
     def wire(self, ranks: tuple[int, ...]) -> str:
         link = joined(self.cluster, ranks, "")
         return (link.slowest if isinstance(link, Reach) else link.name) if self.contended else ""
+
+    def uses(self, op: str, ranks: tuple[int, ...], without: frozenset[str] = NOTHING_DOWN) -> Mapping[Hop, float]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """Links that groups share. A collective goes around a ring of its ranks, all-to-all from each to each; where several calls cross a link at
+    once, they share it max–min fairly. What a call costs before its first byte is as the closed form has it; its bytes go as fast as its links,
+    and no faster than was measured where something was."""
+
+    topology: Topology
+    cluster: Cluster
+    rates: Rates
+    backend: str = "nccl"
+    contended: bool = True
+    faster: float = 1.0
+    steals: float = 0.0
+    duplex: bool = True
+
+    @classmethod
+    def of(cls, cluster: Cluster, rates: Rates, **choices: object) -> Fabric:
+        """With the cluster's own routes; where none are known, no shape but nodes and one network."""
+        return cls(topology_of(cluster), cluster, rates, **choices)  # type: ignore[arg-type]
+
+    @property
+    def queued(self) -> bool:
+        return self.rates.queued
+
+    def call(self, op: str, size: int, ranks: tuple[int, ...]) -> Call:
+        if len(ranks) < 2:
+            return Call()
+        line = line_of(op, len(ranks), self.backend, self.rates, self.cluster.link_between(ranks))
+        most = line.bytes_per_s * self.faster if self.rates.collectives else float("inf")  # else the line is the links' own figures
+        if not self.contended:
+            links = (hop.bandwidth / share for hop, share in self._crossed(op, ranks).items())
+            most = min(most, *links)
+        return _call(line, size * wire_factor(op, len(ranks)), most)
+
+    def like(self, ranks: tuple[int, ...]) -> Hashable:
+        return self.cluster.link_between(ranks), len(ranks)
+
+    def wire(self, ranks: tuple[int, ...]) -> str:
+        return ""
+
+    def uses(self, op: str, ranks: tuple[int, ...], without: frozenset[str] = NOTHING_DOWN) -> Mapping[Hop, float]:
+        return self._crossed(op, ranks, without) if self.contended else {}
+
+    def _crossed(self, op: str, ranks: tuple[int, ...], without: frozenset[str] = NOTHING_DOWN) -> Mapping[Hop, float]:
+        found: dict[Hop, float] = {}
+        for source, target, share in _pairs(op, ranks):
+            for hop in self.topology.path(source, target, without) or self.topology.path(source, target):  # no way around: it waits at the link
+                found[hop] = found.get(hop, 0.0) + share
+        return found if self.faster == 1 else {replace(hop, bandwidth=hop.bandwidth * self.faster): share for hop, share in found.items()}
+
+
+def pattern(op: str) -> str:
+    """How the ranks of a call talk: all calls of one pattern cross the same links."""
+    return "message" if op in MESSAGES else "all_to_all" if op == "all_to_all" else "ring"
+
+
+def _pairs(op: str, ranks: tuple[int, ...]) -> list[tuple[int, int, float]]:
+    """Who sends to whom, and how much of what a rank sends."""
+    kind = pattern(op)
+    if kind == "message":
+        return [(ranks[0], ranks[1], 1.0)]
+    if kind == "ring":
+        return [(rank, ranks[(at + 1) % len(ranks)], 1.0) for at, rank in enumerate(ranks)]
+    return [(a, b, 1.0 / (len(ranks) - 1)) for a in ranks for b in ranks if a != b]
+
+
+def _call(line: Line, sent: float, most: float) -> Call:
+    gap = line.alpha_s if line.gap_s is None else min(line.gap_s, line.alpha_s)
+    return Call(gap, sent, most, line.alpha_s - gap)

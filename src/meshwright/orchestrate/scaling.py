@@ -1,0 +1,129 @@
+"""How a step scales: the same job simulated on more and more ranks, planned anew for each number or with the mesh's inner axes kept."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.core.errors import RequestError
+from meshwright.core.mesh import Mesh
+from meshwright.core.serial import write_json
+from meshwright.core.units import show_count
+from meshwright.observe.curves import Panel, curves_figure
+from meshwright.orchestrate.machines import Machine
+from meshwright.orchestrate.orchestrator import Say
+from meshwright.orchestrate.simulation import Subject, as_data, decide, run
+from meshwright.simulate import Disturbances
+
+_COLUMNS = ("ranks", "mesh", "global_batch", "step_s", "samples_per_s", "tokens_per_s", "mfu", "efficiency", "predicted_s", "reason")
+_MOST = 1 << 20
+
+
+def parse_sizes(text: str) -> list[int]:
+    """'8..4096' in powers of two from the first, or '8,24,64'."""
+    span = re.fullmatch(r"(\d+)\.\.(\d+)", text)
+    if span is not None:
+        first, last = map(int, span.groups())
+        sizes = [first << k for k in range(64) if first << k <= last] if first else []
+    elif re.fullmatch(r"\d+(,\d+)*", text):
+        sizes = [int(part) for part in text.split(",")]
+    else:
+        sizes = []
+    if not sizes or min(sizes) < 1 or max(sizes) > _MOST:
+        raise RequestError(f"--scale {text}: write it like 8..4096 or 8,24,64, from 1 to {_MOST:,} ranks")
+    return sorted(set(sizes))
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How the job grows: `weak` keeps a rank's part of the batch, otherwise the global batch stays."""
+
+    sizes: Sequence[int]
+    weak: bool = False
+
+    def batch(self, batch: int, ranks: int) -> int:
+        return max(batch * ranks // self.sizes[0], 1) if self.weak else batch
+
+
+def stretched(mesh: Mesh, ranks: int) -> Mesh:
+    """The mesh on more ranks: replicas are added, or shards where it has shards alone; tp, cp, ep and pp stay."""
+    outer = "dp" if mesh.dp > 1 or mesh.shard == 1 else "shard"
+    inner = mesh.size // mesh.degree(outer)
+    if ranks % inner:
+        raise RequestError(f"{ranks} ranks do not divide by the {inner} of mesh {mesh} without {outer}: use {max(ranks // inner, 1) * inner}")
+    return replace(mesh, dp=ranks // inner) if outer == "dp" else replace(mesh, shard=ranks // inner)
+
+
+def scale(subject: Subject, machine: Machine, growth: Growth, disturbed: Disturbances, say: Say) -> list[dict[str, Any]]:
+    """One row for each number of ranks. Where no plan is legal the row says why, and the curve goes on."""
+    if subject.given is not None:
+        raise RequestError(f"--scale plans for every number of ranks, and {subject.config.plan} is for {subject.given.world}: name the model instead")
+    config, rows = subject.config, []
+    for number, ranks in enumerate(growth.sizes):
+        say(f"{ranks:,} ranks ({number + 1} of {len(growth.sizes)})")
+        batch = growth.batch(subject.batch, ranks)
+        row: dict[str, Any] = dict.fromkeys(_COLUMNS)
+        row |= {"ranks": ranks, "global_batch": batch}
+        try:
+            mesh = str(stretched(Mesh.parse(config.mesh), ranks)) if config.mesh else None
+            subject.config = config.model_copy(update={"mesh": mesh, "nproc": None})
+            decided = decide(subject, machine.of(ranks), say, batch=batch, ranks=ranks)
+            found = as_data(subject, run(subject, decided, disturbed, say), disturbed)
+            row |= {key: found[key] for key in _COLUMNS if key in found and key != "global_batch"}
+            row |= {
+                "predicted_s": decided.estimate.step_s,
+                "memory_bytes": found["memory_bytes"]["total"],
+                "fits": found["fits"],
+                "plan": found["plan"],
+            }
+        except RequestError as error:
+            row["reason"] = str(error)
+        finally:
+            subject.config = config
+        rows.append(row)
+    return _efficiencies(rows)
+
+
+def _efficiencies(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Samples a second and rank, against the smallest number of ranks that ran."""
+    first = next((row for row in rows if row["samples_per_s"]), None)
+    for row in rows:
+        if first is not None and row["samples_per_s"]:
+            row["efficiency"] = row["samples_per_s"] / row["ranks"] / (first["samples_per_s"] / first["ranks"])
+    return rows
+
+
+def write_scaling(folder: Path, rows: list[dict[str, Any]], title: str) -> dict[str, str]:
+    """scaling.csv, scaling.json and scaling.svg; their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "scaling.csv").open("w", newline="", encoding="utf-8") as file:
+        out = csv.DictWriter(file, _COLUMNS, extrasaction="ignore")
+        out.writeheader()
+        out.writerows(rows)
+    write_json(folder / "scaling.json", {"points": rows})
+    written = {"csv": str(folder / "scaling.csv"), "json": str(folder / "scaling.json")}
+    good = [row for row in rows if row["samples_per_s"]]
+    if good:
+        (folder / "scaling.svg").write_text(scaling_figure(good, title), encoding="utf-8")
+        written["figure"] = str(folder / "scaling.svg")
+    return written
+
+
+def scaling_figure(rows: list[dict[str, Any]], title: str) -> str:
+    rates = [(float(row["ranks"]), float(row["samples_per_s"])) for row in rows]
+    ideal = [(ranks, rates[0][1] * ranks / rates[0][0]) for ranks, _ in rates]
+    efficiency = [(float(row["ranks"]), 100 * float(row["efficiency"])) for row in rows]
+    several = len(rows) > 1
+    return curves_figure(
+        [
+            Panel(
+                "samples a second", "ranks", {"simulated": rates, "ideal": ideal}, show_count, show_count, several, True, dashed=frozenset({"ideal"})
+            ),
+            Panel("efficiency", "ranks", {"of the smallest": efficiency}, show_count, lambda v: f"{v:.0f} %", several),
+        ],
+        title,
+    )
