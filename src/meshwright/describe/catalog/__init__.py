@@ -9,27 +9,33 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from meshwright.core.errors import unknown
+from meshwright.core.cluster import DeviceKind
+from meshwright.core.errors import RequestError, unknown
 from meshwright.core.serial import from_data
 
 # Words that make another product of a name: a 'GeForce RTX 3090 Ti' is not a 'GeForce RTX 3090', and no figure is better than a wrong one.
-_VARIANTS = frozenset({"Ti", "SUPER", "D", "Laptop", "Max-Q", "NVL", "MIG"})
+_VARIANTS = frozenset({"Ti", "SUPER", "D", "Laptop", "Max-Q", "NVL", "MIG", "-WS", "-3e"})
+# Words of a name that tell makers and not products.
+_MAKERS = frozenset({"nvidia", "amd", "intel", "tesla", "geforce", "instinct", "gpu", "r", "platinum"})
+_MEMORY_SLACK = 0.08  # '141 GB', '140 GiB' and what the driver leaves of either are one memory
 
 
 @dataclass(frozen=True)
 class DeviceSheet:
-    """One accelerator. Rates are dense peaks (no sparsity), through the matrix units where these take the precision."""
+    """One device. Rates are dense peaks (no sparsity), through the matrix units where these take the precision."""
 
     name: str
     match: tuple[str, ...]  # parts of the name as the driver reports it
     peak_flops: Mapping[str, float]  # by precision; one that the device lacks is absent
-    memory_bytes: int  # as the driver reports it, ECC's share taken off: what a program can see, not the round figure on the box
+    memory_bytes: int  # as the driver reports it, ECC's share taken off, not the round figure on the box; 0 for a CPU, whose machine decides
     memory_bandwidth: float  # bytes/s
     link: str  # what joins it to its peers
     link_bandwidth: float  # bytes/s, one way, all links together
     host_bandwidth: float  # bytes/s, one way, to the host's memory
     source: str  # title and year of the data sheet
     note: str = ""
+    kind: DeviceKind = "cuda"
+    per_card: int = 1  # devices that are sold as one: an MI250X shows itself as two
 
 
 @cache
@@ -54,6 +60,42 @@ def lookup(name: str) -> DeviceSheet | None:
             if _matches(pattern, name) and (best is None or len(pattern) > best[0]):
                 best = (len(pattern), known)
     return best[1] if best else None
+
+
+def named(text: str, memory_gb: float | None = None) -> DeviceSheet:
+    """The device that a person or a table calls `text`: 'H100', 'A100-80GB', 'RTX A6000', a key, or a driver's name.
+
+    Of several that fit, the one with `memory_gb` (of a device, or of the card that holds more than one), else the first in the file, which
+    is the one that the bare name commonly means."""
+    if text in sheets() and memory_gb is None:
+        return sheets()[text]
+    words, said = _words(text)
+    wanted = memory_gb or said
+    alike = {key: known for key, known in sheets().items() if words and words <= _words(f"{key} {known.name}")[0]}
+    if not alike and (known := lookup(text)) is not None:
+        alike = {known.name: known}
+    if not alike:
+        raise unknown("device", text, sheets())
+    fitting = [known for known in alike.values() if wanted is None or _holds(known, wanted)]
+    if not fitting:
+        sizes = ", ".join(f"{key} {round(known.memory_bytes / 2**30)} GB" for key, known in alike.items())
+        raise RequestError(f"device '{text}' with {wanted:g} GB is not known; there is {sizes}")
+    return fitting[0]
+
+
+def _words(text: str) -> tuple[frozenset[str], float | None]:
+    """The words that tell products apart, without makers and without a socket's generation; and the memory that is said among them."""
+    rest, memory = text.lower(), None
+    if found := re.search(r"(?<![0-9a-z.])(\d+(?:\.\d+)?) ?gi?b?(?![0-9a-z])", rest):
+        memory, rest = float(found[1]), rest[: found.start()] + rest[found.end() :]
+    parts = re.findall(r"[0-9a-z+]+", rest)
+    return frozenset(re.sub(r"^(sxm)\d$", r"\1", part) for part in parts) - _MAKERS, memory
+
+
+def _holds(known: DeviceSheet, memory_gb: float) -> bool:
+    """Whether that is its memory, in units of 1000³ or 1024³ bytes, for the device or for its card."""
+    own = [known.memory_bytes * count / unit for count in {1, known.per_card} for unit in (1e9, 2**30)]
+    return any(abs(memory_gb / size - 1) <= _MEMORY_SLACK for size in own if size)
 
 
 def _matches(pattern: str, name: str) -> bool:
