@@ -31,20 +31,29 @@ from published_rows import Job, read
 
 # Where a common value starts, and one sigma of its logarithm.
 PRIORS: dict[str, tuple[float, float]] = {
-    "matmul": (0.8, 0.1), "matmul_half_s": (1.5e-5, 0.7), "matmul_power": (0.7, 0.3), "fp8": (0.9, 0.15), "attention": (0.45, 0.3),
+    "matmul": (0.8, 0.1), "matmul_half_s": (1.5e-5, 0.7), "matmul_power": (0.7, 0.3), "fp8": (0.85, 0.1), "casts": (2.2, 0.4), "attention": (0.45, 0.3),
     "memory": (0.85, 0.05), "unfused": (1.5, 0.5), "kernel_s": (4e-6, 0.3), "host_s": (2e-5, 0.5), "micro_s": (1e-3, 0.7), "step_s": (5e-3, 0.7),
-    "optimizer": (1.2, 0.5), "intra": (0.74, 0.05), "inter": (0.75, 0.2), "hop_s": (5e-6, 0.7), "exposed_tp": (0.9, 0.1), "exposed_dp": (0.4, 0.5),
+    "optimizer": (1.2, 0.5), "intra": (0.74, 0.05), "inter": (0.8, 0.1), "hop_s": (5e-6, 0.7), "exposed_tp": (0.9, 0.1), "exposed_dp": (0.4, 0.5),
     "exposed_pp": (1.0, 0.5), "jitter": (0.005, 0.5),
-    "held_bytes": (6.0, 0.1), "state_bytes": (12.0, 0.1), "kept": (1.0, 0.1), "slack": (1.04, 0.03), "base_bytes": (1.5e9, 0.5),
+    "held_bytes": (6.0, 0.1), "state_bytes": (12.0, 0.1), "kept": (1.0, 0.1), "buffered": (1.0, 0.05), "logit_bytes": (9.0, 0.3), "slack": (1.04, 0.03), "base_bytes": (1.5e9, 0.5),
 }  # fmt: skip
 FIXED = {"grad_bytes": 2.0}
-MEMORY = ("held_bytes", "state_bytes", "kept", "slack", "base_bytes")
+MEMORY = ("held_bytes", "state_bytes", "kept", "buffered", "logit_bytes", "slack", "base_bytes")
 # One sigma of a factor's logarithm, by what it is a factor of.
 BY_DEVICE = {"matmul": 0.1, "attention": 0.3, "memory": 0.05, "matmul_half_s": 0.4}
 BY_GENERATION = {
     "unfused": 0.4, "host_s": 0.4, "micro_s": 0.4, "step_s": 0.4, "exposed_dp": 0.4, "exposed_tp": 0.3, "exposed_pp": 0.4, "optimizer": 0.4,
-    "hop_s": 0.4, "jitter": 0.4, "matmul": 0.05, "attention": 0.15, "held_bytes": 0.2, "state_bytes": 0.3, "kept": 0.2, "slack": 0.05, "base_bytes": 0.5,
+    "hop_s": 0.4, "jitter": 0.4, "matmul": 0.05, "attention": 0.15, "held_bytes": 0.2, "state_bytes": 0.3, "kept": 0.2, "buffered": 0.3, "logit_bytes": 0.3,
+    "slack": 0.05, "base_bytes": 0.5,
 }  # fmt: skip
+# Factors that recipes fix before anything is fitted. Megatron-Core in NeMo: gradients stay in bf16, so a weight and its gradient are 4 bytes and
+# not 6, and the fp32 copy is kept as what the weight lacks of it, so a state is 10 bytes and not 12. FSDP: the fp32 weights are the only ones
+# held, 16 bytes a parameter in all, and the loss is written out in torch: logits, their fp32 copy, their logarithms.
+RECIPES = {
+    "megatron-core": {"held_bytes": 4 / 6, "state_bytes": 10 / 12},
+    "fsdp1": {"state_bytes": 10 / 12, "logit_bytes": 12 / 9},
+    "fsdp2": {"state_bytes": 10 / 12, "logit_bytes": 12 / 9},
+}
 COMMON_DEVICE = "ampere"  # the kind with most rows is the common value itself
 SMOOTH = 0.08  # log errors below this count squared, above it as they are
 THINNED = {"vtrain-single": 6}  # of so many rows of this source, one: they differ little, and a fit takes minutes otherwise
@@ -85,12 +94,13 @@ def names(jobs: Iterable[Job], of: Iterable[str]) -> list[Name]:
 
 def assemble(values: Values, how: str = "", errors_by: Mapping[str, float] | None = None) -> Fitted:
     base = {**{c: start for c, (start, _) in PRIORS.items()}, **FIXED}
-    factors: dict[Level, dict[str, dict[str, float]]] = {"device": {}, "generation": {}}
+    factors: dict[Level, dict[str, dict[str, float]]] = {"device": {}, "generation": {g: dict(f) for g, f in RECIPES.items()}}
     for name, value in values.items():
         if name.level == "base":
             base[name.constant] *= float(np.exp(value))
         else:
-            factors[name.level].setdefault(name.owner, {})[name.constant] = float(np.exp(value))
+            prior = RECIPES.get(name.owner, {}).get(name.constant, 1.0)
+            factors[name.level].setdefault(name.owner, {})[name.constant] = prior * float(np.exp(value))
     return Fitted(how, str(date(2026, 11, 15)), base, factors["device"], factors["generation"], errors_by or {})
 
 

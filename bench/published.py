@@ -29,6 +29,7 @@ HERE = Path(__file__).parent
 DATA = HERE.parent.parent / "shared" / "data" / "published_training.csv"
 PARTS = 4  # of these, one is the test part
 LARGEST_MICRO_BATCH = 16  # tried where a row does not say its own
+PARTIAL = ("megatron-core",)  # generations that recompute as many blocks as one asks for
 ROOM = 0.96  # of a device's memory: what a run can fill
 
 
@@ -70,11 +71,18 @@ def settled(job: Job, constants: Constants) -> Spread:
         sizes = [n for n in (2**i for i in range(10)) if n <= min(LARGEST_MICRO_BATCH, share) and share % n == 0]
     spreads = [replace(job.spread, micro_batch=n) for n in sizes]
     if not job.recompute_given:
-        spreads = [s if _room(job, s, constants) else replace(s, recompute="full") for s in spreads]
+        spreads = [_recomputing(job, s, constants) for s in spreads]
     if len(spreads) == 1:
         return spreads[0]
     fitting = [s for s in spreads if _room(job, s, constants)]
     return min(fitting or spreads[:1], key=lambda s: step(job.model, s, job.machine, constants).seconds)
+
+
+def _recomputing(job: Job, spread: Spread, constants: Constants) -> Spread:
+    """In as few blocks as it takes, in eighths of them, where a framework can choose that; in all of them else."""
+    eighths = range(1, 9) if job.generation in PARTIAL else (8,)
+    tried = [spread, *(replace(spread, recompute="full", recomputed=n / 8) for n in eighths)]
+    return next((s for s in tried if _room(job, s, constants)), tried[-1])
 
 
 def _room(job: Job, spread: Spread, constants: Constants) -> bool:

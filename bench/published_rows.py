@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -35,8 +36,9 @@ GENERATIONS = (
     ("oneflow", "oneflow"), ("megatron", "megatron"), ("deepspeed", "megatron"), ("neox", "megatron"), ("nanotron", "megatron-core"),
 )  # fmt: skip
 NO_GENERATION = "fsdp2"  # the common way of training today
-FLASHLESS = ("megatron", "oneflow")  # generations that wrote attention out, on devices before Hopper
-HIDDEN_ATTENTION = ("hopper", "blackwell", "cdna")
+# Generations that wrote attention out and had dropout, on devices before Hopper. Gated models came later, and with flash kernels.
+FLASHLESS = ("megatron", "oneflow")
+FLASH_KINDS = ("hopper", "blackwell", "cdna")
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ def generation_of(row: Row, kind: str) -> str:
     name = row.get("framework", "").lower()
     for word, generation in GENERATIONS:
         if word in name:
-            modern = kind in HIDDEN_ATTENTION and generation == "megatron"
+            modern = kind in FLASH_KINDS and generation == "megatron"
             return "megatron-core" if modern else generation
     return NO_GENERATION
 
@@ -201,7 +203,7 @@ def _spread(row: Row, model: Transformer, kind: str, generation: str) -> Spread:
     given = _whole(row, "shard_group", 0)
     recompute, share = _recompute(row)
     opts = row.get("opts", "").lower()
-    flash = "flash" in opts or generation not in FLASHLESS or kind in HIDDEN_ATTENTION
+    flash = "flash" in opts or generation not in FLASHLESS or kind in FLASH_KINDS or model.glu
     precision = next((p for p in ("fp8", "fp16", "bf16", "fp32") if p in row.get("precision", "").lower()), "bf16")
     return Spread(
         micro_batch=max(_whole(row, "micro_batch", 1), 1),
@@ -211,7 +213,7 @@ def _spread(row: Row, model: Transformer, kind: str, generation: str) -> Spread:
         chunks=max(_whole(row, "vpp", 1), 1),
         dp=dp,
         cp=cp,
-        ep=max(_whole(row, "ep", 1), 1),
+        ep=_owners(row, model, dp * cp),
         zero=zero,
         shard=(given if given else dp * cp) if zero else 1,
         sequence_parallel=_sequence_parallel(row, tp, generation),
@@ -219,11 +221,17 @@ def _spread(row: Row, model: Transformer, kind: str, generation: str) -> Spread:
         recomputed=share,
         precision="bf16" if precision == "fp32" else precision,
         flash=flash,
-        dropout=generation in FLASHLESS,
+        dropout=generation in FLASHLESS and not model.glu,
         fused="compile" in opts or generation == "megatron-core",
         frozen="lora" in row.get("task", "").lower(),
         wide_grads="mixed_precision=default" in opts,
     )
+
+
+def _owners(row: Row, model: Transformer, replicas: int) -> int:
+    """Ranks over which experts are spread. DeepEP is there to exchange tokens between them: a row that names it and says 1 does not say."""
+    given = max(_whole(row, "ep", 1), 1)
+    return math.gcd(model.experts, replicas) if given == 1 and model.experts and "deepep" in row.get("opts", "").lower() else given
 
 
 def _zero(text: str) -> int:

@@ -40,10 +40,10 @@ class Step:
 
 def step(model: Transformer, spread: Spread, machine: Machine, constants: Constants) -> Step:
     """Predict one step: a pipeline of stages, the last with the head, then gradients, then the optimizer."""
-    price = ComputeCost(rates(machine.device, constants), spread.precision, spread.fused, frozenset({"block"}))
+    price = ComputeCost(rates(machine.device, constants), spread.precision, spread.fused, frozenset({"block"}), constants.casts)
     traffic = Traffic(model, spread, machine, constants)
     cut = spread.cut(constants.unfused)
-    forward, backward, sent = _block(model, spread, constants, price, cut, traffic.block())
+    forward, backward, sent = _block(model, spread, constants, price, cut, traffic)
     layers = spread.layers_by_stage(model.layers)
     busy = [n * (forward + backward) for n in layers]
     busy[-1] += _head(model, price, cut)
@@ -84,21 +84,21 @@ def _curve(peak: float, share: float, half_s: float, power: float) -> Points:
     return tuple((size, peak * share / (1 + (half_s * peak / size) ** power)) for size in CURVE)
 
 
-def _block(model: Transformer, spread: Spread, constants: Constants, price: ComputeCost, cut: Cut, traffic: float) -> tuple[float, float, float]:
+def _block(model: Transformer, spread: Spread, constants: Constants, price: ComputeCost, cut: Cut, traffic: Traffic) -> tuple[float, float, float]:
     """One micro-batch through one block: seconds forward, backward with what is recomputed, and sent."""
-    profile = block(model, cut)
-    forward, backward = (_hosted(profile, phase, price, constants) for phase in ("forward", "backward"))
+    profile, inside = block(model, cut), traffic.block()
+    forward, backward = (_waiting_for_host(profile, phase, price, constants, inside, traffic.calls()) for phase in ("forward", "backward"))
     if spread.recompute == "full":
-        return forward, backward + spread.recomputed * forward, (2 + spread.recomputed) * traffic
+        return forward, backward + spread.recomputed * forward, (2 + spread.recomputed) * inside
     if spread.recompute == "attention" and not spread.flash:
         backward += spread.recomputed * _core(profile, price)
-    return forward, backward, 2 * traffic
+    return forward, backward, 2 * inside
 
 
-def _hosted(profile: LayerProfile, phase: str, price: ComputeCost, constants: Constants) -> float:
-    """The device's time, or the host's where that is what the device waits for."""
-    calls = sum(k.count for k in profile.kernels if k.phase == phase)
-    return max(price.layer(profile, phase, {}), calls * constants.host_s)
+def _waiting_for_host(profile: LayerProfile, phase: str, price: ComputeCost, constants: Constants, inside: float, collectives: int) -> float:
+    """Computation of the device, stretched where it and the traffic inside the block end before the host has started everything."""
+    calls = sum(k.count for k in profile.kernels if k.phase == phase) + collectives
+    return max(price.layer(profile, phase, {}), calls * constants.host_s - inside)
 
 
 def _core(profile: LayerProfile, price: ComputeCost) -> float:
@@ -115,5 +115,6 @@ def _head(model: Transformer, price: ComputeCost, cut: Cut) -> float:
 def _optimizer(model: Transformer, spread: Spread, device: Device, constants: Constants) -> float:
     if spread.frozen:
         return 0.0
-    own = max(spread.parameters_by_stage(model)) / (spread.shard if spread.zero else 1)
+    shared, owned = max(spread.parameters_by_stage(model)), max(spread.experts_by_stage(model))
+    own = shared / min(spread.shard, spread.replicas) + owned / min(spread.shard, spread.owners) if spread.zero else shared + owned
     return own * ADAM_BYTES * constants.optimizer / (device.memory_bandwidth * constants.memory)

@@ -6,8 +6,6 @@ from meshwright.cost.constants import Constants
 from meshwright.cost.spread import Spread
 from meshwright.cost.transformer import HALF, Transformer, block, head
 
-LOGIT_BYTES = 10.0  # an element of the logits: in low precision, in fp32 for the loss, and the gradient of that
-
 
 def peak(model: Transformer, spread: Spread, constants: Constants) -> dict[str, float]:
     """The first or the last stage's, whichever is larger: the first holds most micro-batches, the last the head."""
@@ -16,31 +14,32 @@ def peak(model: Transformer, spread: Spread, constants: Constants) -> dict[str, 
 
 
 def _stage(model: Transformer, spread: Spread, constants: Constants, stage: int) -> dict[str, float]:
-    weights = spread.parameters_by_stage(model)[stage]
     cut = spread.cut()
     kept, once = _activations(model, spread, constants, stage)
     last = stage == spread.pp - 1
-    logits = head(model, cut).output_bytes / HALF * LOGIT_BYTES if last else 0.0
+    logits = head(model, cut).output_bytes / HALF * constants.logit_bytes if last else 0.0
     in_use = {
-        **_states(spread, constants, weights),
+        **_states(model, spread, constants, stage),
         "activations": kept,
         # A block that is computed again has given its memory back by the time the head needs it, and the other way round.
         "workspace": max(once, logits),
-        "communication": _gathered(model, spread, weights),
+        "communication": _gathered(model, spread),
     }
     return {**{kind: size * constants.slack for kind, size in in_use.items()}, "framework": constants.base_bytes}
 
 
-def _states(spread: Spread, constants: Constants, weights: float) -> dict[str, float]:
-    """ZeRO's arithmetic: 1 cuts the optimizer's state, 2 the gradients too, 3 the weights too."""
-    shard = max(min(spread.shard, spread.replicas), 1)
-    weight, gradient = float(HALF), constants.held_bytes - HALF
-    if spread.frozen:
-        return {"parameters": weights * weight / (shard if spread.zero == 3 else 1), "gradients": 0.0, "optimizer": 0.0}
+def _states(model: Transformer, spread: Spread, constants: Constants, stage: int) -> dict[str, float]:
+    """ZeRO's arithmetic: 1 cuts the optimizer's state, 2 the gradients too, 3 the weights too; experts are cut among those who own the same."""
+    held = ((spread.parameters_by_stage(model)[stage], spread.replicas), (spread.experts_by_stage(model)[stage], spread.owners))
+
+    def cut_from(level: int) -> float:
+        return sum(weights / (max(min(spread.shard, holders), 1) if spread.zero >= level else 1) for weights, holders in held)
+
+    trained = 0.0 if spread.frozen else 1.0
     return {
-        "parameters": weights * weight / (shard if spread.zero == 3 else 1),
-        "gradients": weights * gradient / (shard if spread.zero >= 2 else 1),
-        "optimizer": weights * constants.state_bytes / (shard if spread.zero >= 1 else 1),
+        "parameters": cut_from(3) * HALF,
+        "gradients": cut_from(2) * trained * (constants.held_bytes - HALF),
+        "optimizer": cut_from(1) * trained * constants.state_bytes,
     }
 
 
@@ -49,7 +48,7 @@ def _activations(model: Transformer, spread: Spread, constants: Constants, stage
     one = block(model, spread.cut())
     whole = one.activation_bytes * constants.kept
     input_only = one.output_bytes
-    layers = spread.layers_by_stage(model.layers)[stage] * in_flight(spread, stage)
+    layers = spread.layers_by_stage(model.layers)[stage] * in_flight(spread, stage) * (constants.buffered if spread.pp > 1 else 1.0)
     if spread.recompute == "full":
         share = spread.recomputed
         return layers * (share * input_only + (1 - share) * whole), whole * min(share * 2, 1.0)
@@ -67,10 +66,10 @@ def in_flight(spread: Spread, stage: int) -> float:
     return min(spread.micro_batches, most)
 
 
-def _gathered(model: Transformer, spread: Spread, weights: float) -> float:
+def _gathered(model: Transformer, spread: Spread) -> float:
     """Under ZeRO-3, two blocks' whole weights and the gradient of one; otherwise nothing that is not counted already."""
     if spread.zero < 3 or spread.replicas == 1:
         return 0.0
-    one = (model.attention_parameters + model.ffn_parameters * max(model.experts / spread.ep, 1)) / spread.tp
-    words = model.vocab * model.hidden / spread.tp
-    return 3 * HALF * one + HALF * words
+    shared = model.attention_parameters + (0.0 if model.experts else model.ffn_parameters)
+    owned = model.ffn_parameters * model.experts / spread.ep if spread.owners > 1 else 0.0
+    return HALF * (3 * (shared + owned) + model.vocab * model.hidden) / spread.tp

@@ -24,6 +24,7 @@ class Constants:
     matmul_half_s: float  # a product that would take this long at the peak reaches half of that share
     matmul_power: float  # how fast it gets there
     fp8: float  # the same share for products in fp8, over that for bf16
+    casts: float  # passes over a product's operands to convert them to fp8
     attention: float  # share of the peak that a flash kernel reaches
     memory: float  # share of the memory bandwidth that element-wise work reaches
     unfused: float  # passes over memory for each that perfectly fused code makes
@@ -43,6 +44,8 @@ class Constants:
     held_bytes: float  # of weight and gradient, a parameter, until ZeRO cuts them
     state_bytes: float  # of the optimizer's state, a parameter, fp32 copy included
     kept: float  # activations saved, over the formula's
+    buffered: float  # micro-batches that a pipeline's stage holds, over what its schedule needs
+    logit_bytes: float  # an element of the logits, with what the loss makes of it
     slack: float  # what the allocator holds, over what is in use
     base_bytes: float  # context, libraries and communication buffers
 

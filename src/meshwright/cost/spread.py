@@ -65,13 +65,23 @@ class Spread:
         return [layers // self.pp + (i < layers % self.pp) for i in range(self.pp)]
 
     def parameters_by_stage(self, model: Transformer) -> list[float]:
-        """A rank's own part of the weights, before ZeRO; the embedding lies on the first stage, the head on the last."""
-        block = (model.attention_parameters + model.ffn_parameters * max(model.experts / self.ep, 1)) / self.tp
+        """A rank's own part of the weights that all replicas hold, before ZeRO; the embedding lies on the first stage, the head on the last."""
+        block = (model.attention_parameters + (0.0 if model.experts else model.ffn_parameters)) / self.tp
         found = [n * block for n in self.layers_by_stage(model.layers)]
         words = model.vocab * model.hidden / self.tp
         found[0] += words
         found[-1] += 0.0 if self.pp == 1 and model.tied else words
         return found
+
+    def experts_by_stage(self, model: Transformer) -> list[float]:
+        """The same of experts: only one in `ep` replicas holds them, so only so many fewer exchange their gradients or share them under ZeRO."""
+        own = model.ffn_parameters * model.experts / self.ep / self.tp
+        return [n * own for n in self.layers_by_stage(model.layers)]
+
+    @property
+    def owners(self) -> int:
+        """Ranks that hold the same experts."""
+        return max(self.replicas // self.ep, 1)
 
 
 @dataclass(frozen=True)

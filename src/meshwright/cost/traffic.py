@@ -27,8 +27,21 @@ class Traffic:
         tensor = 2 * self._seconds("all_reduce", wide, Ring(spread.tp))
         keys = 2 * tokens * spread.cp * model.kv_hidden / spread.tp * HALF
         context = self._seconds("all_gather", keys, Ring(spread.cp, spread.tp))
-        experts = 2 * self._seconds("all_to_all", wide * model.topk, Ring(spread.ep, spread.tp * spread.cp)) if model.experts else 0.0
-        return (tensor + context) * self.constants.exposed_tp + experts
+        return (tensor + context) * self.constants.exposed_tp + self._routed(wide)
+
+    def calls(self) -> int:
+        """Collectives within a block, one way."""
+        return 2 * (self.spread.tp > 1) + (self.spread.cp > 1) + 2 * (self.spread.ep > 1)
+
+    def _routed(self, wide: float) -> float:
+        """Tokens to their experts and back. One that goes to several experts of a node crosses to that node once."""
+        spread, model = self.spread, self.model
+        if not model.experts:
+            return 0.0
+        ring = Ring(spread.ep, spread.tp * spread.cp)
+        nodes = spread.ep / ring.local(self.machine.per_node)
+        places = nodes * (1 - (1 - 1 / nodes) ** model.topk) if nodes > 1 else model.topk
+        return 2 * self._seconds("all_to_all", wide * min(places, model.topk), ring)
 
     def between_stages(self) -> float:
         """One micro-batch handed to the next stage."""
@@ -52,18 +65,21 @@ class Traffic:
     def _replica_parts(self) -> tuple[float, float, float]:
         """One gathering of the parameters, one reduction of the gradients within those who share a copy, and one across the copies."""
         spread = self.spread
-        weights = max(spread.parameters_by_stage(self.model))
-        wire = 4.0 if spread.wide_grads else self.constants.grad_bytes
-        grads = 0.0 if spread.frozen else weights * wire
-        stride = spread.tp
+        shared = self._parts_of(max(spread.parameters_by_stage(self.model)), spread.replicas, spread.tp)
+        owned = self._parts_of(max(spread.experts_by_stage(self.model)), spread.owners, spread.tp * spread.cp * spread.ep)
+        return shared[0] + owned[0], shared[1] + owned[1], shared[2] + owned[2]
+
+    def _parts_of(self, weights: float, holders: int, stride: int) -> tuple[float, float, float]:
+        spread = self.spread
+        grads = 0.0 if spread.frozen else weights * (4.0 if spread.wide_grads else self.constants.grad_bytes)
         if spread.zero == 0:
-            return 0.0, 0.0, self._seconds("all_reduce", grads, Ring(spread.replicas, stride))
-        shard = min(max(spread.shard, 1), spread.replicas)
+            return 0.0, 0.0, self._seconds("all_reduce", grads, Ring(holders, stride))
+        shard = max(min(spread.shard, holders), 1)
         ring, messages = Ring(shard, stride), max(spread.layers_by_stage(self.model.layers))
         params = 0.0 if spread.frozen and spread.zero < 3 else weights * HALF
         gather = self._seconds("all_gather", params, ring, messages)
         reduce = self._seconds("reduce_scatter", grads, ring, messages)
-        across = self._seconds("all_reduce", grads / shard, Ring(spread.replicas // shard, stride * shard))
+        across = self._seconds("all_reduce", grads / shard, Ring(holders // shard, stride * shard))
         return gather, reduce, across
 
     def _waited(self, seconds: float, beside: float) -> float:

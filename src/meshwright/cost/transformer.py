@@ -161,10 +161,12 @@ def _ffn_width(model: Transformer) -> float:
 
 def _kept(model: Transformer, cut: Cut, tokens: float) -> float:
     """Bytes saved for backward, after Korthikanti et al. (2022): what tensor parallelism does not cut, what it does, and the scores."""
-    whole = tokens * model.hidden * (8 + (2 if cut.dropout else 0)) / (cut.tp if cut.sequence_parallel else 1)
-    wide = _ffn_width(model) * (4 if model.glu else 2)
+    entering = 1 if cut.narrow else HALF  # bytes of what enters a product
+    whole = tokens * model.hidden * (2 * HALF + 2 * entering + (2 if cut.dropout else 0)) / (cut.tp if cut.sequence_parallel else 1)
+    passing = (2 if cut.narrow else 3) if model.glu else 1  # between the two products; kernels for fp8 fuse the gate
+    wide = _ffn_width(model) * (HALF * passing + entering)
     routed = 2 * model.topk * model.hidden * HALF * tokens if model.experts else 0.0
-    share = HALF * tokens * (2 * model.hidden + 2 * model.kv_hidden + wide) / cut.tp
+    share = tokens * (HALF * (model.hidden + 2 * model.kv_hidden) + entering * model.hidden + wide) / cut.tp
     return whole + share + routed + _scores(model, cut, tokens)
 
 
