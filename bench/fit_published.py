@@ -53,10 +53,12 @@ BY_GENERATION = {
 # not 6, and the fp32 copy is kept as what the weight lacks of it, so a state is 10 bytes and not 12. FSDP: the fp32 weights are the only ones
 # held, 16 bytes a parameter in all, and the loss is written out in torch: logits, their fp32 copy, their logarithms.
 RECIPES = {
-    "megatron-core": {"held_bytes": 4 / 6, "state_bytes": 10 / 12},
+    "nemo": {"held_bytes": 4 / 6, "state_bytes": 10 / 12},
     "fsdp1": {"state_bytes": 10 / 12, "logit_bytes": 12 / 9},
-    "fsdp2": {"state_bytes": 10 / 12, "logit_bytes": 12 / 9},
 }
+# Kinds without rows of their own take the factors of the nearest: (kind, of what) → kind.
+NEAREST_DEVICE = {"blackwell": "hopper", "cdna": "hopper"}
+NEAREST_GENERATION = {("megatron-core", "time"): "nemo", ("megatron-core", "memory"): "megatron", ("fsdp2", "memory"): "fsdp1"}
 COMMON_DEVICE = "ampere"  # the kind with most rows is the common value itself
 SMOOTH = 0.08  # log errors below this count squared, above it as they are
 THINNED = {"vtrain-single": 6}  # of so many rows of this source, one: they differ little, and a fit takes minutes otherwise
@@ -104,6 +106,11 @@ def assemble(values: Values, how: str = "", errors_by: Mapping[str, float] | Non
         else:
             prior = RECIPES.get(name.owner, {}).get(name.constant, 1.0)
             factors[name.level].setdefault(name.owner, {})[name.constant] = prior * float(np.exp(value))
+    for kind, near in NEAREST_DEVICE.items():
+        factors["device"].setdefault(kind, dict(factors["device"].get(near, {})))
+    for (generation, what), near in NEAREST_GENERATION.items():
+        alike = {c: f for c, f in factors["generation"].get(near, {}).items() if (c in MEMORY) == (what == "memory")}
+        factors["generation"][generation] = {**alike, **factors["generation"].get(generation, {})}
     return Fitted(how, str(date(2026, 11, 15)), base, factors["device"], factors["generation"], errors_by or {})
 
 

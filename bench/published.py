@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 DATA = HERE.parent.parent / "shared" / "data" / "published_training.csv"
 PARTS = 4  # of these, one is the test part
 LARGEST_MICRO_BATCH = 16  # tried where a row does not say its own
-PARTIAL = ("megatron-core",)  # generations that recompute as many blocks as one asks for
+PARTIAL = ("nemo", "megatron-core")  # generations that recompute as many blocks as one asks for
 ROOM = 0.96  # of a device's memory: what a run can fill
 
 
@@ -54,7 +54,7 @@ class Prediction:
 
 def is_test(job: Job) -> bool:
     """By what was run and not by row: the same run measured again is in the same part."""
-    return zlib.crc32(repr((job.source, job.model, job.spread, job.generation)).encode()) % PARTS == 0
+    return zlib.crc32(job.configuration.encode()) % PARTS == 0
 
 
 def predict(job: Job, constants: Constants) -> Prediction:

@@ -17,6 +17,12 @@ from meshwright.cost.transformer import Recompute, Transformer
 from meshwright.describe.catalog import DeviceSheet, named, sheet
 
 Row = Mapping[str, str]
+# What was run, as the row says it: rows that agree in these are one configuration measured again.
+CONFIGURATION = (
+    "source_id", "task", "framework", "gpu", "gpu_mem_gb", "num_gpus", "model", "layers", "hidden", "seq_len", "precision", "tp", "pp", "vpp", "dp",
+    "cp", "ep", "sharding", "shard_group", "seq_parallel", "micro_batch", "global_batch", "recompute", "opts",
+)  # fmt: skip
+USUAL_HEAD = 64  # elements of a head, where the model's width is no multiple of its heads
 GPT_VOCAB = 51200  # what Megatron pads GPT-2's to: the usual one where a row of that family does not say
 
 # How devices' names begin, by kind: what one kind reaches of its data sheet, another of the kind does too.
@@ -30,14 +36,13 @@ NEAREST = "a100-sxm-80gb"  # for a device that nobody has described
 NETWORKS = {"volta": 1e11, "ampere": 1.6e12, "hopper": 3.2e12, "blackwell": 3.2e12}
 # Words in a framework's name and its generation; the first that matches holds.
 GENERATIONS = (
-    ("core", "megatron-core"), ("nemo automodel", "fsdp2"), ("fsdp2", "fsdp2"), ("torchtitan", "fsdp2"), ("simplefsdp", "fsdp2"),
-    ("nemo", "megatron-core"), ("composer", "fsdp1"), ("fsdp", "fsdp1"), ("mosaic", "fsdp1"), ("llm-foundry", "fsdp1"),
-    ("internevo", "internevo"), ("colossal", "internevo"),
-    ("oneflow", "oneflow"), ("megatron", "megatron"), ("deepspeed", "megatron"), ("neox", "megatron"), ("nanotron", "megatron-core"),
+    ("automodel", "fsdp2"), ("fsdp2", "fsdp2"), ("torchtitan", "fsdp2"), ("simplefsdp", "fsdp2"), ("composer", "fsdp1"), ("fsdp", "fsdp1"),
+    ("mosaic", "fsdp1"), ("llm-foundry", "fsdp1"), ("internevo", "internevo"), ("colossal", "internevo"), ("oneflow", "oneflow"), ("nemo", "nemo"),
+    ("core", "megatron-core"), ("nanotron", "megatron-core"), ("megatron", "megatron"), ("neox", "megatron"), ("deepspeed", "fsdp1"),
 )  # fmt: skip
-NO_GENERATION = "fsdp2"  # the common way of training today
 # Generations that wrote attention out and had dropout, on devices before Hopper. Gated models came later, and with flash kernels.
 FLASHLESS = ("megatron", "oneflow")
+CORE = ("nemo", "megatron-core")  # generations whose kernels are written fused and whose tensor parallelism cuts positions too
 FLASH_KINDS = ("hopper", "blackwell", "cdna")
 
 
@@ -47,6 +52,7 @@ class Job:
 
     row: str
     source: str
+    configuration: str
     model: Transformer
     spread: Spread
     machine: Machine
@@ -104,6 +110,7 @@ def understand(row: Row) -> Job:
     return Job(
         row=row.get("row_id", "?"),
         source=row.get("source_id", "") or row.get("source", "") or "?",
+        configuration="|".join(row.get(name, "") for name in CONFIGURATION),
         model=model,
         spread=spread,
         machine=_machine(row, kind, sheet),
@@ -156,7 +163,8 @@ def generation_of(row: Row, kind: str) -> str:
         if word in name:
             modern = kind in FLASH_KINDS and generation == "megatron"
             return "megatron-core" if modern else generation
-    return NO_GENERATION
+    # Nobody's name: whoever cuts layers or matrices does it as Megatron does, and who cuts data alone as torch does.
+    return "megatron-core" if max(_whole(row, "tp", 1), _whole(row, "pp", 1)) > 1 else "fsdp2"
 
 
 def _machine(row: Row, kind: str, found: DeviceSheet) -> Machine:
@@ -166,15 +174,15 @@ def _machine(row: Row, kind: str, found: DeviceSheet) -> Machine:
 
 
 def bits_per_s(text: str) -> float:
-    """A node's network from words: 'IB 4x200 Gbps/node' → 8e11; 0 where they hold no figure."""
-    found = re.search(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*(gb(?:it)?(?:ps|/s)|tb(?:it)?(?:ps|/s))", text.lower())
+    """A node's network from words: 'IB 4x200 Gbps/node' → 8e11, '100 GB/s' → 8e11; 0 where they hold no figure."""
+    found = re.search(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*([GT])(B?)", text)
     if found is None:
         return 0.0
-    return int(found[1] or 1) * float(found[2]) * (1e12 if found[3].startswith("t") else 1e9)
+    return int(found[1] or 1) * float(found[2]) * (1e12 if found[3] == "T" else 1e9) * (8 if found[4] else 1)
 
 
 def _model(row: Row) -> Transformer:
-    heads = _whole(row, "heads")
+    heads = max(_whole(row, "heads"), 1)
     experts = _whole(row, "experts", 0)
     glu = bool(_whole(row, "glu", 0))
     hidden = _whole(row, "hidden")
@@ -193,6 +201,7 @@ def _model(row: Row) -> Transformer:
         experts=experts,
         topk=_whole(row, "topk", 1) if experts else 0,
         expert_ffn=expert_ffn,
+        head_dim=0 if hidden % heads == 0 else USUAL_HEAD,
     )
 
 
@@ -203,8 +212,9 @@ def _spread(row: Row, model: Transformer, kind: str, generation: str) -> Spread:
     given = _whole(row, "shard_group", 0)
     recompute, share = _recompute(row)
     opts = row.get("opts", "").lower()
-    flash = "flash" in opts or generation not in FLASHLESS or kind in FLASH_KINDS or model.glu
-    precision = next((p for p in ("fp8", "fp16", "bf16", "fp32") if p in row.get("precision", "").lower()), "bf16")
+    written_out = re.search(r"no[- ]flash|(attn|attention)[^;]*\b(torch|eager|unfused|megatron)\b", opts) is not None
+    flash = not written_out and ("flash" in opts or generation not in FLASHLESS or kind in FLASH_KINDS or model.glu)
+    precision = next((p for p in ("fp8", "fp16", "bf16", "fp32") if p in row.get("precision", "").lower().replace("float", "fp")), "bf16")
     return Spread(
         micro_batch=max(_whole(row, "micro_batch", 1), 1),
         global_batch=_whole(row, "global_batch"),
@@ -222,7 +232,7 @@ def _spread(row: Row, model: Transformer, kind: str, generation: str) -> Spread:
         precision="bf16" if precision == "fp32" else precision,
         flash=flash,
         dropout=generation in FLASHLESS and not model.glu,
-        fused="compile" in opts or generation == "megatron-core",
+        fused="compile" in opts or generation in CORE,
         frozen="lora" in row.get("task", "").lower(),
         wide_grads="mixed_precision=default" in opts,
     )
@@ -258,7 +268,9 @@ def _recompute(row: Row) -> tuple[Recompute, float]:
 
 def _sequence_parallel(row: Row, tp: int, generation: str) -> bool:
     text = row.get("seq_parallel", "")
-    return bool(int(float(text))) if re.fullmatch(r"[0-9.]+", text) else tp > 1 and generation in ("megatron-core", "fsdp2")
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    return bool(float(text)) if re.fullmatch(r"[0-9]+(\.[0-9]*)?", text) else tp > 1 and generation in (*CORE, "fsdp2")
 
 
 def _seconds(row: Row, model: Transformer, spread: Spread) -> float | None:

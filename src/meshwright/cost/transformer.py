@@ -31,14 +31,19 @@ class Transformer:
     experts: int = 0
     topk: int = 0
     expert_ffn: int = 0
+    head_dim: int = 0  # of one head; 0 where all together are as wide as the model
+
+    @property
+    def query_hidden(self) -> float:
+        return self.heads * self.head_dim if self.head_dim else self.hidden
 
     @property
     def kv_hidden(self) -> float:
-        return self.hidden * self.kv_heads / self.heads
+        return self.query_hidden * self.kv_heads / self.heads
 
     @property
     def attention_parameters(self) -> float:
-        return self.hidden * (2 * self.hidden + 2 * self.kv_hidden)
+        return 2 * self.hidden * (self.query_hidden + self.kv_hidden)
 
     @property
     def ffn_parameters(self) -> float:
@@ -57,7 +62,7 @@ class Transformer:
         """Forward and backward of `samples` sequences, nothing recomputed; attention by its triangle, or by its square where not `causal`."""
         active = self.attention_parameters + self.ffn_parameters * (self.topk if self.experts else 1)
         products = 6 * self.seq * (self.layers * active + self.vocab * self.hidden)
-        return samples * (products + 12 * self.layers * self.seq**2 * self.hidden * (0.5 if causal else 1.0))
+        return samples * (products + 12 * self.layers * self.seq**2 * self.query_hidden * (0.5 if causal else 1.0))
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ def _moved(phase: Literal["forward", "backward"], moved: float, count: int = 1, 
 
 
 def _attention(model: Transformer, cut: Cut, tokens: float) -> tuple[Kernel, ...]:
-    wide = model.hidden / cut.tp
+    wide = model.query_hidden / cut.tp
     qkv = _product(cut, tokens, wide + 2 * model.kv_hidden / cut.tp, model.hidden)
     out = _product(cut, tokens, model.hidden, wide)
     square = 2 * tokens * model.seq * wide  # FLOPs of one product over every pair of positions
@@ -147,7 +152,7 @@ def _element_wise(model: Transformer, cut: Cut, tokens: float) -> tuple[Kernel, 
     """Two norms, two sums with the residual stream (and dropout), the activation function, rotations of q and k."""
     plain = tokens * model.hidden * HALF / (cut.tp if cut.sequence_parallel else 1) * cut.unfused
     wide = tokens * _ffn_width(model) / cut.tp * HALF * cut.unfused
-    rotated = tokens * (model.hidden + model.kv_hidden) / cut.tp * HALF * cut.unfused if model.glu else 0.0
+    rotated = tokens * (model.query_hidden + model.kv_hidden) / cut.tp * HALF * cut.unfused if model.glu else 0.0
     masks = 0.5 * plain if cut.dropout else 0.0
     gates = 3 if model.glu else 2
     forward = (_moved("forward", 2 * plain, 2), _moved("forward", 3 * plain + masks, 2), _moved("forward", gates * wide))
@@ -166,7 +171,7 @@ def _kept(model: Transformer, cut: Cut, tokens: float) -> float:
     passing = (2 if cut.narrow else 3) if model.glu else 1  # between the two products; kernels for fp8 fuse the gate
     wide = _ffn_width(model) * (HALF * passing + entering)
     routed = 2 * model.topk * model.hidden * HALF * tokens if model.experts else 0.0
-    share = tokens * (HALF * (model.hidden + 2 * model.kv_hidden) + entering * model.hidden + wide) / cut.tp
+    share = tokens * (HALF * (model.query_hidden + 2 * model.kv_hidden) + entering * model.query_hidden + wide) / cut.tp
     return whole + share + routed + _scores(model, cut, tokens)
 
 
