@@ -26,7 +26,7 @@ from meshwright.cost import constants as shipped
 from meshwright.cost.closed import step
 from meshwright.cost.closed_memory import peak
 from meshwright.cost.constants import Constants, Fitted
-from published import DATA, HERE, ROOM, errors, is_test, predict_all, settled
+from published import DATA, HERE, ROOM, Prediction, errors, is_test, part, predict_all, settled
 from published_rows import Job, read
 
 # Where a common value starts, and one sigma of its logarithm.
@@ -35,18 +35,17 @@ PRIORS: dict[str, tuple[float, float]] = {
     "attention": (0.45, 0.3),
     "memory": (0.85, 0.05), "unfused": (1.5, 0.5), "kernel_s": (4e-6, 0.3), "host_s": (2e-5, 0.5), "micro_s": (1e-3, 0.7), "step_s": (5e-3, 0.7),
     "optimizer": (1.2, 0.5), "intra": (0.74, 0.05), "inter": (0.8, 0.1), "hop_s": (5e-6, 0.7), "exposed_tp": (0.9, 0.1), "exposed_dp": (0.4, 0.5),
-    "exposed_pp": (1.0, 0.5), "jitter": (0.005, 0.5),
+    "exposed_pp": (1.0, 0.5), "jitter": (0.005, 0.5), "grad_bytes": (2.0, 0.05),
     "held_bytes": (6.0, 0.1), "state_bytes": (12.0, 0.1), "kept": (1.0, 0.1), "buffered": (1.0, 0.05),
     "logit_bytes": (9.0, 0.3), "slack": (1.04, 0.03), "base_bytes": (1.5e9, 0.5),
 }  # fmt: skip
-FIXED = {"grad_bytes": 2.0}
 MEMORY = ("held_bytes", "state_bytes", "kept", "buffered", "logit_bytes", "slack", "base_bytes")
 # One sigma of a factor's logarithm, by what it is a factor of.
 BY_DEVICE = {"matmul": 0.1, "attention": 0.3, "memory": 0.05, "matmul_half_s": 0.4}
 BY_GENERATION = {
     "unfused": 0.4, "host_s": 0.4, "micro_s": 0.4, "step_s": 0.4, "exposed_dp": 0.4, "exposed_tp": 0.3, "exposed_pp": 0.4, "optimizer": 0.4,
-    "hop_s": 0.4, "jitter": 0.4, "matmul": 0.05, "attention": 0.15, "held_bytes": 0.2, "state_bytes": 0.3, "kept": 0.2, "buffered": 0.3,
-    "logit_bytes": 0.3,
+    "hop_s": 0.8, "jitter": 0.4, "grad_bytes": 0.3, "matmul": 0.05, "attention": 0.15, "held_bytes": 0.2, "state_bytes": 0.3, "kept": 0.2,
+    "buffered": 0.3, "logit_bytes": 0.3,
     "slack": 0.05, "base_bytes": 0.5,
 }  # fmt: skip
 # Factors that recipes fix before anything is fitted. Megatron-Core in NeMo: gradients stay in bf16, so a weight and its gradient are 4 bytes and
@@ -98,7 +97,7 @@ def names(jobs: Iterable[Job], of: Iterable[str]) -> list[Name]:
 
 
 def assemble(values: Values, how: str = "", errors_by: Mapping[str, float] | None = None) -> Fitted:
-    base = {**{c: start for c, (start, _) in PRIORS.items()}, **FIXED}
+    base = {c: start for c, (start, _) in PRIORS.items()}
     factors: dict[Level, dict[str, dict[str, float]]] = {"device": {}, "generation": {g: dict(f) for g, f in RECIPES.items()}}
     for name, value in values.items():
         if name.level == "base":
@@ -175,29 +174,38 @@ def fit(jobs: Sequence[Job], rounds: int) -> dict[Name, float]:
     return solve(timed, [c for c in PRIORS if c not in MEMORY], time_residual, values, rounds)
 
 
-def left_out(jobs: Sequence[Job], rounds: int) -> dict[str, dict[str, Any]]:
-    """Each source predicted by constants that never saw it, nor what only it could tell about its generation and devices."""
-    found = {}
-    for source in dict.fromkeys(j.source for j in jobs):
-        rest = [j for j in jobs if j.source != source]
-        values = fit(rest, rounds)
-        own = predict_all([j for j in jobs if j.source == source], assemble(values))
-        found[source] = {
-            "time": errors([p.time_error for p in own if p.job.seconds]),
-            "multi_node": errors([p.time_error for p in own if p.job.seconds and p.job.multi_node]),
-            "memory": errors([p.memory_error for p in own if p.job.memory_bytes]),
-        }
-        print(source, json.dumps(found[source]), file=sys.stderr, flush=True)
+def unseen(jobs: Sequence[Job], rounds: int, key: Callable[[Job], str]) -> list[Prediction]:
+    """Every row predicted by constants that never saw a row with its key."""
+    found: list[Prediction] = []
+    for each in dict.fromkeys(key(j) for j in jobs):
+        values = fit([j for j in jobs if key(j) != each], rounds)
+        own = predict_all([j for j in jobs if key(j) == each], assemble(values))
+        print(each, json.dumps(_summary(own)), file=sys.stderr, flush=True)
+        found += own
     return found
+
+
+def _summary(predictions: Sequence[Prediction]) -> dict[str, Any]:
+    timed = [p for p in predictions if p.job.seconds]
+    return {
+        "time": errors([p.time_error for p in timed]),
+        "multi_node": errors([p.time_error for p in timed if p.job.multi_node]),
+        "memory": errors([p.memory_error for p in predictions if p.job.memory_bytes]),
+    }
+
+
+def by_source(predictions: Sequence[Prediction]) -> dict[str, Any]:
+    sources = dict.fromkeys(p.job.source for p in predictions)
+    return {"all": _summary(predictions), **{s: _summary([p for p in predictions if p.job.source == s]) for s in sources}}
 
 
 def main(
     data: Annotated[Path, typer.Option(help="A table with the columns of the published one.")] = DATA,
     output: Annotated[Path, typer.Option(help="Where the constants go.")] = Path(shipped.__file__).parent / "fitted.json",
-    leave_out: Annotated[bool, typer.Option(help="Also fit without each source in turn, and write how it is then predicted.")] = False,
+    validate: Annotated[bool, typer.Option(help="Also fit without each part and each source in turn; write how these are then predicted.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Most iterations of a fit.")] = 15,
 ) -> None:
-    """Fit and write. Takes a minute or two; with --leave-out, ten times that.
+    """Fit and write. Takes a minute; with --validate, twenty times that.
 
     Example:
       python bench/fit_published.py --output fitted.json
@@ -210,8 +218,10 @@ def main(
     by[""] = errors([p.time_error for p in timed])["mape"] / 100
     how = f"bench/fit_published.py on {len(train)} of {len(jobs)} rows of {data.name}; the others are its test part"
     write_json(output, assemble(values, how, by))
-    if leave_out:
-        write_json(HERE / "results" / "published_left_out.json", left_out(jobs, rounds))
+    if validate:
+        parts = by_source(unseen(jobs, rounds, lambda j: f"part {part(j)}"))
+        sources = by_source(unseen(jobs, rounds, lambda j: j.source))
+        write_json(HERE / "results" / "published_unseen.json", {"unseen_configurations": parts, "unseen_sources": sources})
 
 
 if __name__ == "__main__":

@@ -52,9 +52,13 @@ class Prediction:
         return self.memory_bytes <= ROOM * self.job.machine.device.memory_bytes
 
 
-def is_test(job: Job) -> bool:
+def part(job: Job) -> int:
     """By what was run and not by row: the same run measured again is in the same part."""
-    return zlib.crc32(job.configuration.encode()) % PARTS == 0
+    return zlib.crc32(job.configuration.encode()) % PARTS
+
+
+def is_test(job: Job) -> bool:
+    return part(job) == 0
 
 
 def predict(job: Job, constants: Constants) -> Prediction:
