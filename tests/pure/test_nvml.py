@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from meshwright.core.errors import RequestError
 from meshwright.describe import nvml
-from meshwright.describe.catalog import lookup, sheet, sheets
+from meshwright.describe.catalog import lookup, named, sheet, sheets
 from meshwright.describe.nvml import Gpu, gpus, select_visible
 
 UUIDS = ["GPU-aa11", "GPU-ab22", "GPU-cc33"]
@@ -181,26 +182,98 @@ def test_visibility(visible: str | None, positions: list[int]) -> None:
         ("Tesla T4", "t4"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA H800 PCIe", "h800-pcie"),
+        ("NVIDIA A100-SXM-64GB", "a100-sxm-64gb"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("AMD EPYC 7763 64-Core Processor", "epyc-7763"),
+        ("Intel(R) Xeon(R) Platinum 8480+", "xeon-8480+"),
     ],
 )
 def test_catalog_knows_the_names_drivers_report(name: str, key: str) -> None:
     assert lookup(name) is sheet(key)
 
 
-@pytest.mark.parametrize("name", ["NVIDIA L40", "GeForce RTX 3090 Ti", "GeForce RTX 4090 Laptop GPU", "GeForce RTX 4090 D", "Tesla T40", ""])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA L40",
+        "GeForce RTX 3090 Ti",
+        "GeForce RTX 4090 Laptop GPU",
+        "GeForce RTX 4090 D",
+        "Tesla T40",
+        "NVIDIA A10G",
+        "NVIDIA H20-3e",
+        "NVIDIA GB300-WS",
+        "",
+    ],
+)
 def test_catalog_takes_no_other_product_for_it(name: str) -> None:
     assert lookup(name) is None
 
 
 def test_catalog_figures_are_consistent() -> None:
     for key, known in sheets().items():
-        flops = [known.peak_flops[p] for p in ("fp64", "fp32", "tf32", "bf16", "fp8") if p in known.peak_flops]
+        flops = [known.peak_flops[p] for p in ("fp64", "fp32", "tf32", "bf16", "fp8", "fp4") if p in known.peak_flops]
         assert flops == sorted(flops), f"{key}: a narrower format is never slower"
-        assert known.peak_flops.get("bf16", known.peak_flops["fp16"]) == known.peak_flops["fp16"], key
-        assert 1e10 < known.memory_bytes < 3e11, key
         assert 2e11 < known.memory_bandwidth < 1e13, key
         assert 1e10 < known.host_bandwidth <= 4.5e11, key
         assert known.link_bandwidth < known.memory_bandwidth, key
         assert known.source[-4:].isdigit() or "20" in known.source, f"{key}: the source has a year"
+        if known.kind == "cuda":
+            assert known.peak_flops.get("bf16", known.peak_flops["fp16"]) == known.peak_flops["fp16"], key
+            assert 1e10 < known.memory_bytes < 3.2e11, key
+
+
+# Each with 2:4 sparsity in the same data sheet: twice as much.
+DENSE = {"a100-sxm-80gb": 312, "h100-sxm": 989.5, "h100-pcie": 756.5, "b200": 2250, "l4": 121, "l40s": 362.05, "rtx-4090": 165.2, "mi300x": 1307.4}
+
+
+@pytest.mark.parametrize("key", DENSE)
+def test_catalog_has_the_figures_without_sparsity(key: str) -> None:
+    assert sheet(key).peak_flops["bf16"] == DENSE[key] * 1e12
+
+
+@pytest.mark.parametrize(
+    ("text", "memory_gb", "key"),
+    [
+        ("H100", None, "h100-sxm"),
+        ("H100", 80, "h100-sxm"),
+        ("H100", 94, "h100-nvl"),
+        ("H100 PCIe", None, "h100-pcie"),
+        ("A100", None, "a100-sxm-80gb"),
+        ("A100", 40, "a100-sxm-40gb"),
+        ("A100-80GB", None, "a100-sxm-80gb"),
+        ("A100-SXM4-40GB", None, "a100-sxm-40gb"),
+        ("A100 PCIe 80 GB", None, "a100-pcie-80gb"),
+        ("V100", 32, "v100-sxm2-32gb"),
+        ("A800", None, "a800-sxm-80gb"),
+        ("H200", 141, "h200"),
+        ("MI250X", None, "mi250x"),
+        ("MI250X", 128, "mi250x"),
+        ("GB200", None, "gb200"),
+        ("GH200", 96, "gh200"),
+        ("RTX 4090", None, "rtx-4090"),
+        ("A6000", None, "rtx-a6000"),
+        ("RTX 6000 Ada", None, "rtx-6000-ada"),
+        ("NVIDIA GeForce RTX 5090", None, "rtx-5090"),
+        ("EPYC 9654", None, "epyc-9654"),
+    ],
+)
+def test_catalog_knows_the_names_tables_use(text: str, memory_gb: float | None, key: str) -> None:
+    assert named(text, memory_gb) is sheet(key)
+
+
+@pytest.mark.parametrize(
+    ("text", "memory_gb", "said"), [("A100", 48, "there is a100-sxm-80gb 80 GB"), ("H10", None, "unknown device 'H10'"), ("", None, "unknown device")]
+)
+def test_a_name_that_no_device_has(text: str, memory_gb: float | None, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        named(text, memory_gb)
+
+
+def test_catalog_figures() -> None:
     assert sheet("h200").peak_flops["bf16"] == 989.5e12
     assert sheet("b200").link_bandwidth == 900e9
