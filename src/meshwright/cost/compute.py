@@ -25,6 +25,7 @@ class ComputeCost:
     precision: str
     compiled: bool = False
     units: frozenset[str] = frozenset()  # the layers whose products are in fp8, where that is the precision
+    casts: float | None = None  # what FP8_CASTS says, where it was measured for these kernels
 
     def layer(self, layer: LayerProfile, phase: str, memo: dict[tuple[int, str, bool], float], cheap: bool = False) -> float:
         """Seconds of one layer's forward or backward, or of what is `cheap` in it; repeated layers share their kernels, so they are priced once."""
@@ -44,7 +45,7 @@ class ComputeCost:
         bandwidth = interpolate(self.rates.memory, max(kernel.bytes, 1.0))
         traffic = kernel.bytes * (FUSED_BYTES if fused else 1.0) / bandwidth if bandwidth else 0.0
         if precision == "fp8" and kernel.kind == "matmul" and bandwidth:
-            arithmetic += FP8_CASTS[self.compiled] * kernel.bytes / bandwidth
+            arithmetic += (FP8_CASTS[self.compiled] if self.casts is None else self.casts) * kernel.bytes / bandwidth
         call = self.rates.call_s * (FUSED_CALLS if fused else 1.0)
         return kernel.count * (max(arithmetic, traffic, call) if self.rates.queued else max(arithmetic, traffic) + call)
 
