@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ def every_way(rank: int, world: int, meeting: str, loop: bool) -> dict[str, Any]
         plan = Plan("alone", 4, memory=MemoryPolicy(precision="fp64"))
         if world > 1:
             plan = mw.plan_for(network, _batch(0), loss_fn, world=world, mesh=Mesh(cp=world)).best.plan
-            plan = Plan(**{**vars(plan), "memory": MemoryPolicy(precision="fp64")})
+            plan = replace(plan, memory=MemoryPolicy(precision="fp64"))
         if loop:
             return _own_loop(network, optimizer, plan)
         session = Session(plan, network, optimizer, clip=1.0)

@@ -11,7 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def trace_task(task: Task, *, precision: str = "fp32", attention: str = "flash")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     model = build(task, mode)
     profile = _trace(model, task.loss, lambda batch: example(task, batch, precision), mode, task.name, precision, attention)
-    return _with(profile, tokens_per_sample=task.tokens_per_sample)
+    return replace(profile, tokens_per_sample=task.tokens_per_sample)
 
 
 def trace_module(model: nn.Module, loss: Loss, batch: Batch, *, name: str, precision: str = "fp32", attention: str = "flash") -> ModelProfile:
@@ -81,10 +81,6 @@ def _trace(
     low = _finish(model, layers, first, second, doubled=doubled)
     slopes = _finish(model, layers, first, second, slope=True, doubled=doubled)
     return ModelProfile(name, low, _PROBED_BATCHES[0], slopes, precision, attention, None, tied_names(model), runs[0][1], _buffers(model, doubled))
-
-
-def _with(profile: ModelProfile, **changes: Any) -> ModelProfile:
-    return ModelProfile(**{**vars(profile), **changes})
 
 
 def _run(
