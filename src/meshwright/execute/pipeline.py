@@ -33,6 +33,7 @@ from meshwright.execute.context import ContextRun
 from meshwright.execute.doors import changed
 from meshwright.execute.groups import Groups, joined, process_group
 from meshwright.execute.recompute import Recall
+from meshwright.execute.split import downstream
 
 _SCHEDULES: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -282,7 +283,7 @@ class PipelineCuts:
             return self._run_stage(index)
         except _LeaveError:
             out = tuple(self._sent(self._held[c.name]) for c in self.plan.stages[stage + 1].receives)
-            return _downstream(out, received) if self.plan.schedule == "zero_bubble" else out
+            return downstream(out, received) if self.plan.schedule == "zero_bubble" else out
         finally:
             self._current = -1
             self._held = {}
@@ -295,29 +296,6 @@ class PipelineCuts:
 
     def stage_parameters(self, stage: int) -> Iterator[nn.Parameter]:
         return (p for name, p in self.model.named_parameters() if stage in self.owners[name])
-
-
-class _Downstream(torch.autograd.Function):
-    """A stage's outputs as they are, made to follow from its inputs. Where backward is cut in two, torch finds a parameter's part of it on
-    the way from inputs to outputs, and would lose parameters of what no input leads to: a decoder's beginning beside the encoder's end.
-    All outputs at once: torch's groups of parameters must not meet in two places."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.others = len(tensors) - count
-        return tuple(t.clone() for t in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[override]
-        return None, *grads, *(None,) * ctx.others
-
-
-def _downstream(out: tuple[torch.Tensor, ...], received: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    learned, inputs = [t for t in out if t.requires_grad], [t for t in received if t.requires_grad]
-    if not learned or not inputs:
-        return out
-    now = iter(_Downstream.apply(len(learned), *learned, *inputs))
-    return tuple(next(now) if t.requires_grad else t for t in out)
 
 
 class _StageModule(nn.Module):
