@@ -24,21 +24,41 @@ def collective_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rate
     group = action.ranks(plan.mesh)
     if group == 1:
         return 0.0
-    link = joined(cluster, members(action, plan.mesh), action.op)
+    link = between(cluster, action, plan.mesh)
     sent = sent_bytes(action, plan)
     routes = plan.sync.routes if action.axis != "pp" else ()  # stages meet by the plan's backend
     return line_of(action.op, group, way(routes, action.op, sent, plan.backend), rates, link).seconds(sent)
 
 
+def between(cluster: Cluster, action: Action, mesh: Mesh) -> Link | Reach:
+    """What joins the action's group. Groups of one shape are asked about once, whatever mesh they belong to."""
+    key = (mesh, action.axis, action.group, action.op == "all_to_all")
+    if key not in cluster.joins:
+        shape = (_strides(action.axis, mesh), *key[2:])
+        if shape not in cluster.joins:
+            cluster.joins[shape] = joined(cluster, members(action, mesh), action.op)
+        cluster.joins[key] = cluster.joins[shape]
+    return cluster.joins[key]
+
+
+def _strides(axis: str, mesh: Mesh) -> tuple[tuple[int, int], ...]:
+    """(stride, degree) of the axes that a group runs along, outermost first; neighbouring axes are one."""
+    order, found = (*AXES[:-1], *GRID), [(1, mesh.size)] if axis == "world" else []
+    axes = [a for part in GROUP_AXES.get(axis, (axis,)) for a in (GRID if part == "tp" else (part,))]
+    for name in sorted(axes, key=order.index) if axis != "world" else ():
+        stride, degree = math.prod(mesh.degree(a) for a in order[order.index(name) + 1 :]), mesh.degree(name)
+        if found and found[-1][0] == stride * degree:
+            stride, degree = stride, degree * found.pop()[1]
+        if degree > 1:
+            found.append((stride, degree))
+    return tuple(found)
+
+
 def members(action: Action, mesh: Mesh) -> tuple[int, ...]:
     """The ranks that meet in one of the action's groups: rank 0's. Those of the others are as far apart."""
-    if action.axis == "world":
-        return tuple(range(mesh.size))
-    order, found = (*AXES[:-1], *GRID), [0]
-    axes = [a for axis in GROUP_AXES.get(action.axis, (action.axis,)) for a in (GRID if axis == "tp" else (axis,))]
-    for axis in sorted(axes, key=order.index):
-        stride = math.prod(mesh.degree(a) for a in order[order.index(axis) + 1 :])
-        found = [rank + place * stride for rank in found for place in range(mesh.degree(axis))]
+    found = [0]
+    for stride, degree in _strides(action.axis, mesh):
+        found = [rank + place * stride for rank in found for place in range(degree)]
     return tuple(found[: action.group or None])
 
 

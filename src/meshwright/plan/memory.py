@@ -27,8 +27,10 @@ def choose_memory(
 
 def check_precision(precision: str, cluster: Cluster) -> None:
     """Not every device multiplies in fp8."""
+    if precision != "fp8":
+        return
     without = next((d for d in cluster.devices if not d.fp8), None)
-    if precision == "fp8" and without is not None:
+    if without is not None:
         raise RequestError(f"precision=fp8 needs GPUs of compute capability 8.9 or newer, and this machine has {without.name}: use bf16")
 
 

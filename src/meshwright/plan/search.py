@@ -12,13 +12,12 @@ from meshwright.core.plan import Plan
 from meshwright.core.workload import Workload
 from meshwright.cost import estimate
 from meshwright.plan.balance import balanced
-from meshwright.plan.space import Wishes, candidates
-
-# What each mechanism that a plan adds must gain, relatively: predictions are not finer, and simple plans break less. Cutting a batch
-# into pieces or computing twice never makes a real device quicker by much; where a prediction says so, it is noise in a curve.
-_ADDED_COST = {"zero": 0.004, "hybrid": 0.004, "tensor": 0.02, "sequence": 0.01, "pipeline": 0.03, "micro_batches": 0.04, "recompute": 0.04}
+from meshwright.plan.front import Front
+from meshwright.plan.objective import burden, check_objective, cost
+from meshwright.plan.space import Wishes, candidates, check_wishes
 
 _NEAR_THE_FRONT = 12
+EXHAUSTIVE = 8  # devices up to which every legal plan is priced; beyond, bounds choose what is
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,7 @@ class Ranking:
     workload: Workload
     calibration: Calibration
     wishes: Wishes
+    considered: int = 0  # plans that were weighed by bounds, where not all of them were priced
 
     @property
     def best(self) -> Scored:
@@ -53,7 +53,13 @@ class Ranking:
 
 def rank_plans(profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, wishes: Wishes) -> Ranking:
     """Every legal plan with its estimate; those that fit first, then by the workload's objective."""
+    check_objective(workload)
     scored: list[Scored] = []
+    if wishes.mesh is None and (wishes.world or len(cluster.devices)) > EXHAUSTIVE:
+        check_wishes(wishes, len(cluster.devices))
+        search = Front(profile, cluster, workload, calibration, wishes, lambda plan: estimate(plan, profile, workload, cluster, calibration))
+        scored = sorted((Scored(*found) for found in search.search()), key=lambda s: _key(s, workload))
+        return Ranking(tuple(scored), profile, cluster, workload, calibration, wishes, search.considered)
     for found in candidates(profile, cluster, workload, wishes):
         plan = balanced(found, profile, calibration)
         if not (scored and _pointless(plan, scored[-1], workload)):
@@ -85,15 +91,7 @@ def _key(scored: Scored, workload: Workload) -> tuple[bool, float]:
     memory = float(max(found.memory_bytes))
     if not found.fits:
         return True, memory  # nearest to fitting first
-    added = {
-        "zero": plan.memory.zero,
-        "hybrid": plan.mesh.dp > 1 < plan.mesh.shard,
-        "pipeline": plan.mesh.pp > 1,
-        "tensor": plan.mesh.degree("tp") > 1,
-        "sequence": plan.tensor.sequence,
-        "micro_batches": plan.micro_batches.bit_length() - 1,
-        "recompute": bool(plan.memory.modes),
-    }
     if workload.objective == "memory":
         return False, memory
-    return False, found.step_s * (1.0 + sum(_ADDED_COST[name] * count for name, count in added.items()))
+    extra = burden(plan.mesh, plan.memory.zero, plan.micro_batches, plan.tensor.sequence, bool(plan.memory.modes))
+    return False, cost(workload, found.step_s, plan.world, memory) * extra
