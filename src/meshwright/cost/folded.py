@@ -13,10 +13,13 @@ from dataclasses import replace
 
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
-from meshwright.core.tensor import Dealt, Meet, TensorPolicy
+from meshwright.core.tensor import Dealt, TensorPolicy
+from meshwright.schedule import local_profile
+from meshwright.schedule.expand import gradient_buckets
 
-_DEEP = 20  # blocks from which on folding pays
-DEPTHS = (6, 7, 8)
+_DEEP = 14  # blocks from which on folding pays
+DEPTHS = (3, 4, 5)
+_MEETS = ("enters", "sums", "gathers", "lookups", "norms", "deals", "collects")
 
 
 def spare_blocks(plan: Plan, profile: ModelProfile, here: Collection[str]) -> tuple[int, ...]:
@@ -43,6 +46,17 @@ def with_blocks(plan: Plan, profile: ModelProfile, spare: Sequence[int], depth: 
     return narrowed(plan, {profile.layers[index].name for index in gone}), shallow
 
 
+def even_buckets(plan: Plan, whole: ModelProfile, few: Sequence[tuple[Plan, ModelProfile]], more: int, pp_rank: int) -> bool:
+    """Whether each further block adds the same buckets of gradients. Full ones must be the same; what stays open to the end only grows."""
+    if plan.memory.zero == 3 or plan.mesh.group_size("data") == 1:
+        return True
+    buckets = [gradient_buckets(p, local_profile(p, model, 0, pp_rank)) for p, model in (*few, (plan, whole))]
+    counts = [len(found) for found in buckets]
+    full = [{b.bytes for b in found if b.bytes >= plan.sync.bucket_bytes} for found in buckets]
+    added = counts[2] - counts[1]
+    return added == counts[1] - counts[0] and counts[3] == counts[2] + more * added and full[2] == full[3]
+
+
 def narrowed(plan: Plan, without: Collection[str]) -> Plan:
     """The plan with no word about the tensor parallelism of some layers: what ranks do elsewhere is the same."""
 
@@ -51,24 +65,15 @@ def narrowed(plan: Plan, without: Collection[str]) -> Plan:
             module = module.rpartition(".")[0]
         return not module
 
+    borrowed = {b.parameter for stage in plan.stages for b in stage.also}  # what several stages use stays as it is
+
     def few(policy: TensorPolicy) -> TensorPolicy:
-        def those(meets: tuple[Meet, ...]) -> tuple[Meet, ...]:
-            return tuple(meet for meet in meets if there(meet.module))
+        meets = {kind: tuple(m for m in getattr(policy, kind) if there(m.module)) for kind in _MEETS}
+        named = {name for kind in meets.values() for m in kind for name in (m.strand, m.across, m.along.strand if m.along else "")}
 
         def cut(strand: Dealt) -> bool:
-            return not strand.cuts or any(there(c.parameter) for c in strand.cuts)
+            return strand.name in named or not strand.cuts or any(there(c.parameter) or c.parameter in borrowed for c in strand.cuts)
 
-        return replace(
-            policy,
-            strands=tuple(filter(cut, policy.strands)),
-            enters=those(policy.enters),
-            sums=those(policy.sums),
-            gathers=those(policy.gathers),
-            lookups=those(policy.lookups),
-            norms=those(policy.norms),
-            deals=those(policy.deals),
-            collects=those(policy.collects),
-            partial=tuple(filter(there, policy.partial)),
-        )
+        return replace(policy, strands=tuple(filter(cut, policy.strands)), partial=tuple(filter(there, policy.partial)), **meets)  # type: ignore[arg-type]
 
     return replace(plan, tensor=few(plan.tensor), across=few(plan.across)) if plan.tensors else plan

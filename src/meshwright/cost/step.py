@@ -19,7 +19,7 @@ from meshwright.cost.actions import ActionCost
 from meshwright.cost.alike import first_of_kind
 from meshwright.cost.collective import collective_seconds, sent_bytes
 from meshwright.cost.compute import model_flops
-from meshwright.cost.folded import DEPTHS, narrowed, spare_blocks, with_blocks
+from meshwright.cost.folded import DEPTHS, even_buckets, narrowed, spare_blocks, with_blocks
 from meshwright.cost.memory import peak_bytes
 from meshwright.schedule import Place, local_profile, program
 
@@ -207,8 +207,9 @@ def _steps(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Clust
     if plan.mesh.pp > 1:
         plan = narrowed(plan, {name for stage in plan.stages for name in stage.layers} - here)
     spare = spare_blocks(plan, profile, here)
-    if spare:
-        runs = [_repeated(*pair, workload, cluster, rates, pp_rank) for pair in (with_blocks(plan, profile, spare, depth) for depth in DEPTHS)]
+    few = [with_blocks(plan, profile, spare, depth) for depth in DEPTHS] if spare else []
+    if few and even_buckets(plan, profile, few, len(spare) - DEPTHS[2], pp_rank):
+        runs = [_repeated(*pair, workload, cluster, rates, pp_rank) for pair in few]
         if runs[2].settled(runs[1], runs[0]):
             return runs[2].extended(runs[1], len(spare) - DEPTHS[2])
     return _repeated(plan, profile, workload, cluster, rates, pp_rank)
@@ -228,11 +229,15 @@ def _run(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster
     overlap = rates.overlap if "gradients" in plan.sync.overlap else 0.0
     actions = program(plan, profile, Place(pp=pp_rank), micro_batches=micro_batches)
     profile = local_profile(plan, profile, 0, pp_rank)
+    calls: dict[tuple[str, str, int, int, int | None], tuple[float, float]] = {}  # equal calls are priced once
     for action in actions:
         start = max((clock.finished.get(w, 0.0) for w in action.waits), default=0.0)
         if action.communicates:
-            _communicate(clock, action, start, collective_seconds(action, plan, cluster, rates), overlap)
-            clock.traffic += sent_bytes(action, plan)
+            key = (action.op, action.axis, action.group, action.bytes, action.likely)
+            if key not in calls:
+                calls[key] = collective_seconds(action, plan, cluster, rates), sent_bytes(action, plan)
+            _communicate(clock, action, start, calls[key][0], overlap)
+            clock.traffic += calls[key][1]
             continue
         clock.stall(start)
         seconds = price.seconds(profile, action)

@@ -93,7 +93,7 @@ def _asked_again(
 ) -> Scored:
     """The best plan with one thing changed. Another batch has other plans; another machine has the same ones, at other prices."""
     if workload is not None:
-        return rank_plans(ranking.profile, ranking.cluster, workload, ranking.calibration, ranking.wishes).best
+        return rank_plans(ranking.profile, ranking.cluster, workload, ranking.calibration, ranking.wishes, ranking).best
     return best_again(ranking, cluster or ranking.cluster, calibration or ranking.calibration)
 
 

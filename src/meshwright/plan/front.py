@@ -3,7 +3,7 @@
 [Note: best first]
 A point stands for a plan. It waits in a queue under what it costs at least, and is looked at more closely whenever it is the best that is left:
 first its kind (mesh and micro-batches) by what it computes, then with ZeRO's stage and recomputation by memory and gradients too, then, cut into
-stages, as the estimate that decides. Every look can only raise the cost. Once `_FRONT` estimates are cheaper than all that waits, they are the
+stages, as the estimate that decides. Every look can only raise the cost. Once `FRONT` estimates are cheaper than all that waits, they are the
 best there are: the search has left out nothing that could have been among them (tests compare it with all plans on small clusters).
 """
 
@@ -28,7 +28,7 @@ from meshwright.plan.objective import burden, cost
 from meshwright.plan.partition import choose_units
 from meshwright.plan.space import WHOLE, Cutter, Wishes, default_compile, divisors, make, micro_batches, model_parallel, sequences, worlds
 
-_FRONT = 3  # so many of the best are exact
+FRONT = 3  # so many of the best are exact
 _SMALLEST = 6  # where nothing fits, so many of those that need the least are priced
 _MOST_STAGES = 128
 
@@ -45,11 +45,14 @@ class _Found:
 class Front:
     """One search."""
 
-    def __init__(self, profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, wishes: Wishes, price: Price) -> None:
+    def __init__(self, profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, wishes: Wishes, price: Price,
+        cutter: Cutter | None = None, front: int = FRONT,
+    ) -> None:  # fmt: skip
         self._profile, self._cluster, self._workload, self._wishes, self._price = profile, cluster, workload, wishes, price
         backend = wishes.backend or ("nccl" if cluster.devices[0].kind == "cuda" else "gloo")
         self._bounds = Bounds(profile, cluster, workload, calibration, choose_units(profile), backend, wishes.overlap)
-        self._cutter = Cutter(profile, workload, wishes)
+        self.cutter = cutter or Cutter(profile, workload, wishes)
+        self._front = front
         self._order = itertools.count()
         self._queue: list[tuple[float, int, int, Point]] = []
         self._small: list[tuple[float, int, Point]] = []  # what does not fit, by what it needs at least
@@ -65,7 +68,7 @@ class Front:
         best: list[float] = []
         while self._queue:
             bound, _, look, point = heapq.heappop(self._queue)
-            if len(best) >= _FRONT and bound >= best[_FRONT - 1]:
+            if len(best) >= self._front and bound >= best[self._front - 1]:
                 break
             if look == 0:
                 for finer in self._finer(point):
@@ -141,7 +144,7 @@ class Front:
 
     def _push(self, point: Point, look: int) -> None:
         try:
-            tensor = self._cutter.tensor(point.mesh.tp, point.mesh.pp > 1, point.sequence) if point.mesh.degree("tp") > 1 else WHOLE
+            tensor = self.cutter.tensor(point.mesh.tp, point.mesh.pp > 1, point.sequence) if point.mesh.degree("tp") > 1 else WHOLE
         except RequestError as error:
             self._reason = self._reason or error
             return
@@ -162,7 +165,7 @@ class Front:
         key = (point.mesh.pp, point.mesh.tp, point.sequence, point.schedule)
         if key not in self._ranks:
             try:
-                stages = self._cutter.cut(point.mesh, point.sequence, point.schedule).stages
+                stages = self.cutter.cut(point.mesh, point.sequence, point.schedule).stages
             except RequestError:
                 stages = ()
             pp = point.mesh.pp
@@ -174,7 +177,7 @@ class Front:
     def _made(self, point: Point) -> _Found | None:
         """The plan and its estimate; None where it turns out not to be legal."""
         try:
-            cuts = self._cutter.cut(point.mesh, point.sequence, point.schedule)
+            cuts = self.cutter.cut(point.mesh, point.sequence, point.schedule)
             inputs = (self._profile, self._cluster, self._workload, self._wishes, point.mesh, point.zero, point.micro_batches, point.recompute)
             plan = make(*inputs, cuts, point.schedule)
         except RequestError as error:

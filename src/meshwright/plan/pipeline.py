@@ -41,20 +41,21 @@ class Doors:
 
     flow: Flow
     order: Sequence[str]  # layers by when they are needed
-    reads: Sequence[int]
+    trained: Trained
     found: Mapping[str, _Boundary]  # by the layer that comes after
 
 
 def find_doors(flow: Flow, profile: ModelProfile, tensor: TensorPolicy | None = None, across: TensorPolicy | None = None, cp: int = 1) -> Doors:
-    order, reads = [name for name, _ in _layers_in_order(flow, profile)], _reads(flow, _learned(flow))
+    order = [name for name, _ in _layers_in_order(flow, profile)]
     inner = frozenset(dealt_strands(flow, tensor))
     shared = shared_values(Reader(flow, profile.layer_names), tensor, inner) if tensor is not None and tensor.sequence else {}
     dealt = _Dealt(inner, dealt_strands(flow, across), shared, cp, sequence_of(flow, cp) if cp > 1 else -1)
-    return Doors(flow, order, reads, {b.call.module: b for b in _boundaries(flow, order, dealt)})
+    trained = _trained(flow, _reads(flow, _learned(flow)))
+    return Doors(flow, order, trained, {b.call.module: b for b in _boundaries(flow, order, dealt)})
 
 
 def cut_at(doors: Doors, profile: ModelProfile, count: int) -> tuple[Stage, ...]:
-    flow, order, reads, found = doors.flow, doors.order, doors.reads, doors.found
+    flow, order, found = doors.flow, doors.order, doors.found
     places = [i for i, name in enumerate(order) if name in found]
     if len(places) + 1 < count:
         raise RequestError(f"{count} stages: this model can be cut in {len(places)} places, so it has at most {len(places) + 1} stages")
@@ -71,7 +72,7 @@ def cut_at(doors: Doors, profile: ModelProfile, count: int) -> tuple[Stage, ...]
                 layers=names,
                 entry=boundary.call.module if boundary else "",
                 receives=boundary.carries if boundary else (),
-                skips=tuple(dict.fromkeys(m.module for m in _done(flow, boundary.call.first, reads))) if boundary else (),
+                skips=tuple(dict.fromkeys(m.module for m in _done(doors.trained, boundary.call.first))) if boundary else (),
                 also=_also(flow, starts[index], starts[index + 1], names),
             )
         )
@@ -135,7 +136,7 @@ class _Index:
 
     def __init__(self, flow: Flow) -> None:
         self.flow, self.learned = flow, _learned(flow)
-        self.reads = _reads(flow, self.learned)
+        self.trained = _trained(flow, _reads(flow, self.learned))
         self.calls: dict[str, list[ModuleCall]] = {}
         self.takes: dict[int, list[ModuleCall]] = {}  # by value: the calls that are given it
         self.gives: dict[int, list[ModuleCall]] = {}  # and those that give it
@@ -177,7 +178,7 @@ def _learned(flow: Flow) -> list[bool]:
 def _crossing(index: _Index, entry: ModuleCall, dealt: _Dealt) -> tuple[Carry, ...]:
     """What is made before `entry` and used from there on; empty if some of it cannot be caught at a module's door."""
     flow = index.flow
-    used = index.crossing(entry.first, _done(flow, entry.first, index.reads))
+    used = index.crossing(entry.first, _done(index.trained, entry.first))
     carries = []
     for value, ops in sorted(used.items()):
         after = [m for m in index.takes.get(value, ()) if m.first >= entry.first]
@@ -202,13 +203,23 @@ def _crossing(index: _Index, entry: ModuleCall, dealt: _Dealt) -> tuple[Carry, .
     return tuple(carries)
 
 
-def _done(flow: Flow, start: int, reads: Sequence[int]) -> list[ModuleCall]:
+Trained = list[tuple[ModuleCall, int]]
+
+
+def _trained(flow: Flow, reads: Sequence[int]) -> Trained:
+    """The calls of modules with parameters of their own, outer ones first, and where the last call of the same module ends."""
+    last: dict[str, int] = {}
+    for call in flow.modules:
+        last[call.module] = max(last.get(call.module, 0), call.last)
+    found = [(m, last[m.module]) for m in flow.modules if m.module and reads[m.last] > reads[m.first]]
+    return sorted(found, key=lambda item: (item[0].first, -item[0].last))  # what lies inside another comes after it
+
+
+def _done(trained: Trained, start: int) -> list[ModuleCall]:
     """The outermost modules with parameters of their own that are done before a stage begins."""
-    later = {m.module for m in flow.modules if m.last > start}
-    done = [m for m in flow.modules if m.module and m.last <= start and m.module not in later and reads[m.last] > reads[m.first]]
     found: list[ModuleCall] = []
-    for call in sorted(done, key=lambda m: (m.first, -m.last)):  # what lies inside another comes after it
-        if not found or call.last > found[-1].last:
+    for call, last in trained:
+        if last <= start and (not found or call.last > found[-1].last):
             found.append(call)
     return found
 
