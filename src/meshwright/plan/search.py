@@ -87,7 +87,7 @@ def best_again(ranking: Ranking, cluster: Cluster, calibration: Calibration) -> 
             found.setdefault((scored.plan.strategy, scored.plan.world), scored)
     near = (*ranking.scored[:_NEAR_THE_FRONT], *quickest.values(), *smallest.values())
     if ranking.considered:  # of a large cluster's plans each takes a while
-        near = (*ranking.scored[:2], *list(quickest.values())[:4], *list(smallest.values())[:2])
+        near = (*list(quickest.values())[:2], *list(smallest.values())[:1])
     plans = {id(s.plan): s.plan for s in near}
     priced = [Scored(plan, estimate(plan, ranking.profile, ranking.workload, cluster, calibration)) for plan in plans.values()]
     return min(priced, key=lambda s: _key(s, ranking.workload))
