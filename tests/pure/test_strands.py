@@ -104,6 +104,20 @@ def test_the_zoo_is_cut(name: str) -> None:
     assert coverage(choose_cuts(flow, 2), flow) >= 0.9
 
 
+@pytest.mark.parametrize("name", ["gpt2-124m", "llama3-8b"])
+def test_blocks_that_are_copied_are_as_if_traced(name: str) -> None:
+    task = zoo.load(name, seq=64, dropout=0.1 if name == "gpt2-124m" else 0.0)
+    assert trace_flow(task) == trace_flow(task, fold=False)
+
+
+@pytest.mark.parametrize("name", [name for name in architectures.NAMES if name not in architectures.OWN])
+def test_copied_blocks_of_other_families_are_as_if_traced(name: str) -> None:
+    """Of four layers two are copied, where a family's code allows it."""
+    depth = {{"GPT2": "n_layer", "T5": "num_layers"}.get(name, "num_hidden_layers"): 4}
+    model, loss, batch = architectures.build(name, **depth), architectures.loss(name), architectures.batch(name, 2, 0)
+    assert trace_module_flow(model, loss, batch) == trace_module_flow(model, loss, batch, fold=False)
+
+
 def test_whole_parameters_of_a_head_have_partial_gradients() -> None:
     """Qwen3 normalises each head by one weight for all heads: it stays whole, and its gradient is summed over the ranks."""
     flow = trace_module_flow(architectures.build("Qwen3"), architectures.loss("Qwen3"), architectures.batch("Qwen3", 2, 0))

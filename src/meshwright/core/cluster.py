@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
@@ -81,6 +81,11 @@ class Cluster:
 
     @cached_property
     def _reaches(self) -> dict[tuple[Pattern, bool, Sequence[int]], Reach]:
+        return {}
+
+    @cached_property
+    def joins(self) -> dict[Hashable, Link | Reach]:
+        """What joins groups of its ranks, by what tells the groups apart: prices ask for it again and again."""
         return {}
 
     def node_of(self, rank: int) -> Node:

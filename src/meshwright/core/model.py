@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 # "special" is element-wise work with exponentials (GELU, softmax): slower than memory on CPUs. Its `flops` counts elements.
@@ -116,10 +117,17 @@ class ModelProfile:
         """The same model at another batch size: costs are affine in the number of samples."""
         if batch == self.batch:
             return self
-        more = batch - self.batch
-        memo: dict[tuple[int, int], tuple[Kernel, ...]] = {}
-        layers = tuple(_shift(a, b, more, memo) for a, b in zip(self.layers, self.slopes, strict=True))
-        return replace(self, layers=layers, batch=batch)
+        if batch not in self._others:
+            more = batch - self.batch
+            memo: dict[tuple[int, int], tuple[Kernel, ...]] = {}
+            layers = tuple(_shift(a, b, more, memo) for a, b in zip(self.layers, self.slopes, strict=True))
+            self._others[batch] = replace(self, layers=layers, batch=batch)
+        return self._others[batch]
+
+    @cached_property
+    def _others(self) -> dict[int, ModelProfile]:
+        """The same at other batches, as they were asked for."""
+        return {}
 
 
 def _shift(layer: LayerProfile, slope: LayerProfile, more: int, memo: dict[tuple[int, int], tuple[Kernel, ...]]) -> LayerProfile:

@@ -14,6 +14,7 @@ from meshwright.core.context import ContextPolicy
 from meshwright.core.errors import RequestError
 from meshwright.core.hybrid import check_places, kind_of, show_places
 from meshwright.core.mesh import Mesh
+from meshwright.core.model import ModelProfile
 from meshwright.core.owners import OwnerPolicy
 from meshwright.core.recompute import Recompute, check_modes, check_recomputing
 from meshwright.core.routes import Route, check_routes
@@ -244,16 +245,28 @@ class Plan:
 
     def holders(self, parameter: str) -> tuple[int, ...]:
         """The stages that have a parameter: the one of the layer that it belongs to, and those that also use it."""
+        owners, users = self._holding
         owner = parameter
-        while owner and owner not in self._staged:
+        while owner and owner not in owners:
             owner = owner.rpartition(".")[0]
-        return tuple(
-            i for i, stage in enumerate(self.stages) if (owner and owner in stage.layers) or any(b.parameter == parameter for b in stage.also)
-        )
+        return tuple(sorted({*owners.get(owner, ()), *users.get(parameter, ())}))
 
     @cached_property
-    def _staged(self) -> frozenset[str]:
-        return frozenset(name for stage in self.stages for name in stage.layers)
+    def parts(self) -> dict[tuple[int, int, int, int], tuple[ModelProfile, ModelProfile]]:
+        """By profile and place: a model, and what a rank has of it. `schedule` works it out, and asks for it several times a step."""
+        return {}
+
+    @cached_property
+    def _holding(self) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+        """The stages by the layers that they have, and by the parameters that they borrow."""
+        owners: dict[str, list[int]] = {}
+        users: dict[str, list[int]] = {}
+        for index, stage in enumerate(self.stages):
+            for name in stage.layers:
+                owners.setdefault(name, []).append(index)
+            for borrowed in stage.also:
+                users.setdefault(borrowed.parameter, []).append(index)
+        return owners, users
 
     def stage_rank(self, stage: int) -> int:
         """The pipeline rank that holds a stage: round robin, or there and back again for zero_bubble."""
@@ -342,8 +355,12 @@ class Plan:
         """How many ranks along tp and ep hold a parameter that is neither cut nor owned."""
         return self.mesh.degree("tp") * self.mesh.ep
 
-    def copies(self) -> dict[str, int]:
+    def copies(self) -> Mapping[str, int]:
         """How many of those ranks hold the same piece of a parameter that is cut or owned."""
+        return self._copies
+
+    @cached_property
+    def _copies(self) -> dict[str, int]:
         found = dict.fromkeys(self.owners.parameters, self.mesh.degree("tp")) if self.mesh.ep > 1 else {}
         for axis, policy in self.tensors:
             for name in {c.parameter for s in policy.strands for c in s.cuts}:
@@ -359,8 +376,12 @@ class Plan:
     @property
     def largest_micro_batch(self) -> int:
         """Samples in the largest micro-batch of any rank: what memory must hold."""
-        most = max(self.balance.shares, default=self.global_batch // self.mesh.data_width)
-        return -(-most // self.micro_batches)
+        return -(-self.largest_share // self.micro_batches)
+
+    @property
+    def largest_share(self) -> int:
+        """Samples of the data rank that has the most."""
+        return max(self.balance.shares, default=self.global_batch // self.mesh.data_width)
 
     @property
     def strategy(self) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
+Objective = Literal["time", "throughput", "memory", "money", "energy"]
 # The type that activations have, and gathered parameters under ZeRO-3: fp8 is for the products of linear layers alone, around them is bf16.
 LOW: dict[str, str] = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 ITEM_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
@@ -21,4 +22,6 @@ class Workload:
     kind: Literal["train", "serve"] = "train"
     precision: Precision = "fp32"
     optimizer: str = "adamw"
-    objective: Literal["time", "memory"] = "time"
+    objective: Objective = "time"
+    price: float = 0.0  # of a device for an hour
+    watts: float = 0.0  # that a device takes

@@ -26,12 +26,36 @@ def collective_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rate
     group = action.ranks(plan.mesh)
     if group == 1:
         return 0.0
-    link = joined(cluster, members(action.axis, action.group, plan.mesh), action.op)
+    link = between(cluster, action, plan.mesh)
     sent = sent_bytes(action, plan)
     routes = plan.sync.routes if action.axis != "pp" else ()  # stages meet by the plan's backend
     taken = way(routes, action.op, sent, plan.backend)
     found = rates.measured(f"{taken}/{action.op}", sent) if rates.ranks == group else None
     return line_of(action.op, group, taken, rates, link).seconds(sent) if found is None else found
+
+
+def between(cluster: Cluster, action: Action, mesh: Mesh) -> Link | Reach:
+    """What joins the action's group. Groups of one shape are asked about once, whatever mesh they belong to."""
+    key = (mesh, action.axis, action.group, action.op == "all_to_all")
+    if key not in cluster.joins:
+        shape = (_strides(action.axis, mesh), *key[2:])
+        if shape not in cluster.joins:
+            cluster.joins[shape] = joined(cluster, members(action.axis, action.group, mesh), action.op)
+        cluster.joins[key] = cluster.joins[shape]
+    return cluster.joins[key]
+
+
+def _strides(axis: str, mesh: Mesh) -> tuple[tuple[int, int], ...]:
+    """(stride, degree) of the axes that a group runs along, outermost first; neighbouring axes are one."""
+    order, found = (*AXES[:-1], *GRID), [(1, mesh.size)] if axis == "world" else []
+    axes = [a for part in GROUP_AXES.get(axis, (axis,)) for a in (GRID if part == "tp" else (part,))]
+    for name in sorted(axes, key=order.index) if axis != "world" else ():
+        stride, degree = math.prod(mesh.degree(a) for a in order[order.index(name) + 1 :]), mesh.degree(name)
+        if found and found[-1][0] == stride * degree:
+            stride, degree = stride, degree * found.pop()[1]
+        if degree > 1:
+            found.append((stride, degree))
+    return tuple(found)
 
 
 @lru_cache(maxsize=4096)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from meshwright.core.calibration import Calibration, Rates
 from meshwright.core.cluster import Cluster
 from meshwright.core.estimate import Estimate
+from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
-from meshwright.core.plan import BalancePolicy, Plan
+from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action
 from meshwright.core.units import show_bytes
 from meshwright.core.workload import Workload
 from meshwright.cost.actions import ActionCost
+from meshwright.cost.alike import first_of_kind
 from meshwright.cost.collective import collective_seconds, sent_bytes
 from meshwright.cost.compression import compression_seconds
 from meshwright.cost.compute import model_flops
+from meshwright.cost.folded import DEPTHS, even_buckets, narrowed, spare_blocks, with_blocks
 from meshwright.cost.memory import peak_bytes
 from meshwright.schedule import Place, local_profile, program
 
@@ -65,7 +69,7 @@ class _Class:
 
 def _classes(plan: Plan) -> list[_Class]:
     if not plan.places:
-        return [_Class("", range(plan.world), max(plan.share(r)[1] for r in range(plan.mesh.data_width)), range(plan.mesh.pp))]
+        return [_Class("", range(plan.world), plan.largest_share, range(plan.mesh.pp))]
     found: dict[str, list[int]] = {}
     for rank in range(plan.world):
         found.setdefault(plan.seen_by(rank).device, []).append(rank)
@@ -79,12 +83,14 @@ def _classes(plan: Plan) -> list[_Class]:
 def _peak(plan: Plan, profile: ModelProfile, workload: Workload, calibration: Calibration, of: _Class) -> dict[str, int]:
     """The most memory that a rank of a class needs, by kind."""
     micro, rates = profile.at(of.micro_batch(plan)), calibration.layout(plan.world, of.kind)
-    places = [(p, e) for p in of.stages for e in range(plan.mesh.ep)]
+    places = [(p, e) for p in first_of_kind(plan, profile, of.stages) for e in range(plan.mesh.ep)]
     every = [peak_bytes(plan, local_profile(plan, micro, 0, p, e), workload.optimizer, rates, in_flight(plan, p)) for p, e in places]
     return max(every, key=lambda k: sum(k.values()))
 
 
 def _by_rank(plan: Plan, peaks: Sequence[tuple[_Class, dict[str, int]]]) -> tuple[int, ...]:
+    if len(peaks) == 1:
+        return (sum(peaks[0][1].values()),) * plan.world
     found = [0] * plan.world
     for of, kinds in peaks:
         for rank in of.ranks:
@@ -134,13 +140,43 @@ class _Clock:
     def now(self) -> float:
         return max(self.compute, self.network)
 
+    def extended(self, before: _Clock, more: int) -> _Clock:
+        """With as many more of what is between `before` and this one."""
+        return _Clock(
+            compute=self.compute + more * (self.compute - before.compute),
+            network=self.network + more * (self.network - before.network),
+            traffic=self.traffic + more * (self.traffic - before.traffic),
+            breakdown={k: v + more * (v - before.breakdown[k]) for k, v in self.breakdown.items()},
+        )
+
+    def settled(self, before: _Clock, first: _Clock) -> bool:
+        """Whether the last step of three was as long as the one before, in all that is counted."""
+
+        def figures(clock: _Clock) -> list[float]:
+            return [clock.compute, clock.network, clock.traffic, *clock.breakdown.values()]
+
+        return all(abs((c - b) - (b - a)) <= 1e-9 * abs(c) for a, b, c in zip(figures(first), figures(before), figures(self), strict=True))
+
     def stall(self, until: float) -> None:
         if until > self.compute:
             self.breakdown["communication"] += until - self.compute
             self.compute = until
 
 
-def in_flight(plan: Plan, pp_rank: int) -> int:
+class _Piped(Protocol):
+    """What says how many micro-batches are under way: a plan, or one to be."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def micro_batches(self) -> int: ...
+
+    @property
+    def schedule(self) -> str: ...
+
+
+def in_flight(plan: _Piped, pp_rank: int) -> int:
     """Micro-batches whose activations a pipeline rank holds at once, for each of its stages."""
     if plan.mesh.pp == 1:
         return 1
@@ -154,46 +190,56 @@ def _pipelined(
 ) -> _Clock:  # fmt: skip
     """The slowest pipeline rank, and the time that it waits while the pipeline fills and drains."""
     clocks = [
-        _steps(plan, profile.at(c.micro_batch(plan)), workload, cluster, calibration.layout(plan.world, c.kind), p) for c in classes for p in c.stages
+        _steps(plan, profile.at(c.micro_batch(plan)), workload, cluster, calibration.layout(plan.world, c.kind), p)
+        for c in classes
+        for p in first_of_kind(plan, profile, c.stages)
     ]
     slowest = max(clocks, key=lambda c: c.now)
     if plan.mesh.pp > 1:
         stages = max(len(plan.stages) // plan.mesh.pp, 1)
         share = (plan.mesh.pp - 1) / (plan.micro_batches * stages) / (3 if plan.schedule == "zero_bubble" else 1)
-        slowest.stall(slowest.now + share * (slowest.breakdown["forward"] + slowest.breakdown["backward"]))
+        slowest.stall(slowest.now + share * max(c.breakdown["forward"] + c.breakdown["backward"] for c in clocks))
     return slowest
 
 
 def _steps(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates, pp_rank: int = 0) -> _Clock:
-    """The whole step. Micro-batches after the second repeat each other, so only three are run and the rest is added on."""
-    if plan.micro_batches <= 3 or plan.mesh.pp > 1:
+    """The whole step. Of a deep model some blocks are run and the rest is added on, where these add the same (see [Note: folding a step])."""
+    here = {name for i, stage in enumerate(plan.stages) if plan.stage_rank(i) == pp_rank for name in stage.layers} or set(profile.layer_names)
+    if plan.mesh.pp > 1:
+        plan = narrowed(plan, {name for stage in plan.stages for name in stage.layers} - here)
+    spare = spare_blocks(plan, profile, here)
+    few = [with_blocks(plan, profile, spare, depth) for depth in DEPTHS] if spare else []
+    if few and even_buckets(plan, profile, few, len(spare) - DEPTHS[2], pp_rank):
+        runs = [_repeated(*pair, workload, cluster, rates, pp_rank) for pair in few]
+        if runs[2].settled(runs[1], runs[0]):
+            return runs[2].extended(runs[1], len(spare) - DEPTHS[2])
+    return _repeated(plan, profile, workload, cluster, rates, pp_rank)
+
+
+def _repeated(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates, pp_rank: int) -> _Clock:
+    """Micro-batches after the second repeat each other, so only three are run and the rest is added on."""
+    if plan.micro_batches <= 3:
         return _run(plan, profile, workload, cluster, rates, pp_rank)
-    two, three = (_run(_shortened(plan, profile.batch, count), profile, workload, cluster, rates, pp_rank) for count in (2, 3))
-    more = plan.micro_batches - 3
-    return _Clock(
-        compute=three.compute + more * (three.compute - two.compute),
-        network=three.network + more * (three.network - two.network),
-        traffic=three.traffic + more * (three.traffic - two.traffic),
-        breakdown={k: v + more * (v - two.breakdown[k]) for k, v in three.breakdown.items()},
-    )
+    two, three = (_run(plan, profile, workload, cluster, rates, pp_rank, count) for count in (2, 3))
+    return three.extended(two, plan.micro_batches - 3)
 
 
-def _shortened(plan: Plan, micro_batch: int, count: int) -> Plan:
-    return replace(plan, micro_batches=count, global_batch=count * micro_batch * plan.mesh.data_width, balance=BalancePolicy())
-
-
-def _run(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates, pp_rank: int) -> _Clock:
+def _run(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates, pp_rank: int, micro_batches: int = 0) -> _Clock:
     clock = _Clock()
     clock.stall(compression_seconds(plan, local_profile(plan, profile, 0, pp_rank), rates))
     price = ActionCost(plan, workload.optimizer, rates)
     overlap = rates.overlap if "gradients" in plan.sync.overlap else 0.0
-    actions = program(plan, profile, Place(pp=pp_rank))
+    actions = program(plan, profile, Place(pp=pp_rank), micro_batches=micro_batches)
     profile = local_profile(plan, profile, 0, pp_rank)
+    calls: dict[tuple[str, str, int, int, int | None], tuple[float, float]] = {}  # equal calls are priced once
     for action in actions:
         start = max((clock.finished.get(w, 0.0) for w in action.waits), default=0.0)
         if action.communicates:
-            _communicate(clock, action, start, collective_seconds(action, plan, cluster, rates), overlap)
-            clock.traffic += sent_bytes(action, plan)
+            key = (action.op, action.axis, action.group, action.bytes, action.likely)
+            if key not in calls:
+                calls[key] = collective_seconds(action, plan, cluster, rates), sent_bytes(action, plan)
+            _communicate(clock, action, start, calls[key][0], overlap)
+            clock.traffic += calls[key][1]
             continue
         clock.stall(start)
         seconds = price.seconds(profile, action)

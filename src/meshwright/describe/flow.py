@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,30 +16,32 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.core.calls import sized_call
 from meshwright.core.errors import RequestError
-from meshwright.core.strand import Call, Field, Flow, LayerKind, ModuleCall, Operation, Read, Value, Window
+from meshwright.core.strand import Call, Field, Flow, LayerKind, ModuleCall, Operation, Read, Value
 from meshwright.core.task import Batch, Loss, Task
 from meshwright.describe.attention import composed_attention
+from meshwright.describe.book import Book, Frame, Noted, Op
 from meshwright.describe.fakes import LOW, build, example, example_like, on_fakes, quiet, unpacked
 from meshwright.describe.reads import watch_sizes
 from meshwright.describe.rules import Dims, Scene, attention, find_rule, unknown
 from meshwright.describe.strands import Strand, UntiedError, fresh, leaves, length, tie
+from meshwright.describe.unroll import unrolled
 
 _SAMPLES = 2
 _OPAQUE = "multi_head_attention_forward"  # composed in Python of calls that a function mode does not see; here where it cannot be done plainly
 
 
-def trace_flow(task: Task, precision: str = "fp32") -> Flow:
-    """The dataflow of a task's model, without allocating it."""
+def trace_flow(task: Task, precision: str = "fp32", *, fold: bool = True) -> Flow:
+    """The dataflow of a task's model, without allocating it. `fold`: of equal blocks only two are traced, and the others copied."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    return _trace(build(task, mode), task.loss, lambda: example(task, _SAMPLES, precision), mode, precision)
+    return _trace(build(task, mode), task.loss, lambda: example(task, _SAMPLES, precision), mode, precision, fold)
 
 
-def trace_module_flow(model: nn.Module, loss: Loss, batch: Batch, precision: str = "fp32") -> Flow:
+def trace_module_flow(model: nn.Module, loss: Loss, batch: Batch, precision: str = "fp32", *, fold: bool = True) -> Flow:
     """The dataflow of a live model on the shapes of one of its batches. Neither is touched."""
-    return _trace(model, loss, lambda: example_like(batch, _SAMPLES), FakeTensorMode(allow_non_fake_inputs=True), precision)
+    return _trace(model, loss, lambda: example_like(batch, _SAMPLES), FakeTensorMode(allow_non_fake_inputs=True), precision, fold)
 
 
-def _trace(model: nn.Module, loss: Loss, make_batch: Callable[[], Batch], mode: FakeTensorMode, precision: str) -> Flow:
+def _trace(model: nn.Module, loss: Loss, make_batch: Callable[[], Batch], mode: FakeTensorMode, precision: str, fold: bool = True) -> Flow:
     with ExitStack() as stack:
         stack.enter_context(mode)
         fakes = stack.enter_context(on_fakes(model, precision))
@@ -51,6 +52,8 @@ def _trace(model: nn.Module, loss: Loss, make_batch: Callable[[], Batch], mode: 
         recorder = _Recorder(fakes)
         stack.enter_context(composed_attention(model))
         stack.enter_context(_watched(model, recorder))
+        if fold:
+            stack.enter_context(unrolled(model, recorder))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.saved, lambda t: t))
         stack.enter_context(recorder)
         stack.enter_context(_Calls(recorder))
@@ -64,65 +67,16 @@ def _trace(model: nn.Module, loss: Loss, make_batch: Callable[[], Batch], mode: 
         return recorder.flow(batch)
 
 
-@dataclass
-class _Op:
-    """An operation while strands may still change."""
-
-    name: str
-    module: str
-    inputs: list[int]
-    outputs: list[int]
-    sums: list[Strand]
-    binds: list[Strand]
-    source: tuple[int, str, tuple[int, ...]]  # the call that holds its sizes, the function in the code, its numbers
-    window: Window | None
-
-
-@dataclass
-class _Frame:
-    """A module whose forward is running."""
-
-    module: str
-    kind: LayerKind
-    inputs: list[int]
-    first: int
-    kept: int = -1
-
-
-@dataclass
-class _Noted:
-    """What is known of one tensor."""
-
-    shape: tuple[int, ...]
-    dims: Dims
-    itemsize: int = 4
-    floating: bool = True
-    parameter: str = ""
-    needs_grad: bool = False
-
-
-@dataclass
-class _Book:
-    """Everything that was seen, in order."""
-
-    values: list[_Noted] = field(default_factory=list)
-    ops: list[_Op] = field(default_factory=list)
-    modules: list[ModuleCall] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
-    outputs: tuple[int, ...] = ()
-    loss: tuple[int, ...] = ()
-    reads: set[Read] = field(default_factory=set)
-
-
 class _Recorder(TorchDispatchMode):
     """Sees every operation that reaches a kernel and applies its rule."""
 
     def __init__(self, fakes: dict[str, torch.Tensor]) -> None:
         super().__init__()
-        self.book = _Book()
+        self.book = Book()
         self._ids: dict[int, int] = {}
         self._kept: list[torch.Tensor] = []  # alive, or their addresses would be used again
-        self.frames: list[_Frame] = [_Frame("", "other", [], 0)]
+        self.frames: list[Frame] = [Frame("", "other", [], 0)]
+        self.muted = False  # while the copy of a block makes what it gives
         self.call = -1
         self.opaque = ""  # the name of what is running, where its parts are not looked at
         self.function = ""
@@ -142,9 +96,14 @@ class _Recorder(TorchDispatchMode):
 
     def _note(self, tensor: torch.Tensor, dims: Dims) -> int:
         self._kept.append(tensor)
-        self.book.values.append(_Noted(tuple(tensor.shape), dims, tensor.element_size(), tensor.is_floating_point()))
+        self.book.values.append(Noted(tuple(tensor.shape), dims, tensor.element_size(), tensor.is_floating_point()))
         self._ids[id(tensor)] = len(self.book.values) - 1
         return self._ids[id(tensor)]
+
+    def adopt(self, tensor: torch.Tensor, value: int) -> None:
+        """A tensor made for a value that is in the book already."""
+        self._kept.append(tensor)
+        self._ids[id(tensor)] = value
 
     def dims(self, tensor: torch.Tensor) -> Dims:
         return self.book.values[self.number(tensor)].dims
@@ -153,6 +112,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.muted:
+            return func(*args, **kwargs)
         given = _tensors((args, kwargs))
         inputs = [self.number(t) for t in given]
         out = func(*args, **kwargs)
@@ -182,7 +143,7 @@ class _Recorder(TorchDispatchMode):
             scene = Scene(self.dims, named)
             outputs = [self._made(out, dims) for out, dims in zip(outs, unknown(scene, given, {}, outs), strict=True)]
         source = self.call, self.function, _numbers(name, named)
-        self.book.ops.append(_Op(name, self.frames[-1].module, inputs, outputs, scene.sums, scene.binds, source, scene.window))
+        self.book.ops.append(Op(name, self.frames[-1].module, inputs, outputs, scene.sums, scene.binds, source, scene.window))
 
     def _made(self, tensor: torch.Tensor, dims: Dims) -> int:
         known = self._ids.get(id(tensor))
@@ -205,7 +166,7 @@ class _Recorder(TorchDispatchMode):
     # -- modules --
 
     def enter(self, module: str, kind: LayerKind, given: Any) -> None:
-        self.frames.append(_Frame(module, kind, [self.number(t) for t in _tensors(given)], len(self.book.ops)))
+        self.frames.append(Frame(module, kind, [self.number(t) for t in _tensors(given)], len(self.book.ops)))
 
     def leave(self, output: Any) -> None:
         frame = self.frames.pop()

@@ -64,7 +64,7 @@ def behaviour(module: nn.Module) -> str:
             if not key.startswith("_") and key != "training" and not key.endswith(_NUMBERING)
             and (isinstance(value, (int, float, str, bool, tuple)) or callable(value)) and not isinstance(value, nn.Module)
         }  # fmt: skip
-        extra = part.extra_repr() if not settings.keys() & {"site"} else ""
+        extra = "" if any(key.endswith(_NUMBERING) for key in vars(part)) else part.extra_repr()
         parts.append(f"{name}:{type(part).__qualname__}({extra}){sorted(settings.items())}")
     return signature(module) + ";".join(parts)
 

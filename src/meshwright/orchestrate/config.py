@@ -16,6 +16,7 @@ from meshwright.core.recompute import Recompute
 from meshwright.core.serial import read_json
 from meshwright.core.spatial import parse_grid
 from meshwright.core.strand import Flow
+from meshwright.core.workload import Objective
 from meshwright.orchestrate import tutorial
 from meshwright.plan import Wishes
 
@@ -73,7 +74,9 @@ class RunConfig(BaseModel):
     compression_rank: int | None = Field(None, ge=1, description="of powersgd's factors; 4 unless given")
     overlap: tuple[Overlap, ...] | None = Field(None, description='what travels beside computation, like ["gradients", "inputs"]; [] for nothing')
     timeout_s: float = Field(120.0, gt=0, description="longest wait in one collective")
-    objective: Literal["time", "memory"] = "time"
+    objective: Objective = Field("time", description="what plans are ranked by: time of a step, throughput a device, memory, money or energy")
+    price: float = Field(0.0, ge=0, description="of a device for an hour, for objective=money")
+    watts: float = Field(0.0, ge=0, description="that a device takes, for objective=energy")
 
     run_dir: str = Field("runs", description="folder that holds runs")
     name: str | None = Field(None, description="of the run; made from the model and the time unless given")

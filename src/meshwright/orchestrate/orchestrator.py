@@ -148,7 +148,7 @@ class Orchestrator:
         if precision == "auto":
             precision = "bf16" if all(d.kind == "cuda" for d in self.cluster.devices) else "fp32"
         batch = self.config.global_batch or task.global_batch
-        return Workload(batch, "train", precision, self.config.optimizer, self.config.objective)
+        return Workload(batch, "train", precision, self.config.optimizer, self.config.objective, self.config.price, self.config.watts)
 
     def flow(self, task: Task, workload: Workload) -> Flow | None:
         """The model's dataflow, where tensor parallelism may come of it."""

@@ -48,6 +48,7 @@ def _memory(best: Scored, ranking: Ranking) -> str:
     most = ", ".join(f"{name} {show_bytes(size)}" for name, size in kinds[:3] if size)
     tight = [s for s in ranking.scored if not s.estimate.fits]
     binding = f"memory rules out {len(tight)} of {len(ranking.scored)} plans" if tight else "memory is no constraint: every legal plan fits"
+    binding += f" that were priced, of {ranking.considered:,} that were weighed" if ranking.considered else ""
     slowest = max(best.estimate.breakdown.items(), key=lambda item: item[1])[0]
     return f"Memory: {best.estimate.reason} (mostly {most}). What binds: {slowest} time; {binding}."
 
@@ -72,8 +73,9 @@ def _what_if(ranking: Ranking) -> list[str]:
         "a tenth of the memory": {"cluster": _less_memory(ranking.cluster, 0.1)},
         "a network ten times faster": _faster_network(ranking, 10.0),
         "a network ten times slower": _faster_network(ranking, 0.1),
-        f"a global batch of {batch * 8}": {"workload": replace(ranking.workload, global_batch=batch * 8)},
     }
+    if not ranking.considered:  # on a large cluster another batch is another search, as long as the first
+        changes[f"a global batch of {batch * 8}"] = {"workload": replace(ranking.workload, global_batch=batch * 8)}
     for words, change in changes.items():
         try:
             other = _asked_again(ranking, **change)
@@ -84,7 +86,7 @@ def _what_if(ranking: Ranking) -> list[str]:
         elif (other.plan.strategy, other.plan.world, other.plan.memory.recompute) != (first.strategy, first.world, first.memory.recompute):
             found.append(f"{words} → {other.plan.summary()}")
     if not found:
-        return ["What would change the choice: none of a quarter of the memory, a network ten times faster or slower, or eight times the batch."]
+        return [f"What would change the choice: none of {', '.join(changes)}."]
     return ["What would change the choice: " + "; ".join(found) + "."]
 
 
@@ -93,7 +95,7 @@ def _asked_again(
 ) -> Scored:
     """The best plan with one thing changed. Another batch has other plans; another machine has the same ones, at other prices."""
     if workload is not None:
-        return rank_plans(ranking.profile, ranking.cluster, workload, ranking.calibration, ranking.wishes).best
+        return rank_plans(ranking.profile, ranking.cluster, workload, ranking.calibration, ranking.wishes, ranking).best
     return best_again(ranking, cluster or ranking.cluster, calibration or ranking.calibration)
 
 

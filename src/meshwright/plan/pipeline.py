@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from meshwright.core.errors import RequestError
 from meshwright.core.model import ModelProfile
@@ -32,28 +32,47 @@ def cut_stages(
     """`count` stages whose slowest is as quick as can be; a stage may hold fewer layers when its layers are dearer. What tensor
     parallelism has cut does not cross from one to the next, but for the features between layers that a grid's second axis deals out. Of
     sequences that `cp` ranks share, each sends its positions."""
-    order, reads = _layers_in_order(flow, profile), _reads(flow, _learned(flow))
+    return cut_at(find_doors(flow, profile, tensor, across, cp), profile, count)
+
+
+@dataclass(frozen=True)
+class Doors:
+    """Where a model can be cut, however many stages there are to be."""
+
+    flow: Flow
+    order: Sequence[str]  # layers by when they are needed
+    trained: Trained
+    found: Mapping[str, _Boundary]  # by the layer that comes after
+
+
+def find_doors(flow: Flow, profile: ModelProfile, tensor: TensorPolicy | None = None, across: TensorPolicy | None = None, cp: int = 1) -> Doors:
+    order = [name for name, _ in _layers_in_order(flow, profile)]
     inner = frozenset(dealt_strands(flow, tensor))
     shared = shared_values(Reader(flow, profile.layer_names), tensor, inner) if tensor is not None and tensor.sequence else {}
     dealt = _Dealt(inner, dealt_strands(flow, across), shared, cp, sequence_of(flow, cp) if cp > 1 else -1)
-    found = {b.call.module: b for b in _boundaries(flow, [name for name, _ in order], dealt)}
-    places = [i for i, (name, _) in enumerate(order) if name in found]
+    trained = _trained(flow, _reads(flow, _learned(flow)))
+    return Doors(flow, order, trained, {b.call.module: b for b in _boundaries(flow, order, dealt)})
+
+
+def cut_at(doors: Doors, profile: ModelProfile, count: int) -> tuple[Stage, ...]:
+    flow, order, found = doors.flow, doors.order, doors.found
+    places = [i for i, name in enumerate(order) if name in found]
     if len(places) + 1 < count:
         raise RequestError(f"{count} stages: this model can be cut in {len(places)} places, so it has at most {len(places) + 1} stages")
     costs = {layer.name: layer.flops_forward + layer.flops_backward for layer in profile.layers}
-    cuts = _balanced([costs.get(name, 0.0) for name, _ in order], places, count)
+    cuts = _balanced([costs.get(name, 0.0) for name in order], places, count)
     edges = [0, *cuts, len(order)]
-    starts = [0, *(found[order[c][0]].call.first for c in cuts), len(flow.operations)]
+    starts = [0, *(found[order[c]].call.first for c in cuts), len(flow.operations)]
     stages = []
     for index in range(count):
-        names = tuple(name for name, _ in order[edges[index] : edges[index + 1]])
-        boundary = found[order[edges[index]][0]] if index else None
+        names = tuple(order[edges[index] : edges[index + 1]])
+        boundary = found[order[edges[index]]] if index else None
         stages.append(
             Stage(
                 layers=names,
                 entry=boundary.call.module if boundary else "",
                 receives=boundary.carries if boundary else (),
-                skips=tuple(dict.fromkeys(m.module for m in _done(flow, boundary.call.first, reads))) if boundary else (),
+                skips=tuple(dict.fromkeys(m.module for m in _done(doors.trained, boundary.call.first))) if boundary else (),
                 also=_also(flow, starts[index], starts[index + 1], names),
             )
         )
@@ -101,19 +120,49 @@ def _layers_in_order(flow: Flow, profile: ModelProfile) -> list[tuple[str, int]]
 
 def _boundaries(flow: Flow, layers: Sequence[str], dealt: _Dealt) -> list[_Boundary]:
     """Places where everything that goes on can be sent: made by modules before, taken in by modules after."""
-    calls: dict[str, list[ModuleCall]] = {}
-    for call in flow.modules:
-        calls.setdefault(call.module, []).append(call)
-    learned = _learned(flow)
-    reads = _reads(flow, learned)
+    index = _Index(flow)
     found = []
     for name in layers[1:]:
-        mine = calls.get(name, [])
+        mine = index.calls.get(name, [])
         if len(mine) == 1 and mine[0].first > 0:
-            carries = _crossing(flow, mine[0], learned, reads, dealt)
+            carries = _crossing(index, mine[0], dealt)
             if carries:
                 found.append(_Boundary(mine[0], carries))
     return found
+
+
+class _Index:
+    """A flow with what is asked of it at every boundary."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow, self.learned = flow, _learned(flow)
+        self.trained = _trained(flow, _reads(flow, self.learned))
+        self.calls: dict[str, list[ModuleCall]] = {}
+        self.takes: dict[int, list[ModuleCall]] = {}  # by value: the calls that are given it
+        self.gives: dict[int, list[ModuleCall]] = {}  # and those that give it
+        for call in flow.modules:
+            self.calls.setdefault(call.module, []).append(call)
+            for calls, values in ((self.takes, call.inputs), (self.gives, call.outputs)):
+                for value in dict.fromkeys(values):
+                    calls.setdefault(value, []).append(call)
+        self.makers: dict[int, list[int]] = {}  # by value: the operations that make it
+        self.uses: dict[int, list[int]] = {}
+        for at, op in enumerate(flow.operations):
+            for value in op.outputs:
+                self.makers.setdefault(value, []).append(at)
+            for value in op.inputs:
+                self.uses.setdefault(value, []).append(at)
+        self._spans = sorted((self.makers[v][0], uses[-1], v) for v, uses in self.uses.items() if v in self.makers)
+
+    def crossing(self, start: int, done: Sequence[ModuleCall]) -> dict[int, list[int]]:
+        """Values that are made before an operation and used from there on, and by whom."""
+        found = {}
+        for made, last, value in self._spans:
+            if made >= start:
+                break
+            if last >= start and (self.learned[value] or any(m.first <= at < m.last for m in done for at in self.makers[value])):
+                found[value] = self.uses[value][bisect_left(self.uses[value], start) :]
+        return found
 
 
 def _learned(flow: Flow) -> list[bool]:
@@ -126,19 +175,13 @@ def _learned(flow: Flow) -> list[bool]:
     return found
 
 
-def _crossing(flow: Flow, entry: ModuleCall, learned: Sequence[bool], reads: Sequence[int], dealt: _Dealt) -> tuple[Carry, ...]:
+def _crossing(index: _Index, entry: ModuleCall, dealt: _Dealt) -> tuple[Carry, ...]:
     """What is made before `entry` and used from there on; empty if some of it cannot be caught at a module's door."""
-    done = _done(flow, entry.first, reads)
-    made = {v for op in flow.operations[: entry.first] for v in op.outputs if learned[v]}
-    made |= {v for m in done for op in flow.operations[m.first : m.last] for v in op.outputs}
-    used: dict[int, list[int]] = {}
-    for index in range(entry.first, len(flow.operations)):
-        for value in flow.operations[index].inputs:
-            if value in made:
-                used.setdefault(value, []).append(index)
+    flow = index.flow
+    used = index.crossing(entry.first, _done(index.trained, entry.first))
     carries = []
     for value, ops in sorted(used.items()):
-        after = [m for m in flow.modules if m.first >= entry.first and value in m.inputs]
+        after = [m for m in index.takes.get(value, ()) if m.first >= entry.first]
         outer = [m for m in after if not any(o is not m and o.first <= m.first and m.last <= o.last for o in after)]
         noted = flow.values[value]
         cut = dealt.of(value, noted.strands)
@@ -148,8 +191,8 @@ def _crossing(flow: Flow, entry: ModuleCall, learned: Sequence[bool], reads: Seq
         size = math.prod(noted.shape) * noted.itemsize / (1 if fixed else flow.batch)
         size /= dealt.cp if any(dealt.positions in dim for dim in noted.strands) else 1
         sinks = tuple(Sink(m.module, m.inputs.index(value)) for m in outer)
-        before = (m for m in flow.modules if m.last <= entry.first and m is not entry)  # dropout of nothing takes no operation at all
-        sources = [m for m in before if value in m.outputs and sum(o.module == m.module for o in flow.modules) == 1]
+        before = (m for m in index.gives.get(value, ()) if m.last <= entry.first and m is not entry)  # dropout of nothing takes no operation
+        sources = [m for m in before if len(index.calls[m.module]) == 1]
         if sources:
             source = max(sources, key=lambda m: m.last - m.first)
             carries.append(Carry(source.module, source.outputs.index(value), sinks, size, False, *cut, fixed, noted.needs_grad))
@@ -160,13 +203,23 @@ def _crossing(flow: Flow, entry: ModuleCall, learned: Sequence[bool], reads: Seq
     return tuple(carries)
 
 
-def _done(flow: Flow, start: int, reads: Sequence[int]) -> list[ModuleCall]:
+Trained = list[tuple[ModuleCall, int]]
+
+
+def _trained(flow: Flow, reads: Sequence[int]) -> Trained:
+    """The calls of modules with parameters of their own, outer ones first, and where the last call of the same module ends."""
+    last: dict[str, int] = {}
+    for call in flow.modules:
+        last[call.module] = max(last.get(call.module, 0), call.last)
+    found = [(m, last[m.module]) for m in flow.modules if m.module and reads[m.last] > reads[m.first]]
+    return sorted(found, key=lambda item: (item[0].first, -item[0].last))  # what lies inside another comes after it
+
+
+def _done(trained: Trained, start: int) -> list[ModuleCall]:
     """The outermost modules with parameters of their own that are done before a stage begins."""
-    later = {m.module for m in flow.modules if m.last > start}
-    done = [m for m in flow.modules if m.module and m.last <= start and m.module not in later and reads[m.last] > reads[m.first]]
     found: list[ModuleCall] = []
-    for call in sorted(done, key=lambda m: (m.first, -m.last)):  # what lies inside another comes after it
-        if not found or call.last > found[-1].last:
+    for call, last in trained:
+        if last <= start and (not found or call.last > found[-1].last):
             found.append(call)
     return found
 
@@ -198,16 +251,25 @@ def _balanced(costs: Sequence[float], places: Sequence[int], count: int) -> list
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
+    row: list[tuple[float, tuple[int, ...]]] = [(sums[end], ()) for end in ends]  # the best cut of what comes before each end
+    for pieces in range(2, count + 1):
+        row = [_joined(row, sums, ends, pieces - 2, end) for end in range(len(ends))]
+    return list(row[-1][1])
 
-    @cache
-    def best(pieces: int, end: int) -> tuple[float, tuple[int, ...]]:
-        """The best cut of what comes before ends[end] into `pieces`."""
-        if pieces == 1:
-            return sums[ends[end]], ()
-        options = []
-        for cut in range(pieces - 2, end):
-            before, cuts = best(pieces - 1, cut)
-            options.append((max(before, sums[ends[end]] - sums[ends[cut]]), (*cuts, ends[cut])))
-        return min(options)
 
-    return list(best(count, len(ends) - 1)[1])
+def _joined(
+    row: Sequence[tuple[float, tuple[int, ...]]], sums: Sequence[float], ends: Sequence[int], first: int, end: int
+) -> tuple[float, tuple[int, ...]]:  # fmt: skip
+    """One piece more: what lies before grows from cut to cut and the last piece shrinks, so the best cut is where they meet."""
+    if end <= first:
+        return math.inf, ()
+    last = sums[ends[end]]
+    meet = bisect_left(range(first, end), True, key=lambda cut: row[cut][0] >= last - sums[ends[cut]]) + first
+    near = [max(row[cut][0], last - sums[ends[cut]]) for cut in (meet - 1, meet) if first <= cut < end]
+    best = min(near)
+    low, high = meet, meet
+    while low > first and max(row[low - 1][0], last - sums[ends[low - 1]]) <= best:
+        low -= 1
+    while high < end and max(row[high][0], last - sums[ends[high]]) <= best:
+        high += 1
+    return min((best, (*row[cut][1], ends[cut])) for cut in range(low, high))

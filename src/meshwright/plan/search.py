@@ -12,14 +12,13 @@ from meshwright.core.plan import Plan
 from meshwright.core.workload import Workload
 from meshwright.cost import estimate
 from meshwright.plan.balance import balanced
-from meshwright.plan.space import Wishes, candidates
+from meshwright.plan.front import FRONT, Front
+from meshwright.plan.objective import burden, check_objective, cost
+from meshwright.plan.space import Cutter, Wishes, candidates, check_wishes
 from meshwright.plan.tuning import tune
 
-# What each mechanism that a plan adds must gain, relatively: predictions are not finer, and simple plans break less. Cutting a batch
-# into pieces or computing twice never makes a real device quicker by much; where a prediction says so, it is noise in a curve.
-_ADDED_COST = {"zero": 0.004, "hybrid": 0.004, "tensor": 0.02, "sequence": 0.01, "pipeline": 0.03, "micro_batches": 0.04, "recompute": 0.04}
-
 _NEAR_THE_FRONT = 12
+EXHAUSTIVE = 8  # devices up to which every legal plan is priced; beyond, bounds choose what is
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,9 @@ class Ranking:
     calibration: Calibration
     wishes: Wishes
     tuned: tuple[str, ...] = ()  # what of the best plan was chosen after it, and why
+    considered: int = 0  # plans that were weighed by bounds, where not all of them were priced
+
+    cutter: Cutter | None = None  # how it takes the model apart: another search of the same model need not find out again
 
     @property
     def best(self) -> Scored:
@@ -53,9 +55,23 @@ class Ranking:
         return next((s for s in self.scored[1:] if (s.plan.strategy, s.plan.world) != (first.strategy, first.world)), None)
 
 
-def rank_plans(profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, wishes: Wishes) -> Ranking:
-    """Every legal plan with its estimate; those that fit first, then by the workload's objective."""
+def rank_plans(
+    profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, wishes: Wishes,
+    like: Ranking | None = None,
+) -> Ranking:  # fmt: skip
+    """Every legal plan with its estimate; those that fit first, then by the workload's objective. On a large cluster the best, and those that
+    were looked at on the way: `like` is a ranking of the same model under the same wishes, after which the best alone is asked for."""
+    check_objective(workload)
     scored: list[Scored] = []
+    if wishes.mesh is None and (wishes.world or len(cluster.devices)) > EXHAUSTIVE:
+        check_wishes(wishes, len(cluster.devices))
+
+        def price(plan: Plan) -> Estimate:
+            return estimate(plan, profile, workload, cluster, calibration)
+
+        search = Front(profile, cluster, workload, calibration, wishes, price, like.cutter if like else None, 1 if like else FRONT)
+        scored = sorted((Scored(*found) for found in search.search()), key=lambda s: _key(s, workload))
+        return Ranking(tuple(scored), profile, cluster, workload, calibration, wishes, considered=search.considered, cutter=search.cutter)
     for found in candidates(profile, cluster, workload, wishes):
         plan = balanced(found, profile, calibration)
         if not (scored and _pointless(plan, scored[-1], workload)):
@@ -75,7 +91,10 @@ def best_again(ranking: Ranking, cluster: Cluster, calibration: Calibration) -> 
     for found, order in ((quickest, ranking.scored), (smallest, sorted(ranking.scored, key=lambda s: max(s.estimate.memory_bytes)))):
         for scored in order:
             found.setdefault((scored.plan.strategy, scored.plan.world), scored)
-    plans = {id(s.plan): s.plan for s in (*ranking.scored[:_NEAR_THE_FRONT], *quickest.values(), *smallest.values())}
+    near = (*ranking.scored[:_NEAR_THE_FRONT], *quickest.values(), *smallest.values())
+    if ranking.considered:  # of a large cluster's plans each takes a while
+        near = (*list(quickest.values())[:2], *list(smallest.values())[:1])
+    plans = {id(s.plan): s.plan for s in near}
     priced = [Scored(plan, estimate(plan, ranking.profile, ranking.workload, cluster, calibration)) for plan in plans.values()]
     return min(priced, key=lambda s: _key(s, ranking.workload))
 
@@ -91,15 +110,7 @@ def _key(scored: Scored, workload: Workload) -> tuple[bool, float]:
     memory = float(max(found.memory_bytes))
     if not found.fits:
         return True, memory  # nearest to fitting first
-    added = {
-        "zero": plan.memory.zero,
-        "hybrid": plan.mesh.dp > 1 < plan.mesh.shard,
-        "pipeline": plan.mesh.pp > 1,
-        "tensor": plan.mesh.degree("tp") > 1,
-        "sequence": plan.tensor.sequence,
-        "micro_batches": plan.micro_batches.bit_length() - 1,
-        "recompute": bool(plan.memory.modes),
-    }
     if workload.objective == "memory":
         return False, memory
-    return False, found.step_s * (1.0 + sum(_ADDED_COST[name] * count for name, count in added.items()))
+    extra = burden(plan.mesh, plan.memory.zero, plan.micro_batches, plan.tensor.sequence, bool(plan.memory.modes))
+    return False, cost(workload, found.step_s, plan.world, memory) * extra

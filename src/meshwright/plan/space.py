@@ -27,7 +27,7 @@ from meshwright.plan.balance import nearly_equal
 from meshwright.plan.memory import RECOMPUTES, choose_memory
 from meshwright.plan.owners import choose_owners
 from meshwright.plan.partition import one_stage
-from meshwright.plan.pipeline import cut_stages
+from meshwright.plan.pipeline import Doors, cut_at, find_doors
 from meshwright.plan.positions import Grid, share_positions
 from meshwright.plan.tensor import check_placements, choose_grid, refuse_if_nothing
 
@@ -72,22 +72,22 @@ class _Cuts:
 
 def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes) -> Iterator[Plan]:
     """Legal plans. If the wishes allow none, the last reason is raised: it says what to change."""
-    _check(wishes, len(cluster.devices))
+    check_wishes(wishes, len(cluster.devices))
     reason: RequestError | None = None
     found = False
-    cutter = _Cutter(profile, workload, wishes)
-    for mesh, zero in _layouts(cluster, wishes):
-        for sequence in _sequences(mesh, wishes):
+    cutter = Cutter(profile, workload, wishes)
+    for mesh, zero in layouts(cluster, wishes):
+        for sequence in sequences(mesh, wishes):
             try:
                 check_runnable(mesh)
-                cuts = cutter.cut(mesh, sequence)
+                cuts = cutter.cut(mesh, sequence, wishes.schedule or "1f1b")
             except RequestError as error:
                 reason = reason or error
                 continue
-            for micro in _micro_batches(workload.global_batch, mesh, wishes):
+            for micro in micro_batches(workload.global_batch, mesh, wishes):
                 for recompute in (wishes.recompute,) if wishes.recompute else RECOMPUTES:
                     try:
-                        yield _make(profile, cluster, workload, wishes, mesh, zero, micro, recompute, cuts)
+                        yield make(profile, cluster, workload, wishes, mesh, zero, micro, recompute, cuts)
                         found = True
                     except RequestError as error:
                         reason = reason or error  # the first is about the simplest plan
@@ -95,7 +95,7 @@ def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wish
         raise reason or RequestError("no plan is legal here: relax --mesh, --nproc or --set")
 
 
-def _check(wishes: Wishes, devices: int) -> None:
+def check_wishes(wishes: Wishes, devices: int) -> None:
     """What no mesh could make right is said at once, rather than as the reason why each of them was left out."""
     if wishes.mesh is not None:
         refuse_unused(wishes.mesh, wishes.schedule, wishes.placements, wishes.sequence)
@@ -117,27 +117,32 @@ def refuse_unused(mesh: Mesh, schedule: str | None, placements: Mapping[str, str
         raise RequestError(f"sequence=true is for tensor-parallel ranks, and mesh {mesh} has none: use --mesh tp=2, or leave it out")
 
 
-def _sequences(mesh: Mesh, wishes: Wishes) -> tuple[bool, ...]:
+def sequences(mesh: Mesh, wishes: Wishes) -> tuple[bool, ...]:
     """Whether to share positions between cut parts: as asked, or both ways where it may be of use."""
     if wishes.sequence is not None:
         return (wishes.sequence,)
     return (False, True) if len(mesh.tp) == 1 < mesh.degree("tp") and mesh.cp == mesh.ep == 1 else (False,)
 
 
-class _Cutter:
+WHOLE: Grid = (TensorPolicy(), TensorPolicy())
+
+
+class Cutter:
     """Takes a model apart for one mesh after another; what several of them share is reasoned out once."""
 
     def __init__(self, profile: ModelProfile, workload: Workload, wishes: Wishes) -> None:
         self.profile, self.workload, self.wishes = profile, workload, wishes
-        self._tensor = cache(self._choose_tensor)
+        self.tensor = cache(self._choose_tensor)
         self._stages = cache(self._choose_stages)
+        self._chosen: dict[tuple[bool, bool], Grid] = {}
+        self._doors: dict[tuple[int, int], tuple[Grid, Doors]] = {}
 
-    def cut(self, mesh: Mesh, sequence: bool) -> _Cuts:
+    def cut(self, mesh: Mesh, sequence: bool, schedule: str = "1f1b") -> _Cuts:
         wishes = self.wishes
-        tensor = self._tensor(mesh.tp, mesh.pp > 1, sequence) if mesh.degree("tp") > 1 else (TensorPolicy(), TensorPolicy())
+        tensor = self.tensor(mesh.tp, mesh.pp > 1, sequence) if mesh.degree("tp") > 1 else WHOLE
         (first, second), context, spatial = share_positions(mesh, wishes.flow, tensor, self.workload.precision, wishes.spatial)
         owners = choose_owners(self._flow(f"mesh {mesh}: owners need"), mesh.ep) if mesh.ep > 1 else OwnerPolicy()
-        stages = self._stages(mesh.pp, mesh.tp, mesh.cp, sequence) if mesh.pp > 1 else one_stage(self.profile)
+        stages = self._stages(mesh.pp * stages_a_rank(schedule), mesh.tp, mesh.cp, sequence) if mesh.pp > 1 else one_stage(self.profile)
         return _Cuts((first, second), context, spatial, owners, stages)
 
     def _flow(self, who: str) -> Flow:
@@ -147,17 +152,24 @@ class _Cutter:
 
     def _choose_tensor(self, ways: tuple[int, ...], piped: bool, sequence: bool) -> Grid:
         flow = self._flow(f"mesh {Mesh(tp=ways)}: tensor parallelism needs")
+        known = self._chosen.get((piped, sequence))
+        if len(ways) == 1 and known is not None and all(strand.size >= ways[0] for strand in known[0].strands):
+            return known  # what fewer ranks chose goes over these too, and nothing else was better
         found = choose_grid(flow, ways, self.wishes.placements, self.profile.layer_names if piped else (), sequence=sequence)
         refuse_if_nothing(found, ways)
+        if len(ways) == 1:
+            self._chosen.setdefault((piped, sequence), found)
         return found
 
-    def _choose_stages(self, pp: int, ways: tuple[int, ...], cp: int, sequence: bool) -> tuple[Stage, ...]:
-        tensor = self._tensor(ways, True, sequence) if math.prod(ways) > 1 else (TensorPolicy(), TensorPolicy())
-        count = pp * stages_a_rank(self.wishes.schedule or "1f1b")
-        return cut_stages(self._flow(f"mesh {Mesh(pp=pp)}: a pipeline needs"), self.profile, count, *tensor, cp=cp)
+    def _choose_stages(self, count: int, ways: tuple[int, ...], cp: int, sequence: bool) -> tuple[Stage, ...]:
+        tensor = self.tensor(ways, True, sequence) if math.prod(ways) > 1 else WHOLE
+        if (id(tensor), cp) not in self._doors:
+            flow = self._flow(f"mesh {Mesh(pp=count)}: a pipeline needs")
+            self._doors[id(tensor), cp] = tensor, find_doors(flow, self.profile, *tensor, cp=cp)
+        return cut_at(self._doors[id(tensor), cp][1], self.profile, count)
 
 
-def _layouts(cluster: Cluster, wishes: Wishes) -> Iterator[tuple[Mesh, int]]:
+def layouts(cluster: Cluster, wishes: Wishes) -> Iterator[tuple[Mesh, int]]:
     if wishes.mesh is not None:
         mesh = wishes.mesh.flattened()
         if mesh.shard > wishes.mesh.shard and wishes.zero not in (None, 3):
@@ -166,8 +178,8 @@ def _layouts(cluster: Cluster, wishes: Wishes) -> Iterator[tuple[Mesh, int]]:
         every = [3] if mesh.shard > wishes.mesh.shard else [1, 2, 3] if mesh.shard > 1 else [0]
         yield from ((mesh, zero) for zero in ([wishes.zero] if wishes.zero is not None else every))
         return
-    for world in _worlds(len(cluster.devices), wishes):
-        for pp, ways in _model_parallel(world, wishes):
+    for world in worlds(len(cluster.devices), wishes):
+        for pp, ways in model_parallel(world, wishes):
             tp, rest = (ways,), world // ways // pp
             for zero in (wishes.zero,) if wishes.zero is not None else (0, 1, 2, 3):
                 if zero == 0:
@@ -176,39 +188,40 @@ def _layouts(cluster: Cluster, wishes: Wishes) -> Iterator[tuple[Mesh, int]]:
                     if wishes.zero is not None:
                         yield Mesh(pp=pp, tp=tp), zero
                 else:
-                    yield from ((Mesh(pp=pp, dp=rest // shard, shard=shard, tp=tp), zero) for shard in _divisors(rest) if shard > 1)
+                    yield from ((Mesh(pp=pp, dp=rest // shard, shard=shard, tp=tp), zero) for shard in divisors(rest) if shard > 1)
 
 
-def _model_parallel(world: int, wishes: Wishes) -> list[tuple[int, int]]:
+def model_parallel(world: int, wishes: Wishes) -> list[tuple[int, int]]:
     """Degrees of pipeline and tensor parallelism that divide the world; without the dataflow, none. Who asks for a schedule asks for a
     pipeline, and who places layers for tensor parallelism."""
     if wishes.flow is None:
         return [(1, 1)]
-    every = [(pp, ways) for pp in _divisors(world) for ways in _divisors(world // pp)]
+    every = [(pp, ways) for pp in divisors(world) for ways in divisors(world // pp)]
     tensor = bool(wishes.placements or wishes.sequence)
     return [(pp, ways) for pp, ways in every if (pp > 1 or wishes.schedule is None) and (ways > 1 or not tensor)]
 
 
-def _worlds(devices: int, wishes: Wishes) -> list[int]:
+def worlds(devices: int, wishes: Wishes) -> list[int]:
     if wishes.world is not None:
         return [wishes.world]
     return sorted({1, devices, *(2**k for k in range(1, devices.bit_length()) if 2**k <= devices)})
 
 
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+def divisors(number: int) -> list[int]:
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})
 
 
-def _micro_batches(batch: int, mesh: Mesh, wishes: Wishes) -> list[int]:
+def micro_batches(batch: int, mesh: Mesh, wishes: Wishes) -> list[int]:
     if wishes.micro_batches is not None:
         return [wishes.micro_batches]
     share = max(batch // mesh.data_width, 1)
     return [2**k for k in range(share.bit_length()) if share % 2**k == 0] or [1]
 
 
-def _make(
+def make(
     profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes, mesh: Mesh, zero: int, micro: int, recompute: Recompute,
-    cuts: _Cuts,
+    cuts: _Cuts, schedule: PipelineSchedule | None = None,
 ) -> Plan:  # fmt: skip
     world = mesh.size
     if world > len(cluster.devices):
@@ -221,7 +234,7 @@ def _make(
         mesh=mesh,
         micro_batches=micro,
         stages=cuts.stages,
-        schedule=wishes.schedule or "1f1b",
+        schedule=wishes.schedule or schedule or "1f1b",
         memory=choose_memory(profile, cluster, workload.precision, zero, recompute, wishes.recompute_layers),
         sync=_sync(wishes, world),
         balance=nearly_equal(workload.global_batch, mesh) if len(set(map(kind_of, where))) > 1 else BalancePolicy(),
@@ -231,7 +244,7 @@ def _make(
         context=cuts.context,
         spatial=cuts.spatial,
         owners=cuts.owners,
-        compile=wishes.compile if wishes.compile is not None else "none" if cuts.context.attends or where else _default_compile(device, world),
+        compile=wishes.compile if wishes.compile is not None else "none" if cuts.context.attends or where else default_compile(device, world),
         device=device,
         places=where,
         backend=wishes.backend or usual,
@@ -247,7 +260,7 @@ def _sync(wishes: Wishes, world: int) -> SyncPolicy:
     return SyncPolicy(**{k: v for k in told if (v := getattr(wishes, k)) is not None}, routes=routes, nodes=nodes)
 
 
-def _default_compile(device: str, world: int) -> Compile:
+def default_compile(device: str, world: int) -> Compile:
     """On GPUs compiling pays within a minute; the whole model on one, block by block on several so that gradients leave early."""
     if device == "cpu":
         return "none"

@@ -43,10 +43,10 @@ def expand(plan: Plan, profile: ModelProfile, *, clip: bool = False) -> Schedule
     return Schedule(programs, places if len(programs) > 1 else {})
 
 
-def program(plan: Plan, profile: ModelProfile, at: Place, *, clip: bool = False) -> tuple[Action, ...]:
-    """What one kind of rank does in a step."""
+def program(plan: Plan, profile: ModelProfile, at: Place, *, clip: bool = False, micro_batches: int = 0) -> tuple[Action, ...]:
+    """What one kind of rank does in a step, or in one with another number of micro-batches than the plan's."""
     build = _sharded if plan.memory.zero == 3 and plan.mesh.group_size("data") > 1 else _bucketed
-    return (*build(plan, local_profile(plan, profile, at.tp, at.pp, at.ep), at), *_norm(plan, clip))
+    return (*build(plan, local_profile(plan, profile, at.tp, at.pp, at.ep), at, micro_batches or plan.micro_batches), *_norm(plan, clip))
 
 
 def gradient_buckets(plan: Plan, profile: ModelProfile) -> tuple[Bucket, ...]:
@@ -212,7 +212,7 @@ def _tied(plan: Plan, profile: ModelProfile) -> Iterator[Action]:
             yield Action(f"tied/{tensor.name}", "all_reduce", bytes=size, axis="pp", group=len(ranks))
 
 
-def _bucketed(plan: Plan, profile: ModelProfile, place: Place) -> Iterator[Action]:
+def _bucketed(plan: Plan, profile: ModelProfile, place: Place, micro_batches: int) -> Iterator[Action]:
     buckets = gradient_buckets(plan, profile) if plan.mesh.group_size("data") > 1 else ()
     op = "reduce_scatter" if plan.memory.zero else "all_reduce"
     replicas = ["owned" if b.kind.owned else "replica" for b in buckets]
@@ -220,8 +220,8 @@ def _bucketed(plan: Plan, profile: ModelProfile, place: Place) -> Iterator[Actio
     meets = _meetings(plan, profile, place)
     shapes = [t.shape for _, t in _arrival(profile)]
     launched: list[str] = []
-    for micro in range(plan.micro_batches):
-        last = micro == plan.micro_batches - 1
+    for micro in range(micro_batches):
+        last = micro == micro_batches - 1
         followers: list[Action] = []
         for layer in range(len(profile.layers)):
             yield from _compute(plan, profile, meets, "forward", layer, micro)
@@ -270,7 +270,7 @@ def _completed_at(buckets: tuple[Bucket, ...], profile: ModelProfile) -> dict[in
     return found
 
 
-def _sharded(plan: Plan, profile: ModelProfile, place: Place) -> Iterator[Action]:
+def _sharded(plan: Plan, profile: ModelProfile, place: Place, micro_batches: int) -> Iterator[Action]:
     # A pipeline's stage leaves the model's forward half way, so there every layer is a unit and the model itself is none.
     units = set(plan.memory.units) | ({layer.name for layer in profile.layers} if plan.mesh.pp > 1 else set())
     shards, precision = plan.mesh.shard, plan.memory.precision
@@ -295,12 +295,12 @@ def _sharded(plan: Plan, profile: ModelProfile, place: Place) -> Iterator[Action
 
     meets = _meetings(plan, profile, place)
     sent: list[str] = []
-    for micro in range(plan.micro_batches):
+    for micro in range(micro_batches):
         for phase, order in (("forward", range(len(profile.layers))), ("backward", range(len(profile.layers) - 1, -1, -1))):
             tag = f"{phase}/{micro}"
             gathers = list(gather("root", root, tag))
             yield from gathers
-            if phase == "backward" and micro == plan.micro_batches - 1:
+            if phase == "backward" and micro == micro_batches - 1:
                 yield from _loss(plan, profile)
             own = {i: list(gather(profile.layers[i].name, [profile.layers[i]], tag)) for i in order if profile.layers[i].name in units}
             ahead = [action for actions in own.values() for action in actions]

@@ -13,6 +13,13 @@ from meshwright.schedule.spatial import block_profile
 
 def local_profile(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int = 0, owner: int = 0) -> ModelProfile:
     """The profile as one rank sees it. Parameters are exact; work and activations shrink with the layer's cut parameters."""
+    key = (id(profile), tp_rank, pp_rank, owner)
+    if key not in plan.parts:
+        plan.parts[key] = profile, _local(plan, profile, tp_rank, pp_rank, owner)
+    return plan.parts[key][1]
+
+
+def _local(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int, owner: int) -> ModelProfile:
     if plan.mesh.pp > 1 and len(plan.stages) > 1:
         profile = _stage_profile(plan, profile, pp_rank)
     if plan.mesh.cp > 1 and plan.context.attends:
@@ -50,6 +57,8 @@ def local_profile(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int 
             flops_forward=layer.flops_forward * share,
             flops_backward=layer.flops_backward * share,
             activation_bytes=layer.activation_bytes * (between + share) / 2,
+            fusible_bytes=layer.fusible_bytes * (between + share) / 2,
+            output_bytes=layer.output_bytes / (ways if plan.tensor.sequence else 1),
             dear_bytes=layer.dear_bytes * (between + share) / 2,
             transient_bytes=layer.transient_bytes * share,
             product_bytes=layer.product_bytes * share,

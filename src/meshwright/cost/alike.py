@@ -1,0 +1,36 @@
+"""Pipeline ranks that do the same: of those one is priced, so that sixty-four stages cost what three do."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from meshwright.core.model import LayerProfile, ModelProfile
+from meshwright.core.plan import Plan, Stage
+
+
+def first_of_kind(plan: Plan, profile: ModelProfile, ranks: Sequence[int]) -> list[int]:
+    """Of pipeline ranks whose layers and messages are alike the first, which holds at least as many micro-batches as the others."""
+    if plan.mesh.pp <= 2 or not plan.stages or plan.placements:
+        return list(ranks)
+    layers = {layer.name: _layer(plan, layer) for layer in profile.layers}
+    kinds: dict[Hashable, int] = {}
+    for rank in ranks:
+        key = tuple(_stage(plan, stage, layers) for stage in range(len(plan.stages)) if plan.stage_rank(stage) == rank)
+        kinds.setdefault(key, rank)
+    return list(kinds.values())
+
+
+def _layer(plan: Plan, layer: LayerProfile) -> Hashable:
+    """What tells a layer from others: equal blocks have a name in common, and their kernels."""
+    return layer.block or layer.name, id(layer.kernels), layer.activation_bytes, plan.memory.mode(layer.name)
+
+
+def _stage(plan: Plan, index: int, layers: dict[str, Hashable]) -> Hashable:
+    stage, rank = plan.stages[index], plan.stage_rank(index)
+    near = [plan.stages[i] if 0 <= i < len(plan.stages) and plan.stage_rank(i) != rank else None for i in (index - 1, index + 1)]
+    sent = [_received(stage) if near[0] else None, _received(near[1]) if near[1] else None]
+    return tuple(layers.get(name, name) for name in stage.layers), *sent, stage.also
+
+
+def _received(stage: Stage) -> Hashable:
+    return tuple((carry.bytes, carry.fixed, carry.returns, bool(carry.strand)) for carry in stage.receives)

@@ -1,0 +1,205 @@
+"""Search among more plans than can be priced one by one: best first, by bounds, until nothing that is left can be better.
+
+[Note: best first]
+A point stands for a plan. It waits in a queue under what it costs at least, and is looked at more closely whenever it is the best that is left:
+first its kind (mesh and micro-batches) by what it computes, then with ZeRO's stage and recomputation by memory and gradients too, then, cut into
+stages, as the estimate that decides. Every look can only raise the cost. Once `FRONT` estimates are cheaper than all that waits, they are the
+best there are: the search has left out nothing that could have been among them (tests compare it with all plans on small clusters).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from meshwright.core.calibration import Calibration
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import RequestError
+from meshwright.core.estimate import Estimate
+from meshwright.core.mesh import Mesh
+from meshwright.core.model import ModelProfile
+from meshwright.core.plan import Compile, PipelineSchedule, Plan
+from meshwright.core.workload import Workload
+from meshwright.plan.bounds import Bounds, Layers, Point
+from meshwright.plan.memory import RECOMPUTES
+from meshwright.plan.objective import burden, cost
+from meshwright.plan.partition import choose_units
+from meshwright.plan.space import WHOLE, Cutter, Wishes, default_compile, divisors, make, micro_batches, model_parallel, sequences, worlds
+
+FRONT = 3  # so many of the best are exact
+_SMALLEST = 6  # where nothing fits, so many of those that need the least are priced
+_MOST_STAGES = 128
+
+Price = Callable[[Plan], Estimate]
+
+
+@dataclass(frozen=True)
+class _Found:
+    plan: Plan
+    estimate: Estimate
+    key: float
+
+
+class Front:
+    """One search."""
+
+    def __init__(self, profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, wishes: Wishes, price: Price,
+        cutter: Cutter | None = None, front: int = FRONT,
+    ) -> None:  # fmt: skip
+        self._profile, self._cluster, self._workload, self._wishes, self._price = profile, cluster, workload, wishes, price
+        backend = wishes.backend or ("nccl" if cluster.devices[0].kind == "cuda" else "gloo")
+        self._bounds = Bounds(profile, cluster, workload, calibration, choose_units(profile), backend, wishes.overlap)
+        self.cutter = cutter or Cutter(profile, workload, wishes)
+        self._front = front
+        self._order = itertools.count()
+        self._queue: list[tuple[float, int, int, Point]] = []
+        self._small: list[tuple[float, int, Point]] = []  # what does not fit, by what it needs at least
+        self._reason: RequestError | None = None
+        self._ranks: dict[tuple[int, tuple[int, ...], bool, str], Layers] = {}
+        self.considered = self.pruned = 0
+
+    def search(self) -> list[tuple[Plan, Estimate]]:
+        """The best plans and their estimates, and whatever else was priced on the way; unsorted."""
+        for point in self._kinds():
+            self._push(point, 0)
+        found: list[_Found] = []
+        best: list[float] = []
+        while self._queue:
+            bound, _, look, point = heapq.heappop(self._queue)
+            if len(best) >= self._front and bound >= best[self._front - 1]:
+                break
+            if look == 0:
+                for finer in self._finer(point):
+                    self._push(finer, 1)
+                continue
+            if look == 1 and point.mesh.pp > 1:
+                self._push(point, 2)
+                continue
+            priced = self._made(point)
+            if priced is None:
+                continue
+            found.append(priced)
+            if priced.estimate.fits:
+                best = sorted([*best, priced.key])
+        if not best:
+            found += self._nearest()
+        if not found:
+            raise self._reason or RequestError("no plan is legal here: relax --mesh, --nproc or --set")
+        return [(f.plan, f.estimate) for f in found]
+
+    # -- points --
+
+    def _kinds(self) -> Iterator[Point]:
+        """Meshes without ZeRO, with every number of micro-batches and every schedule; tensor parallelism stays within a node."""
+        near = max(len(node.devices) for node in self._cluster.nodes[:1])
+        narrow = [mesh for mesh in self._meshes() if mesh.degree("tp") <= near]
+        for mesh in narrow or self._meshes():
+            for sequence in sequences(mesh, self._wishes):
+                for micro in micro_batches(self._workload.global_batch, mesh, self._wishes):
+                    for schedule in self._schedules(mesh, micro):
+                        if self._workload.global_batch % (mesh.data_width * micro) == 0:
+                            yield Point(mesh, 0, micro, self._wishes.recompute or "none", sequence, schedule)
+
+    def _meshes(self) -> list[Mesh]:
+        sizes = worlds(len(self._cluster.devices), self._wishes)
+        every = ((world, pp, ways) for world in sizes for pp, ways in model_parallel(world, self._wishes) if pp <= _MOST_STAGES)
+        return [Mesh(pp=pp, dp=world // pp // ways, tp=(ways,)) for world, pp, ways in every]
+
+    def _schedules(self, mesh: Mesh, micro: int) -> tuple[PipelineSchedule, ...]:
+        if mesh.pp == 1 or self._wishes.schedule is not None:
+            return (self._wishes.schedule or "1f1b",)
+        return ("1f1b", "interleaved") if micro >= mesh.pp else ()
+
+    def _finer(self, kind: Point) -> Iterator[Point]:
+        """The same with every stage of ZeRO and way to recompute."""
+        mesh = kind.mesh
+        for zero in (self._wishes.zero,) if self._wishes.zero is not None else (0, 1, 2, 3):
+            for shard in self._shards(mesh, zero):
+                spread = replace(mesh, dp=mesh.dp // shard, shard=shard)
+                for recompute in (self._wishes.recompute,) if self._wishes.recompute else RECOMPUTES:
+                    finer = replace(kind, mesh=spread, zero=zero, recompute=recompute)
+                    if self._goes(finer):
+                        yield finer
+
+    def _goes(self, point: Point) -> bool:
+        """False where a plan would refuse itself, as far as that can be told from here."""
+        tensor, piped = point.mesh.degree("tp") > 1, point.mesh.pp > 1
+        if point.recompute == "selective" and tensor and self._compiled(point.mesh) != "none":
+            return False
+        return not (piped and point.schedule not in ("gpipe", "1f1b") and point.zero == 2)
+
+    def _shards(self, mesh: Mesh, zero: int) -> list[int]:
+        """Over how many ranks ZeRO may cut: all, or a power of two times a node's."""
+        if zero == 0 or mesh.dp == 1:
+            return [1] if zero == 0 else []
+        near = len(self._cluster.nodes[0].devices)
+        return [d for d in divisors(mesh.dp) if d > 1 and (d == mesh.dp or mesh.dp <= near or _power_of_two(d))]
+
+    # -- looks --
+
+    def _compiled(self, mesh: Mesh) -> Compile:
+        return self._wishes.compile or default_compile(self._cluster.devices[0].kind, mesh.size)
+
+    def _push(self, point: Point, look: int) -> None:
+        try:
+            tensor = self.cutter.tensor(point.mesh.tp, point.mesh.pp > 1, point.sequence) if point.mesh.degree("tp") > 1 else WHOLE
+        except RequestError as error:
+            self._reason = self._reason or error
+            return
+        self.considered += look < 2
+        compiled, workload = self._compiled(point.mesh), self._workload
+        stages = self._layers(point) if look == 2 else ()
+        need = self._bounds.bytes(point, tensor[0], compiled, stages)
+        if look and not self._bounds.fits(point, tensor[0], compiled, stages):
+            self.pruned += 1
+            heapq.heappush(self._small, (need, next(self._order), point))
+            return
+        least = cost(workload, self._bounds.seconds(point, tensor[0], compiled, look > 0, stages), point.mesh.size, need if look else 0.0)
+        extra = self._burden(point, point.sequence, point.recompute != "none")
+        heapq.heappush(self._queue, (least * extra, next(self._order), look, point))
+
+    def _layers(self, point: Point) -> Layers:
+        """The layers of each pipeline rank; none where the model cannot be cut so, which is said when the plan is made."""
+        key = (point.mesh.pp, point.mesh.tp, point.sequence, point.schedule)
+        if key not in self._ranks:
+            try:
+                stages = self.cutter.cut(point.mesh, point.sequence, point.schedule).stages
+            except RequestError:
+                stages = ()
+            pp = point.mesh.pp
+            of = [(2 * pp - 1 - i if point.schedule == "zero_bubble" and i >= pp else i % pp) for i in range(len(stages))]
+            ranks = range(pp) if stages else ()
+            self._ranks[key] = tuple(tuple(n for i, s in enumerate(stages) if of[i] == rank for n in s.layers) for rank in ranks)
+        return self._ranks[key]
+
+    def _made(self, point: Point) -> _Found | None:
+        """The plan and its estimate; None where it turns out not to be legal."""
+        try:
+            cuts = self.cutter.cut(point.mesh, point.sequence, point.schedule)
+            inputs = (self._profile, self._cluster, self._workload, self._wishes, point.mesh, point.zero, point.micro_batches, point.recompute)
+            plan = make(*inputs, cuts, point.schedule)
+        except RequestError as error:
+            self._reason = self._reason or error
+            return None
+        found, workload = self._price(plan), self._workload
+        extra = self._burden(point, plan.tensor.sequence, bool(plan.memory.modes))
+        return _Found(plan, found, cost(workload, found.step_s, plan.world, max(found.memory_bytes[:1])) * extra)
+
+    def _burden(self, point: Point, sequence: bool, recomputes: bool) -> float:
+        if self._workload.objective == "memory":
+            return 1.0
+        return burden(point.mesh, point.zero, point.micro_batches, sequence, recomputes)
+
+    def _nearest(self) -> list[_Found]:
+        """Nothing fits: those that need the least."""
+        found: list[_Found] = []
+        while self._small and len(found) < _SMALLEST:
+            priced = self._made(heapq.heappop(self._small)[2])
+            found += [priced] if priced is not None else []
+        return found
+
+
+def _power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0

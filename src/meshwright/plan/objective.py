@@ -1,0 +1,55 @@
+"""What counts as good: the time of a step, throughput a device, memory, money or energy; and what a plan's complications must gain."""
+
+from __future__ import annotations
+
+from meshwright.core.errors import RequestError
+from meshwright.core.mesh import Mesh
+from meshwright.core.units import show_bytes, show_seconds
+from meshwright.core.workload import Workload
+
+# What each mechanism that a plan adds must gain, relatively: predictions are not finer, and simple plans break less. Cutting a batch
+# into pieces or computing twice never makes a real device quicker by much; where a prediction says so, it is noise in a curve.
+_ADDED_COST = {"zero": 0.004, "hybrid": 0.004, "tensor": 0.02, "sequence": 0.01, "pipeline": 0.03, "micro_batches": 0.04, "recompute": 0.04}
+_HOUR = 3600.0
+
+
+def check_objective(workload: Workload) -> None:
+    """Money needs a price, energy a power."""
+    if workload.objective == "money" and not workload.price:
+        raise RequestError("objective=money needs the price of a device for an hour: --set price=2.5")
+    if workload.objective == "energy" and not workload.watts:
+        raise RequestError("objective=energy needs the power of a device in watts: --set watts=700")
+
+
+def burden(mesh: Mesh, zero: int, micro_batches: int, sequence: bool, recomputes: bool) -> float:
+    """By what factor a plan's time is judged longer than it is."""
+    added = {
+        "zero": zero,
+        "hybrid": mesh.dp > 1 < mesh.shard,
+        "pipeline": mesh.pp > 1,
+        "tensor": mesh.degree("tp") > 1,
+        "sequence": sequence,
+        "micro_batches": micro_batches.bit_length() - 1,
+        "recompute": recomputes,
+    }
+    return 1.0 + sum(_ADDED_COST[name] * count for name, count in added.items())
+
+
+def cost(workload: Workload, step_s: float, world: int, memory: float) -> float:
+    """What the workload wants little of: seconds, device-seconds, bytes, money or joules, for one step."""
+    if workload.objective == "memory":
+        return memory
+    each = {"time": 1.0 / world, "throughput": 1.0, "money": workload.price / _HOUR, "energy": workload.watts}[workload.objective]
+    return step_s * world * each
+
+
+def show_cost(workload: Workload, step_s: float, world: int, memory: float) -> str:
+    """The same in words."""
+    found = cost(workload, step_s, world, memory)
+    if workload.objective == "throughput":
+        return f"{workload.global_batch / found:,.4g} samples/s a device"
+    if workload.objective == "money":
+        return f"{found:,.4g} a step"
+    if workload.objective == "energy":
+        return f"{found / 1e3:,.4g} kJ a step"
+    return f"{show_bytes(found)} a device" if workload.objective == "memory" else f"{show_seconds(found)} a step"

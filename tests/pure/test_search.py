@@ -1,0 +1,100 @@
+"""Search on large clusters: what is left out could not have won, and what is folded costs what it would unfolded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_up import blocks, calibration, cluster
+
+from meshwright import zoo
+from meshwright.core.calibration import Calibration
+from meshwright.core.errors import RequestError
+from meshwright.core.mesh import Mesh
+from meshwright.core.model import ModelProfile
+from meshwright.core.plan import MemoryPolicy, Plan, Stage
+from meshwright.core.strand import Flow
+from meshwright.core.workload import Workload
+from meshwright.cost import step
+from meshwright.cost.folded import spare_blocks
+from meshwright.describe.flow import trace_flow
+from meshwright.describe.trace import trace_task
+from meshwright.plan import Ranking, Wishes, rank_plans, search
+
+
+@cache
+def traced(name: str) -> tuple[ModelProfile, Flow]:
+    task = zoo.load(name, seq=32)
+    return trace_task(task), trace_flow(task)
+
+
+def alike(profile: ModelProfile) -> ModelProfile:
+    """Equal blocks share their kernels, as a trace gives them."""
+    layers, slopes = (tuple(replace(layer, kernels=every[0].kernels) for layer in every) for every in (profile.layers, profile.slopes))
+    return replace(profile, layers=layers, slopes=slopes)
+
+
+def both(workload: Workload, devices: int, memory: float, machine: Calibration, wishes: Wishes) -> tuple[Ranking, Ranking]:
+    """All plans, and the search by bounds."""
+    profile, where = traced("gpt-tiny")[0], cluster(devices, memory)
+    whole = rank_plans(profile, where, workload, machine, wishes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "EXHAUSTIVE", 0)
+        return whole, rank_plans(profile, where, workload, machine, wishes)
+
+
+@given(
+    st.sampled_from([2, 4]), st.sampled_from([8, 16]), st.floats(2e6, 1e9), st.floats(1e7, 1e11), st.sampled_from([1e-7, 1e-5, 1e-3]),
+    st.floats(0, 1), st.sampled_from(["time", "throughput", "money"]),
+)  # fmt: skip
+@settings(max_examples=5, deadline=None)
+def test_what_bounds_leave_out_could_not_have_won(
+    devices: int, batch: int, memory: float, network: float, alpha: float, overlap: float, objective: str
+) -> None:  # fmt: skip
+    workload = Workload(batch, objective=objective, price=2.0)  # type: ignore[arg-type]
+    machine = calibration(devices, network=network, alpha=alpha, overlap=overlap)
+    whole, pruned = both(workload, devices, memory, machine, Wishes(flow=traced("gpt-tiny")[1]))
+    assert whole.best.estimate.fits == pruned.best.estimate.fits
+    if whole.best.estimate.fits:
+        first, found = (search._key(r.best, workload)[1] for r in (whole, pruned))
+        assert found <= first * (1 + 1e-9), (whole.best.plan.summary(), pruned.best.plan.summary())
+
+
+@given(
+    st.integers(14, 40), st.integers(1, 5), st.sampled_from([{"dp": 4}, {"shard": 4}]), st.sampled_from([1, 2, 3]),
+    st.sampled_from(["none", "full"]), st.floats(0, 1), st.sampled_from([(16, 16), (512, 512), (2048, 2048)]), st.floats(1e6, 1e12),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_a_folded_step_costs_what_the_whole_one_does(
+    depth: int, micro: int, axes: dict[str, int], zero: int, recompute: str, overlap: float, shape: tuple[int, int], network: float
+) -> None:  # fmt: skip
+    profile = alike(blocks(depth, (shape,), flops=1e9, saved=1e5))
+    units = tuple(name for name in profile.layer_names if name.startswith("blocks."))
+    memory = MemoryPolicy(zero if "shard" in axes else 0, units, recompute)  # type: ignore[arg-type]
+    plan = Plan("made-up", 8 * micro, Mesh(**axes), micro, (Stage(profile.layer_names),), memory=memory)  # type: ignore[arg-type]
+    where, rates = cluster(4), calibration(4, overlap=overlap, network=network).layout(4)
+    local = profile.at(plan.largest_micro_batch)
+    assert spare_blocks(plan, local, profile.layer_names)
+    folded = step._steps(plan, local, Workload(plan.global_batch), where, rates)
+    whole = step._repeated(plan, local, Workload(plan.global_batch), where, rates, 0)
+    assert folded.now == pytest.approx(whole.now, rel=1e-6)
+    assert folded.traffic == pytest.approx(whole.traffic, rel=1e-9)
+
+
+def test_an_objective_that_needs_a_figure_asks_for_it() -> None:
+    for objective, key in (("money", "price"), ("energy", "watts")):
+        with pytest.raises(RequestError, match=f"--set {key}="):
+            rank_plans(blocks(2), cluster(2), Workload(8, objective=objective), calibration(2), Wishes())  # type: ignore[arg-type]
+
+
+def test_throughput_a_device_prefers_fewer_devices_where_they_wait_for_each_other() -> None:
+    profile, machine = blocks(8, ((1024, 1024),), flops=1e9, saved=1e6), calibration(4, network=1e9, alpha=1e-4)
+    quick, thrifty = (
+        rank_plans(profile, cluster(4), Workload(64, objective=o), machine, Wishes()).best.plan.world  # type: ignore[arg-type]
+        for o in ("time", "throughput")
+    )
+    assert thrifty <= quick
+    assert thrifty == 1
