@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.core.combinations import stages_a_rank
 from meshwright.core.mesh import Mesh
 from meshwright.core.owners import OwnerPolicy
-from meshwright.core.plan import BalancePolicy, MemoryPolicy, Plan, SyncPolicy, stages_a_rank
+from meshwright.core.plan import BalancePolicy, MemoryPolicy, Plan, SyncPolicy
 from meshwright.core.serial import from_data, to_data
 from meshwright.core.spatial import SpatialPolicy
 from meshwright.core.tensor import TensorPolicy

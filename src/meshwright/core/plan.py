@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.core.cluster import DeviceKind
+from meshwright.core.combinations import check_combinations
 from meshwright.core.compression import Compression, check_compression
 from meshwright.core.context import ContextPolicy
 from meshwright.core.errors import RequestError
@@ -164,84 +165,11 @@ class Plan:
         if not zero and mesh.shard > 1:
             raise RequestError(f"plan: mesh {mesh} has a shard axis but zero=0: set zero=1, 2 or 3, or use --mesh dp={mesh.data_width}")
         self._check_policies()
-        if mesh.cp > 1 and not self.spatial.grid:
-            self._check_context()
-        if mesh.ep > 1:
-            self._check_owners()
-        if self.tensor.sequence:
-            self._check_sequence()
-        if mesh.pp > 1:
-            self._check_pipeline()
-        if self.spatial.grid:
-            self._check_spatial()
+        check_combinations(self)
         if self.balance.shares:
             self._check_shares()
         else:
             self._check_batch()
-
-    def _check_pipeline(self) -> None:
-        """One stage a rank for the plain schedules, several for the others."""
-        pp, count, micro = self.mesh.pp, len(self.stages), self.micro_batches
-        if self.compile == "model":
-            raise RequestError("plan: compile=model does not go with pp: use compile=blocks")
-        if count and count % pp:
-            raise RequestError(f"plan: {count} stages do not divide over pp={pp}: use {max(count // pp, 1) * pp} stages")
-        each = count // pp if count else stages_a_rank(self.schedule)
-        if each != 1 and self.schedule in ("gpipe", "1f1b"):
-            raise RequestError(f"plan: schedule={self.schedule} has one stage a rank, and {count} stages are given for pp={pp}: use interleaved")
-        if self.schedule == "zero_bubble" and each != 2:
-            raise RequestError(f"plan: schedule=zero_bubble has two stages a rank, and {count} stages are given for pp={pp}: give {2 * pp}")
-        if self.schedule == "interleaved" and micro % max(1, micro // pp):
-            raise RequestError(f"plan: schedule=interleaved takes micro-batches in rounds of pp={pp}: set micro_batches={-(-micro // pp) * pp}")
-        if self.schedule in ("1f1b", "zero_bubble") and micro < pp:
-            raise RequestError(f"plan: schedule={self.schedule} needs at least pp={pp} micro-batches, {micro} given: set micro_batches={pp}")
-        if self.balance.shares:
-            raise RequestError("plan: balance.shares does not go with pp yet: leave it out")
-        if self.memory.zero == 2 and self.schedule not in ("gpipe", "1f1b"):
-            raise RequestError(
-                f"plan: zero=2 reduces after each backward of all that a rank holds, and schedule={self.schedule} has two: use 1f1b or zero=1"
-            )
-        if self.memory.zero == 2 and any(stage.also for stage in self.stages):
-            raise RequestError("plan: zero=2 with pp cannot share a parameter between stages (a tied embedding): use zero=1 or zero=3")
-        if self.memory.zero == 3 and self.schedule == "zero_bubble":
-            raise RequestError("plan: schedule=zero_bubble cuts backward in two, and zero=3 reduces in the middle of it: use interleaved or zero=1")
-
-    def _check_context(self) -> None:
-        if self.compile != "none":
-            raise RequestError(f"plan: compile={self.compile} does not go with cp, which works on the model's own calls: use compile=none")
-
-    def _check_sequence(self) -> None:
-        """Tensor-parallel ranks share positions where no other ranks have some of them already."""
-        for axis in ("cp", "ep"):
-            if self.mesh.degree(axis) > 1:
-                raise RequestError(f"plan: sequence=true does not go with {axis} yet (mesh {self.mesh}): set sequence=false")
-
-    def _check_spatial(self) -> None:
-        mesh, ways = self.mesh, self.spatial.ways
-        if ways != mesh.cp:
-            raise RequestError(f"plan: spatial.grid {show_grid(self.spatial.grid)} has {ways} ranks and mesh {mesh} has cp={mesh.cp}: plan again")
-        for axis in ("pp", "tp"):
-            if mesh.degree(axis) > 1:
-                raise RequestError(f"plan: blocks of positions do not go with {axis} yet (mesh {mesh}): use dp or shard beside cp={ways}")
-        if self.compile == "model":
-            raise RequestError("plan: compile=model does not go with cp: neighbours meet inside the model; use compile=blocks")
-
-    def _check_owners(self) -> None:
-        """What owners of experts and tables do not go with; each with its reason."""
-        ep, owners = self.mesh.ep, self.owners
-        if self.mesh.pp > 1 and owners.tables:
-            raise RequestError(f"plan: mesh {self.mesh}: a stage of a pipeline cannot look up at owners yet: use --mesh ep={ep} with dp")
-        if self.memory.zero == 3 and owners.tables:
-            raise RequestError(f"plan: zero=3 would gather tables that others own, in mesh {self.mesh}: use zero=1 or zero=2")
-        if self.compile == "model":
-            raise RequestError("plan: compile=model does not go with ep, whose exchanges no one graph can hold: use compile=blocks")
-        if any(len(m.counts) != ep for m in owners.mixtures) or not all(0 <= t.owner < ep for t in owners.tables):
-            raise RequestError(f"plan: owners are listed for another number of ranks than ep={ep}: leave owners out and they are chosen again")
-        if owners.tables and self.mesh.degree("tp") > 1:
-            raise RequestError(f"plan: mesh {self.mesh}: tables at owners do not go with tensor parallelism yet: use --mesh ep={ep} with dp")
-        around = [u for u in self.memory.units for t in owners.tables if t.module.startswith(f"{u}.")]
-        if self.memory.recompute == "full" and around:
-            raise RequestError(f"plan: recompute=full would look tables up again in the backward of {around[0]}: set recompute=none")
 
     def holders(self, parameter: str) -> tuple[int, ...]:
         """The stages that have a parameter: the one of the layer that it belongs to, and those that also use it."""
@@ -425,8 +353,3 @@ def _recomputing(memory: MemoryPolicy) -> str:
     own = ", ".join(f"{name} {mode}" for name, mode in memory.layers.items())
     own = own if len(memory.layers) <= 3 else f"{len(memory.layers)} layers otherwise"
     return f"{default or 'recompute'} ({own})" if own else default
-
-
-def stages_a_rank(schedule: str) -> int:
-    """How many pieces of the model a pipeline rank holds unless a plan says otherwise."""
-    return 2 if schedule in ("interleaved", "zero_bubble") else 1

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from inspect import isfunction
 
+from meshwright.core.combinations import stages_a_rank
 from meshwright.core.errors import RequestError, unknown
 from meshwright.core.model import ModelProfile
-from meshwright.core.plan import Plan, stages_a_rank
+from meshwright.core.plan import Plan
 from meshwright.core.strand import Flow
 from meshwright.core.strategy import Strategy, as_strategy, differences
 from meshwright.core.units import show_seconds

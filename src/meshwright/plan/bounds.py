@@ -16,9 +16,10 @@ from typing import Generic, TypeVar
 
 from meshwright.core.calibration import Calibration, Rates
 from meshwright.core.cluster import Cluster
+from meshwright.core.combinations import stages_a_rank
 from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
-from meshwright.core.plan import Compile, PipelineSchedule, Plan, stages_a_rank
+from meshwright.core.plan import Compile, PipelineSchedule, Plan
 from meshwright.core.recompute import Recompute
 from meshwright.core.schedule import Action, wire_factor
 from meshwright.core.tensor import TensorPolicy

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from meshwright.core.cluster import Cluster
+from meshwright.core.combinations import stages_a_rank
 from meshwright.core.compression import Compression
 from meshwright.core.context import ContextPolicy
 from meshwright.core.errors import RequestError
@@ -15,7 +16,7 @@ from meshwright.core.hybrid import kind_of, places
 from meshwright.core.mesh import Mesh, check_runnable
 from meshwright.core.model import ModelProfile
 from meshwright.core.owners import OwnerPolicy
-from meshwright.core.plan import BalancePolicy, Compile, Overlap, PipelineSchedule, Plan, Stage, SyncPolicy, stages_a_rank
+from meshwright.core.plan import BalancePolicy, Compile, Overlap, PipelineSchedule, Plan, Stage, SyncPolicy
 from meshwright.core.recompute import Recompute
 from meshwright.core.routes import Route, for_world
 from meshwright.core.spatial import SpatialPolicy

@@ -1,0 +1,99 @@
+"""What does not go together in a plan, each with the reason and what to change."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meshwright.core.errors import RequestError
+from meshwright.core.spatial import show_grid
+
+if TYPE_CHECKING:
+    from meshwright.core.plan import Plan
+
+
+def check_combinations(plan: Plan) -> None:
+    mesh = plan.mesh
+    if mesh.cp > 1 and not plan.spatial.grid:
+        _context(plan)
+    if mesh.ep > 1:
+        _owners(plan)
+    if plan.tensor.sequence:
+        _sequence(plan)
+    if mesh.pp > 1:
+        _pipeline(plan)
+    if plan.spatial.grid:
+        _spatial(plan)
+
+
+def stages_a_rank(schedule: str) -> int:
+    """How many pieces of the model a pipeline rank holds unless a plan says otherwise."""
+    return 2 if schedule in ("interleaved", "zero_bubble") else 1
+
+
+def _pipeline(plan: Plan) -> None:
+    """One stage a rank for the plain schedules, several for the others."""
+    pp, count, micro = plan.mesh.pp, len(plan.stages), plan.micro_batches
+    if plan.compile == "model":
+        raise RequestError("plan: compile=model does not go with pp: use compile=blocks")
+    if count and count % pp:
+        raise RequestError(f"plan: {count} stages do not divide over pp={pp}: use {max(count // pp, 1) * pp} stages")
+    each = count // pp if count else stages_a_rank(plan.schedule)
+    if each != 1 and plan.schedule in ("gpipe", "1f1b"):
+        raise RequestError(f"plan: schedule={plan.schedule} has one stage a rank, and {count} stages are given for pp={pp}: use interleaved")
+    if plan.schedule == "zero_bubble" and each != 2:
+        raise RequestError(f"plan: schedule=zero_bubble has two stages a rank, and {count} stages are given for pp={pp}: give {2 * pp}")
+    if plan.schedule == "interleaved" and micro % max(1, micro // pp):
+        raise RequestError(f"plan: schedule=interleaved takes micro-batches in rounds of pp={pp}: set micro_batches={-(-micro // pp) * pp}")
+    if plan.schedule in ("1f1b", "zero_bubble") and micro < pp:
+        raise RequestError(f"plan: schedule={plan.schedule} needs at least pp={pp} micro-batches, {micro} given: set micro_batches={pp}")
+    if plan.balance.shares:
+        raise RequestError("plan: balance.shares does not go with pp yet: leave it out")
+    if plan.memory.zero == 2 and plan.schedule not in ("gpipe", "1f1b"):
+        raise RequestError(
+            f"plan: zero=2 reduces after each backward of all that a rank holds, and schedule={plan.schedule} has two: use 1f1b or zero=1"
+        )
+    if plan.memory.zero == 2 and any(stage.also for stage in plan.stages):
+        raise RequestError("plan: zero=2 with pp cannot share a parameter between stages (a tied embedding): use zero=1 or zero=3")
+    if plan.memory.zero == 3 and plan.schedule == "zero_bubble":
+        raise RequestError("plan: schedule=zero_bubble cuts backward in two, and zero=3 reduces in the middle of it: use interleaved or zero=1")
+
+
+def _context(plan: Plan) -> None:
+    if plan.compile != "none":
+        raise RequestError(f"plan: compile={plan.compile} does not go with cp, which works on the model's own calls: use compile=none")
+
+
+def _sequence(plan: Plan) -> None:
+    """Tensor-parallel ranks share positions where no other ranks have some of them already."""
+    for axis in ("cp", "ep"):
+        if plan.mesh.degree(axis) > 1:
+            raise RequestError(f"plan: sequence=true does not go with {axis} yet (mesh {plan.mesh}): set sequence=false")
+
+
+def _spatial(plan: Plan) -> None:
+    mesh, ways = plan.mesh, plan.spatial.ways
+    if ways != mesh.cp:
+        raise RequestError(f"plan: spatial.grid {show_grid(plan.spatial.grid)} has {ways} ranks and mesh {mesh} has cp={mesh.cp}: plan again")
+    for axis in ("pp", "tp"):
+        if mesh.degree(axis) > 1:
+            raise RequestError(f"plan: blocks of positions do not go with {axis} yet (mesh {mesh}): use dp or shard beside cp={ways}")
+    if plan.compile == "model":
+        raise RequestError("plan: compile=model does not go with cp: neighbours meet inside the model; use compile=blocks")
+
+
+def _owners(plan: Plan) -> None:
+    """What owners of experts and tables do not go with; each with its reason."""
+    ep, owners = plan.mesh.ep, plan.owners
+    if plan.mesh.pp > 1 and owners.tables:
+        raise RequestError(f"plan: mesh {plan.mesh}: a stage of a pipeline cannot look up at owners yet: use --mesh ep={ep} with dp")
+    if plan.memory.zero == 3 and owners.tables:
+        raise RequestError(f"plan: zero=3 would gather tables that others own, in mesh {plan.mesh}: use zero=1 or zero=2")
+    if plan.compile == "model":
+        raise RequestError("plan: compile=model does not go with ep, whose exchanges no one graph can hold: use compile=blocks")
+    if any(len(m.counts) != ep for m in owners.mixtures) or not all(0 <= t.owner < ep for t in owners.tables):
+        raise RequestError(f"plan: owners are listed for another number of ranks than ep={ep}: leave owners out and they are chosen again")
+    if owners.tables and plan.mesh.degree("tp") > 1:
+        raise RequestError(f"plan: mesh {plan.mesh}: tables at owners do not go with tensor parallelism yet: use --mesh ep={ep} with dp")
+    around = [u for u in plan.memory.units for t in owners.tables if t.module.startswith(f"{u}.")]
+    if plan.memory.recompute == "full" and around:
+        raise RequestError(f"plan: recompute=full would look tables up again in the backward of {around[0]}: set recompute=none")
