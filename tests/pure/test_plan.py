@@ -250,8 +250,9 @@ def test_a_slower_network_is_tried_also_where_it_was_not_measured() -> None:
 
 def test_rates_from_data_sheets_are_said_to_be() -> None:
     guessed = replace(calibration(2), source="data sheets")
-    text = explain(rank_plans(BIG, cluster(2), Workload(64), guessed, Wishes()))
-    assert "Rates come from data sheets: `meshwright describe cluster --probe`" in text
+    for name, says in (("here", "data sheets: `meshwright describe cluster --probe`"), ("elsewhere", "data sheets.")):
+        text = explain(rank_plans(BIG, replace(cluster(2), name=name), Workload(64), guessed, Wishes()))
+        assert f"Rates come from {says}" in text
     assert "data sheets" not in explain(rank(BIG, 2))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.table import Table
 
-from meshwright.cli.shared import GlobalBatch, Json, MeshFlag, Nproc, Seq, Settings, make_config, need_torch, print_json, say, stdout
+from meshwright.cli.shared import ClusterFlag, GlobalBatch, Json, MeshFlag, Nproc, Seq, Settings, make_config, need_torch, print_json, say, stdout
 from meshwright.core.errors import RequestError
 from meshwright.core.units import parse_bytes, show_bytes, show_count, show_seconds
 
@@ -25,7 +25,7 @@ Several = list[str] | None
 
 def simulate(
     what: Annotated[str, typer.Argument(metavar="MODEL|PLAN", help="Zoo name, hf:PATH, package.module:factory, or a plan.json.")],
-    cluster: Annotated[str, typer.Option("--cluster", help="here, ideal[:N] (a network that costs nothing), FILE.json, FILE.json:NODES.")] = "here",
+    cluster: ClusterFlag = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="Write a timeline for Chrome or Perfetto.")] = None,
     slow: Annotated[Several, typer.Option("--slow", help="RANK=FACTOR: its computation takes so many times as long.")] = None,
     jitter: Annotated[float, typer.Option("--jitter", help="Vary every computation by this share, the same for a seed.")] = 0.0,
@@ -82,10 +82,10 @@ def simulate(
         if failing is not None or trace is not None:
             raise RequestError("--scale simulates many steps, --mtbf and --trace are of one: leave one of them out")
         growth = Growth(parse_sizes(sizes), weak)
-        machine = find_machine(cluster, config.model_copy(update={"mesh": None, "nproc": None}), os.environ, say)
+        machine = find_machine(cluster or "here", config.model_copy(update={"mesh": None, "nproc": None}), os.environ, say)
         _scale(Subject(config, machine.cluster.devices[0].kind, say), machine, growth, faults, out, as_json)
         return
-    machine = find_machine(cluster, config, os.environ, say)
+    machine = find_machine(cluster or "here", config, os.environ, say)
     _one(Subject(config, machine.cluster.devices[0].kind, say), machine, faults, trace, failing, out, as_json)
 
 

@@ -3,8 +3,9 @@
 from meshwright.comm.composed import Composed, Mail
 from meshwright.comm.ledger import Ledger, Line
 from meshwright.comm.null import NullComm
+from meshwright.comm.pending import Then
 from meshwright.comm.routed import RoutedComm
 from meshwright.comm.threads import ThreadComm, ThreadWorld
 from meshwright.comm.torch_comm import TorchComm
 
-__all__ = ["Composed", "Ledger", "Line", "Mail", "NullComm", "RoutedComm", "ThreadComm", "ThreadWorld", "TorchComm"]
+__all__ = ["Composed", "Ledger", "Line", "Mail", "NullComm", "RoutedComm", "Then", "ThreadComm", "ThreadWorld", "TorchComm"]

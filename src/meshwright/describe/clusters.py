@@ -18,13 +18,13 @@ IDEAL = Link("ideal", 0.0, 1e18)  # costs nothing that could be seen
 
 
 def resolve(text: str, environ: Mapping[str, str], *, ranks: int | None = None) -> Cluster:
-    """The cluster that `text` names. `ranks`: no more devices than these, and for `ideal` without a number as many."""
+    """The cluster that `text` names; a file's with so many nodes like its first, where a number follows. `ranks`: no more devices than these,
+    and for `ideal` without a number as many."""
     name, _, number = text.partition(":")
     if text == "here":
         return discover(environ, ranks=ranks)
-    if text.endswith((".json", ".toml")):
-        path = Path(text)
-        found = load_cluster(path) if text.endswith(".toml") else from_data(Cluster, read_json(path), text)
+    if name.endswith((".json", ".toml")):
+        found = _from_file(Path(name), _count(text, number, f"{name}:4"))
     elif name == "ideal":
         return ideal(_count(text, number, "ideal:64") or ranks, environ)
     else:
@@ -32,6 +32,14 @@ def resolve(text: str, environ: Mapping[str, str], *, ranks: int | None = None) 
             raise unknown("cluster", name, ["here", "ideal", *machines(), "a file's name in .toml or .json"])
         found = machine(name, _count(text, number, f"{name}:4"))
     return found.take(ranks) if ranks is not None else found
+
+
+def _from_file(path: Path, nodes: int | None) -> Cluster:
+    found = load_cluster(path) if path.suffix == ".toml" else from_data(Cluster, read_json(path), str(path))
+    if not found.devices:
+        raise RequestError(f"{path}: a cluster without devices runs nothing: give its nodes devices")
+    node = found.nodes[0]
+    return replace(found, nodes=tuple(replace(node, name=f"{node.name}-{i}") for i in range(nodes))) if nodes is not None else found
 
 
 @cache

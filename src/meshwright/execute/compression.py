@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from meshwright.comm import Then
 from meshwright.core.comm import Comm, Pending
 from meshwright.core.compression import factor_shape
 from meshwright.core.plan import SyncPolicy
@@ -43,21 +44,6 @@ class Plain:
         return comm.reduce_scatter(own, grads, name, op)
 
 
-class _Then:
-    """A call after which something is left to do: done by the first wait."""
-
-    def __init__(self, pending: Pending, finish: Callable[[], object]) -> None:
-        self._pending = pending
-        self._finish: Callable[[], object] | None = finish
-
-    def wait(self) -> bool:
-        self._pending.wait()
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
-        return True
-
-
 @dataclass(frozen=True)
 class Rounded:
     """Rounded for the wire and reduced so."""
@@ -70,13 +56,13 @@ class Rounded:
         if comm.size == 1:
             return comm.all_reduce(grads, name, op)
         wire = grads.to(self.kind)
-        return _Then(comm.all_reduce(wire, name, op), lambda: grads.copy_(wire))
+        return Then(comm.all_reduce(wire, name, op), lambda: grads.copy_(wire))
 
     def reduce_scatter(self, comm: Comm, own: torch.Tensor, grads: torch.Tensor, name: str, op: str) -> Pending:
         if comm.size == 1:
             return comm.reduce_scatter(own, grads, name, op)
         wire = torch.empty(own.shape, dtype=self.kind, device=own.device)
-        return _Then(comm.reduce_scatter(wire, grads.to(self.kind), name, op), lambda: own.copy_(wire))
+        return Then(comm.reduce_scatter(wire, grads.to(self.kind), name, op), lambda: own.copy_(wire))
 
 
 @dataclass

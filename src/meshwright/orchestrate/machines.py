@@ -8,10 +8,8 @@ from pathlib import Path
 
 from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster, Link, Node
-from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
-from meshwright.core.serial import from_data, read_json
 from meshwright.cost.sheets import from_sheets
 from meshwright.describe.clusters import resolve
 from meshwright.orchestrate.config import RunConfig
@@ -42,23 +40,15 @@ class Machine:
 
 
 def find_machine(text: str, config: RunConfig, environ: Mapping[str, str], say: Say) -> Machine:
-    """`here`, `ideal[:N]`, a machine such as dgx-h100:16, or a cluster's file; `FILE.json:N` for N nodes like its first."""
-    kind, _, number = text.rpartition(":") if ":" in text else (text, "", "")
-    if number and (not number.isdigit() or not int(number)):
-        raise RequestError(f"--cluster {text}: write it like {kind}:64")
-    if kind.endswith(".json"):
-        found = from_data(Cluster, read_json(Path(kind)), kind)
-        if not found.devices:
-            raise RequestError(f"{kind}: a cluster without devices runs nothing: give its nodes devices")
-        node = found.nodes[0]
-        return _from_figures(replace(found, nodes=tuple(replace(node, name=f"{node.name}-{i}") for i in range(int(number)))) if number else found)
-    if kind not in ("here", "ideal") or (number and kind == "here"):
+    """`here`, `ideal[:N]`, a machine such as dgx-h100:16, or a cluster's file, `FILE:N` for N nodes like its first."""
+    if text != "here" and text.partition(":")[0] != "ideal":
         return _from_figures(resolve(text, environ))
-    alone = config.model_copy(update={"mesh": None, "nproc": None, "plan": "auto"}) if kind == "ideal" else config
+    ideal = resolve(text, environ, ranks=asked_ranks(config)) if text != "here" else None
+    alone = config.model_copy(update={"mesh": None, "nproc": None, "plan": "auto"}) if ideal is not None else config
     with Orchestrator(alone, environ, say) as orchestrator:
         here, measured = orchestrator.cluster, orchestrator.calibration()
-    if kind == "ideal":
-        return _ideal(here.nodes[0], int(number or 0) or asked_ranks(config) or len(here.devices), measured)
+    if ideal is not None:
+        return _ideal(here.nodes[0], len(ideal.devices), measured)
     cuda = here.devices[0].kind == "cuda"
 
     def network(world: int) -> Network:

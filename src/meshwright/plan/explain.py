@@ -27,7 +27,8 @@ def explain(ranking: Ranking) -> str:
         lines.append(_second(best, second))
     lines += _what_if(ranking)
     if ranking.calibration.source != "probe":
-        lines.append(f"Rates come from {ranking.calibration.source}: `meshwright describe cluster --probe` would measure this machine.")
+        here = ": `meshwright describe cluster --probe` would measure this machine" if ranking.cluster.name == "here" else ""
+        lines.append(f"Rates come from {ranking.calibration.source}{here}.")
     return "\n".join(lines)
 
 
