@@ -19,7 +19,7 @@ from meshwright.core.workload import Workload
 from meshwright.cost import estimate
 from meshwright.cost.collective import collective_seconds
 from meshwright.cost.compute import ComputeCost
-from meshwright.cost.memory import activation_peak, held_bytes
+from meshwright.cost.memory import fullest_moment, held_bytes
 from meshwright.cost.step import HEADROOM, _run
 from meshwright.schedule import expand
 
@@ -157,9 +157,31 @@ def test_micro_batches_divide_activations() -> None:
 
 def test_recomputation_keeps_outputs_and_one_block() -> None:
     profile = blocks(6, saved=1e5)
-    kept = activation_peak(plan(profile, recompute="full"), profile)
-    assert activation_peak(plan(profile), profile) == 6 * 1e5
-    assert kept == 6 * 1e4 + 1e5
+    kept = fullest_moment(plan(profile, recompute="full", micro=2), profile)
+    assert fullest_moment(plan(profile), profile).activations == 6 * 1e5
+    assert kept.activations == 5 * 1e4 + 1e5
+
+
+def test_the_fullest_moment_is_not_when_everything_is_saved_and_the_largest_workspace_needed() -> None:
+    """The first layer's backward needs much, and comes when all others have let go."""
+    profile = blocks(4, saved=100.0)
+    first, *others = (replace(x, transient_bytes=0.0) for x in profile.layers)
+    for much, most in ((250.0, 400.0), (350.0, 450.0)):
+        assert fullest_moment(plan(profile, micro=2), replace(profile, layers=(replace(first, transient_bytes=much), *others))).bytes == most
+
+
+def test_gradients_come_as_activations_go_on_one_device() -> None:
+    profile = blocks(4, shapes=((50,),), saved=100.0)  # 200 bytes of gradient a layer
+    found = fullest_moment(plan(profile), replace(profile, layers=tuple(replace(x, transient_bytes=0.0) for x in profile.layers)))
+    assert (found.activations, found.gradients) == (0.0, 800.0), "the optimizer's step"
+    large = fullest_moment(plan(profile), replace(profile, layers=tuple(replace(x, activation_bytes=500.0) for x in profile.layers)))
+    assert (large.activations, large.gradients) == (2000.0, 0.0), "the end of forward"
+
+
+def test_other_micro_batches_keep_theirs_and_recompute_nothing() -> None:
+    profile = blocks(4, saved=1e5)
+    alone, three = (fullest_moment(plan(profile, recompute="full", micro=4), profile, n).activations for n in (1, 3))
+    assert three - alone == 2 * 4 * 1e4
 
 
 def test_unequal_shares_are_priced_by_the_largest() -> None:

@@ -316,8 +316,11 @@ def test_folding_changes_no_number(make: Callable[[int], Task], precision: str, 
     folded = trace_task(make(6), precision=precision)
     monkeypatch.setattr(trace, "folded", lambda *_: contextlib.nullcontext())
     plain = trace_task(make(6), precision=precision)
+    apart = {"fusible_bytes": 0.0, "transient_bytes": 0.0, "workspaces": ()}  # see the next tests
     for a, b in zip(folded.layers, plain.layers, strict=True):
-        assert replace(a, fusible_bytes=0.0) == replace(b, fusible_bytes=0.0)  # see the next test
+        assert replace(a, **apart) == replace(b, **apart)
+        # Autocast keeps its copies of biases until forward ends: folded blocks have none, and this model's are as large as its activations.
+        assert a.transient_bytes == pytest.approx(b.transient_bytes, rel=1e-9 if precision == "fp32" else 0.2)
 
 
 def test_folding_does_not_change_what_a_compiler_could_fuse(monkeypatch: pytest.MonkeyPatch) -> None:

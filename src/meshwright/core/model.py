@@ -61,13 +61,15 @@ class LayerProfile:
     activation_bytes: float  # saved for backward
     output_bytes: float
     fusible_bytes: float = 0.0  # of those saved, what element-wise work made: a compiler makes most of it again instead
-    transient_bytes: float = 0.0  # largest workspace of one operation: what it touches that is neither a parameter nor saved
-    product_bytes: float = 0.0  # the same over matrix products, convolutions and attention alone: what fusion leaves
+    transient_bytes: float = 0.0  # most that is alive while it works, in forward or backward, beyond what it and others have saved
+    product_bytes: float = 0.0  # what one matrix product, convolution or attention touches that is not saved: what fusion leaves
     dear_bytes: float = 0.0  # what these products give in forward: kept by selective recomputation
     overwrites: bool = False  # its code changes such a result in place, so it cannot be kept
     tensors: tuple[TensorSpec, ...] = ()
     kernels: tuple[Kernel, ...] = ()
     block: str = ""  # name shared by repeated blocks of the same structure; "" when it stands alone
+    # Where it was traced: `transient_bytes` as lines over the number of samples (bytes at none, bytes a sample), of which the highest holds.
+    workspaces: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class ModelProfile:
         if batch not in self._others:
             more = batch - self.batch
             memo: dict[tuple[int, int], tuple[Kernel, ...]] = {}
-            layers = tuple(_shift(a, b, more, memo) for a, b in zip(self.layers, self.slopes, strict=True))
+            layers = tuple(_shift(a, b, more, batch, memo) for a, b in zip(self.layers, self.slopes, strict=True))
             self._others[batch] = replace(self, layers=layers, batch=batch)
         return self._others[batch]
 
@@ -130,7 +132,7 @@ class ModelProfile:
         return {}
 
 
-def _shift(layer: LayerProfile, slope: LayerProfile, more: int, memo: dict[tuple[int, int], tuple[Kernel, ...]]) -> LayerProfile:
+def _shift(layer: LayerProfile, slope: LayerProfile, more: int, batch: int, memo: dict[tuple[int, int], tuple[Kernel, ...]]) -> LayerProfile:
     key = (id(layer.kernels), id(slope.kernels))
     if key not in memo:
         memo[key] = tuple(
@@ -148,7 +150,9 @@ def _shift(layer: LayerProfile, slope: LayerProfile, more: int, memo: dict[tuple
         activation_bytes=line(lambda x: x.activation_bytes),
         output_bytes=line(lambda x: x.output_bytes),
         fusible_bytes=line(lambda x: x.fusible_bytes),
-        transient_bytes=line(lambda x: x.transient_bytes),
+        transient_bytes=max([0.0, *(base + batch * each for base, each in layer.workspaces)])
+        if layer.workspaces
+        else line(lambda x: x.transient_bytes),
         product_bytes=line(lambda x: x.product_bytes),
         dear_bytes=line(lambda x: x.dear_bytes),
         kernels=memo[key],

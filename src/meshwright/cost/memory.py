@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from meshwright.core.calibration import Rates
 from meshwright.core.model import LayerProfile, ModelProfile
 from meshwright.core.plan import Plan
@@ -35,37 +37,68 @@ def held_bytes(plan: Plan, profile: ModelProfile, optimizer: str) -> dict[str, i
 def peak_bytes(plan: Plan, profile: ModelProfile, optimizer: str, rates: Rates, in_flight: int = 1) -> dict[str, int]:
     """The largest rank's peak by kind; `profile` is at the largest micro-batch."""
     held = held_bytes(plan, profile, optimizer)
-    activations = activation_peak(plan, profile) * in_flight
-    kinds = {
+    fullest = fullest_moment(plan, profile, in_flight)
+    return {
         "parameters": held["parameters"],
         "optimizer": held["optimizer"],
-        "activations": int(activations),
-        "workspace": int(max((layer.product_bytes if plan.compile == "model" else layer.transient_bytes for layer in profile.layers), default=0)),
+        "activations": int(fullest.activations),
+        "workspace": int(fullest.workspace),
         "communication": _communication(plan, profile) + compression_bytes(plan, held["gradients"]),
         "framework": rates.base_bytes,
+        "gradients": int(fullest.gradients) if _come_and_go(plan) else held["gradients"],
     }
-    # On one device gradients appear as activations go: the peak holds the larger of the two sweeps.
-    kinds["gradients"] = held["gradients"] if plan.mesh.group_size("data") > 1 else max(held["gradients"] - int(activations), 0)
-    return kinds
 
 
-def activation_peak(plan: Plan, profile: ModelProfile) -> float:
-    """Bytes saved for backward when the last layer's forward ends, plus one unit's worth that recomputation brings back."""
-    units, modes = set(plan.memory.units), plan.memory.modes
-    kept = brought_back = 0.0
-    for layer in profile.layers:
-        compiled = plan.compile == "model" or (plan.compile == "blocks" and layer.name in units)
-        fusible = layer.fusible_bytes * (1.0 - FUSED_SAVED if compiled else 1.0)
-        saved = layer.activation_bytes - layer.fusible_bytes + fusible
-        mode = modes.get(layer.name, "none")
-        if mode == "none":
-            kept += saved
-            continue
-        kept += layer.output_bytes  # a block's input is as large as its output in every repeated block
-        if mode == "selective":
-            kept += layer.dear_bytes
-        brought_back = max(brought_back, saved if mode == "full" else fusible)
-    return kept + brought_back
+@dataclass(frozen=True)
+class Moment:
+    """What is alive beside parameters and states."""
+
+    activations: float
+    workspace: float
+    gradients: float = 0.0  # that backward has made so far, where they are made anew in each step
+
+    @property
+    def bytes(self) -> float:
+        return self.activations + self.workspace + self.gradients
+
+
+def fullest_moment(plan: Plan, profile: ModelProfile, in_flight: int = 1) -> Moment:
+    """When forward and backward hold the most.
+
+    While a layer works, in forward or backward, there is what the layers before it keep, all that it needs itself (recomputation brings that
+    back for one unit at a time), its workspace and, in backward, gradients of the layers after it. Other micro-batches under way keep theirs."""
+    kept = [_kept(plan, layer) for layer in profile.layers]
+    before = (in_flight - 1) * sum(kept)
+    later = float(sum(t.bytes for t in profile.tensors if t.trainable)) if _come_and_go(plan) else 0.0
+    moments = [Moment(0.0, 0.0, later)]  # the optimizer's step
+    for layer, keeps in zip(profile.layers, kept, strict=True):
+        later -= sum(t.bytes for t in layer.tensors if t.trainable) if _come_and_go(plan) else 0.0
+        workspace = layer.product_bytes if plan.compile == "model" else layer.transient_bytes
+        moments.append(Moment(before + max(_saved(plan, layer), keeps), workspace, later))
+        before += keeps
+    return max(moments, key=lambda moment: moment.bytes)
+
+
+def kept_bytes(plan: Plan, profile: ModelProfile) -> float:
+    """What is held for backward when a micro-batch's forward ends."""
+    return sum(_kept(plan, layer) for layer in profile.layers)
+
+
+def _come_and_go(plan: Plan) -> bool:
+    """On one device gradients appear as activations go; micro-batches after the first, and several ranks' buckets, find them there."""
+    return plan.mesh.group_size("data") == 1 and plan.micro_batches == 1
+
+
+def _kept(plan: Plan, layer: LayerProfile) -> float:
+    mode = plan.memory.mode(layer.name)
+    if mode == "none":
+        return _saved(plan, layer)
+    return layer.output_bytes + (layer.dear_bytes if mode == "selective" else 0.0)  # a repeated block's input is as large as its output
+
+
+def _saved(plan: Plan, layer: LayerProfile) -> float:
+    compiled = plan.compile == "model" or (plan.compile == "blocks" and layer.name in plan.memory.units)
+    return layer.activation_bytes - (layer.fusible_bytes * FUSED_SAVED if compiled else 0.0)
 
 
 def _communication(plan: Plan, profile: ModelProfile) -> int:

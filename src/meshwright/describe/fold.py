@@ -24,15 +24,18 @@ class _Seen:
 
     name: str
     inputs: tuple[Any, ...]
-    outputs: list[Any]  # a leaf each: ("input", position), ("like", tensor) or ("value", anything)
+    outputs: list[Any]  # a leaf each: ("input", position), ("like", what is known of a tensor) or ("value", anything)
     spec: Any
 
 
+Alike = Callable[[torch.Tensor], Callable[[torch.Tensor], None]]
+
+
 @contextmanager
-def folded(layers: list[Layer], stands_for: dict[str, str], alike: Callable[[torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
+def folded(layers: list[Layer], stands_for: dict[str, str], alike: Alike) -> Iterator[None]:
     """While active, blocks from the third of their kind on do nothing; `stands_for` learns which layer speaks for which.
 
-    `alike(known, made)` is told which tensor of the representative each made-up output stands for.
+    `alike` is shown each output of a representative, and what it gives back each output that is made up after it: none is kept alive.
     """
     kinds: dict[str, list[Layer]] = {}
     for layer in layers:
@@ -54,19 +57,17 @@ def folded(layers: list[Layer], stands_for: dict[str, str], alike: Callable[[tor
                 module.forward = own  # … or to what somebody had put there
 
 
-def _stand_in(
-    layer: Layer, forward: Callable[..., Any], seen: list[_Seen], stands_for: dict[str, str], alike: Callable[[torch.Tensor, torch.Tensor], None]
-) -> Callable[..., Any]:
+def _stand_in(layer: Layer, forward: Callable[..., Any], seen: list[_Seen], stands_for: dict[str, str], alike: Alike) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
         # The representative itself always runs: a checkpointed block is run a second time, in backward.
         if seen and seen[0].name != layer.name and _shapes(leaves) == seen[0].inputs:
             stands_for[layer.name] = seen[0].name
-            return _replay(seen[0], leaves, alike)
+            return _replay(seen[0], leaves)
         output = forward(*args, **kwargs)
         if not seen:
             found, spec = pytree.tree_flatten(output)
-            seen.append(_Seen(layer.name, _shapes(leaves), [_describe(leaf, leaves) for leaf in found], spec))
+            seen.append(_Seen(layer.name, _shapes(leaves), [_describe(leaf, leaves, alike) for leaf in found], spec))
         return output
 
     return call
@@ -76,22 +77,21 @@ def _shapes(leaves: list[Any]) -> tuple[Any, ...]:
     return tuple((tuple(t.shape), t.dtype, t.requires_grad) if torch.is_tensor(t) else repr(t)[:80] for t in leaves)
 
 
-def _describe(leaf: Any, inputs: list[Any]) -> tuple[str, Any]:
+def _describe(leaf: Any, inputs: list[Any], alike: Alike) -> tuple[str, Any]:
     if not torch.is_tensor(leaf):
         return "value", leaf
     for position, given in enumerate(inputs):
         if given is leaf:
             return "input", position
-    return "like", leaf.detach().requires_grad_(leaf.requires_grad)
+    return "like", (tuple(leaf.shape), leaf.dtype, leaf.requires_grad, alike(leaf))
 
 
-def _replay(seen: _Seen, leaves: list[Any], alike: Callable[[torch.Tensor, torch.Tensor], None]) -> Any:
+def _replay(seen: _Seen, leaves: list[Any]) -> Any:
     sources = [t for t in leaves if torch.is_tensor(t) and t.requires_grad]
-    known = [tensor for kind, tensor in seen.outputs if kind == "like"]
-    wanted = [(tuple(t.shape), t.dtype, t.requires_grad) for t in known]
-    replayed = _Skip.apply(wanted, *sources) if wanted else ()
-    for before, now in zip(known, replayed, strict=True):
-        alike(before, now)
+    wanted = [known for kind, known in seen.outputs if kind == "like"]
+    replayed = _Skip.apply([known[:3] for known in wanted], *sources) if wanted else ()
+    for (_, _, _, mark), now in zip(wanted, replayed, strict=True):
+        mark(now)
     made = iter(replayed)
     outputs = [leaves[value] if kind == "input" else next(made) if kind == "like" else value for kind, value in seen.outputs]
     return pytree.tree_unflatten(outputs, seen.spec)

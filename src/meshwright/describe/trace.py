@@ -30,6 +30,7 @@ from meshwright.core.task import Batch, Loss, Task
 from meshwright.describe.fakes import LOW, build, example, example_like, on_fakes, quiet
 from meshwright.describe.fold import folded
 from meshwright.describe.layers import Layer, find_layers, signature, tied_names
+from meshwright.describe.lifetimes import Lifetimes, Line, envelope
 from meshwright.describe.operations import flops_of, is_free, kind_of
 
 _PROBED_BATCHES = (2, 3)  # two points fix a line; one sample alone takes special paths in some kernels
@@ -45,7 +46,7 @@ class _Tally:
     saved: float = 0.0
     fusible: float = 0.0
     output: float = 0.0
-    transient: float = 0.0
+    beside: list[float] = field(default_factory=list)  # at each operation: bytes alive that no other layer has saved
     hard: float = 0.0
     dear: float = 0.0
     overwrites: bool = False
@@ -93,16 +94,17 @@ def _run(
         fakes = stack.enter_context(on_fakes(model, precision))
         recorder = _Recorder(fakes.values())
         stack.enter_context(_watched(layers, recorder))
+        stack.enter_context(_collected(fakes.values(), recorder.lifetimes))
         stands_for: dict[str, str] = {}
         stack.enter_context(folded(layers, stands_for, recorder.alike))
         stack.enter_context(quiet())
-        stack.enter_context(torch.autocast("cpu", dtype=LOW[precision]) if precision in LOW else nullcontext())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.saved, lambda t: t))
         inputs = example(batch)
         stack.enter_context(recorder)
         stack.enter_context(_flash_everywhere(recorder) if attention == "flash" else sdpa_kernel(SDPBackend.MATH))
         try:
-            value = loss(model, inputs)
+            with torch.autocast("cpu", dtype=LOW[precision]) if precision in LOW else nullcontext():
+                value = loss(model, inputs)
             recorder.counted_loss = isinstance(value, tuple)
             total = value[0] if isinstance(value, tuple) else value
             recorder.phase = "backward"
@@ -128,10 +130,11 @@ class _Recorder(TorchDispatchMode):
         self.stack: list[str] = [""]
         self._starts: list[int] = [0]  # first autograd number of each run of nodes …
         self._owners: list[str] = [""]  # … and the layer that owns it
-        self._seen = {t.untyped_storage()._cdata for t in constants}
+        self._constants = {t.untyped_storage()._cdata for t in constants}
+        self._seen = set(self._constants)
         self._pointwise: set[int] = set()  # storages that element-wise work wrote
         self._dear: set[int] = set()  # storages that products, convolutions and attention gave in forward
-        self._kept: list[Any] = []  # storages must stay alive, or their addresses would be used again
+        self.lifetimes = Lifetimes(self._forget)
 
     def enter(self, name: str) -> None:
         self.stack.append(name)
@@ -147,45 +150,60 @@ class _Recorder(TorchDispatchMode):
         self._starts.append(torch._C._autograd._get_sequence_nr())
         self._owners.append(self.stack[-1])
 
-    def _layer(self) -> _Tally:
+    def _forget(self, storage: int) -> None:
+        for known in (self._seen, self._pointwise, self._dear):
+            known.discard(storage)
+
+    def _layer(self) -> str:
+        """The layer at work."""
         if self.phase == "forward":
-            return self.tallies[self.stack[-1]]
+            return self.stack[-1]
         node: Any = torch._C._current_autograd_node()
         if node is None:
-            return self.tallies[""]
+            return ""
         at = bisect_right(self._starts, node._sequence_nr()) - 1
-        return self.tallies[self._owners[min(at, len(self._owners) - 1)]]
+        return self._owners[min(at, len(self._owners) - 1)]
 
-    def alike(self, known: torch.Tensor, made: torch.Tensor) -> None:
-        """`made` stands for what a folded block would have made, which is like `known`."""
-        if known.untyped_storage()._cdata in self._pointwise:
-            self._pointwise.add(made.untyped_storage()._cdata)
-            self._kept.append(made)
+    def alike(self, known: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        """What to do with tensors that stand for what a folded block would have made, which is like `known`."""
+        pointwise = known.untyped_storage()._cdata in self._pointwise
+
+        def mark(made: torch.Tensor) -> None:
+            if pointwise:
+                self.lifetimes.born(made.untyped_storage())
+                self._pointwise.add(made.untyped_storage()._cdata)
+
+        return mark
 
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is not torch.strided:
             return tensor
-        storage = tensor.untyped_storage()._cdata
-        if storage not in self._seen:
-            self._seen.add(storage)
-            self._kept.append(tensor)
-            layer, size = self._layer(), tensor.untyped_storage().nbytes()
-            layer.saved += size
-            layer.fusible += size if storage in self._pointwise else 0
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._seen:
+            layer = self._layer()
+            self.lifetimes.saved(storage, layer)
+            self._seen.add(storage._cdata)
+            self.tallies[layer].saved += storage.nbytes()
+            self.tallies[layer].fusible += storage.nbytes() if storage._cdata in self._pointwise else 0
         return tensor
 
     def record(self, kind: KernelKind, flops: float, moved: float, tensors: Iterable[torch.Tensor] = ()) -> None:
         """One call. What it needs beyond parameters and saved activations is its workspace."""
-        tally = self._layer()
+        layer = self._layer()
+        tally = self.tallies[layer]
         tally.kernels.append((kind, self.phase, flops, moved))
-        fresh = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors) if s._cdata not in self._seen}
-        tally.transient = max(tally.transient, float(sum(fresh.values())))
+        tally.beside.append(float(self.lifetimes.beside(layer)))
         if kind not in ("memory", "special"):
+            fresh = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors) if s._cdata not in self._seen}
             tally.hard = max(tally.hard, float(sum(fresh.values())))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        storages = [t.untyped_storage() for t in pytree.tree_leaves(out) if torch.is_tensor(t) and t.layout is torch.strided]
+        for storage in storages:
+            if storage._cdata not in self._constants:
+                self.lifetimes.born(storage)
         if not is_free(func):
             tensors = [t for t in pytree.tree_leaves((args, kwargs, out)) if torch.is_tensor(t) and t.layout is torch.strided]
             flops = flops_of(func, args, kwargs, out)
@@ -194,12 +212,10 @@ class _Recorder(TorchDispatchMode):
                 flops = float(max(t.numel() for t in tensors))
             read = pytree.tree_leaves(out) if func._overloadpacket in _GATHERS else tensors
             self.record(kind, flops, float(sum({id(t): _bytes(t) for t in read if torch.is_tensor(t)}.values())), tensors)
-            storages = [t.untyped_storage() for t in pytree.tree_leaves(out) if torch.is_tensor(t) and t.layout is torch.strided]
-            self._kept += storages
             made = {s._cdata for s in storages}
             self._pointwise = self._pointwise | made if kind in ("memory", "special") else self._pointwise - made
             if func._schema.is_mutable and self._dear & made:
-                self._layer().overwrites = True
+                self.tallies[self._layer()].overwrites = True
             elif kind not in ("memory", "special"):
                 self.give(storages)
         return out
@@ -209,7 +225,7 @@ class _Recorder(TorchDispatchMode):
         if self.phase == "forward":
             fresh = {s._cdata: s.nbytes() for s in storages if s._cdata not in self._dear}
             self._dear.update(fresh)
-            self._layer().dear += sum(fresh.values())
+            self.tallies[self._layer()].dear += sum(fresh.values())
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -294,6 +310,23 @@ def _watched(layers: list[Layer], recorder: _Recorder) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _collected(fakes: Iterable[torch.Tensor], lifetimes: Lifetimes) -> Iterator[None]:
+    """A gradient that is complete is its parameter's: nothing of a step's workspace."""
+
+    def done(param: torch.Tensor) -> None:
+        assert param.grad is not None
+        if param.grad.layout is torch.strided:
+            lifetimes.handed_over(param.grad.untyped_storage())
+
+    hooks = [t.register_post_accumulate_grad_hook(done) for t in fakes if t.requires_grad]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def _padded(run: dict[str, _Tally], layers: list[Layer]) -> dict[str, _Tally]:
     return {**run, **{layer.name: _Tally() for layer in layers if layer.name not in run}}
 
@@ -331,13 +364,14 @@ def _finish(
                 activation_bytes=b.saved - a.saved if slope else a.saved,
                 output_bytes=b.output - a.output if slope else a.output,
                 fusible_bytes=b.fusible - a.fusible if slope else a.fusible,
-                transient_bytes=b.transient - a.transient if slope else a.transient,
+                transient_bytes=_workspace(a, b, slope),
                 product_bytes=b.hard - a.hard if slope else a.hard,
                 dear_bytes=b.dear - a.dear if slope else a.dear,
                 overwrites=a.overwrites,
                 tensors=tensors,
                 kernels=kernels,
                 block=block,
+                workspaces=_workspaces(a, b),
             )
         )
     return tuple(profiles)
@@ -367,6 +401,19 @@ def _merge(a: _Tally, b: _Tally, slope: bool) -> tuple[Kernel, ...]:
         key = (kind, phase, flops, moved, flops_b - flops, moved_b - moved)
         counts[key] = counts.get(key, 0) + 1
     return tuple(Kernel(k[0], k[1], k[4] if slope else k[2], k[5] if slope else k[3], n) for k, n in counts.items())
+
+
+def _workspaces(a: _Tally, b: _Tally) -> tuple[Line, ...]:
+    """What is alive at each operation beyond what its layer has saved in the end, as lines over the number of samples."""
+    same, low = len(a.beside) == len(b.beside), _PROBED_BATCHES[0]
+    pairs = zip(a.beside, b.beside, strict=True) if same else [(max(a.beside, default=0.0), max(b.beside, default=0.0))]
+    both = [(x - a.saved, y - b.saved) for x, y in pairs]
+    return envelope([(x - low * (y - x), y - x) for x, y in both])
+
+
+def _workspace(a: _Tally, b: _Tally, slope: bool) -> float:
+    low, high = (max(max(t.beside, default=0.0) - t.saved, 0.0) for t in (a, b))
+    return high - low if slope else low
 
 
 def _owners(model: nn.Module, layers: list[Layer]) -> dict[str, list[tuple[str, nn.Parameter]]]:

@@ -57,7 +57,6 @@ class _Sum:
     kept: dict[Recompute, float]  # bytes saved for backward
     parameters: float  # bytes
     trained: float
-    workspace: float = 0.0  # of the layer that needs most
     unit: float = 0.0  # bytes of the largest unit's parameters
     root: float = 0.0  # and of all that is in none
 
@@ -160,9 +159,8 @@ class Bounds:
         return base + max(self._held(point, part, 1.0, in_flight(point, rank)) + self._passing(point, part) for rank, part in enumerate(parts))
 
     def _passing(self, point: Point, part: _Sum) -> float:
-        """What lives only while something is computed or travels: under ZeRO-3 two gathered units and two of gradients."""
-        gathered = part.root + 4 * part.unit if point.zero == 3 and point.mesh.group_size("data") > 1 else 0.0
-        return part.workspace + gathered
+        """What lives only while something travels: under ZeRO-3 two gathered units and two of gradients."""
+        return part.root + 4 * part.unit if point.zero == 3 and point.mesh.group_size("data") > 1 else 0.0
 
     def _held(self, point: Point, part: _Sum, share: float, under_way: int) -> float:
         mesh, states, shards = point.mesh, OPTIMIZER_STATES[self._workload.optimizer], point.mesh.shard
@@ -208,8 +206,7 @@ class Bounds:
             sizes = [(t.bytes, t.trainable) for t in layer.tensors]
             trained = float(sum(size for size, train in sizes if train))
             whole = float(sum(size for size, _ in sizes))
-            work = layer.product_bytes if compiled == "model" else layer.transient_bytes
-            extra = (work, whole, 0.0) if unit else (work, 0.0, whole)
+            extra = (whole, 0.0) if unit else (0.0, whole)
             found.append(_Sum(forward, price.layer(layer, "backward", memo), again, kept, whole, trained, *extra))
         return found
 
@@ -244,7 +241,7 @@ def _total(rows: Sequence[_Sum], counts: Mapping[int, int]) -> _Sum:
     kept = {mode: add(lambda row, mode=mode: row.kept[mode]) for mode in RECOMPUTES}  # type: ignore[misc]
     figures = (add(lambda r: r.forward), add(lambda r: r.backward), again, kept, add(lambda r: r.parameters), add(lambda r: r.trained))
     here = [rows[kind] for kind in counts]
-    return _Sum(*figures, max((r.workspace for r in here), default=0.0), max((r.unit for r in here), default=0.0), add(lambda r: r.root))
+    return _Sum(*figures, max((r.unit for r in here), default=0.0), add(lambda r: r.root))
 
 
 class _Same(Generic[T]):
