@@ -104,7 +104,7 @@ def plan_for(model: nn.Module, batch: Batch, loss_fn: Loss, *, world: int | None
     """Ranked plans for a live model on this machine, best first; `explain` tells why. `batch` is a global batch."""
     cluster = discover(os.environ, ranks=world)
     workload = Workload(sample_count(batch))
-    profile = trace_module(model, loss_fn, batch, name=type(model).__name__)
+    profile = trace_module(model, loss_fn, batch, name=type(model).__name__, device=cluster.devices[0].kind)
     calibration = calibrate.kept(cluster, os.environ) or from_sheets(cluster)
     asked = Wishes(world=world, **wishes)
     if asked.flow is None and len(cluster.devices) > 1:

@@ -8,7 +8,8 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,17 +17,24 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from made_up import plan
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from meshwright import zoo
 from meshwright.core.errors import RequestError
 from meshwright.core.model import LayerProfile, ModelProfile
+from meshwright.core.plan import Plan
 from meshwright.core.task import Batch, Field, Loss, Task
-from meshwright.cost.memory import held_bytes
+from meshwright.cost.memory import fullest_moment, held_bytes
 from meshwright.describe import trace
+from meshwright.describe.lifetimes import envelope
 from meshwright.describe.trace import parameters_only, trace_module, trace_task
 from meshwright.schedule.expand import gradient_buckets
 from meshwright.zoo.gpt import GPT, GPTConfig
@@ -158,8 +166,8 @@ print(json.dumps([found.parameters, found.flops_forward, time.perf_counter() - b
 
 
 def saved_in_a_real_run(model: nn.Module, loss: Loss, batch: Batch) -> int:
-    """Bytes of the storages that autograd keeps, parameters not counted; each storage once."""
-    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    """Bytes of the storages that autograd keeps, parameters and the batch not counted; each storage once."""
+    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *batch.values())}
     kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -193,6 +201,60 @@ def test_language_models_save_what_a_real_run_saves(name: str) -> None:
     task = zoo.load(name)
     batch = {"tokens": torch.zeros(5, task.fields["tokens"].shape[0], dtype=torch.int64)}
     assert trace_task(task).at(5).activation_bytes == saved_in_a_real_run(task.build(), task.loss, batch)
+
+
+class _Alive(TorchDispatchMode):
+    """The most bytes alive at once of what a real run makes."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known = {t.untyped_storage()._cdata for t in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in (t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.known:
+                self.known.add(storage._cdata)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._died, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return out
+
+    def _died(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+@pytest.mark.parametrize(
+    ("name", "samples"),
+    [("gpt-tiny", 4), ("gpt-tiny", 32), ("llama-tiny", 8), ("cosmoflow-tiny", 4), ("cosmoflow-tiny", 32), ("vae-conv", 64), ("cnn", 512)],
+)
+def test_the_fullest_moment_is_that_of_a_real_run(name: str, samples: int) -> None:
+    """Gradients included, on one device. What a model does in its own forward is one layer to a trace, whenever it happens: in the convolutional
+    net that hides when gradients come, which matters where batches are small."""
+    task = zoo.load(name)
+    model = task.build()
+    batch = {n: torch.zeros(samples, *f.shape, dtype=getattr(torch, f.dtype)) for n, f in task.fields.items()}
+    with sdpa_kernel(SDPBackend.MATH), _Alive([*model.parameters(), *batch.values()]) as alive:
+        value = task.loss(model, batch)
+        (value[0] / value[1] if isinstance(value, tuple) else value).backward()
+    found = fullest_moment(Plan(name, samples), trace_task(task, attention="math").at(samples)).bytes
+    assert found == pytest.approx(alive.most, rel=0.03)
+
+
+def test_norms_are_wide_on_cuda_and_pooling_is_not() -> None:
+    norm, pool = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), nn.Sequential(nn.Conv3d(1, 4, 1), nn.ReLU(), nn.MaxPool3d(2))
+    for model, shape, more in ((norm, (8,), True), (pool, (1, 4, 4, 4), False)):
+        cpu, cuda = (profile_of(model, *shape, precision="bf16", device=kind).activation_bytes for kind in ("cpu", "cuda"))
+        assert (cuda > cpu) is more and cuda != cpu
+
+
+@given(st.lists(st.tuples(st.integers(-50, 50), st.integers(0, 20)), min_size=1), st.integers(1, 40))
+def test_an_envelope_is_the_highest_line_everywhere(lines: list[tuple[int, int]], samples: int) -> None:
+    few = envelope([(float(a), float(b)) for a, b in lines])
+    assert max([0.0, *(a + b * samples for a, b in few)]) == max([0.0, *(a + b * samples for a, b in lines)])
 
 
 def activations(length: int, attention: str) -> float:

@@ -185,7 +185,7 @@ class _Wish:
         with Orchestrator(config, os.environ, say) as orchestrator:
             calibration = orchestrator.calibration()
         say(f"profiling {task.name}")
-        profile = trace_task(task, precision=plan.memory.precision)
+        profile = trace_task(task, precision=plan.memory.precision, device=plan.device)
         if needs_cuts(plan):
             plan = fill_cuts(plan, trace_flow(task, plan.memory.precision), profile)
         price = ActionCost(plan, config.optimizer, calibration.layout(plan.world))

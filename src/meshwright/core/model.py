@@ -86,6 +86,7 @@ class ModelProfile:
     tied: tuple[tuple[str, ...], ...] = ()  # the names of each parameter that several layers share; it is counted under the first
     counted_loss: bool = False  # the loss is a (sum, count), and both are reduced
     buffers: tuple[TensorSpec, ...] = ()  # what the model holds beside parameters: running statistics, tables
+    sample_bytes: float = 0.0  # of a batch, for each of its samples
 
     @property
     def parameters(self) -> int:

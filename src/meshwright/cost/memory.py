@@ -11,9 +11,9 @@ from meshwright.core.workload import OPTIMIZER_STATES
 from meshwright.cost.compression import compression_bytes
 from meshwright.schedule.expand import gradient_buckets, unit_bytes
 
-# Of what element-wise work would save, the part that a compiler computes again in backward instead.
-# From GPT-2 124M and 1.3B on one H200 (docs/log.md): compiled against eager peak memory.
-FUSED_SAVED = 0.5
+# Of what element-wise work would save, the part that a compiler computes again in backward instead: it weighs each tensor by rules of its own,
+# and came to 0.7 in GPT-2 124M's blocks and to 0.2 in GPT 1.3B's on one H200 (docs/log.md).
+FUSED_SAVED = 0.45
 
 
 def held_bytes(plan: Plan, profile: ModelProfile, optimizer: str) -> dict[str, int]:
@@ -41,7 +41,7 @@ def peak_bytes(plan: Plan, profile: ModelProfile, optimizer: str, rates: Rates, 
     return {
         "parameters": held["parameters"],
         "optimizer": held["optimizer"],
-        "activations": int(fullest.activations),
+        "activations": int(fullest.activations + profile.sample_bytes * plan.largest_share),  # and the batch itself
         "workspace": int(fullest.workspace),
         "communication": _communication(plan, profile) + compression_bytes(plan, held["gradients"]),
         "framework": rates.base_bytes,
@@ -71,11 +71,13 @@ def fullest_moment(plan: Plan, profile: ModelProfile, in_flight: int = 1) -> Mom
     before = (in_flight - 1) * sum(kept)
     later = float(sum(t.bytes for t in profile.tensors if t.trainable)) if _come_and_go(plan) else 0.0
     moments = [Moment(0.0, 0.0, later)]  # the optimizer's step
+    given = 0.0
     for layer, keeps in zip(profile.layers, kept, strict=True):
         later -= sum(t.bytes for t in layer.tensors if t.trainable) if _come_and_go(plan) else 0.0
-        workspace = layer.product_bytes if plan.compile == "model" else layer.transient_bytes
+        # Of fused code there are left the largest product's operands, or the gradients that it is given and gives.
+        workspace = max(layer.product_bytes, given + layer.output_bytes) if plan.compile == "model" else layer.transient_bytes
         moments.append(Moment(before + max(_saved(plan, layer), keeps), workspace, later))
-        before += keeps
+        before, given = before + keeps, layer.output_bytes
     return max(moments, key=lambda moment: moment.bytes)
 
 

@@ -27,6 +27,7 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 from meshwright.core.errors import RequestError
 from meshwright.core.model import Kernel, KernelKind, LayerProfile, ModelProfile, Phase, TensorSpec
 from meshwright.core.task import Batch, Loss, Task
+from meshwright.describe.casts import CudaCasts
 from meshwright.describe.fakes import LOW, build, example, example_like, on_fakes, quiet
 from meshwright.describe.fold import folded
 from meshwright.describe.layers import Layer, find_layers, signature, tied_names
@@ -52,18 +53,20 @@ class _Tally:
     overwrites: bool = False
 
 
-def trace_task(task: Task, *, precision: str = "fp32", attention: str = "flash") -> ModelProfile:
-    """Profile a task's model without allocating it."""
+def trace_task(task: Task, *, precision: str = "fp32", attention: str = "flash", device: str = "cpu") -> ModelProfile:
+    """Profile a task's model without allocating it, as it would run on a kind of `device`."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     model = build(task, mode)
-    profile = _trace(model, task.loss, lambda batch: example(task, batch, precision), mode, task.name, precision, attention)
+    profile = _trace(model, task.loss, lambda batch: example(task, batch, precision), mode, task.name, precision, attention, device)
     return replace(profile, tokens_per_sample=task.tokens_per_sample)
 
 
-def trace_module(model: nn.Module, loss: Loss, batch: Batch, *, name: str, precision: str = "fp32", attention: str = "flash") -> ModelProfile:
+def trace_module(
+    model: nn.Module, loss: Loss, batch: Batch, *, name: str, precision: str = "fp32", attention: str = "flash", device: str = "cpu"
+) -> ModelProfile:
     """Profile a live model on the shapes of one of its batches. Neither is touched."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    return _trace(model, loss, lambda size: example_like(batch, size), mode, name, precision, attention)
+    return _trace(model, loss, lambda size: example_like(batch, size), mode, name, precision, attention, device)
 
 
 def parameters_only(model: nn.Module, name: str) -> ModelProfile:
@@ -73,37 +76,52 @@ def parameters_only(model: nn.Module, name: str) -> ModelProfile:
 
 
 def _trace(
-    model: nn.Module, loss: Loss, example: Callable[[int], Batch], mode: FakeTensorMode, name: str, precision: str, attention: str
+    model: nn.Module, loss: Loss, example: Callable[[int], Batch], mode: FakeTensorMode, name: str, precision: str, attention: str, device: str
 ) -> ModelProfile:
     layers = find_layers(model)
-    runs = [_run(model, layers, loss, example, batch, mode, precision, attention) for batch in _PROBED_BATCHES]
+    runs = [_run(model, layers, loss, example, batch, mode, precision, attention, device) for batch in _PROBED_BATCHES]
     first, second = (_padded(run, layers) for run, _ in runs)
     doubled = precision == "fp64"
     low = _finish(model, layers, first, second, doubled=doubled)
     slopes = _finish(model, layers, first, second, slope=True, doubled=doubled)
-    return ModelProfile(name, low, _PROBED_BATCHES[0], slopes, precision, attention, None, tied_names(model), runs[0][1], _buffers(model, doubled))
+    return ModelProfile(
+        name,
+        low,
+        _PROBED_BATCHES[0],
+        slopes,
+        precision,
+        attention,
+        None,
+        tied_names(model),
+        runs[0][1],
+        _buffers(model, doubled),
+        _sample_bytes(example, mode),
+    )
 
 
 def _run(
     model: nn.Module, layers: list[Layer], loss: Loss, example: Callable[[int], Batch], batch: int,
-    mode: FakeTensorMode, precision: str, attention: str,
+    mode: FakeTensorMode, precision: str, attention: str, device: str,
 ) -> tuple[dict[str, _Tally], bool]:  # fmt: skip
     """One forward and backward on fakes; what each layer did, and whether the loss came with a count."""
     with ExitStack() as stack:
         stack.enter_context(mode)
         fakes = stack.enter_context(on_fakes(model, precision))
-        recorder = _Recorder(fakes.values())
+        inputs = example(batch)
+        recorder = _Recorder([*fakes.values(), *(t for t in pytree.tree_leaves(inputs) if torch.is_tensor(t))])
         stack.enter_context(_watched(layers, recorder))
         stack.enter_context(_collected(fakes.values(), recorder.lifetimes))
         stands_for: dict[str, str] = {}
         stack.enter_context(folded(layers, stands_for, recorder.alike))
         stack.enter_context(quiet())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.saved, lambda t: t))
-        inputs = example(batch)
         stack.enter_context(recorder)
         stack.enter_context(_flash_everywhere(recorder) if attention == "flash" else sdpa_kernel(SDPBackend.MATH))
         try:
-            with torch.autocast("cpu", dtype=LOW[precision]) if precision in LOW else nullcontext():
+            with ExitStack() as casts:
+                if precision in LOW:
+                    casts.enter_context(torch.autocast("cpu", dtype=LOW[precision]))
+                    casts.enter_context(CudaCasts() if device == "cuda" else nullcontext())
                 value = loss(model, inputs)
             recorder.counted_loss = isinstance(value, tuple)
             total = value[0] if isinstance(value, tuple) else value
@@ -375,6 +393,12 @@ def _finish(
             )
         )
     return tuple(profiles)
+
+
+def _sample_bytes(example: Callable[[int], Batch], mode: FakeTensorMode) -> float:
+    with mode:
+        few, more = (sum(_bytes(t) for t in pytree.tree_leaves(example(n)) if torch.is_tensor(t)) for n in _PROBED_BATCHES)
+    return float(more - few)
 
 
 def _buffers(model: nn.Module, doubled: bool = False) -> tuple[TensorSpec, ...]:

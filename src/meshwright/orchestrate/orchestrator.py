@@ -169,7 +169,7 @@ class Orchestrator:
         workload = self.workload(task)
         begun = time.perf_counter()
         self.say(f"profiling {task.name}")
-        profile = trace_task(task, precision=workload.precision)
+        profile = trace_task(task, precision=workload.precision, device=self.cluster.devices[0].kind)
         flow = self.flow(task, workload) if self.config.plan == "auto" else None
         traced = time.perf_counter() - begun
         calibration = self.calibration()

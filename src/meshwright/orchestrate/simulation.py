@@ -43,7 +43,7 @@ class Subject:
         self.given = Plan.load(Path(config.plan)) if config.plan != "auto" else None
         self.precision: Precision = self._precision(device)
         say(f"profiling {self.task.name}")
-        self.profile: ModelProfile = trace_task(self.task, precision=self.precision)
+        self.profile: ModelProfile = trace_task(self.task, precision=self.precision, device=device)
         self._say = say
 
     def _precision(self, device: str) -> Precision:
