@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 import gc
 import json
+import os
 import statistics
 import sys
 import time
@@ -20,8 +21,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
+
+from meshwright.launch.nursery import RANK_DEFAULTS
+
+os.environ.update({**RANK_DEFAULTS, **os.environ})  # before torch reads it: as ranks are started
+
+import torch
 
 from meshwright import data, zoo
 from meshwright.core.calibration import Rates
@@ -34,7 +40,7 @@ from meshwright.plan.partition import choose_units
 
 HERE = Path(__file__).parent
 STEPS = 4
-GROWTH = 1.19  # from one batch that is tried to the next: four a doubling
+GROWTH = 1.09  # from one batch that is tried to the next: eight a doubling
 GIB = 2**30
 
 
@@ -211,7 +217,7 @@ def _row(limit: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
         "micro_batch": one["batch"], "global_batch": one["batch"],
         "recompute": case.recompute, "opts": "FlashAttention; not compiled; fused AdamW", "tflops_per_gpu": "", "tflops_kind": "",
         "mfu_pct": "", "hfu_pct": "",
-        "sec_per_iter": one.get("step_s", ""), "sec_per_iter_derived": "", "tokens_per_s_per_gpu": "",
+        "sec_per_iter": "", "sec_per_iter_derived": "", "tokens_per_s_per_gpu": "",
         "mem_gb_per_gpu": one["bytes"] / 1e9 if one["bytes"] else "", "mem_unit": "GB (10^9)", "oom": int(not one["bytes"]), "notes": "",
     }  # fmt: skip
 

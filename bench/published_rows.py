@@ -36,8 +36,9 @@ NEAREST = "a100-sxm-80gb"  # for a device that nobody has described
 NETWORKS = {"volta": 1e11, "ampere": 1.6e12, "hopper": 3.2e12, "blackwell": 3.2e12}
 # Words in a framework's name and its generation; the first that matches holds.
 GENERATIONS = (
-    ("automodel", "fsdp2"), ("fsdp2", "fsdp2"), ("torchtitan", "fsdp2"), ("simplefsdp", "fsdp2"), ("composer", "fsdp1"), ("fsdp", "fsdp1"),
-    ("mosaic", "fsdp1"), ("llm-foundry", "fsdp1"), ("internevo", "internevo"), ("colossal", "internevo"), ("oneflow", "oneflow"), ("nemo", "nemo"),
+    ("eager", "eager"), ("automodel", "fsdp2"), ("fsdp2", "fsdp2"), ("torchtitan", "fsdp2"), ("simplefsdp", "fsdp2"), ("composer", "fsdp1"),
+    ("fsdp", "fsdp1"), ("mosaic", "fsdp1"), ("llm-foundry", "fsdp1"), ("internevo", "internevo"), ("colossal", "internevo"),
+    ("oneflow", "oneflow"), ("nemo", "nemo"),
     ("core", "megatron-core"), ("nanotron", "megatron-core"), ("megatron", "megatron"), ("neox", "megatron"), ("deepspeed", "fsdp1"),
 )  # fmt: skip
 # Generations that wrote attention out and had dropout, on devices before Hopper. Gated models came later, and with flash kernels.
@@ -168,9 +169,15 @@ def generation_of(row: Row, kind: str) -> str:
 
 
 def _machine(row: Row, kind: str, found: DeviceSheet) -> Machine:
-    device = Device("cuda", found.name, 0, found.memory_bytes, dict(found.peak_flops), found.memory_bandwidth, found.source)
+    device = Device("cuda", found.name, 0, _capacity(row, found), dict(found.peak_flops), found.memory_bandwidth, found.source)
     network = bits_per_s(row.get("inter_node_net", "")) or NETWORKS.get(kind, NETWORKS["ampere"])
     return Machine(device, _whole(row, "gpus_per_node", 8) or 8, Link(found.link, 0.0, found.link_bandwidth), Link("network", 0.0, network / 8))
+
+
+def _capacity(row: Row, found: DeviceSheet) -> int:
+    """The sheet's, unless the row names quite another: a variant that has no sheet, or a device held to a part of its memory."""
+    said = 1e9 * (_number(row, "gpu_mem_gb", 0) or 0)
+    return int(said) if said and abs(said / found.memory_bytes - 1) > 0.1 else found.memory_bytes
 
 
 def bits_per_s(text: str) -> float:

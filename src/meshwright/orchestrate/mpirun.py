@@ -10,6 +10,7 @@ from pathlib import Path
 
 from meshwright.core.errors import RequestError, unknown
 from meshwright.launch.mpi import mpirun, run
+from meshwright.launch.nursery import RANK_DEFAULTS
 from meshwright.orchestrate.config import RunConfig, told_to_script
 from meshwright.orchestrate.orchestrator import Orchestrator
 
@@ -40,5 +41,5 @@ def train_by_mpirun(config: RunConfig, script: str | None, arguments: list[str],
         json.dump(config.model_dump(mode="json", exclude_defaults=True), file)
         file.flush()
         train = ["-m", "meshwright.cli.main", "train", file.name, *(["--json"] if as_json else [])]
-        command, env = mpirun(ranks, {"KINETO_LOG_LEVEL": "99", **environ, **threads, **told}, cores=node.cores)
+        command, env = mpirun(ranks, {**RANK_DEFAULTS, **environ, **threads, **told}, cores=node.cores)
         return run([*command, sys.executable, *([script, *arguments] if script is not None else train)], env, sys.stderr)
