@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.core.calibration import Rates
-from meshwright.core.model import LayerProfile, ModelProfile
+from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.workload import OPTIMIZER_STATES
 from meshwright.cost.compression import compression_bytes
-from meshwright.schedule.expand import gradient_buckets, unit_bytes
+from meshwright.schedule.expand import gradient_buckets, unit_buffers
 
 # Of what element-wise work would save, the part that a compiler computes again in backward instead: it weighs each tensor by rules of its own,
 # and came to 0.7 in GPT-2 124M's blocks and to 0.2 in GPT 1.3B's on one H200 (docs/log.md).
@@ -24,9 +24,9 @@ def held_bytes(plan: Plan, profile: ModelProfile, optimizer: str) -> dict[str, i
     if plan.mesh.group_size("data") == 1:
         return {"parameters": whole, "gradients": trained, "optimizer": states * trained}
     if plan.memory.zero == 3:
-        layers = list(profile.layers)
-        piece = unit_bytes(layers, shards, trainable=True)[0] // shards
-        return {"parameters": unit_bytes(layers, shards)[0] // shards, "gradients": piece, "optimizer": states * piece}
+        buffers = [buffer for found in unit_buffers(plan, profile).values() for buffer in found]
+        piece = sum(b.bytes for b in buffers if b.trainable) // shards
+        return {"parameters": sum(b.bytes for b in buffers) // shards, "gradients": piece, "optimizer": states * piece}
     flat = sum(b.bytes for b in gradient_buckets(plan, profile))
     if plan.memory.zero == 0:
         return {"parameters": whole, "gradients": flat, "optimizer": states * trained}
@@ -108,16 +108,12 @@ def _communication(plan: Plan, profile: ModelProfile) -> int:
     if plan.mesh.group_size("data") == 1:
         return 0
     if plan.memory.zero == 3:
-        units = set(plan.memory.units)
-        sizes = [unit_bytes([layer], plan.mesh.shard)[0] for layer in profile.layers if layer.name in units]
-        root = unit_bytes(_rest(profile, units), plan.mesh.shard)[0]
-        # Gathered: the root and two units (the next is fetched ahead). Going back: one unit's whole gradient and its copy to send.
-        return root + 4 * max(sizes, default=0) + (root if not sizes else 0)
+        buffers = unit_buffers(plan, profile)
+        gathered = {name: sum(b.layout.bytes for b in found) for name, found in buffers.items()}
+        reduced = {name: sum(b.bytes for b in found if b.trainable) for name, found in buffers.items()}
+        # The root and its gradient, and two units and theirs: the next is fetched beside this one, a gradient is filled while another travels.
+        return sum(found.pop("root") + 2 * max(found.values(), default=0) for found in (gathered, reduced))
     if plan.memory.zero == 2:
         largest = sorted((b.bytes for b in gradient_buckets(plan, profile)), reverse=True)
         return sum(largest[:2])
     return max((t.bytes for t in profile.tensors), default=0)  # a fresh gradient before it is copied into its bucket
-
-
-def _rest(profile: ModelProfile, units: set[str]) -> list[LayerProfile]:
-    return [layer for layer in profile.layers if layer.name not in units]

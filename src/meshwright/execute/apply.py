@@ -21,13 +21,14 @@ from meshwright.describe.layers import tied_names
 from meshwright.execute.context import ContextRun
 from meshwright.execute.fp8 import Fp8Layers, has_fp8, use_fp8
 from meshwright.execute.groups import Groups, make_groups
-from meshwright.execute.memory import DTYPES, KeyRing, is_sharded, local_tensor, shard_model, storage_bytes
+from meshwright.execute.memory import DTYPES, KeyRing, storage_bytes
 from meshwright.execute.owners import OwnedParts, own_parts
 from meshwright.execute.pipeline import PipelineCuts
 from meshwright.execute.recompute import Recall, recompute_units
 from meshwright.execute.spatial import cut_positions
 from meshwright.execute.sync import GradientBuckets
 from meshwright.execute.tensor import TensorCuts, cut_model, share_randomness
+from meshwright.execute.units import UnitShards, is_sharded
 from meshwright.schedule.buckets import Kind, start_runs
 
 
@@ -39,7 +40,7 @@ class Applied:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     groups: Groups
-    buckets: GradientBuckets | None  # data parallel and ZeRO-1/2; None for one device and for ZeRO-3
+    buckets: GradientBuckets | UnitShards | None  # None where one rank has all of the data
     keys: KeyRing
     tensor: TensorCuts | None = None
     pipeline: PipelineCuts | None = None
@@ -55,18 +56,13 @@ class Applied:
             raise RequestError("the loss that this plan was made for slices positions itself: put inputs and shifted labels into the batch")
         return self.context.local(batch)
 
-    @property
-    def mean_over(self) -> int:
-        """How many ranks' gradients are averaged rather than summed: what a caller that wants a sum must multiply by."""
-        return self.groups.data.size if self.buckets is None else 1
-
     def accumulate(self) -> AbstractContextManager[None]:
         """Around every backward but the last of a step: gradients add up and nothing is sent where the plan allows it."""
         return self.buckets.accumulate() if self.buckets else nullcontext()
 
     def gradients(self) -> list[torch.Tensor]:
         """The pieces of the gradient that this rank steps."""
-        return [local_tensor(p.grad) for p in self.stepped() if p.grad is not None]
+        return [p.grad for p in self.stepped() if p.grad is not None]
 
     def stepped(self) -> Iterator[nn.Parameter]:
         return (p for group in self.optimizer.param_groups for p in group["params"])
@@ -78,7 +74,7 @@ class Applied:
         for param in self.stepped():
             of = kinds.get(id(param), Kind())
             if of.counted and param.grad is not None:
-                held.setdefault(of.copies, []).append(local_tensor(param.grad))
+                held.setdefault(of.copies, []).append(param.grad)
         kind = torch.float64 if self.plan.memory.precision == "fp64" else torch.float32
         total = torch.zeros((), dtype=kind, device=self.plan.device)
         for copies, grads in held.items():
@@ -97,7 +93,7 @@ class Applied:
     def _kinds(self) -> dict[int, Kind]:
         """The kind of each stepped parameter."""
         if self.buckets is not None and self.plan.memory.zero:
-            return {id(b.shard): b.layout.kind for b in self.buckets.buckets}
+            return {id(piece.param): b.layout.kind for b in self.buckets.buckets for piece in b.pieces}
         return _kinds_of(self.model, self.plan, self.pipeline)
 
     def meet_shared(self) -> None:
@@ -106,9 +102,14 @@ class Applied:
         for name, comm in self.pipeline.meetings if self.pipeline is not None else ():
             param = named.get(name)
             if comm is not None and param is not None:
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
-                comm.all_reduce(local_tensor(param.grad), f"tied/{name}").wait()
+                comm.all_reduce(self._shared_gradient(param), f"tied/{name}").wait()
+
+    def _shared_gradient(self, param: nn.Parameter) -> torch.Tensor:
+        if isinstance(self.buckets, UnitShards):
+            return self.buckets.shared_gradient(param)
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        return param.grad
 
     def clip_gradients(self, most: float) -> torch.Tensor:
         """Scale the gradient down to a norm of at most `most`; its norm before that. Right under every plan, which
@@ -131,7 +132,7 @@ class Applied:
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         states = [v for s in self.optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.dim() > 0]
         return {
-            "parameters": storage_bytes(list(self.model.parameters())),
+            "parameters": self.buckets.parameter_bytes(self.model) if self.buckets else storage_bytes(list(self.model.parameters())),
             "gradients": self.buckets.gradient_bytes() if self.buckets else storage_bytes(grads),
             "optimizer": storage_bytes(states),
         }
@@ -170,11 +171,13 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
     if plan.compile == "blocks":
         for name in units:
             model.get_submodule(name).compile()
-    buckets = None
+    buckets: GradientBuckets | UnitShards | None = None
+    kinds = _kinds_of(model, plan, pipeline)
     if groups.data.size > 1 and plan.memory.zero == 3:
-        shard_model(model, optimizer, plan, groups)
+        shared = [name for name, _ in pipeline.shared()] if pipeline is not None else []
+        buckets = UnitShards(model, optimizer, plan, groups, kinds, shared)
     elif groups.data.size > 1:
-        buckets = GradientBuckets(model, optimizer, groups, plan.sync, plan.memory.zero, _kinds_of(model, plan, pipeline))
+        buckets = GradientBuckets(model, optimizer, groups, plan.sync, plan.memory.zero, kinds)
     if pipeline is not None:
         pipeline.attach()
     return Applied(plan, model, optimizer, groups, buckets, keys, tensor, pipeline, context, owners, fp8)

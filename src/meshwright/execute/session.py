@@ -14,6 +14,7 @@ from meshwright.core.errors import RequestError, RunError
 from meshwright.core.plan import Plan
 from meshwright.core.task import Batch, Loss
 from meshwright.execute.apply import Applied, apply, autocast, average_buffers
+from meshwright.execute.sync import GradientBuckets
 
 _Piece = tuple[int, int, Batch]  # a micro-batch: its first sample, their number, the samples
 
@@ -55,7 +56,7 @@ class Session:
         self._scale = LossScale() if plan.memory.precision == "fp16" else None
         self._compiled: dict[Loss, Loss] = {}
         # The kernels read the scale in fp32, which is too coarse for fp64.
-        self._fused = plan.memory.zero < 3 and plan.memory.precision != "fp64" and getattr(optimizer, "_step_supports_amp_scaling", False)
+        self._fused = plan.memory.precision != "fp64" and getattr(optimizer, "_step_supports_amp_scaling", False)
         self._first, self._share = plan.share(plan.mesh.data_rank(self.applied.groups.rank))
 
     # -- training --
@@ -87,7 +88,7 @@ class Session:
             pipeline.run([piece for _, _, piece in pieces], run_stage, loss_fn, self._autocast)
         meter.send(pipeline.counts_samples)
         self.applied.meet_shared()
-        if buckets is not None and buckets.zero < 2:
+        if isinstance(buckets, GradientBuckets) and buckets.zero < 2:
             buckets.send_all()
 
     def _forward_backward(self, piece: _Piece, total: int, loss_fn: Loss, meter: _Meter, *, last: bool) -> None:
@@ -100,14 +101,13 @@ class Session:
                 loss.backward()
 
     def _weighted_loss(self, piece: _Piece, total: int, loss_fn: Loss, meter: _Meter) -> torch.Tensor:
-        """Forward of one micro-batch; its share of the global mean, times what scaling and an engine that averages ask for."""
+        """Forward of one micro-batch; its share of the global mean, scaled for fp16."""
         start, size, samples = piece
         self.applied.keys.set(self.seed, self.steps_done, self._first + start)
         with self._autocast():
             value = loss_fn(self.model, samples)
         loss = meter.add(value, size, total)
-        factor = self.applied.mean_over * (self._scale.value if self._scale else 1.0)
-        return loss * factor if factor != 1 else loss
+        return loss * self._scale.value if self._scale else loss
 
     def _finish(self, meter: _Meter, total: int) -> StepResult:
         if self.applied.buckets:

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from meshwright.core.comm import Comm
 from meshwright.execute.apply import Applied
 from meshwright.execute.groups import process_group
 from meshwright.execute.sync import GradientBuckets
+from meshwright.execute.units import UnitShards
 
 
 def whole_state(applied: Applied) -> Iterator[tuple[str, torch.Tensor]]:
@@ -44,15 +43,21 @@ def _holder(applied: Applied, name: str) -> tuple[Comm, int | None]:
 def _stage_state(applied: Applied) -> Iterator[tuple[str, torch.Tensor]]:
     """The state of what this rank's pipeline stages hold: all of it where there is no pipeline."""
     names = {id(p): name for name, p in applied.model.named_parameters()}
-    for name, param in applied.model.named_parameters():
-        yield name, _uncut(name, _whole(param, applied), applied)
+    for name, value in _values(applied):
+        yield name, _uncut(name, value, applied)
     if applied.buckets is not None and applied.plan.memory.zero:
         for name, value in _sliced_states(applied, applied.buckets, names):
             yield name, _uncut(name.rpartition("/")[0], value, applied)
         return
     for param in applied.stepped():
         for key, value in sorted(applied.optimizer.state.get(param, {}).items()):
-            yield f"{names[id(param)]}/{key}", _uncut(names[id(param)], _whole(_tensor(value), applied), applied)
+            yield f"{names[id(param)]}/{key}", _uncut(names[id(param)], _tensor(value).detach().cpu(), applied)
+
+
+def _values(applied: Applied) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(applied.buckets, UnitShards):
+        return applied.buckets.whole(applied.model)
+    return ((name, param.detach().cpu()) for name, param in applied.model.named_parameters())
 
 
 def _uncut(name: str, piece: torch.Tensor, applied: Applied) -> torch.Tensor:
@@ -64,39 +69,37 @@ def _uncut(name: str, piece: torch.Tensor, applied: Applied) -> torch.Tensor:
     return (applied.owners.whole(name, piece) if applied.owners is not None else piece).cpu()
 
 
-def _sliced_states(applied: Applied, buckets: GradientBuckets, names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """ZeRO-1 and 2 keep one flat state a bucket: gather it, and cut it into the parameters it belongs to."""
+def _sliced_states(applied: Applied, buckets: GradientBuckets | UnitShards, names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """ZeRO keeps the state of flat slices: gather it, and cut it into the parameters it belongs to. All ranks have the same keys."""
     found: dict[str, torch.Tensor] = {}
     for bucket in buckets.buckets:
-        assert bucket.shard is not None and bucket.values is not None
-        for key, value in sorted(applied.optimizer.state.get(bucket.shard, {}).items()):
-            whole = _tensor(value)
-            if whole.dim():
-                flat = torch.empty_like(bucket.values, dtype=whole.dtype)
-                applied.groups.shard.all_gather(flat, whole, f"state/{bucket.name}").wait()
-            for slot, param in zip(bucket.layout.slots, bucket.params, strict=True):
-                piece = flat[slot.offset : slot.offset + slot.numel].view_as(param) if whole.dim() else whole
-                found[f"{names[id(param)]}/{key}"] = piece.detach().cpu()
+        states = [(piece, applied.optimizer.state.get(piece.param, {})) for piece in bucket.pieces]
+        for key in sorted({key for _, state in states for key in state}):
+            held = [(piece, _tensor(state[key]).detach()) for piece, state in states if key in state]
+            flat = _gathered(bucket.layout.numel, [(piece.start, value) for piece, value in held if value.dim()], applied.groups.shard)
+            for piece, value in held:
+                for at in piece.slots:
+                    slot, param = bucket.layout.slots[at], bucket.params[at]
+                    whole = flat[slot.offset : slot.offset + slot.numel].view(param.shape) if value.dim() else value
+                    found[f"{names[id(param)]}/{key}"] = whole.cpu()
     order = {name: i for i, name in enumerate(names.values())}
     yield from sorted(found.items(), key=lambda item: (order[item[0].rpartition("/")[0]], item[0]))
 
 
+def _gathered(numel: int, parts: list[tuple[int, torch.Tensor]], comm: Comm) -> torch.Tensor:
+    """All ranks' slices of a flat buffer, each made of parts that begin at some place in it; nothing without any."""
+    if not parts:
+        return torch.empty(0)
+    mine = parts[0][1].new_zeros(numel // comm.size)
+    for start, part in parts:
+        mine[start : start + part.numel()] = part
+    flat = mine.new_empty(numel)
+    comm.all_gather(flat, mine, "state").wait()
+    return flat
+
+
 def _tensor(value: Any) -> torch.Tensor:
     return value if torch.is_tensor(value) else torch.tensor(float(value))
-
-
-def _whole(tensor: torch.Tensor | nn.Parameter, applied: Applied) -> torch.Tensor:
-    """Gather a ZeRO-3 tensor: FSDP2 gives each rank equal rows of dimension 0, the last ones fewer or none."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach().cpu()
-    comm = applied.groups.shard
-    shape, local = tensor.shape, tensor.to_local().detach()
-    rows = -(-shape[0] // comm.size)
-    mine = local.new_zeros((rows, *shape[1:]))
-    mine[: local.shape[0]] = local
-    every = local.new_empty((rows * comm.size, *shape[1:]))
-    comm.all_gather(every, mine, "state").wait()
-    return every[: shape[0]].cpu()
 
 
 def state_digest(applied: Applied) -> str:

@@ -25,10 +25,28 @@ from meshwright.core.errors import RequestError
 from meshwright.core.plan import SyncPolicy
 from meshwright.execute.compression import travel_of
 from meshwright.execute.groups import Groups
+from meshwright.execute.memory import storage_bytes
 from meshwright.schedule.buckets import Bucket, Kind, assign_buckets
 
 # Optimizers whose update of one element depends on that element alone; only these may work on a slice cut across tensors.
 ELEMENTWISE = {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What the optimizer steps of a rank's slice of a flat buffer."""
+
+    param: nn.Parameter
+    start: int  # in the slice
+    group: int  # of the optimizer
+    slots: range  # the parameters that it is a part of
+
+
+def check_sliceable(optimizer: torch.optim.Optimizer, zero: int) -> None:
+    if optimizer.state:
+        raise RequestError(f"zero={zero} cuts the optimizer's state: apply the plan before the optimizer's first step")
+    if type(optimizer).__name__ not in ELEMENTWISE:
+        raise RequestError(f"zero={zero} steps slices cut across tensors, and {type(optimizer).__name__} is not known to be element-wise: use zero=0")
 
 
 @dataclass
@@ -44,6 +62,10 @@ class _Live:
     waiting: set[int] = field(default_factory=set)  # slots whose gradient has not arrived in this backward
     pending: Pending | None = None
     carried: torch.Tensor | None = None  # an earlier backward's reduced slice, when the user accumulates across backwards
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        return (Piece(self.shard, 0, _group_of(self), range(len(self.params))),) if self.shard is not None else ()
 
 
 class GradientBuckets:
@@ -109,12 +131,7 @@ class GradientBuckets:
 
     def _shard(self, optimizer: torch.optim.Optimizer) -> None:
         """Move parameters into flat buffers and give the optimizer this rank's slices instead."""
-        if optimizer.state:
-            raise RequestError(f"zero={self.zero} cuts the optimizer's state: apply the plan before the optimizer's first step")
-        if type(optimizer).__name__ not in ELEMENTWISE:
-            raise RequestError(
-                f"zero={self.zero} steps slices cut across tensors, and {type(optimizer).__name__} is not known to be element-wise: use zero=0"
-            )
+        check_sliceable(optimizer, self.zero)
         shards: dict[int, list[nn.Parameter]] = {}
         for bucket in self.buckets:
             flat = _flat(bucket)
@@ -267,6 +284,9 @@ class GradientBuckets:
             bucket.carried = None
             for param in bucket.params if bucket.shard is None else (*bucket.params, bucket.shard):
                 param.grad = None
+
+    def parameter_bytes(self, model: nn.Module) -> int:
+        return storage_bytes(list(model.parameters()))
 
     def gradient_bytes(self) -> int:
         held = [b.grads for b in self.buckets if b.grads is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -79,6 +80,11 @@ def assign_buckets(
     for key, slots in list(open_slots.items()):
         close(key, itemsizes[slots[-1].index])
     return tuple(sorted(done, key=lambda b: b.slots[-1].index))
+
+
+def unit_buckets(numels: Sequence[int], itemsizes: Sequence[int], keys: Sequence[Hashable], shards: int) -> tuple[Bucket, ...]:
+    """The buffers of a ZeRO-3 unit: one for each key. `itemsizes` are those of what is gathered."""
+    return assign_buckets(numels, itemsizes, keys, first_bytes=sys.maxsize, bytes_cap=sys.maxsize, shards=shards)
 
 
 def start_runs(sizes: Sequence[int], keys: Sequence[Hashable], most: int = START_BYTES) -> Iterator[list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.core.model import LayerProfile, ModelProfile, TensorSpec
@@ -11,7 +11,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action, Schedule
 from meshwright.core.tensor import Meet, TensorPolicy
 from meshwright.core.workload import ITEM_BYTES, LOW
-from meshwright.schedule.buckets import Bucket, Kind, assign_buckets
+from meshwright.schedule.buckets import Bucket, Kind, assign_buckets, unit_buckets
 from meshwright.schedule.compression import bucket_sends, replica_bytes
 from meshwright.schedule.context import add_meetings
 from meshwright.schedule.local import local_profile
@@ -52,9 +52,8 @@ def program(plan: Plan, profile: ModelProfile, at: Place, *, clip: bool = False,
 def gradient_buckets(plan: Plan, profile: ModelProfile) -> tuple[Bucket, ...]:
     """The buckets that `execute` will make for this plan: parameters in reverse order of registration. `profile` is one rank's."""
     tensors = [t for _, t in _arrival(profile)]
-    copies, owned = plan.copies(), plan.owners.parameters if plan.mesh.ep > 1 else frozenset()
-    zero = plan.memory.zero > 0
-    kinds = [Kind(copies.get(t.name, plan.everywhere), t.counted or not zero, t.name in owned) for t in tensors]
+    kind = _kinds(plan)
+    kinds = [kind(t)._replace(counted=t.counted or not plan.memory.zero) for t in tensors]
     return assign_buckets(
         [t.numel for t in tensors],
         [t.itemsize for t in tensors],
@@ -71,18 +70,57 @@ def _arrival(profile: ModelProfile) -> list[tuple[int, TensorSpec]]:
     return sorted(found, key=lambda item: -item[1].order)
 
 
-def unit_bytes(
-    layers: tuple[LayerProfile, ...] | list[LayerProfile], shards: int, itemsize: int | None = None, trainable: bool = False
-) -> tuple[int, int]:
-    """(bytes gathered for these layers as one ZeRO-3 unit, of which padding): FSDP2 cuts dimension 0 into equal rows."""
-    padded = real = 0
-    for layer in layers:
-        for t in (t for t in layer.tensors if t.trainable or not trainable):
-            rows = t.shape[0] if t.shape else 1
-            size = itemsize or t.itemsize
-            padded += -(-rows // shards) * shards * (t.numel // max(rows, 1)) * size
-            real += t.numel * size
-    return padded, padded - real
+@dataclass(frozen=True)
+class UnitBuffer:
+    """One flat buffer of a ZeRO-3 unit: gathered in the type of the arithmetic, reduced and held in the type of storage."""
+
+    layout: Bucket
+    trainable: bool
+    itemsize: int
+
+    @property
+    def bytes(self) -> int:
+        return self.layout.numel * self.itemsize
+
+    @property
+    def padding(self) -> int:
+        return self.layout.padding // self.layout.itemsize * self.itemsize
+
+
+def unit_buffers(plan: Plan, profile: ModelProfile) -> dict[str, tuple[UnitBuffer, ...]]:
+    """The units that ZeRO-3 gathers, with the buffers that `execute` will make for them: the plan's, mixtures whose experts have owners, and
+    as `root` the rest of the model. `profile` is one rank's."""
+    mixtures = {m.module for m in plan.owners.mixtures} if plan.mesh.ep > 1 else set()
+    # A pipeline's stage leaves the model's forward half way, so there every layer is a unit and the model itself is none.
+    units = set(plan.memory.units) | ({layer.name for layer in profile.layers} if plan.mesh.pp > 1 else set())
+    tensors: dict[str, list[TensorSpec]] = {"root": []}
+    for layer in profile.layers:
+        inside = _owned_units(plan, layer, mixtures)
+        for unit in inside:
+            tensors[unit.name] = list(unit.tensors)
+        gone = {t.name for unit in inside for t in unit.tensors}
+        mine = tensors.setdefault(layer.name, []) if layer.name in units else tensors["root"]
+        mine += [t for t in layer.tensors if t.name not in gone]
+    kinds = _kinds(plan)
+    return {name: _buffers(plan, found, kinds) for name, found in tensors.items()}
+
+
+def _kinds(plan: Plan) -> Callable[[TensorSpec], Kind]:
+    copies, owned = plan.copies(), plan.owners.parameters if plan.mesh.ep > 1 else frozenset()
+    return lambda t: Kind(copies.get(t.name, plan.everywhere), t.counted, t.name in owned)
+
+
+def _buffers(plan: Plan, tensors: list[TensorSpec], kind: Callable[[TensorSpec], Kind]) -> tuple[UnitBuffer, ...]:
+    tensors = [t for t in tensors if t.numel]
+    low = ITEM_BYTES[plan.memory.precision] if plan.memory.precision in LOW else None
+    found = unit_buckets(
+        [t.numel for t in tensors],
+        [low if low and "float" in t.dtype else t.itemsize for t in tensors],
+        [(t.dtype, t.trainable, t.name if len(t.stage_ranks) > 1 else "", kind(t)) for t in tensors],
+        plan.mesh.shard,
+    )
+    first = [tensors[bucket.slots[0].index] for bucket in found]
+    return tuple(UnitBuffer(bucket, t.trainable, t.itemsize) for bucket, t in zip(found, first, strict=True))
 
 
 Meetings = dict[str, dict[str, list[Action]]]
@@ -206,9 +244,8 @@ def _tied(plan: Plan, profile: ModelProfile) -> Iterator[Action]:
     for tensor in profile.tensors:
         ranks = tensor.stage_ranks
         if len(ranks) > 1 and tensor.trainable:
-            shards = plan.mesh.shard if plan.memory.zero == 3 else 1
-            rows = -(-tensor.shape[0] // shards) if tensor.shape else 1
-            size = tensor.bytes if shards == 1 else rows * (tensor.numel // tensor.shape[0]) * tensor.itemsize
+            cut = plan.memory.zero == 3 and plan.mesh.shard > 1
+            size = _buffers(plan, [tensor], _kinds(plan))[0].bytes // plan.mesh.shard if cut else tensor.bytes
             yield Action(f"tied/{tensor.name}", "all_reduce", bytes=size, axis="pp", group=len(ranks))
 
 
@@ -271,55 +308,50 @@ def _completed_at(buckets: tuple[Bucket, ...], profile: ModelProfile) -> dict[in
 
 
 def _sharded(plan: Plan, profile: ModelProfile, place: Place, micro_batches: int) -> Iterator[Action]:
-    # A pipeline's stage leaves the model's forward half way, so there every layer is a unit and the model itself is none.
-    units = set(plan.memory.units) | ({layer.name for layer in profile.layers} if plan.mesh.pp > 1 else set())
-    shards, precision = plan.mesh.shard, plan.memory.precision
-    item = ITEM_BYTES[precision] if precision in LOW else None
     mixtures = {m.module for m in plan.owners.mixtures} if plan.mesh.ep > 1 else set()
     inside = {layer.name: _owned_units(plan, layer, mixtures) for layer in profile.layers}  # layers of experts are units of their own
-    profile = replace(profile, layers=tuple(_without(layer, inside[layer.name]) for layer in profile.layers)) if mixtures else profile
-    root = [layer for layer in profile.layers if layer.name not in units]
+    units = unit_buffers(plan, profile)
 
-    def gather(name: str, layers: list[LayerProfile], tag: str, waits: tuple[str, ...] = ()) -> Iterator[Action]:
-        size, padding = unit_bytes(layers, shards, item)
-        if size:
-            yield Action(f"params/{name}/{tag}", "all_gather", bytes=size, padding=padding, axis="shard", waits=waits)
+    def gather(name: str, tag: str) -> Iterator[Action]:
+        for at, buffer in enumerate(units[name]):
+            layout = buffer.layout
+            yield Action(f"params/{name}/{tag}{_nth(at)}", "all_gather", bytes=layout.bytes, padding=layout.padding, axis="shard")
 
-    def scatter(name: str, layers: list[LayerProfile], tag: str) -> Iterator[Action]:
-        size, padding = unit_bytes(layers, shards, None, trainable=True)
-        if size:
-            yield Action(f"grads/{name}/{tag}", "reduce_scatter", bytes=size, padding=padding, axis="shard")
-            axis = "owned" if name in mixtures else "replica"
+    def scatter(name: str, tag: str) -> Iterator[Action]:
+        axis = "owned" if name in mixtures else "replica"
+        for at, buffer in enumerate(b for b in units[name] if b.trainable):
+            sent = f"grads/{name}/{tag}{_nth(at)}"
+            yield Action(sent, "reduce_scatter", bytes=buffer.bytes, padding=buffer.padding, axis="shard")
             if plan.mesh.group_size(axis) > 1:
-                yield Action(f"replicas/{name}/{tag}", "all_reduce", bytes=size // shards, axis=axis, waits=(f"grads/{name}/{tag}",))
+                size = buffer.bytes // plan.mesh.shard
+                yield Action(f"replicas/{name}/{tag}{_nth(at)}", "all_reduce", bytes=size, axis=axis, waits=(sent,))
 
     meets = _meetings(plan, profile, place)
     sent: list[str] = []
     for micro in range(micro_batches):
         for phase, order in (("forward", range(len(profile.layers))), ("backward", range(len(profile.layers) - 1, -1, -1))):
             tag = f"{phase}/{micro}"
-            gathers = list(gather("root", root, tag))
+            gathers = list(gather("root", tag))
             yield from gathers
             if phase == "backward" and micro == micro_batches - 1:
                 yield from _loss(plan, profile)
-            own = {i: list(gather(profile.layers[i].name, [profile.layers[i]], tag)) for i in order if profile.layers[i].name in units}
-            ahead = [action for actions in own.values() for action in actions]
-            yield from ahead[:1]
+            own = {i: list(gather(profile.layers[i].name, tag)) for i in order if profile.layers[i].name in units}
+            ahead = [actions for actions in own.values() if actions]
+            yield from ahead[0] if ahead else ()
             for index in order:
                 layer = profile.layers[index]
                 if own.get(index):  # the next unit is fetched while this one computes
-                    at = ahead.index(own[index][0])
-                    yield from ahead[at + 1 : at + 2]
-                fetched = [a for unit in inside[layer.name] for a in gather(unit.name, [unit], tag)]
+                    yield from next((a for before, a in itertools.pairwise(ahead) if before is own[index]), ())
+                fetched = [a for unit in inside[layer.name] for a in gather(unit.name, tag)]
                 yield from fetched
                 yield from _compute(plan, profile, meets, phase, index, micro, tuple(a.name for a in (*own.get(index, gathers), *fetched)))
                 if phase == "backward" and (layer.name in units or inside[layer.name]):
-                    mine = [layer] if layer.name in units else []
-                    actions = [a for unit in (*inside[layer.name], *mine) for a in scatter(unit.name, [unit], tag)]
+                    mine = [layer.name] if layer.name in units else []
+                    actions = [a for name in dict.fromkeys([*(u.name for u in inside[layer.name]), *mine]) for a in scatter(name, tag)]
                     sent += [a.name for a in actions]
                     yield from actions
             if phase == "backward":
-                actions = list(scatter("root", root, tag))
+                actions = list(scatter("root", tag))
                 sent += [a.name for a in actions]
                 yield from actions
             yield from crossings(plan, profile, place, phase, micro)
@@ -327,13 +359,13 @@ def _sharded(plan: Plan, profile: ModelProfile, place: Place, micro_batches: int
     yield Action("optimizer", "optimizer", waits=tuple(sent))
 
 
+def _nth(at: int) -> str:
+    """A unit has one buffer as a rule."""
+    return f"/{at}" if at else ""
+
+
 def _owned_units(plan: Plan, layer: LayerProfile, mixtures: set[str]) -> list[LayerProfile]:
     """The mixtures in a layer, each with the parameters that it holds at its owners."""
     names = sorted(name for name in mixtures if name == layer.name or name.startswith(f"{layer.name}.") or layer.name == "(model)")
     held = {name: tuple(t for t in layer.tensors if t.name in plan.owners.parameters and t.name.startswith(f"{name}.")) for name in names}
     return [replace(layer, name=name, tensors=tensors) for name, tensors in held.items() if tensors]
-
-
-def _without(layer: LayerProfile, units: list[LayerProfile]) -> LayerProfile:
-    gone = {t.name for unit in units for t in unit.tensors}
-    return replace(layer, tensors=tuple(t for t in layer.tensors if t.name not in gone))
