@@ -32,7 +32,7 @@ import torch
 from meshwright import data, zoo
 from meshwright.core.calibration import Rates
 from meshwright.core.model import ModelProfile
-from meshwright.core.plan import Compile, MemoryPolicy, Plan, Recompute
+from meshwright.core.plan import Compile, MemoryPolicy, Offload, Plan, Recompute
 from meshwright.cost.memory import peak_bytes
 from meshwright.describe.trace import trace_task
 from meshwright.execute.session import Session
@@ -52,12 +52,13 @@ class Case:
     recompute: Recompute = "none"
     micro_batches: int = 1
     compile: Compile = "none"
+    offload: Offload = "none"
 
     def task(self) -> Any:
         return zoo.load(self.model, seq=self.seq or None)
 
     def plan(self, profile: ModelProfile, batch: int) -> Plan:
-        memory = MemoryPolicy(0, choose_units(profile), self.recompute, "bf16")
+        memory = MemoryPolicy(0, choose_units(profile), self.recompute, "bf16", offload=self.offload)
         return Plan(self.model, batch, micro_batches=self.micro_batches, memory=memory, compile=self.compile, device="cuda", backend="nccl")
 
 
@@ -65,7 +66,7 @@ MODELS = (
     Case("gpt2-124m", 8, 1024), Case("gpt2-124m", 32, 1024), Case("gpt2-124m", 32, 1024, "full"), Case("gpt2-124m", 64, 1024, "none", 4),
     Case("gpt2-774m", 8, 1024), Case("gpt-1.3b", 4, 2048), Case("gpt-1.3b", 8, 2048, "full"), Case("gpt-1.3b", 8, 2048, "selective"),
     Case("llama3-1b", 2, 2048), Case("llama3-1b", 4, 4096, "full"), Case("smollm2", 8, 2048), Case("vae", 4096), Case("cnn", 512),
-    Case("cosmoflow", 4), Case("dlrm-tiny", 4096), Case("gpt2-124m", 32, 1024, compile="model"), Case("gpt-1.3b", 4, 2048, compile="model"),
+    Case("cosmoflow", 4), Case("dlrm-tiny", 4096), Case("gpt-1.3b", 4, 2048, offload="optimizer"), Case("gpt2-124m", 32, 1024, compile="model"), Case("gpt-1.3b", 4, 2048, compile="model"),
 )  # fmt: skip
 LIMITS = (
     (Case("gpt2-124m", 0, 1024), 16), (Case("gpt2-124m", 0, 1024), 40), (Case("gpt2-774m", 0, 1024), 40), (Case("gpt2-774m", 0, 1024, "full"), 24),
@@ -166,6 +167,7 @@ def _compared(case: Case, base: int) -> dict[str, Any]:
 
 def _name(case: Case) -> str:
     how = [f"seq {case.seq}"] * bool(case.seq) + [f"recompute {case.recompute}"] * (case.recompute != "none")
+    how += ["optimizer on the host"] * (case.offload != "none")
     how += [f"{case.micro_batches} micro-batches"] * (case.micro_batches > 1) + [f"compile {case.compile}"] * (case.compile != "none")
     return f"{case.model} ({', '.join(how)})" if how else case.model
 
@@ -202,7 +204,7 @@ def _write_rows(path: Path, limits: Sequence[dict[str, Any]]) -> None:
 
 
 def _row(limit: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
-    case = Case(**{k: limit[k] for k in ("model", "batch", "seq", "recompute", "micro_batches", "compile")})
+    case = Case(**{k: limit[k] for k in ("model", "batch", "seq", "recompute", "micro_batches", "compile", "offload")})
     with torch.device("meta"):
         config = case.task().build().config
     gated, sizes = hasattr(config, "kv_heads"), asdict(config)

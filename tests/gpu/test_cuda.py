@@ -37,6 +37,15 @@ def test_same_curve_as_the_cpu(pool: Any, reference: list[float], mesh: str, zer
     assert losses == pytest.approx(reference, rel=1e-3)
 
 
+@pytest.mark.parametrize(("mesh", "zero"), [("dp=1", 0), ("shard=2", 1), ("shard=2", 3)])
+def test_states_in_host_memory(pool: Any, reference: list[float], mesh: str, zero: int) -> None:
+    made = plan(mesh, zero)
+    made["memory"]["offload"] = "optimizer"
+    found = pool.run("procs.jobs:train_curve", world=Mesh.parse(mesh).size, plan=made, model=MODEL, dtype="float32")[0]
+    assert found["losses"] == pytest.approx(reference, rel=1e-3)
+    assert found["held"]["optimizer"] == 0
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(("mesh", "zero"), [("dp=1", 0), ("shard=2", 3)])
 def test_low_precision_stays_near(pool: Any, reference: list[float], mesh: str, zero: int, precision: str) -> None:

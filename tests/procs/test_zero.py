@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ MODEL = "gpt-tiny"  # every dimension divides by 4
 UNITS = ("blocks.0", "blocks.1")
 
 
-def run(pool: Any, world: int, zero: int, model: str = MODEL, units: tuple[str, ...] = UNITS, micro: int = 1) -> list[dict[str, Any]]:
-    return pool.run(
-        "procs.jobs:train_curve", world=world, plan=to_data(make(world, zero, units, micro)), model={"zoo": model}, steps=2, dtype="float32"
-    )
+def run(
+    pool: Any, world: int, zero: int, model: str = MODEL, units: tuple[str, ...] = UNITS, micro: int = 1, offload: str = "none"
+) -> list[dict[str, Any]]:
+    plan = make(world, zero, units, micro)
+    plan = replace(plan, memory=replace(plan.memory, offload=offload))
+    return pool.run("procs.jobs:train_curve", world=world, plan=to_data(plan), model={"zoo": model}, steps=2, dtype="float32")
 
 
 def make(world: int, zero: int, units: tuple[str, ...] = UNITS, micro: int = 1, batch: int = 16) -> Plan:
@@ -45,6 +48,15 @@ def test_bytes_held_follow_the_formula(pool: Any, world: int, zero: int) -> None
         assert held["optimizer"] == 2 * size / cut[2]
         predicted = held_bytes(make(world, zero), trace_task(zoo.load(MODEL)), "adamw")
         assert held == predicted
+
+
+@pytest.mark.parametrize(("world", "zero"), [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)])
+def test_states_in_host_memory_train_the_same_and_leave_the_device(pool: Any, world: int, zero: int) -> None:
+    """To the bit: it is the same optimizer on the same slices. CPU ranks make the copies all the same."""
+    here, there = (run(pool, world, zero, offload=offload) for offload in ("none", "optimizer"))
+    for a, b in zip(here, there, strict=True):
+        assert (a["losses"], a["digest"]) == (b["losses"], b["digest"])
+        assert b["held"] == {**a["held"], "optimizer": 0}
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

@@ -51,6 +51,7 @@ class Rates:
     base_bytes: int = 0  # memory a rank holds before it has a model
     device: str = ""  # where ranks of several kinds worked together: the kind that this is about
     queued: bool = False  # calls are queued ahead of the device (GPUs): a call costs only where the work is shorter than it
+    host: Mapping[str, float] = field(default_factory=dict)  # of a GPU: "link", bytes/s each way; "step", bytes/s of an optimizer in host memory
     curves: Mapping[str, Points] = field(default_factory=dict)  # "gloo:ring/all_reduce" → (bytes that a rank must send, seconds) as measured
 
     def measured(self, name: str, sent: float) -> float | None:

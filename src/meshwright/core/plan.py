@@ -26,6 +26,8 @@ from meshwright.core.workload import Precision
 
 Compile = Literal["none", "blocks", "model"]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+Offload = Literal["none", "optimizer"]
+OFFLOADS: tuple[Offload, ...] = ("none", "optimizer")
 
 Overlap = Literal["gradients", "inputs", "gathers", "scatters"]
 # What may travel beside computation: full buckets of gradients beside the rest of backward; under tensor parallelism the gradient of a
@@ -94,6 +96,7 @@ class MemoryPolicy:
     recompute: Recompute = "none"
     precision: Precision = "fp32"  # of the arithmetic; parameters are stored in fp32 unless this is fp64
     layers: Mapping[str, Recompute] = field(default_factory=dict)  # units that recompute otherwise than the rest, by name
+    offload: Offload = "none"  # what is kept in host memory
 
     def mode(self, name: str) -> Recompute:
         """How the unit of this name recomputes; what is no unit keeps everything."""
@@ -210,6 +213,8 @@ class Plan:
             raise RequestError(f"plan: recompute=selective would exchange again over cp in mesh {self.mesh}: set recompute=full or none")
         if self.memory.precision == "fp8" and self.device == "cpu":
             raise RequestError("plan: precision=fp8 needs a GPU of compute capability 8.9 or newer, and this plan is for CPUs: use bf16")
+        if self.memory.offload not in OFFLOADS:
+            raise RequestError(f"plan: memory.offload={self.memory.offload} must be {' or '.join(OFFLOADS)}")
         if self.threads < 0:
             raise RequestError(f"plan: threads={self.threads} must be 0 (as the environment says) or more")
         if min(self.sync.bucket_bytes, self.sync.first_bucket_bytes) < 1:
@@ -336,6 +341,7 @@ class Plan:
         parts += ["sequence parallel"] * self.tensor.sequence
         parts += [self.memory.precision]
         parts += [_recomputing(self.memory)] * (self.memory.recompute != "none" or bool(self.memory.layers))
+        parts += ["optimizer in host memory"] * (self.memory.offload == "optimizer")
         parts += [f"compile {self.compile}"] * (self.compile != "none")
         parts += [f"gradients in {self.sync.compression}"] * (self.sync.compression != "none")
         return ", ".join(parts)

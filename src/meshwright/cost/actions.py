@@ -24,7 +24,7 @@ class ActionCost:
         shards = self._plan.mesh.shard if self._plan.memory.zero else 1
         item = profile.tensors[0].itemsize if profile.tensors else 4
         trained = sum(t.numel for t in profile.tensors if t.trainable)
-        return self._price.optimizer(trained / shards, self._optimizer, item)
+        return self._price.optimizer(trained / shards, self._optimizer, item, self._plan.memory.offload == "optimizer")
 
     def flops(self, profile: ModelProfile, action: Action) -> float:
         if action.op == "optimizer" or action.cheap:

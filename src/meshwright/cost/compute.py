@@ -17,6 +17,10 @@ FUSED_CALLS = 0.25
 FP8_CASTS = {True: 2.2, False: 8.4}
 
 
+# A slot of PCIe 4, and an optimizer's pass over the memory of a host that several GPUs share, where neither was measured: bytes/s.
+HOST_LINK, HOST_STEP = 2.2e10, 1.5e10
+
+
 @dataclass(frozen=True)
 class ComputeCost:
     """Prices layers of one profile at one set of rates."""
@@ -49,10 +53,14 @@ class ComputeCost:
         call = self.rates.call_s * (FUSED_CALLS if fused else 1.0)
         return kernel.count * (max(arithmetic, traffic, call) if self.rates.queued else max(arithmetic, traffic) + call)
 
-    def optimizer(self, elements: float, name: str, itemsize: int) -> float:
-        """One fused pass: read parameter, gradient and states, write parameter and states."""
+    def optimizer(self, elements: float, name: str, itemsize: int, offload: bool = False) -> float:
+        """One fused pass: read parameter, gradient and states, write parameter and states. In host memory gradients go there first, and
+        parameters come back."""
         states = OPTIMIZER_STATES.get(name, 2)
         moved = elements * itemsize * (3 + 2 * states)
+        if offload:
+            link, step = (self.rates.host.get(key, usual) for key, usual in (("link", HOST_LINK), ("step", HOST_STEP)))
+            return 2 * elements * itemsize / link + moved / step
         bandwidth = interpolate(self.rates.memory, max(moved, 1.0))
         return moved / bandwidth if bandwidth else 0.0
 

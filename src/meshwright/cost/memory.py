@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.core.calibration import Rates
-from meshwright.core.model import ModelProfile
+from meshwright.core.model import LayerProfile, ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.workload import OPTIMIZER_STATES
 from meshwright.cost.compression import compression_bytes
@@ -17,7 +17,21 @@ FUSED_SAVED = 0.45
 
 
 def held_bytes(plan: Plan, profile: ModelProfile, optimizer: str) -> dict[str, int]:
-    """Parameters, gradients and optimizer state a rank holds after backward, padding included: ZeRO's arithmetic for these storage types."""
+    """Parameters, gradients and optimizer state a rank's device holds after backward, padding included: ZeRO's arithmetic for these storage types."""
+    found = _everything(plan, profile, optimizer)
+    return found if plan.memory.offload == "none" else {**found, "optimizer": 0}
+
+
+def host_bytes(plan: Plan, profile: ModelProfile, optimizer: str) -> int:
+    """What a rank holds in host memory instead: states, and copies of what it steps and of the gradients for it."""
+    if plan.memory.offload == "none":
+        return 0
+    held = _everything(plan, profile, optimizer)
+    stepped = held["optimizer"] // OPTIMIZER_STATES[optimizer] if OPTIMIZER_STATES[optimizer] else held["gradients"]
+    return held["optimizer"] + 2 * stepped
+
+
+def _everything(plan: Plan, profile: ModelProfile, optimizer: str) -> dict[str, int]:
     whole = sum(t.bytes for t in profile.tensors)
     trained = sum(t.bytes for t in profile.tensors if t.trainable)
     states, shards = OPTIMIZER_STATES[optimizer], plan.mesh.shard

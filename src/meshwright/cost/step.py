@@ -21,7 +21,7 @@ from meshwright.cost.collective import collective_seconds, sent_bytes
 from meshwright.cost.compression import compression_seconds
 from meshwright.cost.compute import model_flops
 from meshwright.cost.folded import DEPTHS, even_buckets, narrowed, spare_blocks, with_blocks
-from meshwright.cost.memory import peak_bytes
+from meshwright.cost.memory import host_bytes, peak_bytes
 from meshwright.schedule import Place, local_profile, program
 
 HEADROOM = 0.92  # of a device's memory; the rest is for fragmentation and what others hold
@@ -33,6 +33,7 @@ def estimate(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Clu
     clock = _pipelined(plan, profile, workload, cluster, calibration, classes)
     peaks = [(c, _peak(plan, profile, workload, calibration, c)) for c in classes]
     verdicts = [_verdict(sum(kinds.values()), _capacity(cluster, plan, c)) for c, kinds in peaks]
+    verdicts += [_host_verdict(plan, profile, workload, cluster)] if plan.memory.offload != "none" else []
     kinds = max((kinds for _, kinds in peaks), key=lambda k: sum(k.values()))
     fits, reason = next((v for v in verdicts if not v[0]), verdicts[0])
     step = clock.now
@@ -124,6 +125,16 @@ def _verdict(need: int, capacity: int) -> tuple[bool, str]:
     if need <= limit:
         return True, f"needs {show_bytes(need)} a device of {show_bytes(capacity)}"
     return False, f"needs {show_bytes(need)} a device, this one has {show_bytes(capacity)}"
+
+
+def _host_verdict(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster) -> tuple[bool, str]:
+    """Whether a node's memory holds what its ranks have moved there."""
+    most = max(host_bytes(plan, local_profile(plan, profile, 0, p), workload.optimizer) for p in first_of_kind(plan, profile, range(plan.mesh.pp)))
+    for node in cluster.nodes:
+        need, has = most * min(len(node.devices), plan.world), node.memory_bytes
+        if has and need > HEADROOM * has:
+            return False, f"offload needs {show_bytes(need)} of a node's own memory, {node.name} has {show_bytes(has)}"
+    return True, ""
 
 
 @dataclass

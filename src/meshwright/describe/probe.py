@@ -74,8 +74,9 @@ def measure(
         say("collectives")
         lines = {f"{backend}/{op}": line for op, line in _collectives(comm, device, watch, sizes).items()}
         overlap = _overlap(comm, device, watch, sizes)
+    host = _host(device, comm) if device.type == "cuda" else {}
     say("framework")
-    return Rates(comm.size, threads, compute, memory, call_s, lines, overlap, _settled(device, held), kind, device.type == "cuda")
+    return Rates(comm.size, threads, compute, memory, call_s, lines, overlap, _settled(device, held), kind, device.type == "cuda", host)
 
 
 def slowest(all_rates: list[Rates]) -> Rates:
@@ -103,6 +104,7 @@ def slowest(all_rates: list[Rates]) -> Rates:
         max(r.base_bytes for r in all_rates),
         first.device,
         first.queued,
+        {key: min(r.host.get(key, 0.0) for r in all_rates) for key in first.host},
     )
 
 
@@ -115,6 +117,21 @@ def host_copies(device: torch.device) -> Mapping[str, float]:
     there = torch.empty(size, dtype=torch.uint8, device=device)
     watch = Stopwatch(device, 0.2)
     return {"host_to_device": size / watch(lambda: there.copy_(host)), "device_to_host": size / watch(lambda: host.copy_(there))}
+
+
+def _host(device: torch.device, comm: Comm) -> dict[str, float]:
+    """What an optimizer in host memory would reach, while all ranks do the same: the link each way, and its own pass."""
+    elements = 2**24
+    there = torch.zeros(elements, device=device)
+    copy = torch.nn.Parameter(torch.zeros(elements, pin_memory=True))
+    copy.grad = torch.ones_like(copy)
+    optimizer = torch.optim.AdamW([copy], fused=True)
+    watch = Stopwatch(device, 0.1)
+    comm.barrier()
+    link = watch(lambda: (there.copy_(copy.detach(), non_blocking=True), copy.grad.copy_(there, non_blocking=True)))  # type: ignore[union-attr]
+    comm.barrier()
+    step = watch(optimizer.step)
+    return {"link": 2 * 4 * elements / link, "step": 7 * 4 * elements / step}
 
 
 def _compute_rates(device: torch.device, watch: Stopwatch) -> dict[str, Points]:

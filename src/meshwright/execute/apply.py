@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from meshwright.execute.context import ContextRun
 from meshwright.execute.fp8 import Fp8Layers, has_fp8, use_fp8
 from meshwright.execute.groups import Groups, make_groups
 from meshwright.execute.memory import DTYPES, KeyRing, storage_bytes
+from meshwright.execute.offload import HostStates
 from meshwright.execute.owners import OwnedParts, own_parts
 from meshwright.execute.pipeline import PipelineCuts
 from meshwright.execute.recompute import Recall, recompute_units
@@ -47,6 +49,7 @@ class Applied:
     context: ContextRun | None = None
     owners: OwnedParts | None = None
     fp8: Fp8Layers = Fp8Layers()
+    offloaded: HostStates | None = None
 
     def local(self, batch: Batch) -> Batch:
         """For a loop of your own under context parallelism: this rank's positions of a batch. Any other plan leaves it as it is."""
@@ -65,7 +68,15 @@ class Applied:
         return [p.grad for p in self.stepped() if p.grad is not None]
 
     def stepped(self) -> Iterator[nn.Parameter]:
+        """What this rank steps, on its device."""
+        if self.offloaded is not None:
+            return iter(self.offloaded.stepped)
         return (p for group in self.optimizer.param_groups for p in group["params"])
+
+    def state_of(self, param: nn.Parameter) -> dict[str, Any]:
+        """What the optimizer keeps for a stepped parameter, wherever that is."""
+        found: dict[str, Any] = self.optimizer.state.get(self.offloaded.of(param) if self.offloaded is not None else param, {})
+        return found
 
     def squared_norm(self) -> torch.Tensor:
         """Sum of squares over the whole gradient, the same on every rank. What several ranks hold alike each counts for its part."""
@@ -128,13 +139,13 @@ class Applied:
             self.buckets.clear()
 
     def held_bytes(self) -> dict[str, int]:
-        """What this rank keeps between operations: parameters, gradients and optimizer state apart."""
+        """What this rank's device keeps between operations: parameters, gradients and optimizer state apart."""
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         states = [v for s in self.optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.dim() > 0]
         return {
             "parameters": self.buckets.parameter_bytes(self.model) if self.buckets else storage_bytes(list(self.model.parameters())),
             "gradients": self.buckets.gradient_bytes() if self.buckets else storage_bytes(grads),
-            "optimizer": storage_bytes(states),
+            "optimizer": storage_bytes(states) if self.offloaded is None else 0,
         }
 
 
@@ -178,9 +189,10 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
         buckets = UnitShards(model, optimizer, plan, groups, kinds, shared)
     elif groups.data.size > 1:
         buckets = GradientBuckets(model, optimizer, groups, plan.sync, plan.memory.zero, kinds)
+    offloaded = HostStates(optimizer) if plan.memory.offload == "optimizer" else None
     if pipeline is not None:
         pipeline.attach()
-    return Applied(plan, model, optimizer, groups, buckets, keys, tensor, pipeline, context, owners, fp8)
+    return Applied(plan, model, optimizer, groups, buckets, keys, tensor, pipeline, context, owners, fp8, offloaded)
 
 
 def _check(plan: Plan, model: nn.Module) -> None:

@@ -56,7 +56,7 @@ class Session:
         self._scale = LossScale() if plan.memory.precision == "fp16" else None
         self._compiled: dict[Loss, Loss] = {}
         # The kernels read the scale in fp32, which is too coarse for fp64.
-        self._fused = plan.memory.precision != "fp64" and getattr(optimizer, "_step_supports_amp_scaling", False)
+        self._fused = plan.memory.precision != "fp64" and plan.memory.offload == "none" and getattr(optimizer, "_step_supports_amp_scaling", False)
         self._first, self._share = plan.share(plan.mesh.data_rank(self.applied.groups.rank))
 
     # -- training --

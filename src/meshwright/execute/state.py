@@ -50,7 +50,7 @@ def _stage_state(applied: Applied) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, _uncut(name.rpartition("/")[0], value, applied)
         return
     for param in applied.stepped():
-        for key, value in sorted(applied.optimizer.state.get(param, {}).items()):
+        for key, value in sorted(applied.state_of(param).items()):
             yield f"{names[id(param)]}/{key}", _uncut(names[id(param)], _tensor(value).detach().cpu(), applied)
 
 
@@ -73,7 +73,7 @@ def _sliced_states(applied: Applied, buckets: GradientBuckets | UnitShards, name
     """ZeRO keeps the state of flat slices: gather it, and cut it into the parameters it belongs to. All ranks have the same keys."""
     found: dict[str, torch.Tensor] = {}
     for bucket in buckets.buckets:
-        states = [(piece, applied.optimizer.state.get(piece.param, {})) for piece in bucket.pieces]
+        states = [(piece, applied.state_of(piece.param)) for piece in bucket.pieces]
         for key in sorted({key for _, state in states for key in state}):
             held = [(piece, _tensor(state[key]).detach()) for piece, state in states if key in state]
             flat = _gathered(bucket.layout.numel, [(piece.start, value) for piece, value in held if value.dim()], applied.groups.shard)

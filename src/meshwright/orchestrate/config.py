@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from meshwright.core.errors import RequestError, unknown
 from meshwright.core.mesh import Mesh
-from meshwright.core.plan import Overlap
+from meshwright.core.plan import Offload, Overlap
 from meshwright.core.recompute import Recompute
 from meshwright.core.serial import read_json
 from meshwright.core.spatial import parse_grid
@@ -64,6 +64,7 @@ class RunConfig(BaseModel):
         None, description="what blocks make again in backward: none, selective (all but products and attention), full"
     )
     recompute_layers: dict[str, Recompute] = Field(default_factory=dict, description="blocks that differ; also written recompute.NAME=MODE")
+    offload: Offload | None = Field(None, description="what is kept in host memory instead of the GPU's: none, or optimizer (its state)")
     precision: Literal["auto", "fp64", "fp32", "bf16", "fp16", "fp8"] = Field("auto", description="auto: bf16 on GPUs, fp32 on CPUs")
     compile: Literal["none", "blocks", "model"] | None = None
     backend: Literal["gloo", "mpi", "nccl", "auto"] | None = Field(None, description="by device unless given; auto: as measured, call by call")
@@ -97,7 +98,7 @@ class RunConfig(BaseModel):
 
 
 # What a script of the user's own may be told from outside: how to plan it, and where to run it. All else is in the script.
-_OF_PLANS = ("mesh", "zero", "schedule", "placements", "sequence", "spatial", "micro_batches", "recompute", "recompute_layers", "compile",
+_OF_PLANS = ("mesh", "zero", "schedule", "placements", "sequence", "spatial", "micro_batches", "recompute", "recompute_layers", "offload", "compile",
              "bucket_mb", "compression", "compression_rank", "overlap", "timeout_s")  # fmt: skip
 _OF_RUNS = ("plan", "nproc", "devices", "backend", "run_dir", "name")
 TOLD = "MESHWRIGHT_WISHES"  # where a script's ranks find what was asked of their plan
@@ -128,6 +129,7 @@ def wishes_of(config: RunConfig, flow: Flow | None = None) -> Wishes:
         zero=config.zero,
         recompute=config.recompute,
         recompute_layers=config.recompute_layers,
+        offload=config.offload,
         compile=config.compile,
         micro_batches=config.micro_batches,
         backend=config.backend if config.backend != "auto" else None,

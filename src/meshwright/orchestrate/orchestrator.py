@@ -207,12 +207,12 @@ class Orchestrator:
         asked = {"nproc": c.nproc, "mesh": c.mesh and str(Mesh.parse(c.mesh)), "zero": c.zero, "recompute": c.recompute,
                  "micro_batches": c.micro_batches, "backend": c.backend if c.backend != "auto" else None, "compile": c.compile,
                  "schedule": c.schedule, "placements": c.placements or None,
-                 "recompute_layers": c.recompute_layers or None, "sequence": c.sequence,
+                 "recompute_layers": c.recompute_layers or None, "sequence": c.sequence, "offload": c.offload,
                  "compression": c.compression if c.compression != "auto" else None, "compression_rank": c.compression_rank}  # fmt: skip
         holds = {"nproc": plan.world, "mesh": str(plan.mesh), "zero": plan.memory.zero, "recompute": plan.memory.recompute,
                  "micro_batches": plan.micro_batches, "backend": plan.backend, "compile": plan.compile, "schedule": plan.schedule,
                  "placements": dict(plan.placements), "recompute_layers": dict(plan.memory.layers),
-                 "sequence": plan.tensor.sequence,
+                 "sequence": plan.tensor.sequence, "offload": plan.memory.offload,
                  "compression": plan.sync.compression, "compression_rank": plan.sync.compression_rank}  # fmt: skip
         for key, value in asked.items():
             if value is not None and value != holds[key]:

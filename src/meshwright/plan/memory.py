@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError
 from meshwright.core.model import ModelProfile
-from meshwright.core.plan import MemoryPolicy
+from meshwright.core.plan import MemoryPolicy, Offload
 from meshwright.core.recompute import Recompute
 from meshwright.core.workload import Precision
 from meshwright.plan.partition import choose_units
@@ -16,11 +16,17 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")  # in the orde
 
 
 def choose_memory(
-    profile: ModelProfile, cluster: Cluster, precision: Precision, zero: int, recompute: Recompute, layers: Mapping[str, Recompute]
+    profile: ModelProfile,
+    cluster: Cluster,
+    precision: Precision,
+    zero: int,
+    recompute: Recompute,
+    layers: Mapping[str, Recompute],
+    offload: Offload = "none",
 ) -> MemoryPolicy:
     """The policy, or why these devices or this model cannot have it."""
     check_precision(precision, cluster)
-    memory = MemoryPolicy(zero, choose_units(profile), recompute, precision, layers)  # type: ignore[arg-type]
+    memory = MemoryPolicy(zero, choose_units(profile), recompute, precision, layers, offload)  # type: ignore[arg-type]
     check_keeping(memory, profile)
     return memory
 

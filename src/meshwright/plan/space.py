@@ -16,7 +16,7 @@ from meshwright.core.hybrid import kind_of, places
 from meshwright.core.mesh import Mesh, check_runnable
 from meshwright.core.model import ModelProfile
 from meshwright.core.owners import OwnerPolicy
-from meshwright.core.plan import BalancePolicy, Compile, Overlap, PipelineSchedule, Plan, Stage, SyncPolicy
+from meshwright.core.plan import BalancePolicy, Compile, Offload, Overlap, PipelineSchedule, Plan, Stage, SyncPolicy
 from meshwright.core.recompute import Recompute
 from meshwright.core.routes import Route, for_world
 from meshwright.core.spatial import SpatialPolicy
@@ -42,6 +42,7 @@ class Wishes:
     zero: int | None = None
     recompute: Recompute | None = None
     recompute_layers: Mapping[str, Recompute] = field(default_factory=dict)  # of single units, by name
+    offload: Offload | None = None
     compile: Compile | None = None
     micro_batches: int | None = None
     backend: str | None = None
@@ -236,7 +237,7 @@ def make(
         micro_batches=micro,
         stages=cuts.stages,
         schedule=wishes.schedule or schedule or "1f1b",
-        memory=choose_memory(profile, cluster, workload.precision, zero, recompute, wishes.recompute_layers),
+        memory=choose_memory(profile, cluster, workload.precision, zero, recompute, wishes.recompute_layers, wishes.offload or "none"),
         sync=_sync(wishes, world),
         balance=nearly_equal(workload.global_batch, mesh) if len(set(map(kind_of, where))) > 1 else BalancePolicy(),
         placements=wishes.placements,

@@ -1,0 +1,68 @@
+"""Memory Manager, acting half: the optimizer's state in host memory.
+
+What the optimizer steps has a copy on the host, and the optimizer is given the copies. When it is asked for a step, the gradients are brought
+there first; the new values are brought back before anybody gathers or uses them. A device then holds parameters and gradients, and the host
+the states and the copies. Nothing else changes: which slices a rank steps is as ZeRO's stage says.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from meshwright.core.errors import RequestError
+
+
+class HostStates:
+    """Stands between what a rank steps and an optimizer that works in host memory."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer.state:
+            raise RequestError("offload=optimizer moves the optimizer's state: apply the plan before the optimizer's first step")
+        self.stepped: list[nn.Parameter] = []
+        self._copies: dict[int, nn.Parameter] = {}
+        for group in optimizer.param_groups:
+            self.stepped += group["params"]
+            group["params"] = [self._copy(param) for param in group["params"]]
+        optimizer.register_step_pre_hook(lambda *_: self._send())
+        back = optimizer.register_step_post_hook(lambda *_: self._bring_back())
+        hooks = optimizer._optimizer_step_post_hooks
+        assert isinstance(hooks, OrderedDict)
+        hooks.move_to_end(back.id, last=False)  # before those that gather what was stepped
+
+    def of(self, param: nn.Parameter) -> nn.Parameter:
+        """What the optimizer knows a stepped parameter by."""
+        return self._copies[id(param)]
+
+    def _copy(self, param: nn.Parameter) -> nn.Parameter:
+        there = torch.empty_like(param, device="cpu", pin_memory=param.is_cuda).copy_(param.detach())
+        self._copies[id(param)] = nn.Parameter(there, param.requires_grad)
+        return self._copies[id(param)]
+
+    def _pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        return ((param, self._copies[id(param)]) for param in self.stepped)
+
+    def _send(self) -> None:
+        for param, copy in self._pairs():
+            if param.grad is None:
+                copy.grad = None
+                continue
+            if copy.grad is None:
+                copy.grad = torch.empty_like(copy, pin_memory=param.is_cuda)
+            copy.grad.copy_(param.grad, non_blocking=True)
+        _wait(self.stepped)
+
+    def _bring_back(self) -> None:
+        """Gradients have done their work: an optimizer's zero_grad would reach the copies' alone."""
+        for param, copy in self._pairs():
+            param.data.copy_(copy.data, non_blocking=True)
+            param.grad = None
+        _wait(self.stepped)
+
+
+def _wait(params: list[nn.Parameter]) -> None:
+    if params and params[0].is_cuda:
+        torch.cuda.current_stream(params[0].device).synchronize()
