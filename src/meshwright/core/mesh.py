@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 from meshwright.core.errors import RequestError, unknown
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Degrees by axis, outermost first; the last axis holds neighbouring ranks. `tp` may have one to three dimensions."""
+    """Degrees by axis, outermost first; the last axis holds neighbouring ranks. `tp` may have one to three dimensions.
+
+    `order` names axes that change places, outermost first: of the places that they have by default, each gets its own in this order, and all
+    other axes stay. ('dp', 'pp') puts the stages of a pipeline next to each other and replicas apart.
+    """
 
     pp: int = 1
     dp: int = 1
@@ -18,6 +23,7 @@ class Mesh:
     cp: int = 1
     ep: int = 1
     tp: tuple[int, ...] = (1,)
+    order: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.tp) <= 3:
@@ -25,6 +31,11 @@ class Mesh:
         for axis in AXES:
             if self.degree(axis) < 1 or (axis == "tp" and min(self.tp) < 1):
                 raise RequestError(f"mesh axis {axis}: a degree is at least 1")
+        for axis in self.order:
+            if axis not in AXES:
+                raise unknown("mesh axis", axis, AXES, "order")
+            if self.order.count(axis) > 1:
+                raise RequestError(f"order={','.join(self.order)}: the axis {axis} is given twice: leave one out")
 
     def degree(self, axis: str) -> int:
         """Of an axis, or of one dimension of tensor parallelism's grid."""
@@ -57,10 +68,25 @@ class Mesh:
         """Ranks in one group: of an axis, of `data`, or the `world`."""
         return self.size if name == "world" else math.prod(self.degree(a) for a in GROUP_AXES.get(name, (name,)))
 
+    @cached_property
+    def layout(self) -> tuple[str, ...]:
+        """All axes from the outermost to that of neighbouring ranks, with those of tensor parallelism's grid for `tp`."""
+        moved = iter(self.order)
+        axes = [next(moved) if axis in self.order else axis for axis in AXES]
+        return tuple(part for axis in axes for part in (GRID if axis == "tp" else (axis,)))
+
+    def stride(self, axis: str) -> int:
+        """How many ranks lie between two that are neighbours along an axis."""
+        last = GRID[-1] if axis == "tp" else axis
+        return math.prod(self.degree(a) for a in self.layout[self.layout.index(last) + 1 :])
+
     def coordinate(self, rank: int, axis: str) -> int:
-        order = (*AXES[:-1], *GRID) if axis in GRID else AXES
-        stride = math.prod(self.degree(a) for a in order[order.index(axis) + 1 :])
-        return rank // stride % self.degree(axis)
+        return rank // self.stride(axis) % self.degree(axis)
+
+    def grid_place(self, place: int, axis: str) -> int:
+        """Along one dimension of tensor parallelism's grid, or along all of it, the coordinate of the rank whose coordinate of `tp` is `place`."""
+        inner = math.prod(self.degree(a) for a in GRID[GRID.index(axis) + 1 :]) if axis in GRID else 1
+        return place // inner % self.degree(axis)
 
     def data_rank(self, rank: int) -> int:
         """Which of the `data_width` slices of a batch this rank takes; ranks of one cp group take the same."""
@@ -71,7 +97,7 @@ class Mesh:
         """The rank lists that differ only along `axes`; each collective on those axes runs in one of them."""
         every, inside = [0], [0]  # the first rank of each group, and how far from it its members are
         stride = self.size
-        for axis in (*AXES[:-1], *GRID):
+        for axis in self.layout:
             stride //= self.degree(axis)
             steps = [at * stride for at in range(self.degree(axis))]
             if axis in axes or (axis in GRID and "tp" in axes):
@@ -103,11 +129,14 @@ class Mesh:
 
     def __str__(self) -> str:
         parts = [f"{a}={'x'.join(map(str, self.tp)) if a == 'tp' else self.degree(a)}" for a in AXES if self.degree(a) > 1]
-        return ",".join(parts) or "dp=1"
+        moved = [a for a in dict.fromkeys("tp" if a in GRID else a for a in self.layout) if self.degree(a) > 1]
+        usual = [a for a in AXES if self.degree(a) > 1]
+        return (",".join(parts) or "dp=1") + (f" in the order {','.join(moved)}" if moved != usual else "")
 
 
-AXES: tuple[str, ...] = tuple(f.name for f in fields(Mesh))  # tp is the last, so the ranks of its grid are neighbours
+AXES: tuple[str, ...] = tuple(f.name for f in fields(Mesh) if f.name != "order")  # tp is the last, so the ranks of its grid are neighbours
 GRID = ("tpx", "tpy", "tpz")
+INSIDE = ("tp", "tpx", "tpy", "cp", "ep")  # axes whose ranks meet in the middle of layers: what comes after a meeting waits for it
 GROUP_AXES: dict[str, tuple[str, ...]] = {
     "batch": ("pp", "dp", "shard", "cp", "ep"),  # all that a global batch passes through
     "data": ("dp", "shard", "cp", "ep"),  # whose gradients meet

@@ -271,11 +271,10 @@ class Plan:
         """Tensor parallelism, axis by axis."""
         return tuple((axis, policy) for axis, policy in zip(self.mesh.tp_axes, (self.tensor, self.across), strict=False) if policy.strands)
 
-    def pieces(self, rank: int) -> dict[str, tuple[int, int]]:
-        """By strand that tensor parallelism deals out: how much of it a rank holds, and of how much."""
-        place = rank % self.mesh.degree("tp")
+    def pieces(self, place: int) -> dict[str, tuple[int, int]]:
+        """By strand that tensor parallelism deals out: how much of it the rank with this coordinate of `tp` holds, and of how much."""
         if place not in self._pieces:  # asked for every message of every micro-batch
-            ways = [(self.mesh.coordinate(place, axis), self.mesh.degree(axis), policy.strands) for axis, policy in self.tensors]
+            ways = [(self.mesh.grid_place(place, axis), self.mesh.degree(axis), policy.strands) for axis, policy in self.tensors]
             self._pieces[place] = {s.name: (s.piece(at, degree)[1], s.size) for at, degree, strands in ways for s in strands}
         return self._pieces[place]
 

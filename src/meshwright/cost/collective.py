@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 from meshwright.core.calibration import Line, Rates
 from meshwright.core.cluster import Cluster, Link
-from meshwright.core.mesh import AXES, GRID, GROUP_AXES, Mesh
+from meshwright.core.mesh import GRID, GROUP_AXES, Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.reach import Pattern, Reach
 from meshwright.core.routes import way, way_parts
@@ -47,10 +46,10 @@ def between(cluster: Cluster, action: Action, mesh: Mesh) -> Link | Reach:
 
 def _strides(axis: str, mesh: Mesh) -> tuple[tuple[int, int], ...]:
     """(stride, degree) of the axes that a group runs along, outermost first; neighbouring axes are one."""
-    order, found = (*AXES[:-1], *GRID), [(1, mesh.size)] if axis == "world" else []
+    found = [(1, mesh.size)] if axis == "world" else []
     axes = [a for part in GROUP_AXES.get(axis, (axis,)) for a in (GRID if part == "tp" else (part,))]
-    for name in sorted(axes, key=order.index) if axis != "world" else ():
-        stride, degree = math.prod(mesh.degree(a) for a in order[order.index(name) + 1 :]), mesh.degree(name)
+    for name in sorted(axes, key=mesh.layout.index) if axis != "world" else ():
+        stride, degree = mesh.stride(name), mesh.degree(name)
         if found and found[-1][0] == stride * degree:
             stride, degree = stride, degree * found.pop()[1]
         if degree > 1:
@@ -63,10 +62,10 @@ def members(axis: str, count: int, mesh: Mesh) -> Sequence[int]:
     """The ranks that meet in rank 0's group of an axis, or the first `count` of them. Those of the other groups are as far apart."""
     if axis == "world":
         return range(mesh.size)
-    order, found = (*AXES[:-1], *GRID), [0]
+    found = [0]
     axes = [a for part in GROUP_AXES.get(axis, (axis,)) for a in (GRID if part == "tp" else (part,))]
-    for part in sorted(axes, key=order.index):
-        stride = math.prod(mesh.degree(a) for a in order[order.index(part) + 1 :])
+    for part in sorted(axes, key=mesh.layout.index):
+        stride = mesh.stride(part)
         places = range(0, mesh.degree(part) * stride, stride)
         found = [rank + place for rank in found for place in places]
     found = found[: count or None]

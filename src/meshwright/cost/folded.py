@@ -25,7 +25,7 @@ _MEETS = ("enters", "sums", "gathers", "lookups", "norms", "deals", "collects")
 def spare_blocks(plan: Plan, profile: ModelProfile, here: Collection[str]) -> tuple[int, ...]:
     """Layers that repeat the ones before them, by index, in the order in which they may be left out: of the longest run of equal blocks among
     the layers of one rank, but for its ends, which may be special. None where that would not pay."""
-    if plan.mesh.cp > 1 or plan.mesh.ep > 1 or plan.placements:
+    if plan.spatial.grid or plan.owners.tables or plan.placements:
         return ()
     longest: list[int] = []
     run: list[int] = []
@@ -58,7 +58,7 @@ def even_buckets(plan: Plan, whole: ModelProfile, few: Sequence[tuple[Plan, Mode
 
 
 def narrowed(plan: Plan, without: Collection[str]) -> Plan:
-    """The plan with no word about the tensor parallelism of some layers: what ranks do elsewhere is the same."""
+    """The plan with no word about the tensor parallelism, positions and experts of some layers: what ranks do elsewhere is the same."""
 
     def there(module: str) -> bool:
         while module and module not in without:
@@ -76,4 +76,10 @@ def narrowed(plan: Plan, without: Collection[str]) -> Plan:
 
         return replace(policy, strands=tuple(filter(cut, policy.strands)), partial=tuple(filter(there, policy.partial)), **meets)  # type: ignore[arg-type]
 
-    return replace(plan, tensor=few(plan.tensor), across=few(plan.across)) if plan.tensors else plan
+    if plan.tensors:
+        plan = replace(plan, tensor=few(plan.tensor), across=few(plan.across))
+    if plan.context.attends:
+        plan = replace(plan, context=replace(plan.context, attends=tuple(a for a in plan.context.attends if there(a.module))))
+    if plan.owners.mixtures:
+        plan = replace(plan, owners=replace(plan.owners, mixtures=tuple(m for m in plan.owners.mixtures if there(m.module))))
+    return plan

@@ -9,7 +9,7 @@ from typing import Protocol
 from meshwright.core.calibration import Calibration, Rates
 from meshwright.core.cluster import Cluster
 from meshwright.core.estimate import Estimate
-from meshwright.core.mesh import Mesh
+from meshwright.core.mesh import INSIDE, Mesh
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action
@@ -249,7 +249,7 @@ def _run(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster
             key = (action.op, action.axis, action.group, action.bytes, action.likely)
             if key not in calls:
                 calls[key] = collective_seconds(action, plan, cluster, rates), sent_bytes(action, plan)
-            _communicate(clock, action, start, calls[key][0], overlap)
+            _communicate(clock, action, start, calls[key][0], 0.0 if action.axis in INSIDE else overlap)
             clock.traffic += calls[key][1]
             continue
         clock.stall(start)

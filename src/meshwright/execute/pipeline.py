@@ -212,7 +212,7 @@ class PipelineCuts:
         """What this rank has of a value that the model's code would make whole."""
         if not carry.strand:
             return whole
-        held, every = self.plan.pieces(self.groups.rank)[carry.strand]
+        held, every = self.plan.pieces(self.plan.mesh.coordinate(self.groups.rank, "tp"))[carry.strand]
         return replace(whole, shape=tuple(n // every * held if d == carry.dim else n for d, n in enumerate(whole.shape)))
 
     def _build(self, known: _Learned) -> _PipelineSchedule:

@@ -28,6 +28,7 @@ from meshwright.cost.collective import between, line_of
 from meshwright.cost.compute import ComputeCost
 from meshwright.cost.memory import FUSED_SAVED
 from meshwright.cost.step import HEADROOM, in_flight
+from meshwright.plan.meetings import all_meetings, owned_bytes
 from meshwright.plan.memory import RECOMPUTES
 from meshwright.schedule import local_profile
 
@@ -75,13 +76,15 @@ class Bounds:
         self._alive: dict[int, _Same[Layers]] = {}
         self._folded = cache(self._fold)
         self._met = cache(self._meets)
+        self._all_met = cache(lambda cut: all_meetings(cut.value, profile, self._units))
+        self._owned = cache(lambda cut: owned_bytes(cut.value, profile))
         self._backend, self._overlaps = backend, overlaps
 
-    def seconds(self, point: Point, tensor: TensorPolicy, compiled: Compile, travel: bool = True, stages: Layers = ()) -> float:
+    def seconds(self, point: Point, cut: Plan, compiled: Compile, travel: bool = True, stages: Layers = ()) -> float:
         """Computation of the slowest pipeline rank (of the mean one where `stages`, the layers of each, are not known), its bubble, the
         optimizer and, with `travel`, what takes the wires."""
         mesh, rates = point.mesh, self._calibration.layout(point.mesh.size)
-        parts = self._at(point, tensor, compiled, stages)
+        parts = self._at(point, cut, compiled, stages)
         split = 1 if stages else mesh.pp
         each = max(part.forward + part.backward + part.again[point.recompute] for part in parts) / split
         bubble = (mesh.pp - 1) / (stages_a_rank(point.schedule) if mesh.pp > 1 else 1) / (3 if point.schedule == "zero_bubble" else 1)
@@ -93,9 +96,9 @@ class Bounds:
         if not travel:
             return computed
         mean = sum(part.forward + part.backward + part.again[point.recompute] for part in parts) / mesh.pp
-        sent = self._gradients(point, trained, whole) + self._meetings(point, tensor)
-        stolen = point.micro_batches * mean + update + (1.0 - self._overlap(rates)) * sent
-        return max(computed, stolen + bubble * each, sent)
+        sent, met = self._gradients(point, trained, whole, cut), self.meetings(point, cut)
+        stolen = point.micro_batches * mean + update + (1.0 - self._overlap(rates)) * sent + met
+        return max(computed, stolen + bubble * each, sent + met)
 
     def _overlap(self, rates: Rates) -> float:
         return rates.overlap if self._overlaps is None or "gradients" in self._overlaps else 0.0
@@ -110,26 +113,31 @@ class Bounds:
         line = line_of(op, ranks, self._backend, rates, between(self._cluster, action, mesh))
         return calls * line.alpha_s + size * wire_factor(op, ranks) / line.bytes_per_s
 
-    def _gradients(self, point: Point, trained: float, whole: float) -> float:
-        """What the mean rank's gradients and, under ZeRO, its parameters take, by their bytes."""
+    def _gradients(self, point: Point, trained: float, whole: float, cut: Plan) -> float:
+        """What the mean rank's gradients and, under ZeRO, its parameters take, by their bytes. What is owned meets among fewer."""
         mesh, micro = point.mesh, point.micro_batches
+        common = trained - self._owned(_Same(cut)) / mesh.pp
         if point.zero == 0:
-            return self._line("all_reduce", "replica", point, 1, trained)
+            return self._line("all_reduce", "replica", point, 1, common)
         often = micro if point.zero > 1 else 1
         back = self._line("reduce_scatter", "shard", point, often, often * trained)
-        back += self._line("all_reduce", "replica", point, often, often * trained / mesh.shard)
+        back += self._line("all_reduce", "replica", point, often, often * common / mesh.shard)
         if point.zero < 3:
             return back + self._line("all_gather", "shard", point, 1, trained)
         item = ITEM_BYTES[self._workload.precision] / 4 if self._workload.precision in LOW else 1.0
         return back + self._line("all_gather", "shard", point, 2 * micro, 2 * micro * whole * min(item, 1.0))
 
-    def _meetings(self, point: Point, tensor: TensorPolicy) -> float:
+    def meetings(self, point: Point, cut: Plan) -> float:
         """What tensor-parallel ranks add up for each other; where they share positions, the two halves of it."""
-        if point.mesh.degree("tp") == 1 or len(point.mesh.tp) > 1:
+        mesh, tensor = point.mesh, cut.tensor
+        samples = self._workload.global_batch // mesh.data_width // point.micro_batches
+        if mesh.cp > 1 or mesh.ep > 1 or len(mesh.tp) > 1:
+            each, full = point.micro_batches / mesh.pp, point.recompute == "full"
+            return sum(self._line(m.op, m.axis, point, each * m.calls(full), each * m.bytes(samples, full)) for m in self._all_met(_Same(cut)))
+        if mesh.degree("tp") == 1:
             return 0.0
-        samples = self._workload.global_batch // point.mesh.data_width // point.micro_batches
         count, size, again = self._met(_Same(tensor), samples)
-        often = point.micro_batches / point.mesh.pp
+        often = point.micro_batches / mesh.pp
         if not tensor.sequence:
             return self._line("all_reduce", "tp", point, often * count, often * (size + (again if point.recompute == "full" else 0.0)))
         there = self._line("reduce_scatter", "tp", point, often * count, often * size)
@@ -150,10 +158,10 @@ class Bounds:
                 return True
         return False
 
-    def bytes(self, point: Point, tensor: TensorPolicy, compiled: Compile, stages: Layers = ()) -> float:
+    def bytes(self, point: Point, cut: Plan, compiled: Compile, stages: Layers = ()) -> float:
         """What the mean pipeline rank holds: parameters, states, and of one micro-batch what is kept for backward. With `stages`, the
         largest rank, and all micro-batches that it has under way."""
-        parts, base = self._at(point, tensor, compiled, stages), self._calibration.layout(point.mesh.size).base_bytes
+        parts, base = self._at(point, cut, compiled, stages), self._calibration.layout(point.mesh.size).base_bytes
         if not stages:
             return base + self._held(point, parts[0], 1 / point.mesh.pp, 1) + (self._passing(point, parts[0]) if point.mesh.pp == 1 else 0.0)
         return base + max(self._held(point, part, 1.0, in_flight(point, rank)) + self._passing(point, part) for rank, part in enumerate(parts))
@@ -177,21 +185,21 @@ class Bounds:
             }[point.zero]
         )
 
-    def fits(self, point: Point, tensor: TensorPolicy, compiled: Compile, stages: Layers = ()) -> bool:
-        return self.bytes(point, tensor, compiled, stages) <= HEADROOM * self._least(point.mesh.size)
+    def fits(self, point: Point, cut: Plan, compiled: Compile, stages: Layers = ()) -> bool:
+        return self.bytes(point, cut, compiled, stages) <= HEADROOM * self._least(point.mesh.size)
 
-    def _at(self, point: Point, tensor: TensorPolicy, compiled: Compile, stages: Layers = ()) -> list[_Sum]:
+    def _at(self, point: Point, cut: Plan, compiled: Compile, stages: Layers = ()) -> list[_Sum]:
         share = self._workload.global_batch // point.mesh.data_width
         rates = self._calibration.layout(point.mesh.size)
         held = self._alive.setdefault(id(stages), _Same(stages))
-        return self._sum(-(-share // point.micro_batches), point.mesh.tp, compiled, _Same(rates), _Same(tensor), held)
+        return self._sum(-(-share // point.micro_batches), compiled, _Same(rates), _Same(cut), held)
 
     def _priced(
-        self, samples: int, ways: tuple[int, ...], compiled: Compile, rates: _Same[Rates], held: _Same[TensorPolicy]
+        self, samples: int, compiled: Compile, rates: _Same[Rates], held: _Same[Plan]
     ) -> list[_Sum]:  # fmt: skip
         """Each kind of layer, once."""
-        folded, _, _ = self._folded(ways, held)
-        layers = local_profile(_plan(ways, held.value), folded.at(samples), 0).layers
+        folded, _, _ = self._folded(held)
+        layers = local_profile(held.value, folded.at(samples), 0).layers
         price = ComputeCost(rates.value, self._workload.precision, compiled != "none", self._units)
         memo: dict[tuple[int, str, bool], float] = {}
         found = []
@@ -211,18 +219,18 @@ class Bounds:
         return found
 
     def _summed(
-        self, samples: int, ways: tuple[int, ...], compiled: Compile, rates: _Same[Rates], held: _Same[TensorPolicy],
+        self, samples: int, compiled: Compile, rates: _Same[Rates], held: _Same[Plan],
         stages: _Same[Layers],
     ) -> list[_Sum]:  # fmt: skip
         """What each of some sets of layers takes: all of them if there is none."""
-        rows, (_, counts, kind_of) = self._rows(samples, ways, compiled, rates, held), self._folded(ways, held)
+        rows, (_, counts, kind_of) = self._rows(samples, compiled, rates, held), self._folded(held)
         if not stages.value:
             return [_total(rows, dict(enumerate(counts)))]
         return [_total(rows, Counter(kind_of[name] for name in names if name in kind_of)) for names in stages.value]
 
-    def _fold(self, ways: tuple[int, ...], held: _Same[TensorPolicy]) -> tuple[ModelProfile, tuple[int, ...], dict[str, int]]:
+    def _fold(self, held: _Same[Plan]) -> tuple[ModelProfile, tuple[int, ...], dict[str, int]]:
         """The model with one layer of each kind, how many there are, and of which kind each layer is. Alike: as much work, as much of it cut."""
-        profile, plan = self._profile, _plan(ways, held.value)
+        profile, plan = self._profile, held.value
         kinds: dict[Hashable, list[int]] = {}
         for index, (whole, part) in enumerate(zip(profile.layers, local_profile(plan, profile, 0).layers, strict=True)):
             alike = (id(whole.kernels), part.parameters, whole.activation_bytes, whole.output_bytes, whole.name in self._units)
@@ -255,8 +263,3 @@ class _Same(Generic[T]):
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and other.value is self.value
-
-
-def _plan(ways: tuple[int, ...], tensor: TensorPolicy) -> Plan:
-    """As much of a plan as says what tensor parallelism leaves a rank."""
-    return Plan("", 1, Mesh(tp=ways), tensor=tensor)

@@ -22,11 +22,11 @@ from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Compile, PipelineSchedule, Plan
 from meshwright.core.workload import Workload
-from meshwright.plan.bounds import Bounds, Layers, Point
+from meshwright.plan.axes import Axes, bounds_for, is_plain
+from meshwright.plan.bounds import Layers, Point
 from meshwright.plan.memory import RECOMPUTES
 from meshwright.plan.objective import burden, cost
-from meshwright.plan.partition import choose_units
-from meshwright.plan.space import WHOLE, Cutter, Wishes, default_compile, divisors, make, micro_batches, model_parallel, sequences, worlds
+from meshwright.plan.space import Cutter, Wishes, divisors, make, micro_batches, sequences, worlds
 
 FRONT = 3  # so many of the best are exact
 _SMALLEST = 6  # where nothing fits, so many of those that need the least are priced
@@ -49,15 +49,15 @@ class Front:
         cutter: Cutter | None = None, front: int = FRONT,
     ) -> None:  # fmt: skip
         self._profile, self._cluster, self._workload, self._wishes, self._price = profile, cluster, workload, wishes, price
-        backend = wishes.backend or ("nccl" if cluster.devices[0].kind == "cuda" else "gloo")
-        self._bounds = Bounds(profile, cluster, workload, calibration, choose_units(profile), backend, wishes.overlap)
+        self._bounds = bounds_for(profile, cluster, workload, calibration, wishes)
         self.cutter = cutter or Cutter(profile, workload, wishes)
+        self._axes = Axes(cluster, workload, wishes, self.cutter, self._bounds)
         self._front = front
         self._order = itertools.count()
         self._queue: list[tuple[float, int, int, Point]] = []
         self._small: list[tuple[float, int, Point]] = []  # what does not fit, by what it needs at least
         self._reason: RequestError | None = None
-        self._ranks: dict[tuple[int, tuple[int, ...], bool, str], Layers] = {}
+        self._ranks: dict[tuple[int, int, tuple[int, ...], bool, str], Layers] = {}
         self.considered = self.pruned = 0
 
     def search(self) -> list[tuple[Plan, Estimate]]:
@@ -73,6 +73,8 @@ class Front:
             if look == 0:
                 for finer in self._finer(point):
                     self._push(finer, 1)
+                for grid in self._axes.grids(point.mesh) if not point.sequence else ():  # computes as much as the line, so its turn comes now
+                    self._push(replace(point, mesh=grid), 0)
                 continue
             if look == 1 and point.mesh.pp > 1:
                 self._push(point, 2)
@@ -94,18 +96,17 @@ class Front:
     def _kinds(self) -> Iterator[Point]:
         """Meshes without ZeRO, with every number of micro-batches and every schedule; tensor parallelism stays within a node."""
         near = max(len(node.devices) for node in self._cluster.nodes[:1])
-        narrow = [mesh for mesh in self._meshes() if mesh.degree("tp") <= near]
-        for mesh in narrow or self._meshes():
+        for mesh in self._meshes(near) or self._meshes():
             for sequence in sequences(mesh, self._wishes):
                 for micro in micro_batches(self._workload.global_batch, mesh, self._wishes):
                     for schedule in self._schedules(mesh, micro):
                         if self._workload.global_batch % (mesh.data_width * micro) == 0:
                             yield Point(mesh, 0, micro, self._wishes.recompute or "none", sequence, schedule)
 
-    def _meshes(self) -> list[Mesh]:
+    def _meshes(self, most: int = 0) -> list[Mesh]:
+        """With at most so many tensor-parallel ranks, if a number is given."""
         sizes = worlds(len(self._cluster.devices), self._wishes)
-        every = ((world, pp, ways) for world in sizes for pp, ways in model_parallel(world, self._wishes) if pp <= _MOST_STAGES)
-        return [Mesh(pp=pp, dp=world // pp // ways, tp=(ways,)) for world, pp, ways in every]
+        return [mesh for world in sizes for mesh in self._axes.lines(world, _MOST_STAGES, most or world)]
 
     def _schedules(self, mesh: Mesh, micro: int) -> tuple[PipelineSchedule, ...]:
         if mesh.pp == 1 or self._wishes.schedule is not None:
@@ -128,7 +129,9 @@ class Front:
         tensor, piped = point.mesh.degree("tp") > 1, point.mesh.pp > 1
         if point.recompute == "selective" and tensor and self._compiled(point.mesh) != "none":
             return False
-        return not (piped and point.schedule not in ("gpipe", "1f1b") and point.zero == 2)
+        if piped and point.schedule not in ("gpipe", "1f1b") and point.zero == 2:
+            return False
+        return is_plain(point.mesh) or self._axes.goes(point)
 
     def _shards(self, mesh: Mesh, zero: int) -> list[int]:
         """Over how many ranks ZeRO may cut: all, or a power of two times a node's."""
@@ -139,30 +142,30 @@ class Front:
 
     # -- looks --
 
-    def _compiled(self, mesh: Mesh) -> Compile:
-        return self._wishes.compile or default_compile(self._cluster.devices[0].kind, mesh.size)
+    def _compiled(self, mesh: Mesh, cut: Plan | None = None) -> Compile:
+        return self._axes.compiled(mesh, cut)
 
     def _push(self, point: Point, look: int) -> None:
         try:
-            tensor = self.cutter.tensor(point.mesh.tp, point.mesh.pp > 1, point.sequence) if point.mesh.degree("tp") > 1 else WHOLE
+            cut = self.cutter.parts(point.mesh, point.sequence)
         except RequestError as error:
             self._reason = self._reason or error
             return
         self.considered += look < 2
-        compiled, workload = self._compiled(point.mesh), self._workload
+        compiled, workload = self._compiled(point.mesh, cut), self._workload
         stages = self._layers(point) if look == 2 else ()
-        need = self._bounds.bytes(point, tensor[0], compiled, stages)
-        if look and not self._bounds.fits(point, tensor[0], compiled, stages):
+        need = self._bounds.bytes(point, cut, compiled, stages)
+        if look and not self._bounds.fits(point, cut, compiled, stages):
             self.pruned += 1
             heapq.heappush(self._small, (need, next(self._order), point))
             return
-        least = cost(workload, self._bounds.seconds(point, tensor[0], compiled, look > 0, stages), point.mesh.size, need if look else 0.0)
+        least = cost(workload, self._bounds.seconds(point, cut, compiled, look > 0, stages), point.mesh.size, need if look else 0.0)
         extra = self._burden(point, point.sequence, point.recompute != "none")
         heapq.heappush(self._queue, (least * extra, next(self._order), look, point))
 
     def _layers(self, point: Point) -> Layers:
         """The layers of each pipeline rank; none where the model cannot be cut so, which is said when the plan is made."""
-        key = (point.mesh.pp, point.mesh.tp, point.sequence, point.schedule)
+        key = (point.mesh.pp, point.mesh.cp, point.mesh.tp, point.sequence, point.schedule)
         if key not in self._ranks:
             try:
                 stages = self.cutter.cut(point.mesh, point.sequence, point.schedule).stages

@@ -11,6 +11,7 @@ from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.workload import Workload
 from meshwright.cost import estimate
+from meshwright.plan.axes import Axes, bounds_for
 from meshwright.plan.balance import balanced
 from meshwright.plan.front import FRONT, Front
 from meshwright.plan.objective import burden, check_objective, cost
@@ -72,7 +73,9 @@ def rank_plans(
         search = Front(profile, cluster, workload, calibration, wishes, price, like.cutter if like else None, 1 if like else FRONT)
         scored = sorted((Scored(*found) for found in search.search()), key=lambda s: _key(s, workload))
         return Ranking(tuple(scored), profile, cluster, workload, calibration, wishes, considered=search.considered, cutter=search.cutter)
-    for found in candidates(profile, cluster, workload, wishes):
+    cutter = Cutter(profile, workload, wishes)
+    axes = Axes(cluster, workload, wishes, cutter, bounds_for(profile, cluster, workload, calibration, wishes))
+    for found in candidates(profile, cluster, workload, wishes, cutter, axes.shapes):
         plan = balanced(found, profile, calibration)
         if not (scored and _pointless(plan, scored[-1], workload)):
             scored.append(Scored(plan, estimate(plan, profile, workload, cluster, calibration)))

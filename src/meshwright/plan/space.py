@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from meshwright.core.cluster import Cluster
@@ -72,13 +72,18 @@ class _Cuts:
     stages: tuple[Stage, ...]
 
 
-def candidates(profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes) -> Iterator[Plan]:
+Shapes = Callable[[int], list[Mesh]]  # for so many devices: meshes whose dp is all that the other axes leave
+
+
+def candidates(
+    profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes, cutter: Cutter | None = None, shapes: Shapes | None = None
+) -> Iterator[Plan]:  # fmt: skip
     """Legal plans. If the wishes allow none, the last reason is raised: it says what to change."""
     check_wishes(wishes, len(cluster.devices))
     reason: RequestError | None = None
     found = False
-    cutter = Cutter(profile, workload, wishes)
-    for mesh, zero in layouts(cluster, wishes):
+    cutter = cutter or Cutter(profile, workload, wishes)
+    for mesh, zero in layouts(cluster, wishes, shapes or (lambda world: model_parallel(world, wishes))):
         for sequence in sequences(mesh, wishes):
             try:
                 check_runnable(mesh)
@@ -136,16 +141,25 @@ class Cutter:
         self.profile, self.workload, self.wishes = profile, workload, wishes
         self.tensor = cache(self._choose_tensor)
         self._stages = cache(self._choose_stages)
-        self._chosen: dict[tuple[bool, bool], Grid] = {}
+        self._parts = cache(self._choose_parts)
+        self.owners = cache(lambda ep: choose_owners(self._flow(f"ep={ep}: owners need"), ep))
+        self._chosen: dict[tuple[int, bool, bool], Grid] = {}
         self._doors: dict[tuple[int, int], tuple[Grid, Doors]] = {}
 
     def cut(self, mesh: Mesh, sequence: bool, schedule: str = "1f1b") -> _Cuts:
-        wishes = self.wishes
-        tensor = self.tensor(mesh.tp, mesh.pp > 1, sequence) if mesh.degree("tp") > 1 else WHOLE
-        (first, second), context, spatial = share_positions(mesh, wishes.flow, tensor, self.workload.precision, wishes.spatial)
-        owners = choose_owners(self._flow(f"mesh {mesh}: owners need"), mesh.ep) if mesh.ep > 1 else OwnerPolicy()
+        parts = self.parts(mesh, sequence)
         stages = self._stages(mesh.pp * stages_a_rank(schedule), mesh.tp, mesh.cp, sequence) if mesh.pp > 1 else one_stage(self.profile)
-        return _Cuts((first, second), context, spatial, owners, stages)
+        return _Cuts((parts.tensor, parts.across), parts.context, parts.spatial, parts.owners, stages)
+
+    def parts(self, mesh: Mesh, sequence: bool) -> Plan:
+        """As much of a plan as says what a rank has of every layer: tensor parallelism, shared positions, owners."""
+        return self._parts(Mesh(cp=mesh.cp, ep=mesh.ep, tp=mesh.tp), mesh.pp > 1, sequence)
+
+    def _choose_parts(self, mesh: Mesh, piped: bool, sequence: bool) -> Plan:
+        grid = self.tensor(mesh.tp, piped, sequence) if mesh.degree("tp") > 1 else WHOLE
+        (tensor, across), context, spatial = share_positions(mesh, self.wishes.flow, grid, self.workload.precision, self.wishes.spatial)
+        owners = self.owners(mesh.ep) if mesh.ep > 1 else OwnerPolicy()
+        return Plan("", mesh.ep, mesh, tensor=tensor, across=across, context=context, spatial=spatial, owners=owners)
 
     def _flow(self, who: str) -> Flow:
         if self.wishes.flow is None:
@@ -154,13 +168,12 @@ class Cutter:
 
     def _choose_tensor(self, ways: tuple[int, ...], piped: bool, sequence: bool) -> Grid:
         flow = self._flow(f"mesh {Mesh(tp=ways)}: tensor parallelism needs")
-        known = self._chosen.get((piped, sequence))
-        if len(ways) == 1 and known is not None and all(strand.size >= ways[0] for strand in known[0].strands):
+        known = self._chosen.get((len(ways), piped, sequence))
+        if known is not None and all(strand.size >= n for policy, n in zip(known, ways, strict=False) for strand in policy.strands):
             return known  # what fewer ranks chose goes over these too, and nothing else was better
         found = choose_grid(flow, ways, self.wishes.placements, self.profile.layer_names if piped else (), sequence=sequence)
         refuse_if_nothing(found, ways)
-        if len(ways) == 1:
-            self._chosen.setdefault((piped, sequence), found)
+        self._chosen.setdefault((len(ways), piped, sequence), found)
         return found
 
     def _choose_stages(self, count: int, ways: tuple[int, ...], cp: int, sequence: bool) -> tuple[Stage, ...]:
@@ -171,7 +184,7 @@ class Cutter:
         return cut_at(self._doors[id(tensor), cp][1], self.profile, count)
 
 
-def layouts(cluster: Cluster, wishes: Wishes) -> Iterator[tuple[Mesh, int]]:
+def layouts(cluster: Cluster, wishes: Wishes, shapes: Shapes) -> Iterator[tuple[Mesh, int]]:
     if wishes.mesh is not None:
         mesh = wishes.mesh.flattened()
         if mesh.shard > wishes.mesh.shard and wishes.zero not in (None, 3):
@@ -181,26 +194,26 @@ def layouts(cluster: Cluster, wishes: Wishes) -> Iterator[tuple[Mesh, int]]:
         yield from ((mesh, zero) for zero in ([wishes.zero] if wishes.zero is not None else every))
         return
     for world in worlds(len(cluster.devices), wishes):
-        for pp, ways in model_parallel(world, wishes):
-            tp, rest = (ways,), world // ways // pp
+        for mesh in shapes(world):
             for zero in (wishes.zero,) if wishes.zero is not None else (0, 1, 2, 3):
                 if zero == 0:
-                    yield Mesh(pp=pp, dp=rest, tp=tp), 0
-                elif rest == 1:
+                    yield mesh, 0
+                elif mesh.dp == 1:
                     if wishes.zero is not None:
-                        yield Mesh(pp=pp, tp=tp), zero
+                        yield mesh, zero
                 else:
-                    yield from ((Mesh(pp=pp, dp=rest // shard, shard=shard, tp=tp), zero) for shard in divisors(rest) if shard > 1)
+                    yield from ((replace(mesh, dp=mesh.dp // shard, shard=shard), zero) for shard in divisors(mesh.dp) if shard > 1)
 
 
-def model_parallel(world: int, wishes: Wishes) -> list[tuple[int, int]]:
+def model_parallel(world: int, wishes: Wishes) -> list[Mesh]:
     """Degrees of pipeline and tensor parallelism that divide the world; without the dataflow, none. Who asks for a schedule asks for a
     pipeline, and who places layers for tensor parallelism."""
     if wishes.flow is None:
-        return [(1, 1)]
+        return [Mesh(dp=world)]
     every = [(pp, ways) for pp in divisors(world) for ways in divisors(world // pp)]
     tensor = bool(wishes.placements or wishes.sequence)
-    return [(pp, ways) for pp, ways in every if (pp > 1 or wishes.schedule is None) and (ways > 1 or not tensor)]
+    wanted = [(pp, ways) for pp, ways in every if (pp > 1 or wishes.schedule is None) and (ways > 1 or not tensor)]
+    return [Mesh(pp=pp, dp=world // pp // ways, tp=(ways,)) for pp, ways in wanted]
 
 
 def worlds(devices: int, wishes: Wishes) -> list[int]:

@@ -51,6 +51,7 @@ def context_profile(plan: Plan, profile: ModelProfile) -> ModelProfile:
             flops_backward=layer.flops_backward * share,
             activation_bytes=layer.activation_bytes * share + gathered * (1 - share),
             output_bytes=layer.output_bytes * share,
+            dear_bytes=layer.dear_bytes * share + gathered * (1 - share),
             fusible_bytes=layer.fusible_bytes * share,
             transient_bytes=layer.transient_bytes * share + gathered,
             product_bytes=layer.product_bytes * share + gathered,

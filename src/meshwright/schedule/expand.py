@@ -142,7 +142,7 @@ def _compute(plan: Plan, profile: ModelProfile, every: Meetings, op: str, layer:
         yield replace(action, name=f"{action.name}/{op}/{micro}", waits=(f"{op}/{name}/{micro}",))
 
 
-def _meetings(plan: Plan, profile: ModelProfile, place: Place) -> Meetings:
+def meetings(plan: Plan, profile: ModelProfile, place: Place) -> Meetings:
     """Where tensor- and context-parallel ranks meet, by layer and phase; `again` is what recomputing a layer repeats."""
     found: Meetings = {}
     layers = {name for stage in plan.stages for name in stage.layers} or {layer.name for layer in profile.layers}
@@ -254,7 +254,7 @@ def _bucketed(plan: Plan, profile: ModelProfile, place: Place, micro_batches: in
     op = "reduce_scatter" if plan.memory.zero else "all_reduce"
     replicas = ["owned" if b.kind.owned else "replica" for b in buckets]
     ready = _completed_at(buckets, profile)
-    meets = _meetings(plan, profile, place)
+    meets = meetings(plan, profile, place)
     shapes = [t.shape for _, t in _arrival(profile)]
     launched: list[str] = []
     for micro in range(micro_batches):
@@ -326,7 +326,7 @@ def _sharded(plan: Plan, profile: ModelProfile, place: Place, micro_batches: int
                 size = buffer.bytes // plan.mesh.shard
                 yield Action(f"replicas/{name}/{tag}{_nth(at)}", "all_reduce", bytes=size, axis=axis, waits=(sent,))
 
-    meets = _meetings(plan, profile, place)
+    meets = meetings(plan, profile, place)
     sent: list[str] = []
     for micro in range(micro_batches):
         for phase, order in (("forward", range(len(profile.layers))), ("backward", range(len(profile.layers) - 1, -1, -1))):

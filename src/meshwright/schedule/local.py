@@ -22,7 +22,7 @@ def local_profile(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int 
 def _local(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int, owner: int) -> ModelProfile:
     if plan.mesh.pp > 1 and len(plan.stages) > 1:
         profile = _stage_profile(plan, profile, pp_rank)
-    if plan.mesh.cp > 1 and plan.context.attends:
+    if plan.mesh.cp > 1 and plan.context.positions:
         profile = context_profile(plan, profile)
     profile = block_profile(plan.spatial, profile)
     if plan.mesh.ep > 1:
@@ -32,7 +32,7 @@ def _local(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int, owner:
         return profile
     lengths: dict[str, dict[int, int]] = {}  # parameter → dim → how long this rank's piece of it is
     for axis, policy in plan.tensors:
-        place = plan.mesh.coordinate(tp_rank, axis)
+        place = plan.mesh.grid_place(tp_rank, axis)
         for strand in policy.strands:
             _, count = strand.piece(place, plan.mesh.degree(axis))
             for cut in strand.cuts:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from meshwright.core.mesh import AXES, GROUP_AXES
+from meshwright.core.mesh import GRID, GROUP_AXES, INSIDE
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import COMPUTES, Action, Groups, Schedule
@@ -21,7 +21,6 @@ from meshwright.schedule.expand import Place, crossings, program
 from meshwright.schedule.local import local_profile
 from meshwright.schedule.orders import Turn, turns, zero_bubble
 
-_INSIDE = ("tp", "tpx", "tpy", "cp", "ep")
 Program = list[Action]
 
 
@@ -57,12 +56,14 @@ def lower(plan: Plan, profile: ModelProfile, price: Price, *, clip: bool = False
 
 def _places(plan: Plan) -> list[Place]:
     """Where each rank stands. Tensor-parallel ranks that hold pieces of one length do the same, and only the first of them is worked out."""
-    degrees = [range(plan.mesh.degree(axis)) for axis in AXES]
+    mesh, ways = plan.mesh, plan.spatial.ways
+    axes = tuple(dict.fromkeys("tp" if axis in GRID else axis for axis in mesh.layout))
+    degrees = {axis: range(mesh.degree(axis)) for axis in axes}
     alike: dict[str, int] = {}
-    tensor = [alike.setdefault(str(plan.pieces(at)), at) for at in degrees[-1]]
-    made = {at: Place(at[0], at[1], at[2], at[3]) for at in itertools.product(degrees[0], range(plan.spatial.ways), degrees[4], set(tensor))}
-    ways = plan.spatial.ways
-    return [made[pp, cp % ways, ep, tensor[tp]] for pp, _, _, cp, ep, tp in itertools.product(*degrees)]
+    tensor = [alike.setdefault(str(plan.pieces(at)), at) for at in degrees["tp"]]
+    made = {at: Place(*at) for at in itertools.product(degrees["pp"], range(ways), degrees["ep"], set(tensor))}
+    at_pp, at_cp, at_ep, at_tp = (axes.index(axis) for axis in ("pp", "cp", "ep", "tp"))
+    return [made[at[at_pp], at[at_cp] % ways, at[at_ep], tensor[at[at_tp]]] for at in itertools.product(*degrees.values())]
 
 
 def _priced(plan: Plan, local: ModelProfile, action: Action, price: Price) -> Action:
@@ -77,7 +78,7 @@ def _priced(plan: Plan, local: ModelProfile, action: Action, price: Price) -> Ac
     overlap = {"grads": "gradients", "replicas": "gradients", "params": "gathers"}.get(kind)
     if plan.memory.zero == 3 and kind == "grads":
         overlap = "scatters"
-    blocks = action.axis in _INSIDE and action.op != "send" if overlap is None else overlap not in plan.sync.overlap
+    blocks = action.axis in INSIDE and action.op != "send" if overlap is None else overlap not in plan.sync.overlap
     return replace(action, blocks=blocks)
 
 

@@ -67,6 +67,7 @@ def block_profile(policy: SpatialPolicy, profile: ModelProfile) -> ModelProfile:
             flops_backward=layer.flops_backward * share,
             activation_bytes=layer.activation_bytes * share,
             output_bytes=layer.output_bytes * share,
+            dear_bytes=layer.dear_bytes * share,
             fusible_bytes=layer.fusible_bytes * share,
             transient_bytes=layer.transient_bytes * share,
             product_bytes=layer.product_bytes * share,
