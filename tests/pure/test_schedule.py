@@ -17,7 +17,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action, wire_factor
 from meshwright.core.tensor import Cut, Dealt, TensorPolicy
 from meshwright.schedule import Bucket, assign_buckets, expand, local_profile, plan_ledger, plan_ledgers
-from meshwright.schedule.buckets import ALIGN_BYTES, start_runs
+from meshwright.schedule.buckets import ALIGN_BYTES, ALONE, start_runs
 from meshwright.schedule.expand import gradient_buckets
 
 # Buckets
@@ -80,8 +80,11 @@ def test_a_bucket_has_one_key(case: Any) -> None:
 
 @given(bucketed())
 def test_only_the_parameter_that_fills_a_bucket_goes_beyond_its_cap(case: Any) -> None:
-    """A bucket is closed by the parameter that reaches the cap: without its last one, it was below."""
-    _, found, limits = case
+    """A bucket is closed by the parameter that reaches the cap: without its last one, it was below. Large ones stand alone."""
+    _, every, limits = case
+    alone = [len(b.slots) == 1 and b.slots[0].numel * b.itemsize * ALONE >= limits["bytes_cap"] for b in every]
+    found = [bucket for bucket, by_itself in zip(every, alone, strict=True) if not by_itself]
+    assert not any(s.numel * b.itemsize * ALONE >= limits["bytes_cap"] for b in found for s in b.slots)
     most = max(limits["bytes_cap"], limits["first_bytes"])
     for bucket in found:
         before = bucket.slots[:-1]
@@ -104,13 +107,14 @@ def test_buckets_and_their_slots_come_in_the_order_of_gradients(case: Any) -> No
 
 
 def test_the_first_bucket_is_small() -> None:
-    found = assign_buckets([100] * 10, [4] * 10, [0] * 10, first_bytes=400, bytes_cap=1600, shards=1)
-    assert [bucket.bytes for bucket in found] == [400, 1600, 1600, 400]
+    found = assign_buckets([40] * 20, [4] * 20, [0] * 20, first_bytes=320, bytes_cap=1280, shards=1)
+    assert [bucket.bytes for bucket in found] == [320, 1280, 1280, 320]
 
 
 def test_a_large_tensor_travels_alone() -> None:
-    found = assign_buckets([10_000, 4, 4], [4] * 3, ["a"] * 3, first_bytes=16, bytes_cap=64, shards=2)
-    assert [len(bucket.slots) for bucket in found] == [1, 2]
+    """Nothing is copied into its bucket, and those around it share theirs."""
+    found = assign_buckets([2, 10_000, 2], [4] * 3, ["a"] * 3, first_bytes=32, bytes_cap=64, shards=2)
+    assert [[slot.index for slot in bucket.slots] for bucket in found] == [[1], [0, 2]]
 
 
 def test_buckets_by_hand() -> None:
@@ -325,11 +329,11 @@ def test_zero_3_gathers_in_the_precision_of_the_arithmetic_and_reduces_in_storag
     assert sizes == {"all_gather": 64 * 64 * 2, "reduce_scatter": 64 * 64 * 4}
 
 
-def test_zero_3_rows_that_do_not_divide_are_padded_and_say_so() -> None:
-    """7 rows of 3 over 4 ranks: 2 rows each, so 24 elements travel, 3 of them empty."""
+def test_zero_3_units_that_do_not_divide_are_padded_and_say_so() -> None:
+    """7 rows of 3 over 4 ranks, whose slices begin at multiples of 16 bytes: 32 elements travel, 11 of them empty."""
     profile = blocks(1, ((7, 3),))
     gathers = [a for a in program(plan(profile, shard=4, zero=3), profile) if a.op == "all_gather"]
-    assert [(a.bytes, a.padding) for a in gathers] == [(24 * 4, 3 * 4)] * 2
+    assert [(a.bytes, a.padding) for a in gathers] == [(32 * 4, 11 * 4)] * 2
 
 
 def test_equal_work_is_shrunk_by_what_is_cut_of_each_layer() -> None:

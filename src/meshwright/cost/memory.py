@@ -130,4 +130,5 @@ def _communication(plan: Plan, profile: ModelProfile) -> int:
     if plan.memory.zero == 2:
         largest = sorted((b.bytes for b in gradient_buckets(plan, profile)), reverse=True)
         return sum(largest[:2])
-    return max((t.bytes for t in profile.tensors), default=0)  # a fresh gradient before it is copied into its bucket
+    buckets = (b for b in gradient_buckets(plan, profile) if len(b.slots) > 1 or b.padding)
+    return max((s.numel * b.itemsize for b in buckets for s in b.slots), default=0)  # a fresh gradient before it is copied into its bucket

@@ -1,8 +1,8 @@
 """Synchronization Manager, acting half: gradients meet in flat buckets while backward goes on (data parallel, ZeRO-1, ZeRO-2).
 
 [Note: one engine for zero = 0, 1, 2]
-A gradient is copied into its bucket as soon as autograd has it. A full bucket is reduced at once, in a fixed order, beside the rest
-of backward. The three stages differ only in what happens to the bucket:
+A gradient is copied into its bucket as soon as autograd has it; a large one is a bucket by itself. A full bucket is reduced at once, in
+a fixed order, beside the rest of backward. The three stages differ only in what happens to the bucket:
   0  all-reduce; every rank keeps the whole bucket and steps every parameter.
   1  reduce-scatter into the rank's own slice of the bucket; the optimizer steps a flat slice; all-gather brings the parameters back.
   2  as 1, but the bucket is released once it is reduced, so a rank holds gradients for its own slice alone.
@@ -64,6 +64,11 @@ class _Live:
     carried: torch.Tensor | None = None  # an earlier backward's reduced slice, when the user accumulates across backwards
 
     @property
+    def alone(self) -> bool:
+        """One parameter without padding: its gradient, as autograd makes it, is the bucket."""
+        return len(self.params) == 1 and self.layout.numel == self.params[0].numel()
+
+    @property
     def pieces(self) -> tuple[Piece, ...]:
         return (Piece(self.shard, 0, _group_of(self), range(len(self.params))),) if self.shard is not None else ()
 
@@ -115,7 +120,7 @@ class GradientBuckets:
                 if bucket.layout.kind.owned:
                     param.register_hook(self._owners_mean)
             bucket.waiting = set(range(len(bucket.params)))
-            if self.zero < 2:
+            if self.zero < 2 and not bucket.alone:
                 bucket.grads = _flat(bucket)
         return live
 
@@ -165,11 +170,15 @@ class GradientBuckets:
         if not self._begun and self._enabled:
             self._begun = True
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
-        view = self._view(bucket, at)
         assert param.grad is not None
-        if param.grad.data_ptr() != view.data_ptr():
-            view.copy_(param.grad)
-            param.grad = view
+        if bucket.alone and param.grad.is_contiguous():
+            self._set_aside(bucket)
+            bucket.grads = param.grad.view(-1)
+        else:
+            view = self._view(bucket, at)
+            if param.grad.data_ptr() != view.data_ptr():
+                view.copy_(param.grad)
+                param.grad = view
         if self._enabled:
             bucket.waiting.discard(at)
             if "gradients" in self.policy.overlap:
@@ -180,13 +189,16 @@ class GradientBuckets:
         return grad / self.groups.ep.size if self.reduce == "mean" else grad
 
     def _view(self, bucket: _Live, at: int) -> torch.Tensor:
+        self._set_aside(bucket)
         if bucket.grads is None:
             bucket.grads = _flat(bucket)
-        elif self.zero == 1 and bucket.carried is None and bucket.shard is not None and bucket.shard.grad is not None:
-            # The slice holds an earlier backward's result: set it aside before its place is written again.
-            bucket.carried = bucket.shard.grad.clone()
         slot = bucket.layout.slots[at]
         return bucket.grads[slot.offset : slot.offset + slot.numel].view_as(bucket.params[at])
+
+    def _set_aside(self, bucket: _Live) -> None:
+        """Before a bucket is written again: the slice may hold an earlier backward's result."""
+        if self.zero == 1 and bucket.carried is None and bucket.shard is not None and bucket.shard.grad is not None:
+            bucket.carried = bucket.shard.grad.clone()
 
     def _launch_complete(self) -> None:
         for lane in self._lanes:
@@ -282,6 +294,7 @@ class GradientBuckets:
         """Drop gradients after a step."""
         for bucket in self.buckets:
             bucket.carried = None
+            bucket.grads = None if bucket.alone else bucket.grads
             for param in bucket.params if bucket.shard is None else (*bucket.params, bucket.shard):
                 param.grad = None
 

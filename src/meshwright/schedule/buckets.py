@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 ALIGN_BYTES = 16  # vectorised kernels want their operands so
+ALONE = 4  # parameters of at least one in so many of a bucket's bytes stand alone
 START_BYTES = 2**28  # start-up sends values in runs of about this size, so that it never doubles the model
 
 
@@ -59,18 +60,24 @@ def assign_buckets(
 ) -> tuple[Bucket, ...]:
     """Group parameters, given in the order their gradients arrive, into buckets of one key each.
 
-    The first bucket is small so that communication starts early. Buckets are ordered by when they are complete.
+    The first bucket is small so that communication starts early. A parameter of a good part of a bucket's size has one of its own, since
+    then its gradient is the bucket and need not be copied into one. Buckets are ordered by when they are complete.
     """
     open_slots: dict[Hashable, list[Slot]] = {}
     filled: dict[Hashable, int] = {}
     done: list[Bucket] = []
 
-    def close(key: Hashable, itemsize: int) -> None:
+    def padded(numel: int, itemsize: int) -> int:
         unit = shards * max(ALIGN_BYTES // itemsize, 1) if shards > 1 else 1
-        numel = -(-filled.pop(key) // unit) * unit
-        done.append(Bucket(key, tuple(open_slots.pop(key)), numel, itemsize))
+        return -(-numel // unit) * unit
+
+    def close(key: Hashable, itemsize: int) -> None:
+        done.append(Bucket(key, tuple(open_slots.pop(key)), padded(filled.pop(key), itemsize), itemsize))
 
     for index, (numel, itemsize, key) in enumerate(zip(numels, itemsizes, keys, strict=True)):
+        if numel * itemsize * ALONE >= bytes_cap:
+            done.append(Bucket(key, (Slot(index, 0, numel),), padded(numel, itemsize), itemsize))
+            continue
         align = max(ALIGN_BYTES // itemsize, 1)
         start = -(-filled.get(key, 0) // align) * align
         open_slots.setdefault(key, []).append(Slot(index, start, numel))
