@@ -96,7 +96,7 @@ def test_experts_that_do_not_fit_get_owners(path: str) -> None:
     """Experts outweigh the rest: half of them a device fits, all of them do not, and tensor parallelism, ZeRO and stages are asked to stay out."""
     model = model_of("Mixtral", num_local_experts=32)
     wishes = Wishes(zero=0, recompute="none", micro_batches=1)
-    whole = next(s for s in ranked(model, 4, 8, wishes=wishes).scored if s.plan.mesh == Mesh(dp=4))
+    whole = ranked(model, 4, 8, wishes=replace(wishes, mesh=Mesh(dp=4))).best
     tight = ranked(model, 4, 8, 0.6 * max(whole.estimate.memory_bytes), wishes, network=1e10)
     assert tight.best.estimate.fits and tight.best.plan.mesh.ep > 1, tight.best.plan.summary()
     assert max(tight.best.estimate.memory_bytes) < 0.6 * max(whole.estimate.memory_bytes)
