@@ -98,3 +98,21 @@ def test_throughput_a_device_prefers_fewer_devices_where_they_wait_for_each_othe
     )
     assert thrifty <= quick
     assert thrifty == 1
+
+
+# States in host memory
+
+
+def test_states_go_to_the_host_where_nothing_fits_otherwise() -> None:
+    """Parameters and gradients fit into the card's memory, and Adam's two states beside them do not."""
+    profile, one = blocks(4, shapes=((512, 512),), saved=10.0), cluster(1)
+    held = 4 * 4 * 512 * 512
+    device = replace(one.nodes[0].devices[0], kind="cuda", memory_bytes=int(3.2 * held))
+    node = replace(one.nodes[0], devices=(device,), memory_bytes=100 * held)
+    best = rank_plans(profile, replace(one, nodes=(node,)), Workload(4), calibration(1), Wishes()).best
+    assert best.estimate.fits and best.plan.memory.offload == "optimizer"
+    roomy = replace(node, devices=(replace(device, memory_bytes=10 * held),))
+    assert rank_plans(profile, replace(one, nodes=(roomy,)), Workload(4), calibration(1), Wishes()).best.plan.memory.offload == "none"
+    poor = replace(node, memory_bytes=held)
+    full = rank_plans(profile, replace(one, nodes=(poor,)), Workload(4), calibration(1), Wishes(offload="optimizer")).best.estimate
+    assert not full.fits and "a node's own memory" in full.reason

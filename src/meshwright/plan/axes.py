@@ -151,7 +151,7 @@ class Axes:
 def bounds_for(profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, wishes: Wishes) -> Bounds:
     """What plans of these inputs cost at least."""
     backend = wishes.backend or ("nccl" if cluster.devices[0].kind == "cuda" else "gloo")
-    return Bounds(profile, cluster, workload, calibration, choose_units(profile), backend, wishes.overlap)
+    return Bounds(profile, cluster, workload, calibration, choose_units(profile), backend, wishes.overlap, wishes.offload == "optimizer")
 
 
 def is_plain(mesh: Mesh) -> bool:

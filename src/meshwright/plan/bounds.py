@@ -66,7 +66,7 @@ class Bounds:
     """Lower bounds for the points of one search."""
 
     def __init__(self, profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, units: tuple[str, ...],
-        backend: str, overlaps: tuple[str, ...] | None = None,
+        backend: str, overlaps: tuple[str, ...] | None = None, offload: bool = False,
     ) -> None:  # fmt: skip
         self._profile, self._cluster, self._workload, self._calibration = profile, cluster, workload, calibration
         self._units = frozenset(units)
@@ -78,7 +78,7 @@ class Bounds:
         self._met = cache(self._meets)
         self._all_met = cache(lambda cut: all_meetings(cut.value, profile, self._units))
         self._owned = cache(lambda cut: owned_bytes(cut.value, profile))
-        self._backend, self._overlaps = backend, overlaps
+        self._backend, self._overlaps, self._offload = backend, overlaps, offload
 
     def seconds(self, point: Point, cut: Plan, compiled: Compile, travel: bool = True, stages: Layers = ()) -> float:
         """Computation of the slowest pipeline rank (of the mean one where `stages`, the layers of each, are not known), its bubble, the
@@ -91,7 +91,8 @@ class Bounds:
         trained = sum(part.trained for part in parts) / mesh.pp
         whole = sum(part.parameters for part in parts) / mesh.pp
         price = ComputeCost(rates, self._workload.precision, compiled != "none", self._units)
-        update = price.optimizer(min(part.trained for part in parts) / split / 4 / (mesh.shard if point.zero else 1), self._workload.optimizer, 4)
+        stepped = min(part.trained for part in parts) / split / 4 / (mesh.shard if point.zero else 1)
+        update = price.optimizer(stepped, self._workload.optimizer, 4, self._offload)
         computed = (point.micro_batches + bubble) * each + update
         if not travel:
             return computed
@@ -171,7 +172,7 @@ class Bounds:
         return part.root + 4 * part.unit if point.zero == 3 and point.mesh.group_size("data") > 1 else 0.0
 
     def _held(self, point: Point, part: _Sum, share: float, under_way: int) -> float:
-        mesh, states, shards = point.mesh, OPTIMIZER_STATES[self._workload.optimizer], point.mesh.shard
+        mesh, states, shards = point.mesh, 0 if self._offload else OPTIMIZER_STATES[self._workload.optimizer], point.mesh.shard
         whole, trained, kept = part.parameters * share, part.trained * share, part.kept[point.recompute] * share * under_way
         if mesh.group_size("data") == 1:  # gradients appear as activations go
             return whole + states * trained + max(trained, kept)

@@ -61,7 +61,25 @@ def rank_plans(
     like: Ranking | None = None,
 ) -> Ranking:  # fmt: skip
     """Every legal plan with its estimate; those that fit first, then by the workload's objective. On a large cluster the best, and those that
-    were looked at on the way: `like` is a ranking of the same model under the same wishes, after which the best alone is asked for."""
+    were looked at on the way: `like` is a ranking of the same model under the same wishes, after which the best alone is asked for.
+
+    States in host memory cost time and free nothing but memory, so they are weighed where that binds."""
+    found = _ranked(profile, cluster, workload, calibration, wishes, like)
+    if like is not None or not _short_of_memory(found):
+        return found
+    other = _ranked(profile, cluster, workload, calibration, replace(wishes, offload="optimizer"), found)
+    scored = tuple(sorted((*found.scored, *other.scored), key=lambda s: _key(s, workload)))
+    tuned = found.tuned if scored[0] is found.best else other.tuned
+    return replace(found, scored=scored, tuned=tuned, considered=found.considered + other.considered)
+
+
+def _short_of_memory(ranking: Ranking) -> bool:
+    best = ranking.best
+    saving = not best.estimate.fits or bool(best.plan.memory.modes)
+    return saving and best.plan.device == "cuda" and ranking.wishes.offload is None
+
+
+def _ranked(profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, wishes: Wishes, like: Ranking | None) -> Ranking:
     check_objective(workload)
     scored: list[Scored] = []
     if wishes.mesh is None and (wishes.world or len(cluster.devices)) > EXHAUSTIVE:
