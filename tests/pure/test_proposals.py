@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +17,9 @@ from meshwright.cost import step
 from meshwright.cost.folded import narrowed
 from meshwright.plan import Ranking, Wishes, rank_plans, search
 from meshwright.plan.axes import Axes, bounds_for
+from meshwright.plan.bounds import Point
 from meshwright.plan.space import Cutter
 
-Both = Callable[[dict[str, Any], int, int], Ranking]
 SLOW: dict[str, float] = {"network": 1e12, "alpha": 1e-7, "flops": 1e9, "memory": 1e9}  # devices that take long to compute, so that more of them help
 
 
@@ -158,9 +157,7 @@ def test_bounds_stay_below_what_an_estimate_says(model: dict[str, Any], mesh: Me
             assert bounds.bytes(point, cutter.parts(mesh, False), plan.compile) <= max(found.memory_bytes) * (1 + 1e-9)
 
 
-def search_point(plan: Plan) -> Any:
-    from meshwright.plan.bounds import Point
-
+def search_point(plan: Plan) -> Point:
     return Point(plan.mesh, plan.memory.zero, plan.micro_batches, plan.memory.recompute, plan.tensor.sequence, plan.schedule)
 
 

@@ -136,7 +136,7 @@ def model(
     config = make_config(settings=settings, model=name, global_batch=global_batch, seq=seq)
     task = zoo.load(config.model, seq=config.seq, dropout=config.dropout)
     say(f"tracing {task.name}")
-    precision = "fp32" if config.precision == "auto" else config.precision
+    precision = "fp32" if config.precision in ("auto", "best") else config.precision
     profile = trace_task(task, precision=precision).at(config.global_batch or task.global_batch)
     if as_json:
         print_json(_as_data(profile))

@@ -129,9 +129,13 @@ class Mesh:
 
     def __str__(self) -> str:
         parts = [f"{a}={'x'.join(map(str, self.tp)) if a == 'tp' else self.degree(a)}" for a in AXES if self.degree(a) > 1]
-        moved = [a for a in dict.fromkeys("tp" if a in GRID else a for a in self.layout) if self.degree(a) > 1]
-        usual = [a for a in AXES if self.degree(a) > 1]
-        return (",".join(parts) or "dp=1") + (f" in the order {','.join(moved)}" if moved != usual else "")
+        return (",".join(parts) or "dp=1") + (f" in the order {self.moved}" if self.moved else "")
+
+    @property
+    def moved(self) -> str:
+        """Its axes, outermost first, where that is not the usual order."""
+        found = [a for a in dict.fromkeys("tp" if a in GRID else a for a in self.layout) if self.degree(a) > 1]
+        return ",".join(found) if found != [a for a in AXES if self.degree(a) > 1] else ""
 
 
 AXES: tuple[str, ...] = tuple(f.name for f in fields(Mesh) if f.name != "order")  # tp is the last, so the ranks of its grid are neighbours

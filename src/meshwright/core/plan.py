@@ -338,6 +338,7 @@ class Plan:
         parts += [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1)
         parts += [f"{self.threads} threads"] * (self.threads > 1)
         parts += ["sequence parallel"] * self.tensor.sequence
+        parts += [f"order {self.mesh.moved}"] * bool(self.mesh.moved)
         parts += [self.memory.precision]
         parts += [_recomputing(self.memory)] * (self.memory.recompute != "none" or bool(self.memory.layers))
         parts += ["optimizer in host memory"] * (self.memory.offload == "optimizer")

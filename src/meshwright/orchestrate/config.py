@@ -51,6 +51,7 @@ class RunConfig(BaseModel):
     plan: str = Field("auto", description="auto, or a plan.json")
     strategy: str | None = Field(None, description="a function of yours that changes the best plan: FILE.py:NAME or package.module:NAME")
     mesh: str | None = Field(None, description="like dp=2 or shard=2; an axis left out is 1")
+    order: str | None = Field(None, description="axes of the mesh, those farthest apart first, like dp,pp; the planner's choice unless given")
     nproc: int | None = Field(None, ge=1, le=65536, description="ranks; all devices by default")
     devices: tuple[int | Literal["cpu"], ...] | None = Field(None, description='which devices, like [0, 2] or [0, "cpu"]')
     cluster: str = Field("here", description="to plan for: here, a machine such as dgx-h100:16, ideal[:N], or a file")
@@ -65,7 +66,9 @@ class RunConfig(BaseModel):
     )
     recompute_layers: dict[str, Recompute] = Field(default_factory=dict, description="blocks that differ; also written recompute.NAME=MODE")
     offload: Offload | None = Field(None, description="what is kept in host memory instead of the GPU's: none, or optimizer (its state)")
-    precision: Literal["auto", "fp64", "fp32", "bf16", "fp16", "fp8"] = Field("auto", description="auto: bf16 on GPUs, fp32 on CPUs")
+    precision: Literal["auto", "best", "fp64", "fp32", "bf16", "fp16", "fp8"] = Field(
+        "auto", description="auto: bf16 on GPUs, fp32 on CPUs; best: whichever of fp32, bf16 and fp8 is predicted quickest"
+    )
     compile: Literal["none", "blocks", "model"] | None = None
     backend: Literal["gloo", "mpi", "nccl", "auto"] | None = Field(None, description="by device unless given; auto: as measured, call by call")
     bucket_mb: float | None = Field(None, gt=0, description="size of a gradient bucket")
@@ -98,8 +101,8 @@ class RunConfig(BaseModel):
 
 
 # What a script of the user's own may be told from outside: how to plan it, and where to run it. All else is in the script.
-_OF_PLANS = ("mesh", "zero", "schedule", "placements", "sequence", "spatial", "micro_batches", "recompute", "recompute_layers", "offload", "compile",
-             "bucket_mb", "compression", "compression_rank", "overlap", "timeout_s")  # fmt: skip
+_OF_PLANS = ("mesh", "order", "zero", "schedule", "placements", "sequence", "spatial", "micro_batches", "recompute", "recompute_layers", "offload",
+             "compile", "bucket_mb", "compression", "compression_rank", "overlap", "timeout_s")  # fmt: skip
 _OF_RUNS = ("plan", "nproc", "devices", "backend", "run_dir", "name")
 TOLD = "MESHWRIGHT_WISHES"  # where a script's ranks find what was asked of their plan
 
@@ -143,6 +146,7 @@ def wishes_of(config: RunConfig, flow: Flow | None = None) -> Wishes:
         placements=config.placements,
         sequence=config.sequence,
         spatial=parse_grid(config.spatial) if config.spatial is not None else (),
+        order=tuple(config.order.replace(" ", "").split(",")) if config.order is not None else (),
         flow=flow,
     )
 

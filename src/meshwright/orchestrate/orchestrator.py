@@ -24,7 +24,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.serial import to_data, write_json
 from meshwright.core.strand import Flow
 from meshwright.core.task import Task
-from meshwright.core.workload import Workload
+from meshwright.core.workload import Precision, Workload
 from meshwright.cost import estimate
 from meshwright.cost.sheets import from_sheets
 from meshwright.describe import nvml
@@ -40,7 +40,7 @@ from meshwright.orchestrate.job import settle
 from meshwright.orchestrate.selection import settled, with_routes
 from meshwright.orchestrate.strategy import fill_cuts, load_strategy, needs_cuts, transform
 from meshwright.orchestrate.worker import median_step
-from meshwright.plan import Ranking, check_keeping, check_precision, explain, rank_plans, refuse_unused
+from meshwright.plan import Ranking, best_precision, check_keeping, check_precision, explain, rank_plans, refuse_unused
 from meshwright.schedule import plan_ledgers
 
 Say = Callable[[str], None]
@@ -144,9 +144,9 @@ class Orchestrator:
     # -- plan --
 
     def workload(self, task: Task) -> Workload:
-        precision = self.config.precision
-        if precision == "auto":
-            precision = "bf16" if all(d.kind == "cuda" for d in self.cluster.devices) else "fp32"
+        precision: Precision = "bf16" if all(d.kind == "cuda" for d in self.cluster.devices) else "fp32"
+        if self.config.precision != "auto" and self.config.precision != "best":
+            precision = self.config.precision
         batch = self.config.global_batch or task.global_batch
         return Workload(batch, "train", precision, self.config.optimizer, self.config.objective, self.config.price, self.config.watts)
 
@@ -185,6 +185,9 @@ class Orchestrator:
         if self.config.backend == "auto":
             wishes, unrouted = with_routes(wishes, self.cluster, calibration)
         ranking = rank_plans(profile, self.cluster, workload, calibration, wishes)
+        if self.config.precision == "best":
+            ranking = best_precision(ranking, lambda other: (trace_task(task, precision=other), flow and trace_flow(task, other)))
+            profile, flow = ranking.profile, ranking.wishes.flow
         why = explain(ranking)
         if strategy is not None:
             ranking, change = transform(ranking, strategy, lambda plan: flow or trace_flow(task, plan.memory.precision))
@@ -204,15 +207,16 @@ class Orchestrator:
         where, c = self.config.plan, self.config
         if plan.model != task.name:
             raise RequestError(f"{where} is for {plan.model}, the request is for {task.name}: train {plan.model}, or plan {task.name}")
-        asked = {"nproc": c.nproc, "mesh": c.mesh and str(Mesh.parse(c.mesh)), "zero": c.zero, "recompute": c.recompute,
+        mesh = c.mesh and str(replace(Mesh.parse(c.mesh), order=plan.mesh.order))
+        asked = {"nproc": c.nproc, "mesh": mesh, "zero": c.zero, "recompute": c.recompute,
                  "micro_batches": c.micro_batches, "backend": c.backend if c.backend != "auto" else None, "compile": c.compile,
                  "schedule": c.schedule, "placements": c.placements or None,
-                 "recompute_layers": c.recompute_layers or None, "sequence": c.sequence, "offload": c.offload,
+                 "recompute_layers": c.recompute_layers or None, "sequence": c.sequence, "order": c.order, "offload": c.offload,
                  "compression": c.compression if c.compression != "auto" else None, "compression_rank": c.compression_rank}  # fmt: skip
         holds = {"nproc": plan.world, "mesh": str(plan.mesh), "zero": plan.memory.zero, "recompute": plan.memory.recompute,
                  "micro_batches": plan.micro_batches, "backend": plan.backend, "compile": plan.compile, "schedule": plan.schedule,
                  "placements": dict(plan.placements), "recompute_layers": dict(plan.memory.layers),
-                 "sequence": plan.tensor.sequence, "offload": plan.memory.offload,
+                 "sequence": plan.tensor.sequence, "order": ",".join(plan.mesh.order), "offload": plan.memory.offload,
                  "compression": plan.sync.compression, "compression_rank": plan.sync.compression_rank}  # fmt: skip
         for key, value in asked.items():
             if value is not None and value != holds[key]:
@@ -230,7 +234,7 @@ class Orchestrator:
         if (plan.device, plan.places) != (kind, here):
             named = f"{show_places(here, plan.world, kind)} would be used: plan again here, or change --devices"
             raise RequestError(f"{where} is for {show_places(plan.places, plan.world, plan.device)}, and {named}")
-        if workload.precision != plan.memory.precision and self.config.precision != "auto":
+        if workload.precision != plan.memory.precision and self.config.precision not in ("auto", "best"):
             raise RequestError(f"{where} has precision {plan.memory.precision}, the request {self.config.precision}: change one of them")
 
     # -- run --

@@ -49,6 +49,8 @@ class Subject:
     def _precision(self, device: str) -> Precision:
         if self.given is not None:
             return self.given.memory.precision
+        if self.config.precision == "best":
+            raise RequestError("precision=best is chosen by plan and train: name one to simulate, like bf16")
         if self.config.precision == "auto":
             return "bf16" if device == "cuda" else "fp32"
         return self.config.precision

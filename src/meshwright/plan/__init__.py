@@ -5,6 +5,7 @@ from meshwright.plan.memory import check_keeping, check_precision
 from meshwright.plan.owners import choose_owners
 from meshwright.plan.pipeline import cut_stages
 from meshwright.plan.positions import share_positions
+from meshwright.plan.precision import best_precision
 from meshwright.plan.search import Ranking, Scored, rank_plans
 from meshwright.plan.space import Wishes, refuse_unused
 from meshwright.plan.tensor import choose_cuts, choose_grid, coverage, refuse_if_nothing
@@ -13,6 +14,7 @@ __all__ = [
     "Ranking",
     "Scored",
     "Wishes",
+    "best_precision",
     "check_keeping",
     "check_precision",
     "choose_cuts",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster
@@ -23,9 +24,11 @@ from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Compile, MemoryPolicy, Plan
 from meshwright.core.workload import Workload
 from meshwright.plan.bounds import Bounds, Point
+from meshwright.plan.orders import orders
 from meshwright.plan.partition import choose_units
 from meshwright.plan.space import Cutter, Wishes, default_compile, divisors, model_parallel
 
+_WORTH_AN_ORDER = 0.02  # relatively: predictions are not finer
 _WORTH_A_GRID = 0.05  # of the work: where a line's meetings take less, nothing is to be had from a better shape
 
 
@@ -36,6 +39,8 @@ class Axes:
         self._device, self._batch, self._wishes, self._cutter, self._bounds = cluster.devices[0].kind, workload.global_batch, wishes, cutter, bounds
         self._units = choose_units(cutter.profile)
         self._refused: set[tuple[int, int, tuple[int, ...], bool]] = set()
+        self._several = len(cluster.nodes) > 1
+        self._ordered = cache(lambda mesh: tuple(orders(mesh, cluster)))
         self._most_owners = self._count_owners()
 
     def shapes(self, world: int) -> list[Mesh]:
@@ -86,6 +91,22 @@ class Axes:
         """A step of a mesh, with so many samples in a micro-batch, or with all of them in one."""
         share = max(self._batch // mesh.data_width, 1)
         return Point(mesh, zero, max(share // samples, 1) if samples else 1, "none")
+
+    def orders(self, point: Point) -> Iterator[Point]:
+        """The same plan with other axes next to each other, where that takes less of what its ranks send."""
+        if not self._several or point.mesh.order:
+            return
+        cut = self._cutter.parts(point.mesh, point.sequence)
+        compiled = self.compiled(point.mesh, cut)
+        if not self._bounds.fits(point, cut, compiled):
+            return
+        now = self._bounds.seconds(point, cut, compiled) + self._bounds.crossings(point, cut)
+        if now < (1 + _WORTH_AN_ORDER) * self._bounds.seconds(point, cut, compiled, travel=False):
+            return
+        for mesh in self._ordered(point.mesh):
+            other = replace(point, mesh=mesh)
+            if self._bounds.seconds(other, cut, compiled) + self._bounds.crossings(other, cut) < (1 - _WORTH_AN_ORDER) * now:
+                yield other
 
     # -- grids --
 

@@ -77,6 +77,7 @@ class Bounds:
         self._folded = cache(self._fold)
         self._met = cache(self._meets)
         self._all_met = cache(lambda cut: all_meetings(cut.value, profile, self._units))
+        self._given_out = cache(self._least_output)
         self._owned = cache(lambda cut: owned_bytes(cut.value, profile))
         self._backend, self._overlaps, self._offload = backend, overlaps, offload
 
@@ -113,6 +114,17 @@ class Bounds:
         action = Action("", op, axis=axis)  # type: ignore[arg-type]
         line = line_of(op, ranks, self._backend, rates, between(self._cluster, action, mesh))
         return calls * line.alpha_s + size * wire_factor(op, ranks) / line.bytes_per_s
+
+    def crossings(self, point: Point, cut: Plan) -> float:
+        """About what a stage in the middle of a pipeline takes to send on and back: as much as a unit gives out. No bound, but a guide."""
+        mesh = point.mesh
+        if mesh.pp == 1:
+            return 0.0
+        size = self._given_out(_Same(cut)) * (self._workload.global_batch // mesh.data_width)
+        link = between(self._cluster, Action("", "send", axis="pp", group=2), mesh)
+        line = line_of("send", 2, self._backend, self._calibration.layout(mesh.size), link)
+        each = 2 * stages_a_rank(point.schedule)
+        return each * (point.micro_batches * line.alpha_s + size / line.bytes_per_s)
 
     def _gradients(self, point: Point, trained: float, whole: float, cut: Plan) -> float:
         """What the mean rank's gradients and, under ZeRO, its parameters take, by their bytes. What is owned meets among fewer."""
@@ -151,6 +163,10 @@ class Bounds:
         forward = policy.enters if policy.sequence else tuple(m for m in policy.sums if not m.final_in)
         again = [m.at(samples) for m in forward if bool(m.along) == policy.sequence and self._in_unit(m.module)]
         return len(found), sum(found), sum(again)
+
+    def _least_output(self, cut: _Same[Plan]) -> float:
+        """Of the units, a sample's."""
+        return min((x.output_bytes for x in local_profile(cut.value, self._profile.at(1), 0).layers if x.name in self._units), default=0.0)
 
     def _in_unit(self, module: str) -> bool:
         """Inside of a unit: what happens at a unit's own door is not repeated with it."""

@@ -123,6 +123,7 @@ class Front:
                     finer = replace(kind, mesh=spread, zero=zero, recompute=recompute)
                     if self._goes(finer):
                         yield finer
+                        yield from self._axes.orders(finer)
 
     def _goes(self, point: Point) -> bool:
         """False where a plan would refuse itself, as far as that can be told from here."""

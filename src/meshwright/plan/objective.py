@@ -9,7 +9,7 @@ from meshwright.core.workload import Workload
 
 # What each mechanism that a plan adds must gain, relatively: predictions are not finer, and simple plans break less. Cutting a batch
 # into pieces or computing twice never makes a real device quicker by much; where a prediction says so, it is noise in a curve.
-_ADDED_COST = {"zero": 0.004, "hybrid": 0.004, "tensor": 0.02, "grid": 0.02, "sequence": 0.01, "context": 0.03, "owners": 0.02,
+_ADDED_COST = {"zero": 0.004, "hybrid": 0.004, "tensor": 0.02, "grid": 0.02, "sequence": 0.01, "context": 0.03, "owners": 0.02, "order": 0.01,
                "pipeline": 0.03, "micro_batches": 0.04, "recompute": 0.04}  # fmt: skip
 _HOUR = 3600.0
 
@@ -33,6 +33,7 @@ def burden(mesh: Mesh, zero: int, micro_batches: int, sequence: bool, recomputes
         "sequence": sequence,
         "context": mesh.cp > 1,
         "owners": mesh.ep > 1,
+        "order": bool(mesh.order),
         "micro_batches": micro_batches.bit_length() - 1,
         "recompute": recomputes,
     }

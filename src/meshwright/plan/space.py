@@ -26,6 +26,7 @@ from meshwright.core.ties import check_ties
 from meshwright.core.workload import Workload
 from meshwright.plan.balance import nearly_equal
 from meshwright.plan.memory import RECOMPUTES, choose_memory
+from meshwright.plan.orders import orders
 from meshwright.plan.owners import choose_owners
 from meshwright.plan.partition import one_stage
 from meshwright.plan.pipeline import Doors, cut_at, find_doors
@@ -58,6 +59,7 @@ class Wishes:
     placements: Mapping[str, str] = field(default_factory=dict)
     sequence: bool | None = None  # whether tensor-parallel ranks share positions between cut parts
     spatial: tuple[int, ...] = ()  # the grid of cp's ranks; empty: as square as it goes
+    order: tuple[str, ...] = ()  # which axes of the mesh are farthest apart; empty: as is best
     flow: Flow | None = None  # the model's dataflow; without it no tensor parallelism is considered
 
 
@@ -83,7 +85,8 @@ def candidates(
     reason: RequestError | None = None
     found = False
     cutter = cutter or Cutter(profile, workload, wishes)
-    for mesh, zero in layouts(cluster, wishes, shapes or (lambda world: model_parallel(world, wishes))):
+    every = layouts(cluster, wishes, shapes or (lambda world: model_parallel(world, wishes)))
+    for mesh, zero in ((ordered, zero) for found, zero in every for ordered in _ordered(found, cluster, wishes)):
         for sequence in sequences(mesh, wishes):
             try:
                 check_runnable(mesh)
@@ -102,12 +105,21 @@ def candidates(
         raise reason or RequestError("no plan is legal here: relax --mesh, --nproc or --set")
 
 
+def _ordered(mesh: Mesh, cluster: Cluster, wishes: Wishes) -> Iterator[Mesh]:
+    """In the usual order and in others; a mesh that is asked for is as it was asked for."""
+    yield mesh
+    if wishes.mesh is None:
+        yield from orders(mesh, cluster)
+
+
 def check_wishes(wishes: Wishes, devices: int) -> None:
     """What no mesh could make right is said at once, rather than as the reason why each of them was left out."""
     if wishes.mesh is not None:
         refuse_unused(wishes.mesh, wishes.schedule, wishes.placements, wishes.sequence)
     elif wishes.flow is None or (wishes.world or devices) == 1:
         refuse_unused(Mesh(), wishes.schedule, wishes.placements, wishes.sequence)
+    if wishes.mesh is not None and Mesh(order=wishes.order).order and sum(wishes.mesh.degree(axis) > 1 for axis in wishes.order) < 2:
+        raise RequestError(f"order={','.join(wishes.order)} is for axes that a mesh has, and {wishes.mesh} has fewer than two of them: leave it out")
     if wishes.flow is not None:
         check_placements(wishes.flow, wishes.placements)
     if wishes.compression_rank is not None and "powersgd" not in (wishes.compression, *wishes.allow):
@@ -186,7 +198,7 @@ class Cutter:
 
 def layouts(cluster: Cluster, wishes: Wishes, shapes: Shapes) -> Iterator[tuple[Mesh, int]]:
     if wishes.mesh is not None:
-        mesh = wishes.mesh.flattened()
+        mesh = replace(wishes.mesh.flattened(), order=wishes.order or wishes.mesh.order)
         if mesh.shard > wishes.mesh.shard and wishes.zero not in (None, 3):
             depth = f"mesh {wishes.mesh}: the depth of tensor parallelism gathers weights before use, which is zero=3"
             raise RequestError(f"{depth}: leave zero={wishes.zero} out")
@@ -209,11 +221,11 @@ def model_parallel(world: int, wishes: Wishes) -> list[Mesh]:
     """Degrees of pipeline and tensor parallelism that divide the world; without the dataflow, none. Who asks for a schedule asks for a
     pipeline, and who places layers for tensor parallelism."""
     if wishes.flow is None:
-        return [Mesh(dp=world)]
+        return [Mesh(dp=world, order=wishes.order)]
     every = [(pp, ways) for pp in divisors(world) for ways in divisors(world // pp)]
     tensor = bool(wishes.placements or wishes.sequence)
     wanted = [(pp, ways) for pp, ways in every if (pp > 1 or wishes.schedule is None) and (ways > 1 or not tensor)]
-    return [Mesh(pp=pp, dp=world // pp // ways, tp=(ways,)) for pp, ways in wanted]
+    return [Mesh(pp=pp, dp=world // pp // ways, tp=(ways,), order=wishes.order) for pp, ways in wanted]
 
 
 def worlds(devices: int, wishes: Wishes) -> list[int]:
