@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from meshwright.core.calibration import Rates
 from meshwright.core.model import LayerProfile, ModelProfile
 from meshwright.core.plan import Plan
@@ -32,10 +34,11 @@ def held_bytes(plan: Plan, profile: ModelProfile, optimizer: str) -> dict[str, i
     return {"parameters": flat + whole - trained, "gradients": flat if plan.memory.zero == 1 else piece, "optimizer": states * piece}
 
 
-def peak_bytes(plan: Plan, profile: ModelProfile, optimizer: str, rates: Rates, in_flight: int = 1) -> dict[str, int]:
-    """The largest rank's peak by kind; `profile` is at the largest micro-batch."""
+def peak_bytes(plan: Plan, profile: ModelProfile, optimizer: str, rates: Rates, in_flight: Sequence[Mapping[str, int]] = ({},)) -> dict[str, int]:
+    """The largest rank's peak by kind; `profile` is at the largest micro-batch. Of a pipeline, `in_flight` says how many micro-batches are under
+    way in each layer, at the moments that may need most."""
     held = held_bytes(plan, profile, optimizer)
-    activations = activation_peak(plan, profile) * in_flight
+    activations = max(activation_peak(plan, profile, counts) for counts in in_flight)
     kinds = {
         "parameters": held["parameters"],
         "optimizer": held["optimizer"],
@@ -49,23 +52,29 @@ def peak_bytes(plan: Plan, profile: ModelProfile, optimizer: str, rates: Rates, 
     return kinds
 
 
-def activation_peak(plan: Plan, profile: ModelProfile) -> float:
-    """Bytes saved for backward when the last layer's forward ends, plus one unit's worth that recomputation brings back."""
-    units, modes = set(plan.memory.units), plan.memory.modes
+def activation_peak(plan: Plan, profile: ModelProfile, in_flight: Mapping[str, int] | None = None) -> float:
+    """Bytes saved for backward when the last layer's forward ends, for each micro-batch that is under way, plus one unit's worth that
+    recomputation brings back: of one micro-batch, whichever goes back."""
+    modes = plan.memory.modes
     kept = brought_back = 0.0
     for layer in profile.layers:
-        compiled = plan.compile == "model" or (plan.compile == "blocks" and layer.name in units)
-        fusible = layer.fusible_bytes * (1.0 - FUSED_SAVED if compiled else 1.0)
-        saved = layer.activation_bytes - layer.fusible_bytes + fusible
-        mode = modes.get(layer.name, "none")
-        if mode == "none":
-            kept += saved
-            continue
-        kept += layer.output_bytes  # a block's input is as large as its output in every repeated block
-        if mode == "selective":
-            kept += layer.dear_bytes
-        brought_back = max(brought_back, saved if mode == "full" else fusible)
+        each, back = kept_bytes(plan, layer, modes.get(layer.name, "none"))
+        kept += each * (in_flight.get(layer.name, 1) if in_flight else 1)
+        brought_back = max(brought_back, back)
     return kept + brought_back
+
+
+def kept_bytes(plan: Plan, layer: LayerProfile, mode: str) -> tuple[float, float]:
+    """What a layer keeps of one micro-batch for backward, and what recomputing brings back of it."""
+    compiled = plan.compile == "model" or (plan.compile == "blocks" and layer.name in plan.memory.units)
+    fusible = layer.fusible_bytes * (1.0 - FUSED_SAVED if compiled else 1.0)
+    saved = layer.activation_bytes - layer.fusible_bytes + fusible
+    if mode == "none":
+        return saved, 0.0
+    kept = layer.output_bytes + (
+        layer.dear_bytes if mode == "selective" else 0.0
+    )  # a block's input is as large as its output in every repeated block
+    return kept, saved if mode == "full" else fusible
 
 
 def _communication(plan: Plan, profile: ModelProfile) -> int:
