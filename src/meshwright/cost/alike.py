@@ -8,16 +8,16 @@ from meshwright.core.model import LayerProfile, ModelProfile
 from meshwright.core.plan import Plan, Stage
 
 
-def first_of_kind(plan: Plan, profile: ModelProfile, ranks: Sequence[int]) -> list[int]:
-    """Of pipeline ranks whose layers and messages are alike the first, which holds at least as many micro-batches as the others."""
+def alike(plan: Plan, profile: ModelProfile, ranks: Sequence[int]) -> dict[int, list[int]]:
+    """Pipeline ranks whose layers and messages are alike, by the first of them."""
     if plan.mesh.pp <= 2 or not plan.stages or plan.placements:
-        return list(ranks)
+        return {rank: [rank] for rank in ranks}
     layers = {layer.name: _layer(plan, layer) for layer in profile.layers}
-    kinds: dict[Hashable, int] = {}
+    kinds: dict[Hashable, list[int]] = {}
     for rank in ranks:
         key = tuple(_stage(plan, stage, layers) for stage in range(len(plan.stages)) if plan.stage_rank(stage) == rank)
-        kinds.setdefault(key, rank)
-    return list(kinds.values())
+        kinds.setdefault(key, []).append(rank)
+    return {found[0]: found for found in kinds.values()}
 
 
 def _layer(plan: Plan, layer: LayerProfile) -> Hashable:

@@ -33,6 +33,16 @@ def collective_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rate
     return line_of(action.op, group, taken, rates, link).seconds(sent) if found is None else found
 
 
+def message_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rates, source: int, target: int) -> float:
+    """What stages send each other takes the link between two pipeline ranks, which are not all as far apart."""
+    stride = plan.mesh.stride("pp")
+    key = ("message", source * stride, target * stride)
+    if key not in cluster.joins:
+        cluster.joins[key] = joined(cluster, sorted(key[1:]), "send")
+    found = rates.measured(f"{plan.backend}/send", action.bytes) if rates.ranks == 2 else None
+    return line_of("send", 2, plan.backend, rates, cluster.joins[key]).seconds(action.bytes) if found is None else found
+
+
 def between(cluster: Cluster, action: Action, mesh: Mesh) -> Link | Reach:
     """What joins the action's group. Groups of one shape are asked about once, whatever mesh they belong to."""
     key = (mesh, action.axis, action.group, action.op == "all_to_all")

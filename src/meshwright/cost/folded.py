@@ -30,8 +30,10 @@ def spare_blocks(plan: Plan, profile: ModelProfile, here: Collection[str]) -> tu
     longest: list[int] = []
     run: list[int] = []
     before: Hashable = None
+    stages = {name: index for index, stage in enumerate(plan.stages) for name in stage.layers}
     for index, layer in enumerate(profile.layers):
-        kind = (layer.block, id(layer.kernels), plan.memory.mode(layer.name)) if layer.block and layer.name in here else None
+        there = layer.block and layer.name in here
+        kind = (layer.block, id(layer.kernels), plan.memory.mode(layer.name), stages.get(layer.name)) if there else None
         run = [*run, index] if kind is not None and kind == before else [index] if kind is not None else []
         longest, before = max(longest, run, key=len), kind
     return tuple(longest[2:-2]) if len(longest) >= _DEEP else ()

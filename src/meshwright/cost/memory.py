@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.core.calibration import Rates
@@ -48,14 +49,16 @@ def _everything(plan: Plan, profile: ModelProfile, optimizer: str) -> dict[str, 
     return {"parameters": flat + whole - trained, "gradients": flat if plan.memory.zero == 1 else piece, "optimizer": states * piece}
 
 
-def peak_bytes(plan: Plan, profile: ModelProfile, optimizer: str, rates: Rates, in_flight: int = 1) -> dict[str, int]:
-    """The largest rank's peak by kind; `profile` is at the largest micro-batch."""
+def peak_bytes(plan: Plan, profile: ModelProfile, optimizer: str, rates: Rates, in_flight: Sequence[Mapping[str, int]] = ({},)) -> dict[str, int]:
+    """The largest rank's peak by kind; `profile` is at the largest micro-batch. Of a pipeline, `in_flight` says how many micro-batches are under
+    way in each layer, at the moments that may need most."""
     held = held_bytes(plan, profile, optimizer)
-    fullest = fullest_moment(plan, profile, in_flight)
+    fullest = max((fullest_moment(plan, profile, counts) for counts in in_flight), key=lambda moment: moment.bytes)
     return {
         "parameters": held["parameters"],
         "optimizer": held["optimizer"],
-        "activations": int(fullest.activations + profile.sample_bytes * plan.largest_share),  # and the batch itself
+        "activations": int(fullest.activations),
+        "batch": int(profile.sample_bytes * plan.largest_share),
         "workspace": int(fullest.workspace),
         "communication": _communication(plan, profile) + compression_bytes(plan, held["gradients"]),
         "framework": rates.base_bytes,
@@ -76,28 +79,25 @@ class Moment:
         return self.activations + self.workspace + self.gradients
 
 
-def fullest_moment(plan: Plan, profile: ModelProfile, in_flight: int = 1) -> Moment:
+def fullest_moment(plan: Plan, profile: ModelProfile, in_flight: Mapping[str, int] | None = None) -> Moment:
     """When forward and backward hold the most.
 
     While a layer works, in forward or backward, there is what the layers before it keep, all that it needs itself (recomputation brings that
-    back for one unit at a time), its workspace and, in backward, gradients of the layers after it. Other micro-batches under way keep theirs."""
-    kept = [_kept(plan, layer) for layer in profile.layers]
-    before = (in_flight - 1) * sum(kept)
+    back for one unit at a time), its workspace and, in backward, gradients of the layers after it. Other micro-batches under way keep theirs:
+    `in_flight` says how many there are in each layer, the one at work among them."""
+    kept = [kept_bytes(plan, layer, plan.memory.mode(layer.name))[0] for layer in profile.layers]
+    counts = [(in_flight or {}).get(layer.name, 1) for layer in profile.layers]
+    before = sum(max(count - 1, 0) * keeps for count, keeps in zip(counts, kept, strict=True))
     later = float(sum(t.bytes for t in profile.tensors if t.trainable)) if _come_and_go(plan) else 0.0
     moments = [Moment(0.0, 0.0, later)]  # the optimizer's step
     given = 0.0
-    for layer, keeps in zip(profile.layers, kept, strict=True):
+    for layer, keeps, count in zip(profile.layers, kept, counts, strict=True):
         later -= sum(t.bytes for t in layer.tensors if t.trainable) if _come_and_go(plan) else 0.0
         # Of fused code there are left the largest product's operands, or the gradients that it is given and gives.
         workspace = max(layer.product_bytes, given + layer.output_bytes) if plan.compile == "model" else layer.transient_bytes
-        moments.append(Moment(before + max(_saved(plan, layer), keeps), workspace, later))
-        before, given = before + keeps, layer.output_bytes
+        moments.append(Moment(before + max(kept_bytes(plan, layer, "none")[0], keeps), workspace, later))
+        before, given = before + (keeps if count else 0.0), layer.output_bytes
     return max(moments, key=lambda moment: moment.bytes)
-
-
-def kept_bytes(plan: Plan, profile: ModelProfile) -> float:
-    """What is held for backward when a micro-batch's forward ends."""
-    return sum(_kept(plan, layer) for layer in profile.layers)
 
 
 def _come_and_go(plan: Plan) -> bool:
@@ -105,16 +105,15 @@ def _come_and_go(plan: Plan) -> bool:
     return plan.mesh.group_size("data") == 1 and plan.micro_batches == 1
 
 
-def _kept(plan: Plan, layer: LayerProfile) -> float:
-    mode = plan.memory.mode(layer.name)
-    if mode == "none":
-        return _saved(plan, layer)
-    return layer.output_bytes + (layer.dear_bytes if mode == "selective" else 0.0)  # a repeated block's input is as large as its output
-
-
-def _saved(plan: Plan, layer: LayerProfile) -> float:
+def kept_bytes(plan: Plan, layer: LayerProfile, mode: str) -> tuple[float, float]:
+    """What a layer keeps of one micro-batch for backward, and what recomputing brings back of it."""
     compiled = plan.compile == "model" or (plan.compile == "blocks" and layer.name in plan.memory.units)
-    return layer.activation_bytes - (layer.fusible_bytes * FUSED_SAVED if compiled else 0.0)
+    fusible = layer.fusible_bytes * (1.0 - FUSED_SAVED if compiled else 1.0)
+    saved = layer.activation_bytes - layer.fusible_bytes + fusible
+    if mode == "none":
+        return saved, 0.0
+    kept = layer.output_bytes + (layer.dear_bytes if mode == "selective" else 0.0)  # a repeated block's input is as large as its output
+    return kept, saved if mode == "full" else fusible
 
 
 def _communication(plan: Plan, profile: ModelProfile) -> int:

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from meshwright.core.calibration import Calibration, Rates
 from meshwright.core.cluster import Cluster
 from meshwright.core.estimate import Estimate
-from meshwright.core.mesh import INSIDE, Mesh
+from meshwright.core.mesh import INSIDE
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action
 from meshwright.core.units import show_bytes
 from meshwright.core.workload import Workload
 from meshwright.cost.actions import ActionCost
-from meshwright.cost.alike import first_of_kind
-from meshwright.cost.collective import collective_seconds, sent_bytes
+from meshwright.cost.alike import alike
+from meshwright.cost.collective import collective_seconds, message_seconds, sent_bytes
 from meshwright.cost.compression import compression_seconds
 from meshwright.cost.compute import model_flops
 from meshwright.cost.folded import DEPTHS, even_buckets, narrowed, spare_blocks, with_blocks
 from meshwright.cost.memory import host_bytes, peak_bytes
+from meshwright.cost.pipeline import Order, Stage, finished, under_way
 from meshwright.schedule import Place, local_profile, program
+from meshwright.schedule.expand import crossings
 
 HEADROOM = 0.92  # of a device's memory; the rest is for fragmentation and what others hold
 
@@ -84,9 +85,42 @@ def _classes(plan: Plan) -> list[_Class]:
 def _peak(plan: Plan, profile: ModelProfile, workload: Workload, calibration: Calibration, of: _Class) -> dict[str, int]:
     """The most memory that a rank of a class needs, by kind."""
     micro, rates = profile.at(of.micro_batch(plan)), calibration.layout(plan.world, of.kind)
-    places = [(p, e) for p in first_of_kind(plan, profile, of.stages) for e in range(plan.mesh.ep)]
-    every = [peak_bytes(plan, local_profile(plan, micro, 0, p, e), workload.optimizer, rates, in_flight(plan, p)) for p, e in places]
+    places = [(p, ranks, e) for p, ranks in alike(plan, profile, of.stages).items() for e in range(plan.mesh.ep)]
+    every = [peak_bytes(plan, local_profile(plan, micro, 0, p, e), workload.optimizer, rates, in_flight(plan, p, ranks)) for p, ranks, e in places]
     return max(every, key=lambda k: sum(k.values()))
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a pipeline rank has for activations: the bytes, its part of the model, and how many micro-batches of which layer are under way."""
+
+    rank: int
+    bytes: int
+    whole: ModelProfile  # at the micro-batch
+    local: ModelProfile  # of the first rank that is like this one
+    names: Sequence[str]  # what this rank's layers are called
+    rates: Rates
+    in_flight: Sequence[dict[str, int]]
+
+
+def rooms(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, calibration: Calibration) -> Iterator[Room]:
+    """Of every pipeline rank, on every kind of device."""
+    late = "gradients" if plan.mesh.group_size("data") == 1 else ""  # they take the place of activations
+    for of in _classes(plan):
+        micro, rates = profile.at(of.micro_batch(plan)), calibration.layout(plan.world, of.kind)
+        every = [(e, first, ranks) for e in range(plan.mesh.ep) for first, ranks in alike(plan, profile, of.stages).items()]
+        for owner, first, ranks in every:
+            local = local_profile(plan, micro, 0, first, owner)
+            kinds = peak_bytes(plan, local, workload.optimizer, rates)
+            left = _limit(_capacity(cluster, plan, of)) - 1 - sum(size for kind, size in kinds.items() if kind not in ("activations", late))
+            for rank in ranks:
+                yield Room(rank, left, micro, local, _names(plan, profile, rank), rates, in_flight(plan, first, [rank]))
+
+
+def _names(plan: Plan, profile: ModelProfile, rank: int) -> list[str]:
+    """A pipeline rank's layers, in the order of the model's."""
+    here = {name for index, stage in enumerate(plan.stages) if plan.stage_rank(index) == rank for name in stage.layers}
+    return [name for name in profile.layer_names if name in here or not here]
 
 
 def _by_rank(plan: Plan, peaks: Sequence[tuple[_Class, dict[str, int]]]) -> tuple[int, ...]:
@@ -120,16 +154,19 @@ def _capacity(cluster: Cluster, plan: Plan, of: _Class) -> int:
     return min(shares)
 
 
+def _limit(capacity: int) -> int:
+    return int(capacity * HEADROOM)
+
+
 def _verdict(need: int, capacity: int) -> tuple[bool, str]:
-    limit = int(capacity * HEADROOM)
-    if need <= limit:
+    if need <= _limit(capacity):
         return True, f"needs {show_bytes(need)} a device of {show_bytes(capacity)}"
     return False, f"needs {show_bytes(need)} a device, this one has {show_bytes(capacity)}"
 
 
 def _host_verdict(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster) -> tuple[bool, str]:
     """Whether a node's memory holds what its ranks have moved there."""
-    most = max(host_bytes(plan, local_profile(plan, profile, 0, p), workload.optimizer) for p in first_of_kind(plan, profile, range(plan.mesh.pp)))
+    most = max(host_bytes(plan, local_profile(plan, profile, 0, p), workload.optimizer) for p in alike(plan, profile, range(plan.mesh.pp)))
     for node in cluster.nodes:
         need, has = most * min(len(node.devices), plan.world), node.memory_bytes
         if has and need > HEADROOM * has:
@@ -146,6 +183,7 @@ class _Clock:
     traffic: float = 0.0
     finished: dict[str, float] = field(default_factory=dict)
     breakdown: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("forward", "backward", "optimizer", "communication"), 0.0))
+    turns: dict[tuple[str, int], float] = field(default_factory=dict)  # of a pipeline: by phase and stage, what is computed and stolen
 
     @property
     def now(self) -> float:
@@ -158,15 +196,21 @@ class _Clock:
             network=self.network + more * (self.network - before.network),
             traffic=self.traffic + more * (self.traffic - before.traffic),
             breakdown={k: v + more * (v - before.breakdown[k]) for k, v in self.breakdown.items()},
+            turns={k: v + more * (v - before.turns[k]) for k, v in self.turns.items()},
         )
 
     def settled(self, before: _Clock, first: _Clock) -> bool:
         """Whether the last step of three was as long as the one before, in all that is counted."""
 
         def figures(clock: _Clock) -> list[float]:
-            return [clock.compute, clock.network, clock.traffic, *clock.breakdown.values()]
+            return [clock.compute, clock.network, clock.traffic, *clock.breakdown.values(), *clock.turns.values()]
 
         return all(abs((c - b) - (b - a)) <= 1e-9 * abs(c) for a, b, c in zip(figures(first), figures(before), figures(self), strict=True))
+
+    def steal(self, seconds: float) -> None:
+        """What a call beside computation takes from it."""
+        self.breakdown["communication"] += seconds
+        self.compute += seconds
 
     def stall(self, until: float) -> None:
         if until > self.compute:
@@ -174,48 +218,72 @@ class _Clock:
             self.compute = until
 
 
-class _Piped(Protocol):
-    """What says how many micro-batches are under way: a plan, or one to be."""
-
-    @property
-    def mesh(self) -> Mesh: ...
-
-    @property
-    def micro_batches(self) -> int: ...
-
-    @property
-    def schedule(self) -> str: ...
+def order_of(plan: Plan) -> Order:
+    return Order(plan.schedule, plan.mesh.pp, plan.micro_batches, max(len(plan.stages) // plan.mesh.pp, 1))
 
 
-def in_flight(plan: _Piped, pp_rank: int) -> int:
-    """Micro-batches whose activations a pipeline rank holds at once, for each of its stages."""
-    if plan.mesh.pp == 1:
-        return 1
-    return (
-        plan.micro_batches if plan.schedule == "gpipe" else min(plan.micro_batches, plan.mesh.pp - pp_rank + (plan.schedule != "1f1b") * plan.mesh.pp)
-    )
+def in_flight(plan: Plan, rank: int, alike: Sequence[int]) -> list[dict[str, int]]:
+    """Micro-batches whose activations a pipeline rank holds at once, by layer, at the moments that may need most; `alike` ranks have such layers."""
+    if plan.mesh.pp == 1 or not plan.stages:
+        return [{}]
+    order = order_of(plan)
+    layers = [plan.stages[stage].layers for stage in order.stages(rank)]
+    return [{name: n for n, names in zip(counts, layers, strict=True) for name in names} for counts in under_way(order, alike)]
 
 
 def _pipelined(
     plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, calibration: Calibration, classes: Sequence[_Class]
 ) -> _Clock:  # fmt: skip
-    """The slowest pipeline rank, and the time that it waits while the pipeline fills and drains."""
-    clocks = [
-        _steps(plan, profile.at(c.micro_batch(plan)), workload, cluster, calibration.layout(plan.world, c.kind), p)
-        for c in classes
-        for p in first_of_kind(plan, profile, c.stages)
-    ]
-    slowest = max(clocks, key=lambda c: c.now)
-    if plan.mesh.pp > 1:
-        stages = max(len(plan.stages) // plan.mesh.pp, 1)
-        share = (plan.mesh.pp - 1) / (plan.micro_batches * stages) / (3 if plan.schedule == "zero_bubble" else 1)
-        slowest.stall(slowest.now + share * max(c.breakdown["forward"] + c.breakdown["backward"] for c in clocks))
+    """The slowest pipeline rank, with the time for which it waits for the others (see [Note: turns in time])."""
+    clocks: dict[int, _Clock] = {}
+    stages: dict[int, Stage] = {}
+    for of in classes:
+        micro, rates = profile.at(of.micro_batch(plan)), calibration.layout(plan.world, of.kind)
+        for first, ranks in alike(plan, profile, of.stages).items():
+            clock = _steps(plan, micro, workload, cluster, rates, first)
+            for rank in ranks:
+                if rank not in clocks or clock.now > clocks[rank].now:
+                    clocks[rank] = clock
+                    stages |= _stages(plan, micro, cluster, rates, clock, first, rank)
+    slowest = max(clocks.values(), key=lambda c: c.now)
+    if stages:
+        ends = finished(order_of(plan), [stages[index] for index in range(len(plan.stages))])
+        ahead = {rank: clock.now - plan.micro_batches * sum(clock.turns.values()) for rank, clock in clocks.items()}
+        slowest.stall(max(ends[rank] + max(rest, 0.0) for rank, rest in ahead.items()))
     return slowest
+
+
+def _stages(plan: Plan, profile: ModelProfile, cluster: Cluster, rates: Rates, clock: _Clock, first: int, rank: int) -> dict[int, Stage]:
+    """What one micro-batch takes in a rank's stages, which are like those of `first`, whose clock this is, and on the way to them."""
+    if plan.mesh.pp == 1 or not plan.stages:
+        return {}
+    order, found = order_of(plan), {}
+    for index, like in zip(order.stages(rank), order.stages(first), strict=True):
+        forward, backward, weights = (clock.turns.get((phase, like), 0.0) for phase in ("forward", "backward", "weights"))
+        takes = (_message(plan, profile, cluster, rates, index - 1, index), _message(plan, profile, cluster, rates, index + 1, index))
+        sends = (_message(plan, profile, cluster, rates, index, index + 1), _message(plan, profile, cluster, rates, index, index - 1))
+        stolen = 1.0 - _overlap(plan, rates)
+        found[index] = Stage(forward, backward, weights, takes, (stolen * sends[0], stolen * sends[1]))
+    return found
+
+
+def _message(plan: Plan, profile: ModelProfile, cluster: Cluster, rates: Rates, source: int, target: int) -> float:
+    """Seconds of what a stage sends to a neighbour for one micro-batch; neighbours on one rank send nothing."""
+    if not (0 <= source < len(plan.stages) and 0 <= target < len(plan.stages)):
+        return 0.0
+    ranks = plan.stage_rank(source), plan.stage_rank(target)
+    phase, kind = ("forward", "activations") if source < target else ("backward", "gradients")
+    sent = [a for a in crossings(plan, profile, Place(pp=ranks[0]), phase, 0) if a.name.startswith(f"{kind}/{source}/")]
+    return sum(message_seconds(action, plan, cluster, rates, *ranks) for action in sent)
+
+
+def _overlap(plan: Plan, rates: Rates) -> float:
+    return rates.overlap if "gradients" in plan.sync.overlap else 0.0
 
 
 def _steps(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates, pp_rank: int = 0) -> _Clock:
     """The whole step. Of a deep model some blocks are run and the rest is added on, where these add the same (see [Note: folding a step])."""
-    here = {name for i, stage in enumerate(plan.stages) if plan.stage_rank(i) == pp_rank for name in stage.layers} or set(profile.layer_names)
+    here = set(_names(plan, profile, pp_rank))
     if plan.mesh.pp > 1:
         plan = narrowed(plan, {name for stage in plan.stages for name in stage.layers} - here)
     spare = spare_blocks(plan, profile, here)
@@ -229,42 +297,86 @@ def _steps(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Clust
 
 def _repeated(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates, pp_rank: int) -> _Clock:
     """Micro-batches after the second repeat each other, so only three are run and the rest is added on."""
-    if plan.micro_batches <= 3:
+    if plan.micro_batches <= 3 and plan.mesh.pp == 1:
         return _run(plan, profile, workload, cluster, rates, pp_rank)
     two, three = (_run(plan, profile, workload, cluster, rates, pp_rank, count) for count in (2, 3))
-    return three.extended(two, plan.micro_batches - 3)
+    whole = three.extended(two, plan.micro_batches - 3) if plan.micro_batches > 3 else _run(plan, profile, workload, cluster, rates, pp_rank)
+    whole.turns = {turn: seconds - two.turns[turn] for turn, seconds in three.turns.items()}
+    return whole
 
 
 def _run(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates, pp_rank: int, micro_batches: int = 0) -> _Clock:
     clock = _Clock()
     clock.stall(compression_seconds(plan, local_profile(plan, profile, 0, pp_rank), rates))
     price = ActionCost(plan, workload.optimizer, rates)
-    overlap = rates.overlap if "gradients" in plan.sync.overlap else 0.0
+    overlap = _overlap(plan, rates)
     actions = program(plan, profile, Place(pp=pp_rank), micro_batches=micro_batches)
     profile = local_profile(plan, profile, 0, pp_rank)
+    turned = _Turned(plan, profile, pp_rank)
     calls: dict[tuple[str, str, int, int, int | None], tuple[float, float]] = {}  # equal calls are priced once
     for action in actions:
         start = max((clock.finished.get(w, 0.0) for w in action.waits), default=0.0)
+        before = clock.compute
         if action.communicates:
             key = (action.op, action.axis, action.group, action.bytes, action.likely)
             if key not in calls:
                 calls[key] = collective_seconds(action, plan, cluster, rates), sent_bytes(action, plan)
-            _communicate(clock, action, start, calls[key][0], 0.0 if action.axis in INSIDE else overlap)
+            if action.op == "send" and action.axis == "pp":
+                clock.steal(turned.message(action, cluster, rates) * (1.0 - overlap))
+            else:
+                _communicate(clock, action, start, calls[key][0], 0.0 if action.axis in INSIDE else overlap)
             clock.traffic += calls[key][1]
+            turned.note(clock, action, clock.compute - before)
             continue
         clock.stall(start)
         seconds = price.seconds(profile, action)
         clock.breakdown[action.op] += seconds
         clock.compute += seconds
         clock.finished[action.name] = clock.compute
+        turned.note(clock, action, clock.compute - before, seconds)
     clock.stall(clock.network)
     return clock
+
+
+class _Turned:
+    """Which turn of a pipeline rank an action's time belongs to: that of the last layer that was computed, but for messages, which are named."""
+
+    def __init__(self, plan: Plan, local: ModelProfile, pp_rank: int) -> None:
+        self._plan, self._pp_rank = plan, pp_rank
+        of = {name: index for index, stage in enumerate(plan.stages) for name in stage.layers} if plan.mesh.pp > 1 else {}
+        self._stages = [of.get(layer.name, pp_rank) for layer in local.layers]
+        self._turn: tuple[str, int] | None = None
+
+    def note(self, clock: _Clock, action: Action, seconds: float, computed: float = 0.0) -> None:
+        if self._plan.mesh.pp == 1:
+            return
+        if action.op == "send" and action.axis == "pp":
+            self._turn = self._crossing(action)
+        elif action.layer >= 0:
+            self._turn = "forward" if action.name.startswith("forward/") else "backward", self._stages[action.layer]
+        elif action.op == "optimizer":
+            self._turn = None
+        if self._turn is None:
+            return
+        later = computed / 2 if action.op == "backward" and self._plan.schedule == "zero_bubble" else 0.0  # a product's two are alike
+        clock.turns[self._turn] = clock.turns.get(self._turn, 0.0) + seconds - later
+        if later:
+            weights = "weights", self._turn[1]
+            clock.turns[weights] = clock.turns.get(weights, 0.0) + later
+
+    def message(self, action: Action, cluster: Cluster, rates: Rates) -> float:
+        phase, stage = self._crossing(action)
+        other = self._plan.stage_rank(stage + (1 if phase == "forward" else -1))
+        return message_seconds(action, self._plan, cluster, rates, self._pp_rank, other)
+
+    @staticmethod
+    def _crossing(action: Action) -> tuple[str, int]:
+        kind, stage, *_ = action.name.split("/")
+        return "forward" if kind == "activations" else "backward", int(stage)
 
 
 def _communicate(clock: _Clock, action: Action, start: float, seconds: float, overlap: float) -> None:
     begin = max(clock.network, clock.compute, start)
     clock.network = begin + seconds
     clock.finished[action.name] = clock.network
-    stolen = seconds * (1.0 - overlap)
-    clock.breakdown["communication"] += stolen
-    clock.compute += stolen
+    clock.steal(seconds * (1.0 - overlap))

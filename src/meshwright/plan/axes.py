@@ -68,7 +68,8 @@ class Axes:
         if cut is None:
             return False
         try:
-            memory = MemoryPolicy(point.zero, self._units, point.recompute)  # type: ignore[arg-type]
+            recompute = "full" if point.recompute == "mixed" else point.recompute
+            memory = MemoryPolicy(point.zero, self._units, recompute)  # type: ignore[arg-type]
             how = {"mesh": point.mesh, "micro_batches": point.micro_batches, "schedule": point.schedule, "compile": self.compiled(point.mesh, cut)}
             replace(cut, global_batch=self._batch, memory=memory, device=self._device, **how)  # type: ignore[arg-type]
         except RequestError:

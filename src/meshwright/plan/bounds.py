@@ -2,17 +2,20 @@
 
 [Note: bounds]
 A step takes at least what the mean pipeline rank computes, and what its gradients need on the wires of its group; a rank holds at least the
-mean of the parameters, gradients and states. The mean is never above the largest, and the largest decides an estimate. Equal layers are
-priced once, at the same rates as an estimate does it, so the bounds are close: what they leave out is where ranks wait for each other.
+mean of the parameters, gradients and states. The mean is never above the largest, and the largest decides an estimate. Once its stages are
+known, a pipeline takes at least some rank's work, the way to it and the way back. Where units may recompute as each likes ("mixed"), at least
+the time is added that the cheapest way to save so much memory would take. Equal layers are priced once, at the same rates as an estimate
+does it, so the bounds are close: what they leave out is where ranks wait for each other.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from meshwright.core.calibration import Calibration, Rates
 from meshwright.core.cluster import Cluster
@@ -27,13 +30,16 @@ from meshwright.core.workload import ITEM_BYTES, LOW, OPTIMIZER_STATES, Workload
 from meshwright.cost.collective import between, line_of
 from meshwright.cost.compute import ComputeCost
 from meshwright.cost.memory import FUSED_SAVED
-from meshwright.cost.step import HEADROOM, in_flight
+from meshwright.cost.pipeline import Order, Stage, held, least_seconds
+from meshwright.cost.step import HEADROOM
 from meshwright.plan.meetings import all_meetings, owned_bytes
 from meshwright.plan.memory import RECOMPUTES
 from meshwright.schedule import local_profile
 
 T = TypeVar("T")
-Layers = tuple[tuple[str, ...], ...]  # of each pipeline rank, by name
+Layers = tuple[tuple[str, ...], ...]  # of each stage of a pipeline, by name
+Choice = Recompute | Literal["mixed"]  # mixed: each unit as an integer program has it (plan/recompute.py)
+CHOICES: tuple[Choice, ...] = (*RECOMPUTES, "mixed")
 
 
 @dataclass(frozen=True)
@@ -43,9 +49,13 @@ class Point:
     mesh: Mesh
     zero: int
     micro_batches: int
-    recompute: Recompute
+    recompute: Choice
     sequence: bool = False
     schedule: PipelineSchedule = "1f1b"
+
+    @property
+    def order(self) -> Order:
+        return Order(self.schedule, self.mesh.pp, self.micro_batches, stages_a_rank(self.schedule))
 
 
 @dataclass(frozen=True)
@@ -54,12 +64,13 @@ class _Sum:
 
     forward: float
     backward: float
-    again: dict[Recompute, float]
-    kept: dict[Recompute, float]  # bytes saved for backward
+    again: dict[Choice, float]
+    kept: dict[Choice, float]  # bytes saved for backward
     parameters: float  # bytes
     trained: float
     unit: float = 0.0  # bytes of the largest unit's parameters
     root: float = 0.0  # and of all that is in none
+    thrift: float = 0.0  # the most bytes that recomputing saves for a second of it
 
 
 class Bounds:
@@ -82,25 +93,46 @@ class Bounds:
         self._backend, self._overlaps, self._offload = backend, overlaps, offload
 
     def seconds(self, point: Point, cut: Plan, compiled: Compile, travel: bool = True, stages: Layers = ()) -> float:
-        """Computation of the slowest pipeline rank (of the mean one where `stages`, the layers of each, are not known), its bubble, the
-        optimizer and, with `travel`, what takes the wires."""
-        mesh, rates = point.mesh, self._calibration.layout(point.mesh.size)
+        """Computation of the slowest pipeline rank (of the mean one where `stages`, the layers of each stage, are not known), its way in and
+        out, the optimizer and, with `travel`, what takes the wires."""
+        mesh, rates, micro = point.mesh, self._calibration.layout(point.mesh.size), point.micro_batches
         parts = self._at(point, cut, compiled, stages)
-        split = 1 if stages else mesh.pp
-        each = max(part.forward + part.backward + part.again[point.recompute] for part in parts) / split
-        bubble = (mesh.pp - 1) / (stages_a_rank(point.schedule) if mesh.pp > 1 else 1) / (3 if point.schedule == "zero_bubble" else 1)
-        trained = sum(part.trained for part in parts) / mesh.pp
-        whole = sum(part.parameters for part in parts) / mesh.pp
+        ranks = self._ranks(point, parts, stages)
         price = ComputeCost(rates, self._workload.precision, compiled != "none", self._units)
-        stepped = min(part.trained for part in parts) / split / 4 / (mesh.shard if point.zero else 1)
+        stepped = min(part.trained for part in ranks) / 4 / (mesh.shard if point.zero else 1)
         update = price.optimizer(stepped, self._workload.optimizer, 4, self._offload)
-        computed = (point.micro_batches + bubble) * each + update
+        added = self._added(point, parts, ranks, stages)
+        each = max(rank.forward + rank.backward + rank.again[point.recompute] + more for rank, more in zip(ranks, added, strict=True))
+        computed = micro * each + update
+        if stages:  # what zero=2 and zero=3 move within a turn may be all that there is after it
+            ways = [Stage(part.forward, part.backward + part.again[point.recompute]) for part in parts]
+            computed = max(computed, least_seconds(point.order, ways) + (update if point.zero < 2 else 0.0))
         if not travel:
             return computed
-        mean = sum(part.forward + part.backward + part.again[point.recompute] for part in parts) / mesh.pp
+        mean = sum(rank.forward + rank.backward + rank.again[point.recompute] for rank in ranks) / len(ranks)
+        trained, whole = (sum(figures) / len(ranks) for figures in zip(*((rank.trained, rank.parameters) for rank in ranks), strict=True))
         sent, met = self._gradients(point, trained, whole, cut), self.meetings(point, cut)
-        stolen = point.micro_batches * mean + update + (1.0 - self._overlap(rates)) * sent + met
-        return max(computed, stolen + bubble * each, sent + met)
+        return max(computed, micro * mean + update + (1.0 - self._overlap(rates)) * sent + met, sent + met)
+
+    def _ranks(self, point: Point, parts: Sequence[_Sum], stages: Layers) -> list[_Sum]:
+        """By pipeline rank; the mean one where its stages are not known."""
+        if not stages:
+            return [_total(parts, {0: 1.0 / point.mesh.pp})]
+        return [_total(parts, dict.fromkeys(point.order.stages(rank), 1.0)) for rank in range(point.mesh.pp)]
+
+    def _added(self, point: Point, parts: Sequence[_Sum], ranks: Sequence[_Sum], stages: Layers) -> list[float]:
+        """What recomputation adds at least to each rank's micro-batch where units differ in it: as much as saves what is too much."""
+        if point.recompute != "mixed" or (point.mesh.pp > 1 and not stages):
+            return [0.0] * len(ranks)
+        plain, limit = replace(point, recompute="none"), HEADROOM * self._least(point.mesh.size)
+        base = self._calibration.layout(point.mesh.size).base_bytes
+        found = []
+        for rank, part in enumerate(ranks):
+            kept = self._under_way(plain, parts, rank) if stages else part.kept["none"]
+            most = max(max(counts) for counts in held(point.order, rank)) if stages else 1
+            excess = base + self._held(plain, part, kept) + self._passing(plain, part) - limit
+            found.append(max(excess, 0.0) / (most * part.thrift) if part.thrift else 0.0)
+        return found
 
     def _overlap(self, rates: Rates) -> float:
         return rates.overlap if self._overlaps is None or "gradients" in self._overlaps else 0.0
@@ -179,17 +211,24 @@ class Bounds:
         """What the mean pipeline rank holds: parameters, states, and of one micro-batch what is kept for backward. With `stages`, the
         largest rank, and all micro-batches that it has under way."""
         parts, base = self._at(point, cut, compiled, stages), self._calibration.layout(point.mesh.size).base_bytes
+        ranks = self._ranks(point, parts, stages)
         if not stages:
-            return base + self._held(point, parts[0], 1 / point.mesh.pp, 1) + (self._passing(point, parts[0]) if point.mesh.pp == 1 else 0.0)
-        return base + max(self._held(point, part, 1.0, in_flight(point, rank)) + self._passing(point, part) for rank, part in enumerate(parts))
+            passing = self._passing(point, ranks[0]) if point.mesh.pp == 1 else 0.0
+            return base + self._held(point, ranks[0], ranks[0].kept[point.recompute]) + passing
+        return base + max(self._held(point, part, self._under_way(point, parts, at)) + self._passing(point, part) for at, part in enumerate(ranks))
+
+    def _under_way(self, point: Point, parts: Sequence[_Sum], rank: int) -> float:
+        """Bytes that all the micro-batches which a rank has under way keep."""
+        kept = [parts[stage].kept[point.recompute] for stage in point.order.stages(rank)]
+        return max(sum(n * size for n, size in zip(counts, kept, strict=True)) for counts in held(point.order, rank))
 
     def _passing(self, point: Point, part: _Sum) -> float:
         """What lives only while something travels: under ZeRO-3 two gathered units and two of gradients."""
         return part.root + 4 * part.unit if point.zero == 3 and point.mesh.group_size("data") > 1 else 0.0
 
-    def _held(self, point: Point, part: _Sum, share: float, under_way: int) -> float:
+    def _held(self, point: Point, part: _Sum, kept: float) -> float:
         mesh, states, shards = point.mesh, 0 if self._offload else OPTIMIZER_STATES[self._workload.optimizer], point.mesh.shard
-        whole, trained, kept = part.parameters * share, part.trained * share, part.kept[point.recompute] * share * under_way
+        whole, trained = part.parameters, part.trained
         if mesh.group_size("data") == 1:  # gradients appear as activations go
             return whole + states * trained + max(trained, kept)
         return (
@@ -225,14 +264,16 @@ class Bounds:
             fused = compiled == "model" or (compiled == "blocks" and unit)
             saved = layer.activation_bytes - layer.fusible_bytes * (FUSED_SAVED if fused else 0.0)
             forward, cheap = (price.layer(layer, "forward", memo, cheap=cheap) for cheap in (False, True))
-            again: dict[Recompute, float] = {"none": 0.0, "selective": cheap if unit else 0.0, "full": forward if unit else 0.0}
+            again: dict[Choice, float] = {"none": 0.0, "selective": cheap if unit else 0.0, "full": forward if unit else 0.0, "mixed": 0.0}
             less = (layer.output_bytes + layer.dear_bytes, layer.output_bytes)
-            kept: dict[Recompute, float] = {"none": saved, "selective": less[0] if unit else saved, "full": less[1] if unit else saved}
+            kept: dict[Choice, float] = {"none": saved, "selective": less[0] if unit else saved, "full": less[1] if unit else saved}
+            kept["mixed"] = min(kept.values())
             sizes = [(t.bytes, t.trainable) for t in layer.tensors]
             trained = float(sum(size for size, train in sizes if train))
             whole = float(sum(size for size, _ in sizes))
-            extra = (whole, 0.0) if unit else (0.0, whole)
-            found.append(_Sum(forward, price.layer(layer, "backward", memo), again, kept, whole, trained, *extra))
+            inside, outside = (whole, 0.0) if unit else (0.0, whole)
+            thrift = max(((saved - kept[m]) / again[m] if again[m] else math.inf) if unit else 0.0 for m in RECOMPUTES[1:])
+            found.append(_Sum(forward, price.layer(layer, "backward", memo), again, kept, whole, trained, inside, outside, thrift))
         return found
 
     def _summed(
@@ -258,15 +299,15 @@ class Bounds:
         return folded, tuple(map(len, kinds.values())), kind_of
 
 
-def _total(rows: Sequence[_Sum], counts: Mapping[int, int]) -> _Sum:
+def _total(rows: Sequence[_Sum], counts: Mapping[int, float]) -> _Sum:
     def add(get: Callable[[_Sum], float]) -> float:
         return sum(count * get(rows[kind]) for kind, count in counts.items())
 
-    again = {mode: add(lambda row, mode=mode: row.again[mode]) for mode in RECOMPUTES}  # type: ignore[misc]
-    kept = {mode: add(lambda row, mode=mode: row.kept[mode]) for mode in RECOMPUTES}  # type: ignore[misc]
+    again = {mode: add(lambda row, mode=mode: row.again[mode]) for mode in CHOICES}  # type: ignore[misc]
+    kept = {mode: add(lambda row, mode=mode: row.kept[mode]) for mode in CHOICES}  # type: ignore[misc]
     figures = (add(lambda r: r.forward), add(lambda r: r.backward), again, kept, add(lambda r: r.parameters), add(lambda r: r.trained))
-    here = [rows[kind] for kind in counts]
-    return _Sum(*figures, max((r.unit for r in here), default=0.0), add(lambda r: r.root))
+    unit, thrift = (max((getattr(rows[kind], name) for kind in counts), default=0.0) for name in ("unit", "thrift"))
+    return _Sum(*figures, unit, add(lambda r: r.root), thrift)
 
 
 class _Same(Generic[T]):

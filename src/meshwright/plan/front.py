@@ -23,10 +23,11 @@ from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Compile, PipelineSchedule, Plan
 from meshwright.core.workload import Workload
 from meshwright.plan.axes import Axes, bounds_for, is_plain
-from meshwright.plan.bounds import Layers, Point
+from meshwright.plan.bounds import Choice, Layers, Point
 from meshwright.plan.memory import RECOMPUTES
 from meshwright.plan.objective import burden, cost
-from meshwright.plan.space import Cutter, Wishes, divisors, make, micro_batches, sequences, worlds
+from meshwright.plan.recompute import mixed
+from meshwright.plan.space import Cutter, Wishes, divisors, make, micro_batches, runs_by_itself, schedules, sequences, worlds
 
 FRONT = 3  # so many of the best are exact
 _SMALLEST = 6  # where nothing fits, so many of those that need the least are priced
@@ -49,6 +50,7 @@ class Front:
         cutter: Cutter | None = None, front: int = FRONT,
     ) -> None:  # fmt: skip
         self._profile, self._cluster, self._workload, self._wishes, self._price = profile, cluster, workload, wishes, price
+        self._calibration = calibration
         self._bounds = bounds_for(profile, cluster, workload, calibration, wishes)
         self.cutter = cutter or Cutter(profile, workload, wishes)
         self._axes = Axes(cluster, workload, wishes, self.cutter, self._bounds)
@@ -109,9 +111,7 @@ class Front:
         return [mesh for world in sizes for mesh in self._axes.lines(world, _MOST_STAGES, most or world)]
 
     def _schedules(self, mesh: Mesh, micro: int) -> tuple[PipelineSchedule, ...]:
-        if mesh.pp == 1 or self._wishes.schedule is not None:
-            return (self._wishes.schedule or "1f1b",)
-        return ("1f1b", "interleaved") if micro >= mesh.pp else ()
+        return schedules(mesh, self._wishes) if micro >= mesh.pp or self._wishes.schedule is not None else ()
 
     def _finer(self, kind: Point) -> Iterator[Point]:
         """The same with every stage of ZeRO and way to recompute."""
@@ -119,16 +119,24 @@ class Front:
         for zero in (self._wishes.zero,) if self._wishes.zero is not None else (0, 1, 2, 3):
             for shard in self._shards(mesh, zero):
                 spread = replace(mesh, dp=mesh.dp // shard, shard=shard)
-                for recompute in (self._wishes.recompute,) if self._wishes.recompute else RECOMPUTES:
+                for recompute in self._recomputes():
                     finer = replace(kind, mesh=spread, zero=zero, recompute=recompute)
                     if self._goes(finer):
                         yield finer
                         yield from self._axes.orders(finer)
 
+    def _recomputes(self) -> tuple[Choice, ...]:
+        """As asked. Else what is mixed takes no more time than what all units do alike; it may need more memory."""
+        if self._wishes.recompute:
+            return (self._wishes.recompute,)
+        return RECOMPUTES if self._workload.objective == "memory" else ("none", "mixed")
+
     def _goes(self, point: Point) -> bool:
         """False where a plan would refuse itself, as far as that can be told from here."""
         tensor, piped = point.mesh.degree("tp") > 1, point.mesh.pp > 1
-        if point.recompute == "selective" and tensor and self._compiled(point.mesh) != "none":
+        if point.recompute == "selective" and tensor and self._compiled(point) != "none":
+            return False
+        if piped and point.schedule == "zero_bubble" and (point.recompute != "none" or point.zero == 3):
             return False
         if piped and point.schedule not in ("gpipe", "1f1b") and point.zero == 2:
             return False
@@ -143,8 +151,9 @@ class Front:
 
     # -- looks --
 
-    def _compiled(self, mesh: Mesh, cut: Plan | None = None) -> Compile:
-        return self._axes.compiled(mesh, cut)
+    def _compiled(self, point: Point, cut: Plan | None = None) -> Compile:
+        eager = point.mesh.pp > 1 and point.schedule == "zero_bubble"
+        return "none" if eager and self._wishes.compile is None else self._axes.compiled(point.mesh, cut)
 
     def _push(self, point: Point, look: int) -> None:
         try:
@@ -153,7 +162,7 @@ class Front:
             self._reason = self._reason or error
             return
         self.considered += look < 2
-        compiled, workload = self._compiled(point.mesh, cut), self._workload
+        compiled, workload = self._compiled(point, cut), self._workload
         stages = self._layers(point) if look == 2 else ()
         need = self._bounds.bytes(point, cut, compiled, stages)
         if look and not self._bounds.fits(point, cut, compiled, stages):
@@ -165,42 +174,48 @@ class Front:
         heapq.heappush(self._queue, (least * extra, next(self._order), look, point))
 
     def _layers(self, point: Point) -> Layers:
-        """The layers of each pipeline rank; none where the model cannot be cut so, which is said when the plan is made."""
+        """The layers of each stage; none where the model cannot be cut so, which is said when the plan is made."""
         key = (point.mesh.pp, point.mesh.cp, point.mesh.tp, point.sequence, point.schedule)
         if key not in self._ranks:
             try:
                 stages = self.cutter.cut(point.mesh, point.sequence, point.schedule).stages
             except RequestError:
                 stages = ()
-            pp = point.mesh.pp
-            of = [(2 * pp - 1 - i if point.schedule == "zero_bubble" and i >= pp else i % pp) for i in range(len(stages))]
-            ranks = range(pp) if stages else ()
-            self._ranks[key] = tuple(tuple(n for i, s in enumerate(stages) if of[i] == rank for n in s.layers) for rank in ranks)
+            self._ranks[key] = tuple(stage.layers for stage in stages)
         return self._ranks[key]
 
     def _made(self, point: Point) -> _Found | None:
         """The plan and its estimate; None where it turns out not to be legal."""
         try:
             cuts = self.cutter.cut(point.mesh, point.sequence, point.schedule)
-            inputs = (self._profile, self._cluster, self._workload, self._wishes, point.mesh, point.zero, point.micro_batches, point.recompute)
-            plan = make(*inputs, cuts, point.schedule)
+            if not runs_by_itself(point.schedule, cuts.stages, self._wishes):
+                return None
+            inputs = (self._profile, self._cluster, self._workload, self._wishes, point.mesh, point.zero, point.micro_batches)
+            plan = make(*inputs, "none" if point.recompute == "mixed" else point.recompute, cuts, point.schedule)
         except RequestError as error:
             self._reason = self._reason or error
             return None
-        found, workload = self._price(plan), self._workload
+        if point.recompute == "mixed":
+            found = mixed(plan, self._profile, self._workload, self._cluster, self._calibration)
+            if found is None:
+                heapq.heappush(self._small, (0.0, next(self._order), point))
+                return None
+            plan = found
+        priced, workload = self._price(plan), self._workload
         extra = self._burden(point, plan.tensor.sequence, bool(plan.memory.modes))
-        return _Found(plan, found, cost(workload, found.step_s, plan.world, max(found.memory_bytes[:1])) * extra)
+        return _Found(plan, priced, cost(workload, priced.step_s, plan.world, max(priced.memory_bytes[:1])) * extra)
 
     def _burden(self, point: Point, sequence: bool, recomputes: bool) -> float:
         if self._workload.objective == "memory":
             return 1.0
-        return burden(point.mesh, point.zero, point.micro_batches, sequence, recomputes)
+        return burden(point.mesh, point.zero, point.micro_batches, sequence, recomputes, point.schedule)
 
     def _nearest(self) -> list[_Found]:
         """Nothing fits: those that need the least."""
         found: list[_Found] = []
         while self._small and len(found) < _SMALLEST:
-            priced = self._made(heapq.heappop(self._small)[2])
+            point = heapq.heappop(self._small)[2]
+            priced = self._made(replace(point, recompute="full") if point.recompute == "mixed" else point)
             found += [priced] if priced is not None else []
         return found
 

@@ -15,6 +15,7 @@ from meshwright.plan.axes import Axes, bounds_for
 from meshwright.plan.balance import balanced
 from meshwright.plan.front import FRONT, Front
 from meshwright.plan.objective import burden, check_objective, cost
+from meshwright.plan.recompute import mixed
 from meshwright.plan.space import Cutter, Wishes, candidates, check_wishes
 from meshwright.plan.tuning import tune
 
@@ -82,27 +83,30 @@ def _short_of_memory(ranking: Ranking) -> bool:
 def _ranked(profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, wishes: Wishes, like: Ranking | None) -> Ranking:
     check_objective(workload)
     scored: list[Scored] = []
+
+    def price(plan: Plan) -> Estimate:
+        return estimate(plan, profile, workload, cluster, calibration)
+
     if wishes.mesh is None and (wishes.world or len(cluster.devices)) > EXHAUSTIVE:
         check_wishes(wishes, len(cluster.devices))
-
-        def price(plan: Plan) -> Estimate:
-            return estimate(plan, profile, workload, cluster, calibration)
-
         search = Front(profile, cluster, workload, calibration, wishes, price, like.cutter if like else None, 1 if like else FRONT)
-        scored = sorted((Scored(*found) for found in search.search()), key=lambda s: _key(s, workload))
-        return Ranking(tuple(scored), profile, cluster, workload, calibration, wishes, considered=search.considered, cutter=search.cutter)
-    cutter = Cutter(profile, workload, wishes)
-    axes = Axes(cluster, workload, wishes, cutter, bounds_for(profile, cluster, workload, calibration, wishes))
-    for found in candidates(profile, cluster, workload, wishes, cutter, axes.shapes):
-        plan = balanced(found, profile, calibration)
-        if not (scored and _pointless(plan, scored[-1], workload)):
-            scored.append(Scored(plan, estimate(plan, profile, workload, cluster, calibration)))
+        scored = [Scored(*found) for found in search.search()]
+        considered, cutter = search.considered, search.cutter
+    else:
+        considered, cutter = 0, Cutter(profile, workload, wishes)
+        axes = Axes(cluster, workload, wishes, cutter, bounds_for(profile, cluster, workload, calibration, wishes))
+        for found in candidates(profile, cluster, workload, wishes, cutter, axes.shapes):
+            plan = balanced(found, profile, calibration)
+            if not (scored and _pointless(plan, scored[-1], workload)):
+                scored.append(Scored(plan, price(plan)))
+            if not scored[-1].estimate.fits and plan.memory.recompute == "none" and wishes.recompute is None and workload.objective != "memory":
+                other = mixed(plan, profile, workload, cluster, calibration)
+                scored += [Scored(other, price(other))] if other is not None else []
     scored.sort(key=lambda s: _key(s, workload))
     best = scored[0]
-    rates = calibration.layout(best.plan.world)
-    tuned = tune(best.plan, best.estimate, wishes, rates, lambda plan: estimate(plan, profile, workload, cluster, calibration))
+    tuned = tune(best.plan, best.estimate, wishes, calibration.layout(best.plan.world), price)
     scored[0] = Scored(tuned.plan, tuned.estimate)
-    return Ranking(tuple(scored), profile, cluster, workload, calibration, wishes, tuned.said)
+    return Ranking(tuple(scored), profile, cluster, workload, calibration, wishes, tuned.said, considered, cutter)
 
 
 def best_again(ranking: Ranking, cluster: Cluster, calibration: Calibration) -> Scored:
@@ -133,5 +137,5 @@ def _key(scored: Scored, workload: Workload) -> tuple[bool, float]:
         return True, memory  # nearest to fitting first
     if workload.objective == "memory":
         return False, memory
-    extra = burden(plan.mesh, plan.memory.zero, plan.micro_batches, plan.tensor.sequence, bool(plan.memory.modes))
+    extra = burden(plan.mesh, plan.memory.zero, plan.micro_batches, plan.tensor.sequence, bool(plan.memory.modes), plan.schedule)
     return False, cost(workload, found.step_s, plan.world, memory) * extra

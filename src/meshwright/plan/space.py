@@ -88,19 +88,20 @@ def candidates(
     every = layouts(cluster, wishes, shapes or (lambda world: model_parallel(world, wishes)))
     for mesh, zero in ((ordered, zero) for found, zero in every for ordered in _ordered(found, cluster, wishes)):
         for sequence in sequences(mesh, wishes):
-            try:
-                check_runnable(mesh)
-                cuts = cutter.cut(mesh, sequence, wishes.schedule or "1f1b")
-            except RequestError as error:
-                reason = reason or error
-                continue
-            for micro in micro_batches(workload.global_batch, mesh, wishes):
-                for recompute in (wishes.recompute,) if wishes.recompute else RECOMPUTES:
-                    try:
-                        yield make(profile, cluster, workload, wishes, mesh, zero, micro, recompute, cuts)
-                        found = True
-                    except RequestError as error:
-                        reason = reason or error  # the first is about the simplest plan
+            for schedule in schedules(mesh, wishes):
+                try:
+                    check_runnable(mesh)
+                    cuts = cutter.cut(mesh, sequence, schedule)
+                except RequestError as error:
+                    reason = reason or error
+                    continue
+                for micro in micro_batches(workload.global_batch, mesh, wishes) if runs_by_itself(schedule, cuts.stages, wishes) else ():
+                    for recompute in (wishes.recompute,) if wishes.recompute else RECOMPUTES:
+                        try:
+                            yield make(profile, cluster, workload, wishes, mesh, zero, micro, recompute, cuts, schedule)
+                            found = True
+                        except RequestError as error:
+                            reason = reason or error  # the first is about the simplest plan
     if not found:
         raise reason or RequestError("no plan is legal here: relax --mesh, --nproc or --set")
 
@@ -141,6 +142,18 @@ def sequences(mesh: Mesh, wishes: Wishes) -> tuple[bool, ...]:
     if wishes.sequence is not None:
         return (wishes.sequence,)
     return (False, True) if len(mesh.tp) == 1 < mesh.degree("tp") and mesh.cp == mesh.ep == 1 else (False,)
+
+
+def schedules(mesh: Mesh, wishes: Wishes) -> tuple[PipelineSchedule, ...]:
+    """In which orders a pipeline may go: as asked, or all but gpipe, which holds more and is no quicker than 1f1b."""
+    if wishes.schedule is not None or mesh.pp == 1:
+        return (wishes.schedule or "1f1b",)
+    return ("1f1b", "interleaved", "zero_bubble")
+
+
+def runs_by_itself(schedule: str, stages: tuple[Stage, ...], wishes: Wishes) -> bool:
+    """Whether a schedule may be chosen unasked. torch cuts backward in two, for zero_bubble, where each stage hands on one learned value."""
+    return schedule != "zero_bubble" or wishes.schedule is not None or all(len(s.receives) == 1 and s.receives[0].returns for s in stages[1:])
 
 
 WHOLE: Grid = (TensorPolicy(), TensorPolicy())
@@ -271,7 +284,7 @@ def make(
         context=cuts.context,
         spatial=cuts.spatial,
         owners=cuts.owners,
-        compile=wishes.compile if wishes.compile is not None else "none" if cuts.context.attends or where else default_compile(device, world),
+        compile=_compile(wishes, device, world, cuts.context.attends or where or schedule == "zero_bubble"),
         device=device,
         places=where,
         backend=wishes.backend or usual,
@@ -285,6 +298,11 @@ def _sync(wishes: Wishes, world: int) -> SyncPolicy:
     told = ("bucket_bytes", "overlap", "timeout_s", "compression", "compression_rank")
     routes, nodes = for_world(wishes.routes or (), wishes.nodes or (), world)
     return SyncPolicy(**{k: v for k in told if (v := getattr(wishes, k)) is not None}, routes=routes, nodes=nodes)
+
+
+def _compile(wishes: Wishes, device: str, world: int, eager: object) -> Compile:
+    """`eager` where no graph may span a unit: its backward is cut in two, or it works on the model's own calls."""
+    return wishes.compile if wishes.compile is not None else "none" if eager else default_compile(device, world)
 
 
 def default_compile(device: str, world: int) -> Compile:

@@ -28,21 +28,26 @@ def check_order(order: str, ranks: int, micro: int, chunks: int) -> None:
         raise RequestError(f"{micro} micro-batches: give at least 1")
     if chunks > 1 and order != "interleaved":
         raise RequestError(f"order {order} has one stage a rank, {chunks} chunks are given: use order=interleaved or chunks=1")
-    rounds = max(1, micro // ranks)
-    if order == "interleaved" and micro % rounds:
+    if order == "interleaved" and micro % max(1, micro // ranks):
         raise RequestError(f"order interleaved takes micro-batches in rounds of {ranks}, {micro} are given: use {-(-micro // ranks) * ranks}")
 
 
-def turns(order: str, ranks: int, rank: int, micro: int, chunks: int = 1) -> list[Turn]:
+def a_round(ranks: int, micro: int) -> int:
+    """How many micro-batches interleaved takes through one stage before it turns to the next."""
+    return micro // max(1, micro // ranks)
+
+
+def turns(order: str, ranks: int, rank: int, micro: int, chunks: int = 1, together: int = 0) -> list[Turn]:
     """The turns of one rank. Everything forward and then everything back (gpipe), or as few forward as keep the others busy, and from then on
-    one forward and one back (1f1b); interleaved is 1f1b over several stages a rank, in rounds."""
-    check_order(order, ranks, micro, chunks)
-    a_round = micro // max(1, micro // ranks) if order == "interleaved" else micro
+    one forward and one back (1f1b); interleaved is 1f1b over several stages a rank, in rounds of as many as go `together`: if it is not said,
+    as many as this number of micro-batches makes."""
+    check_order(order, ranks, together or micro, chunks)
+    together = (together or a_round(ranks, micro)) if order == "interleaved" else micro
     total = micro * chunks
 
     def turn(phase: Literal["forward", "backward"], index: int) -> Turn:
-        chunk = index // a_round % chunks
-        number = index // (a_round * chunks) * a_round + index % a_round
+        chunk = index // together % chunks
+        number = index // (together * chunks) * together + index % together
         return Turn(phase, chunk if phase == "forward" else chunks - 1 - chunk, number)
 
     if order == "gpipe":
@@ -50,7 +55,7 @@ def turns(order: str, ranks: int, rank: int, micro: int, chunks: int = 1) -> lis
     elif order == "1f1b":
         ahead = ranks - rank - 1
     else:
-        ahead = (chunks - 1) * a_round + 2 * (ranks - 1 - rank)
+        ahead = (chunks - 1) * together + 2 * (ranks - 1 - rank)
     ahead = min(ahead, total)
     found = [turn("forward", i) for i in range(ahead)]
     for i in range(total - ahead):
