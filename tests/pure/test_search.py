@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made_up import blocks, calibration, cluster
+from made_up import blocks, calibration, cluster, layer, model
 
 from meshwright import zoo
 from meshwright.core.calibration import Calibration
@@ -23,6 +24,8 @@ from meshwright.cost.folded import spare_blocks
 from meshwright.describe.flow import trace_flow
 from meshwright.describe.trace import trace_task
 from meshwright.plan import Ranking, Wishes, rank_plans, search
+from meshwright.plan.bounds import Bounds, Point
+from meshwright.plan.partition import choose_units
 
 
 @cache
@@ -37,30 +40,77 @@ def alike(profile: ModelProfile) -> ModelProfile:
     return replace(profile, layers=layers, slopes=slopes)
 
 
-def both(workload: Workload, devices: int, memory: float, machine: Calibration, wishes: Wishes) -> tuple[Ranking, Ranking]:
+DRAWS = int(os.environ.get("MESHWRIGHT_DRAWS", "0"))
+OBJECTIVES = ["time", "throughput", "money", "memory"]
+
+
+def both(profile: ModelProfile, workload: Workload, devices: int, memory: float, machine: Calibration, wishes: Wishes) -> tuple[Ranking, Ranking]:
     """All plans, and the search by bounds."""
-    profile, where = traced("gpt-tiny")[0], cluster(devices, memory)
+    where = cluster(devices, memory)
     whole = rank_plans(profile, where, workload, machine, wishes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "EXHAUSTIVE", 0)
         return whole, rank_plans(profile, where, workload, machine, wishes)
 
 
+def check_alike(whole: Ranking, found: Ranking) -> None:
+    assert whole.best.estimate.fits == found.best.estimate.fits
+    if whole.best.estimate.fits:
+        first, second = (search._key(r.best, whole.workload)[1] for r in (whole, found))
+        assert second <= first * (1 + 1e-9), (whole.best.plan.summary(), found.best.plan.summary())
+
+
+def check_bounds(ranking: Ranking, most: int) -> None:
+    """Of plans spread over the ranking: what each look says is no more than the estimate."""
+    workload, calibrated = ranking.workload, ranking.calibration
+    bounds = Bounds(ranking.profile, ranking.cluster, workload, calibrated, choose_units(ranking.profile), "nccl")
+    for scored in ranking.scored[:: max(len(ranking.scored) // most, 1)]:
+        plan, told = scored.plan, scored.estimate
+        choice = "mixed" if plan.memory.layers else plan.memory.recompute
+        point = Point(plan.mesh, plan.memory.zero, plan.micro_batches, choice, plan.tensor.sequence, plan.schedule)
+        stages = tuple(stage.layers for stage in plan.stages) if plan.mesh.pp > 1 else ()
+        for travel, layers in ((False, ()), (True, ()), (True, stages)):
+            least = bounds.seconds(point, plan.tensor, plan.compile, travel, layers)
+            assert least <= told.step_s * (1 + 1e-9) or not told.fits, (plan.summary(), travel, bool(layers))
+            assert bounds.bytes(point, plan.tensor, plan.compile, layers) <= max(told.memory_bytes) + 16, (plan.summary(), bool(layers))
+
+
 @given(
-    st.sampled_from([2, 4]), st.sampled_from([8, 16]), st.floats(2e6, 1e9), st.floats(1e7, 1e11), st.sampled_from([1e-7, 1e-5, 1e-3]),
-    st.floats(0, 1), st.sampled_from(["time", "throughput", "money"]),
+    st.sampled_from(["gpt-tiny", "llama-tiny"]), st.sampled_from([2, 4]), st.sampled_from([4, 8]), st.floats(1.5e6, 3e7),
+    st.floats(1e7, 1e11), st.sampled_from([1e-7, 1e-5, 1e-3]), st.floats(0, 1), st.sampled_from(OBJECTIVES), st.sampled_from([1e9, 1e12]),
 )  # fmt: skip
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=DRAWS or 6, deadline=None, suppress_health_check=list(HealthCheck))
 def test_what_bounds_leave_out_could_not_have_won(
-    devices: int, batch: int, memory: float, network: float, alpha: float, overlap: float, objective: str
+    name: str, devices: int, batch: int, memory: float, network: float, alpha: float, overlap: float, objective: str, flops: float
 ) -> None:  # fmt: skip
     workload = Workload(batch, objective=objective, price=2.0)  # type: ignore[arg-type]
+    machine = calibration(devices, network=network, alpha=alpha, overlap=overlap, flops=flops)
+    profile, flow = traced(name)
+    whole, pruned = both(profile, workload, devices, memory, machine, Wishes(flow=flow))
+    check_alike(whole, pruned)
+    check_bounds(whole, 40)
+
+
+SIZES = st.tuples(st.sampled_from([8, 64, 300]), st.floats(1e5, 1e10), st.floats(1e3, 1e7))
+
+
+@given(
+    st.lists(SIZES, min_size=1, max_size=5), st.integers(1, 4), st.sampled_from([2, 6, 8]), st.sampled_from([8, 12, 16]), st.floats(5, 9),
+    st.floats(1e7, 1e11), st.sampled_from([1e-7, 1e-5, 1e-3]), st.floats(0, 1), st.sampled_from(OBJECTIVES),
+)  # fmt: skip
+@settings(max_examples=DRAWS or 50, deadline=None, suppress_health_check=list(HealthCheck))
+def test_no_better_plan_of_a_made_up_model_is_left_out(
+    sizes: list[tuple[int, float, float]], often: int, devices: int, batch: int, memory: float, network: float, alpha: float, overlap: float,
+    objective: str,
+) -> None:  # fmt: skip
+    """Layers of all sizes, each several times; from machines that hold nothing to such that hold everything."""
+    made = [(n, f, s) for n, f, s in sizes for _ in range(often)]
+    profile = model([layer(f"blocks.{i}", ((n, n),), flops=f, saved=s, block="blocks.0") for i, (n, f, s) in enumerate(made)])
+    workload = Workload(batch, objective=objective, price=2.0)  # type: ignore[arg-type]
     machine = calibration(devices, network=network, alpha=alpha, overlap=overlap)
-    whole, pruned = both(workload, devices, memory, machine, Wishes(flow=traced("gpt-tiny")[1]))
-    assert whole.best.estimate.fits == pruned.best.estimate.fits
-    if whole.best.estimate.fits:
-        first, found = (search._key(r.best, workload)[1] for r in (whole, pruned))
-        assert found <= first * (1 + 1e-9), (whole.best.plan.summary(), pruned.best.plan.summary())
+    whole, pruned = both(profile, workload, devices, 10**memory, machine, Wishes())
+    check_alike(whole, pruned)
+    check_bounds(whole, 100)
 
 
 @given(
