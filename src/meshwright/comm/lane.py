@@ -9,6 +9,9 @@ once is made by the caller itself. A call that is not is made by the lane's thre
 overlap. Lanes are independent (MPI_THREAD_MULTIPLE), so ranks may use several groups in different orders.
 
 Waking a thread costs more than a small message does, so for those it is given a moment: by then most have been waited for.
+
+What Python does between torch and MPI is most of a small call, and after a message that fills the caches it takes twice as long. So a call
+that is made at once has no object of its own: all of them return `DONE`.
 """
 
 from __future__ import annotations
@@ -48,11 +51,7 @@ class Call(dist.Work):
         """Called once, by whoever holds the lane."""
         assert self._run is not None
         try:
-            if profiler._is_profiler_enabled:
-                with profiler.record_function(f"{self._lane.kind}:{self.name}"):
-                    self._run()
-            else:
-                self._run()
+            self._lane.make(self.name, self._run)
         except Exception as error:
             self._error = error
         self._run = None  # what it holds on to may go
@@ -102,6 +101,24 @@ class Call(dist.Work):
         return self._future
 
 
+class Done(dist.Work):
+    """What a call that was made at once returns: torch hands it to nobody, so there is nothing that it has to remember."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    is_success = is_completed
+
+    def synchronize(self) -> None:
+        """It is over."""
+
+
+DONE = Done()
+
+
 class Lane:
     """Use `put`; the rest is for calls and for the watchdog."""
 
@@ -115,16 +132,15 @@ class Lane:
         self._rung = False
         self._thread: threading.Thread | None = None
 
-    def put(self, name: str, run: Callable[[], object], outputs: Sequence[torch.Tensor], later: bool, size: int = 0) -> Call:
+    def put(self, name: str, run: Callable[[], object], outputs: Sequence[torch.Tensor], later: bool, size: int = 0) -> dist.Work:
         """Do it now, after what was asked for before; or later, at the latest when it is waited for."""
-        call = Call(self, name, run, outputs)
-        if not later and not self._waiting and self._turn.acquire(blocking=False):  # nobody is before us
+        if not later and not self._waiting and self._turn.acquire(False):  # nobody is before us
             try:
-                self._do(call)
+                self.make(name, run)
             finally:
                 self._turn.release()
-            call.wait()  # raises what went wrong
-            return call
+            return DONE
+        call = Call(self, name, run, outputs)
         self._waiting.append(call)
         if later:
             self.ring(hurry=size >= LARGE)
@@ -181,11 +197,18 @@ class Lane:
         if not self._waiting:
             return None
         call = self._waiting.popleft()
-        self._do(call)
+        call.perform()
         return call
 
-    def _do(self, call: Call) -> None:
+    def make(self, name: str, run: Callable[[], object]) -> None:
+        """By whoever holds the lane."""
         self.number += 1
-        self.current = (call.name, time.monotonic())
-        call.perform()
-        self.current = None
+        self.current = (name, time.monotonic())
+        try:
+            if profiler._is_profiler_enabled:
+                with profiler.record_function(f"{self.kind}:{name}"):
+                    run()
+            else:
+                run()
+        finally:
+            self.current = None

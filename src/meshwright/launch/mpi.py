@@ -23,14 +23,16 @@ def mpirun(ranks: int, environ: Mapping[str, str], *, cores: int | None = None) 
     if found is None:
         raise RequestError(f"mpirun is not found: {INSTALL}, or load the cluster's MPI (module load openmpi)")
     merged = {**os.environ, **environ}
+    cores = cores or os.cpu_count() or 1
     command = [str(found), "-n", str(ranks)]
     if _is_open_mpi(found):
         if os.getuid() == 0:
             merged.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-        if ranks > (cores or os.cpu_count() or 1):
+        if ranks > cores:
             command.append("--oversubscribe")
-        command += ["--bind-to", "none"]  # a rank has threads: one core is not enough for them
-        if 2 * ranks > (cores or os.cpu_count() or 1):
+        # A rank has threads, for which one core is not enough; where there are no more, ranks that the kernel puts on one core stay there.
+        command += ["--bind-to", "core" if ranks <= cores < 2 * ranks else "none"]
+        if 2 * ranks > cores:
             merged.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # who waits lets those work who share the core
     return command, merged
 

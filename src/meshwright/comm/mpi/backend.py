@@ -19,7 +19,7 @@ library.load()  # before mpi4py is imported by anybody else: it must not initial
 
 from mpi4py import MPI  # noqa: E402
 
-from meshwright.comm.lane import Call, Lane  # noqa: E402
+from meshwright.comm.lane import Lane  # noqa: E402
 from meshwright.comm.mpi import buffers  # noqa: E402
 from meshwright.comm.mpi.messages import Message, Post  # noqa: E402
 from meshwright.comm.mpi.reductions import Reduction, reduction  # noqa: E402
@@ -142,7 +142,11 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
         return self._put("reduce_scatter", run, output_tensors, output, opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
+        opts = opts or _c10d.ReduceScatterOptions()
+        way = reduction(opts.reduceOp, output.dtype, self._count)
+        self._check("reduce_scatter", input, output)
+        run = lambda: self._reduce_scatter(output, input, way, [output.numel()] * self._count)  # noqa: E731
+        return self._put("reduce_scatter", run, [output], output, opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -150,7 +154,7 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
         opts = opts or _c10d.ReduceScatterOptions()
         ways = [reduction(opts.reduceOp, t.dtype, self._count) for t in outputs]
         for output, whole in zip(outputs, inputs, strict=True):
-            _expect(output.numel() * self._count == whole.numel(), "reduce_scatter", whole, f"{self._count} times {output.numel()}")
+            self._check("reduce_scatter", whole, output)
 
         def run() -> None:
             for output, whole, way in zip(outputs, inputs, ways, strict=True):
@@ -182,20 +186,18 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
         return self._put("all_gather", run, every, input_list[0], opts or _c10d.AllgatherOptions())
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
-        return self.all_gather_single_coalesced([output], [input], opts)
+        self._check("all_gather", output, input)
+        return self._put("all_gather", lambda: self._gather_single(output, input), [output], output, opts or _c10d.AllgatherOptions())
 
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         for output, part in zip(outputs, inputs, strict=True):
-            _expect(output.numel() == self._count * part.numel(), "all_gather", output, f"{self._count} times {part.numel()}")
+            self._check("all_gather", output, part)
 
         def run() -> None:
             for output, part in zip(outputs, inputs, strict=True):
-                whole, own = buffers.incoming(output), buffers.outgoing(part)
-                unit = buffers.as_bytes(own)
-                self._comm.Allgather(unit, [buffers.memory(whole), *unit[1:]])
-                buffers.settle(output, whole)
+                self._gather_single(output, part)
 
         return self._put("all_gather", run, outputs, outputs[0], opts or _c10d.AllgatherOptions())
 
@@ -246,7 +248,8 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()
         held = buffers.outgoing(tensor)
-        return self._noted(Message(_post, self._comm.Isend(buffers.as_bytes(held), dst, tag), tensor, held, None), held.nbytes)
+        request = self._comm.Isend(buffers.as_bytes(held), dst, tag)
+        return self._noted(Message(_post, request, tensor, held, source=self._index), held.nbytes)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
         (tensor,) = tensors
@@ -254,7 +257,7 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
             torch.cuda.current_stream(tensor.device).synchronize()
         held = buffers.incoming(tensor)
         arrived = None if held is tensor else lambda: buffers.settle(tensor, held)
-        return self._noted(Message(_post, self._comm.Irecv(buffers.as_bytes(held), src, tag), tensor, held, arrived), held.nbytes)
+        return self._noted(Message(_post, self._comm.Irecv(buffers.as_bytes(held), src, tag), tensor, held, arrived, src), held.nbytes)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         return self.recv(tensors, MPI.ANY_SOURCE, tag)
@@ -274,8 +277,8 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
 
     # -- how --
 
-    def _put(self, name: str, run: Callable[[], object], outputs: Tensors, tensor: torch.Tensor, opts: Any) -> Call:
-        call = self._lane.put(name, buffers.beside(tensor, run), outputs, opts.asyncOp, tensor.nbytes)
+    def _put(self, name: str, run: Callable[[], object], outputs: Tensors, tensor: torch.Tensor, opts: Any) -> dist.Work:
+        call = self._lane.put(name, buffers.beside(tensor, run) if tensor.is_cuda else run, outputs, opts.asyncOp, tensor.nbytes)
         if self._coalesced is not None:
             self._coalesced.append(call)
         return call
@@ -289,6 +292,9 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
         way.finish(tensor, work)
 
     def _reduce(self, tensor: torch.Tensor, way: Reduction, root: int) -> None:
+        if way.fits(tensor):
+            self._comm.Reduce(*((MPI.IN_PLACE, way.spec(tensor)) if self._index == root else (way.spec(tensor), None)), way.op, root)
+            return
         work = way.prepared(tensor)
         if self._index != root:
             way.pieces(work, lambda part: self._comm.Reduce(way.spec(part), None, way.op, root))
@@ -297,6 +303,9 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
         way.finish(tensor, work)
 
     def _reduce_scatter(self, output: torch.Tensor, whole: torch.Tensor, way: Reduction, sizes: list[int]) -> None:
+        if way.fits(whole) and buffers.ready(output) and len(set(sizes)) == 1:
+            self._comm.Reduce_scatter_block([buffers.memory(whole), sizes[0] * way.width, way.kind], way.spec(output), way.op)
+            return
         work = way.prepared(whole)
         plain = way.worked == output.dtype and buffers.ready(output)
         own = output if plain else torch.empty(output.shape, dtype=way.worked, device=work.device)
@@ -318,6 +327,16 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
                 own.view(-1).copy_(part)
             start += size
 
+    def _check(self, operation: str, whole: torch.Tensor, part: torch.Tensor) -> None:
+        if whole.numel() != self._count * part.numel():
+            raise _unfit(operation, whole, f"{self._count} times {part.numel()}")
+
+    def _gather_single(self, output: torch.Tensor, part: torch.Tensor) -> None:
+        whole, own = buffers.incoming(output), buffers.outgoing(part)
+        unit = buffers.as_bytes(own)
+        self._comm.Allgather(unit, [buffers.memory(whole), *unit[1:]])
+        buffers.settle(output, whole)
+
     def _broadcast(self, tensor: torch.Tensor, root: int) -> None:
         held = buffers.outgoing(tensor) if self._index == root else buffers.incoming(tensor)
         self._comm.Bcast(buffers.as_bytes(held), root)
@@ -327,7 +346,8 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
     def _gather_all(self, outputs: Tensors, tensor: torch.Tensor) -> None:
         own = buffers.outgoing(tensor)
         sizes = [t.numel() for t in outputs]
-        _expect(tensor.numel() == sizes[self._index], "all_gather", tensor, f"what the list says, {sizes[self._index]}")
+        if tensor.numel() != sizes[self._index]:
+            raise _unfit("all_gather", tensor, f"what the list says, {sizes[self._index]}")
         arrived = torch.empty(sum(sizes), dtype=own.dtype, device=own.device)
         self._comm.Allgatherv(buffers.as_bytes(own), buffers.in_pieces(arrived, sizes))
         _deal(arrived, outputs)
@@ -353,9 +373,11 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
         """Elements for each rank from rows for each rank; no rows are equal rows."""
         rows = tensor.shape[0] if tensor.dim() else 0
         if not splits:
-            _expect(rows % self._count == 0, "all_to_all", tensor, f"a multiple of {self._count} rows")
+            if rows % self._count:
+                raise _unfit("all_to_all", tensor, f"a multiple of {self._count} rows")
             return [tensor.numel() // self._count] * self._count
-        _expect(sum(splits) == rows, "all_to_all", tensor, f"the splits' {sum(splits)} rows")
+        if sum(splits) != rows:
+            raise _unfit("all_to_all", tensor, f"the splits' {sum(splits)} rows")
         return [n * (tensor.numel() // max(rows, 1)) for n in splits]
 
 
@@ -368,9 +390,8 @@ def _deal(arrived: torch.Tensor, outputs: Tensors) -> None:
         output.copy_(piece.view(output.shape))
 
 
-def _expect(holds: bool, operation: str, tensor: torch.Tensor, wanted: str) -> None:
-    if not holds:
-        raise ValueError(f"{operation}: a tensor of shape {list(tensor.shape)} does not hold {wanted}")
+def _unfit(operation: str, tensor: torch.Tensor, wanted: str) -> ValueError:
+    return ValueError(f"{operation}: a tensor of shape {list(tensor.shape)} does not hold {wanted}")
 
 
 def _ranges(members: tuple[int, ...]) -> str:

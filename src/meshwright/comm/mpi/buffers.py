@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -66,8 +67,7 @@ def in_pieces(tensor: torch.Tensor, elements: Sequence[int]) -> Spec:
         counts = [n // unit for n in counts]
         if sum(counts) > most:
             raise ValueError(f"pieces of {list(elements)} elements are more than MPI can count: make their sizes multiples of a larger number")
-    starts = [sum(counts[:i]) for i in range(len(counts))]
-    return [memory(tensor), counts, starts, kind]
+    return [memory(tensor), counts, list(accumulate(counts[:-1], initial=0)), kind]
 
 
 @cache
@@ -86,9 +86,7 @@ _streams: dict[torch.device, Any] = {}
 
 
 def beside(tensor: torch.Tensor, run: Callable[[], object]) -> Callable[[], object]:
-    """`run`, which for a CUDA tensor takes place on a stream of its own, after what the caller's stream has been given so far."""
-    if not tensor.is_cuda:
-        return run
+    """`run` for a CUDA tensor: on a stream of its own, after what the caller's stream has been given so far."""
     device = tensor.device
     event = torch.cuda.current_stream(device).record_event()
 

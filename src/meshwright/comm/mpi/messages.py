@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
@@ -15,27 +16,30 @@ from mpi4py import MPI
 
 _SMALL = 1 << 15  # bytes up to which a thread's waking up costs more than the message
 _SHORTEST_S, _LONGEST_S = 50e-6, 2e-3  # between two looks at requests under way
+_NAP_S, _NAPS = 2e-3, 25  # between two looks for new ones, and how many of them find nothing before the thread sleeps
 
 
 class Message(dist.Work):
     """One request. Only one thread may complete it: `_turn` says which."""
 
-    def __init__(self, post: Post, request: Any, tensor: torch.Tensor, held: object, arrived: Callable[[], None] | None) -> None:
+    def __init__(
+        self, post: Post, request: Any, tensor: torch.Tensor, held: object, arrived: Callable[[], None] | None = None, source: int = MPI.ANY_SOURCE
+    ) -> None:  # fmt: skip
         super().__init__()
         self._post = post
-        self.done, self.awaited = False, False
+        self.done = self.awaited = False
         self._request, self._tensor = request, tensor
         self._held: object = held  # the memory MPI works on
         self._arrived = arrived
         self._turn = threading.Lock()
-        self._source = -1
+        self._source = source
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
 
     def look(self) -> bool:
         """Move it on; True when it is over."""
         if not self.done and self._turn.acquire(blocking=False):
             try:
-                status = MPI.Status()
+                status = self._status()
                 if not self.done and self._request.Test(status):
                     self._over(status)
             finally:
@@ -50,14 +54,21 @@ class Message(dist.Work):
                 raise TimeoutError("a message was not sent or received in time")
         if not self.done:
             with self._turn:
-                status = MPI.Status()
                 if not self.done:
+                    status = self._status()
+                    self._post.helped = True
                     self._request.Wait(status)
+                    self._post.helped = False
                     self._over(status)
         return True
 
+    def _status(self) -> Any:
+        """For a message from anybody: who it was."""
+        return MPI.Status() if self._source == MPI.ANY_SOURCE else None
+
     def _over(self, status: Any) -> None:
-        self._source = status.Get_source()
+        if status is not None:
+            self._source = status.Get_source()
         if self._arrived is not None:
             self._arrived()
         self._held = self._arrived = None
@@ -94,40 +105,59 @@ class Message(dist.Work):
 
 
 class Post:
-    """The thread that looks after messages under way; it sleeps when there are none, and longer the longer nothing happens."""
+    """The thread that looks after messages that nobody waits for.
+
+    Waking it up costs as much as a message does. So while there is traffic it is not woken but looks by itself, every `_NAP_S`; by then most
+    messages have been waited for. It sleeps until it is called when there has been none for a while.
+    """
 
     def __init__(self) -> None:
-        self._new: SimpleQueue[Message | None] = SimpleQueue()
+        self._new: deque[Message] = deque()
+        self._call: SimpleQueue[str] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._asleep = False
+        self.helped = False  # somebody is inside MPI, which moves everybody's messages on
 
-    def take(self, message: Message, size: int) -> Message:
-        """A small message is on its way already, or moves on whenever something else of MPI's does: no thread has to wake up for it."""
-        if size > _SMALL and not message.look():
+    def take(self, message: Message, size: int) -> None:
+        """A small message is on its way already, or moves on whenever something else of MPI's does: nobody has to look after it."""
+        if size > _SMALL:
             self.follow(message)
-        return message
 
     def follow(self, message: Message) -> None:
+        self._new.append(message)
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="mpi messages", daemon=True)
             self._thread.start()
-        self._new.put(message)
+        elif self._asleep:
+            self._asleep = False
+            self._call.put("come")
 
     def close(self) -> None:
         if self._thread is not None:
-            self._new.put(None)
+            self._call.put("end")
             self._thread.join()
             self._thread = None
 
     def _serve(self) -> None:
         under_way: list[Message] = []
-        pause = _SHORTEST_S
-        while True:
-            while not under_way or not self._new.empty():
-                message = self._new.get()
-                if message is None:
-                    return
-                under_way.append(message)
-                pause = _SHORTEST_S
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_S)
-            under_way = [m for m in under_way if not (m.done or (not m.awaited and m.look()))]
+        pause, naps = _SHORTEST_S, 0
+        while self._call.empty() or self._call.get() != "end":
+            if self._new:
+                under_way += [self._new.popleft() for _ in range(len(self._new))]
+                pause, naps = _SHORTEST_S, 0
+            under_way = [m for m in under_way if not (m.done or m.awaited or (not self.helped and m.look()))]
+            if under_way:
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_S)
+            elif naps < _NAPS:
+                time.sleep(_NAP_S)
+                naps += 1
+            else:
+                self._sleep()
+
+    def _sleep(self) -> None:
+        self._asleep = True
+        if self._new:  # came just before it could be seen that we sleep
+            self._asleep = False
+        else:
+            self._call.put(self._call.get())  # the loop reads it

@@ -39,11 +39,11 @@ class Reduction:
     worked: torch.dtype  # what it is reduced in
     factor: Any = None  # multiplied first
     ranks: int = 1  # divided by last
+    plain: bool = False  # nothing is done before or after
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether MPI can work on the tensor itself, at once, with nothing to do before or after."""
-        alike = self.factor is None and self.ranks == 1 and self.worked == tensor.dtype
-        return alike and buffers.ready(tensor) and tensor.numel() * self.width <= buffers.most
+        """Whether MPI can work on the tensor itself, at once."""
+        return self.plain and buffers.ready(tensor) and tensor.nbytes <= buffers.most
 
     def prepared(self, tensor: torch.Tensor, keep: bool = True) -> torch.Tensor:
         """What goes in. With `keep` it is a copy whenever it differs from the tensor."""
@@ -76,10 +76,19 @@ class Reduction:
 
 def reduction(op: Any, dtype: torch.dtype, ranks: int) -> Reduction:
     """ValueError where the two have no meaning together."""
+    key = (hash(op), dtype, ranks)  # a reduction's hash is the number of its kind, and the quickest thing to ask it for
+    known = _known.get(key)
+    if known is not None:
+        return known
     kind = op.op if hasattr(op, "op") else op
+    found = _reduction(kind, dtype, ranks)
     if kind == _KINDS.PREMUL_SUM:
-        return replace(_reduction(kind, dtype, ranks), factor=op.__getstate__()[1])
-    return _reduction(kind, dtype, ranks)
+        return replace(found, factor=op.__getstate__()[1])  # the factor is a call's own
+    _known[key] = replace(found, plain=found.worked == dtype and found.ranks == 1)
+    return _known[key]
+
+
+_known: dict[tuple[int, torch.dtype, int], Reduction] = {}
 
 
 @cache
