@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster
 from meshwright.core.estimate import Estimate
+from meshwright.core.hybrid import places
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.workload import Workload
@@ -19,6 +20,7 @@ from meshwright.plan.tuning import tune
 
 _NEAR_THE_FRONT = 12
 EXHAUSTIVE = 8  # devices up to which every legal plan is priced; beyond, bounds choose what is
+_DEEP = 24  # layers from which that would take minutes on as few
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def rank_plans(
     were looked at on the way: `like` is a ranking of the same model under the same wishes, after which the best alone is asked for."""
     check_objective(workload)
     scored: list[Scored] = []
-    if wishes.mesh is None and (wishes.world or len(cluster.devices)) > EXHAUSTIVE:
+    if wishes.mesh is None and _many(profile, cluster, wishes):
         check_wishes(wishes, len(cluster.devices))
 
         def price(plan: Plan) -> Estimate:
@@ -82,6 +84,12 @@ def rank_plans(
     tuned = tune(best.plan, best.estimate, wishes, rates, lambda plan: estimate(plan, profile, workload, cluster, calibration))
     scored[0] = Scored(tuned.plan, tuned.estimate)
     return Ranking(tuple(scored), profile, cluster, workload, calibration, wishes, tuned.said)
+
+
+def _many(profile: ModelProfile, cluster: Cluster, wishes: Wishes) -> bool:
+    """Whether there are more plans than can be priced one by one. Ranks on unlike devices are few, and what each takes is found plan by plan."""
+    world = wishes.world or len(cluster.devices)
+    return world > EXHAUSTIVE or (world > EXHAUSTIVE // 2 and len(profile.layers) > _DEEP and not places(cluster, world))
 
 
 def best_again(ranking: Ranking, cluster: Cluster, calibration: Calibration) -> Scored:

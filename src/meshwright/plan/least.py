@@ -1,0 +1,123 @@
+"""The plan that needs the least memory: whether anything fits at all, and what would make it fit, follow from this one.
+
+Whatever keeps less is taken for granted (a unit's inputs alone, as many micro-batches as there are samples), so there is far less to look at than
+in a search for the fastest. Points are priced in the order of what they need at least (`plan/bounds.py`), until nothing that is left can need less.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import replace
+
+from meshwright.core.calibration import Calibration
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import RequestError
+from meshwright.core.hybrid import places
+from meshwright.core.mesh import Mesh
+from meshwright.core.model import ModelProfile
+from meshwright.core.workload import Workload
+from meshwright.cost import estimate
+from meshwright.plan.bounds import Bounds, Layers, Point
+from meshwright.plan.partition import choose_units
+from meshwright.plan.search import Scored, rank_plans
+from meshwright.plan.space import WHOLE, Cutter, Wishes, default_compile, divisors, make, micro_batches, model_parallel, sequences, worlds
+
+
+class Least:
+    """Asks for one model and workload under one set of wishes; `cutter` may come from another search of the same model."""
+
+    def __init__(self, profile: ModelProfile, workload: Workload, calibration: Calibration, wishes: Wishes, cutter: Cutter | None = None) -> None:
+        self._profile, self._workload, self._calibration, self._wishes = profile, workload, calibration, wishes
+        self.cutter = cutter or Cutter(profile, workload, wishes)
+        self._known: dict[tuple[int, int], Scored | None] = {}  # by number of ranks, and the memory of the smallest device
+
+    def on(self, cluster: Cluster) -> Scored | None:
+        """The plan for this cluster that needs the least memory on its largest rank; None where no plan is legal."""
+        if self._wishes.mesh is not None or places(cluster, len(cluster.devices)):
+            return self._of_all(cluster)
+        found = [best for world in worlds(len(cluster.devices), self._wishes) if (best := self._with(cluster, world)) is not None]
+        return min(found, key=_need, default=None)
+
+    def fits(self, cluster: Cluster) -> bool:
+        found = self.on(cluster)
+        return found is not None and found.estimate.fits
+
+    def _of_all(self, cluster: Cluster) -> Scored | None:
+        """Where the mesh is given, or ranks are not alike, there are few plans."""
+        wishes = self._wishes if self._wishes.recompute else replace(self._wishes, recompute="full")
+        try:
+            return rank_plans(self._profile, cluster, replace(self._workload, objective="memory"), self._calibration, wishes).best
+        except RequestError:
+            return None
+
+    def _with(self, cluster: Cluster, world: int) -> Scored | None:
+        if world > len(cluster.devices):
+            return None
+        key = (world, cluster.least_memory(world))
+        if key not in self._known:
+            self._known[key] = self._search(cluster, world)
+        return self._known[key]
+
+    def _search(self, cluster: Cluster, world: int) -> Scored | None:
+        backend = self._wishes.backend or ("nccl" if cluster.devices[0].kind == "cuda" else "gloo")
+        compiled = self._wishes.compile or default_compile(cluster.devices[0].kind, world)
+        bounds = Bounds(self._profile, cluster, self._workload, self._calibration, choose_units(self._profile), backend)
+        queue: list[tuple[float, int, bool, Point]] = []
+
+        def push(number: int, point: Point, stages: Layers = ()) -> None:
+            try:
+                tensor = self.cutter.tensor(point.mesh.tp, point.mesh.pp > 1, point.sequence) if point.mesh.degree("tp") > 1 else WHOLE
+            except RequestError:
+                return
+            heapq.heappush(queue, (bounds.bytes(point, tensor[0], compiled, stages), number, bool(stages), point))
+
+        for number, point in enumerate(self._points(cluster, world)):
+            push(number, point)
+        best: Scored | None = None
+        while queue and (best is None or queue[0][0] < _need(best)):
+            _, number, looked, point = heapq.heappop(queue)
+            if point.mesh.pp > 1 and not looked:
+                push(number, point, self._layers(point))
+                continue
+            found = self._made(cluster, point)
+            best = min((s for s in (best, found) if s is not None), key=_need, default=None)
+        return best
+
+    def _layers(self, point: Point) -> Layers:
+        """The layers of each pipeline rank; of one that cannot be cut so, any: it is refused when it is made."""
+        try:
+            stages = self.cutter.cut(point.mesh, point.sequence, point.schedule).stages
+        except RequestError:
+            return (self._profile.layer_names,)
+        pp, returns = point.mesh.pp, point.schedule == "zero_bubble"
+        ranks = [2 * pp - 1 - i if returns and i >= pp else i % pp for i in range(len(stages))]
+        return tuple(tuple(n for i, s in enumerate(stages) if ranks[i] == rank for n in s.layers) for rank in range(pp))
+
+    def _points(self, cluster: Cluster, world: int) -> Iterator[Point]:
+        near, wishes = len(cluster.nodes[0].devices), self._wishes
+        for pp, ways in model_parallel(world, wishes):
+            if ways > near:
+                continue
+            wide = Mesh(pp=pp, dp=world // pp // ways, tp=(ways,))
+            for sequence in sequences(wide, wishes):
+                for micro in micro_batches(self._workload.global_batch, wide, wishes)[-1:]:
+                    for zero in (wishes.zero,) if wishes.zero is not None else (0, 1, 2, 3):
+                        shards = [d for d in divisors(wide.dp) if d > 1] if zero and wide.dp > 1 else [1]
+                        for shard in shards[-1:]:  # cut over all, each holds the least
+                            if (zero > 0) == (shard > 1) or world == 1:
+                                mesh = replace(wide, dp=wide.dp // shard, shard=shard)
+                                yield Point(mesh, zero, micro, wishes.recompute or "full", sequence, wishes.schedule or "1f1b")
+
+    def _made(self, cluster: Cluster, point: Point) -> Scored | None:
+        try:
+            cuts = self.cutter.cut(point.mesh, point.sequence, point.schedule)
+            inputs = (self._profile, cluster, self._workload, self._wishes, point.mesh, point.zero, point.micro_batches, point.recompute)
+            plan = make(*inputs, cuts, point.schedule)
+        except RequestError:
+            return None
+        return Scored(plan, estimate(plan, self._profile, self._workload, cluster, self._calibration))
+
+
+def _need(scored: Scored) -> int:
+    return max(scored.estimate.memory_bytes)
