@@ -269,29 +269,10 @@ def too_big(devices: int = 2, batch: int = 8, memory: float = 3e7, wishes: Wishe
 def test_nothing_fits_says_what_is_needed_and_what_there_is() -> None:
     found, text = too_big()
     assert text.startswith("Nothing fits: the smallest plan ")
-    assert f"({found.best.plan.summary()}) {found.best.estimate.reason}" in text
     assert re.search(r"needs [\d.]+ MB a device, this one has 30\.0 MB", text)
-    assert max(found.best.estimate.memory_bytes) == min(max(s.estimate.memory_bytes) for s in found.scored)
-    kind, size = max(found.best.estimate.memory_kinds.items(), key=lambda item: item[1])
-    assert f"Largest part: {kind}, {size / 1e6:.1f} MB a device." in text
-
-
-@pytest.mark.parametrize("memory", [2.3e7, 3e7, 6e7])
-def test_the_number_of_devices_proposed_fits_and_half_of_it_does_not(memory: float) -> None:
-    found, text = too_big(memory=memory)
-    (devices,) = numbers(text.partition(" such devices")[0], "shard over ")
-
-    def fits(count: int) -> bool:
-        wishes = Wishes(world=count, mesh=Mesh(shard=count), zero=3, recompute="full")
-        return rank(found.profile, count, batch=count, memory=memory, wishes=wishes).best.estimate.fits
-
-    assert fits(devices)
-    assert devices == 4 or not fits(devices // 2)
-
-
-def test_a_model_that_no_number_of_devices_holds_promises_none() -> None:
-    _, text = too_big(memory=1e6)
-    assert "shard over" not in text
+    least = min(found.scored, key=lambda s: max(s.estimate.memory_bytes))
+    kind, size = max(least.estimate.memory_kinds.items(), key=lambda item: item[1])
+    assert f"(largest part: {kind}, {size / 1e6:.1f} MB a device)" in text
 
 
 def test_recomputation_is_proposed_to_those_who_forbade_it() -> None:

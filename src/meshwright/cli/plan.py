@@ -27,6 +27,7 @@ from meshwright.cli.shared import (
     say,
     stdout,
 )
+from meshwright.core.errors import RequestError
 from meshwright.core.serial import to_data
 from meshwright.core.units import show_bytes, show_seconds
 from meshwright.observe.words import context_in_words
@@ -70,13 +71,16 @@ def plan(
     config = make_config(settings=settings, model=model, devices=device_list(devices), cluster=cluster, **sizes)
     with Orchestrator(config, os.environ, say) as orchestrator:
         prepared = orchestrator.prepare()
-    if output is not None:
+    if output is not None and prepared.estimate.fits:
         prepared.plan.save(output)
     scored = prepared.ranking.scored if prepared.ranking else ()
     if as_json:
         rows = [{"plan": to_data(s.plan), "estimate": to_data(s.estimate), "fits": s.estimate.fits, "reason": s.estimate.reason} for s in scored]
         lines = [to_data(line) for line in plan_ledger(prepared.plan, prepared.profile, clip=config.clip > 0)] if ledger else None
         print_json({"plans": rows, "why": prepared.why, "seconds": time.perf_counter() - begun, **({"ledger": lines} if ledger else {})})
+    if not prepared.estimate.fits:
+        raise RequestError(prepared.why.replace("\n", " "))
+    if as_json:
         return
     if prepared.ranking:
         stdout.print(ranking_table(prepared.ranking, most))

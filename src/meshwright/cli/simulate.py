@@ -142,7 +142,7 @@ class _Failing:
 def _one(
     subject: Subject, machine: Machine, faults: Disturbances, trace: Path | None, failing: _Failing | None, out: Path | None, as_json: bool
 ) -> None:
-    from meshwright.orchestrate.simulation import as_data, decide, run
+    from meshwright.orchestrate.simulation import as_data, decide, refusal, run
 
     done = run(subject, decide(subject, machine, say), faults, say)
     result = as_data(subject, done, faults)
@@ -156,12 +156,14 @@ def _one(
             result["goodput"]["figure"] = _write_goodput(out, result)
     if as_json:
         print_json(result)
-        return
-    _show(result)
-    if failing is not None:
-        _show_goodput(result["goodput"])
-    if trace is not None:
-        stdout.print(f"timeline: {trace} (chrome://tracing or ui.perfetto.dev)", markup=False, soft_wrap=True)
+    else:
+        _show(result)
+        if failing is not None:
+            _show_goodput(result["goodput"])
+        if trace is not None:
+            stdout.print(f"timeline: {trace} (chrome://tracing or ui.perfetto.dev)", markup=False, soft_wrap=True)
+    if not done.decided.estimate.fits:
+        raise RequestError(refusal(subject, done.decided))
 
 
 def _write_trace(path: Path, done: Simulated, result: dict[str, Any]) -> None:

@@ -28,10 +28,10 @@ from meshwright.schedule.expand import crossings
 HEADROOM = 0.92  # of a device's memory; the rest is for fragmentation and what others hold
 
 
-def estimate(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, calibration: Calibration) -> Estimate:
-    """Predict one plan. `profile` may be at any batch: it is moved to the plan's micro-batch."""
+def estimate(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, calibration: Calibration, timed: bool = True) -> Estimate:
+    """Predict one plan. `profile` may be at any batch: it is moved to the plan's micro-batch. What is not `timed` tells of memory alone."""
     classes = _classes(plan)
-    clock = _pipelined(plan, profile, workload, cluster, calibration, classes)
+    clock = _pipelined(plan, profile, workload, cluster, calibration, classes) if timed else _Clock()
     peaks = [(c, _peak(plan, profile, workload, calibration, c)) for c in classes]
     verdicts = [_verdict(sum(kinds.values()), _capacity(cluster, plan, c)) for c, kinds in peaks]
     verdicts += [_host_verdict(plan, profile, workload, cluster)] if plan.memory.offload != "none" else []

@@ -7,9 +7,13 @@ from typing import Literal
 
 from meshwright import data, zoo
 from meshwright.core.errors import RequestError
+from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.task import Task
+from meshwright.core.workload import Precision
+from meshwright.describe.trace import trace_task
 from meshwright.orchestrate.config import RunConfig
+from meshwright.plan import Retrace
 
 
 def task_of(config: RunConfig) -> Task:
@@ -30,6 +34,15 @@ def dataset_of(config: RunConfig, task: Task, split: Literal["train", "validatio
         tokenizer=local if local is not None and local.is_dir() else None,
         hold_out=config.validate_batches > 0,
     )
+
+
+def retrace(config: RunConfig, task: Task, precision: Precision) -> Retrace:
+    """How the model can be traced again, at another length of samples or in another precision, to see whether it then fits."""
+
+    def shorter(length: int) -> ModelProfile:
+        return trace_task(task_of(config.model_copy(update={"seq": length})), precision=precision)
+
+    return Retrace(shorter if task.tokens_per_sample else None, lambda lower: trace_task(task, precision=lower))
 
 
 def settle(config: RunConfig) -> tuple[RunConfig, Task]:

@@ -36,7 +36,7 @@ from meshwright.launch import Nursery, RankFailure, Workers
 from meshwright.observe import Recorder, RunFolder, create, follow, follow_lines, write_report
 from meshwright.orchestrate import calibrate
 from meshwright.orchestrate.config import RunConfig, told_to_script, wishes_of
-from meshwright.orchestrate.job import settle
+from meshwright.orchestrate.job import retrace, settle
 from meshwright.orchestrate.selection import settled, with_routes
 from meshwright.orchestrate.strategy import fill_cuts, load_strategy, needs_cuts, transform
 from meshwright.orchestrate.worker import median_step
@@ -186,9 +186,10 @@ class Orchestrator:
             wishes, unrouted = with_routes(wishes, self.cluster, calibration)
         ranking = rank_plans(profile, self.cluster, workload, calibration, wishes)
         if self.config.precision == "best":
-            ranking = best_precision(ranking, lambda other: (trace_task(task, precision=other), flow and trace_flow(task, other)))
+            kind = self.cluster.devices[0].kind
+            ranking = best_precision(ranking, lambda other: (trace_task(task, precision=other, device=kind), flow and trace_flow(task, other)))
             profile, flow = ranking.profile, ranking.wishes.flow
-        why = explain(ranking)
+        why = explain(ranking, retrace(self.config, task, ranking.workload.precision))
         if strategy is not None:
             ranking, change = transform(ranking, strategy, lambda plan: flow or trace_flow(task, plan.memory.precision))
             why = f"{change}\n{why}"

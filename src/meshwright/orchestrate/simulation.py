@@ -23,11 +23,11 @@ from meshwright.cost.actions import ActionCost
 from meshwright.describe.flow import trace_flow
 from meshwright.describe.trace import trace_task
 from meshwright.orchestrate.config import RunConfig, wishes_of
-from meshwright.orchestrate.job import settle
+from meshwright.orchestrate.job import retrace, settle
 from meshwright.orchestrate.machines import Machine
 from meshwright.orchestrate.orchestrator import Say
 from meshwright.orchestrate.strategy import fill_cuts, needs_cuts
-from meshwright.plan import rank_plans
+from meshwright.plan import Ranking, rank_plans, too_big
 from meshwright.schedule.lower import lower
 from meshwright.simulate import Disturbances, Fabric, Network, Simulation, simulate
 from meshwright.simulate.breakdown import breakdown, by_kind
@@ -80,6 +80,7 @@ class Decided:
     plan: Plan
     estimate: Estimate
     machine: Machine
+    ranking: Ranking | None = None  # where it was chosen
 
 
 def decide(subject: Subject, machine: Machine, say: Say, *, batch: int | None = None, ranks: int | None = None) -> Decided:
@@ -94,7 +95,14 @@ def decide(subject: Subject, machine: Machine, say: Say, *, batch: int | None = 
     wishes = wishes_of(config, subject.flow if world > 1 or config.mesh else None)
     say(f"planning for {wishes.mesh.size if wishes.mesh else world} ranks")
     ranking = rank_plans(subject.profile, machine.cluster, workload, machine.calibration, replace(wishes, world=world))
-    return Decided(ranking.best.plan, ranking.best.estimate, machine)
+    return Decided(ranking.best.plan, ranking.best.estimate, machine, ranking)
+
+
+def refusal(subject: Subject, decided: Decided) -> str:
+    """Why the plan does not fit, in one line, and what would help where it was chosen here."""
+    if decided.ranking is None:
+        return f"{decided.plan.summary()} {decided.estimate.reason}: plan {subject.task.name} anew, or name a larger --cluster"
+    return too_big(decided.ranking, retrace(subject.config, subject.task, subject.precision))
 
 
 @dataclass(frozen=True)

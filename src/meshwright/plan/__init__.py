@@ -6,12 +6,14 @@ from meshwright.plan.owners import choose_owners
 from meshwright.plan.pipeline import cut_stages
 from meshwright.plan.positions import share_positions
 from meshwright.plan.precision import best_precision
+from meshwright.plan.remedy import Retrace, too_big
 from meshwright.plan.search import Ranking, Scored, rank_plans
 from meshwright.plan.space import Wishes, refuse_unused
 from meshwright.plan.tensor import choose_cuts, choose_grid, coverage, refuse_if_nothing
 
 __all__ = [
     "Ranking",
+    "Retrace",
     "Scored",
     "Wishes",
     "best_precision",
@@ -27,4 +29,5 @@ __all__ = [
     "refuse_if_nothing",
     "refuse_unused",
     "share_positions",
+    "too_big",
 ]

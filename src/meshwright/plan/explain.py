@@ -8,19 +8,17 @@ from typing import Any
 from meshwright.core.calibration import Calibration, Line
 from meshwright.core.cluster import Cluster, Link, Node
 from meshwright.core.errors import RequestError
-from meshwright.core.mesh import Mesh
 from meshwright.core.units import show_bytes, show_seconds
 from meshwright.core.workload import Workload
-from meshwright.cost.memory import peak_bytes
-from meshwright.cost.step import HEADROOM
+from meshwright.plan.remedy import Retrace, too_big
 from meshwright.plan.search import Ranking, Scored, best_again, rank_plans
 
 
-def explain(ranking: Ranking) -> str:
-    """A few sentences, one a line."""
+def explain(ranking: Ranking, retrace: Retrace | None = None) -> str:
+    """A few sentences, one a line; where nothing fits, one that says what would help."""
     best = ranking.best
     if not best.estimate.fits:
-        return "\n".join(_too_big(ranking))
+        return too_big(ranking, retrace)
     lines = [_choice(best), _time(best), _memory(best, ranking), *ranking.tuned]
     second = ranking.runner_up
     if second is not None:
@@ -98,43 +96,6 @@ def _asked_again(
     if workload is not None:
         return rank_plans(ranking.profile, ranking.cluster, workload, ranking.calibration, ranking.wishes, ranking).best
     return best_again(ranking, cluster or ranking.cluster, calibration or ranking.calibration)
-
-
-def _too_big(ranking: Ranking) -> list[str]:
-    """Nothing fits: say by how much, and the nearest ways out."""
-    best = ranking.best
-    lines = [f"Nothing fits: the smallest plan ({best.plan.summary()}) {best.estimate.reason}."]
-    ways = []
-    shards = _devices_needed(ranking)
-    if shards:
-        ways.append(f"shard over {shards} such devices (zero=3)")
-    if best.plan.memory.recompute == "none" and ranking.wishes.recompute == "none":
-        ways.append("recompute (--set recompute=full, or selective)")
-    width, batch = best.plan.mesh.data_width, ranking.workload.global_batch
-    if batch > width:
-        ways.append(f"a smaller batch (--global-batch {max(width, batch // 4 // width * width)})")
-    tokens = ranking.profile.tokens_per_sample
-    if tokens and best.estimate.memory_kinds["activations"] + best.estimate.memory_kinds["workspace"] > 0.3 * max(best.estimate.memory_bytes):
-        ways.append(f"shorter samples (--seq {max(tokens // 4, 1)})")
-    largest = max(best.estimate.memory_kinds.items(), key=lambda item: item[1])
-    lines.append(f"Largest part: {largest[0]}, {show_bytes(largest[1])} a device.")
-    lines.append("What would help: " + ("; ".join(ways) if ways else "devices with more memory") + ".")
-    return lines
-
-
-def _devices_needed(ranking: Ranking) -> int | None:
-    """The smallest power of two of these devices on which ZeRO-3 with recomputation, a sample at a time, fits; None past 65,536."""
-    best, node = ranking.best.plan, ranking.cluster.nodes[0]
-    share = sum(d.memory_bytes for d in node.devices) // len(node.devices)
-    profile, rates = ranking.profile.at(1), ranking.calibration.layouts[-1]
-    world = len(ranking.cluster.devices)
-    while world < 65536:
-        world *= 2
-        memory = replace(best.memory, zero=3, recompute="full")
-        plan = replace(best, mesh=Mesh(shard=world), global_batch=world, micro_batches=1, memory=memory)
-        if sum(peak_bytes(plan, profile, ranking.workload.optimizer, rates).values()) <= HEADROOM * share:
-            return world
-    return None
 
 
 def _less_memory(cluster: Cluster, factor: float) -> Cluster:

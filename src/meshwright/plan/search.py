@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster
 from meshwright.core.estimate import Estimate
+from meshwright.core.hybrid import places
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.workload import Workload
@@ -21,6 +22,7 @@ from meshwright.plan.tuning import tune
 
 _NEAR_THE_FRONT = 12
 EXHAUSTIVE = 8  # devices up to which every legal plan is priced; beyond, bounds choose what is
+_DEEP = 24  # layers from which that would take minutes on as few
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def _ranked(profile: ModelProfile, cluster: Cluster, workload: Workload, calibra
     def price(plan: Plan) -> Estimate:
         return estimate(plan, profile, workload, cluster, calibration)
 
-    if wishes.mesh is None and (wishes.world or len(cluster.devices)) > EXHAUSTIVE:
+    if wishes.mesh is None and _many(profile, cluster, wishes):
         check_wishes(wishes, len(cluster.devices))
         search = Front(profile, cluster, workload, calibration, wishes, price, like.cutter if like else None, 1 if like else FRONT)
         scored = [Scored(*found) for found in search.search()]
@@ -107,6 +109,12 @@ def _ranked(profile: ModelProfile, cluster: Cluster, workload: Workload, calibra
     tuned = tune(best.plan, best.estimate, wishes, calibration.layout(best.plan.world), price)
     scored[0] = Scored(tuned.plan, tuned.estimate)
     return Ranking(tuple(scored), profile, cluster, workload, calibration, wishes, tuned.said, considered, cutter)
+
+
+def _many(profile: ModelProfile, cluster: Cluster, wishes: Wishes) -> bool:
+    """Whether there are more plans than can be priced one by one. Ranks on unlike devices are few, and what each takes is found plan by plan."""
+    world = wishes.world or len(cluster.devices)
+    return world > EXHAUSTIVE or (world > EXHAUSTIVE // 2 and len(profile.layers) > _DEEP and not places(cluster, world))
 
 
 def best_again(ranking: Ranking, cluster: Cluster, calibration: Calibration) -> Scored:

@@ -1,0 +1,108 @@
+"""When nothing fits: what is proposed fits, and one less does not."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from made_up import blocks, calibration, cluster
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.mesh import Mesh
+from meshwright.core.model import ModelProfile
+from meshwright.core.workload import Workload
+from meshwright.plan import Ranking, Retrace, Wishes, explain, rank_plans
+from meshwright.plan.least import Least
+from meshwright.plan.remedy import fewest_nodes, grown, most_samples, with_memory
+
+FLAT = blocks(16, ((1024, 1024),), flops=1e9, saved=1e5)  # 67 MB of parameters: 268 MB with gradients and Adam's states
+WIDE = blocks(4, ((64, 64),), flops=1e9, saved=1e7)  # little to hold, much to keep of a sample
+
+
+def rank(profile: ModelProfile, machine: Cluster, batch: int, wishes: Wishes = Wishes()) -> Ranking:  # noqa: B008 - frozen
+    return rank_plans(profile, machine, Workload(batch), calibration(len(machine.devices)), wishes)
+
+
+def least(found: Ranking) -> Least:
+    return Least(found.profile, found.workload, found.calibration, found.wishes)
+
+
+@pytest.mark.parametrize("memory", [4e7, 6e7, 9e7])
+def test_the_fewest_devices_fit_and_one_less_do_not(memory: float) -> None:
+    found = rank(FLAT, replace(cluster(2, memory), name="here"), 64)
+    assert not found.best.estimate.fits
+    text = explain(found)
+    assert "\n" not in text
+    assert text.startswith("Nothing fits: the smallest plan ")
+    (count,) = map(int, re.findall(r"(\d+) such devices", text))
+    assert rank(FLAT, grown(found.cluster, count), 64).best.estimate.fits
+    assert not rank(FLAT, grown(found.cluster, count - 1), 64).best.estimate.fits
+
+
+def test_nodes_are_asked_for_where_machines_come_as_they_are() -> None:
+    found = rank(FLAT, cluster(2, 4e7), 64)
+    (count,) = map(int, re.findall(r"at least (\d+) nodes \(--cluster made-up:\1\)|at least (\d+) nodes", explain(found))[0][:1])
+    machines = grown(found.cluster, count)
+    assert len(machines.devices) == 2 * count
+    assert rank(FLAT, machines, 64).best.estimate.fits
+    assert not rank(FLAT, grown(found.cluster, count - 1), 64).best.estimate.fits
+    assert fewest_nodes(found.cluster, least(found).fits) == count
+
+
+def test_the_memory_that_is_named_is_enough_and_a_step_less_is_not() -> None:
+    found = rank(FLAT, cluster(1, 4e7), 64)
+    size, unit = re.findall(r"a device with ([\d.]+) (MB|GB)", explain(found))[0]
+    enough = float(size) * {"MB": 1e6, "GB": 1e9}[unit]
+    assert rank(FLAT, with_memory(found.cluster, lambda _: int(enough)), 64).best.estimate.fits
+    assert not rank(FLAT, with_memory(found.cluster, lambda _: int(0.98 * enough)), 64).best.estimate.fits
+
+
+@pytest.mark.parametrize("batch", [7, 30])
+def test_fewer_samples_are_proposed_where_they_cannot_be_cut_further(batch: int) -> None:
+    """Odd numbers of samples go in one piece: an even one may be cut."""
+    wishes = Wishes(micro_batches=1, recompute="full")
+    found = rank(WIDE, cluster(1, 2.5e7), batch, wishes)
+    assert not found.best.estimate.fits
+    most = most_samples(found)
+    assert most is not None
+    assert rank(WIDE, found.cluster, most, wishes).best.estimate.fits
+    assert not rank(WIDE, found.cluster, most + 1, wishes).best.estimate.fits
+
+
+def test_a_wish_that_stands_in_the_way_is_named_first() -> None:
+    machine = cluster(1, 1.5e8)
+    assert "--set recompute=full instead of the recompute" in explain(rank(WIDE, machine, 8, Wishes(recompute="none", micro_batches=1)))
+    text = explain(rank(WIDE, cluster(1, 2.5e7), 8, Wishes(micro_batches=1)))
+    assert "--set micro_batches=" in text
+    text = explain(rank(FLAT, cluster(4, 1e8), 64, Wishes(mesh=Mesh(dp=4))))
+    assert re.search(r"--mesh shard=4 --set zero=3.* instead of the mesh", text)
+
+
+def test_shorter_samples_are_traced_and_tried() -> None:
+    profile = replace(WIDE, tokens_per_sample=64)
+
+    def shorter(length: int) -> ModelProfile:
+        return replace(blocks(4, ((64, 64),), flops=1e9, saved=1e7 * length / 64), tokens_per_sample=length)
+
+    found = rank(profile, cluster(1, 6e6), 1)
+    assert not found.best.estimate.fits
+    text = explain(found, Retrace(shorter))
+    (length,) = map(int, re.findall(r"--seq (\d+)", text))
+    assert rank(shorter(length), found.cluster, 1).best.estimate.fits
+    assert not rank(shorter(2 * length), found.cluster, 1).best.estimate.fits
+
+
+def test_what_nothing_helps_promises_nothing() -> None:
+    text = explain(rank(FLAT, replace(cluster(1, 1e5), name="here"), 1))
+    assert "such devices" not in text
+    assert "a device with" in text
+
+
+def test_large_clusters_are_answered_too() -> None:
+    found = rank(FLAT, cluster(16, 2.4e7), 64)
+    assert not found.best.estimate.fits
+    count = fewest_nodes(found.cluster, least(found).fits)
+    assert count is not None and count > 1
+    assert least(found).fits(grown(found.cluster, count))
+    assert not least(found).fits(grown(found.cluster, count - 1))
