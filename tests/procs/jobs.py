@@ -298,3 +298,22 @@ def failing_rank(rank: int, world: int, meeting: str, plan: dict[str, Any], mode
         for step in range(3):
             whole = global_batch(model, told.global_batch, step, torch.float64)
             session.step({k: v[first : first + count] for k, v in whole.items()}, fails)
+
+
+def mixed_units(rank: int, world: int, meeting: str, zero: int) -> dict[str, float]:
+    """Units with parameters that are not trained, in front and behind, and an optimizer of two groups: the final state, summed by name."""
+    torch.set_num_threads(1)
+    memory = {"zero": zero, "units": ["0", "1"], "precision": "fp64"} if zero else {"precision": "fp64"}
+    told = from_data(Plan, {"model": "t", "global_batch": 4, "mesh": {"shard": world}, "memory": memory}, "plan")
+    with _group(rank, world, meeting):
+        network = random_network([6, 9, 5, 4], "tanh", True, 3).double()
+        for name in ("0.0.weight", "1.1.weight", "2.0.bias"):
+            network.get_parameter(name).requires_grad_(False)
+        trained = [p for p in network.parameters() if p.requires_grad]
+        groups = [{"params": [p for p in trained if p.dim() > 1], "lr": 1e-2}, {"params": [p for p in trained if p.dim() == 1], "lr": 3e-2}]
+        session = Session(told, network, torch.optim.AdamW(groups), clip=0.5)
+        first, count = told.share(told.mesh.data_rank(rank))
+        for step in range(3):
+            whole = global_batch({"sizes": [6, 4]}, 4, step, torch.float64)
+            session.step({k: v[first : first + count] for k, v in whole.items()}, squared_error)
+        return {name: tensor.double().sum().item() for name, tensor in whole_state(session.applied)}

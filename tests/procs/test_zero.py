@@ -97,3 +97,9 @@ def test_the_schedule_lists_what_the_run_does(pool: Any, world: int, zero: int, 
             calls, size = listed.get(key, (0, 0))
             listed[key] = (calls + 1, size + action.bytes)
     assert listed == counted
+
+
+def test_units_of_trained_and_other_parameters_under_two_optimizer_groups(pool: Any) -> None:
+    alone = pool.run("procs.jobs:mixed_units", world=1, zero=0)[0]
+    for mine in pool.run("procs.jobs:mixed_units", world=4, zero=3):
+        assert mine == pytest.approx(alone, rel=1e-9)

@@ -59,6 +59,7 @@ class _Live:
     grads: torch.Tensor | None = None  # the flat buffer; None while released (stage 2)
     values: torch.Tensor | None = None  # flat parameters (stages 1 and 2)
     shard: nn.Parameter | None = None  # this rank's slice of `values`: what the optimizer steps
+    views: list[torch.Tensor] = field(default_factory=list)  # of `grads`, one for each parameter
     waiting: set[int] = field(default_factory=set)  # slots whose gradient has not arrived in this backward
     pending: Pending | None = None
     carried: torch.Tensor | None = None  # an earlier backward's reduced slice, when the user accumulates across backwards
@@ -121,7 +122,7 @@ class GradientBuckets:
                     param.register_hook(self._owners_mean)
             bucket.waiting = set(range(len(bucket.params)))
             if self.zero < 2 and not bucket.alone:
-                bucket.grads = _flat(bucket)
+                self._hold(bucket, _flat(bucket))
         return live
 
     def _kind(self, param: nn.Parameter) -> Kind:
@@ -173,7 +174,7 @@ class GradientBuckets:
         assert param.grad is not None
         if bucket.alone and param.grad.is_contiguous():
             self._set_aside(bucket)
-            bucket.grads = param.grad.view(-1)
+            self._hold(bucket, param.grad.view(-1))
         else:
             view = self._view(bucket, at)
             if param.grad.data_ptr() != view.data_ptr():
@@ -191,9 +192,13 @@ class GradientBuckets:
     def _view(self, bucket: _Live, at: int) -> torch.Tensor:
         self._set_aside(bucket)
         if bucket.grads is None:
-            bucket.grads = _flat(bucket)
-        slot = bucket.layout.slots[at]
-        return bucket.grads[slot.offset : slot.offset + slot.numel].view_as(bucket.params[at])
+            self._hold(bucket, _flat(bucket))
+        return bucket.views[at]
+
+    def _hold(self, bucket: _Live, grads: torch.Tensor) -> None:
+        bucket.grads = grads
+        slots = zip(bucket.layout.slots, bucket.params, strict=True)
+        bucket.views = [grads[slot.offset : slot.offset + slot.numel].view_as(param) for slot, param in slots]
 
     def _set_aside(self, bucket: _Live) -> None:
         """Before a bucket is written again: the slice may hold an earlier backward's result."""
@@ -274,7 +279,7 @@ class GradientBuckets:
                 param.grad = None
             if self.zero == 2:
                 bucket.shard.grad = mine.clone() if bucket.shard.grad is None else bucket.shard.grad.add_(mine)
-                bucket.grads = None
+                bucket.grads, bucket.views = None, []
             else:
                 bucket.shard.grad = mine if bucket.carried is None else mine.add_(bucket.carried)
                 bucket.carried = None
@@ -294,7 +299,8 @@ class GradientBuckets:
         """Drop gradients after a step."""
         for bucket in self.buckets:
             bucket.carried = None
-            bucket.grads = None if bucket.alone else bucket.grads
+            if bucket.alone:
+                bucket.grads, bucket.views = None, []
             for param in bucket.params if bucket.shard is None else (*bucket.params, bucket.shard):
                 param.grad = None
 

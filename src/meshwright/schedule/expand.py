@@ -335,7 +335,7 @@ def _sharded(plan: Plan, profile: ModelProfile, place: Place, micro_batches: int
             yield from gathers
             if phase == "backward" and micro == micro_batches - 1:
                 yield from _loss(plan, profile)
-            own = {i: list(gather(profile.layers[i].name, tag)) for i in order if profile.layers[i].name in units}
+            own = {i: list(gather(name, tag)) for i in order if (name := profile.layers[i].name) in units and name not in mixtures}
             ahead = [actions for actions in own.values() if actions]
             yield from ahead[0] if ahead else ()
             for index in order:

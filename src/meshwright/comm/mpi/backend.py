@@ -29,6 +29,7 @@ Tensors = Sequence[torch.Tensor]
 _c10d: Any = torch._C._distributed_c10d
 _Base: Any = dist.ProcessGroup
 _TAG = 1  # of making groups
+_PAIRWISE, _ROUNDS_TAG = 1 << 18, 32767  # bytes from which a reduce-scatter goes by messages; their tag, the largest that MPI promises
 _post = Post()
 atexit.register(_post.close)  # before MPI ends: what is registered later runs first
 _watchdog: Watchdog | None = None
@@ -311,11 +312,24 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
         own = output if plain else torch.empty(output.shape, dtype=way.worked, device=work.device)
         if whole.numel() * way.width > buffers.most:
             self._scatter_by_reducing(own, work, way, sizes)
+        elif work.nbytes >= _PAIRWISE and own.is_cpu:
+            self._scatter_by_pairs(own, work, way, sizes)
         elif len(set(sizes)) == 1:
             self._comm.Reduce_scatter_block([buffers.memory(work), sizes[0] * way.width, way.kind], way.spec(own), way.op)
         else:
             self._comm.Reduce_scatter(way.spec(work), way.spec(own), [n * way.width for n in sizes], way.op)
         way.finish(output, own)
+
+    def _scatter_by_pairs(self, own: torch.Tensor, work: torch.Tensor, way: Reduction, sizes: list[int]) -> None:
+        """In each round every rank sends one other its part, and takes in its own from another: MPI's own way moves more through memory."""
+        parts = work.view(-1).split(sizes)
+        if parts[self._index].data_ptr() != own.data_ptr():
+            own.view(-1).copy_(parts[self._index])
+        arrived = torch.empty_like(own)
+        for step in range(1, self._count):
+            to, source = (self._index + step) % self._count, (self._index - step) % self._count
+            self._comm.Sendrecv(way.spec(parts[to]), to, _ROUNDS_TAG, way.spec(arrived), source, _ROUNDS_TAG)
+            way.op.Reduce_local(way.spec(arrived), way.spec(own))
 
     def _scatter_by_reducing(self, own: torch.Tensor, work: torch.Tensor, way: Reduction, sizes: list[int]) -> None:
         """More than MPI counts: every rank's part is reduced to it, a piece at a time."""
