@@ -1,7 +1,8 @@
 """Every proxy run for real on 4 ranks, scaled down, beside what the simulator predicts from lines measured by turns with them.
 
-The lines are measured with the proxies' own runner: schedules of nothing but one blocking call, repeated, over all ranks and over pairs that
-work at the same time. All schedules, these and the proxies', are run in one process group, one step each a round. The simulator is given a
+The lines are measured with the proxies' own runner: schedules of nothing but one call, repeated, over all ranks, over pairs that work at the
+same time, and over one pair while the other ranks sleep; one call after the other, and all at once, which also tells how long a rank is busy
+handing one over. All schedules, these and the proxies', are run in one process group, one step each a round. The simulator is given a
 round's lines and each proxy's schedule, and nothing else; predicted and measured are compared within the round, and the median of these
 ratios is what counts: a machine that changes its pace does so for both.
 """
@@ -15,7 +16,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,8 +27,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from meshwright.core.calibration import Rates
-from meshwright.core.cluster import Cluster, Device, Link, Node
+from meshwright.core.calibration import Line
 from meshwright.core.schedule import Schedule, wire_factor
 from meshwright.describe.probe import fit_line
 from meshwright.execute.groups import make_ready
@@ -35,15 +35,18 @@ from meshwright.launch import Nursery, Rendezvous, Workers, adopted, join, leave
 from meshwright.proxies import PROXIES
 from meshwright.proxies.parts import Program, assemble
 from meshwright.proxies.runner import GroupComms, Runner, RunPolicy
-from meshwright.simulate import Ideal, Linked, simulate
+from meshwright.simulate import Cores, Ideal, Taken, simulate
 
 HERE = Path(__file__).parent
 WORLD = 4
 PAIRS = ((0, 1), (2, 3))
-SIZES = (2**10, 2**17, 2**19, 2**21, 2**22)  # what the cases below send, and no more
+PAIR = PAIRS[:1]
+SIZES = (2**10, 2**17, 2**19, 2**20, 2**21, 2**22)  # what the cases below send, and no more
 CALLS = 16
 WARM_UP = 3
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+IDLE_S, IDLE_RATE = 2e-3, 6e8  # longer than any call here takes
+Times = tuple[float, float]  # seconds of a schedule, and between one call and the next handed over
 Probe = tuple[str, tuple[tuple[int, ...], ...], int, bool]  # operation, groups that work at once, bytes, one call after the other
 # Widths are smaller than a GPT-3's so that messages stay in the range of the lines while waits stay a visible part, as they are at full size.
 CASES: Mapping[str, dict[str, Any]] = {
@@ -84,19 +87,20 @@ def main(
     answers = measured([*probes.values(), *schedules.values()], policy)
     if not answers:
         return
-    steps = [[max(times) for times in zip(*ranks, strict=True)] for ranks in zip(*answers, strict=True)]
-    rates = [fitted(backend, {probe: times[turn] / CALLS for probe, times in zip(probes, steps, strict=False)}) for turn in range(rounds)]
-    rows = [compare(backend, name, schedules[name], rates, times) for name, times in zip(schedules, steps[len(probes) :], strict=True)]
-    lines = {name: [vars(r.collectives[name]) for r in rates] for name in rates[0].collectives}
-    result = {"machine": _machine(), "backend": backend, "rounds": rounds, "lines": lines, "proxies": rows}
+    rows = list(zip(*answers, strict=True))  # by schedule, rank, round
+    machines = [fitted({probe: [times[turn] for times in row] for probe, row in zip(probes, rows, strict=False)}) for turn in range(rounds)]
+    steps = [[max(taken for taken, _ in times) for times in zip(*row, strict=True)] for row in rows[len(probes) :]]
+    found = [compare(name, schedule, machines, times) for (name, schedule), times in zip(schedules.items(), steps, strict=True)]
+    lines = {name: [asdict(cores.taken[name]) for cores in machines] for name in machines[0].taken}
+    result = {"machine": _machine(), "backend": backend, "rounds": rounds, "lines": lines, "proxies": found}
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result)) if as_json else Console().print(show(result))
     print(f"written to {output}", file=sys.stderr)
 
 
-def measured(schedules: list[Schedule], policy: RunPolicy) -> list[list[list[float]]]:
-    """By rank and schedule, on ranks of our own or on those that a launcher started; there only rank 0 gets the answer."""
+def measured(schedules: list[Schedule], policy: RunPolicy) -> list[list[list[Times]]]:
+    """By rank, schedule and round, on ranks of our own or on those that a launcher started; there only rank 0 gets the answer."""
     place = adopted(os.environ)
     if place is not None:
         mine = by_turns(place.rank, place.world, place.meeting, schedules, policy, gather=True)
@@ -111,20 +115,21 @@ def measured(schedules: list[Schedule], policy: RunPolicy) -> list[list[list[flo
 
 
 def by_turns(rank: int, world: int, meeting: str, schedules: list[Schedule], policy: RunPolicy, *, gather: bool = False) -> list[Any]:
-    """In a rank: seconds of each schedule, one entry a round; with `gather`, every rank's."""
+    """In a rank: for each schedule, one entry a round; with `gather`, every rank's."""
     torch.set_num_threads(1)
     make_ready(policy.backend, policy.timeout_s)
     join(Rendezvous(rank, world, meeting, policy.backend))
     groups = GroupComms()
     runners = [Runner(schedule, rank, torch.device("cpu"), policy, groups) for schedule in schedules]
-    found: list[list[float]] = [[] for _ in schedules]
+    found: list[list[Times]] = [[] for _ in schedules]
     gc.collect()
     gc.freeze()
     for turn in range(-policy.warm, policy.runs):
         for at, runner in enumerate(runners):
             spans = runner.step(max(turn, 0))
             if turn >= 0:
-                found[at].append(max(span.ended for span in spans))
+                begun = [span.begun for span in spans]
+                found[at].append((max(span.ended for span in spans), (max(begun) - min(begun)) / max(len(spans) - 1, 1)))
         if rank == 0:
             print(f"round {turn + policy.warm + 1} of {policy.warm + policy.runs}", file=sys.stderr, flush=True)
     every: list[Any] = [None] * world
@@ -137,41 +142,54 @@ def by_turns(rank: int, world: int, meeting: str, schedules: list[Schedule], pol
 def wanted() -> list[Probe]:
     """Every operation among 4 ranks and among pairs, and messages within pairs: one call after the other, and all at once."""
     whole = (tuple(range(WORLD)),)
-    over = [(op, groups) for op in OPERATIONS for groups in (whole, PAIRS)] + [("send", PAIRS)]
+    over = [(op, groups) for op in OPERATIONS for groups in (whole, PAIRS, PAIR)] + [("send", PAIRS), ("send", PAIR)]
     return [(op, groups, size, blocks) for op, groups in over for size in SIZES for blocks in (True, False)]
 
 
-def fitted(backend: str, seconds: Mapping[Probe, float]) -> Rates:
-    """α–β for each operation and size of group; of α, what calls under way at once cannot share."""
-    samples: dict[str, dict[bool, list[tuple[float, float]]]] = {}
-    for (op, groups, size, blocks), taken in seconds.items():
-        ranks = len(groups[0])
-        samples.setdefault(f"{backend}/{op}/{ranks}", {True: [], False: []})[blocks].append((size * wire_factor(op, ranks), taken))
-    lines = {name: replace(fit_line(kinds[True]), gap_s=fit_line(kinds[False]).alpha_s) for name, kinds in samples.items()}
-    return Rates(WORLD, 1, {}, (), 0.0, lines)
+def fitted(times: Mapping[Probe, list[Times]]) -> Cores:
+    """What each operation takes among 4 and among 2, from one round."""
+    samples: dict[tuple[str, int, str], list[tuple[float, float]]] = {}
+    for (op, groups, size, blocks), by_rank in times.items():
+        ranks, busy = len(groups[0]), [by_rank[rank] for group in groups for rank in group]
+        sent, number = size * wire_factor(op, ranks), len(groups)
+        samples.setdefault((f"{op}/{ranks}", number, "one by one" if blocks else "at once"), []).append((sent, max(t for t, _ in busy) / CALLS))
+        if not blocks:
+            samples.setdefault((f"{op}/{ranks}", number, "hand"), []).append((sent, statistics.mean(hand for _, hand in busy)))
+    fits = {key: fit_line(points) for key, points in samples.items()}
+    most = {name: max(n for other, n, _ in fits if other == name) for name, _, _ in fits}
+
+    def line(name: str, number: int) -> Line:
+        """Without the handing over; and no less than calls that are under way at once take each."""
+        one, each, hand = fits[name, number, "one by one"], fits[name, number, "at once"], fits[name, most[name], "hand"]
+        return fit_line([(sent, max(one.seconds(sent) - hand.seconds(sent), each.seconds(sent))) for sent, _ in samples[name, number, "at once"]])
+
+    return Cores({name: Taken(line(name, n), line(name, 1), fits[name, n, "hand"], n) for name, n in most.items()})
 
 
 def repeated(op: str, groups: tuple[tuple[int, ...], ...], size: int, blocks: bool) -> Schedule:
-    """One call after the other, or all at once; of a pair the first sends and the second receives."""
+    """One call after the other, a message there and the next one back; or all at once, and all messages from the first to the second. Ranks
+    of no group sleep meanwhile: one that waits for others may take a core."""
     programs = []
     for place in range(2 if op == "send" else 1):
         out = Program()
         for number in range(CALLS):
             if op != "send":
                 out.call(f"call/{number}", op, "probe", size, blocks=blocks)  # type: ignore[arg-type]
-            elif place == 0:
-                out.send(f"call/{number}", "probe", 1, size, blocks=blocks)
+            elif place == (number % 2 if blocks else 0):
+                out.send(f"call/{number}", "probe", 1 - place, size, blocks=blocks)
             else:
-                out.receive(f"call/{number}", "probe", 0, size, blocks=blocks)
+                out.receive(f"call/{number}", "probe", 1 - place, size, blocks=blocks)
         programs.append(out)
-    return assemble(f"{op} of {size}", WORLD, {"probe": groups}, programs, lambda rank: rank % 2)
+    idle = Program()
+    idle.compute("idle", CALLS * (IDLE_S + size / IDLE_RATE))
+    busy = {rank for group in groups for rank in group}
+    of = lambda rank: rank % len(programs) if rank in busy else len(programs)  # noqa: E731
+    return assemble(f"{op} of {size}", WORLD, {"probe": groups}, [*programs, idle], of)
 
 
-def compare(backend: str, name: str, schedule: Schedule, rates: list[Rates], steps: list[float]) -> dict[str, Any]:
+def compare(name: str, schedule: Schedule, machines: list[Cores], steps: list[float]) -> dict[str, Any]:
     """A proxy's steps beside what each round's lines make of it."""
-    link = Link("loopback", 1e-4, 1e9)
-    cluster = Cluster("here", (Node("here", tuple(Device("cpu", "cpu", i, 0) for i in range(WORLD)), 2, 0, link=link),))
-    predicted = [simulate(schedule, Linked(cluster, lines, backend, duplex=False)).step_s for lines in rates]
+    predicted = [simulate(cores.handed(schedule), cores).step_s for cores in machines]
     off = [a / b - 1 for a, b in zip(predicted, steps, strict=True)]
     return {
         "proxy": name,

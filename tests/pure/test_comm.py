@@ -172,6 +172,10 @@ def test_an_mpi_that_is_not_mpiruns_is_named() -> None:
     library.check_world(4, "Open MPI v5", {"OMPI_COMM_WORLD_SIZE": "4"})
     with pytest.raises(RequestError, match=r"4 ranks were started \(OMPI_COMM_WORLD_SIZE\), but MPICH 4, which mpi4py loaded, sees 1"):
         library.check_world(1, "MPICH 4", {"OMPI_COMM_WORLD_SIZE": "4"})
+    library.check_launcher("Open MPI v5", {"OMPI_COMM_WORLD_SIZE": "4"})
+    library.check_launcher("MPICH Version: 5.0.2", {"PMI_SIZE": "4"})
+    with pytest.raises(RequestError, match=r"Open MPI's mpirun has started this rank, but mpi4py loaded MPICH Version: 5\.0\.2: start with"):
+        library.check_launcher("MPICH Version: 5.0.2", {"OMPI_COMM_WORLD_SIZE": "4"})
 
 
 def test_mixed_versions_are_named() -> None:
@@ -197,6 +201,8 @@ def test_mpirun_is_told_what_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(os, "getuid", lambda: 0)
     command, environ = launch.mpirun(4, {"A": "b"}, cores=2)
     assert command == [str(tmp_path / "mpirun"), "-n", "4", "--oversubscribe", "--bind-to", "none"]
+    assert launch.mpirun(4, {}, cores=4)[0][-2:] == launch.mpirun(4, {}, cores=7)[0][-2:] == ["--bind-to", "core"]
+    assert launch.mpirun(4, {}, cores=8)[0][-2:] == ["--bind-to", "none"]
     assert environ["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == environ["OMPI_MCA_mpi_yield_when_idle"] == "1" and environ["A"] == "b"
     (tmp_path / "ompi_info").unlink()  # MPICH knows none of these
     assert launch.mpirun(4, {}, cores=2)[0] == [str(tmp_path / "mpirun"), "-n", "4"]

@@ -304,12 +304,12 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
         way.finish(tensor, work)
 
     def _reduce_scatter(self, output: torch.Tensor, whole: torch.Tensor, way: Reduction, sizes: list[int]) -> None:
-        if way.fits(whole) and buffers.ready(output) and len(set(sizes)) == 1:
+        apart = buffers.ready(output) and not buffers.overlap(whole, output)
+        if way.fits(whole) and apart and len(set(sizes)) == 1:
             self._comm.Reduce_scatter_block([buffers.memory(whole), sizes[0] * way.width, way.kind], way.spec(output), way.op)
             return
         work = way.prepared(whole)
-        plain = way.worked == output.dtype and buffers.ready(output)
-        own = output if plain else torch.empty(output.shape, dtype=way.worked, device=work.device)
+        own = output if way.worked == output.dtype and apart else torch.empty(output.shape, dtype=way.worked, device=work.device)
         if whole.numel() * way.width > buffers.most:
             self._scatter_by_reducing(own, work, way, sizes)
         elif work.nbytes >= _PAIRWISE and own.is_cpu:
@@ -347,8 +347,11 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
 
     def _gather_single(self, output: torch.Tensor, part: torch.Tensor) -> None:
         whole, own = buffers.incoming(output), buffers.outgoing(part)
+        in_place = own.data_ptr() == whole.data_ptr() + self._index * own.nbytes  # as FSDP2 gathers: the part lies where it belongs
+        if not in_place and buffers.overlap(whole, own):
+            own = own.clone()
         unit = buffers.as_bytes(own)
-        self._comm.Allgather(unit, [buffers.memory(whole), *unit[1:]])
+        self._comm.Allgather(MPI.IN_PLACE if in_place else unit, [buffers.memory(whole), *unit[1:]])
         buffers.settle(output, whole)
 
     def _broadcast(self, tensor: torch.Tensor, root: int) -> None:

@@ -40,6 +40,7 @@ def load() -> ModuleType:
     except (ImportError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RequestError(f"mpi4py finds no MPI library that it can use ({reason}): {INSTALL}") from None
+    check_launcher(short_version(MPI), os.environ)
     if not MPI.Is_initialized():
         _initialise(MPI, os.environ)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -51,7 +52,16 @@ def load() -> ModuleType:
 
 def short_version(MPI: Any) -> str:
     """'Open MPI v5.0.11', without the rest of the line."""
-    return str(MPI.Get_library_version()).replace("\0", "").splitlines()[0].split(",")[0].strip()
+    return " ".join(str(MPI.Get_library_version()).replace("\0", "").splitlines()[0].split(",")[0].split())
+
+
+def check_launcher(library: str, environ: Mapping[str, str]) -> None:
+    """MPICH and its like end a process that Open MPI's mpirun has started, before anything can be asked of them."""
+    if "OMPI_COMM_WORLD_SIZE" in environ and any(make in library for make in ("MPICH", "Intel", "MVAPICH")):
+        raise RequestError(
+            f"Open MPI's mpirun has started this rank, but mpi4py loaded {library}: "
+            "start with the mpirun of that library, or put Open MPI's library first in LD_LIBRARY_PATH"
+        )
 
 
 def check_world(seen: int, library: str, environ: Mapping[str, str]) -> None:

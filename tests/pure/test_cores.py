@@ -1,0 +1,63 @@
+"""Calls as work for the cores of one machine: what was measured together and alone comes out again, and handing over is the rank's own time."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.core.calibration import Line
+from meshwright.core.schedule import Schedule
+from meshwright.proxies import PROXIES
+from meshwright.proxies.parts import Program, assemble
+from meshwright.simulate import Cores, Taken, simulate
+
+SIZE, FASTEST = 2**20, 1e9
+HAND = Line(1e-4, float("inf"))
+PAIRS = ((0, 1), (2, 3))
+
+
+def machine(slower: float, hand: Line = HAND) -> Cores:
+    """Two pairs at once take `slower` times as long as one."""
+    pair = Taken(Line(slower * 1e-3, FASTEST / slower), Line(1e-3, FASTEST), hand, groups=2)
+    whole = Line(3e-3, FASTEST / 3)
+    return Cores({"all_reduce/2": pair, "send/2": pair, "all_reduce/4": Taken(whole, whole, hand)})
+
+
+def calls(number: int, pairs: int, *, blocks: bool = True, first_waits: float = 0.0) -> Schedule:
+    """Pairs that all-reduce; the other ranks do nothing."""
+    programs = [Program() for _ in range(3)]
+    programs[0].compute("late", first_waits)
+    for at, program in enumerate(programs[:2]):
+        for call in range(number):
+            program.call(f"call/{at}/{call}", "all_reduce", "pair", SIZE, blocks=blocks)
+    return assemble("calls", 4, {"pair": PAIRS}, programs, lambda rank: 2 if rank // 2 >= pairs else rank // 2)
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.4, 2.0, 2.6])
+def test_pairs_take_together_what_they_took(slower: float) -> None:
+    cores = machine(slower)
+    assert simulate(calls(5, 2), cores).step_s == pytest.approx(5 * slower * (1e-3 + SIZE / FASTEST))
+    if slower <= 2:  # beyond, taking turns costs something, which is in the price of one alone too
+        assert simulate(calls(5, 1), cores).step_s == pytest.approx(5 * (1e-3 + SIZE / FASTEST))
+
+
+def test_one_pair_speeds_up_when_the_other_is_done() -> None:
+    """The first pair comes when the second has done half of its call alone: both go on at half the pace until the second is done."""
+    alone = 1e-3 + SIZE / FASTEST
+    found = simulate(calls(1, 2, first_waits=alone / 2), machine(2.0))
+    assert found.of(2)[-1].ended == pytest.approx(1.5 * alone) and found.step_s == pytest.approx(2 * alone)
+
+
+def test_handing_over_is_the_ranks_own_time() -> None:
+    cores = machine(2.0)
+    one_by_one, at_once = (calls(4, 1, blocks=blocks) for blocks in (True, False))
+    work = 1e-3 + SIZE / FASTEST
+    assert simulate(cores.handed(one_by_one), cores).step_s == pytest.approx(4 * (1e-4 + work))
+    assert simulate(cores.handed(at_once), cores).step_s == pytest.approx(1e-4 + 4 * work)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt3", "resnet50"])
+def test_ranks_alike_change_nothing(name: str) -> None:
+    dims = {"gpt2": {"layers": 8, "stages": 2, "scale_down": 64}, "gpt3": {"stages": 2, "shards": 2, "scale_down": 64}, "resnet50": {}}[name]
+    cores = machine(1.7)
+    schedule = cores.handed(PROXIES[name].build(PROXIES[name].settle((), dims), 4))
+    assert simulate(schedule, cores).step_s == pytest.approx(simulate(schedule, cores, folded=False).step_s, rel=1e-9)
