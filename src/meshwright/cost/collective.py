@@ -36,9 +36,10 @@ def collective_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rate
 def message_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rates, source: int, target: int) -> float:
     """What stages send each other takes the link between two pipeline ranks, which are not all as far apart."""
     stride = plan.mesh.stride("pp")
-    key = ("message", source * stride, target * stride)
+    ends = min(source, target) * stride, max(source, target) * stride
+    key = ("message", ends)
     if key not in cluster.joins:
-        cluster.joins[key] = joined(cluster, sorted(key[1:]), "send")
+        cluster.joins[key] = joined(cluster, ends, "send")
     found = rates.measured(f"{plan.backend}/send", action.bytes) if rates.ranks == 2 else None
     return line_of("send", 2, plan.backend, rates, cluster.joins[key]).seconds(action.bytes) if found is None else found
 

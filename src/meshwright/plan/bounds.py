@@ -85,6 +85,7 @@ class Bounds:
         self._rows = cache(self._priced)
         self._least = cache(cluster.least_memory)
         self._alive: dict[int, _Same[Layers]] = {}
+        self._summed_ranks: dict[tuple[int, str, int, bool], list[_Sum]] = {}  # by the sums of stages, which `_sum` keeps alive
         self._folded = cache(self._fold)
         self._met = cache(self._meets)
         self._all_met = cache(lambda cut: all_meetings(cut.value, profile, self._units))
@@ -116,15 +117,17 @@ class Bounds:
 
     def _ranks(self, point: Point, parts: Sequence[_Sum], stages: Layers) -> list[_Sum]:
         """By pipeline rank; the mean one where its stages are not known."""
-        if not stages:
-            return [_total(parts, {0: 1.0 / point.mesh.pp})]
-        return [_total(parts, dict.fromkeys(point.order.stages(rank), 1.0)) for rank in range(point.mesh.pp)]
+        key = (id(parts), point.schedule, point.mesh.pp, bool(stages))
+        if key not in self._summed_ranks:
+            sums = [dict.fromkeys(point.order.stages(rank), 1.0) for rank in range(point.mesh.pp)] if stages else [{0: 1.0 / point.mesh.pp}]
+            self._summed_ranks[key] = [_total(parts, counts) for counts in sums]
+        return self._summed_ranks[key]
 
     def _added(self, point: Point, parts: Sequence[_Sum], ranks: Sequence[_Sum], stages: Layers) -> list[float]:
         """What recomputation adds at least to each rank's micro-batch where units differ in it: as much as saves what is too much."""
         if point.recompute != "mixed" or (point.mesh.pp > 1 and not stages):
             return [0.0] * len(ranks)
-        plain, limit = replace(point, recompute="none"), HEADROOM * self._least(point.mesh.size)
+        plain, limit = replace(point, recompute="none"), self.limit(point)
         base = self._calibration.layout(point.mesh.size).base_bytes
         found = []
         for rank, part in enumerate(ranks):
@@ -242,7 +245,11 @@ class Bounds:
         )
 
     def fits(self, point: Point, cut: Plan, compiled: Compile, stages: Layers = ()) -> bool:
-        return self.bytes(point, cut, compiled, stages) <= HEADROOM * self._least(point.mesh.size)
+        return self.bytes(point, cut, compiled, stages) <= self.limit(point)
+
+    def limit(self, point: Point) -> float:
+        """The bytes that a device has for it."""
+        return HEADROOM * self._least(point.mesh.size)
 
     def _at(self, point: Point, cut: Plan, compiled: Compile, stages: Layers = ()) -> list[_Sum]:
         share = self._workload.global_batch // point.mesh.data_width

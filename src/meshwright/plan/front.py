@@ -164,8 +164,10 @@ class Front:
         self.considered += look < 2
         compiled, workload = self._compiled(point, cut), self._workload
         stages = self._layers(point) if look == 2 else ()
+        if look == 2 and not stages:
+            return
         need = self._bounds.bytes(point, cut, compiled, stages)
-        if look and not self._bounds.fits(point, cut, compiled, stages):
+        if look and need > self._bounds.limit(point):
             self.pruned += 1
             heapq.heappush(self._small, (need, next(self._order), point))
             return
@@ -174,13 +176,14 @@ class Front:
         heapq.heappush(self._queue, (least * extra, next(self._order), look, point))
 
     def _layers(self, point: Point) -> Layers:
-        """The layers of each stage; none where the model cannot be cut so, which is said when the plan is made."""
+        """The layers of each stage; none where the model cannot be cut so, or torch would not run it."""
         key = (point.mesh.pp, point.mesh.cp, point.mesh.tp, point.sequence, point.schedule)
         if key not in self._ranks:
             try:
                 stages = self.cutter.cut(point.mesh, point.sequence, point.schedule).stages
-            except RequestError:
-                stages = ()
+                stages = stages if runs_by_itself(point.schedule, stages, self._wishes) else ()
+            except RequestError as error:
+                self._reason, stages = self._reason or error, ()
             self._ranks[key] = tuple(stage.layers for stage in stages)
         return self._ranks[key]
 
@@ -188,8 +191,6 @@ class Front:
         """The plan and its estimate; None where it turns out not to be legal."""
         try:
             cuts = self.cutter.cut(point.mesh, point.sequence, point.schedule)
-            if not runs_by_itself(point.schedule, cuts.stages, self._wishes):
-                return None
             inputs = (self._profile, self._cluster, self._workload, self._wishes, point.mesh, point.zero, point.micro_batches)
             plan = make(*inputs, "none" if point.recompute == "mixed" else point.recompute, cuts, point.schedule)
         except RequestError as error:
