@@ -30,9 +30,7 @@ def test_another_order_is_equal_to_one_device(pool: Any, mesh: Mesh, how: dict[s
     check(pool, model, *spread(model, mesh, 4, **how))
 
 
-@pytest.mark.parametrize(
-    ("name", "batch", "axis"), [("llama-tiny", 1, "cp"), ("cosmoflow-tiny", 2, "cp"), ("dlrm-tiny", 16, "ep"), ("Mixtral", 8, "ep")]
-)
+@pytest.mark.parametrize(("name", "batch", "axis"), [("llama-tiny", 1, "cp"), ("cosmoflow-tiny", 2, "cp"), ("dlrm-tiny", 16, "ep")])
 def test_what_the_search_proposes_is_equal_to_one_device(pool: Any, name: str, batch: int, axis: str) -> None:
     """The best plan with an axis that nobody asked for."""
     model = model_of(name)

@@ -154,7 +154,7 @@ def test_bounds_stay_below_what_an_estimate_says(model: dict[str, Any], mesh: Me
             point = search_point(plan)
             found = step.estimate(plan, profile, workload, where, machine)
             assert bounds.seconds(point, cutter.parts(mesh, False), plan.compile) <= found.step_s * (1 + 1e-9)
-            assert bounds.bytes(point, cutter.parts(mesh, False), plan.compile) <= max(found.memory_bytes) * (1 + 1e-9)
+            assert bounds.bytes(point, cutter.parts(mesh, False), plan.compile) <= max(found.memory_bytes) * (1 + 1e-6)  # whole bytes
 
 
 def search_point(plan: Plan) -> Point:

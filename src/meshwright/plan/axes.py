@@ -5,9 +5,8 @@ An axis is proposed where the dataflow allows it and a bound says that it may ga
 are planned as quickly as without it.
 - A grid of tensor-parallel ranks computes what a line of them does. It is weighed where its meetings take less time than the line's.
 - Owners of experts or tables keep less and send tokens instead of gradients. They are weighed wherever something can be owned.
-- Ranks that share positions compute what replicas do, and meet at attention (or at borders) besides. They are weighed where samples run out, fewer
-  than there are replicas and stages to fill, and where the activations of one sample do not fit into a device; then in as few pieces as that takes,
-  and in twice as many.
+- Ranks that share positions compute what replicas do, and meet at attention (or at borders) besides. They are weighed where there are fewer samples
+  than replicas, in as few pieces as that takes and in twice as many, and where one sample does not fit into a device even if all is computed again.
 """
 
 from __future__ import annotations
@@ -151,14 +150,14 @@ class Axes:
     def _positions(self, mesh: Mesh) -> Iterator[Mesh]:
         ways = [cp for cp in divisors(mesh.dp) if cp > 1]
         enough = [cp for cp in ways if self._batch % (mesh.data_width // cp) == 0 and self._batch >= mesh.data_width // cp * mesh.pp]
-        few = self._batch < mesh.data_width * mesh.pp
+        few = self._batch < mesh.data_width
         tried = enough[:2] if few else []
         if not (few and tried[:1] == ways[:1]):
             tried += [cp for cp in self._until_it_fits(mesh, enough) if cp not in tried]
         yield from (found for cp in tried if self._cut(found := replace(mesh, dp=mesh.dp // cp, cp=cp)) is not None)
 
     def _until_it_fits(self, mesh: Mesh, ways: list[int]) -> Iterator[int]:
-        """Numbers of pieces up to the first in which a sample fits without anything being computed again; none where it fits as it is."""
+        """Numbers of pieces up to the first in which a sample fits with all that may be computed again; none where it fits as it is."""
         for cp in (1, *ways):
             spread = replace(mesh, dp=1, shard=mesh.dp // cp, cp=cp)
             cut = self._cut(spread)
@@ -166,7 +165,7 @@ class Axes:
                 return
             if cp > 1:
                 yield cp
-            if self._bounds.fits(self._at(spread, 3, 1), cut, self.compiled(spread, cut)):
+            if self._bounds.fits(replace(self._at(spread, 3, 1), recompute=self._wishes.recompute or "full"), cut, self.compiled(spread, cut)):
                 return
 
 
