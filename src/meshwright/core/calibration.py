@@ -83,6 +83,7 @@ class Calibration:
     copies: Mapping[str, float] = field(default_factory=dict)  # "host_to_device" → bytes/s
     source: str = "probe"
     error: float = 0.15  # relative, one sigma, of step times predicted from it
+    basis: str = ""  # where that comes from, in words
 
     def layout(self, ranks: int, kind: str = "") -> Rates:
         """The entry measured at `ranks`, or the nearest one, for a kind of device where there are several; several ranks are never priced

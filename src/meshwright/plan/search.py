@@ -65,7 +65,7 @@ def rank_plans(
     were looked at on the way: `like` is a ranking of the same model under the same wishes, after which the best alone is asked for."""
     check_objective(workload)
     scored: list[Scored] = []
-    if wishes.mesh is None and _many(profile, cluster, wishes):
+    if wishes.mesh is None and _many(profile, cluster, wishes, like is not None):
         check_wishes(wishes, len(cluster.devices))
 
         def price(plan: Plan) -> Estimate:
@@ -86,10 +86,11 @@ def rank_plans(
     return Ranking(tuple(scored), profile, cluster, workload, calibration, wishes, tuned.said)
 
 
-def _many(profile: ModelProfile, cluster: Cluster, wishes: Wishes) -> bool:
-    """Whether there are more plans than can be priced one by one. Ranks on unlike devices are few, and what each takes is found plan by plan."""
+def _many(profile: ModelProfile, cluster: Cluster, wishes: Wishes, again: bool) -> bool:
+    """Whether there are more plans than are priced one by one: because there are many, because the model is deep, or because the best alone
+    is asked for. Ranks on unlike devices are few, and what each takes is found plan by plan."""
     world = wishes.world or len(cluster.devices)
-    return world > EXHAUSTIVE or (world > EXHAUSTIVE // 2 and len(profile.layers) > _DEEP and not places(cluster, world))
+    return world > EXHAUSTIVE or ((again or (world > EXHAUSTIVE // 2 and len(profile.layers) > _DEEP)) and not places(cluster, world))
 
 
 def best_again(ranking: Ranking, cluster: Cluster, calibration: Calibration) -> Scored:
