@@ -12,6 +12,7 @@ from meshwright.schedule.expand import gradient_buckets, unit_bytes
 # Of what element-wise work would save, the part that a compiler computes again in backward instead.
 # From GPT-2 124M and 1.3B on one H200 (docs/log.md): compiled against eager peak memory.
 FUSED_SAVED = 0.5
+EXACT = ("parameters", "gradients", "optimizer")  # kinds that follow from sizes alone: runs correct the others
 
 
 def held_bytes(plan: Plan, profile: ModelProfile, optimizer: str) -> dict[str, int]:
@@ -46,7 +47,7 @@ def peak_bytes(plan: Plan, profile: ModelProfile, optimizer: str, rates: Rates, 
     }
     # On one device gradients appear as activations go: the peak holds the larger of the two sweeps.
     kinds["gradients"] = held["gradients"] if plan.mesh.group_size("data") > 1 else max(held["gradients"] - int(activations), 0)
-    return kinds
+    return {kind: size if kind in EXACT else int(size * rates.held) for kind, size in kinds.items()}
 
 
 def activation_peak(plan: Plan, profile: ModelProfile) -> float:

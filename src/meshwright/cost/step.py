@@ -51,6 +51,7 @@ def estimate(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Clu
         reason=reason,
         error=calibration.error,
         traffic_bytes=clock.traffic,
+        notes=(calibration.basis,) if calibration.basis else (),
     )
 
 

@@ -154,7 +154,11 @@ class Bounds:
     def bytes(self, point: Point, tensor: TensorPolicy, compiled: Compile, stages: Layers = ()) -> float:
         """What the mean pipeline rank holds: parameters, states, and of one micro-batch what is kept for backward. With `stages`, the
         largest rank, and all micro-batches that it has under way."""
-        parts, base = self._at(point, tensor, compiled, stages), self._calibration.layout(point.mesh.size).base_bytes
+        rates = self._calibration.layout(point.mesh.size)
+        parts, base = self._at(point, tensor, compiled, stages), rates.base_bytes
+        return min(rates.held, 1.0) * self._bytes(point, parts, base, bool(stages))
+
+    def _bytes(self, point: Point, parts: Sequence[_Sum], base: int, stages: bool) -> float:
         if not stages:
             return base + self._held(point, parts[0], 1 / point.mesh.pp, 1) + (self._passing(point, parts[0]) if point.mesh.pp == 1 else 0.0)
         return base + max(self._held(point, part, 1.0, in_flight(point, rank)) + self._passing(point, part) for rank, part in enumerate(parts))
