@@ -12,6 +12,7 @@ from pathlib import Path
 
 from meshwright.core.cluster import Device, Link
 from meshwright.core.errors import RequestError
+from meshwright.cost.constants import device_kind
 from meshwright.cost.spread import Machine, Spread
 from meshwright.cost.transformer import Recompute, Transformer
 from meshwright.describe.catalog import DeviceSheet, named, sheet
@@ -25,12 +26,6 @@ CONFIGURATION = (
 USUAL_HEAD = 64  # elements of a head, where the model's width is no multiple of its heads
 GPT_VOCAB = 51200  # what Megatron pads GPT-2's to: the usual one where a row of that family does not say
 
-# How devices' names begin, by kind: what one kind reaches of its data sheet, another of the kind does too.
-KINDS = (
-    ("volta", ("V100", "T4")), ("ampere", ("A100", "A800", "A10", "A40", "GeForce RTX 3", "RTX A")),
-    ("hopper", ("H100", "H800", "H20", "H200", "GH200")),
-    ("blackwell", ("B200", "B300", "GB200", "GB300")), ("ada", ("L4", "GeForce RTX 4", "RTX 6000")), ("cdna", ("MI",)),
-)  # fmt: skip
 NEAREST = "a100-sxm-80gb"  # for a device that nobody has described
 # A node's network, in bits/s one way, where a row does not say: what nodes of such devices are sold with.
 NETWORKS = {"volta": 1e11, "ampere": 1.6e12, "hopper": 3.2e12, "blackwell": 3.2e12}
@@ -146,8 +141,7 @@ def device_of(row: Row) -> tuple[str, DeviceSheet]:
     """(kind, sheet): by its name and memory, by its name alone, and the nearest where that is not known either."""
     name, size = row.get("gpu", ""), _number(row, "gpu_mem_gb", 0) or None
     found = _named(name, size) or _named(name, None) or sheet(NEAREST)
-    kind = next((kind for kind, starts in KINDS if found.name.startswith(starts)), "")
-    return kind, found
+    return device_kind(found.name), found
 
 
 @cache

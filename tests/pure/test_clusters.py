@@ -16,6 +16,7 @@ from meshwright.core.errors import RequestError
 from meshwright.core.fabric import Dragonfly
 from meshwright.core.serial import from_data, to_data
 from meshwright.core.units import parse_flops, parse_rate, parse_seconds
+from meshwright.cost.constants import NEWEST, fitted
 from meshwright.cost.sheets import from_sheets
 from meshwright.describe.cluster_file import key_lines, parse_cluster
 from meshwright.describe.clusters import machine, machines, resolve
@@ -35,7 +36,8 @@ def test_the_example_of_the_guide() -> None:
     assert found.span((0, 4), everyone=False).rate == pytest.approx(12.5e9 * 0.8)
     assert found.span((8, 9)).rate == 12e9
     rates = from_sheets(found).layout(8)
-    assert rates.compute_rate("matmul", "bf16", 1e13) == pytest.approx(0.7 * 71e12), "the slowest card decides"
+    large = rates.compute_rate("matmul", "bf16", 1e14)
+    assert large == pytest.approx(fitted().constants("ampere", NEWEST).matmul * 71e12, rel=0.02), "the slowest card decides"
 
 
 @pytest.mark.parametrize("name", machines())
@@ -218,7 +220,8 @@ def test_a_plan_for_another_cluster() -> None:
     assert code == 0, said
     found = json.loads(said[said.index("{") :])["plans"][0]
     assert (found["plan"]["device"], found["plan"]["backend"], found["fits"]) == ("cuda", "nccl", True)
-    assert found["estimate"]["error"] == 0.4
+    assert 0.1 < found["estimate"]["error"] < 0.4
+    assert "fitted to published runs" in found["estimate"]["notes"][0]
     code, said = run("plan", "gpt-tiny", "--cluster", "ideal:16", "--mesh", "dp=16", *wide)
     ideal = json.loads(said[said.index("{") :])["plans"][0]["estimate"]
     assert ideal["breakdown"]["communication"] < 1e-6 < found["estimate"]["breakdown"]["communication"]

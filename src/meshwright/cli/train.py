@@ -99,7 +99,8 @@ def train(
             print_json(ended) if as_json else stderr.print(f"{ended['ranks']} ranks finished in {show_seconds(ended['seconds'])}; {ended['run']}")
             return
         prepared = orchestrator.prepare()
-        say(f"{prepared.plan.summary()} for {prepared.task.name}, {show_seconds(prepared.estimate.step_s)} a step predicted")
+        step = f"{show_seconds(prepared.estimate.step_s)} a step predicted (± {prepared.estimate.error:.0%})"
+        say(f"{prepared.plan.summary()} for {prepared.task.name}, {step}")
         if len(prepared.plan.backends) > 1 and by_mpirun(launcher, "mpi", adopted=False):
             raise typer.Exit(train_by_mpirun(config, None, [], os.environ, as_json))
         result = orchestrator.train(prepared, console)

@@ -53,6 +53,7 @@ class Rates:
     queued: bool = False  # calls are queued ahead of the device (GPUs): a call costs only where the work is shorter than it
     host: Mapping[str, float] = field(default_factory=dict)  # of a GPU: "link", bytes/s each way; "step", bytes/s of an optimizer in host memory
     curves: Mapping[str, Points] = field(default_factory=dict)  # "gloo:ring/all_reduce" → (bytes that a rank must send, seconds) as measured
+    held: float = 1.0  # memory that runs held beside parameters, gradients and states, over what was predicted
 
     def measured(self, name: str, sent: float) -> float | None:
         """Seconds of one call: between measured sizes along them, beyond them along the line. None where no size was measured by itself."""
@@ -74,6 +75,22 @@ class Rates:
 
 
 @dataclass(frozen=True)
+class Record:
+    """One run: measured over predicted by the rates that are kept with it, uncorrected."""
+
+    when: str
+    model: str
+    kind: str  # its make-up, which like models share
+    precision: str
+    strategy: str
+    ranks: int
+    step: float
+    compute: float
+    network: float | None  # None where communication was not told apart, or was next to none
+    memory: float  # of what is held beside parameters, gradients and states
+
+
+@dataclass(frozen=True)
 class Calibration:
     """Measurements of one machine. `layouts` holds one entry for each way of cutting it into ranks that was tried."""
 
@@ -84,6 +101,8 @@ class Calibration:
     copies: Mapping[str, float] = field(default_factory=dict)  # "host_to_device" → bytes/s
     source: str = "probe"
     error: float = 0.15  # relative, one sigma, of step times predicted from it
+    basis: str = ""  # where that comes from, in words
+    records: tuple[Record, ...] = ()  # runs that were measured against it
 
     def layout(self, ranks: int, kind: str = "") -> Rates:
         """The entry measured at `ranks`, or the nearest one, for a kind of device where there are several; several ranks are never priced

@@ -163,6 +163,10 @@ class Cluster:
         nodes = self.each_node(lambda node: replace(node, link=change(node.link), inside=_relinked(node.inside, change)))
         return replace(self, nodes=nodes, link=change(self.link), fabric=_relinked(self.fabric, change))
 
+    def with_network(self, change: Callable[[Link], Link]) -> Cluster:
+        """The same with the links between nodes changed."""
+        return replace(self, link=change(self.link), fabric=_relinked(self.fabric, change))
+
     def least_memory(self, ranks: int) -> int:
         """Of the first `ranks` devices, the memory of the one with the least."""
         whole = bisect_right(self._ends, ranks)

@@ -69,7 +69,7 @@ def _rates(peaks: tuple[tuple[str, float], ...], bandwidth: float, constants: Co
     for precision in ("bf16", "fp16", "fp8"):
         peak = known.get(precision) or known.get("bf16") or known.get("fp16") or max(known.values())
         share = constants.matmul * (constants.fp8 if precision == "fp8" and "fp8" in known else 1.0)
-        compute[f"matmul/{precision}"] = _curve(peak, share, constants.matmul_half_s, constants.matmul_power)
+        compute[f"matmul/{precision}"] = curve(peak, share, constants.matmul_half_s, constants.matmul_power)
         compute[f"attention/{precision}"] = ((1.0, peak * constants.attention),)
     return Rates(1, 1, compute, ((1.0, bandwidth * constants.memory),), constants.kernel_s, queued=True)
 
@@ -79,7 +79,7 @@ def rates(device: Device, constants: Constants) -> Rates:
     return _rates(tuple(sorted(device.peak_flops.items())), device.memory_bandwidth, constants)
 
 
-def _curve(peak: float, share: float, half_s: float, power: float) -> Points:
+def curve(peak: float, share: float, half_s: float, power: float) -> Points:
     """Small products fill a device badly: the share of the peak rises with a product's size."""
     return tuple((size, peak * share / (1 + (half_s * peak / size) ** power)) for size in CURVE)
 

@@ -50,6 +50,21 @@ class Constants:
     base_bytes: float  # context, libraries and communication buffers
 
 
+# How devices' names begin, by kind: what one kind reaches of its data sheet, another of the kind does too.
+KINDS = (
+    ("volta", ("V100", "T4")), ("ampere", ("A100", "A800", "A10", "A40", "GeForce RTX 3", "RTX A")),
+    ("hopper", ("H100", "H800", "H20", "H200", "GH200")),
+    ("blackwell", ("B200", "B300", "GB200", "GB300")), ("ada", ("L4", "GeForce RTX 4", "RTX 6000")), ("cdna", ("MI",)),
+)  # fmt: skip
+SEEN = ("volta", "ampere", "hopper")  # kinds of which there are published runs enough to be held to
+NEWEST = "megatron-core"  # the generation of frameworks that plans of today are compared with
+
+
+def device_kind(name: str) -> str:
+    """The kind of a device by its name; empty for one of no known kind."""
+    return next((kind for kind, starts in KINDS if name.startswith(starts)), "")
+
+
 @dataclass(frozen=True)
 class Fitted:
     """The file: common values, factors by device kind and by generation, and where they come from."""

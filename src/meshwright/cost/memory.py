@@ -15,6 +15,7 @@ from meshwright.schedule.expand import gradient_buckets, unit_buffers
 # Of what element-wise work would save, the part that a compiler computes again in backward instead: it weighs each tensor by rules of its own,
 # and came to 0.7 in GPT-2 124M's blocks and to 0.2 in GPT 1.3B's on one H200 (docs/log.md).
 FUSED_SAVED = 0.45
+EXACT = ("parameters", "gradients", "optimizer", "batch")  # kinds that follow from sizes alone: runs correct the others
 
 
 def held_bytes(plan: Plan, profile: ModelProfile, optimizer: str) -> dict[str, int]:
@@ -54,7 +55,7 @@ def peak_bytes(plan: Plan, profile: ModelProfile, optimizer: str, rates: Rates, 
     way in each layer, at the moments that may need most."""
     held = held_bytes(plan, profile, optimizer)
     fullest = max((fullest_moment(plan, profile, counts) for counts in in_flight), key=lambda moment: moment.bytes)
-    return {
+    kinds = {
         "parameters": held["parameters"],
         "optimizer": held["optimizer"],
         "activations": int(fullest.activations),
@@ -64,6 +65,7 @@ def peak_bytes(plan: Plan, profile: ModelProfile, optimizer: str, rates: Rates, 
         "framework": rates.base_bytes,
         "gradients": int(fullest.gradients) if _come_and_go(plan) else held["gradients"],
     }
+    return {kind: size if kind in EXACT else int(size * rates.held) for kind, size in kinds.items()}
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ def estimate(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Clu
         reason=reason,
         error=calibration.error,
         traffic_bytes=clock.traffic,
+        notes=(calibration.basis,) if calibration.basis else (),
     )
 
 
@@ -114,7 +115,7 @@ def rooms(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluste
             kinds = peak_bytes(plan, local, workload.optimizer, rates)
             left = _limit(_capacity(cluster, plan, of)) - 1 - sum(size for kind, size in kinds.items() if kind not in ("activations", late))
             for rank in ranks:
-                yield Room(rank, left, micro, local, _names(plan, profile, rank), rates, in_flight(plan, first, [rank]))
+                yield Room(rank, int(left / rates.held), micro, local, _names(plan, profile, rank), rates, in_flight(plan, first, [rank]))
 
 
 def _names(plan: Plan, profile: ModelProfile, rank: int) -> list[str]:

@@ -61,7 +61,11 @@ def train_adopted(config: RunConfig, place: Place, environ: Mapping[str, str], c
             dist.all_gather_object(every, measured)
     finally:
         leave()
-    return finish_run(RunFolder(Path(message[0])), prepared, every) if prepared is not None else None
+    if prepared is None:
+        return None
+    result = finish_run(RunFolder(Path(message[0])), prepared, every)
+    orchestrator.learn(prepared, result, len(every[0]["times"]))
+    return result
 
 
 def _backend(config: RunConfig, place: Place, device: str) -> str:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from meshwright.core.calibration import Calibration, Rates
+from meshwright.core.calibration import Calibration, Rates, Record
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError
+from meshwright.core.estimate import Estimate
 from meshwright.core.hybrid import on_node, places
+from meshwright.core.model import ModelProfile
 from meshwright.core.serial import from_data, read_json, write_json
+from meshwright.cost.correction import compare, with_record
+from meshwright.cost.memory import EXACT
 from meshwright.cost.sheets import from_sheets
 from meshwright.describe.discover import discover
 from meshwright.launch import Nursery, Workers
@@ -73,6 +77,41 @@ def probe(cluster: Cluster, nursery: Nursery, backend: str | None = None, *, qui
         copies = found or copies
     when = datetime.now(UTC).isoformat(timespec="seconds")
     return Calibration(cluster.nodes[0].name, devices[0].name, when, tuple(layouts), copies, "probe", PROBE_ERROR)
+
+
+def learn(raw: Calibration, run: Run, cluster: Cluster, environ: Mapping[str, str]) -> Record | None:
+    """Keep what a run measured beside what the rates on file predict for it; None where there is no file, or it has changed meanwhile."""
+    if run.places or (found := kept(cluster, environ)) is None or found.when != raw.when:
+        return None
+    guess = run.predicted
+    compute, network = compare((guess.step_s, guess.breakdown["communication"]), (run.step_s, run.exposed_s))
+    exact = sum(guess.memory_kinds.get(kind, 0) for kind in EXACT)
+    held = max(run.memory_bytes - exact, 1) / max(max(guess.memory_bytes) - exact, 1)
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    record = Record(when, run.model, run.kind, run.precision, run.strategy, run.ranks, run.step_s / guess.step_s, compute, network, held)
+    keep(with_record(found, record), cluster, environ)
+    return record
+
+
+def make_of(profile: ModelProfile) -> str:
+    """What like models share: the kinds of their layers."""
+    return ",".join(sorted({layer.kind for layer in profile.layers}))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run was, what was predicted for it by uncorrected rates, and what it measured."""
+
+    model: str
+    kind: str
+    precision: str
+    strategy: str
+    ranks: int
+    places: bool
+    predicted: Estimate
+    step_s: float
+    exposed_s: float | None
+    memory_bytes: int
 
 
 def without_network(cluster: Cluster, environ: Mapping[str, str]) -> Calibration:

@@ -26,6 +26,7 @@ from meshwright.core.strand import Flow
 from meshwright.core.task import Task
 from meshwright.core.workload import Precision, Workload
 from meshwright.cost import estimate
+from meshwright.cost.correction import corrected
 from meshwright.cost.sheets import from_sheets
 from meshwright.describe import nvml
 from meshwright.describe.clusters import resolve
@@ -44,6 +45,7 @@ from meshwright.plan import Ranking, best_precision, check_keeping, check_precis
 from meshwright.schedule import plan_ledgers
 
 Say = Callable[[str], None]
+_TEACHING = 3  # steps, after those to warm up, from which a run says something about this machine
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Orchestrator:
     def __init__(self, config: RunConfig, environ: Mapping[str, str], say: Say) -> None:
         self.config, self.environ, self.say = config, environ, say
         self._nursery: Nursery | None = None
+        self._raw: Calibration | None = None  # as measured, without what runs have taught
         self.cluster = self._discover()
 
     def __enter__(self) -> Orchestrator:
@@ -141,6 +144,25 @@ class Orchestrator:
         calibrate.keep(measured, self.cluster, self.environ)
         return measured
 
+    def corrected(self, task: Task, profile: ModelProfile, workload: Workload) -> Calibration:
+        """The same, with what earlier runs here have taught about it (see [Note: corrections])."""
+        self._raw = self.calibration()
+        return corrected(self._raw, task.name, calibrate.make_of(profile), workload.precision)
+
+    def learn(self, prepared: Prepared, result: dict[str, Any], steps: int) -> None:
+        """Keep what the run measured, for the next plan; a run of few steps teaches nothing. `result` says what was kept."""
+        measured, plan = result["measured"], prepared.plan
+        if self._raw is None or steps < _TEACHING:
+            return
+        guess = estimate(plan, prepared.profile, self.workload(prepared.task), self.cluster, self._raw)
+        run = calibrate.Run(
+            prepared.task.name, calibrate.make_of(prepared.profile), plan.memory.precision, plan.strategy, plan.world, bool(plan.places), guess,
+            measured["step_s"], measured["exposed_communication_s"], max(measured["memory_bytes"]),
+        )  # fmt: skip
+        places = (self.cluster, discover(self.environ, devices=self.config.devices))
+        kept = next((r for place in places if (r := calibrate.learn(self._raw, run, place, self.environ)) is not None), None)
+        result["correction"] = {"uncorrected_step_s": guess.step_s, "record": to_data(kept) if kept else None}
+
     # -- plan --
 
     def workload(self, task: Task) -> Workload:
@@ -172,7 +194,7 @@ class Orchestrator:
         profile = trace_task(task, precision=workload.precision, device=self.cluster.devices[0].kind)
         flow = self.flow(task, workload) if self.config.plan == "auto" else None
         traced = time.perf_counter() - begun
-        calibration = self.calibration()
+        calibration = self.corrected(task, profile, workload)
         begun = time.perf_counter()
         if self.config.plan != "auto":
             plan = self._filled(Plan.load(Path(self.config.plan)), task, profile)
@@ -262,7 +284,9 @@ class Orchestrator:
                 recorder.event("stop", reason="interrupted")
             write_report(folder)
             raise
-        return finish_run(folder, prepared, ranks)
+        result = finish_run(folder, prepared, ranks)
+        self.learn(prepared, result, len(ranks[0]["times"]))
+        return result
 
     def run_script(self, script: str, arguments: list[str], console: Console) -> dict[str, Any]:
         """A user's own script on every device; `mw.prepare` inside it decides how."""

@@ -213,7 +213,10 @@ class Bounds:
     def bytes(self, point: Point, cut: Plan, compiled: Compile, stages: Layers = ()) -> float:
         """What the mean pipeline rank holds: parameters, states, and of one micro-batch what is kept for backward. With `stages`, the
         largest rank, and all micro-batches that it has under way."""
-        parts, base = self._at(point, cut, compiled, stages), self._calibration.layout(point.mesh.size).base_bytes
+        rates = self._calibration.layout(point.mesh.size)
+        return min(rates.held, 1.0) * self._bytes(point, self._at(point, cut, compiled, stages), rates.base_bytes, stages)
+
+    def _bytes(self, point: Point, parts: Sequence[_Sum], base: int, stages: Layers) -> float:
         ranks = self._ranks(point, parts, stages)
         if not stages:
             passing = self._passing(point, ranks[0]) if point.mesh.pp == 1 else 0.0

@@ -1,6 +1,6 @@
 """The plan that needs the least memory: whether anything fits at all, and what would make it fit, follow from this one.
 
-Whatever keeps less is taken for granted (a unit's inputs alone, as many micro-batches as there are samples), so there is far less to look at than
+Whatever keeps less is taken for granted (units are computed again, as many micro-batches as there are samples), so there is far less to look at than
 in a search for the fastest. Points are priced in the order of what they need at least (`plan/bounds.py`), until nothing that is left can need less.
 """
 
@@ -16,12 +16,15 @@ from meshwright.core.combinations import stages_a_rank
 from meshwright.core.errors import RequestError
 from meshwright.core.hybrid import places
 from meshwright.core.model import ModelProfile
+from meshwright.core.recompute import Recompute
 from meshwright.core.workload import Workload
 from meshwright.cost import estimate
 from meshwright.plan.axes import bounds_for
 from meshwright.plan.bounds import Layers, Point
 from meshwright.plan.search import Scored, rank_plans
 from meshwright.plan.space import Cutter, Wishes, default_compile, divisors, make, micro_batches, model_parallel, sequences, worlds
+
+_SMALL: tuple[Recompute, ...] = ("full", "selective")  # which keeps less depends on what a block's products give
 
 
 class Least:
@@ -51,9 +54,8 @@ class Least:
 
     def _of_all(self, cluster: Cluster) -> Scored | None:
         """Where the mesh is given, or ranks are not alike, there are few plans."""
-        wishes = self._wishes if self._wishes.recompute else replace(self._wishes, recompute="full")
         try:
-            return rank_plans(self._profile, cluster, replace(self._workload, objective="memory"), self._calibration, wishes).best
+            return rank_plans(self._profile, cluster, replace(self._workload, objective="memory"), self._calibration, self._wishes).best
         except RequestError:
             return None
 
@@ -109,7 +111,8 @@ class Least:
                         for shard in shards[-1:]:  # cut over all, each holds the least
                             if (zero > 0) == (shard > 1) or world == 1:
                                 mesh = replace(wide, dp=wide.dp // shard, shard=shard)
-                                yield Point(mesh, zero, micro, wishes.recompute or "full", sequence, wishes.schedule or "1f1b")
+                                for recompute in (wishes.recompute,) if wishes.recompute else _SMALL:
+                                    yield Point(mesh, zero, micro, recompute, sequence, wishes.schedule or "1f1b")
 
     def _made(self, cluster: Cluster, point: Point, wishes: Wishes) -> Scored | None:
         try:

@@ -79,14 +79,14 @@ def _settings(ranking: Ranking) -> Iterator[str]:
 def _flags(name: str, found: Scored) -> str:
     plan = found.plan
     told = {
-        "recompute": "--set recompute=full",
+        "recompute": f"--set recompute={plan.memory.recompute}",
         "zero": f"--mesh {plan.mesh} --set zero={plan.memory.zero}",
         "micro_batches": f"--set micro_batches={plan.micro_batches}",
         "schedule": f"--set schedule={plan.schedule}",
     }
     zero = f" --set zero={plan.memory.zero}" * bool(plan.memory.zero)
     micro = f" --set micro_batches={plan.micro_batches}" * (plan.micro_batches > 1)
-    return told.get(name, f"--mesh {plan.mesh}{zero}{micro} --set recompute=full")
+    return told.get(name, f"--mesh {plan.mesh}{zero}{micro} --set recompute={plan.memory.recompute}")
 
 
 def _trainings(ranking: Ranking, smallest: Scored, retrace: Retrace) -> Iterator[str]:
@@ -191,6 +191,11 @@ def _by_device(cluster: Cluster) -> bool:
 
 def _units(cluster: Cluster) -> int:
     return len(cluster.devices) if _by_device(cluster) else len(cluster.nodes)
+
+
+def units_of(cluster: Cluster) -> tuple[int, str]:
+    """How many units there are, and what one is called."""
+    return _units(cluster), "device" if _by_device(cluster) else "node"
 
 
 def _unit_size(cluster: Cluster) -> int:

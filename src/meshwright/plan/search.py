@@ -89,7 +89,7 @@ def _ranked(profile: ModelProfile, cluster: Cluster, workload: Workload, calibra
     def price(plan: Plan) -> Estimate:
         return estimate(plan, profile, workload, cluster, calibration)
 
-    if wishes.mesh is None and _many(profile, cluster, wishes):
+    if wishes.mesh is None and _many(profile, cluster, wishes, like is not None):
         check_wishes(wishes, len(cluster.devices))
         search = Front(profile, cluster, workload, calibration, wishes, price, like.cutter if like else None, 1 if like else FRONT)
         scored = [Scored(*found) for found in search.search()]
@@ -111,10 +111,11 @@ def _ranked(profile: ModelProfile, cluster: Cluster, workload: Workload, calibra
     return Ranking(tuple(scored), profile, cluster, workload, calibration, wishes, tuned.said, considered, cutter)
 
 
-def _many(profile: ModelProfile, cluster: Cluster, wishes: Wishes) -> bool:
-    """Whether there are more plans than can be priced one by one. Ranks on unlike devices are few, and what each takes is found plan by plan."""
+def _many(profile: ModelProfile, cluster: Cluster, wishes: Wishes, again: bool) -> bool:
+    """Whether there are more plans than are priced one by one: because there are many, because the model is deep, or because the best alone
+    is asked for. Ranks on unlike devices are few, and what each takes is found plan by plan."""
     world = wishes.world or len(cluster.devices)
-    return world > EXHAUSTIVE or (world > EXHAUSTIVE // 2 and len(profile.layers) > _DEEP and not places(cluster, world))
+    return world > EXHAUSTIVE or ((again or (world > EXHAUSTIVE // 2 and len(profile.layers) > _DEEP)) and not places(cluster, world))
 
 
 def best_again(ranking: Ranking, cluster: Cluster, calibration: Calibration) -> Scored:

@@ -1,0 +1,102 @@
+"""Self-correction: what earlier runs on this machine measured against what was predicted for them, and rates that take it into account.
+
+[Note: corrections]
+A record keeps a run's prediction under the rates as they were measured by the probe, never under corrected ones, and the file keeps those rates: so
+a correction is worked out anew from all records each time, and is never applied to itself. A new probe or new lines of a network are other rates,
+and the records of the old ones are dropped with them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from meshwright.core.calibration import Calibration, Line, Rates, Record
+
+_MOST = 3.0  # a single run counts no more than this factor, and neither does a correction
+_DOUBT = 0.5  # runs' worth of doubt: one run of the same model moves a prediction two thirds of the way
+_PRIOR = 2.0  # runs' worth of the error that was stated before any
+_LEAST_ERROR = 0.03
+_SHARE = 0.05  # of a step: communication below that says nothing about the network
+KEPT = 64  # records that a file holds
+
+
+def corrected(calibration: Calibration, model: str, kind: str, precision: str) -> Calibration:
+    """The calibration with rates as runs of this precision suggest, most of all runs of this model, and the error that is left."""
+    found = [(r, _weight(r, model, kind)) for r in calibration.records if r.precision == precision]
+    if not found:
+        return calibration
+    compute = _factor([(r.compute, w) for r, w in found])
+    network = _factor([(r.network, w) for r, w in found if r.network is not None])
+    memory = _factor([(r.memory, w) for r, w in found])
+    layouts = tuple(_changed(rates, compute, network, memory) for rates in calibration.layouts)
+    runs = sum(w for _, w in found)
+    spread = _median([(abs(math.log(r.step) - _middle([(r.step, w) for r, w in found])), w) for r, w in found]) * 1.48  # as of a normal one
+    error = math.sqrt((runs * spread**2 + _PRIOR * calibration.error**2) / (runs + _PRIOR))
+    off = 1.0 / math.exp(_middle([(r.step, w) for r, w in found])) - 1.0
+    names = ", ".join(dict.fromkeys(r.model for r, _ in sorted(found, key=lambda item: -item[1])))
+    low = f"{abs(off):.0%} {'low' if off < 0 else 'high'}"
+    basis = f"a probe of this machine, corrected by {len(found)} run{'s' * (len(found) > 1)} of {names}: predicted steps of this kind were {low}"
+    return replace(calibration, layouts=layouts, error=max(error, _LEAST_ERROR), basis=basis)
+
+
+def _weight(record: Record, model: str, kind: str) -> float:
+    """Most for the same model, less for one of the same make, least for others."""
+    return 1.0 if record.model == model else 0.5 if record.kind == kind else 0.25
+
+
+def _clipped(ratio: float) -> float:
+    return min(max(ratio, 1.0 / _MOST), _MOST)
+
+
+def _middle(weighted: Sequence[tuple[float, float]]) -> float:
+    """The weighted median of logarithms: one run on a busy machine among several does not move it."""
+    return _median([(math.log(_clipped(ratio)), weight) for ratio, weight in weighted])
+
+
+def _median(weighted: Sequence[tuple[float, float]]) -> float:
+    order = sorted(weighted)
+    half, seen = sum(w for _, w in order) / 2, 0.0
+    for index, (value, weight) in enumerate(order):
+        seen += weight
+        if math.isclose(seen, half) and index + 1 < len(order):
+            return (value + order[index + 1][0]) / 2
+        if seen > half:
+            return value
+    return 0.0
+
+
+def _factor(weighted: Sequence[tuple[float, float]]) -> float:
+    """The median, drawn towards 1 where runs are few."""
+    runs = sum(w for _, w in weighted)
+    return math.exp(_middle(weighted) * runs / (runs + _DOUBT)) if weighted else 1.0
+
+
+def _changed(rates: Rates, compute: float, network: float, memory: float) -> Rates:
+    return replace(
+        rates,
+        compute={key: tuple((size, rate / compute) for size, rate in points) for key, points in rates.compute.items()},
+        memory=tuple((size, rate / compute) for size, rate in rates.memory),
+        call_s=rates.call_s * compute,
+        collectives={
+            key: Line(line.alpha_s * network, line.bytes_per_s / network, None if line.gap_s is None else line.gap_s * network)
+            for key, line in rates.collectives.items()
+        },
+        curves={key: tuple((sent, seconds * network) for sent, seconds in points) for key, points in rates.curves.items()},
+        held=rates.held * memory,
+    )
+
+
+def with_record(calibration: Calibration, record: Record) -> Calibration:
+    """One run more; the oldest go."""
+    return replace(calibration, records=(*calibration.records, record)[-KEPT:])
+
+
+def compare(predicted: tuple[float, float], measured: tuple[float, float | None]) -> tuple[float, float | None]:
+    """(computation, network) of a run over their prediction, from (step, exposed communication) of both. Where the run did not tell
+    communication apart, or there is next to none, all of the difference is computation's."""
+    (step, waited), (took, exposed) = predicted, measured
+    if exposed is None or waited < _SHARE * step or exposed < _SHARE * took:
+        return _clipped(max(took - waited, 0.1 * took) / max(step - waited, 1e-12)), None
+    return _clipped((took - exposed) / max(step - waited, 1e-12)), _clipped(exposed / waited)
