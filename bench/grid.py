@@ -66,13 +66,13 @@ def _images(name: str, build: Callable[[], nn.Module], loss: Loss, shape: tuple[
 
 def _tasks() -> Iterator[Task]:
     """Sizes such that one process takes 50 to 200 ms a step and plans differ: wide layers talk, long sequences and volumes compute."""
-    gpt = GPTConfig(vocab=512, context=64, layers=4, heads=4, width=128)
+    gpt = GPTConfig(vocab=512, context=32, layers=4, heads=4, width=128)
     yield _language("gpt", partial(GPT, gpt), gpt.vocab, gpt.context, 16)
-    llama = LlamaConfig(vocab=1024, context=32, layers=4, heads=8, kv_heads=4, width=192, ffn=512)
+    llama = LlamaConfig(vocab=1024, context=24, layers=4, heads=8, kv_heads=4, width=160, ffn=416)
     yield _language("llama", partial(Llama, llama), llama.vocab, llama.context, 16)
     vae = VAEConfig(image=(1, 28, 28), hidden=512, latent=32)
     yield _images("vae", partial(VAE, vae), losses.elbo, vae.image, 256)
-    yield _images("cnn", CNN, losses.classification, CNN.image, 64)
+    yield _images("cnn", CNN, losses.classification, CNN.image, 32)
     cosmo = CosmoFlowConfig(edge=16, filters=(16, 32, 64, 64), dense=(64, 32))
     fields = {"volume": Field(cosmo.volume), "target": Field((cosmo.targets,))}
     yield Task("cosmoflow", partial(CosmoFlow, cosmo), losses.regression, fields, global_batch=8)

@@ -7,6 +7,7 @@ from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action
 from meshwright.cost.compute import ComputeCost
+from meshwright.schedule.expand import gradient_buckets
 
 
 class ActionCost:
@@ -15,16 +16,21 @@ class ActionCost:
     def __init__(self, plan: Plan, optimizer: str, rates: Rates) -> None:
         self._plan, self._optimizer = plan, optimizer
         self._price = ComputeCost(rates, plan.memory.precision, plan.compile != "none", frozenset(plan.memory.units))
+        self._crowding = rates.crowding
+        self._flat = plan.memory.zero in (1, 2) and plan.mesh.group_size("data") > 1  # the optimizer steps a slice of each bucket
         self._memo: dict[tuple[int, str, bool], float] = {}
 
     def seconds(self, profile: ModelProfile, action: Action) -> float:
-        """`profile` is one rank's part of the model."""
+        """`profile` is one rank's part of the model. Ranks that share a core have a part of it each (see [Note: crowded cores] in the probe)."""
         if action.op != "optimizer":
-            return self._price.layer(profile.layers[action.layer], action.op, self._memo, action.cheap)
+            layer = profile.layers[action.layer]
+            more = self._price.again(layer, action.cheap) if action.name.startswith("recompute/") else 0.0
+            return self._crowding * (self._price.layer(layer, action.op, self._memo, action.cheap) + more)
         shards = self._plan.mesh.shard if self._plan.memory.zero else 1
         item = profile.tensors[0].itemsize if profile.tensors else 4
         trained = sum(t.numel for t in profile.tensors if t.trainable)
-        return self._price.optimizer(trained / shards, self._optimizer, item)
+        tensors = len(gradient_buckets(self._plan, profile)) if self._flat else sum(t.trainable for t in profile.tensors)
+        return self._crowding * self._price.optimizer(trained / shards, self._optimizer, item, tensors)
 
     def flops(self, profile: ModelProfile, action: Action) -> float:
         if action.op == "optimizer" or action.cheap:

@@ -15,6 +15,7 @@ FUSED_CALLS = 0.25
 # What finding scales, converting to fp8 and turning operands over moves through memory, for each byte that the product would move in bf16;
 # compiled, or not. From a 1.2B stack of blocks on one H200 (docs/log.md): fp8 against bf16 step time.
 FP8_CASTS = {True: 2.2, False: 8.4}
+_ADAM_MOVES = 7  # times that a parameter's bytes are read or written in AdamW's step
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,17 @@ class ComputeCost:
             memo[key] = sum(self._kernel(k, precision) for k in layer.kernels if k.phase == phase and not (cheap and k.kind in DEAR_KINDS))
         return memo[key]
 
+    def again(self, layer: LayerProfile, cheap: bool) -> float:
+        """What computing a forward again adds to its operations, or to keeping those that are dear."""
+        each = self.rates.fixed.get("selective" if cheap else "full", 0.0)
+        return each * sum(k.count for k in layer.kernels if k.phase == "forward") if each else 0.0
+
     def _kernel(self, kernel: Kernel, precision: str) -> float:
         fused = self.compiled and kernel.kind in ("memory", "special")
         arithmetic = 0.0
         if kernel.flops:
-            name = f"special-{kernel.phase}" if kernel.kind == "special" else kernel.kind
+            apart = kernel.kind == "special" or (kernel.kind in ("conv", "attention") and kernel.phase == "backward")
+            name = f"{kernel.kind}-{kernel.phase}" if apart else kernel.kind
             rate = self.rates.compute_rate(name, precision, kernel.flops)
             arithmetic = kernel.flops / rate if rate else 0.0
         bandwidth = interpolate(self.rates.memory, max(kernel.bytes, 1.0))
@@ -49,10 +56,13 @@ class ComputeCost:
         call = self.rates.call_s * (FUSED_CALLS if fused else 1.0)
         return kernel.count * (max(arithmetic, traffic, call) if self.rates.queued else max(arithmetic, traffic) + call)
 
-    def optimizer(self, elements: float, name: str, itemsize: int) -> float:
-        """One fused pass: read parameter, gradient and states, write parameter and states."""
-        states = OPTIMIZER_STATES.get(name, 2)
-        moved = elements * itemsize * (3 + 2 * states)
+    def optimizer(self, elements: float, name: str, itemsize: int, tensors: int = 1) -> float:
+        """One fused pass: read parameter, gradient and states, write parameter and states. Where that was measured (AdamW's), by its rate."""
+        moves = 3 + 2 * OPTIMIZER_STATES.get(name, 2)
+        if rate := interpolate(self.rates.compute.get("optimizer/fp32", ()), max(elements / max(tensors, 1), 1.0)):
+            fixed = self.rates.fixed.get("optimizer", 0.0) + tensors * self.rates.fixed.get("tensor", 0.0)
+            return elements / rate * (moves / _ADAM_MOVES) * (itemsize / 4) + fixed
+        moved = elements * itemsize * moves
         bandwidth = interpolate(self.rates.memory, max(moved, 1.0))
         return moved / bandwidth if bandwidth else 0.0
 

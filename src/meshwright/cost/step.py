@@ -198,7 +198,9 @@ def _pipelined(
     if plan.mesh.pp > 1:
         stages = max(len(plan.stages) // plan.mesh.pp, 1)
         share = (plan.mesh.pp - 1) / (plan.micro_batches * stages) / (3 if plan.schedule == "zero_bubble" else 1)
-        slowest.stall(slowest.now + share * max(c.breakdown["forward"] + c.breakdown["backward"] for c in clocks))
+        bubble = share * max(c.breakdown["forward"] + c.breakdown["backward"] for c in clocks)
+        # A rank that waits leaves its core to the others that share it: then the whole takes what it would take alone, or what the cores need.
+        slowest.stall(max(slowest.now, (slowest.now + bubble) / calibration.layout(plan.world).crowding))
     return slowest
 
 
