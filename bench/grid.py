@@ -163,13 +163,14 @@ def session_of(task: Task, plan: Plan) -> Session:
     return Session(plan, model, torch.optim.AdamW(model.parameters(), lr=_OPTIMIZER_S, fused=True))
 
 
-def timed(rank: int, world: int, meeting: str, model: str, plans: list[Any], warm: int, steps: int) -> list[list[float] | str]:
-    """Seconds of each step of each plan on this rank, or why a plan cannot run; built, run and let go one after the other."""
+def timed(rank: int, world: int, meeting: str, model: str, plans: list[tuple[Any, int]], warm: int) -> list[list[float] | str]:
+    """Seconds of each step of each plan on this rank, or why a plan cannot run; built, run and let go one after the other. A plan comes with how
+    many of its steps are timed."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     join(Rendezvous(rank, world, meeting))
     found: list[list[float] | str] = []
-    for data in plans:
+    for data, steps in plans:
         try:
             found.append(_steps(TASKS[model], from_data(Plan, data, "plan"), warm, steps))
         except RequestError as error:

@@ -36,7 +36,7 @@ from overhead import fail
 from rounds import HERE, machine, say
 
 MOST = 60
-WARM, STEPS = 2, 4
+WARM, STEPS, TIMED_S = 2, (2, 5), 0.5  # steps that are not counted; fewest and most that are; about how long they take together
 _AT_ONCE = 12  # plans in one process group: their groups are let go with it
 
 
@@ -85,7 +85,7 @@ class nursery_open(AbstractContextManager[None]):
 
 
 def _result(output: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {"most": MOST, "warm": WARM, "steps": STEPS, "models": {}}
+    found: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {"most": MOST, "warm": WARM, "steps": list(STEPS), "models": {}}
     return found
 
 
@@ -111,10 +111,11 @@ def _measured(nursery: Nursery, of: Subject, cluster: Cluster, known: Calibratio
     plans.setdefault(label(own), own)
     times: dict[str, tuple[Plan, list[float]]] = {name: (plan, []) for name, plan in plans.items()}
     with Workers(nursery, WORLD) as workers:
+        counts = {name: _steps(estimate(plan, of.profile, of.workload, cluster, known).step_s) for name, plan in plans.items()}
         for number in range(rounds):
             say(f"{of.task.name}: round {number + 1} of {rounds}, {len(times)} plans")
             for names in _pieces(list(times), [p.world for p, _ in times.values()], number):
-                _one_piece(workers, of, times, names)
+                _one_piece(workers, of, times, names, counts)
     return times
 
 
@@ -127,9 +128,18 @@ def _pieces(names: list[str], worlds: list[int], number: int) -> list[list[str]]
     return [piece[::-1] for piece in found[::-1]] if number % 2 else found
 
 
-def _one_piece(workers: Workers, of: Subject, times: dict[str, tuple[Plan, list[float]]], names: Sequence[str]) -> None:
+def _steps(step_s: float) -> int:
+    return min(max(round(TIMED_S / step_s), STEPS[0]), STEPS[1])
+
+
+def _one_piece(
+    workers: Workers, of: Subject, times: dict[str, tuple[Plan, list[float]]], names: Sequence[str], counts: dict[str, int]
+) -> None:  # fmt: skip
+    names = [n for n in names if n in times]
+    if not names:
+        return
     world = times[names[0]][0].world
-    what = {"model": of.task.name, "plans": [to_data(times[n][0]) for n in names], "warm": WARM, "steps": STEPS}
+    what = {"model": of.task.name, "plans": [(to_data(times[n][0]), counts[n]) for n in names], "warm": WARM}
     ranks = workers.call("grid:timed", what, world=world, timeout_s=240)
     for name, each in zip(names, zip(*ranks, strict=True), strict=True):
         refused = next((said for said in each if isinstance(said, str)), None)

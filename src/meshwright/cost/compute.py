@@ -15,6 +15,7 @@ FUSED_CALLS = 0.25
 # What finding scales, converting to fp8 and turning operands over moves through memory, for each byte that the product would move in bf16;
 # compiled, or not. From a 1.2B stack of blocks on one H200 (docs/log.md): fp8 against bf16 step time.
 FP8_CASTS = {True: 2.2, False: 8.4}
+_LIKE = {"conv2": "conv", "conv3": "conv", "batched": "matmul"}  # what each is, where it was not measured apart
 _ADAM_MOVES = 7  # times that a parameter's bytes are read or written in AdamW's step
 
 
@@ -45,9 +46,7 @@ class ComputeCost:
         fused = self.compiled and kernel.kind in ("memory", "special")
         arithmetic = 0.0
         if kernel.flops:
-            apart = kernel.kind == "special" or (kernel.kind in ("conv", "attention") and kernel.phase == "backward")
-            name = f"{kernel.kind}-{kernel.phase}" if apart else kernel.kind
-            rate = self.rates.compute_rate(name, precision, kernel.flops)
+            rate = self._rate(kernel, precision)
             arithmetic = kernel.flops / rate if rate else 0.0
         bandwidth = interpolate(self.rates.memory, max(kernel.bytes, 1.0))
         traffic = kernel.bytes * (FUSED_BYTES if fused else 1.0) / bandwidth if bandwidth else 0.0
@@ -55,6 +54,26 @@ class ComputeCost:
             arithmetic += (FP8_CASTS[self.compiled] if self.casts is None else self.casts) * kernel.bytes / bandwidth
         call = self.rates.call_s * (FUSED_CALLS if fused else 1.0)
         return kernel.count * (max(arithmetic, traffic, call) if self.rates.queued else max(arithmetic, traffic) + call)
+
+    def _rate(self, kernel: Kernel, precision: str) -> float:
+        """FLOP/s of one call: of convolutions and many small products by what they compute for each byte, where that was measured so
+        (see `by_reuse` in the probe); of others by their size."""
+        kind = _LIKE.get(kernel.kind, kernel.kind)
+        if kind != kernel.kind:
+            measured = self.rates.compute.get(f"{kernel.kind}-{kernel.phase}/{precision}") or self.rates.compute.get(f"{kernel.kind}/{precision}")
+            if measured:
+                return interpolate(measured, kernel.flops / max(kernel.bytes, 1.0))
+        apart = kind == "special" or (kind == "attention" and kernel.phase == "backward")
+        return self.rates.compute_rate(f"{kind}-{kernel.phase}" if apart else kind, precision, kernel.flops)
+
+    def gradient(self, numel: int, itemsize: int, micro_batches: int, meets: bool) -> float:
+        """What a parameter's gradient takes in each backward beyond being computed: it is added to those before, and where ranks are to meet,
+        handed over and copied to where they do."""
+        size = numel * itemsize
+        bandwidth = interpolate(self.rates.memory, max(2.0 * size, 1.0))
+        passes, calls = 3.0 * (1 - 1 / micro_batches) + (2.0 / micro_batches if meets else 0.0), 1 if meets else 1 - 1 / micro_batches
+        bare = self.rates.fixed.get("hook", 0.0)
+        return (passes * size / bandwidth if bandwidth else 0.0) + bare * (calls + meets)
 
     def optimizer(self, elements: float, name: str, itemsize: int, tensors: int = 1) -> float:
         """One fused pass: read parameter, gradient and states, write parameter and states. Where that was measured (AdamW's), by its rate."""

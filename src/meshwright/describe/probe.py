@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.core.calibration import Line, Points, Rates
 from meshwright.core.cluster import FP8_SINCE
 from meshwright.core.comm import Comm, Messages, Pending
 from meshwright.core.schedule import wire_factor
-from meshwright.describe.operations import is_dear
+from meshwright.describe.operations import is_dear, is_free
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SIZES = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192)}
@@ -84,7 +85,7 @@ def measure(
     fixed: dict[str, float] = {}
     if device.type == "cpu":
         compute["optimizer/fp32"], fixed = optimizer_rates(watch)
-        fixed |= recompute_seconds(watch, call_s)
+        fixed |= recompute_seconds(watch) | {"hook": hook_seconds(watch)}
     crowding = _crowding(comm, watch)
     curves: dict[str, Points] = {}
     overlap = 0.0
@@ -152,9 +153,11 @@ def _compute_rates(device: torch.device, watch: Stopwatch) -> dict[str, Points]:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_SINCE:
         found["matmul/fp8"] = _curve(_SIZES["cuda"], watch, partial(_matmul_fp8, device=device))
     low = "bf16" if device.type == "cuda" else "fp32"
-    for way, backward in (("", False), ("-backward", True)) if device.type == "cpu" else (("", False),):
-        found[f"conv{way}/fp32"] = _curve((4, 8, 32, 64), watch, partial(_conv, device=device, backward=backward))
-        found[f"attention{way}/{low}"] = _curve(_LENGTHS[device.type], watch, partial(_attention, device=device, dtype=DTYPES[low], backward=backward))
+    found["conv/fp32"] = _curve((8, 32, 64), watch, partial(_conv, device=device))
+    found[f"attention/{low}"] = _curve(_LENGTHS[device.type], watch, partial(_attention, device=device, dtype=DTYPES[low], backward=False))
+    if device.type == "cpu":
+        found[f"attention-backward/{low}"] = _curve(_LENGTHS["cpu"], watch, partial(_attention, device=device, dtype=DTYPES[low], backward=True))
+        found |= by_reuse(watch)
     for phase in ("forward", "backward"):
         found[f"special-{phase}/fp32"] = _curve(_ELEMENTS[device.type], watch, partial(_special, device=device, backward=phase == "backward"))
     return found
@@ -182,13 +185,28 @@ def _matmul_fp8(n: int, device: torch.device) -> tuple[float, Callable[[], objec
     return 2.0 * n**3, lambda: torch._scaled_mm(a, a.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
-def _conv(channels: int, device: torch.device, backward: bool) -> tuple[float, Callable[[], object]]:
+def _conv(channels: int, device: torch.device) -> tuple[float, Callable[[], object]]:
     x, w = torch.randn(8, channels, 16, 16, device=device), torch.randn(channels, channels, 3, 3, device=device)
-    flops = 2.0 * 8 * 16 * 16 * channels * channels * 9
-    if not backward:
-        return flops, lambda: F.conv2d(x, w, padding=1)
-    tuples: Any = ([channels], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, True])
-    return 2 * flops, lambda: torch.ops.aten.convolution_backward(x, x, w, *tuples)
+    return 2.0 * 8 * 16 * 16 * channels * channels * 9, lambda: F.conv2d(x, w, padding=1)
+
+
+def by_reuse(watch: Stopwatch) -> dict[str, Points]:
+    """FLOP/s on a CPU by FLOPs for each byte that goes in and out: of convolutions over images and volumes, which a CPU takes sample after
+    sample, and of products of many small matrices. What is one of them decides how well it does, and not how many there are."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for dims, edges in ((2, (32, 32, 16, 16, 8)), (3, (16, 16, 8, 8, 4))):
+        for channels, edge in zip((4, 8, 16, 32, 64), edges, strict=True):
+            x, w = torch.randn(2, channels, *[edge] * dims), torch.randn(channels, channels, *[3] * dims)
+            how: Any = ([1] * dims, [1] * dims, [1] * dims, False, [0] * dims, 1)
+            forward = partial(torch.ops.aten.convolution, x, w, None, *how)
+            backward = partial(torch.ops.aten.convolution_backward, x, x, w, [channels], *how, [True, True, True])
+            flops, one = 2.0 * x.numel() * channels * 3**dims, 4.0 * x.numel()
+            found.setdefault(f"conv{dims}-forward/fp32", []).append((flops / (2 * one), flops / watch(forward)))
+            found.setdefault(f"conv{dims}-backward/fp32", []).append((2 * flops / (3 * one), 2 * flops / watch(backward)))
+    for n in (4, 8, 16, 32, 64):
+        x = torch.randn(64, n, n)
+        found.setdefault("batched/fp32", []).append((n / 6, 2.0 * 64 * n**3 / watch(partial(torch.bmm, x, x))))
+    return {key: tuple(sorted(points)) for key, points in found.items()}
 
 
 def _attention(length: int, device: torch.device, dtype: torch.dtype, backward: bool) -> tuple[float, Callable[[], object]]:
@@ -243,12 +261,30 @@ def _bandwidth(device: torch.device, watch: Stopwatch) -> Points:
 
 
 def call_seconds(device: torch.device, watch: Stopwatch) -> float:
-    """What an operation takes however small it is. On a CPU with what autograd adds to it, since a step waits for that too: six operations a layer."""
+    """What an operation takes however small it is. On a CPU with what autograd, modules and views add to it in a block, since a step waits for that."""
     if device.type != "cpu":
         return _bare_call(device)
-    layers = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(16)))
-    x = torch.ones(8, 8, requires_grad=True)
-    return watch(lambda: layers(x).sum().backward()) / (6 * 16)
+    block = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True)
+    x = torch.ones(2, 4, 8, requires_grad=True)
+
+    def run() -> None:
+        block(x).sum().backward()
+
+    with _Counted() as counted:
+        run()
+    return watch(run) / counted.calls
+
+
+class _Counted(TorchDispatchMode):
+    """How many operations run that a trace would count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += not is_free(func)
+        return func(*args, **(kwargs or {}))
 
 
 def optimizer_rates(watch: Stopwatch) -> tuple[Points, dict[str, float]]:
@@ -268,7 +304,7 @@ def optimizer_rates(watch: Stopwatch) -> tuple[Points, dict[str, float]]:
     return points, {"optimizer": step, "tensor": each}
 
 
-def recompute_seconds(watch: Stopwatch, call_s: float) -> dict[str, float]:
+def recompute_seconds(watch: Stopwatch) -> dict[str, float]:
     """What computing again adds to each operation of a forward, beyond the operation: torch packs, unpacks and, to keep some, looks at each."""
     layers = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(16)))
     x = torch.ones(8, 8, requires_grad=True)
@@ -279,10 +315,28 @@ def recompute_seconds(watch: Stopwatch, call_s: float) -> dict[str, float]:
     def run(**how: Any) -> None:
         checkpoint(layers, x, use_reentrant=False, **how).sum().backward()
 
-    plain = watch(lambda: layers(x).sum().backward())
+    plain, forward = watch(lambda: layers(x).sum().backward()), watch(lambda: layers(x))
     full, some = watch(run), watch(lambda: run(context_fn=partial(create_selective_checkpoint_contexts, policy)))
     operations = 2 * 16
-    return {"full": max((full - plain) / operations - call_s, 0.0), "selective": max((some - plain) / operations - call_s / 2, 0.0)}
+    return {"full": max((full - plain - forward) / operations, 0.0), "selective": max((some - plain - forward / 2) / operations, 0.0)}
+
+
+def hook_seconds(watch: Stopwatch) -> float:
+    """What it adds to a parameter's gradient that somebody is told of it and has a place for it."""
+    params, flat = [torch.nn.Parameter(torch.ones(8, 8)) for _ in range(32)], torch.zeros(32 * 64)
+
+    def run() -> None:
+        torch.stack([p.sum() for p in params]).sum().backward()
+
+    def arrived(param: torch.Tensor) -> None:
+        if param.grad is not None and param.grad.data_ptr() != flat[64:128].view_as(param).data_ptr():
+            arrivals.discard(id(param))
+
+    arrivals: set[int] = set()
+    plain = watch(run)
+    for p in params:
+        p.register_post_accumulate_grad_hook(arrived)
+    return max((watch(run) - plain) / len(params), 0.0)
 
 
 def _crowding(comm: Comm, watch: Stopwatch) -> float:
