@@ -26,7 +26,7 @@ class ActionCost:
             layer = profile.layers[action.layer]
             more = self._price.again(layer, action.cheap) if action.name.startswith("recompute/") else 0.0
             more += self._gradients(layer) if action.op == "backward" else 0.0
-            return self._crowding * (self._price.layer(layer, action.op, self._memo, action.cheap) + more)
+            return self._crowding * (self._price.layer(layer, action.op, self._memo, action.cheap, profile.batch == 1) + more)
         shards = self._plan.mesh.shard if self._plan.memory.zero else 1
         item = profile.tensors[0].itemsize if profile.tensors else 4
         trained = sum(t.numel for t in profile.tensors if t.trainable)

@@ -29,12 +29,15 @@ class ComputeCost:
     units: frozenset[str] = frozenset()  # the layers whose products are in fp8, where that is the precision
     casts: float | None = None  # what FP8_CASTS says, where it was measured for these kernels
 
-    def layer(self, layer: LayerProfile, phase: str, memo: dict[tuple[int, str, bool], float], cheap: bool = False) -> float:
-        """Seconds of one layer's forward or backward, or of what is `cheap` in it; repeated layers share their kernels, so they are priced once."""
+    def layer(
+        self, layer: LayerProfile, phase: str, memo: dict[tuple[int, str, bool], float], cheap: bool = False, alone: bool = False
+    ) -> float:  # fmt: skip
+        """Seconds of one layer's forward or backward, or of what is `cheap` in it; repeated layers share their kernels, so they are priced once.
+        `alone`: the micro-batch is one sample."""
         key = (id(layer.kernels), phase, cheap)
         if key not in memo:
             precision = "bf16" if self.precision == "fp8" and layer.name not in self.units else self.precision
-            memo[key] = sum(self._kernel(k, precision) for k in layer.kernels if k.phase == phase and not (cheap and k.kind in DEAR_KINDS))
+            memo[key] = sum(self._kernel(k, precision, alone) for k in layer.kernels if k.phase == phase and not (cheap and k.kind in DEAR_KINDS))
         return memo[key]
 
     def again(self, layer: LayerProfile, cheap: bool) -> float:
@@ -42,11 +45,11 @@ class ComputeCost:
         each = self.rates.fixed.get("selective" if cheap else "full", 0.0)
         return each * sum(k.count for k in layer.kernels if k.phase == "forward") if each else 0.0
 
-    def _kernel(self, kernel: Kernel, precision: str) -> float:
+    def _kernel(self, kernel: Kernel, precision: str, alone: bool = False) -> float:
         fused = self.compiled and kernel.kind in ("memory", "special")
         arithmetic = 0.0
         if kernel.flops:
-            rate = self._rate(kernel, precision)
+            rate = self._rate(kernel, precision, alone)
             arithmetic = kernel.flops / rate if rate else 0.0
         bandwidth = interpolate(self.rates.memory, max(kernel.bytes, 1.0))
         traffic = kernel.bytes * (FUSED_BYTES if fused else 1.0) / bandwidth if bandwidth else 0.0
@@ -55,12 +58,13 @@ class ComputeCost:
         call = self.rates.call_s * (FUSED_CALLS if fused else 1.0)
         return kernel.count * (max(arithmetic, traffic, call) if self.rates.queued else max(arithmetic, traffic) + call)
 
-    def _rate(self, kernel: Kernel, precision: str) -> float:
+    def _rate(self, kernel: Kernel, precision: str, alone: bool) -> float:
         """FLOP/s of one call: of convolutions and many small products by what they compute for each byte, where that was measured so
         (see `by_reuse` in the probe); of others by their size."""
         kind = _LIKE.get(kernel.kind, kernel.kind)
         if kind != kernel.kind:
-            measured = self.rates.compute.get(f"{kernel.kind}-{kernel.phase}/{precision}") or self.rates.compute.get(f"{kernel.kind}/{precision}")
+            names = [f"{kernel.kind}-{kernel.phase}-alone"] * alone + [f"{kernel.kind}-{kernel.phase}", kernel.kind]
+            measured = next((found for name in names if (found := self.rates.compute.get(f"{name}/{precision}"))), None)
             if measured:
                 return interpolate(measured, kernel.flops / max(kernel.bytes, 1.0))
         apart = kind == "special" or (kind == "attention" and kernel.phase == "backward")

@@ -192,17 +192,18 @@ def _conv(channels: int, device: torch.device) -> tuple[float, Callable[[], obje
 
 def by_reuse(watch: Stopwatch) -> dict[str, Points]:
     """FLOP/s on a CPU by FLOPs for each byte that goes in and out: of convolutions over images and volumes, which a CPU takes sample after
-    sample, and of products of many small matrices. What is one of them decides how well it does, and not how many there are."""
+    sample, and of products of many small matrices. What one of them is decides how well it does, and not how many there are."""
     found: dict[str, list[tuple[float, float]]] = {}
     for dims, edges in ((2, (32, 32, 16, 16, 8)), (3, (16, 16, 8, 8, 4))):
         for channels, edge in zip((4, 8, 16, 32, 64), edges, strict=True):
-            x, w = torch.randn(2, channels, *[edge] * dims), torch.randn(channels, channels, *[3] * dims)
-            how: Any = ([1] * dims, [1] * dims, [1] * dims, False, [0] * dims, 1)
-            forward = partial(torch.ops.aten.convolution, x, w, None, *how)
-            backward = partial(torch.ops.aten.convolution_backward, x, x, w, [channels], *how, [True, True, True])
-            flops, one = 2.0 * x.numel() * channels * 3**dims, 4.0 * x.numel()
-            found.setdefault(f"conv{dims}-forward/fp32", []).append((flops / (2 * one), flops / watch(forward)))
-            found.setdefault(f"conv{dims}-backward/fp32", []).append((2 * flops / (3 * one), 2 * flops / watch(backward)))
+            for samples, mark in ((2, ""), (1, "-alone")):  # of one sample torch computes otherwise, in less than half the time
+                x, w = torch.randn(samples, channels, *[edge] * dims), torch.randn(channels, channels, *[3] * dims)
+                how: Any = ([1] * dims, [1] * dims, [1] * dims, False, [0] * dims, 1)
+                forward = partial(torch.ops.aten.convolution, x, w, None, *how)
+                backward = partial(torch.ops.aten.convolution_backward, x, x, w, [channels], *how, [True, True, True])
+                flops, one = 2.0 * x.numel() * channels * 3**dims, 4.0 * x.numel()
+                found.setdefault(f"conv{dims}-forward{mark}/fp32", []).append((flops / (2 * one), flops / watch(forward)))
+                found.setdefault(f"conv{dims}-backward{mark}/fp32", []).append((2 * flops / (3 * one), 2 * flops / watch(backward)))
     for n in (4, 8, 16, 32, 64):
         x = torch.randn(64, n, n)
         found.setdefault("batched/fp32", []).append((n / 6, 2.0 * 64 * n**3 / watch(partial(torch.bmm, x, x))))
