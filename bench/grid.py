@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from links import move_in
+from meshwright.core.calibration import Rates
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
@@ -30,7 +32,8 @@ from meshwright.describe.flow import trace_flow
 from meshwright.describe.trace import trace_task
 from meshwright.execute.session import Session
 from meshwright.launch import Rendezvous, join, leave
-from meshwright.plan.search import Ranking, Wishes
+from meshwright.orchestrate.worker import probe_rank
+from meshwright.plan.search import Wishes
 from meshwright.plan.space import candidates
 from meshwright.zoo import losses
 from meshwright.zoo.cnn import CNN
@@ -139,10 +142,6 @@ def label(plan: Plan) -> str:
 _AXES = ("pp", "dp", "shard", "cp", "ep", "tp")
 
 
-def best_of(ranking: Ranking) -> Plan:
-    return ranking.scored[0].plan
-
-
 # -- in a worker --
 
 
@@ -163,11 +162,20 @@ def session_of(task: Task, plan: Plan) -> Session:
     return Session(plan, model, torch.optim.AdamW(model.parameters(), lr=_OPTIMIZER_S, fused=True))
 
 
-def timed(rank: int, world: int, meeting: str, model: str, plans: list[tuple[Any, int]], warm: int) -> list[list[float] | str]:
+def probed(rank: int, world: int, meeting: str, space: str) -> tuple[list[Rates], Mapping[str, float]]:
+    """One rank of a probe, where its links are."""
+    move_in(space, rank)
+    return probe_rank(rank, world, meeting, "cpu", "gloo", 1, True)
+
+
+def timed(
+    rank: int, world: int, meeting: str, model: str, plans: list[tuple[Any, int]], warm: int, space: str = ""
+) -> list[list[float] | str]:  # fmt: skip
     """Seconds of each step of each plan on this rank, or why a plan cannot run; built, run and let go one after the other. A plan comes with how
     many of its steps are timed."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    move_in(space, rank)
     join(Rendezvous(rank, world, meeting))
     found: list[list[float] | str] = []
     for data, steps in plans:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import os
 import statistics
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grid import TASKS, WORLD, Subject, chosen, cluster_here, label, legal, median_of_slowest, subject
+from links import RATES, shaped
 from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import MeshwrightError, unknown
@@ -28,7 +29,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.serial import from_data, read_json, to_data, write_json
 from meshwright.cost import estimate
 from meshwright.launch import Nursery, Workers
-from meshwright.orchestrate.calibrate import probe
+from meshwright.orchestrate.calibrate import PROBE_ERROR, tried_ranks
 from meshwright.plan.objective import burden
 from meshwright.plan.search import rank_plans
 from meshwright.plan.space import Wishes
@@ -37,16 +38,21 @@ from rounds import HERE, machine, say
 
 MOST = 60
 WARM, STEPS, TIMED_S = 2, (2, 5), 0.5  # steps that are not counted; fewest and most that are; about how long they take together
+Times = dict[str, tuple[Plan, list[float]]]  # by a plan's label: the plan, and its seconds in each round
 _AT_ONCE = 12  # plans in one process group: their groups are let go with it
 
 
 def main(
     models: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(TASKS)}; all if not given.")] = None,
+    link: Annotated[
+        str, typer.Option(help="Of the machine as it is (fast), or of 200 Mbit/s (slow), in which ranks are in network namespaces.")
+    ] = "fast",
     rounds: Annotated[int, typer.Option(min=1, help="How often each plan is built and timed.")] = 2,
     calibration: Annotated[Path | None, typer.Option(help="A probe's JSON; read if it is there, written if it is not.")] = None,
     output: Annotated[Path, typer.Option(help="Where the JSON goes. Models that are there already and not measured now are kept.")] = HERE
     / "results"
     / "regret.json",
+    more: Annotated[bool, typer.Option(help="Add these rounds to those of the JSON.")] = False,
     again: Annotated[bool, typer.Option(help="Measure nothing: predict the plans of the JSON again.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print that JSON on stdout instead of the table.")] = False,
 ) -> None:
@@ -60,15 +66,17 @@ def main(
         for name in models or ():
             if name not in TASKS:
                 raise unknown("model", name, tuple(TASKS))
+        if link not in RATES:
+            raise unknown("link", link, tuple(RATES))
         result = _result(output)
         cluster = cluster_here()
-        nursery = Nursery(1, {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])})
-        with nursery_open(nursery):
-            known = _calibration(calibration, cluster, nursery)
+        with _nursery() as nursery, shaped(link, WORLD) as space:
+            known = _calibration(calibration, cluster, nursery, space)
             for name in models or TASKS:
-                of = subject(name)
-                times = _told(result, name) if again else _measured(nursery, of, cluster, known, rounds)
-                result["models"][name] = judged(of, cluster, known, times) | {"rounds": rounds, "machine": machine()}
+                of, key = subject(name), name if link == "fast" else f"{name}, {link} link"
+                before = _told(result, key) if again or more else {}
+                times = before if again else _measured(nursery, of, cluster, known, rounds, space, before)
+                result["models"][key] = judged(of, cluster, known, times) | {"machine": machine()}
                 write_json(output, result)
     except MeshwrightError as error:
         fail("regret", error)
@@ -76,12 +84,13 @@ def main(
     say(f"written to {output}")
 
 
-class nursery_open(AbstractContextManager[None]):
-    def __init__(self, nursery: Nursery) -> None:
-        self.nursery = nursery
-
-    def __exit__(self, *_: object) -> None:
-        self.nursery.close()
+@contextmanager
+def _nursery() -> Iterator[Nursery]:
+    made = Nursery(1, {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])})
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 def _result(output: Path) -> dict[str, Any]:
@@ -89,33 +98,40 @@ def _result(output: Path) -> dict[str, Any]:
     return found
 
 
-def _calibration(path: Path | None, cluster: Cluster, nursery: Nursery) -> Calibration:
+def _calibration(path: Path | None, cluster: Cluster, nursery: Nursery, space: str) -> Calibration:
     if path is not None and path.exists():
         return from_data(Calibration, read_json(path), str(path))
-    made = probe(cluster, nursery, say=say)
+    layouts = []
+    for ranks in tried_ranks(cluster):
+        say(f"measuring {ranks} ranks")
+        with Workers(nursery, ranks) as workers:
+            layouts += workers.call("grid:probed", {"space": space}, timeout_s=120)[0][0]
+    made = Calibration(cluster.nodes[0].name, cluster.devices[0].name, machine()["date"], tuple(layouts), error=PROBE_ERROR)
     if path is not None:
         write_json(path, made)
     return made
 
 
-def _told(result: dict[str, Any], name: str) -> dict[str, tuple[Plan, list[float]]]:
+def _told(result: dict[str, Any], name: str) -> Times:
     """Times of an earlier run. Plans are found again by their labels."""
-    rows = result["models"][name]["plans"]
+    rows = result["models"][name]["plans"] if name in result["models"] else []
     return {row["label"]: (from_data(Plan, row["plan"], "plan"), row["seconds"]) for row in rows}
 
 
-def _measured(nursery: Nursery, of: Subject, cluster: Cluster, known: Calibration, rounds: int) -> dict[str, tuple[Plan, list[float]]]:
-    """Seconds of each plan by its label, one entry a round; plans that cannot run are left out and said."""
-    plans = {label(p): p for p in chosen(legal(of, cluster), MOST - 1)}
+def _measured(
+    nursery: Nursery, of: Subject, cluster: Cluster, known: Calibration, rounds: int, space: str, before: Times
+) -> Times:  # fmt: skip
+    """Seconds of each plan by its label, one entry a round, after those from `before`; plans that cannot run are left out and said."""
+    plans = {name: plan for name, (plan, _) in before.items()} or {label(p): p for p in chosen(legal(of, cluster), MOST - 1)}
     own = rank_plans(of.profile, cluster, of.workload, known, Wishes(flow=of.flow)).scored[0].plan
     plans.setdefault(label(own), own)
-    times: dict[str, tuple[Plan, list[float]]] = {name: (plan, []) for name, plan in plans.items()}
+    counts = {name: _steps(estimate(plan, of.profile, of.workload, cluster, known).step_s) for name, plan in plans.items()}
+    times: Times = {name: (plan, list(before[name][1]) if name in before else []) for name, plan in plans.items()}
     with Workers(nursery, WORLD) as workers:
-        counts = {name: _steps(estimate(plan, of.profile, of.workload, cluster, known).step_s) for name, plan in plans.items()}
         for number in range(rounds):
             say(f"{of.task.name}: round {number + 1} of {rounds}, {len(times)} plans")
             for names in _pieces(list(times), [p.world for p, _ in times.values()], number):
-                _one_piece(workers, of, times, names, counts)
+                _one_piece(workers, of.task.name, times, names, counts, space)
     return times
 
 
@@ -132,14 +148,12 @@ def _steps(step_s: float) -> int:
     return min(max(round(TIMED_S / step_s), STEPS[0]), STEPS[1])
 
 
-def _one_piece(
-    workers: Workers, of: Subject, times: dict[str, tuple[Plan, list[float]]], names: Sequence[str], counts: dict[str, int]
-) -> None:  # fmt: skip
+def _one_piece(workers: Workers, model: str, times: Times, names: Sequence[str], counts: Mapping[str, int], space: str) -> None:
     names = [n for n in names if n in times]
     if not names:
         return
     world = times[names[0]][0].world
-    what = {"model": of.task.name, "plans": [(to_data(times[n][0]), counts[n]) for n in names], "warm": WARM}
+    what = {"model": model, "plans": [(to_data(times[n][0]), counts[n]) for n in names], "warm": WARM, "space": space if world > 1 else ""}
     ranks = workers.call("grid:timed", what, world=world, timeout_s=240)
     for name, each in zip(names, zip(*ranks, strict=True), strict=True):
         refused = next((said for said in each if isinstance(said, str)), None)
@@ -153,7 +167,7 @@ def _one_piece(
 # -- what it means --
 
 
-def judged(of: Subject, cluster: Cluster, known: Calibration, times: dict[str, tuple[Plan, list[float]]]) -> dict[str, Any]:
+def judged(of: Subject, cluster: Cluster, known: Calibration, times: Times) -> dict[str, Any]:
     """Every plan with both times, and what the choice costs."""
     rows = []
     for name, (plan, seconds) in times.items():

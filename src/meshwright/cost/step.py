@@ -20,6 +20,7 @@ from meshwright.cost.alike import first_of_kind
 from meshwright.cost.collective import collective_seconds, sent_bytes
 from meshwright.cost.compression import compression_seconds
 from meshwright.cost.compute import model_flops
+from meshwright.cost.crowding import crowded
 from meshwright.cost.folded import DEPTHS, even_buckets, narrowed, spare_blocks, with_blocks
 from meshwright.cost.memory import peak_bytes
 from meshwright.schedule import Place, local_profile, program
@@ -157,6 +158,13 @@ class _Clock:
 
         return all(abs((c - b) - (b - a)) <= 1e-9 * abs(c) for a, b, c in zip(figures(first), figures(before), figures(self), strict=True))
 
+    def last(self, until: float) -> None:
+        """End then: wait, or, where others left more of a shared core than was thought, with all in proportion."""
+        if until < self.now:
+            self.breakdown = {k: v * until / self.now for k, v in self.breakdown.items()}
+            self.compute = self.network = until
+        self.stall(until)
+
     def stall(self, until: float) -> None:
         if until > self.compute:
             self.breakdown["communication"] += until - self.compute
@@ -199,8 +207,7 @@ def _pipelined(
         stages = max(len(plan.stages) // plan.mesh.pp, 1)
         share = (plan.mesh.pp - 1) / (plan.micro_batches * stages) / (3 if plan.schedule == "zero_bubble" else 1)
         bubble = share * max(c.breakdown["forward"] + c.breakdown["backward"] for c in clocks)
-        # A rank that waits leaves its core to the others that share it: then the whole takes what it would take alone, or what the cores need.
-        slowest.stall(max(slowest.now, (slowest.now + bubble) / calibration.layout(plan.world).crowding))
+        slowest.last(crowded(slowest.now + bubble, [c.now for c in clocks], calibration.layout(plan.world).crowding))
     return slowest
 
 

@@ -262,7 +262,7 @@ def _bandwidth(device: torch.device, watch: Stopwatch) -> Points:
 
 
 def call_seconds(device: torch.device, watch: Stopwatch) -> float:
-    """What an operation takes however small it is. On a CPU with what autograd, modules and views add to it in a block, since a step waits for that."""
+    """What an operation takes however small it is. On a CPU with what autograd, modules and views add to it in a block."""
     if device.type != "cpu":
         return _bare_call(device)
     block = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True)
