@@ -107,7 +107,7 @@ def test_the_cnn_by_hand() -> None:
     assert found.flops_forward == sum(convolutions) + sum(dense)
     assert found.flops_backward == 2 * (sum(convolutions) + sum(dense)) - convolutions[0], "an image needs no gradient"
     assert [x.flops_forward for x in found.layers][:5] == [*convolutions, *dense]
-    assert {k.kind for k in by_name(found)["conv2"].kernels if k.flops} == {"conv"}
+    assert {k.kind for k in by_name(found)["conv2"].kernels if k.flops} == {"conv2"}
 
 
 def test_the_vae_by_hand() -> None:

@@ -54,6 +54,8 @@ class Rates:
     host: Mapping[str, float] = field(default_factory=dict)  # of a GPU: "link", bytes/s each way; "step", bytes/s of an optimizer in host memory
     curves: Mapping[str, Points] = field(default_factory=dict)  # "gloo:ring/all_reduce" → (bytes that a rank must send, seconds) as measured
     held: float = 1.0  # memory that runs held beside parameters, gradients and states, over what was predicted
+    crowding: float = 1.0  # ranks at work for each core that they have: all others are of a rank that has its core to itself
+    fixed: Mapping[str, float] = field(default_factory=dict)  # seconds however small the work: "tensor" (of an optimizer's step), …
 
     def measured(self, name: str, sent: float) -> float | None:
         """Seconds of one call: between measured sizes along them, beyond them along the line. None where no size was measured by itself."""
@@ -68,6 +70,8 @@ class Rates:
         if precision == "fp8" and (kind != "matmul" or "matmul/fp8" not in self.compute):
             precision = "bf16"  # what surrounds products in fp8, and the nearest to them
         alike = () if kind.startswith("special") else (f"matmul/{precision}", "matmul/fp32")
+        if kind.endswith("-backward") and f"{kind}/{precision}" not in self.compute and alike:
+            kind = kind.removesuffix("-backward")  # not measured apart
         for key in (f"{kind}/{precision}", *alike[:1], f"{kind}/fp32", *alike[1:]):
             if key in self.compute:
                 return interpolate(self.compute[key], flops)

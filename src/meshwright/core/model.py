@@ -8,8 +8,9 @@ from functools import cached_property
 from typing import Literal
 
 # "special" is element-wise work with exponentials (GELU, softmax): slower than memory on CPUs. Its `flops` counts elements.
-KernelKind = Literal["matmul", "conv", "attention", "special", "memory"]
-DEAR_KINDS = ("matmul", "conv", "attention")
+# "batched" is many small products in one call; "conv2" and "conv3" are convolutions over images and over volumes.
+KernelKind = Literal["matmul", "batched", "conv", "conv2", "conv3", "attention", "special", "memory"]
+DEAR_KINDS = ("matmul", "batched", "conv", "conv2", "conv3", "attention")
 Phase = Literal["forward", "backward"]
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from meshwright.core.calibration import Rates
-from meshwright.core.model import ModelProfile
+from meshwright.core.model import LayerProfile, ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action
 from meshwright.cost.compute import ComputeCost
+from meshwright.schedule.expand import gradient_buckets
 
 
 class ActionCost:
@@ -15,16 +16,30 @@ class ActionCost:
     def __init__(self, plan: Plan, optimizer: str, rates: Rates) -> None:
         self._plan, self._optimizer = plan, optimizer
         self._price = ComputeCost(rates, plan.memory.precision, plan.compile != "none", frozenset(plan.memory.units))
+        self._crowding = rates.crowding
+        self._flat = plan.memory.zero in (1, 2) and plan.mesh.group_size("data") > 1  # the optimizer steps a slice of each bucket
         self._memo: dict[tuple[int, str, bool], float] = {}
 
     def seconds(self, profile: ModelProfile, action: Action) -> float:
-        """`profile` is one rank's part of the model."""
+        """`profile` is one rank's part of the model. Ranks that share a core have a part of it each (see [Note: crowded cores] in the probe)."""
         if action.op != "optimizer":
-            return self._price.layer(profile.layers[action.layer], action.op, self._memo, action.cheap)
+            layer = profile.layers[action.layer]
+            more = self._price.again(layer, action.cheap) if action.name.startswith("recompute/") else 0.0
+            more += self._gradients(layer) if action.op == "backward" else 0.0
+            return self._crowding * (self._price.layer(layer, action.op, self._memo, action.cheap, profile.batch == 1) + more)
         shards = self._plan.mesh.shard if self._plan.memory.zero else 1
         item = profile.tensors[0].itemsize if profile.tensors else 4
         trained = sum(t.numel for t in profile.tensors if t.trainable)
-        return self._price.optimizer(trained / shards, self._optimizer, item, self._plan.memory.offload == "optimizer")
+        tensors = len(gradient_buckets(self._plan, profile)) if self._flat else sum(t.trainable for t in profile.tensors)
+        offload = self._plan.memory.offload == "optimizer"
+        return self._crowding * self._price.optimizer(trained / shards, self._optimizer, item, offload, tensors)
+
+    def _gradients(self, layer: LayerProfile) -> float:
+        """Only where it was measured what handing a gradient over takes: a GPU does it beside the rest."""
+        if "hook" not in self._price.rates.fixed:
+            return 0.0
+        count, meets = self._plan.micro_batches, self._plan.mesh.group_size("data") > 1
+        return sum(self._price.gradient(t.numel, t.itemsize, count, meets) for t in layer.tensors if t.trainable)
 
     def flops(self, profile: ModelProfile, action: Action) -> float:
         if action.op == "optimizer" or action.cheap:

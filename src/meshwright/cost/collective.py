@@ -29,7 +29,9 @@ def collective_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rate
     sent = sent_bytes(action, plan)
     routes = plan.sync.routes if action.axis != "pp" else ()  # stages meet by the plan's backend
     taken = way(routes, action.op, sent, plan.backend)
-    found = rates.measured(f"{taken}/{action.op}", sent) if rates.ranks == group else None
+    found = rates.measured(f"{taken}/{action.op}/{group}", sent)
+    if found is None and (rates.ranks == group or action.op == "send"):
+        found = rates.measured(f"{taken}/{action.op}", sent)
     return line_of(action.op, group, taken, rates, link).seconds(sent) if found is None else found
 
 

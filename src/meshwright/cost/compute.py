@@ -15,6 +15,8 @@ FUSED_CALLS = 0.25
 # What finding scales, converting to fp8 and turning operands over moves through memory, for each byte that the product would move in bf16;
 # compiled, or not. From a 1.2B stack of blocks on one H200 (docs/log.md): fp8 against bf16 step time.
 FP8_CASTS = {True: 2.2, False: 8.4}
+_LIKE = {"conv2": "conv", "conv3": "conv", "batched": "matmul"}  # what each is, where it was not measured apart
+_ADAM_MOVES = 7  # times that a parameter's bytes are read or written in AdamW's step
 
 
 # A slot of PCIe 4, and an optimizer's pass over the memory of a host that several GPUs share, where neither was measured: bytes/s.
@@ -31,20 +33,27 @@ class ComputeCost:
     units: frozenset[str] = frozenset()  # the layers whose products are in fp8, where that is the precision
     casts: float | None = None  # what FP8_CASTS says, where it was measured for these kernels
 
-    def layer(self, layer: LayerProfile, phase: str, memo: dict[tuple[int, str, bool], float], cheap: bool = False) -> float:
-        """Seconds of one layer's forward or backward, or of what is `cheap` in it; repeated layers share their kernels, so they are priced once."""
+    def layer(
+        self, layer: LayerProfile, phase: str, memo: dict[tuple[int, str, bool], float], cheap: bool = False, alone: bool = False
+    ) -> float:  # fmt: skip
+        """Seconds of one layer's forward or backward, or of what is `cheap` in it; repeated layers share their kernels, so they are priced once.
+        `alone`: the micro-batch is one sample."""
         key = (id(layer.kernels), phase, cheap)
         if key not in memo:
             precision = "bf16" if self.precision == "fp8" and layer.name not in self.units else self.precision
-            memo[key] = sum(self._kernel(k, precision) for k in layer.kernels if k.phase == phase and not (cheap and k.kind in DEAR_KINDS))
+            memo[key] = sum(self._kernel(k, precision, alone) for k in layer.kernels if k.phase == phase and not (cheap and k.kind in DEAR_KINDS))
         return memo[key]
 
-    def _kernel(self, kernel: Kernel, precision: str) -> float:
+    def again(self, layer: LayerProfile, cheap: bool) -> float:
+        """What computing a forward again adds to its operations, or to keeping those that are dear."""
+        each = self.rates.fixed.get("selective" if cheap else "full", 0.0)
+        return each * sum(k.count for k in layer.kernels if k.phase == "forward") if each else 0.0
+
+    def _kernel(self, kernel: Kernel, precision: str, alone: bool = False) -> float:
         fused = self.compiled and kernel.kind in ("memory", "special")
         arithmetic = 0.0
         if kernel.flops:
-            name = f"special-{kernel.phase}" if kernel.kind == "special" else kernel.kind
-            rate = self.rates.compute_rate(name, precision, kernel.flops)
+            rate = self._rate(kernel, precision, alone)
             arithmetic = kernel.flops / rate if rate else 0.0
         bandwidth = interpolate(self.rates.memory, max(kernel.bytes, 1.0))
         traffic = kernel.bytes * (FUSED_BYTES if fused else 1.0) / bandwidth if bandwidth else 0.0
@@ -53,14 +62,38 @@ class ComputeCost:
         call = self.rates.call_s * (FUSED_CALLS if fused else 1.0)
         return kernel.count * (max(arithmetic, traffic, call) if self.rates.queued else max(arithmetic, traffic) + call)
 
-    def optimizer(self, elements: float, name: str, itemsize: int, offload: bool = False) -> float:
-        """One fused pass: read parameter, gradient and states, write parameter and states. In host memory gradients go there first, and
-        parameters come back."""
-        states = OPTIMIZER_STATES.get(name, 2)
-        moved = elements * itemsize * (3 + 2 * states)
+    def _rate(self, kernel: Kernel, precision: str, alone: bool) -> float:
+        """FLOP/s of one call: of convolutions and many small products by what they compute for each byte, where that was measured so
+        (see `by_reuse` in the probe); of others by their size."""
+        kind = _LIKE.get(kernel.kind, kernel.kind)
+        if kind != kernel.kind:
+            names = [f"{kernel.kind}-{kernel.phase}-alone"] * alone + [f"{kernel.kind}-{kernel.phase}", kernel.kind]
+            measured = next((found for name in names if (found := self.rates.compute.get(f"{name}/{precision}"))), None)
+            if measured:
+                return interpolate(measured, kernel.flops / max(kernel.bytes, 1.0))
+        apart = kind == "special" or (kind == "attention" and kernel.phase == "backward")
+        return self.rates.compute_rate(f"{kind}-{kernel.phase}" if apart else kind, precision, kernel.flops)
+
+    def gradient(self, numel: int, itemsize: int, micro_batches: int, meets: bool) -> float:
+        """What a parameter's gradient takes in each backward beyond being computed: it is added to those before, and where ranks are to meet,
+        handed over and copied to where they do."""
+        size = numel * itemsize
+        bandwidth = interpolate(self.rates.memory, max(2.0 * size, 1.0))
+        passes, calls = 3.0 * (1 - 1 / micro_batches) + (2.0 / micro_batches if meets else 0.0), 1 if meets else 1 - 1 / micro_batches
+        bare = self.rates.fixed.get("hook", 0.0)
+        return (passes * size / bandwidth if bandwidth else 0.0) + bare * (calls + meets)
+
+    def optimizer(self, elements: float, name: str, itemsize: int, offload: bool = False, tensors: int = 1) -> float:
+        """One fused pass: read parameter, gradient and states, write parameter and states. Where that was measured (AdamW's), by its rate. In
+        host memory gradients go there first, and parameters come back."""
+        moves = 3 + 2 * OPTIMIZER_STATES.get(name, 2)
+        moved = elements * itemsize * moves
         if offload:
             link, step = (self.rates.host.get(key, usual) for key, usual in (("link", HOST_LINK), ("step", HOST_STEP)))
             return 2 * elements * itemsize / link + moved / step
+        if rate := interpolate(self.rates.compute.get("optimizer/fp32", ()), max(elements / max(tensors, 1), 1.0)):
+            fixed = self.rates.fixed.get("optimizer", 0.0) + tensors * self.rates.fixed.get("tensor", 0.0)
+            return elements / rate * (moves / _ADAM_MOVES) * (itemsize / 4) + fixed
         bandwidth = interpolate(self.rates.memory, max(moved, 1.0))
         return moved / bandwidth if bandwidth else 0.0
 

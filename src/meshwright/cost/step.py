@@ -19,6 +19,7 @@ from meshwright.cost.alike import alike
 from meshwright.cost.collective import collective_seconds, message_seconds, sent_bytes
 from meshwright.cost.compression import compression_seconds
 from meshwright.cost.compute import model_flops
+from meshwright.cost.crowding import crowded
 from meshwright.cost.folded import DEPTHS, even_buckets, narrowed, spare_blocks, with_blocks
 from meshwright.cost.memory import host_bytes, peak_bytes
 from meshwright.cost.pipeline import Order, Stage, finished, under_way
@@ -213,6 +214,13 @@ class _Clock:
         self.breakdown["communication"] += seconds
         self.compute += seconds
 
+    def last(self, until: float) -> None:
+        """End then: wait, or, where others left more of a shared core than was thought, with all in proportion."""
+        if until < self.now:
+            self.breakdown = {k: v * until / self.now for k, v in self.breakdown.items()}
+            self.compute = self.network = until
+        self.stall(until)
+
     def stall(self, until: float) -> None:
         if until > self.compute:
             self.breakdown["communication"] += until - self.compute
@@ -250,7 +258,8 @@ def _pipelined(
     if stages:
         ends = finished(order_of(plan), [stages[index] for index in range(len(plan.stages))])
         ahead = {rank: clock.now - plan.micro_batches * sum(clock.turns.values()) for rank, clock in clocks.items()}
-        slowest.stall(max(ends[rank] + max(rest, 0.0) for rank, rest in ahead.items()))
+        until = max(ends[rank] + max(rest, 0.0) for rank, rest in ahead.items())
+        slowest.last(crowded(until, [clock.now for clock in clocks.values()], calibration.layout(plan.world).crowding))
     return slowest
 
 

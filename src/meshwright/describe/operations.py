@@ -24,9 +24,12 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     return 2.0 * positions * weights * (2.0 if "backward" in str(packet) else 1.0)
 
 
-def kind_of(operation: str, flops: float) -> KernelKind:
+def kind_of(operation: str, flops: float, dims: int = 0) -> KernelKind:
+    """`dims`: of the largest tensor that goes in or comes out."""
     if flops:
-        return "conv" if "conv" in operation else "attention" if "attention" in operation else "matmul"
+        if "conv" in operation:
+            return "conv3" if dims == 5 else "conv2" if dims == 4 else "conv"
+        return "attention" if "attention" in operation else "batched" if "bmm" in operation else "matmul"
     return "special" if any(word in operation for word in _SPECIAL) else "memory"
 
 

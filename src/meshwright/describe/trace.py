@@ -225,10 +225,12 @@ class _Recorder(TorchDispatchMode):
         if not is_free(func):
             tensors = [t for t in pytree.tree_leaves((args, kwargs, out)) if torch.is_tensor(t) and t.layout is torch.strided]
             flops = flops_of(func, args, kwargs, out)
-            kind = kind_of(str(func._overloadpacket), flops)
+            kind = kind_of(str(func._overloadpacket), flops, max((t.dim() for t in tensors), default=0))
             if kind == "special":
                 flops = float(max(t.numel() for t in tensors))
             read = pytree.tree_leaves(out) if func._overloadpacket in _GATHERS else tensors
+            if kind.startswith("conv"):
+                read = _samples(func, args, tensors)
             self.record(kind, flops, float(sum({id(t): _bytes(t) for t in read if torch.is_tensor(t)}.values())), tensors)
             made = {s._cdata for s in storages}
             self._pointwise = self._pointwise | made if kind in ("memory", "special") else self._pointwise - made
@@ -244,6 +246,12 @@ class _Recorder(TorchDispatchMode):
             fresh = {s._cdata: s.nbytes() for s in storages if s._cdata not in self._dear}
             self._dear.update(fresh)
             self.tallies[self._layer()].dear += sum(fresh.values())
+
+
+def _samples(func: Any, args: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What a convolution reads and writes sample by sample: not the weight, which stays in the cache, nor its gradient."""
+    weight = args[2 if "backward" in func.name() else 1]
+    return [t for t in tensors if t.dim() > 1 and t.shape != weight.shape]
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -54,20 +54,21 @@ def keep(calibration: Calibration, cluster: Cluster, environ: Mapping[str, str])
     return path
 
 
-def most_ranks(cluster: Cluster) -> int:
-    """Ranks that a probe runs at once: more than there are cores would only measure how they wait for each other."""
-    return min(len(cluster.devices), max(cluster.nodes[0].cores, 2)) if cluster.devices[0].kind == "cpu" else len(cluster.devices)
+def tried_ranks(cluster: Cluster) -> list[int]:
+    """How many ranks a probe runs at once, one time after the other. Two on CPUs too: ranks that have a core each are not like those that share."""
+    most = len(cluster.devices)
+    return sorted({1, min(2, most), most}) if cluster.devices[0].kind == "cpu" else sorted({1, most})
 
 
 def probe(cluster: Cluster, nursery: Nursery, backend: str | None = None, *, quick: bool = True, say: Callable[[str], None]) -> Calibration:
-    """Measure this machine as one rank and as all its ranks together."""
+    """Measure this machine as one rank, as two of its CPUs, and as all its ranks together."""
     devices = cluster.devices
     kind, mixed = devices[0].kind, places(cluster, len(devices))
     usual = "nccl" if kind == "cuda" and not mixed else "gloo"
     chosen = backend if backend in ("gloo", "nccl") else usual  # MPI's ranks are mpirun's to start: `bench comm`
     layouts: list[Rates] = []
     copies: Mapping[str, float] = {}
-    for ranks in sorted({1, most_ranks(cluster)}):
+    for ranks in tried_ranks(cluster):
         threads = cluster.threads(ranks)
         say(f"measuring {ranks} rank{'s' * (ranks > 1)}")
         with Workers(nursery, ranks) as workers:

@@ -136,7 +136,7 @@ class Orchestrator:
         if self.config.cluster != "here":
             return calibrate.without_network(self.cluster, self.environ) if self.cluster.name == "ideal" else from_sheets(self.cluster)
         whole = discover(self.environ, devices=self.config.devices)
-        ranks = {1, calibrate.most_ranks(self.cluster)}
+        ranks = set(calibrate.tried_ranks(self.cluster))
         found = None if fresh else calibrate.kept(self.cluster, self.environ) or calibrate.kept(whole, self.environ)
         if found is not None and ranks <= {r.ranks for r in found.layouts} | {len(whole.devices)}:
             return found

@@ -57,6 +57,7 @@ def probe_rank(
         held=torch.cuda.memory_allocated if where.type == "cuda" else resident_bytes,
         quick=quick,
         mixed=bool(places),
+        pair=_pair(world),
         say=lambda _: None,
     )
     every: list[Any] = [rates]
@@ -67,6 +68,14 @@ def probe_rank(
     leave()
     kinds = dict.fromkeys(r.device for r in every)
     return [slowest([r for r in every if r.device == kind]) for kind in kinds], copies
+
+
+def _pair(world: int) -> TorchComm | None:
+    """This rank's group with its neighbour, where all ranks have one. Collective."""
+    if world < 2 or world % 2:
+        return None
+    group, _ = torch.distributed.new_subgroups_by_enumeration([[r, r + 1] for r in range(0, world, 2)])
+    return TorchComm(group, Ledger())
 
 
 def _device(place: str, threads: int) -> torch.device:

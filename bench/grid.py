@@ -1,0 +1,210 @@
+"""Six small models, the grid of plans that each is measured on, and what one rank does to measure a plan. Used by `regret.py` and `memory.py`."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from links import move_in
+from meshwright.core.calibration import Rates
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import RequestError
+from meshwright.core.mesh import Mesh
+from meshwright.core.model import ModelProfile
+from meshwright.core.plan import Plan
+from meshwright.core.serial import from_data
+from meshwright.core.strand import Flow
+from meshwright.core.task import Field, Loss, Task
+from meshwright.core.workload import Workload
+from meshwright.describe.discover import discover
+from meshwright.describe.flow import trace_flow
+from meshwright.describe.trace import trace_task
+from meshwright.execute.session import Session
+from meshwright.launch import Rendezvous, join, leave
+from meshwright.orchestrate.worker import probe_rank
+from meshwright.plan.search import Wishes
+from meshwright.plan.space import candidates
+from meshwright.zoo import losses
+from meshwright.zoo.cnn import CNN
+from meshwright.zoo.cosmoflow import CosmoFlow, CosmoFlowConfig
+from meshwright.zoo.dlrm import DLRM, DLRMConfig
+from meshwright.zoo.gpt import GPT, GPTConfig
+from meshwright.zoo.llama import Llama, LlamaConfig
+from meshwright.zoo.vae import VAE, VAEConfig
+
+WORLD = 4
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
+OTHER_AXES = (Mesh(cp=2), Mesh(ep=2), Mesh(dp=2, cp=2), Mesh(dp=2, ep=2))  # those that the planner leaves to the user
+_OPTIMIZER_S = 1e-3
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with the description that the planner works from."""
+
+    task: Task
+    profile: ModelProfile
+    flow: Flow
+    workload: Workload
+
+
+def _language(name: str, build: Callable[[], nn.Module], vocab: int, seq: int, batch: int) -> Task:
+    return Task(name, build, losses.next_token, {"tokens": Field((seq + 1,), "int64", vocab)}, global_batch=batch, tokens_per_sample=seq)
+
+
+def _images(name: str, build: Callable[[], nn.Module], loss: Loss, shape: tuple[int, ...], batch: int) -> Task:
+    return Task(name, build, loss, {"image": Field(shape), "label": Field((), "int64", 10)}, global_batch=batch)
+
+
+def _tasks() -> Iterator[Task]:
+    """Sizes such that one process takes 50 to 200 ms a step and plans differ: wide layers talk, long sequences and volumes compute."""
+    gpt = GPTConfig(vocab=512, context=32, layers=4, heads=4, width=128)
+    yield _language("gpt", partial(GPT, gpt), gpt.vocab, gpt.context, 16)
+    llama = LlamaConfig(vocab=1024, context=24, layers=4, heads=8, kv_heads=4, width=160, ffn=416)
+    yield _language("llama", partial(Llama, llama), llama.vocab, llama.context, 16)
+    vae = VAEConfig(image=(1, 28, 28), hidden=512, latent=32)
+    yield _images("vae", partial(VAE, vae), losses.elbo, vae.image, 256)
+    yield _images("cnn", CNN, losses.classification, CNN.image, 32)
+    cosmo = CosmoFlowConfig(edge=16, filters=(16, 32, 64, 64), dense=(64, 32))
+    fields = {"volume": Field(cosmo.volume), "target": Field((cosmo.targets,))}
+    yield Task("cosmoflow", partial(CosmoFlow, cosmo), losses.regression, fields, global_batch=8)
+    dlrm = DLRMConfig(tables=4, rows=8000, width=64, dense=64, bottom=(128, 128), top=(256, 256, 128))
+    fields = {"dense": Field((dlrm.dense,)), "sparse": Field((dlrm.tables,), "int64", dlrm.rows), "label": Field((), "int64", 2)}
+    yield Task("dlrm", partial(DLRM, dlrm), losses.click, fields, global_batch=512)
+
+
+TASKS: Mapping[str, Task] = {task.name: task for task in _tasks()}
+
+
+def cluster_here() -> Cluster:
+    """This machine as four ranks of one thread each, however many cores it has."""
+    found = discover({}, ranks=WORLD)
+    return replace(found, nodes=(replace(found.nodes[0], cores=1),))
+
+
+def subject(name: str) -> Subject:
+    task = TASKS[name]
+    return Subject(task, trace_task(task), trace_flow(task), Workload(task.global_batch))
+
+
+def legal(of: Subject, cluster: Cluster) -> list[Plan]:
+    """Every plan of one, two and four ranks that the planner may weigh, in each schedule, and some over the axes that it does not try by itself."""
+    wishes = [Wishes(flow=of.flow), *(Wishes(flow=of.flow, schedule=s) for s in SCHEDULES[1:])]  # type: ignore[arg-type]
+    wishes += [Wishes(flow=of.flow, mesh=mesh) for mesh in OTHER_AXES]
+    found: dict[str, Plan] = {}
+    for wish in wishes:
+        try:
+            for plan in candidates(of.profile, cluster, of.workload, wish):
+                found.setdefault(label(plan), plan)
+        except RequestError:
+            continue  # this model has nothing to cut there
+    return list(found.values())
+
+
+def chosen(plans: list[Plan], most: int) -> list[Plan]:
+    """A grid of at most so many: strategies take turns, each with its plainest plan (few micro-batches, nothing recomputed) first and then
+    with the others, of which each strategy begins at another place."""
+    rows: dict[tuple[int, str], list[Plan]] = {}
+    for plan in sorted(plans, key=lambda p: (p.memory.recompute != "none", p.micro_batches, p.memory.recompute, p.tensor.sequence)):
+        if plan.micro_batches <= 8:
+            rows.setdefault((plan.world, plan.strategy), []).append(plan)
+    turns = chain.from_iterable(zip_longest(*(_varied(row, place) for place, row in enumerate(rows.values()))))
+    return sorted([p for p in turns if p is not None][:most], key=lambda p: (p.world, label(p)))
+
+
+def _varied(row: list[Plan], place: int) -> list[Plan]:
+    at = 1 + place % max(len(row) - 1, 1)
+    return [row[0], *row[at:], *row[1:at]]
+
+
+def label(plan: Plan) -> str:
+    """Short, and different for different plans of a grid."""
+    parts = [f"{a}{'x'.join(map(str, plan.mesh.tp)) if a == 'tp' else plan.mesh.degree(a)}" for a in _AXES if plan.mesh.degree(a) > 1] or ["one"]
+    parts += [plan.schedule] * (plan.mesh.pp > 1)
+    parts += [f"zero{plan.memory.zero}"] * (plan.memory.zero > 0)
+    parts += ["sequence"] * plan.tensor.sequence
+    parts += [f"m{plan.micro_batches}"] * (plan.micro_batches > 1)
+    parts += [plan.memory.recompute] * (plan.memory.recompute != "none")
+    return " ".join(parts)
+
+
+_AXES = ("pp", "dp", "shard", "cp", "ep", "tp")
+
+
+# -- in a worker --
+
+
+def batch_of(task: Task, count: int, seed: int) -> dict[str, torch.Tensor]:
+    """Random samples in the task's shape."""
+    made = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, field in task.fields.items():
+        shape = (count, *field.shape)
+        whole = field.dtype.startswith("int")
+        found[name] = torch.randint(0, field.high, shape, generator=made) if whole else torch.rand(shape, generator=made)
+    return found
+
+
+def session_of(task: Task, plan: Plan) -> Session:
+    torch.manual_seed(0)
+    model = task.build()
+    return Session(plan, model, torch.optim.AdamW(model.parameters(), lr=_OPTIMIZER_S, fused=True))
+
+
+def probed(rank: int, world: int, meeting: str, space: str) -> tuple[list[Rates], Mapping[str, float]]:
+    """One rank of a probe, where its links are."""
+    move_in(space, rank)
+    return probe_rank(rank, world, meeting, "cpu", "gloo", 1, True)
+
+
+def timed(
+    rank: int, world: int, meeting: str, model: str, plans: list[tuple[Any, int]], warm: int, space: str = ""
+) -> list[list[float] | str]:  # fmt: skip
+    """Seconds of each step of each plan on this rank, or why a plan cannot run; built, run and let go one after the other. A plan comes with how
+    many of its steps are timed."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    move_in(space, rank)
+    join(Rendezvous(rank, world, meeting))
+    found: list[list[float] | str] = []
+    for data, steps in plans:
+        try:
+            found.append(_steps(TASKS[model], from_data(Plan, data, "plan"), warm, steps))
+        except RequestError as error:
+            found.append(str(error))
+        gc.collect()
+    leave()
+    return found
+
+
+def _steps(task: Task, plan: Plan, warm: int, steps: int) -> list[float]:
+    session = session_of(task, plan)
+    data_rank = plan.mesh.data_rank(session.applied.groups.rank)
+    batch = batch_of(task, plan.share(data_rank)[1], data_rank)
+    gc.collect()
+    gc.disable()
+    times = []
+    for _ in range(warm + steps):
+        if plan.world > 1:
+            dist.barrier()
+        begun = time.perf_counter()
+        float(session.step(batch, task.loss).loss)
+        times.append(time.perf_counter() - begun)
+    gc.enable()
+    return times[warm:]
+
+
+def median_of_slowest(ranks: list[list[float]]) -> float:
+    """A step lasts until the slowest rank is done."""
+    return statistics.median(max(each) for each in zip(*ranks, strict=True))

@@ -1,0 +1,131 @@
+"""Is the predicted memory right? Random plans of six small models on CPU ranks: the predicted peak of a rank's tensors beside the measured one.
+
+Every plan runs in processes of its own, forked for it, since a process keeps what it once had. The peak is that of torch's allocator over some
+steps (its profiler's record of every allocation, from before the model is built): exact to the byte, and free of what libraries and the C library
+hold, which "framework" stands for in a prediction and which is left out on both sides. The largest rank counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from grid import TASKS, WORLD, batch_of, cluster_here, label, legal, session_of, subject
+from meshwright.core.calibration import Calibration, Rates
+from meshwright.core.errors import MeshwrightError, RequestError
+from meshwright.core.plan import Plan
+from meshwright.core.serial import from_data, to_data, write_json
+from meshwright.cost import estimate
+from meshwright.launch import Nursery, Rendezvous, Workers, join, leave
+from overhead import fail
+from rounds import HERE, machine, say
+
+_MARK = "meshwright steps"
+
+
+def main(
+    count: Annotated[int, typer.Option(min=1, help="How many plans.")] = 30,
+    seed: Annotated[int, typer.Option(help="Which ones.")] = 0,
+    output: Annotated[Path, typer.Option(help="Where the JSON goes.")] = HERE / "results" / "memory.json",
+    as_json: Annotated[bool, typer.Option("--json", help="Print that JSON on stdout instead of the table.")] = False,
+) -> None:
+    """Predict and measure the peak memory of random plans, as many of each model.
+
+    Example: python bench/memory.py --count 30 --seed 0
+    """
+    nursery = Nursery(1, {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])})
+    try:
+        rows = [_row(nursery, model, plan) for model, plan in drawn(count, seed)]
+    except MeshwrightError as error:
+        fail("memory", error)
+    finally:
+        nursery.close()
+    result = {"machine": machine(), "seed": seed, "plans": rows}
+    write_json(output, result)
+    print(json.dumps(result)) if as_json else Console().print(show(rows))
+    say(f"written to {output}")
+
+
+def drawn(count: int, seed: int) -> list[tuple[str, Plan]]:
+    """Models take turns; of each, plans without order."""
+    made, cluster = random.Random(seed), cluster_here()
+    plans = {name: legal(subject(name), cluster) for name in TASKS}
+    names = list(TASKS)
+    return [(name, made.choice(plans[name])) for name in (names[i % len(names)] for i in range(count))]
+
+
+def _row(nursery: Nursery, model: str, plan: Plan) -> dict[str, Any]:
+    of = subject(model)
+    known = Calibration("", "", "", (Rates(plan.world, 1, {}, (), 0.0),))
+    kinds = dict(estimate(plan, of.profile, of.workload, cluster_here(), known).memory_kinds)
+    predicted = sum(kinds.values()) - kinds["framework"]
+    row: dict[str, Any] = {"model": model, "plan": label(plan), "predicted": predicted, "kinds": kinds}
+    with Workers(nursery, min(plan.world, WORLD)) as workers:
+        found = workers.call("memory:peak", {"model": model, "plan": to_data(plan)}, timeout_s=120)
+    refused = next((said for said in found if isinstance(said, str)), None)
+    if refused is not None:
+        return row | {"refused": refused}
+    say(f"{model}: {label(plan)}: {predicted / max(found):.3f}")
+    return row | {"measured": max(found), "ranks": found, "ratio": predicted / max(found)}
+
+
+def peak(rank: int, world: int, meeting: str, model: str, plan: Any, steps: int = 3) -> int | str:
+    """In a worker: the most bytes that tensors held at once during some steps, or why the plan cannot run."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    join(Rendezvous(rank, world, meeting))
+    task, made = TASKS[model], from_data(Plan, plan, "plan")
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+            session = session_of(task, made)
+            data_rank = made.mesh.data_rank(session.applied.groups.rank)
+            batch = batch_of(task, made.share(data_rank)[1], data_rank)
+            with record_function(_MARK):
+                for _ in range(steps):
+                    session.step(batch, task.loss)
+    except RequestError as error:
+        return str(error)
+    leave()
+    return _most(record)
+
+
+def _most(record: Any) -> int:
+    """The highest sum of all that was allocated and not yet freed, after the mark."""
+    events = record.profiler.kineto_results.events()
+    begun = next(e.start_ns() for e in events if e.name() == _MARK)
+    held = most = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        most = max(most, held) if event.start_ns() >= begun else held
+    return most
+
+
+def show(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="Peak memory of a rank's tensors", title_justify="left", header_style="bold", box=None)
+    for column in ("model", "plan"):
+        table.add_column(column)
+    for column in ("predicted MB", "measured MB", "ratio"):
+        table.add_column(column, justify="right")
+    done = [row for row in rows if "ratio" in row]
+    for row in done:
+        table.add_row(row["model"], row["plan"], f"{row['predicted'] / 1e6:.2f}", f"{row['measured'] / 1e6:.2f}", f"{row['ratio']:.3f}")
+    good = sum(abs(row["ratio"] - 1) <= 0.1 for row in done)
+    off = statistics.fmean(abs(row["ratio"] - 1) for row in done)
+    table.caption = f"{good} of {len(done)} within 10%, off by {off:.1%} on average; {len(rows) - len(done)} refused."
+    table.caption_justify = "left"
+    return table
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,234 @@
+"""Is the planner right? Plans of six small models, predicted and measured on this machine: what its choice costs beyond the best, and in which order.
+
+The grid of a model (`grid.py`) holds at most 60 plans of one, two and four ranks of one thread. A pool of four processes stays up; in every
+round each plan is built, warmed up, timed and let go, in an order that turns round from one round to the next. A plan's time is the median over
+rounds of the median of its steps, each as long as the slowest rank's. Regret is the measured time of the plan with the best prediction over the
+best measured time, less one. Predictions come from a probe of this machine as it is during the run (`--calibration` takes another).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from grid import TASKS, WORLD, Subject, chosen, cluster_here, label, legal, median_of_slowest, subject
+from links import RATES, shaped
+from meshwright.core.calibration import Calibration
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import MeshwrightError, unknown
+from meshwright.core.plan import Plan
+from meshwright.core.serial import from_data, read_json, to_data, write_json
+from meshwright.cost import estimate
+from meshwright.launch import Nursery, Workers
+from meshwright.orchestrate.calibrate import PROBE_ERROR, tried_ranks
+from meshwright.plan.objective import burden
+from meshwright.plan.search import rank_plans
+from meshwright.plan.space import Wishes
+from overhead import fail
+from rounds import HERE, machine, say
+
+MOST = 60
+WARM, STEPS, TIMED_S = 2, (2, 5), 0.5  # steps that are not counted; fewest and most that are; about how long they take together
+Times = dict[str, tuple[Plan, list[float]]]  # by a plan's label: the plan, and its seconds in each round
+_AT_ONCE = 12  # plans in one process group: their groups are let go with it
+
+
+def main(
+    models: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(TASKS)}; all if not given.")] = None,
+    link: Annotated[
+        str, typer.Option(help="Of the machine as it is (fast), or of 200 Mbit/s (slow), in which ranks are in network namespaces.")
+    ] = "fast",
+    rounds: Annotated[int, typer.Option(min=1, help="How often each plan is built and timed.")] = 2,
+    calibration: Annotated[Path | None, typer.Option(help="A probe's JSON; read if it is there, written if it is not.")] = None,
+    output: Annotated[Path, typer.Option(help="Where the JSON goes. Models that are there already and not measured now are kept.")] = HERE
+    / "results"
+    / "regret.json",
+    more: Annotated[bool, typer.Option(help="Add these rounds to those of the JSON.")] = False,
+    again: Annotated[bool, typer.Option(help="Measure nothing: predict the plans of the JSON again.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print that JSON on stdout instead of the table.")] = False,
+) -> None:
+    """Predict and measure a grid of plans for each model.
+
+    Examples:
+      python bench/regret.py
+      python bench/regret.py --models gpt --models cnn --rounds 3
+    """
+    try:
+        for name in models or ():
+            if name not in TASKS:
+                raise unknown("model", name, tuple(TASKS))
+        if link not in RATES:
+            raise unknown("link", link, tuple(RATES))
+        result = _result(output)
+        cluster = cluster_here()
+        with _nursery() as nursery, shaped(link, WORLD) as space:
+            known = _calibration(calibration, cluster, nursery, space)
+            for name in models or TASKS:
+                of, key = subject(name), name if link == "fast" else f"{name}, {link} link"
+                before = _told(result, key) if again or more else {}
+                times = before if again else _measured(nursery, of, cluster, known, rounds, space, before)
+                result["models"][key] = judged(of, cluster, known, times) | {"machine": machine()}
+                write_json(output, result)
+    except MeshwrightError as error:
+        fail("regret", error)
+    print(json.dumps(result)) if as_json else Console().print(show(result))
+    say(f"written to {output}")
+
+
+@contextmanager
+def _nursery() -> Iterator[Nursery]:
+    made = Nursery(1, {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])})
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def _result(output: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {"most": MOST, "warm": WARM, "steps": list(STEPS), "models": {}}
+    return found
+
+
+def _calibration(path: Path | None, cluster: Cluster, nursery: Nursery, space: str) -> Calibration:
+    if path is not None and path.exists():
+        return from_data(Calibration, read_json(path), str(path))
+    layouts = []
+    for ranks in tried_ranks(cluster):
+        say(f"measuring {ranks} ranks")
+        with Workers(nursery, ranks) as workers:
+            layouts += workers.call("grid:probed", {"space": space}, timeout_s=120)[0][0]
+    made = Calibration(cluster.nodes[0].name, cluster.devices[0].name, machine()["date"], tuple(layouts), error=PROBE_ERROR)
+    if path is not None:
+        write_json(path, made)
+    return made
+
+
+def _told(result: dict[str, Any], name: str) -> Times:
+    """Times of an earlier run. Plans are found again by their labels."""
+    rows = result["models"][name]["plans"] if name in result["models"] else []
+    return {row["label"]: (from_data(Plan, row["plan"], "plan"), row["seconds"]) for row in rows}
+
+
+def _measured(
+    nursery: Nursery, of: Subject, cluster: Cluster, known: Calibration, rounds: int, space: str, before: Times
+) -> Times:  # fmt: skip
+    """Seconds of each plan by its label, one entry a round, after those from `before`; plans that cannot run are left out and said."""
+    plans = {name: plan for name, (plan, _) in before.items()} or {label(p): p for p in chosen(legal(of, cluster), MOST - 1)}
+    own = rank_plans(of.profile, cluster, of.workload, known, Wishes(flow=of.flow)).scored[0].plan
+    plans.setdefault(label(own), own)
+    counts = {name: _steps(estimate(plan, of.profile, of.workload, cluster, known).step_s) for name, plan in plans.items()}
+    times: Times = {name: (plan, list(before[name][1]) if name in before else []) for name, plan in plans.items()}
+    with Workers(nursery, WORLD) as workers:
+        for number in range(rounds):
+            say(f"{of.task.name}: round {number + 1} of {rounds}, {len(times)} plans")
+            for names in _pieces(list(times), [p.world for p, _ in times.values()], number):
+                _one_piece(workers, of.task.name, times, names, counts, space)
+    return times
+
+
+def _pieces(names: list[str], worlds: list[int], number: int) -> list[list[str]]:
+    """Plans of one world together, some at a time; every other round runs from the end."""
+    found = []
+    for world in sorted(set(worlds)):
+        alike = [n for n, w in zip(names, worlds, strict=True) if w == world]
+        found += [alike[i : i + _AT_ONCE] for i in range(0, len(alike), _AT_ONCE)]
+    return [piece[::-1] for piece in found[::-1]] if number % 2 else found
+
+
+def _steps(step_s: float) -> int:
+    return min(max(round(TIMED_S / step_s), STEPS[0]), STEPS[1])
+
+
+def _one_piece(workers: Workers, model: str, times: Times, names: Sequence[str], counts: Mapping[str, int], space: str) -> None:
+    names = [n for n in names if n in times]
+    if not names:
+        return
+    world = times[names[0]][0].world
+    what = {"model": model, "plans": [(to_data(times[n][0]), counts[n]) for n in names], "warm": WARM, "space": space if world > 1 else ""}
+    ranks = workers.call("grid:timed", what, world=world, timeout_s=240)
+    for name, each in zip(names, zip(*ranks, strict=True), strict=True):
+        refused = next((said for said in each if isinstance(said, str)), None)
+        if refused is not None:
+            say(f"  left out {name}: {refused}")
+            del times[name]
+        else:
+            times[name][1].append(median_of_slowest(list(each)))
+
+
+# -- what it means --
+
+
+def judged(of: Subject, cluster: Cluster, known: Calibration, times: Times) -> dict[str, Any]:
+    """Every plan with both times, and what the choice costs."""
+    rows = []
+    for name, (plan, seconds) in times.items():
+        found = estimate(plan, of.profile, of.workload, cluster, known)
+        rows.append({
+            "label": name, "world": plan.world, "measured_s": statistics.median(seconds), "predicted_s": found.step_s, "seconds": seconds,
+            "breakdown": dict(found.breakdown), "weight": _weight(plan), "plan": to_data(plan),
+        })  # fmt: skip
+    rows.sort(key=lambda row: row["measured_s"])
+    pick = min(rows, key=lambda row: row["predicted_s"] * row["weight"])
+    own = label(rank_plans(of.profile, cluster, of.workload, known, Wishes(flow=of.flow)).scored[0].plan)
+    best = rows[0]["measured_s"]
+    own_s = next((row["measured_s"] for row in rows if row["label"] == own), None)
+    return {
+        "best": rows[0]["label"],
+        "choice": pick["label"],
+        "regret": pick["measured_s"] / best - 1,
+        "rank_plans": own,
+        "rank_plans_regret": own_s / best - 1 if own_s else None,
+        "spearman": spearman([row["predicted_s"] for row in rows], [row["measured_s"] for row in rows]),
+        "off": statistics.median(abs(row["predicted_s"] / row["measured_s"] - 1) for row in rows),
+        "noise": statistics.median(max(r["seconds"]) / min(r["seconds"]) - 1 for r in rows),
+        "plans": rows,
+    }
+
+
+def _weight(plan: Plan) -> float:
+    """By what the planner's order judges a plan longer than it is."""
+    return burden(plan.mesh, plan.memory.zero, plan.micro_batches, plan.tensor.sequence, bool(plan.memory.modes))
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float:
+    """Correlation of ranks; equal values share a rank."""
+    x, y = _ranks(a), _ranks(b)
+    return statistics.correlation(x, y) if len(set(x)) > 1 < len(set(y)) else 0.0
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    return [ordered.index(v) + (ordered.count(v) - 1) / 2 for v in values]
+
+
+def show(result: dict[str, Any]) -> Table:
+    found = result["models"]
+    table = Table(title="The planner's choice against the best of a grid, 4 ranks", title_justify="left", header_style="bold", box=None)
+    table.add_column("model")
+    for column in ("plans", "best", "ms", "choice", "ms", "regret", "own search", "regret", "rank corr.", "off by"):
+        table.add_column(column, justify="right")
+    for name, row in found.items():
+        by = {r["label"]: r["measured_s"] * 1e3 for r in row["plans"]}
+        own = "–" if row["rank_plans_regret"] is None else f"{row['rank_plans_regret']:.1%}"
+        table.add_row(
+            name, str(len(by)), row["best"], f"{by[row['best']]:.1f}", row["choice"], f"{by[row['choice']]:.1f}", f"{row['regret']:.1%}",
+            row["rank_plans"], own, f"{row['spearman']:.3f}", f"{row['off']:.0%}",
+        )  # fmt: skip
+    regrets = [row["regret"] for row in found.values()]
+    correlation = statistics.fmean(row["spearman"] for row in found.values())
+    table.caption = f"Mean regret {statistics.fmean(regrets):.1%}, worst {max(regrets):.1%}; mean rank correlation {correlation:.3f}."
+    table.caption_justify = "left"
+    return table
+
+
+if __name__ == "__main__":
+    typer.run(main)
