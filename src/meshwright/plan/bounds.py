@@ -101,15 +101,19 @@ class Bounds:
         added = self._added(point, parts, ranks, stages)
         each = max(rank.forward + rank.backward + rank.again[point.recompute] + more for rank, more in zip(ranks, added, strict=True))
         computed = micro * each + update
-        if stages:  # what zero=2 and zero=3 move within a turn may be all that there is after it
-            ways = [Stage(part.forward, part.backward + part.again[point.recompute]) for part in parts]
-            computed = max(computed, least_seconds(point.order, ways) + (update if point.zero < 2 else 0.0))
+        way = 0.0
+        if stages:
+            turns = [Stage(part.forward, part.backward + part.again[point.recompute]) for part in parts]
+            least, way = least_seconds(point.order, turns, added)
+            after = update if point.zero < 2 else 0.0  # what zero=2 and zero=3 move within a turn may be all that there is besides
+            computed, way = max(computed, least + after), way + after
         if not travel:
             return computed
-        mean = sum(rank.forward + rank.backward + rank.again[point.recompute] for rank in ranks) / len(ranks)
+        mean = sum(rank.forward + rank.backward + rank.again[point.recompute] + more for rank, more in zip(ranks, added, strict=True)) / len(ranks)
         trained, whole = (sum(figures) / len(ranks) for figures in zip(*((rank.trained, rank.parameters) for rank in ranks), strict=True))
-        sent = self._gradients(point, trained, whole) + self._meetings(point, tensor)
-        return max(computed, micro * mean + update + (1.0 - self._overlap(rates)) * sent, sent)
+        met, moved, stolen = self._meetings(point, tensor), self._gradients(point, trained, whole), 1.0 - self._overlap(rates)
+        within = met + (moved if point.zero == 3 else 0.0)  # of every turn
+        return max(computed, way + stolen * within if stages else 0.0, micro * mean + update + stolen * (met + moved), met + moved)
 
     def _ranks(self, point: Point, parts: Sequence[_Sum], stages: Layers) -> list[_Sum]:
         """By pipeline rank; the mean one where its stages are not known."""
@@ -239,6 +243,7 @@ class Bounds:
         layers = local_profile(_plan(ways, held.value), folded.at(samples), 0).layers
         price = ComputeCost(rates.value, self._workload.precision, compiled != "none", self._units)
         memo: dict[tuple[int, str, bool], float] = {}
+        allowed = RECOMPUTES[2:] if compiled != "none" and math.prod(ways) > 1 else RECOMPUTES[1:]  # as a plan would refuse itself
         found = []
         for layer in layers:
             unit = layer.name in self._units
@@ -254,7 +259,7 @@ class Bounds:
             whole = float(sum(size for size, _ in sizes))
             work = layer.product_bytes if compiled == "model" else layer.transient_bytes
             inside, outside = (whole, 0.0) if unit else (0.0, whole)
-            thrift = max(((saved - kept[m]) / again[m] if again[m] else math.inf) if unit else 0.0 for m in RECOMPUTES[1:])
+            thrift = max(((saved - kept[m]) / again[m] if again[m] else math.inf) if unit else 0.0 for m in allowed)
             found.append(_Sum(forward, price.layer(layer, "backward", memo), again, kept, whole, trained, work, inside, outside, thrift))
         return found
 
