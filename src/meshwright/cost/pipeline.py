@@ -71,13 +71,15 @@ def finished(order: Order, stages: Sequence[Stage]) -> list[float]:
     return graph.last(graph.ends(stages))
 
 
-def least_seconds(order: Order, stages: Sequence[Stage]) -> float:
-    """What no run is below: some rank's work, after the way in to it and, where gradients of weights do not come last, before the way out."""
+def least_seconds(order: Order, stages: Sequence[Stage], extra: Sequence[float] = ()) -> tuple[float, float]:
+    """What no run is below: some rank's work, with what it has to do besides for each micro-batch, after the way in to it and, where gradients
+    of weights do not come last, before the way out. And the mean of that over the ranks."""
     into = [0.0, *accumulate(stage.forward for stage in stages[: order.ranks])]
     out = [0.0, *accumulate(stage.backward for stage in stages[: order.ranks])]
     back = [0.0] * len(out) if order.schedule == "zero_bubble" else out
-    works = (sum(sum(stages[s][:3]) for s in order.stages(rank)) for rank in range(order.ranks))
-    return max(into[rank] + order.micro_batches * work + back[rank] for rank, work in enumerate(works))
+    works = [sum(sum(stages[s][:3]) for s in order.stages(rank)) + (extra[rank] if extra else 0.0) for rank in range(order.ranks)]
+    every = [into[rank] + order.micro_batches * work + back[rank] for rank, work in enumerate(works)]
+    return max(every), sum(every) / len(every)
 
 
 def held(order: Order, rank: int) -> tuple[tuple[int, ...], ...]:

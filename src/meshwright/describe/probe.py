@@ -94,7 +94,8 @@ def measure(
         curves = meeting_seconds(comm, pair, device, backend, sizes)
         overlap = _overlap(comm, device, sizes)
     lines = {name: fit_line(list(points)) for name, points in curves.items()}
-    host = _host(device, comm) if device.type == "cuda" else {}
+    comm.barrier()
+    host = _host(device) if device.type == "cuda" else {}
     say("framework")
     base = _settled(device, held)
     queued = device.type == "cuda"
@@ -149,7 +150,7 @@ def host_copies(device: torch.device) -> Mapping[str, float]:
     return {"host_to_device": size / watch(lambda: there.copy_(host)), "device_to_host": size / watch(lambda: host.copy_(there))}
 
 
-def _host(device: torch.device, comm: Comm) -> dict[str, float]:
+def _host(device: torch.device) -> dict[str, float]:
     """What an optimizer in host memory would reach, while all ranks do the same: the link each way, and its own pass."""
     elements = 2**24
     there = torch.zeros(elements, device=device)
@@ -157,9 +158,7 @@ def _host(device: torch.device, comm: Comm) -> dict[str, float]:
     copy.grad = torch.ones_like(copy)
     optimizer = torch.optim.AdamW([copy], fused=True)
     watch = Stopwatch(device, 0.1)
-    comm.barrier()
     link = watch(lambda: (there.copy_(copy.detach(), non_blocking=True), copy.grad.copy_(there, non_blocking=True)))  # type: ignore[union-attr]
-    comm.barrier()
     step = watch(optimizer.step)
     return {"link": 2 * 4 * elements / link, "step": 7 * 4 * elements / step}
 

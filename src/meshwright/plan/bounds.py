@@ -105,15 +105,19 @@ class Bounds:
         added = self._added(point, parts, ranks, stages)
         each = max(rank.forward + rank.backward + rank.again[point.recompute] + more for rank, more in zip(ranks, added, strict=True))
         computed = micro * each + update
-        if stages:  # what zero=2 and zero=3 move within a turn may be all that there is after it
-            ways = [Stage(part.forward, part.backward + part.again[point.recompute]) for part in parts]
-            computed = max(computed, least_seconds(point.order, ways) + (update if point.zero < 2 else 0.0))
+        way = 0.0
+        if stages:
+            turns = [Stage(part.forward, part.backward + part.again[point.recompute]) for part in parts]
+            least, way = least_seconds(point.order, turns, added)
+            after = update if point.zero < 2 else 0.0  # what zero=2 and zero=3 move within a turn may be all that there is besides
+            computed, way = max(computed, least + after), way + after
         if not travel:
             return computed
-        mean = sum(rank.forward + rank.backward + rank.again[point.recompute] for rank in ranks) / len(ranks)
+        mean = sum(rank.forward + rank.backward + rank.again[point.recompute] + more for rank, more in zip(ranks, added, strict=True)) / len(ranks)
         trained, whole = (sum(figures) / len(ranks) for figures in zip(*((rank.trained, rank.parameters) for rank in ranks), strict=True))
-        sent, met = self._gradients(point, trained, whole, cut), self.meetings(point, cut)
-        return max(computed, micro * mean + update + (1.0 - self._overlap(rates)) * sent + met, sent + met)
+        sent, met, stolen = self._gradients(point, trained, whole, cut), self.meetings(point, cut), 1.0 - self._overlap(rates)
+        within = met + (stolen * sent if point.zero == 3 else 0.0)  # of every turn
+        return max(computed, way + within if stages else 0.0, micro * mean + update + stolen * sent + met, sent + met)
 
     def _ranks(self, point: Point, parts: Sequence[_Sum], stages: Layers) -> list[_Sum]:
         """By pipeline rank; the mean one where its stages are not known."""
@@ -268,6 +272,7 @@ class Bounds:
         layers = local_profile(held.value, folded.at(samples), 0).layers
         price = ComputeCost(rates.value, self._workload.precision, compiled != "none", self._units)
         memo: dict[tuple[int, str, bool], float] = {}
+        allowed = RECOMPUTES[2:] if compiled != "none" and held.value.mesh.degree("tp") > 1 else RECOMPUTES[1:]  # as a plan would refuse itself
         found = []
         for layer in layers:
             unit = layer.name in self._units
@@ -282,7 +287,8 @@ class Bounds:
             trained = float(sum(size for size, train in sizes if train))
             whole = float(sum(size for size, _ in sizes))
             inside, outside = (whole, 0.0) if unit else (0.0, whole)
-            thrift = max(((saved - kept[m]) / again[m] if again[m] else math.inf) if unit else 0.0 for m in RECOMPUTES[1:])
+            inside, outside = (whole, 0.0) if unit else (0.0, whole)
+            thrift = max(((saved - kept[m]) / again[m] if again[m] else math.inf) if unit else 0.0 for m in allowed)
             found.append(_Sum(forward, price.layer(layer, "backward", memo), again, kept, whole, trained, inside, outside, thrift))
         return found
 
