@@ -287,7 +287,6 @@ class Bounds:
             trained = float(sum(size for size, train in sizes if train))
             whole = float(sum(size for size, _ in sizes))
             inside, outside = (whole, 0.0) if unit else (0.0, whole)
-            inside, outside = (whole, 0.0) if unit else (0.0, whole)
             thrift = max(((saved - kept[m]) / again[m] if again[m] else math.inf) if unit else 0.0 for m in allowed)
             found.append(_Sum(forward, price.layer(layer, "backward", memo), again, kept, whole, trained, inside, outside, thrift))
         return found
