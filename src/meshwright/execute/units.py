@@ -92,6 +92,7 @@ class UnitShards:
         self._build(model, optimizer, plan, kinds, shared)
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.buckets = [flat for flat in self.flats if flat.pieces]
+        model.register_state_dict_pre_hook(_refuse)
         optimizer.register_step_pre_hook(lambda *_: self.finish())
         optimizer.register_step_post_hook(lambda *_: self._forget())
 
@@ -374,6 +375,13 @@ class _Door(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         ctx.left()
         return None, *grads
+
+
+def _refuse(*_: Any) -> None:
+    raise RequestError(
+        "zero=3: between uses parameters have no values, and state_dict would hold none: "
+        "on all ranks, dict(meshwright.execute.state.whole_state(applied)) has them whole"
+    )
 
 
 def is_sharded(model: nn.Module) -> bool:
