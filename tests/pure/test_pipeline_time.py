@@ -143,7 +143,7 @@ def test_one_micro_batch_is_brought_back_however_many_are_under_way() -> None:
     (under_way,) = in_flight(again, 0, [0])
     assert under_way == {"blocks.0": 2, "blocks.1": 2}
     first = replace(profile, layers=profile.layers[:2])
-    assert fullest_moment(again, first, under_way).activations == 2 * 1e4 + 1e4 + 1e5, "the others keep inputs, and so does its first layer"
+    assert fullest_moment(again, first, under_way).activations == 2 * 2 * 1e4 + 1e5
 
 
 def test_what_data_ranks_do_is_after_the_turns() -> None:

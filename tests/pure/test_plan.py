@@ -280,7 +280,7 @@ def test_nothing_fits_says_what_is_needed_and_what_there_is() -> None:
 
 def test_recomputation_is_proposed_to_those_who_forbade_it() -> None:
     assert "--set recompute=" not in too_big()[1]
-    assert "--set recompute=" in explain(rank(blocks(4, saved=1e7), 1, batch=1, memory=6e6, wishes=Wishes(recompute="none")))
+    assert "--set recompute=" in explain(rank(blocks(4, saved=1e7), 1, batch=1, memory=8e6, wishes=Wishes(recompute="none")))
 
 
 # Plans as files

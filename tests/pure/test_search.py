@@ -69,10 +69,12 @@ def check_bounds(ranking: Ranking, most: int) -> None:
         choice = "mixed" if plan.memory.layers else plan.memory.recompute
         point = Point(plan.mesh, plan.memory.zero, plan.micro_batches, choice, plan.tensor.sequence, plan.schedule)
         stages = tuple(stage.layers for stage in plan.stages) if plan.mesh.pp > 1 else ()
+        held = {name: getattr(plan, name) for name in ("tensor", "across", "context", "spatial", "owners")}
+        cut = Plan("", plan.mesh.ep, Mesh(cp=plan.mesh.cp, ep=plan.mesh.ep, tp=plan.mesh.tp), **held)
         for travel, layers in ((False, ()), (True, ()), (True, stages)):
-            least = bounds.seconds(point, plan.tensor, plan.compile, travel, layers)
+            least = bounds.seconds(point, cut, plan.compile, travel, layers)
             assert least <= told.step_s * (1 + 1e-9) or not told.fits, (plan.summary(), travel, bool(layers))
-            assert bounds.bytes(point, plan.tensor, plan.compile, layers) <= max(told.memory_bytes) + 16, (plan.summary(), bool(layers))
+            assert bounds.bytes(point, cut, plan.compile, layers) <= max(told.memory_bytes) + 16, (plan.summary(), bool(layers))
 
 
 @given(
@@ -86,7 +88,7 @@ def test_what_bounds_leave_out_could_not_have_won(
     workload = Workload(batch, objective=objective, price=2.0)  # type: ignore[arg-type]
     machine = calibration(devices, network=network, alpha=alpha, overlap=overlap, flops=flops)
     profile, flow = traced(name)
-    whole, pruned = both(profile, workload, devices, memory, machine, Wishes(flow=flow))
+    whole, pruned = both(profile, workload, devices, memory, machine, Wishes(flow=flow, offload="none"))
     check_alike(whole, pruned)
     check_bounds(whole, 40)
 
@@ -108,7 +110,7 @@ def test_no_better_plan_of_a_made_up_model_is_left_out(
     profile = model([layer(f"blocks.{i}", ((n, n),), flops=f, saved=s, block="blocks.0") for i, (n, f, s) in enumerate(made)])
     workload = Workload(batch, objective=objective, price=2.0)  # type: ignore[arg-type]
     machine = calibration(devices, network=network, alpha=alpha, overlap=overlap)
-    whole, pruned = both(profile, workload, devices, 10**memory, machine, Wishes())
+    whole, pruned = both(profile, workload, devices, 10**memory, machine, Wishes(offload="none"))
     check_alike(whole, pruned)
     check_bounds(whole, 100)
 

@@ -87,17 +87,17 @@ def fullest_moment(plan: Plan, profile: ModelProfile, in_flight: Mapping[str, in
     While a layer works, in forward or backward, there is what the layers before it keep, all that it needs itself (recomputation brings that
     back for one unit at a time), its workspace and, in backward, gradients of the layers after it. Other micro-batches under way keep theirs:
     `in_flight` says how many there are in each layer, the one at work among them."""
-    kept = [kept_bytes(plan, layer, plan.memory.mode(layer.name))[0] for layer in profile.layers]
+    kept = [kept_bytes(plan, layer, plan.memory.mode(layer.name)) for layer in profile.layers]
     counts = [(in_flight or {}).get(layer.name, 1) for layer in profile.layers]
-    before = sum(max(count - 1, 0) * keeps for count, keeps in zip(counts, kept, strict=True))
+    before = sum(max(count - 1, 0) * keeps for count, (keeps, _) in zip(counts, kept, strict=True))
     later = float(sum(t.bytes for t in profile.tensors if t.trainable)) if _come_and_go(plan) else 0.0
     moments = [Moment(0.0, 0.0, later)]  # the optimizer's step
     given = 0.0
-    for layer, keeps, count in zip(profile.layers, kept, counts, strict=True):
+    for layer, (keeps, back), count in zip(profile.layers, kept, counts, strict=True):
         later -= sum(t.bytes for t in layer.tensors if t.trainable) if _come_and_go(plan) else 0.0
         # Of fused code there are left the largest product's operands, or the gradients that it is given and gives.
         workspace = max(layer.product_bytes, given + layer.output_bytes) if plan.compile == "model" else layer.transient_bytes
-        moments.append(Moment(before + max(kept_bytes(plan, layer, "none")[0], keeps), workspace, later))
+        moments.append(Moment(before + keeps + back, workspace, later))
         before, given = before + (keeps if count else 0.0), layer.output_bytes
     return max(moments, key=lambda moment: moment.bytes)
 

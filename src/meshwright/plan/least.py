@@ -117,7 +117,7 @@ class Least:
     def _made(self, cluster: Cluster, point: Point, wishes: Wishes) -> Scored | None:
         try:
             cuts = self.cutter.cut(point.mesh, point.sequence, point.schedule)
-            recompute = self._wishes.recompute or "full"
+            recompute = "full" if point.recompute == "mixed" else point.recompute
             inputs = (self._profile, cluster, self._workload, wishes, point.mesh, point.zero, point.micro_batches, recompute)
             plan = make(*inputs, cuts, point.schedule)
         except RequestError:

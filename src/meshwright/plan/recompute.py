@@ -22,10 +22,11 @@ from meshwright.core.workload import Workload
 from meshwright.cost.collective import collective_seconds
 from meshwright.cost.compute import ComputeCost
 from meshwright.cost.memory import kept_bytes
-from meshwright.cost.step import Room, rooms
+from meshwright.cost.step import Room, estimate, rooms
 from meshwright.plan.memory import RECOMPUTES
 from meshwright.schedule import Place, program
 
+_LESS = (0.0, 0.02, 0.05, 0.1, 0.2)  # of the room, where what was found does not fit after all
 _SLACK = 4e-6  # of the room: what a solver takes for equal may be a little more
 
 
@@ -49,9 +50,21 @@ Counts = Sequence[Mapping[Recompute, int]]  # of each kind
 
 def mixed(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, calibration: Calibration) -> Plan | None:
     """The plan, which keeps everything that it may, with the recomputation that makes it fit at the least time; None where it fits as it is, and
-    where nothing makes it fit. Units whose mode was asked for keep that."""
+    where nothing makes it fit. Units whose mode was asked for keep that. The program knows one workspace for all layers and no gradients that
+    come while activations go, so what it finds is checked, and asked for again in a little less room."""
+    if plan.mesh.pp > 1 and plan.schedule == "zero_bubble":
+        return None
+    every = list(rooms(plan, profile, workload, cluster, calibration))
+    for less in _LESS:
+        found = _solved(plan, cluster, [replace(room, bytes=int(room.bytes * (1 - less))) for room in every])
+        if found is None or estimate(found, profile, workload, cluster, calibration, timed=False).fits:
+            return found
+    return None
+
+
+def _solved(plan: Plan, cluster: Cluster, rooms: Sequence[Room]) -> Plan | None:
     modes: dict[str, Recompute] = {}
-    for room in rooms(plan, profile, workload, cluster, calibration):
+    for room in rooms:
         kinds, members = _kinds(plan, cluster, room)
         counts = solve(kinds, *_left(plan, room))
         if counts is None:

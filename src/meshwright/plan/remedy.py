@@ -15,7 +15,7 @@ from meshwright.cost.step import HEADROOM
 from meshwright.plan.least import Least
 from meshwright.plan.search import Ranking, Scored
 
-_MOST_DEVICES = 16384
+_MOST_DEVICES = 4096
 _MOST_CARDS = 64  # in one machine
 _LARGEST = 1 << 50  # bytes: what no device has
 
