@@ -35,16 +35,24 @@ class Least:
         self.cutter = cutter or Cutter(profile, workload, wishes)
         self._known: dict[tuple[int, int], Scored | None] = {}  # by number of ranks, and the memory of the smallest device
 
-    def on(self, cluster: Cluster) -> Scored | None:
-        """The plan for this cluster that needs the least memory on its largest rank; None where no plan is legal."""
+    def on(self, cluster: Cluster, most: bool = False) -> Scored | None:
+        """The plan for this cluster that needs the least memory on its largest rank; None where no plan is legal. With `most`, among those that use
+        (nearly) all devices: the more there are, the less each holds."""
         if self._wishes.mesh is not None or places(cluster, len(cluster.devices)):
             return self._of_all(cluster)
-        found = [best for world in worlds(len(cluster.devices), self._wishes) if (best := self._with(cluster, world)) is not None]
+        found = [
+            best for world in worlds(len(cluster.devices), self._wishes)[-2 if most else 0 :] if (best := self._with(cluster, world)) is not None
+        ]
         return min(found, key=_rank, default=None)
 
     def fits(self, cluster: Cluster) -> bool:
-        found = self.on(cluster)
+        found = self.on(cluster, most=True)
         return found is not None and found.estimate.fits
+
+    @property
+    def total(self) -> float:
+        """Bytes of parameters and gradients, which all devices together must hold whatever the plan."""
+        return 2.0 * sum(t.bytes for t in self._profile.tensors if t.trainable)
 
     def _lean(self, cluster: Cluster) -> tuple[Wishes, ...]:
         """The wishes, and the same with states in host memory where that is not the device's own and nobody minds."""

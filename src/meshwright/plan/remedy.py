@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,7 @@ from meshwright.plan.search import Ranking, Scored
 
 _MOST_DEVICES = 4096
 _MOST_CARDS = 64  # in one machine
+_PATIENCE_S = 5.0  # for a number of machines
 _LARGEST = 1 << 50  # bytes: what no device has
 
 
@@ -152,17 +154,22 @@ def _halves(number: int, least: int = 1) -> Iterator[int]:
 # -- the machine --
 
 
-def fewest_nodes(cluster: Cluster, fits: Callable[[Cluster], bool]) -> int | None:
-    """The smallest number of units (`grown`) on which something fits, one less than which does not; None where that is beyond reason."""
-    low = _units(cluster)
+def fewest_nodes(cluster: Cluster, fits: Callable[[Cluster], bool], total: float = 0.0) -> int | None:
+    """The smallest number of units (`grown`) on which something fits, one less than which does not; None where that is beyond reason, or takes too
+    long to find. Together they hold at least `total` bytes, so fewer are not tried."""
+    until = time.monotonic() + _PATIENCE_S
+    room = sum(d.memory_bytes for d in cluster.devices) / _units(cluster) * HEADROOM
+    low = max(_units(cluster), int(total / room))
     high = low
     while high * _unit_size(cluster) < (_MOST_CARDS if _by_device(cluster) else _MOST_DEVICES):
         low, high = high, 1 << high.bit_length()
         if fits(grown(cluster, high)):
             break
+        if time.monotonic() > until:
+            return None
     else:
         return None
-    while high - low > 1:
+    while high - low > 1 and time.monotonic() < until:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(grown(cluster, middle)) else (middle, high)
     return high
@@ -170,7 +177,7 @@ def fewest_nodes(cluster: Cluster, fits: Callable[[Cluster], bool]) -> int | Non
 
 def _wider(ranking: Ranking, least: Least) -> Iterator[str]:
     """More of the same machines; where the batch is too small to be shared among as many, with a batch that is not."""
-    units = fewest_nodes(ranking.cluster, least.fits)
+    units = fewest_nodes(ranking.cluster, least.fits, least.total)
     if units is not None:
         yield _more(ranking.cluster, units)
         return
@@ -179,7 +186,7 @@ def _wider(ranking: Ranking, least: Least) -> Iterator[str]:
         workload = replace(ranking.workload, global_batch=len(cluster.devices))
         return Least(ranking.profile, workload, ranking.calibration, ranking.wishes, least.cutter).fits(cluster)
 
-    units = fewest_nodes(ranking.cluster, fits)
+    units = fewest_nodes(ranking.cluster, fits, least.total)
     if units is not None:
         yield f"{_more(ranking.cluster, units)} with --global-batch {units * _unit_size(ranking.cluster)}"
 
