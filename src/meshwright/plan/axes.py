@@ -28,6 +28,7 @@ from meshwright.plan.partition import choose_units
 from meshwright.plan.space import Cutter, Wishes, default_compile, divisors, model_parallel
 
 _WORTH_AN_ORDER = 0.02  # relatively: predictions are not finer
+MANY = 512  # devices from which on the search is among the usual axes, in their usual order, and others are asked for by name: there is no time
 _WORTH_A_GRID = 0.05  # of the work: where a line's meetings take less, nothing is to be had from a better shape
 
 
@@ -36,7 +37,7 @@ class Axes:
 
     def __init__(self, cluster: Cluster, workload: Workload, wishes: Wishes, cutter: Cutter, bounds: Bounds) -> None:
         self._device, self._batch, self._wishes, self._cutter, self._bounds = cluster.devices[0].kind, workload.global_batch, wishes, cutter, bounds
-        self._units = choose_units(cutter.profile)
+        self._units, self._many = choose_units(cutter.profile), len(cluster.devices) > MANY
         self._refused: set[tuple[int, int, tuple[int, ...], bool]] = set()
         self._several = len(cluster.nodes) > 1
         self._ordered = cache(lambda mesh: tuple(orders(mesh, cluster)))
@@ -51,7 +52,7 @@ class Axes:
         """The same with lines of tensor-parallel ranks only."""
         every = model_parallel(world, self._wishes)
         plain = [mesh for mesh in every if mesh.pp <= most_stages and mesh.degree("tp") <= most_tensor]
-        if self._wishes.flow is None or self._wishes.sequence:
+        if self._wishes.flow is None or self._wishes.sequence or self._many:
             return plain
         owned = [*plain, *(found for mesh in plain for found in self._owners(mesh))]
         return [*owned, *(found for mesh in owned for found in self._positions(mesh))]
@@ -94,7 +95,7 @@ class Axes:
 
     def orders(self, point: Point) -> Iterator[Point]:
         """The same plan with other axes next to each other, where that takes less of what its ranks send."""
-        if not self._several or point.mesh.order:
+        if not self._several or self._many or point.mesh.order:
             return
         cut = self._cutter.parts(point.mesh, point.sequence)
         compiled = self.compiled(point.mesh, cut)
@@ -113,7 +114,7 @@ class Axes:
     def grids(self, line: Mesh) -> Iterator[Mesh]:
         """Grids of as many tensor-parallel ranks whose meetings take less time."""
         ways = line.degree("tp")
-        sides = [side for side in divisors(ways) if 1 < side < ways] if len(line.tp) == 1 and not self._wishes.sequence else []
+        sides = [side for side in divisors(ways) if 1 < side < ways] if len(line.tp) == 1 and not self._wishes.sequence and not self._many else []
         plain = self._cut(line) if sides and self._batch >= line.data_width else None
         if plain is None:
             return

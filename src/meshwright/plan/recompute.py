@@ -55,17 +55,18 @@ def mixed(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluste
     if plan.mesh.pp > 1 and plan.schedule == "zero_bubble":
         return None
     every = list(rooms(plan, profile, workload, cluster, calibration))
+    met = {id(room.local): _met_again(plan, cluster, room) for room in {id(room.local): room for room in every}.values()}  # alike ranks meet alike
     for less in _LESS:
-        found = _solved(plan, cluster, [replace(room, bytes=int(room.bytes * (1 - less))) for room in every])
+        found = _solved(plan, [replace(room, bytes=int(room.bytes * (1 - less))) for room in every], met)
         if found is None or estimate(found, profile, workload, cluster, calibration, timed=False).fits:
             return found
     return None
 
 
-def _solved(plan: Plan, cluster: Cluster, rooms: Sequence[Room]) -> Plan | None:
+def _solved(plan: Plan, rooms: Sequence[Room], met: Mapping[int, Mapping[str, float]]) -> Plan | None:
     modes: dict[str, Recompute] = {}
     for room in rooms:
-        kinds, members = _kinds(plan, cluster, room)
+        kinds, members = _kinds(plan, room, met[id(room.local)])
         counts = solve(kinds, *_left(plan, room))
         if counts is None:
             return None
@@ -139,11 +140,10 @@ class _Program:
         self._solver.addRow(float(least), float(most), len(terms), list(terms), list(terms.values()))
 
 
-def _kinds(plan: Plan, cluster: Cluster, room: Room) -> tuple[list[Kind], list[list[str]]]:
+def _kinds(plan: Plan, room: Room, met: Mapping[str, float]) -> tuple[list[Kind], list[list[str]]]:
     """The kinds among a rank's units whose mode is open, and the names of those that belong to each."""
     price = ComputeCost(room.rates, plan.memory.precision, plan.compile != "none", frozenset(plan.memory.units))
     memo: dict[tuple[int, str, bool], float] = {}
-    met = _met_again(plan, cluster, room)
     found: dict[tuple[Any, ...], list[str]] = {}
     for layer, name in zip(room.local.layers, room.names, strict=True):
         if not _open(plan, layer):

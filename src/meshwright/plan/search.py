@@ -12,7 +12,7 @@ from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.workload import Workload
 from meshwright.cost import estimate
-from meshwright.plan.axes import Axes, bounds_for
+from meshwright.plan.axes import MANY, Axes, bounds_for
 from meshwright.plan.balance import balanced
 from meshwright.plan.front import FRONT, Front
 from meshwright.plan.objective import burden, check_objective, cost
@@ -78,7 +78,7 @@ def rank_plans(
 
 def _short_of_memory(ranking: Ranking) -> bool:
     best = ranking.best
-    saving = not best.estimate.fits or bool(best.plan.memory.modes)
+    saving = not best.estimate.fits or (bool(best.plan.memory.modes) and len(ranking.cluster.devices) <= MANY)
     return saving and best.plan.device == "cuda" and ranking.wishes.offload is None
 
 
