@@ -57,7 +57,7 @@ KINDS = (
     ("blackwell", ("B200", "B300", "GB200", "GB300")), ("ada", ("L4", "GeForce RTX 4", "RTX 6000")), ("cdna", ("MI",)),
 )  # fmt: skip
 SEEN = ("volta", "ampere", "hopper")  # kinds of which there are published runs enough to be held to
-NEWEST = "megatron-core"  # the generation of frameworks that plans of today are compared with
+NEWEST = "fsdp2"  # the newest generation of frameworks that work as this one does: torch's own kernels, compiled, parameters gathered layer by layer
 
 
 def device_kind(name: str) -> str:

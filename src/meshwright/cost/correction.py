@@ -32,7 +32,7 @@ def corrected(calibration: Calibration, model: str, kind: str, precision: str) -
     memory = _factor([(r.memory, w) for r, w in found])
     layouts = tuple(_changed(rates, compute, network, memory) for rates in calibration.layouts)
     runs = sum(w for _, w in found)
-    spread = _median([(abs(math.log(r.step) - _middle([(r.step, w) for r, w in found])), w) for r, w in found]) * 1.48  # as of a normal one
+    spread = _median([(abs(math.log(_clipped(r.step)) - _middle([(r.step, w) for r, w in found])), w) for r, w in found]) * 1.48  # as of a normal one
     error = math.sqrt((runs * spread**2 + _PRIOR * calibration.error**2) / (runs + _PRIOR))
     off = 1.0 / math.exp(_middle([(r.step, w) for r, w in found])) - 1.0
     names = ", ".join(dict.fromkeys(r.model for r, _ in sorted(found, key=lambda item: -item[1])))
