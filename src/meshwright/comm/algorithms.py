@@ -10,6 +10,7 @@ n ranks, N bytes; a round is as long as one message.
              has put its care into all-reduce (Open MPI's reduce-scatter of 36 MB on two ranks takes twice as long as its all-reduce).
   two-level  parts are summed inside a node, ranks of the same place on other nodes sum theirs, and the sums go round the node: between
              nodes a rank sends 2N/k·(m-1)/m bytes for k ranks a node and m nodes.
+  shared     no messages: ranks of one node add up from memory that they share. See `shared.py`.
 Large messages travel in segments, so that one is added up while the next is on its way. Every part is summed by one rank, or by all in an order
 that gives the same bits (a + b = b + a), so all ranks end with the same values to the last bit.
 """

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from meshwright.core.calibration import Line, Rates
 from meshwright.core.plan import Plan
-from meshwright.core.routes import Route, has_levels, way, way_parts
+from meshwright.core.routes import Route, applies, way, way_parts
 from meshwright.core.units import show_bytes, show_rate, show_seconds
 from meshwright.schedule import LedgerLine
 
@@ -44,8 +44,7 @@ def routes(rates: Rates, backends: Sequence[str], operations: Iterable[str], nod
 def measured_ways(rates: Rates, backends: Sequence[str], op: str, nodes: Sequence[int] = ()) -> list[str]:
     """The first backend's own first."""
     named = [name.removesuffix(f"/{op}") for name in rates.collectives if name.endswith(f"/{op}")]
-    levels = has_levels(range(rates.ranks), nodes)
-    fitting = [w for w in named if way_parts(w)[0] in backends and (levels or way_parts(w)[1] != "two-level")]
+    fitting = [w for w in named if way_parts(w)[0] in backends and applies(way_parts(w)[1], range(rates.ranks), nodes)]
     return sorted(fitting, key=lambda w: (backends.index(way_parts(w)[0]), ":" in w))
 
 
@@ -77,7 +76,7 @@ def used(plan: Plan, lines: Iterable[LedgerLine]) -> Plan:
     calls = [line for line in lines if line.axis != "pp"]
     ways = {line.op for line in calls if way(plan.sync.routes, line.op, line.sent / line.calls, plan.backend) != plan.backend}
     kept = tuple(r for r in plan.sync.routes if r.op in ways)
-    nodes = plan.sync.nodes if any(r.algorithm == "two-level" for r in kept) else ()
+    nodes = plan.sync.nodes if any(r.algorithm in ("two-level", "shared") for r in kept) else ()
     return replace(plan, sync=replace(plan.sync, routes=kept, nodes=nodes))
 
 
