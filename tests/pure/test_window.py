@@ -59,7 +59,7 @@ def expected(ranks: int, numel: int, op: str) -> torch.Tensor:
 @settings(max_examples=60, deadline=None)
 @given(
     ranks=st.integers(1, 5), numels=st.lists(st.sampled_from([0, 1, 3, 8, 9, 700, 5000, 12345]), min_size=1, max_size=4), op=st.sampled_from(OPS),
-    short=st.sampled_from([0, 64, 1 << 14]),
+    short=st.sampled_from([0, 64, 1 << 21]),
 )  # fmt: skip
 def test_an_all_reduce_by_shared_memory(ranks: int, numels: list[int], op: str, short: int) -> None:
     """Several under way at once, waited for from the last."""

@@ -17,14 +17,14 @@ from meshwright.comm.algorithms import Combine, cut
 from meshwright.comm.window import FULL, READ, SLOTS, SUMMED, Window
 
 Then = Callable[[torch.Tensor], object]
-_SHORT = 1 << 14  # bytes up to which everyone adds up everything: one turn instead of two
+_SHORT = 1 << 21  # bytes to add up from all others, up to which everyone adds up everything: one turn instead of two
 
 
 def all_reduce(window: Window, whole: torch.Tensor, combine: Combine, then: Then, what: str) -> None:
     """In place, of a flat tensor; `then` is done to what is summed."""
     if window.size == 1:
         then(whole)
-    elif whole.nbytes <= _SHORT:
+    elif whole.nbytes * (window.size - 1) <= _SHORT and whole.nbytes <= window.piece * window.size:
         _by_all(window, whole, combine, then, what)
     else:
         parts = cut(whole, window.size)
@@ -51,7 +51,7 @@ def gather(window: Window, parts: Sequence[torch.Tensor], what: str) -> None:
             window.hear(FULL, what)
             for peer in window.others:
                 piece = pieces[step - 1][peer]
-                piece.copy_(window.places(peer, first + step - 1, room, piece.dtype)[0][: piece.numel()])
+                piece.copy_(_room(window, peer, first + step - 1, 0, piece, room))
             window.tell(READ)
 
 
@@ -60,7 +60,7 @@ def _by_all(window: Window, whole: torch.Tensor, combine: Combine, then: Then, w
     step, room = window.begin(1), window.piece * window.size
     _fill(window, step, [(0, whole)], room, what)
     window.hear(FULL, what)
-    every = [window.places(r, step, room, whole.dtype)[0][: whole.numel()] for r in range(window.size)]
+    every = [_room(window, r, step, 0, whole, room) for r in range(window.size)]
     combine(every[0], every[1], out=whole)
     for other in every[2:]:
         combine(whole, other, out=whole)
@@ -84,13 +84,13 @@ def _by_parts(
             _add(window, first + step - 1, own, into, combine, what)
             then(into)
             if back:
-                window.places(me, first + step - 1, room, into.dtype)[me][: into.numel()].copy_(into)
+                _room(window, me, first + step - 1, me, into, room).copy_(into)
             window.tell(SUMMED if back else READ)
         if back and step > 1:
             window.hear(SUMMED, what)
             for peer in window.others:
                 piece = pieces[step - 2][peer]
-                piece.copy_(window.places(peer, first + step - 2, room, piece.dtype)[peer][: piece.numel()])
+                piece.copy_(_room(window, peer, first + step - 2, peer, piece, room))
             window.tell(READ)
 
 
@@ -99,15 +99,21 @@ def _fill(window: Window, step: int, pieces: Sequence[tuple[int, torch.Tensor]],
     if step >= SLOTS:
         window.hear(READ, what)
     for place, piece in pieces:
-        window.places(window.me, step, room, piece.dtype)[place][: piece.numel()].copy_(piece)
+        _room(window, window.me, step, place, piece, room).copy_(piece)
     window.tell(FULL)
 
 
 def _add(window: Window, step: int, own: torch.Tensor, into: torch.Tensor, combine: Combine, what: str) -> None:
     window.hear(FULL, what)
     for peer in window.others:
-        combine(own, window.places(peer, step, window.piece, own.dtype)[window.me][: own.numel()], out=into)
+        combine(own, _room(window, peer, step, window.me, own, window.piece), out=into)
         own = into
+
+
+def _room(window: Window, rank: int, step: int, place: int, piece: torch.Tensor, room: int) -> torch.Tensor:
+    """Where such a piece lies in a rank's slot."""
+    found = window.places(rank, step, room, piece.dtype)[place]
+    return found if found.numel() == piece.numel() else found[: piece.numel()]
 
 
 def _pieces(parts: Sequence[torch.Tensor], room: int) -> list[list[torch.Tensor]]:

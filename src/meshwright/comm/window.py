@@ -32,7 +32,7 @@ from meshwright.core.errors import RunError
 
 SLOTS = 4  # of each rank: one is filled, one summed, one read, and one is free for the next
 KINDS = FULL, SUMMED, READ = 0, 1, 2  # signals: my slot holds my parts, my slot holds a sum, I have read your slot
-_PIECE, _MOST = 1 << 20, 1 << 26  # bytes of one rank's part of a slot, and of the whole window
+_PIECE, _MOST = 1 << 21, 1 << 26  # bytes of one rank's part of a slot, and of the whole window
 _LINE = 64  # bytes between semaphores, so that no two share a line of the cache
 _SPINS, _SLICE_S = 60, 0.25  # looks before a rank sleeps; how long until it sees whether the other is still there
 _PIECE_UNIT = 4096
