@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.core.calibration import Rates, interpolate
 from meshwright.core.model import DEAR_KINDS, Kernel, LayerProfile, ModelProfile
@@ -41,8 +41,14 @@ class ComputeCost:
         key = (id(layer.kernels), phase, cheap)
         if key not in memo:
             precision = "bf16" if self.precision == "fp8" and layer.name not in self.units else self.precision
-            memo[key] = sum(self._kernel(k, precision, alone) for k in layer.kernels if k.phase == phase and not (cheap and k.kind in DEAR_KINDS))
+            kernels = [k for k in layer.kernels if k.phase == phase and not (cheap and k.kind in DEAR_KINDS)]
+            memo[key] = max(sum(self._kernel(k, precision, alone) for k in kernels), self._host(kernels))
         return memo[key]
+
+    def _host(self, kernels: list[Kernel]) -> float:
+        """What the host takes to start these, where that is known to be slower than a device that has little to do in each."""
+        each = self.rates.fixed.get("host", 0.0) * (FUSED_CALLS if self.compiled else 1.0)
+        return each * sum(k.count for k in kernels) if each else 0.0
 
     def again(self, layer: LayerProfile, cheap: bool) -> float:
         """What computing a forward again adds to its operations, or to keeping those that are dear."""
@@ -71,6 +77,8 @@ class ComputeCost:
             measured = next((found for name in names if (found := self.rates.compute.get(f"{name}/{precision}"))), None)
             if measured:
                 return interpolate(measured, kernel.flops / max(kernel.bytes, 1.0))
+        if kind == "causal":
+            return 2 * self._rate(replace(kernel, kind="attention", flops=kernel.flops / 2), precision, alone)
         apart = kind == "special" or (kind == "attention" and kernel.phase == "backward")
         return self.rates.compute_rate(f"{kind}-{kernel.phase}" if apart else kind, precision, kernel.flops)
 

@@ -25,34 +25,36 @@ _CALL_S = 5e-6
 _OVERLAP = 0.8
 _BASE_BYTES = 300_000_000  # an interpreter with torch
 ERROR = 0.4  # relative, one sigma, where nothing was fitted
+_TRACED = 0.5  # of the time that the host has for a kernel of the closed form, what it has for one that was traced, which are twice as many
 _SIGMA = 1.25  # one sigma over the mean of absolute errors, where these are normal
 _ENGINE = 0.15  # what plans of traced models were off beyond the closed form, on published runs (docs/log.md)
 _UNSEEN = 0.2  # more, for a kind of device that no published run is of
 
 
-def from_sheets(cluster: Cluster) -> Calibration:
+def from_sheets(cluster: Cluster, generation: str = NEWEST) -> Calibration:
     """What the slowest of its devices should reach, for all wait for it; and each kind for itself where GPUs and CPUs are mixed."""
     nodes = list({id(node): node for node in cluster.nodes}.values())
     devices = [device for node in nodes for device in node.devices]
-    layouts = [rates_of(_slowest(devices))]
+    layouts = [rates_of(_slowest(devices), generation)]
     kinds = dict.fromkeys(device.kind for device in devices)
     if len(kinds) > 1:
-        layouts += [replace(rates_of(_slowest([d for d in devices if d.kind == kind])), device=kind) for kind in kinds]
+        layouts += [replace(rates_of(_slowest([d for d in devices if d.kind == kind]), generation), device=kind) for kind in kinds]
     names = " and ".join(dict.fromkeys(device.name for device in devices))
     error, basis = _error(devices)
     when = datetime.now(UTC).isoformat(timespec="seconds")
     return Calibration(cluster.name, names, when, tuple(layouts), source="data sheets", error=error, basis=basis)
 
 
-def rates_of(device: Device) -> Rates:
+def rates_of(device: Device, generation: str = NEWEST) -> Rates:
     if device.kind != "cuda" or not device.peak_flops or not device.memory_bandwidth:
         return _by_thumb(device)
-    constants = fitted().constants(device_kind(device.name), NEWEST)
+    constants = fitted().constants(device_kind(device.name), generation)
     found = rates(device, constants)
     shapes = (constants.matmul, constants.matmul_half_s, constants.matmul_power)
     others = {f"matmul/{p}": curve(peak, *shapes) for p, peak in device.peak_flops.items() if f"matmul/{p}" not in found.compute}
     overlap = 1.0 - min(constants.exposed_dp, 1.0)
-    return replace(found, threads=0, compute={**found.compute, **others}, overlap=overlap, base_bytes=int(constants.base_bytes))
+    fixed = {"host": _TRACED * constants.host_s}
+    return replace(found, threads=0, compute={**found.compute, **others}, overlap=overlap, base_bytes=int(constants.base_bytes), fixed=fixed)
 
 
 def _by_thumb(device: Device) -> Rates:

@@ -272,7 +272,7 @@ def _stages(plan: Plan, profile: ModelProfile, cluster: Cluster, rates: Rates, c
         forward, backward, weights = (clock.turns.get((phase, like), 0.0) for phase in ("forward", "backward", "weights"))
         takes = (_message(plan, profile, cluster, rates, index - 1, index), _message(plan, profile, cluster, rates, index + 1, index))
         sends = (_message(plan, profile, cluster, rates, index, index + 1), _message(plan, profile, cluster, rates, index, index - 1))
-        stolen = 1.0 - _overlap(plan, rates)
+        stolen = _stolen(plan, rates)
         found[index] = Stage(forward, backward, weights, takes, (stolen * sends[0], stolen * sends[1]))
     return found
 
@@ -289,6 +289,11 @@ def _message(plan: Plan, profile: ModelProfile, cluster: Cluster, rates: Rates, 
 
 def _overlap(plan: Plan, rates: Rates) -> float:
     return rates.overlap if "gradients" in plan.sync.overlap else 0.0
+
+
+def _stolen(plan: Plan, rates: Rates) -> float:
+    """What sending a message takes from the sender's computation: a GPU's copy engines and network cards do it beside."""
+    return 0.0 if rates.queued else 1.0 - _overlap(plan, rates)
 
 
 def _steps(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates, pp_rank: int = 0) -> _Clock:
@@ -332,7 +337,7 @@ def _run(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster
             if key not in calls:
                 calls[key] = collective_seconds(action, plan, cluster, rates), sent_bytes(action, plan)
             if action.op == "send" and action.axis == "pp":
-                clock.steal(turned.message(action, cluster, rates) * (1.0 - overlap))
+                clock.steal(turned.message(action, cluster, rates) * _stolen(plan, rates))
             else:
                 _communicate(clock, action, start, calls[key][0], 0.0 if action.axis in INSIDE else overlap)
             clock.traffic += calls[key][1]
