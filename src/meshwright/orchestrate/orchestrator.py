@@ -69,6 +69,7 @@ class Orchestrator:
     def __init__(self, config: RunConfig, environ: Mapping[str, str], say: Say) -> None:
         self.config, self.environ, self.say = config, environ, say
         self._nursery: Nursery | None = None
+        self.starts = True  # ranks are not there yet, so that any of them may be on any device
         self._raw: Calibration | None = None  # as measured, without what runs have taught
         self.cluster = self._discover()
 
@@ -203,7 +204,7 @@ class Orchestrator:
             why = f"Given by {self.config.plan}: {plan.summary()}."
             return Prepared(self.config, task, self.cluster, profile, plan, found, why, None, traced + time.perf_counter() - begun)
         self.say("planning")
-        wishes, unrouted = wishes_of(self.config, flow), ""
+        wishes, unrouted = replace(wishes_of(self.config, flow), reorder=self.starts), ""
         if self.config.backend == "auto":
             wishes, unrouted = with_routes(wishes, self.cluster, calibration)
         ranking = rank_plans(profile, self.cluster, workload, calibration, wishes)

@@ -97,12 +97,14 @@ def train_rank(rank: int, world: int, meeting: str, folder: str, local_rank: int
     job = RunConfig(**read_json(home / "job.json"))
     plan = Plan.load(home / "plan.json")
     estimate = from_data(Estimate, read_json(home / "estimate.json")["estimate"], "estimate.json")
+    joined = torch.distributed.is_initialized()
+    if plan.seats and joined:
+        raise RequestError("plan: seats put ranks on devices in another order than theirs, and these ranks were started already: leave seats out")
+    local = local_rank if local_rank is not None else plan.seats[rank] if plan.seats else rank
     sinks = open_sinks(home, job.tensorboard, job.prometheus_port) if rank == 0 else ()
     with Recorder(home, rank, sinks) as recorder:
-        local = rank if local_rank is None else local_rank
         device = _device(plan.place(rank, local), plan.threads)
         recorder.event("start", pid=os.getpid(), device=str(device), world=world)
-        joined = torch.distributed.is_initialized()
         if not joined:
             join(Rendezvous(rank, world, meeting, plan.backend, device.type, local, plan.sync.timeout_s))
         try:
