@@ -1,102 +1,159 @@
-"""Plans of traced models on the catalog's machines, priced from data sheets, beside published runs of the same layout: before and after the fitted
-constants. A plan has no interleaving deeper than two stages a rank, so rows with more are priced at two."""
+"""The planner's estimate of traced models beside published runs of the same layout, and beside the closed form, which is held to all of these runs
+(`published.py`). Models are built from each row's own dimensions, traced, and cut as the row says; rates are the data sheet's with the constants of
+the row's own generation of frameworks. Attention is a flash kernel in all plans: of rows that had none only the distance from the closed form with
+flash kernels is told.
+"""
 
 from __future__ import annotations
 
-import csv
 import json
 import statistics
-from functools import cache
+import zlib
+from collections import defaultdict
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
-from meshwright import zoo
-from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import MeshwrightError
+from meshwright.core.estimate import Estimate
 from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
+from meshwright.core.plan import Plan
 from meshwright.core.strand import Flow
+from meshwright.core.task import Field, Task
 from meshwright.core.workload import Workload
-from meshwright.cost import sheets
+from meshwright.cost import estimate
+from meshwright.cost.closed import step
+from meshwright.cost.constants import fitted
 from meshwright.cost.sheets import from_sheets
+from meshwright.cost.spread import Spread
+from meshwright.cost.transformer import Transformer
 from meshwright.describe.clusters import resolve
 from meshwright.describe.flow import trace_flow
 from meshwright.describe.trace import trace_task
-from meshwright.plan import Wishes, rank_plans
+from meshwright.plan import Wishes
+from meshwright.plan.pipeline import cut_stages
+from meshwright.plan.space import candidates
+from meshwright.zoo import losses
+from meshwright.zoo.gpt import GPT, GPTConfig
+from meshwright.zoo.llama import Llama, LlamaConfig
+from published import DATA, is_test, settled
+from published_rows import Job, read
 
-HERE = Path(__file__).parent
-DATA = HERE.parent.parent / "shared" / "data" / "published_training.csv"
-MODELS = {"GPT 175B": "gpt3-175b", "GPT3-175B": "gpt3-175b", "LLAMA3-8B": "llama3-8b", "LLAMA3-70B": "llama3-70b", "Llama3 70B": "llama3-70b"}
-MACHINES = {"A100": "dgx-a100", "H100": "dgx-h100"}
+MACHINES = {"A100": "dgx-a100", "H100": "dgx-h100"}  # as the catalog has them: eight around NVSwitch, rails between nodes
+
+
+@dataclass(frozen=True)
+class Row:
+    row: str
+    source: str
+    mesh: str
+    test: bool  # not among those that the constants were fitted to
+    measured_s: float
+    closed: float  # relative errors
+    planned: float | None
+    apart: float  # of the plan's estimate from the closed form's
+    breakdown: dict[str, float]
+
+
+def main(
+    data: Path = DATA,
+    each: Annotated[int, typer.Option(help="Rows of each source, at most.")] = 8,
+    row: Annotated[list[str] | None, typer.Option(help="These rows alone.")] = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    jobs = [job for job in read(data)[0] if job.seconds and _comparable(job) and (not row or job.row in row)]
+    found, skipped = [], {}
+    for job in track(_some(jobs, each), "planning", console=Console(stderr=True), transient=True):
+        try:
+            found.append(compare(job))
+        except MeshwrightError as error:
+            skipped[job.row] = str(error)
+    if as_json:
+        typer.echo(json.dumps({"rows": [asdict(r) for r in found], "skipped": skipped, "mape": _means(found)}, indent=1))
+        return
+    table = Table("row", "source", "mesh", "part", "measured", "closed form", "planner", "apart", box=None)
+    for r in found:
+        figures = (f"{r.measured_s:.3f} s", f"{r.closed:+.0%}", f"{r.planned:+.0%}" if r.planned is not None else "", f"{r.apart:+.0%}")
+        table.add_row(r.row, r.source, r.mesh, "test" if r.test else "training", *figures)
+    Console().print(table, _means(found), skipped)
+
+
+def compare(job: Job) -> Row:
+    constants = fitted().constants(job.kind, job.generation)
+    spread = settled(job, constants)
+    closed = step(job.model, spread, job.machine, constants).seconds
+    plan, found = priced(job, spread)
+    like = step(job.model, replace(spread, flash=True, dropout=False), job.machine, constants).seconds
+    assert job.seconds
+    planned = found.step_s / job.seconds - 1 if spread.flash else None
+    return Row(job.row, job.source, str(plan.mesh), is_test(job), job.seconds, closed / job.seconds - 1, planned, found.step_s / like - 1, found.breakdown)
+
+
+def priced(job: Job, spread: Spread) -> tuple[Plan, Estimate]:
+    profile, flow = traced(job.model, spread.precision)
+    cluster = machine(job.machine.device.name, spread.world)
+    zero = spread.zero if spread.dp > 1 else 0
+    shard = min(spread.shard, spread.dp) if zero else 1
+    wishes = Wishes(
+        mesh=Mesh(pp=spread.pp, cp=spread.cp, tp=(spread.tp,), dp=spread.dp // shard, shard=shard),
+        zero=zero,
+        micro_batches=spread.micro_batches,
+        flow=flow,
+        recompute="full" if spread.recompute == "full" and spread.recomputed > 0.5 else "selective" if spread.recompute == "attention" else "none",
+        offload="none",
+        compile="blocks" if spread.fused else "none",
+        sequence=spread.sequence_parallel if spread.tp > 1 and spread.cp == 1 else None,
+        schedule="interleaved" if spread.pp > 1 and spread.chunks > 1 else None,
+    )
+    workload = Workload(spread.global_batch, precision=profile.precision)  # type: ignore[arg-type]
+    plan = next(candidates(profile, cluster, workload, wishes))
+    if spread.chunks > 1 and spread.pp > 1:
+        plan = replace(plan, stages=cut_stages(flow, profile, spread.pp * spread.chunks, plan.tensor, plan.across, plan.mesh.cp))
+    return plan, estimate(plan, profile, workload, cluster, from_sheets(cluster, job.generation))
 
 
 @cache
-def traced(name: str, seq: int, precision: str) -> tuple[ModelProfile, Flow]:
-    task = zoo.load(name, seq=seq)
+def traced(model: Transformer, precision: str) -> tuple[ModelProfile, Flow]:
+    if model.glu:
+        sizes = LlamaConfig(model.vocab, model.seq, model.layers, model.heads, model.kv_heads, model.hidden, model.ffn, tied=model.tied)
+        build = partial(Llama, sizes)
+    else:
+        build = partial(GPT, GPTConfig(model.vocab, model.seq, model.layers, model.heads, model.hidden))  # type: ignore[assignment]
+    task = Task("published", build, losses.next_token, {"tokens": Field((model.seq + 1,), "int64", model.vocab)}, tokens_per_sample=model.seq)
     return trace_task(task, precision=precision), trace_flow(task, precision)
 
 
-def by_thumb(cluster: Cluster) -> Calibration:
-    """As before: one curve for all devices."""
-    kept, sheets.rates_of = sheets.rates_of, sheets._by_thumb
-    try:
-        return from_sheets(cluster)
-    finally:
-        sheets.rates_of = kept
+@cache
+def machine(device: str, world: int) -> Cluster:
+    name = next(machine for start, machine in MACHINES.items() if device.startswith(start))
+    return resolve(f"{name}:{-(-world // 8)}", {}, ranks=world)
 
 
-def predict(row: dict[str, str]) -> dict[str, Any]:
-    profile, flow = traced(MODELS[row["model"]], int(row["seq_len"]), "fp8" if row["precision"] == "fp8" else "bf16")
-    cluster = resolve(f"{MACHINES[row['gpu']]}:{max(int(row['num_gpus']) // 8, 1)}", {}, ranks=int(row["num_gpus"]))
-    zero = 3 if "zero3" in row["sharding"] else 1 if "zero1" in row["sharding"] else 0
-    dp, tp, pp, cp = (int(row[k] or 1) for k in ("dp", "tp", "pp", "cp"))
-    zero = zero if dp > 1 else 0
-    mesh = Mesh(pp=pp, cp=cp, tp=(tp,), **({"shard": dp} if zero else {"dp": dp}))
-    shared = tp > 1 and cp == 1 and row["seq_parallel"] != "0"
-    wishes = Wishes(
-        mesh=mesh,
-        zero=zero,
-        micro_batches=int(row["global_batch"]) // (dp * int(row["micro_batch"])),
-        flow=flow,
-        recompute="full" if row["recompute"] == "full" else "none",
-        sequence=True if shared else None,
-        schedule="interleaved" if pp > 1 and int(row["vpp"] or 1) > 1 else None,
-    )
-    workload = Workload(int(row["global_batch"]), precision=profile.precision)  # type: ignore[arg-type]
-    found = {
-        name: rank_plans(profile, cluster, workload, rates(cluster), wishes).best for name, rates in (("before", by_thumb), ("after", from_sheets))
-    }
-    seconds = float(row["sec_per_iter"] or row["sec_per_iter_derived"])
-    return {"row": row["row_id"], "measured_s": seconds, "error": found["after"].estimate.error, "mesh": str(mesh),
-            **{name: best.estimate.step_s / seconds - 1 for name, best in found.items()}}  # fmt: skip
+def _comparable(job: Job) -> bool:
+    dense = not job.model.experts and not job.model.head_dim and not job.spread.frozen and (job.model.glu or job.model.ffn == 4 * job.model.hidden)
+    return dense and job.machine.per_node == 8 and job.machine.device.name.startswith(tuple(MACHINES))
 
 
-def main(data: Path = DATA, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
-    with data.open(encoding="utf-8") as file:
-        rows = [
-            r for r in csv.DictReader(file) if r["model"] in MODELS and r["task"] == "pretrain" and (r["sec_per_iter"] or r["sec_per_iter_derived"])
-        ]
-    found, skipped = [], []
-    for row in rows:
-        try:
-            found.append(predict(row))
-        except MeshwrightError as error:
-            skipped.append({"row": row["row_id"], "why": str(error)})
-    means = {name: statistics.mean(abs(r[name]) for r in found) for name in ("before", "after")}
-    if as_json:
-        typer.echo(json.dumps({"rows": found, "skipped": skipped, "mean_absolute_error": means}))
-        return
-    table = Table(box=None)
-    for column in ("row", "mesh", "measured", "before", "after", "stated"):
-        table.add_column(column)
-    for r in found:
-        table.add_row(r["row"], r["mesh"], f"{r['measured_s']:.2f} s", f"{r['before']:+.0%}", f"{r['after']:+.0%}", f"± {r['error']:.0%}")
-    Console().print(table, means, skipped)
+def _some(jobs: list[Job], each: int) -> list[Job]:
+    """Of every source as many, chosen by what was run, so that they are the same ones every time; a model's rows one after the other."""
+    by_source: dict[str, list[Job]] = defaultdict(list)
+    for job in sorted(jobs, key=lambda j: zlib.crc32(j.configuration.encode() + b"planned")):
+        by_source[job.source].append(job)
+    return sorted((job for found in by_source.values() for job in found[:each]), key=lambda j: (j.source, j.model.hidden, j.row))
+
+
+def _means(rows: list[Row]) -> dict[str, dict[str, float]]:
+    parts = {"all": rows, "test": [r for r in rows if r.test]}
+    names = ("closed", "planned", "apart")
+    return {part: {n: round(100 * statistics.mean(abs(x) for r in found if (x := getattr(r, n)) is not None), 1) for n in names} for part, found in parts.items() if found}
 
 
 if __name__ == "__main__":

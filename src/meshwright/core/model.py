@@ -8,9 +8,10 @@ from functools import cached_property
 from typing import Literal
 
 # "special" is element-wise work with exponentials (GELU, softmax): slower than memory on CPUs. Its `flops` counts elements.
-# "batched" is many small products in one call; "conv2" and "conv3" are convolutions over images and over volumes.
-KernelKind = Literal["matmul", "batched", "conv", "conv2", "conv3", "attention", "special", "memory"]
-DEAR_KINDS = ("matmul", "batched", "conv", "conv2", "conv3", "attention")
+# "batched" is many small products in one call; "conv2" and "conv3" are convolutions over images and over volumes. "causal" is attention to what
+# came before: its `flops` counts every pair of positions, as counters do, and half of them are computed.
+KernelKind = Literal["matmul", "batched", "conv", "conv2", "conv3", "attention", "causal", "special", "memory"]
+DEAR_KINDS = ("matmul", "batched", "conv", "conv2", "conv3", "attention", "causal")
 Phase = Literal["forward", "backward"]
 
 

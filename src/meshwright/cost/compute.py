@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.core.calibration import Rates, interpolate
 from meshwright.core.model import DEAR_KINDS, Kernel, LayerProfile, ModelProfile
@@ -71,6 +71,8 @@ class ComputeCost:
             measured = next((found for name in names if (found := self.rates.compute.get(f"{name}/{precision}"))), None)
             if measured:
                 return interpolate(measured, kernel.flops / max(kernel.bytes, 1.0))
+        if kind == "causal":
+            return 2 * self._rate(replace(kernel, kind="attention", flops=kernel.flops / 2), precision, alone)
         apart = kind == "special" or (kind == "attention" and kernel.phase == "backward")
         return self.rates.compute_rate(f"{kind}-{kernel.phase}" if apart else kind, precision, kernel.flops)
 

@@ -30,24 +30,19 @@ _ENGINE = 0.15  # what plans of traced models were off beyond the closed form, o
 _UNSEEN = 0.2  # more, for a kind of device that no published run is of
 
 
-def from_sheets(cluster: Cluster) -> Calibration:
-    """What the slowest of its devices should reach, for all wait for it; and each device by its name where there are several."""
-    nodes = list({id(node): node for node in cluster.nodes}.values())
-    devices = [device for node in nodes for device in node.devices]
-    layouts = [rates_of(_slowest(devices))]
     unlike = dict.fromkeys(device.name for device in devices)
     if len(unlike) > 1:
-        layouts += [replace(rates_of(_slowest([d for d in devices if d.name == name])), device=name) for name in unlike]
+        layouts += [replace(rates_of(_slowest([d for d in devices if d.name == name]), generation), device=name) for name in unlike]
     names = " and ".join(unlike)
     error, basis = _error(devices)
     when = datetime.now(UTC).isoformat(timespec="seconds")
     return Calibration(cluster.name, names, when, tuple(layouts), source="data sheets", error=error, basis=basis)
 
 
-def rates_of(device: Device) -> Rates:
+def rates_of(device: Device, generation: str = NEWEST) -> Rates:
     if device.kind != "cuda" or not device.peak_flops or not device.memory_bandwidth:
         return _by_thumb(device)
-    constants = fitted().constants(device_kind(device.name), NEWEST)
+    constants = fitted().constants(device_kind(device.name), generation)
     found = rates(device, constants)
     shapes = (constants.matmul, constants.matmul_half_s, constants.matmul_power)
     others = {f"matmul/{p}": curve(peak, *shapes) for p, peak in device.peak_flops.items() if f"matmul/{p}" not in found.compute}

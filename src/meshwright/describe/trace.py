@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -269,31 +270,36 @@ class _FlashAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not self.watched:
             return func(*args, **kwargs)
-        names = ("query", "key", "value")
-        given = dict(zip(names, args, strict=False)) | kwargs
-        return _FlashCost.apply(given["query"], given["key"], given["value"], self.recorder)
+        return _flash(self.recorder, *args, **kwargs)
+
+
+def _flash(
+    recorder: _Recorder, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
+    is_causal: bool = False, **_: Any,
+) -> Any:  # fmt: skip
+    return _FlashCost.apply(query, key, value, recorder, is_causal)
 
 
 class _FlashCost(torch.autograd.Function):
     """Saves what a flash kernel saves (q, k, v, output, log-sum-exp) and computes nothing."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recorder: _Recorder) -> torch.Tensor:
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recorder: _Recorder, causal: bool) -> torch.Tensor:
         # Kernels lay their output out as the query is, so that merging heads afterwards copies nothing.
         out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty((*q.shape[:-1], v.shape[-1]))
         sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, out, sums)
-        ctx.recorder = recorder
+        ctx.recorder, ctx.kind = recorder, "causal" if causal else "attention"
         recorder.give(t.untyped_storage() for t in (out, sums))
-        recorder.record("attention", float(sdpa_flop_count(*_heads(q, k, v))), float(sum(map(_bytes, (q, k, v, out, sums)))))
+        recorder.record(ctx.kind, float(sdpa_flop_count(*_heads(q, k, v))), float(sum(map(_bytes, (q, k, v, out, sums)))))
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         q, k, v, out, _ = ctx.saved_tensors
         flops = sdpa_backward_flop_count(_four(tuple(out.shape)), *_heads(q, k, v))
-        ctx.recorder.record("attention", float(flops), 2.0 * sum(map(_bytes, (q, k, v, out))))
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+        ctx.recorder.record(ctx.kind, float(flops), 2.0 * sum(map(_bytes, (q, k, v, out))))
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None
 
 
 def _heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, ...], ...]:
@@ -311,12 +317,9 @@ def _four(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _flash_everywhere(recorder: _Recorder) -> Iterator[None]:
     """A function mode is off inside the functions that it sees, so torch's own modules are given the stand-in by name."""
 
-    def stand_in(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:
-        return _FlashCost.apply(query, key, value, recorder)
-
     theirs = F.scaled_dot_product_attention
     with _FlashAttention(recorder, theirs):
-        F.scaled_dot_product_attention = stand_in
+        F.scaled_dot_product_attention = partial(_flash, recorder)
         try:
             yield
         finally:

@@ -21,13 +21,14 @@ from meshwright.cost.sheets import from_sheets
 from meshwright.describe.discover import discover
 from meshwright.launch import Nursery, Workers
 
+_PROBE = 2  # what a probe's figures mean; files of another number are not looked at
 PROBE_ERROR = 0.25  # relative; step times predicted from a quick probe were off by 4 to 23% (docs/log.md)
 
 
 def cache_path(cluster: Cluster, environ: Mapping[str, str]) -> Path:
     """One file for each kind of machine: the same host with other devices or cores is another."""
     node = cluster.nodes[0]
-    facts = f"{node.name}|{node.cpu}|{node.cores}|{[d.name for d in node.devices]}" + "|".join(on_node(node.devices))
+    facts = f"{_PROBE}|{node.name}|{node.cpu}|{node.cores}|{[d.name for d in node.devices]}" + "|".join(on_node(node.devices))
     home = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "/tmp")) / ".cache")
     return home / "meshwright" / f"calibration-{hashlib.sha256(facts.encode()).hexdigest()[:12]}.json"
 

@@ -46,7 +46,7 @@ def _local(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int, owner:
     # About half of what a cut layer keeps lies between whole activations; where ranks share positions, most of the other half does not.
     between = 0.4 + 0.6 / ways if plan.tensor.sequence else 1.0
 
-    def shrink(layer: LayerProfile) -> LayerProfile:
+    def shrink(layer: LayerProfile, slope: LayerProfile) -> LayerProfile:
         tensors = tuple(piece(t) for t in layer.tensors)
         held = sum(t.numel for t in tensors)
         share = held / layer.parameters if layer.parameters else 1.0
@@ -62,23 +62,29 @@ def _local(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int, owner:
             dear_bytes=layer.dear_bytes * (between + share) / 2,
             transient_bytes=layer.transient_bytes * share,
             product_bytes=layer.product_bytes * share,
-            kernels=_shrunk(layer.kernels, share),
+            kernels=_shrunk(layer.kernels, slope.kernels, share),
         )
 
     memo: dict[tuple[int, float], tuple[Kernel, ...]] = {}  # equal blocks share their kernels, not always what is cut of them
 
-    def _shrunk(kernels: tuple[Kernel, ...], share: float) -> tuple[Kernel, ...]:
+    def _shrunk(kernels: tuple[Kernel, ...], slopes: tuple[Kernel, ...], share: float) -> tuple[Kernel, ...]:
+        """Passes over parameters (casts, dense gradients of look-ups), which are as long for any batch, shrink as these do; of those over
+        activations half are between cut parts."""
         key = (id(kernels), share)
         if key not in memo:
+            whole = 1 / ways if plan.tensor.sequence else 1.0
+
+            def moved(k: Kernel, slope: Kernel) -> float:
+                fixed = max(k.bytes - profile.batch * slope.bytes, 0.0)
+                return fixed * share + (k.bytes - fixed) * (whole + share) / 2
+
             memo[key] = tuple(
-                replace(k, flops=k.flops * share, bytes=k.bytes * share)
-                if k.kind in DEAR_KINDS
-                else replace(k, bytes=k.bytes * (between + share) / 2)
-                for k in kernels
+                replace(k, flops=k.flops * share, bytes=k.bytes * share) if k.kind in DEAR_KINDS else replace(k, bytes=moved(k, s))
+                for k, s in zip(kernels, slopes, strict=True)
             )
         return memo[key]
 
-    return replace(profile, layers=tuple(shrink(layer) for layer in profile.layers))
+    return replace(profile, layers=tuple(shrink(layer, slope) for layer, slope in zip(profile.layers, profile.slopes, strict=True)))
 
 
 def _stage_profile(plan: Plan, profile: ModelProfile, pp_rank: int) -> ModelProfile:
