@@ -30,6 +30,11 @@ _ENGINE = 0.15  # what plans of traced models were off beyond the closed form, o
 _UNSEEN = 0.2  # more, for a kind of device that no published run is of
 
 
+def from_sheets(cluster: Cluster, generation: str = NEWEST) -> Calibration:
+    """What the slowest of its devices should reach, for all wait for it; and each device by its name where there are several."""
+    nodes = list({id(node): node for node in cluster.nodes}.values())
+    devices = [device for node in nodes for device in node.devices]
+    layouts = [rates_of(_slowest(devices), generation)]
     unlike = dict.fromkeys(device.name for device in devices)
     if len(unlike) > 1:
         layouts += [replace(rates_of(_slowest([d for d in devices if d.name == name]), generation), device=name) for name in unlike]
