@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import permutations
 
-from meshwright.core.calibration import Calibration, Rates
+from meshwright.core.calibration import Calibration, quicker
 from meshwright.core.cluster import Cluster, Device, Node
 
 _ALIKE = 1.1  # devices whose memory is within this factor are of one size: a card's free memory differs by what others use of it
@@ -15,12 +15,13 @@ _FEW = 3  # kinds of devices up to which all their orders are tried
 
 
 def labels(cluster: Cluster, calibration: Calibration, world: int) -> tuple[str, ...]:
-    """By rank, under which name the calibration has the rates of its device: its own name, or else its kind. Empty where all are alike."""
+    """By rank, under which name the calibration has the rates of its device: its own name, or else its kind. Empty where the
+    calibration is of one kind of device."""
     known = {rates.device for rates in calibration.layouts}
     if known == {""}:
         return ()
     found = tuple(device.name if device.name in known else device.kind if device.kind in known else "" for device in cluster.devices[:world])
-    return found if len(set(found)) > 1 else ()
+    return found if any(found) else ()
 
 
 def sizes(cluster: Cluster, world: int) -> tuple[int, ...]:
@@ -31,7 +32,7 @@ def sizes(cluster: Cluster, world: int) -> tuple[int, ...]:
 
 def are_unlike(cluster: Cluster, calibration: Calibration, world: int = 0) -> bool:
     ranks = world or len(cluster.devices)
-    return ranks > 1 and bool(labels(cluster, calibration, ranks) or sizes(cluster, ranks))
+    return ranks > 1 and (len(set(labels(cluster, calibration, ranks))) > 1 or bool(sizes(cluster, ranks)))
 
 
 def _nodes(cluster: Cluster) -> list[Node]:
@@ -83,20 +84,14 @@ def average(cluster: Cluster, calibration: Calibration, precision: str) -> tuple
     nodes = cluster.each_node(lambda n: replace(n, devices=tuple(replace(like, index=d.index, memory_bytes=mean) for d in n.devices)))
     label = labels(cluster, calibration, len(devices))
     layouts = [r for r in calibration.layouts if not label or r.device == label[slowest]]
-    return replace(cluster, nodes=nodes), replace(calibration, layouts=tuple(_quicker(replace(r, device=""), faster) for r in layouts))
+    return replace(cluster, nodes=nodes), replace(calibration, layouts=tuple(quicker(replace(r, device=""), faster) for r in layouts))
 
 
-def _quicker(rates: Rates, factor: float) -> Rates:
-    """A device that computes so many times as fast."""
-    compute = {key: tuple((size, rate * factor) for size, rate in points) for key, points in rates.compute.items()}
-    memory = tuple((size, rate * factor) for size, rate in rates.memory)
-    fixed = {key: seconds / factor for key, seconds in rates.fixed.items()}
-    return replace(rates, compute=compute, memory=memory, call_s=rates.call_s / factor, fixed=fixed)
-
-
-def told_apart(cluster: Cluster, names: Sequence[str]) -> Cluster:
+def told_apart(cluster: Cluster, calibration: Calibration) -> Cluster:
     """With devices called as a probe has told them apart, where ranks of one kind turned out unlike."""
+    most = max(rates.ranks for rates in calibration.layouts)
+    names = {rank: rates.device for rates in calibration.layouts if rates.ranks == most for rank in rates.members}
     if len(names) < len(cluster.devices):
         return cluster
-    given = iter(names)
-    return replace(cluster, nodes=tuple(replace(n, devices=tuple(replace(d, name=next(given)) for d in n.devices)) for n in cluster.nodes))
+    called = iter([names[rank] for rank in range(len(cluster.devices))])
+    return replace(cluster, nodes=tuple(replace(n, devices=tuple(replace(d, name=next(called)) for d in n.devices)) for n in cluster.nodes))

@@ -32,8 +32,8 @@ def classes(plan: Plan, cluster: Cluster, calibration: Calibration) -> list[Clas
     few = min(world, len(cluster.devices))
     names = labels(cluster, calibration, few) or tuple(map(kind_of, plan.places))
     large = sizes(cluster, few)
-    if not (names or large or plan.balance.states):
-        return [Class("", range(world), plan.largest_share, range(mesh.pp))]
+    if len(set(names)) <= 1 and not large and not plan.balance.states:
+        return [Class(names[0] if names else "", range(world), plan.largest_share, range(mesh.pp))]
     found: dict[Hashable, list[int]] = {}
     for rank in range(world):
         device = rank % few

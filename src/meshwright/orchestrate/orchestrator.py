@@ -24,6 +24,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.serial import to_data, write_json
 from meshwright.core.strand import Flow
 from meshwright.core.task import Task
+from meshwright.core.unlike import told_apart
 from meshwright.core.workload import Precision, Workload
 from meshwright.cost import estimate
 from meshwright.cost.correction import corrected
@@ -196,6 +197,7 @@ class Orchestrator:
         flow = self.flow(task, workload) if self.config.plan == "auto" else None
         traced = time.perf_counter() - begun
         calibration = self.corrected(task, profile, workload)
+        self.cluster = told_apart(self.cluster, calibration)
         begun = time.perf_counter()
         if self.config.plan != "auto":
             plan = self._filled(Plan.load(Path(self.config.plan)), task, profile)

@@ -24,6 +24,7 @@ from meshwright.core.hybrid import index_of
 from meshwright.core.plan import Plan
 from meshwright.core.serial import from_data, read_json
 from meshwright.core.task import Task
+from meshwright.describe.apart import by_pace
 from meshwright.describe.probe import host_copies, measure, slowest
 from meshwright.execute.profile import profiled
 from meshwright.execute.session import Session
@@ -66,6 +67,8 @@ def probe_rank(
         torch.distributed.all_gather_object(every, rates)
     copies = host_copies(where) if rank == 0 else {}
     leave()
+    if not places and where.type == "cpu":
+        return by_pace(every), copies
     kinds = dict.fromkeys(r.device for r in every)
     return [slowest([r for r in every if r.device == kind]) for kind in kinds], copies
 

@@ -55,6 +55,11 @@ class Ranking:
         return self.scored[0]
 
     @property
+    def gain(self) -> float | None:
+        """How many times as long a step takes with the best plan that deals everything out equally; None where devices are alike or none fits."""
+        return self.equal.estimate.step_s / self.best.estimate.step_s if self.equal is not None and self.equal.estimate.fits else None
+
+    @property
     def runner_up(self) -> Scored | None:
         """The best plan of another strategy or world size: the next of the same kind would teach nothing."""
         first = self.best.plan

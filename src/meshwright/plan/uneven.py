@@ -51,6 +51,21 @@ def reseated(plan: Plan, found: Inputs, reorder: bool) -> Iterator[Plan]:
         yield replace(plan, seats=order if order != tuple(range(plan.world)) else ())
 
 
+def in_parts(plan: Plan, cluster: Cluster) -> str:
+    """Which device has what, in words; devices of one kind that have as much are named together."""
+    devices = cluster.seated(plan.seats).devices[: plan.world]
+    layers = [sum(len(s.layers) for i, s in enumerate(plan.stages) if plan.stage_rank(i) == at) for at in range(plan.mesh.pp)]
+    counts: dict[str, int] = {}
+    for rank, device in enumerate(devices):
+        has = [f"{plan.share(plan.mesh.data_rank(rank))[1]} of {plan.global_batch} samples"] * (plan.mesh.data_width > 1)
+        has += [f"{layers[plan.mesh.coordinate(rank, 'pp')]} of {sum(layers)} layers"] * (plan.mesh.pp > 1)
+        has += [f"{plan.state_part(plan.mesh.coordinate(rank, 'shard')):.0%} of the state"] * (plan.memory.zero > 0 and plan.mesh.shard > 1)
+        text = f"{device.name} {', '.join(has) or 'everything'}"
+        counts[text] = counts.get(text, 0) + 1
+    unused = len(cluster.devices) - plan.world
+    return "; ".join([f"{n} × {text}" if n > 1 else text for text, n in counts.items()] + [f"{unused} unused"] * (unused > 0))
+
+
 def turned(plan: Plan) -> Iterator[Plan]:
     """With stages far apart, as by default, and with the stages of each replica on neighbouring devices."""
     yield plan
