@@ -11,7 +11,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action, Schedule
 from meshwright.core.tensor import Meet, TensorPolicy
 from meshwright.core.workload import ITEM_BYTES, LOW
-from meshwright.schedule.buckets import Bucket, Kind, assign_buckets, unit_buckets
+from meshwright.schedule.buckets import Bucket, Kind, assign_buckets, shard_sizes, unit_buckets
 from meshwright.schedule.compression import bucket_sends, replica_bytes
 from meshwright.schedule.context import add_meetings
 from meshwright.schedule.local import local_profile
@@ -28,11 +28,14 @@ class Place:
     cp: int = 0
     ep: int = 0
     tp: int = 0
+    shard: int = 0  # where ZeRO cuts unevenly
 
 
 def expand(plan: Plan, profile: ModelProfile, *, clip: bool = False) -> Schedule:
-    """One program for each rank of a pipeline, of a grid of positions, of owners and of tensor parallelism; others differ in their data."""
+    """One program for each rank of a pipeline, of a grid of positions, of owners, of tensor parallelism and of uneven shards; others differ in
+    their data."""
     degrees = {"pp": plan.mesh.pp, "cp": plan.spatial.ways, "ep": plan.mesh.ep, "tp": plan.mesh.degree("tp")}
+    degrees["shard"] = plan.mesh.shard if plan.balance.states else 1
     programs = tuple(program(plan, profile, Place(*at), clip=clip) for at in itertools.product(*map(range, degrees.values())))
     places = {}
     for rank in range(plan.world):
@@ -239,13 +242,18 @@ def crossings(plan: Plan, profile: ModelProfile, place: Place, phase: str, micro
             yield Action(f"{name}/{micro}/{at}", "send", bytes=round(carry.at(profile.batch) * held / whole), axis="pp", group=2)
 
 
-def _tied(plan: Plan, profile: ModelProfile) -> Iterator[Action]:
+def _own(plan: Plan, bucket: Bucket, place: Place) -> int:
+    """Elements of a bucket that are this rank's."""
+    return shard_sizes(bucket, plan.mesh.shard, plan.balance.states)[place.shard]
+
+
+def _tied(plan: Plan, profile: ModelProfile, place: Place) -> Iterator[Action]:
     """Parameters that stages of several ranks use."""
     for tensor in profile.tensors:
         ranks = tensor.stage_ranks
         if len(ranks) > 1 and tensor.trainable:
             cut = plan.memory.zero == 3 and plan.mesh.shard > 1
-            size = _buffers(plan, [tensor], _kinds(plan))[0].bytes // plan.mesh.shard if cut else tensor.bytes
+            size = _own(plan, _buffers(plan, [tensor], _kinds(plan))[0].layout, place) * tensor.itemsize if cut else tensor.bytes
             yield Action(f"tied/{tensor.name}", "all_reduce", bytes=size, axis="pp", group=len(ranks))
 
 
@@ -282,11 +290,11 @@ def _bucketed(plan: Plan, profile: ModelProfile, place: Place, micro_batches: in
         yield from followers
         yield from crossings(plan, profile, place, "backward", micro)
         if last:
-            yield from _tied(plan, profile)
+            yield from _tied(plan, profile, place)
         if plan.memory.zero and plan.mesh.group_size("replica") > 1 and (last or plan.memory.zero == 2):
             for index, bucket in enumerate(buckets):
                 name = f"replicas/bucket{index}/{micro}"
-                size = replica_bytes(plan.sync, bucket, plan.mesh.shard)
+                size = replica_bytes(plan.sync, bucket, _own(plan, bucket, place))
                 yield Action(name, "all_reduce", bytes=size, axis=replicas[index], waits=(f"grads/bucket{index}/{micro}",))
                 launched.append(name)
     yield Action("optimizer", "optimizer", waits=tuple(launched))
@@ -323,7 +331,7 @@ def _sharded(plan: Plan, profile: ModelProfile, place: Place, micro_batches: int
             sent = f"grads/{name}/{tag}{_nth(at)}"
             yield Action(sent, "reduce_scatter", bytes=buffer.bytes, padding=buffer.padding, axis="shard")
             if plan.mesh.group_size(axis) > 1:
-                size = buffer.bytes // plan.mesh.shard
+                size = _own(plan, buffer.layout, place) * buffer.itemsize
                 yield Action(f"replicas/{name}/{tag}{_nth(at)}", "all_reduce", bytes=size, axis=axis, waits=(sent,))
 
     meets = meetings(plan, profile, place)
@@ -355,7 +363,7 @@ def _sharded(plan: Plan, profile: ModelProfile, place: Place, micro_batches: int
                 sent += [a.name for a in actions]
                 yield from actions
             yield from crossings(plan, profile, place, phase, micro)
-    yield from _tied(plan, profile)
+    yield from _tied(plan, profile, place)
     yield Action("optimizer", "optimizer", waits=tuple(sent))
 
 
