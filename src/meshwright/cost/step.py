@@ -266,7 +266,7 @@ def _steps(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Clust
     """The whole step. Of a deep model some blocks are run and the rest is added on, where these add the same (see [Note: folding a step])."""
     here = set(_names(plan, profile, pp_rank))
     if plan.mesh.pp > 1:
-        plan = narrowed(plan, {name for stage in plan.stages for name in stage.layers} - here)
+        plan = narrowed(plan, profile, {name for stage in plan.stages for name in stage.layers} - here)
     spare = spare_blocks(plan, profile, here)
     few = [with_blocks(plan, profile, spare, depth) for depth in DEPTHS] if spare else []
     if few and even_buckets(plan, profile, few, len(spare) - DEPTHS[2], pp_rank):
