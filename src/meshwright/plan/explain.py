@@ -215,7 +215,7 @@ def _memory(ranking: Ranking) -> str:
     tight = [s for s in ranking.scored if not s.estimate.fits]
     binding = f"It rules out {len(tight)} of {len(ranking.scored)} plans" if tight else "It is no constraint: every legal plan fits"
     if ranking.considered:
-        binding = f"{ranking.considered:,} plans were weighed; of those that bounds let through {len(ranking.scored)} were priced, {len(tight)} too large"
+        binding = f"{ranking.considered:,} plans were weighed; {len(ranking.scored)} that bounds let through were priced, {len(tight)} too large"
     return f"Memory: {best.estimate.reason} (mostly {most}). {binding}."
 
 
