@@ -10,6 +10,7 @@ to be in a cache when another reads it. Nothing is under way when a call ends. E
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -37,6 +38,20 @@ def scatter(window: Window, parts: Sequence[torch.Tensor], out: torch.Tensor, co
         out.copy_(parts[0])
     else:
         _by_parts(window, parts, out, combine, _nothing, what, back=False)
+
+
+@dataclass(frozen=True)
+class Near:
+    """The two halves above as the inner level of two (`algorithms.Halves`)."""
+
+    window: Window
+    what: str
+
+    def scatter(self, parts: Sequence[torch.Tensor], out: torch.Tensor, combine: Combine) -> None:
+        scatter(self.window, parts, out, combine, self.what)
+
+    def gather(self, parts: Sequence[torch.Tensor]) -> None:
+        gather(self.window, parts, self.what)
 
 
 def gather(window: Window, parts: Sequence[torch.Tensor], what: str) -> None:
