@@ -96,11 +96,12 @@ def _by_parts(
         if 0 < step <= len(pieces):
             own = pieces[step - 1][me]
             into = sums[step - 1][0] if step <= len(sums) else own
-            _add(window, first + step - 1, own, into, combine, what)
-            then(into)
-            if back:
-                _room(window, me, first + step - 1, me, into, room).copy_(into)
+            summed = _room(window, me, first + step - 1, me, own, room) if back else into  # first where the others wait for it
+            _add(window, first + step - 1, own, summed, combine, what)
+            then(summed)
             window.tell(SUMMED if back else READ)
+            if back:
+                into.copy_(summed)
         if back and step > 1:
             window.hear(SUMMED, what)
             for peer in window.others:
