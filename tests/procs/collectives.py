@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from meshwright.comm import Composed, Ledger, Mail, RoutedComm, ThreadComm, ThreadWorld, TorchComm
 from meshwright.core.comm import Comm
+from meshwright.core.plan import SyncPolicy
 from meshwright.core.routes import ALGORITHMS, on_nodes
 from meshwright.execute.groups import make_mail
 from meshwright.launch import Rendezvous, join, leave
@@ -218,7 +219,7 @@ def over_shared(rank: int, world: int, meeting: str, full: bool) -> tuple[int, l
     join(Rendezvous(rank, world, meeting))
 
     def comm_of(groups: list[list[int]]) -> Comm:
-        mail = make_mail(groups, dist.get_backend(), shares=True, timeout_s=60)
+        mail = make_mail(groups, dist.get_backend(), SyncPolicy(timeout_s=60), shares=True)
         assert mail.window is not None
         having = {op for op, names in ALGORITHMS.items() if "shared" in names}
         return RoutedComm({"own": mail.comm}, lambda op, _: "shared" if op in having else "own", {"shared": Composed(mail, "shared", Ledger())})

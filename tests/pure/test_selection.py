@@ -95,6 +95,8 @@ def test_memory_is_shared_on_one_node() -> None:
     times = {"gloo": [1.0] * 5, "gloo:shared": [0.5] * 5}
     assert routes(measured(times, 4), ["gloo"], ["all_reduce"], (4,)) == shared
     assert routes(measured(times, 4), ["gloo"], ["all_reduce"], (2, 2)) == ()
+    near = {"gloo": [2.0] * 5, "mpi": [1.0] * 5, "mpi:shared": [1.05] * 5}  # measured by ranks that do nothing else
+    assert [r.way for r in routes(measured(near, 4), ["gloo", "mpi"], ["all_reduce"], (4,))] == ["mpi:shared"]
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,11 @@ _WORKED = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.in
 
 class Mail:
     """What all algorithms of one group and backend share: a group for messages alone, a lane in which calls are made one after the other,
-    scratch memory, which is kept from call to call since fresh pages cost as much as the messages, and memory that the ranks share, if they do."""
+    scratch memory, which is kept from call to call since fresh pages cost as much as the messages, and memory that ranks share if they do:
+    all of the group (`window`), or those of this rank's node (`near`)."""
 
-    def __init__(self, messages: Comm, name: str, window: Window | None = None) -> None:
-        self.comm, self.name, self.window = messages, name, window
+    def __init__(self, messages: Comm, name: str, window: Window | None = None, near: Window | None = None) -> None:
+        self.comm, self.name, self.window, self.near = messages, name, window, near
         self.lane = Lane(name, kind="composed")
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
@@ -68,7 +69,8 @@ class Composed:
                 algorithms.by_tree(talk, whole, combine, room)
                 then(whole)
             elif self._algorithm == "two-level":
-                algorithms.by_levels(talk, whole, combine, room, self._nodes, then)
+                near = shared.Near(self._mail.near, name) if self._mail.near is not None and work.device.type == "cpu" else None
+                algorithms.by_levels(talk, whole, combine, room, self._nodes, then, near)
             else:
                 algorithms.by_halves(talk, whole, combine, room, self._algorithm, then)
 

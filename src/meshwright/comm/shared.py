@@ -10,6 +10,7 @@ to be in a cache when another reads it. Nothing is under way when a call ends. E
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -37,6 +38,20 @@ def scatter(window: Window, parts: Sequence[torch.Tensor], out: torch.Tensor, co
         out.copy_(parts[0])
     else:
         _by_parts(window, parts, out, combine, _nothing, what, back=False)
+
+
+@dataclass(frozen=True)
+class Near:
+    """The two halves above as the inner level of two (`algorithms.Halves`)."""
+
+    window: Window
+    what: str
+
+    def scatter(self, parts: Sequence[torch.Tensor], out: torch.Tensor, combine: Combine) -> None:
+        scatter(self.window, parts, out, combine, self.what)
+
+    def gather(self, parts: Sequence[torch.Tensor]) -> None:
+        gather(self.window, parts, self.what)
 
 
 def gather(window: Window, parts: Sequence[torch.Tensor], what: str) -> None:
@@ -81,11 +96,12 @@ def _by_parts(
         if 0 < step <= len(pieces):
             own = pieces[step - 1][me]
             into = sums[step - 1][0] if step <= len(sums) else own
-            _add(window, first + step - 1, own, into, combine, what)
-            then(into)
-            if back:
-                _room(window, me, first + step - 1, me, into, room).copy_(into)
+            summed = _room(window, me, first + step - 1, me, own, room) if back else into  # first where the others wait for it
+            _add(window, first + step - 1, own, summed, combine, what)
+            then(summed)
             window.tell(SUMMED if back else READ)
+            if back:
+                into.copy_(summed)
         if back and step > 1:
             window.hear(SUMMED, what)
             for peer in window.others:

@@ -20,6 +20,7 @@ from meshwright.schedule import LedgerLine
 
 MARGIN = 0.05  # by lines: a lead smaller than this is noise, and the first backend keeps the call
 STEADY = 0.02  # by points: the same for who had the size before
+ASLEEP = 0.1  # what memory that ranks share is given: who waits in it sleeps, while MPI's waiting takes the core that computes
 _MOST = 1 << 40  # bytes beyond which no crossing is looked for
 _BETWEEN = 8  # steps from one measured size to the next
 
@@ -56,7 +57,7 @@ def _by_points(rates: Rates, ways: Sequence[str], op: str) -> list[tuple[float, 
     found: list[tuple[float, str]] = []
     held = ways[0]
     for sent in steps:
-        seconds = {w: rates.measured(f"{w}/{op}", sent) or 0.0 for w in ways}
+        seconds = {w: (rates.measured(f"{w}/{op}", sent) or 0.0) * (1 - ASLEEP * (way_parts(w)[1] == "shared")) for w in ways}
         best = min(ways, key=lambda w: seconds[w])
         if seconds[held] > (1 + STEADY) * seconds[best]:
             held = best

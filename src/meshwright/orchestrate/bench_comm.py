@@ -21,6 +21,7 @@ from meshwright.core.calibration import Calibration, Line, Points
 from meshwright.core.cluster import Cluster
 from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError, RunError, unknown
+from meshwright.core.plan import SyncPolicy
 from meshwright.core.routes import ALGORITHMS, Route, applies, has_levels
 from meshwright.core.units import show_bytes
 from meshwright.describe.collectives import HELD, OPERATIONS, Point, Timed, curves, fitted, measure_ways, over_ranks
@@ -45,7 +46,6 @@ __all__ = [
     "write_results",
 ]
 BACKENDS = ("gloo", "mpi", "nccl")
-TIMEOUT_S = 120.0  # for a rank that does not come
 EVERY = ("flat", *dict.fromkeys(name for names in ALGORITHMS.values() for name in names))
 
 
@@ -154,7 +154,8 @@ def every_way(backend: str, algorithms: Sequence[str], nodes: Sequence[int], gro
     """The world over one backend, by each of these algorithms; an operation that an algorithm lacks is the backend's own. Collective."""
     own, ranks = TorchComm(group or dist.group.WORLD, Ledger()), list(range(dist.get_world_size()))  # type: ignore[arg-type]
     asked = [Route(op, backend, 0, a) for op, having in ALGORITHMS.items() for a in having if a in algorithms]
-    mails = {backend: make_mail([ranks], backend, "shared" in algorithms, TIMEOUT_S)} if asked else {}
+    sync = SyncPolicy(routes=tuple(asked), nodes=tuple(nodes))
+    mails = {backend: make_mail([ranks], backend, sync, "shared" in algorithms)} if asked else {}
     asked = [r for r in asked if r.algorithm != "shared" or mails[backend].window is not None]
     composed = composed_ways(mails, asked, ranks, nodes, Ledger())
     found: dict[str, Comm] = {backend: own} if "flat" in algorithms else {}
