@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 
 def piece(size: int, rank: int, ways: int) -> tuple[int, int]:
@@ -114,7 +115,7 @@ class TensorPolicy:
     rewrites: tuple[Rewrite, ...] = ()
     whole: Mapping[str, str] = field(default_factory=dict)  # parameter → why it is not cut
 
-    @property
+    @cached_property
     def sequence(self) -> bool:
         """Do ranks share positions outside of cut parts?"""
         return any(meet.along for meet in self.enters)

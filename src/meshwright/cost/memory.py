@@ -10,7 +10,7 @@ from meshwright.core.model import LayerProfile, ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.workload import OPTIMIZER_STATES
 from meshwright.cost.compression import compression_bytes
-from meshwright.schedule.buckets import Bucket, shard_sizes
+from meshwright.schedule.buckets import Bucket, own_size
 from meshwright.schedule.expand import gradient_buckets, unit_buffers
 
 # Of what element-wise work would save, the part that a compiler computes again in backward instead: it weighs each tensor by rules of its own,
@@ -55,7 +55,7 @@ def _everything(plan: Plan, profile: ModelProfile, optimizer: str, shard: int) -
 
 
 def _own(plan: Plan, bucket: Bucket, shard: int) -> int:
-    return shard_sizes(bucket, plan.mesh.shard, plan.balance.states)[shard]
+    return own_size(bucket, plan.mesh.shard, plan.balance.states, shard)
 
 
 def peak_bytes(

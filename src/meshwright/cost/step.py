@@ -77,7 +77,6 @@ class Room:
 
     rank: int
     bytes: int
-    whole: ModelProfile  # at the micro-batch
     local: ModelProfile  # of the first rank that is like this one
     names: Sequence[str]  # what this rank's layers are called
     rates: Rates
@@ -96,7 +95,7 @@ def rooms(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluste
             kinds = peak_bytes(plan, local, workload.optimizer, rates, shard=of.shard)
             left = _limit(capacity(cluster, plan, of)) - 1 - sum(size for kind, size in kinds.items() if kind not in ("activations", late))
             for rank in ranks:
-                yield Room(rank, int(left / rates.held), micro, local, _names(plan, profile, rank), rates, in_flight(plan, first, [rank]))
+                yield Room(rank, int(left / rates.held), local, _names(plan, profile, rank), rates, in_flight(plan, first, [rank]))
 
 
 def _names(plan: Plan, profile: ModelProfile, rank: int) -> list[str]:

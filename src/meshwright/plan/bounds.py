@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Generic, Literal, TypeVar
 
 from meshwright.core.calibration import Calibration, Rates
@@ -54,7 +54,7 @@ class Point:
     sequence: bool = False
     schedule: PipelineSchedule = "1f1b"
 
-    @property
+    @cached_property
     def order(self) -> Order:
         return Order(self.schedule, self.mesh.pp, self.micro_batches, stages_a_rank(self.schedule))
 
@@ -99,6 +99,7 @@ class Bounds:
         self._owned = cache(lambda cut: owned_bytes(cut.value, profile))
         self._backend, self._overlaps, self._offload, self._bucket_bytes = backend, overlaps, offload, bucket_bytes
         self._wire = cache(self._wire_of)
+        self._held_at = cache(lambda order: [held(order, rank) for rank in range(order.ranks)])
         self._met_in = cache(self._meets_in)
 
     def seconds(self, point: Point, cut: Plan, compiled: Compile, travel: bool = True, stages: Layers = ()) -> float:
@@ -156,7 +157,7 @@ class Bounds:
         found = []
         for rank, part in enumerate(ranks):
             kept = self._under_way(plain, parts, rank) if stages else part.kept["none"]
-            most = max(max(counts) for counts in held(point.order, rank)) if stages else 1
+            most = max(map(max, self._held_at(point.order)[rank])) if stages else 1
             excess = base + self._held(plain, part, kept) + self._passing(plain, part) - limit
             found.append(max(excess, 0.0) / (most * part.thrift) if part.thrift else 0.0)
         return found
@@ -267,7 +268,7 @@ class Bounds:
     def _under_way(self, point: Point, parts: Sequence[_Sum], rank: int) -> float:
         """Bytes that all the micro-batches which a rank has under way keep."""
         kept = [parts[stage].kept[point.recompute] for stage in point.order.stages(rank)]
-        return max(sum(n * size for n, size in zip(counts, kept, strict=True)) for counts in held(point.order, rank))
+        return max(sum(n * size for n, size in zip(counts, kept, strict=True)) for counts in self._held_at(point.order)[rank])
 
     def _passing(self, point: Point, part: _Sum) -> float:
         """What lives only while something travels: under ZeRO-3 two gathered units and two of gradients."""

@@ -273,9 +273,10 @@ def _changes(ranking: Ranking) -> Iterator[tuple[str, Callable[[], Scored], bool
     if len(cluster.devices) > 1:
         for times, words in ((4.0, "four times faster"), (2.0, "twice as fast"), (0.5, "half as fast"), (0.25, "four times slower")):
             yield f"a {network} {words}", machine(**_network(ranking, times)), True
-    yield "twice the memory", machine(cluster=with_memory(cluster, lambda size: 2 * size)), True
+    twice = with_memory(cluster, lambda size: 2 * size)
+    yield "twice the memory", lambda: best_again(ranking, twice, ranking.calibration, as_quick=True), True
     half = with_memory(cluster, lambda size: size // 2)
-    near = best_again(ranking, half, ranking.calibration)
+    near = best_again(ranking, half, ranking.calibration, as_quick=True)
     if near.estimate.fits or not ranking.considered:
         yield "half the memory", lambda: near, True
     else:  # what fits there was too slow here to be looked at

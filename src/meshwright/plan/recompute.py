@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from meshwright.core.calibration import Calibration
@@ -24,7 +25,8 @@ from meshwright.cost.compute import ComputeCost
 from meshwright.cost.memory import kept_bytes
 from meshwright.cost.step import Room, estimate, rooms
 from meshwright.plan.memory import RECOMPUTES
-from meshwright.schedule import Place, program
+from meshwright.schedule import Place
+from meshwright.schedule.expand import meetings
 
 _LESS = (0.0, 0.02, 0.05, 0.1, 0.2)  # of the room, where what was found does not fit after all
 _SLACK = 4e-6  # of the room: what a solver takes for equal may be a little more
@@ -184,16 +186,10 @@ def _met_again(plan: Plan, cluster: Cluster, room: Room) -> dict[str, float]:
     """By unit: what the meetings of other axes that a unit repeats take from computation."""
     if plan.mesh.group_size("data") * plan.mesh.pp == plan.world and plan.mesh.cp == plan.mesh.ep == 1:
         return {}
-    again = replace(plan, memory=replace(plan.memory, recompute="full", layers={}))
     hidden = room.rates.overlap if "gradients" in plan.sync.overlap else 0.0
-    found: dict[str, float] = {}
-    unit = ""
-    for action in program(again, room.whole, Place(pp=room.rank), micro_batches=1):
-        if action.layer >= 0:
-            unit = room.local.layers[action.layer].name
-        elif "/again/" in action.name:
-            found[unit] = found.get(unit, 0.0) + (1.0 - hidden) * collective_seconds(action, plan, cluster, room.rates)
-    return found
+    price = cache(lambda action: collective_seconds(action, plan, cluster, room.rates))  # calls of equal blocks differ in their names
+    every = meetings(plan, room.local, Place(pp=room.rank))
+    return {unit: (1.0 - hidden) * sum(price(action.named("")) for action in met["again"]) for unit, met in every.items()}
 
 
 def _dealt(members: Sequence[Sequence[str]], counts: Counts) -> dict[str, Recompute]:

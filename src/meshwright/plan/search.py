@@ -159,8 +159,9 @@ def _many(profile: ModelProfile, cluster: Cluster, wishes: Wishes, again: bool) 
     return world > EXHAUSTIVE or ((again or (world > EXHAUSTIVE // 2 and len(profile.layers) > _DEEP)) and not places(cluster, world))
 
 
-def best_again(ranking: Ranking, cluster: Cluster, calibration: Calibration) -> Scored:
-    """The best plan on another machine, among those that were near the front here and, of every strategy, the quickest and the smallest."""
+def best_again(ranking: Ranking, cluster: Cluster, calibration: Calibration, as_quick: bool = False) -> Scored:
+    """The best plan on another machine, among those that were near the front here and, of every strategy, the quickest and the smallest. One that
+    is `as_quick` has another memory alone."""
     quickest: dict[tuple[str, int], Scored] = {}
     smallest: dict[tuple[str, int], Scored] = {}
     for found, order in ((quickest, ranking.scored), (smallest, sorted(ranking.scored, key=lambda s: max(s.estimate.memory_bytes)))):
@@ -169,9 +170,12 @@ def best_again(ranking: Ranking, cluster: Cluster, calibration: Calibration) -> 
     near = (*ranking.scored[:_NEAR_THE_FRONT], *quickest.values(), *smallest.values())
     if ranking.considered:  # of a large cluster's plans each takes a while
         near = (*list(quickest.values())[:2], *list(smallest.values())[:1])
-    plans = {id(s.plan): s.plan for s in near}
-    priced = [Scored(plan, estimate(plan, ranking.profile, ranking.workload, cluster, calibration)) for plan in plans.values()]
-    return min(priced, key=lambda s: _key(s, ranking.workload))
+
+    def priced(scored: Scored) -> Scored:
+        found = estimate(scored.plan, ranking.profile, ranking.workload, cluster, calibration, timed=not as_quick)
+        return Scored(scored.plan, replace(scored.estimate, fits=found.fits, reason=found.reason) if as_quick else found)
+
+    return min(map(priced, {id(s.plan): s for s in near}.values()), key=lambda s: _key(s, ranking.workload))
 
 
 def _pointless(plan: Plan, before: Scored, workload: Workload) -> bool:

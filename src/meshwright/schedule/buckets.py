@@ -101,6 +101,11 @@ def shard_sizes(bucket: Bucket, shards: int, states: Sequence[float] = ()) -> tu
     return cut(bucket.numel, states, max(ALIGN_BYTES // bucket.itemsize, 1)) if states else (bucket.numel // shards,) * shards
 
 
+def own_size(bucket: Bucket, shards: int, states: Sequence[float], shard: int) -> int:
+    """Those of one rank: there may be thousands."""
+    return shard_sizes(bucket, shards, states)[shard] if states else bucket.numel // shards
+
+
 def start_runs(sizes: Sequence[int], keys: Sequence[Hashable], most: int = START_BYTES) -> Iterator[list[int]]:
     """Indices of tensors, given by their bytes, that start-up sends as one: of one key, closed by the one that reaches `most` bytes."""
     for key in dict.fromkeys(keys):

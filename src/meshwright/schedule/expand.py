@@ -11,7 +11,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action, Schedule
 from meshwright.core.tensor import Meet, TensorPolicy
 from meshwright.core.workload import ITEM_BYTES, LOW
-from meshwright.schedule.buckets import Bucket, Kind, assign_buckets, shard_sizes, unit_buckets
+from meshwright.schedule.buckets import Bucket, Kind, assign_buckets, own_size, unit_buckets
 from meshwright.schedule.compression import bucket_sends, replica_bytes
 from meshwright.schedule.context import add_meetings
 from meshwright.schedule.local import local_profile
@@ -261,7 +261,7 @@ def crossings(plan: Plan, profile: ModelProfile, place: Place, phase: str, micro
 
 def _own(plan: Plan, bucket: Bucket, place: Place) -> int:
     """Elements of a bucket that are this rank's."""
-    return shard_sizes(bucket, plan.mesh.shard, plan.balance.states)[place.shard]
+    return own_size(bucket, plan.mesh.shard, plan.balance.states, place.shard)
 
 
 def _tied(plan: Plan, profile: ModelProfile, place: Place) -> Iterator[Action]:
