@@ -30,9 +30,15 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+def states(shards: int) -> st.SearchStrategy[tuple[float, ...]]:
+    """Equal, or any parts of one whole, none at all among them."""
+    parts = st.lists(st.integers(0, 5), min_size=shards, max_size=shards).filter(any)
+    return st.just(()) if shards == 1 else st.one_of(st.just(()), parts.map(lambda p: tuple(x / sum(p) for x in p)))
+
+
 @st.composite
 def plans(draw: st.DrawFn, model: dict[str, Any], precision: str) -> Plan:
-    """Any mesh of dp and shard up to four ranks, any ZeRO stage, micro-batches, recomputation, bucket sizes, uneven shares."""
+    """Any mesh of dp and shard up to four ranks, any ZeRO stage, micro-batches, recomputation, bucket sizes, uneven shares and states."""
     mesh = draw(st.sampled_from([Mesh(dp=d, shard=s) for d in (1, 2, 3, 4) for s in (1, 2, 3, 4) if d * s <= 4]))
     zero = draw(st.integers(1, 3)) if mesh.shard > 1 else 0
     micro = draw(st.integers(1, 3))
@@ -51,7 +57,7 @@ def plans(draw: st.DrawFn, model: dict[str, Any], precision: str) -> Plan:
         micro_batches=micro,
         memory=MemoryPolicy(zero, units, draw(st.sampled_from(["none", "selective", "full"])), precision),  # type: ignore[arg-type]
         sync=SyncPolicy(draw(st.sampled_from([200, 5_000, 2**20])), draw(st.sampled_from([50, 2**20])), draw(OVERLAPPED), timeout_s=60),
-        balance=BalancePolicy(tuple(shares) if uneven else ()),
+        balance=BalancePolicy(tuple(shares) if uneven else (), draw(states(mesh.shard))),
     )
 
 

@@ -77,7 +77,15 @@ def plan(
     if as_json:
         rows = [{"plan": to_data(s.plan), "estimate": to_data(s.estimate), "fits": s.estimate.fits, "reason": s.estimate.reason} for s in scored]
         lines = [to_data(line) for line in plan_ledger(prepared.plan, prepared.profile, clip=config.clip > 0)] if ledger else None
-        print_json({"plans": rows, "why": prepared.why, "seconds": time.perf_counter() - begun, **({"ledger": lines} if ledger else {})})
+        print_json(
+            {
+                "plans": rows,
+                "why": prepared.why,
+                "seconds": time.perf_counter() - begun,
+                **({"ledger": lines} if ledger else {}),
+                **(equal_split(prepared.ranking) if prepared.ranking else {}),
+            }
+        )
     if not prepared.estimate.fits:
         raise RequestError(prepared.why.replace("\n", " "))
     if as_json:
@@ -97,6 +105,14 @@ def plan(
         stdout.print(ledger_table(plan_ledger(prepared.plan, prepared.profile, clip=config.clip > 0)))
     if output is not None:
         stdout.print(f"written to {output}; run it with: meshwright train {model} --plan {output}", markup=False, soft_wrap=True)
+
+
+def equal_split(ranking: Ranking) -> dict[str, Any]:
+    """Where devices are not alike: the best plan that deals everything out equally, and how many times as long its step takes."""
+    equal = ranking.equal
+    if equal is None:
+        return {}
+    return {"equal": {"plan": to_data(equal.plan), "estimate": to_data(equal.estimate), "fits": equal.estimate.fits, "times": ranking.gain}}
 
 
 def cuts_table(plan: Plan, profile: ModelProfile) -> Table:

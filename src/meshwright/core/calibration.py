@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 Points = tuple[tuple[float, float], ...]
 
@@ -55,6 +55,7 @@ class Rates:
     curves: Mapping[str, Points] = field(default_factory=dict)  # "gloo:ring/all_reduce" → (bytes that a rank must send, seconds) as measured
     held: float = 1.0  # memory that runs held beside parameters, gradients and states, over what was predicted
     crowding: float = 1.0  # ranks at work for each core that they have: all others are of a rank that has its core to itself
+    members: tuple[int, ...] = ()  # where ranks of one kind were found unlike: those that this is about
     fixed: Mapping[str, float] = field(default_factory=dict)  # seconds however small the work: "tensor" (of an optimizer's step), …
 
     def measured(self, name: str, sent: float) -> float | None:
@@ -76,6 +77,14 @@ class Rates:
             if key in self.compute:
                 return interpolate(self.compute[key], flops)
         return 0.0
+
+
+def quicker(rates: Rates, factor: float) -> Rates:
+    """Of a device that computes so many times as fast."""
+    compute = {key: tuple((size, rate * factor) for size, rate in points) for key, points in rates.compute.items()}
+    memory = tuple((size, rate * factor) for size, rate in rates.memory)
+    fixed = {key: seconds / factor for key, seconds in rates.fixed.items()}
+    return replace(rates, compute=compute, memory=memory, call_s=rates.call_s / factor, fixed=fixed)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any, Literal
 
 from meshwright.core.errors import RequestError
@@ -75,13 +75,31 @@ class Cluster:
         return tuple(d for node in self.nodes for d in node.devices)
 
     @cached_property
-    def _ends(self) -> list[int]:
+    def ends(self) -> list[int]:
         """For each node, the first rank after it."""
         return list(accumulate(len(node.devices) for node in self.nodes))
 
     @cached_property
     def _reaches(self) -> dict[tuple[Pattern, bool, Sequence[int]], Reach]:
         return {}
+
+    @cached_property
+    def _seated(self) -> dict[tuple[int, ...], Cluster]:
+        return {}
+
+    def seated(self, seats: tuple[int, ...]) -> Cluster:
+        """The cluster as ranks see it that are put on its devices in this order (see `Plan.seats`): nodes, and devices in a node, change places."""
+        if not seats or seats in self._seated:
+            return self._seated[seats] if seats else self
+        if sorted(set(seats)) != sorted(seats) or max(seats) >= len(self.devices):
+            raise RequestError(f"plan: seats are {len(seats)} different devices of this cluster's {len(self.devices)}: plan again here")
+        nodes: list[Node] = []
+        for index, mine in groupby(seats, key=self.node_index):
+            nodes.append(replace(self.nodes[index], devices=tuple(self.devices[at] for at in mine)))
+        if len({self.node_index(at) for at in seats}) < len(nodes):
+            raise RequestError("plan: seats leave a node and come back to it: keep the ranks of a node together")
+        self._seated[seats] = replace(self, nodes=tuple(nodes))
+        return self._seated[seats]
 
     @cached_property
     def joins(self) -> dict[Hashable, Link | Reach]:
@@ -94,12 +112,12 @@ class Cluster:
     def place(self, rank: int) -> Place:
         """The rank's node, and its number there."""
         node = self.node_index(rank)
-        return Place(node, rank - self._ends[node] + len(self.nodes[node].devices))
+        return Place(node, rank - self.ends[node] + len(self.nodes[node].devices))
 
     def node_index(self, rank: int) -> int:
-        if not 0 <= rank < self._ends[-1]:
+        if not 0 <= rank < self.ends[-1]:
             raise IndexError(rank)
-        return bisect_right(self._ends, rank)
+        return bisect_right(self.ends, rank)
 
     def link_between(self, ranks: Sequence[int]) -> Link:
         """The slowest link that a collective among `ranks` must cross."""
@@ -169,9 +187,9 @@ class Cluster:
 
     def least_memory(self, ranks: int) -> int:
         """Of the first `ranks` devices, the memory of the one with the least."""
-        whole = bisect_right(self._ends, ranks)
+        whole = bisect_right(self.ends, ranks)
         nodes = {id(node): node for node in self.nodes[:whole]}
-        part = self.devices[self._ends[whole - 1] if whole else 0 : ranks]
+        part = self.devices[self.ends[whole - 1] if whole else 0 : ranks]
         return min(d.memory_bytes for d in (*(d for node in nodes.values() for d in node.devices), *part))
 
     def take(self, ranks: int) -> Cluster:

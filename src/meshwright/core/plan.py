@@ -15,11 +15,11 @@ from meshwright.core.context import ContextPolicy
 from meshwright.core.errors import RequestError
 from meshwright.core.hybrid import check_places, kind_of, show_places
 from meshwright.core.mesh import Mesh
-from meshwright.core.model import ModelProfile
 from meshwright.core.owners import OwnerPolicy
 from meshwright.core.recompute import Recompute, check_modes, check_recomputing
 from meshwright.core.routes import Route, check_routes
 from meshwright.core.serial import from_data, read_json, write_json
+from meshwright.core.shares import check_states
 from meshwright.core.spatial import SpatialPolicy, show_grid
 from meshwright.core.tensor import TensorPolicy
 from meshwright.core.workload import Precision
@@ -101,7 +101,11 @@ class MemoryPolicy:
     def mode(self, name: str) -> Recompute:
         """How the unit of this name recomputes; what is no unit keeps everything."""
         chosen = self.layers.get(name, self.recompute)
-        return chosen if chosen == "none" or name in self.units else "none"
+        return chosen if chosen == "none" or name in self._every_unit else "none"
+
+    @cached_property
+    def _every_unit(self) -> frozenset[str]:
+        return frozenset(self.units)
 
     @property
     def modes(self) -> Mapping[str, Recompute]:
@@ -126,9 +130,10 @@ class SyncPolicy:
 
 @dataclass(frozen=True)
 class BalancePolicy:
-    """Samples of the global batch for each data rank; empty means equal."""
+    """What unequal ranks have of a whole; empty means equal. What is computed and what is held are two decisions."""
 
-    shares: tuple[int, ...] = ()
+    shares: tuple[int, ...] = ()  # samples of the global batch, for each data rank
+    states: tuple[float, ...] = ()  # of what ZeRO cuts, the part of each rank along the shard axis; they sum to 1
 
 
 @dataclass(frozen=True)
@@ -153,6 +158,7 @@ class Plan:
     compile: Compile = "none"
     device: DeviceKind = "cpu"
     places: tuple[str, ...] = ()  # what each rank is on ('cuda:0', 'cpu'), where they are not all alike or share a card
+    seats: tuple[int, ...] = ()  # which of the cluster's devices each rank is on, where that is not in their order
     backend: str = "gloo"
     threads: int = 0  # CPU threads a rank; 0 leaves the environment's setting
     version: int = 1
@@ -169,6 +175,7 @@ class Plan:
             raise RequestError(f"plan: mesh {mesh} has a shard axis but zero=0: set zero=1, 2 or 3, or use --mesh dp={mesh.data_width}")
         self._check_policies()
         check_combinations(self)
+        check_states(self.balance.states, mesh, zero)
         if self.balance.shares:
             self._check_shares()
         else:
@@ -182,10 +189,12 @@ class Plan:
             owner = owner.rpartition(".")[0]
         return tuple(sorted({*owners.get(owner, ()), *users.get(parameter, ())}))
 
-    @cached_property
-    def parts(self) -> dict[tuple[int, int, int, int], tuple[ModelProfile, ModelProfile]]:
-        """By profile and place: a model, and what a rank has of it. `schedule` works it out, and asks for it several times a step."""
-        return {}
+    @property
+    def cut(self) -> tuple[tuple[object, ...], tuple[object, ...]]:
+        """All that says what each rank has of the model, as objects and as values: plans that share it share much else (see `Memo`)."""
+        mesh = self.mesh
+        same = (self.stages, self.tensor, self.across, self.context, self.spatial, self.owners)
+        return same, (mesh.pp, mesh.cp, mesh.ep, mesh.tp, self.schedule)
 
     @cached_property
     def _holding(self) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
@@ -215,6 +224,8 @@ class Plan:
             raise RequestError("plan: precision=fp8 needs a GPU of compute capability 8.9 or newer, and this plan is for CPUs: use bf16")
         if self.memory.offload not in OFFLOADS:
             raise RequestError(f"plan: memory.offload={self.memory.offload} must be {' or '.join(OFFLOADS)}")
+        if self.seats and len(self.seats) != self.world:
+            raise RequestError(f"plan: seats has {len(self.seats)} entries for mesh {self.mesh} of {self.world} ranks: give {self.world}")
         if self.threads < 0:
             raise RequestError(f"plan: threads={self.threads} must be 0 (as the environment says) or more")
         if min(self.sync.bucket_bytes, self.sync.first_bucket_bytes) < 1:
@@ -304,6 +315,10 @@ class Plan:
         each = self.global_batch // self.mesh.data_width
         shares = self.balance.shares
         return (sum(shares[:data_rank]), shares[data_rank]) if shares else (data_rank * each, each)
+
+    def state_part(self, at: int) -> float:
+        """Of what ZeRO cuts, the part of the rank at a coordinate of the shard axis; all of it where nothing is cut."""
+        return self.balance.states[at] if self.balance.states else 1.0 / (self.mesh.shard if self.memory.zero else 1)
 
     @property
     def largest_micro_batch(self) -> int:

@@ -13,8 +13,9 @@ from meshwright.schedule.expand import gradient_buckets
 class ActionCost:
     """Prices computation of one plan at one set of rates; equal layers are priced once."""
 
-    def __init__(self, plan: Plan, optimizer: str, rates: Rates) -> None:
+    def __init__(self, plan: Plan, optimizer: str, rates: Rates, shard: int = 0) -> None:
         self._plan, self._optimizer = plan, optimizer
+        self._part = plan.state_part(shard)
         self._price = ComputeCost(rates, plan.memory.precision, plan.compile != "none", frozenset(plan.memory.units))
         self._crowding = rates.crowding
         self._flat = plan.memory.zero in (1, 2) and plan.mesh.group_size("data") > 1  # the optimizer steps a slice of each bucket
@@ -27,12 +28,11 @@ class ActionCost:
             more = self._price.again(layer, action.cheap) if action.name.startswith("recompute/") else 0.0
             more += self._gradients(layer) if action.op == "backward" else 0.0
             return self._crowding * (self._price.layer(layer, action.op, self._memo, action.cheap, profile.batch == 1) + more)
-        shards = self._plan.mesh.shard if self._plan.memory.zero else 1
         item = profile.tensors[0].itemsize if profile.tensors else 4
         trained = sum(t.numel for t in profile.tensors if t.trainable)
         tensors = len(gradient_buckets(self._plan, profile)) if self._flat else sum(t.trainable for t in profile.tensors)
         offload = self._plan.memory.offload == "optimizer"
-        return self._crowding * self._price.optimizer(trained / shards, self._optimizer, item, offload, tensors)
+        return self._crowding * self._price.optimizer(trained * self._part, self._optimizer, item, offload, tensors)
 
     def _gradients(self, layer: LayerProfile) -> float:
         """Only where it was measured what handing a gradient over takes: a GPU does it beside the rest."""

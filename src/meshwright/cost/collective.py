@@ -26,13 +26,19 @@ def collective_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rate
     if group == 1:
         return 0.0
     link = between(cluster, action, plan.mesh)
-    sent = sent_bytes(action, plan)
+    sent = sent_bytes(action, plan) * stretch(action, plan)
     routes = plan.sync.routes if action.axis != "pp" else ()  # stages meet by the plan's backend
     taken = way(routes, action.op, sent, plan.backend)
     found = rates.measured(f"{taken}/{action.op}/{group}", sent)
     if found is None and (rates.ranks == group or action.op == "send"):
         found = rates.measured(f"{taken}/{action.op}", sent)
     return line_of(action.op, group, taken, rates, link).seconds(sent) if found is None else found
+
+
+def stretch(action: Action, plan: Plan) -> float:
+    """By how much more a call takes for its uneven parts: gloo gathers them padded to the longest."""
+    padded = plan.balance.states and action.op == "all_gather" and action.axis == "shard" and plan.backend == "gloo"
+    return max(plan.balance.states) * plan.mesh.shard if padded else 1.0
 
 
 def message_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rates, source: int, target: int) -> float:

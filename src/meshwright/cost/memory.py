@@ -10,6 +10,7 @@ from meshwright.core.model import LayerProfile, ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.workload import OPTIMIZER_STATES
 from meshwright.cost.compression import compression_bytes
+from meshwright.schedule.buckets import Bucket, shard_sizes
 from meshwright.schedule.expand import gradient_buckets, unit_buffers
 
 # Of what element-wise work would save, the part that a compiler computes again in backward instead: it weighs each tensor by rules of its own,
@@ -18,42 +19,51 @@ FUSED_SAVED = 0.45
 EXACT = ("parameters", "gradients", "optimizer", "batch")  # kinds that follow from sizes alone: runs correct the others
 
 
-def held_bytes(plan: Plan, profile: ModelProfile, optimizer: str) -> dict[str, int]:
-    """Parameters, gradients and optimizer state a rank's device holds after backward, padding included: ZeRO's arithmetic for these storage types."""
-    found = _everything(plan, profile, optimizer)
+def held_bytes(plan: Plan, profile: ModelProfile, optimizer: str, shard: int = 0) -> dict[str, int]:
+    """Parameters, gradients and optimizer state a rank's device holds after backward, padding included: ZeRO's arithmetic for these storage types.
+    `shard` is the rank's coordinate along that axis, which matters where the plan cuts unevenly."""
+    found = _everything(plan, profile, optimizer, shard)
     return found if plan.memory.offload == "none" else {**found, "optimizer": 0}
 
 
-def host_bytes(plan: Plan, profile: ModelProfile, optimizer: str) -> int:
+def host_bytes(plan: Plan, profile: ModelProfile, optimizer: str, shard: int = 0) -> int:
     """What a rank holds in host memory instead: states, and copies of what it steps and of the gradients for it."""
     if plan.memory.offload == "none":
         return 0
-    held = _everything(plan, profile, optimizer)
+    held = _everything(plan, profile, optimizer, shard)
     stepped = held["optimizer"] // OPTIMIZER_STATES[optimizer] if OPTIMIZER_STATES[optimizer] else held["gradients"]
     return held["optimizer"] + 2 * stepped
 
 
-def _everything(plan: Plan, profile: ModelProfile, optimizer: str) -> dict[str, int]:
+def _everything(plan: Plan, profile: ModelProfile, optimizer: str, shard: int) -> dict[str, int]:
     whole = sum(t.bytes for t in profile.tensors)
     trained = sum(t.bytes for t in profile.tensors if t.trainable)
-    states, shards = OPTIMIZER_STATES[optimizer], plan.mesh.shard
+    states = OPTIMIZER_STATES[optimizer]
     if plan.mesh.group_size("data") == 1:
         return {"parameters": whole, "gradients": trained, "optimizer": states * trained}
     if plan.memory.zero == 3:
         buffers = [buffer for found in unit_buffers(plan, profile).values() for buffer in found]
-        piece = sum(b.bytes for b in buffers if b.trainable) // shards
-        return {"parameters": sum(b.bytes for b in buffers) // shards, "gradients": piece, "optimizer": states * piece}
-    flat = sum(b.bytes for b in gradient_buckets(plan, profile))
+        pieces = [(_own(plan, b.layout, shard) * b.itemsize, b.trainable) for b in buffers]
+        piece = sum(size for size, trainable in pieces if trainable)
+        return {"parameters": sum(size for size, _ in pieces), "gradients": piece, "optimizer": states * piece}
+    buckets = gradient_buckets(plan, profile)
+    flat = sum(b.bytes for b in buckets)
     if plan.memory.zero == 0:
         return {"parameters": whole, "gradients": flat, "optimizer": states * trained}
-    piece = flat // shards
+    piece = sum(_own(plan, b, shard) * b.itemsize for b in buckets)
     return {"parameters": flat + whole - trained, "gradients": flat if plan.memory.zero == 1 else piece, "optimizer": states * piece}
 
 
-def peak_bytes(plan: Plan, profile: ModelProfile, optimizer: str, rates: Rates, in_flight: Sequence[Mapping[str, int]] = ({},)) -> dict[str, int]:
+def _own(plan: Plan, bucket: Bucket, shard: int) -> int:
+    return shard_sizes(bucket, plan.mesh.shard, plan.balance.states)[shard]
+
+
+def peak_bytes(
+    plan: Plan, profile: ModelProfile, optimizer: str, rates: Rates, in_flight: Sequence[Mapping[str, int]] = ({},), shard: int = 0
+) -> dict[str, int]:
     """The largest rank's peak by kind; `profile` is at the largest micro-batch. Of a pipeline, `in_flight` says how many micro-batches are under
-    way in each layer, at the moments that may need most."""
-    held = held_bytes(plan, profile, optimizer)
+    way in each layer, at the moments that may need most; `shard` is the rank's coordinate along that axis."""
+    held = held_bytes(plan, profile, optimizer, shard)
     fullest = max((fullest_moment(plan, profile, counts) for counts in in_flight), key=lambda moment: moment.bytes)
     kinds = {
         "parameters": held["parameters"],

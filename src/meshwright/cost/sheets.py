@@ -32,14 +32,14 @@ _UNSEEN = 0.2  # more, for a kind of device that no published run is of
 
 
 def from_sheets(cluster: Cluster, generation: str = NEWEST) -> Calibration:
-    """What the slowest of its devices should reach, for all wait for it; and each kind for itself where GPUs and CPUs are mixed."""
+    """What the slowest of its devices should reach, for all wait for it; and each device by its name where there are several."""
     nodes = list({id(node): node for node in cluster.nodes}.values())
     devices = [device for node in nodes for device in node.devices]
     layouts = [rates_of(_slowest(devices), generation)]
-    kinds = dict.fromkeys(device.kind for device in devices)
-    if len(kinds) > 1:
-        layouts += [replace(rates_of(_slowest([d for d in devices if d.kind == kind]), generation), device=kind) for kind in kinds]
-    names = " and ".join(dict.fromkeys(device.name for device in devices))
+    unlike = dict.fromkeys(device.name for device in devices)
+    if len(unlike) > 1:
+        layouts += [replace(rates_of(_slowest([d for d in devices if d.name == name]), generation), device=name) for name in unlike]
+    names = " and ".join(unlike)
     error, basis = _error(devices)
     when = datetime.now(UTC).isoformat(timespec="seconds")
     return Calibration(cluster.name, names, when, tuple(layouts), source="data sheets", error=error, basis=basis)

@@ -16,6 +16,7 @@ from meshwright.core.units import show_bytes
 from meshwright.core.workload import Workload
 from meshwright.cost.actions import ActionCost
 from meshwright.cost.alike import alike
+from meshwright.cost.classes import Class, capacity, classes
 from meshwright.cost.collective import collective_seconds, message_seconds, sent_bytes
 from meshwright.cost.compression import compression_seconds
 from meshwright.cost.compute import model_flops
@@ -31,17 +32,18 @@ HEADROOM = 0.92  # of a device's memory; the rest is for fragmentation and what 
 
 def estimate(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, calibration: Calibration, timed: bool = True) -> Estimate:
     """Predict one plan. `profile` may be at any batch: it is moved to the plan's micro-batch. What is not `timed` tells of memory alone."""
-    classes = _classes(plan)
-    clock = _pipelined(plan, profile, workload, cluster, calibration, classes) if timed else _Clock()
-    peaks = [(c, _peak(plan, profile, workload, calibration, c)) for c in classes]
-    verdicts = [_verdict(sum(kinds.values()), _capacity(cluster, plan, c)) for c, kinds in peaks]
+    cluster = cluster.seated(plan.seats)
+    every = classes(plan, cluster, calibration)
+    clock = _pipelined(plan, profile, workload, cluster, calibration, every) if timed else _Clock()
+    peaks = [(c, peak_of(plan, profile, workload, calibration, c)) for c in every]
+    verdicts = [_verdict(sum(kinds.values()), capacity(cluster, plan, c)) for c, kinds in peaks]
     verdicts += [_host_verdict(plan, profile, workload, cluster)] if plan.memory.offload != "none" else []
     kinds = max((kinds for _, kinds in peaks), key=lambda k: sum(k.values()))
     fits, reason = next((v for v in verdicts if not v[0]), verdicts[0])
     step = clock.now
     samples = plan.global_batch / step if step else 0.0
     flops = model_flops(profile.at(plan.global_batch))
-    peak = sum(len(c.ranks) * _peak_flops(plan, cluster, calibration, c) for c in classes)
+    peak = sum(len(c.ranks) * _peak_flops(plan, cluster, calibration, c) for c in every)
     return Estimate(
         step_s=step,
         breakdown=clock.breakdown,
@@ -58,37 +60,14 @@ def estimate(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Clu
     )
 
 
-@dataclass(frozen=True)
-class _Class:
-    """Ranks on one kind of device, which the first of them stands for; all ranks, of no kind in particular, where they are alike."""
-
-    kind: str
-    ranks: Sequence[int]
-    share: int  # samples of the largest
-    stages: Sequence[int]  # the pipeline ranks among them
-
-    def micro_batch(self, plan: Plan) -> int:
-        return -(-self.share // plan.micro_batches)
-
-
-def _classes(plan: Plan) -> list[_Class]:
-    if not plan.places:
-        return [_Class("", range(plan.world), plan.largest_share, range(plan.mesh.pp))]
-    found: dict[str, list[int]] = {}
-    for rank in range(plan.world):
-        found.setdefault(plan.seen_by(rank).device, []).append(rank)
-    mesh = plan.mesh
-    return [
-        _Class(kind, ranks, max(plan.share(mesh.data_rank(r))[1] for r in ranks), sorted({mesh.coordinate(r, "pp") for r in ranks}))
-        for kind, ranks in found.items()
-    ]
-
-
-def _peak(plan: Plan, profile: ModelProfile, workload: Workload, calibration: Calibration, of: _Class) -> dict[str, int]:
+def peak_of(plan: Plan, profile: ModelProfile, workload: Workload, calibration: Calibration, of: Class) -> dict[str, int]:
     """The most memory that a rank of a class needs, by kind."""
     micro, rates = profile.at(of.micro_batch(plan)), calibration.layout(plan.world, of.kind)
     places = [(p, ranks, e) for p, ranks in alike(plan, profile, of.stages).items() for e in range(plan.mesh.ep)]
-    every = [peak_bytes(plan, local_profile(plan, micro, 0, p, e), workload.optimizer, rates, in_flight(plan, p, ranks)) for p, ranks, e in places]
+    every = [
+        peak_bytes(plan, local_profile(plan, micro, 0, p, e), workload.optimizer, rates, in_flight(plan, p, ranks), of.shard)
+        for p, ranks, e in places
+    ]
     return max(every, key=lambda k: sum(k.values()))
 
 
@@ -108,13 +87,14 @@ class Room:
 def rooms(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, calibration: Calibration) -> Iterator[Room]:
     """Of every pipeline rank, on every kind of device."""
     late = "gradients" if plan.mesh.group_size("data") == 1 else ""  # they take the place of activations
-    for of in _classes(plan):
+    cluster = cluster.seated(plan.seats)
+    for of in classes(plan, cluster, calibration):
         micro, rates = profile.at(of.micro_batch(plan)), calibration.layout(plan.world, of.kind)
         every = [(e, first, ranks) for e in range(plan.mesh.ep) for first, ranks in alike(plan, profile, of.stages).items()]
         for owner, first, ranks in every:
             local = local_profile(plan, micro, 0, first, owner)
-            kinds = peak_bytes(plan, local, workload.optimizer, rates)
-            left = _limit(_capacity(cluster, plan, of)) - 1 - sum(size for kind, size in kinds.items() if kind not in ("activations", late))
+            kinds = peak_bytes(plan, local, workload.optimizer, rates, shard=of.shard)
+            left = _limit(capacity(cluster, plan, of)) - 1 - sum(size for kind, size in kinds.items() if kind not in ("activations", late))
             for rank in ranks:
                 yield Room(rank, int(left / rates.held), micro, local, _names(plan, profile, rank), rates, in_flight(plan, first, [rank]))
 
@@ -125,7 +105,7 @@ def _names(plan: Plan, profile: ModelProfile, rank: int) -> list[str]:
     return [name for name in profile.layer_names if name in here or not here]
 
 
-def _by_rank(plan: Plan, peaks: Sequence[tuple[_Class, dict[str, int]]]) -> tuple[int, ...]:
+def _by_rank(plan: Plan, peaks: Sequence[tuple[Class, dict[str, int]]]) -> tuple[int, ...]:
     if len(peaks) == 1:
         return (sum(peaks[0][1].values()),) * plan.world
     found = [0] * plan.world
@@ -135,25 +115,11 @@ def _by_rank(plan: Plan, peaks: Sequence[tuple[_Class, dict[str, int]]]) -> tupl
     return tuple(found)
 
 
-def _peak_flops(plan: Plan, cluster: Cluster, calibration: Calibration, of: _Class) -> float:
+def _peak_flops(plan: Plan, cluster: Cluster, calibration: Calibration, of: Class) -> float:
     """What a device could do at most: by its data sheet, or else the best that was measured."""
     curves = calibration.layout(plan.world, of.kind).compute.items()
     measured = (rate for key, points in curves if key.endswith(plan.memory.precision) for _, rate in points)
     return cluster.devices[of.ranks[0]].peak_flops.get(plan.memory.precision) or max(measured, default=0.0)
-
-
-def _capacity(cluster: Cluster, plan: Plan, of: _Class) -> int:
-    """Memory for a rank. CPU ranks share what is free of their node's memory, however few of its devices are used."""
-    devices = cluster.devices
-    if devices[of.ranks[0]].kind != "cpu":
-        return cluster.least_memory(plan.world) if not of.kind else min(devices[rank].memory_bytes for rank in of.ranks)
-    shares, first = [], 0
-    for node in cluster.nodes:
-        used = sum(device.kind == "cpu" for device in node.devices[: max(plan.world - first, 0)])
-        if used:
-            shares.append(sum(d.memory_bytes for d in node.devices if d.kind == "cpu") // used)
-        first += len(node.devices)
-    return min(shares)
 
 
 def _limit(capacity: int) -> int:
@@ -241,15 +207,15 @@ def in_flight(plan: Plan, rank: int, alike: Sequence[int]) -> list[dict[str, int
 
 
 def _pipelined(
-    plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, calibration: Calibration, classes: Sequence[_Class]
+    plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, calibration: Calibration, every: Sequence[Class]
 ) -> _Clock:  # fmt: skip
     """The slowest pipeline rank, with the time for which it waits for the others (see [Note: turns in time])."""
     clocks: dict[int, _Clock] = {}
     stages: dict[int, Stage] = {}
-    for of in classes:
+    for of in every:
         micro, rates = profile.at(of.micro_batch(plan)), calibration.layout(plan.world, of.kind)
         for first, ranks in alike(plan, profile, of.stages).items():
-            clock = _steps(plan, micro, workload, cluster, rates, first)
+            clock = _steps(plan, micro, workload, cluster, rates, first, of.shard)
             for rank in ranks:
                 if rank not in clocks or clock.now > clocks[rank].now:
                     clocks[rank] = clock
@@ -296,36 +262,38 @@ def _stolen(plan: Plan, rates: Rates) -> float:
     return 0.0 if rates.queued else 1.0 - _overlap(plan, rates)
 
 
-def _steps(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates, pp_rank: int = 0) -> _Clock:
+def _steps(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates, pp_rank: int = 0, shard: int = 0) -> _Clock:
     """The whole step. Of a deep model some blocks are run and the rest is added on, where these add the same (see [Note: folding a step])."""
     here = set(_names(plan, profile, pp_rank))
     if plan.mesh.pp > 1:
-        plan = narrowed(plan, {name for stage in plan.stages for name in stage.layers} - here)
+        plan = narrowed(plan, profile, {name for stage in plan.stages for name in stage.layers} - here)
     spare = spare_blocks(plan, profile, here)
     few = [with_blocks(plan, profile, spare, depth) for depth in DEPTHS] if spare else []
     if few and even_buckets(plan, profile, few, len(spare) - DEPTHS[2], pp_rank):
-        runs = [_repeated(*pair, workload, cluster, rates, pp_rank) for pair in few]
+        runs = [_repeated(*pair, workload, cluster, rates, pp_rank, shard) for pair in few]
         if runs[2].settled(runs[1], runs[0]):
             return runs[2].extended(runs[1], len(spare) - DEPTHS[2])
-    return _repeated(plan, profile, workload, cluster, rates, pp_rank)
+    return _repeated(plan, profile, workload, cluster, rates, pp_rank, shard)
 
 
-def _repeated(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates, pp_rank: int) -> _Clock:
+def _repeated(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates, pp_rank: int, shard: int = 0) -> _Clock:
     """Micro-batches after the second repeat each other, so only three are run and the rest is added on."""
     if plan.micro_batches <= 3 and plan.mesh.pp == 1:
-        return _run(plan, profile, workload, cluster, rates, pp_rank)
-    two, three = (_run(plan, profile, workload, cluster, rates, pp_rank, count) for count in (2, 3))
-    whole = three.extended(two, plan.micro_batches - 3) if plan.micro_batches > 3 else _run(plan, profile, workload, cluster, rates, pp_rank)
+        return _run(plan, profile, workload, cluster, rates, pp_rank, shard)
+    two, three = (_run(plan, profile, workload, cluster, rates, pp_rank, shard, count) for count in (2, 3))
+    whole = three.extended(two, plan.micro_batches - 3) if plan.micro_batches > 3 else _run(plan, profile, workload, cluster, rates, pp_rank, shard)
     whole.turns = {turn: seconds - two.turns[turn] for turn, seconds in three.turns.items()}
     return whole
 
 
-def _run(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates, pp_rank: int, micro_batches: int = 0) -> _Clock:
+def _run(
+    plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates, pp_rank: int, shard: int = 0, micro_batches: int = 0
+) -> _Clock:
     clock = _Clock()
     clock.stall(compression_seconds(plan, local_profile(plan, profile, 0, pp_rank), rates))
-    price = ActionCost(plan, workload.optimizer, rates)
+    price = ActionCost(plan, workload.optimizer, rates, shard)
     overlap = _overlap(plan, rates)
-    actions = program(plan, profile, Place(pp=pp_rank), micro_batches=micro_batches)
+    actions = program(plan, profile, Place(pp=pp_rank, shard=shard), micro_batches=micro_batches)
     profile = local_profile(plan, profile, 0, pp_rank)
     turned = _Turned(plan, profile, pp_rank)
     calls: dict[tuple[str, str, int, int, int | None], tuple[float, float]] = {}  # equal calls are priced once

@@ -188,7 +188,7 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
         shared = [name for name, _ in pipeline.shared()] if pipeline is not None else []
         buckets = UnitShards(model, optimizer, plan, groups, kinds, shared)
     elif groups.data.size > 1:
-        buckets = GradientBuckets(model, optimizer, groups, plan.sync, plan.memory.zero, kinds)
+        buckets = GradientBuckets(model, optimizer, groups, plan.sync, plan.memory.zero, kinds, plan.balance.states)
     offloaded = HostStates(optimizer) if plan.memory.offload == "optimizer" else None
     if pipeline is not None:
         pipeline.attach()

@@ -14,6 +14,7 @@ from meshwright.core.compression import factor_shape
 from meshwright.core.plan import SyncPolicy
 
 Parts = Callable[[], Sequence[torch.Tensor]]
+Sizes = Sequence[int] | None  # elements for each rank, where they differ
 
 
 class Travel(Protocol):
@@ -23,7 +24,7 @@ class Travel(Protocol):
         self, comm: Comm, grads: torch.Tensor, name: str, op: str, bucket: Hashable = "", parts: Parts = tuple
     ) -> Pending: ...  # fmt: skip
 
-    def reduce_scatter(self, comm: Comm, own: torch.Tensor, grads: torch.Tensor, name: str, op: str) -> Pending: ...
+    def reduce_scatter(self, comm: Comm, own: torch.Tensor, grads: torch.Tensor, name: str, op: str, sizes: Sizes = None) -> Pending: ...
 
 
 def travel_of(policy: SyncPolicy) -> Travel:
@@ -40,8 +41,8 @@ class Plain:
     ) -> Pending:  # fmt: skip
         return comm.all_reduce(grads, name, op)
 
-    def reduce_scatter(self, comm: Comm, own: torch.Tensor, grads: torch.Tensor, name: str, op: str) -> Pending:
-        return comm.reduce_scatter(own, grads, name, op)
+    def reduce_scatter(self, comm: Comm, own: torch.Tensor, grads: torch.Tensor, name: str, op: str, sizes: Sizes = None) -> Pending:
+        return comm.reduce_scatter(own, grads, name, op, sizes)
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,11 @@ class Rounded:
         wire = grads.to(self.kind)
         return Then(comm.all_reduce(wire, name, op), lambda: grads.copy_(wire))
 
-    def reduce_scatter(self, comm: Comm, own: torch.Tensor, grads: torch.Tensor, name: str, op: str) -> Pending:
+    def reduce_scatter(self, comm: Comm, own: torch.Tensor, grads: torch.Tensor, name: str, op: str, sizes: Sizes = None) -> Pending:
         if comm.size == 1:
-            return comm.reduce_scatter(own, grads, name, op)
+            return comm.reduce_scatter(own, grads, name, op, sizes)
         wire = torch.empty(own.shape, dtype=self.kind, device=own.device)
-        return Then(comm.reduce_scatter(wire, grads.to(self.kind), name, op), lambda: own.copy_(wire))
+        return Then(comm.reduce_scatter(wire, grads.to(self.kind), name, op, sizes), lambda: own.copy_(wire))
 
 
 @dataclass
@@ -101,7 +102,7 @@ class PowerSgd:
         self._under_way.append(call)
         return call
 
-    def reduce_scatter(self, comm: Comm, own: torch.Tensor, grads: torch.Tensor, name: str, op: str) -> Pending:
+    def reduce_scatter(self, comm: Comm, own: torch.Tensor, grads: torch.Tensor, name: str, op: str, sizes: Sizes = None) -> Pending:
         raise AssertionError("plans with powersgd have whole gradients on every rank")
 
     def _begun(self, parts: Sequence[torch.Tensor]) -> _Kept:

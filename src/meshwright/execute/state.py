@@ -12,6 +12,7 @@ import torch.distributed as dist
 from meshwright.core.comm import Comm
 from meshwright.execute.apply import Applied
 from meshwright.execute.groups import process_group
+from meshwright.execute.slices import Slices
 from meshwright.execute.sync import GradientBuckets
 from meshwright.execute.units import UnitShards
 
@@ -76,7 +77,7 @@ def _sliced_states(applied: Applied, buckets: GradientBuckets | UnitShards, name
         states = [(piece, applied.state_of(piece.param)) for piece in bucket.pieces]
         for key in sorted({key for _, state in states for key in state}):
             held = [(piece, _tensor(state[key]).detach()) for piece, state in states if key in state]
-            flat = _gathered(bucket.layout.numel, [(piece.start, value) for piece, value in held if value.dim()], applied.groups.shard)
+            flat = _gathered(bucket.slices, [(piece.start, value) for piece, value in held if value.dim()], applied.groups.shard)
             for piece, value in held:
                 for at in piece.slots:
                     slot, param = bucket.layout.slots[at], bucket.params[at]
@@ -86,15 +87,15 @@ def _sliced_states(applied: Applied, buckets: GradientBuckets | UnitShards, name
     yield from sorted(found.items(), key=lambda item: (order[item[0].rpartition("/")[0]], item[0]))
 
 
-def _gathered(numel: int, parts: list[tuple[int, torch.Tensor]], comm: Comm) -> torch.Tensor:
+def _gathered(slices: Slices, parts: list[tuple[int, torch.Tensor]], comm: Comm) -> torch.Tensor:
     """All ranks' slices of a flat buffer, each made of parts that begin at some place in it; nothing without any."""
     if not parts:
         return torch.empty(0)
-    mine = parts[0][1].new_zeros(numel // comm.size)
+    mine = parts[0][1].new_zeros(slices.size)
     for start, part in parts:
         mine[start : start + part.numel()] = part
-    flat = mine.new_empty(numel)
-    comm.all_gather(flat, mine, "state").wait()
+    flat = mine.new_empty(sum(slices.sizes))
+    comm.all_gather(flat, mine, "state", slices.uneven).wait()
     return flat
 
 

@@ -26,6 +26,7 @@ from meshwright.core.plan import SyncPolicy
 from meshwright.execute.compression import travel_of
 from meshwright.execute.groups import Groups
 from meshwright.execute.memory import storage_bytes
+from meshwright.execute.slices import Slices, slices_of
 from meshwright.schedule.buckets import Bucket, Kind, assign_buckets
 
 # Optimizers whose update of one element depends on that element alone; only these may work on a slice cut across tensors.
@@ -56,6 +57,7 @@ class _Live:
     layout: Bucket
     params: tuple[nn.Parameter, ...]
     name: str
+    slices: Slices  # of the flat buffers; under stage 0 nobody asks
     grads: torch.Tensor | None = None  # the flat buffer; None while released (stage 2)
     values: torch.Tensor | None = None  # flat parameters (stages 1 and 2)
     shard: nn.Parameter | None = None  # this rank's slice of `values`: what the optimizer steps
@@ -85,8 +87,10 @@ class GradientBuckets:
         policy: SyncPolicy,
         zero: int,
         kinds: Mapping[int, Kind] | None = None,
+        states: Sequence[float] = (),
     ) -> None:
         self.groups, self.policy, self.zero = groups, policy, zero
+        self._states = states
         self.travel = travel_of(policy)
         self._kinds = kinds or {}
         self.reduce = "mean"  # a user's own loop averages over ranks; Session weights the loss itself and sums
@@ -113,7 +117,8 @@ class GradientBuckets:
             bytes_cap=self.policy.bucket_bytes,
             shards=self.groups.shard.size if self.zero else 1,
         )
-        live = [_Live(b, tuple(params[s.index] for s in b.slots), f"bucket{i}") for i, b in enumerate(layouts)]
+        slices = [slices_of(b, self.groups.shard, self._states) for b in layouts]
+        live = [_Live(b, tuple(params[s.index] for s in b.slots), f"bucket{i}", slices[i]) for i, b in enumerate(layouts)]
         for bucket in live:
             for at, param in enumerate(bucket.params):
                 self._home[id(param)] = (bucket, at)
@@ -146,14 +151,10 @@ class GradientBuckets:
                 view.copy_(param.data)
                 param.data = view
             bucket.values = flat
-            bucket.shard = nn.Parameter(self._slice(flat))
+            bucket.shard = nn.Parameter(bucket.slices.own(flat))
             shards.setdefault(_group_of(bucket), []).append(bucket.shard)
         for index, group in enumerate(optimizer.param_groups):
             group["params"] = shards.get(index, [])
-
-    def _slice(self, flat: torch.Tensor) -> torch.Tensor:
-        size = flat.numel() // self.groups.shard.size
-        return flat[self.groups.shard.rank * size : (self.groups.shard.rank + 1) * size]
 
     # -- during backward --
 
@@ -214,7 +215,8 @@ class GradientBuckets:
         grads = bucket.grads
         assert grads is not None
         if self.zero:
-            bucket.pending = self.travel.reduce_scatter(self.groups.shard, self._slice(grads), grads, f"grads/{bucket.name}", self.reduce)
+            own, sizes = bucket.slices.own(grads), bucket.slices.uneven
+            bucket.pending = self.travel.reduce_scatter(self.groups.shard, own, grads, f"grads/{bucket.name}", self.reduce, sizes)
         else:
             parts = lambda: [self._view(bucket, at) for at in range(len(bucket.params))]  # noqa: E731
             bucket.pending = self.travel.all_reduce(self._replicas(bucket), grads, f"grads/{bucket.name}", self.reduce, bucket.name, parts)
@@ -269,12 +271,12 @@ class GradientBuckets:
         for bucket in self.buckets:
             assert bucket.pending is not None and bucket.grads is not None
             bucket.pending.wait()
-            mine = self._slice(bucket.grads)
+            mine = bucket.slices.own(bucket.grads)
             bucket.pending = self.travel.all_reduce(self._replicas(bucket), mine, f"replicas/{bucket.name}", self.reduce)
         for bucket in self.buckets:
             assert bucket.pending is not None and bucket.grads is not None and bucket.shard is not None
             bucket.pending.wait()
-            mine = self._slice(bucket.grads)
+            mine = bucket.slices.own(bucket.grads)
             for param in bucket.params:
                 param.grad = None
             if self.zero == 2:
@@ -289,7 +291,7 @@ class GradientBuckets:
         works = []
         for bucket in self.buckets:
             assert bucket.values is not None and bucket.shard is not None
-            works.append(self.groups.shard.all_gather(bucket.values, bucket.shard.data, f"params/{bucket.name}"))
+            works.append(self.groups.shard.all_gather(bucket.values, bucket.shard.data, f"params/{bucket.name}", bucket.slices.uneven))
         for work in works:
             work.wait()
 

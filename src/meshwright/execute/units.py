@@ -31,6 +31,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.workload import LOW
 from meshwright.execute.groups import Groups
 from meshwright.execute.memory import DTYPES, storage_bytes
+from meshwright.execute.slices import Slices, slices_of
 from meshwright.execute.sync import Piece, check_sliceable
 from meshwright.schedule.buckets import Bucket, Kind, unit_buckets
 
@@ -41,6 +42,7 @@ class Flat:
 
     layout: Bucket
     params: tuple[nn.Parameter, ...]
+    slices: Slices
     own: torch.Tensor  # this rank's slice, in the type of storage
     values: torch.Tensor  # all ranks' slices, in the type of the arithmetic; without memory unless gathered
     views: tuple[torch.Tensor, ...]
@@ -82,6 +84,7 @@ class UnitShards:
     ) -> None:  # fmt: skip
         check_sliceable(optimizer, self.zero)
         self.groups, self.overlap = groups, plan.sync.overlap
+        self._states = plan.balance.states
         self.reduce = "mean"  # a user's own loop averages over ranks; Session weights the loss itself and sums
         self._low = DTYPES[LOW[plan.memory.precision]] if plan.memory.precision in LOW else None
         self._ahead = "gathers" in self.overlap and groups.pp.size == 1
@@ -138,17 +141,16 @@ class UnitShards:
         whole = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
         for slot, param in zip(layout.slots, params, strict=True):
             whole[slot.offset : slot.offset + slot.numel].view_as(param).copy_(param.data)
-        size = layout.numel // self.groups.shard.size
-        start = self.groups.shard.rank * size
-        own = whole[start : start + size].clone()
+        slices = slices_of(layout, self.groups.shard, self._states)
+        own = slices.own(whole).clone()
         values = torch.empty(layout.numel, dtype=self._type(first), device=first.device)
         views = tuple(values[s.offset : s.offset + s.numel].view_as(p) for s, p in zip(layout.slots, params, strict=True))
         nothing = torch.full((), float("nan"), device=first.device).to(values.dtype)
         ends = [*(s.offset for s in layout.slots[1:]), layout.numel]
         gaps = tuple(slice(s.offset + s.numel, end) for s, end in zip(layout.slots, ends, strict=True) if s.offset + s.numel < end)
-        flat = Flat(layout, params, own, values, views, tuple(nothing.expand(p.shape) for p in params), gaps)
+        flat = Flat(layout, params, slices, own, values, views, tuple(nothing.expand(p.shape) for p in params), gaps)
         if first.requires_grad:
-            flat.pieces = tuple(_pieces(flat, [group_of.get(id(p), -1) for p in params], start))
+            flat.pieces = tuple(_pieces(flat, [group_of.get(id(p), -1) for p in params]))
             flat.waiting = set(range(len(params)))
         _empty(flat)
         return flat
@@ -177,7 +179,8 @@ class UnitShards:
         for flat in unit.flats if not unit.here else ():
             if flat.coming is None:
                 flat.values.untyped_storage().resize_(flat.values.nbytes)
-                flat.coming = self.groups.shard.all_gather(flat.values, flat.own.to(flat.values.dtype), f"params/{unit.name}")
+                own = flat.own.to(flat.values.dtype)
+                flat.coming = self.groups.shard.all_gather(flat.values, own, f"params/{unit.name}", flat.slices.uneven)
 
     def _bring(self, unit: Unit) -> None:
         if unit.here:
@@ -289,7 +292,7 @@ class UnitShards:
         assert grads is not None
         flat.sent = True
         mine = torch.empty_like(flat.own)
-        work = self.groups.shard.reduce_scatter(mine, grads, f"grads/{unit.name}", self.reduce)
+        work = self.groups.shard.reduce_scatter(mine, grads, f"grads/{unit.name}", self.reduce, flat.slices.uneven)
         self._travelling.append((unit, flat, mine, grads, work))
         self._settle(1 if "scatters" in self.overlap else 0)
 
@@ -352,7 +355,7 @@ class UnitShards:
             return {id(param): param.detach().cpu()}
         unit, flat, _ = self._home[id(param)]
         whole = flat.own.new_empty(flat.layout.numel)
-        self.groups.shard.all_gather(whole, flat.own, f"state/{unit.name}").wait()
+        self.groups.shard.all_gather(whole, flat.own, f"state/{unit.name}", flat.slices.uneven).wait()
         slots = zip(flat.layout.slots, flat.params, strict=True)
         return {id(p): whole[s.offset : s.offset + s.numel].view(p.shape).cpu() for s, p in slots}
 
@@ -400,9 +403,9 @@ def _empty(flat: Flat) -> None:
     flat.values.untyped_storage().resize_(0)
 
 
-def _pieces(flat: Flat, groups: list[int], start: int) -> Iterator[Piece]:
-    """The slice that begins at `start`, cut where the optimizer's group changes."""
-    size = flat.own.numel()
+def _pieces(flat: Flat, groups: list[int]) -> Iterator[Piece]:
+    """This rank's slice, cut where the optimizer's group changes."""
+    start, size = flat.slices.start, flat.slices.size
     firsts = [i for i, group in enumerate(groups) if not i or group != groups[i - 1]]
     for first, last in zip(firsts, [*firsts[1:], len(groups)], strict=True):
         begin = flat.layout.slots[first].offset if first else 0

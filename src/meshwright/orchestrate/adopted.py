@@ -26,6 +26,7 @@ def train_adopted(config: RunConfig, place: Place, environ: Mapping[str, str], c
         raise RequestError(f"--nproc {config.nproc}, but {place.launcher} started {place.world} ranks: leave --nproc out")
     config = config.model_copy(update={"nproc": place.world})
     orchestrator = Orchestrator(config, _alone(environ), say)
+    orchestrator.starts = False
     device = orchestrator.cluster.devices[0].kind
     backend = _backend(config, place, device)
     orchestrator.config = config = config.model_copy(update={"backend": backend})

@@ -24,6 +24,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.serial import to_data, write_json
 from meshwright.core.strand import Flow
 from meshwright.core.task import Task
+from meshwright.core.unlike import told_apart
 from meshwright.core.workload import Precision, Workload
 from meshwright.cost import estimate
 from meshwright.cost.correction import corrected
@@ -69,6 +70,7 @@ class Orchestrator:
     def __init__(self, config: RunConfig, environ: Mapping[str, str], say: Say) -> None:
         self.config, self.environ, self.say = config, environ, say
         self._nursery: Nursery | None = None
+        self.starts = True  # ranks are not there yet, so that any of them may be on any device
         self._raw: Calibration | None = None  # as measured, without what runs have taught
         self.cluster = self._discover()
 
@@ -195,6 +197,7 @@ class Orchestrator:
         flow = self.flow(task, workload) if self.config.plan == "auto" else None
         traced = time.perf_counter() - begun
         calibration = self.corrected(task, profile, workload)
+        self.cluster = told_apart(self.cluster, calibration)
         begun = time.perf_counter()
         if self.config.plan != "auto":
             plan = self._filled(Plan.load(Path(self.config.plan)), task, profile)
@@ -203,7 +206,7 @@ class Orchestrator:
             why = f"Given by {self.config.plan}: {plan.summary()}."
             return Prepared(self.config, task, self.cluster, profile, plan, found, why, None, traced + time.perf_counter() - begun)
         self.say("planning")
-        wishes, unrouted = wishes_of(self.config, flow), ""
+        wishes, unrouted = replace(wishes_of(self.config, flow), reorder=self.starts), ""
         if self.config.backend == "auto":
             wishes, unrouted = with_routes(wishes, self.cluster, calibration)
         ranking = rank_plans(profile, self.cluster, workload, calibration, wishes)

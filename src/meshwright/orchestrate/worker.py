@@ -24,6 +24,7 @@ from meshwright.core.hybrid import index_of
 from meshwright.core.plan import Plan
 from meshwright.core.serial import from_data, read_json
 from meshwright.core.task import Task
+from meshwright.describe.apart import by_pace
 from meshwright.describe.probe import host_copies, measure, slowest
 from meshwright.execute.profile import profiled
 from meshwright.execute.session import Session
@@ -66,6 +67,8 @@ def probe_rank(
         torch.distributed.all_gather_object(every, rates)
     copies = host_copies(where) if rank == 0 else {}
     leave()
+    if not places and where.type == "cpu":
+        return by_pace(every), copies
     kinds = dict.fromkeys(r.device for r in every)
     return [slowest([r for r in every if r.device == kind]) for kind in kinds], copies
 
@@ -97,12 +100,14 @@ def train_rank(rank: int, world: int, meeting: str, folder: str, local_rank: int
     job = RunConfig(**read_json(home / "job.json"))
     plan = Plan.load(home / "plan.json")
     estimate = from_data(Estimate, read_json(home / "estimate.json")["estimate"], "estimate.json")
+    joined = torch.distributed.is_initialized()
+    if plan.seats and joined:
+        raise RequestError("plan: seats put ranks on devices in another order than theirs, and these ranks were started already: leave seats out")
+    local = local_rank if local_rank is not None else plan.seats[rank] if plan.seats else rank
     sinks = open_sinks(home, job.tensorboard, job.prometheus_port) if rank == 0 else ()
     with Recorder(home, rank, sinks) as recorder:
-        local = rank if local_rank is None else local_rank
         device = _device(plan.place(rank, local), plan.threads)
         recorder.event("start", pid=os.getpid(), device=str(device), world=world)
-        joined = torch.distributed.is_initialized()
         if not joined:
             join(Rendezvous(rank, world, meeting, plan.backend, device.type, local, plan.sync.timeout_s))
         try:

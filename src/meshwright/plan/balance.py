@@ -1,15 +1,14 @@
-"""Load Balancer, deciding half: ranks on unlike devices take as many samples as lets them all finish at one moment."""
+"""Load Balancer, deciding half: shares of a whole for ranks that are not alike, by what each can do and hold."""
 
 from __future__ import annotations
 
 import heapq
-from dataclasses import replace
+from collections.abc import Sequence
 
-from meshwright.core.calibration import Calibration
 from meshwright.core.mesh import Mesh
-from meshwright.core.model import ModelProfile
-from meshwright.core.plan import BalancePolicy, Plan
-from meshwright.cost.compute import ComputeCost
+from meshwright.core.plan import BalancePolicy
+
+Line = tuple[float, float]  # seconds: a + b for each sample
 
 
 def nearly_equal(batch: int, mesh: Mesh) -> BalancePolicy:
@@ -20,48 +19,40 @@ def nearly_equal(batch: int, mesh: Mesh) -> BalancePolicy:
     return BalancePolicy(tuple(batch // width + (rank < batch % width) for rank in range(width)))
 
 
-def balanced(plan: Plan, profile: ModelProfile, calibration: Calibration) -> Plan:
-    """The plan with shares by speed, as measured for each kind of device; one whose shares are equal on purpose stays as it is."""
-    if not plan.balance.shares:
-        return plan
-    kinds = [plan.seen_by(rank).device for rank in _first_ranks(plan)]
-    lines = {kind: _line(plan, profile, calibration, kind) for kind in set(kinds)}
-    shares = deal(plan.global_batch, [lines[kind] for kind in kinds], plan.micro_batches)
-    return replace(plan, balance=BalancePolicy(shares))
-
-
-def deal(samples: int, lines: list[tuple[float, float]], least: int = 1) -> tuple[int, ...]:
-    """Shares that end soonest, where rank i takes `a + b·share` seconds: each further sample goes to the rank that would be done first
-    with it. No exchange of a sample can then make the last one end sooner."""
+def deal(samples: int, lines: Sequence[Line], least: int = 1, most: Sequence[int] = ()) -> tuple[int, ...] | None:
+    """Shares that end soonest, where rank i takes `a + b·share` seconds and has room for `most[i]`: each further sample goes to the rank that
+    would be done first with it. No exchange of a sample can then make the last one end sooner. None where there is no room."""
     shares = [least] * len(lines)
-    heap = [(a + b * (least + 1), i) for i, (a, b) in enumerate(lines)]
+    rooms = most or [samples] * len(lines)
+    if min(rooms) < least or sum(min(room, samples) for room in rooms) < samples or samples < least * len(lines):
+        return None
+    heap = [(a + b * (least + 1), i) for i, (a, b) in enumerate(lines) if rooms[i] > least]
     heapq.heapify(heap)
     for _ in range(samples - least * len(lines)):
         _, i = heap[0]
         shares[i] += 1
         a, b = lines[i]
-        heapq.heapreplace(heap, (a + b * (shares[i] + 1), i))
+        if shares[i] < rooms[i]:
+            heapq.heapreplace(heap, (a + b * (shares[i] + 1), i))
+        else:
+            heapq.heappop(heap)
     return tuple(shares)
 
 
-def _first_ranks(plan: Plan) -> list[int]:
-    """Of each data rank the first rank: the others of its group are of the same kind."""
-    found: dict[int, int] = {}
-    for rank in range(plan.world):
-        found.setdefault(plan.mesh.data_rank(rank), rank)
-    return [found[width] for width in sorted(found)]
-
-
-def _line(plan: Plan, profile: ModelProfile, calibration: Calibration, kind: str) -> tuple[float, float]:
-    """Seconds of forward and backward as a line over a rank's samples, from one sample and from an equal share."""
-    price = ComputeCost(calibration.layout(plan.world, kind), plan.memory.precision, plan.compile != "none", frozenset(plan.memory.units))
-
-    def seconds(samples: int) -> float:
-        memo: dict[tuple[int, str, bool], float] = {}
-        layers = profile.at(samples).layers
-        return plan.micro_batches * sum(price.layer(layer, phase, memo) for layer in layers for phase in ("forward", "backward"))
-
-    most = max(plan.global_batch // plan.mesh.data_width // plan.micro_batches, 2)
-    one, many = seconds(1), seconds(most)
-    each = max((many - one) / (most - 1), 0.0)
-    return max(one - each, 0.0), each / plan.micro_batches
+def fill(weights: Sequence[float], most: Sequence[float]) -> tuple[float, ...] | None:
+    """Parts of one whole as the weights are to each other, but none above what there is room for: what is too much goes to the others. None
+    where all rooms together are too small."""
+    if sum(most) < 1.0:
+        return None
+    parts = [0.0] * len(weights)
+    full: set[int] = set()
+    while True:
+        left = 1.0 - sum(most[i] for i in full)
+        among = sum(w for i, w in enumerate(weights) if i not in full)
+        parts = [most[i] if i in full else left * w / among if among else 0.0 for i, w in enumerate(weights)]
+        over = {i for i, part in enumerate(parts) if i not in full and part > most[i]}
+        if not over:
+            break
+        full |= over
+    total = sum(parts)
+    return tuple(part / total for part in parts) if abs(total - 1.0) < 1e-6 else None

@@ -22,6 +22,7 @@ from meshwright.cost.step import HEADROOM, in_flight
 from meshwright.plan.remedy import Retrace, grown, too_big, units_of, with_memory
 from meshwright.plan.search import Ranking, Scored, best_again, rank_plans
 from meshwright.plan.space import Cutter
+from meshwright.plan.uneven import in_parts
 from meshwright.schedule import Place, local_profile, program
 
 _BUDGET_S = 1.0  # of computing time for questions that each take another search
@@ -36,7 +37,7 @@ def explain(ranking: Ranking, retrace: Retrace | None = None) -> str:
     if not best.estimate.fits:
         return too_big(ranking, retrace)
     clock = _Budget(_BUDGET_S)
-    lines = [_choice(best), *_why(ranking, clock), _time(best), _binds(ranking), _memory(ranking), *ranking.tuned]
+    lines = [_choice(best), *_why(ranking, clock), *_unequal(ranking), _time(best), _binds(ranking), _memory(ranking), *ranking.tuned]
     second = ranking.runner_up
     if second is not None:
         lines.append(_second(best, second))
@@ -110,6 +111,17 @@ def _lack(ranking: Ranking, other: Scored) -> str:
     return "a step is as long" if ratio >= 0.995 else f"a step would take {ratio:.2f}×, less than its complications are worth"
 
 
+def _unequal(ranking: Ranking) -> list[str]:
+    """How unlike devices share the work, and what dealing everything out equally would cost."""
+    best, equal = ranking.best, ranking.equal
+    if equal is None:
+        return []
+    told = f"Unequal devices: {in_parts(best.plan, ranking.cluster)}."
+    if ranking.gain is None:
+        return [f"{told} Dealt out equally nothing fits ({equal.estimate.reason})."]
+    return [f"{told} The best equal split, {equal.plan.summary()}, takes {ranking.gain:.2f}× ({show_seconds(equal.estimate.step_s)} a step)."]
+
+
 # -- what binds --
 
 
@@ -139,7 +151,7 @@ def _binds(ranking: Ranking) -> str:
     parts = parts_of(best)
     step = best.estimate.step_s or 1.0
     name, seconds = max(parts.items(), key=lambda item: item[1])
-    used = max(best.estimate.memory_bytes) / (HEADROOM * _capacity(ranking))
+    used = _used(ranking) / HEADROOM
     said = {"computation": "computation", "optimizer": "the optimizer's update", "bubble": "the pipeline's bubble"}.get(name) or _slow_wire(ranking)
     text = f"What binds: {said} ({seconds / step:.0%} of the step)"
     if name != "communication" and parts["communication"] > 0.1 * step:
@@ -153,8 +165,13 @@ def _binds(ranking: Ranking) -> str:
     return text + "."
 
 
-def _capacity(ranking: Ranking) -> int:
-    return ranking.cluster.least_memory(ranking.best.plan.world)
+def _used(ranking: Ranking) -> float:
+    """Of the memory of the device that is fullest."""
+    best = ranking.best
+    if ranking.equal is None:
+        return max(best.estimate.memory_bytes) / ranking.cluster.least_memory(best.plan.world)
+    devices = ranking.cluster.seated(best.plan.seats).devices
+    return max(need / device.memory_bytes for need, device in zip(best.estimate.memory_bytes, devices, strict=False))
 
 
 def _slow_wire(ranking: Ranking) -> str:
@@ -197,7 +214,8 @@ def _memory(ranking: Ranking) -> str:
     most = ", ".join(f"{name} {show_bytes(size)}" for name, size in kinds[:3] if size)
     tight = [s for s in ranking.scored if not s.estimate.fits]
     binding = f"It rules out {len(tight)} of {len(ranking.scored)} plans" if tight else "It is no constraint: every legal plan fits"
-    binding += f" that were priced, of {ranking.considered:,} that were weighed" if ranking.considered else ""
+    if ranking.considered:
+        binding = f"{ranking.considered:,} plans were weighed; {len(ranking.scored)} that bounds let through were priced, {len(tight)} too large"
     return f"Memory: {best.estimate.reason} (mostly {most}). {binding}."
 
 
@@ -255,8 +273,13 @@ def _changes(ranking: Ranking) -> Iterator[tuple[str, Callable[[], Scored], bool
     if len(cluster.devices) > 1:
         for times, words in ((4.0, "four times faster"), (2.0, "twice as fast"), (0.5, "half as fast"), (0.25, "four times slower")):
             yield f"a {network} {words}", machine(**_network(ranking, times)), True
-    for times, words in ((2.0, "twice"), (0.5, "half")):
-        yield f"{words} the memory", machine(cluster=with_memory(cluster, lambda size, times=times: int(size * times))), True  # type: ignore[misc]
+    yield "twice the memory", machine(cluster=with_memory(cluster, lambda size: 2 * size)), True
+    half = with_memory(cluster, lambda size: size // 2)
+    near = best_again(ranking, half, ranking.calibration)
+    if near.estimate.fits or not ranking.considered:
+        yield "half the memory", lambda: near, True
+    else:  # what fits there was too slow here to be looked at
+        yield "half the memory", lambda: _searched(ranking, cluster=half), False
     yield (
         f"a global batch of {2 * workload.global_batch}",
         lambda: _searched(ranking, workload=replace(workload, global_batch=2 * workload.global_batch)),

@@ -44,24 +44,32 @@ class Doors:
     trained: Trained
     found: Mapping[str, _Boundary]  # by the layer that comes after
 
+    @property
+    def places(self) -> list[int]:
+        return [i for i, name in enumerate(self.order) if name in self.found]
+
 
 def find_doors(flow: Flow, profile: ModelProfile, tensor: TensorPolicy | None = None, across: TensorPolicy | None = None, cp: int = 1) -> Doors:
     order = [name for name, _ in _layers_in_order(flow, profile)]
     inner = frozenset(dealt_strands(flow, tensor))
-    shared = shared_values(Reader(flow, profile.layer_names), tensor, inner) if tensor is not None and tensor.sequence else {}
+    shared = shared_values(Reader.of(flow, profile.layer_names), tensor, inner) if tensor is not None and tensor.sequence else {}
     dealt = _Dealt(inner, dealt_strands(flow, across), shared, cp, sequence_of(flow, cp) if cp > 1 else -1)
     trained = _trained(flow, _reads(flow, _learned(flow)))
     return Doors(flow, order, trained, {b.call.module: b for b in _boundaries(flow, order, dealt)})
 
 
 def cut_at(doors: Doors, profile: ModelProfile, count: int) -> tuple[Stage, ...]:
-    flow, order, found = doors.flow, doors.order, doors.found
-    places = [i for i, name in enumerate(order) if name in found]
+    order, places = doors.order, doors.places
     if len(places) + 1 < count:
         raise RequestError(f"{count} stages: this model can be cut in {len(places)} places, so it has at most {len(places) + 1} stages")
     costs = {layer.name: layer.flops_forward + layer.flops_backward for layer in profile.layers}
-    cuts = _balanced([costs.get(name, 0.0) for name in order], places, count)
-    edges = [0, *cuts, len(order)]
+    return stages_at(doors, _balanced([costs.get(name, 0.0) for name in order], places, count))
+
+
+def stages_at(doors: Doors, cuts: Sequence[int]) -> tuple[Stage, ...]:
+    """The stages between cuts, which are some of the doors' places."""
+    flow, order, found = doors.flow, doors.order, doors.found
+    edges, count = [0, *cuts, len(order)], len(cuts) + 1
     starts = [0, *(found[order[c]].call.first for c in cuts), len(flow.operations)]
     stages = []
     for index in range(count):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from meshwright.core.calibration import Calibration
@@ -10,15 +11,16 @@ from meshwright.core.estimate import Estimate
 from meshwright.core.hybrid import places
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
+from meshwright.core.unlike import are_unlike, average
 from meshwright.core.workload import Workload
 from meshwright.cost import estimate
 from meshwright.plan.axes import MANY, Axes, bounds_for
-from meshwright.plan.balance import balanced
 from meshwright.plan.front import FRONT, Front
 from meshwright.plan.objective import burden, check_objective, cost
 from meshwright.plan.recompute import mixed
 from meshwright.plan.space import Cutter, Wishes, candidates, check_wishes
 from meshwright.plan.tuning import tune
+from meshwright.plan.uneven import Inputs, dealt_out, reseated, turned
 
 _NEAR_THE_FRONT = 12
 EXHAUSTIVE = 8  # devices up to which every legal plan is priced; beyond, bounds choose what is
@@ -47,10 +49,16 @@ class Ranking:
     considered: int = 0  # plans that were weighed by bounds, where not all of them were priced
 
     cutter: Cutter | None = None  # how it takes the model apart: another search of the same model need not find out again
+    equal: Scored | None = None  # the best plan that deals everything out equally, where devices are not alike
 
     @property
     def best(self) -> Scored:
         return self.scored[0]
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as long a step takes with the best plan that deals everything out equally; None where devices are alike or none fits."""
+        return self.equal.estimate.step_s / self.best.estimate.step_s if self.equal is not None and self.equal.estimate.fits else None
 
     @property
     def runner_up(self) -> Scored | None:
@@ -68,12 +76,48 @@ def rank_plans(
 
     States in host memory cost time and free nothing but memory, so they are weighed where that binds."""
     found = _ranked(profile, cluster, workload, calibration, wishes, like)
+    if are_unlike(cluster, calibration, wishes.world or len(cluster.devices)):
+        found = _unequal(found, like)
     if like is not None or not _short_of_memory(found):
         return found
-    other = _ranked(profile, cluster, workload, calibration, replace(wishes, offload="optimizer"), found)
+    below = _key(found.best, workload)[1] if found.best.estimate.fits else math.inf
+    other = _ranked(profile, cluster, workload, calibration, replace(wishes, offload="optimizer"), found, below)
     scored = tuple(sorted((*found.scored, *other.scored), key=lambda s: _key(s, workload)))
     tuned = found.tuned if scored[0] is found.best else other.tuned
     return replace(found, scored=scored, tuned=tuned, considered=found.considered + other.considered)
+
+
+def _unequal(ranking: Ranking, like: Ranking | None) -> Ranking:
+    """The same, with parts for unlike devices (see [Note: parts for unlike devices]) of the plans that are good when dealt out equally, and of those
+    that would be good if all devices were like the mean one."""
+    cluster, workload, calibration, wishes = ranking.cluster, ranking.workload, ranking.calibration, ranking.wishes
+    inputs = Inputs(ranking.profile, cluster, workload, calibration, ranking.cutter or Cutter(ranking.profile, workload, wishes))
+    seeds = _good(ranking)
+    if not places(cluster, len(cluster.devices)):
+        alike = average(cluster, calibration, workload.precision)
+        others = _good(_ranked(ranking.profile, alike[0], workload, alike[1], wishes, like))
+        seeds += [plan for plan in others if plan not in seeds]
+
+    def price(plan: Plan) -> Scored:
+        return Scored(plan, estimate(plan, ranking.profile, workload, cluster, calibration))
+
+    def key(scored: Scored) -> tuple[bool, float]:
+        return _key(scored, workload)
+
+    seated = [other for plan in seeds for other in reseated(plan, inputs, wishes.reorder)]
+    equal = [*ranking.scored, *map(price, seated)]
+    dealt = [min((price(p) for p in every), key=key) for plan in seated for other in turned(plan) if (every := list(dealt_out(other, inputs)))]
+    scored = sorted([*equal, *dealt], key=key)
+    return replace(ranking, scored=tuple(scored), equal=min(equal, key=key), tuned=ranking.tuned if scored[0] is ranking.best else ())
+
+
+def _good(ranking: Ranking) -> list[Plan]:
+    """The best, and the quickest of every strategy on every number of ranks."""
+    first: dict[tuple[str, int], Plan] = {}
+    for scored in ranking.scored:
+        first.setdefault((scored.plan.strategy, scored.plan.world), scored.plan)
+    found = [*(s.plan for s in ranking.scored[:_NEAR_THE_FRONT]), *first.values()]
+    return list({id(plan): plan for plan in found}.values())
 
 
 def _short_of_memory(ranking: Ranking) -> bool:
@@ -82,7 +126,11 @@ def _short_of_memory(ranking: Ranking) -> bool:
     return saving and best.plan.device == "cuda" and ranking.wishes.offload is None
 
 
-def _ranked(profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, wishes: Wishes, like: Ranking | None) -> Ranking:
+def _ranked(
+    profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, wishes: Wishes, like: Ranking | None,
+    below: float = math.inf,
+) -> Ranking:  # fmt: skip
+    """What costs at least `below` need not be looked at."""
     check_objective(workload)
     scored: list[Scored] = []
 
@@ -91,14 +139,15 @@ def _ranked(profile: ModelProfile, cluster: Cluster, workload: Workload, calibra
 
     if wishes.mesh is None and _many(profile, cluster, wishes, like is not None):
         check_wishes(wishes, len(cluster.devices))
-        search = Front(profile, cluster, workload, calibration, wishes, price, like.cutter if like else None, 1 if like else FRONT)
+        search = Front(profile, cluster, workload, calibration, wishes, price, like.cutter if like else None, 1 if like else FRONT, below)
         scored = [Scored(*found) for found in search.search()]
         considered, cutter = search.considered, search.cutter
+        if not scored and like is not None:
+            return replace(like, scored=(), considered=considered)
     else:
         considered, cutter = 0, Cutter(profile, workload, wishes)
         axes = Axes(cluster, workload, wishes, cutter, bounds_for(profile, cluster, workload, calibration, wishes))
-        for found in candidates(profile, cluster, workload, wishes, cutter, axes.shapes):
-            plan = balanced(found, profile, calibration)
+        for plan in candidates(profile, cluster, workload, wishes, cutter, axes.shapes):
             if not (scored and _pointless(plan, scored[-1], workload)):
                 scored.append(Scored(plan, price(plan)))
             if not scored[-1].estimate.fits and plan.memory.recompute == "none" and wishes.recompute is None and workload.objective != "memory":

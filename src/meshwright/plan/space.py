@@ -60,6 +60,7 @@ class Wishes:
     sequence: bool | None = None  # whether tensor-parallel ranks share positions between cut parts
     spatial: tuple[int, ...] = ()  # the grid of cp's ranks; empty: as square as it goes
     order: tuple[str, ...] = ()  # which axes of the mesh are farthest apart; empty: as is best
+    reorder: bool = False  # whether ranks may be on devices in another order than these are in: where they are still to be started
     flow: Flow | None = None  # the model's dataflow; without it no tensor parallelism is considered
 
 
@@ -170,10 +171,11 @@ class Cutter:
         self.owners = cache(lambda ep: choose_owners(self._flow(f"ep={ep}: owners need"), ep))
         self._chosen: dict[tuple[int, bool, bool], Grid] = {}
         self._doors: dict[tuple[int, int], tuple[Grid, Doors]] = {}
+        self._whole = one_stage(profile)
 
     def cut(self, mesh: Mesh, sequence: bool, schedule: str = "1f1b") -> _Cuts:
         parts = self.parts(mesh, sequence)
-        stages = self._stages(mesh.pp * stages_a_rank(schedule), mesh.tp, mesh.cp, sequence) if mesh.pp > 1 else one_stage(self.profile)
+        stages = self._stages(mesh.pp * stages_a_rank(schedule), mesh.tp, mesh.cp, sequence) if mesh.pp > 1 else self._whole
         return _Cuts((parts.tensor, parts.across), parts.context, parts.spatial, parts.owners, stages)
 
     def parts(self, mesh: Mesh, sequence: bool) -> Plan:
@@ -202,11 +204,15 @@ class Cutter:
         return found
 
     def _choose_stages(self, count: int, ways: tuple[int, ...], cp: int, sequence: bool) -> tuple[Stage, ...]:
+        return cut_at(self.doors(count, ways, cp, sequence), self.profile, count)
+
+    def doors(self, count: int, ways: tuple[int, ...], cp: int, sequence: bool) -> Doors:
+        """Where the model can be cut into stages."""
         tensor = self.tensor(ways, True, sequence) if math.prod(ways) > 1 else WHOLE
         if (id(tensor), cp) not in self._doors:
             flow = self._flow(f"mesh {Mesh(pp=count)}: a pipeline needs")
             self._doors[id(tensor), cp] = tensor, find_doors(flow, self.profile, *tensor, cp=cp)
-        return cut_at(self._doors[id(tensor), cp][1], self.profile, count)
+        return self._doors[id(tensor), cp][1]
 
 
 def layouts(cluster: Cluster, wishes: Wishes, shapes: Shapes) -> Iterator[tuple[Mesh, int]]:

@@ -7,6 +7,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from meshwright.core.shares import cut
+
 ALIGN_BYTES = 16  # vectorised kernels want their operands so
 ALONE = 4  # parameters of at least one in so many of a bucket's bytes stand alone
 START_BYTES = 2**28  # start-up sends values in runs of about this size, so that it never doubles the model
@@ -92,6 +94,11 @@ def assign_buckets(
 def unit_buckets(numels: Sequence[int], itemsizes: Sequence[int], keys: Sequence[Hashable], shards: int) -> tuple[Bucket, ...]:
     """The buffers of a ZeRO-3 unit: one for each key. `itemsizes` are those of what is gathered."""
     return assign_buckets(numels, itemsizes, keys, first_bytes=sys.maxsize, bytes_cap=sys.maxsize, shards=shards)
+
+
+def shard_sizes(bucket: Bucket, shards: int, states: Sequence[float] = ()) -> tuple[int, ...]:
+    """Elements of a bucket for each rank of the shard axis: as many, or in these parts of it."""
+    return cut(bucket.numel, states, max(ALIGN_BYTES // bucket.itemsize, 1)) if states else (bucket.numel // shards,) * shards
 
 
 def start_runs(sizes: Sequence[int], keys: Sequence[Hashable], most: int = START_BYTES) -> Iterator[list[int]]:

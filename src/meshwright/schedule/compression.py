@@ -36,6 +36,6 @@ def bucket_sends(sync: SyncPolicy, bucket: Bucket, shapes: Sequence[Sequence[int
     return [sent for sent in every if sent.bytes]
 
 
-def replica_bytes(sync: SyncPolicy, bucket: Bucket, shards: int) -> int:
-    """Of a rank's slice of a bucket, which replicas of it reduce."""
-    return bucket.numel // shards * (_ROUNDED if sync.compression == "bf16" else bucket.itemsize)
+def replica_bytes(sync: SyncPolicy, bucket: Bucket, own: int) -> int:
+    """Of a rank's slice of a bucket, so many elements, which replicas of it reduce."""
+    return own * (_ROUNDED if sync.compression == "bf16" else bucket.itemsize)

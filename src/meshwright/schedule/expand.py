@@ -11,7 +11,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action, Schedule
 from meshwright.core.tensor import Meet, TensorPolicy
 from meshwright.core.workload import ITEM_BYTES, LOW
-from meshwright.schedule.buckets import Bucket, Kind, assign_buckets, unit_buckets
+from meshwright.schedule.buckets import Bucket, Kind, assign_buckets, shard_sizes, unit_buckets
 from meshwright.schedule.compression import bucket_sends, replica_bytes
 from meshwright.schedule.context import add_meetings
 from meshwright.schedule.local import local_profile
@@ -28,11 +28,14 @@ class Place:
     cp: int = 0
     ep: int = 0
     tp: int = 0
+    shard: int = 0  # where ZeRO cuts unevenly
 
 
 def expand(plan: Plan, profile: ModelProfile, *, clip: bool = False) -> Schedule:
-    """One program for each rank of a pipeline, of a grid of positions, of owners and of tensor parallelism; others differ in their data."""
+    """One program for each rank of a pipeline, of a grid of positions, of owners, of tensor parallelism and of uneven shards; others differ in
+    their data."""
     degrees = {"pp": plan.mesh.pp, "cp": plan.spatial.ways, "ep": plan.mesh.ep, "tp": plan.mesh.degree("tp")}
+    degrees["shard"] = plan.mesh.shard if plan.balance.states else 1
     programs = tuple(program(plan, profile, Place(*at), clip=clip) for at in itertools.product(*map(range, degrees.values())))
     places = {}
     for rank in range(plan.world):
@@ -51,6 +54,12 @@ def program(plan: Plan, profile: ModelProfile, at: Place, *, clip: bool = False,
 
 def gradient_buckets(plan: Plan, profile: ModelProfile) -> tuple[Bucket, ...]:
     """The buckets that `execute` will make for this plan: parameters in reverse order of registration. `profile` is one rank's."""
+    same, equal = plan.cut
+    sizes = (plan.sync.first_bucket_bytes, plan.sync.bucket_bytes, plan.mesh.shard if plan.memory.zero else 1, plan.memory.zero > 0)
+    return profile.memo.once("buckets", same, (*equal, *sizes), lambda: _gradient_buckets(plan, profile))
+
+
+def _gradient_buckets(plan: Plan, profile: ModelProfile) -> tuple[Bucket, ...]:
     tensors = [t for _, t in _arrival(profile)]
     kind = _kinds(plan)
     kinds = [kind(t)._replace(counted=t.counted or not plan.memory.zero) for t in tensors]
@@ -90,6 +99,12 @@ class UnitBuffer:
 def unit_buffers(plan: Plan, profile: ModelProfile) -> dict[str, tuple[UnitBuffer, ...]]:
     """The units that ZeRO-3 gathers, with the buffers that `execute` will make for them: the plan's, mixtures whose experts have owners, and
     as `root` the rest of the model. `profile` is one rank's."""
+    same, equal = plan.cut
+    sizes = (plan.memory.units, plan.memory.precision, plan.mesh.shard)
+    return profile.memo.once("units", same, (*equal, *sizes), lambda: _unit_buffers(plan, profile))
+
+
+def _unit_buffers(plan: Plan, profile: ModelProfile) -> dict[str, tuple[UnitBuffer, ...]]:
     mixtures = {m.module for m in plan.owners.mixtures} if plan.mesh.ep > 1 else set()
     # A pipeline's stage leaves the model's forward half way, so there every layer is a unit and the model itself is none.
     units = set(plan.memory.units) | ({layer.name for layer in profile.layers} if plan.mesh.pp > 1 else set())
@@ -136,14 +151,19 @@ def _compute(plan: Plan, profile: ModelProfile, every: Meetings, op: str, layer:
         yield Action(f"recompute/{name}/{micro}", "forward", layer, waits=waits, cheap=mode == "selective")
         for action in meets["again"] if mode == "full" else ():  # what ranks made of a product is kept with it
             waits = (f"{action.name}/again/{micro}",)
-            yield replace(action, name=waits[0])
+            yield action.named(waits[0])
     yield Action(f"{op}/{name}/{micro}", "forward" if op == "forward" else "backward", layer, waits=waits)
     for action in meets[op]:
-        yield replace(action, name=f"{action.name}/{op}/{micro}", waits=(f"{op}/{name}/{micro}",))
+        yield action.named(f"{action.name}/{op}/{micro}", (f"{op}/{name}/{micro}",))
 
 
 def meetings(plan: Plan, profile: ModelProfile, place: Place) -> Meetings:
     """Where tensor- and context-parallel ranks meet, by layer and phase; `again` is what recomputing a layer repeats."""
+    same, equal = plan.cut
+    return profile.memo.once("meetings", same, (*equal, place, bool(plan.balance.shares)), lambda: _meetings(plan, profile, place))
+
+
+def _meetings(plan: Plan, profile: ModelProfile, place: Place) -> Meetings:
     found: Meetings = {}
     layers = {name for stage in plan.stages for name in stage.layers} or {layer.name for layer in profile.layers}
     here = {layer.name for layer in profile.layers}
@@ -239,13 +259,18 @@ def crossings(plan: Plan, profile: ModelProfile, place: Place, phase: str, micro
             yield Action(f"{name}/{micro}/{at}", "send", bytes=round(carry.at(profile.batch) * held / whole), axis="pp", group=2)
 
 
-def _tied(plan: Plan, profile: ModelProfile) -> Iterator[Action]:
+def _own(plan: Plan, bucket: Bucket, place: Place) -> int:
+    """Elements of a bucket that are this rank's."""
+    return shard_sizes(bucket, plan.mesh.shard, plan.balance.states)[place.shard]
+
+
+def _tied(plan: Plan, profile: ModelProfile, place: Place) -> Iterator[Action]:
     """Parameters that stages of several ranks use."""
     for tensor in profile.tensors:
         ranks = tensor.stage_ranks
         if len(ranks) > 1 and tensor.trainable:
             cut = plan.memory.zero == 3 and plan.mesh.shard > 1
-            size = _buffers(plan, [tensor], _kinds(plan))[0].bytes // plan.mesh.shard if cut else tensor.bytes
+            size = _own(plan, _buffers(plan, [tensor], _kinds(plan))[0].layout, place) * tensor.itemsize if cut else tensor.bytes
             yield Action(f"tied/{tensor.name}", "all_reduce", bytes=size, axis="pp", group=len(ranks))
 
 
@@ -282,11 +307,11 @@ def _bucketed(plan: Plan, profile: ModelProfile, place: Place, micro_batches: in
         yield from followers
         yield from crossings(plan, profile, place, "backward", micro)
         if last:
-            yield from _tied(plan, profile)
+            yield from _tied(plan, profile, place)
         if plan.memory.zero and plan.mesh.group_size("replica") > 1 and (last or plan.memory.zero == 2):
             for index, bucket in enumerate(buckets):
                 name = f"replicas/bucket{index}/{micro}"
-                size = replica_bytes(plan.sync, bucket, plan.mesh.shard)
+                size = replica_bytes(plan.sync, bucket, _own(plan, bucket, place))
                 yield Action(name, "all_reduce", bytes=size, axis=replicas[index], waits=(f"grads/bucket{index}/{micro}",))
                 launched.append(name)
     yield Action("optimizer", "optimizer", waits=tuple(launched))
@@ -323,7 +348,7 @@ def _sharded(plan: Plan, profile: ModelProfile, place: Place, micro_batches: int
             sent = f"grads/{name}/{tag}{_nth(at)}"
             yield Action(sent, "reduce_scatter", bytes=buffer.bytes, padding=buffer.padding, axis="shard")
             if plan.mesh.group_size(axis) > 1:
-                size = buffer.bytes // plan.mesh.shard
+                size = _own(plan, buffer.layout, place) * buffer.itemsize
                 yield Action(f"replicas/{name}/{tag}{_nth(at)}", "all_reduce", bytes=size, axis=axis, waits=(sent,))
 
     meets = meetings(plan, profile, place)
@@ -336,12 +361,13 @@ def _sharded(plan: Plan, profile: ModelProfile, place: Place, micro_batches: int
             if phase == "backward" and micro == micro_batches - 1:
                 yield from _loss(plan, profile)
             own = {i: list(gather(name, tag)) for i in order if (name := profile.layers[i].name) in units and name not in mixtures}
-            ahead = [actions for actions in own.values() if actions]
-            yield from ahead[0] if ahead else ()
+            ahead = [index for index, actions in own.items() if actions]
+            after = dict(itertools.pairwise(ahead))
+            yield from own[ahead[0]] if ahead else ()
             for index in order:
                 layer = profile.layers[index]
-                if own.get(index):  # the next unit is fetched while this one computes
-                    yield from next((a for before, a in itertools.pairwise(ahead) if before is own[index]), ())
+                if index in after:  # the next unit is fetched while this one computes
+                    yield from own[after[index]]
                 fetched = [a for unit in inside[layer.name] for a in gather(unit.name, tag)]
                 yield from fetched
                 yield from _compute(plan, profile, meets, phase, index, micro, tuple(a.name for a in (*own.get(index, gathers), *fetched)))
@@ -355,7 +381,7 @@ def _sharded(plan: Plan, profile: ModelProfile, place: Place, micro_batches: int
                 sent += [a.name for a in actions]
                 yield from actions
             yield from crossings(plan, profile, place, phase, micro)
-    yield from _tied(plan, profile)
+    yield from _tied(plan, profile, place)
     yield Action("optimizer", "optimizer", waits=tuple(sent))
 
 

@@ -13,10 +13,8 @@ from meshwright.schedule.spatial import block_profile
 
 def local_profile(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int = 0, owner: int = 0) -> ModelProfile:
     """The profile as one rank sees it. Parameters are exact; work and activations shrink with the layer's cut parameters."""
-    key = (id(profile), tp_rank, pp_rank, owner)
-    if key not in plan.parts:
-        plan.parts[key] = profile, _local(plan, profile, tp_rank, pp_rank, owner)
-    return plan.parts[key][1]
+    same, equal = plan.cut
+    return profile.memo.once("local", same, (*equal, tp_rank, pp_rank, owner), lambda: _local(plan, profile, tp_rank, pp_rank, owner))
 
 
 def _local(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int, owner: int) -> ModelProfile:
@@ -101,7 +99,12 @@ def _borrowed(profile: ModelProfile) -> dict[str, list[TensorSpec]]:
 def _stage_profile(plan: Plan, profile: ModelProfile, pp_rank: int) -> ModelProfile:
     """The layers of one pipeline rank, and the parameters of other ranks' layers that it uses too."""
     mine = {name for i, stage in enumerate(plan.stages) if plan.stage_rank(i) == pp_rank for name in stage.layers}
-    holders = {t.name: [plan.stage_rank(s) for s in plan.holders(t.name)] for t in profile.tensors}
+    holders = profile.memo.once(
+        "holders",
+        (plan.stages,),
+        (plan.mesh.pp, plan.schedule),
+        lambda: {t.name: [plan.stage_rank(s) for s in plan.holders(t.name)] for t in profile.tensors},
+    )
 
     def held(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
         return tuple(
