@@ -54,6 +54,7 @@ from rounds import HERE, Batch, Engine, Trial, machine, ratios, say, summarise, 
 
 CASE = Case(batch=1, seq=64, tied=False)
 GOALS = {DATA_PARALLEL: 1.2, ZERO_3: 1.5}
+OURS = {DATA_PARALLEL: ("Meshwright", "Meshwright, ZeRO-1"), ZERO_3: ("Meshwright",)}  # both of the first are data parallelism
 BACKENDS = ("gloo", "mpi")
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 SIZES = tuple(8**n for n in range(1, 9))  # to 16 MB
@@ -77,7 +78,7 @@ def main(
     tokens = CASE.batch * CASE.seq * WORLD
     for row in (row for block in blocks for row in block["engines"]):
         row["tokens_per_s"] = tokens / row["step_s"]
-    goals = [_goal(block) for block in blocks]
+    goals = [_goal(block, name) for block in blocks for name in OURS[block["block"]]]
     result = {
         "machine": machine(),
         "arguments": {"rounds": rounds, **asdict(CASE), "world": WORLD, "threads": 1, "optimizer": "AdamW, fused"},
@@ -98,14 +99,15 @@ def main(
     sys.exit(0 if all(goal["met"] for goal in goals) else 1)
 
 
-def _goal(block: dict[str, Any]) -> dict[str, Any]:
+def _goal(block: dict[str, Any], name: str) -> dict[str, Any]:
     """Meshwright's speed against the best engine over gloo in ZeRO-3, against raw DDP over gloo in data parallelism; round by round."""
     rows = block["engines"]
-    ours = next(row for row in rows if row["engine"] == "Meshwright")
+    ours = next(row for row in rows if row["engine"] == name)
     others = [row for row in rows if not row["engine"].startswith("Meshwright") and not row["engine"].endswith("over MPI")]
     base = rows[0] if block["block"] == DATA_PARALLEL else min(others, key=lambda row: row["step_s"])
     speed = statistics.median(ratios(base["seconds"], ours["seconds"]))
-    return {"block": block["block"], "against": base["engine"], "speed": speed, "goal": GOALS[block["block"]], "met": speed >= GOALS[block["block"]]}
+    goal = GOALS[block["block"]]
+    return {"block": block["block"], "engine": name, "against": base["engine"], "speed": speed, "goal": goal, "met": speed >= goal}
 
 
 def _print(result: dict[str, Any]) -> None:
@@ -116,7 +118,7 @@ def _print(result: dict[str, Any]) -> None:
         say(f"{route['op']} goes over {route['backend']} ({route['algorithm']}) from {route['sent']:,} bytes on")
     for goal in result["goals"]:
         met = "met" if goal["met"] else "missed"
-        say(f"{goal['block']}: {goal['speed']:.2f} times {goal['against']}, goal {goal['goal']}: {met}")
+        say(f"{goal['block']}, {goal['engine']}: {goal['speed']:.2f} times {goal['against']}, goal {goal['goal']}: {met}")
 
 
 def _by_mpirun(rounds: int) -> list[dict[str, Any]]:

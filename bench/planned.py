@@ -7,9 +7,11 @@ flash kernels is told.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import zlib
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -41,6 +43,7 @@ from meshwright.describe.trace import trace_task
 from meshwright.plan import Wishes
 from meshwright.plan.pipeline import cut_stages
 from meshwright.plan.space import candidates
+from meshwright.plan.tuning import tune
 from meshwright.zoo import losses
 from meshwright.zoo.gpt import GPT, GPTConfig
 from meshwright.zoo.llama import Llama, LlamaConfig
@@ -94,7 +97,9 @@ def compare(job: Job) -> Row:
     like = step(job.model, replace(spread, flash=True, dropout=False), job.machine, constants).seconds
     assert job.seconds
     planned = found.step_s / job.seconds - 1 if spread.flash else None
-    return Row(job.row, job.source, str(plan.mesh), is_test(job), job.seconds, closed / job.seconds - 1, planned, found.step_s / like - 1, found.breakdown)
+    return Row(
+        job.row, job.source, str(plan.mesh), is_test(job), job.seconds, closed / job.seconds - 1, planned, found.step_s / like - 1, found.breakdown
+    )
 
 
 def priced(job: Job, spread: Spread) -> tuple[Plan, Estimate]:
@@ -117,7 +122,10 @@ def priced(job: Job, spread: Spread) -> tuple[Plan, Estimate]:
     plan = next(candidates(profile, cluster, workload, wishes))
     if spread.chunks > 1 and spread.pp > 1:
         plan = replace(plan, stages=cut_stages(flow, profile, spread.pp * spread.chunks, plan.tensor, plan.across, plan.mesh.cp))
-    return plan, estimate(plan, profile, workload, cluster, from_sheets(cluster, job.generation))
+    calibration = from_sheets(cluster, job.generation)
+    found = tune(plan, (price := partial(estimate, profile=profile, workload=workload, cluster=cluster, calibration=calibration))(plan), wishes,
+                 calibration.layout(plan.world), price)  # fmt: skip
+    return found.plan, found.estimate
 
 
 @cache
@@ -152,8 +160,12 @@ def _some(jobs: list[Job], each: int) -> list[Job]:
 
 def _means(rows: list[Row]) -> dict[str, dict[str, float]]:
     parts = {"all": rows, "test": [r for r in rows if r.test]}
-    names = ("closed", "planned", "apart")
-    return {part: {n: round(100 * statistics.mean(abs(x) for r in found if (x := getattr(r, n)) is not None), 1) for n in names} for part, found in parts.items() if found}
+    return {part: {n: _mean(getattr(r, n) for r in found) for n in ("closed", "planned", "apart")} for part, found in parts.items()}
+
+
+def _mean(errors: Iterable[float | None]) -> float:
+    known = [abs(e) for e in errors if e is not None]
+    return round(100 * statistics.fmean(known), 1) if known else math.nan
 
 
 if __name__ == "__main__":

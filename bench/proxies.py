@@ -29,7 +29,7 @@ from rich.table import Table
 
 from meshwright.core.calibration import Line
 from meshwright.core.schedule import Schedule, wire_factor
-from meshwright.describe.probe import fit_line
+from meshwright.describe.meetings import fit_line
 from meshwright.execute.groups import make_ready
 from meshwright.launch import Nursery, Rendezvous, Workers, adopted, join, leave
 from meshwright.proxies import PROXIES

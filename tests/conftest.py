@@ -1,8 +1,11 @@
-"""Fixtures: one pool of four warm workers serves every test that needs processes."""
+"""Fixtures: one pool of four warm workers serves every test that needs processes, and one cache of calibrations every test that plans."""
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,17 @@ pytest.register_assert_rewrite("tests.procs.spread")
 settings.register_profile("any machine", deadline=None)  # a busy machine is no failure
 settings.load_profile("any machine")
 Run = Callable[..., list[Any]]
+
+
+def _own_cache() -> None:
+    """What tests measure stays out of the user's calibrations and does not come from them; who starts first measures for all. Workers of
+    pytest-xdist, and every process that a test starts, are given the same place."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        os.environ["XDG_CACHE_HOME"] = made = tempfile.mkdtemp(prefix="meshwright-tests-")
+        atexit.register(shutil.rmtree, made, ignore_errors=True)
+
+
+_own_cache()
 
 
 @pytest.fixture(scope="session")

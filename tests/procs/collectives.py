@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 from meshwright.comm import Composed, Ledger, Mail, RoutedComm, ThreadComm, ThreadWorld, TorchComm
 from meshwright.core.comm import Comm
+from meshwright.core.plan import SyncPolicy
 from meshwright.core.routes import ALGORITHMS, on_nodes
+from meshwright.execute.groups import make_mail
 from meshwright.launch import Rendezvous, join, leave
 
 GROUPS = ([[0, 1, 2, 3]], [[0, 2], [1, 3]], [[0, 1, 2], [3]], [[0], [1], [2], [3]])
@@ -210,6 +212,22 @@ def over_composed_threads(algorithm: str) -> list[tuple[int, list[str]]]:
         return conform(comm_of, (torch.bfloat16, torch.bool, torch.float8_e4m3fn), ("strided",))
 
     return ThreadWorld(4).run(job)
+
+
+def over_shared(rank: int, world: int, meeting: str, full: bool) -> tuple[int, list[str]]:
+    """By memory that ranks share; gloo does what that lacks."""
+    join(Rendezvous(rank, world, meeting))
+
+    def comm_of(groups: list[list[int]]) -> Comm:
+        mail = make_mail(groups, dist.get_backend(), SyncPolicy(timeout_s=60), shares=True)
+        assert mail.window is not None
+        having = {op for op, names in ALGORITHMS.items() if "shared" in names}
+        return RoutedComm({"own": mail.comm}, lambda op, _: "shared" if op in having else "own", {"shared": Composed(mail, "shared", Ledger())})
+
+    try:
+        return conform(comm_of, *_extent(full))
+    finally:
+        leave()
 
 
 def tell(job: Callable[[], Any]) -> Any:

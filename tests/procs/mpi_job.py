@@ -44,7 +44,12 @@ PLANS = {
     "ZeRO-2 hybrid": Plan("gpt-tiny", 8, Mesh(dp=2, shard=2), memory=MemoryPolicy(2)),
     "ZeRO-3": Plan("gpt-tiny", 8, Mesh(shard=4), memory=MemoryPolicy(3, ("blocks.0", "blocks.1"))),
 }
-ROUTES = (Route("all_reduce", "mpi", 10_000), Route("all_gather", "mpi"), Route("reduce_scatter", "mpi"))
+ROUTES = (
+    Route("all_reduce", "mpi", 10_000),
+    Route("all_gather", "mpi"),
+    Route("reduce_scatter", "mpi"),
+    Route("reduce_scatter", "mpi", 5_000, "shared"),
+)
 
 
 def _routed(rank: int, folder: str) -> dict[str, list[Any]]:

@@ -42,6 +42,10 @@ def test_gloo_conforms(pool: Any) -> None:
     all_held(pool.run("procs.collectives:over_gloo", world=4, full=False))
 
 
+def test_shared_memory_conforms(pool: Any) -> None:
+    all_held(pool.run("procs.collectives:over_shared", world=4, full=False))
+
+
 def test_mpi_conforms(over_mpi: list[dict[str, Any]]) -> None:
     all_held([tuple(found["conform"]) for found in over_mpi])
 
@@ -80,4 +84,5 @@ def test_a_plan_whose_calls_are_routed_equals_gloo(plan: str, over_mpi: list[dic
 def test_every_dtype_conforms(pool: Any, tmp_path: Path) -> None:
     all_held(collectives.over_threads(full=True))
     all_held(pool.run("procs.collectives:over_gloo", world=4, timeout_s=300, full=True))
+    all_held(pool.run("procs.collectives:over_shared", world=4, timeout_s=300, full=True))
     all_held([tuple(found["conform"]) for found in start(tmp_path, "full")])

@@ -19,6 +19,8 @@ TINY = model_of("gpt-tiny")
 SMALL = {"bucket_bytes": 50_000, "first_bucket_bytes": 5_000}
 HALVES = tuple(Route(op, "gloo", 0, way) for op, way in (("reduce_scatter", "ring"), ("all_gather", "pairs"), ("all_reduce", "tree")))  # type: ignore[arg-type]
 
+SHARED = tuple(Route(op, "gloo", 0, "shared") for op in ("reduce_scatter", "all_gather", "all_reduce"))
+
 
 @pytest.mark.parametrize(
     ("mesh", "zero", "sync"),
@@ -29,8 +31,11 @@ HALVES = tuple(Route(op, "gloo", 0, way) for op, way in (("reduce_scatter", "rin
         (Mesh(dp=4), 0, SyncPolicy(**SMALL, routes=(Route("all_reduce", "gloo", 0, "two-level"),), nodes=(2, 2))),
         (Mesh(dp=2, shard=2), 2, SyncPolicy(**SMALL, routes=HALVES)),
         (Mesh(shard=2), 3, SyncPolicy(**SMALL, routes=HALVES)),
+        (Mesh(dp=3), 0, SyncPolicy(**SMALL, routes=SHARED)),
+        (Mesh(dp=2, shard=2), 2, SyncPolicy(**SMALL, routes=SHARED)),
+        (Mesh(shard=2), 3, SyncPolicy(**SMALL, routes=SHARED)),
     ],
-    ids=["tree-ring", "tree-pairs", "two-level-uneven", "two-level", "zero-2", "zero-3"],
+    ids=["tree-ring", "tree-pairs", "two-level-uneven", "two-level", "zero-2", "zero-3", "shared", "shared-zero-2", "shared-zero-3"],
 )
 def test_a_plan_is_the_same_by_any_algorithm(pool: Any, mesh: Mesh, zero: int, sync: SyncPolicy) -> None:
     plan, profile = spread(TINY, mesh, batch=mesh.data_width * 2, zero=zero)

@@ -183,6 +183,6 @@ def test_a_plan_says_nothing_of_layers_that_are_left_out() -> None:
         profile, flow = traced(model)
         plan = rank_plans(profile, cluster(2, kind="cpu"), Workload(4), calibration(2), Wishes(mesh=mesh, flow=flow)).best.plan
         gone = plan.memory.units[0]
-        less = narrowed(plan, {gone})
+        less = narrowed(plan, profile, {gone})
         every = (*plan.context.attends, *plan.owners.mixtures)
         assert [p.module for p in (*less.context.attends, *less.owners.mixtures)] == [p.module for p in every if not p.module.startswith(gone)]

@@ -17,7 +17,7 @@ from meshwright.core.calibration import Calibration, Line, Rates
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan, SyncPolicy
-from meshwright.core.routes import ALGORITHMS, Route, for_world, has_levels, on_nodes, way
+from meshwright.core.routes import ALGORITHMS, Route, fitting, for_world, has_levels, on_nodes, way
 from meshwright.core.schedule import Action
 from meshwright.core.serial import from_data, to_data
 from meshwright.core.workload import Workload
@@ -88,6 +88,17 @@ def test_two_levels_need_nodes() -> None:
     assert routes(measured(times, 4), ["gloo"], ["all_reduce"], (2, 2)) == both[:1]
 
 
+def test_memory_is_shared_on_one_node() -> None:
+    shared = (Route("all_reduce", "gloo", 0, "shared"),)
+    assert for_world(shared, (2, 2), 2) == (shared, (2,)) and for_world(shared, (2, 2), 4) == ((), (2, 2))
+    assert fitting(shared, [2, 3], (2, 2)) == shared and fitting(shared, [1, 2], (2, 2)) == ()
+    times = {"gloo": [1.0] * 5, "gloo:shared": [0.5] * 5}
+    assert routes(measured(times, 4), ["gloo"], ["all_reduce"], (4,)) == shared
+    assert routes(measured(times, 4), ["gloo"], ["all_reduce"], (2, 2)) == ()
+    near = {"gloo": [2.0] * 5, "mpi": [1.0] * 5, "mpi:shared": [1.05] * 5}  # measured by ranks that do nothing else
+    assert [r.way for r in routes(measured(near, 4), ["gloo", "mpi"], ["all_reduce"], (4,))] == ["mpi:shared"]
+
+
 @pytest.mark.parametrize(
     ("sync", "said"),
     [
@@ -131,11 +142,13 @@ def test_what_is_measured_is_asked_for_or_all_that_applies() -> None:
     one = discover({}, ranks=4)
     assert bench_comm.on_as_many(4, None, one) == (4,)
     assert bench_comm.on_as_many(4, 3, one) == (2, 1, 1)
-    assert bench_comm.algorithms_for(4, (4,), None) == ("flat", "ring", "tree", "pairs", "whole")
+    assert bench_comm.algorithms_for(4, (4,), None) == ("flat", "ring", "tree", "pairs", "shared", "whole")
     assert bench_comm.algorithms_for(4, (2, 2), None) == ("flat", "ring", "tree", "pairs", "two-level", "whole")
     request = bench_comm.Request(4, ("all_reduce",), (8,), 0.1, "cpu", ("two-level",), (4,))
     with pytest.raises(RequestError, match="--nodes 2"):
         bench_comm.check_request(request, 10**9)
+    with pytest.raises(RequestError, match="--nodes 1"):
+        bench_comm.check_request(replace(request, algorithms=("shared",), nodes=(2, 2)), 10**9)
     with pytest.raises(RequestError, match="did you mean 'tree'"):
         bench_comm.check_request(replace(request, algorithms=("tee",)), 10**9)
     with pytest.raises(RequestError, match="--nodes 5"):

@@ -7,5 +7,6 @@ from meshwright.comm.pending import Then
 from meshwright.comm.routed import RoutedComm
 from meshwright.comm.threads import ThreadComm, ThreadWorld
 from meshwright.comm.torch_comm import TorchComm
+from meshwright.comm.window import Window, open_window
 
-__all__ = ["Composed", "Ledger", "Line", "Mail", "NullComm", "RoutedComm", "Then", "ThreadComm", "ThreadWorld", "TorchComm"]
+__all__ = ["Composed", "Ledger", "Line", "Mail", "NullComm", "RoutedComm", "Then", "ThreadComm", "ThreadWorld", "TorchComm", "Window", "open_window"]

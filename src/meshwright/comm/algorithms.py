@@ -9,7 +9,8 @@ n ranks, N bytes; a round is as long as one message.
   whole      a reduce-scatter as the backend's own all-reduce, of which a rank keeps its part: twice the bytes, and yet quicker where a backend
              has put its care into all-reduce (Open MPI's reduce-scatter of 36 MB on two ranks takes twice as long as its all-reduce).
   two-level  parts are summed inside a node, ranks of the same place on other nodes sum theirs, and the sums go round the node: between
-             nodes a rank sends 2N/k·(m-1)/m bytes for k ranks a node and m nodes.
+             nodes a rank sends 2N/k·(m-1)/m bytes for k ranks a node and m nodes. Inside a node by memory that is shared, if it is.
+  shared     no messages: ranks of one node add up from memory that they share. See `shared.py`.
 Large messages travel in segments, so that one is added up while the next is on its way. Every part is summed by one rank, or by all in an order
 that gives the same bits (a + b = b + a), so all ranks end with the same values to the last bit.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -184,18 +186,46 @@ def _swap(talk: Talk, peer: int, sends: list[torch.Tensor], receives: list[torch
         talk.comm.exchange([(place, t) for t in sends], [(place, t) for t in receives], talk.name).wait()
 
 
+class Halves(Protocol):
+    """How ranks of one node sum their parts and get the others'."""
+
+    def scatter(self, parts: Sequence[torch.Tensor], out: torch.Tensor, combine: Combine) -> None: ...
+
+    def gather(self, parts: Sequence[torch.Tensor]) -> None: ...
+
+
+@dataclass(frozen=True)
+class ByPairs:
+    """By messages."""
+
+    talk: Talk
+    room: Room
+
+    def scatter(self, parts: Sequence[torch.Tensor], out: torch.Tensor, combine: Combine) -> None:
+        scatter("pairs", self.talk, parts, out, combine, self.room)
+
+    def gather(self, parts: Sequence[torch.Tensor]) -> None:
+        gather("pairs", self.talk, parts)
+
+
 def by_levels(
-    talk: Talk, whole: torch.Tensor, combine: Combine, room: Room, nodes: Sequence[Sequence[int]], then: Callable[[torch.Tensor], object]
-) -> None:  # fmt: skip
-    """`nodes` holds the places of each node's ranks."""
+    talk: Talk,
+    whole: torch.Tensor,
+    combine: Combine,
+    room: Room,
+    nodes: Sequence[Sequence[int]],
+    then: Callable[[torch.Tensor], object],
+    near: Halves | None = None,
+) -> None:
+    """`nodes` holds the places of each node's ranks; `near` is how those of this one meet if not by messages."""
     here = next(node for node in nodes if talk.me in node)
     local = here.index(talk.me)
     inside = Talk(talk.comm, talk.name, tuple(here), local)
     if len({len(node) for node in nodes}) == 1:
-        parts = cut(whole, len(here))
-        scatter("pairs", inside, parts, parts[local], combine, room)
+        parts, halves = cut(whole, len(here)), near or ByPairs(inside, room)
+        halves.scatter(parts, parts[local], combine)
         _across(Talk(talk.comm, talk.name, tuple(node[local] for node in nodes), nodes.index(here)), parts[local], combine, room, then)
-        gather("pairs", inside, parts)
+        halves.gather(parts)
         return
     # Nodes of unequal size: their first ranks stand for them.
     if local:

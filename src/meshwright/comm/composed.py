@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from meshwright.comm import algorithms
+from meshwright.comm import algorithms, shared
 from meshwright.comm.lane import Lane
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.pending import Then
+from meshwright.comm.window import Window
 from meshwright.comm.wire import Finish, Wire
 from meshwright.core.comm import Comm, Pending
 
@@ -24,10 +25,11 @@ _WORKED = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.in
 
 class Mail:
     """What all algorithms of one group and backend share: a group for messages alone, a lane in which calls are made one after the other,
-    and scratch memory, which is kept from call to call since fresh pages cost as much as the messages."""
+    scratch memory, which is kept from call to call since fresh pages cost as much as the messages, and memory that ranks share if they do:
+    all of the group (`window`), or those of this rank's node (`near`)."""
 
-    def __init__(self, messages: Comm, name: str) -> None:
-        self.comm, self.name = messages, name
+    def __init__(self, messages: Comm, name: str, window: Window | None = None, near: Window | None = None) -> None:
+        self.comm, self.name, self.window, self.near = messages, name, window, near
         self.lane = Lane(name, kind="composed")
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
@@ -51,6 +53,9 @@ class Composed:
         self._wire = Wire(f"{mail.name} {algorithm}", self.rank, _WORKED)
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Pending:
+        if self._away(tensor):
+            here = tensor.cpu()
+            return Then(self.all_reduce(here, name, op, factor), lambda: tensor.copy_(here))
         work, op, finish = self._wire.reduced(tensor, op)
         combine, scale = _reduction(work, op, factor, self.size)
         before, then = _scaling(work, scale)
@@ -58,11 +63,14 @@ class Composed:
         def run(talk: algorithms.Talk) -> None:
             before(work)
             whole, room = work.view(-1), self._mail.room(work)
-            if self._algorithm == "tree":
+            if self._algorithm == "shared":
+                shared.all_reduce(self._window, whole, combine, then, name)
+            elif self._algorithm == "tree":
                 algorithms.by_tree(talk, whole, combine, room)
                 then(whole)
             elif self._algorithm == "two-level":
-                algorithms.by_levels(talk, whole, combine, room, self._nodes, then)
+                near = shared.Near(self._mail.near, name) if self._mail.near is not None and work.device.type == "cpu" else None
+                algorithms.by_levels(talk, whole, combine, room, self._nodes, then, near)
             else:
                 algorithms.by_halves(talk, whole, combine, room, self._algorithm, then)
 
@@ -73,6 +81,9 @@ class Composed:
     ) -> Pending:  # fmt: skip
         if self._algorithm == "whole":
             return self._scatter_whole(output, tensor, name, op, sizes)
+        if self._away(tensor):
+            here = torch.empty(output.shape, dtype=output.dtype)
+            return Then(self.reduce_scatter(here, tensor.cpu(), name, op, sizes), lambda: output.copy_(here))
         work, op, _ = self._wire.reduced(tensor, op)
         own = output if output.is_contiguous() and output.dtype == work.dtype else work.new_empty(output.shape)
         combine, scale = _reduction(work, op, None, self.size)
@@ -81,7 +92,10 @@ class Composed:
         def run(talk: algorithms.Talk) -> None:
             before(work)
             parts = work.view(-1).split(_lengths(work, sizes, self.size))
-            algorithms.scatter(self._algorithm, talk, parts, own.view(-1), combine, self._mail.room(work))
+            if self._algorithm == "shared":
+                shared.scatter(self._window, parts, own.view(-1), combine, name)
+            else:
+                algorithms.scatter(self._algorithm, talk, parts, own.view(-1), combine, self._mail.room(work))
             then(own)
 
         return self._put(name, "reduce_scatter", tensor, run, None if own is output else lambda: output.copy_(own))
@@ -94,15 +108,30 @@ class Composed:
         return Then(self._mail.comm.all_reduce(whole, name, op), lambda: output if same else output.copy_(mine))
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str, sizes: Sequence[int] | None = None) -> Pending:
+        if self._away(tensor):
+            here = torch.empty(output.shape, dtype=output.dtype)
+            return Then(self.all_gather(here, tensor.cpu(), name, sizes), lambda: output.copy_(here))
         whole = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype, device=output.device)
 
         def run(talk: algorithms.Talk) -> None:
             parts = whole.view(-1).split(_lengths(whole, sizes, self.size))
             if parts[self.rank].data_ptr() != tensor.data_ptr():
                 parts[self.rank].copy_(tensor.reshape(-1))
-            algorithms.gather(self._algorithm, talk, parts)
+            if self._algorithm == "shared":
+                shared.gather(self._window, parts, name)
+            else:
+                algorithms.gather(self._algorithm, talk, parts)
 
         return self._put(name, "all_gather", output, run, None if whole is output else lambda: output.copy_(whole))
+
+    @property
+    def _window(self) -> Window:
+        assert self._mail.window is not None, "memory is shared only where a window could be opened"
+        return self._mail.window
+
+    def _away(self, tensor: torch.Tensor) -> bool:
+        """Memory is shared between processors' own: what lies elsewhere goes through it by a copy."""
+        return self._algorithm == "shared" and tensor.device.type != "cpu"
 
     def _put(self, name: str, op: str, counted: torch.Tensor, run: Callable[[algorithms.Talk], None], finish: Finish | None) -> Pending:
         self.ledger.add(name, op, self.size, counted.numel() * counted.element_size())

@@ -28,7 +28,7 @@ class Mesh:
     def __post_init__(self) -> None:
         if not 1 <= len(self.tp) <= 3:
             raise RequestError(f"mesh axis tp has {len(self.tp)} dimensions: write one to three, like tp=2x2x1")
-        for axis in AXES:
+        for axis in AXES if min(self.pp, self.dp, self.shard, self.cp, self.ep, *self.tp) < 1 else ():
             if self.degree(axis) < 1 or (axis == "tp" and min(self.tp) < 1):
                 raise RequestError(f"mesh axis {axis}: a degree is at least 1")
         for axis in self.order:
@@ -39,10 +39,13 @@ class Mesh:
 
     def degree(self, axis: str) -> int:
         """Of an axis, or of one dimension of tensor parallelism's grid."""
-        if axis in GRID:
-            return (*self.tp, 1, 1, 1)[GRID.index(axis)]
-        value: int | tuple[int, ...] = getattr(self, axis)
-        return math.prod(value) if isinstance(value, tuple) else value
+        return self._degrees[axis]
+
+    @cached_property
+    def _degrees(self) -> dict[str, int]:
+        """Searches ask for these all the time."""
+        grid = dict(zip(GRID, (*self.tp, 1, 1), strict=False))
+        return {"pp": self.pp, "dp": self.dp, "shard": self.shard, "cp": self.cp, "ep": self.ep, "tp": math.prod(self.tp), **grid}
 
     @property
     def tp_axes(self) -> tuple[str, ...]:
@@ -55,7 +58,7 @@ class Mesh:
         depth = self.tp[2] if len(self.tp) > 2 else 1
         return replace(self, shard=self.shard * depth, tp=tuple(n for n in self.tp[:2] if n > 1) or (1,))
 
-    @property
+    @cached_property
     def size(self) -> int:
         return math.prod(self.degree(axis) for axis in AXES)
 
@@ -66,7 +69,13 @@ class Mesh:
 
     def group_size(self, name: str) -> int:
         """Ranks in one group: of an axis, of `data`, or the `world`."""
-        return self.size if name == "world" else math.prod(self.degree(a) for a in GROUP_AXES.get(name, (name,)))
+        if name not in self._groups:
+            self._groups[name] = self.size if name == "world" else math.prod(self.degree(a) for a in GROUP_AXES.get(name, (name,)))
+        return self._groups[name]
+
+    @cached_property
+    def _groups(self) -> dict[str, int]:
+        return {}
 
     @cached_property
     def layout(self) -> tuple[str, ...]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from meshwright.core.memo import Memo
+
 # "special" is element-wise work with exponentials (GELU, softmax): slower than memory on CPUs. Its `flops` counts elements.
 # "batched" is many small products in one call; "conv2" and "conv3" are convolutions over images and over volumes. "causal" is attention to what
 # came before: its `flops` counts every pair of positions, as counters do, and half of them are computed.
@@ -128,6 +130,11 @@ class ModelProfile:
             layers = tuple(_shift(a, b, more, batch, memo) for a, b in zip(self.layers, self.slopes, strict=True))
             self._others[batch] = replace(self, layers=layers, batch=batch)
         return self._others[batch]
+
+    @cached_property
+    def memo(self) -> Memo:
+        """What plans have worked out of it."""
+        return Memo()
 
     @cached_property
     def _others(self) -> dict[int, ModelProfile]:

@@ -15,7 +15,6 @@ from meshwright.core.context import ContextPolicy
 from meshwright.core.errors import RequestError
 from meshwright.core.hybrid import check_places, kind_of, show_places
 from meshwright.core.mesh import Mesh
-from meshwright.core.model import ModelProfile
 from meshwright.core.owners import OwnerPolicy
 from meshwright.core.recompute import Recompute, check_modes, check_recomputing
 from meshwright.core.routes import Route, check_routes
@@ -102,7 +101,11 @@ class MemoryPolicy:
     def mode(self, name: str) -> Recompute:
         """How the unit of this name recomputes; what is no unit keeps everything."""
         chosen = self.layers.get(name, self.recompute)
-        return chosen if chosen == "none" or name in self.units else "none"
+        return chosen if chosen == "none" or name in self._every_unit else "none"
+
+    @cached_property
+    def _every_unit(self) -> frozenset[str]:
+        return frozenset(self.units)
 
     @property
     def modes(self) -> Mapping[str, Recompute]:
@@ -186,10 +189,12 @@ class Plan:
             owner = owner.rpartition(".")[0]
         return tuple(sorted({*owners.get(owner, ()), *users.get(parameter, ())}))
 
-    @cached_property
-    def parts(self) -> dict[tuple[int, int, int, int], tuple[ModelProfile, ModelProfile]]:
-        """By profile and place: a model, and what a rank has of it. `schedule` works it out, and asks for it several times a step."""
-        return {}
+    @property
+    def cut(self) -> tuple[tuple[object, ...], tuple[object, ...]]:
+        """All that says what each rank has of the model, as objects and as values: plans that share it share much else (see `Memo`)."""
+        mesh = self.mesh
+        same = (self.stages, self.tensor, self.across, self.context, self.spatial, self.owners)
+        return same, (mesh.pp, mesh.cp, mesh.ep, mesh.tp, self.schedule)
 
     @cached_property
     def _holding(self) -> tuple[dict[str, list[int]], dict[str, list[int]]]:

@@ -8,12 +8,12 @@ from typing import Literal
 
 from meshwright.core.errors import RequestError, unknown
 
-Algorithm = Literal["flat", "ring", "tree", "pairs", "two-level", "whole"]
+Algorithm = Literal["flat", "ring", "tree", "pairs", "two-level", "whole", "shared"]
 # What there is beside "flat", the backend's own. See [Note: algorithms] in comm/algorithms.py.
 ALGORITHMS: dict[str, tuple[Algorithm, ...]] = {
-    "all_reduce": ("ring", "tree", "pairs", "two-level"),
-    "all_gather": ("ring", "pairs"),
-    "reduce_scatter": ("ring", "pairs", "whole"),
+    "all_reduce": ("ring", "tree", "pairs", "two-level", "shared"),
+    "all_gather": ("ring", "pairs", "shared"),
+    "reduce_scatter": ("ring", "pairs", "whole", "shared"),
 }
 
 
@@ -62,9 +62,16 @@ def has_levels(ranks: Sequence[int], nodes: Sequence[int]) -> bool:
     return len(found) > 1 and any(len(node) > 1 for node in found)
 
 
+def applies(algorithm: str, ranks: Sequence[int], nodes: Sequence[int]) -> bool:
+    """Whether a group can go by it: two levels need two, and memory is shared on one node alone."""
+    if algorithm == "two-level":
+        return has_levels(ranks, nodes)
+    return algorithm != "shared" or len(on_nodes(ranks, nodes)) == 1
+
+
 def fitting(routes: Sequence[Route], ranks: Sequence[int], nodes: Sequence[int]) -> tuple[Route, ...]:
-    """Those that a group can take: two levels need two."""
-    return tuple(r for r in routes if r.algorithm != "two-level" or has_levels(ranks, nodes))
+    """Those that a group can take."""
+    return tuple(r for r in routes if applies(r.algorithm, ranks, nodes))
 
 
 def for_world(routes: Sequence[Route], nodes: Sequence[int], world: int) -> tuple[tuple[Route, ...], tuple[int, ...]]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from meshwright.core.memo import Memo
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +39,11 @@ class Task:
     learning_rate: float = 1e-3
     tokens_per_sample: int | None = None
     note: str = ""
+
+    @cached_property
+    def memo(self) -> Memo:
+        """What was worked out of it: its model is built for the profile, and not again for the dataflow."""
+        return Memo()
 
 
 @runtime_checkable

@@ -41,8 +41,14 @@ class ComputeCost:
         key = (id(layer.kernels), phase, cheap)
         if key not in memo:
             precision = "bf16" if self.precision == "fp8" and layer.name not in self.units else self.precision
-            memo[key] = sum(self._kernel(k, precision, alone) for k in layer.kernels if k.phase == phase and not (cheap and k.kind in DEAR_KINDS))
+            kernels = [k for k in layer.kernels if k.phase == phase and not (cheap and k.kind in DEAR_KINDS)]
+            memo[key] = max(sum(self._kernel(k, precision, alone) for k in kernels), self._host(kernels))
         return memo[key]
+
+    def _host(self, kernels: list[Kernel]) -> float:
+        """What the host takes to start these, where that is known to be slower than a device that has little to do in each."""
+        each = self.rates.fixed.get("host", 0.0) * (FUSED_CALLS if self.compiled else 1.0)
+        return each * sum(k.count for k in kernels) if each else 0.0
 
     def again(self, layer: LayerProfile, cheap: bool) -> float:
         """What computing a forward again adds to its operations, or to keeping those that are dear."""

@@ -43,9 +43,12 @@ def with_blocks(plan: Plan, profile: ModelProfile, spare: Sequence[int], depth: 
     """The same with `depth` of the spare blocks."""
     gone = set(spare[depth:])
     kept = [index for index in range(len(profile.layers)) if index not in gone]
-    layers = tuple(profile.layers[index] for index in kept)
-    shallow = replace(profile, layers=layers, slopes=tuple(profile.slopes[index] for index in kept))
-    return narrowed(plan, {profile.layers[index].name for index in gone}), shallow
+
+    def few() -> ModelProfile:
+        layers = tuple(profile.layers[index] for index in kept)
+        return replace(profile, layers=layers, slopes=tuple(profile.slopes[index] for index in kept))
+
+    return narrowed(plan, profile, {profile.layers[index].name for index in gone}), profile.memo.once("few", (), tuple(kept), few)
 
 
 def even_buckets(plan: Plan, whole: ModelProfile, few: Sequence[tuple[Plan, ModelProfile]], more: int, pp_rank: int) -> bool:
@@ -59,9 +62,17 @@ def even_buckets(plan: Plan, whole: ModelProfile, few: Sequence[tuple[Plan, Mode
     return added == counts[1] - counts[0] and counts[3] == counts[2] + more * added and full[2] == full[3]
 
 
-def narrowed(plan: Plan, without: Collection[str]) -> Plan:
+def narrowed(plan: Plan, profile: ModelProfile, without: Collection[str]) -> Plan:
     """The plan with no word about the tensor parallelism, positions and experts of some layers: what ranks do elsewhere is the same."""
+    if not (plan.tensors or plan.context.attends or plan.owners.mixtures):
+        return plan
+    gone = frozenset(without)
+    same, equal = plan.cut
+    changes = profile.memo.once("narrowed", same, (*equal, gone), lambda: _narrowed(plan, gone))
+    return replace(plan, **changes)  # type: ignore[arg-type]
 
+
+def _narrowed(plan: Plan, without: frozenset[str]) -> dict[str, object]:
     def there(module: str) -> bool:
         while module and module not in without:
             module = module.rpartition(".")[0]
@@ -78,10 +89,9 @@ def narrowed(plan: Plan, without: Collection[str]) -> Plan:
 
         return replace(policy, strands=tuple(filter(cut, policy.strands)), partial=tuple(filter(there, policy.partial)), **meets)  # type: ignore[arg-type]
 
-    if plan.tensors:
-        plan = replace(plan, tensor=few(plan.tensor), across=few(plan.across))
+    found: dict[str, object] = {"tensor": few(plan.tensor), "across": few(plan.across)} if plan.tensors else {}
     if plan.context.attends:
-        plan = replace(plan, context=replace(plan.context, attends=tuple(a for a in plan.context.attends if there(a.module))))
+        found["context"] = replace(plan.context, attends=tuple(a for a in plan.context.attends if there(a.module)))
     if plan.owners.mixtures:
-        plan = replace(plan, owners=replace(plan.owners, mixtures=tuple(m for m in plan.owners.mixtures if there(m.module))))
-    return plan
+        found["owners"] = replace(plan.owners, mixtures=tuple(m for m in plan.owners.mixtures if there(m.module)))
+    return found

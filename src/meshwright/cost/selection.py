@@ -14,12 +14,13 @@ from itertools import pairwise
 
 from meshwright.core.calibration import Line, Rates
 from meshwright.core.plan import Plan
-from meshwright.core.routes import Route, has_levels, way, way_parts
+from meshwright.core.routes import Route, applies, way, way_parts
 from meshwright.core.units import show_bytes, show_rate, show_seconds
 from meshwright.schedule import LedgerLine
 
 MARGIN = 0.05  # by lines: a lead smaller than this is noise, and the first backend keeps the call
 STEADY = 0.02  # by points: the same for who had the size before
+ASLEEP = 0.1  # what memory that ranks share is given: who waits in it sleeps, while MPI's waiting takes the core that computes
 _MOST = 1 << 40  # bytes beyond which no crossing is looked for
 _BETWEEN = 8  # steps from one measured size to the next
 
@@ -44,8 +45,7 @@ def routes(rates: Rates, backends: Sequence[str], operations: Iterable[str], nod
 def measured_ways(rates: Rates, backends: Sequence[str], op: str, nodes: Sequence[int] = ()) -> list[str]:
     """The first backend's own first."""
     named = [name.removesuffix(f"/{op}") for name in rates.collectives if name.endswith(f"/{op}")]
-    levels = has_levels(range(rates.ranks), nodes)
-    fitting = [w for w in named if way_parts(w)[0] in backends and (levels or way_parts(w)[1] != "two-level")]
+    fitting = [w for w in named if way_parts(w)[0] in backends and applies(way_parts(w)[1], range(rates.ranks), nodes)]
     return sorted(fitting, key=lambda w: (backends.index(way_parts(w)[0]), ":" in w))
 
 
@@ -57,7 +57,7 @@ def _by_points(rates: Rates, ways: Sequence[str], op: str) -> list[tuple[float, 
     found: list[tuple[float, str]] = []
     held = ways[0]
     for sent in steps:
-        seconds = {w: rates.measured(f"{w}/{op}", sent) or 0.0 for w in ways}
+        seconds = {w: (rates.measured(f"{w}/{op}", sent) or 0.0) * (1 - ASLEEP * (way_parts(w)[1] == "shared")) for w in ways}
         best = min(ways, key=lambda w: seconds[w])
         if seconds[held] > (1 + STEADY) * seconds[best]:
             held = best
@@ -77,7 +77,7 @@ def used(plan: Plan, lines: Iterable[LedgerLine]) -> Plan:
     calls = [line for line in lines if line.axis != "pp"]
     ways = {line.op for line in calls if way(plan.sync.routes, line.op, line.sent / line.calls, plan.backend) != plan.backend}
     kept = tuple(r for r in plan.sync.routes if r.op in ways)
-    nodes = plan.sync.nodes if any(r.algorithm == "two-level" for r in kept) else ()
+    nodes = plan.sync.nodes if any(r.algorithm in ("two-level", "shared") for r in kept) else ()
     return replace(plan, sync=replace(plan.sync, routes=kept, nodes=nodes))
 
 

@@ -25,6 +25,7 @@ _CALL_S = 5e-6
 _OVERLAP = 0.8
 _BASE_BYTES = 300_000_000  # an interpreter with torch
 ERROR = 0.4  # relative, one sigma, where nothing was fitted
+_TRACED = 0.5  # of the time that the host has for a kernel of the closed form, what it has for one that was traced, which are twice as many
 _SIGMA = 1.25  # one sigma over the mean of absolute errors, where these are normal
 _ENGINE = 0.15  # what plans of traced models were off beyond the closed form, on published runs (docs/log.md)
 _UNSEEN = 0.2  # more, for a kind of device that no published run is of
@@ -52,7 +53,8 @@ def rates_of(device: Device, generation: str = NEWEST) -> Rates:
     shapes = (constants.matmul, constants.matmul_half_s, constants.matmul_power)
     others = {f"matmul/{p}": curve(peak, *shapes) for p, peak in device.peak_flops.items() if f"matmul/{p}" not in found.compute}
     overlap = 1.0 - min(constants.exposed_dp, 1.0)
-    return replace(found, threads=0, compute={**found.compute, **others}, overlap=overlap, base_bytes=int(constants.base_bytes))
+    fixed = {"host": _TRACED * constants.host_s}
+    return replace(found, threads=0, compute={**found.compute, **others}, overlap=overlap, base_bytes=int(constants.base_bytes), fixed=fixed)
 
 
 def _by_thumb(device: Device) -> Rates:

@@ -239,7 +239,7 @@ def _stages(plan: Plan, profile: ModelProfile, cluster: Cluster, rates: Rates, c
         forward, backward, weights = (clock.turns.get((phase, like), 0.0) for phase in ("forward", "backward", "weights"))
         takes = (_message(plan, profile, cluster, rates, index - 1, index), _message(plan, profile, cluster, rates, index + 1, index))
         sends = (_message(plan, profile, cluster, rates, index, index + 1), _message(plan, profile, cluster, rates, index, index - 1))
-        stolen = 1.0 - _overlap(plan, rates)
+        stolen = _stolen(plan, rates)
         found[index] = Stage(forward, backward, weights, takes, (stolen * sends[0], stolen * sends[1]))
     return found
 
@@ -258,11 +258,16 @@ def _overlap(plan: Plan, rates: Rates) -> float:
     return rates.overlap if "gradients" in plan.sync.overlap else 0.0
 
 
+def _stolen(plan: Plan, rates: Rates) -> float:
+    """What sending a message takes from the sender's computation: a GPU's copy engines and network cards do it beside."""
+    return 0.0 if rates.queued else 1.0 - _overlap(plan, rates)
+
+
 def _steps(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates, pp_rank: int = 0, shard: int = 0) -> _Clock:
     """The whole step. Of a deep model some blocks are run and the rest is added on, where these add the same (see [Note: folding a step])."""
     here = set(_names(plan, profile, pp_rank))
     if plan.mesh.pp > 1:
-        plan = narrowed(plan, {name for stage in plan.stages for name in stage.layers} - here)
+        plan = narrowed(plan, profile, {name for stage in plan.stages for name in stage.layers} - here)
     spare = spare_blocks(plan, profile, here)
     few = [with_blocks(plan, profile, spare, depth) for depth in DEPTHS] if spare else []
     if few and even_buckets(plan, profile, few, len(spare) - DEPTHS[2], pp_rank):
@@ -301,7 +306,7 @@ def _run(
             if key not in calls:
                 calls[key] = collective_seconds(action, plan, cluster, rates), sent_bytes(action, plan)
             if action.op == "send" and action.axis == "pp":
-                clock.steal(turned.message(action, cluster, rates) * (1.0 - overlap))
+                clock.steal(turned.message(action, cluster, rates) * _stolen(plan, rates))
             else:
                 _communicate(clock, action, start, calls[key][0], 0.0 if action.axis in INSIDE else overlap)
             clock.traffic += calls[key][1]

@@ -13,7 +13,7 @@ from meshwright.core.calibration import Line, Points
 from meshwright.core.comm import Comm, Pending
 from meshwright.core.routes import ALGORITHMS, way_parts
 from meshwright.core.schedule import wire_factor
-from meshwright.describe.probe import fit_line
+from meshwright.describe.meetings import fit_line
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send")
 _LEAST, _MOST = 5, 200  # calls of one size

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import init
 from torch.nn.modules import transformer
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
@@ -31,9 +32,32 @@ def example_like(given: Batch, batch: int) -> Batch:
     return pytree.tree_map(lambda t: torch.zeros((batch, *t.shape[1:]), dtype=t.dtype) if torch.is_tensor(t) and t.dim() else t, given)
 
 
+def built(task: Task) -> tuple[nn.Module, FakeTensorMode]:
+    """A task's model, and the mode that its tensors belong to; once for whoever asks."""
+
+    def make() -> tuple[nn.Module, FakeTensorMode]:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        return build(task, mode), mode
+
+    return task.memo.once("fakes", (), (), make)
+
+
+@contextmanager
+def _no_values() -> Iterator[None]:
+    """Fakes have no values, and giving them some takes as long as all the rest of a constructor."""
+    theirs = {name: getattr(init, name) for name in dir(init) if name.endswith("_") and not name.startswith("_")}
+    for name in theirs:
+        setattr(init, name, lambda tensor, *_, **__: tensor)
+    try:
+        yield
+    finally:
+        for name, function in theirs.items():
+            setattr(init, name, function)
+
+
 def build(task: Task, mode: FakeTensorMode) -> nn.Module:
     try:
-        with mode:
+        with mode, _no_values():
             return task.build()
     except RequestError:
         raise

@@ -20,7 +20,7 @@ from meshwright.core.strand import Call, Field, Flow, LayerKind, ModuleCall, Ope
 from meshwright.core.task import Batch, Loss, Task
 from meshwright.describe.attention import composed_attention
 from meshwright.describe.book import Book, Frame, Noted, Op
-from meshwright.describe.fakes import LOW, build, example, example_like, on_fakes, quiet, unpacked
+from meshwright.describe.fakes import LOW, built, example, example_like, on_fakes, quiet, unpacked
 from meshwright.describe.reads import watch_sizes
 from meshwright.describe.rules import Dims, Scene, attention, find_rule, unknown
 from meshwright.describe.strands import Strand, UntiedError, fresh, leaves, length, tie
@@ -32,8 +32,8 @@ _OPAQUE = "multi_head_attention_forward"  # composed in Python of calls that a f
 
 def trace_flow(task: Task, precision: str = "fp32", *, fold: bool = True) -> Flow:
     """The dataflow of a task's model, without allocating it. `fold`: of equal blocks only two are traced, and the others copied."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    return _trace(build(task, mode), task.loss, lambda: example(task, _SAMPLES, precision), mode, precision, fold)
+    model, mode = built(task)
+    return _trace(model, task.loss, lambda: example(task, _SAMPLES, precision), mode, precision, fold)
 
 
 def trace_module_flow(model: nn.Module, loss: Loss, batch: Batch, precision: str = "fp32", *, fold: bool = True) -> Flow:

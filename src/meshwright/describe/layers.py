@@ -30,9 +30,10 @@ def _descend(name: str, module: nn.Module, found: list[Layer]) -> None:
         return
     if any(True for _ in module.parameters(recurse=False)):
         found.append(Layer(name, module, owner=True))
+    repeats = isinstance(module, (nn.ModuleList, nn.Sequential)) and _repeats(module)
     for child_name, child in children:
         path = f"{name}.{child_name}" if name else child_name
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and _repeats(module) and list(child.children()):
+        if repeats and list(child.children()):
             found.append(Layer(path, child))  # a repeated block stays whole
         else:
             _descend(path, child, found)

@@ -29,7 +29,7 @@ from meshwright.core.errors import RequestError
 from meshwright.core.model import Kernel, KernelKind, LayerProfile, ModelProfile, Phase, TensorSpec
 from meshwright.core.task import Batch, Loss, Task
 from meshwright.describe.casts import CudaCasts
-from meshwright.describe.fakes import LOW, build, example, example_like, on_fakes, quiet
+from meshwright.describe.fakes import LOW, built, example, example_like, on_fakes, quiet
 from meshwright.describe.fold import folded
 from meshwright.describe.layers import Layer, find_layers, signature, tied_names
 from meshwright.describe.lifetimes import Lifetimes, Line, envelope
@@ -56,8 +56,7 @@ class _Tally:
 
 def trace_task(task: Task, *, precision: str = "fp32", attention: str = "flash", device: str = "cpu") -> ModelProfile:
     """Profile a task's model without allocating it, as it would run on a kind of `device`."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    model = build(task, mode)
+    model, mode = built(task)
     profile = _trace(model, task.loss, lambda batch: example(task, batch, precision), mode, task.name, precision, attention, device)
     return replace(profile, tokens_per_sample=task.tokens_per_sample)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from meshwright.comm import Composed, Ledger, Mail, NullComm, RoutedComm, TorchComm, mpi
+from meshwright.comm import Composed, Ledger, Mail, NullComm, RoutedComm, TorchComm, mpi, open_window
 from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError
 from meshwright.core.hybrid import group_backend
@@ -91,11 +91,15 @@ class _Maker:
         if not self._sync.routes or own.backend == "nccl":
             return own
         others = {b: TorchComm(dist.new_subgroups_by_enumeration(ranks, backend=b)[0], self._ledger) for b in self._others}
-        mine = next(group for group in ranks if dist.get_rank() in group)
+        mine = _mine(ranks)
         routes = fitting(self._sync.routes, mine, self._sync.nodes)
+        mails = {b: make_mail(ranks, b, self._sync, _shares(routes, b)) for b in self._composing()}
+        routes = tuple(r for r in routes if r.algorithm != "shared" or mails[r.backend].window is not None)
         choose = lambda op, size: way(routes, op, size * wire_factor(op, own.size), own.backend)  # noqa: E731
-        mails = {b: make_mail(ranks, b) for b in dict.fromkeys(r.backend for r in self._sync.routes if r.algorithm != "flat")}
         return RoutedComm({own.backend: own, **others}, choose, composed_ways(mails, routes, mine, self._sync.nodes, self._ledger))
+
+    def _composing(self) -> list[str]:
+        return list(dict.fromkeys(r.backend for r in self._sync.routes if r.algorithm != "flat"))
 
     def _group(self, ranks: list[list[int]]) -> dist.ProcessGroup:
         """This rank's group; where ranks are on unlike devices, each group has the backend of its own."""
@@ -107,9 +111,25 @@ class _Maker:
         return found[next(i for i, group in enumerate(ranks) if dist.get_rank() in group)]
 
 
-def make_mail(ranks: list[list[int]], backend: str) -> Mail:
-    """A group of its own for the messages of composed collectives: they would meet those of others. Collective."""
-    return Mail(TorchComm(dist.new_subgroups_by_enumeration(ranks, backend=backend)[0], Ledger()), backend)
+def make_mail(ranks: list[list[int]], backend: str, sync: SyncPolicy, shares: bool) -> Mail:
+    """A group of its own for the messages of composed collectives: they would meet those of others. With memory that its ranks share, if they are
+    to, and with what ranks of a node share where calls go by two levels over several. Collective: every rank of the world takes part."""
+    comm = TorchComm(dist.new_subgroups_by_enumeration(ranks, backend=backend)[0], Ledger())
+    window = open_window(comm, _mine(ranks), sync.timeout_s) if shares else None
+    near = None
+    if any(r.algorithm == "two-level" and r.backend == backend for r in sync.routes):
+        here = [[group[place] for place in node] for group in ranks for node in on_nodes(group, sync.nodes)]
+        inside = TorchComm(dist.new_subgroups_by_enumeration(here, backend=backend)[0], Ledger())
+        near = open_window(inside, _mine(here), sync.timeout_s) if inside.size > 1 else None
+    return Mail(comm, backend, window, near)
+
+
+def _mine(groups: list[list[int]]) -> list[int]:
+    return next(group for group in groups if dist.get_rank() in group)
+
+
+def _shares(routes: Sequence[Route], backend: str) -> bool:
+    return any(r.algorithm == "shared" and r.backend == backend for r in routes)
 
 
 def composed_ways(

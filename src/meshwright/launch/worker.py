@@ -23,6 +23,7 @@ _SECONDARY = (
     "Application timeout caused",
     "Timed out waiting",
     "recvValue failed",
+    "has ended while others waited",
 )
 
 

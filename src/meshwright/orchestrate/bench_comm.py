@@ -21,7 +21,8 @@ from meshwright.core.calibration import Calibration, Line, Points
 from meshwright.core.cluster import Cluster
 from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError, RunError, unknown
-from meshwright.core.routes import ALGORITHMS, Route, has_levels
+from meshwright.core.plan import SyncPolicy
+from meshwright.core.routes import ALGORITHMS, Route, applies, has_levels
 from meshwright.core.units import show_bytes
 from meshwright.describe.collectives import HELD, OPERATIONS, Point, Timed, curves, fitted, measure_ways, over_ranks
 from meshwright.execute.groups import composed_ways, make_mail
@@ -82,6 +83,8 @@ def check_request(request: Request, memory_bytes: int) -> None:
             raise unknown("algorithm", name, EVERY)
         if name == "two-level" and not has_levels(range(request.ranks), request.nodes):
             raise RequestError("two-level needs several nodes with several ranks: use --nodes 2 with --nproc 4 to pretend, or leave it out")
+        if name == "shared" and not applies(name, range(request.ranks), request.nodes):
+            raise RequestError("memory is shared on one node alone: use --nodes 1, or leave shared out")
     needed = int(max(request.sizes) * HELD) * (request.ranks if request.device == "cpu" else 1)
     if needed > memory_bytes:
         most = int(memory_bytes / HELD / (request.ranks if request.device == "cpu" else 1))
@@ -105,7 +108,7 @@ def present(device: str, asked: Sequence[str] | None) -> list[str]:
 
 def algorithms_for(ranks: int, nodes: Sequence[int], asked: Sequence[str] | None) -> tuple[str, ...]:
     """All that apply, unless some are asked for."""
-    return tuple(asked) if asked else tuple(a for a in EVERY if a != "two-level" or has_levels(range(ranks), nodes))
+    return tuple(asked) if asked else tuple(a for a in EVERY if applies(a, range(ranks), nodes))
 
 
 def on_as_many(ranks: int, nodes: int | None, cluster: Cluster) -> tuple[int, ...]:
@@ -151,7 +154,9 @@ def every_way(backend: str, algorithms: Sequence[str], nodes: Sequence[int], gro
     """The world over one backend, by each of these algorithms; an operation that an algorithm lacks is the backend's own. Collective."""
     own, ranks = TorchComm(group or dist.group.WORLD, Ledger()), list(range(dist.get_world_size()))  # type: ignore[arg-type]
     asked = [Route(op, backend, 0, a) for op, having in ALGORITHMS.items() for a in having if a in algorithms]
-    mails = {backend: make_mail([ranks], backend)} if asked else {}
+    sync = SyncPolicy(routes=tuple(asked), nodes=tuple(nodes))
+    mails = {backend: make_mail([ranks], backend, sync, "shared" in algorithms)} if asked else {}
+    asked = [r for r in asked if r.algorithm != "shared" or mails[backend].window is not None]
     composed = composed_ways(mails, asked, ranks, nodes, Ledger())
     found: dict[str, Comm] = {backend: own} if "flat" in algorithms else {}
     for name in composed:

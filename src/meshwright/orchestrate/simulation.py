@@ -180,14 +180,9 @@ def explained(done: Simulated) -> str:
         return "They agree."
     reasons = []
     if plan.mesh.pp > 1:
-        reasons.append(
-            "the closed form follows the slowest stage and adds a bubble by formula, the simulation walks through every turn of all stages"
-        )
+        reasons.append("the closed form adds what ranks do besides to the end of their turns, the simulation walks through all of it")
     if len(machine.cluster.nodes) > 1 and machine.cluster.link != machine.cluster.nodes[0].link:
         reasons.append("the closed form prices every call at the slowest link, a simulated call crosses its own group's links and shares them")
-    overlap = machine.calibration.layout(plan.world).overlap
-    if plan.mesh.degree("tp") * plan.mesh.cp * plan.mesh.ep > 1 and overlap > 0:
-        reasons.append(f"the closed form hides {overlap:.0%} of calls inside layers behind computation, simulated ranks stand still for them")
     parts = sorted(((name, simulated[name] - closed.get(name, 0.0)) for name in simulated), key=lambda part: -abs(part[1]))
     differ = ", ".join(f"{name} {'+' if by > 0 else '−'}{show_seconds(abs(by))}" for name, by in parts if abs(by) > 1e-3 * guess.step_s)
     return f"Simulated minus closed form: {differ}. " + "; ".join(reasons).capitalize() + "." * bool(reasons)

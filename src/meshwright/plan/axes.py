@@ -20,7 +20,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
-from meshwright.core.plan import Compile, MemoryPolicy, Plan
+from meshwright.core.plan import Compile, MemoryPolicy, Plan, SyncPolicy
 from meshwright.core.workload import Workload
 from meshwright.plan.bounds import Bounds, Point
 from meshwright.plan.orders import orders
@@ -173,9 +173,5 @@ class Axes:
 def bounds_for(profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, wishes: Wishes) -> Bounds:
     """What plans of these inputs cost at least."""
     backend = wishes.backend or ("nccl" if cluster.devices[0].kind == "cuda" else "gloo")
-    return Bounds(profile, cluster, workload, calibration, choose_units(profile), backend, wishes.overlap, wishes.offload == "optimizer")
-
-
-def is_plain(mesh: Mesh) -> bool:
-    """Neither positions nor owners nor a grid."""
-    return mesh.cp == mesh.ep == len(mesh.tp) == 1
+    bucket, offload = wishes.bucket_bytes or SyncPolicy.bucket_bytes, wishes.offload == "optimizer"
+    return Bounds(profile, cluster, workload, calibration, choose_units(profile), backend, wishes.overlap, offload, bucket)

@@ -22,10 +22,10 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.combinations import stages_a_rank
 from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
-from meshwright.core.plan import Compile, PipelineSchedule, Plan
+from meshwright.core.plan import Compile, PipelineSchedule, Plan, SyncPolicy
 from meshwright.core.recompute import Recompute
 from meshwright.core.schedule import Action, wire_factor
-from meshwright.core.tensor import TensorPolicy
+from meshwright.core.tensor import Meet, TensorPolicy
 from meshwright.core.workload import ITEM_BYTES, LOW, OPTIMIZER_STATES, Workload
 from meshwright.cost.collective import between, line_of
 from meshwright.cost.compute import ComputeCost
@@ -35,6 +35,7 @@ from meshwright.cost.step import HEADROOM
 from meshwright.plan.meetings import all_meetings, owned_bytes
 from meshwright.plan.memory import RECOMPUTES
 from meshwright.schedule import local_profile
+from meshwright.schedule.buckets import ALONE
 
 T = TypeVar("T")
 Layers = tuple[tuple[str, ...], ...]  # of each stage of a pipeline, by name
@@ -70,6 +71,11 @@ class _Sum:
     trained: float
     unit: float = 0.0  # bytes of the largest unit's parameters
     root: float = 0.0  # and of all that is in none
+    gathered: float = 0.0  # units that zero=3 gathers, each in a call
+    scattered: float = 0.0  # those of them with gradients
+    alone: float = 0.0  # gradients that fill a bucket
+    sums: tuple[float, float] = (0.0, 0.0)  # calls and bytes of tensor-parallel ranks that end in it
+    enters: tuple[float, float] = (0.0, 0.0)  # and that begin in it
     thrift: float = 0.0  # the most bytes that recomputing saves for a second of it
 
 
@@ -77,7 +83,7 @@ class Bounds:
     """Lower bounds for the points of one search."""
 
     def __init__(self, profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, units: tuple[str, ...],
-        backend: str, overlaps: tuple[str, ...] | None = None, offload: bool = False,
+        backend: str, overlaps: tuple[str, ...] | None = None, offload: bool = False, bucket_bytes: int = SyncPolicy.bucket_bytes,
     ) -> None:  # fmt: skip
         self._profile, self._cluster, self._workload, self._calibration = profile, cluster, workload, calibration
         self._units = frozenset(units)
@@ -91,7 +97,9 @@ class Bounds:
         self._all_met = cache(lambda cut: all_meetings(cut.value, profile, self._units))
         self._given_out = cache(self._least_output)
         self._owned = cache(lambda cut: owned_bytes(cut.value, profile))
-        self._backend, self._overlaps, self._offload = backend, overlaps, offload
+        self._backend, self._overlaps, self._offload, self._bucket_bytes = backend, overlaps, offload, bucket_bytes
+        self._wire = cache(self._wire_of)
+        self._met_in = cache(self._meets_in)
 
     def seconds(self, point: Point, cut: Plan, compiled: Compile, travel: bool = True, stages: Layers = ()) -> float:
         """Computation of the slowest pipeline rank (of the mean one where `stages`, the layers of each stage, are not known), its way in and
@@ -106,18 +114,30 @@ class Bounds:
         each = max(rank.forward + rank.backward + rank.again[point.recompute] + more for rank, more in zip(ranks, added, strict=True))
         computed = micro * each + update
         way = 0.0
+        stolen = 1.0 - self._overlap(rates)
+        moved = [self._gradients(point, rank, cut) for rank in ranks] if travel else [0.0] * len(ranks)
         if stages:
-            turns = [Stage(part.forward, part.backward + part.again[point.recompute]) for part in parts]
-            least, way = least_seconds(point.order, turns, added)
+            met = [self._met_turns(point, part) if travel else (0.0, 0.0) for part in parts]
+            turns = [Stage(p.forward + on, p.backward + p.again[point.recompute] + back) for p, (on, back) in zip(parts, met, strict=True)]
+            besides = [more + (stolen * sent / micro if point.zero > 1 else 0.0) for more, sent in zip(added, moved, strict=True)]
+            least, way = least_seconds(point.order, turns, besides)
             after = update if point.zero < 2 else 0.0  # what zero=2 and zero=3 move within a turn may be all that there is besides
             computed, way = max(computed, least + after), way + after
+            way += 0.0 if is_plain(mesh) or not travel else self.meetings(point, cut)
         if not travel:
             return computed
         mean = sum(rank.forward + rank.backward + rank.again[point.recompute] + more for rank, more in zip(ranks, added, strict=True)) / len(ranks)
-        trained, whole = (sum(figures) / len(ranks) for figures in zip(*((rank.trained, rank.parameters) for rank in ranks), strict=True))
-        sent, met, stolen = self._gradients(point, trained, whole, cut), self.meetings(point, cut), 1.0 - self._overlap(rates)
-        within = met + (stolen * sent if point.zero == 3 else 0.0)  # of every turn
-        return max(computed, way + within if stages else 0.0, micro * mean + update + stolen * sent + met, sent + met)
+        sent, all_met = sum(moved) / len(ranks), self.meetings(point, cut)
+        return max(computed, way, micro * mean + update + stolen * sent + all_met, sent + all_met)
+
+    def _met_turns(self, point: Point, part: _Sum) -> tuple[float, float]:
+        """Of a micro-batch in a stage, forward and backward: what lines of tensor-parallel ranks meet for. All that comes after waits for it."""
+        if not is_plain(point.mesh):
+            return 0.0, 0.0
+        if not point.sequence:
+            return self._line("all_reduce", "tp", point, *part.sums), self._line("all_reduce", "tp", point, *part.enters)
+        scatter, gather = ([self._line(op, "tp", point, *met) for met in (part.sums, part.enters)] for op in ("reduce_scatter", "all_gather"))
+        return scatter[0] + gather[1], gather[0] + scatter[1]
 
     def _ranks(self, point: Point, parts: Sequence[_Sum], stages: Layers) -> list[_Sum]:
         """By pipeline rank; the mean one where its stages are not known."""
@@ -146,13 +166,17 @@ class Bounds:
 
     def _line(self, op: str, axis: str, point: Point, calls: float, size: float) -> float:
         """Seconds that the wires of a group are taken by so many calls with so many bytes in all."""
-        mesh, rates = point.mesh, self._calibration.layout(point.mesh.size)
+        alpha, each = self._wire(op, axis, point.mesh)
+        return calls * alpha + size * each
+
+    def _wire_of(self, op: str, axis: str, mesh: Mesh) -> tuple[float, float]:
+        """Seconds of a call and of a byte."""
         ranks = mesh.group_size(axis)
         if ranks == 1:
-            return 0.0
+            return 0.0, 0.0
         action = Action("", op, axis=axis)  # type: ignore[arg-type]
-        line = line_of(op, ranks, self._backend, rates, between(self._cluster, action, mesh))
-        return calls * line.alpha_s + size * wire_factor(op, ranks) / line.bytes_per_s
+        line = line_of(op, ranks, self._backend, self._calibration.layout(mesh.size), between(self._cluster, action, mesh))
+        return line.alpha_s, wire_factor(op, ranks) / line.bytes_per_s
 
     def crossings(self, point: Point, cut: Plan) -> float:
         """About what a stage in the middle of a pipeline takes to send on and back: as much as a unit gives out. No bound, but a guide."""
@@ -165,19 +189,20 @@ class Bounds:
         each = 2 * stages_a_rank(point.schedule)
         return each * (point.micro_batches * line.alpha_s + size / line.bytes_per_s)
 
-    def _gradients(self, point: Point, trained: float, whole: float, cut: Plan) -> float:
-        """What the mean rank's gradients and, under ZeRO, its parameters take, by their bytes. What is owned meets among fewer."""
-        mesh, micro = point.mesh, point.micro_batches
-        common = trained - self._owned(_Same(cut)) / mesh.pp
+    def _gradients(self, point: Point, rank: _Sum, cut: Plan) -> float:
+        """What a rank's gradients and, under ZeRO, its parameters take, by their bytes and calls. What is owned meets among fewer."""
+        mesh, micro, trained = point.mesh, point.micro_batches, rank.trained
+        common = max(trained - self._owned(_Same(cut)) / mesh.pp, 0.0)
+        calls = rank.scattered if point.zero == 3 else rank.alone if mesh.ep == 1 else 0.0
         if point.zero == 0:
-            return self._line("all_reduce", "replica", point, 1, common)
+            return self._line("all_reduce", "replica", point, calls, common)
         often = micro if point.zero > 1 else 1
-        back = self._line("reduce_scatter", "shard", point, often, often * trained)
-        back += self._line("all_reduce", "replica", point, often, often * common / mesh.shard)
+        back = self._line("reduce_scatter", "shard", point, often * calls, often * trained)
+        back += self._line("all_reduce", "replica", point, often * calls, often * common / mesh.shard)
         if point.zero < 3:
-            return back + self._line("all_gather", "shard", point, 1, trained)
+            return back + self._line("all_gather", "shard", point, calls, trained)
         item = ITEM_BYTES[self._workload.precision] / 4 if self._workload.precision in LOW else 1.0
-        return back + self._line("all_gather", "shard", point, 2 * micro, 2 * micro * whole * min(item, 1.0))
+        return back + self._line("all_gather", "shard", point, 2 * micro * rank.gathered, 2 * micro * rank.parameters * min(item, 1.0))
 
     def meetings(self, point: Point, cut: Plan) -> float:
         """What tensor-parallel ranks add up for each other; where they share positions, the two halves of it."""
@@ -202,6 +227,18 @@ class Bounds:
         forward = policy.enters if policy.sequence else tuple(m for m in policy.sums if not m.final_in)
         again = [m.at(samples) for m in forward if bool(m.along) == policy.sequence and self._in_unit(m.module)]
         return len(found), sum(found), sum(again)
+
+    def _meets_in(self, cut: _Same[Plan]) -> dict[str, tuple[list[Meet], list[Meet]]]:
+        """By layer: where its tensor-parallel ranks add up, and where they enter what is cut."""
+        policy, layers = cut.value.tensor, set(self._profile.layer_names)
+        found: dict[str, tuple[list[Meet], list[Meet]]] = {}
+        for place, meets in enumerate((policy.sums, policy.enters)):
+            for meet in (m for m in meets if bool(m.along) == policy.sequence):
+                module = meet.module
+                while module and module not in layers:
+                    module = module.rpartition(".")[0]
+                found.setdefault(module, ([], []))[place].append(meet)
+        return found
 
     def _least_output(self, cut: _Same[Plan]) -> float:
         """Of the units, a sample's."""
@@ -288,7 +325,11 @@ class Bounds:
             whole = float(sum(size for size, _ in sizes))
             inside, outside = (whole, 0.0) if unit else (0.0, whole)
             thrift = max(((saved - kept[m]) / again[m] if again[m] else math.inf) if unit else 0.0 for m in allowed)
-            found.append(_Sum(forward, price.layer(layer, "backward", memo), again, kept, whole, trained, inside, outside, thrift))
+            calls = float(unit and bool(layer.tensors)), float(unit and trained > 0)
+            alone = float(sum(train and size * ALONE >= self._bucket_bytes for size, train in sizes))
+            sums, enters = ((float(len(meets)), float(sum(m.at(samples) for m in meets))) for meets in self._met_in(held).get(layer.name, ((), ())))
+            backward = price.layer(layer, "backward", memo)
+            found.append(_Sum(forward, backward, again, kept, whole, trained, inside, outside, *calls, alone, sums, enters, thrift))
         return found
 
     def _summed(
@@ -306,7 +347,8 @@ class Bounds:
         profile, plan = self._profile, held.value
         kinds: dict[Hashable, list[int]] = {}
         for index, (whole, part) in enumerate(zip(profile.layers, local_profile(plan, profile, 0).layers, strict=True)):
-            alike = (id(whole.kernels), part.parameters, whole.activation_bytes, whole.output_bytes, whole.name in self._units)
+            met = tuple(tuple((m.bytes, m.fixed) for m in meets) for meets in self._met_in(held).get(whole.name, ()))
+            alike = (id(whole.kernels), part.parameters, whole.activation_bytes, whole.output_bytes, whole.name in self._units, met)
             kinds.setdefault(alike, []).append(index)
         first = [indices[0] for indices in kinds.values()]
         folded = replace(profile, layers=tuple(profile.layers[i] for i in first), slopes=tuple(profile.slopes[i] for i in first))
@@ -322,7 +364,14 @@ def _total(rows: Sequence[_Sum], counts: Mapping[int, float]) -> _Sum:
     kept = {mode: add(lambda row, mode=mode: row.kept[mode]) for mode in CHOICES}  # type: ignore[misc]
     figures = (add(lambda r: r.forward), add(lambda r: r.backward), again, kept, add(lambda r: r.parameters), add(lambda r: r.trained))
     unit, thrift = (max((getattr(rows[kind], name) for kind in counts), default=0.0) for name in ("unit", "thrift"))
-    return _Sum(*figures, unit, add(lambda r: r.root), thrift)
+    calls = (add(lambda r: r.gathered), add(lambda r: r.scattered), add(lambda r: r.alone))
+    sums, enters = ((add(lambda r: r.sums[0]), add(lambda r: r.sums[1])), (add(lambda r: r.enters[0]), add(lambda r: r.enters[1])))
+    return _Sum(*figures, unit, add(lambda r: r.root), *calls, sums, enters, thrift)
+
+
+def is_plain(mesh: Mesh) -> bool:
+    """Neither positions nor owners nor a grid."""
+    return mesh.cp == mesh.ep == len(mesh.tp) == 1
 
 
 class _Same(Generic[T]):

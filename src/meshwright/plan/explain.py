@@ -214,7 +214,8 @@ def _memory(ranking: Ranking) -> str:
     most = ", ".join(f"{name} {show_bytes(size)}" for name, size in kinds[:3] if size)
     tight = [s for s in ranking.scored if not s.estimate.fits]
     binding = f"It rules out {len(tight)} of {len(ranking.scored)} plans" if tight else "It is no constraint: every legal plan fits"
-    binding += f" that were priced, of {ranking.considered:,} that were weighed" if ranking.considered else ""
+    if ranking.considered:
+        binding = f"{ranking.considered:,} plans were weighed; {len(ranking.scored)} that bounds let through were priced, {len(tight)} too large"
     return f"Memory: {best.estimate.reason} (mostly {most}). {binding}."
 
 
@@ -272,8 +273,13 @@ def _changes(ranking: Ranking) -> Iterator[tuple[str, Callable[[], Scored], bool
     if len(cluster.devices) > 1:
         for times, words in ((4.0, "four times faster"), (2.0, "twice as fast"), (0.5, "half as fast"), (0.25, "four times slower")):
             yield f"a {network} {words}", machine(**_network(ranking, times)), True
-    for times, words in ((2.0, "twice"), (0.5, "half")):
-        yield f"{words} the memory", machine(cluster=with_memory(cluster, lambda size, times=times: int(size * times))), True  # type: ignore[misc]
+    yield "twice the memory", machine(cluster=with_memory(cluster, lambda size: 2 * size)), True
+    half = with_memory(cluster, lambda size: size // 2)
+    near = best_again(ranking, half, ranking.calibration)
+    if near.estimate.fits or not ranking.considered:
+        yield "half the memory", lambda: near, True
+    else:  # what fits there was too slow here to be looked at
+        yield "half the memory", lambda: _searched(ranking, cluster=half), False
     yield (
         f"a global batch of {2 * workload.global_batch}",
         lambda: _searched(ranking, workload=replace(workload, global_batch=2 * workload.global_batch)),

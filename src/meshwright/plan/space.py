@@ -171,10 +171,11 @@ class Cutter:
         self.owners = cache(lambda ep: choose_owners(self._flow(f"ep={ep}: owners need"), ep))
         self._chosen: dict[tuple[int, bool, bool], Grid] = {}
         self._doors: dict[tuple[int, int], tuple[Grid, Doors]] = {}
+        self._whole = one_stage(profile)
 
     def cut(self, mesh: Mesh, sequence: bool, schedule: str = "1f1b") -> _Cuts:
         parts = self.parts(mesh, sequence)
-        stages = self._stages(mesh.pp * stages_a_rank(schedule), mesh.tp, mesh.cp, sequence) if mesh.pp > 1 else one_stage(self.profile)
+        stages = self._stages(mesh.pp * stages_a_rank(schedule), mesh.tp, mesh.cp, sequence) if mesh.pp > 1 else self._whole
         return _Cuts((parts.tensor, parts.across), parts.context, parts.spatial, parts.owners, stages)
 
     def parts(self, mesh: Mesh, sequence: bool) -> Plan:

@@ -16,7 +16,9 @@ from meshwright.plan.sizes import SLICES
 
 PLACEMENTS = ("auto", "column", "whole")
 NORMS = ("native_layer_norm", "_fused_rms_norm", "rms_norm", "mean")
-_WORTH_A_GATHER = 0.02  # a layer that only a gather could cut is cut when it holds at least this share of the model
+# A layer that only a gather could cut is cut when it holds at least the first share of the model, or the second of the largest matrix that is cut
+# without one: the vocabulary of a deep model is little of it, and yet the most that a stage has.
+_WORTH_A_GATHER, _AS_LARGE = 0.02, 0.3
 
 
 def choose_cuts(flow: Flow, ways: int, placements: Mapping[str, str] | None = None, layers: Collection[str] = ()) -> TensorPolicy:
@@ -36,7 +38,7 @@ def choose_grid(
     Every activation is then cut, layers swap the roles of rows and columns by themselves, and norms, which need all features, meet over
     their statistics. The two axes know nothing of each other: what either must complete, it completes among its own ranks.
     """
-    reader = Reader(flow, layers)
+    reader = Reader.of(flow, layers)
     asked = dict(placements or {})
     check_placements(flow, asked)
     first = _Axis(ways[0])
@@ -212,11 +214,12 @@ def _alone(reader: Reader, meets: Meets, cut: set[str], ways: int, asked: Mappin
     strands: dict[str, Dealt] = {}
     gathers: list[Meet] = []
     lookups: list[Meet] = []
+    usual = max((w.numel for w in reader.weights if w.name in cut), default=reader.total)
     for call in reader.flow.modules:
         if call.kind not in ("linear", "embedding"):
             continue
         weight, bias = _parameters(reader, call)
-        if weight is None or weight.name in cut or not _worth(reader, call, weight, asked):
+        if weight is None or weight.name in cut or not _worth(reader, call, weight, asked, usual):
             continue
         dim = _feature_dim(reader, call, weight)
         size = reader.flow.values[weight.value].shape[dim]
@@ -230,11 +233,11 @@ def _alone(reader: Reader, meets: Meets, cut: set[str], ways: int, asked: Mappin
     return list(strands.values()), gathers, lookups
 
 
-def _worth(reader: Reader, call: ModuleCall, weight: Weight, asked: Mapping[str, str]) -> bool:
+def _worth(reader: Reader, call: ModuleCall, weight: Weight, asked: Mapping[str, str], usual: int) -> bool:
     placement = asked.get(call.module) or _kept_whole(asked, weight.name)
     if placement in ("whole", "column"):
         return placement == "column"
-    return weight.numel >= _WORTH_A_GATHER * reader.total
+    return weight.numel >= min(_WORTH_A_GATHER * reader.total, _AS_LARGE * usual)
 
 
 def _parameters(reader: Reader, call: ModuleCall) -> tuple[Weight | None, Weight | None]:

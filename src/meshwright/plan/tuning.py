@@ -13,7 +13,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.units import show_bytes, show_seconds
 from meshwright.plan.space import Wishes
 
-BUCKETS = (2**20, 4 * 2**20, 25 * 2**20, 100 * 2**20)
+BUCKETS = (2**20, 4 * 2**20, 25 * 2**20, 100 * 2**20, 400 * 2**20)
 _GAIN = 0.01  # predictions are not finer
 
 
@@ -27,16 +27,16 @@ class Tuned:
 
 
 def tune(plan: Plan, found: Estimate, wishes: Wishes, rates: Rates, price: Callable[[Plan], Estimate]) -> Tuned:
-    """Leaves alone what the user has fixed, what has no gradient buckets, and machines whose network was not measured."""
+    """Leaves alone what the user has fixed, what has no gradient buckets, and a backend that was not measured where others were."""
     measured = [line for name, line in rates.collectives.items() if name in (f"{plan.backend}/all_reduce", f"{plan.backend}/reduce_scatter")]
-    if plan.mesh.group_size("data") == 1 or plan.memory.zero == 3 or not measured or not found.fits:
+    if plan.mesh.group_size("data") == 1 or plan.memory.zero == 3 or bool(rates.collectives) > bool(measured) or not found.fits:
         return Tuned(plan, found)
     said: list[str] = []
     if wishes.allow and wishes.compression is None:
         plan, found, why = _compressed(plan, found, wishes.allow, price)
         said.append(why)
     if wishes.bucket_bytes is None:
-        plan, found, why = _bucketed(plan, found, measured[0].alpha_s, price)
+        plan, found, why = _bucketed(plan, found, measured[0].alpha_s if measured else None, price)
         said += [why] if why else []
     return Tuned(plan, found, tuple(said))
 
@@ -59,7 +59,7 @@ def _compressed(
     return *tried[chosen], f"Compression of gradients: {chosen} (predicted: {times}).{exact}" + "".join(f" Not {reason}." for reason in refused)
 
 
-def _bucketed(plan: Plan, found: Estimate, call_s: float, price: Callable[[Plan], Estimate]) -> tuple[Plan, Estimate, str]:
+def _bucketed(plan: Plan, found: Estimate, call_s: float | None, price: Callable[[Plan], Estimate]) -> tuple[Plan, Estimate, str]:
     usual = plan.sync.bucket_bytes
     tried: dict[int, tuple[Plan, Estimate]] = {usual: (plan, found)}
     for size in BUCKETS:
@@ -71,5 +71,6 @@ def _bucketed(plan: Plan, found: Estimate, call_s: float, price: Callable[[Plan]
     best = min((s for s in tried if tried[s][1].fits), key=lambda s: (tried[s][1].step_s, -s))  # as few calls as that takes
     chosen = best if tried[best][1].step_s < (1 - _GAIN) * found.step_s else usual
     times = ", ".join(f"{show_bytes(size)} {show_seconds(tried[size][1].step_s)}" for size in sorted(tried))
-    why = f"a call costs {show_seconds(call_s)}, and what the last bucket holds travels after backward"
+    call = f"a call costs {show_seconds(call_s)}" if call_s is not None else "each is a call"
+    why = f"{call}, and what the last bucket holds travels after backward"
     return *tried[chosen], f"Gradient buckets: {show_bytes(chosen)} ({why}; predicted: {times})."

@@ -54,6 +54,12 @@ def program(plan: Plan, profile: ModelProfile, at: Place, *, clip: bool = False,
 
 def gradient_buckets(plan: Plan, profile: ModelProfile) -> tuple[Bucket, ...]:
     """The buckets that `execute` will make for this plan: parameters in reverse order of registration. `profile` is one rank's."""
+    same, equal = plan.cut
+    sizes = (plan.sync.first_bucket_bytes, plan.sync.bucket_bytes, plan.mesh.shard if plan.memory.zero else 1, plan.memory.zero > 0)
+    return profile.memo.once("buckets", same, (*equal, *sizes), lambda: _gradient_buckets(plan, profile))
+
+
+def _gradient_buckets(plan: Plan, profile: ModelProfile) -> tuple[Bucket, ...]:
     tensors = [t for _, t in _arrival(profile)]
     kind = _kinds(plan)
     kinds = [kind(t)._replace(counted=t.counted or not plan.memory.zero) for t in tensors]
@@ -93,6 +99,12 @@ class UnitBuffer:
 def unit_buffers(plan: Plan, profile: ModelProfile) -> dict[str, tuple[UnitBuffer, ...]]:
     """The units that ZeRO-3 gathers, with the buffers that `execute` will make for them: the plan's, mixtures whose experts have owners, and
     as `root` the rest of the model. `profile` is one rank's."""
+    same, equal = plan.cut
+    sizes = (plan.memory.units, plan.memory.precision, plan.mesh.shard)
+    return profile.memo.once("units", same, (*equal, *sizes), lambda: _unit_buffers(plan, profile))
+
+
+def _unit_buffers(plan: Plan, profile: ModelProfile) -> dict[str, tuple[UnitBuffer, ...]]:
     mixtures = {m.module for m in plan.owners.mixtures} if plan.mesh.ep > 1 else set()
     # A pipeline's stage leaves the model's forward half way, so there every layer is a unit and the model itself is none.
     units = set(plan.memory.units) | ({layer.name for layer in profile.layers} if plan.mesh.pp > 1 else set())
@@ -139,14 +151,19 @@ def _compute(plan: Plan, profile: ModelProfile, every: Meetings, op: str, layer:
         yield Action(f"recompute/{name}/{micro}", "forward", layer, waits=waits, cheap=mode == "selective")
         for action in meets["again"] if mode == "full" else ():  # what ranks made of a product is kept with it
             waits = (f"{action.name}/again/{micro}",)
-            yield replace(action, name=waits[0])
+            yield action.named(waits[0])
     yield Action(f"{op}/{name}/{micro}", "forward" if op == "forward" else "backward", layer, waits=waits)
     for action in meets[op]:
-        yield replace(action, name=f"{action.name}/{op}/{micro}", waits=(f"{op}/{name}/{micro}",))
+        yield action.named(f"{action.name}/{op}/{micro}", (f"{op}/{name}/{micro}",))
 
 
 def meetings(plan: Plan, profile: ModelProfile, place: Place) -> Meetings:
     """Where tensor- and context-parallel ranks meet, by layer and phase; `again` is what recomputing a layer repeats."""
+    same, equal = plan.cut
+    return profile.memo.once("meetings", same, (*equal, place, bool(plan.balance.shares)), lambda: _meetings(plan, profile, place))
+
+
+def _meetings(plan: Plan, profile: ModelProfile, place: Place) -> Meetings:
     found: Meetings = {}
     layers = {name for stage in plan.stages for name in stage.layers} or {layer.name for layer in profile.layers}
     here = {layer.name for layer in profile.layers}
@@ -344,12 +361,13 @@ def _sharded(plan: Plan, profile: ModelProfile, place: Place, micro_batches: int
             if phase == "backward" and micro == micro_batches - 1:
                 yield from _loss(plan, profile)
             own = {i: list(gather(name, tag)) for i in order if (name := profile.layers[i].name) in units and name not in mixtures}
-            ahead = [actions for actions in own.values() if actions]
-            yield from ahead[0] if ahead else ()
+            ahead = [index for index, actions in own.items() if actions]
+            after = dict(itertools.pairwise(ahead))
+            yield from own[ahead[0]] if ahead else ()
             for index in order:
                 layer = profile.layers[index]
-                if own.get(index):  # the next unit is fetched while this one computes
-                    yield from next((a for before, a in itertools.pairwise(ahead) if before is own[index]), ())
+                if index in after:  # the next unit is fetched while this one computes
+                    yield from own[after[index]]
                 fetched = [a for unit in inside[layer.name] for a in gather(unit.name, tag)]
                 yield from fetched
                 yield from _compute(plan, profile, meets, phase, index, micro, tuple(a.name for a in (*own.get(index, gathers), *fetched)))

@@ -13,10 +13,8 @@ from meshwright.schedule.spatial import block_profile
 
 def local_profile(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int = 0, owner: int = 0) -> ModelProfile:
     """The profile as one rank sees it. Parameters are exact; work and activations shrink with the layer's cut parameters."""
-    key = (id(profile), tp_rank, pp_rank, owner)
-    if key not in plan.parts:
-        plan.parts[key] = profile, _local(plan, profile, tp_rank, pp_rank, owner)
-    return plan.parts[key][1]
+    same, equal = plan.cut
+    return profile.memo.once("local", same, (*equal, tp_rank, pp_rank, owner), lambda: _local(plan, profile, tp_rank, pp_rank, owner))
 
 
 def _local(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int, owner: int) -> ModelProfile:
@@ -43,13 +41,15 @@ def _local(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int, owner:
             return tensor
         return replace(tensor, shape=tuple(lengths[tensor.name].get(d, n) for d, n in enumerate(tensor.shape)))
 
+    borrowed = _borrowed(profile)
     # About half of what a cut layer keeps lies between whole activations; where ranks share positions, most of the other half does not.
     between = 0.4 + 0.6 / ways if plan.tensor.sequence else 1.0
 
     def shrink(layer: LayerProfile, slope: LayerProfile) -> LayerProfile:
         tensors = tuple(piece(t) for t in layer.tensors)
         held = sum(t.numel for t in tensors)
-        share = held / layer.parameters if layer.parameters else 1.0
+        used = {t.name: t for t in (*layer.tensors, *borrowed.get(layer.name, ()))}.values()
+        share = sum(piece(t).numel for t in used) / max(sum(t.numel for t in used), 1) if used else 1.0
         return replace(
             layer,
             parameters=held,
@@ -87,10 +87,24 @@ def _local(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int, owner:
     return replace(profile, layers=tuple(shrink(layer, slope) for layer, slope in zip(profile.layers, profile.slopes, strict=True)))
 
 
+def _borrowed(profile: ModelProfile) -> dict[str, list[TensorSpec]]:
+    """By layer: parameters that it computes with and another one holds, since they are tied."""
+    known, found = {t.name: t for t in profile.tensors}, dict[str, list[TensorSpec]]()
+    for first, *others in profile.tied:
+        for layer in (layer.name for layer in profile.layers if first in known and any(name.startswith(f"{layer.name}.") for name in others)):
+            found.setdefault(layer, []).append(known[first])
+    return found
+
+
 def _stage_profile(plan: Plan, profile: ModelProfile, pp_rank: int) -> ModelProfile:
     """The layers of one pipeline rank, and the parameters of other ranks' layers that it uses too."""
     mine = {name for i, stage in enumerate(plan.stages) if plan.stage_rank(i) == pp_rank for name in stage.layers}
-    holders = {t.name: [plan.stage_rank(s) for s in plan.holders(t.name)] for t in profile.tensors}
+    holders = profile.memo.once(
+        "holders",
+        (plan.stages,),
+        (plan.mesh.pp, plan.schedule),
+        lambda: {t.name: [plan.stage_rank(s) for s in plan.holders(t.name)] for t in profile.tensors},
+    )
 
     def held(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
         return tuple(

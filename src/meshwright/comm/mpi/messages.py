@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 _SMALL = 1 << 15  # bytes up to which a thread's waking up costs more than the message
+_LARGE = 1 << 21  # bytes from which a message takes longer than that, and is moved on from the start
 _SHORTEST_S, _LONGEST_S = 50e-6, 2e-3  # between two looks at requests under way
 _NAP_S, _NAPS = 2e-3, 25  # between two looks for new ones, and how many of them find nothing before the thread sleeps
 
@@ -107,8 +109,8 @@ class Message(dist.Work):
 class Post:
     """The thread that looks after messages that nobody waits for.
 
-    Waking it up costs as much as a message does. So while there is traffic it is not woken but looks by itself, every `_NAP_S`; by then most
-    messages have been waited for. It sleeps until it is called when there has been none for a while.
+    Waking it up costs as much as a message does. So while there is traffic it is woken for large ones alone, and looks for others by itself,
+    every `_NAP_S`; by then most have been waited for. It sleeps until it is called when there has been none for a while.
     """
 
     def __init__(self) -> None:
@@ -121,14 +123,14 @@ class Post:
     def take(self, message: Message, size: int) -> None:
         """A small message is on its way already, or moves on whenever something else of MPI's does: nobody has to look after it."""
         if size > _SMALL:
-            self.follow(message)
+            self.follow(message, hurry=size >= _LARGE)
 
-    def follow(self, message: Message) -> None:
+    def follow(self, message: Message, hurry: bool = False) -> None:
         self._new.append(message)
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="mpi messages", daemon=True)
             self._thread.start()
-        elif self._asleep:
+        elif self._asleep or hurry:
             self._asleep = False
             self._call.put("come")
 
@@ -150,7 +152,8 @@ class Post:
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_S)
             elif naps < _NAPS:
-                time.sleep(_NAP_S)
+                with contextlib.suppress(Empty):
+                    self._call.put(self._call.get(timeout=_NAP_S))  # the loop reads it
                 naps += 1
             else:
                 self._sleep()

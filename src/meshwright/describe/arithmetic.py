@@ -1,0 +1,204 @@
+"""What one rank reaches by itself, while the others do the same: arithmetic by kind, size and precision, memory, and what each call costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from meshwright.core.calibration import Points
+from meshwright.core.cluster import FP8_SINCE
+from meshwright.describe.operations import is_dear, is_free
+from meshwright.describe.stopwatch import Stopwatch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SIZES = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192)}
+_BYTES = {"cpu": (2**14, 2**17, 2**20, 2**23, 2**26), "cuda": (2**16, 2**20, 2**24, 2**28, 2**30)}
+_LENGTHS = {"cpu": (64, 256, 512), "cuda": (256, 1024, 4096)}
+_ELEMENTS = {"cpu": (2**14, 2**20), "cuda": (2**16, 2**20, 2**26)}
+_SLOW_S = 0.03  # a call that takes longer than this tells enough by itself; larger ones are left out
+
+
+def compute_rates(device: torch.device, watch: Stopwatch) -> dict[str, Points]:
+    found: dict[str, Points] = {}
+    for precision, dtype in DTYPES.items():
+        if precision == "fp16" and device.type == "cpu":
+            continue
+        found[f"matmul/{precision}"] = _curve(_SIZES[device.type], watch, partial(_matmul, device=device, dtype=dtype))
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_SINCE:
+        found["matmul/fp8"] = _curve(_SIZES["cuda"], watch, partial(_matmul_fp8, device=device))
+    low = "bf16" if device.type == "cuda" else "fp32"
+    found["conv/fp32"] = _curve((8, 32, 64), watch, partial(_conv, device=device))
+    found[f"attention/{low}"] = _curve(_LENGTHS[device.type], watch, partial(_attention, device=device, dtype=DTYPES[low], backward=False))
+    if device.type == "cpu":
+        found[f"attention-backward/{low}"] = _curve(_LENGTHS["cpu"], watch, partial(_attention, device=device, dtype=DTYPES[low], backward=True))
+        found |= by_reuse(watch)
+    for phase in ("forward", "backward"):
+        found[f"special-{phase}/fp32"] = _curve(_ELEMENTS[device.type], watch, partial(_special, device=device, backward=phase == "backward"))
+    return found
+
+
+def _curve(sizes: tuple[int, ...], watch: Stopwatch, make: Callable[[int], tuple[float, Callable[[], object]]]) -> Points:
+    points = []
+    for size in sizes:
+        flops, work = make(size)
+        seconds = watch(work)
+        points.append((flops, flops / seconds))
+        if seconds > _SLOW_S:
+            break
+    return tuple(points)
+
+
+def _matmul(n: int, device: torch.device, dtype: torch.dtype) -> tuple[float, Callable[[], object]]:
+    a, b = torch.randn(n, n, device=device).to(dtype), torch.randn(n, n, device=device).to(dtype)
+    return 2.0 * n**3, lambda: torch.mm(a, b)
+
+
+def _matmul_fp8(n: int, device: torch.device) -> tuple[float, Callable[[], object]]:
+    a = torch.randn(n, n, device=device).to(torch.float8_e4m3fn)
+    one = torch.ones((), device=device)
+    return 2.0 * n**3, lambda: torch._scaled_mm(a, a.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def _conv(channels: int, device: torch.device) -> tuple[float, Callable[[], object]]:
+    x, w = torch.randn(8, channels, 16, 16, device=device), torch.randn(channels, channels, 3, 3, device=device)
+    return 2.0 * 8 * 16 * 16 * channels * channels * 9, lambda: F.conv2d(x, w, padding=1)
+
+
+def by_reuse(watch: Stopwatch) -> dict[str, Points]:
+    """FLOP/s on a CPU by FLOPs for each byte that goes in and out: of convolutions over images and volumes, which a CPU takes sample after
+    sample, and of products of many small matrices. What one of them is decides how well it does, and not how many there are."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for dims, edges in ((2, (32, 32, 16, 16, 8)), (3, (16, 16, 8, 8, 4))):
+        for channels, edge in zip((4, 8, 16, 32, 64), edges, strict=True):
+            for samples, mark in ((2, ""), (1, "-alone")):  # of one sample torch computes otherwise, in less than half the time
+                x, w = torch.randn(samples, channels, *[edge] * dims), torch.randn(channels, channels, *[3] * dims)
+                how: Any = ([1] * dims, [1] * dims, [1] * dims, False, [0] * dims, 1)
+                forward = partial(torch.ops.aten.convolution, x, w, None, *how)
+                backward = partial(torch.ops.aten.convolution_backward, x, x, w, [channels], *how, [True, True, True])
+                flops, one = 2.0 * x.numel() * channels * 3**dims, 4.0 * x.numel()
+                found.setdefault(f"conv{dims}-forward{mark}/fp32", []).append((flops / (2 * one), flops / watch(forward)))
+                found.setdefault(f"conv{dims}-backward{mark}/fp32", []).append((2 * flops / (3 * one), 2 * flops / watch(backward)))
+    for n in (4, 8, 16, 32, 64):
+        x = torch.randn(64, n, n)
+        found.setdefault("batched/fp32", []).append((n / 6, 2.0 * 64 * n**3 / watch(partial(torch.bmm, x, x))))
+    return {key: tuple(sorted(points)) for key, points in found.items()}
+
+
+def _attention(length: int, device: torch.device, dtype: torch.dtype, backward: bool) -> tuple[float, Callable[[], object]]:
+    q = torch.randn(4, 4, length, 64, device=device, dtype=dtype)
+    flops = 2.0 * 16 * length * length * 64  # of every pair 4 for each feature, and half of the pairs
+    if not backward:
+        return flops, lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.0, True)
+    return 2.5 * flops, lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(q, q, q, q, out, sums, 0.0, True)
+
+
+def _special(elements: int, device: torch.device, backward: bool) -> tuple[float, Callable[[], object]]:
+    x = torch.randn(elements, device=device)
+    if backward:
+        return float(elements), lambda: torch.ops.aten.gelu_backward(x, x, approximate="tanh")
+    return float(elements), lambda: F.gelu(x, approximate="tanh")
+
+
+def _bare_call(device: torch.device) -> float:
+    small = torch.ones(16, device=device)
+    return Stopwatch(device, 0.08)(lambda: [small.add_(1.0) for _ in range(64)]) / 64
+
+
+def bandwidth(device: torch.device, watch: Stopwatch) -> Points:
+    """Bytes a second of an addition, by size; the time of the bare call is counted apart."""
+    points = []
+    call_s = _bare_call(device)
+    for size in _BYTES[device.type]:
+        a, b = torch.ones(size // 12, device=device), torch.ones(size // 12, device=device)
+        out = torch.empty_like(a)
+        seconds = watch(lambda a=a, b=b, out=out: torch.add(a, b, out=out))  # type: ignore[misc]
+        if device.type == "cpu":  # on a GPU the call is queued while the one before still runs
+            seconds = max(seconds - call_s, seconds * 0.1)
+        points.append((float(size), size / seconds))
+    return tuple(points)
+
+
+def call_seconds(device: torch.device, watch: Stopwatch) -> float:
+    """What an operation takes however small it is. On a CPU with what autograd, modules and views add to it in a block."""
+    if device.type != "cpu":
+        return _bare_call(device)
+    block = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True)
+    x = torch.ones(2, 4, 8, requires_grad=True)
+
+    def run() -> None:
+        block(x).sum().backward()
+
+    with _Counted() as counted:
+        run()
+    return watch(run) / counted.calls
+
+
+class _Counted(TorchDispatchMode):
+    """How many operations run that a trace would count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += not is_free(func)
+        return func(*args, **(kwargs or {}))
+
+
+def optimizer_rates(watch: Stopwatch) -> tuple[Points, dict[str, float]]:
+    """Elements a second of AdamW's fused step, by the size of a tensor, and the seconds that a step and each tensor take however small."""
+
+    def seconds(tensors: int, elements: int) -> float:
+        params = [torch.nn.Parameter(torch.zeros(elements)) for _ in range(tensors)]
+        optimizer = torch.optim.AdamW(params, fused=True)
+        for p in params:
+            p.grad = torch.ones(elements)
+        return watch(optimizer.step)
+
+    few, many = seconds(8, 16), seconds(72, 16)
+    each = max((many - few) / 64, 0.0)
+    step = max(few - 8 * each, 0.0)
+    points = tuple((float(size), 8 * size / max(seconds(8, size) - few, 8e-12 * size)) for size in (2**14, 2**18))
+    return points, {"optimizer": step, "tensor": each}
+
+
+def recompute_seconds(watch: Stopwatch) -> dict[str, float]:
+    """What computing again adds to each operation of a forward, beyond the operation: torch packs, unpacks and, to keep some, looks at each."""
+    layers = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(16)))
+    x = torch.ones(8, 8, requires_grad=True)
+
+    def policy(_: Any, func: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if is_dear(func) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def run(**how: Any) -> None:
+        checkpoint(layers, x, use_reentrant=False, **how).sum().backward()
+
+    plain, forward = watch(lambda: layers(x).sum().backward()), watch(lambda: layers(x))
+    full, some = watch(run), watch(lambda: run(context_fn=partial(create_selective_checkpoint_contexts, policy)))
+    operations = 2 * 16
+    return {"full": max((full - plain - forward) / operations, 0.0), "selective": max((some - plain - forward / 2) / operations, 0.0)}
+
+
+def hook_seconds(watch: Stopwatch) -> float:
+    """What it adds to a parameter's gradient that somebody is told of it and has a place for it."""
+    params, flat = [torch.nn.Parameter(torch.ones(8, 8)) for _ in range(32)], torch.zeros(32 * 64)
+
+    def run() -> None:
+        torch.stack([p.sum() for p in params]).sum().backward()
+
+    def arrived(param: torch.Tensor) -> None:
+        if param.grad is not None and param.grad.data_ptr() != flat[64:128].view_as(param).data_ptr():
+            arrivals.discard(id(param))
+
+    arrivals: set[int] = set()
+    plain = watch(run)
+    for p in params:
+        p.register_post_accumulate_grad_hook(arrived)
+    return max((watch(run) - plain) / len(params), 0.0)

@@ -1,0 +1,145 @@
+"""What ranks reach together: collectives and messages by size, how much of one disappears behind arithmetic, and how many share a core."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from meshwright.core.calibration import Line, Points
+from meshwright.core.comm import Comm, Messages, Pending
+from meshwright.core.schedule import wire_factor
+from meshwright.describe.stopwatch import Stopwatch
+
+_MESSAGES = {"cpu": (2**12, 2**17, 2**20, 2**22, 2**24), "cuda": (2**12, 2**18, 2**22, 2**26, 2**28)}
+_CALLS = 8  # of one operation and size
+_LONG = 2**22  # bytes from which on half as many calls tell as much
+_WORK_S = 0.001  # between two of them: ranks of a step come to a call from some work, and not all at once
+_CROWD_S = 0.1  # of work, while all ranks are at it
+
+
+def crowding_of(comm: Comm, watch: Stopwatch) -> float:
+    """Ranks for each core, by what the clock on the wall says of work that had its own clock, while all ranks are at work."""
+    if watch.clock is time.perf_counter:
+        return 1.0
+    a = torch.randn(128, 128)
+    found = []
+    for _ in range(3):
+        comm.barrier()
+        begun, worked = time.perf_counter(), time.thread_time()
+        while time.perf_counter() - begun < _CROWD_S:
+            torch.mm(a, a)
+        found.append((time.perf_counter() - begun) / (time.thread_time() - worked))
+    return max(statistics.median(found), 1.0)
+
+
+def meeting_seconds(comm: Comm, pair: Comm | None, device: torch.device, backend: str, kind: str) -> dict[str, Points]:
+    """Every operation among all ranks by what a rank must send; among the two of each pair, and messages between them, while all pairs are at it."""
+    found = {f"{backend}/{op}": points for op, points in _collectives(comm, device, kind).items()}
+    if pair is not None and pair.size == 2:
+        if comm.size > 2:
+            found |= {f"{backend}/{op}/2": points for op, points in _collectives(pair, device, kind).items()}
+        found[f"{backend}/send"] = _messages(pair, device, kind)
+    return found
+
+
+def _collectives(comm: Comm, device: torch.device, kind: str) -> dict[str, Points]:
+    found = {}
+    for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        points = []
+        for size in _MESSAGES[kind]:
+            whole = torch.ones(size // 4 // comm.size * comm.size, device=device)
+            part = torch.ones(whole.numel() // comm.size, device=device)
+            call = partial(_collective, comm, op, whole, part)
+            points.append((size * wire_factor(op, comm.size), _between_work(call, device, size)))
+        found[op] = tuple(points)
+    return found
+
+
+def _between_work(call: Callable[[], Pending], device: torch.device, size: int) -> float:
+    """Seconds of a call that ranks come to from some work, as in a step: the mean, with what they wait for each other. The same number of calls
+    on every rank, or they would wait for each other for ever."""
+    a = torch.randn(64, 64, device=device)
+    calls = _CALLS if size < _LONG else _CALLS // 2
+    total = 0.0
+    for number in range(calls + 2):
+        begun = time.thread_time()
+        while device.type == "cpu" and time.thread_time() - begun < _WORK_S:
+            torch.mm(a, a)
+        begun = time.perf_counter()
+        call().wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        total += time.perf_counter() - begun if number > 1 else 0.0
+    return total / calls
+
+
+def _messages(pair: Comm, device: torch.device, kind: str) -> Points:
+    """There and back: half of it is a message."""
+    points = []
+    for size in _MESSAGES[kind]:
+        message = [(1 - pair.rank, torch.ones(size // 4, device=device))]
+
+        def there_and_back(message: Messages = message) -> Pending:
+            sends = pair.rank == 0
+            pair.exchange(message if sends else [], [] if sends else message, "probe").wait()
+            return pair.exchange([] if sends else message, message if sends else [], "probe")
+
+        points.append((float(size), _between_work(there_and_back, device, size) / 2))
+    return tuple(points)
+
+
+def _collective(comm: Comm, op: str, whole: torch.Tensor, part: torch.Tensor) -> Pending:
+    if op == "all_reduce":
+        return comm.all_reduce(whole, "probe")
+    if op == "all_to_all":
+        rows = [part.numel()] * comm.size
+        return comm.all_to_all(torch.empty_like(whole), whole, "probe", rows, rows)
+    return comm.all_gather(whole, part, "probe") if op == "all_gather" else comm.reduce_scatter(part, whole, "probe")
+
+
+def fit_line(samples: list[tuple[float, float]]) -> Line:
+    """α–β by least squares on relative error, so that small messages count as much as large ones."""
+    weights = [1.0 / (t * t) for _, t in samples]
+    total = sum(weights)
+    mean_x = sum(w * x for w, (x, _) in zip(weights, samples, strict=True)) / total
+    mean_t = sum(w * t for w, (_, t) in zip(weights, samples, strict=True)) / total
+    above = sum(w * (x - mean_x) * (t - mean_t) for w, (x, t) in zip(weights, samples, strict=True))
+    below = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, samples, strict=True))
+    slope = above / below if below else 0.0
+    if slope <= 0:  # noise larger than the effect: take the largest message alone
+        size, seconds = samples[-1]
+        return Line(min(t for _, t in samples), size / seconds)
+    return Line(max(mean_t - slope * mean_x, min(t for _, t in samples) * 0.1), 1.0 / slope)
+
+
+def overlap_share(comm: Comm, device: torch.device, kind: str) -> float:
+    """Run a collective beside arithmetic of about the same length: how much of it disappears?"""
+    whole = torch.ones(2**20 if kind == "cpu" else 2**26, device=device)
+    n = 256 if device.type == "cpu" else 2048
+    a = torch.randn(n, n, device=device)
+    watch = Stopwatch(device, 0.0)  # by the wall: ranks that share a core hide nothing
+
+    def times(work: Callable[[], object]) -> float:
+        comm.barrier()
+        return statistics.fmean(watch.once(work) for _ in range(7))
+
+    alone = times(lambda: comm.all_reduce(whole, "probe").wait())
+    one = times(lambda: torch.mm(a, a))
+    count = min(max(int(alone / max(one, 1e-7)), 1), 1000)  # each rank's own: one may compute far quicker than another
+
+    def compute() -> None:
+        for _ in range(count):
+            torch.mm(a, a)
+
+    def both() -> None:
+        work = comm.all_reduce(whole, "probe")
+        compute()
+        work.wait()
+
+    busy = times(compute)
+    together = times(both)
+    return min(max((alone + busy - together) / min(alone, busy), 0.0), 1.0)
