@@ -46,15 +46,15 @@ lint: $(VENV)/.dev
 	@$(BIN)/mypy
 
 pure: $(VENV)/.dev
-	@$(BIN)/python -m pytest tests/pure tests/test_layers.py -n 2
+	@$(BIN)/python -m pytest tests/pure tests/test_layers.py -n 2 --dist loadfile
 
 procs: $(VENV)/.dev
-	@$(BIN)/python -m pytest tests/procs -m 'not prove'
+	@$(BIN)/python -m pytest tests/procs -m 'not prove' -n 2 --dist loadfile
 
 test: lint pure procs
 
 prove: $(VENV)/.dev
-	@MESHWRIGHT_DRAWS=1000 $(BIN)/python -m pytest tests/pure/test_any_rank.py --timeout 7200
+	@MESHWRIGHT_DRAWS=1000 $(BIN)/python -m pytest tests/pure/test_any_rank.py tests/pure/test_search.py --timeout 7200
 	@$(BIN)/python -m pytest tests/procs -m prove --timeout 7200
 
 bench: $(VENV)/.bench
@@ -63,8 +63,8 @@ bench: $(VENV)/.bench
 
 test-oldest:
 	@$(MAKE) --no-print-directory VENV=.venv-oldest .venv-oldest/.oldest
-	@.venv-oldest/bin/python -m pytest tests/pure tests/test_layers.py -n 2
-	@.venv-oldest/bin/python -m pytest tests/procs -m 'not prove'
+	@.venv-oldest/bin/python -m pytest tests/pure tests/test_layers.py -n 2 --dist loadfile
+	@.venv-oldest/bin/python -m pytest tests/procs -m 'not prove' -n 2 --dist loadfile
 
 .venv-oldest/.oldest: pyproject.toml constraints.txt | .venv-oldest/bin/python
 	@grep -v '^torch==' constraints.txt > .venv-oldest/constraints.txt

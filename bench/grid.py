@@ -88,8 +88,8 @@ TASKS: Mapping[str, Task] = {task.name: task for task in _tasks()}
 
 
 def cluster_here() -> Cluster:
-    """This machine as four ranks of one thread each, however many cores it has."""
-    found = discover({}, ranks=WORLD)
+    """This machine as four ranks of one thread each, however many cores or GPUs it has."""
+    found = discover({}, ranks=WORLD, gpus=())
     return replace(found, nodes=(replace(found.nodes[0], cores=1),))
 
 

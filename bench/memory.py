@@ -77,7 +77,7 @@ def _row(nursery: Nursery, model: str, plan: Plan) -> dict[str, Any]:
     predicted = sum(kinds.values()) - kinds["framework"]
     row: dict[str, Any] = {"model": model, "plan": label(plan), "predicted": predicted, "kinds": kinds}
     with Workers(nursery, min(plan.world, WORLD)) as workers:
-        found = workers.call("memory:peaks", {"model": model, "plan": to_data(plan)}, timeout_s=120)
+        found = workers.call("memory:peaks", {"model": model, "plan": to_data(plan)}, timeout_s=600)
     refused = next((said for said in found if isinstance(said, str)), None)
     if refused is not None:
         return row | {"refused": refused}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
@@ -34,10 +36,17 @@ _own_cache()
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where warm workers are, and where commands are given: paths are the same to both."""
+    return tmp_path_factory.mktemp("ground")
+
+
+@pytest.fixture(scope="session")
+def nursery(ground: Path) -> Iterator[Nursery]:
     """A warm process to fork from; tests' own modules are importable in its workers."""
     path = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    made = Nursery(1, {**os.environ, "PYTHONPATH": path})
+    with contextlib.chdir(ground):
+        made = Nursery(1, {**os.environ, "PYTHONPATH": path}, ("meshwright.orchestrate.worker",))
     yield made
     made.close()
 
@@ -79,3 +88,38 @@ def large_pool(nursery: Nursery) -> Iterator[Pool]:
     made = Pool(nursery, 8)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def measured(nursery: Nursery) -> None:
+    """This machine is measured once for all commands of the session: by whichever worker of pytest-xdist asks first, while the other waits."""
+    from meshwright.describe.discover import discover
+    from meshwright.orchestrate import calibrate
+
+    with (Path(os.environ["XDG_CACHE_HOME"]) / "measuring").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        cluster = discover(os.environ)
+        if calibrate.kept(cluster, os.environ) is None:
+            calibrate.keep(calibrate.probe(cluster, nursery, say=lambda _: None), cluster, os.environ)
+
+
+@pytest.fixture
+def command(
+    nursery: Nursery, ground: Path, measured: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[str, str]]:  # fmt: skip
+    """A command line in this process, with ranks from the warm one: what it prints, as a user's would, without the imports of two more processes."""
+    from meshwright.cli.main import main
+    from meshwright.orchestrate import Orchestrator
+
+    monkeypatch.setattr(Orchestrator, "nursery", lambda *_, **__: nursery)
+
+    monkeypatch.chdir(ground)
+
+    def run(*words: str, expect: int = 0) -> tuple[str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(list(words))
+        out, err = capsys.readouterr()
+        assert (ended.value.code or 0) == expect, err[-3000:]
+        return out, err
+
+    return run

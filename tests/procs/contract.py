@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.launch import Rendezvous, join, leave
 
-STEPS = 20
+STEPS = 8
 
 
 def model() -> nn.Sequential:

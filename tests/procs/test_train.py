@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 
 from meshwright.core.plan import Plan
 
+Command = Callable[..., tuple[str, str]]
 MESHWRIGHT = [sys.executable, "-m", "meshwright.cli.main"]
 
 
@@ -26,18 +28,15 @@ def meshwright(*words: str, cwd: Path, expect: int = 0, env: dict[str, str] | No
     return done
 
 
-def train(*words: str, cwd: Path) -> dict[str, Any]:
-    return json.loads(meshwright("train", *words, "--json", cwd=cwd).stdout)
-
-
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("train")
+def place(ground: Path, measured: None) -> Path:
+    return ground
 
 
 def test_the_whole_way(place: Path) -> None:
     """Model to report, on two ranks: every file of the folder is there, and predicted stands beside measured."""
-    result = train("gpt-tiny", "--steps", "12", "--nproc", "2", "--set", "validate_every=5", cwd=place)
+    words = ("gpt-tiny", "--steps", "12", "--nproc", "2", "--set", "validate_every=5", "--json")
+    result = json.loads(meshwright("train", *words, cwd=place).stdout)
     folder = place / result["run"]
     for name in ("plan.json", "estimate.json", "cluster.json", "job.json", "metrics.jsonl", "events-0.jsonl", "events-1.jsonl", "trace.json"):
         assert (folder / name).exists(), name
@@ -55,24 +54,27 @@ def test_the_whole_way(place: Path) -> None:
     assert Plan.load(folder / "plan.json").world == 2
 
 
-def test_any_number_of_ranks_gives_the_same_curve(place: Path) -> None:
+def test_any_number_of_ranks_gives_the_same_curve(command: Command) -> None:
     """The same global batches whoever reads them: losses agree between one rank, two ranks and ZeRO-3."""
-    common = ("vae", "--steps", "8", "--global-batch", "16", "--set", "precision=fp64", "--set", "profile=false")
-    one = train(*common, "--nproc", "1", cwd=place)
-    two = train(*common, "--mesh", "dp=2", cwd=place)
-    cut = train(*common, "--mesh", "shard=2", "--set", "zero=3", "--set", "micro_batches=2", cwd=place)
+
+    def curve(*words: str) -> dict[str, Any]:
+        common = ("vae", "--steps", "8", "--global-batch", "16", "--set", "precision=fp64", "--set", "profile=false", "--json")
+        return json.loads(command("train", *common, *words)[0])  # type: ignore[no-any-return]
+
+    one, two = curve("--nproc", "1"), curve("--mesh", "dp=2")
+    cut = curve("--mesh", "shard=2", "--set", "zero=3", "--set", "micro_batches=2")
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-9)
     assert cut["losses"] == pytest.approx(one["losses"], rel=1e-9)
     assert cut["validation"][0]["loss"] == pytest.approx(one["validation"][0]["loss"], rel=1e-9)
 
 
-def test_a_plan_written_edited_and_run(place: Path) -> None:
-    meshwright("plan", "gpt-tiny", "--nproc", "2", "--global-batch", "8", "-o", "plan.json", cwd=place)
+def test_a_plan_written_edited_and_run(place: Path, command: Command) -> None:
+    command("plan", "gpt-tiny", "--mesh", "dp=2", "--global-batch", "8", "-o", "plan.json")
     edited = json.loads((place / "plan.json").read_text())
     edited["mesh"].update(dp=1, shard=2)
     edited["memory"]["zero"] = 2
     (place / "plan.json").write_text(json.dumps(edited))
-    result = train("gpt-tiny", "--plan", "plan.json", "--steps", "3", cwd=place)
+    result = json.loads(command("train", "gpt-tiny", "--plan", "plan.json", "--steps", "3", "--json")[0])
     assert result["plan"]["memory"]["zero"] == 2
     assert result["plan"]["global_batch"] == 8
 
@@ -160,9 +162,9 @@ def test_fp16_scales_the_loss_and_skips_what_overflows(pool: Any) -> None:
     assert grown["moved"] == [not s for s in grown["skipped"]]
 
 
-def test_out_of_memory_is_an_answer(place: Path) -> None:
-    done = meshwright("train", "llama3-405b", "--seq", "64", "--global-batch", "2", "--steps", "1", cwd=place, expect=2)
-    last = done.stderr.strip().splitlines()[-1]
+def test_out_of_memory_is_an_answer(command: Command) -> None:
+    _, err = command("train", "llama3-405b", "--seq", "64", "--global-batch", "2", "--steps", "1", "--nproc", "1", expect=2)
+    last = err.strip().splitlines()[-1]
     assert "Nothing fits" in last
     assert re.search(r"needs [\d.]+ [GT]B a device, this one has [\d.]+ GB", last)
     assert "What would help" in last

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +27,12 @@ RECORDS = [{"instruction": f"Add {n} and {n}.", "input": "" if n % 3 else "In di
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(ground: Path) -> Path:
     pytest.importorskip("transformers")
-    found = tmp_path_factory.mktemp("tutorial")
-    (found / "tiny").mkdir()
-    (found / "tiny" / "config.json").write_text(json.dumps(TINY))
-    (found / "x.json").write_text(json.dumps(RECORDS))
-    return found
+    (ground / "tiny").mkdir()
+    (ground / "tiny" / "config.json").write_text(json.dumps(TINY))
+    (ground / "x.json").write_text(json.dumps(RECORDS))
+    return ground
 
 
 @pytest.fixture
@@ -69,12 +66,10 @@ def test_every_strategy_gives_the_curve_of_one_device(curve: Any) -> None:
         assert losses == pytest.approx(alone, rel=1e-4), strategy
 
 
-def test_a_line_for_each_global_batch(place: Path) -> None:
+def test_a_line_for_each_global_batch(place: Path, command: Any) -> None:
     (place / "own.json").write_text(json.dumps({**FILE, "strategy": "ddp"}))
-    words = ["train", "own.json", "--data", "x.json", "--nproc", "2", "--epochs", "1", "--set", "profile=false"]
-    done = subprocess.run([sys.executable, "-m", "meshwright.cli.main", *words], cwd=place, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = done.stdout.splitlines()
+    out, _ = command("train", "own.json", "--data", "x.json", "--nproc", "2", "--epochs", "1", "--set", "profile=false")
+    lines = out.splitlines()
     assert len(lines) == 2
     for number, line in enumerate(lines, 1):
         assert re.fullmatch(rf"{number}/2, [\d.]+ ms, lr [\d.e-]+, loss \d\.\d{{4}}, \d\.\d\d GB, grad norm [\d.]+", line), line

@@ -1,4 +1,4 @@
-"""The wheel: built, installed away from the checkout, and run there; data files and type marker included."""
+"""The wheel: built, installed away from the checkout, and run there, on a machine that nobody has measured; data files and type marker included."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_wheel_runs_outside_the_checkout(tmp_path: Path) -> None:
         "zoo/configs/phi-1_5.json",
     ):
         assert (home / "meshwright" / name).exists(), name
-    env = {**os.environ, "PYTHONPATH": str(home)}
+    env = {**os.environ, "PYTHONPATH": str(home), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     where = subprocess.run(
         [sys.executable, "-c", "import meshwright; print(meshwright.__file__)"], cwd=tmp_path, env=env, capture_output=True, text=True
     )
@@ -35,3 +35,4 @@ def test_the_wheel_runs_outside_the_checkout(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "meshwright.cli.main", *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / json.loads(done.stdout)["report"]).exists()
+    assert list((tmp_path / "cache").glob("meshwright/calibration-*.json"))

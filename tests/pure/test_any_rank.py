@@ -76,7 +76,7 @@ def any_rank(draw: st.DrawFn, most: int, names: tuple[str, ...]) -> Case:
 
 
 @given(case=any_rank(8, (*NAMES, "vae-conv", "dlrm-tiny") if DRAWS else SMALL))
-@settings(max_examples=DRAWS or 24, deadline=None, derandomize=not DRAWS, suppress_health_check=list(HealthCheck), print_blob=True)
+@settings(max_examples=DRAWS or 16, deadline=None, derandomize=not DRAWS, suppress_health_check=list(HealthCheck), print_blob=True)
 def test_every_rank_does_what_the_plan_lists(case: Case) -> None:
     *what, ranks = case
     try:

@@ -100,7 +100,7 @@ SIZES = st.tuples(st.sampled_from([8, 64, 300]), st.floats(1e5, 1e10), st.floats
     st.lists(SIZES, min_size=1, max_size=5), st.integers(1, 4), st.sampled_from([2, 6, 8]), st.sampled_from([8, 12, 16]), st.floats(5, 9),
     st.floats(1e7, 1e11), st.sampled_from([1e-7, 1e-5, 1e-3]), st.floats(0, 1), st.sampled_from(OBJECTIVES),
 )  # fmt: skip
-@settings(max_examples=DRAWS or 50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=DRAWS or 25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_no_better_plan_of_a_made_up_model_is_left_out(
     sizes: list[tuple[int, float, float]], often: int, devices: int, batch: int, memory: float, network: float, alpha: float, overlap: float,
     objective: str,

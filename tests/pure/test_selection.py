@@ -97,6 +97,8 @@ def test_memory_is_shared_on_one_node() -> None:
     assert routes(measured(times, 4), ["gloo"], ["all_reduce"], (2, 2)) == ()
     near = {"gloo": [2.0] * 5, "mpi": [1.0] * 5, "mpi:shared": [1.05] * 5}  # measured by ranks that do nothing else
     assert [r.way for r in routes(measured(near, 4), ["gloo", "mpi"], ["all_reduce"], (4,))] == ["mpi:shared"]
+    twice = near | {"gloo:shared": [1.06] * 5}
+    assert [r.way for r in routes(measured(twice, 4), ["gloo", "mpi"], ["all_reduce"], (4,))] == ["gloo:shared"]
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,9 @@ def _pipeline(plan: Plan) -> None:
         raise RequestError(f"plan: schedule=interleaved takes micro-batches in rounds of pp={pp}: set micro_batches={-(-micro // pp) * pp}")
     if plan.schedule in ("1f1b", "zero_bubble") and micro < pp:
         raise RequestError(f"plan: schedule={plan.schedule} needs at least pp={pp} micro-batches, {micro} given: set micro_batches={pp}")
-    if plan.balance.shares:
-        raise RequestError("plan: balance.shares does not go with pp yet: leave it out")
+    for share in plan.balance.shares:
+        if share % micro:
+            raise RequestError(f"plan: a pipeline's micro-batches are of one size, and a share of {share} does not make {micro}: give multiples")
     if plan.memory.zero == 2 and plan.schedule not in ("gpipe", "1f1b"):
         raise RequestError(
             f"plan: zero=2 reduces after each backward of all that a rank holds, and schedule={plan.schedule} has two: use 1f1b or zero=1"

@@ -320,6 +320,10 @@ class Plan:
         """Of what ZeRO cuts, the part of the rank at a coordinate of the shard axis; all of it where nothing is cut."""
         return self.balance.states[at] if self.balance.states else 1.0 / (self.mesh.shard if self.memory.zero else 1)
 
+    def micro_batch(self, rank: int) -> int:
+        """Samples in the largest micro-batch of one rank."""
+        return -(-self.share(self.mesh.data_rank(rank))[1] // self.micro_batches)
+
     @property
     def largest_micro_batch(self) -> int:
         """Samples in the largest micro-batch of any rank: what memory must hold."""

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from meshwright.core.memo import Memo
+
 LayerKind = Literal["linear", "conv", "embedding", "bag", "other"]
 WindowKind = Literal["conv", "max", "mean", "grow"]
 
@@ -114,6 +116,11 @@ class Flow:
     fields: tuple[Field, ...] = ()  # the batch
     loss: tuple[int, ...] = ()  # what the loss returned: a mean, or a sum and a count; -1 for what is no tensor
     reads: tuple[Read, ...] = ()
+
+    @cached_property
+    def memo(self) -> Memo:
+        """What was found out about it."""
+        return Memo()
 
     @cached_property
     def inputs(self) -> tuple[int, ...]:

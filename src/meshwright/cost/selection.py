@@ -43,10 +43,12 @@ def routes(rates: Rates, backends: Sequence[str], operations: Iterable[str], nod
 
 
 def measured_ways(rates: Rates, backends: Sequence[str], op: str, nodes: Sequence[int] = ()) -> list[str]:
-    """The first backend's own first."""
+    """The first backend's own first. Memory that ranks share is the same whichever backend opened it: the first one's stands for all."""
     named = [name.removesuffix(f"/{op}") for name in rates.collectives if name.endswith(f"/{op}")]
     fitting = [w for w in named if way_parts(w)[0] in backends and applies(way_parts(w)[1], range(rates.ranks), nodes)]
-    return sorted(fitting, key=lambda w: (backends.index(way_parts(w)[0]), ":" in w))
+    found = sorted(fitting, key=lambda w: (backends.index(way_parts(w)[0]), ":" in w))
+    shared = [w for w in found if way_parts(w)[1] == "shared"]
+    return [w for w in found if w not in shared[1:]]
 
 
 def _by_points(rates: Rates, ways: Sequence[str], op: str) -> list[tuple[float, str]]:

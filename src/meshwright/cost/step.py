@@ -224,7 +224,8 @@ def _pipelined(
         ends = finished(order_of(plan), [stages[index] for index in range(len(plan.stages))])
         ahead = {rank: clock.now - plan.micro_batches * sum(clock.turns.values()) for rank, clock in clocks.items()}
         until = max(ends[rank] + max(rest, 0.0) for rank, rest in ahead.items())
-        slowest.last(crowded(until, [clock.now for clock in clocks.values()], calibration.layout(plan.world).crowding))
+        crowding = min(calibration.layout(plan.world, of.kind).crowding for of in every)
+        slowest.last(crowded(until, [clock.now for clock in clocks.values()], crowding))
     return slowest
 
 

@@ -42,8 +42,9 @@ _SCHEDULES: dict[str, Any] = {
     "zero_bubble": pipelining.ScheduleZBVZeroBubble,
 }
 # What torch says when the two halves of a backward would need the same nodes (T5's position bias, under recomputation or tensor parallelism)
-# and, in 2.11, when not all that a stage gives is learned.
-_UNSPLIT = ("backward through the graph a second time", "different number of tensors was saved", "does not require grad and does not have a grad_fn")
+# and, in 2.11, when not all that a stage gives is learned, or not all that it is given is used.
+_UNSPLIT = ("backward through the graph a second time", "different number of tensors was saved", "does not require grad and does not have a grad_fn",
+            "appears to not have been used in the graph")  # fmt: skip
 _KEPT = 16  # sizes of samples whose schedules, with the buffers that they receive into, are kept
 
 
@@ -320,7 +321,7 @@ class _CountedStage(pipelining.PipelineStage):
         group: Any, ledger: Ledger,
     ) -> None:  # fmt: skip
         super().__init__(part, index, count, device, input_args=takes, output_args=gives, group=group)
-        self._ledger = ledger
+        self._ledger, self._takes = ledger, takes
         self._learned = [t.requires_grad for t in takes], [t.requires_grad for t in gives]
 
     def _get_init_p2p_neighbors_ops(self) -> Any:
@@ -333,6 +334,9 @@ class _CountedStage(pipelining.PipelineStage):
         return ops
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
+        if not hasattr(self, "_get_grad_send_meta"):  # torch 2.11 refuses to send what nothing was made of; later ones leave it out
+            pairs = zip(self.bwd_cache.get(bwd_chunk_id, ()), self._takes, strict=False)  # gradients of keywords come after
+            self.bwd_cache[bwd_chunk_id] = tuple(torch.zeros(t.shape, dtype=t.dtype, device=self.device) if g is None else g for g, t in pairs)
         ops = _of_learned(super().get_bwd_send_ops(bwd_chunk_id), self._learned[0])
         self._count(ops, f"gradients/{self.stage_index}")
         return ops

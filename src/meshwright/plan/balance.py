@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import BalancePolicy
 
-Line = tuple[float, float]  # seconds: a + b for each sample
+Pace = Callable[[int], float]  # seconds of so many samples; more never take less
 
 
 def nearly_equal(batch: int, mesh: Mesh) -> BalancePolicy:
@@ -19,24 +21,36 @@ def nearly_equal(batch: int, mesh: Mesh) -> BalancePolicy:
     return BalancePolicy(tuple(batch // width + (rank < batch % width) for rank in range(width)))
 
 
-def deal(samples: int, lines: Sequence[Line], least: int = 1, most: Sequence[int] = ()) -> tuple[int, ...] | None:
-    """Shares that end soonest, where rank i takes `a + b·share` seconds and has room for `most[i]`: each further sample goes to the rank that
-    would be done first with it. No exchange of a sample can then make the last one end sooner. None where there is no room."""
-    shares = [least] * len(lines)
-    rooms = most or [samples] * len(lines)
-    if min(rooms) < least or sum(min(room, samples) for room in rooms) < samples or samples < least * len(lines):
+def deal(samples: int, paces: Sequence[Pace], least: int = 1, most: Sequence[int] = ()) -> tuple[int, ...] | None:
+    """Shares that end soonest, where rank i has room for `most[i]`: each further sample goes to the rank that would be done first with it. No
+    exchange of a sample can then make the last one end sooner. None where there is no room."""
+    shares = [least] * len(paces)
+    rooms = most or [samples] * len(paces)
+    if min(rooms) < least or sum(min(room, samples) for room in rooms) < samples or samples < least * len(paces):
         return None
-    heap = [(a + b * (least + 1), i) for i, (a, b) in enumerate(lines) if rooms[i] > least]
+    heap = [(pace(least + 1), i) for i, pace in enumerate(paces) if rooms[i] > least]
     heapq.heapify(heap)
-    for _ in range(samples - least * len(lines)):
+    for _ in range(samples - least * len(paces)):
         _, i = heap[0]
         shares[i] += 1
-        a, b = lines[i]
         if shares[i] < rooms[i]:
-            heapq.heapreplace(heap, (a + b * (shares[i] + 1), i))
+            heapq.heapreplace(heap, (paces[i](shares[i] + 1), i))
         else:
             heapq.heappop(heap)
     return tuple(shares)
+
+
+def rising(points: Sequence[tuple[int, float]]) -> Pace:
+    """Straight lines between points, and on beyond the last. Where fewer samples would take longer than more do, they take as long."""
+    sizes = [size for size, _ in points]
+    ends = list(accumulate((seconds for _, seconds in reversed(points)), min))[::-1]
+    slopes = [(b - a) / (n - m) for (m, n), (a, b) in zip(pairwise(sizes), pairwise(ends), strict=True)]
+
+    def seconds(samples: int) -> float:
+        at = min(max(bisect_left(sizes, samples) - 1, 0), len(slopes) - 1)
+        return max(ends[at] + slopes[at] * (samples - sizes[at]), 0.0)
+
+    return seconds
 
 
 def fill(weights: Sequence[float], most: Sequence[float]) -> tuple[float, ...] | None:

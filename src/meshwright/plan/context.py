@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cached_property
 
 from meshwright.core.context import LOSS, POSITIONS, Attended, ContextPolicy, Entered, FieldCut, Made
 from meshwright.core.errors import RequestError
@@ -23,12 +24,12 @@ _CODE = {"slice": ("__getitem__", "narrow"), "arange": ("arange",)}  # how a mod
 
 def choose_context(flow: Flow, ways: int, tensor: TensorPolicy | None = None, precision: str = "fp32") -> ContextPolicy:
     """The policy for `ways` ranks; a model that cannot be shared out so is refused with the place and what to do."""
-    return _Follower(flow, ways).policy(tensor, precision)
+    return flow.memo.once("context", (), ways, lambda: _Follower(flow, ways).followed()).policy(tensor, precision)
 
 
 def share_meetings(flow: Flow, policy: TensorPolicy, ways: int) -> TensorPolicy:
     """Tensor parallelism where ranks hold some positions each: what meets is so much smaller."""
-    reader = Reader(flow)
+    reader = Reader.of(flow)
     strand = _sequence(reader, ways)
     calls = {call.module: call for call in reversed(flow.modules)}
 
@@ -49,7 +50,7 @@ def share_meetings(flow: Flow, policy: TensorPolicy, ways: int) -> TensorPolicy:
 
 def sequence_of(flow: Flow, ways: int) -> int:
     """The strand that counts positions, for `ways` ranks that share them."""
-    return _sequence(Reader(flow), ways)
+    return _sequence(Reader.of(flow), ways)
 
 
 def _sequence(reader: Reader, ways: int) -> int:
@@ -75,7 +76,7 @@ class _Follower:
     """Follows positions through a forward pass and its loss, in order, and notes where they are made, cut and gathered."""
 
     def __init__(self, flow: Flow, ways: int) -> None:
-        self.flow, self.ways, self.reader = flow, ways, Reader(flow)
+        self.flow, self.ways, self.reader = flow, ways, Reader.of(flow)
         self.strand = _sequence(self.reader, ways)
         self.size = flow.sizes[self.strand]
         self._check_size()
@@ -89,11 +90,20 @@ class _Follower:
         self.fields: list[FieldCut] = []
         self.held: list[Cut] = []
 
-    def policy(self, tensor: TensorPolicy | None, precision: str) -> ContextPolicy:
+    def followed(self) -> _Follower:
+        """To the end, which is the same whatever else is cut."""
         self._sources()
         for index, op in enumerate(self.flow.operations):
             self._follow(index, op)
         self.reductions.check(self.ways)
+        return self
+
+    def policy(self, tensor: TensorPolicy | None, precision: str) -> ContextPolicy:
+        return replace(self._rest, attends=tuple(self._attended(tensor, precision)))
+
+    @cached_property
+    def _rest(self) -> ContextPolicy:
+        """What tensor parallelism leaves as it is."""
         makes = tuple(dict.fromkeys(self.makes.values()))
         self._check_apart(makes)
         sizes, unclear, _ = self.reader.rewrites({self.strand: POSITIONS}, self.whole)
@@ -102,7 +112,6 @@ class _Follower:
             positions=self.size,
             chunks=2 * self.ways if self.size % (2 * self.ways) == 0 else self.ways,
             fields=tuple(self.fields),
-            attends=tuple(self._attended(tensor, precision)),
             makes=makes,
             enters=tuple(dict.fromkeys(self._enters())),
             held=tuple(self.held),

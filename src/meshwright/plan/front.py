@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -47,14 +48,14 @@ class Front:
     """One search."""
 
     def __init__(self, profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, wishes: Wishes, price: Price,
-        cutter: Cutter | None = None, front: int = FRONT,
+        cutter: Cutter | None = None, front: int = FRONT, below: float = math.inf,
     ) -> None:  # fmt: skip
         self._profile, self._cluster, self._workload, self._wishes, self._price = profile, cluster, workload, wishes, price
         self._calibration = calibration
         self._bounds = bounds_for(profile, cluster, workload, calibration, wishes)
         self.cutter = cutter or Cutter(profile, workload, wishes)
         self._axes = Axes(cluster, workload, wishes, self.cutter, self._bounds)
-        self._front = front
+        self._front, self._below = front, below
         self._order = itertools.count()
         self._queue: list[tuple[float, int, int, Point]] = []
         self._small: list[tuple[float, int, Point]] = []  # what does not fit, by what it needs at least
@@ -63,14 +64,14 @@ class Front:
         self.considered = self.pruned = 0
 
     def search(self) -> list[tuple[Plan, Estimate]]:
-        """The best plans and their estimates, and whatever else was priced on the way; unsorted."""
+        """The best plans and their estimates, and whatever else was priced on the way; unsorted. None, where none can cost less than `below`."""
         for point in self._kinds():
             self._push(point, 0)
         found: list[_Found] = []
         best: list[float] = []
         while self._queue:
             bound, _, look, point = heapq.heappop(self._queue)
-            if len(best) >= self._front and bound >= best[self._front - 1]:
+            if bound >= (best[self._front - 1] if len(best) >= self._front else self._below):
                 break
             if look == 0:
                 for finer in self._finer(point):
@@ -87,9 +88,9 @@ class Front:
             found.append(priced)
             if priced.estimate.fits:
                 best = sorted([*best, priced.key])
-        if not best:
+        if not best and self._below == math.inf:
             found += self._nearest()
-        if not found:
+        if not found and self._below == math.inf:
             raise self._reason or RequestError("no plan is legal here: relax --mesh, --nproc or --set")
         return [(f.plan, f.estimate) for f in found]
 

@@ -17,7 +17,7 @@ _SELECTS = ("index", "index_select", "embedding")  # operations that pick entrie
 
 def choose_owners(flow: Flow, owners: int) -> OwnerPolicy:
     """Experts dealt out by number, tables by bytes; refused where there is too little to own."""
-    reader = Reader(flow)
+    reader = Reader.of(flow)
     calls = list(_mixtures(reader))
     mixtures = [_mixture(reader, call, size, owners) for call, size in calls]
     tables = _tables(reader, {name for m in mixtures for name in m.parameters})

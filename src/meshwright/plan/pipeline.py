@@ -52,7 +52,7 @@ class Doors:
 def find_doors(flow: Flow, profile: ModelProfile, tensor: TensorPolicy | None = None, across: TensorPolicy | None = None, cp: int = 1) -> Doors:
     order = [name for name, _ in _layers_in_order(flow, profile)]
     inner = frozenset(dealt_strands(flow, tensor))
-    shared = shared_values(Reader(flow, profile.layer_names), tensor, inner) if tensor is not None and tensor.sequence else {}
+    shared = shared_values(Reader.of(flow, profile.layer_names), tensor, inner) if tensor is not None and tensor.sequence else {}
     dealt = _Dealt(inner, dealt_strands(flow, across), shared, cp, sequence_of(flow, cp) if cp > 1 else -1)
     trained = _trained(flow, _reads(flow, _learned(flow)))
     return Doors(flow, order, trained, {b.call.module: b for b in _boundaries(flow, order, dealt)})

@@ -30,6 +30,11 @@ class Weight:
 class Reader:
     """A flow with the questions that choosing asks of it."""
 
+    @classmethod
+    def of(cls, flow: Flow, layers: Collection[str] = ()) -> Reader:
+        """The one for this flow, which many ask."""
+        return flow.memo.once("reader", (), tuple(layers), lambda: cls(flow, layers))
+
     def __init__(self, flow: Flow, layers: Collection[str] = ()) -> None:
         self.flow = flow
         self._layers = [name for name in layers if not any(other.startswith(f"{name}.") for other in layers)]

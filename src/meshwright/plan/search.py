@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from meshwright.core.calibration import Calibration
@@ -79,7 +80,8 @@ def rank_plans(
         found = _unequal(found, like)
     if like is not None or not _short_of_memory(found):
         return found
-    other = _ranked(profile, cluster, workload, calibration, replace(wishes, offload="optimizer"), found)
+    below = _key(found.best, workload)[1] if found.best.estimate.fits else math.inf
+    other = _ranked(profile, cluster, workload, calibration, replace(wishes, offload="optimizer"), found, below)
     scored = tuple(sorted((*found.scored, *other.scored), key=lambda s: _key(s, workload)))
     tuned = found.tuned if scored[0] is found.best else other.tuned
     return replace(found, scored=scored, tuned=tuned, considered=found.considered + other.considered)
@@ -124,7 +126,11 @@ def _short_of_memory(ranking: Ranking) -> bool:
     return saving and best.plan.device == "cuda" and ranking.wishes.offload is None
 
 
-def _ranked(profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, wishes: Wishes, like: Ranking | None) -> Ranking:
+def _ranked(
+    profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, wishes: Wishes, like: Ranking | None,
+    below: float = math.inf,
+) -> Ranking:  # fmt: skip
+    """What costs at least `below` need not be looked at."""
     check_objective(workload)
     scored: list[Scored] = []
 
@@ -133,9 +139,11 @@ def _ranked(profile: ModelProfile, cluster: Cluster, workload: Workload, calibra
 
     if wishes.mesh is None and _many(profile, cluster, wishes, like is not None):
         check_wishes(wishes, len(cluster.devices))
-        search = Front(profile, cluster, workload, calibration, wishes, price, like.cutter if like else None, 1 if like else FRONT)
+        search = Front(profile, cluster, workload, calibration, wishes, price, like.cutter if like else None, 1 if like else FRONT, below)
         scored = [Scored(*found) for found in search.search()]
         considered, cutter = search.considered, search.cutter
+        if not scored and like is not None:
+            return replace(like, scored=(), considered=considered)
     else:
         considered, cutter = 0, Cutter(profile, workload, wishes)
         axes = Axes(cluster, workload, wishes, cutter, bounds_for(profile, cluster, workload, calibration, wishes))

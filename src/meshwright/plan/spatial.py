@@ -44,7 +44,7 @@ def choose_spatial(flow: Flow, ways: int, grid: tuple[int, ...] = ()) -> Spatial
     if not dims:
         raise RequestError(f"cp={ways}: no convolution here whose positions could be cut: use context parallelism of sequences, or --mesh dp={ways}")
     grid = _fitted(grid, ways, dims) if grid else choose_grid(ways, dims)
-    reader = Reader(flow)
+    reader = Reader.of(flow)
     roots = [call for call in flow.modules if not call.module]
     doors = {p for p, v in enumerate(roots[0].inputs) if _is_field(flow, v, grid)} if roots else set()
     gathers: dict[tuple[str, int], str] = {}

@@ -38,7 +38,7 @@ def choose_grid(
     Every activation is then cut, layers swap the roles of rows and columns by themselves, and norms, which need all features, meet over
     their statistics. The two axes know nothing of each other: what either must complete, it completes among its own ranks.
     """
-    reader = Reader(flow, layers)
+    reader = Reader.of(flow, layers)
     asked = dict(placements or {})
     check_placements(flow, asked)
     first = _Axis(ways[0])

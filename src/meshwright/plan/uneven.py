@@ -10,7 +10,7 @@ decides: what is chosen is never worse than the equal split.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -26,11 +26,13 @@ from meshwright.cost.compute import ComputeCost
 from meshwright.cost.memory import kept_bytes
 from meshwright.cost.pipeline import held
 from meshwright.cost.step import HEADROOM, order_of, peak_of
-from meshwright.plan.balance import Line, deal, fill
+from meshwright.plan.balance import Pace, deal, fill, rising
 from meshwright.plan.cuts import best_cuts
 from meshwright.plan.pipeline import stages_at
 from meshwright.plan.space import Cutter
 from meshwright.schedule import local_profile
+
+_AROUND = (1, 2, 3, 4, 5, 6, 7, 8, 12)  # quarters of an equal share
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def dealt_out(plan: Plan, found: Inputs) -> Iterator[Plan]:
 class _Seat:
     """What one rank can do: seconds of its samples, and bytes as a sum of what is fixed, of each sample and of all of the state that ZeRO cuts."""
 
-    line: Line
+    pace: Pace
     steps: float  # elements of the optimizer a second
     limit: float
     fixed: float
@@ -123,18 +125,17 @@ class _Parts:
 
     def shares(self) -> Iterator[tuple[tuple[int, ...], bool]]:
         """Samples for each data rank: equal, by speed where the state is cut equally, and by speed where it goes to who has room for it (`roomy`).
-        A pipeline's micro-batches are of one size, so its replicas take whole numbers of each."""
+        Ranks that meet inside layers or between stages have micro-batches of one size, and take whole numbers of each."""
         plan = self.plan
         yield plan.balance.shares, True
-        width, unit = plan.mesh.data_width, plan.micro_batches if plan.mesh.pp > 1 else 1
-        if width == 1 or plan.global_batch % unit or plan.global_batch < width * plan.micro_batches:
+        width, unit = plan.mesh.data_width, plan.micro_batches if plan.mesh.data_width < plan.world else 1
+        if width == 1 or plan.mesh.ep > 1 or plan.global_batch % unit or plan.global_batch < width * plan.micro_batches:
             return
-        lines = [_slowest([self.seats[r].line for r in ranks]) for ranks in self._data_ranks]
+        paces = [_slowest({id(self.seats[r]): self.seats[r].pace for r in ranks}.values(), unit) for ranks in self._data_ranks]
         parts = dict.fromkeys((1.0 / plan.mesh.shard, 0.0) if self.cuts else (0.0,))
         for part in parts:
             most = [min(self.seats[r].samples(part) for r in ranks) // unit for ranks in self._data_ranks]
-            scaled = [(a, b * unit) for a, b in lines]
-            shares = deal(plan.global_batch // unit, scaled, plan.micro_batches // unit, most)
+            shares = deal(plan.global_batch // unit, paces, plan.micro_batches // unit, most)
             if shares is not None and len(set(shares)) > 1:
                 yield tuple(share * unit for share in shares), part == 0.0
 
@@ -191,15 +192,15 @@ class _Parts:
         state = need(one, 1) - few if self.cuts else 0
         limit = HEADROOM * capacity(self.cluster, plan, Class(label, (rank,), one, (stage,)))
         rates = inputs.calibration.layout(plan.world, label)
-        return _Seat(self._line(rates, stage), self._stepped(rates), limit, few - one * each, each, float(state))
+        return _Seat(self._pace(rates, stage), self._stepped(rates), limit, few - one * each, each, float(state))
 
-    def _line(self, rates: Rates, stage: int) -> Line:
-        """Seconds of forward and backward over a rank's samples, from one sample in each micro-batch and from an equal share."""
+    def _pace(self, rates: Rates, stage: int) -> Pace:
+        """Seconds of forward and backward by a rank's samples, from some sizes of micro-batches around that of an equal share."""
         plan, profile = self.plan, self.found.profile
-        most = max(plan.largest_share // plan.micro_batches, 2)
-        one, many = (plan.micro_batches * sum(_seconds(plan, local_profile(plan, profile.at(n), 0, stage), rates)) for n in (1, most))
-        each = max((many - one) / (most - 1), 0.0)
-        return max(one - each, 0.0), each / plan.micro_batches
+        equal = max(plan.global_batch // plan.mesh.data_width // plan.micro_batches, 1)
+        sizes = sorted({max(equal * part // 4, 1) for part in _AROUND} | {1, 2})
+        each = ((n, sum(_seconds(plan, local_profile(plan, profile.at(n), 0, stage), rates))) for n in sizes)
+        return rising([(n * plan.micro_batches, plan.micro_batches * seconds) for n, seconds in each])
 
     def _stepped(self, rates: Rates) -> float:
         price = ComputeCost(rates, self.plan.memory.precision)
@@ -219,8 +220,9 @@ def _seconds(plan: Plan, local: ModelProfile, rates: Rates) -> list[float]:
     return found
 
 
-def _slowest(lines: Sequence[Line]) -> Line:
-    return max(a for a, _ in lines), max(b for _, b in lines)
+def _slowest(paces: Collection[Pace], unit: int) -> Pace:
+    """Of ranks that take the same samples, by so many at a time."""
+    return lambda samples: max(pace(samples * unit) for pace in paces)
 
 
 def _stages(plan: Plan, found: Inputs, cluster: Cluster) -> Iterator[tuple[Stage, ...]]:
