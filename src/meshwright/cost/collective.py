@@ -22,9 +22,14 @@ def sent_bytes(action: Action, plan: Plan) -> float:
 
 
 def collective_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rates) -> float:
+    """One call; where tensor-parallel ranks wait for each other inside a layer, also what they take to come to it, if that is known."""
     group = action.ranks(plan.mesh)
     if group == 1:
         return 0.0
+    return _called(action, plan, cluster, rates, group) + (rates.fixed.get("meeting", 0.0) if action.axis in ("tp", *GRID) else 0.0)
+
+
+def _called(action: Action, plan: Plan, cluster: Cluster, rates: Rates, group: int) -> float:
     link = between(cluster, action, plan.mesh)
     sent = sent_bytes(action, plan) * stretch(action, plan)
     routes = plan.sync.routes if action.axis != "pp" else ()  # stages meet by the plan's backend

@@ -18,6 +18,9 @@ from meshwright.describe.arithmetic import bandwidth, call_seconds, compute_rate
 from meshwright.describe.meetings import crowding_of, fit_line, meeting_seconds, overlap_share
 from meshwright.describe.stopwatch import Stopwatch
 
+# Calls are measured with nothing around them. What hooks and unlike paces add to a meeting of tensor-parallel ranks inside a layer, on CPUs: the
+# residual of such plans in the grids of bench/regret.py, a call, on two machines (docs/log.md).
+MEETING_S = 0.5e-3
 _GIVES_BACK_S = 0.15  # torch's own allocator on some CPUs (mimalloc) gives back what has been free for 0.1 s, when it is next asked for some
 
 
@@ -39,7 +42,7 @@ def measure(
     fixed: dict[str, float] = {}
     if device.type == "cpu":
         compute["optimizer/fp32"], fixed = optimizer_rates(watch)
-        fixed |= recompute_seconds(watch) | {"hook": hook_seconds(watch)}
+        fixed |= recompute_seconds(watch) | {"hook": hook_seconds(watch), "meeting": MEETING_S}
     crowding = crowding_of(comm, watch)
     curves: dict[str, Points] = {}
     overlap = 0.0
