@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up import OPERATIONS, blocks, calibration, cluster, layer, model, plan, rates
 
-from meshwright.core.calibration import Calibration, Line, Rates, interpolate
+from meshwright.core.calibration import Calibration, Line, Rates, interpolate, no_slower
 from meshwright.core.cluster import Cluster, Link
 from meshwright.core.estimate import Estimate
 from meshwright.core.model import Kernel, ModelProfile
@@ -382,3 +382,10 @@ def test_precision_chooses_the_rate() -> None:
     low = replace(full, memory=MemoryPolicy(precision="bf16"))
     a, b = (estimate(p, profile, Workload(8), cluster(1), machine).breakdown["forward"] for p in (full, low))
     assert a == pytest.approx(8 * b)
+
+
+def test_no_call_takes_longer_than_a_larger_one() -> None:
+    points = ((1e7, 1e10), (3e7, 3.7e9), (3e8, 4.9e11))  # the second was disturbed: 8 ms, where ten times as much takes 0.6
+    times = [size / rate for size, rate in no_slower(points)]
+    assert times == sorted(times) and times[-1] == pytest.approx(3e8 / 4.9e11)
+    assert no_slower(((1e7, 1e10), (1e8, 5e10))) == ((1e7, 1e10), (1e8, 5e10))

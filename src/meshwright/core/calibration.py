@@ -24,6 +24,15 @@ def interpolate(points: Points, size: float) -> float:
     return math.exp(math.log(y0) * (1 - weight) + math.log(y1) * weight)
 
 
+def no_slower(points: Points) -> Points:
+    """Rates by the size of a call, so that none takes longer than a larger one: a point that says so was disturbed, or lies beyond a fit."""
+    least, found = math.inf, []
+    for size, rate in reversed(points):
+        least = min(least, size / rate)
+        found.append((size, size / least))
+    return tuple(reversed(found))
+
+
 @dataclass(frozen=True)
 class Line:
     """α–β: seconds to start, and bytes a second after that (over the bytes that a rank must send). `gap_s` is the part of α that calls under

@@ -11,7 +11,7 @@ import math
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from meshwright.core.calibration import Calibration, Points, Rates
+from meshwright.core.calibration import Calibration, Points, Rates, no_slower
 from meshwright.core.cluster import Cluster, Device
 from meshwright.cost.closed import curve, rates
 from meshwright.cost.constants import NEWEST, SEEN, device_kind, fitted
@@ -53,18 +53,9 @@ def rates_of(device: Device, generation: str = NEWEST) -> Rates:
     shapes = (constants.matmul, constants.matmul_half_s, constants.matmul_power)
     others = {f"matmul/{p}": curve(peak, *shapes) for p, peak in device.peak_flops.items() if f"matmul/{p}" not in found.compute}
     overlap = 1.0 - min(constants.exposed_dp, 1.0)
-    compute = {name: _rising(points) for name, points in {**found.compute, **others}.items()}
+    compute = {name: no_slower(points) for name, points in {**found.compute, **others}.items()}
     fixed = {"host": _TRACED * constants.host_s}
     return replace(found, threads=0, compute=compute, overlap=overlap, base_bytes=int(constants.base_bytes), fixed=fixed)
-
-
-def _rising(points: Points) -> Points:
-    """The same rates, but no call takes longer than a larger one: below the sizes that it was fitted to, the curve falls too fast."""
-    least, found = math.inf, []
-    for size, rate in reversed(points):
-        least = min(least, size / rate)
-        found.append((size, size / least))
-    return tuple(reversed(found))
 
 
 def _by_thumb(device: Device) -> Rates:
