@@ -32,18 +32,23 @@ class LedgerLine:
 
 def plan_ledger(plan: Plan, profile: ModelProfile, *, clip: bool = True, rank: int = 0) -> tuple[LedgerLine, ...]:
     """What one rank will do, under the names that the run counts by."""
-    return _lines(plan.seen_by(rank), profile, expand(plan, profile.at(plan.micro_batch(rank)), clip=clip).of(rank))
+    return _lines(plan.seen_by(rank), profile, expand(plan, profile.at(_samples(plan, rank)), clip=clip).of(rank))
 
 
 def plan_ledgers(plan: Plan, profile: ModelProfile, *, clip: bool = True) -> dict[str, list[LedgerLine]]:
     """The ledger of every rank; ranks that do the same are named together, like "0,1"."""
-    samples = [plan.micro_batch(rank) for rank in range(plan.world)]
+    samples = [_samples(plan, rank) for rank in range(plan.world)]
     schedules = {count: expand(plan, profile.at(count), clip=clip) for count in set(samples)}
     groups: dict[tuple[int, int, str], list[int]] = {}
     for rank, count in enumerate(samples):
         groups.setdefault((count, schedules[count].ranks.get(str(rank), 0), plan.seen_by(rank).device), []).append(rank)
     every = ((ranks, schedules[count].of(ranks[0])) for (count, _, _), ranks in groups.items())
     return {",".join(map(str, ranks)): list(_lines(plan.seen_by(ranks[0]), profile, program)) for ranks, program in every}
+
+
+def _samples(plan: Plan, rank: int) -> int:
+    """Of its micro-batch; what owners are sent, and send back, is of the others' samples too."""
+    return plan.micro_batch(rank) if plan.mesh.ep == 1 else plan.largest_micro_batch
 
 
 def _lines(plan: Plan, profile: ModelProfile, program: Sequence[Action]) -> tuple[LedgerLine, ...]:
