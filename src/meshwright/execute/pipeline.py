@@ -334,8 +334,8 @@ class _CountedStage(pipelining.PipelineStage):
         return ops
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
-        if not hasattr(self, "_get_grad_send_meta"):  # torch 2.11 refuses to send what nothing was made of; later ones leave it out
-            pairs = zip(self.bwd_cache.get(bwd_chunk_id, ()), self._takes, strict=False)  # gradients of keywords come after
+        if bwd_chunk_id in self.bwd_cache and not hasattr(self, "_get_grad_send_meta"):  # torch 2.11 refuses to send what nothing was made of
+            pairs = zip(self.bwd_cache[bwd_chunk_id], self._takes, strict=False)  # gradients of keywords come after
             self.bwd_cache[bwd_chunk_id] = tuple(torch.zeros(t.shape, dtype=t.dtype, device=self.device) if g is None else g for g, t in pairs)
         ops = _of_learned(super().get_bwd_send_ops(bwd_chunk_id), self._learned[0])
         self._count(ops, f"gradients/{self.stage_index}")

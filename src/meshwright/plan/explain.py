@@ -26,6 +26,7 @@ from meshwright.plan.uneven import in_parts
 from meshwright.schedule import Place, local_profile, program
 
 _BUDGET_S = 1.0  # of computing time for questions that each take another search
+_LONG_S = 3.0  # a search that took longer is not done again for one of them
 _TIGHT = 0.85  # of what may be used of a device's memory, above which it is said to bind
 _WHO = {"dp": "data ranks", "shard": "data ranks", "data": "data ranks", "replica": "data ranks", "tp": "tensor-parallel ranks", "pp": "stages",
         "cp": "ranks that share positions", "ep": "owners"}  # fmt: skip
@@ -237,7 +238,7 @@ def _what_if(ranking: Ranking, clock: _Budget) -> list[str]:
     first = ranking.best.plan
     found, same, untried = [], [], []
     for words, ask, quick in _changes(ranking):
-        if not (quick or clock.left):
+        if not (quick or (clock.left and ranking.took_s <= _LONG_S)):
             untried.append(words)
             continue
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, replace
 
 from meshwright.core.calibration import Calibration
@@ -47,7 +48,7 @@ class Ranking:
     wishes: Wishes
     tuned: tuple[str, ...] = ()  # what of the best plan was chosen after it, and why
     considered: int = 0  # plans that were weighed by bounds, where not all of them were priced
-
+    took_s: float = 0.0  # computing time of the search
     cutter: Cutter | None = None  # how it takes the model apart: another search of the same model need not find out again
     equal: Scored | None = None  # the best plan that deals everything out equally, where devices are not alike
 
@@ -132,6 +133,7 @@ def _ranked(
 ) -> Ranking:  # fmt: skip
     """What costs at least `below` need not be looked at."""
     check_objective(workload)
+    begun = time.process_time()
     scored: list[Scored] = []
 
     def price(plan: Plan) -> Estimate:
@@ -157,7 +159,8 @@ def _ranked(
     best = scored[0]
     tuned = tune(best.plan, best.estimate, wishes, calibration.layout(best.plan.world), price)
     scored[0] = Scored(tuned.plan, tuned.estimate)
-    return Ranking(tuple(scored), profile, cluster, workload, calibration, wishes, tuned.said, considered, cutter)
+    took_s = time.process_time() - begun
+    return Ranking(tuple(scored), profile, cluster, workload, calibration, wishes, tuned.said, considered, took_s, cutter)
 
 
 def _many(profile: ModelProfile, cluster: Cluster, wishes: Wishes, again: bool) -> bool:

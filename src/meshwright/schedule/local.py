@@ -25,66 +25,67 @@ def _local(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int, owner:
     profile = block_profile(plan.spatial, profile)
     if plan.mesh.ep > 1:
         profile = owned_profile(plan, profile, owner)
-    ways = plan.mesh.degree("tp")
-    if ways == 1:
+    if plan.mesh.degree("tp") == 1:
         return profile
-    lengths: dict[str, dict[int, int]] = {}  # parameter → dim → how long this rank's piece of it is
-    for axis, policy in plan.tensors:
-        place = plan.mesh.grid_place(tp_rank, axis)
-        for strand in policy.strands:
-            _, count = strand.piece(place, plan.mesh.degree(axis))
-            for cut in strand.cuts:
-                lengths.setdefault(cut.parameter, {})[cut.dim] = cut.outer * count * cut.inner
+    pieces = _Pieces(plan, profile, tp_rank)
+    return replace(profile, layers=tuple(pieces.layer(layer, slope) for layer, slope in zip(profile.layers, profile.slopes, strict=True)))
 
-    def piece(tensor: TensorSpec) -> TensorSpec:
-        if tensor.name not in lengths:
-            return tensor
-        return replace(tensor, shape=tuple(lengths[tensor.name].get(d, n) for d, n in enumerate(tensor.shape)))
 
-    borrowed = _borrowed(profile)
-    # About half of what a cut layer keeps lies between whole activations; where ranks share positions, most of the other half does not.
-    between = 0.4 + 0.6 / ways if plan.tensor.sequence else 1.0
+class _Pieces:
+    """What tensor parallelism leaves a rank of each layer."""
 
-    def shrink(layer: LayerProfile, slope: LayerProfile) -> LayerProfile:
-        tensors = tuple(piece(t) for t in layer.tensors)
-        held = sum(t.numel for t in tensors)
-        used = {t.name: t for t in (*layer.tensors, *borrowed.get(layer.name, ()))}.values()
-        share = sum(piece(t).numel for t in used) / max(sum(t.numel for t in used), 1) if used else 1.0
+    def __init__(self, plan: Plan, profile: ModelProfile, tp_rank: int) -> None:
+        self._batch, self._ways, self._sequence = profile.batch, plan.mesh.degree("tp"), bool(plan.tensor.sequence)
+        self._borrowed = _borrowed(profile)
+        self._memo: dict[tuple[int, float], tuple[Kernel, ...]] = {}  # equal blocks share their kernels, not always what is cut of them
+        self._lengths: dict[str, dict[int, int]] = {}  # parameter → dim → how long this rank's piece of it is
+        for axis, policy in plan.tensors:
+            place = plan.mesh.grid_place(tp_rank, axis)
+            for strand in policy.strands:
+                _, count = strand.piece(place, plan.mesh.degree(axis))
+                for cut in strand.cuts:
+                    self._lengths.setdefault(cut.parameter, {})[cut.dim] = cut.outer * count * cut.inner
+
+    def layer(self, layer: LayerProfile, slope: LayerProfile) -> LayerProfile:
+        # About half of what a cut layer keeps lies between whole activations; where ranks share positions, most of the other half does not.
+        between = 0.4 + 0.6 / self._ways if self._sequence else 1.0
+        tensors = tuple(self._piece(t) for t in layer.tensors)
+        used = {t.name: t for t in (*layer.tensors, *self._borrowed.get(layer.name, ()))}.values()
+        share = sum(self._piece(t).numel for t in used) / max(sum(t.numel for t in used), 1) if used else 1.0
         return replace(
             layer,
-            parameters=held,
+            parameters=sum(t.numel for t in tensors),
             tensors=tensors,
             flops_forward=layer.flops_forward * share,
             flops_backward=layer.flops_backward * share,
             activation_bytes=layer.activation_bytes * (between + share) / 2,
             fusible_bytes=layer.fusible_bytes * (between + share) / 2,
-            output_bytes=layer.output_bytes / (ways if plan.tensor.sequence else 1),
+            output_bytes=layer.output_bytes / (self._ways if self._sequence else 1),
             dear_bytes=layer.dear_bytes * (between + share) / 2,
             transient_bytes=layer.transient_bytes * share,
             product_bytes=layer.product_bytes * share,
-            kernels=_shrunk(layer.kernels, slope.kernels, share),
+            kernels=self._kernels(layer.kernels, slope.kernels, share),
         )
 
-    memo: dict[tuple[int, float], tuple[Kernel, ...]] = {}  # equal blocks share their kernels, not always what is cut of them
+    def _piece(self, tensor: TensorSpec) -> TensorSpec:
+        lengths = self._lengths.get(tensor.name)
+        return tensor if lengths is None else replace(tensor, shape=tuple(lengths.get(d, n) for d, n in enumerate(tensor.shape)))
 
-    def _shrunk(kernels: tuple[Kernel, ...], slopes: tuple[Kernel, ...], share: float) -> tuple[Kernel, ...]:
-        """Passes over parameters (casts, dense gradients of look-ups), which are as long for any batch, shrink as these do; of those over
-        activations half are between cut parts."""
+    def _kernels(self, kernels: tuple[Kernel, ...], slopes: tuple[Kernel, ...], share: float) -> tuple[Kernel, ...]:
         key = (id(kernels), share)
-        if key not in memo:
-            whole = 1 / ways if plan.tensor.sequence else 1.0
-
-            def moved(k: Kernel, slope: Kernel) -> float:
-                fixed = max(k.bytes - profile.batch * slope.bytes, 0.0)
-                return fixed * share + (k.bytes - fixed) * (whole + share) / 2
-
-            memo[key] = tuple(
-                replace(k, flops=k.flops * share, bytes=k.bytes * share) if k.kind in DEAR_KINDS else replace(k, bytes=moved(k, s))
+        if key not in self._memo:
+            self._memo[key] = tuple(
+                replace(k, flops=k.flops * share, bytes=k.bytes * share) if k.kind in DEAR_KINDS else replace(k, bytes=self._moved(k, s, share))
                 for k, s in zip(kernels, slopes, strict=True)
             )
-        return memo[key]
+        return self._memo[key]
 
-    return replace(profile, layers=tuple(shrink(layer, slope) for layer, slope in zip(profile.layers, profile.slopes, strict=True)))
+    def _moved(self, kernel: Kernel, slope: Kernel, share: float) -> float:
+        """Passes over parameters (casts, dense gradients of look-ups), which are as long for any batch, shrink as these do; of those over
+        activations half are between cut parts."""
+        fixed = max(kernel.bytes - self._batch * slope.bytes, 0.0)
+        whole = 1 / self._ways if self._sequence else 1.0
+        return fixed * share + (kernel.bytes - fixed) * (whole + share) / 2
 
 
 def _borrowed(profile: ModelProfile) -> dict[str, list[TensorSpec]]:
