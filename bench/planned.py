@@ -123,8 +123,8 @@ def priced(job: Job, spread: Spread) -> tuple[Plan, Estimate]:
     if spread.chunks > 1 and spread.pp > 1:
         plan = replace(plan, stages=cut_stages(flow, profile, spread.pp * spread.chunks, plan.tensor, plan.across, plan.mesh.cp))
     calibration = from_sheets(cluster, job.generation)
-    found = tune(plan, (price := partial(estimate, profile=profile, workload=workload, cluster=cluster, calibration=calibration))(plan), wishes,
-                 calibration.layout(plan.world), price)  # fmt: skip
+    price = partial(estimate, profile=profile, workload=workload, cluster=cluster, calibration=calibration)
+    found = tune(plan, price(plan), wishes, calibration.layout(plan.world), price)
     return found.plan, found.estimate
 
 

@@ -74,7 +74,7 @@ def main(
             known = _calibration(calibration, cluster, nursery, space)
             for name in models or TASKS:
                 of, key = subject(name), name if link == "fast" else f"{name}, {link} link"
-                before = _told(result, key) if again or more else {}
+                before = _told(result, key, of, cluster, known) if again or more else {}
                 times = before if again else _measured(nursery, of, cluster, known, rounds, space, before)
                 result["models"][key] = judged(of, cluster, known, times) | {"machine": machine()}
                 write_json(output, result)
@@ -112,10 +112,14 @@ def _calibration(path: Path | None, cluster: Cluster, nursery: Nursery, space: s
     return made
 
 
-def _told(result: dict[str, Any], name: str) -> Times:
-    """Times of an earlier run. Plans are found again by their labels."""
+def _told(result: dict[str, Any], name: str, of: Subject, cluster: Cluster, known: Calibration) -> Times:
+    """Times of an earlier run. Plans are found again by their labels; those that are no longer legal are said."""
     rows = result["models"][name]["plans"] if name in result["models"] else []
-    return {row["label"]: (from_data(Plan, row["plan"], "plan"), row["seconds"]) for row in rows}
+    plans = {label(p): p for p in (*legal(of, cluster), rank_plans(of.profile, cluster, of.workload, known, Wishes(flow=of.flow)).best.plan)}
+    for row in rows:
+        if row["label"] not in plans:
+            say(f"  no longer legal: {row['label']}")
+    return {row["label"]: (plans[row["label"]], row["seconds"]) for row in rows if row["label"] in plans}
 
 
 def _measured(
@@ -174,7 +178,7 @@ def judged(of: Subject, cluster: Cluster, known: Calibration, times: Times) -> d
         found = estimate(plan, of.profile, of.workload, cluster, known)
         rows.append({
             "label": name, "world": plan.world, "measured_s": statistics.median(seconds), "predicted_s": found.step_s, "seconds": seconds,
-            "breakdown": dict(found.breakdown), "weight": _weight(plan), "plan": to_data(plan),
+            "breakdown": dict(found.breakdown), "weight": _weight(plan),
         })  # fmt: skip
     rows.sort(key=lambda row: row["measured_s"])
     pick = min(rows, key=lambda row: row["predicted_s"] * row["weight"])
