@@ -85,7 +85,7 @@ class _Sum:
     alone: float = 0.0  # gradients that fill a bucket
     sums: tuple[float, float] = (0.0, 0.0)  # calls and bytes of tensor-parallel ranks that end in it
     enters: tuple[float, float] = (0.0, 0.0)  # and that begin in it
-    savers: tuple[_Saver, ...] = ()  # every kind of unit in every way to recompute it
+    savers: tuple[tuple[tuple[_Saver, ...], float], ...] = ()  # the ways to recompute each kind of unit, and how many there are
 
 
 class Bounds:
@@ -170,30 +170,36 @@ class Bounds:
         if point.recompute != "mixed" or (point.mesh.pp > 1 and not stages):
             return alone, none
         plain, limit = replace(point, recompute="none"), self.limit(point) - self._calibration.layout(point.mesh.size).base_bytes
-        thrift = {id(part): self._thrift(point, part) for part in parts}
+        ways = {id(part): self._ways(point, part) for part in parts}
         for rank, whole in enumerate(ranks):
             mine = point.order.stages(rank) if stages else (0,)
-            here = [parts[stage] for stage in mine]
             passing = self._passing(plain, whole)
             for counts in self._held_at(point.order)[rank] if stages else ((1,),):
-                kept = sum(n * part.kept["none"] for n, part in zip(counts, here, strict=True))
+                kept = sum(n * parts[stage].kept["none"] for n, stage in zip(counts, mine, strict=True))
                 excess = self._held(plain, whole, kept) + passing - limit
                 if excess <= 0:
                     continue
-                each = [(n, part, stage) for n, part, stage in zip(counts, here, mine, strict=True) if n and thrift[id(part)]]
-                savers = [(n * thrift[id(part)], n * (part.kept["none"] - part.kept["mixed"]), stage) for n, part, stage in each]
-                alone[rank] = max(alone[rank], _least_time(excess, savers))
-                room = sum(most for _, most, _ in savers)
-                for rate, most, stage in savers:
-                    none[stage] = max(none[stage], (excess - (room - most)) / rate)
+                every = {stage: [(n * rate, n * most) for rate, most in ways[id(parts[stage])]] for n, stage in zip(counts, mine, strict=True) if n}
+                alone[rank] = max(alone[rank], _least_time(excess, [way for found in every.values() for way in found]))
+                room = sum(most for found in every.values() for _, most in found)
+                for stage, found in every.items():
+                    here = sum(most for _, most in found)
+                    none[stage] = max(none[stage], _least_time(excess - (room - here), found))
         return alone, none
 
-    def _thrift(self, point: Point, part: _Sum) -> float:
-        """The most bytes of a micro-batch that recomputing saves for a second of it."""
-        op = "all_gather" if point.sequence else "all_reduce"
-        met = is_plain(point.mesh)
-        costs = [(s.bytes, s.seconds + (self._line(op, "tp", point, s.calls, s.met) if met else 0.0)) for s in part.savers]
-        return max((size / seconds if seconds else math.inf for size, seconds in costs), default=0.0)
+    def _ways(self, point: Point, part: _Sum) -> list[tuple[float, float]]:
+        """How recomputation saves what a micro-batch keeps: bytes a second, and bytes in all. What a unit's dearer mode saves more than its
+        cheaper one comes after it, at what it costs more."""
+        op, met = "all_gather" if point.sequence else "all_reduce", is_plain(point.mesh)
+        found: list[tuple[float, float]] = []
+        for modes, count in part.savers:
+            done, spent = 0.0, 0.0
+            costs = [(s.bytes, s.seconds + (self._line(op, "tp", point, s.calls, s.met) if met else 0.0)) for s in modes]
+            while left := [(size - done, seconds - spent) for size, seconds in costs if size > done]:
+                more, extra = max(left, key=lambda way: way[0] / way[1] if way[1] > 0 else math.inf)
+                found.append((more / extra if extra > 0 else math.inf, count * more))
+                done, spent = done + more, spent + max(extra, 0.0)
+        return found
 
     def _overlap(self, rates: Rates) -> float:
         return rates.overlap if self._overlaps is None or "gradients" in self._overlaps else 0.0
@@ -366,12 +372,12 @@ class Bounds:
             whole = float(sum(size for size, _ in sizes))
             inside, outside = (whole, 0.0) if unit else (0.0, whole)
             met = self._met_again(held, layer.name, samples)
-            savers = tuple(_Saver(saved - kept[m], again[m], *(met if m == "full" else ())) for m in allowed if unit and saved > kept[m])
+            modes = tuple(_Saver(saved - kept[m], again[m], *(met if m == "full" else ())) for m in allowed if unit and saved > kept[m])
             calls = float(unit and bool(layer.tensors)), float(unit and trained > 0)
             alone = float(sum(train and size * ALONE >= self._bucket_bytes for size, train in sizes))
             sums, enters = ((float(len(meets)), float(sum(m.at(samples) for m in meets))) for meets in self._met_in(held).get(layer.name, ((), ())))
             backward = price.layer(layer, "backward", memo)
-            found.append(_Sum(forward, backward, again, kept, whole, trained, inside, outside, *calls, alone, sums, enters, savers))
+            found.append(_Sum(forward, backward, again, kept, whole, trained, inside, outside, *calls, alone, sums, enters, ((modes, 1.0),)))
         return found
 
     def _summed(
@@ -398,10 +404,10 @@ class Bounds:
         return folded, tuple(map(len, kinds.values())), kind_of
 
 
-def _least_time(excess: float, savers: Sequence[tuple[float, float, int]]) -> float:
-    """Seconds that it takes to save so many bytes: (bytes a second, the most bytes, whose they are), the quickest first."""
+def _least_time(excess: float, ways: Sequence[tuple[float, float]]) -> float:
+    """Seconds that it takes to save so many bytes: (bytes a second, the most bytes), the quickest first."""
     spent = 0.0
-    for rate, most, _ in sorted(savers, reverse=True):
+    for rate, most in sorted(ways, reverse=True):
         if excess <= 0:
             break
         spent += min(excess, most) / rate
@@ -417,10 +423,13 @@ def _total(rows: Sequence[_Sum], counts: Mapping[int, float]) -> _Sum:
     kept = {mode: add(lambda row, mode=mode: row.kept[mode]) for mode in CHOICES}  # type: ignore[misc]
     figures = (add(lambda r: r.forward), add(lambda r: r.backward), again, kept, add(lambda r: r.parameters), add(lambda r: r.trained))
     unit = max((rows[kind].unit for kind in counts), default=0.0)
-    savers = tuple(dict.fromkeys(saver for kind in counts for saver in rows[kind].savers))
+    savers: dict[tuple[_Saver, ...], float] = {}
+    for kind, count in counts.items():
+        for ways, number in rows[kind].savers:
+            savers[ways] = savers.get(ways, 0.0) + count * number
     calls = (add(lambda r: r.gathered), add(lambda r: r.scattered), add(lambda r: r.alone))
     sums, enters = ((add(lambda r: r.sums[0]), add(lambda r: r.sums[1])), (add(lambda r: r.enters[0]), add(lambda r: r.enters[1])))
-    return _Sum(*figures, unit, add(lambda r: r.root), *calls, sums, enters, savers)
+    return _Sum(*figures, unit, add(lambda r: r.root), *calls, sums, enters, tuple(savers.items()))
 
 
 def is_plain(mesh: Mesh) -> bool:
