@@ -23,8 +23,9 @@ from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Compile, PipelineSchedule, Plan
 from meshwright.core.workload import Workload
+from meshwright.plan.amounts import Choice, Layers
 from meshwright.plan.axes import Axes, bounds_for
-from meshwright.plan.bounds import Choice, Layers, Point, is_plain
+from meshwright.plan.bounds import Point, is_plain
 from meshwright.plan.memory import RECOMPUTES
 from meshwright.plan.objective import burden, cost
 from meshwright.plan.recompute import mixed
