@@ -16,6 +16,7 @@ from meshwright.comm import shared
 from meshwright.comm.mpi import buffers
 from meshwright.comm.mpi.near import Near
 from meshwright.comm.mpi.reductions import Reduction
+from meshwright.comm.window import Window
 
 Tensors = Sequence[torch.Tensor]
 _PAIRWISE, _ROUNDS_TAG = 1 << 18, 32767  # bytes from which a reduce-scatter goes by messages; their tag, the largest that MPI promises
@@ -34,8 +35,8 @@ class Calls:
     def all_reduce(self, tensor: torch.Tensor, way: Reduction) -> None:
         work = tensor if way.plain and tensor.is_cpu and tensor.is_contiguous() else way.prepared(tensor, keep=False)
         size = work.nbytes
-        if size >= self.near.least and self._shared_all_reduce(work, size, way):
-            pass
+        if size >= self.near.least and (window := self._window("all_reduce", work, way)) is not None:
+            shared.all_reduce(window, work.view(-1), way.combine, shared.nothing, "all_reduce")
         elif size <= buffers.most:
             self._comm.Allreduce(MPI.IN_PLACE, [_at(work.data_ptr(), size), work.numel() * way.width, way.kind], way.op)
         else:
@@ -43,17 +44,11 @@ class Calls:
         if work is not tensor or not way.plain:
             way.finish(tensor, work)
 
-    def _shared_all_reduce(self, work: torch.Tensor, size: int, way: Reduction) -> bool:
-        window = self.near.window("all_reduce", size) if work.is_cpu and way.combine is not None else None
-        if window is not None and way.combine is not None:
-            shared.all_reduce(window, work.view(-1), way.combine, shared.nothing, "all_reduce")
-        return window is not None
-
     def reduce(self, tensor: torch.Tensor, way: Reduction, root: int) -> None:
         work = tensor if way.plain and tensor.is_cpu and tensor.is_contiguous() else way.prepared(tensor)
         size, here = work.nbytes, self._index == root
-        if size >= self.near.least and self._shared_reduce(work, size, way, root):
-            pass
+        if size >= self.near.least and (window := self._window("reduce", work, way)) is not None:
+            shared.reduce(window, work.view(-1), way.combine, root, "reduce")
         elif size <= buffers.most:
             spec = [_at(work.data_ptr(), size), work.numel() * way.width, way.kind]
             self._comm.Reduce(*((MPI.IN_PLACE, spec) if here else (spec, None)), way.op, root)
@@ -64,27 +59,19 @@ class Calls:
         if here and (work is not tensor or not way.plain):
             way.finish(tensor, work)
 
-    def _shared_reduce(self, work: torch.Tensor, size: int, way: Reduction, root: int) -> bool:
-        window = self.near.window("reduce", size) if work.is_cpu and way.combine is not None else None
-        if window is not None and way.combine is not None:
-            shared.reduce(window, work.view(-1), way.combine, root, "reduce")
-        return window is not None
-
     def reduce_scatter(self, output: torch.Tensor, whole: torch.Tensor, way: Reduction, sizes: list[int] | None = None) -> None:
         """`sizes` are elements for each rank where they differ."""
-        apart = buffers.ready(output) and not buffers.overlap(whole, output)
-        if sizes is None and apart and way.fits(whole) and whole.nbytes < self.near.least:
-            size = output.nbytes
-            self._comm.Reduce_scatter_block(
-                [_at(whole.data_ptr(), whole.nbytes), output.numel() * way.width, way.kind],
-                [_at(output.data_ptr(), size), output.numel() * way.width, way.kind], way.op,
-            )  # fmt: skip
+        size, total, start, begin = output.nbytes, whole.nbytes, output.data_ptr(), whole.data_ptr()
+        apart = buffers.ready(output) and not (start < begin + total and begin < start + size)
+        if sizes is None and apart and way.plain and total < self.near.least and total <= buffers.most and buffers.ready(whole):
+            count = output.numel() * way.width
+            self._comm.Reduce_scatter_block([_at(begin, total), count, way.kind], [_at(start, size), count, way.kind], way.op)
             return
         sizes = sizes or [output.numel()] * self._count
         work = whole if way.plain and buffers.ready(whole) else way.prepared(whole)
         own = output if way.worked == output.dtype and apart else torch.empty(output.shape, dtype=way.worked, device=work.device)
-        window = self.near.window("reduce_scatter", work.nbytes) if work.is_cpu and own.is_cpu and way.combine is not None else None
-        if window is not None and way.combine is not None:
+        window = self._window("reduce_scatter", work, way) if own.is_cpu else None
+        if window is not None:
             shared.scatter(window, work.view(-1).split(sizes), own.view(-1), way.combine, "reduce_scatter")
         else:
             self._reduce_scatter(own, work, way, sizes)
@@ -122,32 +109,39 @@ class Calls:
                 own.view(-1).copy_(part)
             start += size
 
+    def _window(self, op: str, work: torch.Tensor, way: Reduction) -> Window | None:
+        return self.near.window(op, work.nbytes) if way.combined and work.is_cpu else None
+
     # -- movements --
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> None:
         """Of equal parts, into one tensor."""
-        whole, own = buffers.incoming(output), buffers.outgoing(part)
+        whole = output if output.is_cpu and output.is_contiguous() else buffers.incoming(output)
+        own = part if part.is_cpu and part.is_contiguous() else buffers.outgoing(part)
         size, start, begin = own.nbytes, whole.data_ptr(), own.data_ptr()
+        total = size * self._count
         in_place = begin == start + self._index * size  # as FSDP2 gathers: the part lies where it belongs
-        window = self.near.window("all_gather", size * self._count) if size * self._count >= self.near.least and whole.is_cpu else None
-        if not in_place and start < begin + size and begin < start + self._count * size:
+        if not in_place and start < begin + size and begin < start + total:  # MPI forbids it, and MPICH looks
             own = own.clone()
+        window = self.near.window("all_gather", total) if total >= self.near.least and whole.is_cpu else None
         if window is not None:
             parts = whole.view(-1).split([own.numel()] * self._count)
             if not in_place:
-                window.copy(parts[self._index].data_ptr(), own.data_ptr(), size)
+                parts[self._index].copy_(own.view(-1))
             shared.gather(window, parts, "all_gather")
         elif size <= buffers.most:
-            self._comm.Allgather(
-                MPI.IN_PLACE if in_place else [_at(own.data_ptr(), size), size, MPI.BYTE], [_at(start, whole.nbytes), size, MPI.BYTE]
-            )
+            sent = MPI.IN_PLACE if in_place else [_at(own.data_ptr(), size), size, MPI.BYTE]
+            self._comm.Allgather(sent, [_at(start, total), size, MPI.BYTE])
         else:
             unit = buffers.as_bytes(own)
             self._comm.Allgather(MPI.IN_PLACE if in_place else unit, [buffers.memory(whole), *unit[1:]])
-        buffers.settle(output, whole)
+        if whole is not output:
+            output.copy_(whole)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        held = buffers.outgoing(tensor) if self._index == root else buffers.incoming(tensor)
+        held = tensor
+        if not (tensor.is_cpu and tensor.is_contiguous()):
+            held = buffers.outgoing(tensor) if self._index == root else buffers.incoming(tensor)
         size = held.nbytes
         window = self.near.window("broadcast", size) if size >= self.near.least and held.is_cpu else None
         if window is not None:

@@ -47,11 +47,8 @@ class Reduction:
     factor: Any = None  # multiplied first
     ranks: int = 1  # divided by last
     plain: bool = False  # nothing is done before or after
-    combine: Combine | None = None  # the same by torch, where it can
-
-    def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether MPI can work on the tensor itself, at once."""
-        return self.plain and buffers.ready(tensor) and tensor.nbytes <= buffers.most
+    combined: bool = False  # torch can do it too, between two tensors
+    combine: Combine = torch.add
 
     def prepared(self, tensor: torch.Tensor, keep: bool = True) -> torch.Tensor:
         """What goes in. With `keep` it is a copy whenever it differs from the tensor."""
@@ -91,7 +88,7 @@ def reduction(op: Any, dtype: torch.dtype, ranks: int) -> Reduction:
     kind = op.op if hasattr(op, "op") else op
     found = _reduction(kind, dtype, ranks)
     if found.worked not in _UNCOMBINED:
-        found = replace(found, combine=_COMBINES[kind])
+        found = replace(found, combined=True, combine=_COMBINES[kind])
     if kind == _KINDS.PREMUL_SUM:
         return replace(found, factor=op.__getstate__()[1])  # the factor is a call's own
     _known[key] = replace(found, plain=found.worked == dtype and found.ranks == 1)
