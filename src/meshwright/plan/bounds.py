@@ -43,10 +43,11 @@ class Point:
     recompute: Choice
     sequence: bool = False
     schedule: PipelineSchedule = "1f1b"
+    stages_each: int = 0  # stages a rank; 0: as many as is usual
 
     @cached_property
     def order(self) -> Order:
-        return Order(self.schedule, self.mesh.pp, self.micro_batches, stages_a_rank(self.schedule))
+        return Order(self.schedule, self.mesh.pp, self.micro_batches, self.stages_each or stages_a_rank(self.schedule))
 
 
 class Bounds:
@@ -100,7 +101,7 @@ class Bounds:
             return computed
         mean = sum(rank.forward + rank.backward + rank.again[point.recompute] + more for rank, more in zip(ranks, added, strict=True)) / len(ranks)
         sent, all_met = sum(moved) / len(ranks), self.meetings(point, cut)
-        return max(computed, way, micro * mean + update + stolen * sent + all_met, sent + all_met)
+        return max(computed, way, micro * mean + update + stolen * sent + all_met, sent)
 
     def _met_turns(self, point: Point, part: Sum) -> tuple[float, float]:
         """Of a micro-batch in a stage, forward and backward: what lines of tensor-parallel ranks meet for. All that comes after waits for it."""
@@ -179,7 +180,7 @@ class Bounds:
         size = self._given_out(Same(cut)) * (self._workload.global_batch // mesh.data_width)
         link = between(self._cluster, Action("", "send", axis="pp", group=2), mesh)
         line = line_of("send", 2, self._backend, self._calibration.layout(mesh.size), link)
-        each = 2 * stages_a_rank(point.schedule)
+        each = 2 * point.order.chunks
         return each * (point.micro_batches * line.alpha_s + size / line.bytes_per_s)
 
     def _gradients(self, point: Point, rank: Sum, cut: Plan) -> float:

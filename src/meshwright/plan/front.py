@@ -35,6 +35,7 @@ FRONT = 3  # so many of the best are exact
 _SMALLEST = 6  # where nothing fits, so many of those that need the least are priced
 _OTHERS = 2  # so many plans of other strategies are priced, where the best all have one
 _MOST_STAGES = 128
+_STAGES_EACH = (4,)  # of an interleaved pipeline's rank, beside the usual two
 _KIND, _STAGED_KIND, _PLAN, _STAGED_PLAN = range(4)  # looks
 
 Price = Callable[[Plan], Estimate]
@@ -63,7 +64,7 @@ class Front:
         self._queue: list[tuple[float, int, int, Point]] = []
         self._small: list[tuple[float, int, Point]] = []  # what does not fit, by what it needs at least
         self._reason: RequestError | None = None
-        self._ranks: dict[tuple[int, int, tuple[int, ...], bool, str], Layers] = {}
+        self._ranks: dict[tuple[int, int, tuple[int, ...], bool, str, int], Layers] = {}
         self.considered = self.pruned = 0
 
     def search(self) -> list[tuple[Plan, Estimate]]:
@@ -125,17 +126,21 @@ class Front:
         for mesh in self._meshes(near) or self._meshes():
             for sequence in sequences(mesh, self._wishes):
                 for micro in micro_batches(self._workload.global_batch, mesh, self._wishes):
-                    for schedule in self._schedules(mesh, micro):
+                    for schedule, each in self._schedules(mesh, micro):
                         if self._workload.global_batch % (mesh.data_width * micro) == 0:
-                            yield Point(mesh, 0, micro, self._wishes.recompute or "none", sequence, schedule)
+                            yield Point(mesh, 0, micro, self._wishes.recompute or "none", sequence, schedule, each)
 
     def _meshes(self, most: int = 0) -> list[Mesh]:
         """With at most so many tensor-parallel ranks, if a number is given."""
         sizes = worlds(len(self._cluster.devices), self._wishes)
         return [mesh for world in sizes for mesh in self._axes.lines(world, _MOST_STAGES, most or world)]
 
-    def _schedules(self, mesh: Mesh, micro: int) -> tuple[PipelineSchedule, ...]:
-        return schedules(mesh, self._wishes) if micro >= mesh.pp or self._wishes.schedule is not None else ()
+    def _schedules(self, mesh: Mesh, micro: int) -> Iterator[tuple[PipelineSchedule, int]]:
+        """With the number of stages a rank: the shorter they are, the sooner all ranks have something to do, and the more is sent."""
+        for schedule in schedules(mesh, self._wishes) if micro >= mesh.pp or self._wishes.schedule is not None else ():
+            yield schedule, 0
+            if schedule == "interleaved" and mesh.pp > 1:
+                yield from (("interleaved", each) for each in _STAGES_EACH if each * mesh.pp <= len(self._profile.layers))
 
     def _finer(self, kind: Point) -> Iterator[Point]:
         """The same with every stage of ZeRO and way to recompute."""
@@ -202,10 +207,10 @@ class Front:
 
     def _layers(self, point: Point) -> Layers:
         """The layers of each stage; none where the model cannot be cut so, or torch would not run it."""
-        key = (point.mesh.pp, point.mesh.cp, point.mesh.tp, point.sequence, point.schedule)
+        key = (point.mesh.pp, point.mesh.cp, point.mesh.tp, point.sequence, point.schedule, point.stages_each)
         if key not in self._ranks:
             try:
-                stages = self.cutter.cut(point.mesh, point.sequence, point.schedule).stages
+                stages = self.cutter.cut(point.mesh, point.sequence, point.schedule, point.stages_each).stages
                 stages = stages if runs_by_itself(point.schedule, stages, self._wishes) else ()
             except RequestError as error:
                 self._reason, stages = self._reason or error, ()
@@ -215,7 +220,7 @@ class Front:
     def _made(self, point: Point) -> _Found | None:
         """The plan and its estimate; None where it turns out not to be legal."""
         try:
-            cuts = self.cutter.cut(point.mesh, point.sequence, point.schedule)
+            cuts = self.cutter.cut(point.mesh, point.sequence, point.schedule, point.stages_each)
             inputs = (self._profile, self._cluster, self._workload, self._wishes, point.mesh, point.zero, point.micro_batches)
             plan = make(*inputs, "none" if point.recompute == "mixed" else point.recompute, cuts, point.schedule)
         except RequestError as error:
@@ -234,7 +239,7 @@ class Front:
     def _burden(self, point: Point, sequence: bool, recomputes: bool) -> float:
         if self._workload.objective == "memory":
             return 1.0
-        return burden(point.mesh, point.zero, point.micro_batches, sequence, recomputes, point.schedule)
+        return burden(point.mesh, point.zero, point.micro_batches, sequence, recomputes, point.schedule, point.order.chunks)
 
     def _nearest(self) -> list[_Found]:
         """Nothing fits: those that need the least."""

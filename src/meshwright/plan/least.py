@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster
-from meshwright.core.combinations import stages_a_rank
 from meshwright.core.errors import RequestError
 from meshwright.core.hybrid import places
 from meshwright.core.model import ModelProfile
@@ -106,7 +105,7 @@ class Least:
         try:
             return tuple(stage.layers for stage in self.cutter.cut(point.mesh, point.sequence, point.schedule).stages)
         except RequestError:
-            return (self._profile.layer_names,) * point.mesh.pp * stages_a_rank(point.schedule)
+            return (self._profile.layer_names,) * point.mesh.pp * point.order.chunks
 
     def _points(self, cluster: Cluster, world: int) -> Iterator[Point]:
         near, wishes = len(cluster.nodes[0].devices), self._wishes

@@ -204,5 +204,6 @@ def _key(scored: Scored, workload: Workload) -> tuple[bool, float]:
         return True, memory  # nearest to fitting first
     if workload.objective == "memory":
         return False, memory
-    extra = burden(plan.mesh, plan.memory.zero, plan.micro_batches, plan.tensor.sequence, bool(plan.memory.modes), plan.schedule)
+    each = max(len(plan.stages) // plan.mesh.pp, 1)
+    extra = burden(plan.mesh, plan.memory.zero, plan.micro_batches, plan.tensor.sequence, bool(plan.memory.modes), plan.schedule, each)
     return False, cost(workload, found.step_s, plan.world, memory) * extra
