@@ -160,7 +160,9 @@ class Axes:
         yield from (found for cp in tried if self._cut(found := replace(mesh, dp=mesh.dp // cp, cp=cp)) is not None)
 
     def _until_it_fits(self, mesh: Mesh, ways: list[int]) -> Iterator[int]:
-        """Numbers of pieces up to the first in which a sample fits with all that may be computed again; none where it fits as it is."""
+        """Numbers of pieces up to the first in which a sample fits with all that may be computed again, and the next, for it was a bound that
+        fitted; none where it fits as it is."""
+        fitted = False
         for cp in (1, *ways):
             spread = replace(mesh, dp=1, shard=mesh.dp // cp, cp=cp)
             cut = self._cut(spread)
@@ -168,7 +170,11 @@ class Axes:
                 return
             if cp > 1:
                 yield cp
-            if self._bounds.fits(replace(self._at(spread, 3, 1), recompute=self._wishes.recompute or "full"), cut, self.compiled(spread, cut)):
+            if fitted:
+                return
+            how = replace(self._at(spread, 3, 1), recompute=self._wishes.recompute or "full")
+            fitted = self._bounds.fits(how, cut, self.compiled(spread, cut))
+            if fitted and cp == 1:
                 return
 
 

@@ -141,7 +141,7 @@ def _ranked(
     def price(plan: Plan) -> Estimate:
         return estimate(plan, profile, workload, cluster, calibration)
 
-    if wishes.mesh is None and _many(profile, cluster, wishes, like is not None):
+    if wishes.mesh is None and many(profile, cluster, wishes, like is not None):
         check_wishes(wishes, len(cluster.devices))
         search = Front(profile, cluster, workload, calibration, wishes, price, like.cutter if like else None, 1 if like else FRONT, below)
         scored = [Scored(*found) for found in search.search()]
@@ -165,7 +165,7 @@ def _ranked(
     return Ranking(tuple(scored), profile, cluster, workload, calibration, wishes, tuned.said, considered, took_s, cutter)
 
 
-def _many(profile: ModelProfile, cluster: Cluster, wishes: Wishes, again: bool) -> bool:
+def many(profile: ModelProfile, cluster: Cluster, wishes: Wishes, again: bool = False) -> bool:
     """Whether there are more plans than are priced one by one: because there are many, because the model is deep, or because the best alone
     is asked for. Ranks on unlike devices are few, and what each takes is found plan by plan."""
     world = wishes.world or len(cluster.devices)
