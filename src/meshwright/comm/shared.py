@@ -43,7 +43,7 @@ def all_reduce(window: Window, whole: torch.Tensor, combine: Combine, then: Then
 
 def reduce(window: Window, whole: torch.Tensor, combine: Combine, root: int, what: str) -> None:
     """In place on `root`; nothing is changed elsewhere."""
-    if window.size == 2 and whole.nbytes <= _SHORT and whole.nbytes <= window.piece * window.size:
+    if whole.nbytes * (window.size - 1) <= 2 * _SHORT and whole.nbytes <= window.piece * window.size:
         _by_root(window, whole, combine, root, what)
     elif window.size > 1:
         lengths = _lengths(whole.numel(), window.size)
@@ -132,14 +132,14 @@ def _by_all(window: Window, whole: torch.Tensor, combine: Combine, then: Then, w
 
 
 def _by_root(window: Window, whole: torch.Tensor, combine: Combine, root: int, what: str) -> None:
-    """Of two ranks."""
+    """One turn: everyone hands over everything, and the root adds it up."""
     step = window.begin(1)
     if window.me != root:
         window.copy(window.slot(window.me, step), whole.data_ptr(), whole.nbytes)
     window.tell(FULL)
     window.hear(FULL, what)
-    if window.me == root:
-        combine(whole, window.view(1 - root, step, 0, whole.numel(), whole.dtype), out=whole)
+    for peer in window.others if window.me == root else ():
+        combine(whole, window.view(peer, step, 0, whole.numel(), whole.dtype), out=whole)
 
 
 def _by_parts(
