@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.core.calibration import Calibration
@@ -23,8 +23,9 @@ from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Compile, PipelineSchedule, Plan
 from meshwright.core.workload import Workload
+from meshwright.plan.amounts import Choice, Layers
 from meshwright.plan.axes import Axes, bounds_for
-from meshwright.plan.bounds import Choice, Layers, Point, is_plain
+from meshwright.plan.bounds import Point, is_plain
 from meshwright.plan.memory import RECOMPUTES
 from meshwright.plan.objective import burden, cost
 from meshwright.plan.recompute import mixed
@@ -32,6 +33,7 @@ from meshwright.plan.space import Cutter, Wishes, divisors, make, micro_batches,
 
 FRONT = 3  # so many of the best are exact
 _SMALLEST = 6  # where nothing fits, so many of those that need the least are priced
+_OTHERS = 2  # so many plans of other strategies are priced, where the best all have one
 _MOST_STAGES = 128
 _KIND, _STAGED_KIND, _PLAN, _STAGED_PLAN = range(4)  # looks
 
@@ -70,31 +72,50 @@ class Front:
             self._push(point, _KIND)
         found: list[_Found] = []
         best: list[float] = []
-        while self._queue:
-            bound, _, look, point = heapq.heappop(self._queue)
-            if bound >= (best[self._front - 1] if len(best) >= self._front else self._below):
-                break
-            if look == _KIND:
-                for grid in self._axes.grids(point.mesh) if not point.sequence else ():  # computes as much as the line, so its turn comes now
-                    self._push(replace(point, mesh=grid), _KIND)
-            if look in (_KIND, _PLAN) and point.mesh.pp > 1:
-                self._push(point, look + 1)
-                continue
-            if look < _PLAN:
-                for finer in self._finer(point):
-                    self._push(finer, _PLAN)
-                continue
-            priced = self._made(point)
+        while self._queue and self._queue[0][0] < (best[self._front - 1] if len(best) >= self._front else self._below):
+            priced = self._looked()
             if priced is None:
                 continue
             found.append(priced)
             if priced.estimate.fits:
                 best = sorted([*best, priced.key])
+        if best and self._front > 1:
+            found += self._another(found)
         if not best and self._below == math.inf:
             found += self._nearest()
         if not found and self._below == math.inf:
             raise self._reason or RequestError("no plan is legal here: relax --mesh, --nproc or --set")
         return [(f.plan, f.estimate) for f in found]
+
+    def _looked(self) -> _Found | None:
+        """Look more closely at the best that waits: the plan, if that was the last look."""
+        _, _, look, point = heapq.heappop(self._queue)
+        if look == _KIND:
+            for grid in self._axes.grids(point.mesh) if not point.sequence else ():  # computes as much as the line, so its turn comes now
+                self._push(replace(point, mesh=grid), _KIND)
+        if look in (_KIND, _PLAN) and point.mesh.pp > 1:
+            self._push(point, look + 1)
+        elif look < _PLAN:
+            for finer in self._finer(point):
+                self._push(finer, _PLAN)
+        else:
+            return self._made(point)
+        return None
+
+    def _another(self, found: Sequence[_Found]) -> list[_Found]:
+        """A plan of another strategy, where all that were priced have the same: the best of those that bounds put first."""
+        known = {(f.plan.strategy, f.plan.world) for f in found if f.estimate.fits}
+        tried: list[_Found] = []
+        seen = {_sort(f.plan.mesh, f.plan.memory.zero) for f in found}
+        while len(known) == 1 and self._queue and len(tried) < _OTHERS:
+            if self._queue[0][2] >= _PLAN and _sort(self._queue[0][3].mesh, self._queue[0][3].zero) in seen:
+                heapq.heappop(self._queue)
+                continue
+            priced = self._looked()
+            if priced is not None:
+                tried.append(priced)
+                seen |= {_sort(priced.plan.mesh, priced.plan.memory.zero)}
+        return tried
 
     # -- points --
 
@@ -218,11 +239,16 @@ class Front:
     def _nearest(self) -> list[_Found]:
         """Nothing fits: those that need the least."""
         found: list[_Found] = []
-        while self._small and len(found) < _SMALLEST:
+        while self._small and len(found) < (_SMALLEST if self._front > 1 else 1):
             point = heapq.heappop(self._small)[2]
             priced = self._made(replace(point, recompute="full") if point.recompute == "mixed" else point)
             found += [priced] if priced is not None else []
         return found
+
+
+def _sort(mesh: Mesh, zero: int) -> tuple[object, ...]:
+    """What makes a strategy, roughly."""
+    return mesh.size, mesh.pp, mesh.cp, mesh.ep, mesh.tp, zero
 
 
 def _power_of_two(number: int) -> bool:

@@ -19,8 +19,9 @@ from meshwright.core.model import ModelProfile
 from meshwright.core.recompute import Recompute
 from meshwright.core.workload import Workload
 from meshwright.cost import estimate
+from meshwright.plan.amounts import Layers
 from meshwright.plan.axes import bounds_for
-from meshwright.plan.bounds import Layers, Point
+from meshwright.plan.bounds import Point
 from meshwright.plan.search import Scored, rank_plans
 from meshwright.plan.space import Cutter, Wishes, default_compile, divisors, make, micro_batches, model_parallel, sequences, worlds
 

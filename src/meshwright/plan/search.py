@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster
+from meshwright.core.collector import uncollected
 from meshwright.core.estimate import Estimate
 from meshwright.core.hybrid import places
 from meshwright.core.model import ModelProfile
@@ -68,6 +69,7 @@ class Ranking:
         return next((s for s in self.scored[1:] if (s.plan.strategy, s.plan.world) != (first.strategy, first.world)), None)
 
 
+@uncollected
 def rank_plans(
     profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, wishes: Wishes,
     like: Ranking | None = None,

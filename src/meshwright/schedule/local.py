@@ -38,13 +38,7 @@ class _Pieces:
         self._batch, self._ways, self._sequence = profile.batch, plan.mesh.degree("tp"), bool(plan.tensor.sequence)
         self._borrowed = _borrowed(profile)
         self._memo: dict[tuple[int, float], tuple[Kernel, ...]] = {}  # equal blocks share their kernels, not always what is cut of them
-        self._lengths: dict[str, dict[int, int]] = {}  # parameter → dim → how long this rank's piece of it is
-        for axis, policy in plan.tensors:
-            place = plan.mesh.grid_place(tp_rank, axis)
-            for strand in policy.strands:
-                _, count = strand.piece(place, plan.mesh.degree(axis))
-                for cut in strand.cuts:
-                    self._lengths.setdefault(cut.parameter, {})[cut.dim] = cut.outer * count * cut.inner
+        self._lengths = [policy.lengths(plan.mesh.grid_place(tp_rank, axis), plan.mesh.degree(axis)) for axis, policy in plan.tensors]
 
     def layer(self, layer: LayerProfile, slope: LayerProfile) -> LayerProfile:
         # About half of what a cut layer keeps lies between whole activations; where ranks share positions, most of the other half does not.
@@ -68,8 +62,11 @@ class _Pieces:
         )
 
     def _piece(self, tensor: TensorSpec) -> TensorSpec:
-        lengths = self._lengths.get(tensor.name)
-        return tensor if lengths is None else replace(tensor, shape=tuple(lengths.get(d, n) for d, n in enumerate(tensor.shape)))
+        pieces = [found[tensor.name] for found in self._lengths if tensor.name in found]
+        if not pieces:
+            return tensor
+        lengths = {dim: length for piece in pieces for dim, length in piece.items()}
+        return replace(tensor, shape=tuple(lengths.get(d, n) for d, n in enumerate(tensor.shape)))
 
     def _kernels(self, kernels: tuple[Kernel, ...], slopes: tuple[Kernel, ...], share: float) -> tuple[Kernel, ...]:
         key = (id(kernels), share)
