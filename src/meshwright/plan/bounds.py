@@ -156,6 +156,8 @@ class Bounds:
         return found
 
     def _overlap(self, rates: Rates) -> float:
+        if rates.busy:  # what a call takes from computation goes by its size
+            return 1.0
         return rates.overlap if self._overlaps is None or "gradients" in self._overlaps else 0.0
 
     def _line(self, op: str, axis: str, point: Point, calls: float, size: float) -> float:
