@@ -60,7 +60,8 @@ def measure(
     if comm.size > 1:
         say("collectives")
         curves, busy = meeting_seconds(comm, pair, device, backend, sizes)
-        fixed |= {"meeting": meeting_extra(comm)} if device.type == "cpu" else {}
+        extra = meeting_extra(comm) if sizes == "cpu" else 0.0  # on all ranks or none: of a mixed job some have a GPU
+        fixed |= {"meeting": extra} if device.type == "cpu" else {}
         overlap = overlap_share(comm, device, sizes)
     lines = {name: fit_line(list(points)) for name, points in curves.items()}
     comm.barrier()
