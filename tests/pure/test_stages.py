@@ -76,10 +76,10 @@ def test_every_layer_is_on_one_stage_in_order() -> None:
 
 def test_stages_are_uneven_where_that_balances() -> None:
     costs = [1.0, 1.0, 1.0, 1.0, 4.0]
-    assert _balanced(costs, [1, 2, 3, 4], 2) == [4]
-    assert _balanced([4.0, 1.0, 1.0, 1.0, 1.0], [1, 2, 3, 4], 2) == [1]
-    assert _balanced([1.0] * 6, [1, 2, 3, 4, 5], 3) == [2, 4]
-    assert _balanced([1.0] * 6, [2, 5], 2) == [2]
+    assert _balanced(costs, [1, 2, 3, 4], 2, []) == [4]
+    assert _balanced([4.0, 1.0, 1.0, 1.0, 1.0], [1, 2, 3, 4], 2, []) == [1]
+    assert _balanced([1.0] * 6, [1, 2, 3, 4, 5], 3, []) == [2, 4]
+    assert _balanced([1.0] * 6, [2, 5], 2, []) == [2]
 
 
 def test_more_stages_than_places_is_said_with_numbers() -> None:

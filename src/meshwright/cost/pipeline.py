@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from operator import ge
 from typing import NamedTuple
 
 from meshwright.schedule.orders import Turn, a_round, turns, zero_bubble
@@ -71,12 +72,13 @@ def finished(order: Order, stages: Sequence[Stage]) -> list[float]:
     return graph.last(graph.ends(stages))
 
 
-def least_seconds(order: Order, stages: Sequence[Stage], extra: Sequence[float] = ()) -> tuple[float, float]:
-    """What no run is below: some rank's work, with what it has to do besides for each micro-batch, after the way in to it and, where gradients
-    of weights do not come last, before the way out. And the mean of that over the ranks."""
+def least_seconds(order: Order, stages: Sequence[Stage], extra: Sequence[float] = (), after: Sequence[float] = ()) -> tuple[float, float]:
+    """What no run is below: some rank's work, with what it has to do besides for each micro-batch and after the last, after the way in to it and,
+    where gradients of weights do not come last, before the way out. And the mean of that over the ranks."""
     into = [0.0, *accumulate(stage.forward for stage in stages[: order.ranks])]
     out = [0.0, *accumulate(stage.backward for stage in stages[: order.ranks])]
-    back = [0.0] * len(out) if order.schedule == "zero_bubble" else out
+    rest = after or [0.0] * order.ranks
+    back = rest if order.schedule == "zero_bubble" else [max(way + rest[0], own) for way, own in zip(out, rest, strict=False)]
     works = [sum(sum(stages[s][:3]) for s in order.stages(rank)) + (extra[rank] if extra else 0.0) for rank in range(order.ranks)]
     every = [into[rank] + order.micro_batches * work + back[rank] for rank, work in enumerate(works)]
     return max(every), sum(every) / len(every)
@@ -109,7 +111,11 @@ def _held(order: Order, rank: int, period: int) -> tuple[tuple[int, ...], ...]:
 
 def largest(counts: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     """Those that no other one is at least as large as in everything."""
-    return tuple(sorted(c for c in counts if not any(o != c and all(x >= y for x, y in zip(o, c, strict=True)) for o in counts)))
+    found: list[tuple[int, ...]] = []
+    for count in sorted(counts, reverse=True):  # one that is at least as large in everything comes before
+        if not any(all(map(ge, other, count)) for other in found):
+            found.append(count)
+    return tuple(found)
 
 
 def _turns(order: Order, rank: int, period: int) -> list[Turn]:

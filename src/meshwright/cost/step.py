@@ -359,6 +359,11 @@ class _Turned:
 
 
 def _communicate(clock: _Clock, action: Action, start: float, seconds: float, overlap: float) -> None:
+    if action.axis in INSIDE:  # another group's call: it does not queue behind what travels beside computation
+        clock.stall(start)
+        clock.finished[action.name] = clock.compute + seconds
+        clock.steal(seconds * (1.0 - overlap))
+        return
     begin = max(clock.network, clock.compute, start)
     clock.network = begin + seconds
     clock.finished[action.name] = clock.network

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from meshwright.core.calibration import Calibration, Rates
 from meshwright.core.cluster import Cluster
@@ -59,6 +59,15 @@ class Point:
         return Order(self.schedule, self.mesh.pp, self.micro_batches, stages_a_rank(self.schedule))
 
 
+class _Saver(NamedTuple):
+    """What recomputing one unit saves, and what it costs: its work, and calls and bytes that tensor-parallel ranks meet for again."""
+
+    bytes: float
+    seconds: float
+    calls: int = 0
+    met: float = 0.0
+
+
 @dataclass(frozen=True)
 class _Sum:
     """What one micro-batch takes in all layers together, on a rank that has them all but for tensor parallelism."""
@@ -76,7 +85,7 @@ class _Sum:
     alone: float = 0.0  # gradients that fill a bucket
     sums: tuple[float, float] = (0.0, 0.0)  # calls and bytes of tensor-parallel ranks that end in it
     enters: tuple[float, float] = (0.0, 0.0)  # and that begin in it
-    thrift: float = 0.0  # the most bytes that recomputing saves for a second of it
+    savers: tuple[tuple[tuple[_Saver, ...], float], ...] = ()  # the ways to recompute each kind of unit, and how many there are
 
 
 class Bounds:
@@ -111,7 +120,7 @@ class Bounds:
         price = ComputeCost(rates, self._workload.precision, compiled != "none", self._units)
         stepped = min(part.trained for part in ranks) / 4 / (mesh.shard if point.zero else 1)
         update = price.optimizer(stepped, self._workload.optimizer, 4, self._offload)
-        added = self._added(point, parts, ranks, stages)
+        added, in_stages = self._added(point, parts, ranks, stages)
         each = max(rank.forward + rank.backward + rank.again[point.recompute] + more for rank, more in zip(ranks, added, strict=True))
         computed = micro * each + update
         way = 0.0
@@ -119,11 +128,17 @@ class Bounds:
         moved = [self._gradients(point, rank, cut) for rank in ranks] if travel else [0.0] * len(ranks)
         if stages:
             met = [self._met_turns(point, part) if travel else (0.0, 0.0) for part in parts]
-            turns = [Stage(p.forward + on, p.backward + p.again[point.recompute] + back) for p, (on, back) in zip(parts, met, strict=True)]
-            besides = [more + (stolen * sent / micro if point.zero > 1 else 0.0) for more, sent in zip(added, moved, strict=True)]
-            least, way = least_seconds(point.order, turns, besides)
-            after = update if point.zero < 2 else 0.0  # what zero=2 and zero=3 move within a turn may be all that there is besides
-            computed, way = max(computed, least + after), way + after
+            turns = [
+                Stage(p.forward + on, p.backward + p.again[point.recompute] + least + back)
+                for p, least, (on, back) in zip(parts, in_stages, met, strict=True)
+            ]
+            besides = [max(more - sum(in_stages[s] for s in point.order.stages(rank)), 0.0) for rank, more in enumerate(added)]
+            after = [update if point.zero < 2 else 0.0] * len(ranks)  # what zero=2 and zero=3 move within a turn may be all that there is besides
+            sums = after if point.zero < 2 else besides
+            for rank, sent in enumerate(moved):
+                sums[rank] += stolen * sent / (1 if point.zero < 2 else micro)
+            least, way = least_seconds(point.order, turns, besides, after)
+            computed = max(computed, least)
             way += 0.0 if is_plain(mesh) or not travel else self.meetings(point, cut)
         if not travel:
             return computed
@@ -148,18 +163,42 @@ class Bounds:
             self._summed_ranks[key] = [_total(parts, counts) for counts in sums]
         return self._summed_ranks[key]
 
-    def _added(self, point: Point, parts: Sequence[_Sum], ranks: Sequence[_Sum], stages: Layers) -> list[float]:
-        """What recomputation adds at least to each rank's micro-batch where units differ in it: as much as saves what is too much."""
+    def _added(self, point: Point, parts: Sequence[_Sum], ranks: Sequence[_Sum], stages: Layers) -> tuple[list[float], list[float]]:
+        """What recomputation adds at least to a micro-batch where units differ in it, by rank and by stage: as much as saves what is too much,
+        taken where a second of it saves most, which is where the most micro-batches are under way."""
+        alone, none = [0.0] * len(ranks), [0.0] * len(parts)
         if point.recompute != "mixed" or (point.mesh.pp > 1 and not stages):
-            return [0.0] * len(ranks)
-        plain, limit = replace(point, recompute="none"), self.limit(point)
-        base = self._calibration.layout(point.mesh.size).base_bytes
-        found = []
-        for rank, part in enumerate(ranks):
-            kept = self._under_way(plain, parts, rank) if stages else part.kept["none"]
-            most = max(map(max, self._held_at(point.order)[rank])) if stages else 1
-            excess = base + self._held(plain, part, kept) + self._passing(plain, part) - limit
-            found.append(max(excess, 0.0) / (most * part.thrift) if part.thrift else 0.0)
+            return alone, none
+        plain, limit = replace(point, recompute="none"), self.limit(point) - self._calibration.layout(point.mesh.size).base_bytes
+        ways = {id(part): self._ways(point, part) for part in parts}
+        for rank, whole in enumerate(ranks):
+            mine = point.order.stages(rank) if stages else (0,)
+            passing = self._passing(plain, whole)
+            for counts in self._held_at(point.order)[rank] if stages else ((1,),):
+                kept = sum(n * parts[stage].kept["none"] for n, stage in zip(counts, mine, strict=True))
+                excess = self._held(plain, whole, kept) + passing - limit
+                if excess <= 0:
+                    continue
+                every = {stage: [(n * rate, n * most) for rate, most in ways[id(parts[stage])]] for n, stage in zip(counts, mine, strict=True) if n}
+                alone[rank] = max(alone[rank], _least_time(excess, [way for found in every.values() for way in found]))
+                room = sum(most for found in every.values() for _, most in found)
+                for stage, found in every.items():
+                    here = sum(most for _, most in found)
+                    none[stage] = max(none[stage], _least_time(excess - (room - here), found))
+        return alone, none
+
+    def _ways(self, point: Point, part: _Sum) -> list[tuple[float, float]]:
+        """How recomputation saves what a micro-batch keeps: bytes a second, and bytes in all. What a unit's dearer mode saves more than its
+        cheaper one comes after it, at what it costs more."""
+        op, met = "all_gather" if point.sequence else "all_reduce", is_plain(point.mesh)
+        found: list[tuple[float, float]] = []
+        for modes, count in part.savers:
+            done, spent = 0.0, 0.0
+            costs = [(s.bytes, s.seconds + (self._line(op, "tp", point, s.calls, s.met) if met else 0.0)) for s in modes]
+            while left := [(size - done, seconds - spent) for size, seconds in costs if size > done]:
+                more, extra = max(left, key=lambda way: way[0] / way[1] if way[1] > 0 else math.inf)
+                found.append((more / extra if extra > 0 else math.inf, count * more))
+                done, spent = done + more, spent + max(extra, 0.0)
         return found
 
     def _overlap(self, rates: Rates) -> float:
@@ -240,6 +279,13 @@ class Bounds:
                     module = module.rpartition(".")[0]
                 found.setdefault(module, ([], []))[place].append(meet)
         return found
+
+    def _met_again(self, cut: _Same[Plan], layer: str, samples: int) -> tuple[int, float]:
+        """Calls and bytes that a unit which is computed again repeats."""
+        sums, enters = self._met_in(cut).get(layer, ((), ()))
+        forward = enters if cut.value.tensor.sequence else [m for m in sums if not m.final_in]
+        again = [m for m in forward if self._in_unit(m.module)]
+        return len(again), float(sum(m.at(samples) for m in again))
 
     def _least_output(self, cut: _Same[Plan]) -> float:
         """Of the units, a sample's."""
@@ -325,12 +371,13 @@ class Bounds:
             trained = float(sum(size for size, train in sizes if train))
             whole = float(sum(size for size, _ in sizes))
             inside, outside = (whole, 0.0) if unit else (0.0, whole)
-            thrift = max(((saved - kept[m]) / again[m] if again[m] else math.inf) if unit else 0.0 for m in allowed)
+            met = self._met_again(held, layer.name, samples)
+            modes = tuple(_Saver(saved - kept[m], again[m], *(met if m == "full" else ())) for m in allowed if unit and saved > kept[m])
             calls = float(unit and bool(layer.tensors)), float(unit and trained > 0)
             alone = float(sum(train and size * ALONE >= self._bucket_bytes for size, train in sizes))
             sums, enters = ((float(len(meets)), float(sum(m.at(samples) for m in meets))) for meets in self._met_in(held).get(layer.name, ((), ())))
             backward = price.layer(layer, "backward", memo)
-            found.append(_Sum(forward, backward, again, kept, whole, trained, inside, outside, *calls, alone, sums, enters, thrift))
+            found.append(_Sum(forward, backward, again, kept, whole, trained, inside, outside, *calls, alone, sums, enters, ((modes, 1.0),)))
         return found
 
     def _summed(
@@ -357,6 +404,17 @@ class Bounds:
         return folded, tuple(map(len, kinds.values())), kind_of
 
 
+def _least_time(excess: float, ways: Sequence[tuple[float, float]]) -> float:
+    """Seconds that it takes to save so many bytes: (bytes a second, the most bytes), the quickest first."""
+    spent = 0.0
+    for rate, most in sorted(ways, reverse=True):
+        if excess <= 0:
+            break
+        spent += min(excess, most) / rate
+        excess -= most
+    return spent
+
+
 def _total(rows: Sequence[_Sum], counts: Mapping[int, float]) -> _Sum:
     def add(get: Callable[[_Sum], float]) -> float:
         return sum(count * get(rows[kind]) for kind, count in counts.items())
@@ -364,10 +422,14 @@ def _total(rows: Sequence[_Sum], counts: Mapping[int, float]) -> _Sum:
     again = {mode: add(lambda row, mode=mode: row.again[mode]) for mode in CHOICES}  # type: ignore[misc]
     kept = {mode: add(lambda row, mode=mode: row.kept[mode]) for mode in CHOICES}  # type: ignore[misc]
     figures = (add(lambda r: r.forward), add(lambda r: r.backward), again, kept, add(lambda r: r.parameters), add(lambda r: r.trained))
-    unit, thrift = (max((getattr(rows[kind], name) for kind in counts), default=0.0) for name in ("unit", "thrift"))
+    unit = max((rows[kind].unit for kind in counts), default=0.0)
+    savers: dict[tuple[_Saver, ...], float] = {}
+    for kind, count in counts.items():
+        for ways, number in rows[kind].savers:
+            savers[ways] = savers.get(ways, 0.0) + count * number
     calls = (add(lambda r: r.gathered), add(lambda r: r.scattered), add(lambda r: r.alone))
     sums, enters = ((add(lambda r: r.sums[0]), add(lambda r: r.sums[1])), (add(lambda r: r.enters[0]), add(lambda r: r.enters[1])))
-    return _Sum(*figures, unit, add(lambda r: r.root), *calls, sums, enters, thrift)
+    return _Sum(*figures, unit, add(lambda r: r.root), *calls, sums, enters, tuple(savers.items()))
 
 
 def is_plain(mesh: Mesh) -> bool:

@@ -33,8 +33,7 @@ class Meets:
 
     def after(self, call: ModuleCall) -> Meet:
         """At a layer's output."""
-        flow = self.reader.flow
-        outer = [m for m in flow.modules if m.first <= call.first and call.last <= m.last]
+        outer = [m for m in self.reader.around[call.first] if call.last <= m.last]
         final = tuple(m.module for m in outer if m.module and m.kept < call.last)
         found = self.at(call.module, call.outputs[0])
         return replace(found, final_in=final, across=self.gathered.get(call.module, found.across))
@@ -136,5 +135,5 @@ def _entered(reader: Reader, meet: Meets, value: int, call: ModuleCall) -> Meet:
 
 def _feeds(reader: Reader, value: int, call: ModuleCall) -> tuple[str, ...]:
     """Layers inside a module that multiply a value that it is given by their matrix."""
-    inside = (m for m in reader.flow.modules if m.kind == "linear" and call.first <= m.first and m.last <= call.last)
-    return tuple(m.module for m in inside if m.inputs[:1] == (value,))
+    inside = (m for m in reader.takers(value) if m.kind == "linear" and call.first <= m.first and m.last <= call.last)
+    return tuple(m.module for m in inside if m.inputs[0] == value)

@@ -2,9 +2,9 @@
 
 [Note: best first]
 A point stands for a plan. It waits in a queue under what it costs at least, and is looked at more closely whenever it is the best that is left:
-first its kind (mesh and micro-batches) by what it computes, then with ZeRO's stage and recomputation by memory and gradients too, then, cut into
-stages, as the estimate that decides. Every look can only raise the cost. Once `FRONT` estimates are cheaper than all that waits, they are the
-best there are: the search has left out nothing that could have been among them (tests compare it with all plans on small clusters).
+first its kind (mesh and micro-batches) by what it computes, cut into stages if it is a pipeline, then with ZeRO's stage and recomputation by memory
+and gradients too, then as the estimate that decides. Every look can only raise the cost. Once `FRONT` estimates are cheaper than all that waits,
+they are the best there are: the search has left out nothing that could have been among them (tests compare it with all plans on small clusters).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from meshwright.plan.space import Cutter, Wishes, divisors, make, micro_batches,
 FRONT = 3  # so many of the best are exact
 _SMALLEST = 6  # where nothing fits, so many of those that need the least are priced
 _MOST_STAGES = 128
+_KIND, _STAGED_KIND, _PLAN, _STAGED_PLAN = range(4)  # looks
 
 Price = Callable[[Plan], Estimate]
 
@@ -66,21 +67,22 @@ class Front:
     def search(self) -> list[tuple[Plan, Estimate]]:
         """The best plans and their estimates, and whatever else was priced on the way; unsorted. None, where none can cost less than `below`."""
         for point in self._kinds():
-            self._push(point, 0)
+            self._push(point, _KIND)
         found: list[_Found] = []
         best: list[float] = []
         while self._queue:
             bound, _, look, point = heapq.heappop(self._queue)
             if bound >= (best[self._front - 1] if len(best) >= self._front else self._below):
                 break
-            if look == 0:
-                for finer in self._finer(point):
-                    self._push(finer, 1)
+            if look == _KIND:
                 for grid in self._axes.grids(point.mesh) if not point.sequence else ():  # computes as much as the line, so its turn comes now
-                    self._push(replace(point, mesh=grid), 0)
+                    self._push(replace(point, mesh=grid), _KIND)
+            if look in (_KIND, _PLAN) and point.mesh.pp > 1:
+                self._push(point, look + 1)
                 continue
-            if look == 1 and point.mesh.pp > 1:
-                self._push(point, 2)
+            if look < _PLAN:
+                for finer in self._finer(point):
+                    self._push(finer, _PLAN)
                 continue
             priced = self._made(point)
             if priced is None:
@@ -162,17 +164,18 @@ class Front:
         except RequestError as error:
             self._reason = self._reason or error
             return
-        self.considered += look < 2
+        self.considered += look in (_KIND, _PLAN)
         compiled, workload = self._compiled(point, cut), self._workload
-        stages = self._layers(point) if look == 2 else ()
-        if look == 2 and not stages:
+        staged, plan = look in (_STAGED_KIND, _STAGED_PLAN), look >= _PLAN
+        stages = self._layers(point) if staged else ()
+        if staged and not stages:
             return
-        need = self._bounds.bytes(point, cut, compiled, stages)
-        if look and need > self._bounds.limit(point):
+        need = self._bounds.bytes(point, cut, compiled, stages) if plan else 0.0
+        if plan and need > self._bounds.limit(point):
             self.pruned += 1
             heapq.heappush(self._small, (need, next(self._order), point))
             return
-        least = cost(workload, self._bounds.seconds(point, cut, compiled, look > 0, stages), point.mesh.size, need if look else 0.0)
+        least = cost(workload, self._bounds.seconds(point, cut, compiled, plan, stages), point.mesh.size, need)
         extra = self._burden(point, point.sequence, point.recompute != "none")
         heapq.heappush(self._queue, (least * extra, next(self._order), look, point))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshwright.core.errors import RequestError
 from meshwright.core.model import ModelProfile
@@ -17,6 +17,8 @@ from meshwright.plan.reader import Reader
 from meshwright.plan.sequence import shared_values
 from meshwright.plan.tensor import dealt_strands
 
+Row = list[tuple[float, tuple[int, ...]]]  # of what comes before each end: the dearest run of its best cut, and that
+
 
 @dataclass(frozen=True)
 class _Boundary:
@@ -24,6 +26,7 @@ class _Boundary:
 
     call: ModuleCall
     carries: tuple[Carry, ...]
+    skips: tuple[str, ...]  # what is done before it, so that a stage that begins here leaves it out
 
 
 def cut_stages(
@@ -41,8 +44,9 @@ class Doors:
 
     flow: Flow
     order: Sequence[str]  # layers by when they are needed
-    trained: Trained
     found: Mapping[str, _Boundary]  # by the layer that comes after
+    reads: Sequence[tuple[int, str]]  # operations that read a trainable parameter, and which, in order
+    rows: list[Row] = field(default_factory=list, compare=False, repr=False)  # the best cuts into two stages, three, … so far
 
     @property
     def places(self) -> list[int]:
@@ -54,8 +58,9 @@ def find_doors(flow: Flow, profile: ModelProfile, tensor: TensorPolicy | None = 
     inner = frozenset(dealt_strands(flow, tensor))
     shared = shared_values(Reader.of(flow, profile.layer_names), tensor, inner) if tensor is not None and tensor.sequence else {}
     dealt = _Dealt(inner, dealt_strands(flow, across), shared, cp, sequence_of(flow, cp) if cp > 1 else -1)
-    trained = _trained(flow, _reads(flow, _learned(flow)))
-    return Doors(flow, order, trained, {b.call.module: b for b in _boundaries(flow, order, dealt)})
+    values = [(at, flow.values[v]) for at, op in enumerate(flow.operations) for v in op.inputs]
+    reads = [(at, value.parameter) for at, value in values if value.parameter and value.needs_grad]
+    return Doors(flow, order, {b.call.module: b for b in _boundaries(flow, order, dealt)}, reads)
 
 
 def cut_at(doors: Doors, profile: ModelProfile, count: int) -> tuple[Stage, ...]:
@@ -63,7 +68,7 @@ def cut_at(doors: Doors, profile: ModelProfile, count: int) -> tuple[Stage, ...]
     if len(places) + 1 < count:
         raise RequestError(f"{count} stages: this model can be cut in {len(places)} places, so it has at most {len(places) + 1} stages")
     costs = {layer.name: layer.flops_forward + layer.flops_backward for layer in profile.layers}
-    return stages_at(doors, _balanced([costs.get(name, 0.0) for name in order], places, count))
+    return stages_at(doors, _balanced([costs.get(name, 0.0) for name in order], places, count, doors.rows))
 
 
 def stages_at(doors: Doors, cuts: Sequence[int]) -> tuple[Stage, ...]:
@@ -80,8 +85,8 @@ def stages_at(doors: Doors, cuts: Sequence[int]) -> tuple[Stage, ...]:
                 layers=names,
                 entry=boundary.call.module if boundary else "",
                 receives=boundary.carries if boundary else (),
-                skips=tuple(dict.fromkeys(m.module for m in _done(doors.trained, boundary.call.first))) if boundary else (),
-                also=_also(flow, starts[index], starts[index + 1], names),
+                skips=boundary.skips if boundary else (),
+                also=_also(doors, starts[index], starts[index + 1], names),
             )
         )
     return tuple(stages)
@@ -133,9 +138,10 @@ def _boundaries(flow: Flow, layers: Sequence[str], dealt: _Dealt) -> list[_Bound
     for name in layers[1:]:
         mine = index.calls.get(name, [])
         if len(mine) == 1 and mine[0].first > 0:
-            carries = _crossing(index, mine[0], dealt)
+            done = _done(index.trained, mine[0].first)
+            carries = _crossing(index, mine[0], done, dealt)
             if carries:
-                found.append(_Boundary(mine[0], carries))
+                found.append(_Boundary(mine[0], carries, tuple(dict.fromkeys(m.module for m in done))))
     return found
 
 
@@ -183,10 +189,10 @@ def _learned(flow: Flow) -> list[bool]:
     return found
 
 
-def _crossing(index: _Index, entry: ModuleCall, dealt: _Dealt) -> tuple[Carry, ...]:
+def _crossing(index: _Index, entry: ModuleCall, done: Sequence[ModuleCall], dealt: _Dealt) -> tuple[Carry, ...]:
     """What is made before `entry` and used from there on; empty if some of it cannot be caught at a module's door."""
     flow = index.flow
-    used = index.crossing(entry.first, _done(index.trained, entry.first))
+    used = index.crossing(entry.first, done)
     carries = []
     for value, ops in sorted(used.items()):
         after = [m for m in index.takes.get(value, ()) if m.first >= entry.first]
@@ -240,33 +246,40 @@ def _reads(flow: Flow, learned: Sequence[bool]) -> list[int]:
     return sums
 
 
-def _also(flow: Flow, start: int, end: int, layers: tuple[str, ...]) -> tuple[Borrowed, ...]:
+def _also(doors: Doors, start: int, end: int, layers: tuple[str, ...]) -> tuple[Borrowed, ...]:
     """Parameters that this stage's operations read although another stage's layer holds them."""
     found: dict[str, str] = {}
-    calls = [m for m in flow.modules if m.module in layers]
-    for index in range(start, end):
-        for value in (flow.values[v] for v in flow.operations[index].inputs):
-            name = value.parameter
-            if name and value.needs_grad and not any(name.startswith(f"{layer}.") for layer in layers if layer != "(model)"):
-                inside = [m.module for m in calls if m.first <= index < m.last]
-                found.setdefault(name, max(inside, key=len, default=layers[0]))
+    here = frozenset(layers) - {"(model)"}
+    first, last = (bisect_left(doors.reads, (at, "")) for at in (start, end))
+    for index, name in doors.reads[first:last]:
+        if name not in found and not _holds(here, name):
+            inside = [m.module for m in doors.flow.modules if m.module in layers and m.first <= index < m.last]
+            found[name] = max(inside, key=len, default=layers[0])
     return tuple(Borrowed(name, layer) for name, layer in sorted(found.items()))
 
 
-def _balanced(costs: Sequence[float], places: Sequence[int], count: int) -> list[int]:
-    """Dynamic programming over the places: the cut into `count` runs whose dearest run is cheapest."""
+def _holds(layers: frozenset[str], parameter: str) -> bool:
+    while parameter := parameter.rpartition(".")[0]:
+        if parameter in layers:
+            return True
+    return False
+
+
+def _balanced(costs: Sequence[float], places: Sequence[int], count: int, rows: list[Row]) -> list[int]:
+    """Dynamic programming over the places: the cut into `count` runs whose dearest run is cheapest. `rows` has what was found for fewer."""
     ends = [*places, len(costs)]
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    row: list[tuple[float, tuple[int, ...]]] = [(sums[end], ()) for end in ends]  # the best cut of what comes before each end
-    for pieces in range(2, count + 1):
-        row = [_joined(row, sums, ends, pieces - 2, end) for end in range(len(ends))]
-    return list(row[-1][1])
+    if not rows:
+        rows.append([(sums[end], ()) for end in ends])
+    for pieces in range(len(rows) + 1, count + 1):
+        rows.append([_joined(rows[-1], sums, ends, pieces - 2, end) for end in range(len(ends))])
+    return list(rows[count - 1][-1][1])
 
 
 def _joined(
-    row: Sequence[tuple[float, tuple[int, ...]]], sums: Sequence[float], ends: Sequence[int], first: int, end: int
+    row: Row, sums: Sequence[float], ends: Sequence[int], first: int, end: int
 ) -> tuple[float, tuple[int, ...]]:  # fmt: skip
     """One piece more: what lies before grows from cut to cut and the last piece shrinks, so the best cut is where they meet."""
     if end <= first:

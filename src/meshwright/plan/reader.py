@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.core.context import LOSS
@@ -37,8 +37,9 @@ class Reader:
 
     def __init__(self, flow: Flow, layers: Collection[str] = ()) -> None:
         self.flow = flow
-        self._layers = [name for name in layers if not any(other.startswith(f"{name}.") for other in layers)]
+        self._layers = frozenset(name for name in layers if not any(other.startswith(f"{name}.") for other in layers))
         self.weights = [Weight(v.parameter, i, math.prod(v.shape)) for i, v in enumerate(flow.values) if v.parameter and v.needs_grad]
+        self.weight_at = {weight.value: at for at, weight in enumerate(self.weights)}
         self.carried = [frozenset(s for dim in v.strands for s in dim) for v in flow.values]
         self.consumers: dict[int, list[int]] = {}
         self.producer: dict[int, int] = {}
@@ -48,6 +49,17 @@ class Reader:
             for value in op.outputs:
                 self.producer.setdefault(value, index)
         self.layer_of = {op: call for call in sorted(flow.modules, key=lambda m: m.first - m.last) for op in range(call.first, call.last)}
+        self.calls_of: dict[str, list[ModuleCall]] = {}  # by the module's name
+        self.around: list[list[ModuleCall]] = [[] for _ in flow.operations]  # by operation
+        self._takers: dict[int, list[ModuleCall]] = {}  # by value: the calls that are given it
+        self._givers: dict[int, list[ModuleCall]] = {}  # and those that give it
+        for call in flow.modules:
+            self.calls_of.setdefault(call.module, []).append(call)
+            for index in range(call.first, call.last):
+                self.around[index].append(call)
+            for calls, values in ((self._takers, call.inputs), (self._givers, call.outputs)):
+                for value in dict.fromkeys(values):
+                    calls.setdefault(value, []).append(call)
         self.given = frozenset().union(*(self.carried[v] for v in flow.inputs))
         self._uses = self._index_uses()
         self.touched: dict[int, list[int]] = {}  # strand → operations that sum over it, need it whole or slice it
@@ -67,9 +79,22 @@ class Reader:
     def doors(self, value: int) -> list[ModuleCall]:
         """The modules that are given a value, smallest first. Where `layers` may lie on several pipeline stages, those inside one of
         them: of a larger module a stage may run the end alone, on a value that it has received behind the module's door."""
-        given = (m for m in self.flow.modules if value in m.inputs)
-        kept = (m for m in given if not self._layers or any(f"{m.module}.".startswith(f"{name}.") for name in self._layers))
+        kept = (m for m in self._takers.get(value, ()) if not self._layers or self._in_layer(m.module))
         return sorted(kept, key=lambda m: m.last - m.first)
+
+    def takers(self, value: int) -> Sequence[ModuleCall]:
+        """All the modules that are given a value."""
+        return self._takers.get(value, ())
+
+    def givers(self, value: int) -> Sequence[ModuleCall]:
+        """The modules that give a value out."""
+        return self._givers.get(value, ())
+
+    def _in_layer(self, module: str) -> bool:
+        """Whether it is one of the layers, or inside one."""
+        while module and module not in self._layers:
+            module = module.rpartition(".")[0]
+        return module in self._layers
 
     def uses(self, strand: int) -> list[Cut]:
         """The parameters and buffers that carry a strand."""
@@ -122,7 +147,7 @@ class Reader:
         if among is None:
             call = self.layer_of.get(index)
             return LOSS if call is None else call.module
-        around = [c for c in self.flow.modules if c.first <= index < c.last and c.module in among]
+        around = [c for c in self.around[index] if c.module in among]
         return min(around, key=lambda c: c.last - c.first).module if around else LOSS
 
     def place(self, index: int) -> str:

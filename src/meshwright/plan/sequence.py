@@ -49,7 +49,7 @@ def shared_values(reader: Reader, policy: TensorPolicy, dealt: frozenset[int]) -
 
 
 def _strand_of(reader: Reader, policy: TensorPolicy, meet: Meet) -> int:
-    call = next(c for c in reader.flow.modules if c.module == meet.module)
+    call = reader.calls_of[meet.module][0]
     assert meet.along is not None
     value = call.outputs[0] if meet in policy.sums else call.inputs[meet.position]
     names = {s.name: s.size for s in policy.strands}
@@ -66,7 +66,7 @@ def _candidates(reader: Reader, policy: TensorPolicy, dealt: frozenset[int], way
     """Strands of the sums that count neither samples nor, as a layer's own parameters do, features; the most frequent first."""
     count: dict[int, int] = {}
     for meet in policy.sums:
-        for call in (c for c in reader.flow.modules if c.module == meet.module):
+        for call in reader.calls_of[meet.module]:
             read = {v for i in range(call.first, call.last) for v in reader.op(i).inputs if v in reader.origin}
             features = {s for v in read for s in reader.carried[v]}
             for strand in reader.carried[call.outputs[0]] - features - reader.flow.samples - dealt:
@@ -124,7 +124,7 @@ class _Region:
     def recall(self) -> None:
         """What an earlier reading has settled, from the policy itself."""
         for meet in (m for m in (*self.policy.deals, *self.policy.collects) if m.along is not None and m.along.strand == self.name):
-            for call in (c for c in self.reader.flow.modules if c.module == meet.module):
+            for call in self.reader.calls_of[meet.module]:
                 if meet.at_output:
                     self.closed.add(call.outputs[meet.position])
                 else:
@@ -258,9 +258,7 @@ class _Region:
     def _maker(self, value: int) -> ModuleCall | None:
         """The smallest module that gives a value out and has made it."""
         made = self.reader.producer.get(value, -1)
-        return min(
-            (c for c in self.reader.flow.modules if value in c.outputs and c.first <= made < c.last), key=lambda c: c.last - c.first, default=None
-        )
+        return min((c for c in self.reader.givers(value) if c.first <= made < c.last), key=lambda c: c.last - c.first, default=None)
 
     def _check_calls(self) -> None:
         """A module that is called several times must be so with the same kind of values: what is done at its door is done each time."""
@@ -270,12 +268,11 @@ class _Region:
         sites |= {(c.module, c.inputs.index(v), "collects") for (v, _), c in self.collects.items()}
         known = {"enters": entering, "deals": set(self.deals), "collects": set(self.collects)}
         for module, position, kind in sorted(sites):
-            for call in (c for c in self.reader.flow.modules if c.module == module):
+            for call in self.reader.calls_of[module]:
                 if (call.inputs[position], call.first) not in known[kind]:
                     raise NotSharedError(f"{module} is called several times, with positions of all ranks and of one")
         for module in {c.module for c in self.seeds.values()} | set(self.masks):
-            calls = [c for c in self.reader.flow.modules if c.module == module]
-            if any(c.outputs[0] not in self.local for c in calls):
+            if any(c.outputs[0] not in self.local for c in self.reader.calls_of[module]):
                 raise NotSharedError(f"{module} is called several times, with positions of all ranks and of one")
 
     def _check_reads(self) -> None:

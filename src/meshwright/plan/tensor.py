@@ -243,7 +243,7 @@ def _worth(reader: Reader, call: ModuleCall, weight: Weight, asked: Mapping[str,
 def _parameters(reader: Reader, call: ModuleCall) -> tuple[Weight | None, Weight | None]:
     """The matrix and the bias that a layer's own operations read; a tied matrix has the name of its first owner."""
     read = {v for op in range(call.first, call.last) for v in reader.op(op).inputs}
-    mine = [w for w in reader.weights if w.value in read]
+    mine = [reader.weights[at] for at in sorted(reader.weight_at[v] for v in read if v in reader.weight_at)]
     matrix = next((w for w in mine if len(reader.flow.values[w.value].shape) == 2), None)
     bias = next((w for w in mine if len(reader.flow.values[w.value].shape) == 1), None)
     return matrix, bias
