@@ -29,6 +29,7 @@ from meshwright.core.errors import RequestError
 from meshwright.core.model import Kernel, KernelKind, LayerProfile, ModelProfile, Phase, TensorSpec
 from meshwright.core.task import Batch, Loss, Task
 from meshwright.describe.casts import CudaCasts
+from meshwright.describe.convolutions import convolution_scratch
 from meshwright.describe.fakes import LOW, built, example, example_like, on_fakes, quiet
 from meshwright.describe.fold import folded
 from meshwright.describe.layers import Layer, find_layers, signature, tied_names
@@ -46,6 +47,7 @@ class _Tally:
 
     kernels: list[tuple[KernelKind, Phase, float, float]] = field(default_factory=list)
     saved: float = 0.0
+    early: float = 0.0  # of these, before the last layer began
     fusible: float = 0.0
     output: float = 0.0
     beside: list[float] = field(default_factory=list)  # at each operation: bytes alive that no other layer has saved
@@ -108,7 +110,7 @@ def _run(
         stack.enter_context(mode)
         fakes = stack.enter_context(on_fakes(model, precision))
         inputs = example(batch)
-        recorder = _Recorder([*fakes.values(), *(t for t in pytree.tree_leaves(inputs) if torch.is_tensor(t))])
+        recorder = _Recorder([*fakes.values(), *(t for t in pytree.tree_leaves(inputs) if torch.is_tensor(t))], device)
         stack.enter_context(_watched(layers, recorder))
         stack.enter_context(_collected(fakes.values(), recorder.lifetimes))
         stands_for: dict[str, str] = {}
@@ -140,8 +142,9 @@ def _run(
 class _Recorder(TorchDispatchMode):
     """Sees every operation that reaches a kernel, and files it under the layer it belongs to."""
 
-    def __init__(self, constants: Any) -> None:
+    def __init__(self, constants: Any, device: str) -> None:
         super().__init__()
+        self.device = device
         self.phase: Phase = "forward"
         self.counted_loss = False
         self.tallies: dict[str, _Tally] = {"": _Tally()}
@@ -157,6 +160,7 @@ class _Recorder(TorchDispatchMode):
     def enter(self, name: str) -> None:
         self.stack.append(name)
         self.tallies.setdefault(name, _Tally())
+        self.tallies[""].early = self.tallies[""].saved
         self._mark()
 
     def leave(self, output: Any) -> None:
@@ -205,12 +209,12 @@ class _Recorder(TorchDispatchMode):
             self.tallies[layer].fusible += storage.nbytes() if storage._cdata in self._pointwise else 0
         return tensor
 
-    def record(self, kind: KernelKind, flops: float, moved: float, tensors: Iterable[torch.Tensor] = ()) -> None:
-        """One call. What it needs beyond parameters and saved activations is its workspace."""
+    def record(self, kind: KernelKind, flops: float, moved: float, tensors: Iterable[torch.Tensor] = (), scratch: float = 0.0) -> None:
+        """One call. What it needs beyond parameters and saved activations is its workspace, and so is what its library takes meanwhile."""
         layer = self._layer()
         tally = self.tallies[layer]
         tally.kernels.append((kind, self.phase, flops, moved))
-        tally.beside.append(float(self.lifetimes.beside(layer)))
+        tally.beside.append(float(self.lifetimes.beside(layer)) + scratch)
         if kind not in ("memory", "special"):
             fresh = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors) if s._cdata not in self._seen}
             tally.hard = max(tally.hard, float(sum(fresh.values())))
@@ -229,9 +233,11 @@ class _Recorder(TorchDispatchMode):
             if kind == "special":
                 flops = float(max(t.numel() for t in tensors))
             read = pytree.tree_leaves(out) if func._overloadpacket in _GATHERS else tensors
+            scratch = 0.0
             if kind.startswith("conv"):
                 read = _samples(func, args, tensors)
-            self.record(kind, flops, float(sum({id(t): _bytes(t) for t in read if torch.is_tensor(t)}.values())), tensors)
+                scratch = convolution_scratch(func, args, out) if self.device == "cpu" else 0.0
+            self.record(kind, flops, float(sum({id(t): _bytes(t) for t in read if torch.is_tensor(t)}.values())), tensors, scratch)
             made = {s._cdata for s in storages}
             self._pointwise = self._pointwise | made if kind in ("memory", "special") else self._pointwise - made
             if func._schema.is_mutable and self._dear & made:
@@ -395,6 +401,7 @@ def _finish(
                 transient_bytes=_workspace(a, b, slope),
                 product_bytes=b.hard - a.hard if slope else a.hard,
                 dear_bytes=b.dear - a.dear if slope else a.dear,
+                between=a.early / a.saved if a.saved else 0.0,
                 overwrites=a.overwrites,
                 tensors=tensors,
                 kernels=kernels,
