@@ -68,7 +68,6 @@ class LayerProfile:
     transient_bytes: float = 0.0  # most that is alive while it works, in forward or backward, beyond what it and others have saved
     product_bytes: float = 0.0  # what one matrix product, convolution or attention touches that is not saved: what fusion leaves
     dear_bytes: float = 0.0  # what these products give in forward: kept by selective recomputation
-    between: float = 0.0  # part of what it saves while other layers are still to come: the model's own code runs between its layers
     overwrites: bool = False  # its code changes such a result in place, so it cannot be kept
     tensors: tuple[TensorSpec, ...] = ()
     kernels: tuple[Kernel, ...] = ()

@@ -72,7 +72,7 @@ def peak_bytes(
     kinds = {
         "parameters": held["parameters"],
         "optimizer": held["optimizer"],
-        "activations": int(fullest.activations + crossing),
+        "activations": int(fullest.activations + crossing) + max(_random_states(plan, profile, counts) for counts in in_flight),
         "batch": int(profile.sample_bytes * plan.largest_share),
         "workspace": int(fullest.workspace),
         "communication": int(fullest.communication + received) + compression_bytes(plan, held["gradients"]),
@@ -80,6 +80,13 @@ def peak_bytes(
         "gradients": int(fullest.gradients + (0.0 if _come_and_go(plan) else held["gradients"] - beside.made)),
     }
     return {kind: size if kind in EXACT else int(size * rates.held) for kind, size in kinds.items()}
+
+
+def _random_states(plan: Plan, profile: ModelProfile, counts: Mapping[str, int]) -> int:
+    """What units that are computed again keep of torch's generator, for each micro-batch under way. A GPU's is a few bytes, and not on it."""
+    if plan.device != "cpu":
+        return 0
+    return _RANDOM_STATE * sum(counts.get(layer.name, 1) for layer in profile.layers if plan.memory.mode(layer.name) != "none")
 
 
 def _crossing(plan: Plan, profile: ModelProfile, pp_rank: int, under_way: int) -> tuple[float, float]:
@@ -114,7 +121,6 @@ def fullest_moment(plan: Plan, profile: ModelProfile, in_flight: Mapping[str, in
     kept = [kept_bytes(plan, layer, plan.memory.mode(layer.name)) for layer in profile.layers]
     counts = [(in_flight or {}).get(layer.name, 1) for layer in profile.layers]
     before = sum(max(count - 1, 0) * keeps for count, (keeps, _) in zip(counts, kept, strict=True))
-    inside = sum(layer.between * keeps for layer, (keeps, _) in zip(profile.layers, kept, strict=True))
     beside, none = beside or Travel(), (0.0,) * len(profile.layers)
     fresh, working, leaving = beside.fresh or (*none, 0.0), beside.working or none, beside.leaving or none
     own = _come_and_go(plan)
@@ -123,12 +129,11 @@ def fullest_moment(plan: Plan, profile: ModelProfile, in_flight: Mapping[str, in
     given = 0.0
     for at, (layer, (keeps, back), count) in enumerate(zip(profile.layers, kept, counts, strict=True)):
         if beside.leaving:
-            moments.append(Moment(before + inside, 0.0, fresh[at], leaving[at]))
+            moments.append(Moment(before, 0.0, fresh[at], leaving[at]))
         later -= sum(t.bytes for t in layer.tensors if t.trainable) if own else 0.0
-        inside -= layer.between * keeps
         # Of fused code there are left the largest product's operands, or the gradients that it is given and gives.
         workspace = max(layer.product_bytes, given + layer.output_bytes) if plan.compile == "model" else layer.transient_bytes
-        moments.append(Moment(before + inside + keeps + back, workspace, later + fresh[at + 1], working[at]))
+        moments.append(Moment(before + keeps + back, workspace, later + fresh[at + 1], working[at]))
         before, given = before + (keeps if count else 0.0), layer.output_bytes
     return max(moments, key=lambda moment: moment.bytes)
 
@@ -146,6 +151,4 @@ def kept_bytes(plan: Plan, layer: LayerProfile, mode: str) -> tuple[float, float
     if mode == "none":
         return saved, 0.0
     kept = layer.output_bytes + (layer.dear_bytes if mode == "selective" else 0.0)  # a repeated block's input is as large as its output
-    if plan.device == "cpu":
-        kept += _RANDOM_STATE
     return kept, saved if mode == "full" else fusible

@@ -1,7 +1,9 @@
 """What the exchange of gradients and parameters holds while backward goes through the layers, as `execute` allocates it.
 
 [Note: what gloo holds]
-Gloo reduce-scatters a copy of what it is given, and lets go of it with the call: such a buffer is there twice until it is waited for.
+Gloo reduce-scatters a copy of what it is given, and lets go of it with the call: such a buffer is there twice until it is waited for. It
+gathers into memory of its own too, which is gone when all has arrived: of what is fetched ahead, that is before the unit at work is done, unless
+this has so little to compute that the gather lasts longer.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.schedule.buckets import Bucket
 from meshwright.schedule.expand import arrival, gradient_buckets, unit_buffers
+
+_BALANCE = 30  # operations that a CPU does while gloo moves a byte, about
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,7 @@ class _Unit:
     last: int
     values: float
     grads: float
+    lone: float  # a gradient that is most of the unit's: no other comes before it, and with it the buffer
 
 
 def _gathered(plan: Plan, profile: ModelProfile) -> Travel:
@@ -110,14 +115,23 @@ def _gathered(plan: Plan, profile: ModelProfile) -> Travel:
         mine = next((u for u in others if u.first <= at <= u.last), None)
         following = next((u for u in others if u is not mine and u.last < at), None) if ahead else None
         here = sum(u.values for u in (mine, following) if u)
+        if following and _still_coming(plan, profile, mine, at, following):
+            here += following.values
         if root and root.first <= at:
             here += root.values + (root.grads if at <= root.last else 0.0)
         sent = next((u for u in reversed(every) if u.first > at), None)
         gone = _sent(sent, times, again, plan.mesh.shard)
-        working.append(here + gone + (mine.grads if mine else 0.0))
+        working.append(here + gone + (mine.grads if mine and not mine.lone else 0.0))
         complete = [u for u in every if u.first == at]
-        leaving.append(here + gone + sum(_sent(u, times, again, plan.mesh.shard) - (root.grads if u is root else 0.0) for u in complete))
+        sends = sum(_sent(u, times, again, plan.mesh.shard) - (root.grads if u is root else 0.0) for u in complete)
+        leaving.append(here + gone + max(sends, mine.grads + mine.lone if mine in complete and mine else 0.0))
     return Travel((), tuple(working), tuple(leaving), 0.0)
+
+
+def _still_coming(plan: Plan, profile: ModelProfile, mine: _Unit | None, at: int, ahead: _Unit) -> bool:
+    """Whether gloo's own copy of what is fetched is there when the unit at work is done (see [Note: what gloo holds])."""
+    layers = profile.layers[mine.first : mine.last + 1] if mine else profile.layers[at : at + 1]
+    return plan.backend == "gloo" and sum(layer.flops_backward for layer in layers) < _BALANCE * ahead.values
 
 
 def _sent(unit: _Unit | None, times: int, again: bool, shards: int) -> float:
@@ -136,5 +150,6 @@ def _units(plan: Plan, profile: ModelProfile) -> dict[str, _Unit]:
         if buffers_of and name in places:
             values, grads = sum(b.layout.bytes for b in buffers_of), sum(b.bytes for b in buffers_of if b.trainable)
             held = [at for at in places[name] if name != "root" or profile.layers[at].tensors] or places[name]
-            found[name] = _Unit(min(held), max(held), values, grads)
+            largest = max(slot.numel * b.itemsize for b in buffers_of for slot in b.layout.slots)
+            found[name] = _Unit(min(held), max(held), values, grads, largest if 2 * largest > grads else 0.0)
     return found

@@ -317,16 +317,18 @@ class Bounds:
         return max(sum(n * size for n, size in zip(counts, kept, strict=True)) for counts in self._held_at(point.order)[rank])
 
     def _passing(self, point: Point, part: _Sum) -> float:
-        """What lives only while something travels: under ZeRO-3 two gathered units and two of gradients."""
-        return part.root + 4 * part.unit if point.zero == 3 and point.mesh.group_size("data") > 1 else 0.0
+        """What lives only while something travels: under ZeRO-3 a unit's values and gradients at least."""
+        return 2 * part.unit if point.zero == 3 and point.mesh.group_size("data") > 1 else 0.0
 
     def _held(self, point: Point, part: _Sum, kept: float) -> float:
         mesh, states, shards = point.mesh, 0 if self._offload else OPTIMIZER_STATES[self._workload.optimizer], point.mesh.shard
         whole, trained = part.parameters, part.trained
         if mesh.group_size("data") == 1:  # gradients appear as activations go
             return whole + states * trained + max(trained, kept)
+        come = trained if point.micro_batches == 1 and point.zero < 2 else 0.0  # those that are a bucket each take the place of activations
         return (
-            kept
+            max(kept, come)
+            - come
             + {
                 0: whole + (1 + states) * trained,
                 1: whole + trained + states * trained / shards,

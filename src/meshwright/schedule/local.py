@@ -28,7 +28,9 @@ def _local(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int, owner:
     if plan.mesh.degree("tp") == 1:
         return profile
     pieces = _Pieces(plan, profile, tp_rank)
-    return replace(profile, layers=tuple(pieces.layer(layer, slope) for layer, slope in zip(profile.layers, profile.slopes, strict=True)))
+    given = [0.0, *(layer.output_bytes for layer in profile.layers)]
+    layers = (pieces.layer(layer, slope, enters) for layer, slope, enters in zip(profile.layers, profile.slopes, given[:-1], strict=True))
+    return replace(profile, layers=tuple(layers))
 
 
 class _Pieces:
@@ -39,6 +41,7 @@ class _Pieces:
         self._borrowed = _borrowed(profile)
         self._memo: dict[tuple[int, float], tuple[Kernel, ...]] = {}  # equal blocks share their kernels, not always what is cut of them
         self._lengths: dict[str, dict[int, int]] = {}  # parameter → dim → how long this rank's piece of it is
+        self._sums = {meet.module for _, policy in plan.tensors for meet in policy.sums}
         for axis, policy in plan.tensors:
             place = plan.mesh.grid_place(tp_rank, axis)
             for strand in policy.strands:
@@ -46,26 +49,40 @@ class _Pieces:
                 for cut in strand.cuts:
                     self._lengths.setdefault(cut.parameter, {})[cut.dim] = cut.outer * count * cut.inner
 
-    def layer(self, layer: LayerProfile, slope: LayerProfile) -> LayerProfile:
-        # About half of what a cut layer keeps lies between whole activations; where ranks share positions, most of the other half does not.
-        between = 0.4 + 0.6 / self._ways if self._sequence else 1.0
+    def layer(self, layer: LayerProfile, slope: LayerProfile, enters: float) -> LayerProfile:
+        """What a rank has of it; `enters` are the bytes that the layer before gives."""
         tensors = tuple(self._piece(t) for t in layer.tensors)
         used = {t.name: t for t in (*layer.tensors, *self._borrowed.get(layer.name, ()))}.values()
         share = sum(self._piece(t).numel for t in used) / max(sum(t.numel for t in used), 1) if used else 1.0
+        kept = self._kept(layer, share, min(enters / layer.activation_bytes, 1.0) if layer.activation_bytes else 0.0)
         return replace(
             layer,
             parameters=sum(t.numel for t in tensors),
             tensors=tensors,
             flops_forward=layer.flops_forward * share,
             flops_backward=layer.flops_backward * share,
-            activation_bytes=layer.activation_bytes * (between + share) / 2,
-            fusible_bytes=layer.fusible_bytes * (between + share) / 2,
+            activation_bytes=layer.activation_bytes * kept,
+            fusible_bytes=layer.fusible_bytes * kept,
             output_bytes=layer.output_bytes / (self._ways if self._sequence else 1),
-            dear_bytes=layer.dear_bytes * (between + share) / 2,
+            dear_bytes=layer.dear_bytes * kept,
             transient_bytes=layer.transient_bytes * share,
             product_bytes=layer.product_bytes * share,
             kernels=self._kernels(layer.kernels, slope.kernels, share),
         )
+
+    def _kept(self, layer: LayerProfile, share: float, entered: float) -> float:
+        """The part of its activations that is left. One that is cut where it gives has all of what entered, and its piece of the rest; one that
+        sums over cut inputs has a piece of these alone. About half of what one with both keeps lies between whole activations; where ranks
+        share positions, most of the other half does not."""
+        if self._sequence:
+            return (0.4 + 0.6 / self._ways + share) / 2
+        dims = {dim for t in layer.tensors if len(t.shape) > 1 for dim in self._lengths.get(t.name, ())}
+        summed = any(name == layer.name or name.startswith(f"{layer.name}.") for name in self._sums)
+        if dims == {0} and not summed:
+            return entered + (1.0 - entered) * share
+        if dims == {1} and summed:
+            return entered * share + 1.0 - entered
+        return (1.0 + share) / 2
 
     def _piece(self, tensor: TensorSpec) -> TensorSpec:
         lengths = self._lengths.get(tensor.name)
