@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.core.calibration import Rates
 from meshwright.core.model import LayerProfile, ModelProfile
@@ -67,7 +67,10 @@ def peak_bytes(
     way in each layer, at the moments that may need most; `shard` is the rank's coordinate along that axis."""
     held = held_bytes(plan, profile, optimizer, shard)
     beside = travel(plan, profile)
-    fullest = max((fullest_moment(plan, profile, counts, beside) for counts in in_flight), key=lambda moment: moment.bytes)
+    there = held["gradients"] - beside.made
+    turns = [turn for counts in in_flight for turn in _turns(plan, counts)]
+    moments = [(fullest_moment(plan, profile, counts, beside, own), own) for counts, own in turns]
+    fullest = max((m if own else replace(m, gradients=m.gradients + there) for m, own in moments), key=lambda moment: moment.bytes)
     crossing, received = _crossing(plan, profile, pp_rank, max(max(counts.values(), default=1) for counts in in_flight))
     kinds = {
         "parameters": held["parameters"],
@@ -77,7 +80,7 @@ def peak_bytes(
         "workspace": int(fullest.workspace),
         "communication": int(fullest.communication + received) + compression_bytes(plan, held["gradients"]),
         "framework": rates.base_bytes,
-        "gradients": int(fullest.gradients + (0.0 if _come_and_go(plan) else held["gradients"] - beside.made)),
+        "gradients": int(fullest.gradients),
     }
     return {kind: size if kind in EXACT else int(size * rates.held) for kind, size in kinds.items()}
 
@@ -94,8 +97,13 @@ def _crossing(plan: Plan, profile: ModelProfile, pp_rank: int, under_way: int) -
     each micro-batch, of which layers that have one under way count theirs as kept."""
     if plan.mesh.pp == 1 or not plan.stages:
         return 0.0, 0.0
-    on, back = (sum(a.bytes for a in crossings(plan, profile, Place(pp=pp_rank), phase, 0)) for phase in ("forward", "backward"))
+    same, equal = plan.cut
+    on, back = profile.memo.once("crossing", same, (*equal, pp_rank), lambda: [_sent(plan, profile, pp_rank, p) for p in ("forward", "backward")])
     return float(under_way * on), float(plan.micro_batches * on + max(plan.micro_batches - under_way, 0) * back)
+
+
+def _sent(plan: Plan, profile: ModelProfile, pp_rank: int, phase: str) -> int:
+    return sum(action.bytes for action in crossings(plan, profile, Place(pp=pp_rank), phase, 0))
 
 
 @dataclass(frozen=True)
@@ -112,35 +120,49 @@ class Moment:
         return self.activations + self.workspace + self.gradients + self.communication
 
 
-def fullest_moment(plan: Plan, profile: ModelProfile, in_flight: Mapping[str, int] | None = None, beside: Travel | None = None) -> Moment:
+def fullest_moment(
+    plan: Plan, profile: ModelProfile, in_flight: Mapping[str, int] | None = None, beside: Travel | None = None, own: bool | None = None
+) -> Moment:
     """When forward and backward hold the most.
 
     While a layer works, in forward or backward, there is what the layers before it keep, all that it needs itself (recomputation brings that
     back for one unit at a time), its workspace and, in backward, gradients of the layers after it and what travels. When it is done, what is
-    complete is sent. Other micro-batches under way keep theirs: `in_flight` says how many there are in each layer, the one at work among them."""
+    complete is sent. Other micro-batches under way keep theirs: `in_flight` says how many there are in each layer, the one at work among them.
+    `own`: gradients are made in this backward (see `_turns`)."""
+    own = _come_and_go(plan) if own is None else own
     kept = [kept_bytes(plan, layer, plan.memory.mode(layer.name)) for layer in profile.layers]
     counts = [(in_flight or {}).get(layer.name, 1) for layer in profile.layers]
     before = sum(max(count - 1, 0) * keeps for count, (keeps, _) in zip(counts, kept, strict=True))
     beside, none = beside or Travel(), (0.0,) * len(profile.layers)
     fresh, working, leaving = beside.fresh or (*none, 0.0), beside.working or none, beside.leaving or none
-    own = _come_and_go(plan)
     later = float(sum(t.bytes for t in profile.tensors if t.trainable)) if own else 0.0
-    moments = [Moment(0.0, 0.0, later + beside.made, beside.end)]  # the end of backward, or the optimizer's step
-    given = 0.0
+    fullest = (0.0, 0.0, later + beside.made, beside.end)  # the end of backward, or the optimizer's step
+    most, given, fused = sum(fullest), 0.0, plan.compile == "model"
     for at, (layer, (keeps, back), count) in enumerate(zip(profile.layers, kept, counts, strict=True)):
-        if beside.leaving:
-            moments.append(Moment(before, 0.0, fresh[at], leaving[at]))
+        if before + fresh[at] + leaving[at] > most:
+            fullest = (before, 0.0, fresh[at], leaving[at])
+            most = before + fresh[at] + leaving[at]
         later -= sum(t.bytes for t in layer.tensors if t.trainable) if own else 0.0
         # Of fused code there are left the largest product's operands, or the gradients that it is given and gives.
-        workspace = max(layer.product_bytes, given + layer.output_bytes) if plan.compile == "model" else layer.transient_bytes
-        moments.append(Moment(before + keeps + back, workspace, later + fresh[at + 1], working[at]))
+        workspace = max(layer.product_bytes, given + layer.output_bytes) if fused else layer.transient_bytes
+        total = before + keeps + back + workspace + later + fresh[at + 1] + working[at]
+        if total > most:
+            fullest, most = (before + keeps + back, workspace, later + fresh[at + 1], working[at]), total
         before, given = before + (keeps if count else 0.0), layer.output_bytes
-    return max(moments, key=lambda moment: moment.bytes)
+    return Moment(*fullest)
 
 
 def _come_and_go(plan: Plan) -> bool:
     """On one device gradients appear as activations go; micro-batches after the first, and several ranks' buckets, find them there."""
     return plan.mesh.group_size("data") == 1 and plan.micro_batches == 1
+
+
+def _turns(plan: Plan, counts: Mapping[str, int]) -> list[tuple[Mapping[str, int], bool]]:
+    """Micro-batches under way, and whether backward then makes gradients anew. If all are under way before the first goes back, it does, and the
+    next one finds gradients there, and one micro-batch less."""
+    if plan.mesh.group_size("data") > 1 or plan.micro_batches == 1 or min(counts.values(), default=0) < plan.micro_batches:
+        return [(counts, _come_and_go(plan))]
+    return [(counts, True), ({name: count - 1 for name, count in counts.items()}, False)]
 
 
 def kept_bytes(plan: Plan, layer: LayerProfile, mode: str) -> tuple[float, float]:

@@ -59,6 +59,10 @@ def _spans(profile: ModelProfile, buckets: Sequence[Bucket]) -> list[tuple[int, 
     return [(min(each), max(each)) for each in found]
 
 
+def _alone(bucket: Bucket) -> bool:
+    return len(bucket.slots) == 1 and not bucket.padding
+
+
 def _later(by_layer: Sequence[float]) -> tuple[float, ...]:
     """For each layer, the sum over those after it; the first is over all."""
     return tuple(accumulate(reversed(by_layer), initial=0.0))[::-1]
@@ -69,7 +73,7 @@ def _bucketed(plan: Plan, profile: ModelProfile) -> Travel:
     buckets, count = gradient_buckets(plan, profile), len(profile.layers)
     alone, sent = [0.0] * count, [0.0] * count
     for bucket, (first, _) in zip(buckets, _spans(profile, buckets), strict=True):
-        if plan.micro_batches == 1 and len(bucket.slots) == 1 and not bucket.padding:
+        if plan.micro_batches == 1 and _alone(bucket):
             alone[first] += bucket.bytes
         if plan.memory.zero == 1:
             sent[first] += (_copies(plan) - 1) * bucket.bytes
@@ -86,8 +90,9 @@ def _released(plan: Plan, profile: ModelProfile) -> Travel:
     spans = _spans(profile, buckets)
     before = 0.0
     for bucket, (first, last) in zip(buckets, spans, strict=True):
+        filled = 0 if _alone(bucket) else bucket.bytes  # until then, a gradient that is a bucket is its layer's workspace
         for at in range(first, last + 1):
-            working[at] += before + bucket.bytes
+            working[at] += before + filled
         leaving[first] = max(leaving[first], before + times * bucket.bytes)
         before = float(times * bucket.bytes)
     return Travel((), tuple(working), tuple(leaving), before)

@@ -42,6 +42,7 @@ class _Pieces:
         self._memo: dict[tuple[int, float], tuple[Kernel, ...]] = {}  # equal blocks share their kernels, not always what is cut of them
         self._lengths: dict[str, dict[int, int]] = {}  # parameter → dim → how long this rank's piece of it is
         self._sums = {meet.module for _, policy in plan.tensors for meet in policy.sums}
+        self._enters = [(m.module, m.at(profile.batch)) for _, policy in plan.tensors for m in policy.enters if m.along]
         for axis, policy in plan.tensors:
             place = plan.mesh.grid_place(tp_rank, axis)
             for strand in policy.strands:
@@ -64,11 +65,15 @@ class _Pieces:
             activation_bytes=layer.activation_bytes * kept,
             fusible_bytes=layer.fusible_bytes * kept,
             output_bytes=layer.output_bytes / (self._ways if self._sequence else 1),
-            dear_bytes=layer.dear_bytes * kept,
+            dear_bytes=layer.dear_bytes * kept + self._gathered(layer.name),
             transient_bytes=layer.transient_bytes * share,
             product_bytes=layer.product_bytes * share,
             kernels=self._kernels(layer.kernels, slope.kernels, share),
         )
+
+    def _gathered(self, name: str) -> float:
+        """Positions of all ranks that enter a layer's cut parts: what is kept of its products is kept of these meetings too."""
+        return float(sum(size for module, size in self._enters if module == name or module.startswith(f"{name}.")))
 
     def _kept(self, layer: LayerProfile, share: float, entered: float) -> float:
         """The part of its activations that is left. One that is cut where it gives has all of what entered, and its piece of the rest; one that
