@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import math
+import os
 import statistics
 import time
 import warnings
@@ -10,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, zip_longest
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -168,41 +171,81 @@ def probed(rank: int, world: int, meeting: str, space: str) -> tuple[list[Rates]
     return probe_rank(rank, world, meeting, "cpu", "gloo", 1, True)
 
 
+class Ran(NamedTuple):
+    """What one rank says of a plan: the seconds of each step that counts, or why it cannot run; and in how many seconds the machine's cores
+    were at work for how long, and this rank's process among them."""
+
+    steps: list[float]
+    refused: str
+    lasted_s: float
+    cores_s: float
+    own_s: float
+
+
 def timed(
-    rank: int, world: int, meeting: str, model: str, plans: list[tuple[Any, int]], warm: int, space: str = ""
-) -> list[list[float] | str]:  # fmt: skip
-    """Seconds of each step of each plan on this rank, or why a plan cannot run; built, run and let go one after the other. A plan comes with how
-    many of its steps are timed."""
+    rank: int, world: int, meeting: str, model: str, plans: list[tuple[Any, int]], warm: int, space: str = "", long_s: float = math.inf
+) -> list[Ran]:  # fmt: skip
+    """Each plan on this rank; built, run and let go one after the other. A plan comes with how many of its steps are timed; of one whose first
+    takes longer than `long_s` that one counts."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     move_in(space, rank)
     join(Rendezvous(rank, world, meeting))
-    found: list[list[float] | str] = []
+    found = []
     for data, steps in plans:
+        began = time.perf_counter(), _cores_s(), time.process_time()
+        times, refused = [], ""
         try:
-            found.append(_steps(TASKS[model], from_data(Plan, data, "plan"), warm, steps))
+            times = _steps(TASKS[model], from_data(Plan, data, "plan"), warm, steps, long_s)
         except RequestError as error:
-            found.append(str(error))
+            refused = str(error)
+        ended = time.perf_counter(), _cores_s(), time.process_time()
+        found.append(Ran(times, refused, *(end - begin for begin, end in zip(began, ended, strict=True))))
         gc.collect()
     leave()
     return found
 
 
-def _steps(task: Task, plan: Plan, warm: int, steps: int) -> list[float]:
+def _cores_s() -> float:
+    """For how long this machine's cores have worked, for whomever, or for other machines; without interrupts, which no process is told of."""
+    try:
+        user, nice, system, _, _, _, _, stolen, *_ = (int(n) for n in Path("/proc/stat").read_text().splitlines()[0].split()[1:])
+    except (OSError, ValueError):
+        return 0.0  # not Linux
+    return (user + nice + system + stolen) / os.sysconf("SC_CLK_TCK")
+
+
+def others_share(ranks: list[Ran]) -> float:
+    """Cores that others had while a plan ran."""
+    return max(ranks[0].cores_s - sum(r.own_s for r in ranks), 0.0) / ranks[0].lasted_s
+
+
+def _steps(task: Task, plan: Plan, warm: int, steps: int, long_s: float) -> list[float]:
     session = session_of(task, plan)
     data_rank = plan.mesh.data_rank(session.applied.groups.rank)
     batch = batch_of(task, plan.share(data_rank)[1], data_rank)
     gc.collect()
     gc.disable()
-    times = []
-    for _ in range(warm + steps):
+    times: list[float] = []
+    while len(times) < warm + steps:
         if plan.world > 1:
             dist.barrier()
         begun = time.perf_counter()
         float(session.step(batch, task.loss).loss)
         times.append(time.perf_counter() - begun)
+        if len(times) == 1 and _any_longer(times[0], long_s, plan.world):
+            break
     gc.enable()
-    return times[warm:]
+    return times[warm:] or times
+
+
+def _any_longer(seconds: float, than_s: float, world: int) -> bool:
+    """The same answer on every rank."""
+    if math.isinf(than_s) or world == 1:
+        return seconds > than_s
+    longest = torch.tensor(seconds)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return float(longest) > than_s
 
 
 def median_of_slowest(ranks: list[list[float]]) -> float:

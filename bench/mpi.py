@@ -44,13 +44,21 @@ def main(
     """Measure; exit code 1 where a goal is missed."""
     worlds = [_world(int(n), rounds) for n in ranks.split(",")]
     result = {"machine": machine(), "goals": {"ratio": RATIO, "extra_s": EXTRA_S, "large": LARGE}, "worlds": worlds}
-    (HERE / "results" / "mpi.json").write_text(json.dumps(result, indent=1) + "\n")
+    _keep(result, HERE / "results" / "mpi.json")
     if as_json:
         print(json.dumps(result))
     else:
         for world in worlds:
             Console().print(show(world))
     sys.exit(0 if all(row["met"] for world in worlds for row in world["rows"]) else 1)
+
+
+def _keep(result: dict[str, Any], path: Path) -> None:
+    """What was measured now, beside other numbers of ranks that were measured before; each says when."""
+    now = {world["ranks"] for world in result["worlds"]}
+    before = [world for world in json.loads(path.read_text())["worlds"] if world["ranks"] not in now] if path.exists() else []
+    worlds = sorted([*before, *result["worlds"]], key=lambda world: world["ranks"])
+    path.write_text(json.dumps({**result, "worlds": worlds}, indent=1) + "\n")
 
 
 def _world(ranks: int, rounds: int) -> dict[str, Any]:
@@ -60,7 +68,7 @@ def _world(ranks: int, rounds: int) -> dict[str, Any]:
         if code:
             sys.exit(code)
         every = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
-    return {"ranks": ranks, "rows": [_row(cells) for cells in zip(*every, strict=True)]}
+    return {"ranks": ranks, "date": machine()["date"], "rows": [_row(cells) for cells in zip(*every, strict=True)]}
 
 
 def _row(cells: tuple[dict[str, Any], ...]) -> dict[str, Any]:

@@ -4,15 +4,21 @@ The grid of a model (`grid.py`) holds at most 60 plans of one, two and four rank
 round each plan is built, warmed up, timed and let go, in an order that turns round from one round to the next. A plan's time is the median over
 rounds of the median of its steps, each as long as the slowest rank's. Regret is the measured time of the plan with the best prediction over the
 best measured time, less one. Predictions come from a probe of this machine as it is during the run (`--calibration` takes another).
+
+Two cores that four ranks share show every disturbance. So what others took of the cores is counted while each plan runs, and a plan that was
+disturbed is measured again, some times; the least disturbed time counts, and the share that others had then is in the JSON.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +26,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from grid import TASKS, WORLD, Subject, chosen, cluster_here, label, legal, median_of_slowest, subject
+from grid import TASKS, WORLD, Ran, Subject, chosen, cluster_here, label, legal, median_of_slowest, others_share, subject
 from links import RATES, shaped
 from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster
@@ -38,8 +44,33 @@ from rounds import HERE, machine, say
 
 MOST = 60
 WARM, STEPS, TIMED_S = 2, (2, 5), 0.5  # steps that are not counted; fewest and most that are; about how long they take together
-Times = dict[str, tuple[Plan, list[float]]]  # by a plan's label: the plan, and its seconds in each round
+LONG = 20  # times the best plan's step: of a plan whose first takes longer, that one counts
+DISTURBED, TRIES = 0.1, 4  # cores that others had while a plan ran, from which on it is measured again; how often at most
 _AT_ONCE = 12  # plans in one process group: their groups are let go with it
+
+
+@dataclass
+class Measured:
+    """A plan, with its seconds and the cores that others had meanwhile, in each round."""
+
+    plan: Plan
+    seconds: list[float] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
+
+    def add(self, number: int, ranks: Sequence[Ran]) -> None:
+        """A round's time; if there is one already, the less disturbed counts."""
+        seconds, others = median_of_slowest([r.steps for r in ranks]), others_share(list(ranks))
+        if len(self.seconds) <= number:
+            self.seconds.append(seconds)
+            self.others.append(others)
+        elif others < self.others[number]:
+            self.seconds[number], self.others[number] = seconds, others
+
+    def wants(self, number: int) -> bool:
+        return len(self.seconds) <= number or self.others[number] > DISTURBED
+
+
+Times = dict[str, Measured]  # by a plan's label
 
 
 def main(
@@ -52,7 +83,8 @@ def main(
     output: Annotated[Path, typer.Option(help="Where the JSON goes. Models that are there already and not measured now are kept.")] = HERE
     / "results"
     / "regret.json",
-    more: Annotated[bool, typer.Option(help="Add these rounds to those of the JSON.")] = False,
+    more: Annotated[bool, typer.Option(help="Go on from the JSON: measure what it lacks of these rounds, or was disturbed.")] = False,
+    limit: Annotated[float, typer.Option(help="Seconds after which no other plans are begun; --more goes on from there.")] = math.inf,
     again: Annotated[bool, typer.Option(help="Measure nothing: predict the plans of the JSON again.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print that JSON on stdout instead of the table.")] = False,
 ) -> None:
@@ -68,14 +100,14 @@ def main(
                 raise unknown("model", name, tuple(TASKS))
         if link not in RATES:
             raise unknown("link", link, tuple(RATES))
-        result = _result(output)
+        result, until = _result(output), time.monotonic() + limit
         cluster = cluster_here()
         with _nursery() as nursery, shaped(link, WORLD) as space:
             known = _calibration(calibration, cluster, nursery, space)
             for name in models or TASKS:
                 of, key = subject(name), name if link == "fast" else f"{name}, {link} link"
                 before = _told(result, key, of, cluster, known) if again or more else {}
-                times = before if again else _measured(nursery, of, cluster, known, rounds, space, before)
+                times = before if again else _measured(nursery, of, cluster, known, rounds, space, before, until)
                 result["models"][key] = judged(of, cluster, known, times) | {"machine": machine()}
                 write_json(output, result)
     except MeshwrightError as error:
@@ -119,24 +151,32 @@ def _told(result: dict[str, Any], name: str, of: Subject, cluster: Cluster, know
     for row in rows:
         if row["label"] not in plans:
             say(f"  no longer legal: {row['label']}")
-    return {row["label"]: (plans[row["label"]], row["seconds"]) for row in rows if row["label"] in plans}
+    return {
+        r["label"]: Measured(plans[r["label"]], r["seconds"], r.get("others", [math.inf] * len(r["seconds"]))) for r in rows if r["label"] in plans
+    }
 
 
 def _measured(
-    nursery: Nursery, of: Subject, cluster: Cluster, known: Calibration, rounds: int, space: str, before: Times
+    nursery: Nursery, of: Subject, cluster: Cluster, known: Calibration, rounds: int, space: str, before: Times, until: float
 ) -> Times:  # fmt: skip
-    """Seconds of each plan by its label, one entry a round, after those from `before`; plans that cannot run are left out and said."""
-    plans = {name: plan for name, (plan, _) in before.items()} or {label(p): p for p in chosen(legal(of, cluster), MOST - 1)}
+    """Each plan by its label, with what was measured `before`; plans that cannot run, or came too late, are left out and said."""
+    times = dict(before)
+    for plan in chosen(legal(of, cluster), MOST - 1) if not before else ():
+        times.setdefault(label(plan), Measured(plan))
     own = rank_plans(of.profile, cluster, of.workload, known, Wishes(flow=of.flow)).scored[0].plan
-    plans.setdefault(label(own), own)
-    counts = {name: _steps(estimate(plan, of.profile, of.workload, cluster, known).step_s) for name, plan in plans.items()}
-    times: Times = {name: (plan, list(before[name][1]) if name in before else []) for name, plan in plans.items()}
+    times.setdefault(label(own), Measured(own))
+    predicted = {name: estimate(m.plan, of.profile, of.workload, cluster, known).step_s for name, m in times.items()}
     with Workers(nursery, WORLD) as workers:
-        for number in range(rounds):
-            say(f"{of.task.name}: round {number + 1} of {rounds}, {len(times)} plans")
-            for names in _pieces(list(times), [p.world for p, _ in times.values()], number):
-                _one_piece(workers, of.task.name, times, names, counts, space)
-    return times
+        one = _Trial(workers, of.task.name, predicted, space)
+        for number, attempt in ((n, a) for n in range(rounds) for a in range(TRIES)):
+            names = [name for name, m in times.items() if m.wants(number)]
+            say(f"{of.task.name}: round {number + 1} of {rounds}, {len(names)} plans" + " again" * bool(attempt)) if names else None
+            for piece in _pieces(names, [times[n].plan.world for n in names], number):
+                if time.monotonic() < until:
+                    one.run(times, piece, number)
+    late = [name for name, m in times.items() if not m.seconds]
+    say(f"  no time for {', '.join(late)}") if late else None
+    return {name: m for name, m in times.items() if m.seconds}
 
 
 def _pieces(names: list[str], worlds: list[int], number: int) -> list[list[str]]:
@@ -152,20 +192,27 @@ def _steps(step_s: float) -> int:
     return min(max(round(TIMED_S / step_s), STEPS[0]), STEPS[1])
 
 
-def _one_piece(workers: Workers, model: str, times: Times, names: Sequence[str], counts: Mapping[str, int], space: str) -> None:
-    names = [n for n in names if n in times]
-    if not names:
-        return
-    world = times[names[0]][0].world
-    what = {"model": model, "plans": [(to_data(times[n][0]), counts[n]) for n in names], "warm": WARM, "space": space if world > 1 else ""}
-    ranks = workers.call("grid:timed", what, world=world, timeout_s=240)
-    for name, each in zip(names, zip(*ranks, strict=True), strict=True):
-        refused = next((said for said in each if isinstance(said, str)), None)
-        if refused is not None:
-            say(f"  left out {name}: {refused}")
-            del times[name]
-        else:
-            times[name][1].append(median_of_slowest(list(each)))
+@dataclass(frozen=True)
+class _Trial:
+    """Workers that measure plans of one model, of which it is known about how long they take."""
+
+    workers: Workers
+    model: str
+    predicted: Mapping[str, float]
+    space: str
+
+    def run(self, times: Times, names: Sequence[str], number: int) -> None:
+        world = times[names[0]].plan.world
+        least = min((min(m.seconds) for m in times.values() if m.seconds), default=min(self.predicted.values()))
+        plans = [(to_data(times[n].plan), _steps(self.predicted[n])) for n in names]
+        what = {"model": self.model, "plans": plans, "warm": WARM, "space": self.space if world > 1 else "", "long_s": LONG * least}
+        ranks = self.workers.call("grid:timed", what, world=world, timeout_s=240)
+        for name, each in zip(names, zip(*ranks, strict=True), strict=True):
+            if refused := next((ran.refused for ran in each if ran.refused), ""):
+                say(f"  left out {name}: {refused}")
+                del times[name]
+            else:
+                times[name].add(number, each)
 
 
 # -- what it means --
@@ -174,11 +221,11 @@ def _one_piece(workers: Workers, model: str, times: Times, names: Sequence[str],
 def judged(of: Subject, cluster: Cluster, known: Calibration, times: Times) -> dict[str, Any]:
     """Every plan with both times, and what the choice costs."""
     rows = []
-    for name, (plan, seconds) in times.items():
-        found = estimate(plan, of.profile, of.workload, cluster, known)
+    for name, m in times.items():
+        found = estimate(m.plan, of.profile, of.workload, cluster, known)
         rows.append({
-            "label": name, "world": plan.world, "measured_s": statistics.median(seconds), "predicted_s": found.step_s, "seconds": seconds,
-            "breakdown": dict(found.breakdown), "weight": _weight(plan),
+            "label": name, "world": m.plan.world, "measured_s": statistics.median(m.seconds), "predicted_s": found.step_s, "seconds": m.seconds,
+            "others": m.others, "breakdown": dict(found.breakdown), "weight": _weight(m.plan),
         })  # fmt: skip
     rows.sort(key=lambda row: row["measured_s"])
     pick = min(rows, key=lambda row: row["predicted_s"] * row["weight"])

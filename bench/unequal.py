@@ -177,9 +177,9 @@ def _timed(workers: Workers, of: Subject, plan: Plan, slow: float) -> float:
     seats = plan.seats or tuple(range(plan.world))
     what = {"model": of.task.name, "plans": [(to_data(plan), STEPS)], "warm": WARM}
     if 1 not in seats:
-        return median_of_slowest([rank[0] for rank in workers.call("grid:timed", what, world=plan.world, timeout_s=200)])
+        return median_of_slowest([rank[0].steps for rank in workers.call("grid:timed", what, world=plan.world, timeout_s=200)])
     with slowed(workers.pids[seats.index(1)], slow):
-        return median_of_slowest([rank[0] for rank in workers.call("grid:timed", what, world=plan.world, timeout_s=200)])
+        return median_of_slowest([rank[0].steps for rank in workers.call("grid:timed", what, world=plan.world, timeout_s=200)])
 
 
 # -- estimated --

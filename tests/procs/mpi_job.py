@@ -32,6 +32,7 @@ def main(folder: str, full: bool) -> None:
         "conform": collectives.tell(lambda: collectives.over_torch(full)),
         "calls": collectives.tell(contract.calls),
         "counts": collectives.tell(_large_counts),
+        "near": collectives.tell(_near),
         "engines": collectives.tell(lambda: contract.engines(folder)),
     }
     dist.destroy_process_group()
@@ -77,6 +78,41 @@ def _large_counts() -> list[str]:
     finally:
         buffers.most = kept
     return wrong
+
+
+def _near() -> list[str]:
+    """As if every tensor were large: what MPI's ranks do through memory that they share, in pieces; several groups at once, calls under way."""
+    from meshwright.comm import window
+    from meshwright.comm.mpi import near
+    from tests.procs import collectives
+
+    kept = dict(near.FROM), dict(near._SIZES), window._PIECE
+    near.FROM.update(dict.fromkeys(near.FROM, 0))
+    near._SIZES.clear()
+    window._PIECE = 4096
+    try:
+        _, wrong = collectives.conform(lambda groups: _comm(groups), (torch.float32, torch.bool, torch.bfloat16), ("strided", "empty"))
+        return wrong + [f"{numel} numbers at once" for numel in (700, 5000) if not _at_once(numel)]
+    finally:
+        near.FROM.update(kept[0])
+        near._SIZES.update(kept[1])
+        window._PIECE = kept[2]
+
+
+def _at_once(numel: int) -> bool:
+    """All-reduces of two groups, begun in different orders by different ranks and waited for from the last; the same bits everywhere."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group(backend="mpi"), dist.new_group(backend="mpi")]
+    every = [[torch.randn(numel, generator=torch.Generator().manual_seed(10 * r + k)) for k in range(6)] for r in range(world)]
+    mine = [t.clone() for t in every[rank]]
+    order = (0, 1) if rank % 2 else (1, 0)
+    works = [dist.all_reduce(mine[2 * turn + g], group=groups[g], async_op=True) for turn in range(3) for g in order]
+    for work in reversed(works):
+        work.wait()
+    right = all(torch.allclose(t, torch.stack([every[r][k] for r in range(world)]).sum(0), atol=1e-5) for k, t in enumerate(mine))
+    others: list[Any] = [None] * world
+    dist.all_gather_object(others, [t.tolist() for t in mine])
+    return right and all(other == others[0] for other in others)
 
 
 def _comm(groups: list[list[int]]):  # type: ignore[no-untyped-def]

@@ -54,6 +54,10 @@ def test_mpi_beyond_what_it_can_count(over_mpi: list[dict[str, Any]]) -> None:
     assert [found["counts"] for found in over_mpi] == [[]] * 4
 
 
+def test_mpis_ranks_of_one_node_share_memory(over_mpi: list[dict[str, Any]]) -> None:
+    assert [found["near"] for found in over_mpi] == [[]] * 4
+
+
 def test_torchs_own_calls_over_mpi(over_mpi: list[dict[str, Any]]) -> None:
     assert [found["calls"] for found in over_mpi] == [[]] * 4
 

@@ -63,6 +63,21 @@ def rates(ranks: int, *, flops: float = 1e12, memory: float = 1e11, network: flo
     return Rates(ranks, 1, {"matmul/fp32": ((1.0, flops),)}, ((1.0, memory),), 0.0, lines if ranks > 1 else {}, overlap)
 
 
+def card_rates(ranks: int, name: str, speed: float) -> Rates:
+    """Of a card by its name; calls cost all cards the same, and hold them."""
+    lines = {f"nccl/{op}": Line(1e-5, 1e10) for op in ("all_reduce", "all_gather", "reduce_scatter", "send")} if ranks > 1 else {}
+    return Rates(ranks, 1, {"matmul/fp32": ((1e3, speed), (1e12, speed))}, ((1e3, speed), (1e9, speed)), 1e-8, lines, device=name)
+
+
+def unlike(*devices: tuple[float, int]) -> tuple[Cluster, Calibration]:
+    """A node with cards of these speeds and sizes."""
+    found = tuple(Device("cuda", f"card {speed:g}", i, size) for i, (speed, size) in enumerate(devices))
+    known = {f"card {speed:g}": speed * 1e9 for speed, _ in devices}
+    every = [("", min(known.values())), *known.items()]
+    layouts = tuple(card_rates(n, name, speed) for n in (1, len(devices)) for name, speed in every)
+    return Cluster("test", (Node("here", found, 8, 2**38),)), Calibration("test", "cards", "now", layouts)
+
+
 def calibration(devices: int, **speeds: float) -> Calibration:
     layouts = tuple(rates(n, **speeds) for n in sorted({1, devices}))
     return Calibration("made-up", "made-up", "2026-01-01T00:00:00+00:00", layouts)

@@ -24,7 +24,7 @@ from meshwright.proxies import PROXIES
 from meshwright.proxies.parts import Program, assemble
 from meshwright.schedule.lower import lower
 from meshwright.schedule.orders import zero_bubble
-from meshwright.simulate import Degraded, Disturbances, Fabric, Flat, Ideal, Linked, simulate
+from meshwright.simulate import Degraded, Disturbances, Fabric, Flat, Habits, Ideal, Linked, simulate
 from meshwright.simulate.breakdown import breakdown, by_kind
 from meshwright.simulate.fold import Links
 from meshwright.simulate.sharing import Flow, Sharing
@@ -137,7 +137,7 @@ def test_without_contention_more_bandwidth_is_never_slower(schedule: Schedule, f
 def test_folding_changes_nothing_whatever_goes_wrong(
     schedule: Schedule, slow: dict[str, float], changed: list[tuple[str, float, float]], fail: dict[str, float], steals: float
 ) -> None:
-    network = fabric(steals=steals)
+    network = fabric(each=(Habits(steals=steals),))
     step = simulate(schedule, network).step_s
     faults = Disturbances(slow, degrade=tuple(Degraded(k, f, at * step) for k, f, at in changed), fail={r: at * step for r, at in fail.items()})
     found, apart = simulate(schedule, network, faults), simulate(schedule, network, faults, folded=False)
@@ -223,7 +223,7 @@ def test_the_simulator_and_the_closed_form_agree_where_both_apply(dp: int, shard
     one = Cluster("made-up", (Node("node", tuple(Device("cuda", "made-up", i, 10**11) for i in range(ranks)), 8, 10**12),))
     guess = estimate(made, profile, Workload(64), one, known)
     schedule = lower(made, profile, ActionCost(made, "adamw", known.layout(ranks)))
-    found = simulate(schedule, Linked(one, known.layout(ranks), "gloo", steals=1.0))
+    found = simulate(schedule, Linked(one, known.layout(ranks), "gloo", each=(Habits(steals=1.0),)))
     assert found.step_s == pytest.approx(guess.step_s, rel=1e-9)
     for kind, seconds in by_kind(breakdown(found)).items():
         assert seconds == pytest.approx(guess.breakdown[kind], rel=1e-6, abs=1e-12), kind

@@ -130,6 +130,13 @@ def test_slow_links_make_grids_worth_weighing() -> None:
     assert grids and all(mesh.degree("tp") >= 4 for mesh in grids)
 
 
+def test_many_devices_share_positions_and_own_experts_but_have_no_grids(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.plan.axes.MANY", 4)
+    few = shapes(model_of("gpt-tiny"), 8, 4, network=1e6, alpha=1e-9)
+    assert any(mesh.cp > 1 for mesh in few) and not any(len(mesh.tp) > 1 for mesh in few)
+    assert any(mesh.ep > 1 for mesh in shapes(model_of("Mixtral"), 8, 16))
+
+
 # Prices
 
 

@@ -7,11 +7,17 @@ from dataclasses import replace
 
 import pytest
 from made_up import blocks, calibration, cluster
+from tests.procs.spread import traced
 
+from meshwright import zoo
 from meshwright.core.cluster import Cluster
 from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
+from meshwright.core.strand import Flow
 from meshwright.core.workload import Workload
+from meshwright.cost.step import HEADROOM
+from meshwright.describe.flow import trace_flow
+from meshwright.describe.trace import trace_task
 from meshwright.plan import Ranking, Retrace, Wishes, explain, rank_plans
 from meshwright.plan.least import Least
 from meshwright.plan.remedy import fewest_nodes, grown, most_samples, with_memory
@@ -106,3 +112,45 @@ def test_large_clusters_are_answered_too() -> None:
     assert count is not None and count > 1
     assert least(found).fits(grown(found.cluster, count))
     assert not least(found).fits(grown(found.cluster, count - 1))
+
+
+# -- axes beside the plain ones --
+
+
+def long_samples() -> tuple[ModelProfile, Flow]:
+    task = zoo.load("llama-tiny", seq=4096)
+    return trace_task(task), trace_flow(task)
+
+
+def tables() -> tuple[ModelProfile, Flow]:
+    task = zoo.load("dlrm-tiny")
+    return trace_task(task), trace_flow(task)
+
+
+MODELS = {"positions": (long_samples, 1, "cp"), "experts": (lambda: traced({"own": "mixture"}), 4, "ep"), "tables": (tables, 8, "tp")}
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_plan_that_a_search_prices_needs_less_than_the_least(name: str, devices: int) -> None:
+    made, batch, _ = MODELS[name]
+    profile, flow = made()
+    machine, known, wishes = cluster(devices, 1e12), calibration(devices), Wishes(flow=flow, compile="none", offload="none")
+    every = rank_plans(profile, machine, Workload(batch, objective="memory"), known, wishes).scored
+    found = Least(profile, Workload(batch), known, wishes).on(machine)
+    assert found is not None
+    assert max(found.estimate.memory_bytes) == min(max(s.estimate.memory_bytes) for s in every)
+
+
+@pytest.mark.parametrize(("name", "devices"), [("positions", 4), ("experts", 2), ("experts", 4)])
+def test_what_only_shared_positions_or_owners_make_possible_is_proposed_and_holds(name: str, devices: int) -> None:
+    made, batch, axis = MODELS[name]
+    profile, flow = made()
+    wishes, workload = Wishes(flow=flow, compile="none", offload="none"), Workload(batch)
+    best = Least(profile, workload, calibration(devices), wishes).on(cluster(devices, 1e12))
+    assert best is not None and best.plan.mesh.degree(axis) == devices
+    here = replace(cluster(1, max(best.estimate.memory_bytes) / HEADROOM * 1.02), name="here")
+    found = rank_plans(profile, here, workload, calibration(devices), wishes)
+    assert f"{devices} such devices" in explain(found)
+    enough, fewer = (rank_plans(profile, grown(here, count), workload, calibration(devices), wishes).best for count in (devices, devices - 1))
+    assert enough.estimate.fits and enough.plan.mesh.degree(axis) > 1 and not fewer.estimate.fits

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_up import card_rates, unlike
 
 from meshwright import zoo
-from meshwright.core.calibration import Calibration, Line, Rates, quicker
+from meshwright.core.calibration import Calibration, quicker
 from meshwright.core.cluster import Cluster, Device, Node
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
@@ -35,20 +36,6 @@ from meshwright.plan.cuts import best_cuts
 from meshwright.plan.space import Wishes
 
 MUCH = 2**36
-
-
-def rates(ranks: int, name: str, speed: float) -> Rates:
-    lines = {f"nccl/{op}": Line(1e-5, 1e10) for op in ("all_reduce", "all_gather", "reduce_scatter", "send")} if ranks > 1 else {}
-    return Rates(ranks, 1, {"matmul/fp32": ((1e3, speed), (1e12, speed))}, ((1e3, speed), (1e9, speed)), 1e-8, lines, device=name)
-
-
-def unlike(*devices: tuple[float, int]) -> tuple[Cluster, Calibration]:
-    """A node with devices of these speeds and sizes."""
-    found = tuple(Device("cuda", f"card {speed:g}", i, size) for i, (speed, size) in enumerate(devices))
-    known = {f"card {speed:g}": speed * 1e9 for speed, _ in devices}
-    every = [("", min(known.values())), *known.items()]
-    layouts = tuple(rates(n, name, speed) for n in (1, len(devices)) for name, speed in every)
-    return Cluster("test", (Node("here", found, 8, 2**38),)), Calibration("test", "cards", "now", layouts)
 
 
 @cache
@@ -142,7 +129,7 @@ def test_ranks_are_seated_by_kind() -> None:
 
 
 def test_a_probe_tells_slow_ranks_apart() -> None:
-    like = replace(rates(3, "", 1e10), crowding=1.0)
+    like = replace(card_rates(3, "", 1e10), crowding=1.0)
     throttled = replace(like, crowding=2.5)  # a rank that has two fifths of its core
     found = by_pace([like, throttled, quicker(like, 1.1)])
     assert [r.members for r in found] == [(), (0, 2), (1,)] and len(by_pace([like, quicker(like, 1.3)])) == 1

@@ -171,25 +171,23 @@ class _Wish:
         """The plan's own schedule, with computation priced on this machine."""
         from meshwright import zoo
         from meshwright.core.plan import Plan
-        from meshwright.cost.actions import ActionCost
+        from meshwright.cost.crews import priced_schedule
         from meshwright.describe.flow import trace_flow
         from meshwright.describe.trace import trace_task
         from meshwright.orchestrate import Orchestrator
         from meshwright.orchestrate.strategy import fill_cuts, needs_cuts
-        from meshwright.schedule.lower import lower
 
         assert self.plan is not None
         plan = Plan.load(self.plan)
         config = make_config(settings=self.settings, model=self.name or plan.model, plan=str(self.plan))
         task = zoo.load(config.model, seq=config.seq, dropout=config.dropout, random_init=config.random_init)
         with Orchestrator(config, os.environ, say) as orchestrator:
-            calibration = orchestrator.calibration()
+            cluster, calibration = orchestrator.cluster, orchestrator.calibration()
         say(f"profiling {task.name}")
         profile = trace_task(task, precision=plan.memory.precision, device=plan.device)
         if needs_cuts(plan):
             plan = fill_cuts(plan, trace_flow(task, plan.memory.precision), profile)
-        price = ActionCost(plan, config.optimizer, calibration.layout(plan.world))
-        return self._fits(lower(plan, profile, price, clip=config.clip > 0))
+        return self._fits(priced_schedule(plan, profile, config.optimizer, cluster, calibration, clip=config.clip > 0))
 
 
 def _ran(job: _Job, wish: _Wish, policy: dict[str, Any]) -> Outcome | None:

@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,15 +133,17 @@ class Lane:
         self._rung = False
         self._thread: threading.Thread | None = None
 
-    def put(self, name: str, run: Callable[[], object], outputs: Sequence[torch.Tensor], later: bool, size: int = 0) -> dist.Work:
+    def put(
+        self, name: str, run: Callable[..., object], outputs: Sequence[torch.Tensor], later: bool, size: int = 0, args: tuple[Any, ...] = ()
+    ) -> dist.Work:  # fmt: skip
         """Do it now, after what was asked for before; or later, at the latest when it is waited for."""
         if not later and not self._waiting and self._turn.acquire(False):  # nobody is before us
             try:
-                self.make(name, run)
+                self.make(name, run, args)
             finally:
                 self._turn.release()
             return DONE
-        call = Call(self, name, run, outputs)
+        call = Call(self, name, partial(run, *args) if args else run, outputs)
         self._waiting.append(call)
         if later:
             self.ring(hurry=size >= LARGE)
@@ -200,15 +203,15 @@ class Lane:
         call.perform()
         return call
 
-    def make(self, name: str, run: Callable[[], object]) -> None:
+    def make(self, name: str, run: Callable[..., object], args: tuple[Any, ...] = ()) -> None:
         """By whoever holds the lane."""
         self.number += 1
         self.current = (name, time.monotonic())
         try:
             if profiler._is_profiler_enabled:
                 with profiler.record_function(f"{self.kind}:{name}"):
-                    run()
+                    run(*args)
             else:
-                run()
+                run(*args)
         finally:
             self.current = None

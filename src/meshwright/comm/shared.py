@@ -1,10 +1,16 @@
 """Collectives of ranks that share memory: everyone adds up straight from the others' slots of a window. Blocking, as `algorithms.py` is.
 
 [Note: slots]
-A tensor goes through in steps. In step k a rank writes a piece of every other rank's part into its slot k, and says that it is full; adds the
-pieces of its own part from all slots, puts the sum into its slot in turn, and says so; and reads the sums of the others. These three are done for
-steps k, k-1 and k-2 one after the other, so that nobody waits for what was begun only now; slots are small enough for what one rank writes
-to be in a cache when another reads it. Nothing is under way when a call ends. Every part is summed by one rank, so all end with the same bits.
+A tensor goes through in steps. In step k a rank writes a piece of every other rank's part into its slot k, and says that it is full; reads the
+others' sums of step k-2; adds the pieces of its own part of step k-1 from all slots, puts the sum into its slot in turn, and says so. So nobody
+waits for what was begun only now, and slots are small enough for what one rank writes to be in a cache when another reads it. Every part is
+summed by one rank, so all end with the same bits.
+
+In every step everybody tells everybody and hears everybody, even a rank that has nothing to give: who has heard step k from another one knows
+that it has read all of step k-2, and of step k-1 all but sums. So four slots are enough and nobody has to say what it has read, in a call and
+from one call to the next.
+
+Memory is copied by address: of what a small call costs, tensors made for pieces were the most.
 """
 
 from __future__ import annotations
@@ -14,11 +20,13 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.comm.algorithms import Combine, cut
-from meshwright.comm.window import FULL, READ, SLOTS, SUMMED, Window
+from meshwright.comm.algorithms import Combine
+from meshwright.comm.window import FULL, SUMMED, Window
 
 Then = Callable[[torch.Tensor], object]
+Span = tuple[int, int]  # an address and bytes from there on
 _SHORT = 1 << 21  # bytes to add up from all others, up to which everyone adds up everything: one turn instead of two
+_STREAM = 1 << 18  # bytes of a piece where one rank writes and others read: small, so that they do it at the same time
 
 
 def all_reduce(window: Window, whole: torch.Tensor, combine: Combine, then: Then, what: str) -> None:
@@ -28,16 +36,70 @@ def all_reduce(window: Window, whole: torch.Tensor, combine: Combine, then: Then
     elif whole.nbytes * (window.size - 1) <= _SHORT and whole.nbytes <= window.piece * window.size:
         _by_all(window, whole, combine, then, what)
     else:
-        parts = cut(whole, window.size)
-        _by_parts(window, parts, parts[window.me], combine, then, what, back=True)
+        lengths = _lengths(whole.numel(), window.size)
+        own = whole.narrow(0, sum(lengths[: window.me]), lengths[window.me])
+        _by_parts(window, _cut(whole, lengths), own, own, combine, then, what)
+
+
+def reduce(window: Window, whole: torch.Tensor, combine: Combine, root: int, what: str) -> None:
+    """In place on `root`; nothing is changed elsewhere."""
+    if whole.nbytes * (window.size - 1) <= 2 * _SHORT and whole.nbytes <= window.piece * window.size:
+        _by_root(window, whole, combine, root, what)
+    elif window.size > 1:
+        lengths = _lengths(whole.numel(), window.size)
+        own = whole.narrow(0, sum(lengths[: window.me]), lengths[window.me])
+        _by_parts(window, _cut(whole, lengths), own, own, combine, nothing, what, root)
 
 
 def scatter(window: Window, parts: Sequence[torch.Tensor], out: torch.Tensor, combine: Combine, what: str) -> None:
     """The sum of everybody's part of this rank into `out`, which may be that part; other parts are left as they are."""
     if window.size == 1:
         out.copy_(parts[0])
-    else:
-        _by_parts(window, parts, out, combine, _nothing, what, back=False)
+        return
+    spans, own, room = _spans(parts), parts[window.me], window.piece
+    steps = _steps(spans, room)
+    first = window.begin(steps)
+    for step in range(steps + 1):
+        if step < steps:
+            _fill(window, first + step, step, spans, room)
+        if step:
+            window.hear(FULL, what)
+            _add(window, first + step - 1, step - 1, own, out, combine)
+
+
+def gather(window: Window, parts: Sequence[torch.Tensor], what: str) -> None:
+    """Everyone's own part, in place."""
+    spans, room = _spans(parts), min(_STREAM, window.piece * window.size)
+    steps = _steps(spans, room)
+    first = window.begin(steps)
+    for step in range(steps + 1):
+        if step < steps:
+            start, size = _piece(spans[window.me], step, room)
+            window.copy(window.slot(window.me, first + step), start, size)
+            window.tell(FULL)
+        if step:
+            window.hear(FULL, what)
+            for peer in window.others:
+                start, size = _piece(spans[peer], step - 1, room)
+                window.copy(start, window.slot(peer, first + step - 1), size)
+
+
+def broadcast(window: Window, whole: torch.Tensor, root: int, what: str) -> None:
+    """Of a contiguous tensor, in place."""
+    span, room = (whole.data_ptr(), whole.nbytes), min(_STREAM, window.piece * window.size)
+    steps = _steps([span], room)
+    first = window.begin(steps)
+    for step in range(steps + 1):
+        if step < steps:
+            if window.me == root:
+                start, size = _piece(span, step, room)
+                window.copy(window.slot(root, first + step), start, size)
+            window.tell(FULL)
+        if step:
+            window.hear(FULL, what)
+            if window.me != root:
+                start, size = _piece(span, step - 1, room)
+                window.copy(start, window.slot(root, first + step - 1), size)
 
 
 @dataclass(frozen=True)
@@ -54,90 +116,117 @@ class Near:
         gather(self.window, parts, self.what)
 
 
-def gather(window: Window, parts: Sequence[torch.Tensor], what: str) -> None:
-    """Everyone's own part, in place. A slot is one piece: nothing else has to have room in it."""
-    room = window.piece * window.size
-    pieces = _pieces(parts, room)
-    first = window.begin(len(pieces))
-    for step in range(len(pieces) + 1):
-        if step < len(pieces):
-            _fill(window, first + step, [(0, pieces[step][window.me])], room, what)
-        if step:
-            window.hear(FULL, what)
-            for peer in window.others:
-                piece = pieces[step - 1][peer]
-                piece.copy_(_room(window, peer, first + step - 1, 0, piece, room))
-            window.tell(READ)
-
-
 def _by_all(window: Window, whole: torch.Tensor, combine: Combine, then: Then, what: str) -> None:
     """In the order of ranks, so that all come to the same bits."""
-    step, room = window.begin(1), window.piece * window.size
-    _fill(window, step, [(0, whole)], room, what)
+    step = window.begin(1)
+    window.copy(window.slot(window.me, step), whole.data_ptr(), whole.nbytes)
+    window.tell(FULL)
     window.hear(FULL, what)
-    every = [_room(window, r, step, 0, whole, room) for r in range(window.size)]
+    every = [window.view(rank, step, 0, whole.numel(), whole.dtype) for rank in range(window.size)]
+    if window.me < 2:  # what is ours is in a cache, and read before it is written over
+        every[window.me] = whole
     combine(every[0], every[1], out=whole)
     for other in every[2:]:
         combine(whole, other, out=whole)
-    window.tell(READ)
     then(whole)
 
 
+def _by_root(window: Window, whole: torch.Tensor, combine: Combine, root: int, what: str) -> None:
+    """One turn: everyone hands over everything, and the root adds it up."""
+    step = window.begin(1)
+    if window.me != root:
+        window.copy(window.slot(window.me, step), whole.data_ptr(), whole.nbytes)
+    window.tell(FULL)
+    window.hear(FULL, what)
+    for peer in window.others if window.me == root else ():
+        combine(whole, window.view(peer, step, 0, whole.numel(), whole.dtype), out=whole)
+
+
 def _by_parts(
-    window: Window, parts: Sequence[torch.Tensor], out: torch.Tensor, combine: Combine, then: Then, what: str, back: bool
+    window: Window, spans: Sequence[Span], own: torch.Tensor, out: torch.Tensor, combine: Combine, then: Then, what: str, root: int | None = None
 ) -> None:  # fmt: skip
-    """Everybody's part of this rank, summed, into `out`; with `back`, the others' sums into their parts."""
+    """Everybody's part of this rank is summed, and the sums come back to everyone, or to `root` alone."""
     me, room = window.me, window.piece
-    pieces, sums = _pieces(parts, room), _pieces([out], room)
-    first = window.begin(len(pieces))
-    for step in range(len(pieces) + 1 + back):
-        if step < len(pieces):
-            _fill(window, first + step, [(peer, pieces[step][peer]) for peer in window.others], room, what)
-        if 0 < step <= len(pieces):
-            own = pieces[step - 1][me]
-            into = sums[step - 1][0] if step <= len(sums) else own
-            summed = _room(window, me, first + step - 1, me, own, room) if back else into  # first where the others wait for it
-            _add(window, first + step - 1, own, summed, combine, what)
-            then(summed)
-            window.tell(SUMMED if back else READ)
-            if back:
-                into.copy_(summed)
-        if back and step > 1:
+    reads = root in (None, me)
+    steps = _steps(spans, room)
+    first = window.begin(steps)
+    for step in range(steps + 2):
+        if step < steps:
+            _fill(window, first + step, step, spans, room)
+        if step > 1:
             window.hear(SUMMED, what)
-            for peer in window.others:
-                piece = pieces[step - 2][peer]
-                piece.copy_(_room(window, peer, first + step - 2, peer, piece, room))
-            window.tell(READ)
+            for peer in window.others if reads else ():
+                start, size = _piece(spans[peer], step - 2, room)
+                window.copy(start, window.slot(peer, first + step - 2) + peer * room, size)
+        if 0 < step <= steps:
+            window.hear(FULL, what)
+            at, size = _piece(spans[me], step - 1, room)
+            place = window.view(me, first + step - 1, me * room, size // own.element_size(), own.dtype)  # first where others wait for it
+            _add_into(window, first + step - 1, step - 1, own, place, combine)
+            then(place)
+            window.tell(SUMMED)
+            if reads:
+                window.copy(at, window.slot(me, first + step - 1) + me * room, size)
 
 
-def _fill(window: Window, step: int, pieces: Sequence[tuple[int, torch.Tensor]], room: int, what: str) -> None:
-    """This rank's slot, once everybody has read what was in it."""
-    if step >= SLOTS:
-        window.hear(READ, what)
-    for place, piece in pieces:
-        _room(window, window.me, step, place, piece, room).copy_(piece)
+def _fill(window: Window, slot: int, step: int, spans: Sequence[Span], room: int) -> None:
+    """This rank's slot with a piece of every other rank's part."""
+    here = window.slot(window.me, slot)
+    for peer in window.others:
+        start, size = _piece(spans[peer], step, room)
+        window.copy(here + peer * room, start, size)
     window.tell(FULL)
 
 
-def _add(window: Window, step: int, own: torch.Tensor, into: torch.Tensor, combine: Combine, what: str) -> None:
-    window.hear(FULL, what)
+def _add(window: Window, slot: int, step: int, own: torch.Tensor, out: torch.Tensor, combine: Combine) -> None:
+    _add_into(window, slot, step, own, _narrowed(out, step, window.piece), combine)
+
+
+def _add_into(window: Window, slot: int, step: int, own: torch.Tensor, into: torch.Tensor, combine: Combine) -> None:
+    total = _narrowed(own, step, window.piece)
     for peer in window.others:
-        combine(own, _room(window, peer, step, window.me, own, window.piece), out=into)
-        own = into
+        combine(total, window.view(peer, slot, window.me * window.piece, into.numel(), own.dtype), out=into)
+        total = into
 
 
-def _room(window: Window, rank: int, step: int, place: int, piece: torch.Tensor, room: int) -> torch.Tensor:
-    """Where such a piece lies in a rank's slot."""
-    found = window.places(rank, step, room, piece.dtype)[place]
-    return found if found.numel() == piece.numel() else found[: piece.numel()]
+def _narrowed(flat: torch.Tensor, step: int, room: int) -> torch.Tensor:
+    most = room // flat.element_size()
+    if flat.numel() <= most and not step:
+        return flat
+    start = min(step * most, flat.numel())
+    return flat.narrow(0, start, min(most, flat.numel() - start))
 
 
-def _pieces(parts: Sequence[torch.Tensor], room: int) -> list[list[torch.Tensor]]:
-    """Step by step, a piece of every part; parts that are shorter have empty ones at the end. At least one step, so that ranks meet."""
-    cuts = [part.split(room // part.element_size()) for part in parts]
-    steps = max(map(len, cuts))
-    return [[cut[step] if step < len(cut) else part[:0] for part, cut in zip(parts, cuts, strict=True)] for step in range(steps)]
+def _spans(parts: Sequence[torch.Tensor]) -> list[Span]:
+    return [(part.data_ptr(), part.nbytes) for part in parts]
 
 
-def _nothing(summed: torch.Tensor) -> None:
+def _lengths(numel: int, ways: int) -> list[int]:
+    """Nearly equal; the first ones are longer by one."""
+    least, more = divmod(numel, ways)
+    return [least + (i < more) for i in range(ways)]
+
+
+def _cut(flat: torch.Tensor, lengths: Sequence[int]) -> list[Span]:
+    start, width = flat.data_ptr(), flat.element_size()
+    spans = []
+    for length in lengths:
+        spans.append((start, length * width))
+        start += length * width
+    return spans
+
+
+def _piece(span: Span, step: int, room: int) -> Span:
+    """What goes in one step; a part that is shorter than others has nothing left in the last."""
+    start, size = span
+    at = step * room
+    return start + at, max(min(size - at, room), 0)
+
+
+def _steps(spans: Sequence[Span], room: int) -> int:
+    """At least one, so that ranks meet."""
+    return max(-(-max(size for _, size in spans) // room), 1)
+
+
+def nothing(summed: torch.Tensor) -> None:
     """Sums are left as they are."""

@@ -20,7 +20,8 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,14 @@ from meshwright.comm.wire import say
 from meshwright.core.comm import Comm
 from meshwright.core.errors import RunError
 
-SLOTS = 4  # of each rank: one is filled, one summed, one read, and one is free for the next
-KINDS = FULL, SUMMED, READ = 0, 1, 2  # signals: my slot holds my parts, my slot holds a sum, I have read your slot
+SLOTS = 4  # of each rank: one is filled, one summed, one read, and one may still be read by others ([Note: slots])
+KINDS = FULL, SUMMED = 0, 1  # signals: my slot holds my parts, my slot holds a sum
 _PIECE, _MOST = 1 << 21, 1 << 26  # bytes of one rank's part of a slot, and of the whole window
 _LINE = 64  # bytes between semaphores, so that no two share a line of the cache
-_SPINS, _SLICE_S = 60, 0.25  # looks before a rank sleeps; how long until it sees whether the other is still there
+_AWAKE_S, _SLICE_S = 300e-6, 0.25  # how long a rank looks before it sleeps; how long until it sees whether the other is still there
+_VIEWS = 4096  # kept
 _PIECE_UNIT = 4096
-_HELLO = 48  # bytes in which a rank says where it is
+_THERE, _NOT = b"\1", b"\0"  # whether a rank could open it
 
 
 class _Time(ctypes.Structure):
@@ -53,16 +55,18 @@ class Window:
         self._map = mmap.mmap(memory, window_bytes(self.size))
         weakref.finalize(self, os.close, memory)
         fcntl.lockf(memory, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, me)
-        self._libc: Any = ctypes.CDLL(None, use_errno=True)
+        self._libc: Any = _libc()
         self._held = ctypes.c_char.from_buffer(self._map)
-        whole = torch.frombuffer(self._map, dtype=torch.uint8)[_signal_bytes(self.size) :]
-        self._slots = [list(of_rank.split(self.piece * self.size)) for of_rank in whole.split(self.piece * self.size * SLOTS)]
+        self._start = ctypes.addressof(self._held)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._slots = _signal_bytes(self.size)  # where they begin
+        self.copy: Callable[[int, int, int], object] = self._libc.memcpy  # to an address from another, so many bytes; without Python's lock
         self.others = [(me + step) % self.size for step in range(1, self.size)]
         self._to = [[self._signal(kind, peer, me) for peer in self.others] for kind in KINDS]
         self._from = [[(peer, self._signal(kind, me, peer)) for peer in self.others] for kind in KINDS]
         self._broken = ""
         self._steps = 0
-        self._views: dict[tuple[int, torch.dtype], list[list[list[torch.Tensor]]]] = {}
+        self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     def begin(self, steps: int) -> int:
         """The number of the first of so many steps; all ranks count alike, from the first call on."""
@@ -70,12 +74,22 @@ class Window:
         self._steps += steps
         return first
 
-    def places(self, rank: int, step: int, room: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """The slot of a rank in a step, cut into places of `room` bytes."""
-        if (room, dtype) not in self._views:
-            numel = room // dtype.itemsize
-            self._views[room, dtype] = [[list(slot.view(dtype).split(numel)) for slot in of_rank] for of_rank in self._slots]
-        return self._views[room, dtype][rank][step % SLOTS]
+    def slot(self, rank: int, step: int) -> int:
+        """The address of a rank's slot in a step."""
+        return self._start + self._place(rank, step)
+
+    def view(self, rank: int, step: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A place in a rank's slot as a tensor. Tensors are kept: making one costs more than a small one's sum."""
+        at = self._place(rank, step) + offset
+        found = self._views.get((at, numel, dtype))
+        if found is None:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            found = self._views[at, numel, dtype] = self._bytes[at : at + numel * dtype.itemsize].view(dtype)
+        return found
+
+    def _place(self, rank: int, step: int) -> int:
+        return self._slots + (rank * SLOTS + step % SLOTS) * self.piece * self.size
 
     def prepare(self) -> None:
         """By the rank that made it, before others look."""
@@ -83,25 +97,29 @@ class Window:
             for to in range(self.size):
                 for sender in range(self.size):
                     if self._libc.sem_init(self._signal(kind, to, sender), 1, 0):
-                        raise OSError(ctypes.get_errno(), "sem_init")
+                        raise OSError("it has no semaphores between processes")
 
     def tell(self, kind: int) -> None:
         """Every other rank."""
+        post = self._libc.sem_post
         for signal in self._to[kind]:
-            self._libc.sem_post(signal)
+            post(signal)
 
     def hear(self, kind: int, what: str) -> None:
         """Every other rank."""
-        for peer, signal in self._from[kind]:
-            self._wait(peer, signal, what)
-
-    def _wait(self, peer: int, signal: Any, what: str) -> None:
-        """A moment awake, in which whoever needs the core may have it; then asleep."""
         trywait = self._libc.sem_trywait
-        for _ in range(_SPINS):
+        for peer, signal in self._from[kind]:
+            if trywait(signal):
+                self._wait(peer, signal, what)
+
+    def _wait(self, peer: int, signal: int, what: str) -> None:
+        """A moment awake, in which whoever needs the core may have it; then asleep."""
+        trywait, give, now = self._libc.sem_trywait, os.sched_yield, time.monotonic
+        end_s = now() + _AWAKE_S
+        while now() < end_s:
+            give()
             if not trywait(signal):
                 return
-            os.sched_yield()
         until = time.monotonic() + self._timeout_s
         while not self._broken:
             gone = self._gone(peer)  # before we look: what it sent before it ended still counts
@@ -122,8 +140,20 @@ class Window:
         fcntl.lockf(self._memory, fcntl.LOCK_UN, 1, peer)
         return True
 
-    def _signal(self, kind: int, to: int, sender: int) -> Any:
-        return ctypes.c_void_p(ctypes.addressof(self._held) + ((kind * self.size + to) * self.size + sender) * _LINE)
+    def _signal(self, kind: int, to: int, sender: int) -> int:
+        return self._start + ((kind * self.size + to) * self.size + sender) * _LINE
+
+
+@cache
+def _libc() -> Any:
+    """With the types of what is called, so that numbers are handed over as they are."""
+    libc: Any = ctypes.CDLL(None)
+    address, count = ctypes.c_void_p, ctypes.c_size_t
+    libc.memcpy.argtypes, libc.memcpy.restype = (address, address, count), None
+    libc.sem_init.argtypes = (address, ctypes.c_int, ctypes.c_uint)
+    libc.sem_post.argtypes = libc.sem_trywait.argtypes = (address,)
+    libc.sem_timedwait.argtypes = (address, address)
+    return libc
 
 
 def piece_bytes(ranks: int) -> int:
@@ -142,26 +172,32 @@ def _signal_bytes(ranks: int) -> int:
 
 def open_window(comm: Comm, members: Sequence[int], timeout_s: float) -> Window | None:
     """The window of a group, `members` being its ranks in the world; None where they cannot share memory, which is said. Collective."""
+
+    def gather(word: bytes) -> list[bytes]:
+        every = torch.zeros(comm.size * len(word), dtype=torch.uint8)
+        comm.all_gather(every, torch.frombuffer(bytearray(word), dtype=torch.uint8), "window").wait()
+        return [bytes(one.tolist()) for one in every.split(len(word))]
+
+    window, why = window_among(gather, comm.rank, members, timeout_s)
+    if why:
+        say("the node", f"memory that ranks {', '.join(map(str, members))} share ({why})", "their calls go by messages", 0)
+    return window
+
+
+def window_among(gather: Callable[[bytes], list[bytes]], me: int, members: Sequence[int], timeout_s: float) -> tuple[Window | None, str]:
+    """The same, and a reason where there is none and this rank knows it. `gather` gives everybody's word to all, in their order."""
     memory, mine = -1, ""
-    if comm.rank == 0:
-        memory, mine = make_memory(comm.size)
-    hello = _hello(memory, bool(mine))
-    every = torch.zeros(comm.size * _HELLO, dtype=torch.uint8)
-    comm.all_gather(every, torch.frombuffer(bytearray(hello), dtype=torch.uint8), "window").wait()
-    words = [bytes(word.tolist()) for word in every.split(_HELLO)]
+    if me == 0:
+        memory, mine = make_memory(len(members))
+    words = gather(_hello(memory, bool(mine)))
     pid, fd = (int.from_bytes(words[0][at : at + 8], "little") for at in (32, 40))
     window: Window | None = None
     if len({word[:32] for word in words}) > 1:
-        mine = "they are on several nodes" if comm.rank == 0 else ""
+        mine = "they are on several nodes" if me == 0 else ""
     elif fd and not mine:
-        window, mine = _opened(memory, f"/proc/{pid}/fd/{fd}", members, comm.rank, timeout_s)
-    failed = torch.tensor([float(window is None)])
-    comm.all_reduce(failed, "window", "max").wait()
-    if failed.item():
-        if mine:
-            say("the node", f"memory that ranks {', '.join(map(str, members))} share ({mine})", "their calls go by messages", 0)
-        return None
-    return window
+        window, mine = _opened(memory, f"/proc/{pid}/fd/{fd}", members, me, timeout_s)
+    there = all(word == _THERE for word in gather(_THERE if window is not None else _NOT))
+    return (window, "") if there else (None, mine)
 
 
 def make_memory(ranks: int) -> tuple[int, str]:

@@ -24,6 +24,17 @@ def interpolate(points: Points, size: float) -> float:
     return math.exp(math.log(y0) * (1 - weight) + math.log(y1) * weight)
 
 
+def rising(points: Points) -> Points:
+    """Seconds by size, so that no call takes less than a smaller one: where the measured ones say so, both are disturbed, and their mean is taken."""
+    pools: list[list[float]] = []
+    for _, seconds in points:
+        pools.append([seconds])
+        while len(pools) > 1 and sum(pools[-2]) / len(pools[-2]) > sum(pools[-1]) / len(pools[-1]):
+            pools[-2:] = [pools[-2] + pools[-1]]
+    means = [sum(pool) / len(pool) for pool in pools for _ in pool]
+    return tuple((size, mean) for (size, _), mean in zip(points, means, strict=True))
+
+
 def no_slower(points: Points) -> Points:
     """Rates by the size of a call, so that none takes longer than a larger one: a point that says so was disturbed, or lies beyond a fit."""
     least, found = math.inf, []
@@ -66,6 +77,7 @@ class Rates:
     crowding: float = 1.0  # ranks at work for each core that they have: all others are of a rank that has its core to itself
     members: tuple[int, ...] = ()  # where ranks of one kind were found unlike: those that this is about
     fixed: Mapping[str, float] = field(default_factory=dict)  # seconds however small the work: "tensor" (of an optimizer's step), …
+    busy: Mapping[str, Points] = field(default_factory=dict)  # like `curves`: how long a rank's call keeps a core, which its computation lacks
 
     def measured(self, name: str, sent: float) -> float | None:
         """Seconds of one call: between measured sizes along them, beyond them along the line. None where no size was measured by itself."""
@@ -74,6 +86,14 @@ class Rates:
             return None
         last, seconds = points[-1]
         return seconds + (sent - last) / self.collectives[name].bytes_per_s if sent > last else interpolate(points, sent)
+
+    def at_work(self, name: str, sent: float) -> float | None:
+        """Seconds for which one call keeps a core; None where that was not measured."""
+        points = self.busy.get(name)
+        if not points:
+            return None
+        last, seconds = points[-1]
+        return seconds * sent / last if sent > last else interpolate(points, sent)
 
     def compute_rate(self, kind: str, precision: str, flops: float) -> float:
         """Flop/s of one call of this size; 0 when nothing like it was measured (then memory decides)."""

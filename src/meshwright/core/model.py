@@ -9,7 +9,7 @@ from typing import Literal
 
 from meshwright.core.memo import Memo
 
-# "special" is element-wise work with exponentials (GELU, softmax): slower than memory on CPUs. Its `flops` counts elements.
+# "special" is element-wise work with exponentials (GELU, softmax), and pooling: slower than memory on CPUs. Its `flops` counts elements.
 # "batched" is many small products in one call; "conv2" and "conv3" are convolutions over images and over volumes. "causal" is attention to what
 # came before: its `flops` counts every pair of positions, as counters do, and half of them are computed.
 KernelKind = Literal["matmul", "batched", "conv", "conv2", "conv3", "attention", "causal", "special", "memory"]

@@ -115,6 +115,21 @@ class TensorPolicy:
     rewrites: tuple[Rewrite, ...] = ()
     whole: Mapping[str, str] = field(default_factory=dict)  # parameter → why it is not cut
 
+    def lengths(self, place: int, ways: int) -> Mapping[str, Mapping[int, int]]:
+        """By parameter and dim: how long one of so many ranks' piece is."""
+        if (place, ways) not in self._lengths:
+            found = self._lengths[place, ways] = {}
+            for strand in self.strands:
+                _, count = strand.piece(place, ways)
+                for cut in strand.cuts:
+                    found.setdefault(cut.parameter, {})[cut.dim] = cut.outer * count * cut.inner
+        return self._lengths[place, ways]
+
+    @cached_property
+    def _lengths(self) -> dict[tuple[int, int], dict[str, dict[int, int]]]:
+        """As they were asked for."""
+        return {}
+
     @cached_property
     def sequence(self) -> bool:
         """Do ranks share positions outside of cut parts?"""

@@ -19,6 +19,7 @@ class ActionCost:
         self._price = ComputeCost(rates, plan.memory.precision, plan.compile != "none", frozenset(plan.memory.units))
         self._crowding = rates.crowding
         self._flat = plan.memory.zero in (1, 2) and plan.mesh.group_size("data") > 1  # the optimizer steps a slice of each bucket
+        self._parts = plan.schedule == "zero_bubble" and plan.mesh.pp > 1
         self._memo: dict[tuple[int, str, bool], float] = {}
 
     def seconds(self, profile: ModelProfile, action: Action) -> float:
@@ -26,7 +27,7 @@ class ActionCost:
         if action.op != "optimizer":
             layer = profile.layers[action.layer]
             more = self._price.again(layer, action.cheap) if action.name.startswith("recompute/") else 0.0
-            more += self._gradients(layer) if action.op == "backward" else 0.0
+            more += self._gradients(layer) + (self._price.parted(layer) if self._parts else 0.0) if action.op == "backward" else 0.0
             return self._crowding * (self._price.layer(layer, action.op, self._memo, action.cheap, profile.batch == 1) + more)
         item = profile.tensors[0].itemsize if profile.tensors else 4
         trained = sum(t.numel for t in profile.tensors if t.trainable)

@@ -30,7 +30,7 @@ def classes(plan: Plan, cluster: Cluster, calibration: Calibration) -> list[Clas
     """`cluster` is as the plan's ranks are seated on it."""
     mesh, world = plan.mesh, plan.world
     few = min(world, len(cluster.devices))
-    names = labels(cluster, calibration, few) or tuple(map(kind_of, plan.places))
+    names = kinds(plan, cluster, calibration)
     large = sizes(cluster, few)
     if len(set(names)) <= 1 and not large and not plan.balance.states:
         return [Class(names[0] if names else "", range(world), plan.largest_share, range(mesh.pp))]
@@ -43,6 +43,11 @@ def classes(plan: Plan, cluster: Cluster, calibration: Calibration) -> list[Clas
         Class(str(key[0]), ranks, int(key[2]), sorted({mesh.coordinate(r, "pp") for r in ranks}), mesh.coordinate(ranks[0], "shard"))  # type: ignore[index]
         for key, ranks in found.items()
     ]
+
+
+def kinds(plan: Plan, cluster: Cluster, calibration: Calibration) -> tuple[str, ...]:
+    """By rank, as far as there are devices, under which name the calibration has its rates; empty where it has one name for all."""
+    return labels(cluster, calibration, min(plan.world, len(cluster.devices))) or tuple(map(kind_of, plan.places))
 
 
 def capacity(cluster: Cluster, plan: Plan, of: Class) -> int:

@@ -29,15 +29,29 @@ def collective_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rate
     return _called(action, plan, cluster, rates, group) + (rates.fixed.get("meeting", 0.0) if action.axis in ("tp", *GRID) else 0.0)
 
 
+def stolen_seconds(action: Action, plan: Plan, rates: Rates, seconds: float) -> float:
+    """What a call beside computation takes from it: for as long as it keeps a core that ranks share, where that was measured; else the part of
+    it that is not hidden."""
+    if "gradients" not in plan.sync.overlap:
+        return seconds
+    sent, taken, names = _taken(action, plan, rates)
+    kept = next((found for name in names if (found := rates.at_work(f"{taken}/{name}", sent)) is not None), None)
+    return seconds * (1.0 - rates.overlap) if kept is None else min(seconds, rates.crowding * kept)
+
+
 def _called(action: Action, plan: Plan, cluster: Cluster, rates: Rates, group: int) -> float:
     link = between(cluster, action, plan.mesh)
-    sent = sent_bytes(action, plan) * stretch(action, plan)
-    routes = plan.sync.routes if action.axis != "pp" else ()  # stages meet by the plan's backend
-    taken = way(routes, action.op, sent, plan.backend)
-    found = rates.measured(f"{taken}/{action.op}/{group}", sent)
-    if found is None and (rates.ranks == group or action.op == "send"):
-        found = rates.measured(f"{taken}/{action.op}", sent)
+    sent, taken, names = _taken(action, plan, rates)
+    found = next((found for name in names if (found := rates.measured(f"{taken}/{name}", sent)) is not None), None)
     return line_of(action.op, group, taken, rates, link).seconds(sent) if found is None else found
+
+
+def _taken(action: Action, plan: Plan, rates: Rates) -> tuple[float, str, list[str]]:
+    """What a rank sends, by which way, and under which names that was measured, the nearest first."""
+    group, sent = action.ranks(plan.mesh), sent_bytes(action, plan) * stretch(action, plan)
+    routes = plan.sync.routes if action.axis != "pp" else ()  # stages meet by the plan's backend
+    anyhow = [action.op] if rates.ranks == group or action.op == "send" else []
+    return sent, way(routes, action.op, sent, plan.backend), [f"{action.op}/{group}", *anyhow]
 
 
 def stretch(action: Action, plan: Plan) -> float:

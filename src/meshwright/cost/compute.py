@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from meshwright.core.calibration import Rates, interpolate
 from meshwright.core.model import DEAR_KINDS, Kernel, LayerProfile, ModelProfile
@@ -42,7 +43,7 @@ class ComputeCost:
         if key not in memo:
             precision = "bf16" if self.precision == "fp8" and layer.name not in self.units else self.precision
             kernels = [k for k in layer.kernels if k.phase == phase and not (cheap and k.kind in DEAR_KINDS)]
-            memo[key] = max(sum(self._kernel(k, precision, alone) for k in kernels), self._host(kernels))
+            memo[key] = max(sum(self._kernel(k, precision, alone, convolved(layer, k)) for k in kernels), self._host(kernels))
         return memo[key]
 
     def _host(self, kernels: list[Kernel]) -> float:
@@ -55,12 +56,18 @@ class ComputeCost:
         each = self.rates.fixed.get("selective" if cheap else "full", 0.0)
         return each * sum(k.count for k in layer.kernels if k.phase == "forward") if each else 0.0
 
-    def _kernel(self, kernel: Kernel, precision: str, alone: bool = False) -> float:
+    def parted(self, layer: LayerProfile) -> float:
+        """What it adds to a backward that gradients of weights are made apart from those of inputs."""
+        each = self.rates.fixed.get("split", 0.0)
+        return each * sum(k.count for k in layer.kernels if k.phase == "forward") if each else 0.0
+
+    def _kernel(self, kernel: Kernel, precision: str, alone: bool = False, conv: Convolved | None = None) -> float:
         fused = self.compiled and kernel.kind in ("memory", "special")
         arithmetic = 0.0
         if kernel.flops:
-            rate = self._rate(kernel, precision, alone)
-            arithmetic = kernel.flops / rate if rate else 0.0
+            rate = self._rate(kernel, precision, alone, conv)
+            set_up = self.rates.fixed.get(conv.name, 0.0) if conv and not alone else 0.0
+            arithmetic = kernel.flops / rate + set_up if rate else 0.0
         bandwidth = interpolate(self.rates.memory, max(kernel.bytes, 1.0))
         traffic = kernel.bytes * (FUSED_BYTES if fused else 1.0) / bandwidth if bandwidth else 0.0
         if precision == "fp8" and kernel.kind == "matmul" and bandwidth:
@@ -68,17 +75,19 @@ class ComputeCost:
         call = self.rates.call_s * (FUSED_CALLS if fused else 1.0)
         return kernel.count * (max(arithmetic, traffic, call) if self.rates.queued else max(arithmetic, traffic) + call)
 
-    def _rate(self, kernel: Kernel, precision: str, alone: bool) -> float:
-        """FLOP/s of one call: of convolutions and many small products by what they compute for each byte, where that was measured so
-        (see `by_reuse` in the probe); of others by their size."""
+    def _rate(self, kernel: Kernel, precision: str, alone: bool, conv: Convolved | None) -> float:
+        """FLOP/s of one call: of convolutions by the channels that they make, of many small products by what they compute for each byte, where
+        that was measured so (see `convolutions` and `products` in the probe); of others by their size."""
         kind = _LIKE.get(kernel.kind, kernel.kind)
+        if conv and (measured := self.rates.compute.get(f"{conv.name}-channels{'-alone' * alone}/{precision}")):
+            return interpolate(measured, conv.channels)
         if kind != kernel.kind:
             names = [f"{kernel.kind}-{kernel.phase}-alone"] * alone + [f"{kernel.kind}-{kernel.phase}", kernel.kind]
             measured = next((found for name in names if (found := self.rates.compute.get(f"{name}/{precision}"))), None)
             if measured:
                 return interpolate(measured, kernel.flops / max(kernel.bytes, 1.0))
         if kind == "causal":
-            return 2 * self._rate(replace(kernel, kind="attention", flops=kernel.flops / 2), precision, alone)
+            return 2 * self._rate(replace(kernel, kind="attention", flops=kernel.flops / 2), precision, alone, None)
         apart = kind == "special" or (kind == "attention" and kernel.phase == "backward")
         return self.rates.compute_rate(f"{kind}-{kernel.phase}" if apart else kind, precision, kernel.flops)
 
@@ -104,6 +113,24 @@ class ComputeCost:
             return elements / rate * (moves / _ADAM_MOVES) * (itemsize / 4) + fixed
         bandwidth = interpolate(self.rates.memory, max(moved, 1.0))
         return moved / bandwidth if bandwidth else 0.0
+
+
+class Convolved(NamedTuple):
+    """A convolution: what is computed, and how many channels it makes."""
+
+    name: str  # like conv2-forward, conv3-backward, or conv3-weights: gradients of weights alone
+    channels: float
+
+
+def convolved(layer: LayerProfile, kernel: Kernel) -> Convolved | None:
+    """What a kernel of a rank's layer does if it is a convolution of known shape: with as many channels as the layer's make on average."""
+    dims = {"conv2": 4, "conv3": 5}.get(kernel.kind)
+    found = [t.shape[0] for t in layer.tensors if len(t.shape) == dims] if dims else []
+    if not found:
+        return None
+    whole = max((k.flops for k in layer.kernels if k.kind == kernel.kind and k.phase == "forward"), default=0.0)
+    part = "weights" if kernel.phase == "backward" and kernel.flops <= 1.01 * whole else kernel.phase
+    return Convolved(f"{kernel.kind}-{part}", sum(found) / len(found))
 
 
 def model_flops(profile: ModelProfile) -> float:

@@ -17,7 +17,7 @@ from meshwright.core.workload import Workload
 from meshwright.cost.actions import ActionCost
 from meshwright.cost.alike import alike
 from meshwright.cost.classes import Class, capacity, classes
-from meshwright.cost.collective import collective_seconds, message_seconds, sent_bytes
+from meshwright.cost.collective import collective_seconds, message_seconds, sent_bytes, stolen_seconds
 from meshwright.cost.compression import compression_seconds
 from meshwright.cost.compute import model_flops
 from meshwright.cost.crowding import crowded
@@ -292,22 +292,23 @@ def _run(
     clock = _Clock()
     clock.stall(compression_seconds(plan, local_profile(plan, profile, 0, pp_rank), rates))
     price = ActionCost(plan, workload.optimizer, rates, shard)
-    overlap = _overlap(plan, rates)
     actions = program(plan, profile, Place(pp=pp_rank, shard=shard), micro_batches=micro_batches)
     profile = local_profile(plan, profile, 0, pp_rank)
     turned = _Turned(plan, profile, pp_rank)
-    calls: dict[tuple[str, str, int, int, int | None], tuple[float, float]] = {}  # equal calls are priced once
+    calls: dict[tuple[str, str, int, int, int | None], tuple[float, float, float]] = {}  # equal calls are priced once
     for action in actions:
         start = max((clock.finished.get(w, 0.0) for w in action.waits), default=0.0)
         before = clock.compute
         if action.communicates:
             key = (action.op, action.axis, action.group, action.bytes, action.likely)
             if key not in calls:
-                calls[key] = collective_seconds(action, plan, cluster, rates), sent_bytes(action, plan)
+                seconds = collective_seconds(action, plan, cluster, rates)
+                stolen = seconds if action.axis in INSIDE else stolen_seconds(action, plan, rates, seconds)
+                calls[key] = seconds, sent_bytes(action, plan), stolen
             if action.op == "send" and action.axis == "pp":
                 clock.steal(turned.message(action, cluster, rates) * _stolen(plan, rates))
             else:
-                _communicate(clock, action, start, calls[key][0], 0.0 if action.axis in INSIDE else overlap)
+                _communicate(clock, action, start, calls[key][0], calls[key][2])
             clock.traffic += calls[key][1]
             turned.note(clock, action, clock.compute - before)
             continue
@@ -358,13 +359,13 @@ class _Turned:
         return "forward" if kind == "activations" else "backward", int(stage)
 
 
-def _communicate(clock: _Clock, action: Action, start: float, seconds: float, overlap: float) -> None:
+def _communicate(clock: _Clock, action: Action, start: float, seconds: float, stolen: float) -> None:
     if action.axis in INSIDE:  # another group's call: it does not queue behind what travels beside computation
         clock.stall(start)
         clock.finished[action.name] = clock.compute + seconds
-        clock.steal(seconds * (1.0 - overlap))
+        clock.steal(stolen)
         return
     begin = max(clock.network, clock.compute, start)
     clock.network = begin + seconds
     clock.finished[action.name] = clock.network
-    clock.steal(seconds * (1.0 - overlap))
+    clock.steal(stolen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ _SIZES = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 20
 _BYTES = {"cpu": (2**14, 2**17, 2**20, 2**23, 2**26), "cuda": (2**16, 2**20, 2**24, 2**28, 2**30)}
 _LENGTHS = {"cpu": (64, 256, 512), "cuda": (256, 1024, 4096)}
 _ELEMENTS = {"cpu": (2**14, 2**20), "cuda": (2**16, 2**20, 2**26)}
+_SAMPLES = (2, 6)  # of a convolution: they tell what a call takes from what a sample does
 _SLOW_S = 0.03  # a call that takes longer than this tells enough by itself; larger ones are left out
 
 
@@ -37,7 +39,7 @@ def compute_rates(device: torch.device, watch: Stopwatch) -> dict[str, Points]:
     found[f"attention/{low}"] = _curve(_LENGTHS[device.type], watch, partial(_attention, device=device, dtype=DTYPES[low], backward=False))
     if device.type == "cpu":
         found[f"attention-backward/{low}"] = _curve(_LENGTHS["cpu"], watch, partial(_attention, device=device, dtype=DTYPES[low], backward=True))
-        found |= by_reuse(watch)
+        found["batched/fp32"] = products(watch)
     for phase in ("forward", "backward"):
         found[f"special-{phase}/fp32"] = _curve(_ELEMENTS[device.type], watch, partial(_special, device=device, backward=phase == "backward"))
     return found
@@ -70,24 +72,42 @@ def _conv(channels: int, device: torch.device) -> tuple[float, Callable[[], obje
     return 2.0 * 8 * 16 * 16 * channels * channels * 9, lambda: F.conv2d(x, w, padding=1)
 
 
-def by_reuse(watch: Stopwatch) -> dict[str, Points]:
-    """FLOP/s on a CPU by FLOPs for each byte that goes in and out: of convolutions over images and volumes, which a CPU takes sample after
-    sample, and of products of many small matrices. What one of them is decides how well it does, and not how many there are."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for dims, edges in ((2, (32, 32, 16, 16, 8)), (3, (16, 16, 8, 8, 4))):
-        for channels, edge in zip((4, 8, 16, 32, 64), edges, strict=True):
-            for samples, mark in ((2, ""), (1, "-alone")):  # of one sample torch computes otherwise, in less than half the time
-                x, w = torch.randn(samples, channels, *[edge] * dims), torch.randn(channels, channels, *[3] * dims)
-                how: Any = ([1] * dims, [1] * dims, [1] * dims, False, [0] * dims, 1)
-                forward = partial(torch.ops.aten.convolution, x, w, None, *how)
-                backward = partial(torch.ops.aten.convolution_backward, x, x, w, [channels], *how, [True, True, True])
-                flops, one = 2.0 * x.numel() * channels * 3**dims, 4.0 * x.numel()
-                found.setdefault(f"conv{dims}-forward{mark}/fp32", []).append((flops / (2 * one), flops / watch(forward)))
-                found.setdefault(f"conv{dims}-backward{mark}/fp32", []).append((2 * flops / (3 * one), 2 * flops / watch(backward)))
+def products(watch: Stopwatch) -> Points:
+    """FLOP/s on a CPU of many small products, by FLOPs for each byte that goes in and out: what one of them is decides, and not how many."""
+    found = []
     for n in (4, 8, 16, 32, 64):
         x = torch.randn(64, n, n)
-        found.setdefault("batched/fp32", []).append((n / 6, 2.0 * 64 * n**3 / watch(partial(torch.bmm, x, x))))
-    return {key: tuple(sorted(points)) for key, points in found.items()}
+        found.append((n / 6, 2.0 * 64 * n**3 / watch(partial(torch.bmm, x, x))))
+    return tuple(found)
+
+
+def convolutions(watch: Stopwatch) -> tuple[dict[str, Points], dict[str, float]]:
+    """Convolutions over images and volumes on a CPU: FLOP/s by the channels that they make, which decide more than those that go in, and the
+    seconds that a call takes however few samples it has. One sample alone takes another way, which is often quicker; and gradients of weights
+    alone, as of a first layer, take more than half as long as all. Shapes are as in networks: what has few channels has many places."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    fixed: dict[str, list[float]] = {}
+    for dims, finest in ((2, 32), (3, 16)):
+        for made, given, edge in ((4, 4, finest), (8, 4, finest), (16, 4, finest), (32, 16, finest // 2), (64, 32, finest // 4)):
+            flops = 2.0 * edge**dims * given * made * 3**dims
+            make = partial(_convolution, given=given, made=made, edges=[edge] * dims)
+            for phase, passes in (("forward", 1), ("backward", 2), ("weights", 1)):
+                few, more = (watch(make(samples, phase=phase)) for samples in _SAMPLES)
+                each = max(more - few, 0.1 * more) / (_SAMPLES[1] - _SAMPLES[0])
+                found.setdefault(f"conv{dims}-{phase}-channels/fp32", []).append((made, passes * flops / each))
+                fixed.setdefault(f"conv{dims}-{phase}", []).append(max(few - _SAMPLES[0] * each, 0.0))
+                alone = watch(make(1, phase=phase))
+                found.setdefault(f"conv{dims}-{phase}-channels-alone/fp32", []).append((made, passes * flops / alone))
+    return {key: tuple(points) for key, points in found.items()}, {key: statistics.median(every) for key, every in fixed.items()}
+
+
+def _convolution(samples: int, given: int, made: int, edges: list[int], phase: str) -> Callable[[], object]:
+    ones = [1] * len(edges)
+    x, w, out = torch.randn(samples, given, *edges), torch.randn(made, given, *[3] * len(edges)), torch.randn(samples, made, *edges)
+    how: Any = (ones, ones, ones, False, [0] * len(edges), 1)
+    if phase == "forward":
+        return partial(torch.ops.aten.convolution, x, w, None, *how)
+    return partial(torch.ops.aten.convolution_backward, out, x, w, [made], *how, [phase == "backward", True, True])
 
 
 def _attention(length: int, device: torch.device, dtype: torch.dtype, backward: bool) -> tuple[float, Callable[[], object]]:
@@ -184,6 +204,23 @@ def recompute_seconds(watch: Stopwatch) -> dict[str, float]:
     full, some = watch(run), watch(lambda: run(context_fn=partial(create_selective_checkpoint_contexts, policy)))
     operations = 2 * 16
     return {"full": max((full - plain - forward) / operations, 0.0), "selective": max((some - plain - forward / 2) / operations, 0.0)}
+
+
+def split_seconds(watch: Stopwatch) -> float:
+    """What a pipeline that makes gradients of inputs first and those of weights later adds to each operation of a forward: torch looks through
+    the graph for what each needs, and runs it in pieces."""
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight  # takes a second where no rank runs
+
+    layers = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(8)))
+    x = torch.ones(8, 8, requires_grad=True)
+
+    def run() -> None:
+        out = layers(x)
+        _, groups = stage_backward_input([out], [torch.ones_like(out)], [x], layers.parameters())
+        stage_backward_weight(layers.parameters(), groups)
+
+    plain, parted = watch(lambda: layers(x).sum().backward()), watch(run)
+    return max((parted - plain) / (2 * 8), 0.0)
 
 
 def hook_seconds(watch: Stopwatch) -> float:

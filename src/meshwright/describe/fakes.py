@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -141,13 +142,16 @@ def _fake(tensor: torch.Tensor, precision: str, device: str) -> torch.Tensor:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """torch logs a traceback of its own when shapes do not match; ours says it in a line."""
+    """torch logs a traceback of its own when shapes do not match; ours says it in a line. It also warns that a norm is computed in two precisions,
+    which is what autocast asks for."""
     loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch._subclasses", "torch")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

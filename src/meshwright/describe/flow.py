@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.core.calls import sized_call
+from meshwright.core.collector import uncollected
 from meshwright.core.errors import RequestError
 from meshwright.core.strand import Call, Field, Flow, LayerKind, ModuleCall, Operation, Read, Value
 from meshwright.core.task import Batch, Loss, Task
@@ -30,6 +31,7 @@ _SAMPLES = 2
 _OPAQUE = "multi_head_attention_forward"  # composed in Python of calls that a function mode does not see; here where it cannot be done plainly
 
 
+@uncollected
 def trace_flow(task: Task, precision: str = "fp32", *, fold: bool = True) -> Flow:
     """The dataflow of a task's model, without allocating it. `fold`: of equal blocks only two are traced, and the others copied."""
     model, mode = built(task)

@@ -6,17 +6,19 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
-from meshwright.core.calibration import Line, Points
+from meshwright.core.calibration import Line, Points, rising
 from meshwright.core.comm import Comm, Messages, Pending
 from meshwright.core.schedule import wire_factor
 from meshwright.describe.stopwatch import Stopwatch
 
 _MESSAGES = {"cpu": (2**12, 2**17, 2**20, 2**22, 2**24), "cuda": (2**12, 2**18, 2**22, 2**26, 2**28)}
-_CALLS = 8  # of one operation and size
-_LONG = 2**22  # bytes from which on half as many calls tell as much
+_CALLS = 12  # of one operation and size
+_LONG = 2**22  # bytes from which on a third as many calls tell as much
+_LAYERS, _WIDTH, _CHAINS = 6, 64, 4  # of the chain in which ranks meet; how often it is run
 _WORK_S = 0.001  # between two of them: ranks of a step come to a call from some work, and not all at once
 _CROWD_S = 0.1  # of work, while all ranks are at it
 
@@ -36,17 +38,60 @@ def crowding_of(comm: Comm, watch: Stopwatch) -> float:
     return max(statistics.median(found), 1.0)
 
 
-def meeting_seconds(comm: Comm, pair: Comm | None, device: torch.device, backend: str, kind: str) -> dict[str, Points]:
-    """Every operation among all ranks by what a rank must send; among the two of each pair, and messages between them, while all pairs are at it."""
+def meeting_seconds(comm: Comm, pair: Comm | None, device: torch.device, backend: str, kind: str) -> tuple[dict[str, Points], dict[str, Points]]:
+    """Every operation among all ranks by what a rank must send; among the two of each pair, and messages between them, while all pairs are at it:
+    how long it takes, and how long it keeps a core."""
     found = {f"{backend}/{op}": points for op, points in _collectives(comm, device, kind).items()}
     if pair is not None and pair.size == 2:
         if comm.size > 2:
             found |= {f"{backend}/{op}/2": points for op, points in _collectives(pair, device, kind).items()}
         found[f"{backend}/send"] = _messages(pair, device, kind)
-    return found
+    takes, keeps = ({name: rising(tuple((p[0], p[at]) for p in points)) for name, points in found.items()} for at in (1, 2))
+    return takes, keeps if device.type == "cpu" else {}
 
 
-def _collectives(comm: Comm, device: torch.device, kind: str) -> dict[str, Points]:
+class _Meet(torch.autograd.Function):
+    """Where tensor-parallel ranks sum up what they have, in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, meet: Callable[[torch.Tensor], object]) -> torch.Tensor:
+        ctx.meet = meet
+        whole = x.clone()
+        meet(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        whole = grads[0].clone()
+        ctx.meet(whole)
+        return whole, None
+
+
+def meeting_extra(comm: Comm) -> float:
+    """What a meeting inside a layer takes beyond the bare call: ranks come to it through autograd, each at its own pace."""
+    weights = [torch.randn(_WIDTH, _WIDTH).div_(_WIDTH).requires_grad_() for _ in range(_LAYERS)]
+    given = torch.randn(8 * _WIDTH, _WIDTH)
+
+    def chain(meet: Callable[[torch.Tensor], object]) -> float:
+        x = given
+        begun = time.perf_counter()
+        for weight in weights:
+            x = _Meet.apply(torch.mm(x, weight).tanh(), meet)
+        x.sum().backward()
+        return time.perf_counter() - begun
+
+    with_calls, plain, bare = [], [], []
+    for _ in range(_CHAINS):
+        comm.barrier()
+        plain.append(chain(lambda _: None))
+        comm.barrier()
+        with_calls.append(chain(lambda whole: comm.all_reduce(whole, "probe").wait()))
+        bare.append(_between_work(lambda: comm.all_reduce(given.clone(), "probe"), torch.device("cpu"), _LONG)[0])
+    each = (statistics.fmean(with_calls) - statistics.fmean(plain)) / (2 * _LAYERS)
+    return max(each - statistics.fmean(bare), 0.0)
+
+
+def _collectives(comm: Comm, device: torch.device, kind: str) -> dict[str, list[tuple[float, float, float]]]:
     found = {}
     for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
         points = []
@@ -54,30 +99,31 @@ def _collectives(comm: Comm, device: torch.device, kind: str) -> dict[str, Point
             whole = torch.ones(size // 4 // comm.size * comm.size, device=device)
             part = torch.ones(whole.numel() // comm.size, device=device)
             call = partial(_collective, comm, op, whole, part)
-            points.append((size * wire_factor(op, comm.size), _between_work(call, device, size)))
-        found[op] = tuple(points)
+            points.append((size * wire_factor(op, comm.size), *_between_work(call, device, size)))
+        found[op] = points
     return found
 
 
-def _between_work(call: Callable[[], Pending], device: torch.device, size: int) -> float:
-    """Seconds of a call that ranks come to from some work, as in a step: the mean, with what they wait for each other. The same number of calls
-    on every rank, or they would wait for each other for ever."""
+def _between_work(call: Callable[[], Pending], device: torch.device, size: int) -> tuple[float, float]:
+    """Seconds of a call that ranks come to from some work, as in a step: the mean, with what they wait for each other; and for how long a rank's
+    process was at work in it. The same number of calls on every rank, or they would wait for each other for ever."""
     a = torch.randn(64, 64, device=device)
-    calls = _CALLS if size < _LONG else _CALLS // 2
-    total = 0.0
+    calls = _CALLS if size < _LONG else _CALLS // 3
+    total, kept = 0.0, 0.0
     for number in range(calls + 2):
         begun = time.thread_time()
         while device.type == "cpu" and time.thread_time() - begun < _WORK_S:
             torch.mm(a, a)
-        begun = time.perf_counter()
+        begun, worked = time.perf_counter(), time.process_time()
         call().wait()
         if device.type == "cuda":
             torch.cuda.synchronize()
         total += time.perf_counter() - begun if number > 1 else 0.0
-    return total / calls
+        kept += time.process_time() - worked if number > 1 else 0.0
+    return total / calls, kept / calls
 
 
-def _messages(pair: Comm, device: torch.device, kind: str) -> Points:
+def _messages(pair: Comm, device: torch.device, kind: str) -> list[tuple[float, float, float]]:
     """There and back: half of it is a message."""
     points = []
     for size in _MESSAGES[kind]:
@@ -88,8 +134,9 @@ def _messages(pair: Comm, device: torch.device, kind: str) -> Points:
             pair.exchange(message if sends else [], [] if sends else message, "probe").wait()
             return pair.exchange([] if sends else message, message if sends else [], "probe")
 
-        points.append((float(size), _between_work(there_and_back, device, size) / 2))
-    return tuple(points)
+        seconds, kept = _between_work(there_and_back, device, size)
+        points.append((float(size), seconds / 2, kept / 2))
+    return points
 
 
 def _collective(comm: Comm, op: str, whole: torch.Tensor, part: torch.Tensor) -> Pending:

@@ -30,7 +30,8 @@ def kind_of(operation: str, flops: float, dims: int = 0) -> KernelKind:
         if "conv" in operation:
             return "conv3" if dims == 5 else "conv2" if dims == 4 else "conv"
         return "attention" if "attention" in operation else "batched" if "bmm" in operation else "matmul"
-    return "special" if any(word in operation for word in _SPECIAL) else "memory"
+    pools = "pool" in operation and "backward" not in operation  # looks at every window by itself
+    return "special" if pools or any(word in operation for word in _SPECIAL) else "memory"
 
 
 def is_dear(func: Any) -> bool:

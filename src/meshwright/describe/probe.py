@@ -14,13 +14,19 @@ import torch.nn.functional as F
 
 from meshwright.core.calibration import Points, Rates, no_slower
 from meshwright.core.comm import Comm
-from meshwright.describe.arithmetic import bandwidth, call_seconds, compute_rates, hook_seconds, optimizer_rates, recompute_seconds
-from meshwright.describe.meetings import crowding_of, fit_line, meeting_seconds, overlap_share
+from meshwright.describe.arithmetic import (
+    bandwidth,
+    call_seconds,
+    compute_rates,
+    convolutions,
+    hook_seconds,
+    optimizer_rates,
+    recompute_seconds,
+    split_seconds,
+)
+from meshwright.describe.meetings import crowding_of, fit_line, meeting_extra, meeting_seconds, overlap_share
 from meshwright.describe.stopwatch import Stopwatch
 
-# Calls are measured with nothing around them. What hooks and unlike paces add to a meeting of tensor-parallel ranks inside a layer, on CPUs: the
-# residual of such plans in the grids of bench/regret.py, a call, on two machines (docs/log.md).
-MEETING_S = 0.5e-3
 _GIVES_BACK_S = 0.15  # torch's own allocator on some CPUs (mimalloc) gives back what has been free for 0.1 s, when it is next asked for some
 
 
@@ -35,21 +41,26 @@ def measure(
     comm.barrier()
     say("arithmetic")
     measured = compute_rates(device, watch)
+    fixed: dict[str, float] = {}
+    if device.type == "cpu":
+        convolved, fixed = convolutions(Stopwatch(device, watch.budget_s / 4, threads))
+        measured |= convolved
     compute = {name: no_slower(points) if name.startswith(("matmul/", "attention")) else points for name, points in measured.items()}
     comm.barrier()
     say("memory bandwidth")
     call_s = call_seconds(device, watch)
     memory = bandwidth(device, watch)
-    fixed: dict[str, float] = {}
     if device.type == "cpu":
-        compute["optimizer/fp32"], fixed = optimizer_rates(watch)
-        fixed |= recompute_seconds(watch) | {"hook": hook_seconds(watch), "meeting": MEETING_S}
+        compute["optimizer/fp32"], steps = optimizer_rates(watch)
+        fixed |= steps | recompute_seconds(watch) | {"hook": hook_seconds(watch), "split": split_seconds(watch)}
     crowding = crowding_of(comm, watch)
     curves: dict[str, Points] = {}
+    busy: dict[str, Points] = {}
     overlap = 0.0
     if comm.size > 1:
         say("collectives")
-        curves = meeting_seconds(comm, pair, device, backend, sizes)
+        curves, busy = meeting_seconds(comm, pair, device, backend, sizes)
+        fixed |= {"meeting": meeting_extra(comm)} if device.type == "cpu" else {}
         overlap = overlap_share(comm, device, sizes)
     lines = {name: fit_line(list(points)) for name, points in curves.items()}
     comm.barrier()
@@ -58,7 +69,7 @@ def measure(
     base = _settled(device, held)
     queued = device.type == "cuda"
     return Rates(
-        comm.size, threads, compute, memory, call_s, lines, overlap, base, kind, queued, host, curves, crowding=crowding, fixed=fixed
+        comm.size, threads, compute, memory, call_s, lines, overlap, base, kind, queued, host, curves, crowding=crowding, fixed=fixed, busy=busy
     )  # fmt: skip
 
 
@@ -90,6 +101,7 @@ def slowest(all_rates: list[Rates]) -> Rates:
         curves,
         crowding=statistics.harmonic_mean([r.crowding for r in all_rates]),  # what they had of the cores together
         fixed={key: max(r.fixed[key] for r in all_rates) for key in first.fixed},
+        busy={name: _mean_points([r.busy[name] for r in all_rates]) for name in first.busy if all(name in r.busy for r in all_rates)},
     )
 
 

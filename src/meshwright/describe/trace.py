@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
+from meshwright.core.collector import uncollected
 from meshwright.core.errors import RequestError
 from meshwright.core.model import Kernel, KernelKind, LayerProfile, ModelProfile, Phase, TensorSpec
 from meshwright.core.task import Batch, Loss, Task
@@ -55,6 +56,7 @@ class _Tally:
     overwrites: bool = False
 
 
+@uncollected
 def trace_task(task: Task, *, precision: str = "fp32", attention: str = "flash", device: str = "cpu") -> ModelProfile:
     """Profile a task's model without allocating it, as it would run on a kind of `device`."""
     model, mode = built(task)
@@ -62,6 +64,7 @@ def trace_task(task: Task, *, precision: str = "fp32", attention: str = "flash",
     return replace(profile, tokens_per_sample=task.tokens_per_sample)
 
 
+@uncollected
 def trace_module(
     model: nn.Module, loss: Loss, batch: Batch, *, name: str, precision: str = "fp32", attention: str = "flash", device: str = "cpu"
 ) -> ModelProfile:

@@ -10,39 +10,39 @@ from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster, Link, Node
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
+from meshwright.cost.classes import kinds
 from meshwright.cost.sheets import from_sheets
 from meshwright.describe.clusters import resolve
 from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.orchestrator import Orchestrator, Say
-from meshwright.simulate import Fabric, Ideal, Linked, Network
+from meshwright.simulate import Fabric, Habits, Ideal, Linked, Network
 
 _FREE = Link("ideal", 0.0, float("inf"))
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A cluster with its measurements or figures; `network(world)` is what so many ranks would meet on."""
+    """A cluster with its measurements or figures; `network(plan)` is what a plan's ranks would meet on."""
 
     cluster: Cluster
     calibration: Calibration
-    network: Callable[[int], Network]
+    network: Callable[[Plan], Network]
 
     def of(self, ranks: int) -> Machine:
-        """The same for so many ranks: the first of its devices, or, where there are fewer, more nodes like the first."""
+        """The same for so many ranks: the first of its devices, or, where there are fewer, the same nodes over again."""
         if ranks <= len(self.cluster.devices):
             return replace(self, cluster=self.cluster.take(ranks))
-        node = self.cluster.nodes[0]
         if self.cluster.name == "ideal":
-            return _ideal(node, ranks, self.calibration)
-        nodes = -(-ranks // len(node.devices))
-        grown = replace(self.cluster, nodes=tuple(replace(node, name=f"{node.name}-{i}") for i in range(nodes))).take(ranks)
-        return _from_figures(grown)
+            return _ideal(self.cluster.nodes[0], ranks, self.calibration)
+        rounds = -(-ranks // len(self.cluster.devices))
+        named = (replace(node, name=f"{node.name}-{number}") for number, node in enumerate(self.cluster.nodes * rounds))
+        return from_figures(replace(self.cluster, nodes=tuple(named)).take(ranks))
 
 
 def find_machine(text: str, config: RunConfig, environ: Mapping[str, str], say: Say) -> Machine:
     """`here`, `ideal[:N]`, a machine such as dgx-h100:16, or a cluster's file, `FILE:N` for N nodes like its first."""
     if text != "here" and text.partition(":")[0] != "ideal":
-        return _from_figures(resolve(text, environ))
+        return from_figures(resolve(text, environ))
     ideal = resolve(text, environ, ranks=asked_ranks(config)) if text != "here" else None
     alone = config.model_copy(update={"mesh": None, "nproc": None, "plan": "auto"}) if ideal is not None else config
     with Orchestrator(alone, environ, say) as orchestrator:
@@ -51,9 +51,9 @@ def find_machine(text: str, config: RunConfig, environ: Mapping[str, str], say: 
         return _ideal(here.nodes[0], len(ideal.devices), measured)
     cuda = here.devices[0].kind == "cuda"
 
-    def network(world: int) -> Network:
-        rates = measured.layout(world)
-        return Linked(here, rates, "nccl" if cuda else "gloo", duplex=cuda or len(here.nodes) > 1, steals=1.0 - rates.overlap)
+    def network(plan: Plan) -> Network:
+        seated, rates = here.seated(plan.seats), measured.layout(plan.world)
+        return Linked(seated, rates, "nccl" if cuda else "gloo", duplex=cuda or len(here.nodes) > 1, each=_habits(plan, seated, measured))
 
     return Machine(here, measured, network)
 
@@ -74,12 +74,20 @@ def _ideal(node: Node, ranks: int, measured: Calibration) -> Machine:
     return Machine(cluster, replace(measured, layouts=layouts), lambda _: Ideal())
 
 
-def _from_figures(cluster: Cluster) -> Machine:
+def from_figures(cluster: Cluster) -> Machine:
     figures = from_sheets(cluster)
     backend = "nccl" if cluster.devices[0].kind == "cuda" else "gloo"
 
-    def network(world: int) -> Network:
-        rates = figures.layout(world)
-        return Fabric.of(cluster, rates, backend=backend, steals=1.0 - rates.overlap)
+    def network(plan: Plan) -> Network:
+        seated = cluster.seated(plan.seats)
+        return Fabric.of(seated, figures.layout(plan.world), backend=backend, each=_habits(plan, seated, figures))
 
     return Machine(cluster, figures, network)
+
+
+def _habits(plan: Plan, seated: Cluster, known: Calibration) -> list[Habits]:
+    """By rank; one for all where they are of one kind."""
+    names = kinds(plan, seated, known)
+    rates = {name: known.layout(plan.world, name) for name in names or ("",)}
+    found = {name: Habits(of.queued, 1.0 - of.overlap) for name, of in rates.items()}
+    return [found[name] for name in names] if len(found) > 1 else list(found.values())

@@ -19,7 +19,7 @@ from meshwright.core.strand import Flow
 from meshwright.core.units import show_seconds
 from meshwright.core.workload import OPTIMIZER_STATES, Precision, Workload
 from meshwright.cost import estimate
-from meshwright.cost.actions import ActionCost
+from meshwright.cost.crews import priced_schedule
 from meshwright.describe.flow import trace_flow
 from meshwright.describe.trace import trace_task
 from meshwright.orchestrate.config import RunConfig, wishes_of
@@ -28,7 +28,6 @@ from meshwright.orchestrate.machines import Machine
 from meshwright.orchestrate.orchestrator import Say
 from meshwright.orchestrate.strategy import fill_cuts, needs_cuts
 from meshwright.plan import Ranking, rank_plans, too_big
-from meshwright.schedule.lower import lower
 from meshwright.simulate import Disturbances, Fabric, Network, Simulation, simulate
 from meshwright.simulate.breakdown import breakdown, by_kind
 
@@ -121,11 +120,10 @@ def run(subject: Subject, decided: Decided, disturbed: Disturbances, say: Say) -
     begun = time.perf_counter()
     plan, machine = decided.plan, decided.machine
     say(f"scheduling {plan.summary()}")
-    schedule = lower(
-        plan, subject.profile, ActionCost(plan, subject.config.optimizer, machine.calibration.layout(plan.world)), clip=subject.config.clip > 0
-    )
+    config = subject.config
+    schedule = priced_schedule(plan, subject.profile, config.optimizer, machine.cluster, machine.calibration, clip=config.clip > 0)
     count = sum(map(len, schedule.programs))
-    network = machine.network(plan.world)
+    network = machine.network(plan)
     _check(disturbed, schedule, network, count)
     say(f"simulating {plan.world:,} ranks, {len(schedule.programs)} of them different, {count:,} actions")
     calm = simulate(schedule, network)
@@ -183,9 +181,12 @@ def explained(done: Simulated) -> str:
         reasons.append("the closed form adds what ranks do besides to the end of their turns, the simulation walks through all of it")
     if len(machine.cluster.nodes) > 1 and machine.cluster.link != machine.cluster.nodes[0].link:
         reasons.append("the closed form prices every call at the slowest link, a simulated call crosses its own group's links and shares them")
+    if len(done.schedule.programs) > plan.mesh.pp:
+        reasons.append("the closed form's parts are those of the slowest rank, the simulation's are the mean of unlike ranks")
     parts = sorted(((name, simulated[name] - closed.get(name, 0.0)) for name in simulated), key=lambda part: -abs(part[1]))
     differ = ", ".join(f"{name} {'+' if by > 0 else '−'}{show_seconds(abs(by))}" for name, by in parts if abs(by) > 1e-3 * guess.step_s)
-    return f"Simulated minus closed form: {differ}. " + "; ".join(reasons).capitalize() + "." * bool(reasons)
+    because = "; ".join(reasons)
+    return f"Simulated minus closed form: {differ}." + (f" {because[0].upper()}{because[1:]}." if because else "")
 
 
 def lost_as_data(done: Simulated, disturbed: Disturbances) -> Mapping[str, Any] | None:

@@ -28,7 +28,7 @@ from meshwright.plan.partition import choose_units
 from meshwright.plan.space import Cutter, Wishes, default_compile, divisors, model_parallel
 
 _WORTH_AN_ORDER = 0.02  # relatively: predictions are not finer
-MANY = 512  # devices from which on the search is among the usual axes, in their usual order, and others are asked for by name: there is no time
+MANY = 512  # devices from which on grids and other orders of axes are weighed only where they are asked for: there is no time
 _WORTH_A_GRID = 0.05  # of the work: where a line's meetings take less, nothing is to be had from a better shape
 
 
@@ -38,6 +38,7 @@ class Axes:
     def __init__(self, cluster: Cluster, workload: Workload, wishes: Wishes, cutter: Cutter, bounds: Bounds) -> None:
         self._device, self._batch, self._wishes, self._cutter, self._bounds = cluster.devices[0].kind, workload.global_batch, wishes, cutter, bounds
         self._units, self._many = choose_units(cutter.profile), len(cluster.devices) > MANY
+        self._world = wishes.world or len(cluster.devices)
         self._refused: set[tuple[int, int, tuple[int, ...], bool]] = set()
         self._several = len(cluster.nodes) > 1
         self._ordered = cache(lambda mesh: tuple(orders(mesh, cluster)))
@@ -52,10 +53,11 @@ class Axes:
         """The same with lines of tensor-parallel ranks only."""
         every = model_parallel(world, self._wishes)
         plain = [mesh for mesh in every if mesh.pp <= most_stages and mesh.degree("tp") <= most_tensor]
-        if self._wishes.flow is None or self._wishes.sequence or self._many:
+        if self._wishes.flow is None or self._wishes.sequence:
             return plain
         owned = [*plain, *(found for mesh in plain for found in self._owners(mesh))]
-        return [*owned, *(found for mesh in owned for found in self._positions(mesh))]
+        shared = owned if world == self._world or not self._many else ()  # of many devices some would share positions only if all of them did
+        return [*owned, *(found for mesh in shared for found in self._positions(mesh))]
 
     def compiled(self, mesh: Mesh, cut: Plan | None = None) -> Compile:
         """As asked, or else as `make` has it."""
@@ -158,7 +160,9 @@ class Axes:
         yield from (found for cp in tried if self._cut(found := replace(mesh, dp=mesh.dp // cp, cp=cp)) is not None)
 
     def _until_it_fits(self, mesh: Mesh, ways: list[int]) -> Iterator[int]:
-        """Numbers of pieces up to the first in which a sample fits with all that may be computed again; none where it fits as it is."""
+        """Numbers of pieces up to the first in which a sample fits with all that may be computed again, and the next, for it was a bound that
+        fitted; none where it fits as it is."""
+        fitted = False
         for cp in (1, *ways):
             spread = replace(mesh, dp=1, shard=mesh.dp // cp, cp=cp)
             cut = self._cut(spread)
@@ -166,7 +170,11 @@ class Axes:
                 return
             if cp > 1:
                 yield cp
-            if self._bounds.fits(replace(self._at(spread, 3, 1), recompute=self._wishes.recompute or "full"), cut, self.compiled(spread, cut)):
+            if fitted:
+                return
+            how = replace(self._at(spread, 3, 1), recompute=self._wishes.recompute or "full")
+            fitted = self._bounds.fits(how, cut, self.compiled(spread, cut))
+            if fitted and cp == 1:
                 return
 
 

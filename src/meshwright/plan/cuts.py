@@ -18,7 +18,8 @@ def best_cuts(seconds: Sequence[Row], sizes: Sequence[Row], rooms: Sequence[floa
     need = [list(accumulate(row, initial=0.0)) for row in sizes]
 
     def piece(stage: int, start: int, end: int) -> float:
-        return time[stage][end] - time[stage][start] if need[stage][end] - need[stage][start] <= rooms[stage] else math.inf
+        fits = need[stage][end] - need[stage][start] <= rooms[stage] + 1e-12 * need[stage][-1]  # differences of sums are a little off
+        return time[stage][end] - time[stage][start] if fits else math.inf
 
     row: list[tuple[float, tuple[int, ...]]] = [(piece(0, 0, end), ()) for end in ends]
     for stage in range(1, len(seconds)):

@@ -44,11 +44,11 @@ def entries(reader: Reader, meet: Meets, chosen: set[int], gathered: set[str]) -
     met = _statistics(reader, chosen)
     edges: dict[int, set[int]] = {}
     partial: dict[str, None] = {}
-    sums: set[int] = set()  # values that are partial sums
+    sums: dict[int, int] = {}  # values that are partial sums, and along which strand
     for index, op in enumerate(reader.flow.operations):
         for strand in chosen.intersection(op.sums):
-            sums |= (reader.completion(index, strand) or (None, frozenset()))[1]
-        active = chosen & set().union(*(reader.carried[v] for v in (*op.inputs, *op.outputs))) or sums.intersection(op.inputs)
+            sums |= dict.fromkeys((reader.completion(index, strand) or (None, frozenset()))[1], strand)
+        active = chosen & set().union(*(reader.carried[v] for v in (*op.inputs, *op.outputs))) or sums.keys() & set(op.inputs)
         call = reader.layer_of.get(index)
         opened = call is not None and call.module in gathered and bool(op.sums)
         if not active and not opened:
@@ -64,7 +64,7 @@ def entries(reader: Reader, meet: Meets, chosen: set[int], gathered: set[str]) -
             else:
                 edges.setdefault(value, set()).add(index)
     lifted = _lift(reader, edges)
-    return [m for value, ops in sorted(lifted.items()) for m in _place(reader, meet, value, ops, chosen)], list(partial)
+    return [m for value, ops in sorted(lifted.items()) for m in _place(reader, meet, value, ops, chosen, sums)], list(partial)
 
 
 def _statistics(reader: Reader, chosen: set[int]) -> set[int]:
@@ -109,7 +109,7 @@ def _passes(reader: Reader, maker: int, ops: set[int]) -> bool:
     return all(reader.layer_of.get(maker) is reader.layer_of.get(i) for i in ops)
 
 
-def _place(reader: Reader, meet: Meets, value: int, ops: set[int], chosen: set[int]) -> list[Meet]:
+def _place(reader: Reader, meet: Meets, value: int, ops: set[int], chosen: set[int], sums: Mapping[int, int]) -> list[Meet]:
     """One meeting at the smallest module that is given the value and holds all its partial uses; else one at each layer."""
     calls = reader.doors(value)
     users = set(reader.consumers.get(value, []))
@@ -122,7 +122,7 @@ def _place(reader: Reader, meet: Meets, value: int, ops: set[int], chosen: set[i
         layer = next((m for m in calls if m.first <= index < m.last and {i for i in users if m.first <= i < m.last} <= ops), None)
         if layer is None:
             op = reader.op(index)
-            strands = chosen & set().union(*(reader.carried[v] for v in (*op.inputs, *op.outputs)))
+            strands = chosen & set().union(*(reader.carried[v] for v in (*op.inputs, *op.outputs))) or {sums[v] for v in op.inputs if v in sums}
             raise StandsInTheWayError(min(strands), f"a whole activation enters it inside {op.module or 'the loss'} ({op.name})")
         found[layer.first, layer.last] = layer
     outer = [m for m in found.values() if not any(o is not m and o.first <= m.first and m.last <= o.last for o in found.values())]

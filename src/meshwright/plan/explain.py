@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.core.calibration import Line, Rates
 from meshwright.core.cluster import Cluster, Link
+from meshwright.core.collector import uncollected
 from meshwright.core.errors import RequestError
 from meshwright.core.hybrid import places
 from meshwright.core.plan import Plan
@@ -32,6 +33,7 @@ _WHO = {"dp": "data ranks", "shard": "data ranks", "data": "data ranks", "replic
         "cp": "ranks that share positions", "ep": "owners"}  # fmt: skip
 
 
+@uncollected
 def explain(ranking: Ranking, retrace: Retrace | None = None) -> str:
     """A few sentences, one a line; where nothing fits, one that says what would help."""
     best = ranking.best

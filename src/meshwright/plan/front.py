@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.core.calibration import Calibration
@@ -23,8 +23,9 @@ from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Compile, PipelineSchedule, Plan
 from meshwright.core.workload import Workload
+from meshwright.plan.amounts import Choice, Layers
 from meshwright.plan.axes import Axes, bounds_for
-from meshwright.plan.bounds import Choice, Layers, Point, is_plain
+from meshwright.plan.bounds import Point, is_plain
 from meshwright.plan.memory import RECOMPUTES
 from meshwright.plan.objective import burden, cost
 from meshwright.plan.recompute import mixed
@@ -32,7 +33,9 @@ from meshwright.plan.space import Cutter, Wishes, divisors, make, micro_batches,
 
 FRONT = 3  # so many of the best are exact
 _SMALLEST = 6  # where nothing fits, so many of those that need the least are priced
+_OTHERS = 2  # so many plans of other strategies are priced, where the best all have one
 _MOST_STAGES = 128
+_STAGES_EACH = (4,)  # of an interleaved pipeline's rank, beside the usual two
 _KIND, _STAGED_KIND, _PLAN, _STAGED_PLAN = range(4)  # looks
 
 Price = Callable[[Plan], Estimate]
@@ -61,7 +64,7 @@ class Front:
         self._queue: list[tuple[float, int, int, Point]] = []
         self._small: list[tuple[float, int, Point]] = []  # what does not fit, by what it needs at least
         self._reason: RequestError | None = None
-        self._ranks: dict[tuple[int, int, tuple[int, ...], bool, str], Layers] = {}
+        self._ranks: dict[tuple[int, int, tuple[int, ...], bool, str, int], Layers] = {}
         self.considered = self.pruned = 0
 
     def search(self) -> list[tuple[Plan, Estimate]]:
@@ -70,31 +73,50 @@ class Front:
             self._push(point, _KIND)
         found: list[_Found] = []
         best: list[float] = []
-        while self._queue:
-            bound, _, look, point = heapq.heappop(self._queue)
-            if bound >= (best[self._front - 1] if len(best) >= self._front else self._below):
-                break
-            if look == _KIND:
-                for grid in self._axes.grids(point.mesh) if not point.sequence else ():  # computes as much as the line, so its turn comes now
-                    self._push(replace(point, mesh=grid), _KIND)
-            if look in (_KIND, _PLAN) and point.mesh.pp > 1:
-                self._push(point, look + 1)
-                continue
-            if look < _PLAN:
-                for finer in self._finer(point):
-                    self._push(finer, _PLAN)
-                continue
-            priced = self._made(point)
+        while self._queue and self._queue[0][0] < (best[self._front - 1] if len(best) >= self._front else self._below):
+            priced = self._looked()
             if priced is None:
                 continue
             found.append(priced)
             if priced.estimate.fits:
                 best = sorted([*best, priced.key])
+        if best and self._front > 1:
+            found += self._another(found)
         if not best and self._below == math.inf:
             found += self._nearest()
         if not found and self._below == math.inf:
             raise self._reason or RequestError("no plan is legal here: relax --mesh, --nproc or --set")
         return [(f.plan, f.estimate) for f in found]
+
+    def _looked(self) -> _Found | None:
+        """Look more closely at the best that waits: the plan, if that was the last look."""
+        _, _, look, point = heapq.heappop(self._queue)
+        if look == _KIND:
+            for grid in self._axes.grids(point.mesh) if not point.sequence else ():  # computes as much as the line, so its turn comes now
+                self._push(replace(point, mesh=grid), _KIND)
+        if look in (_KIND, _PLAN) and point.mesh.pp > 1:
+            self._push(point, look + 1)
+        elif look < _PLAN:
+            for finer in self._finer(point):
+                self._push(finer, _PLAN)
+        else:
+            return self._made(point)
+        return None
+
+    def _another(self, found: Sequence[_Found]) -> list[_Found]:
+        """A plan of another strategy, where all that were priced have the same: the best of those that bounds put first."""
+        known = {(f.plan.strategy, f.plan.world) for f in found if f.estimate.fits}
+        tried: list[_Found] = []
+        seen = {_sort(f.plan.mesh, f.plan.memory.zero) for f in found}
+        while len(known) == 1 and self._queue and len(tried) < _OTHERS:
+            if self._queue[0][2] >= _PLAN and _sort(self._queue[0][3].mesh, self._queue[0][3].zero) in seen:
+                heapq.heappop(self._queue)
+                continue
+            priced = self._looked()
+            if priced is not None:
+                tried.append(priced)
+                seen |= {_sort(priced.plan.mesh, priced.plan.memory.zero)}
+        return tried
 
     # -- points --
 
@@ -104,17 +126,21 @@ class Front:
         for mesh in self._meshes(near) or self._meshes():
             for sequence in sequences(mesh, self._wishes):
                 for micro in micro_batches(self._workload.global_batch, mesh, self._wishes):
-                    for schedule in self._schedules(mesh, micro):
+                    for schedule, each in self._schedules(mesh, micro):
                         if self._workload.global_batch % (mesh.data_width * micro) == 0:
-                            yield Point(mesh, 0, micro, self._wishes.recompute or "none", sequence, schedule)
+                            yield Point(mesh, 0, micro, self._wishes.recompute or "none", sequence, schedule, each)
 
     def _meshes(self, most: int = 0) -> list[Mesh]:
         """With at most so many tensor-parallel ranks, if a number is given."""
         sizes = worlds(len(self._cluster.devices), self._wishes)
         return [mesh for world in sizes for mesh in self._axes.lines(world, _MOST_STAGES, most or world)]
 
-    def _schedules(self, mesh: Mesh, micro: int) -> tuple[PipelineSchedule, ...]:
-        return schedules(mesh, self._wishes) if micro >= mesh.pp or self._wishes.schedule is not None else ()
+    def _schedules(self, mesh: Mesh, micro: int) -> Iterator[tuple[PipelineSchedule, int]]:
+        """With the number of stages a rank: the shorter they are, the sooner all ranks have something to do, and the more is sent."""
+        for schedule in schedules(mesh, self._wishes) if micro >= mesh.pp or self._wishes.schedule is not None else ():
+            yield schedule, 0
+            if schedule == "interleaved" and mesh.pp > 1:
+                yield from (("interleaved", each) for each in _STAGES_EACH if each * mesh.pp <= len(self._profile.layers))
 
     def _finer(self, kind: Point) -> Iterator[Point]:
         """The same with every stage of ZeRO and way to recompute."""
@@ -181,10 +207,10 @@ class Front:
 
     def _layers(self, point: Point) -> Layers:
         """The layers of each stage; none where the model cannot be cut so, or torch would not run it."""
-        key = (point.mesh.pp, point.mesh.cp, point.mesh.tp, point.sequence, point.schedule)
+        key = (point.mesh.pp, point.mesh.cp, point.mesh.tp, point.sequence, point.schedule, point.stages_each)
         if key not in self._ranks:
             try:
-                stages = self.cutter.cut(point.mesh, point.sequence, point.schedule).stages
+                stages = self.cutter.cut(point.mesh, point.sequence, point.schedule, point.stages_each).stages
                 stages = stages if runs_by_itself(point.schedule, stages, self._wishes) else ()
             except RequestError as error:
                 self._reason, stages = self._reason or error, ()
@@ -194,7 +220,7 @@ class Front:
     def _made(self, point: Point) -> _Found | None:
         """The plan and its estimate; None where it turns out not to be legal."""
         try:
-            cuts = self.cutter.cut(point.mesh, point.sequence, point.schedule)
+            cuts = self.cutter.cut(point.mesh, point.sequence, point.schedule, point.stages_each)
             inputs = (self._profile, self._cluster, self._workload, self._wishes, point.mesh, point.zero, point.micro_batches)
             plan = make(*inputs, "none" if point.recompute == "mixed" else point.recompute, cuts, point.schedule)
         except RequestError as error:
@@ -213,16 +239,21 @@ class Front:
     def _burden(self, point: Point, sequence: bool, recomputes: bool) -> float:
         if self._workload.objective == "memory":
             return 1.0
-        return burden(point.mesh, point.zero, point.micro_batches, sequence, recomputes, point.schedule)
+        return burden(point.mesh, point.zero, point.micro_batches, sequence, recomputes, point.schedule, point.order.chunks)
 
     def _nearest(self) -> list[_Found]:
         """Nothing fits: those that need the least."""
         found: list[_Found] = []
-        while self._small and len(found) < _SMALLEST:
+        while self._small and len(found) < (_SMALLEST if self._front > 1 else 1):
             point = heapq.heappop(self._small)[2]
             priced = self._made(replace(point, recompute="full") if point.recompute == "mixed" else point)
             found += [priced] if priced is not None else []
         return found
+
+
+def _sort(mesh: Mesh, zero: int) -> tuple[object, ...]:
+    """What makes a strategy, roughly."""
+    return mesh.size, mesh.pp, mesh.cp, mesh.ep, mesh.tp, zero
 
 
 def _power_of_two(number: int) -> bool:

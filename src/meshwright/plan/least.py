@@ -1,6 +1,6 @@
 """The plan that needs the least memory: whether anything fits at all, and what would make it fit, follow from this one.
 
-Whatever keeps less is taken for granted (units are computed again, as many micro-batches as there are samples), so there is far less to look at than
+What keeps more is left out (micro-batches are one, or as many as there are samples; ZeRO cuts over all ranks), so there is far less to look at than
 in a search for the fastest. Points are priced in the order of what they need at least (`plan/bounds.py`), until nothing that is left can need less.
 """
 
@@ -12,23 +12,24 @@ from dataclasses import replace
 
 from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster
-from meshwright.core.combinations import stages_a_rank
 from meshwright.core.errors import RequestError
 from meshwright.core.hybrid import places
 from meshwright.core.model import ModelProfile
 from meshwright.core.recompute import Recompute
 from meshwright.core.workload import Workload
 from meshwright.cost import estimate
-from meshwright.plan.axes import bounds_for
-from meshwright.plan.bounds import Layers, Point
-from meshwright.plan.search import Scored, rank_plans
-from meshwright.plan.space import Cutter, Wishes, default_compile, divisors, make, micro_batches, model_parallel, sequences, worlds
+from meshwright.plan.amounts import Layers
+from meshwright.plan.axes import Axes, bounds_for
+from meshwright.plan.bounds import Point
+from meshwright.plan.search import Scored, many, rank_plans
+from meshwright.plan.space import Cutter, Wishes, divisors, make, micro_batches, sequences, worlds
 
-_SMALL: tuple[Recompute, ...] = ("full", "selective")  # which keeps less depends on what a block's products give
+_SMALL: tuple[Recompute, ...] = ("full", "selective", "none")  # which keeps less depends on what a block's products give
 
 
 class Least:
-    """Asks for one model and workload under one set of wishes; `cutter` may come from another search of the same model."""
+    """Asks for one model and workload under one set of wishes; `cutter` may come from another search of the model. Meshes are those that a search
+    weighs."""
 
     def __init__(self, profile: ModelProfile, workload: Workload, calibration: Calibration, wishes: Wishes, cutter: Cutter | None = None) -> None:
         self._profile, self._workload, self._calibration, self._wishes = profile, workload, calibration, wishes
@@ -77,8 +78,8 @@ class Least:
         return self._known[key]
 
     def _search(self, cluster: Cluster, world: int, wishes: Wishes) -> Scored | None:
-        compiled = wishes.compile or default_compile(cluster.devices[0].kind, world)
         bounds = bounds_for(self._profile, cluster, self._workload, self._calibration, wishes)
+        axes = Axes(cluster, self._workload, wishes, self.cutter, bounds)
         queue: list[tuple[float, int, bool, Point]] = []
 
         def push(number: int, point: Point, stages: Layers = ()) -> None:
@@ -86,9 +87,9 @@ class Least:
                 cut = self.cutter.parts(point.mesh, point.sequence)
             except RequestError:
                 return
-            heapq.heappush(queue, (bounds.bytes(point, cut, compiled, stages), number, bool(stages), point))
+            heapq.heappush(queue, (bounds.bytes(point, cut, axes.compiled(point.mesh, cut), stages), number, bool(stages), point))
 
-        for number, point in enumerate(self._points(cluster, world)):
+        for number, point in enumerate(self._points(cluster, world, axes)):
             push(number, point)
         best: Scored | None = None
         while queue and (best is None or queue[0][0] < _need(best)):
@@ -105,15 +106,17 @@ class Least:
         try:
             return tuple(stage.layers for stage in self.cutter.cut(point.mesh, point.sequence, point.schedule).stages)
         except RequestError:
-            return (self._profile.layer_names,) * point.mesh.pp * stages_a_rank(point.schedule)
+            return (self._profile.layer_names,) * point.mesh.pp * point.order.chunks
 
-    def _points(self, cluster: Cluster, world: int) -> Iterator[Point]:
-        near, wishes = len(cluster.nodes[0].devices), self._wishes
-        for wide in model_parallel(world, wishes):
-            if wide.degree("tp") > near:
-                continue
+    def _points(self, cluster: Cluster, world: int, axes: Axes) -> Iterator[Point]:
+        """Of all meshes that a search would weigh."""
+        wishes = self._wishes
+        near = len(cluster.nodes[0].devices) if many(self._profile, cluster, replace(wishes, world=world)) else world
+        lines = axes.lines(world, world, near)
+        for wide in (*lines, *(grid for mesh in lines for grid in axes.grids(mesh))):
             for sequence in sequences(wide, wishes):
-                for micro in micro_batches(self._workload.global_batch, wide, wishes)[-1:]:
+                counts = micro_batches(self._workload.global_batch, wide, wishes)
+                for micro in dict.fromkeys((counts[-1], counts[0])):  # small ones, or one for which no gradients are kept
                     for zero in (wishes.zero,) if wishes.zero is not None else (0, 1, 2, 3):
                         shards = [d for d in divisors(wide.dp) if d > 1] if zero and wide.dp > 1 else [1]
                         for shard in shards[-1:]:  # cut over all, each holds the least

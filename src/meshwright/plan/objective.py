@@ -22,8 +22,8 @@ def check_objective(workload: Workload) -> None:
         raise RequestError("objective=energy needs the power of a device in watts: --set watts=700")
 
 
-def burden(mesh: Mesh, zero: int, micro_batches: int, sequence: bool, recomputes: bool, schedule: str = "1f1b") -> float:
-    """By what factor a plan's time is judged longer than it is."""
+def burden(mesh: Mesh, zero: int, micro_batches: int, sequence: bool, recomputes: bool, schedule: str = "1f1b", each: int = 2) -> float:
+    """By what factor a plan's time is judged longer than it is; `each` is how many stages a pipeline's rank has."""
     added = {
         "zero": zero,
         "hybrid": mesh.dp > 1 < mesh.shard,
@@ -36,7 +36,7 @@ def burden(mesh: Mesh, zero: int, micro_batches: int, sequence: bool, recomputes
         "order": bool(mesh.order),
         "micro_batches": micro_batches.bit_length() - 1,
         "recompute": recomputes,
-        "interleaved": mesh.pp > 1 and schedule == "interleaved",
+        "interleaved": (mesh.pp > 1 and schedule == "interleaved") * (each.bit_length() - 1),
         "zero_bubble": mesh.pp > 1 and schedule == "zero_bubble",
     }
     return 1.0 + sum(_ADDED_COST[name] * count for name, count in added.items())

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster
+from meshwright.core.collector import uncollected
 from meshwright.core.estimate import Estimate
 from meshwright.core.hybrid import places
 from meshwright.core.model import ModelProfile
@@ -68,6 +69,7 @@ class Ranking:
         return next((s for s in self.scored[1:] if (s.plan.strategy, s.plan.world) != (first.strategy, first.world)), None)
 
 
+@uncollected
 def rank_plans(
     profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, wishes: Wishes,
     like: Ranking | None = None,
@@ -139,7 +141,7 @@ def _ranked(
     def price(plan: Plan) -> Estimate:
         return estimate(plan, profile, workload, cluster, calibration)
 
-    if wishes.mesh is None and _many(profile, cluster, wishes, like is not None):
+    if wishes.mesh is None and many(profile, cluster, wishes, like is not None):
         check_wishes(wishes, len(cluster.devices))
         search = Front(profile, cluster, workload, calibration, wishes, price, like.cutter if like else None, 1 if like else FRONT, below)
         scored = [Scored(*found) for found in search.search()]
@@ -163,7 +165,7 @@ def _ranked(
     return Ranking(tuple(scored), profile, cluster, workload, calibration, wishes, tuned.said, considered, took_s, cutter)
 
 
-def _many(profile: ModelProfile, cluster: Cluster, wishes: Wishes, again: bool) -> bool:
+def many(profile: ModelProfile, cluster: Cluster, wishes: Wishes, again: bool = False) -> bool:
     """Whether there are more plans than are priced one by one: because there are many, because the model is deep, or because the best alone
     is asked for. Ranks on unlike devices are few, and what each takes is found plan by plan."""
     world = wishes.world or len(cluster.devices)
@@ -202,5 +204,6 @@ def _key(scored: Scored, workload: Workload) -> tuple[bool, float]:
         return True, memory  # nearest to fitting first
     if workload.objective == "memory":
         return False, memory
-    extra = burden(plan.mesh, plan.memory.zero, plan.micro_batches, plan.tensor.sequence, bool(plan.memory.modes), plan.schedule)
+    each = max(len(plan.stages) // plan.mesh.pp, 1)
+    extra = burden(plan.mesh, plan.memory.zero, plan.micro_batches, plan.tensor.sequence, bool(plan.memory.modes), plan.schedule, each)
     return False, cost(workload, found.step_s, plan.world, memory) * extra

@@ -173,9 +173,10 @@ class Cutter:
         self._doors: dict[tuple[int, int], tuple[Grid, Doors]] = {}
         self._whole = one_stage(profile)
 
-    def cut(self, mesh: Mesh, sequence: bool, schedule: str = "1f1b") -> _Cuts:
+    def cut(self, mesh: Mesh, sequence: bool, schedule: str = "1f1b", stages_each: int = 0) -> _Cuts:
         parts = self.parts(mesh, sequence)
-        stages = self._stages(mesh.pp * stages_a_rank(schedule), mesh.tp, mesh.cp, sequence) if mesh.pp > 1 else self._whole
+        count = mesh.pp * (stages_each or stages_a_rank(schedule))
+        stages = self._stages(count, mesh.tp, mesh.cp, sequence) if mesh.pp > 1 else self._whole
         return _Cuts((parts.tensor, parts.across), parts.context, parts.spatial, parts.owners, stages)
 
     def parts(self, mesh: Mesh, sequence: bool) -> Plan:

@@ -40,15 +40,9 @@ class _Pieces:
         self._batch, self._ways, self._sequence = profile.batch, plan.mesh.degree("tp"), bool(plan.tensor.sequence)
         self._borrowed = _borrowed(profile)
         self._memo: dict[tuple[int, float], tuple[Kernel, ...]] = {}  # equal blocks share their kernels, not always what is cut of them
-        self._lengths: dict[str, dict[int, int]] = {}  # parameter → dim → how long this rank's piece of it is
         self._sums = {meet.module for _, policy in plan.tensors for meet in policy.sums}
         self._enters = [(m.module, m.at(profile.batch)) for _, policy in plan.tensors for m in policy.enters if m.along]
-        for axis, policy in plan.tensors:
-            place = plan.mesh.grid_place(tp_rank, axis)
-            for strand in policy.strands:
-                _, count = strand.piece(place, plan.mesh.degree(axis))
-                for cut in strand.cuts:
-                    self._lengths.setdefault(cut.parameter, {})[cut.dim] = cut.outer * count * cut.inner
+        self._lengths = [policy.lengths(plan.mesh.grid_place(tp_rank, axis), plan.mesh.degree(axis)) for axis, policy in plan.tensors]
 
     def layer(self, layer: LayerProfile, slope: LayerProfile, enters: float) -> LayerProfile:
         """What a rank has of it; `enters` are the bytes that the layer before gives."""
@@ -81,7 +75,7 @@ class _Pieces:
         share positions, most of the other half does not."""
         if self._sequence:
             return (0.4 + 0.6 / self._ways + share) / 2
-        dims = {dim for t in layer.tensors if len(t.shape) > 1 for dim in self._lengths.get(t.name, ())}
+        dims = {dim for t in layer.tensors if len(t.shape) > 1 for found in self._lengths for dim in found.get(t.name, ())}
         summed = any(name == layer.name or name.startswith(f"{layer.name}.") for name in self._sums)
         if dims == {0} and not summed:
             return entered + (1.0 - entered) * share
@@ -90,8 +84,11 @@ class _Pieces:
         return (1.0 + share) / 2
 
     def _piece(self, tensor: TensorSpec) -> TensorSpec:
-        lengths = self._lengths.get(tensor.name)
-        return tensor if lengths is None else replace(tensor, shape=tuple(lengths.get(d, n) for d, n in enumerate(tensor.shape)))
+        pieces = [found[tensor.name] for found in self._lengths if tensor.name in found]
+        if not pieces:
+            return tensor
+        lengths = {dim: length for piece in pieces for dim, length in piece.items()}
+        return replace(tensor, shape=tuple(lengths.get(d, n) for d, n in enumerate(tensor.shape)))
 
     def _kernels(self, kernels: tuple[Kernel, ...], slopes: tuple[Kernel, ...], share: float) -> tuple[Kernel, ...]:
         key = (id(kernels), share)

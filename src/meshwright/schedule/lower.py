@@ -4,13 +4,16 @@ and computation its time; what comes out can be run, simulated or sent to somebo
 [Note: what holds a rank up]
 Meetings inside layers (tensor, context, spatial and expert parallelism) hold up what comes after them. Gradients, gathers of parameters
 and scatters run beside computation if the plan's `sync.overlap` says so, and hold it up otherwise.
+
+[Note: memo]
+Prices know kernels by identity, so every rank's profile is kept until the last is priced: a freed one's identity would be given to the next.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from meshwright.core.mesh import GRID, GROUP_AXES, INSIDE
@@ -22,6 +25,7 @@ from meshwright.schedule.local import local_profile
 from meshwright.schedule.orders import Turn, turns, zero_bubble
 
 Program = list[Action]
+_Post = tuple[int, Place]  # the number of a rank's crew, and where it stands
 
 
 class Price(Protocol):
@@ -32,26 +36,46 @@ class Price(Protocol):
     def flops(self, profile: ModelProfile, action: Action) -> float: ...
 
 
-def lower(plan: Plan, profile: ModelProfile, price: Price, *, clip: bool = False) -> Schedule:
-    """The plan's steady step. `profile` may be at any batch: it is moved to the plan's micro-batch."""
-    profile = profile.at(plan.largest_micro_batch)
-    places = _places(plan)
-    firsts: dict[Place, int] = {}
-    for rank, place in enumerate(places):
-        firsts.setdefault(place, rank)
-    programs: dict[Place, Program] = {}
-    locals_ = {place: local_profile(plan, profile, place.tp, place.pp, place.ep) for place in firsts}  # all kept: prices know kernels by identity
-    for place, local in locals_.items():
-        found = program(plan, profile, place, clip=clip)
-        priced = [_priced(plan, local, action, price) for action in found if action.op in COMPUTES or action.ranks(plan.mesh) > 1]
-        programs[place] = list(_in_order(plan, profile, local, place, priced) if plan.mesh.pp > 1 else priced)
+@dataclass(frozen=True)
+class Crew:
+    """Ranks on devices of one kind, with parts of one size: what computation costs them, and how many samples a micro-batch has."""
+
+    price: Price
+    micro_batch: int
+    ranks: Sequence[int]
+
+
+def lower(plan: Plan, profile: ModelProfile, price: Price | Sequence[Crew], *, clip: bool = False) -> Schedule:
+    """The plan's steady step, at one price for all ranks or at each crew's own. `profile` may be at any batch: it is moved to the micro-batches."""
+    crews = [Crew(price, plan.largest_micro_batch, range(plan.world))] if not isinstance(price, Sequence) else price
+    profiles = [profile.at(crew.micro_batch) for crew in crews]
+    posts = _posts(plan, crews)
+    programs: dict[_Post, Program] = {}
+    locals_ = {(crew, at): local_profile(plan, profiles[crew], at.tp, at.pp, at.ep) for crew, at in dict.fromkeys(posts)}  # kept: [Note: memo]
+    for (crew, place), local in locals_.items():
+        found = program(plan, profiles[crew], place, clip=clip)
+        priced = [_priced(plan, local, action, crews[crew].price) for action in found if action.op in COMPUTES or action.ranks(plan.mesh) > 1]
+        programs[crew, place] = list(_in_order(plan, profiles[crew], local, place, priced) if plan.mesh.pp > 1 else priced)
     if plan.spatial.grid:
-        programs = _received(plan, firsts, programs)
+        programs = _received(programs, [crew.micro_batch for crew in crews])
     numbers: dict[tuple[Action, ...], int] = {}  # ranks that turn out to do the same share a program
-    shared = {place: numbers.setdefault(tuple(_unique(actions)), len(numbers)) for place, actions in programs.items()}
-    ranks = {str(rank): shared[place] for rank, place in enumerate(places)} if len(numbers) > 1 else {}
+    shared = {post: numbers.setdefault(tuple(_unique(actions)), len(numbers)) for post, actions in programs.items()}
+    ranks = {str(rank): shared[post] for rank, post in enumerate(posts)} if len(numbers) > 1 else {}
     groups = _groups(plan, profile, {action.axis for actions in numbers for action in actions})
     return Schedule(tuple(numbers), ranks, groups, plan.world, f"{plan.model}, {plan.mesh}")
+
+
+def _posts(plan: Plan, crews: Sequence[Crew]) -> list[_Post]:
+    """Every rank's crew and place."""
+    of = [0] * plan.world
+    for number, crew in enumerate(crews[1:], 1):
+        for rank in crew.ranks:
+            of[rank] = number
+    places = _places(plan)
+    travel = plan.mesh.group_size("replica") > 1 or any(stage.also for stage in plan.stages)  # slices of the state, which are of several sizes
+    if plan.balance.states and travel:
+        places = [replace(place, shard=plan.mesh.coordinate(rank, "shard")) for rank, place in enumerate(places)]
+    return list(zip(of, places, strict=True))
 
 
 def _places(plan: Plan) -> list[Place]:
@@ -109,18 +133,18 @@ def _unique(program: Sequence[Action]) -> Iterator[Action]:
         yield replace(action, name=f"{action.name}/{count}" if count else action.name, waits=waits)
 
 
-def _received(plan: Plan, firsts: dict[Place, int], programs: dict[Place, Program]) -> dict[Place, Program]:
-    """Borders of blocks: what neighbours send after a computation arrives after the same computation here, and is waited for with what was sent."""
-    number_of = {plan.mesh.coordinate(rank, "cp"): number for number, rank in firsts.items()}  # spatial grids go with no other axis that counts
-    arrivals: dict[Place, dict[str, Program]] = {number: {} for number in programs}
-    for number, actions in programs.items():
-        here, last = plan.mesh.coordinate(firsts[number], "cp"), ""
+def _received(programs: dict[_Post, Program], samples: Sequence[int]) -> dict[_Post, Program]:
+    """Borders of blocks: what neighbours send after a computation arrives after the same computation here, and is waited for with what was sent.
+    Neighbours have micro-batches of as many samples, whatever they compute on."""
+    arrivals: dict[tuple[int, int], dict[str, Program]] = {}  # by samples and place in the grid; these go with no other axis that counts
+    for here, actions in {(samples[crew], place.cp): actions for (crew, place), actions in programs.items()}.items():
+        last = ""
         for action in actions:
             last = action.name if action.op in COMPUTES else last
             if action.op == "send" and action.axis == "cp":
-                twin = replace(action, name=f"{action.name}/in", op="recv", peer=here, waits=())
-                arrivals[number_of[action.peer]].setdefault(last, []).append(twin)
-    return {number: list(_exchanged(actions, arrivals[number])) for number, actions in programs.items()}
+                twin = replace(action, name=f"{action.name}/in", op="recv", peer=here[1], waits=())
+                arrivals.setdefault((here[0], action.peer), {}).setdefault(last, []).append(twin)
+    return {post: list(_exchanged(actions, arrivals.get((samples[post[0]], post[1].cp), {}))) for post, actions in programs.items()}
 
 
 def _exchanged(program: Program, arrivals: dict[str, Program]) -> Iterator[Action]:

@@ -3,9 +3,10 @@
 from meshwright.simulate.cores import Cores, Taken
 from meshwright.simulate.disturb import Degraded, Disturbances
 from meshwright.simulate.engine import Lost, Simulation, simulate
-from meshwright.simulate.network import Fabric, Ideal, Linked, Network
+from meshwright.simulate.network import Fabric, Habits, Ideal, Linked, Network
 from meshwright.simulate.topology import Flat, Hop, Topology
 
 __all__ = [
-    "Cores", "Degraded", "Disturbances", "Fabric", "Flat", "Hop", "Ideal", "Linked", "Lost", "Network", "Simulation", "Taken", "Topology", "simulate",
+    "Cores", "Degraded", "Disturbances", "Fabric", "Flat", "Habits", "Hop", "Ideal", "Linked", "Lost", "Network", "Simulation", "Taken",
+    "Topology", "simulate",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.core.calibration import Line
 from meshwright.core.schedule import COLLECTIVES, MESSAGES, Action, Schedule, wire_factor
-from meshwright.simulate.network import Call
+from meshwright.simulate.network import Call, Habits
 from meshwright.simulate.topology import NOTHING_DOWN, Hop
 
 _CORES = Hop("cores", 0.0, 1.0)  # what all of them do in a second
@@ -40,9 +40,10 @@ class Cores:
     """`taken` by operation and number of ranks, like all_reduce/2; both directions of a message are `send/2`."""
 
     taken: Mapping[str, Taken]
-    queued: bool = False
     duplex: bool = True
-    steals: float = 0.0
+
+    def habits(self, rank: int) -> Habits:
+        return Habits()
 
     def call(self, op: str, size: int, ranks: tuple[int, ...]) -> Call:
         if len(ranks) < 2:

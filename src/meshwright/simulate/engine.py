@@ -79,7 +79,7 @@ class _Engine:
     def run(self) -> Simulation:
         speeds, deaths, seed, jitter = self.faults.speeds, self.faults.deaths, self.faults.seed, self.faults.jitter
         ranks = [
-            Rank(number, self.schedule.of(first), factors(seed, first, 0, jitter), speeds.get(first, 1.0))
+            Rank(number, self.schedule.of(first), factors(seed, first, 0, jitter), speeds.get(first, 1.0), self.network.habits(first))
             for number, first in enumerate(self.fold.first)
         ]
         for rank, first in zip(ranks, self.fold.first, strict=True):
@@ -111,7 +111,7 @@ class _Engine:
         while rank.at < len(rank.program) and not rank.dead:
             action = rank.program[rank.at]
             flies = action.op in COLLECTIVES or action.op in MESSAGES
-            if action.waits and not (flies and self.network.queued) and self._hold(rank, [rank.flights.get(w) for w in action.waits]):
+            if action.waits and not (flies and rank.habits.queued) and self._hold(rank, [rank.flights.get(w) for w in action.waits]):
                 return
             rank.at += 1
             if flies:
@@ -124,7 +124,7 @@ class _Engine:
 
     def _compute(self, rank: Rank, action: Action) -> None:
         """Calls under way take their part of the time, as long as they are: what they cost this rank is paid while it computes."""
-        begun, alone, steals = rank.now, action.seconds * rank.slow * next(rank.factor), self.network.steals
+        begun, alone, steals = rank.now, action.seconds * rank.slow * next(rank.factor), rank.habits.steals
         stolen = min(rank.debt, alone * steals / (1.0 - steals)) if rank.debt else 0.0
         rank.debt -= stolen
         rank.now += alone + stolen
@@ -136,10 +136,11 @@ class _Engine:
         flight = self._join(rank, action)
         if action.blocks:
             return self._hold(rank, [flight])
-        if not self.network.steals or action.op == "recv":
+        steals = rank.habits.steals
+        if not steals or action.op == "recv":
             return False
-        stolen = self.network.steals * self._price(flight)[2]
-        if self.network.steals < 1:
+        stolen = steals * self._price(flight)[2]
+        if steals < 1:
             rank.debt += stolen
             return False
         flight.held[rank.number] = flight.held.get(rank.number, 0.0) + stolen
@@ -162,7 +163,7 @@ class _Engine:
             flight = self.flights[key] = self._open(rank, action, group, key[0])
             flight.place = rank.at
         rank.flights[action.name] = flight
-        before = [f for w in action.waits if (f := rank.flights.get(w)) is not None and not f.done] if self.network.queued else []
+        before = [f for w in action.waits if (f := rank.flights.get(w)) is not None and not f.done] if rank.habits.queued else []
         if before:  # left to the device: it joins when what it waits for is over
             later = Deferred(rank, action, flight, len(before))
             for other in before:
@@ -297,7 +298,7 @@ class _Engine:
             if isinstance(rank, Rank):
                 flight.held[rank.number] = flight.held.get(rank.number, 0.0) + now - rank.since
                 flight.waited[rank.number] = flight.waited.get(rank.number, 0.0) + max(flight.ready - rank.since, 0.0)
-                rank.debt = max(rank.debt - self.network.steals * (now - rank.since), 0.0)  # a rank that stands still has nothing to lose
+                rank.debt = max(rank.debt - rank.habits.steals * (now - rank.since), 0.0)  # a rank that stands still has nothing to lose
         for rank, begun, action in flight.joined:
             count = 2 if action.op in MESSAGES else len(flight.ranks)
             held, waited = flight.held.get(rank.number, 0.0), flight.waited.get(rank.number, 0.0)

@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.core.schedule import Action
 from meshwright.core.span import Span
+from meshwright.simulate.network import Habits
 from meshwright.simulate.sharing import Flow
 
 Port = tuple[Any, ...]  # class of ranks, wire, direction; or a lane, where only calls of one group go one after the other
@@ -42,6 +43,7 @@ class Rank:
     program: tuple[Action, ...]
     factor: Iterator[float]
     slow: float
+    habits: Habits
     at: int = 0
     now: float = 0.0
     pending: int = 0

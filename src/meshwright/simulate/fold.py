@@ -1,11 +1,11 @@
 """Ranks that do the same at the same time: found once, simulated once.
 
 [Note: which ranks are alike]
-Ranks start out alike if they share a program, a speed and a fate. They stay alike only if, in each group that the program uses, they meet ranks that
-are alike, over links that are alike; for messages also in the same places. Links are alike if they are equally fast and carry as many calls of groups
-that are alike. Refining all three until nothing changes gives classes whose members get the same times in any deterministic run: replicas and
-tensor-parallel ranks fall together, stages do not, and a straggler sets apart those that it meets, and no others. Since all links of a class carry
-the same, fair shares are the same in all of them, and one of each class is enough to find them.
+Ranks start out alike if they share a program, a speed, a fate and how their devices make calls. They stay alike only if, in each group that the
+program uses, they meet ranks that are alike, over links that are alike; for messages also in the same places. Links are alike if they are equally
+fast and carry as many calls of groups that are alike. Refining all three until nothing changes gives classes whose members get the same times in
+any deterministic run: replicas and tensor-parallel ranks fall together, stages do not, and a straggler sets apart those that it meets, and no
+others. Since all links of a class carry the same, fair shares are the same in all of them, and one of each class is enough to find them.
 """
 
 from __future__ import annotations
@@ -60,20 +60,21 @@ def fold(schedule: Schedule, network: Network, disturbed: Disturbances, *, apart
     if apart:
         ranks, edges, links = (np.arange(n) for n in (schedule.world, meetings.count, len(crossed.hops)))
     else:
-        ranks, edges, links = _refined(meetings, crossed, _at_first(meetings, disturbed))
+        ranks, edges, links = _refined(meetings, crossed, _at_first(meetings, network, disturbed))
     first = np.unique(ranks, return_index=True)[1]
     shared = _quotient(crossed, edges, links, disturbed) if crossed.hops else ()
     return Fold(tuple(ranks.tolist()), tuple(first.tolist()), meetings, edges, shared)
 
 
-def _at_first(meetings: Meetings, disturbed: Disturbances) -> Ints:
+def _at_first(meetings: Meetings, network: Network, disturbed: Disturbances) -> Ints:
     speeds, deaths = disturbed.speeds, disturbed.deaths
     alike = {rank: (speeds.get(rank, 1.0), deaths.get(rank)) for rank in {*speeds, *deaths}}
     numbers = {sign: at + 1 for at, sign in enumerate(dict.fromkeys(alike.values()))}
     found = meetings.programs * (len(numbers) + 1)
     for rank, sign in alike.items():
         found[rank] += numbers[sign]
-    return numbered(found.astype(np.uint64))
+    habits = hashed([network.habits(rank) for rank in range(len(found))])
+    return numbered(mixed(found) + habits)
 
 
 def _refined(meetings: Meetings, crossed: Crossings, ranks: Ints) -> tuple[Ints, Ints, Ints]:

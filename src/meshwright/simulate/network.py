@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -28,22 +28,22 @@ class Call:
         return self.gap_s + self.sent / self.most
 
 
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """How a rank's device makes calls."""
+
+    queued: bool = False  # one that must wait for another is left to the device and the rank goes on, as on a GPU's streams
+    steals: float = 0.0  # of the time of one that runs beside computation, the part that the rank cannot compute in
+
+
 class Network(Protocol):
     """What the engine asks."""
 
-    @property
-    def queued(self) -> bool:
-        """A call that must wait for another is left to the device and the rank goes on, as on a GPU's streams."""
-        ...
+    def habits(self, rank: int) -> Habits: ...
 
     @property
     def duplex(self) -> bool:
         """A rank's wire carries one call in each direction at once."""
-        ...
-
-    @property
-    def steals(self) -> float:
-        """Of the time of a call that runs beside computation, the part that the rank cannot compute in."""
         ...
 
     def call(self, op: str, size: int, ranks: tuple[int, ...]) -> Call:
@@ -64,13 +64,17 @@ class Network(Protocol):
         ...
 
 
+_PLAIN = Habits()
+
+
 @dataclass(frozen=True)
 class Ideal:
     """A network that costs nothing: what is left is computation and the order of things."""
 
-    queued: bool = False
     duplex: bool = True
-    steals: float = 0.0
+
+    def habits(self, rank: int) -> Habits:
+        return _PLAIN
 
     def call(self, op: str, size: int, ranks: tuple[int, ...]) -> Call:
         return Call()
@@ -97,11 +101,10 @@ class Linked:
     contended: bool = True
     faster: float = 1.0  # every link's bandwidth, times this: what would a better network give?
     duplex: bool = True  # both directions at once; not where the cores of one machine copy every byte
-    steals: float = 0.0
+    each: Sequence[Habits] = ()  # by rank, one for all, or none: like ranks that lose nothing by calls
 
-    @property
-    def queued(self) -> bool:
-        return self.rates.queued
+    def habits(self, rank: int) -> Habits:
+        return _habits(self.each, self.rates, rank)
 
     def call(self, op: str, size: int, ranks: tuple[int, ...]) -> Call:
         if len(ranks) < 2:
@@ -132,7 +135,7 @@ class Fabric:
     backend: str = "nccl"
     contended: bool = True
     faster: float = 1.0
-    steals: float = 0.0
+    each: Sequence[Habits] = ()  # by rank, one for all, or none: like ranks that lose nothing by calls
     duplex: bool = True
 
     @classmethod
@@ -140,9 +143,8 @@ class Fabric:
         """With the cluster's own routes; where none are known, no shape but nodes and one network."""
         return cls(topology_of(cluster), cluster, rates, **choices)  # type: ignore[arg-type]
 
-    @property
-    def queued(self) -> bool:
-        return self.rates.queued
+    def habits(self, rank: int) -> Habits:
+        return _habits(self.each, self.rates, rank)
 
     def call(self, op: str, size: int, ranks: tuple[int, ...]) -> Call:
         if len(ranks) < 2:
@@ -169,6 +171,10 @@ class Fabric:
             for hop in self.topology.path(source, target, without) or self.topology.path(source, target):  # no way around: it waits at the link
                 found[hop] = found.get(hop, 0.0) + share
         return found if self.faster == 1 else {replace(hop, bandwidth=hop.bandwidth * self.faster): share for hop, share in found.items()}
+
+
+def _habits(each: Sequence[Habits], rates: Rates, rank: int) -> Habits:
+    return each[rank % len(each)] if each else Habits(rates.queued)
 
 
 def pattern(op: str) -> str:

@@ -44,12 +44,6 @@ def settle(tensor: torch.Tensor, arrived: torch.Tensor) -> None:
         tensor.copy_(arrived)
 
 
-def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two contiguous tensors share memory: MPI forbids it of what is sent and received, and MPICH looks."""
-    start, begin = one.data_ptr(), other.data_ptr()
-    return start < begin + other.nbytes and begin < start + one.nbytes
-
-
 def memory(tensor: torch.Tensor) -> Any:
     """The tensor's bytes, without a copy and without its type: half and quarter precision have no name in MPI. The caller keeps the tensor."""
     return _at(tensor.data_ptr(), tensor.nbytes)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
+from meshwright.comm.algorithms import Combine
 from meshwright.comm.mpi import buffers
 from meshwright.comm.wire import say
 
@@ -25,6 +26,12 @@ _OPS = {
 }  # fmt: skip
 # Truth values are bytes of 0 and 1: any of them is their largest, all of them their smallest.
 _TRUTH = {_KINDS.SUM: MPI.MAX, _KINDS.MAX: MPI.MAX, _KINDS.PRODUCT: MPI.MIN, _KINDS.MIN: MPI.MIN}
+# The same between two tensors, for ranks that share memory.
+_COMBINES: dict[Any, Combine] = {
+    _KINDS.SUM: torch.add, _KINDS.AVG: torch.add, _KINDS.PREMUL_SUM: torch.add, _KINDS.PRODUCT: torch.mul, _KINDS.MIN: torch.minimum,
+    _KINDS.MAX: torch.maximum, _KINDS.BAND: torch.bitwise_and, _KINDS.BOR: torch.bitwise_or, _KINDS.BXOR: torch.bitwise_xor,
+}  # fmt: skip
+_UNCOMBINED = {torch.uint16, torch.uint32, torch.uint64}  # torch cannot add them
 _COMPLEX = (_KINDS.SUM, _KINDS.AVG, _KINDS.PREMUL_SUM)
 _BITS = (_KINDS.BAND, _KINDS.BOR, _KINDS.BXOR)
 
@@ -40,10 +47,8 @@ class Reduction:
     factor: Any = None  # multiplied first
     ranks: int = 1  # divided by last
     plain: bool = False  # nothing is done before or after
-
-    def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether MPI can work on the tensor itself, at once."""
-        return self.plain and buffers.ready(tensor) and tensor.nbytes <= buffers.most
+    combined: bool = False  # torch can do it too, between two tensors
+    combine: Combine = torch.add
 
     def prepared(self, tensor: torch.Tensor, keep: bool = True) -> torch.Tensor:
         """What goes in. With `keep` it is a copy whenever it differs from the tensor."""
@@ -82,6 +87,8 @@ def reduction(op: Any, dtype: torch.dtype, ranks: int) -> Reduction:
         return known
     kind = op.op if hasattr(op, "op") else op
     found = _reduction(kind, dtype, ranks)
+    if found.worked not in _UNCOMBINED:
+        found = replace(found, combined=True, combine=_COMBINES[kind])
     if kind == _KINDS.PREMUL_SUM:
         return replace(found, factor=op.__getstate__()[1])  # the factor is a call's own
     _known[key] = replace(found, plain=found.worked == dtype and found.ranks == 1)

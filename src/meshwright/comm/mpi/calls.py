@@ -1,0 +1,203 @@
+"""The collectives of one communicator as blocking calls: tensors made fit for MPI, the call, and what is left to do then. A group's lane makes them.
+
+What most calls have in common (contiguous tensors in the host's memory, a reduction that MPI has) comes first in each and asks for as little as it
+can: after a message of 1 MB the caches hold nothing of Python's, and every function on the way costs a microsecond.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from meshwright.comm import shared
+from meshwright.comm.mpi import buffers
+from meshwright.comm.mpi.near import Near
+from meshwright.comm.mpi.reductions import Reduction
+from meshwright.comm.window import Window
+
+Tensors = Sequence[torch.Tensor]
+_PAIRWISE, _ROUNDS_TAG = 1 << 18, 32767  # bytes from which a reduce-scatter goes by messages; their tag, the largest that MPI promises
+_at = MPI.buffer.fromaddress
+
+
+class Calls:
+    """Of large ones, those that are quicker through memory that the ranks share go that way (`near.py`)."""
+
+    def __init__(self, comm: Any, members: tuple[int, ...]) -> None:
+        self._comm, self._index, self._count = comm, comm.Get_rank(), comm.Get_size()
+        self.near = Near(comm, members)
+
+    # -- reductions --
+
+    def all_reduce(self, tensor: torch.Tensor, way: Reduction) -> None:
+        work = tensor if way.plain and tensor.is_cpu and tensor.is_contiguous() else way.prepared(tensor, keep=False)
+        size = work.nbytes
+        if size >= self.near.least and (window := self._window("all_reduce", work, way)) is not None:
+            shared.all_reduce(window, work.view(-1), way.combine, shared.nothing, "all_reduce")
+        elif size <= buffers.most:
+            self._comm.Allreduce(MPI.IN_PLACE, [_at(work.data_ptr(), size), work.numel() * way.width, way.kind], way.op)
+        else:
+            way.pieces(work, lambda part: self._comm.Allreduce(MPI.IN_PLACE, way.spec(part), way.op))
+        if work is not tensor or not way.plain:
+            way.finish(tensor, work)
+
+    def reduce(self, tensor: torch.Tensor, way: Reduction, root: int) -> None:
+        work = tensor if way.plain and tensor.is_cpu and tensor.is_contiguous() else way.prepared(tensor)
+        size, here = work.nbytes, self._index == root
+        if size >= self.near.least and (window := self._window("reduce", work, way)) is not None:
+            shared.reduce(window, work.view(-1), way.combine, root, "reduce")
+        elif size <= buffers.most:
+            spec = [_at(work.data_ptr(), size), work.numel() * way.width, way.kind]
+            self._comm.Reduce(*((MPI.IN_PLACE, spec) if here else (spec, None)), way.op, root)
+        elif here:
+            way.pieces(work, lambda part: self._comm.Reduce(MPI.IN_PLACE, way.spec(part), way.op, root))
+        else:
+            way.pieces(work, lambda part: self._comm.Reduce(way.spec(part), None, way.op, root))
+        if here and (work is not tensor or not way.plain):
+            way.finish(tensor, work)
+
+    def reduce_scatter(self, output: torch.Tensor, whole: torch.Tensor, way: Reduction, sizes: list[int] | None = None) -> None:
+        """`sizes` are elements for each rank where they differ."""
+        size, total, start, begin = output.nbytes, whole.nbytes, output.data_ptr(), whole.data_ptr()
+        apart = buffers.ready(output) and not (start < begin + total and begin < start + size)
+        if sizes is None and apart and way.plain and total < self.near.least and total <= buffers.most and buffers.ready(whole):
+            count = output.numel() * way.width
+            self._comm.Reduce_scatter_block([_at(begin, total), count, way.kind], [_at(start, size), count, way.kind], way.op)
+            return
+        sizes = sizes or [output.numel()] * self._count
+        work = whole if way.plain and buffers.ready(whole) else way.prepared(whole)
+        own = output if way.worked == output.dtype and apart else torch.empty(output.shape, dtype=way.worked, device=work.device)
+        window = self._window("reduce_scatter", work, way) if own.is_cpu else None
+        if window is not None:
+            shared.scatter(window, work.view(-1).split(sizes), own.view(-1), way.combine, "reduce_scatter")
+        else:
+            self._reduce_scatter(own, work, way, sizes)
+        way.finish(output, own)
+
+    def _reduce_scatter(self, own: torch.Tensor, work: torch.Tensor, way: Reduction, sizes: list[int]) -> None:
+        equal = len(set(sizes)) == 1
+        if work.numel() * way.width > buffers.most:
+            self._scatter_by_reducing(own, work, way, sizes)
+        elif work.nbytes >= _PAIRWISE and own.is_cpu and not (equal and way.plain):
+            self._scatter_by_pairs(own, work, way, sizes)
+        elif equal:
+            self._comm.Reduce_scatter_block([buffers.memory(work), sizes[0] * way.width, way.kind], way.spec(own), way.op)
+        else:
+            self._comm.Reduce_scatter(way.spec(work), way.spec(own), [n * way.width for n in sizes], way.op)
+
+    def _scatter_by_pairs(self, own: torch.Tensor, work: torch.Tensor, way: Reduction, sizes: list[int]) -> None:
+        """In each round every rank sends one other its part, and takes in its own from another: MPI's own way moves more through memory."""
+        parts = work.view(-1).split(sizes)
+        if parts[self._index].data_ptr() != own.data_ptr():
+            own.view(-1).copy_(parts[self._index])
+        arrived = torch.empty_like(own)
+        for step in range(1, self._count):
+            to, source = (self._index + step) % self._count, (self._index - step) % self._count
+            self._comm.Sendrecv(way.spec(parts[to]), to, _ROUNDS_TAG, way.spec(arrived), source, _ROUNDS_TAG)
+            way.op.Reduce_local(way.spec(arrived), way.spec(own))
+
+    def _scatter_by_reducing(self, own: torch.Tensor, work: torch.Tensor, way: Reduction, sizes: list[int]) -> None:
+        """More than MPI counts: every rank's part is reduced to it, a piece at a time."""
+        start = 0
+        for root, size in enumerate(sizes):
+            part = work.view(-1)[start : start + size]
+            self.reduce(part, Reduction(way.op, way.kind, way.width, way.worked), root)
+            if root == self._index:
+                own.view(-1).copy_(part)
+            start += size
+
+    def _window(self, op: str, work: torch.Tensor, way: Reduction) -> Window | None:
+        return self.near.window(op, work.nbytes) if way.combined and work.is_cpu else None
+
+    # -- movements --
+
+    def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> None:
+        """Of equal parts, into one tensor."""
+        whole = output if output.is_cpu and output.is_contiguous() else buffers.incoming(output)
+        own = part if part.is_cpu and part.is_contiguous() else buffers.outgoing(part)
+        size, start, begin = own.nbytes, whole.data_ptr(), own.data_ptr()
+        total = size * self._count
+        in_place = begin == start + self._index * size  # as FSDP2 gathers: the part lies where it belongs
+        if not in_place and start < begin + size and begin < start + total:  # MPI forbids it, and MPICH looks
+            own = own.clone()
+        window = self.near.window("all_gather", total) if total >= self.near.least and whole.is_cpu else None
+        if window is not None:
+            parts = whole.view(-1).split([own.numel()] * self._count)
+            if not in_place:
+                parts[self._index].copy_(own.view(-1))
+            shared.gather(window, parts, "all_gather")
+        elif size <= buffers.most:
+            sent = MPI.IN_PLACE if in_place else [_at(own.data_ptr(), size), size, MPI.BYTE]
+            self._comm.Allgather(sent, [_at(start, total), size, MPI.BYTE])
+        else:
+            unit = buffers.as_bytes(own)
+            self._comm.Allgather(MPI.IN_PLACE if in_place else unit, [buffers.memory(whole), *unit[1:]])
+        if whole is not output:
+            output.copy_(whole)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        held = tensor
+        if not (tensor.is_cpu and tensor.is_contiguous()):
+            held = buffers.outgoing(tensor) if self._index == root else buffers.incoming(tensor)
+        size = held.nbytes
+        window = self.near.window("broadcast", size) if size >= self.near.least and held.is_cpu else None
+        if window is not None:
+            shared.broadcast(window, held, root, "broadcast")
+        else:
+            self._comm.Bcast([_at(held.data_ptr(), size), size, MPI.BYTE] if size <= buffers.most else buffers.as_bytes(held), root)
+        if held is not tensor and self._index != root:
+            tensor.copy_(held)
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor, receives: list[int], sends: list[int]) -> None:
+        """With so many elements from each rank and to each."""
+        whole, sent = buffers.incoming(output), buffers.outgoing(input)
+        self._comm.Alltoallv(buffers.in_pieces(sent, sends), buffers.in_pieces(whole, receives))
+        buffers.settle(output, whole)
+
+    def all_to_all_lists(self, outputs: Tensors, inputs: Tensors) -> None:
+        sent = _joined(inputs)
+        arrived = torch.empty(sum(t.numel() for t in outputs), dtype=sent.dtype, device=sent.device)
+        self._comm.Alltoallv(*(buffers.in_pieces(b, [t.numel() for t in ts]) for b, ts in ((sent, inputs), (arrived, outputs))))
+        _deal(arrived, outputs)
+
+    def gather_all(self, outputs: Tensors, tensor: torch.Tensor) -> None:
+        own = buffers.outgoing(tensor)
+        sizes = [t.numel() for t in outputs]
+        if tensor.numel() != sizes[self._index]:
+            raise unfit("all_gather", tensor, f"what the list says, {sizes[self._index]}")
+        arrived = torch.empty(sum(sizes), dtype=own.dtype, device=own.device)
+        self._comm.Allgatherv(buffers.as_bytes(own), buffers.in_pieces(arrived, sizes))
+        _deal(arrived, outputs)
+
+    def gather(self, outputs: Tensors, tensor: torch.Tensor, root: int) -> None:
+        own = buffers.outgoing(tensor)
+        if self._index != root:
+            self._comm.Gatherv(buffers.as_bytes(own), None, root)
+            return
+        sizes = [t.numel() for t in outputs]
+        arrived = torch.empty(sum(sizes), dtype=own.dtype, device=own.device)
+        self._comm.Gatherv(buffers.as_bytes(own), buffers.in_pieces(arrived, sizes), root)
+        _deal(arrived, outputs)
+
+    def scatter(self, tensor: torch.Tensor, inputs: Tensors, root: int) -> None:
+        own = buffers.incoming(tensor)
+        whole = _joined(inputs) if self._index == root else None
+        sent = buffers.in_pieces(whole, [t.numel() for t in inputs]) if whole is not None else None
+        self._comm.Scatterv(sent, buffers.as_bytes(own), root)
+        buffers.settle(tensor, own)
+
+
+def _joined(tensors: Tensors) -> torch.Tensor:
+    return buffers.outgoing(torch.cat([t.reshape(-1) for t in tensors]))
+
+
+def _deal(arrived: torch.Tensor, outputs: Tensors) -> None:
+    for piece, output in zip(arrived.split([t.numel() for t in outputs]), outputs, strict=True):
+        output.copy_(piece.view(output.shape))
+
+
+def unfit(operation: str, tensor: torch.Tensor, wanted: str) -> ValueError:
+    return ValueError(f"{operation}: a tensor of shape {list(tensor.shape)} does not hold {wanted}")
