@@ -1,8 +1,8 @@
 """Is the predicted memory right? Random plans of six small models on CPU ranks: the predicted peak of a rank's tensors beside the measured one.
 
-Every plan runs in processes of its own, forked for it, since a process keeps what it once had. The peak is that of torch's allocator in a step
-(its profiler's record of every allocation, from before the model is built): exact to the byte, and free of what libraries and the C library
-hold, which "framework" stands for in a prediction and which is left out on both sides. The largest rank counts.
+The peak is that of torch's allocator in a step (its profiler's record of every allocation, from before the model is built): exact to the byte,
+and free of what libraries and the C library hold, which "framework" stands for in a prediction and which is left out on both sides. So one set of
+processes can run all plans, one after the other. The largest rank counts.
 
 Steps differ: gloo's thread lets go of what it sent only when it has a core again, after the rank that waited has gone on; a stage that is ahead
 holds what it has sent. So of every rank the step that needed least counts, without the first, which has no optimizer state yet: what the plan
@@ -11,13 +11,14 @@ itself needs. All steps are in the JSON.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import os
 import random
 import statistics
 import warnings
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,9 +26,11 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch._C._profiler import RecordScope, _ExperimentalConfig
+from torch.autograd import ProfilerActivity, ProfilerConfig, ProfilerState, _disable_profiler, _enable_profiler, _prepare_profiler
+from torch.profiler import record_function
 
-from grid import TASKS, WORLD, batch_of, cluster_here, label, legal, session_of, subject
+from grid import TASKS, WORLD, Subject, batch_of, cluster_here, label, legal, session_of, subject
 from meshwright.core.calibration import Calibration, Rates
 from meshwright.core.errors import MeshwrightError, RequestError
 from meshwright.core.plan import Plan
@@ -38,12 +41,13 @@ from overhead import fail
 from rounds import HERE, machine, say
 
 _MARK = "meshwright step"
-_STEPS = 8
+_STEPS = 5
 
 
 def main(
     count: Annotated[int, typer.Option(min=1, help="How many plans.")] = 30,
     seed: Annotated[int, typer.Option(help="Which ones.")] = 0,
+    first: Annotated[int, typer.Option(min=0, help="Begin with this one of them; what the JSON has of those before stays.")] = 0,
     output: Annotated[Path, typer.Option(help="Where the JSON goes.")] = HERE / "results" / "memory.json",
     as_json: Annotated[bool, typer.Option("--json", help="Print that JSON on stdout instead of the table.")] = False,
 ) -> None:
@@ -51,41 +55,47 @@ def main(
 
     Example: python bench/memory.py --count 30 --seed 0
     """
+    subjects = {name: subject(name) for name in TASKS}
+    rows = json.loads(output.read_text())["plans"][:first] if first else []
     nursery = Nursery(1, {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])})
     try:
-        rows = [_row(nursery, model, plan) for model, plan in drawn(count, seed)]
+        with Workers(nursery, WORLD) as workers:
+            for name, plan in drawn(subjects, count, seed)[first:]:
+                rows.append(_row(workers, subjects[name], plan))
+                write_json(output, {"machine": machine(), "seed": seed, "plans": rows})
     except MeshwrightError as error:
         fail("memory", error)
     finally:
         nursery.close()
-    result = {"machine": machine(), "seed": seed, "plans": rows}
-    write_json(output, result)
-    print(json.dumps(result)) if as_json else Console().print(show(rows))
+    print(output.read_text()) if as_json else Console().print(show(rows))
     say(f"written to {output}")
 
 
-def drawn(count: int, seed: int) -> list[tuple[str, Plan]]:
+def drawn(subjects: dict[str, Subject], count: int, seed: int) -> list[tuple[str, Plan]]:
     """Models take turns; of each, plans without order."""
     made, cluster = random.Random(seed), cluster_here()
-    plans = {name: legal(subject(name), cluster) for name in TASKS}
-    names = list(TASKS)
+    plans = {name: legal(of, cluster) for name, of in subjects.items()}
+    names = list(subjects)
     return [(name, made.choice(plans[name])) for name in (names[i % len(names)] for i in range(count))]
 
 
-def _row(nursery: Nursery, model: str, plan: Plan) -> dict[str, Any]:
-    of = subject(model)
-    known = Calibration("", "", "", (Rates(plan.world, 1, {}, (), 0.0),))
-    kinds = dict(estimate(plan, of.profile, of.workload, cluster_here(), known).memory_kinds)
+def _row(workers: Workers, of: Subject, plan: Plan) -> dict[str, Any]:
+    kinds = predicted_kinds(of, plan)
     predicted = sum(kinds.values()) - kinds["framework"]
-    row: dict[str, Any] = {"model": model, "plan": label(plan), "predicted": predicted, "kinds": kinds}
-    with Workers(nursery, min(plan.world, WORLD)) as workers:
-        found = workers.call("memory:peaks", {"model": model, "plan": to_data(plan)}, timeout_s=600)
+    row: dict[str, Any] = {"model": of.task.name, "plan": label(plan), "predicted": predicted, "kinds": kinds}
+    found = workers.call("memory:peaks", {"model": of.task.name, "plan": to_data(plan)}, world=plan.world, timeout_s=600)
     refused = next((said for said in found if isinstance(said, str)), None)
     if refused is not None:
         return row | {"refused": refused}
     measured = max(map(min, found))
-    say(f"{model}: {label(plan)}: {predicted / measured:.3f}")
+    say(f"{of.task.name}: {label(plan)}: {predicted / measured:.3f}")
     return row | {"measured": measured, "steps": found, "ratio": predicted / measured}
+
+
+def predicted_kinds(of: Subject, plan: Plan) -> dict[str, int]:
+    """Memory by kind, without any calibration."""
+    known = Calibration("", "", "", (Rates(plan.world, 1, {}, (), 0.0),))
+    return dict(estimate(plan, of.profile, of.workload, cluster_here(), known, timed=False).memory_kinds)
 
 
 def peaks(rank: int, world: int, meeting: str, model: str, plan: Any) -> list[int] | str:
@@ -94,64 +104,59 @@ def peaks(rank: int, world: int, meeting: str, model: str, plan: Any) -> list[in
     warnings.simplefilter("ignore")
     join(Rendezvous(rank, world, meeting))
     task, made = TASKS[model], from_data(Plan, plan, "plan")
+
+    def train() -> None:
+        session = session_of(task, made)
+        data_rank = made.mesh.data_rank(session.applied.groups.rank)
+        batch = batch_of(task, made.share(data_rank)[1], data_rank)
+        for _ in range(_STEPS):
+            with record_function(_MARK):
+                session.step(batch, task.loss)
+
     try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-            session = session_of(task, made)
-            data_rank = made.mesh.data_rank(session.applied.groups.rank)
-            batch = batch_of(task, made.share(data_rank)[1], data_rank)
-            for _ in range(_STEPS):
-                with record_function(_MARK):
-                    session.step(batch, task.loss)
+        found = _most(train)[1:]
     except RequestError as error:
         return str(error)
     leave()
-    return _most(record)[1:]
-
-
-def _most(record: Any) -> list[int]:
-    """The highest sum of all that was allocated and not yet freed, after each mark."""
-    found: list[int] = []
-    live, held = Live(), 0
-    for event in sorted(_every(record.profiler.kineto_results.experimental_event_tree()), key=lambda e: e.start_time_ns):
-        if event.name == _MARK:
-            found.append(held)
-        elif event.name == "[memory]":
-            held += live.change(event.extra_fields.ptr, event.extra_fields.alloc_size)
-            found[-1:] = [max(held, each) for each in found[-1:]]
+    gc.collect()
     return found
+
+
+def _most(run: Callable[[], None]) -> list[int]:
+    """The most that was allocated and not yet freed after each mark, beyond what was there before. Of operations there is no record but for the
+    marks, since theirs would be hundreds of times as long."""
+    _tell_of_all_threads()
+    config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
+    _prepare_profiler(config, {ProfilerActivity.CPU})
+    _enable_profiler(config, {ProfilerActivity.CPU}, {RecordScope.USER_SCOPE})
+    try:
+        run()
+    finally:
+        record = _disable_profiler()
+    events = sorted(_every(record.experimental_event_tree()), key=lambda event: event.start_time_ns)
+    before, found = 0, list[int]()
+    sizes = [event.extra_fields for event in events if event.name == "[memory]"]
+    base = sizes[0].total_allocated - sizes[0].alloc_size
+    for event in events:
+        if event.name == _MARK:
+            found.append(before)
+        elif event.name == "[memory]":
+            before = event.extra_fields.total_allocated - base
+            found[-1:] = [max(before, each) for each in found[-1:]]
+    return found
+
+
+def _tell_of_all_threads() -> None:
+    """Have the allocator's sum count what any thread allocates and frees. By itself it hears of the thread that is profiled alone, and gloo's
+    thread is often the last to hold what was sent."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
 
 
 def _every(events: list[Any]) -> Iterator[Any]:
     for event in events:
         yield event
         yield from _every(event.children)
-
-
-class Live:
-    """Blocks in use by their address. What gloo's thread frees is not in the record; that its memory is given out again says it."""
-
-    def __init__(self) -> None:
-        self.starts: list[int] = []
-        self.sizes: dict[int, int] = {}
-
-    def change(self, start: int, size: int) -> int:
-        """Bytes more in use, or less, after a block was given out, or (negative) given back."""
-        if size < 0:
-            return -self._gone(start)
-        at = max(bisect_right(self.starts, start) - 1, 0)
-        while at < len(self.starts) and self.starts[at] + self.sizes[self.starts[at]] <= start:
-            at += 1
-        lost = 0
-        while at < len(self.starts) and self.starts[at] < start + size:
-            lost += self._gone(self.starts[at])
-        insort(self.starts, start)
-        self.sizes[start] = size
-        return size - lost
-
-    def _gone(self, start: int) -> int:
-        if start in self.sizes:
-            del self.starts[bisect_left(self.starts, start)]
-        return self.sizes.pop(start, 0)
 
 
 def show(rows: list[dict[str, Any]]) -> Table:

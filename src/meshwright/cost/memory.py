@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.core.calibration import Rates
 from meshwright.core.model import LayerProfile, ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.workload import OPTIMIZER_STATES
 from meshwright.cost.compression import compression_bytes
+from meshwright.cost.travel import Travel, travel
 from meshwright.schedule.buckets import Bucket, own_size
-from meshwright.schedule.expand import gradient_buckets, unit_buffers
+from meshwright.schedule.expand import Place, crossings, gradient_buckets, unit_buffers
 
 # Of what element-wise work would save, the part that a compiler computes again in backward instead: it weighs each tensor by rules of its own,
 # and came to 0.7 in GPT-2 124M's blocks and to 0.2 in GPT 1.3B's on one H200 (docs/log.md).
 FUSED_SAVED = 0.45
+_RANDOM_STATE = 5056  # what torch's generator on CPUs looks like: a unit that is computed again keeps it
 EXACT = ("parameters", "gradients", "optimizer", "batch")  # kinds that follow from sizes alone: runs correct the others
 
 
@@ -59,23 +61,49 @@ def _own(plan: Plan, bucket: Bucket, shard: int) -> int:
 
 
 def peak_bytes(
-    plan: Plan, profile: ModelProfile, optimizer: str, rates: Rates, in_flight: Sequence[Mapping[str, int]] = ({},), shard: int = 0
+    plan: Plan, profile: ModelProfile, optimizer: str, rates: Rates, in_flight: Sequence[Mapping[str, int]] = ({},), shard: int = 0, pp_rank: int = 0
 ) -> dict[str, int]:
     """The largest rank's peak by kind; `profile` is at the largest micro-batch. Of a pipeline, `in_flight` says how many micro-batches are under
     way in each layer, at the moments that may need most; `shard` is the rank's coordinate along that axis."""
     held = held_bytes(plan, profile, optimizer, shard)
-    fullest = max((fullest_moment(plan, profile, counts) for counts in in_flight), key=lambda moment: moment.bytes)
+    beside = travel(plan, profile)
+    there = held["gradients"] - beside.made
+    turns = [turn for counts in in_flight for turn in _turns(plan, counts)]
+    moments = [(fullest_moment(plan, profile, counts, beside, own), own) for counts, own in turns]
+    fullest = max((m if own else replace(m, gradients=m.gradients + there) for m, own in moments), key=lambda moment: moment.bytes)
+    crossing, received = _crossing(plan, profile, pp_rank, max(max(counts.values(), default=1) for counts in in_flight))
     kinds = {
         "parameters": held["parameters"],
         "optimizer": held["optimizer"],
-        "activations": int(fullest.activations),
+        "activations": int(fullest.activations + crossing) + max(_random_states(plan, profile, counts) for counts in in_flight),
         "batch": int(profile.sample_bytes * plan.largest_share),
         "workspace": int(fullest.workspace),
-        "communication": _communication(plan, profile) + compression_bytes(plan, held["gradients"]),
+        "communication": int(fullest.communication + received) + compression_bytes(plan, held["gradients"]),
         "framework": rates.base_bytes,
-        "gradients": int(fullest.gradients) if _come_and_go(plan) else held["gradients"],
+        "gradients": int(fullest.gradients),
     }
     return {kind: size if kind in EXACT else int(size * rates.held) for kind, size in kinds.items()}
+
+
+def _random_states(plan: Plan, profile: ModelProfile, counts: Mapping[str, int]) -> int:
+    """What units that are computed again keep of torch's generator, for each micro-batch under way. A GPU's is a few bytes, and not on it."""
+    if plan.device != "cpu":
+        return 0
+    return _RANDOM_STATE * sum(counts.get(layer.name, 1) for layer in profile.layers if plan.memory.mode(layer.name) != "none")
+
+
+def _crossing(plan: Plan, profile: ModelProfile, pp_rank: int, under_way: int) -> tuple[float, float]:
+    """What a pipeline rank holds of what crosses stages: what it has sent, until it has gone back through it; buffers to receive into, one for
+    each micro-batch, of which layers that have one under way count theirs as kept."""
+    if plan.mesh.pp == 1 or not plan.stages:
+        return 0.0, 0.0
+    same, equal = plan.cut
+    on, back = profile.memo.once("crossing", same, (*equal, pp_rank), lambda: [_sent(plan, profile, pp_rank, p) for p in ("forward", "backward")])
+    return float(under_way * on), float(plan.micro_batches * on + max(plan.micro_batches - under_way, 0) * back)
+
+
+def _sent(plan: Plan, profile: ModelProfile, pp_rank: int, phase: str) -> int:
+    return sum(action.bytes for action in crossings(plan, profile, Place(pp=pp_rank), phase, 0))
 
 
 @dataclass(frozen=True)
@@ -85,36 +113,56 @@ class Moment:
     activations: float
     workspace: float
     gradients: float = 0.0  # that backward has made so far, where they are made anew in each step
+    communication: float = 0.0
 
     @property
     def bytes(self) -> float:
-        return self.activations + self.workspace + self.gradients
+        return self.activations + self.workspace + self.gradients + self.communication
 
 
-def fullest_moment(plan: Plan, profile: ModelProfile, in_flight: Mapping[str, int] | None = None) -> Moment:
+def fullest_moment(
+    plan: Plan, profile: ModelProfile, in_flight: Mapping[str, int] | None = None, beside: Travel | None = None, own: bool | None = None
+) -> Moment:
     """When forward and backward hold the most.
 
     While a layer works, in forward or backward, there is what the layers before it keep, all that it needs itself (recomputation brings that
-    back for one unit at a time), its workspace and, in backward, gradients of the layers after it. Other micro-batches under way keep theirs:
-    `in_flight` says how many there are in each layer, the one at work among them."""
+    back for one unit at a time), its workspace and, in backward, gradients of the layers after it and what travels. When it is done, what is
+    complete is sent. Other micro-batches under way keep theirs: `in_flight` says how many there are in each layer, the one at work among them.
+    `own`: gradients are made in this backward (see `_turns`)."""
+    own = _come_and_go(plan) if own is None else own
     kept = [kept_bytes(plan, layer, plan.memory.mode(layer.name)) for layer in profile.layers]
     counts = [(in_flight or {}).get(layer.name, 1) for layer in profile.layers]
     before = sum(max(count - 1, 0) * keeps for count, (keeps, _) in zip(counts, kept, strict=True))
-    later = float(sum(t.bytes for t in profile.tensors if t.trainable)) if _come_and_go(plan) else 0.0
-    moments = [Moment(0.0, 0.0, later)]  # the optimizer's step
-    given = 0.0
-    for layer, (keeps, back), count in zip(profile.layers, kept, counts, strict=True):
-        later -= sum(t.bytes for t in layer.tensors if t.trainable) if _come_and_go(plan) else 0.0
+    beside, none = beside or Travel(), (0.0,) * len(profile.layers)
+    fresh, working, leaving = beside.fresh or (*none, 0.0), beside.working or none, beside.leaving or none
+    later = float(sum(t.bytes for t in profile.tensors if t.trainable)) if own else 0.0
+    fullest = (0.0, 0.0, later + beside.made, beside.end)  # the end of backward, or the optimizer's step
+    most, given, fused = sum(fullest), 0.0, plan.compile == "model"
+    for at, (layer, (keeps, back), count) in enumerate(zip(profile.layers, kept, counts, strict=True)):
+        if before + fresh[at] + leaving[at] > most:
+            fullest = (before, 0.0, fresh[at], leaving[at])
+            most = before + fresh[at] + leaving[at]
+        later -= sum(t.bytes for t in layer.tensors if t.trainable) if own else 0.0
         # Of fused code there are left the largest product's operands, or the gradients that it is given and gives.
-        workspace = max(layer.product_bytes, given + layer.output_bytes) if plan.compile == "model" else layer.transient_bytes
-        moments.append(Moment(before + keeps + back, workspace, later))
+        workspace = max(layer.product_bytes, given + layer.output_bytes) if fused else layer.transient_bytes
+        total = before + keeps + back + workspace + later + fresh[at + 1] + working[at]
+        if total > most:
+            fullest, most = (before + keeps + back, workspace, later + fresh[at + 1], working[at]), total
         before, given = before + (keeps if count else 0.0), layer.output_bytes
-    return max(moments, key=lambda moment: moment.bytes)
+    return Moment(*fullest)
 
 
 def _come_and_go(plan: Plan) -> bool:
     """On one device gradients appear as activations go; micro-batches after the first, and several ranks' buckets, find them there."""
     return plan.mesh.group_size("data") == 1 and plan.micro_batches == 1
+
+
+def _turns(plan: Plan, counts: Mapping[str, int]) -> list[tuple[Mapping[str, int], bool]]:
+    """Micro-batches under way, and whether backward then makes gradients anew. If all are under way before the first goes back, it does, and the
+    next one finds gradients there, and one micro-batch less."""
+    if plan.mesh.group_size("data") > 1 or plan.micro_batches == 1 or min(counts.values(), default=0) < plan.micro_batches:
+        return [(counts, _come_and_go(plan))]
+    return [(counts, True), ({name: count - 1 for name, count in counts.items()}, False)]
 
 
 def kept_bytes(plan: Plan, layer: LayerProfile, mode: str) -> tuple[float, float]:
@@ -126,20 +174,3 @@ def kept_bytes(plan: Plan, layer: LayerProfile, mode: str) -> tuple[float, float
         return saved, 0.0
     kept = layer.output_bytes + (layer.dear_bytes if mode == "selective" else 0.0)  # a repeated block's input is as large as its output
     return kept, saved if mode == "full" else fusible
-
-
-def _communication(plan: Plan, profile: ModelProfile) -> int:
-    """Buffers that live only while something travels."""
-    if plan.mesh.group_size("data") == 1:
-        return 0
-    if plan.memory.zero == 3:
-        buffers = unit_buffers(plan, profile)
-        gathered = {name: sum(b.layout.bytes for b in found) for name, found in buffers.items()}
-        reduced = {name: sum(b.bytes for b in found if b.trainable) for name, found in buffers.items()}
-        # The root and its gradient, and two units and theirs: the next is fetched beside this one, a gradient is filled while another travels.
-        return sum(found.pop("root") + 2 * max(found.values(), default=0) for found in (gathered, reduced))
-    if plan.memory.zero == 2:
-        largest = sorted((b.bytes for b in gradient_buckets(plan, profile)), reverse=True)
-        return sum(largest[:2])
-    buckets = (b for b in gradient_buckets(plan, profile) if len(b.slots) > 1 or b.padding)
-    return max((s.numel * b.itemsize for b in buckets for s in b.slots), default=0)  # a fresh gradient before it is copied into its bucket

@@ -65,7 +65,7 @@ def peak_of(plan: Plan, profile: ModelProfile, workload: Workload, calibration: 
     micro, rates = profile.at(of.micro_batch(plan)), calibration.layout(plan.world, of.kind)
     places = [(p, ranks, e) for p, ranks in alike(plan, profile, of.stages).items() for e in range(plan.mesh.ep)]
     every = [
-        peak_bytes(plan, local_profile(plan, micro, 0, p, e), workload.optimizer, rates, in_flight(plan, p, ranks), of.shard)
+        peak_bytes(plan, local_profile(plan, micro, 0, p, e), workload.optimizer, rates, in_flight(plan, p, ranks), of.shard, p)
         for p, ranks, e in places
     ]
     return max(every, key=lambda k: sum(k.values()))
@@ -92,7 +92,7 @@ def rooms(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluste
         every = [(e, first, ranks) for e in range(plan.mesh.ep) for first, ranks in alike(plan, profile, of.stages).items()]
         for owner, first, ranks in every:
             local = local_profile(plan, micro, 0, first, owner)
-            kinds = peak_bytes(plan, local, workload.optimizer, rates, shard=of.shard)
+            kinds = peak_bytes(plan, local, workload.optimizer, rates, shard=of.shard, pp_rank=first)
             left = _limit(capacity(cluster, plan, of)) - 1 - sum(size for kind, size in kinds.items() if kind not in ("activations", late))
             for rank in ranks:
                 yield Room(rank, int(left / rates.held), local, _names(plan, profile, rank), rates, in_flight(plan, first, [rank]))

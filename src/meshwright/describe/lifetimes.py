@@ -45,6 +45,14 @@ class Lifetimes:
             self._saved += one.bytes
             self._by_layer[layer] = self._by_layer.get(layer, 0) + one.bytes
 
+    def handed_on(self, key: int, layer: str) -> None:
+        """What is saved counts for another layer from here on."""
+        one = self._alive.get(key)
+        if one is not None and one.saver is not None:
+            self._by_layer[one.saver] -= one.bytes
+            self._by_layer[layer] = self._by_layer.get(layer, 0) + one.bytes
+            one.saver = layer
+
     def handed_over(self, storage: Any) -> None:
         """It is somebody else's from here on, as a finished gradient is its parameter's."""
         one = self._alive.get(storage._cdata)

@@ -30,6 +30,7 @@ from meshwright.core.errors import RequestError
 from meshwright.core.model import Kernel, KernelKind, LayerProfile, ModelProfile, Phase, TensorSpec
 from meshwright.core.task import Batch, Loss, Task
 from meshwright.describe.casts import CudaCasts
+from meshwright.describe.convolutions import convolution_scratch
 from meshwright.describe.fakes import LOW, built, example, example_like, on_fakes, quiet
 from meshwright.describe.fold import folded
 from meshwright.describe.layers import Layer, find_layers, signature, tied_names
@@ -111,7 +112,7 @@ def _run(
         stack.enter_context(mode)
         fakes = stack.enter_context(on_fakes(model, precision))
         inputs = example(batch)
-        recorder = _Recorder([*fakes.values(), *(t for t in pytree.tree_leaves(inputs) if torch.is_tensor(t))])
+        recorder = _Recorder([*fakes.values(), *(t for t in pytree.tree_leaves(inputs) if torch.is_tensor(t))], device)
         stack.enter_context(_watched(layers, recorder))
         stack.enter_context(_collected(fakes.values(), recorder.lifetimes))
         stands_for: dict[str, str] = {}
@@ -143,47 +144,70 @@ def _run(
 class _Recorder(TorchDispatchMode):
     """Sees every operation that reaches a kernel, and files it under the layer it belongs to."""
 
-    def __init__(self, constants: Any) -> None:
+    def __init__(self, constants: Any, device: str) -> None:
         super().__init__()
+        self.device = device
         self.phase: Phase = "forward"
         self.counted_loss = False
         self.tallies: dict[str, _Tally] = {"": _Tally()}
         self.stack: list[str] = [""]
         self._starts: list[int] = [0]  # first autograd number of each run of nodes …
-        self._owners: list[str] = [""]  # … and the layer that owns it
+        self._owners: list[str] = [""]  # … and the layer that owns it …
+        self._holders: list[str] = [""]  # … and the one whose activations it works on (see `_settle_loose`)
         self._constants = {t.untyped_storage()._cdata for t in constants}
         self._seen = set(self._constants)
         self._pointwise: set[int] = set()  # storages that element-wise work wrote
         self._dear: set[int] = set()  # storages that products, convolutions and attention gave in forward
+        self._left = ""  # the layer that was left last
+        self._loose: list[tuple[int, int, int]] = []  # what was saved since outside of all layers: storage, bytes, of these fusible
+        self._since = 0  # and how many operations outside of all layers there had been
         self.lifetimes = Lifetimes(self._forget)
 
     def enter(self, name: str) -> None:
         self.stack.append(name)
         self.tallies.setdefault(name, _Tally())
+        self._settle_loose()
         self._mark()
 
     def leave(self, output: Any) -> None:
-        self.tallies[self.stack[-1]].output += sum(_bytes(t) for t in pytree.tree_leaves(output) if torch.is_tensor(t))
-        self.stack.pop()
+        self._left = self.stack.pop()
+        self.tallies[self._left].output += sum(_bytes(t) for t in pytree.tree_leaves(output) if torch.is_tensor(t))
+        self._since = len(self.tallies[""].beside)
         self._mark()
+
+    def _settle_loose(self) -> None:
+        """What the model's own code saved between two layers counts for the one before: there it is cut, and there backward is done with it.
+        What comes after the last, such as the loss, stays by itself."""
+        own, then = self.tallies[""], self.tallies[self._left]
+        if own is not then:
+            then.beside += [there + then.saved for there in own.beside[self._since :]]
+            del own.beside[self._since :]
+            for storage, size, fusible in self._loose:
+                own.saved, own.fusible = own.saved - size, own.fusible - fusible
+                then.saved, then.fusible = then.saved + size, then.fusible + fusible
+                self.lifetimes.handed_on(storage, self._left)
+            self._holders[-1] = self._left
+        self._loose = []
 
     def _mark(self) -> None:
         self._starts.append(torch._C._autograd._get_sequence_nr())
         self._owners.append(self.stack[-1])
+        self._holders.append(self.stack[-1])
 
     def _forget(self, storage: int) -> None:
         for known in (self._seen, self._pointwise, self._dear):
             known.discard(storage)
 
-    def _layer(self) -> str:
+    def _layer(self, owners: list[str] | None = None) -> str:
         """The layer at work."""
+        owners = owners or self._owners
         if self.phase == "forward":
             return self.stack[-1]
         node: Any = torch._C._current_autograd_node()
         if node is None:
             return ""
         at = bisect_right(self._starts, node._sequence_nr()) - 1
-        return self._owners[min(at, len(self._owners) - 1)]
+        return owners[min(at, len(owners) - 1)]
 
     def alike(self, known: torch.Tensor) -> Callable[[torch.Tensor], None]:
         """What to do with tensors that stand for what a folded block would have made, which is like `known`."""
@@ -204,16 +228,20 @@ class _Recorder(TorchDispatchMode):
             layer = self._layer()
             self.lifetimes.saved(storage, layer)
             self._seen.add(storage._cdata)
+            fusible = storage.nbytes() if storage._cdata in self._pointwise else 0
             self.tallies[layer].saved += storage.nbytes()
-            self.tallies[layer].fusible += storage.nbytes() if storage._cdata in self._pointwise else 0
+            self.tallies[layer].fusible += fusible
+            if not layer and self.phase == "forward":
+                self._loose.append((storage._cdata, storage.nbytes(), fusible))
         return tensor
 
-    def record(self, kind: KernelKind, flops: float, moved: float, tensors: Iterable[torch.Tensor] = ()) -> None:
-        """One call. What it needs beyond parameters and saved activations is its workspace."""
+    def record(self, kind: KernelKind, flops: float, moved: float, tensors: Iterable[torch.Tensor] = (), scratch: float = 0.0) -> None:
+        """One call. What it needs beyond parameters and saved activations is its workspace, and so is what its library takes meanwhile."""
         layer = self._layer()
         tally = self.tallies[layer]
         tally.kernels.append((kind, self.phase, flops, moved))
-        tally.beside.append(float(self.lifetimes.beside(layer)))
+        holder = self._layer(self._holders)
+        self.tallies[holder].beside.append(float(self.lifetimes.beside(holder)) + scratch)
         if kind not in ("memory", "special"):
             fresh = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors) if s._cdata not in self._seen}
             tally.hard = max(tally.hard, float(sum(fresh.values())))
@@ -232,9 +260,11 @@ class _Recorder(TorchDispatchMode):
             if kind == "special":
                 flops = float(max(t.numel() for t in tensors))
             read = pytree.tree_leaves(out) if func._overloadpacket in _GATHERS else tensors
+            scratch = 0.0
             if kind.startswith("conv"):
                 read = _samples(func, args, tensors)
-            self.record(kind, flops, float(sum({id(t): _bytes(t) for t in read if torch.is_tensor(t)}.values())), tensors)
+                scratch = convolution_scratch(func, args, out) if self.device == "cpu" else 0.0
+            self.record(kind, flops, float(sum({id(t): _bytes(t) for t in read if torch.is_tensor(t)}.values())), tensors, scratch)
             made = {s._cdata for s in storages}
             self._pointwise = self._pointwise | made if kind in ("memory", "special") else self._pointwise - made
             if func._schema.is_mutable and self._dear & made:

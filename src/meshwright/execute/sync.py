@@ -98,7 +98,10 @@ class GradientBuckets:
         self._begun = False
         self._lanes: tuple[deque[_Live], ...] = ()  # buckets that were not sent yet: those that all replicas hold, and those that are owned
         self._home: dict[int, tuple[_Live, int]] = {}
+        self._sent: deque[_Live] = deque()  # under way (stage 2)
         self.buckets = self._build(_ordered(model, optimizer, zero))
+        # Owners have other buckets than their replicas: whoever waits for one before all are sent may wait for somebody who waits for him.
+        self._releases = zero == 2 and not any(b.layout.kind.owned for b in self.buckets)
         self._line_up()
         if zero:
             self._shard(optimizer)
@@ -210,10 +213,14 @@ class GradientBuckets:
         for lane in self._lanes:
             while lane and not lane[0].waiting:
                 self._launch(lane.popleft())
+                if self._releases:
+                    self._settle_sent(1)
 
     def _launch(self, bucket: _Live) -> None:
         grads = bucket.grads
         assert grads is not None
+        if self._releases:
+            self._sent.append(bucket)
         if self.zero:
             own, sizes = bucket.slices.own(grads), bucket.slices.uneven
             bucket.pending = self.travel.reduce_scatter(self.groups.shard, own, grads, f"grads/{bucket.name}", self.reduce, sizes)
@@ -233,7 +240,9 @@ class GradientBuckets:
         for bucket in (b for lane in self._lanes for b in lane):
             self._fill_missing(bucket)
             self._launch(bucket)
-        if self.zero:
+        if self._releases:
+            self._settle_sent(0)
+        elif self.zero:
             self._settle_shards()
         else:
             self._settle_whole()
@@ -269,22 +278,35 @@ class GradientBuckets:
 
     def _settle_shards(self) -> None:
         for bucket in self.buckets:
-            assert bucket.pending is not None and bucket.grads is not None
-            bucket.pending.wait()
-            mine = bucket.slices.own(bucket.grads)
-            bucket.pending = self.travel.all_reduce(self._replicas(bucket), mine, f"replicas/{bucket.name}", self.reduce)
+            self._over_replicas(bucket)
         for bucket in self.buckets:
-            assert bucket.pending is not None and bucket.grads is not None and bucket.shard is not None
-            bucket.pending.wait()
-            mine = bucket.slices.own(bucket.grads)
-            for param in bucket.params:
-                param.grad = None
-            if self.zero == 2:
-                bucket.shard.grad = mine.clone() if bucket.shard.grad is None else bucket.shard.grad.add_(mine)
-                bucket.grads, bucket.views = None, []
-            else:
-                bucket.shard.grad = mine if bucket.carried is None else mine.add_(bucket.carried)
-                bucket.carried = None
+            self._take_in(bucket)
+
+    def _settle_sent(self, still: int) -> None:
+        """Take in what was sent and give its memory back, but for the last few (stage 2)."""
+        while len(self._sent) > still:
+            bucket = self._sent.popleft()
+            self._over_replicas(bucket)
+            self._take_in(bucket)
+
+    def _over_replicas(self, bucket: _Live) -> None:
+        assert bucket.pending is not None and bucket.grads is not None
+        bucket.pending.wait()
+        mine = bucket.slices.own(bucket.grads)
+        bucket.pending = self.travel.all_reduce(self._replicas(bucket), mine, f"replicas/{bucket.name}", self.reduce)
+
+    def _take_in(self, bucket: _Live) -> None:
+        assert bucket.pending is not None and bucket.grads is not None and bucket.shard is not None
+        bucket.pending.wait()
+        mine = bucket.slices.own(bucket.grads)
+        for param in bucket.params:
+            param.grad = None
+        if self.zero == 2:
+            bucket.shard.grad = mine.clone() if bucket.shard.grad is None else bucket.shard.grad.add_(mine)
+            bucket.grads, bucket.views, bucket.pending = None, [], None
+        else:
+            bucket.shard.grad = mine if bucket.carried is None else mine.add_(bucket.carried)
+            bucket.carried = None
 
     def gather_parameters(self) -> None:
         """After the optimizer's step: bring every rank's slice of the parameters to every rank (stages 1 and 2)."""

@@ -41,10 +41,11 @@ class _Laid:
     comm: Comm
 
     def piece(self, whole: torch.Tensor) -> torch.Tensor:
+        """A copy: where the cut is along the first dim, the piece would lie in the whole tensor and keep all of its memory."""
         first, count = self.strand.piece(self.comm.rank, self.comm.size)
         dim, inner = self.cut.dim, self.cut.inner
         runs = whole.unflatten(dim, (self.cut.outer, self.strand.size * inner))
-        return runs.narrow(dim + 1, first * inner, count * inner).flatten(dim, dim + 1).contiguous()
+        return runs.narrow(dim + 1, first * inner, count * inner).flatten(dim, dim + 1).clone(memory_format=torch.contiguous_format)
 
     def whole(self, piece: torch.Tensor) -> torch.Tensor:
         comm, dim = self.comm, self.cut.dim

@@ -127,10 +127,9 @@ class Bounds:
         ways = {id(part): self._ways(point, part) for part in parts}
         for rank, whole in enumerate(ranks):
             mine = point.order.stages(rank) if stages else (0,)
-            passing = self._passing(plain, whole)
             for counts in self._held_at(point.order)[rank] if stages else ((1,),):
                 kept = sum(n * parts[stage].kept["none"] for n, stage in zip(counts, mine, strict=True))
-                excess = self._held(plain, whole, kept) + passing - limit
+                excess = self._held(plain, whole, kept) - limit
                 if excess <= 0:
                     continue
                 every = {stage: [(n * rate, n * most) for rate, most in ways[id(parts[stage])]] for n, stage in zip(counts, mine, strict=True) if n}
@@ -237,26 +236,26 @@ class Bounds:
     def _bytes(self, point: Point, parts: Sequence[Sum], base: int, stages: Layers) -> float:
         ranks = self._ranks(point, parts, stages)
         if not stages:
-            passing = self._passing(point, ranks[0]) if point.mesh.pp == 1 else 0.0
-            return base + self._held(point, ranks[0], ranks[0].kept[point.recompute]) + passing
-        return base + max(self._held(point, part, self._under_way(point, parts, at)) + self._passing(point, part) for at, part in enumerate(ranks))
+            return base + self._held(point, ranks[0], ranks[0].kept[point.recompute])
+        return base + max(self._held(point, part, self._under_way(point, parts, at)) for at, part in enumerate(ranks))
 
     def _under_way(self, point: Point, parts: Sequence[Sum], rank: int) -> float:
         """Bytes that all the micro-batches which a rank has under way keep."""
         kept = [parts[stage].kept[point.recompute] for stage in point.order.stages(rank)]
         return max(sum(n * size for n, size in zip(counts, kept, strict=True)) for counts in self._held_at(point.order)[rank])
 
-    def _passing(self, point: Point, part: Sum) -> float:
-        """What lives only while something travels: under ZeRO-3 two gathered units and two of gradients."""
-        return part.root + 4 * part.unit if point.zero == 3 and point.mesh.group_size("data") > 1 else 0.0
-
     def _held(self, point: Point, part: Sum, kept: float) -> float:
         mesh, states, shards = point.mesh, 0 if self._offload else OPTIMIZER_STATES[self._workload.optimizer], point.mesh.shard
         whole, trained = part.parameters, part.trained
         if mesh.group_size("data") == 1:  # gradients appear as activations go
             return whole + states * trained + max(trained, kept)
+        kept = (
+            max(kept, part.unit) if point.zero == 3 and mesh.pp == 1 else kept
+        )  # the largest unit's gradients, when little else is kept
+        come = trained if point.micro_batches == 1 and point.zero < 2 else 0.0  # those that are a bucket each take the place of activations
         return (
-            kept
+            max(kept, come)
+            - come
             + {
                 0: whole + (1 + states) * trained,
                 1: whole + trained + states * trained / shards,

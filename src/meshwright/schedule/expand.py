@@ -60,7 +60,7 @@ def gradient_buckets(plan: Plan, profile: ModelProfile) -> tuple[Bucket, ...]:
 
 
 def _gradient_buckets(plan: Plan, profile: ModelProfile) -> tuple[Bucket, ...]:
-    tensors = [t for _, t in _arrival(profile)]
+    tensors = [t for _, t in arrival(profile)]
     kind = _kinds(plan)
     kinds = [kind(t)._replace(counted=t.counted or not plan.memory.zero) for t in tensors]
     return assign_buckets(
@@ -73,7 +73,7 @@ def _gradient_buckets(plan: Plan, profile: ModelProfile) -> tuple[Bucket, ...]:
     )
 
 
-def _arrival(profile: ModelProfile) -> list[tuple[int, TensorSpec]]:
+def arrival(profile: ModelProfile) -> list[tuple[int, TensorSpec]]:
     """Trainable parameters with their layer, last registered first: about the order in which gradients arrive. What others own is not here."""
     found = [(index, t) for index, layer in enumerate(profile.layers) for t in layer.tensors if t.trainable and t.numel]
     return sorted(found, key=lambda item: -item[1].order)
@@ -280,7 +280,7 @@ def _bucketed(plan: Plan, profile: ModelProfile, place: Place, micro_batches: in
     replicas = ["owned" if b.kind.owned else "replica" for b in buckets]
     ready = _completed_at(buckets, profile)
     meets = meetings(plan, profile, place)
-    shapes = [t.shape for _, t in _arrival(profile)]
+    shapes = [t.shape for _, t in arrival(profile)]
     launched: list[str] = []
     for micro in range(micro_batches):
         last = micro == micro_batches - 1
@@ -322,7 +322,7 @@ def _bucketed(plan: Plan, profile: ModelProfile, place: Place, micro_batches: in
 
 def _completed_at(buckets: tuple[Bucket, ...], profile: ModelProfile) -> dict[int, list[int]]:
     """Layer → buckets that are complete, and next in line, once its backward is done."""
-    layer_of = [layer for layer, _ in _arrival(profile)]
+    layer_of = [layer for layer, _ in arrival(profile)]
     found: dict[int, list[int]] = {}
     latest = dict.fromkeys((False, True), len(profile.layers))
     for index, bucket in enumerate(buckets):

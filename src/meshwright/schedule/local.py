@@ -28,7 +28,9 @@ def _local(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int, owner:
     if plan.mesh.degree("tp") == 1:
         return profile
     pieces = _Pieces(plan, profile, tp_rank)
-    return replace(profile, layers=tuple(pieces.layer(layer, slope) for layer, slope in zip(profile.layers, profile.slopes, strict=True)))
+    given = [0.0, *(layer.output_bytes for layer in profile.layers)]
+    layers = (pieces.layer(layer, slope, enters) for layer, slope, enters in zip(profile.layers, profile.slopes, given[:-1], strict=True))
+    return replace(profile, layers=tuple(layers))
 
 
 class _Pieces:
@@ -38,28 +40,48 @@ class _Pieces:
         self._batch, self._ways, self._sequence = profile.batch, plan.mesh.degree("tp"), bool(plan.tensor.sequence)
         self._borrowed = _borrowed(profile)
         self._memo: dict[tuple[int, float], tuple[Kernel, ...]] = {}  # equal blocks share their kernels, not always what is cut of them
+        self._sums = {meet.module for _, policy in plan.tensors for meet in policy.sums}
+        self._enters = [(m.module, m.at(profile.batch)) for _, policy in plan.tensors for m in policy.enters if m.along]
         self._lengths = [policy.lengths(plan.mesh.grid_place(tp_rank, axis), plan.mesh.degree(axis)) for axis, policy in plan.tensors]
 
-    def layer(self, layer: LayerProfile, slope: LayerProfile) -> LayerProfile:
-        # About half of what a cut layer keeps lies between whole activations; where ranks share positions, most of the other half does not.
-        between = 0.4 + 0.6 / self._ways if self._sequence else 1.0
+    def layer(self, layer: LayerProfile, slope: LayerProfile, enters: float) -> LayerProfile:
+        """What a rank has of it; `enters` are the bytes that the layer before gives."""
         tensors = tuple(self._piece(t) for t in layer.tensors)
         used = {t.name: t for t in (*layer.tensors, *self._borrowed.get(layer.name, ()))}.values()
         share = sum(self._piece(t).numel for t in used) / max(sum(t.numel for t in used), 1) if used else 1.0
+        kept = self._kept(layer, share, min(enters / layer.activation_bytes, 1.0) if layer.activation_bytes else 0.0)
         return replace(
             layer,
             parameters=sum(t.numel for t in tensors),
             tensors=tensors,
             flops_forward=layer.flops_forward * share,
             flops_backward=layer.flops_backward * share,
-            activation_bytes=layer.activation_bytes * (between + share) / 2,
-            fusible_bytes=layer.fusible_bytes * (between + share) / 2,
+            activation_bytes=layer.activation_bytes * kept,
+            fusible_bytes=layer.fusible_bytes * kept,
             output_bytes=layer.output_bytes / (self._ways if self._sequence else 1),
-            dear_bytes=layer.dear_bytes * (between + share) / 2,
+            dear_bytes=layer.dear_bytes * kept + self._gathered(layer.name),
             transient_bytes=layer.transient_bytes * share,
             product_bytes=layer.product_bytes * share,
             kernels=self._kernels(layer.kernels, slope.kernels, share),
         )
+
+    def _gathered(self, name: str) -> float:
+        """Positions of all ranks that enter a layer's cut parts: what is kept of its products is kept of these meetings too."""
+        return float(sum(size for module, size in self._enters if module == name or module.startswith(f"{name}.")))
+
+    def _kept(self, layer: LayerProfile, share: float, entered: float) -> float:
+        """The part of its activations that is left. One that is cut where it gives has all of what entered, and its piece of the rest; one that
+        sums over cut inputs has a piece of these alone. About half of what one with both keeps lies between whole activations; where ranks
+        share positions, most of the other half does not."""
+        if self._sequence:
+            return (0.4 + 0.6 / self._ways + share) / 2
+        dims = {dim for t in layer.tensors if len(t.shape) > 1 for found in self._lengths for dim in found.get(t.name, ())}
+        summed = any(name == layer.name or name.startswith(f"{layer.name}.") for name in self._sums)
+        if dims == {0} and not summed:
+            return entered + (1.0 - entered) * share
+        if dims == {1} and summed:
+            return entered * share + 1.0 - entered
+        return (1.0 + share) / 2
 
     def _piece(self, tensor: TensorSpec) -> TensorSpec:
         pieces = [found[tensor.name] for found in self._lengths if tensor.name in found]

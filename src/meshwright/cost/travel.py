@@ -1,0 +1,160 @@
+"""What the exchange of gradients and parameters holds while backward goes through the layers, as `execute` allocates it.
+
+[Note: what gloo holds]
+Gloo reduce-scatters a copy of what it is given, and lets go of it with the call: such a buffer is there twice until it is waited for. It
+gathers into memory of its own too, which is gone when all has arrived: of what is fetched ahead, that is before the unit at work is done, unless
+this has so little to compute that the gather lasts longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from meshwright.core.model import ModelProfile
+from meshwright.core.plan import Plan
+from meshwright.schedule.buckets import Bucket
+from meshwright.schedule.expand import arrival, gradient_buckets, unit_buffers
+
+_BALANCE = 30  # operations that a CPU does while gloo moves a byte, about
+
+
+@dataclass(frozen=True)
+class Travel:
+    """Bytes by layer: there while it is at work, and when it is done and sends what is complete."""
+
+    fresh: tuple[float, ...] = ()  # gradients that later layers have made and that had no place before
+    working: tuple[float, ...] = ()
+    leaving: tuple[float, ...] = ()
+    end: float = 0.0  # when backward has ended
+
+    @property
+    def made(self) -> float:
+        """Of the gradients held in the end, those that a step makes anew."""
+        return self.fresh[0] if self.fresh else 0.0
+
+
+def travel(plan: Plan, profile: ModelProfile) -> Travel:
+    """Of one rank, whose `profile` this is."""
+    if plan.mesh.group_size("data") == 1:
+        return Travel()
+    same, equal = plan.cut
+    memory, sync = plan.memory, plan.sync
+    sizes = (memory.zero, memory.units, memory.precision, sync.first_bucket_bytes, sync.bucket_bytes, tuple(sorted(sync.overlap)))
+    more = (plan.mesh, plan.backend, plan.micro_batches == 1)
+    make = {0: _bucketed, 1: _bucketed, 2: _released, 3: _gathered}[plan.memory.zero]
+    return profile.memo.once("travel", same, (*equal, *sizes, *more), lambda: make(plan, profile))
+
+
+def _copies(plan: Plan) -> int:
+    """How often a buffer that is reduce-scattered is there (see [Note: what gloo holds])."""
+    return 2 if plan.backend == "gloo" else 1
+
+
+def _spans(profile: ModelProfile, buckets: Sequence[Bucket]) -> list[tuple[int, int]]:
+    """The first and the last layer of each bucket's parameters."""
+    layers = [index for index, _ in arrival(profile)]
+    found = [[layers[slot.index] for slot in bucket.slots] for bucket in buckets]
+    return [(min(each), max(each)) for each in found]
+
+
+def _alone(bucket: Bucket) -> bool:
+    return len(bucket.slots) == 1 and not bucket.padding
+
+
+def _later(by_layer: Sequence[float]) -> tuple[float, ...]:
+    """For each layer, the sum over those after it; the first is over all."""
+    return tuple(accumulate(reversed(by_layer), initial=0.0))[::-1]
+
+
+def _bucketed(plan: Plan, profile: ModelProfile) -> Travel:
+    """Stages 0 and 1: buckets lie there from the start, but for gradients that are one by themselves; what was sent waits for the end."""
+    buckets, count = gradient_buckets(plan, profile), len(profile.layers)
+    alone, sent = [0.0] * count, [0.0] * count
+    for bucket, (first, _) in zip(buckets, _spans(profile, buckets), strict=True):
+        if plan.micro_batches == 1 and _alone(bucket):
+            alone[first] += bucket.bytes
+        if plan.memory.zero == 1:
+            sent[first] += (_copies(plan) - 1) * bucket.bytes
+    fresh, copied = _later(alone), _later(sent)
+    if plan.mesh.pp > 1:  # sent when the pipeline has drained
+        return Travel(fresh, (0.0,) * count, (0.0,) * count, copied[0])
+    return Travel(fresh, copied[1:], copied[:-1], copied[0])
+
+
+def _released(plan: Plan, profile: ModelProfile) -> Travel:
+    """Stage 2: a bucket is there from its first gradient until it was reduced; one travels while the next is filled."""
+    buckets, times = gradient_buckets(plan, profile), _copies(plan)
+    working, leaving = [0.0] * len(profile.layers), [0.0] * len(profile.layers)
+    spans = _spans(profile, buckets)
+    before = 0.0
+    for bucket, (first, last) in zip(buckets, spans, strict=True):
+        filled = 0 if _alone(bucket) else bucket.bytes  # until then, a gradient that is a bucket is its layer's workspace
+        for at in range(first, last + 1):
+            working[at] += before + filled
+        leaving[first] = max(leaving[first], before + times * bucket.bytes)
+        before = float(times * bucket.bytes)
+    return Travel((), tuple(working), tuple(leaving), before)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    first: int  # layer
+    last: int
+    values: float
+    grads: float
+    lone: float  # a gradient that is most of the unit's: no other comes before it, and with it the buffer
+
+
+def _gathered(plan: Plan, profile: ModelProfile) -> Travel:
+    """Stage 3: the values of the root, of a unit and of the one that is fetched ahead; their gradients, of which one travels while the next is
+    filled."""
+    units = _units(plan, profile)
+    root, others = units.pop("root", None), sorted(units.values(), key=lambda u: -u.first)
+    every = sorted([*others, *([root] if root else [])], key=lambda u: -u.first)  # as they are complete
+    times, ahead = _copies(plan), "gathers" in plan.sync.overlap and plan.mesh.pp == 1
+    again = plan.micro_batches > 1  # what arrives is added to what there is
+    working, leaving = [], []
+    for at in range(len(profile.layers)):
+        mine = next((u for u in others if u.first <= at <= u.last), None)
+        following = next((u for u in others if u is not mine and u.last < at), None) if ahead else None
+        here = sum(u.values for u in (mine, following) if u)
+        if following and _still_coming(plan, profile, mine, at, following):
+            here += following.values
+        if root and root.first <= at:
+            here += root.values + (root.grads if at <= root.last else 0.0)
+        sent = next((u for u in reversed(every) if u.first > at), None)
+        gone = _sent(sent, times, again, plan.mesh.shard)
+        working.append(here + gone + (mine.grads if mine and not mine.lone else 0.0))
+        complete = [u for u in every if u.first == at]
+        sends = sum(_sent(u, times, again, plan.mesh.shard) - (root.grads if u is root else 0.0) for u in complete)
+        leaving.append(here + gone + max(sends, mine.grads + mine.lone if mine in complete and mine else 0.0))
+    return Travel((), tuple(working), tuple(leaving), 0.0)
+
+
+def _still_coming(plan: Plan, profile: ModelProfile, mine: _Unit | None, at: int, ahead: _Unit) -> bool:
+    """Whether gloo's own copy of what is fetched is there when the unit at work is done (see [Note: what gloo holds])."""
+    layers = profile.layers[mine.first : mine.last + 1] if mine else profile.layers[at : at + 1]
+    return plan.backend == "gloo" and sum(layer.flops_backward for layer in layers) < _BALANCE * ahead.values
+
+
+def _sent(unit: _Unit | None, times: int, again: bool, shards: int) -> float:
+    return unit.grads * (times + (1 / shards if again else 0.0)) if unit else 0.0
+
+
+def _units(plan: Plan, profile: ModelProfile) -> dict[str, _Unit]:
+    places: dict[str, list[int]] = {}
+    buffers = unit_buffers(plan, profile)
+    for at, layer in enumerate(profile.layers):
+        inside = [name for name in buffers if name == layer.name or (layer.name and name.startswith(f"{layer.name}."))]
+        for name in inside or ["root"]:
+            places.setdefault(name, []).append(at)
+    found = {}
+    for name, buffers_of in buffers.items():
+        if buffers_of and name in places:
+            values, grads = sum(b.layout.bytes for b in buffers_of), sum(b.bytes for b in buffers_of if b.trainable)
+            held = [at for at in places[name] if name != "root" or profile.layers[at].tensors] or places[name]
+            largest = max(slot.numel * b.itemsize for b in buffers_of for slot in b.layout.slots)
+            found[name] = _Unit(min(held), max(held), values, grads, largest if 2 * largest > grads else 0.0)
+    return found

@@ -1,0 +1,42 @@
+"""What travels takes memory, as the engine holds it: gloo's copies, ZeRO-2's window, ZeRO-3's units, gradients that are not there yet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from made_up import blocks, plan
+
+from meshwright.core.calibration import Rates
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import MemoryPolicy, Plan, SyncPolicy
+from meshwright.cost.memory import peak_bytes
+from meshwright.cost.travel import travel
+
+LAYERS, BYTES = 4, 4096 * 4  # of each layer's gradient
+
+
+def sharded(zero: int, backend: str, micro: int = 1) -> Plan:
+    sync = SyncPolicy(first_bucket_bytes=BYTES, bucket_bytes=BYTES)  # a bucket a layer
+    return Plan("made up", 8, Mesh(shard=2), micro_batches=micro, memory=MemoryPolicy(zero=zero), sync=sync, backend=backend)  # type: ignore[arg-type]
+
+
+def test_gloo_has_a_copy_of_what_it_scatters_until_it_is_waited_for() -> None:
+    profile = blocks(LAYERS, shapes=((4096,),), saved=100.0)
+    assert travel(sharded(1, "nccl"), profile).end == 0.0
+    assert travel(sharded(1, "gloo"), profile).end == LAYERS * BYTES
+
+
+def test_of_zero_2_two_buckets_are_there_at_once() -> None:
+    profile = blocks(LAYERS, shapes=((4096,),), saved=100.0)
+    for backend, copies in (("nccl", 1), ("gloo", 2)):
+        assert max(travel(sharded(2, backend), profile).leaving) == 2 * copies * BYTES
+
+
+def test_the_first_micro_batch_to_go_back_finds_no_gradients() -> None:
+    """If all are under way before, as in GPipe."""
+    profile = blocks(LAYERS, shapes=((4096,),), saved=1e6)
+    piped = replace(plan(profile, micro=4), mesh=Mesh(pp=2))
+    rates, names = Rates(1, 1, {}, (), 0.0), profile.layer_names
+    all_at_once, some = (peak_bytes(piped, profile, "adamw", rates, [dict.fromkeys(names, n)]) for n in (4, 3))
+    assert all_at_once["gradients"] == 0
+    assert some["gradients"] == LAYERS * BYTES
