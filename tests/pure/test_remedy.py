@@ -106,7 +106,7 @@ def test_what_nothing_helps_promises_nothing() -> None:
 
 
 def test_large_clusters_are_answered_too() -> None:
-    found = rank(FLAT, cluster(16, 2.4e7), 64)
+    found = rank(FLAT, cluster(16, 2.6e7), 64)
     assert not found.best.estimate.fits
     count = fewest_nodes(found.cluster, least(found).fits)
     assert count is not None and count > 1
