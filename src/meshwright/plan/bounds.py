@@ -249,9 +249,7 @@ class Bounds:
         whole, trained = part.parameters, part.trained
         if mesh.group_size("data") == 1:  # gradients appear as activations go
             return whole + states * trained + max(trained, kept)
-        kept = (
-            max(kept, part.unit) if point.zero == 3 and mesh.pp == 1 else kept
-        )  # the largest unit's gradients, when little else is kept
+        kept = max(kept, part.unit) if point.zero == 3 and mesh.pp == 1 else kept  # the largest unit's gradients, when little else is kept
         come = trained if point.micro_batches == 1 and point.zero < 2 else 0.0  # those that are a bucket each take the place of activations
         return (
             max(kept, come)
