@@ -55,7 +55,7 @@ def traced(model: dict[str, Any], precision: str = "fp64") -> tuple[Any, Any]:
 
 def spread(
     model: dict[str, Any], mesh: Mesh, batch: int = 4, *, zero: int = 0, micro: int = 1, recompute: str = "none", schedule: str = "1f1b",
-    precision: str = "fp64", grid: tuple[int, ...] = (), sequence: bool = False,
+    precision: str = "fp64", grid: tuple[int, ...] = (), sequence: bool = False, each: int = 0,
 ) -> tuple[Plan, Any]:  # fmt: skip
     """A plan with the cuts that the planner finds, as a file would hold it, and the profile to expand it with."""
     profile, flow = traced(model, precision)
@@ -67,7 +67,8 @@ def spread(
     )
     (tensor, across), context, spatial = share_positions(mesh, flow, (tensor, across), precision, grid)
     owners = choose_owners(flow, mesh.ep) if mesh.ep > 1 else OwnerPolicy()
-    stages = cut_stages(flow, profile, mesh.pp * stages_a_rank(schedule), tensor, across, mesh.cp) if mesh.pp > 1 else one_stage(profile)
+    count = mesh.pp * (each or stages_a_rank(schedule))
+    stages = cut_stages(flow, profile, count, tensor, across, mesh.cp) if mesh.pp > 1 else one_stage(profile)
     shared = {"tensor": tensor, "across": across, "context": context, "spatial": spatial, "owners": owners}
     plan = Plan("test", batch, mesh, micro, stages, schedule, memory=memory, **shared)  # type: ignore[arg-type]
     check_ties(plan, profile.tied)

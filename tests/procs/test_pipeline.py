@@ -29,6 +29,12 @@ def test_every_schedule(pool: Any, schedule: str, micro: int) -> None:
     check(pool, model, *spread(model, Mesh(pp=2), micro=micro, schedule=schedule))
 
 
+@pytest.mark.parametrize(("mesh", "zero"), [(Mesh(pp=2), 0), (Mesh(pp=2, shard=2), 3)], ids=str)
+def test_four_stages_a_rank(pool: Any, mesh: Mesh, zero: int) -> None:
+    model = model_of("Llama", num_hidden_layers=8)
+    check(pool, model, *spread(model, mesh, 8, zero=zero, micro=4, schedule="interleaved", each=4))
+
+
 def test_backward_in_two_keeps_parameters_that_no_input_of_their_stage_leads_to(pool: Any) -> None:
     """T5's decoder begins in a stage that ends its encoder: what the stage is given does not lead there."""
     check(pool, model_of("T5"), *spread(model_of("T5"), Mesh(pp=2), 3, micro=3, schedule="zero_bubble"))
