@@ -166,10 +166,11 @@ def _ranked(
 
 
 def many(profile: ModelProfile, cluster: Cluster, wishes: Wishes, again: bool = False) -> bool:
-    """Whether there are more plans than are priced one by one: because there are many, because the model is deep, or because the best alone
-    is asked for. Ranks on unlike devices are few, and what each takes is found plan by plan."""
+    """Whether there are more plans than are priced one by one: because there are many, because the model is deep or devices have several kinds,
+    each with a price of its own, or because the best alone is asked for. Jobs on CPUs beside GPUs are small, and priced plan by plan."""
     world = wishes.world or len(cluster.devices)
-    return world > EXHAUSTIVE or ((again or (world > EXHAUSTIVE // 2 and len(profile.layers) > _DEEP)) and not places(cluster, world))
+    dear = len(profile.layers) > _DEEP or len({device.name for device in cluster.devices[:world]}) > 1
+    return world > EXHAUSTIVE or ((again or (world > EXHAUSTIVE // 2 and dear)) and not places(cluster, world))
 
 
 def best_again(ranking: Ranking, cluster: Cluster, calibration: Calibration, as_quick: bool = False) -> Scored:
