@@ -69,14 +69,12 @@ def test_samples_enough_need_no_sharing(path: str, name: str) -> None:
     assert "cp" not in axes_of(ranked(model_of(name), 4, 16))
 
 
-def test_a_sample_that_does_not_fit_shares_its_positions(path: str) -> None:
+def test_a_sample_that_does_not_fit_shares_its_positions() -> None:
     """Enough samples for all, each of them too long for a device."""
-    model = model_of("gpt-tiny")
-    wishes = Wishes(recompute="none", sequence=False)
-    plenty = ranked(model, 4, 4, wishes=wishes)
-    held = max(plenty.best.estimate.memory_bytes)
-    tight = ranked(model, 4, 4, 0.7 * held / step.HEADROOM, wishes)
-    assert "cp" not in axes_of(plenty) and "cp" in axes_of(tight)
+    model, wishes = model_of("gpt-tiny"), Wishes(recompute="none", sequence=False)
+    held = max(ranked(model, 4, 4, wishes=wishes).best.estimate.memory_bytes)
+    plenty, tight = (shapes(model, 4, 4, memory, wishes) for memory in (80e9, 0.4 * held / step.HEADROOM))
+    assert not any(mesh.cp > 1 for mesh in plenty) and any(mesh.cp > 1 for mesh in tight)
 
 
 def test_sharing_is_not_for_those_who_ask_for_something_else() -> None:
@@ -112,9 +110,10 @@ def test_without_anything_to_own_no_owner_is_weighed(path: str) -> None:
 # Grids
 
 
-def shapes(model: dict[str, Any], devices: int, batch: int, **speeds: float) -> list[Mesh]:
+def shapes(model: dict[str, Any], devices: int, batch: int, memory: float = 80e9, wanted: Wishes | None = None, **speeds: float) -> list[Mesh]:
     profile, flow = traced(model)
-    where, workload, machine, wishes = cluster(devices), Workload(batch), calibration(devices, **{**SLOW, **speeds}), Wishes(flow=flow)
+    where, workload, machine = cluster(devices, memory, kind="cpu"), Workload(batch), calibration(devices, **{**SLOW, **speeds})
+    wishes = replace(wanted or Wishes(), flow=flow)
     cutter = Cutter(profile, workload, wishes)
     return Axes(where, workload, wishes, cutter, bounds_for(profile, where, workload, machine, wishes)).shapes(devices)
 
