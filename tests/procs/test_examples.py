@@ -57,7 +57,7 @@ def run(command: str, root: Path) -> subprocess.CompletedProcess[str]:
         (_, ranks, _), arguments = arguments[:3], arguments[3:]  # -n RANKS python
         start, environ = mpirun(int(ranks), environ)
         start = [*start, sys.executable]
-    done = subprocess.run([*start, *arguments], cwd=root, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*start, *arguments], cwd=root, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done
 
