@@ -1,10 +1,10 @@
 """Every proxy run for real on 4 ranks, scaled down, beside what the simulator predicts from lines measured by turns with them.
 
 The lines are measured with the proxies' own runner: schedules of nothing but one call, repeated, over all ranks, over pairs that work at the
-same time, and over one pair while the other ranks sleep; one call after the other, and all at once, which also tells how long a rank is busy
-handing one over. All schedules, these and the proxies', are run in one process group, one step each a round. The simulator is given a
-round's lines and each proxy's schedule, and nothing else; predicted and measured are compared within the round, and the median of these
-ratios is what counts: a machine that changes its pace does so for both.
+same time, and over one pair while the other ranks sleep; one call after the other, all at once, which also tells how long a rank is busy
+handing one over, and both again with a wait before each call, which takes longer. All schedules, these and the proxies', are run in one
+process group, one step each a round. The simulator is given a round's lines and each proxy's schedule, and nothing else; predicted and
+measured are compared within the round, and the median of these ratios is what counts: a machine that changes its pace does so for both.
 """
 
 from __future__ import annotations
@@ -42,12 +42,14 @@ WORLD = 4
 PAIRS = ((0, 1), (2, 3))
 PAIR = PAIRS[:1]
 SIZES = (2**10, 2**17, 2**19, 2**20, 2**21, 2**22)  # what the cases below send, and no more
-CALLS = 16
+CALLS, RESTED_CALLS = 16, 6
 WARM_UP = 3
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 IDLE_S, IDLE_RATE = 2e-3, 6e8  # longer than any call here takes
+REST_S, REST_RATE = 1e-3, 1.5e9  # as long as it takes
+NOTHING = Line(0.0, float("inf"))
 Times = tuple[float, float]  # seconds of a schedule, and between one call and the next handed over
-Probe = tuple[str, tuple[tuple[int, ...], ...], int, bool]  # operation, groups that work at once, bytes, one call after the other
+Probe = tuple[str, tuple[tuple[int, ...], ...], int, bool, bool]  # operation, groups that work at once, bytes, one by one, after a wait each
 # Widths are smaller than a GPT-3's so that messages stay in the range of the lines while waits stay a visible part, as they are at full size.
 CASES: Mapping[str, dict[str, Any]] = {
     "gpt2": {"layers": 8, "stages": 2, "scale_down": 64},
@@ -91,7 +93,10 @@ def main(
     machines = [fitted({probe: [times[turn] for times in row] for probe, row in zip(probes, rows, strict=False)}) for turn in range(rounds)]
     steps = [[max(taken for taken, _ in times) for times in zip(*row, strict=True)] for row in rows[len(probes) :]]
     found = [compare(name, schedule, machines, times) for (name, schedule), times in zip(schedules.items(), steps, strict=True)]
-    lines = {name: [asdict(cores.taken[name]) for cores in machines] for name in machines[0].taken}
+    lines = {
+        way: {name: [asdict(getattr(cores, way)[name]) for cores in machines] for name in sorted(machines[0].beside)}
+        for way in ("beside", "blocking")
+    }
     result = {"machine": _machine(), "backend": backend, "rounds": rounds, "lines": lines, "proxies": found}
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1) + "\n")
@@ -143,42 +148,64 @@ def wanted() -> list[Probe]:
     """Every operation among 4 ranks and among pairs, and messages within pairs: one call after the other, and all at once."""
     whole = (tuple(range(WORLD)),)
     over = [(op, groups) for op in OPERATIONS for groups in (whole, PAIRS, PAIR)] + [("send", PAIRS), ("send", PAIR)]
-    return [(op, groups, size, blocks) for op, groups in over for size in SIZES for blocks in (True, False)]
+    warm = [(op, groups, size, blocks, False) for op, groups in over for size in SIZES for blocks in (True, False)]
+    return warm + [(op, groups, size, blocks, True) for op, groups, size, blocks, _ in warm if groups != PAIR]
 
 
 def fitted(times: Mapping[Probe, list[Times]]) -> Cores:
     """What each operation takes among 4 and among 2, from one round."""
-    samples: dict[tuple[str, int, str], list[tuple[float, float]]] = {}
-    for (op, groups, size, blocks), by_rank in times.items():
+    samples: dict[tuple[str, int, bool, str], list[tuple[float, float]]] = {}
+    for (op, groups, size, blocks, rested), by_rank in times.items():
         ranks, busy = len(groups[0]), [by_rank[rank] for group in groups for rank in group]
-        sent, number = size * wire_factor(op, ranks), len(groups)
-        samples.setdefault((f"{op}/{ranks}", number, "one by one" if blocks else "at once"), []).append((sent, max(t for t, _ in busy) / CALLS))
-        if not blocks:
-            samples.setdefault((f"{op}/{ranks}", number, "hand"), []).append((sent, statistics.mean(hand for _, hand in busy)))
+        sent, last = size * wire_factor(op, ranks), max(t for t, _ in busy)
+        each = last / CALLS if not rested else (last - (RESTED_CALLS + 1) * rest_s(size)) / RESTED_CALLS
+        samples.setdefault((f"{op}/{ranks}", len(groups), blocks, "rested" if rested else "each"), []).append((sent, max(each, 1e-6)))
+        if not rested:
+            samples.setdefault((f"{op}/{ranks}", len(groups), blocks, "hand"), []).append((sent, statistics.mean(hand for _, hand in busy)))
     fits = {key: fit_line(points) for key, points in samples.items()}
-    most = {name: max(n for other, n, _ in fits if other == name) for name, _, _ in fits}
 
-    def line(name: str, number: int) -> Line:
-        """Without the handing over; and no less than calls that are under way at once take each."""
-        one, each, hand = fits[name, number, "one by one"], fits[name, number, "at once"], fits[name, most[name], "hand"]
-        return fit_line([(sent, max(one.seconds(sent) - hand.seconds(sent), each.seconds(sent))) for sent, _ in samples[name, number, "at once"]])
+    def no_quicker(pairs: int) -> Line:
+        each, back, hand = fits["send/2", pairs, False, "each"], fits["send/2", pairs, True, "each"], fits["send/2", pairs, False, "hand"]
+        return fit_line(
+            [(sent, max(back.seconds(sent) - hand.seconds(sent), each.seconds(sent))) for sent, _ in samples["send/2", pairs, True, "each"]]
+        )
 
-    return Cores({name: Taken(line(name, n), line(name, 1), fits[name, n, "hand"], n) for name, n in most.items()})
+    def taken(name: str, blocks: bool) -> Taken:
+        """A rank that stands still for a call takes for it what one by one take; what more it takes after a wait is its handing over."""
+        most = max(number for other, number, *_ in fits if other == name)
+        together, alone, rested = fits[name, most, blocks, "each"], fits[name, 1, blocks, "each"], fits[name, most, blocks, "rested"]
+        if name == "send/2":  # at once, the pair is never out of step: one message takes at least what there and back do, less the handing over
+            together, alone = (no_quicker(number) for number in (most, 1))
+        if not blocks:
+            return Taken(together, alone, fits[name, most, blocks, "hand"], rested, most)
+        more = [(sent, max(rested.seconds(sent) - together.seconds(sent), 1e-6)) for sent, _ in samples[name, most, blocks, "each"]]
+        return Taken(together, alone, NOTHING, fit_line(more), most)
+
+    names = {name for name, *_ in fits}
+    return Cores({name: taken(name, False) for name in names}, {name: taken(name, True) for name in names})
 
 
-def repeated(op: str, groups: tuple[tuple[int, ...], ...], size: int, blocks: bool) -> Schedule:
-    """One call after the other, a message there and the next one back; or all at once, and all messages from the first to the second. Ranks
-    of no group sleep meanwhile: one that waits for others may take a core."""
+def rest_s(size: int) -> float:
+    return REST_S + size / REST_RATE
+
+
+def repeated(op: str, groups: tuple[tuple[int, ...], ...], size: int, blocks: bool, rested: bool) -> Schedule:
+    """One call after the other, a message there and the next one back; or all at once, and all messages from the first to the second; `rested`
+    with a wait before each and after the last. Ranks of no group sleep meanwhile: one that waits for others may take a core."""
     programs = []
     for place in range(2 if op == "send" else 1):
         out = Program()
-        for number in range(CALLS):
+        for number in range(RESTED_CALLS if rested else CALLS):
+            if rested:
+                out.compute(f"rest/{number}", rest_s(size))
             if op != "send":
                 out.call(f"call/{number}", op, "probe", size, blocks=blocks)  # type: ignore[arg-type]
             elif place == (number % 2 if blocks else 0):
                 out.send(f"call/{number}", "probe", 1 - place, size, blocks=blocks)
             else:
                 out.receive(f"call/{number}", "probe", 1 - place, size, blocks=blocks)
+        if rested:
+            out.compute("rest/last", rest_s(size))
         programs.append(out)
     idle = Program()
     idle.compute("idle", CALLS * (IDLE_S + size / IDLE_RATE))

@@ -11,15 +11,19 @@ from meshwright.proxies.parts import Program, assemble
 from meshwright.simulate import Cores, Taken, simulate
 
 SIZE, FASTEST = 2**20, 1e9
-HAND = Line(1e-4, float("inf"))
+HAND, RESTED = Line(1e-4, float("inf")), Line(3e-4, float("inf"))
 PAIRS = ((0, 1), (2, 3))
 
 
-def machine(slower: float, hand: Line = HAND) -> Cores:
-    """Two pairs at once take `slower` times as long as one."""
-    pair = Taken(Line(slower * 1e-3, FASTEST / slower), Line(1e-3, FASTEST), hand, groups=2)
-    whole = Line(3e-3, FASTEST / 3)
-    return Cores({"all_reduce/2": pair, "send/2": pair, "all_reduce/4": Taken(whole, whole, hand)})
+def machine(slower: float, blocking: float = 1.0) -> Cores:
+    """Two pairs at once take `slower` times as long as one; a call that a rank stands still for, `blocking` times as long as one beside it."""
+
+    def taken(factor: float) -> dict[str, Taken]:
+        pair = Taken(Line(factor * slower * 1e-3, FASTEST / slower / factor), Line(factor * 1e-3, FASTEST / factor), HAND, RESTED, groups=2)
+        whole = Line(factor * 3e-3, FASTEST / 3 / factor)
+        return {"all_reduce/2": pair, "send/2": pair, "all_reduce/4": Taken(whole, whole, HAND, RESTED)}
+
+    return Cores(taken(1.0), taken(blocking))
 
 
 def calls(number: int, pairs: int, *, blocks: bool = True, first_waits: float = 0.0) -> Schedule:
@@ -53,6 +57,17 @@ def test_handing_over_is_the_ranks_own_time() -> None:
     work = 1e-3 + SIZE / FASTEST
     assert simulate(cores.handed(one_by_one), cores).step_s == pytest.approx(4 * (1e-4 + work))
     assert simulate(cores.handed(at_once), cores).step_s == pytest.approx(1e-4 + 4 * work)
+
+
+def test_a_call_after_a_computation_is_handed_over_more_slowly() -> None:
+    cores, work = machine(2.0), 1e-3 + SIZE / FASTEST
+    assert simulate(cores.handed(calls(4, 1, first_waits=5e-3)), cores).step_s == pytest.approx(5e-3 + 3e-4 + 3 * 1e-4 + 4 * work)
+
+
+def test_a_call_that_its_rank_stands_still_for_takes_its_own_time() -> None:
+    cores, work = machine(2.0, blocking=0.5), 1e-3 + SIZE / FASTEST
+    assert simulate(calls(4, 1), cores).step_s == pytest.approx(4 * work / 2)
+    assert simulate(calls(4, 1, blocks=False), cores).step_s == pytest.approx(4 * work)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt3", "resnet50"])

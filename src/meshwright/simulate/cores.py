@@ -1,13 +1,14 @@
 """Ranks that share the cores of one machine. There a call is work for cores: calls under way at once share them, and handing one over takes its
-rank's own time. All three were measured: calls of all groups at once, of one group alone, and how long a rank was busy handing one over."""
+rank's own time, more of it after a computation than right after another call. All of it was measured: calls of all groups at once, of one group
+alone, and how long a rank was busy handing one over. A call that its rank stands still for takes another path than one that runs beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from meshwright.core.calibration import Line
-from meshwright.core.schedule import COLLECTIVES, MESSAGES, Action, Schedule, wire_factor
+from meshwright.core.schedule import COLLECTIVES, COMPUTES, MESSAGES, Action, Schedule, wire_factor
 from meshwright.simulate.network import Call, Habits
 from meshwright.simulate.topology import NOTHING_DOWN, Hop
 
@@ -22,7 +23,8 @@ class Taken:
 
     together: Line
     alone: Line
-    hand: Line  # of the rank's own time, before the call is under way
+    hand: Line  # of the rank's own time, before the call is under way, right after another call
+    rested: Line  # the same after a computation: nothing of it is in the caches, and whoever shares the core has just woken up too
     groups: int = 1
 
     def share(self) -> float:
@@ -37,18 +39,20 @@ class Taken:
 
 @dataclass(frozen=True)
 class Cores:
-    """`taken` by operation and number of ranks, like all_reduce/2; both directions of a message are `send/2`."""
+    """By operation and number of ranks, like all_reduce/2, calls that run `beside` their ranks and those that their ranks stand still for. Both
+    directions of a message are `send/2`, and always run beside."""
 
-    taken: Mapping[str, Taken]
+    beside: Mapping[str, Taken]
+    blocking: Mapping[str, Taken]
     duplex: bool = True
 
     def habits(self, rank: int) -> Habits:
         return Habits()
 
-    def call(self, op: str, size: int, ranks: tuple[int, ...]) -> Call:
+    def call(self, op: str, size: int, ranks: tuple[int, ...], *, blocks: bool = False) -> Call:
         if len(ranks) < 2:
             return Call()
-        return Call(sent=self._of(op, ranks).work(size * wire_factor(op, len(ranks))), most=1.0)  # seconds of work, one a second at most
+        return Call(sent=self._of(op, ranks, blocks).work(size * wire_factor(op, len(ranks))), most=1.0)  # seconds of work, one a second at most
 
     def like(self, ranks: tuple[int, ...]) -> Hashable:
         return len(ranks)
@@ -57,24 +61,29 @@ class Cores:
         return ""
 
     def uses(self, op: str, ranks: tuple[int, ...], without: frozenset[str] = NOTHING_DOWN) -> Mapping[Hop, float]:
-        return {_CORES: self._of(op, ranks).share()} if len(ranks) > 1 else {}
+        return {_CORES: self._of(op, ranks, False).share()} if len(ranks) > 1 else {}
 
     def handed(self, schedule: Schedule) -> Schedule:
         """The schedule with what its ranks are busy with when they hand calls over."""
         by_program = {number: rank for rank in reversed(range(schedule.world)) for number in [schedule.ranks.get(str(rank), 0)]}
-        programs = (
-            tuple(a for action in program for a in self._with_hand(action, schedule.members(by_program.get(number, 0))))
-            for number, program in enumerate(schedule.programs)
-        )
+        programs = (tuple(self._with_hands(program, schedule.members(by_program.get(number, 0)))) for number, program in enumerate(schedule.programs))
         return replace(schedule, programs=tuple(programs))
 
-    def _with_hand(self, action: Action, groups: Mapping[str, tuple[int, ...]]) -> tuple[Action, ...]:
-        if action.op not in COLLECTIVES and action.op not in MESSAGES:
-            return (action,)
-        ranks = groups[action.axis][:2] if action.op in MESSAGES else groups[action.axis]
-        size = action.bytes if action.likely is None else action.likely
-        busy = self._of(action.op, ranks).hand.seconds(size * wire_factor(action.op, len(ranks)))
-        return Action(f"{action.name}/handed over", "forward", seconds=busy, waits=action.waits), action
+    def _with_hands(self, program: tuple[Action, ...], groups: Mapping[str, tuple[int, ...]]) -> Iterator[Action]:
+        rested = False
+        for action in program:
+            if action.op in COLLECTIVES or action.op in MESSAGES:
+                ranks = groups[action.axis][:2] if action.op in MESSAGES else groups[action.axis]
+                size = action.bytes if action.likely is None else action.likely
+                taken = self._of(action.op, ranks, action.blocks)
+                busy = (taken.rested if rested else taken.hand).seconds(size * wire_factor(action.op, len(ranks)))
+                yield Action(f"{action.name}/handed over", "forward", seconds=busy, waits=action.waits)
+                rested = False
+            elif action.op in COMPUTES and action.seconds > 0:
+                rested = True
+            yield action
 
-    def _of(self, op: str, ranks: tuple[int, ...]) -> Taken:
-        return self.taken[f"{'send' if op in MESSAGES else op}/{2 if op in MESSAGES else len(ranks)}"]
+    def _of(self, op: str, ranks: tuple[int, ...], blocks: bool) -> Taken:
+        if op in MESSAGES:
+            return self.beside["send/2"]
+        return (self.blocking if blocks else self.beside)[f"{op}/{len(ranks)}"]

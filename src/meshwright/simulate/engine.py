@@ -65,7 +65,7 @@ class _Engine:
         self.events: list[tuple[float, int, float, int, int, Event]] = []
         self.count = 0
         self.flights: dict[tuple[Lane, int], Flight] = {}
-        self.prices: dict[tuple[str, int, Lane], tuple[Call, int, float]] = {}
+        self.prices: dict[tuple[str, int, bool, Lane], tuple[Call, int, float]] = {}
         self.wires: dict[tuple[int, ...], str] = {}
         self.lanes: dict[Lane, float] = {}
         self.busy: dict[Any, list[Flight]] = {}  # a wire or lane in use, and who waits for it
@@ -277,9 +277,9 @@ class _Engine:
         action = flight.action
         op = "send" if action.op in MESSAGES else action.op
         size = action.bytes if action.likely is None else action.likely
-        key = (op, size, flight.lane)
+        key = (op, size, action.blocks, flight.lane)
         if key not in self.prices:
-            call, kind = self.network.call(op, size, flight.ranks), -1
+            call, kind = self.network.call(op, size, flight.ranks, blocks=action.blocks), -1
             most = call.most
             if self.sharing is not None:
                 ends = flight.ranks if op == "send" else (flight.ranks[0], -1)

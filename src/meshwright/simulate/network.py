@@ -46,8 +46,8 @@ class Network(Protocol):
         """A rank's wire carries one call in each direction at once."""
         ...
 
-    def call(self, op: str, size: int, ranks: tuple[int, ...]) -> Call:
-        """Without what it shares with others."""
+    def call(self, op: str, size: int, ranks: tuple[int, ...], *, blocks: bool = False) -> Call:
+        """Without what it shares with others. `blocks`: its ranks stand still for it."""
         ...
 
     def like(self, ranks: tuple[int, ...]) -> Hashable:
@@ -76,7 +76,7 @@ class Ideal:
     def habits(self, rank: int) -> Habits:
         return _PLAIN
 
-    def call(self, op: str, size: int, ranks: tuple[int, ...]) -> Call:
+    def call(self, op: str, size: int, ranks: tuple[int, ...], *, blocks: bool = False) -> Call:
         return Call()
 
     def like(self, ranks: tuple[int, ...]) -> Hashable:
@@ -106,7 +106,7 @@ class Linked:
     def habits(self, rank: int) -> Habits:
         return _habits(self.each, self.rates, rank)
 
-    def call(self, op: str, size: int, ranks: tuple[int, ...]) -> Call:
+    def call(self, op: str, size: int, ranks: tuple[int, ...], *, blocks: bool = False) -> Call:
         if len(ranks) < 2:
             return Call()
         line = line_of(op, len(ranks), self.backend, self.rates, joined(self.cluster, ranks, op))
@@ -146,7 +146,7 @@ class Fabric:
     def habits(self, rank: int) -> Habits:
         return _habits(self.each, self.rates, rank)
 
-    def call(self, op: str, size: int, ranks: tuple[int, ...]) -> Call:
+    def call(self, op: str, size: int, ranks: tuple[int, ...], *, blocks: bool = False) -> Call:
         if len(ranks) < 2:
             return Call()
         line = line_of(op, len(ranks), self.backend, self.rates, self.cluster.link_between(ranks))
