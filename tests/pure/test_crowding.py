@@ -2,18 +2,71 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from meshwright.cost.crowding import crowded
+from meshwright.core.calibration import Line, Rates
+from meshwright.cost.crowding import shared
+from meshwright.cost.pipeline import Order, Stage, finished
+
+ORDERS = [Order("gpipe", 3, 5), Order("1f1b", 4, 6), Order("interleaved", 2, 4, 2), Order("zero_bubble", 3, 6, 2), Order("1f1b", 3, 40)]
 
 
-@pytest.mark.parametrize(
-    ("end", "busy", "crowding", "expected"),
-    [
-        (14.0, (8.0, 8.0, 8.0, 8.0), 2.0, 8.0),  # 4 stages, 4 micro-batches on 2 cores: the cores are busy throughout
-        (20.0, (8.0, 8.0), 2.0, 10.0),  # more bubble than there is other work to fill it
-        (14.0, (8.0, 8.0), 1.0, 14.0),  # a core for each: every bubble shows
-    ],
-)
-def test_a_step_takes_its_path_alone_or_all_work_over_the_cores(end: float, busy: tuple[float, ...], crowding: float, expected: float) -> None:
-    assert crowded(end, busy, crowding) == expected
+@st.composite
+def pipelines(draw: st.DrawFn, messages: float = 0.0) -> tuple[Order, list[Stage]]:
+    order = draw(st.sampled_from(ORDERS))
+    seconds = st.floats(0.1, 3.0)
+    last, stages = order.ranks * order.chunks - 1, []
+    for index in range(last + 1):
+        takes = (messages * (index > 0), messages * (index < last))
+        weights = draw(seconds) if order.schedule == "zero_bubble" else 0.0
+        stages.append(Stage(draw(seconds), draw(seconds), weights, takes))
+    return order, stages
+
+
+def work(order: Order, stages: list[Stage]) -> float:
+    return order.micro_batches * sum(sum(stage[:3]) for stage in stages)
+
+
+@given(pipelines(messages=0.3))
+def test_with_a_core_for_each_rank_nothing_is_shared(case: tuple[Order, list[Stage]]) -> None:
+    order, stages = case
+    few = order._replace(micro_batches=min(order.micro_batches, 8))  # all are run: what is added on need not be the same
+    if order.schedule != "gpipe":  # whose closed form adds the slowest forward and backward
+        assert max(shared(few, stages, float(order.ranks))) == pytest.approx(max(finished(few, stages)))
+
+
+@given(pipelines(messages=0.3), st.floats(1.0, 3.0))
+def test_never_quicker_than_alone_nor_than_the_cores(case: tuple[Order, list[Stage]], cores: float) -> None:
+    order, stages = case
+    few = order._replace(micro_batches=min(order.micro_batches, 8))
+    took = max(shared(few, stages, cores))
+    assert took >= max(shared(few, stages, float(order.ranks))) * (1 - 1e-9)
+    assert took >= work(few, stages) / cores * (1 - 1e-9)
+
+
+@given(pipelines())
+def test_one_core_is_never_idle(case: tuple[Order, list[Stage]]) -> None:
+    order, stages = case
+    assert max(shared(order, stages, 1.0)) == pytest.approx(work(order, stages))
+
+
+def test_ranks_crowd_at_one_time_and_wait_at_another() -> None:
+    """Two stages of equal turns on a core and a half: four turns find nobody else at work, six come in pairs, at three quarters of the pace."""
+    stages = [Stage(1.0, 1.0), Stage(1.0, 1.0)]
+    assert max(shared(Order("gpipe", 2, 4), stages, 1.5)) == pytest.approx(4 + 6 / 0.75)
+
+
+def test_what_a_call_takes_alone_goes_by_what_it_keeps_of_a_core() -> None:
+    line = Line(2e-3, 1e8)
+    points = tuple((sent, line.seconds(sent)) for sent in (1e3, 1e7))
+    rates = Rates(4, 1, {}, ((1e6, 1e10),), 1e-6, {"gloo/send": line}, curves={"gloo/send": points}, crowding=2.0)
+    assert rates.alone.measured("gloo/send", 1e3) == pytest.approx(line.seconds(1e3) / 2)  # not known: all of it
+    wire = replace(rates, busy={"gloo/send": ((1e3, 1e-4), (1e7, 1e-4))}).alone
+    assert wire.crowding == 1.0
+    assert [wire.measured("gloo/send", sent) for sent in (1e3, 1e7)] == pytest.approx([line.seconds(sent) - 1e-4 for sent in (1e3, 1e7)])
+    assert wire.collectives["gloo/send"].seconds(1e6) == pytest.approx(line.seconds(1e6) - 1e-4)
+    assert wire.alone is wire

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 Points = tuple[tuple[float, float], ...]
 
@@ -94,6 +95,34 @@ class Rates:
             return None
         last, seconds = points[-1]
         return seconds * sent / last if sent > last else interpolate(points, sent)
+
+    @cached_property
+    def alone(self) -> Rates:
+        """What a rank reaches while those who share its core leave it to it: a call takes less by as long as they have kept the core from it,
+        where that was measured, else in proportion."""
+        if self.crowding <= 1.0:
+            return self
+        times = self.crowding
+
+        def seconds(name: str, sent: float, taken: float) -> float:
+            kept = self.at_work(name, sent)
+            return taken / times if kept is None else taken - (times - 1.0) * min(kept, taken / times)
+
+        def line(name: str, of: Line) -> Line:
+            if name not in self.busy:
+                return Line(of.alpha_s / times, of.bytes_per_s * times, None if of.gap_s is None else of.gap_s / times)
+            ends = self.busy[name][0][0], self.busy[name][-1][0]
+            few, many = (seconds(name, sent, of.seconds(sent)) for sent in ends)
+            each = max(many - few, 1e-15) / max(ends[1] - ends[0], 1.0)
+            return Line(max(few - each * ends[0], 0.0), 1.0 / each)
+
+        return replace(
+            self,
+            crowding=1.0,
+            collectives={name: line(name, of) for name, of in self.collectives.items()},
+            curves={name: tuple((sent, seconds(name, sent, taken)) for sent, taken in points) for name, points in self.curves.items()},
+            fixed={key: value / times if key == "meeting" else value for key, value in self.fixed.items()},
+        )
 
     def compute_rate(self, kind: str, precision: str, flops: float) -> float:
         """Flop/s of one call of this size; 0 when nothing like it was measured (then memory decides)."""

@@ -74,6 +74,7 @@ class LayerProfile:
     block: str = ""  # name shared by repeated blocks of the same structure; "" when it stands alone
     # Where it was traced: `transient_bytes` as lines over the number of samples (bytes at none, bytes a sample), of which the highest holds.
     workspaces: tuple[tuple[float, float], ...] = ()
+    lone_bytes: float | None = None  # `transient_bytes` of a single sample, where that is on none of these lines
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,12 @@ class ModelProfile:
         return {}
 
 
+def _workspace(layer: LayerProfile, batch: int) -> float:
+    if batch == 1 and layer.lone_bytes is not None:
+        return layer.lone_bytes
+    return max([0.0, *(base + batch * each for base, each in layer.workspaces)])
+
+
 def _shift(layer: LayerProfile, slope: LayerProfile, more: int, batch: int, memo: dict[tuple[int, int], tuple[Kernel, ...]]) -> LayerProfile:
     key = (id(layer.kernels), id(slope.kernels))
     if key not in memo:
@@ -160,9 +167,7 @@ def _shift(layer: LayerProfile, slope: LayerProfile, more: int, batch: int, memo
         activation_bytes=line(lambda x: x.activation_bytes),
         output_bytes=line(lambda x: x.output_bytes),
         fusible_bytes=line(lambda x: x.fusible_bytes),
-        transient_bytes=max([0.0, *(base + batch * each for base, each in layer.workspaces)])
-        if layer.workspaces
-        else line(lambda x: x.transient_bytes),
+        transient_bytes=_workspace(layer, batch) if layer.workspaces else line(lambda x: x.transient_bytes),
         product_bytes=line(lambda x: x.product_bytes),
         dear_bytes=line(lambda x: x.dear_bytes),
         kernels=memo[key],

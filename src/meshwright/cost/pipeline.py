@@ -144,7 +144,7 @@ def _linear(order: Order, stages: Sequence[Stage]) -> list[float]:
 
 
 @dataclass(frozen=True)
-class _Graph:
+class Graph:
     """All turns so that each comes after those that it waits for: (the rank's one before, the neighbour's, what it does). 0 is the start."""
 
     rows: tuple[tuple[int, int, int], ...]
@@ -154,7 +154,7 @@ class _Graph:
 
     def ends(self, stages: Sequence[Stage]) -> list[float]:
         """The end of each turn; the start is the first."""
-        seconds, early = _constants(stages)
+        seconds, early = constants(stages)
         found = [0.0]
         for before, needs, kind in self.rows:
             start, arrives = found[before], found[needs] - early[kind]
@@ -194,7 +194,7 @@ def _repeating(order: Sequence[Turn], lag: int) -> tuple[int, int, int] | None:
     return (first, end, apart) if first >= 0 and all(map(again, range(first, end))) else None
 
 
-def _constants(stages: Sequence[Stage]) -> tuple[list[float], list[float]]:
+def constants(stages: Sequence[Stage]) -> tuple[list[float], list[float]]:
     """By phase and stage: what a turn takes with the message before it, and how long before its neighbour's end that message has left."""
     forward = [stage.takes[0] + stage.forward for stage in stages]
     backward = [stage.takes[1] + stage.backward for stage in stages]
@@ -203,8 +203,12 @@ def _constants(stages: Sequence[Stage]) -> tuple[list[float], list[float]]:
     return [*forward, *backward, *(stage.weights for stage in stages)], [*ahead, *back, *[0.0] * len(stages)]
 
 
+def graph_of(order: Order) -> Graph:
+    return _graph(order, _period(order))
+
+
 @lru_cache(maxsize=64)
-def _graph(order: Order, period: int) -> _Graph:
+def _graph(order: Order, period: int) -> Graph:
     count = order.ranks * order.chunks
     orders = [_turns(order, rank, period) for rank in range(order.ranks)]
     todo = [list(_keyed(turns, order.stages(rank), count, order.micro_batches)) for rank, turns in enumerate(orders)]
@@ -227,7 +231,7 @@ def _graph(order: Order, period: int) -> _Graph:
             found[rank].append(before)
             if waiting[key] >= 0:
                 awake.append(waiting[key])
-    return _Graph(tuple(rows), tuple(map(tuple, found)), tuple(orders), count)
+    return Graph(tuple(rows), tuple(map(tuple, found)), tuple(orders), count)
 
 
 def _keyed(order: Sequence[Turn], mine: Sequence[int], stages: int, micro: int) -> Iterator[tuple[int, int, int]]:

@@ -91,7 +91,9 @@ def reasons(plan: Plan, rates: Rates) -> list[str]:
         first = [f"{plan.backend} below {show_bytes(turns[0].sent)}"] if turns[0].sent else []
         where = first + [r.way + (f" from {show_bytes(r.sent)} on" if r.sent else "") for r in turns]
         ways = measured_ways(rates, plan.backends, op, plan.sync.nodes)
-        said.append(f"{op} goes over {', '.join(where)} ({_measured(rates, ways, op)}).")
+        shown = [w for w in ways if w == plan.backend or w in {r.way for r in turns}]
+        others = f"; {len(ways) - len(shown)} other ways were measured" if len(ways) > len(shown) else ""
+        said.append(f"{op} goes over {', '.join(where)} ({_measured(rates, shown, op)}{others}).")
     return said
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.core.calibration import Calibration, Rates
@@ -20,7 +20,7 @@ from meshwright.cost.classes import Class, capacity, classes
 from meshwright.cost.collective import collective_seconds, message_seconds, sent_bytes, stolen_seconds
 from meshwright.cost.compression import compression_seconds
 from meshwright.cost.compute import model_flops
-from meshwright.cost.crowding import crowded
+from meshwright.cost.crowding import shared
 from meshwright.cost.folded import DEPTHS, even_buckets, narrowed, spare_blocks, with_blocks
 from meshwright.cost.memory import host_bytes, peak_bytes
 from meshwright.cost.pipeline import Order, Stage, finished, under_way
@@ -208,25 +208,38 @@ def in_flight(plan: Plan, rank: int, alike: Sequence[int]) -> list[dict[str, int
 def _pipelined(
     plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, calibration: Calibration, every: Sequence[Class]
 ) -> _Clock:  # fmt: skip
-    """The slowest pipeline rank, with the time for which it waits for the others (see [Note: turns in time])."""
+    """The slowest pipeline rank, with the time for which it waits for the others (see [Note: turns in time]). Ranks that wait leave their core to
+    those who share it (`crowding.py`)."""
+    rates = {of.kind: calibration.layout(plan.world, of.kind) for of in every}
+    clocks, stages = _turning(plan, profile, workload, cluster, rates, every)
+    slowest = max(clocks.values(), key=lambda c: c.now)
+    if stages:
+        crowding = min(part.crowding for part in rates.values())
+        if crowding > 1.0:
+            alone = {kind: part.alone for kind, part in rates.items()}
+            ends = shared(order_of(plan), _turning(plan, profile, workload, cluster, alone, every)[1], plan.mesh.pp / crowding)
+        else:
+            ends = finished(order_of(plan), stages)
+        ahead = {rank: clock.now - plan.micro_batches * sum(clock.turns.values()) for rank, clock in clocks.items()}
+        slowest.last(max(ends[rank] + max(rest, 0.0) for rank, rest in ahead.items()))
+    return slowest
+
+
+def _turning(
+    plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Mapping[str, Rates], every: Sequence[Class]
+) -> tuple[dict[int, _Clock], list[Stage]]:  # fmt: skip
+    """What each of its ranks does, and what a micro-batch takes in each stage."""
     clocks: dict[int, _Clock] = {}
     stages: dict[int, Stage] = {}
     for of in every:
-        micro, rates = profile.at(of.micro_batch(plan)), calibration.layout(plan.world, of.kind)
+        micro = profile.at(of.micro_batch(plan))
         for first, ranks in alike(plan, profile, of.stages).items():
-            clock = _steps(plan, micro, workload, cluster, rates, first, of.shard)
+            clock = _steps(plan, micro, workload, cluster, rates[of.kind], first, of.shard)
             for rank in ranks:
                 if rank not in clocks or clock.now > clocks[rank].now:
                     clocks[rank] = clock
-                    stages |= _stages(plan, micro, cluster, rates, clock, first, rank)
-    slowest = max(clocks.values(), key=lambda c: c.now)
-    if stages:
-        ends = finished(order_of(plan), [stages[index] for index in range(len(plan.stages))])
-        ahead = {rank: clock.now - plan.micro_batches * sum(clock.turns.values()) for rank, clock in clocks.items()}
-        until = max(ends[rank] + max(rest, 0.0) for rank, rest in ahead.items())
-        crowding = min(calibration.layout(plan.world, of.kind).crowding for of in every)
-        slowest.last(crowded(until, [clock.now for clock in clocks.values()], crowding))
-    return slowest
+                    stages |= _stages(plan, micro, cluster, rates[of.kind], clock, first, rank)
+    return clocks, [stages[index] for index in range(len(plan.stages))] if stages else []
 
 
 def _stages(plan: Plan, profile: ModelProfile, cluster: Cluster, rates: Rates, clock: _Clock, first: int, rank: int) -> dict[int, Stage]:

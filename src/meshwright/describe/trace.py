@@ -30,7 +30,7 @@ from meshwright.core.errors import RequestError
 from meshwright.core.model import Kernel, KernelKind, LayerProfile, ModelProfile, Phase, TensorSpec
 from meshwright.core.task import Batch, Loss, Task
 from meshwright.describe.casts import CudaCasts
-from meshwright.describe.convolutions import convolution_scratch
+from meshwright.describe.convolutions import Scratch, convolution_scratch
 from meshwright.describe.fakes import LOW, built, example, example_like, on_fakes, quiet
 from meshwright.describe.fold import folded
 from meshwright.describe.layers import Layer, find_layers, signature, tied_names
@@ -51,6 +51,7 @@ class _Tally:
     fusible: float = 0.0
     output: float = 0.0
     beside: list[float] = field(default_factory=list)  # at each operation: bytes alive that no other layer has saved
+    lone: dict[int, float] = field(default_factory=dict)  # of these, where a single sample is not on the line of several: what it has more
     hard: float = 0.0
     dear: float = 0.0
     overwrites: bool = False
@@ -235,13 +236,16 @@ class _Recorder(TorchDispatchMode):
                 self._loose.append((storage._cdata, storage.nbytes(), fusible))
         return tensor
 
-    def record(self, kind: KernelKind, flops: float, moved: float, tensors: Iterable[torch.Tensor] = (), scratch: float = 0.0) -> None:
+    def record(self, kind: KernelKind, flops: float, moved: float, tensors: Iterable[torch.Tensor] = (), scratch: Scratch = (0.0, 0.0)) -> None:
         """One call. What it needs beyond parameters and saved activations is its workspace, and so is what its library takes meanwhile."""
         layer = self._layer()
         tally = self.tallies[layer]
         tally.kernels.append((kind, self.phase, flops, moved))
         holder = self._layer(self._holders)
-        self.tallies[holder].beside.append(float(self.lifetimes.beside(holder)) + scratch)
+        held = self.tallies[holder]
+        if scratch[1]:
+            held.lone[len(held.beside)] = scratch[1]
+        held.beside.append(float(self.lifetimes.beside(holder)) + scratch[0])
         if kind not in ("memory", "special"):
             fresh = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors) if s._cdata not in self._seen}
             tally.hard = max(tally.hard, float(sum(fresh.values())))
@@ -260,10 +264,10 @@ class _Recorder(TorchDispatchMode):
             if kind == "special":
                 flops = float(max(t.numel() for t in tensors))
             read = pytree.tree_leaves(out) if func._overloadpacket in _GATHERS else tensors
-            scratch = 0.0
+            scratch = (0.0, 0.0)
             if kind.startswith("conv"):
                 read = _samples(func, args, tensors)
-                scratch = convolution_scratch(func, args, out) if self.device == "cpu" else 0.0
+                scratch = convolution_scratch(func, args, out) if self.device == "cpu" else scratch
             self.record(kind, flops, float(sum({id(t): _bytes(t) for t in read if torch.is_tensor(t)}.values())), tensors, scratch)
             made = {s._cdata for s in storages}
             self._pointwise = self._pointwise | made if kind in ("memory", "special") else self._pointwise - made
@@ -433,6 +437,7 @@ def _finish(
                 kernels=kernels,
                 block=block,
                 workspaces=_workspaces(a, b),
+                lone_bytes=_lone(a, b),
             )
         )
     return tuple(profiles)
@@ -476,6 +481,15 @@ def _workspaces(a: _Tally, b: _Tally) -> tuple[Line, ...]:
     pairs = zip(a.beside, b.beside, strict=True) if same else [(max(a.beside, default=0.0), max(b.beside, default=0.0))]
     both = [(x - a.saved, y - b.saved) for x, y in pairs]
     return envelope([(x - low * (y - x), y - x) for x, y in both])
+
+
+def _lone(a: _Tally, b: _Tally) -> float | None:
+    """What a single sample needs, where something is done with it in another way than with several."""
+    if not a.lone or len(a.beside) != len(b.beside):
+        return None
+    more = _PROBED_BATCHES[0] - 1
+    alive = [x - more * (y - x) + a.lone.get(at, 0.0) for at, (x, y) in enumerate(zip(a.beside, b.beside, strict=True))]
+    return max(max(alive) - (a.saved - more * (b.saved - a.saved)), 0.0)
 
 
 def _workspace(a: _Tally, b: _Tally, slope: bool) -> float:
