@@ -74,6 +74,8 @@ class LayerProfile:
     block: str = ""  # name shared by repeated blocks of the same structure; "" when it stands alone
     # Where it was traced: `transient_bytes` as lines over the number of samples (bytes at none, bytes a sample), of which the highest holds.
     workspaces: tuple[tuple[float, float], ...] = ()
+    # Of what a sample saves, what is saved while each module works that has parameters of its own; by its name in the layer.
+    saved_by: tuple[tuple[str, float], ...] = ()
     lone_bytes: float | None = None  # `transient_bytes` of a single sample, where that is on none of these lines
 
 

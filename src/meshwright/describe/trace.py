@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -48,6 +49,7 @@ class _Tally:
 
     kernels: list[tuple[KernelKind, Phase, float, float]] = field(default_factory=list)
     saved: float = 0.0
+    saved_by: Counter[str] = field(default_factory=Counter)  # of that, by the module with parameters of its own that was at work
     fusible: float = 0.0
     output: float = 0.0
     beside: list[float] = field(default_factory=list)  # at each operation: bytes alive that no other layer has saved
@@ -152,6 +154,7 @@ class _Recorder(TorchDispatchMode):
         self.counted_loss = False
         self.tallies: dict[str, _Tally] = {"": _Tally()}
         self.stack: list[str] = [""]
+        self.modules: list[str] = []  # at work, of those with parameters of their own
         self._starts: list[int] = [0]  # first autograd number of each run of nodes …
         self._owners: list[str] = [""]  # … and the layer that owns it …
         self._holders: list[str] = [""]  # … and the one whose activations it works on (see `_settle_loose`)
@@ -175,6 +178,12 @@ class _Recorder(TorchDispatchMode):
         self.tallies[self._left].output += sum(_bytes(t) for t in pytree.tree_leaves(output) if torch.is_tensor(t))
         self._since = len(self.tallies[""].beside)
         self._mark()
+
+    def begin(self, name: str, *_: object) -> None:
+        self.modules.append(name)
+
+    def end(self, *_: object) -> None:
+        self.modules.pop()
 
     def _settle_loose(self) -> None:
         """What the model's own code saved between two layers counts for the one before: there it is cut, and there backward is done with it.
@@ -232,6 +241,8 @@ class _Recorder(TorchDispatchMode):
             fusible = storage.nbytes() if storage._cdata in self._pointwise else 0
             self.tallies[layer].saved += storage.nbytes()
             self.tallies[layer].fusible += fusible
+            if self.modules:
+                self.tallies[layer].saved_by[self.modules[-1]] += storage.nbytes()
             if not layer and self.phase == "forward":
                 self._loose.append((storage._cdata, storage.nbytes(), fusible))
         return tensor
@@ -364,9 +375,15 @@ def _flash_everywhere(recorder: _Recorder) -> Iterator[None]:
 
 @contextmanager
 def _watched(layers: list[Layer], recorder: _Recorder) -> Iterator[None]:
-    """Tell the recorder when each layer's forward begins and ends."""
+    """Tell the recorder when each layer's forward begins and ends, and that of each module in it with parameters of its own."""
     with ExitStack() as stack:
         for layer in layers:
+            for name, module in [] if layer.owner else layer.module.named_modules():
+                if any(True for _ in module.parameters(recurse=False)):
+                    begins = module.register_forward_pre_hook(partial(recorder.begin, name))
+                    ends = module.register_forward_hook(recorder.end)
+                    stack.callback(begins.remove)
+                    stack.callback(ends.remove)
             if not layer.owner:
                 before = layer.module.register_forward_pre_hook(lambda *_, name=layer.name: recorder.enter(name))
                 after = layer.module.register_forward_hook(lambda _m, _a, output: recorder.leave(output))
@@ -438,6 +455,7 @@ def _finish(
                 block=block,
                 workspaces=_workspaces(a, b),
                 lone_bytes=_lone(a, b),
+                saved_by=_saved_by(a, b),
             )
         )
     return tuple(profiles)
@@ -473,6 +491,12 @@ def _merge(a: _Tally, b: _Tally, slope: bool) -> tuple[Kernel, ...]:
         key = (kind, phase, flops, moved, flops_b - flops, moved_b - moved)
         counts[key] = counts.get(key, 0) + 1
     return tuple(Kernel(k[0], k[1], k[4] if slope else k[2], k[5] if slope else k[3], n) for k, n in counts.items())
+
+
+def _saved_by(a: _Tally, b: _Tally) -> tuple[tuple[str, float], ...]:
+    """Of what one more sample saves, the share of each module."""
+    more = b.saved - a.saved
+    return tuple((name, (saved - a.saved_by[name]) / more) for name, saved in sorted(b.saved_by.items()) if saved > a.saved_by[name])
 
 
 def _workspaces(a: _Tally, b: _Tally) -> tuple[Line, ...]:

@@ -139,7 +139,8 @@ class Amounts:
         kinds: dict[Hashable, list[int]] = {}
         for index, (whole, part) in enumerate(zip(profile.layers, local_profile(cut.value, profile, 0).layers, strict=True)):
             met = tuple(tuple((m.bytes, m.fixed) for m in meets) for meets in self._met_in(cut).get(whole.name, ()))
-            alike = (id(whole.kernels), part.parameters, whole.activation_bytes, whole.output_bytes, whole.name in self._units, met)
+            held = (whole.activation_bytes, part.activation_bytes, whole.output_bytes)
+            alike = (id(whole.kernels), part.parameters, *held, whole.name in self._units, met)
             kinds.setdefault(alike, []).append(index)
         first = [indices[0] for indices in kinds.values()]
         folded = replace(profile, layers=tuple(profile.layers[i] for i in first), slopes=tuple(profile.slopes[i] for i in first))

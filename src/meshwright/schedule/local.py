@@ -49,7 +49,7 @@ class _Pieces:
         tensors = tuple(self._piece(t) for t in layer.tensors)
         used = {t.name: t for t in (*layer.tensors, *self._borrowed.get(layer.name, ()))}.values()
         share = sum(self._piece(t).numel for t in used) / max(sum(t.numel for t in used), 1) if used else 1.0
-        kept = self._kept(layer, share, min(enters / layer.activation_bytes, 1.0) if layer.activation_bytes else 0.0)
+        kept = self._kept(layer, slope, share, min(enters / layer.activation_bytes, 1.0) if layer.activation_bytes else 0.0)
         return replace(
             layer,
             parameters=sum(t.numel for t in tensors),
@@ -69,10 +69,10 @@ class _Pieces:
         """Positions of all ranks that enter a layer's cut parts: what is kept of its products is kept of these meetings too."""
         return float(sum(size for module, size in self._enters if module == name or module.startswith(f"{name}.")))
 
-    def _kept(self, layer: LayerProfile, share: float, entered: float) -> float:
+    def _kept(self, layer: LayerProfile, slope: LayerProfile, share: float, entered: float) -> float:
         """The part of its activations that is left. One that is cut where it gives has all of what entered, and its piece of the rest; one that
-        sums over cut inputs has a piece of these alone. About half of what one with both keeps lies between whole activations; where ranks
-        share positions, most of the other half does not."""
+        sums over cut inputs has a piece of these alone. One with both has all of what enters the parts that are cut where they give, and what
+        whole parts save; where ranks share positions, most of that is shared too."""
         if self._sequence:
             return (0.4 + 0.6 / self._ways + share) / 2
         dims = {dim for t in layer.tensors if len(t.shape) > 1 for found in self._lengths for dim in found.get(t.name, ())}
@@ -81,7 +81,11 @@ class _Pieces:
             return entered + (1.0 - entered) * share
         if dims == {1} and summed:
             return entered * share + 1.0 - entered
-        return (1.0 + share) / 2
+        if not layer.saved_by or not layer.activation_bytes:
+            return (1.0 + share) / 2
+        whole = sum(part for name, part in layer.saved_by if f"{layer.name}.{name}" not in self._sums)
+        samples = min(self._batch * slope.activation_bytes / layer.activation_bytes, 1.0)  # the rest is of parameters, such as casts
+        return share + samples * whole * (1.0 - share)
 
     def _piece(self, tensor: TensorSpec) -> TensorSpec:
         pieces = [found[tensor.name] for found in self._lengths if tensor.name in found]
