@@ -719,3 +719,26 @@ def test_hugging_face_models_are_traced(kind: str, tmp_path: Path) -> None:
     assert sum(bool(x.block) for x in found.layers) == 4
     assert [names[1:] for names in found.tied] == ([("lm_head.weight",)] if kind == "gpt2" else [])
     assert math.isclose(found.at(8).flops_forward, 4 * found.flops_forward, rel_tol=0.01)
+
+
+def test_a_single_small_sample_is_convolved_by_torch_itself() -> None:
+    """Which lays out columns and nothing else; several samples go to a library, which has room for four gradients of a weight."""
+    build, kernel, edge, given, made = lambda: nn.Sequential(nn.Conv2d(8, 16, 3, padding=1)), 9, 8, 8, 16
+    fields = {"image": Field((given, edge, edge))}
+    profile = trace_task(Task("conv", build, lambda model, batch: model(batch["image"]).square().mean(), fields))
+    columns, weight = 4 * kernel * given * edge * edge, 4 * kernel * given * made
+    one, two, three = (profile.at(n).layers[0].transient_bytes for n in (1, 2, 3))
+    each = three - two
+    assert 0 < 4 * weight < two - each - one + columns, "one sample is not on the line of several"
+    on_gpu = trace_task(Task("conv", build, lambda model, batch: model(batch["image"]).square().mean(), fields), device="cuda")
+    assert on_gpu.layers[0].lone_bytes is None
+
+
+def test_who_saves_what_is_known_by_module() -> None:
+    """Of a block: its norms and the products that are cut where they give save whole activations, those that sum over cut inputs do not."""
+    profile = trace_task(zoo.load("gpt-mini"))
+    block = next(layer for layer in profile.layers if layer.name.startswith("blocks."))
+    by, width = dict(block.saved_by), block.output_bytes
+    assert sum(by.values()) < 1.0, "attention and the activation belong to no module with parameters"
+    whole = [part * block.activation_bytes / width for name, part in by.items() if "norm" in name]
+    assert whole and all(abs(part - 1) < 0.1 for part in whole)

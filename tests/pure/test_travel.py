@@ -32,6 +32,16 @@ def test_of_zero_2_two_buckets_are_there_at_once() -> None:
         assert max(travel(sharded(2, backend), profile).leaving) == 2 * copies * BYTES
 
 
+def test_a_slice_of_zero_2_is_kept_when_its_bucket_is_done() -> None:
+    """The first backward finds none: at its end all are there, beside the last bucket."""
+    profile, own = blocks(LAYERS, shapes=((4096,),), saved=100.0), BYTES / 2
+    first, later = (travel(sharded(2, "gloo"), profile, first) for first in (True, False))
+    assert first.made == LAYERS * own and first.late == own and later.made == 0.0
+    assert first.end == BYTES and later.end == 2 * BYTES
+    held = peak_bytes(sharded(2, "gloo"), profile, "adamw", Rates(1, 1, {}, (), 0.0))
+    assert held["gradients"] + held["communication"] < LAYERS * own + 4 * BYTES
+
+
 def test_the_first_micro_batch_to_go_back_finds_no_gradients() -> None:
     """If all are under way before, as in GPipe."""
     profile = blocks(LAYERS, shapes=((4096,),), saved=1e6)

@@ -66,11 +66,12 @@ def peak_bytes(
     """The largest rank's peak by kind; `profile` is at the largest micro-batch. Of a pipeline, `in_flight` says how many micro-batches are under
     way in each layer, at the moments that may need most; `shard` is the rank's coordinate along that axis."""
     held = held_bytes(plan, profile, optimizer, shard)
-    beside = travel(plan, profile)
-    there = held["gradients"] - beside.made
-    turns = [turn for counts in in_flight for turn in _turns(plan, counts)]
-    moments = [(fullest_moment(plan, profile, counts, beside, own), own) for counts, own in turns]
-    fullest = max((m if own else replace(m, gradients=m.gradients + there) for m, own in moments), key=lambda moment: moment.bytes)
+    moments = []
+    for counts, first in (turn for under_way in in_flight for turn in _turns(plan, under_way)):
+        beside, own = travel(plan, profile, first), first and plan.mesh.group_size("data") == 1
+        moment = fullest_moment(plan, profile, counts, beside, own)
+        moments.append(moment if own else replace(moment, gradients=moment.gradients + held["gradients"] - beside.made))
+    fullest = max(moments, key=lambda moment: moment.bytes)
     crossing, received = _crossing(plan, profile, pp_rank, max(max(counts.values(), default=1) for counts in in_flight))
     kinds = {
         "parameters": held["parameters"],
@@ -159,9 +160,12 @@ def _come_and_go(plan: Plan) -> bool:
 
 def _turns(plan: Plan, counts: Mapping[str, int]) -> list[tuple[Mapping[str, int], bool]]:
     """Micro-batches under way, and whether backward then makes gradients anew. If all are under way before the first goes back, it does, and the
-    next one finds gradients there, and one micro-batch less."""
-    if plan.mesh.group_size("data") > 1 or plan.micro_batches == 1 or min(counts.values(), default=0) < plan.micro_batches:
-        return [(counts, _come_and_go(plan))]
+    next one finds gradients there, and one micro-batch less. Buckets are there from the start, but for stage 2's."""
+    if plan.micro_batches == 1:
+        return [(counts, True)]
+    buckets = plan.mesh.group_size("data") > 1 and plan.memory.zero != 2
+    if buckets or min(counts.values(), default=0) < plan.micro_batches:
+        return [(counts, False)]
     return [(counts, True), ({name: count - 1 for name, count in counts.items()}, False)]
 
 

@@ -28,23 +28,24 @@ class Travel:
     working: tuple[float, ...] = ()
     leaving: tuple[float, ...] = ()
     end: float = 0.0  # when backward has ended
+    late: float = 0.0  # gradients that are there by then, and not before
 
     @property
     def made(self) -> float:
-        """Of the gradients held in the end, those that a step makes anew."""
-        return self.fresh[0] if self.fresh else 0.0
+        """Of the gradients held in the end, those that this backward makes anew."""
+        return (self.fresh[0] if self.fresh else 0.0) + self.late
 
 
-def travel(plan: Plan, profile: ModelProfile) -> Travel:
-    """Of one rank, whose `profile` this is."""
+def travel(plan: Plan, profile: ModelProfile, first: bool = False) -> Travel:
+    """Of one rank, whose `profile` this is; in the `first` backward of a step gradients have no place yet."""
     if plan.mesh.group_size("data") == 1:
         return Travel()
     same, equal = plan.cut
     memory, sync = plan.memory, plan.sync
     sizes = (memory.zero, memory.units, memory.precision, sync.first_bucket_bytes, sync.bucket_bytes, tuple(sorted(sync.overlap)))
-    more = (plan.mesh, plan.backend, plan.micro_batches == 1)
+    more = (plan.mesh, plan.backend, plan.micro_batches == 1, first)
     make = {0: _bucketed, 1: _bucketed, 2: _released, 3: _gathered}[plan.memory.zero]
-    return profile.memo.once("travel", same, (*equal, *sizes, *more), lambda: make(plan, profile))
+    return profile.memo.once("travel", same, (*equal, *sizes, *more), lambda: make(plan, profile, first))
 
 
 def _copies(plan: Plan) -> int:
@@ -68,34 +69,40 @@ def _later(by_layer: Sequence[float]) -> tuple[float, ...]:
     return tuple(accumulate(reversed(by_layer), initial=0.0))[::-1]
 
 
-def _bucketed(plan: Plan, profile: ModelProfile) -> Travel:
+def _bucketed(plan: Plan, profile: ModelProfile, first: bool) -> Travel:
     """Stages 0 and 1: buckets lie there from the start, but for gradients that are one by themselves; what was sent waits for the end."""
     buckets, count = gradient_buckets(plan, profile), len(profile.layers)
     alone, sent = [0.0] * count, [0.0] * count
-    for bucket, (first, _) in zip(buckets, _spans(profile, buckets), strict=True):
-        if plan.micro_batches == 1 and _alone(bucket):
-            alone[first] += bucket.bytes
+    for bucket, (at, _) in zip(buckets, _spans(profile, buckets), strict=True):
+        if first and _alone(bucket):
+            alone[at] += bucket.bytes
         if plan.memory.zero == 1:
-            sent[first] += (_copies(plan) - 1) * bucket.bytes
+            sent[at] += (_copies(plan) - 1) * bucket.bytes
     fresh, copied = _later(alone), _later(sent)
     if plan.mesh.pp > 1:  # sent when the pipeline has drained
         return Travel(fresh, (0.0,) * count, (0.0,) * count, copied[0])
     return Travel(fresh, copied[1:], copied[:-1], copied[0])
 
 
-def _released(plan: Plan, profile: ModelProfile) -> Travel:
-    """Stage 2: a bucket is there from its first gradient until it was reduced; one travels while the next is filled."""
-    buckets, times = gradient_buckets(plan, profile), _copies(plan)
-    working, leaving = [0.0] * len(profile.layers), [0.0] * len(profile.layers)
-    spans = _spans(profile, buckets)
-    before = 0.0
-    for bucket, (first, last) in zip(buckets, spans, strict=True):
+def _released(plan: Plan, profile: ModelProfile, first: bool) -> Travel:
+    """Stage 2: a bucket is there from its first gradient until it was reduced; one travels while the next is filled. A rank's slice of it is
+    kept from then on, in the first backward; later ones add to that."""
+    buckets, times, count = gradient_buckets(plan, profile), _copies(plan), len(profile.layers)
+    working, leaving, kept = [0.0] * count, [0.0] * count, [0.0] * count
+    before, late, own = 0.0, 0.0, 0.0
+    for bucket, (start, last) in zip(buckets, _spans(profile, buckets), strict=True):
         filled = 0 if _alone(bucket) else bucket.bytes  # until then, a gradient that is a bucket is its layer's workspace
-        for at in range(first, last + 1):
+        for at in range(start, last + 1):
             working[at] += before + filled
-        leaving[first] = max(leaving[first], before + times * bucket.bytes)
-        before = float(times * bucket.bytes)
-    return Travel((), tuple(working), tuple(leaving), before)
+        leaving[start] = max(leaving[start], before + times * bucket.bytes)
+        if first and start:
+            kept[start - 1] += own  # of the bucket before: taken in when this one has left
+        elif first:
+            late += own
+        before, own = float(times * bucket.bytes), bucket.bytes / plan.mesh.shard
+    if not first:
+        return Travel((), tuple(working), tuple(leaving), before)
+    return Travel(_later(kept), tuple(working), tuple(leaving), before / times, late + own)
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ class _Unit:
     lone: float  # a gradient that is most of the unit's: no other comes before it, and with it the buffer
 
 
-def _gathered(plan: Plan, profile: ModelProfile) -> Travel:
+def _gathered(plan: Plan, profile: ModelProfile, first: bool) -> Travel:
     """Stage 3: the values of the root, of a unit and of the one that is fetched ahead; their gradients, of which one travels while the next is
     filled."""
     units = _units(plan, profile)

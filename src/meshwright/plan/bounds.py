@@ -251,6 +251,8 @@ class Bounds:
             return whole + states * trained + max(trained, kept)
         kept = max(kept, part.unit) if point.zero == 3 and mesh.pp == 1 else kept  # the largest unit's gradients, when little else is kept
         come = trained if point.micro_batches == 1 and point.zero < 2 else 0.0  # those that are a bucket each take the place of activations
+        if point.zero == 2 and (point.micro_batches == 1 or mesh.pp > 1):
+            come = trained / shards  # so do a rank's slices, in the first backward
         return (
             max(kept, come)
             - come
