@@ -496,6 +496,8 @@ def _merge(a: _Tally, b: _Tally, slope: bool) -> tuple[Kernel, ...]:
 def _saved_by(a: _Tally, b: _Tally) -> tuple[tuple[str, float], ...]:
     """Of what one more sample saves, the share of each module."""
     more = b.saved - a.saved
+    if more <= 0:
+        return ()
     return tuple((name, (saved - a.saved_by[name]) / more) for name, saved in sorted(b.saved_by.items()) if saved > a.saved_by[name])
 
 

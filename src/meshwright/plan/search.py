@@ -25,6 +25,7 @@ from meshwright.plan.tuning import tune
 from meshwright.plan.uneven import Inputs, dealt_out, reseated, turned
 
 _NEAR_THE_FRONT = 12
+_ABOUT = 1.1  # times as long as on unlike devices a plan may be said to take on mean ones, whose links and kernels are one kind's
 EXHAUSTIVE = 8  # devices up to which every legal plan is priced; beyond, bounds choose what is
 _DEEP = 24  # layers from which that would take minutes on as few
 
@@ -95,10 +96,10 @@ def _unequal(ranking: Ranking, like: Ranking | None) -> Ranking:
     that would be good if all devices were like the mean one."""
     cluster, workload, calibration, wishes = ranking.cluster, ranking.workload, ranking.calibration, ranking.wishes
     inputs = Inputs(ranking.profile, cluster, workload, calibration, ranking.cutter or Cutter(ranking.profile, workload, wishes))
-    seeds = _good(ranking)
+    seeds, mean = _good(ranking), None
     if not places(cluster, len(cluster.devices)):
-        alike = average(cluster, calibration, workload.precision)
-        others = _good(_ranked(ranking.profile, alike[0], workload, alike[1], wishes, like))
+        mean = average(cluster, calibration, workload.precision)
+        others = _good(_ranked(ranking.profile, mean[0], workload, mean[1], wishes, like, bounded=many(ranking.profile, cluster, wishes)))
         seeds += [plan for plan in others if plan not in seeds]
 
     def price(plan: Plan) -> Scored:
@@ -107,9 +108,28 @@ def _unequal(ranking: Ranking, like: Ranking | None) -> Ranking:
     def key(scored: Scored) -> tuple[bool, float]:
         return _key(scored, workload)
 
-    seated = [other for plan in seeds for other in reseated(plan, inputs, wishes.reorder)]
-    equal = [*ranking.scored, *map(price, seated)]
-    dealt = [min((price(p) for p in every), key=key) for plan in seated for other in turned(plan) if (every := list(dealt_out(other, inputs)))]
+    def least(plan: Plan) -> float:
+        """No parts make it quicker than it would be on as many mean devices; some devices alone may be quicker than those."""
+        if mean is None or plan.world < len(cluster.devices) or workload.objective == "memory":
+            return 0.0
+        return estimate(plan, ranking.profile, workload, *mean).step_s / _ABOUT
+
+    def fitting(plans: list[Plan]) -> list[Plan]:
+        """Those that fit, or the one that comes nearest to it: the others need not be timed."""
+        rough = [(plan, estimate(plan, ranking.profile, workload, cluster, calibration, timed=False)) for plan in plans]
+        return [plan for plan, found in rough if found.fits] or [min(rough, key=lambda pair: max(pair[1].memory_bytes))[0]]
+
+    def quickest(found: list[Scored]) -> float:
+        return min((s.estimate.step_s for s in found if s.estimate.fits), default=math.inf)
+
+    equal, dealt = list(ranking.scored), list[Scored]()
+    for seconds, plan in sorted(((least(plan), plan) for plan in seeds), key=lambda pair: pair[0]):
+        seated = list(reseated(plan, inputs, wishes.reorder))
+        if seconds <= quickest(equal):
+            equal += map(price, seated)
+        if seconds <= quickest([*equal, *dealt]):
+            parts = (list(dealt_out(other, inputs)) for seat in seated for other in turned(seat))
+            dealt += [min(map(price, fitting(every)), key=key) for every in parts if every]
     scored = sorted([*equal, *dealt], key=key)
     return replace(ranking, scored=tuple(scored), equal=min(equal, key=key), tuned=ranking.tuned if scored[0] is ranking.best else ())
 
@@ -131,9 +151,9 @@ def _short_of_memory(ranking: Ranking) -> bool:
 
 def _ranked(
     profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, wishes: Wishes, like: Ranking | None,
-    below: float = math.inf,
+    below: float = math.inf, bounded: bool = False,
 ) -> Ranking:  # fmt: skip
-    """What costs at least `below` need not be looked at."""
+    """What costs at least `below` need not be looked at; `bounded`: nor what bounds leave out, however few plans there are."""
     check_objective(workload)
     begun = time.process_time()
     scored: list[Scored] = []
@@ -141,7 +161,7 @@ def _ranked(
     def price(plan: Plan) -> Estimate:
         return estimate(plan, profile, workload, cluster, calibration)
 
-    if wishes.mesh is None and many(profile, cluster, wishes, like is not None):
+    if wishes.mesh is None and (bounded or many(profile, cluster, wishes, like is not None)):
         check_wishes(wishes, len(cluster.devices))
         search = Front(profile, cluster, workload, calibration, wishes, price, like.cutter if like else None, 1 if like else FRONT, below)
         scored = [Scored(*found) for found in search.search()]
