@@ -53,16 +53,33 @@ Counts = Sequence[Mapping[Recompute, int]]  # of each kind
 def mixed(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, calibration: Calibration) -> Plan | None:
     """The plan, which keeps everything that it may, with the recomputation that makes it fit at the least time; None where it fits as it is, and
     where nothing makes it fit. Units whose mode was asked for keep that. The program knows one workspace for all layers and no gradients that
-    come while activations go, so what it finds is checked, and asked for again in a little less room."""
+    come while activations go, so what it finds is checked, and asked for again in a little less room; and where it finds nothing, all units together
+    may make it fit all the same."""
     if plan.mesh.pp > 1 and plan.schedule == "zero_bubble":
         return None
     every = list(rooms(plan, profile, workload, cluster, calibration))
     met = {id(room.local): _met_again(plan, cluster, room) for room in {id(room.local): room for room in every}.values()}  # alike ranks meet alike
     for less in _LESS:
         found = _solved(plan, [replace(room, bytes=int(room.bytes * (1 - less))) for room in every], met)
-        if found is None or estimate(found, profile, workload, cluster, calibration, timed=False).fits:
+        if found is None:
+            break
+        if estimate(found, profile, workload, cluster, calibration, timed=False).fits:
             return found
-    return None
+    other = _all_again(plan, profile)
+    fits = (estimate(p, profile, workload, cluster, calibration, timed=False).fits for p in (plan, other) if p is not None)
+    return other if other is not None and [*fits] == [False, True] else None
+
+
+def _all_again(plan: Plan, profile: ModelProfile) -> Plan | None:
+    """With every unit whose mode is open recomputed, if any may be."""
+    modes: dict[str, Recompute] = {x.name: "full" for x in profile.layers if _open(plan, x) and "full" in _allowed(plan, x)}
+    memory = replace(plan.memory, layers={**plan.memory.layers, **modes})
+    if len(modes) == len(plan.memory.units):
+        memory = replace(plan.memory, recompute="full")
+    try:
+        return replace(plan, memory=memory) if modes else None
+    except RequestError:
+        return None
 
 
 def _solved(plan: Plan, rooms: Sequence[Room], met: Mapping[int, Mapping[str, float]]) -> Plan | None:
