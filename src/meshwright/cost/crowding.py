@@ -9,21 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.cost.pipeline import Graph, Order, Stage, constants, graph_of
+from meshwright.cost.pipeline import Graph, Order, Stage, constants, graph_of, round_of
 
 _NEVER = float("inf")
 _ROUNDING = 1e-12  # relative: who has no more left than this is done
 _INSTANT = 1e-12  # seconds of a turn that takes none
+_ROUNDS = 4  # of micro-batches, after which the next is like the last
 
 
 def shared(order: Order, stages: Sequence[Stage], cores: float) -> list[float]:
     """When each rank has done its last turn. Of many micro-batches a few are run, and the rest is added on as it grew last."""
-    few = 4 * order.ranks
-    if order.micro_batches < few + 2 * order.ranks:
-        return _Cores(graph_of(order), stages, cores).run()
-    less = few + order.micro_batches % order.ranks
-    one, two = (_Cores(graph_of(order._replace(micro_batches=n)), stages, cores).run() for n in (less, less + order.ranks))
-    more = (order.micro_batches - less) / order.ranks
+    step = round_of(order)
+    less = _ROUNDS * step + order.micro_batches % step
+    if order.micro_batches <= less + step:
+        return _Cores(graph_of(order, order.micro_batches), stages, cores).run()
+    one, two = (_Cores(graph_of(order, number), stages, cores).run() for number in (less, less + step))
+    more = (order.micro_batches - less) / step
     return [a + more * (b - a) for a, b in zip(one, two, strict=True)]
 
 

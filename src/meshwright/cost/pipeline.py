@@ -203,8 +203,14 @@ def constants(stages: Sequence[Stage]) -> tuple[list[float], list[float]]:
     return [*forward, *backward, *(stage.weights for stage in stages)], [*ahead, *back, *[0.0] * len(stages)]
 
 
-def graph_of(order: Order) -> Graph:
-    return _graph(order, _period(order))
+def graph_of(order: Order, micro_batches: int) -> Graph:
+    """Of so many micro-batches, taken in rounds as the order's own are."""
+    return _graph(order._replace(micro_batches=micro_batches), _period(order))
+
+
+def round_of(order: Order) -> int:
+    """After so many micro-batches all ranks' turns repeat themselves."""
+    return _period(order) if order.schedule == "interleaved" else order.ranks
 
 
 @lru_cache(maxsize=64)
