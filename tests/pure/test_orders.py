@@ -139,6 +139,13 @@ def test_the_search_chooses_another_order_where_the_usual_one_is_bad(exhaustive:
     assert best.plan.mesh.moved and best.estimate.step_s < usual.best.estimate.step_s, best.plan.summary()
 
 
+def test_so_it_does_among_many_devices() -> None:
+    profile, flow = traced(model_of("gpt-tiny"))
+    wishes = Wishes(schedule="1f1b", zero=0, world=1024, micro_batches=4, recompute="none", flow=flow)
+    best = rank_plans(profile, nodes(512, 2), Workload(2**17), machine(1e10), wishes).best.plan
+    assert best.mesh == Mesh(pp=2, dp=512, order=("dp", "pp")), best.summary()
+
+
 def test_a_simulation_knows_the_order() -> None:
     plan, profile = spread(model_of("gpt-tiny"), Mesh(pp=2, dp=2, order=("dp", "pp")), micro=2)
 

@@ -118,19 +118,27 @@ def shapes(model: dict[str, Any], devices: int, batch: int, memory: float = 80e9
     return Axes(where, workload, wishes, cutter, bounds_for(profile, where, workload, machine, wishes)).shapes(devices)
 
 
-def test_slow_links_make_grids_worth_weighing() -> None:
+@pytest.mark.parametrize("devices", [16, 1024])
+def test_slow_links_make_grids_worth_weighing(devices: int) -> None:
     """A grid's meetings are among fewer ranks, and of pieces: with many ranks that is less to send."""
     model = {"sizes": [64, 256, 64, 256, 64, 256, 64], "activation": "relu", "norm": False, "masked": False}
-    quick, slow = (shapes(model, 16, 64, network=network, alpha=1e-9) for network in (1e15, 1e6))
+    quick, slow = (shapes(model, devices, 4 * devices, network=network, alpha=1e-9) for network in (1e15, 1e6))
     assert not any(len(mesh.tp) > 1 for mesh in quick)
     grids = [mesh for mesh in slow if len(mesh.tp) > 1]
     assert grids and all(mesh.degree("tp") >= 4 for mesh in grids)
 
 
-def test_many_devices_share_positions_and_own_experts_but_have_no_grids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.plan.axes.MANY", 4)
-    few = shapes(model_of("gpt-tiny"), 8, 4, network=1e6, alpha=1e-9)
-    assert any(mesh.cp > 1 for mesh in few) and not any(len(mesh.tp) > 1 for mesh in few)
+def test_of_many_devices_some_share_positions_only_if_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each cut of positions takes a while to reason out; grids and owners are proposed however many devices there are."""
+    profile, flow = traced(model_of("gpt-tiny"))
+    where, workload, wishes = cluster(8, kind="cpu"), Workload(2), Wishes(flow=flow)
+    bounds, cutter = bounds_for(profile, where, workload, calibration(8), wishes), Cutter(profile, workload, wishes)
+    few = Axes(where, workload, wishes, cutter, bounds)
+    monkeypatch.setattr("meshwright.plan.axes._MANY", 4)
+    many = Axes(where, workload, wishes, cutter, bounds)
+    for axes in (few, many):
+        assert any(mesh.cp > 1 for mesh in axes.lines(8, 8, 8))
+    assert any(mesh.cp > 1 for mesh in few.lines(4, 8, 8)) and not any(mesh.cp > 1 for mesh in many.lines(4, 8, 8))
     assert any(mesh.ep > 1 for mesh in shapes(model_of("Mixtral"), 8, 16))
 
 

@@ -75,6 +75,11 @@ class Cluster:
         return tuple(d for node in self.nodes for d in node.devices)
 
     @cached_property
+    def kinds_of_nodes(self) -> tuple[Node, ...]:
+        """Each node that is another object, once."""
+        return tuple({id(node): node for node in self.nodes}.values())
+
+    @cached_property
     def ends(self) -> list[int]:
         """For each node, the first rank after it."""
         return list(accumulate(len(node.devices) for node in self.nodes))

@@ -26,12 +26,15 @@ def index_of(place: str) -> int:
 
 def places(cluster: Cluster, world: int) -> tuple[str, ...]:
     """What the first `world` ranks are on, one entry each, cards counted in each node; nothing where all are alike and have their devices to
-    themselves. Nodes that are one object many times are looked at once."""
+    themselves."""
+    if len(cluster.kinds_of_nodes) == 1 and not on_node(cluster.nodes[0].devices):
+        return ()  # of a large cluster's nodes there is one
     nodes, left = [], world
     for node in cluster.nodes:
-        if left > 0:
-            nodes.append(node if len(node.devices) <= left else replace(node, devices=node.devices[:left]))
-            left -= len(node.devices)
+        if left <= 0:
+            break
+        nodes.append(node if len(node.devices) <= left else replace(node, devices=node.devices[:left]))
+        left -= len(node.devices)
     found = {id(node): on_node(node.devices) for node in {id(node): node for node in nodes}.values()}
     if not any(found.values()) and len({node.devices[0].kind for node in nodes}) == 1:
         return ()

@@ -107,7 +107,7 @@ class MemoryPolicy:
     def _every_unit(self) -> frozenset[str]:
         return frozenset(self.units)
 
-    @property
+    @cached_property
     def modes(self) -> Mapping[str, Recompute]:
         """The units that recompute, and how."""
         found = {name: self.layers.get(name, self.recompute) for name in self.units}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -131,6 +131,26 @@ class TensorPolicy:
         return {}
 
     @cached_property
+    def sums_in(self) -> Mapping[str, tuple[Meet, ...]]:
+        """By module: the sums in it, or in a module inside it."""
+        return _within(self.sums)
+
+    @cached_property
+    def gathered_in(self) -> Mapping[str, tuple[Meet, ...]]:
+        """By module: the inputs in it, or in a module inside it, whose positions are gathered."""
+        return _within(meet for meet in self.enters if meet.along)
+
+    @cached_property
     def sequence(self) -> bool:
         """Do ranks share positions outside of cut parts?"""
         return any(meet.along for meet in self.enters)
+
+
+def _within(meets: Iterable[Meet]) -> Mapping[str, tuple[Meet, ...]]:
+    found: dict[str, list[Meet]] = {}
+    for meet in meets:
+        module = meet.module
+        while module:
+            found.setdefault(module, []).append(meet)
+            module = module.rpartition(".")[0]
+    return {module: tuple(inside) for module, inside in found.items()}

@@ -75,14 +75,14 @@ def between(cluster: Cluster, action: Action, mesh: Mesh) -> Link | Reach:
     """What joins the action's group. Groups of one shape are asked about once, whatever mesh they belong to."""
     key = (mesh, action.axis, action.group, action.op == "all_to_all")
     if key not in cluster.joins:
-        shape = (_strides(action.axis, mesh), *key[2:])
+        shape = (strides(action.axis, mesh), *key[2:])
         if shape not in cluster.joins:
             cluster.joins[shape] = joined(cluster, members(action.axis, action.group, mesh), action.op)
         cluster.joins[key] = cluster.joins[shape]
     return cluster.joins[key]
 
 
-def _strides(axis: str, mesh: Mesh) -> tuple[tuple[int, int], ...]:
+def strides(axis: str, mesh: Mesh) -> tuple[tuple[int, int], ...]:
     """(stride, degree) of the axes that a group runs along, outermost first; neighbouring axes are one."""
     found = [(1, mesh.size)] if axis == "world" else []
     axes = [a for part in GROUP_AXES.get(axis, (axis,)) for a in (GRID if part == "tp" else (part,))]

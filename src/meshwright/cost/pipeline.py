@@ -89,8 +89,8 @@ def held(order: Order, rank: int) -> tuple[tuple[int, ...], ...]:
     keeps of one, the most that a rank keeps is among them."""
     if order.ranks == 1:
         return ((1,),)
-    if order.schedule == "gpipe":
-        return ((order.micro_batches,),)
+    if order.schedule in ("gpipe", "1f1b"):
+        return ((min(order.micro_batches, order.ranks - rank) if order.schedule == "1f1b" else order.micro_batches,),)
     period = _period(order)
     most = min(order.micro_batches, 3 * -(-order.ranks // period) * period)  # from there on it only repeats
     return _held(order._replace(micro_batches=most), rank, period)

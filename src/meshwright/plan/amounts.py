@@ -80,6 +80,15 @@ def total(rows: Sequence[Sum], counts: Mapping[int, float]) -> Sum:
     return Sum.of(tuple(figures), max((rows[kind].unit for kind in counts), default=0.0), tuple(savers.items()))
 
 
+def totals(rows: Sequence[Sum], every: Sequence[Mapping[int, float]]) -> list[Sum]:
+    """Several such sums; where the counts are the same, they are one object."""
+    found: dict[tuple[tuple[int, float], ...], Sum] = {}
+    keys = [tuple(sorted(counts.items())) for counts in every]
+    for key in keys:
+        found[key] = found.get(key) or total(rows, dict(key))
+    return [found[key] for key in keys]
+
+
 class Same(Generic[T]):
     """A value as a key: the same object is the same key."""
 
@@ -116,8 +125,9 @@ class Amounts:
         """The sums of each pipeline rank, which has these of the stages in `parts`; of the mean one where none are told."""
         key = (id(parts), schedule, ranks, bool(stages))  # `_sums` keeps the parts alive
         if key not in self._ranks:
-            every = [dict.fromkeys(mine, 1.0) for mine in stages] or [{0: 1.0 / ranks}]
-            self._ranks[key] = [total(parts, counts) for counts in every]
+            first = {id(part): stage for stage, part in reversed([*enumerate(parts)])}
+            every: list[Mapping[int, float]] = [Counter(first[id(parts[stage])] for stage in mine) for mine in stages] or [{0: 1.0 / ranks}]
+            self._ranks[key] = totals(parts, every)
         return self._ranks[key]
 
     def in_unit(self, module: str) -> bool:
@@ -131,7 +141,7 @@ class Amounts:
         rows, (_, counts, kind_of) = self._rows(samples, compiled, rates, cut), self._folded(cut)
         if not stages.value:
             return [total(rows, dict(enumerate(counts)))]
-        return [total(rows, Counter(kind_of[name] for name in names if name in kind_of)) for names in stages.value]
+        return totals(rows, [Counter(kind_of[name] for name in names if name in kind_of) for names in stages.value])
 
     def _fold(self, cut: Same[Plan]) -> tuple[ModelProfile, tuple[int, ...], dict[str, int]]:
         """The model with one layer of each kind, how many there are, and of which kind each layer is. Alike: as much work, as much of it cut."""

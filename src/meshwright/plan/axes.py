@@ -28,7 +28,7 @@ from meshwright.plan.partition import choose_units
 from meshwright.plan.space import Cutter, Wishes, default_compile, divisors, model_parallel
 
 _WORTH_AN_ORDER = 0.02  # relatively: predictions are not finer
-MANY = 512  # devices from which on grids and other orders of axes are weighed only where they are asked for: there is no time
+_MANY = 512  # devices from which on some share positions only if all of them do
 _WORTH_A_GRID = 0.05  # of the work: where a line's meetings take less, nothing is to be had from a better shape
 
 
@@ -37,11 +37,13 @@ class Axes:
 
     def __init__(self, cluster: Cluster, workload: Workload, wishes: Wishes, cutter: Cutter, bounds: Bounds) -> None:
         self._device, self._batch, self._wishes, self._cutter, self._bounds = cluster.devices[0].kind, workload.global_batch, wishes, cutter, bounds
-        self._units, self._many = choose_units(cutter.profile), len(cluster.devices) > MANY
+        self._units, self._many = choose_units(cutter.profile), len(cluster.devices) > _MANY
         self._world = wishes.world or len(cluster.devices)
         self._refused: set[tuple[int, int, tuple[int, ...], bool]] = set()
         self._several = len(cluster.nodes) > 1
+        self._memory = cache(lambda zero, recompute: MemoryPolicy(zero, self._units, recompute))
         self._ordered = cache(lambda mesh: tuple(orders(mesh, cluster)))
+        self._better: dict[Point, tuple[Mesh, ...]] = {}
         self._most_owners = self._count_owners()
 
     def shapes(self, world: int) -> list[Mesh]:
@@ -56,7 +58,7 @@ class Axes:
         if self._wishes.flow is None or self._wishes.sequence:
             return plain
         owned = [*plain, *(found for mesh in plain for found in self._owners(mesh))]
-        shared = owned if world == self._world or not self._many else ()  # of many devices some would share positions only if all of them did
+        shared = owned if world == self._world or not self._many else ()
         return [*owned, *(found for mesh in shared for found in self._positions(mesh))]
 
     def compiled(self, mesh: Mesh, cut: Plan | None = None) -> Compile:
@@ -71,7 +73,7 @@ class Axes:
             return False
         try:
             recompute = "full" if point.recompute == "mixed" else point.recompute
-            memory = MemoryPolicy(point.zero, self._units, recompute)  # type: ignore[arg-type]
+            memory = self._memory(point.zero, recompute)
             how = {"mesh": point.mesh, "micro_batches": point.micro_batches, "schedule": point.schedule, "compile": self.compiled(point.mesh, cut)}
             replace(cut, global_batch=self._batch, memory=memory, device=self._device, **how)  # type: ignore[arg-type]
         except RequestError:
@@ -95,28 +97,33 @@ class Axes:
         share = max(self._batch // mesh.data_width, 1)
         return Point(mesh, zero, max(share // samples, 1) if samples else 1, "none")
 
-    def orders(self, point: Point) -> Iterator[Point]:
-        """The same plan with other axes next to each other, where that takes less of what its ranks send."""
-        if not self._several or self._many or point.mesh.order:
+    def orders(self, point: Point, seconds: float) -> Iterator[Point]:
+        """The same plan with other axes next to each other, where that takes less of what its ranks send; `seconds` is its own bound."""
+        if self._several and not point.mesh.order:
+            key = replace(point, recompute="none")  # which changes nothing of what they send to each other in one go
+            if key not in self._better:
+                self._better[key] = tuple(self._reordered(point, seconds))
+            yield from (replace(point, mesh=mesh) for mesh in self._better[key])
+
+    def _reordered(self, point: Point, seconds: float) -> Iterator[Mesh]:
+        others = self._ordered(point.mesh)
+        if not others:
             return
         cut = self._cutter.parts(point.mesh, point.sequence)
-        compiled = self.compiled(point.mesh, cut)
-        if not self._bounds.fits(point, cut, compiled):
-            return
-        now = self._bounds.seconds(point, cut, compiled) + self._bounds.crossings(point, cut)
+        compiled, now = self.compiled(point.mesh, cut), seconds + self._bounds.crossings(point, cut)
         if now < (1 + _WORTH_AN_ORDER) * self._bounds.seconds(point, cut, compiled, travel=False):
             return
-        for mesh in self._ordered(point.mesh):
+        for mesh in others:
             other = replace(point, mesh=mesh)
             if self._bounds.seconds(other, cut, compiled) + self._bounds.crossings(other, cut) < (1 - _WORTH_AN_ORDER) * now:
-                yield other
+                yield mesh
 
     # -- grids --
 
     def grids(self, line: Mesh) -> Iterator[Mesh]:
         """Grids of as many tensor-parallel ranks whose meetings take less time."""
         ways = line.degree("tp")
-        sides = [side for side in divisors(ways) if 1 < side < ways] if len(line.tp) == 1 and not self._wishes.sequence and not self._many else []
+        sides = [side for side in divisors(ways) if 1 < side < ways] if len(line.tp) == 1 and not self._wishes.sequence else []
         plain = self._cut(line) if sides and self._batch >= line.data_width else None
         if plain is None:
             return

@@ -11,11 +11,13 @@ does it, so the bounds are close: what they leave out is where ranks wait for ea
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from operator import itemgetter
+from typing import TypeVar
 
-from meshwright.core.calibration import Calibration, Rates
+from meshwright.core.calibration import Calibration, Line, Rates
 from meshwright.core.cluster import Cluster
 from meshwright.core.combinations import stages_a_rank
 from meshwright.core.mesh import Mesh
@@ -26,11 +28,13 @@ from meshwright.core.tensor import TensorPolicy
 from meshwright.core.workload import ITEM_BYTES, LOW, OPTIMIZER_STATES, Workload
 from meshwright.cost.collective import between, line_of
 from meshwright.cost.compute import ComputeCost
-from meshwright.cost.pipeline import Order, Stage, held, least_seconds
+from meshwright.cost.pipeline import Order, Stage, held, largest, least_seconds
 from meshwright.cost.step import HEADROOM
 from meshwright.plan.amounts import Amounts, Choice, Layers, Same, Sum
 from meshwright.plan.meetings import all_meetings, owned_bytes
 from meshwright.schedule import local_profile
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Bounds:
     def __init__(self, profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, units: tuple[str, ...],
         backend: str, overlaps: tuple[str, ...] | None = None, offload: bool = False, bucket_bytes: int = SyncPolicy.bucket_bytes,
     ) -> None:  # fmt: skip
-        self._profile, self._cluster, self._workload, self._calibration = profile, cluster, workload, calibration
+        self._profile, self._cluster, self._workload, self._rates = profile, cluster, workload, cache(calibration.layout)
         self._units = frozenset(units)
         self._amounts = Amounts.of(profile, workload.precision, units, bucket_bytes)
         self._least = cache(cluster.least_memory)
@@ -65,26 +69,27 @@ class Bounds:
         self._given_out = cache(self._least_output)
         self._owned = cache(lambda cut: owned_bytes(cut.value, profile))
         self._backend, self._overlaps, self._offload = backend, overlaps, offload
-        self._wire = cache(self._wire_of)
-        self._held_at = cache(lambda order: [held(order, rank) for rank in range(order.ranks)])
+        self._wire, self._next = cache(self._wire_of), cache(self._next_of)
+        self._moments, self._under_way = cache(self._kept_at), cache(self._most_kept)
 
     def seconds(self, point: Point, cut: Plan, compiled: Compile, travel: bool = True, stages: Layers = ()) -> float:
         """Computation of the slowest pipeline rank (of the mean one where `stages`, the layers of each stage, are not known), its way in and
-        out, the optimizer and, with `travel`, what takes the wires."""
-        mesh, rates, micro = point.mesh, self._calibration.layout(point.mesh.size), point.micro_batches
+        out, the optimizer and, with `travel`, what takes the wires. Without it ZeRO's stage is still open, which may leave little to update."""
+        mesh, rates, micro = point.mesh, self._rates(point.mesh.size), point.micro_batches
         parts = self._at(point, cut, compiled, stages)
         ranks = self._ranks(point, parts, stages)
         price = ComputeCost(rates, self._workload.precision, compiled != "none", self._units)
-        stepped = min(part.trained for part in ranks) / 4 / (mesh.shard if point.zero else 1)
+        owners = mesh.dp * mesh.shard if not travel else mesh.shard if point.zero else 1
+        stepped = min(part.trained for part in ranks) / 4 / owners
         update = price.optimizer(stepped, self._workload.optimizer, 4, self._offload)
         added, in_stages = self._added(point, parts, ranks, stages)
         each = max(rank.forward + rank.backward + rank.again[point.recompute] + more for rank, more in zip(ranks, added, strict=True))
         computed = micro * each + update
         way = 0.0
         stolen = 1.0 - self._overlap(rates)
-        moved = [self._gradients(point, rank, cut) for rank in ranks] if travel else [0.0] * len(ranks)
+        moved = _each(ranks, lambda rank: self._gradients(point, rank, cut)) if travel else [0.0] * len(ranks)
         if stages:
-            met = [self._met_turns(point, part) if travel else (0.0, 0.0) for part in parts]
+            met = _each(parts, lambda part: self._met_turns(point, part)) if travel else [(0.0, 0.0)] * len(parts)
             turns = [
                 Stage(p.forward + on, p.backward + p.again[point.recompute] + least + back)
                 for p, least, (on, back) in zip(parts, in_stages, met, strict=True)
@@ -123,17 +128,16 @@ class Bounds:
         alone, none = [0.0] * len(ranks), [0.0] * len(parts)
         if point.recompute != "mixed" or (point.mesh.pp > 1 and not stages):
             return alone, none
-        plain, limit = replace(point, recompute="none"), self.limit(point) - self._calibration.layout(point.mesh.size).base_bytes
-        ways = {id(part): self._ways(point, part) for part in parts}
-        for rank, whole in enumerate(ranks):
+        plain, limit = replace(point, recompute="none"), self.limit(point) - self._rates(point.mesh.size).base_bytes
+        ways = _each(parts, lambda part: sorted(self._ways(point, part), reverse=True))
+        for rank, (whole, moments) in enumerate(zip(ranks, self._moments(point.order, Same(parts), "none"), strict=True)):
             mine = point.order.stages(rank) if stages else (0,)
-            for counts in self._held_at(point.order)[rank] if stages else ((1,),):
-                kept = sum(n * parts[stage].kept["none"] for n, stage in zip(counts, mine, strict=True))
+            for counts, kept in moments:
                 excess = self._held(plain, whole, kept) - limit
                 if excess <= 0:
                     continue
-                every = {stage: [(n * rate, n * most) for rate, most in ways[id(parts[stage])]] for n, stage in zip(counts, mine, strict=True) if n}
-                alone[rank] = max(alone[rank], _least_time(excess, [way for found in every.values() for way in found]))
+                every = {stage: [(n * rate, n * most) for rate, most in ways[stage]] for n, stage in zip(counts, mine, strict=True) if n}
+                alone[rank] = max(alone[rank], _least_time(excess, sorted((way for found in every.values() for way in found), reverse=True)))
                 room = sum(most for found in every.values() for _, most in found)
                 for stage, found in every.items():
                     here = sum(most for _, most in found)
@@ -170,7 +174,7 @@ class Bounds:
         if ranks == 1:
             return 0.0, 0.0
         action = Action("", op, axis=axis)  # type: ignore[arg-type]
-        line = line_of(op, ranks, self._backend, self._calibration.layout(mesh.size), between(self._cluster, action, mesh))
+        line = line_of(op, ranks, self._backend, self._rates(mesh.size), between(self._cluster, action, mesh))
         return line.alpha_s, wire_factor(op, ranks) / line.bytes_per_s
 
     def crossings(self, point: Point, cut: Plan) -> float:
@@ -179,10 +183,14 @@ class Bounds:
         if mesh.pp == 1:
             return 0.0
         size = self._given_out(Same(cut)) * (self._workload.global_batch // mesh.data_width)
-        link = between(self._cluster, Action("", "send", axis="pp", group=2), mesh)
-        line = line_of("send", 2, self._backend, self._calibration.layout(mesh.size), link)
+        line = self._next(mesh)
         each = 2 * point.order.chunks
         return each * (point.micro_batches * line.alpha_s + size / line.bytes_per_s)
+
+    def _next_of(self, mesh: Mesh) -> Line:
+        """Between neighbours in a pipeline."""
+        link = between(self._cluster, Action("", "send", axis="pp", group=2), mesh)
+        return line_of("send", 2, self._backend, self._rates(mesh.size), link)
 
     def _gradients(self, point: Point, rank: Sum, cut: Plan) -> float:
         """What a rank's gradients and, under ZeRO, its parameters take, by their bytes and calls. What is owned meets among fewer."""
@@ -230,19 +238,29 @@ class Bounds:
     def bytes(self, point: Point, cut: Plan, compiled: Compile, stages: Layers = ()) -> float:
         """What the mean pipeline rank holds: parameters, states, and of one micro-batch what is kept for backward. With `stages`, the
         largest rank, and all micro-batches that it has under way."""
-        rates = self._calibration.layout(point.mesh.size)
+        rates = self._rates(point.mesh.size)
         return min(rates.held, 1.0) * self._bytes(point, self._at(point, cut, compiled, stages), rates.base_bytes, stages)
 
     def _bytes(self, point: Point, parts: Sequence[Sum], base: int, stages: Layers) -> float:
         ranks = self._ranks(point, parts, stages)
         if not stages:
             return base + self._held(point, ranks[0], ranks[0].kept[point.recompute])
-        return base + max(self._held(point, part, self._under_way(point, parts, at)) for at, part in enumerate(ranks))
+        kept = self._under_way(point.order, Same(parts), point.recompute)
+        return base + max(self._held(point, part, most) for part, most in zip(ranks, kept, strict=True))
 
-    def _under_way(self, point: Point, parts: Sequence[Sum], rank: int) -> float:
-        """Bytes that all the micro-batches which a rank has under way keep."""
-        kept = [parts[stage].kept[point.recompute] for stage in point.order.stages(rank)]
-        return max(sum(n * size for n, size in zip(counts, kept, strict=True)) for counts in self._held_at(point.order)[rank])
+    def _most_kept(self, order: Order, parts: Same[Sequence[Sum]], recompute: Choice) -> list[float]:
+        """Bytes that all the micro-batches which a rank has under way keep at most, by rank."""
+        return [max(kept for _, kept in moments) for moments in self._moments(order, parts, recompute)]
+
+    def _kept_at(self, order: Order, parts: Same[Sequence[Sum]], recompute: Choice) -> list[list[tuple[tuple[int, ...], float]]]:
+        """By rank, when it has most under way: how many micro-batches of each of its stages, and the bytes that they keep."""
+        kept = [part.kept[recompute] for part in parts.value]
+        found: list[list[tuple[tuple[int, ...], float]]] = []
+        for rank in range(order.ranks):
+            mine = order.stages(rank) if len(kept) > 1 else (0,)
+            most = _telling(held(order, rank), [id(parts.value[stage]) for stage in mine])
+            found.append([(counts, sum(n * kept[stage] for n, stage in zip(counts, mine, strict=True))) for counts in most])
+        return found
 
     def _held(self, point: Point, part: Sum, kept: float) -> float:
         mesh, states, shards = point.mesh, 0 if self._offload else OPTIMIZER_STATES[self._workload.optimizer], point.mesh.shard
@@ -273,14 +291,36 @@ class Bounds:
 
     def _at(self, point: Point, cut: Plan, compiled: Compile, stages: Layers = ()) -> list[Sum]:
         share = self._workload.global_batch // point.mesh.data_width
-        rates = self._calibration.layout(point.mesh.size)
+        rates = self._rates(point.mesh.size)
         return self._amounts.sums(-(-share // point.micro_batches), compiled, rates, cut, stages)
+
+
+def _each(rows: Sequence[Sum], find: Callable[[Sum], T]) -> list[T]:
+    """What is found of each; once for those that are one object."""
+    found: dict[int, T] = {}
+    for row in rows:
+        if id(row) not in found:
+            found[id(row)] = find(row)
+    return [found[id(row)] for row in rows]
+
+
+def _telling(every: Sequence[tuple[int, ...]], kinds: Sequence[int]) -> list[tuple[int, ...]]:
+    """Of counts of stages those with the most of each kind of stage together and, of these, of each stage."""
+    if len(every) == 1:
+        return [*every]
+    known = sorted(set(kinds))
+    alike: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for counts in every:
+        together = tuple(sum(n for n, kind in zip(counts, kinds, strict=True) if kind == one) for one in known)
+        alike.setdefault(together, []).append(counts)
+    most = [alike[together] for together in largest(set(alike))]
+    return [*{max(same, key=itemgetter(stage)): None for same in most for stage in range(len(kinds))}]
 
 
 def _least_time(excess: float, ways: Sequence[tuple[float, float]]) -> float:
     """Seconds that it takes to save so many bytes: (bytes a second, the most bytes), the quickest first."""
     spent = 0.0
-    for rate, most in sorted(ways, reverse=True):
+    for rate, most in ways:
         if excess <= 0:
             break
         spent += min(excess, most) / rate

@@ -48,7 +48,7 @@ def entries(reader: Reader, meet: Meets, chosen: set[int], gathered: set[str]) -
     for index, op in enumerate(reader.flow.operations):
         for strand in chosen.intersection(op.sums):
             sums |= dict.fromkeys((reader.completion(index, strand) or (None, frozenset()))[1], strand)
-        active = chosen & set().union(*(reader.carried[v] for v in (*op.inputs, *op.outputs))) or sums.keys() & set(op.inputs)
+        active = chosen & reader.at_work[index] or (sums and sums.keys() & set(op.inputs))
         call = reader.layer_of.get(index)
         opened = call is not None and call.module in gathered and bool(op.sums)
         if not active and not opened:
@@ -71,14 +71,16 @@ def _statistics(reader: Reader, chosen: set[int]) -> set[int]:
     """Values that come from dealt features through a norm's statistics alone: their gradients meet where those are made."""
     found: dict[int, int] = {}  # value → the strand
     flow = reader.flow
-    for op in flow.operations:
+    for index, op in enumerate(flow.operations):
+        if not found and chosen.isdisjoint(op.binds):
+            continue
         made = [v for v in op.outputs if not chosen & reader.carried[v]]
         sources = [v for v in op.inputs if flow.values[v].needs_grad and v not in reader.origin]
         bound = next(iter(chosen.intersection(op.binds)), None)
         strands = [found[v] for v in sources if v in found]
         if bound is not None or (strands and len(strands) == len(sources)):
             found.update(dict.fromkeys(made, strands[0] if bound is None else bound))
-        elif strands and not any(chosen & reader.carried[v] for v in (*op.inputs, *op.outputs)):
+        elif strands and not chosen & reader.at_work[index]:
             raise StandsInTheWayError(strands[0], f"{op.name} in {op.module or 'the loss'} uses a statistic of it")
     return set(found)
 
@@ -122,7 +124,7 @@ def _place(reader: Reader, meet: Meets, value: int, ops: set[int], chosen: set[i
         layer = next((m for m in calls if m.first <= index < m.last and {i for i in users if m.first <= i < m.last} <= ops), None)
         if layer is None:
             op = reader.op(index)
-            strands = chosen & set().union(*(reader.carried[v] for v in (*op.inputs, *op.outputs))) or {sums[v] for v in op.inputs if v in sums}
+            strands = chosen & reader.at_work[index] or {sums[v] for v in op.inputs if v in sums}
             raise StandsInTheWayError(min(strands), f"a whole activation enters it inside {op.module or 'the loss'} ({op.name})")
         found[layer.first, layer.last] = layer
     outer = [m for m in found.values() if not any(o is not m and o.first <= m.first and m.last <= o.last for o in found.values())]

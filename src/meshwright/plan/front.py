@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster
@@ -39,6 +40,7 @@ _STAGES_EACH = (4,)  # of an interleaved pipeline's rank, beside the usual two
 _KIND, _STAGED_KIND, _PLAN, _STAGED_PLAN = range(4)  # looks
 
 Price = Callable[[Plan], Estimate]
+Kinds = Sequence[tuple[float, Point]]
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,10 @@ class Front:
     """One search."""
 
     def __init__(self, profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, wishes: Wishes, price: Price,
-        cutter: Cutter | None = None, front: int = FRONT, below: float = math.inf,
+        cutter: Cutter | None = None, front: int = FRONT, below: float = math.inf, kinds: Kinds = (),
     ) -> None:  # fmt: skip
+        """What costs at least `below` is not looked for. `kinds` are those that another search of the same inputs has found, which had no more to
+        update."""
         self._profile, self._cluster, self._workload, self._wishes, self._price = profile, cluster, workload, wishes, price
         self._calibration = calibration
         self._bounds = bounds_for(profile, cluster, workload, calibration, wishes)
@@ -65,12 +69,17 @@ class Front:
         self._small: list[tuple[float, int, Point]] = []  # what does not fit, by what it needs at least
         self._reason: RequestError | None = None
         self._ranks: dict[tuple[int, int, tuple[int, ...], bool, str, int], Layers] = {}
+        self._spread = cache(lambda mesh, shard: replace(mesh, dp=mesh.dp // shard, shard=shard))
+        self._known = kinds
+        self.kinds: list[tuple[float, Point]] = []  # with what each costs at least
         self.considered = self.pruned = 0
 
     def search(self) -> list[tuple[Plan, Estimate]]:
         """The best plans and their estimates, and whatever else was priced on the way; unsorted. None, where none can cost less than `below`."""
-        for point in self._kinds():
-            self._push(point, _KIND)
+        for least, point in self._known or ((0.0, point) for point in self._kinds()):
+            if least < self._below:
+                self._push(point, _KIND, least)
+        self.kinds = [(least, point) for least, _, _, point in self._queue]
         found: list[_Found] = []
         best: list[float] = []
         while self._queue and self._queue[0][0] < (best[self._front - 1] if len(best) >= self._front else self._below):
@@ -90,15 +99,17 @@ class Front:
 
     def _looked(self) -> _Found | None:
         """Look more closely at the best that waits: the plan, if that was the last look."""
-        _, _, look, point = heapq.heappop(self._queue)
+        least, _, look, point = heapq.heappop(self._queue)
         if look == _KIND:
             for grid in self._axes.grids(point.mesh) if not point.sequence else ():  # computes as much as the line, so its turn comes now
                 self._push(replace(point, mesh=grid), _KIND)
         if look in (_KIND, _PLAN) and point.mesh.pp > 1:
-            self._push(point, look + 1)
+            self._push(point, look + 1, least)
         elif look < _PLAN:
             for finer in self._finer(point):
-                self._push(finer, _PLAN)
+                seconds = self._push(finer, _PLAN, least)
+                for other in self._axes.orders(finer, seconds) if seconds is not None else ():
+                    self._push(other, _PLAN, least)
         else:
             return self._made(point)
         return None
@@ -147,12 +158,11 @@ class Front:
         mesh = kind.mesh
         for zero in (self._wishes.zero,) if self._wishes.zero is not None else (0, 1, 2, 3):
             for shard in self._shards(mesh, zero):
-                spread = replace(mesh, dp=mesh.dp // shard, shard=shard)
+                spread = self._spread(mesh, shard)
                 for recompute in self._recomputes():
                     finer = replace(kind, mesh=spread, zero=zero, recompute=recompute)
                     if self._goes(finer):
                         yield finer
-                        yield from self._axes.orders(finer)
 
     def _recomputes(self) -> tuple[Choice, ...]:
         """As asked. Else what is mixed takes no more time than what all units do alike; it may need more memory."""
@@ -184,26 +194,28 @@ class Front:
         eager = point.mesh.pp > 1 and point.schedule == "zero_bubble"
         return "none" if eager and self._wishes.compile is None else self._axes.compiled(point.mesh, cut)
 
-    def _push(self, point: Point, look: int) -> None:
+    def _push(self, point: Point, look: int, known: float = 0.0) -> float | None:
+        """Into the queue, if it may be legal and fit: the seconds that it takes at least. It costs no less than what is `known` of it."""
         try:
             cut = self.cutter.parts(point.mesh, point.sequence)
         except RequestError as error:
             self._reason = self._reason or error
-            return
+            return None
         self.considered += look in (_KIND, _PLAN)
         compiled, workload = self._compiled(point, cut), self._workload
         staged, plan = look in (_STAGED_KIND, _STAGED_PLAN), look >= _PLAN
         stages = self._layers(point) if staged else ()
         if staged and not stages:
-            return
+            return None
         need = self._bounds.bytes(point, cut, compiled, stages) if plan else 0.0
         if plan and need > self._bounds.limit(point):
             self.pruned += 1
             heapq.heappush(self._small, (need, next(self._order), point))
-            return
-        least = cost(workload, self._bounds.seconds(point, cut, compiled, plan, stages), point.mesh.size, need)
-        extra = self._burden(point, point.sequence, point.recompute != "none")
-        heapq.heappush(self._queue, (least * extra, next(self._order), look, point))
+            return None
+        seconds = self._bounds.seconds(point, cut, compiled, plan, stages)
+        least = cost(workload, seconds, point.mesh.size, need) * self._burden(point, point.sequence, point.recompute != "none")
+        heapq.heappush(self._queue, (max(least, known), next(self._order), look, point))
+        return seconds
 
     def _layers(self, point: Point) -> Layers:
         """The layers of each stage; none where the model cannot be cut so, or torch would not run it."""

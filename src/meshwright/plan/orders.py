@@ -8,14 +8,13 @@ node. That is every choice of who is nearest; who comes second nearest matters l
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.hybrid import places
 from meshwright.core.mesh import AXES, Mesh
-from meshwright.cost.collective import members
+from meshwright.cost.collective import strides
 
 _MET = ("data", "replica", *AXES)  # groups whose ranks meet
 
@@ -37,4 +36,11 @@ def orders(mesh: Mesh, cluster: Cluster) -> Iterator[Mesh]:
 
 def _on_a_node(mesh: Mesh, near: int) -> tuple[int, ...]:
     """How many of the first group of each axis are on the first node."""
-    return tuple(bisect_left(members(axis, 0, mesh), near) for axis in _MET)
+    return tuple(_below(near, strides(axis, mesh)) for axis in _MET)
+
+
+def _below(near: int, ways: Sequence[tuple[int, int]]) -> int:
+    found = [0]
+    for stride, degree in ways:
+        found = [rank for first in found for rank in range(first, min(first + stride * degree, near), stride)]
+    return len(found)

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from meshwright.core.errors import RequestError
 from meshwright.core.model import ModelProfile
@@ -133,20 +134,19 @@ def _layers_in_order(flow: Flow, profile: ModelProfile) -> list[tuple[str, int]]
 
 def _boundaries(flow: Flow, layers: Sequence[str], dealt: _Dealt) -> list[_Boundary]:
     """Places where everything that goes on can be sent: made by modules before, taken in by modules after."""
-    index = _Index(flow)
+    index: _Index = flow.memo.once("boundaries", (), (), lambda: _Index(flow))
     found = []
     for name in layers[1:]:
         mine = index.calls.get(name, [])
         if len(mine) == 1 and mine[0].first > 0:
-            done = _done(index.trained, mine[0].first)
-            carries = _crossing(index, mine[0], done, dealt)
+            carries = _crossing(index, mine[0], dealt)
             if carries:
-                found.append(_Boundary(mine[0], carries, tuple(dict.fromkeys(m.module for m in done))))
+                found.append(_Boundary(mine[0], carries, tuple(dict.fromkeys(m.module for m in index.done(mine[0].first)))))
     return found
 
 
 class _Index:
-    """A flow with what is asked of it at every boundary."""
+    """A flow with what is asked of it at every boundary, however the model's layers are cut."""
 
     def __init__(self, flow: Flow) -> None:
         self.flow, self.learned = flow, _learned(flow)
@@ -167,10 +167,11 @@ class _Index:
             for value in op.inputs:
                 self.uses.setdefault(value, []).append(at)
         self._spans = sorted((self.makers[v][0], uses[-1], v) for v, uses in self.uses.items() if v in self.makers)
+        self.done, self.crossing = cache(lambda start: _done(self.trained, start)), cache(self._crossing)
 
-    def crossing(self, start: int, done: Sequence[ModuleCall]) -> dict[int, list[int]]:
+    def _crossing(self, start: int) -> dict[int, list[int]]:
         """Values that are made before an operation and used from there on, and by whom."""
-        found = {}
+        found, done = {}, self.done(start)
         for made, last, value in self._spans:
             if made >= start:
                 break
@@ -189,10 +190,10 @@ def _learned(flow: Flow) -> list[bool]:
     return found
 
 
-def _crossing(index: _Index, entry: ModuleCall, done: Sequence[ModuleCall], dealt: _Dealt) -> tuple[Carry, ...]:
+def _crossing(index: _Index, entry: ModuleCall, dealt: _Dealt) -> tuple[Carry, ...]:
     """What is made before `entry` and used from there on; empty if some of it cannot be caught at a module's door."""
     flow = index.flow
-    used = index.crossing(entry.first, done)
+    used = index.crossing(entry.first)
     carries = []
     for value, ops in sorted(used.items()):
         after = [m for m in index.takes.get(value, ()) if m.first >= entry.first]

@@ -41,6 +41,7 @@ class Reader:
         self.weights = [Weight(v.parameter, i, math.prod(v.shape)) for i, v in enumerate(flow.values) if v.parameter and v.needs_grad]
         self.weight_at = {weight.value: at for at, weight in enumerate(self.weights)}
         self.carried = [frozenset(s for dim in v.strands for s in dim) for v in flow.values]
+        self.at_work = [frozenset().union(*(self.carried[v] for v in (*op.inputs, *op.outputs))) for op in flow.operations]  # strands, by operation
         self.consumers: dict[int, list[int]] = {}
         self.producer: dict[int, int] = {}
         for index, op in enumerate(flow.operations):

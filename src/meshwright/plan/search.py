@@ -16,8 +16,8 @@ from meshwright.core.plan import Plan
 from meshwright.core.unlike import are_unlike, average
 from meshwright.core.workload import Workload
 from meshwright.cost import estimate
-from meshwright.plan.axes import MANY, Axes, bounds_for
-from meshwright.plan.front import FRONT, Front
+from meshwright.plan.axes import Axes, bounds_for
+from meshwright.plan.front import FRONT, Front, Kinds
 from meshwright.plan.objective import burden, check_objective, cost
 from meshwright.plan.recompute import mixed
 from meshwright.plan.space import Cutter, Wishes, candidates, check_wishes
@@ -52,6 +52,7 @@ class Ranking:
     considered: int = 0  # plans that were weighed by bounds, where not all of them were priced
     took_s: float = 0.0  # computing time of the search
     cutter: Cutter | None = None  # how it takes the model apart: another search of the same model need not find out again
+    kinds: Kinds = ()  # what was weighed by bounds first, with what each costs at least
     equal: Scored | None = None  # the best plan that deals everything out equally, where devices are not alike
 
     @property
@@ -85,7 +86,7 @@ def rank_plans(
     if like is not None or not _short_of_memory(found):
         return found
     below = _key(found.best, workload)[1] if found.best.estimate.fits else math.inf
-    other = _ranked(profile, cluster, workload, calibration, replace(wishes, offload="optimizer"), found, below)
+    other = _ranked(profile, cluster, workload, calibration, replace(wishes, offload="optimizer"), found, below, kinds=found.kinds)
     scored = tuple(sorted((*found.scored, *other.scored), key=lambda s: _key(s, workload)))
     tuned = found.tuned if scored[0] is found.best else other.tuned
     return replace(found, scored=scored, tuned=tuned, considered=found.considered + other.considered)
@@ -145,13 +146,13 @@ def _good(ranking: Ranking) -> list[Plan]:
 
 def _short_of_memory(ranking: Ranking) -> bool:
     best = ranking.best
-    saving = not best.estimate.fits or (bool(best.plan.memory.modes) and len(ranking.cluster.devices) <= MANY)
+    saving = not best.estimate.fits or bool(best.plan.memory.modes)
     return saving and best.plan.device == "cuda" and ranking.wishes.offload is None
 
 
 def _ranked(
     profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, wishes: Wishes, like: Ranking | None,
-    below: float = math.inf, bounded: bool = False,
+    below: float = math.inf, bounded: bool = False, kinds: Kinds = (),
 ) -> Ranking:  # fmt: skip
     """What costs at least `below` need not be looked at; `bounded`: nor what bounds leave out, however few plans there are."""
     check_objective(workload)
@@ -163,13 +164,13 @@ def _ranked(
 
     if wishes.mesh is None and (bounded or many(profile, cluster, wishes, like is not None)):
         check_wishes(wishes, len(cluster.devices))
-        search = Front(profile, cluster, workload, calibration, wishes, price, like.cutter if like else None, 1 if like else FRONT, below)
+        search = Front(profile, cluster, workload, calibration, wishes, price, like.cutter if like else None, 1 if like else FRONT, below, kinds)
         scored = [Scored(*found) for found in search.search()]
-        considered, cutter = search.considered, search.cutter
+        considered, cutter, kinds = search.considered, search.cutter, search.kinds
         if not scored and like is not None:
             return replace(like, scored=(), considered=considered)
     else:
-        considered, cutter = 0, Cutter(profile, workload, wishes)
+        considered, cutter, kinds = 0, Cutter(profile, workload, wishes), ()
         axes = Axes(cluster, workload, wishes, cutter, bounds_for(profile, cluster, workload, calibration, wishes))
         for plan in candidates(profile, cluster, workload, wishes, cutter, axes.shapes):
             if not (scored and _pointless(plan, scored[-1], workload)):
@@ -182,7 +183,7 @@ def _ranked(
     tuned = tune(best.plan, best.estimate, wishes, calibration.layout(best.plan.world), price)
     scored[0] = Scored(tuned.plan, tuned.estimate)
     took_s = time.process_time() - begun
-    return Ranking(tuple(scored), profile, cluster, workload, calibration, wishes, tuned.said, considered, took_s, cutter)
+    return Ranking(tuple(scored), profile, cluster, workload, calibration, wishes, tuned.said, considered, took_s, cutter, kinds)
 
 
 def many(profile: ModelProfile, cluster: Cluster, wishes: Wishes, again: bool = False) -> bool:

@@ -40,15 +40,15 @@ class _Pieces:
         self._batch, self._ways, self._sequence = profile.batch, plan.mesh.degree("tp"), bool(plan.tensor.sequence)
         self._borrowed = _borrowed(profile)
         self._memo: dict[tuple[int, float], tuple[Kernel, ...]] = {}  # equal blocks share their kernels, not always what is cut of them
-        self._sums = {meet.module for _, policy in plan.tensors for meet in policy.sums}
-        self._enters = [(m.module, m.at(profile.batch)) for _, policy in plan.tensors for m in policy.enters if m.along]
+        self._policies = [policy for _, policy in plan.tensors]
         self._lengths = [policy.lengths(plan.mesh.grid_place(tp_rank, axis), plan.mesh.degree(axis)) for axis, policy in plan.tensors]
 
     def layer(self, layer: LayerProfile, slope: LayerProfile, enters: float) -> LayerProfile:
         """What a rank has of it; `enters` are the bytes that the layer before gives."""
         tensors = tuple(self._piece(t) for t in layer.tensors)
-        used = {t.name: t for t in (*layer.tensors, *self._borrowed.get(layer.name, ()))}.values()
-        share = sum(self._piece(t).numel for t in used) / max(sum(t.numel for t in used), 1) if used else 1.0
+        used = {t.name: (t, cut) for t, cut in zip(layer.tensors, tensors, strict=True)}
+        used |= {t.name: (t, self._piece(t)) for t in self._borrowed.get(layer.name, ())}
+        share = sum(cut.numel for _, cut in used.values()) / max(sum(t.numel for t, _ in used.values()), 1) if used else 1.0
         kept = self._kept(layer, slope, share, min(enters / layer.activation_bytes, 1.0) if layer.activation_bytes else 0.0)
         return replace(
             layer,
@@ -67,7 +67,7 @@ class _Pieces:
 
     def _gathered(self, name: str) -> float:
         """Positions of all ranks that enter a layer's cut parts: what is kept of its products is kept of these meetings too."""
-        return float(sum(size for module, size in self._enters if module == name or module.startswith(f"{name}.")))
+        return float(sum(meet.at(self._batch) for policy in self._policies for meet in policy.gathered_in.get(name, ())))
 
     def _kept(self, layer: LayerProfile, slope: LayerProfile, share: float, entered: float) -> float:
         """The part of its activations that is left. One that is cut where it gives has all of what entered, and its piece of the rest; one that
@@ -76,16 +76,20 @@ class _Pieces:
         if self._sequence:
             return (0.4 + 0.6 / self._ways + share) / 2
         dims = {dim for t in layer.tensors if len(t.shape) > 1 for found in self._lengths for dim in found.get(t.name, ())}
-        summed = any(name == layer.name or name.startswith(f"{layer.name}.") for name in self._sums)
+        summed = bool(self._sums(layer.name))
         if dims == {0} and not summed:
             return entered + (1.0 - entered) * share
         if dims == {1} and summed:
             return entered * share + 1.0 - entered
         if not layer.saved_by or not layer.activation_bytes:
             return (1.0 + share) / 2
-        whole = sum(part for name, part in layer.saved_by if f"{layer.name}.{name}" not in self._sums)
+        whole = sum(part for name, part in layer.saved_by if f"{layer.name}.{name}" not in self._sums(f"{layer.name}.{name}"))
         samples = min(self._batch * slope.activation_bytes / layer.activation_bytes, 1.0)  # the rest is of parameters, such as casts
         return share + samples * whole * (1.0 - share)
+
+    def _sums(self, module: str) -> list[str]:
+        """Modules in it that sum, itself among them."""
+        return [meet.module for policy in self._policies for meet in policy.sums_in.get(module, ())]
 
     def _piece(self, tensor: TensorSpec) -> TensorSpec:
         pieces = [found[tensor.name] for found in self._lengths if tensor.name in found]
