@@ -64,7 +64,8 @@ class LayerProfile:
     flops_backward: float
     activation_bytes: float  # saved for backward
     output_bytes: float
-    fusible_bytes: float = 0.0  # of those saved, what element-wise work made: a compiler makes most of it again instead
+    fusible_bytes: float = 0.0  # of those saved, what element-wise work made
+    remade_bytes: float = 0.0  # of those saved, what a compiler makes again in backward instead (see describe/fused.py)
     transient_bytes: float = 0.0  # most that is alive while it works, in forward or backward, beyond what it and others have saved
     product_bytes: float = 0.0  # what one matrix product, convolution or attention touches that is not saved: what fusion leaves
     dear_bytes: float = 0.0  # what these products give in forward: kept by selective recomputation
@@ -169,6 +170,7 @@ def _shift(layer: LayerProfile, slope: LayerProfile, more: int, batch: int, memo
         activation_bytes=line(lambda x: x.activation_bytes),
         output_bytes=line(lambda x: x.output_bytes),
         fusible_bytes=line(lambda x: x.fusible_bytes),
+        remade_bytes=line(lambda x: x.remade_bytes),
         transient_bytes=_workspace(layer, batch) if layer.workspaces else line(lambda x: x.transient_bytes),
         product_bytes=line(lambda x: x.product_bytes),
         dear_bytes=line(lambda x: x.dear_bytes),

@@ -14,9 +14,6 @@ from meshwright.cost.travel import Travel, travel
 from meshwright.schedule.buckets import Bucket, own_size
 from meshwright.schedule.expand import Place, crossings, gradient_buckets, unit_buffers
 
-# Of what element-wise work would save, the part that a compiler computes again in backward instead: it weighs each tensor by rules of its own,
-# and came to 0.7 in GPT-2 124M's blocks and to 0.2 in GPT 1.3B's on one H200 (docs/log.md).
-FUSED_SAVED = 0.45
 _RANDOM_STATE = 5056  # what torch's generator on CPUs looks like: a unit that is computed again keeps it
 EXACT = ("parameters", "gradients", "optimizer", "batch")  # kinds that follow from sizes alone: runs correct the others
 
@@ -144,8 +141,8 @@ def fullest_moment(
             fullest = (before, 0.0, fresh[at], leaving[at])
             most = before + fresh[at] + leaving[at]
         later -= sum(t.bytes for t in layer.tensors if t.trainable) if own else 0.0
-        # Of fused code there are left the largest product's operands, or the gradients that it is given and gives.
-        workspace = max(layer.product_bytes, given + layer.output_bytes) if fused else layer.transient_bytes
+        # Of fused code there are left the largest product's operands, or the gradients that it is given and gives: these in what it has kept.
+        workspace = max(layer.product_bytes, layer.output_bytes + max(given - keeps, 0.0)) if fused else layer.transient_bytes
         total = before + keeps + back + workspace + later + fresh[at + 1] + working[at]
         if total > most:
             fullest, most = (before + keeps + back, workspace, later + fresh[at + 1], working[at]), total
@@ -172,9 +169,9 @@ def _turns(plan: Plan, counts: Mapping[str, int]) -> list[tuple[Mapping[str, int
 def kept_bytes(plan: Plan, layer: LayerProfile, mode: str) -> tuple[float, float]:
     """What a layer keeps of one micro-batch for backward, and what recomputing brings back of it."""
     compiled = plan.compile == "model" or (plan.compile == "blocks" and layer.name in plan.memory.units)
-    fusible = layer.fusible_bytes * (1.0 - FUSED_SAVED if compiled else 1.0)
-    saved = layer.activation_bytes - layer.fusible_bytes + fusible
+    remade = layer.remade_bytes if compiled else 0.0
+    saved = layer.activation_bytes - remade
     if mode == "none":
         return saved, 0.0
     kept = layer.output_bytes + (layer.dear_bytes if mode == "selective" else 0.0)  # a repeated block's input is as large as its output
-    return kept, saved if mode == "full" else fusible
+    return kept, saved if mode == "full" else max(layer.fusible_bytes - remade, 0.0)

@@ -34,6 +34,7 @@ from meshwright.describe.casts import CudaCasts
 from meshwright.describe.convolutions import Scratch, convolution_scratch
 from meshwright.describe.fakes import LOW, built, example, example_like, on_fakes, quiet
 from meshwright.describe.fold import folded
+from meshwright.describe.fused import Fused
 from meshwright.describe.layers import Layer, find_layers, signature, tied_names
 from meshwright.describe.lifetimes import Lifetimes, Line, envelope
 from meshwright.describe.operations import flops_of, is_free, kind_of
@@ -51,6 +52,7 @@ class _Tally:
     saved: float = 0.0
     saved_by: Counter[str] = field(default_factory=Counter)  # of that, by the module with parameters of its own that was at work
     fusible: float = 0.0
+    remade: float = 0.0
     output: float = 0.0
     beside: list[float] = field(default_factory=list)  # at each operation: bytes alive that no other layer has saved
     lone: dict[int, float] = field(default_factory=dict)  # of these, where a single sample is not on the line of several: what it has more
@@ -139,6 +141,8 @@ def _run(
         except Exception as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise RequestError(f"model {type(model).__name__} could not be traced on a batch of {batch}: {reason[0][:200]}") from error
+    for name, size in recorder.fused.remade().items():
+        recorder.tallies[name].remade = float(size)
     for name, speaker in stands_for.items():
         recorder.tallies[name] = recorder.tallies[speaker]
     return recorder.tallies, recorder.counted_loss
@@ -165,7 +169,7 @@ class _Recorder(TorchDispatchMode):
         self._left = ""  # the layer that was left last
         self._loose: list[tuple[int, int, int]] = []  # what was saved since outside of all layers: storage, bytes, of these fusible
         self._since = 0  # and how many operations outside of all layers there had been
-        self.lifetimes = Lifetimes(self._forget)
+        self.lifetimes, self.fused = Lifetimes(self._forget), Fused(self._constants)
 
     def enter(self, name: str) -> None:
         self.stack.append(name)
@@ -196,6 +200,7 @@ class _Recorder(TorchDispatchMode):
                 own.saved, own.fusible = own.saved - size, own.fusible - fusible
                 then.saved, then.fusible = then.saved + size, then.fusible + fusible
                 self.lifetimes.handed_on(storage, self._left)
+                self.fused.handed_on(storage, self._left)
             self._holders[-1] = self._left
         self._loose = []
 
@@ -207,6 +212,7 @@ class _Recorder(TorchDispatchMode):
     def _forget(self, storage: int) -> None:
         for known in (self._seen, self._pointwise, self._dear):
             known.discard(storage)
+        self.fused.forget(storage)
 
     def _layer(self, owners: list[str] | None = None) -> str:
         """The layer at work."""
@@ -237,6 +243,7 @@ class _Recorder(TorchDispatchMode):
         if storage._cdata not in self._seen:
             layer = self._layer()
             self.lifetimes.saved(storage, layer)
+            self.fused.saved(storage, layer)
             self._seen.add(storage._cdata)
             fusible = storage.nbytes() if storage._cdata in self._pointwise else 0
             self.tallies[layer].saved += storage.nbytes()
@@ -280,11 +287,17 @@ class _Recorder(TorchDispatchMode):
                 read = _samples(func, args, tensors)
                 scratch = convolution_scratch(func, args, out) if self.device == "cpu" else scratch
             self.record(kind, flops, float(sum({id(t): _bytes(t) for t in read if torch.is_tensor(t)}.values())), tensors, scratch)
+            inputs = [t.untyped_storage() for t in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(t) and t.layout is torch.strided]
+            soft = kind in ("memory", "special")
+            if self.phase == "forward":
+                self.fused.made(storages, inputs, self._layer(), soft and torch.Tag.nondeterministic_seeded not in func.tags)
+            elif not soft:
+                self.fused.read(inputs)
             made = {s._cdata for s in storages}
-            self._pointwise = self._pointwise | made if kind in ("memory", "special") else self._pointwise - made
+            self._pointwise = self._pointwise | made if soft else self._pointwise - made
             if func._schema.is_mutable and self._dear & made:
                 self.tallies[self._layer()].overwrites = True
-            elif kind not in ("memory", "special"):
+            elif not soft:
                 self.give(storages)
         return out
 
@@ -338,12 +351,14 @@ class _FlashCost(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, sums)
         ctx.recorder, ctx.kind = recorder, "causal" if causal else "attention"
         recorder.give(t.untyped_storage() for t in (out, sums))
+        recorder.fused.made([t.untyped_storage() for t in (out, sums)], (), recorder._layer(), again=False)
         recorder.record(ctx.kind, float(sdpa_flop_count(*_heads(q, k, v))), float(sum(map(_bytes, (q, k, v, out, sums)))))
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        q, k, v, out, _ = ctx.saved_tensors
+        q, k, v, out, sums = ctx.saved_tensors
+        ctx.recorder.fused.read(t.untyped_storage() for t in (q, k, v, out, sums))
         flops = sdpa_backward_flop_count(_four(tuple(out.shape)), *_heads(q, k, v))
         ctx.recorder.record(ctx.kind, float(flops), 2.0 * sum(map(_bytes, (q, k, v, out))))
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None
@@ -446,6 +461,7 @@ def _finish(
                 activation_bytes=b.saved - a.saved if slope else a.saved,
                 output_bytes=b.output - a.output if slope else a.output,
                 fusible_bytes=b.fusible - a.fusible if slope else a.fusible,
+                remade_bytes=b.remade - a.remade if slope else a.remade,
                 transient_bytes=_workspace(a, b, slope),
                 product_bytes=b.hard - a.hard if slope else a.hard,
                 dear_bytes=b.dear - a.dear if slope else a.dear,

@@ -17,7 +17,6 @@ from meshwright.core.plan import Compile, Plan
 from meshwright.core.recompute import Recompute
 from meshwright.core.tensor import Meet
 from meshwright.cost.compute import ComputeCost
-from meshwright.cost.memory import FUSED_SAVED
 from meshwright.plan.memory import RECOMPUTES
 from meshwright.schedule import local_profile
 from meshwright.schedule.buckets import ALONE
@@ -169,7 +168,7 @@ class Amounts:
     ) -> Sum:
         unit = layer.name in self._units
         fused = compiled == "model" or (compiled == "blocks" and unit)
-        saved = layer.activation_bytes - layer.fusible_bytes * (FUSED_SAVED if fused else 0.0)
+        saved = layer.activation_bytes - (layer.remade_bytes if fused else 0.0)
         forward, cheap = (price.layer(layer, "forward", memo, cheap=cheap) for cheap in (False, True))
         again: dict[Choice, float] = {"none": 0.0, "selective": cheap, "full": forward, "mixed": 0.0} if unit else dict.fromkeys(CHOICES, 0.0)
         kept: dict[Choice, float] = dict.fromkeys(RECOMPUTES, saved)

@@ -53,6 +53,7 @@ def context_profile(plan: Plan, profile: ModelProfile) -> ModelProfile:
             output_bytes=layer.output_bytes * share,
             dear_bytes=layer.dear_bytes * share + gathered * (1 - share),
             fusible_bytes=layer.fusible_bytes * share,
+            remade_bytes=layer.remade_bytes * share,
             transient_bytes=layer.transient_bytes * share + gathered,
             product_bytes=layer.product_bytes * share + gathered,
             kernels=memo[id(layer.kernels)],

@@ -58,6 +58,7 @@ class _Pieces:
             flops_backward=layer.flops_backward * share,
             activation_bytes=layer.activation_bytes * kept,
             fusible_bytes=layer.fusible_bytes * kept,
+            remade_bytes=layer.remade_bytes * kept,
             output_bytes=layer.output_bytes / (self._ways if self._sequence else 1),
             dear_bytes=layer.dear_bytes * kept + self._gathered(layer.name),
             transient_bytes=layer.transient_bytes * share,

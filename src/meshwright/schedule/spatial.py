@@ -69,6 +69,7 @@ def block_profile(policy: SpatialPolicy, profile: ModelProfile) -> ModelProfile:
             output_bytes=layer.output_bytes * share,
             dear_bytes=layer.dear_bytes * share,
             fusible_bytes=layer.fusible_bytes * share,
+            remade_bytes=layer.remade_bytes * share,
             transient_bytes=layer.transient_bytes * share,
             product_bytes=layer.product_bytes * share,
             kernels=memo[key],
