@@ -12,6 +12,7 @@ import os
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +31,7 @@ from meshwright.core.serial import to_data, write_json
 from meshwright.core.unlike import told_apart
 from meshwright.core.workload import Workload
 from meshwright.cost.sheets import from_sheets
+from meshwright.cost.step import HEADROOM
 from meshwright.describe.cluster_file import parse_cluster
 from meshwright.describe.clusters import resolve
 from meshwright.describe.discover import discover
@@ -53,6 +55,8 @@ CASES: dict[str, dict[str, Any]] = {
     "state and batches": {"mesh": Mesh(shard=2), "zero": 1},
     "stages": {"mesh": Mesh(pp=2), "micro_batches": 4, "schedule": "1f1b"},
 }
+# State by itself: both ranks are as quick, and the second has no room for half of the states beside a step that recomputes nothing.
+STATE: dict[str, Any] = {"mesh": Mesh(shard=2), "zero": 1, "micro_batches": 1}
 _MIX = """
 name = "mix"
 
@@ -84,7 +88,7 @@ def main(
     models: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(TASKS)}; gpt and vae if not given.")] = None,
     slow: Annotated[float, typer.Option(min=0.05, max=1.0, help="The part of its core that the slowed rank has.")] = 0.4,
     rounds: Annotated[int, typer.Option(min=1, help="How often each plan is built and timed.")] = 5,
-    only: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CASES)}, sheets; all if not given.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CASES)}, state, sheets; all if not given.")] = None,
     output: Annotated[Path, typer.Option(help="Where the JSON goes; cases that are there already and not measured now are kept.")] = HERE
     / "results"
     / "unequal.json",
@@ -96,11 +100,13 @@ def main(
       python bench/unequal.py
       python bench/unequal.py --models gpt --only batches --slow 0.25
     """
-    wanted = only or [*CASES, "sheets"]
+    wanted = only or [*CASES, "state", "sheets"]
     result: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {"measured": {}, "estimated": {}}
     try:
-        for name in models or ("gpt", "vae") if set(wanted) & set(CASES) else ():
-            result["measured"] |= measured(subject(name), slow, rounds, [c for c in CASES if c in wanted])
+        for name in models or ("gpt", "vae") if set(wanted) & {*CASES, "state"} else ():
+            of = subject(name)
+            result["measured"] |= measured(of, slow, rounds, [c for c in CASES if c in wanted]) if set(wanted) & set(CASES) else {}
+            result["measured"] |= measured(of, 1.0, rounds, ["state"]) if "state" in wanted else {}
         result["machine"] = machine()
         if "sheets" in wanted:
             result["estimated"] |= {f"{model} on {where}": estimated(where, model, batch) for where, model, batch in SHEETS}
@@ -122,9 +128,11 @@ def measured(of: Subject, slow: float, rounds: int, cases: list[str]) -> dict[st
         with Workers(nursery, WORLD) as workers:
             cluster, known = probed(workers, slow)
             for case in cases:
-                ranking = rank_plans(of.profile, cluster, of.workload, known, Wishes(flow=of.flow, reorder=True, **CASES[case]))
-                say(f"{of.task.name}, {case}: {in_parts(ranking.best.plan, cluster)}")
-                found[f"{of.task.name}: {case}"] = {"slow": slow, **_told(ranking, cluster), **_alternating(workers, of, ranking, slow, rounds)}
+                where = short_of_memory(of, cluster, known) if case == "state" else cluster
+                wishes = Wishes(flow=of.flow, reorder=case != "state", **(STATE if case == "state" else CASES[case]))
+                ranking = rank_plans(of.profile, where, of.workload, known, wishes)
+                say(f"{of.task.name}, {case}: {in_parts(ranking.best.plan, where)}")
+                found[f"{of.task.name}: {case}"] = {"slow": slow, **_told(ranking, where), **_alternating(workers, of, ranking, slow, rounds)}
     finally:
         nursery.close()
     return found
@@ -142,9 +150,21 @@ def probed(workers: Workers, slow: float) -> tuple[Cluster, Calibration]:
     return told_apart(cluster, known), known
 
 
+def short_of_memory(of: Subject, cluster: Cluster, known: Calibration) -> Cluster:
+    """The second device has as much as it needs for everything but half of the states that are its share."""
+    best = rank_plans(of.profile, cluster, of.workload, known, Wishes(flow=of.flow, recompute="none", **STATE)).best
+    enough = int((max(best.estimate.memory_bytes) - best.estimate.memory_kinds["optimizer"] / 2) / HEADROOM)
+    node = cluster.nodes[0]
+    devices = (node.devices[0], replace(node.devices[1], memory_bytes=enough))
+    return replace(cluster, nodes=(replace(node, devices=devices),))
+
+
 @contextmanager
 def slowed(pid: int, part: float) -> Iterator[None]:
     """The process and its threads have so much of a core, and no more."""
+    if part == 1.0:
+        yield
+        return
     group = _GROUPS / f"meshwright-{os.getpid()}"
     try:
         group.mkdir()
@@ -204,6 +224,7 @@ def _told(ranking: Ranking, cluster: Cluster) -> dict[str, Any]:
         "predicted_s": {"equal": equal.estimate.step_s if equal.estimate.fits else None, "planned": best.estimate.step_s},
         "predicted_gain": ranking.gain,
         "fits": best.estimate.fits,
+        "memory": {"has": [d.memory_bytes for d in cluster.devices], "planned": best.estimate.memory_bytes, "equal": equal.estimate.memory_bytes},
         "plans": {"equal": to_data(equal.plan), "planned": to_data(best.plan)},
     }
 
@@ -216,8 +237,9 @@ def show(result: dict[str, Any]) -> Table:
     table.add_column("planned", overflow="fold")
     for name, row in {**result["measured"], **result["estimated"]}.items():
         seconds = row.get("measured_s", row["predicted_s"])
-        times = [f"{s * 1e3:.1f} ms" if s else "does not fit" for s in (seconds["equal"], seconds["planned"])]
-        gains = [f"{g:.2f}×" if g else "–" for g in (row.get("measured_gain"), row["predicted_gain"])]
+        fits = row["predicted_s"]["equal"] is not None
+        times = [f"{seconds['equal'] * 1e3:.1f} ms" if fits else "does not fit", f"{seconds['planned'] * 1e3:.1f} ms"]
+        gains = [f"{g:.2f}×" if g and fits else "–" for g in (row.get("measured_gain"), row["predicted_gain"])]
         table.add_row(name, *times, *gains, row["planned"])
     return table
 
