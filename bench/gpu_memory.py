@@ -67,7 +67,9 @@ MODELS = (
     Case("gpt2-774m", 8, 1024), Case("gpt-1.3b", 4, 2048), Case("gpt-1.3b", 8, 2048, "full"), Case("gpt-1.3b", 8, 2048, "selective"),
     Case("llama3-1b", 2, 2048), Case("llama3-1b", 4, 4096, "full"), Case("smollm2", 8, 2048), Case("vae", 4096), Case("cnn", 512),
     Case("cosmoflow", 4), Case("dlrm-tiny", 4096), Case("gpt-1.3b", 4, 2048, offload="optimizer"),
-    Case("gpt2-124m", 32, 1024, compile="model"), Case("gpt-1.3b", 4, 2048, compile="model"),
+    Case("gpt2-124m", 32, 1024, compile="model"), Case("gpt-1.3b", 4, 2048, compile="model"), Case("llama3-1b", 2, 2048, compile="model"),
+    Case("smollm2", 8, 2048, compile="model"), Case("gpt2-774m", 8, 1024, compile="model"), Case("cnn", 512, compile="model"),
+    Case("gpt-1.3b", 4, 2048, compile="blocks"), Case("llama3-1b", 2, 2048, compile="blocks"), Case("smollm2", 8, 2048, "full", compile="blocks"),
 )  # fmt: skip
 LIMITS = (
     (Case("gpt2-124m", 0, 1024), 16), (Case("gpt2-124m", 0, 1024), 40), (Case("gpt2-774m", 0, 1024), 40), (Case("gpt2-774m", 0, 1024, "full"), 24),

@@ -35,6 +35,13 @@ def test_four_stages_a_rank(pool: Any, mesh: Mesh, zero: int) -> None:
     check(pool, model, *spread(model, mesh, 8, zero=zero, micro=4, schedule="interleaved", each=4))
 
 
+def test_a_probe_says_what_handing_over_costs(pool: Any) -> None:
+    """On all ranks the same, and more than nothing: a millisecond or so, of which a plan makes one for each message."""
+    found = pool.run("meshwright.orchestrate.worker:probe_rank", world=2, device="cpu", backend="gloo", threads=1, quick=True)
+    costs = {rates.fixed["handing"] for layouts, _ in found for rates in layouts}
+    assert len(costs) == 1 and 1e-5 < costs.pop() < 1.0
+
+
 def test_backward_in_two_keeps_parameters_that_no_input_of_their_stage_leads_to(pool: Any) -> None:
     """T5's decoder begins in a stage that ends its encoder: what the stage is given does not lead there."""
     check(pool, model_of("T5"), *spread(model_of("T5"), Mesh(pp=2), 3, micro=3, schedule="zero_bubble"))

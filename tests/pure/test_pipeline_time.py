@@ -153,3 +153,17 @@ def test_what_data_ranks_do_is_after_the_turns() -> None:
     found = [estimate(p, profile, Workload(p.global_batch), cluster(p.world), calibration(p.world, overlap=1.0)) for p in (alone, several)]
     assert found[1].step_s > found[0].step_s
     assert found[1].step_s == pytest.approx(found[0].step_s, rel=0.02)
+
+
+def test_handing_over_costs_processor_time_however_well_messages_hide() -> None:
+    """As measured for each message, whatever the link; a GPU's rank queues its work ahead."""
+    profile, where = uneven([1.0, 1.0]), cluster(2, kind="cpu")
+    plan = piped(profile, "1f1b", 2, 8, sent=1e3)
+    known = calibration(2, overlap=1.0)
+
+    def took(**more: Any) -> float:
+        layouts = tuple(replace(r, **more) for r in known.layouts)
+        return estimate(plan, profile, Workload(8), where, replace(known, layouts=layouts)).step_s
+
+    assert took(fixed={"handing": 1e-3}) == pytest.approx(took() + plan.micro_batches * 1e-3, rel=0.05)
+    assert took(fixed={"handing": 1e-3}, queued=True) == took(queued=True)

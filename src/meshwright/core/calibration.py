@@ -77,7 +77,7 @@ class Rates:
     held: float = 1.0  # memory that runs held beside parameters, gradients and states, over what was predicted
     crowding: float = 1.0  # ranks at work for each core that they have: all others are of a rank that has its core to itself
     members: tuple[int, ...] = ()  # where ranks of one kind were found unlike: those that this is about
-    fixed: Mapping[str, float] = field(default_factory=dict)  # seconds however small the work: "tensor" (of an optimizer's step), …
+    fixed: Mapping[str, float] = field(default_factory=dict)  # seconds however small the work: "tensor" (of an optimizer's step), "handing" (on), …
     busy: Mapping[str, Points] = field(default_factory=dict)  # like `curves`: how long a rank's call keeps a core, which its computation lacks
 
     def measured(self, name: str, sent: float) -> float | None:

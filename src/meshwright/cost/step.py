@@ -251,8 +251,7 @@ def _stages(plan: Plan, profile: ModelProfile, cluster: Cluster, rates: Rates, c
         forward, backward, weights = (clock.turns.get((phase, like), 0.0) for phase in ("forward", "backward", "weights"))
         takes = (_message(plan, profile, cluster, rates, index - 1, index), _message(plan, profile, cluster, rates, index + 1, index))
         sends = (_message(plan, profile, cluster, rates, index, index + 1), _message(plan, profile, cluster, rates, index, index - 1))
-        stolen = _stolen(plan, rates)
-        found[index] = Stage(forward, backward, weights, takes, (stolen * sends[0], stolen * sends[1]))
+        found[index] = Stage(forward, backward, weights, takes, (_handing(plan, rates, sends[0]), _handing(plan, rates, sends[1])))
     return found
 
 
@@ -270,9 +269,12 @@ def _overlap(plan: Plan, rates: Rates) -> float:
     return rates.overlap if "gradients" in plan.sync.overlap else 0.0
 
 
-def _stolen(plan: Plan, rates: Rates) -> float:
-    """What sending a message takes from the sender's computation: a GPU's copy engines and network cards do it beside."""
-    return 0.0 if rates.queued else 1.0 - _overlap(plan, rates)
+def _handing(plan: Plan, rates: Rates, message: float) -> float:
+    """What a message of so many seconds takes from the sender's computation: as measured, or else what a call does not hide. A GPU's copy engines
+    and network cards do it beside."""
+    if rates.queued or not message:
+        return 0.0
+    return rates.fixed.get("handing", (1.0 - _overlap(plan, rates)) * message)
 
 
 def _steps(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates, pp_rank: int = 0, shard: int = 0) -> _Clock:
@@ -319,7 +321,7 @@ def _run(
                 stolen = seconds if action.axis in INSIDE else stolen_seconds(action, plan, rates, seconds)
                 calls[key] = seconds, sent_bytes(action, plan), stolen
             if action.op == "send" and action.axis == "pp":
-                clock.steal(turned.message(action, cluster, rates) * _stolen(plan, rates))
+                clock.steal(_handing(plan, rates, turned.message(action, cluster, rates)))
             else:
                 _communicate(clock, action, start, calls[key][0], calls[key][2])
             clock.traffic += calls[key][1]

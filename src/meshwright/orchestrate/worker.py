@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from meshwright.execute.state import state_digest
 from meshwright.launch import Rendezvous, join, leave
 from meshwright.observe import Recorder, open_sinks, peak_resident_bytes, reset_peak, resident_bytes
 from meshwright.orchestrate.config import RunConfig
+from meshwright.orchestrate.handing import handing_seconds
 from meshwright.orchestrate.job import dataset_of, task_of
 from meshwright.orchestrate.metering import StepLog, StepRecord
 from meshwright.orchestrate.rate import learning_rate
@@ -62,6 +64,8 @@ def probe_rank(
         say=lambda _: None,
     )
     every: list[Any] = [rates]
+    if world > 1 and where.type == "cpu" and not places:
+        rates = replace(rates, fixed={**rates.fixed, "handing": handing_seconds(comm, backend)})
     if world > 1:
         every = [None] * world
         torch.distributed.all_gather_object(every, rates)
