@@ -57,9 +57,9 @@ class ComputeCost:
         return each * sum(k.count for k in layer.kernels if k.phase == "forward") if each else 0.0
 
     def parted(self, layer: LayerProfile) -> float:
-        """What it adds to a backward that gradients of weights are made apart from those of inputs."""
-        each = self.rates.fixed.get("split", 0.0)
-        return each * sum(k.count for k in layer.kernels if k.phase == "forward") if each else 0.0
+        """What it adds to a backward that gradients of weights are made apart from those of inputs, module by module."""
+        each = self.rates.fixed.get("parted", 0.0)
+        return each * len({t.name.rpartition(".")[0] for t in layer.tensors if t.trainable}) if each else 0.0
 
     def _kernel(self, kernel: Kernel, precision: str, alone: bool = False, conv: Convolved | None = None) -> float:
         fused = self.compiled and kernel.kind in ("memory", "special")

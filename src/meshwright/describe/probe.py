@@ -52,7 +52,7 @@ def measure(
     memory = bandwidth(device, watch)
     if device.type == "cpu":
         compute["optimizer/fp32"], steps = optimizer_rates(watch)
-        fixed |= steps | recompute_seconds(watch) | {"hook": hook_seconds(watch), "split": split_seconds(watch)}
+        fixed |= steps | recompute_seconds(watch) | {"hook": hook_seconds(watch), "parted": split_seconds(watch)}
     crowding = crowding_of(comm, watch)
     curves: dict[str, Points] = {}
     busy: dict[str, Points] = {}

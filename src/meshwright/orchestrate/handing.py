@@ -24,7 +24,7 @@ from meshwright.plan.pipeline import cut_stages
 
 _WIDTH = 32
 _MICRO_BATCHES = (4, 12)  # what these differ by is theirs, and not the step's
-_WARM, _STEPS = 2, 5
+_WARM, _STEPS = 2, 9
 
 
 def handing_seconds(comm: Comm, backend: str) -> float:
