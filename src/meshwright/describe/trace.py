@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,37 +27,20 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from meshwright.core.collector import uncollected
 from meshwright.core.errors import RequestError
-from meshwright.core.model import Kernel, KernelKind, LayerProfile, ModelProfile, Phase, TensorSpec
+from meshwright.core.model import KernelKind, ModelProfile, Phase
 from meshwright.core.task import Batch, Loss, Task
 from meshwright.describe.casts import CudaCasts
 from meshwright.describe.convolutions import Scratch, convolution_scratch
 from meshwright.describe.fakes import LOW, built, example, example_like, on_fakes, quiet
 from meshwright.describe.fold import folded
 from meshwright.describe.fused import Fused
-from meshwright.describe.layers import Layer, find_layers, signature, tied_names
-from meshwright.describe.lifetimes import Lifetimes, Line, envelope
+from meshwright.describe.layers import Layer, find_layers, tied_names
+from meshwright.describe.lifetimes import Lifetimes
 from meshwright.describe.operations import flops_of, is_free, kind_of
+from meshwright.describe.tally import PROBED_BATCHES, Tally, buffers_of, layer_profiles, padded
 
-_PROBED_BATCHES = (2, 3)  # two points fix a line; one sample alone takes special paths in some kernels
 # These read only the rows or elements that they pick, not the whole table.
 _GATHERS = {torch.ops.aten.embedding, torch.ops.aten.index_select, torch.ops.aten.gather, torch.ops.aten.index, torch.ops.aten.nll_loss_forward}
-
-
-@dataclass
-class _Tally:
-    """What one layer did in one traced step."""
-
-    kernels: list[tuple[KernelKind, Phase, float, float]] = field(default_factory=list)
-    saved: float = 0.0
-    saved_by: Counter[str] = field(default_factory=Counter)  # of that, by the module with parameters of its own that was at work
-    fusible: float = 0.0
-    remade: float = 0.0
-    output: float = 0.0
-    beside: list[float] = field(default_factory=list)  # at each operation: bytes alive that no other layer has saved
-    lone: dict[int, float] = field(default_factory=dict)  # of these, where a single sample is not on the line of several: what it has more
-    hard: float = 0.0
-    dear: float = 0.0
-    overwrites: bool = False
 
 
 @uncollected
@@ -80,30 +62,30 @@ def trace_module(
 
 def parameters_only(model: nn.Module, name: str) -> ModelProfile:
     """A profile of a live model whose loss is not known yet: parameters are exact, everything else is zero."""
-    layers = _finish(model, find_layers(model), {}, {})
-    return ModelProfile(name, layers, 1, layers, attention="unknown", buffers=_buffers(model))
+    layers = layer_profiles(model, find_layers(model), {}, {})
+    return ModelProfile(name, layers, 1, layers, attention="unknown", buffers=buffers_of(model))
 
 
 def _trace(
     model: nn.Module, loss: Loss, example: Callable[[int], Batch], mode: FakeTensorMode, name: str, precision: str, attention: str, device: str
 ) -> ModelProfile:
     layers = find_layers(model)
-    runs = [_run(model, layers, loss, example, batch, mode, precision, attention, device) for batch in _PROBED_BATCHES]
-    first, second = (_padded(run, layers) for run, _ in runs)
+    runs = [_run(model, layers, loss, example, batch, mode, precision, attention, device) for batch in PROBED_BATCHES]
+    first, second = (padded(run, layers) for run, _ in runs)
     doubled = precision == "fp64"
-    low = _finish(model, layers, first, second, doubled=doubled)
-    slopes = _finish(model, layers, first, second, slope=True, doubled=doubled)
+    low = layer_profiles(model, layers, first, second, doubled=doubled)
+    slopes = layer_profiles(model, layers, first, second, slope=True, doubled=doubled)
     return ModelProfile(
         name,
         low,
-        _PROBED_BATCHES[0],
+        PROBED_BATCHES[0],
         slopes,
         precision,
         attention,
         None,
         tied_names(model),
         runs[0][1],
-        _buffers(model, doubled),
+        buffers_of(model, doubled),
         _sample_bytes(example, mode),
     )
 
@@ -111,7 +93,7 @@ def _trace(
 def _run(
     model: nn.Module, layers: list[Layer], loss: Loss, example: Callable[[int], Batch], batch: int,
     mode: FakeTensorMode, precision: str, attention: str, device: str,
-) -> tuple[dict[str, _Tally], bool]:  # fmt: skip
+) -> tuple[dict[str, Tally], bool]:  # fmt: skip
     """One forward and backward on fakes; what each layer did, and whether the loss came with a count."""
     with ExitStack() as stack:
         stack.enter_context(mode)
@@ -156,7 +138,7 @@ class _Recorder(TorchDispatchMode):
         self.device = device
         self.phase: Phase = "forward"
         self.counted_loss = False
-        self.tallies: dict[str, _Tally] = {"": _Tally()}
+        self.tallies: dict[str, Tally] = {"": Tally()}
         self.stack: list[str] = [""]
         self.modules: list[str] = []  # at work, of those with parameters of their own
         self._starts: list[int] = [0]  # first autograd number of each run of nodes …
@@ -173,7 +155,7 @@ class _Recorder(TorchDispatchMode):
 
     def enter(self, name: str) -> None:
         self.stack.append(name)
-        self.tallies.setdefault(name, _Tally())
+        self.tallies.setdefault(name, Tally())
         self._settle_loose()
         self._mark()
 
@@ -424,128 +406,7 @@ def _collected(fakes: Iterable[torch.Tensor], lifetimes: Lifetimes) -> Iterator[
             hook.remove()
 
 
-def _padded(run: dict[str, _Tally], layers: list[Layer]) -> dict[str, _Tally]:
-    return {**run, **{layer.name: _Tally() for layer in layers if layer.name not in run}}
-
-
-def _finish(
-    model: nn.Module, layers: list[Layer], first: dict[str, _Tally], second: dict[str, _Tally], *, slope: bool = False, doubled: bool = False
-) -> tuple[LayerProfile, ...]:
-    """Layer profiles at the first probed batch, or (slope) what one more sample adds."""
-    owner_of = _owners(model, layers)
-    places = {id(p): i for i, p in enumerate(model.parameters())}
-    # Tallies were opened in the order in which layers ran; what never ran stays where it was registered.
-    ran = {name: i for i, name in enumerate(first)}
-    entries = sorted(layers, key=lambda layer: ran.get(layer.name, -1))
-    if any(t.kernels for name, t in first.items() if name == "") and all(layer.name for layer in layers):
-        entries.append(Layer("", model, owner=True))  # work done in the model's own forward, such as the loss
-    kinds = {layer.name: signature(layer.module) for layer in entries}
-    repeated = {s for s in kinds.values() if list(kinds.values()).count(s) > 1} if len(kinds) < 2000 else set()
-    representative: dict[str, str] = {}
-    shared: dict[tuple[Kernel, ...], tuple[Kernel, ...]] = {}
-    profiles = []
-    for layer in entries:
-        a, b = first.get(layer.name, _Tally()), second.get(layer.name, _Tally())
-        tensors = tuple(_spec(n, p, places[id(p)], doubled) for n, p in owner_of.get(layer.name, []))
-        kernels = _merge(a, b, slope)
-        kernels = shared.setdefault(kernels, kernels)
-        sign = kinds[layer.name]
-        block = representative.setdefault(sign, layer.name) if sign in repeated and list(layer.module.children()) else ""
-        profiles.append(
-            LayerProfile(
-                name=layer.name or "(model)",
-                kind=type(layer.module).__name__,
-                parameters=sum(t.numel for t in tensors),
-                flops_forward=_flops(kernels, "forward"),
-                flops_backward=_flops(kernels, "backward"),
-                activation_bytes=b.saved - a.saved if slope else a.saved,
-                output_bytes=b.output - a.output if slope else a.output,
-                fusible_bytes=b.fusible - a.fusible if slope else a.fusible,
-                remade_bytes=b.remade - a.remade if slope else a.remade,
-                transient_bytes=_workspace(a, b, slope),
-                product_bytes=b.hard - a.hard if slope else a.hard,
-                dear_bytes=b.dear - a.dear if slope else a.dear,
-                overwrites=a.overwrites,
-                tensors=tensors,
-                kernels=kernels,
-                block=block,
-                workspaces=_workspaces(a, b),
-                lone_bytes=_lone(a, b),
-                saved_by=_saved_by(a, b),
-            )
-        )
-    return tuple(profiles)
-
-
 def _sample_bytes(example: Callable[[int], Batch], mode: FakeTensorMode) -> float:
     with mode:
-        few, more = (sum(_bytes(t) for t in pytree.tree_leaves(example(n)) if torch.is_tensor(t)) for n in _PROBED_BATCHES)
+        few, more = (sum(_bytes(t) for t in pytree.tree_leaves(example(n)) if torch.is_tensor(t)) for n in PROBED_BATCHES)
     return float(more - few)
-
-
-def _buffers(model: nn.Module, doubled: bool = False) -> tuple[TensorSpec, ...]:
-    return tuple(_spec(name, buffer, index, doubled) for index, (name, buffer) in enumerate(model.named_buffers()))
-
-
-def _spec(name: str, tensor: torch.Tensor, order: int, doubled: bool) -> TensorSpec:
-    """As it will be stored: where arithmetic is in fp64, so is everything that is not whole numbers."""
-    kind = torch.float64 if doubled and tensor.is_floating_point() else tensor.dtype
-    return TensorSpec(name, tuple(tensor.shape), kind.itemsize, order, tensor.requires_grad, dtype=str(kind).removeprefix("torch."))
-
-
-def _flops(kernels: tuple[Kernel, ...], phase: Phase) -> float:
-    return sum(k.flops * k.count for k in kernels if k.phase == phase and k.kind != "special")
-
-
-def _merge(a: _Tally, b: _Tally, slope: bool) -> tuple[Kernel, ...]:
-    """Equal calls become one entry with a count. Both traces run the same operations in the same order, or costs go by proportion."""
-    same = len(a.kernels) == len(b.kernels) and all(x[:2] == y[:2] for x, y in zip(a.kernels, b.kernels, strict=True))
-    low = _PROBED_BATCHES[0]
-    pairs = zip(a.kernels, b.kernels, strict=True) if same else ((k, (*k[:2], k[2] * (low + 1) / low, k[3] * (low + 1) / low)) for k in a.kernels)
-    counts: dict[tuple[Any, ...], int] = {}
-    for (kind, phase, flops, moved), (_, _, flops_b, moved_b) in pairs:
-        key = (kind, phase, flops, moved, flops_b - flops, moved_b - moved)
-        counts[key] = counts.get(key, 0) + 1
-    return tuple(Kernel(k[0], k[1], k[4] if slope else k[2], k[5] if slope else k[3], n) for k, n in counts.items())
-
-
-def _saved_by(a: _Tally, b: _Tally) -> tuple[tuple[str, float], ...]:
-    """Of what one more sample saves, the share of each module."""
-    more = b.saved - a.saved
-    if more <= 0:
-        return ()
-    return tuple((name, (saved - a.saved_by[name]) / more) for name, saved in sorted(b.saved_by.items()) if saved > a.saved_by[name])
-
-
-def _workspaces(a: _Tally, b: _Tally) -> tuple[Line, ...]:
-    """What is alive at each operation beyond what its layer has saved in the end, as lines over the number of samples."""
-    same, low = len(a.beside) == len(b.beside), _PROBED_BATCHES[0]
-    pairs = zip(a.beside, b.beside, strict=True) if same else [(max(a.beside, default=0.0), max(b.beside, default=0.0))]
-    both = [(x - a.saved, y - b.saved) for x, y in pairs]
-    return envelope([(x - low * (y - x), y - x) for x, y in both])
-
-
-def _lone(a: _Tally, b: _Tally) -> float | None:
-    """What a single sample needs, where something is done with it in another way than with several."""
-    if not a.lone or len(a.beside) != len(b.beside):
-        return None
-    more = _PROBED_BATCHES[0] - 1
-    alive = [x - more * (y - x) + a.lone.get(at, 0.0) for at, (x, y) in enumerate(zip(a.beside, b.beside, strict=True))]
-    return max(max(alive) - (a.saved - more * (b.saved - a.saved)), 0.0)
-
-
-def _workspace(a: _Tally, b: _Tally, slope: bool) -> float:
-    low, high = (max(max(t.beside, default=0.0) - t.saved, 0.0) for t in (a, b))
-    return high - low if slope else low
-
-
-def _owners(model: nn.Module, layers: list[Layer]) -> dict[str, list[tuple[str, nn.Parameter]]]:
-    """Each parameter under the one layer it counts for; a tied one under the first that registers it."""
-    found: dict[str, list[tuple[str, nn.Parameter]]] = {}
-    taken: set[int] = set()
-    for layer in layers:
-        for name, param in layer.module.named_parameters(recurse=not layer.owner):
-            if id(param) not in taken:
-                taken.add(id(param))
-                found.setdefault(layer.name, []).append((f"{layer.name}.{name}" if layer.name else name, param))
-    return found
