@@ -33,7 +33,7 @@ from meshwright.core.model import LayerProfile, ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.task import Batch, Field, Loss, Task
 from meshwright.cost.memory import fullest_moment, held_bytes
-from meshwright.describe import trace
+from meshwright.describe import tally, trace
 from meshwright.describe.lifetimes import envelope
 from meshwright.describe.trace import parameters_only, trace_module, trace_task
 from meshwright.schedule.expand import gradient_buckets
@@ -306,6 +306,7 @@ SUMS: tuple[Callable[[LayerProfile], float], ...] = (
     lambda x: x.activation_bytes,
     lambda x: x.output_bytes,
     lambda x: x.fusible_bytes,
+    lambda x: x.remade_bytes,
     lambda x: sum(k.bytes * k.count for k in x.kernels),
     lambda x: sum(k.count for k in x.kernels),
 )
@@ -316,7 +317,8 @@ SUMS: tuple[Callable[[LayerProfile], float], ...] = (
 def test_a_profile_at_another_batch_is_what_a_trace_there_gives(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     task = zoo.load(name)
     usual = trace_task(task, precision=precision)
-    monkeypatch.setattr(trace, "_PROBED_BATCHES", (16, 17))
+    for module in (trace, tally):
+        monkeypatch.setattr(module, "PROBED_BATCHES", (16, 17))
     there, moved = trace_task(task, precision=precision), usual.at(16)
     assert there.batch == moved.batch == 16
     for a, b in [*zip(there.layers, moved.layers, strict=True), *zip(there.slopes, moved.slopes, strict=True)]:
