@@ -82,6 +82,7 @@ def check_bounds(ranking: Ranking, most: int) -> None:
     st.floats(1e7, 1e11), st.sampled_from([1e-7, 1e-5, 1e-3]), st.floats(0, 1), st.sampled_from(OBJECTIVES), st.sampled_from([1e9, 1e12]),
 )  # fmt: skip
 @example("gpt-tiny", 2, 4, 1.5e6, 1e7, 1e-3, 0.0, "time", 1e9)  # the program for recomputation finds nothing, and all units together fit
+@example("gpt-tiny", 4, 4, 1.5e6, 1e7, 1e-7, 0.0, "time", 1e12)  # nor does it find that all of them may do so in part
 @example("gpt-tiny", 4, 8, 1.8e7, 4.2e10, 1e-7, 0.0, "time", 1e12)  # ZeRO's share of the update decides
 @settings(max_examples=DRAWS or 6, deadline=None, suppress_health_check=list(HealthCheck))
 def test_what_bounds_leave_out_could_not_have_won(

@@ -65,17 +65,18 @@ def mixed(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluste
             break
         if estimate(found, profile, workload, cluster, calibration, timed=False).fits:
             return found
-    other = _all_again(plan, profile)
-    fits = (estimate(p, profile, workload, cluster, calibration, timed=False).fits for p in (plan, other) if p is not None)
-    return other if other is not None and [*fits] == [False, True] else None
+    if estimate(plan, profile, workload, cluster, calibration, timed=False).fits:
+        return None
+    alike = (other for mode in RECOMPUTES[1:] if (other := _all_again(plan, profile, mode)) is not None)  # the quicker one first
+    return next((other for other in alike if estimate(other, profile, workload, cluster, calibration, timed=False).fits), None)
 
 
-def _all_again(plan: Plan, profile: ModelProfile) -> Plan | None:
-    """With every unit whose mode is open recomputed, if any may be."""
-    modes: dict[str, Recompute] = {x.name: "full" for x in profile.layers if _open(plan, x) and "full" in _allowed(plan, x)}
+def _all_again(plan: Plan, profile: ModelProfile, mode: Recompute) -> Plan | None:
+    """With every unit whose mode is open recomputed in this one, if any may be."""
+    modes: dict[str, Recompute] = {x.name: mode for x in profile.layers if _open(plan, x) and mode in _allowed(plan, x)}
     memory = replace(plan.memory, layers={**plan.memory.layers, **modes})
     if len(modes) == len(plan.memory.units):
-        memory = replace(plan.memory, recompute="full")
+        memory = replace(plan.memory, recompute=mode)
     try:
         return replace(plan, memory=memory) if modes else None
     except RequestError:
