@@ -54,9 +54,9 @@ CASES: dict[str, dict[str, Any]] = {
     "batches": {"mesh": Mesh(dp=2)},
     "state and batches": {"mesh": Mesh(shard=2), "zero": 1},
     "stages": {"mesh": Mesh(pp=2), "micro_batches": 4, "schedule": "1f1b"},
+    "state": {"mesh": Mesh(shard=2), "zero": 1, "micro_batches": 1},
 }
-# State by itself: both ranks are as quick, and the second has no room for half of the states beside a step that recomputes nothing.
-STATE: dict[str, Any] = {"mesh": Mesh(shard=2), "zero": 1, "micro_batches": 1}
+SHORT = "state"  # where both ranks are as quick, and the second has no room for half of the states beside a step that recomputes nothing
 _MIX = """
 name = "mix"
 
@@ -88,7 +88,7 @@ def main(
     models: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(TASKS)}; gpt and vae if not given.")] = None,
     slow: Annotated[float, typer.Option(min=0.05, max=1.0, help="The part of its core that the slowed rank has.")] = 0.4,
     rounds: Annotated[int, typer.Option(min=1, help="How often each plan is built and timed.")] = 5,
-    only: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CASES)}, state, sheets; all if not given.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CASES)}, sheets; all if not given.")] = None,
     output: Annotated[Path, typer.Option(help="Where the JSON goes; cases that are there already and not measured now are kept.")] = HERE
     / "results"
     / "unequal.json",
@@ -100,13 +100,13 @@ def main(
       python bench/unequal.py
       python bench/unequal.py --models gpt --only batches --slow 0.25
     """
-    wanted = only or [*CASES, "state", "sheets"]
+    wanted = only or [*CASES, "sheets"]
     result: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {"measured": {}, "estimated": {}}
     try:
-        for name in models or ("gpt", "vae") if set(wanted) & {*CASES, "state"} else ():
-            of = subject(name)
-            result["measured"] |= measured(of, slow, rounds, [c for c in CASES if c in wanted]) if set(wanted) & set(CASES) else {}
-            result["measured"] |= measured(of, 1.0, rounds, ["state"]) if "state" in wanted else {}
+        for name in models or ("gpt", "vae") if set(wanted) & set(CASES) else ():
+            of, cases = subject(name), [c for c in CASES if c in wanted]
+            for part, some in ((slow, [c for c in cases if c != SHORT]), (1.0, [c for c in cases if c == SHORT])):
+                result["measured"] |= measured(of, part, rounds, some) if some else {}
         result["machine"] = machine()
         if "sheets" in wanted:
             result["estimated"] |= {f"{model} on {where}": estimated(where, model, batch) for where, model, batch in SHEETS}
@@ -128,8 +128,8 @@ def measured(of: Subject, slow: float, rounds: int, cases: list[str]) -> dict[st
         with Workers(nursery, WORLD) as workers:
             cluster, known = probed(workers, slow)
             for case in cases:
-                where = short_of_memory(of, cluster, known) if case == "state" else cluster
-                wishes = Wishes(flow=of.flow, reorder=case != "state", **(STATE if case == "state" else CASES[case]))
+                where = short_of_memory(of, cluster, known) if case == SHORT else cluster
+                wishes = Wishes(flow=of.flow, reorder=case != SHORT, **CASES[case])
                 ranking = rank_plans(of.profile, where, of.workload, known, wishes)
                 say(f"{of.task.name}, {case}: {in_parts(ranking.best.plan, where)}")
                 found[f"{of.task.name}: {case}"] = {"slow": slow, **_told(ranking, where), **_alternating(workers, of, ranking, slow, rounds)}
@@ -152,7 +152,7 @@ def probed(workers: Workers, slow: float) -> tuple[Cluster, Calibration]:
 
 def short_of_memory(of: Subject, cluster: Cluster, known: Calibration) -> Cluster:
     """The second device has as much as it needs for everything but half of the states that are its share."""
-    best = rank_plans(of.profile, cluster, of.workload, known, Wishes(flow=of.flow, recompute="none", **STATE)).best
+    best = rank_plans(of.profile, cluster, of.workload, known, Wishes(flow=of.flow, recompute="none", **CASES[SHORT])).best
     enough = int((max(best.estimate.memory_bytes) - best.estimate.memory_kinds["optimizer"] / 2) / HEADROOM)
     node = cluster.nodes[0]
     devices = (node.devices[0], replace(node.devices[1], memory_bytes=enough))

@@ -21,6 +21,7 @@ from meshwright.cost.actions import ActionCost
 from meshwright.cost.memory import fullest_moment
 from meshwright.cost.pipeline import Order, finished, held, least_seconds
 from meshwright.cost.step import in_flight
+from meshwright.orchestrate.handing import chain, pipelines
 from meshwright.schedule.lower import lower
 from meshwright.schedule.orders import turns, zero_bubble
 from meshwright.simulate import Linked, simulate
@@ -167,3 +168,9 @@ def test_handing_over_costs_processor_time_however_well_messages_hide() -> None:
 
     assert took(fixed={"handing": 1e-3}) == pytest.approx(took() + plan.micro_batches * 1e-3, rel=0.05)
     assert took(fixed={"handing": 1e-3}, queued=True) == took(queued=True)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 20])
+def test_handing_over_can_be_measured_on_any_number_of_ranks(ranks: int) -> None:
+    few, many = pipelines(chain(ranks), ranks, "gloo")
+    assert len(few.stages) == few.world == many.world == ranks and many.micro_batches > few.micro_batches

@@ -178,7 +178,7 @@ class Cluster:
 
     def each_node(self, change: Callable[[Node], Node]) -> tuple[Node, ...]:
         """The nodes after `change`, which is asked once for each that differs."""
-        changed = {id(node): change(node) for node in {id(node): node for node in self.nodes}.values()}
+        changed = {id(node): change(node) for node in self.kinds_of_nodes}
         return tuple(changed[id(node)] for node in self.nodes)
 
     def with_links(self, change: Callable[[Link], Link]) -> Cluster:

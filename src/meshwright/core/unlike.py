@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import permutations
 
 from meshwright.core.calibration import Calibration, quicker
-from meshwright.core.cluster import Cluster, Device, Node
+from meshwright.core.cluster import Cluster, Device
 
 _ALIKE = 1.1  # devices whose memory is within this factor are of one size: a card's free memory differs by what others use of it
 _LARGE = 1e12  # FLOPs
@@ -26,17 +26,13 @@ def labels(cluster: Cluster, calibration: Calibration, world: int) -> tuple[str,
 
 def sizes(cluster: Cluster, world: int) -> tuple[int, ...]:
     """By rank the memory of its device; empty where they are all about the same."""
-    least, most = cluster.least_memory(world), max(d.memory_bytes for node in _nodes(cluster) for d in node.devices)
+    least, most = cluster.least_memory(world), max(d.memory_bytes for node in cluster.kinds_of_nodes for d in node.devices)
     return tuple(device.memory_bytes for device in cluster.devices[:world]) if most > _ALIKE * max(least, 1) else ()
 
 
 def are_unlike(cluster: Cluster, calibration: Calibration, world: int = 0) -> bool:
     ranks = world or len(cluster.devices)
     return ranks > 1 and (len(set(labels(cluster, calibration, ranks))) > 1 or bool(sizes(cluster, ranks)))
-
-
-def _nodes(cluster: Cluster) -> list[Node]:
-    return list({id(node): node for node in cluster.nodes}.values())
 
 
 def _sort(device: Device) -> tuple[str, str, int]:

@@ -33,7 +33,7 @@ _UNSEEN = 0.2  # more, for a kind of device that no published run is of
 
 def from_sheets(cluster: Cluster, generation: str = NEWEST) -> Calibration:
     """What the slowest of its devices should reach, for all wait for it; and each device by its name where there are several."""
-    nodes = list({id(node): node for node in cluster.nodes}.values())
+    nodes = cluster.kinds_of_nodes
     devices = [device for node in nodes for device in node.devices]
     layouts = [rates_of(_slowest(devices), generation)]
     unlike = dict.fromkeys(device.name for device in devices)

@@ -23,19 +23,28 @@ from meshwright.execute.session import Session
 from meshwright.plan.pipeline import cut_stages
 
 _WIDTH = 32
-_MICRO_BATCHES = (4, 12)  # what these differ by is theirs, and not the step's
+_MORE = 8  # micro-batches than ranks, which is the fewest: what these add is theirs, and not the step's
 _WARM, _STEPS = 2, 9
 
 
 def handing_seconds(comm: Comm, backend: str) -> float:
     """Of all ranks together, for one message of a pipeline over them. Every rank calls it at the same time."""
-    task = Task("chain", partial(_chain, comm.size), _loss, {"x": Field((_WIDTH,))})
-    stages = cut_stages(trace_flow(task), trace_task(task), comm.size)
-    few, many = (_step_seconds(Plan("chain", n, Mesh(pp=comm.size), n, stages, "1f1b", backend=backend), task, comm) for n in _MICRO_BATCHES)
-    messages = 2 * (comm.size - 1) * (_MICRO_BATCHES[1] - _MICRO_BATCHES[0])
+    task = chain(comm.size)
+    few, many = (_step_seconds(plan, task, comm) for plan in pipelines(task, comm.size, backend))
     total = torch.tensor([many - few], dtype=torch.float64)
     comm.all_reduce(total, "probe").wait()
-    return max(float(total) / messages, 0.0)
+    return max(float(total) / (2 * (comm.size - 1) * _MORE), 0.0)
+
+
+def chain(layers: int) -> Task:
+    """A model that computes next to nothing."""
+    return Task("chain", partial(_build, layers), _loss, {"x": Field((_WIDTH,))})
+
+
+def pipelines(task: Task, ranks: int, backend: str) -> list[Plan]:
+    """A layer on each rank, with as few micro-batches as fill it, and with more."""
+    stages = cut_stages(trace_flow(task), trace_task(task), ranks)
+    return [Plan(task.name, micro, Mesh(pp=ranks), micro, stages, "1f1b", backend=backend) for micro in (ranks, ranks + _MORE)]
 
 
 def _step_seconds(plan: Plan, task: Task, comm: Comm) -> float:
@@ -50,7 +59,7 @@ def _step_seconds(plan: Plan, task: Task, comm: Comm) -> float:
     return statistics.median(found[_WARM:])
 
 
-def _chain(layers: int) -> nn.Module:
+def _build(layers: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(layers)))
 
 
