@@ -1,10 +1,11 @@
-"""Every proxy run for real on 4 ranks, scaled down, beside what the simulator predicts from lines measured by turns with them.
+"""Every proxy run for real on 4 ranks, scaled down, beside what the simulator predicts from times measured by turns with them.
 
-The lines are measured with the proxies' own runner: schedules of nothing but one call, repeated, over all ranks, over pairs that work at the
+These are measured with the proxies' own runner: schedules of nothing but one call, repeated, over all ranks, over pairs that work at the
 same time, and over one pair while the other ranks sleep; one call after the other, all at once, which also tells how long a rank is busy
 handing one over, and both again with a wait before each call, which takes longer. All schedules, these and the proxies', are run in one
-process group, one step each a round. The simulator is given a round's lines and each proxy's schedule, and nothing else; predicted and
-measured are compared within the round, and the median of these ratios is what counts: a machine that changes its pace does so for both.
+process group by turns; of a proxy's three steps a round the last counts: as in a job, a step's memory was used by the step before it. The
+simulator is given a round's times and each proxy's schedule, and nothing else; predicted and measured are compared within the round, and the
+median of these ratios is what counts: a machine that changes its pace does so for both.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import platform
 import statistics
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,21 +29,21 @@ from rich.table import Table
 
 from meshwright.core.calibration import Line
 from meshwright.core.schedule import Schedule, wire_factor
-from meshwright.describe.meetings import fit_line
 from meshwright.execute.groups import make_ready
 from meshwright.launch import Nursery, Rendezvous, Workers, adopted, join, leave
 from meshwright.proxies import PROXIES
 from meshwright.proxies.parts import Program, assemble
 from meshwright.proxies.runner import GroupComms, Runner, RunPolicy
-from meshwright.simulate import Cores, Ideal, Taken, simulate
+from meshwright.simulate import Cores, Curve, Ideal, Taken, simulate
 
 HERE = Path(__file__).parent
 WORLD = 4
 PAIRS = ((0, 1), (2, 3))
 PAIR = PAIRS[:1]
-SIZES = (2**10, 2**17, 2**19, 2**20, 2**21, 2**22)  # what the cases below send, and no more
+SIZES = (2**10, 2**16, 2**17, 2**19, 2**20, 2**21, 2**22, 3 * 2**21)  # what the cases below send, and no more
 CALLS, RESTED_CALLS = 16, 6
-WARM_UP = 3
+STEPS, WARM_UP = 3, 3  # of a proxy in a round; rounds that are not counted
+LEAST_S = 1e-6
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 IDLE_S, IDLE_RATE = 2e-3, 6e8  # longer than any call here takes
 REST_S, REST_RATE = 1e-3, 1.5e9  # as long as it takes
@@ -77,7 +77,7 @@ def main(
     output: Annotated[Path, typer.Option(help="Where the JSON goes.")] = HERE / "results" / "proxies.json",
     as_json: Annotated[bool, typer.Option("--json", help="Print that JSON on stdout instead of the table.")] = False,
 ) -> None:
-    """Measure lines, run every proxy, and compare with the simulator.
+    """Measure single calls, run every proxy, and compare with the simulator.
 
     Example: python bench/proxies.py
 
@@ -86,40 +86,39 @@ def main(
     schedules = {name: PROXIES[name].build(PROXIES[name].settle((), CASES[name]), WORLD) for name in CASES if only in ("", name)}
     probes = {probe: repeated(*probe) for probe in wanted()}
     policy = RunPolicy(WARM_UP, rounds, backend=backend)
-    answers = measured([*probes.values(), *schedules.values()], policy)
+    answers = measured([*probes.values(), *schedules.values()], [1] * len(probes) + [STEPS] * len(schedules), policy)
     if not answers:
         return
     rows = list(zip(*answers, strict=True))  # by schedule, rank, round
     machines = [fitted({probe: [times[turn] for times in row] for probe, row in zip(probes, rows, strict=False)}) for turn in range(rounds)]
     steps = [[max(taken for taken, _ in times) for times in zip(*row, strict=True)] for row in rows[len(probes) :]]
     found = [compare(name, schedule, machines, times) for (name, schedule), times in zip(schedules.items(), steps, strict=True)]
-    lines = {
-        way: {name: [asdict(getattr(cores, way)[name]) for cores in machines] for name in sorted(machines[0].beside)}
-        for way in ("beside", "blocking")
-    }
-    result = {"machine": _machine(), "backend": backend, "rounds": rounds, "lines": lines, "proxies": found}
+    result = {"machine": _machine(), "backend": backend, "rounds": rounds, "times": typical(machines), "proxies": found}
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result)) if as_json else Console().print(show(result))
     print(f"written to {output}", file=sys.stderr)
 
 
-def measured(schedules: list[Schedule], policy: RunPolicy) -> list[list[list[Times]]]:
-    """By rank, schedule and round, on ranks of our own or on those that a launcher started; there only rank 0 gets the answer."""
+def measured(schedules: list[Schedule], steps: list[int], policy: RunPolicy) -> list[list[list[Times]]]:
+    """By rank, schedule and round: the last of so many steps each, on ranks of our own or on those that a launcher started; there rank 0 alone
+    gets the answer."""
     place = adopted(os.environ)
     if place is not None:
-        mine = by_turns(place.rank, place.world, place.meeting, schedules, policy, gather=True)
+        mine = by_turns(place.rank, place.world, place.meeting, schedules, steps, policy, gather=True)
         return mine if place.rank == 0 else []
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     nursery = Nursery(1, {**os.environ, "PYTHONPATH": path})
     try:
         with Workers(nursery, WORLD) as workers:
-            return workers.call("proxies:by_turns", {"schedules": schedules, "policy": policy})
+            return workers.call("proxies:by_turns", {"schedules": schedules, "steps": steps, "policy": policy})
     finally:
         nursery.close()
 
 
-def by_turns(rank: int, world: int, meeting: str, schedules: list[Schedule], policy: RunPolicy, *, gather: bool = False) -> list[Any]:
+def by_turns(
+    rank: int, world: int, meeting: str, schedules: list[Schedule], steps: list[int], policy: RunPolicy, *, gather: bool = False
+) -> list[Any]:  # fmt: skip
     """In a rank: for each schedule, one entry a round; with `gather`, every rank's."""
     torch.set_num_threads(1)
     make_ready(policy.backend, policy.timeout_s)
@@ -131,7 +130,8 @@ def by_turns(rank: int, world: int, meeting: str, schedules: list[Schedule], pol
     gc.freeze()
     for turn in range(-policy.warm, policy.runs):
         for at, runner in enumerate(runners):
-            spans = runner.step(max(turn, 0))
+            for _ in range(steps[at]):
+                spans = runner.step(max(turn, 0))
             if turn >= 0:
                 begun = [span.begun for span in spans]
                 found[at].append((max(span.ended for span in spans), (max(begun) - min(begun)) / max(len(spans) - 1, 1)))
@@ -154,35 +154,47 @@ def wanted() -> list[Probe]:
 
 def fitted(times: Mapping[Probe, list[Times]]) -> Cores:
     """What each operation takes among 4 and among 2, from one round."""
-    samples: dict[tuple[str, int, bool, str], list[tuple[float, float]]] = {}
+    found: dict[tuple[str, int, bool, str], list[tuple[float, float]]] = {}
     for (op, groups, size, blocks, rested), by_rank in times.items():
         ranks, busy = len(groups[0]), [by_rank[rank] for group in groups for rank in group]
         sent, last = size * wire_factor(op, ranks), max(t for t, _ in busy)
         each = last / CALLS if not rested else (last - (RESTED_CALLS + 1) * rest_s(size)) / RESTED_CALLS
-        samples.setdefault((f"{op}/{ranks}", len(groups), blocks, "rested" if rested else "each"), []).append((sent, max(each, 1e-6)))
+        found.setdefault((f"{op}/{ranks}", len(groups), blocks, "rested" if rested else "each"), []).append((sent, max(each, LEAST_S)))
         if not rested:
-            samples.setdefault((f"{op}/{ranks}", len(groups), blocks, "hand"), []).append((sent, statistics.mean(hand for _, hand in busy)))
-    fits = {key: fit_line(points) for key, points in samples.items()}
+            found.setdefault((f"{op}/{ranks}", len(groups), blocks, "hand"), []).append((sent, statistics.mean(hand for _, hand in busy)))
+    curves = {key: Curve(tuple(sorted(points))) for key, points in found.items()}
 
-    def no_quicker(pairs: int) -> Line:
-        each, back, hand = fits["send/2", pairs, False, "each"], fits["send/2", pairs, True, "each"], fits["send/2", pairs, False, "hand"]
-        return fit_line(
-            [(sent, max(back.seconds(sent) - hand.seconds(sent), each.seconds(sent))) for sent, _ in samples["send/2", pairs, True, "each"]]
-        )
+    def less(curve: Curve, *others: Curve) -> Curve:
+        return Curve(tuple((sent, max(seconds - sum(o.seconds(sent) for o in others), LEAST_S)) for sent, seconds in curve.points))
+
+    def on_its_way(pairs: int) -> Curve:
+        """A message is handed over, then it is on its way: both are in what each takes in a row, and in there and back."""
+        row, back, hand = curves["send/2", pairs, False, "each"], curves["send/2", pairs, True, "each"], curves["send/2", pairs, False, "hand"]
+        return less(Curve(tuple((sent, max(seconds, back.seconds(sent))) for sent, seconds in row.points)), hand)
 
     def taken(name: str, blocks: bool) -> Taken:
         """A rank that stands still for a call takes for it what one by one take; what more it takes after a wait is its handing over."""
-        most = max(number for other, number, *_ in fits if other == name)
-        together, alone, rested = fits[name, most, blocks, "each"], fits[name, 1, blocks, "each"], fits[name, most, blocks, "rested"]
-        if name == "send/2":  # at once, the pair is never out of step: one message takes at least what there and back do, less the handing over
-            together, alone = (no_quicker(number) for number in (most, 1))
-        if not blocks:
-            return Taken(together, alone, fits[name, most, blocks, "hand"], rested, most)
-        more = [(sent, max(rested.seconds(sent) - together.seconds(sent), 1e-6)) for sent, _ in samples[name, most, blocks, "each"]]
-        return Taken(together, alone, NOTHING, fit_line(more), most)
+        most = max(number for other, number, *_ in curves if other == name)
+        together, alone, rested = curves[name, most, blocks, "each"], curves[name, 1, blocks, "each"], curves[name, most, blocks, "rested"]
+        if blocks:
+            return Taken(together, alone, NOTHING, less(rested, together), most)
+        if name == "send/2":
+            together, alone = on_its_way(most), on_its_way(1)
+        return Taken(together, alone, curves[name, most, blocks, "hand"], rested, most)
 
-    names = {name for name, *_ in fits}
+    names = {name for name, *_ in curves}
     return Cores({name: taken(name, False) for name in names}, {name: taken(name, True) for name in names})
+
+
+def typical(machines: list[Cores]) -> dict[str, Any]:
+    """What was measured: by way, operation and kind of time, the bytes that a rank sends and the median over rounds."""
+
+    def median(way: str, name: str, kind: str) -> list[tuple[float, float]]:
+        every = [getattr(getattr(cores, way)[name], kind).points for cores in machines]
+        return [(points[0][0], statistics.median(seconds for _, seconds in points)) for points in zip(*every, strict=True)]
+
+    kinds = {"beside": ("together", "alone", "hand", "rested"), "blocking": ("together", "alone", "rested")}
+    return {way: {name: {kind: median(way, name, kind) for kind in kinds[way]} for name in sorted(machines[0].beside)} for way in kinds}
 
 
 def rest_s(size: int) -> float:
@@ -215,7 +227,7 @@ def repeated(op: str, groups: tuple[tuple[int, ...], ...], size: int, blocks: bo
 
 
 def compare(name: str, schedule: Schedule, machines: list[Cores], steps: list[float]) -> dict[str, Any]:
-    """A proxy's steps beside what each round's lines make of it."""
+    """A proxy's steps beside what each round's times make of it."""
     predicted = [simulate(cores.handed(schedule), cores).step_s for cores in machines]
     off = [a / b - 1 for a, b in zip(predicted, steps, strict=True)]
     return {

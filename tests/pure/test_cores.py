@@ -8,7 +8,7 @@ from meshwright.core.calibration import Line
 from meshwright.core.schedule import Schedule
 from meshwright.proxies import PROXIES
 from meshwright.proxies.parts import Program, assemble
-from meshwright.simulate import Cores, Taken, simulate
+from meshwright.simulate import Cores, Curve, Taken, simulate
 
 SIZE, FASTEST = 2**20, 1e9
 HAND, RESTED = Line(1e-4, float("inf")), Line(3e-4, float("inf"))
@@ -68,6 +68,21 @@ def test_a_call_that_its_rank_stands_still_for_takes_its_own_time() -> None:
     cores, work = machine(2.0, blocking=0.5), 1e-3 + SIZE / FASTEST
     assert simulate(calls(4, 1), cores).step_s == pytest.approx(4 * work / 2)
     assert simulate(calls(4, 1, blocks=False), cores).step_s == pytest.approx(4 * work)
+
+
+def test_calls_that_block_take_together_what_they_took() -> None:
+    """However calls beside computation share the cores: one pair of those keeps half of them here, one of these all."""
+    beside, work = machine(1.0), 1e-3 + SIZE / FASTEST
+    cores = Cores(beside.beside, machine(2.0).blocking)
+    assert simulate(calls(3, 2), cores).step_s == pytest.approx(3 * 2 * work)
+    assert simulate(calls(3, 2, blocks=False), cores).step_s == pytest.approx(3 * work)
+
+
+def test_a_curve_goes_through_its_points() -> None:
+    curve = Curve(((1e3, 1e-4), (1e5, 3e-4), (1e6, 3e-3)))
+    assert [curve.seconds(sent) for sent in (1e3, 1e5, 1e6)] == pytest.approx([1e-4, 3e-4, 3e-3])
+    assert curve.seconds(10.0) == 1e-4 and curve.seconds(5.5e5) == pytest.approx(1.65e-3)
+    assert curve.seconds(2e6) == pytest.approx(6e-3)  # on beyond the last
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt3", "resnet50"])

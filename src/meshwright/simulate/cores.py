@@ -1,19 +1,34 @@
 """Ranks that share the cores of one machine. There a call is work for cores: calls under way at once share them, and handing one over takes its
 rank's own time, more of it after a computation than right after another call. All of it was measured: calls of all groups at once, of one group
-alone, and how long a rank was busy handing one over. A call that its rank stands still for takes another path than one that runs beside it."""
+alone, and how long a rank was busy handing one over. A call that its rank stands still for takes another path than one that runs beside it.
+Times are taken as they were measured at each size: what a call costs however small it is changes with the path that its size takes, and no one
+line goes through that."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from meshwright.core.calibration import Line
+from meshwright.core.calibration import Line, Points
 from meshwright.core.schedule import COLLECTIVES, COMPUTES, MESSAGES, Action, Schedule, wire_factor
 from meshwright.simulate.network import Call, Habits
 from meshwright.simulate.topology import NOTHING_DOWN, Hop
 
 _CORES = Hop("cores", 0.0, 1.0)  # what all of them do in a second
-_USUAL = 2.0**19  # bytes sent at which the share is taken: it hardly depends on them
+_USUAL = tuple(2.0**n for n in range(17, 23))  # bytes sent at which the share is taken: it hardly depends on them, and one alone may be disturbed
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds by the bytes that a rank sends, as measured: straight between points and beyond the last, level before the first."""
+
+    points: Points  # two or more, in the order of their sizes
+
+    def seconds(self, sent: float) -> float:
+        at = min(max(bisect_left(self.points, (sent,)), 1), len(self.points) - 1)
+        (smaller, before), (larger, after) = self.points[at - 1 : at + 1]
+        return max(before + (after - before) * (max(sent, smaller) - smaller) / (larger - smaller), 0.0)
 
 
 @dataclass(frozen=True)
@@ -21,20 +36,21 @@ class Taken:
     """What one operation among so many ranks takes once it is handed over, by the bytes that a rank sends: while `groups` of them are at it, and
     while one is."""
 
-    together: Line
-    alone: Line
-    hand: Line  # of the rank's own time, before the call is under way, right after another call
-    rested: Line  # the same after a computation: nothing of it is in the caches, and whoever shares the core has just woken up too
+    together: Curve | Line
+    alone: Curve | Line
+    hand: Curve | Line  # of the rank's own time, before the call is under way, right after another call
+    rested: Curve | Line  # the same after a computation: nothing of it is in the caches, and whoever shares the core has just woken up too
     groups: int = 1
 
     def share(self) -> float:
         """Of the cores, by one call that has them to itself."""
         least = 1.0 / self.groups
-        return min(max(self.together.seconds(_USUAL) / self.alone.seconds(_USUAL) * least, least), 1.0)
+        together, alone = (sum(times.seconds(sent) for sent in _USUAL) for times in (self.together, self.alone))
+        return min(max(together / alone * least, least), 1.0)
 
-    def work(self, sent: float) -> float:
-        """Seconds of a call that has all the cores it can use. Where taking turns costs something, all groups at once take what they took."""
-        return max(self.alone.seconds(sent), self.together.seconds(sent) / (self.groups * self.share()))
+    def work(self, sent: float, share: float) -> float:
+        """Seconds of a call that has that share of the cores. Where taking turns costs something, all groups at once take what they took."""
+        return max(self.alone.seconds(sent), self.together.seconds(sent) / (self.groups * share))
 
 
 @dataclass(frozen=True)
@@ -52,7 +68,8 @@ class Cores:
     def call(self, op: str, size: int, ranks: tuple[int, ...], *, blocks: bool = False) -> Call:
         if len(ranks) < 2:
             return Call()
-        return Call(sent=self._of(op, ranks, blocks).work(size * wire_factor(op, len(ranks))), most=1.0)  # seconds of work, one a second at most
+        work = self._of(op, ranks, blocks).work(size * wire_factor(op, len(ranks)), self._of(op, ranks, False).share())
+        return Call(sent=work, most=1.0)  # seconds of work, one a second at most
 
     def like(self, ranks: tuple[int, ...]) -> Hashable:
         return len(ranks)
