@@ -236,23 +236,26 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
     # -- messages --
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
-        (tensor,) = tensors
-        if tensor.is_cuda:
-            torch.cuda.current_stream(tensor.device).synchronize()
-        held = buffers.outgoing(tensor)
-        request = self._comm.Isend(buffers.as_bytes(held), dst, tag)
-        return self._noted(Message(_post, request, tensor, held, source=self._index), held.nbytes)
+        (tensor,) = (held,) = tensors
+        if not (tensor.is_cpu and tensor.is_contiguous()):
+            held = self._fit(tensor, buffers.outgoing)
+        return self._noted(Message(_post, self._comm.Isend(buffers.as_bytes(held), dst, tag), tensor, held, None, self._index), held.nbytes)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
-        (tensor,) = tensors
-        if tensor.is_cuda:
-            torch.cuda.current_stream(tensor.device).synchronize()
-        held = buffers.incoming(tensor)
+        (tensor,) = (held,) = tensors
+        if not (tensor.is_cpu and tensor.is_contiguous()):
+            held = self._fit(tensor, buffers.incoming)
         arrived = None if held is tensor else lambda: buffers.settle(tensor, held)
         return self._noted(Message(_post, self._comm.Irecv(buffers.as_bytes(held), src, tag), tensor, held, arrived, src), held.nbytes)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         return self.recv(tensors, MPI.ANY_SOURCE, tag)
+
+    def _fit(self, tensor: torch.Tensor, way: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """What MPI works on in its place, once the device has done what it was given to do with it."""
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()
+        return way(tensor)
 
     def _noted(self, message: Message, size: int) -> dist.Work:
         _post.take(message, size)
@@ -281,13 +284,13 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
         if whole.numel() != self._count * part.numel():
             raise unfit(operation, whole, f"{self._count} times {part.numel()}")
 
-    def _splits(self, tensor: torch.Tensor, splits: Sequence[int]) -> list[int]:
+    def _splits(self, tensor: torch.Tensor, splits: Sequence[int]) -> Sequence[int]:
         """Elements for each rank from rows for each rank; no rows are equal rows."""
         rows = tensor.shape[0] if tensor.dim() else 0
         if not splits:
             if rows % self._count:
                 raise unfit("all_to_all", tensor, f"a multiple of {self._count} rows")
-            return [tensor.numel() // self._count] * self._count
+            return (tensor.numel() // self._count,) * self._count
         if sum(splits) != rows:
             raise unfit("all_to_all", tensor, f"the splits' {sum(splits)} rows")
         return [n * (tensor.numel() // max(rows, 1)) for n in splits]

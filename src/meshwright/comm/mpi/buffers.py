@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -59,15 +59,21 @@ def as_bytes(tensor: torch.Tensor) -> Spec:
 
 def in_pieces(tensor: torch.Tensor, elements: Sequence[int]) -> Spec:
     """One piece for each rank, one after the other, with so many elements each."""
-    counts = [n * tensor.element_size() for n in elements]
+    return [memory(tensor), *_pieces(tuple(elements), tensor.element_size(), most)]
+
+
+@lru_cache(256)
+def _pieces(elements: tuple[int, ...], width: int, limit: int) -> tuple[tuple[list[int], list[int]], MPI.Datatype]:
+    """Counts, where each begins, and of what type."""
+    counts = [n * width for n in elements]
     unit, kind = 1, MPI.BYTE
-    if sum(counts) > most:
+    if sum(counts) > limit:
         unit = math.gcd(*counts)
         kind = of_bytes(unit)
         counts = [n // unit for n in counts]
-        if sum(counts) > most:
+        if sum(counts) > limit:
             raise ValueError(f"pieces of {list(elements)} elements are more than MPI can count: make their sizes multiples of a larger number")
-    return [memory(tensor), counts, list(accumulate(counts[:-1], initial=0)), kind]
+    return (counts, list(accumulate(counts[:-1], initial=0))), kind
 
 
 @cache

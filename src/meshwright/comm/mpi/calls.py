@@ -151,11 +151,13 @@ class Calls:
         if held is not tensor and self._index != root:
             tensor.copy_(held)
 
-    def all_to_all(self, output: torch.Tensor, input: torch.Tensor, receives: list[int], sends: list[int]) -> None:
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor, receives: Sequence[int], sends: Sequence[int]) -> None:
         """With so many elements from each rank and to each."""
-        whole, sent = buffers.incoming(output), buffers.outgoing(input)
+        whole = output if output.is_cpu and output.is_contiguous() else buffers.incoming(output)
+        sent = input if input.is_cpu and input.is_contiguous() else buffers.outgoing(input)
         self._comm.Alltoallv(buffers.in_pieces(sent, sends), buffers.in_pieces(whole, receives))
-        buffers.settle(output, whole)
+        if whole is not output:
+            output.copy_(whole)
 
     def all_to_all_lists(self, outputs: Tensors, inputs: Tensors) -> None:
         sent = _joined(inputs)

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 _SMALL = 1 << 15  # bytes up to which a thread's waking up costs more than the message
-_LARGE = 1 << 21  # bytes from which a message takes longer than that, and is moved on from the start
 _SHORTEST_S, _LONGEST_S = 50e-6, 2e-3  # between two looks at requests under way
 _NAP_S, _NAPS = 2e-3, 25  # between two looks for new ones, and how many of them find nothing before the thread sleeps
 
@@ -24,18 +23,17 @@ _NAP_S, _NAPS = 2e-3, 25  # between two looks for new ones, and how many of them
 class Message(dist.Work):
     """One request. Only one thread may complete it: `_turn` says which."""
 
+    done = awaited = False
+    _future: torch.futures.Future[list[torch.Tensor]] | None = None
+
     def __init__(
         self, post: Post, request: Any, tensor: torch.Tensor, held: object, arrived: Callable[[], None] | None = None, source: int = MPI.ANY_SOURCE
     ) -> None:  # fmt: skip
         super().__init__()
-        self._post = post
-        self.done = self.awaited = False
-        self._request, self._tensor = request, tensor
+        self._post, self._request, self._tensor = post, request, tensor
         self._held: object = held  # the memory MPI works on
-        self._arrived = arrived
+        self._arrived, self._source = arrived, source
         self._turn = threading.Lock()
-        self._source = source
-        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
 
     def look(self) -> bool:
         """Move it on; True when it is over."""
@@ -109,8 +107,9 @@ class Message(dist.Work):
 class Post:
     """The thread that looks after messages that nobody waits for.
 
-    Waking it up costs as much as a message does. So while there is traffic it is woken for large ones alone, and looks for others by itself,
-    every `_NAP_S`; by then most have been waited for. It sleeps until it is called when there has been none for a while.
+    Waking it up costs as much as a message of some MB does: it runs where its rank does, and takes Python's lock and its core just when these are
+    needed to wait. So while there is traffic it is never woken and looks by itself, every `_NAP_S`; by then most have been waited for. It sleeps
+    until it is called when there has been none for a while.
     """
 
     def __init__(self) -> None:
@@ -123,14 +122,14 @@ class Post:
     def take(self, message: Message, size: int) -> None:
         """A small message is on its way already, or moves on whenever something else of MPI's does: nobody has to look after it."""
         if size > _SMALL:
-            self.follow(message, hurry=size >= _LARGE)
+            self.follow(message)
 
-    def follow(self, message: Message, hurry: bool = False) -> None:
+    def follow(self, message: Message) -> None:
         self._new.append(message)
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="mpi messages", daemon=True)
             self._thread.start()
-        elif self._asleep or hurry:
+        elif self._asleep:
             self._asleep = False
             self._call.put("come")
 
