@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.comm import mpi
+from meshwright.comm.mpi import library
 
 
 def main() -> None:
@@ -34,11 +35,43 @@ def main() -> None:
         assert work is not None
         work.wait()
     assert bool((strided[:, ::2] == (rank - 1) % world).all())
+    _lists(rank, world)
     _ordered(world)
     _same_as_on_the_host(rank, world)
     _timed(rank)
     print(f"rank {rank}: all held on {torch.cuda.get_device_name()}", flush=True)
     dist.destroy_process_group()
+
+
+def _lists(rank: int, world: int) -> None:
+    """What is joined, copied or scaled on the device before it is sent, behind work that the device is still busy with."""
+    busy = torch.randn(4096, 4096, device="cuda")
+    for dtype in (torch.float32, torch.bfloat16):
+        late = torch.ones((), device="cuda", dtype=dtype) + (busy @ busy @ busy).mul(0).sum().to(dtype)  # 1, in a while
+        mine = [torch.full((5, 3), 10 * rank + r, device="cuda", dtype=dtype) * late for r in range(world)]
+        arrived = [torch.empty(5, 3, device="cuda", dtype=dtype) for _ in range(world)]
+        dist.all_to_all(arrived, mine)
+        assert [t.unique().tolist() for t in arrived] == [[10 * r + rank] for r in range(world)], dtype
+        one = torch.empty(5, 3, device="cuda", dtype=dtype)
+        dist.reduce_scatter(one, [t * late for t in mine])
+        assert bool((one == sum(10 * r + rank for r in range(world))).all()), dtype
+        strided = (torch.arange(64, device="cuda").to(dtype).view(8, 8) * late + rank)[:, 1::2]
+        dist.broadcast(strided, 0)
+        assert strided[3].tolist() == [25, 27, 29, 31], dtype
+        mean = torch.full((7,), 2.0 * rank, device="cuda", dtype=dtype) * late
+        dist.all_reduce(mean, dist.ReduceOp.AVG)
+        assert bool((mean == world - 1).all()), dtype
+        root = [torch.empty(5, 3, device="cuda", dtype=dtype) for _ in range(world)] if rank == 0 else None
+        dist.gather(mine[0] * late, root, 0)
+        assert root is None or [t.unique().tolist() for t in root] == [[10 * r] for r in range(world)], dtype
+        dist.scatter(one, [t * late for t in mine] if rank == 0 else None, 0)
+        assert bool((one == rank).all()), dtype
+        sent = (torch.full((6, 6), float(rank), device="cuda", dtype=dtype) * late).t()[:, ::2]
+        got = torch.empty(6, 3, device="cuda", dtype=dtype)
+        pair = [dist.P2POp(dist.isend, sent, (rank + 1) % world), dist.P2POp(dist.irecv, got, (rank - 1) % world)]
+        for work in dist.batch_isend_irecv(pair):
+            work.wait()
+        assert bool((got == (rank - 1) % world).all()), dtype
 
 
 def _ordered(world: int) -> None:
@@ -75,7 +108,8 @@ def _timed(rank: int) -> None:
         dist.all_reduce(tensor)
         torch.cuda.synchronize()
     if rank == 0:
-        print(f"16 MB all-reduce, staged: {(time.perf_counter() - begun) * 1e3:.1f} ms", flush=True)
+        way = "on the device" if library.cuda_aware() else "staged"
+        print(f"16 MB all-reduce, {way}: {(time.perf_counter() - begun) * 1e3:.1f} ms", flush=True)
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
         (output,), (inputs,) = output_tensors, input_tensors
         way = reduction(opts.reduceOp, output.dtype, self._count)
         sizes = [t.numel() for t in inputs]
-        run = lambda: self._calls.reduce_scatter(output, torch.cat([t.reshape(-1) for t in inputs]), way, sizes)  # noqa: E731
+        run = lambda: self._calls.reduce_scatter(output, buffers.made(torch.cat([t.reshape(-1) for t in inputs])), way, sizes)  # noqa: E731
         return self._put("reduce_scatter", output_tensors, output, opts, run)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:

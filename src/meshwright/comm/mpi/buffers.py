@@ -26,10 +26,17 @@ def ready(tensor: torch.Tensor) -> bool:
 
 
 def outgoing(tensor: torch.Tensor) -> torch.Tensor:
-    """What is sent: the tensor, or a copy in host memory."""
+    """What is sent: the tensor, or a copy that MPI can work on."""
     if ready(tensor):
         return tensor
-    return tensor.contiguous() if tensor.is_cpu or (tensor.is_cuda and library.cuda_aware()) else tensor.cpu().contiguous()
+    return made(tensor.contiguous()) if tensor.is_cpu or (tensor.is_cuda and library.cuda_aware()) else tensor.cpu().contiguous()
+
+
+def made(tensor: torch.Tensor) -> torch.Tensor:
+    """One that was asked for just now, once it is there: MPI, which knows nothing of streams, would read a device's memory before."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+    return tensor
 
 
 def incoming(tensor: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,8 @@ class Calls:
         size = work.nbytes
         if size >= self.near.least and (window := self._window("all_reduce", work, way)) is not None:
             shared.all_reduce(window, work.view(-1), way.combine, shared.nothing, "all_reduce")
+        elif work.is_cuda and way.combined:
+            self._reduce_there(work.view(-1), way)
         elif size <= buffers.most:
             self._comm.Allreduce(MPI.IN_PLACE, [_at(work.data_ptr(), size), work.numel() * way.width, way.kind], way.op)
         else:
@@ -79,7 +81,9 @@ class Calls:
 
     def _reduce_scatter(self, own: torch.Tensor, work: torch.Tensor, way: Reduction, sizes: list[int]) -> None:
         equal = len(set(sizes)) == 1
-        if work.numel() * way.width > buffers.most:
+        if own.is_cuda and way.combined:
+            self._scatter_by_pairs(own, work, way, sizes)
+        elif work.numel() * way.width > buffers.most:
             self._scatter_by_reducing(own, work, way, sizes)
         elif work.nbytes >= _PAIRWISE and own.is_cpu and not (equal and way.plain):
             self._scatter_by_pairs(own, work, way, sizes)
@@ -90,14 +94,25 @@ class Calls:
 
     def _scatter_by_pairs(self, own: torch.Tensor, work: torch.Tensor, way: Reduction, sizes: list[int]) -> None:
         """In each round every rank sends one other its part, and takes in its own from another: MPI's own way moves more through memory."""
-        parts = work.view(-1).split(sizes)
+        parts, own = work.view(-1).split(sizes), own.view(-1)
         if parts[self._index].data_ptr() != own.data_ptr():
-            own.view(-1).copy_(parts[self._index])
+            own.copy_(parts[self._index])
         arrived = torch.empty_like(own)
         for step in range(1, self._count):
             to, source = (self._index + step) % self._count, (self._index - step) % self._count
-            self._comm.Sendrecv(way.spec(parts[to]), to, _ROUNDS_TAG, way.spec(arrived), source, _ROUNDS_TAG)
-            way.op.Reduce_local(way.spec(arrived), way.spec(own))
+            self._comm.Sendrecv(buffers.as_bytes(parts[to]), to, _ROUNDS_TAG, buffers.as_bytes(arrived), source, _ROUNDS_TAG)
+            if own.is_cuda:
+                way.combine(own, arrived, out=own)
+                buffers.made(own)
+            else:
+                way.op.Reduce_local(way.spec(arrived), way.spec(own))
+
+    def _reduce_there(self, whole: torch.Tensor, way: Reduction) -> None:
+        """Of device memory, which an MPI that takes it moves quickly but adds up on the host: moved by MPI, added up by the device."""
+        least, more = divmod(whole.numel(), self._count)
+        sizes = [least + (rank < more) for rank in range(self._count)]
+        self._scatter_by_pairs(whole.split(sizes)[self._index], whole, way, sizes)
+        self._comm.Allgatherv(MPI.IN_PLACE, buffers.in_pieces(whole, sizes))
 
     def _scatter_by_reducing(self, own: torch.Tensor, work: torch.Tensor, way: Reduction, sizes: list[int]) -> None:
         """More than MPI counts: every rank's part is reduced to it, a piece at a time."""
@@ -122,7 +137,7 @@ class Calls:
         total = size * self._count
         in_place = begin == start + self._index * size  # as FSDP2 gathers: the part lies where it belongs
         if not in_place and start < begin + size and begin < start + total:  # MPI forbids it, and MPICH looks
-            own = own.clone()
+            own = buffers.made(own.clone())
         window = self.near.window("all_gather", total) if total >= self.near.least and whole.is_cpu else None
         if window is not None:
             parts = whole.view(-1).split([own.numel()] * self._count)
@@ -193,7 +208,7 @@ class Calls:
 
 
 def _joined(tensors: Tensors) -> torch.Tensor:
-    return buffers.outgoing(torch.cat([t.reshape(-1) for t in tensors]))
+    return buffers.outgoing(buffers.made(torch.cat([t.reshape(-1) for t in tensors])))
 
 
 def _deal(arrived: torch.Tensor, outputs: Tensors) -> None:

@@ -13,7 +13,8 @@ from meshwright.comm.window import Window, window_among
 
 _NEVER = 1 << 62
 _SLACK_S = 60.0  # by which the watchdog, which knows who is missing, comes before the window's own clock
-FROM = {"all_reduce": 1 << 19, "reduce_scatter": 1 << 19, "reduce": 1 << 20, "broadcast": 1 << 20, "all_gather": 1 << 20}  # bytes of the whole tensor
+# Bytes of the whole tensor, for each rank of the group: with every one more there is somebody to wait for.
+FROM = {"all_reduce": 1 << 18, "reduce_scatter": 1 << 18, "reduce": 1 << 18, "broadcast": 1 << 19, "all_gather": 1 << 19}
 # Two ranks gather quicker when each reads the other's memory itself, as MPI has them do; of more, each one's memory would be read several times.
 # What one rank gives to several is theirs to copy either way.
 _SIZES = {"all_gather": range(3, 1 << 20), "broadcast": range(2, 3)}
@@ -26,7 +27,8 @@ class Near:
         self._comm, self._members = comm, members
         self._window: Window | None = None
         self._tried = False
-        self._from = {op: size if len(members) in _SIZES.get(op, range(2, 1 << 20)) else _NEVER for op, size in FROM.items()}
+        ranks = len(members)
+        self._from = {op: size * ranks if ranks in _SIZES.get(op, range(2, 1 << 20)) else _NEVER for op, size in FROM.items()}
         self.least = min(self._from.values())  # bytes below which there is nothing to ask
 
     def window(self, op: str, size: int) -> Window | None:

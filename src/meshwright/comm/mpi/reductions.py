@@ -58,7 +58,7 @@ class Reduction:
         if self.factor is not None:
             factor = self.factor.to(ready.device) if isinstance(self.factor, torch.Tensor) else self.factor
             ready = ready.mul_(factor) if ready is not tensor or not keep else ready * factor
-        return ready
+        return buffers.made(ready)
 
     def finish(self, tensor: torch.Tensor, reduced: torch.Tensor) -> None:
         if self.ranks > 1:
