@@ -16,7 +16,8 @@ Spans = list[tuple[float, float]]
 def profiled(work: Callable[[], T], device: torch.device, trace: Path | None) -> tuple[T, dict[str, float]]:
     """Run `work` once; its result, and seconds of communication in all and exposed. Writes a Chrome trace to `trace`."""
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-    with profile(activities=kinds) as profiler:
+    every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # a lane's calls are made by a thread that was there before
+    with profile(activities=kinds, experimental_config=every) as profiler:
         result = work()
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -31,17 +32,20 @@ def profiled(work: Callable[[], T], device: torch.device, trace: Path | None) ->
 
 
 def _split(events: Iterable[Any], *, gpu: bool) -> tuple[Spans, Spans]:
-    """(communication, computation) as merged spans of seconds."""
-    talk: Spans = []
-    work: Spans = []
+    """(communication, computation) as merged spans of seconds. What a thread computes inside a call of its own is part of the call: ranks that
+    share memory add up there."""
+    talk: dict[int, Spans] = {}
+    work: dict[int, Spans] = {}
     for event in events:
         span = (event.time_range.start * 1e-6, event.time_range.end * 1e-6)
         name = event.name.lower()
         if "nccl" in name or name.startswith(("gloo:", "mpi:")):
-            talk.append(span)
+            talk.setdefault(event.thread, []).append(span)
         elif gpu or name.startswith("aten::"):
-            work.append(span)
-    return merge(talk), merge(work)
+            work.setdefault(event.thread, []).append(span)
+    if not gpu:
+        work = {thread: without(merge(spans), merge(talk.get(thread, []))) for thread, spans in work.items()}
+    return merge([span for spans in talk.values() for span in spans]), merge([span for spans in work.values() for span in spans])
 
 
 def merge(spans: Spans) -> Spans:
@@ -67,6 +71,20 @@ def overlap(a: Spans, b: Spans) -> Spans:
             i += 1
         else:
             j += 1
+    return found
+
+
+def without(a: Spans, b: Spans) -> Spans:
+    """What of the merged spans `a` is in none of the merged spans `b`."""
+    found: Spans = []
+    for start, end in a:
+        for first, last in b:
+            if first < end and last > start:
+                if first > start:
+                    found.append((start, first))
+                start = max(start, last)
+        if start < end:
+            found.append((start, end))
     return found
 
 

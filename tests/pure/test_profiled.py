@@ -1,0 +1,48 @@
+"""What a profiled step says about communication: of any thread, and nothing that is computed inside a call hides it."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from meshwright.comm.lane import Lane
+from meshwright.execute.profile import _split, length, overlap, profiled, without
+
+
+def event(name: str, start: float, end: float, thread: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(name=name, thread=thread, time_range=SimpleNamespace(start=start * 1e6, end=end * 1e6))
+
+
+def test_calls_of_a_lanes_thread_are_seen() -> None:
+    lane = Lane("a lane that was there before")
+    lane.put("first", lambda: None, (), later=True).wait()
+    slept = 0.05
+
+    def step() -> None:
+        work = lane.put("all_reduce", lambda: time.sleep(slept), (), later=True, size=1 << 20)
+        time.sleep(slept / 5)  # so that it is the thread that makes the call
+        work.wait()
+
+    _, found = profiled(step, torch.device("cpu"), None)
+    lane.close()
+    assert found["communication_s"] >= slept and found["exposed_s"] >= 0.9 * slept
+
+
+def test_what_is_added_up_inside_a_call_does_not_hide_it() -> None:
+    events = [
+        event("mpi:all_reduce", 1.0, 3.0, thread=2),
+        event("aten::add", 1.5, 2.5, thread=2),
+        event("aten::mm", 0.0, 1.25),
+        event("aten::mm", 2.75, 4.0),
+    ]
+    talk, work = _split(events, gpu=False)
+    assert talk == [(1.0, 3.0)] and work == [(0.0, 1.25), (2.75, 4.0)]
+    assert length(talk) - length(overlap(talk, work)) == pytest.approx(1.5)
+
+
+def test_spans_without_others() -> None:
+    assert without([(0.0, 4.0), (5.0, 6.0)], [(1.0, 2.0), (3.0, 5.5)]) == [(0.0, 1.0), (2.0, 3.0), (5.5, 6.0)]
+    assert without([(1.0, 2.0)], [(0.0, 3.0)]) == [] and without([(1.0, 2.0)], []) == [(1.0, 2.0)]
