@@ -20,6 +20,7 @@ LEVELS = {
     "plan": 3, "simulate": 3, "execute": 3,
     "orchestrate": 4, "serve": 4, "proxies": 4, "study": 4,
     "cli": 5, "api": 5,
+    "__main__": 6,
 }  # fmt: skip
 ROOT = "__init__"  # meshwright/__init__.py: it names what api offers, and nobody below may ask it
 WITHOUT_TORCH = {"core", "schedule", "cost", "plan", "simulate"}
