@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -76,16 +77,8 @@ def overlap(a: Spans, b: Spans) -> Spans:
 
 def without(a: Spans, b: Spans) -> Spans:
     """What of the merged spans `a` is in none of the merged spans `b`."""
-    found: Spans = []
-    for start, end in a:
-        for first, last in b:
-            if first < end and last > start:
-                if first > start:
-                    found.append((start, first))
-                start = max(start, last)
-        if start < end:
-            found.append((start, end))
-    return found
+    edges = [-math.inf, *(edge for span in b for edge in span), math.inf]
+    return overlap(a, list(zip(edges[::2], edges[1::2], strict=True)))
 
 
 def length(spans: Spans) -> float:

@@ -178,9 +178,9 @@ def wait(seconds: float) -> None:
     """Stand still for exactly so long, and leave the core to others meanwhile. Linux wakes sleepers 50 µs late unless it is asked not to."""
     until = time.perf_counter() + seconds
     if seconds > _SPIN_S:
-        _ask(_SLACK, 1)
+        _ask(_SLACK, ctypes.c_ulong(1))
         time.sleep(seconds - _SPIN_S)
-        _ask(_SLACK, 0)  # as it was
+        _ask(_SLACK, ctypes.c_ulong(0))  # what is usual again
     while time.perf_counter() < until:
         pass
 

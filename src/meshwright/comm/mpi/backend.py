@@ -238,24 +238,18 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
         (tensor,) = (held,) = tensors
         if not (tensor.is_cpu and tensor.is_contiguous()):
-            held = self._fit(tensor, buffers.outgoing)
+            held = buffers.outgoing(buffers.made(tensor))
         return self._noted(Message(_post, self._comm.Isend(buffers.as_bytes(held), dst, tag), tensor, held, None, self._index), held.nbytes)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
         (tensor,) = (held,) = tensors
         if not (tensor.is_cpu and tensor.is_contiguous()):
-            held = self._fit(tensor, buffers.incoming)
+            held = buffers.incoming(buffers.made(tensor))
         arrived = None if held is tensor else lambda: buffers.settle(tensor, held)
         return self._noted(Message(_post, self._comm.Irecv(buffers.as_bytes(held), src, tag), tensor, held, arrived, src), held.nbytes)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         return self.recv(tensors, MPI.ANY_SOURCE, tag)
-
-    def _fit(self, tensor: torch.Tensor, way: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """What MPI works on in its place, once the device has done what it was given to do with it."""
-        if tensor.is_cuda:
-            torch.cuda.current_stream(tensor.device).synchronize()
-        return way(tensor)
 
     def _noted(self, message: Message, size: int) -> dist.Work:
         _post.take(message, size)

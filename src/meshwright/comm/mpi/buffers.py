@@ -33,7 +33,7 @@ def outgoing(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def made(tensor: torch.Tensor) -> torch.Tensor:
-    """One that was asked for just now, once it is there: MPI, which knows nothing of streams, would read a device's memory before."""
+    """A tensor once its device has done all that it was given to do: MPI, which knows nothing of streams, would read or write its memory before."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
     return tensor
