@@ -200,9 +200,9 @@ def test_mpirun_is_told_what_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(launch, "find", lambda: tmp_path / "mpirun")
     monkeypatch.setattr(os, "getuid", lambda: 0)
     command, environ = launch.mpirun(4, {"A": "b"}, cores=2)
-    assert command == [str(tmp_path / "mpirun"), "-n", "4", "--oversubscribe", "--bind-to", "none"]
-    assert launch.mpirun(4, {}, cores=4)[0][-2:] == launch.mpirun(4, {}, cores=7)[0][-2:] == ["--bind-to", "core"]
-    assert launch.mpirun(4, {}, cores=8)[0][-2:] == ["--bind-to", "none"]
+    assert command == [str(tmp_path / "mpirun"), "-n", "4", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "core:overload-allowed"]
+    bound = {(ranks, cores): launch.mpirun(ranks, {}, cores=cores)[0][-1] != "none" for ranks in (4, 5) for cores in (2, 4, 7, 8)}
+    assert [pair for pair, yes in bound.items() if yes] == [(4, 2), (4, 4), (4, 7), (5, 7), (5, 8)]
     assert environ["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == environ["OMPI_MCA_mpi_yield_when_idle"] == "1" and environ["A"] == "b"
     (tmp_path / "ompi_info").unlink()  # MPICH knows none of these
     assert launch.mpirun(4, {}, cores=2)[0] == [str(tmp_path / "mpirun"), "-n", "4"]

@@ -142,7 +142,7 @@ class Composed:
                 if finish is not None:
                     finish()
 
-        return self._mail.lane.put(name, job, [counted], later=True, size=counted.nbytes)
+        return self._mail.lane.put(name, [counted], counted, True, job)
 
 
 def _reduction(work: torch.Tensor, op: str, factor: float | None, ranks: int) -> tuple[algorithms.Combine, float | None]:

@@ -34,6 +34,7 @@ LARGE = 1 << 15  # bytes from which a call is worth a thread's waking up at once
 _MOMENT_S = 200e-6
 _FOREVER = -1.0
 _announcing = threading.Lock()
+Beside = Callable[[torch.Tensor, Callable[[], object]], Callable[[], object]]
 
 
 class Call(dist.Work):
@@ -103,7 +104,8 @@ class Call(dist.Work):
 
 
 class Done(dist.Work):
-    """What a call that was made at once returns: torch hands it to nobody, so there is nothing that it has to remember."""
+    """What is over when it is returned: calls that are waited for at once, which torch hands to nobody, and small messages that were sent. So there
+    is nothing that it has to remember."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
@@ -116,6 +118,14 @@ class Done(dist.Work):
     def synchronize(self) -> None:
         """It is over."""
 
+    def result(self) -> list[torch.Tensor]:
+        return []
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result([])
+        return future
+
 
 DONE = Done()
 
@@ -123,8 +133,10 @@ DONE = Done()
 class Lane:
     """Use `put`; the rest is for calls and for the watchdog."""
 
-    def __init__(self, name: str, kind: str = "mpi") -> None:
-        self.name, self.kind = name, kind
+    def __init__(self, name: str, kind: str = "mpi", beside: Beside | None = None) -> None:
+        """`beside` turns what is done with a device's tensor into what a lane may do: it begins when the device has come so far."""
+        self.name, self.kind, self._beside = name, kind, beside
+        self.together: list[dist.Work] | None = None  # what was put but not made since somebody began to collect it
         self.number = 0  # of operations begun: the same on every rank that keeps up
         self.current: tuple[str, float] | None = None  # what is being done, and since when
         self._turn = threading.Lock()
@@ -134,19 +146,28 @@ class Lane:
         self._thread: threading.Thread | None = None
 
     def put(
-        self, name: str, run: Callable[..., object], outputs: Sequence[torch.Tensor], later: bool, size: int = 0, args: tuple[Any, ...] = ()
+        self, name: str, outputs: Sequence[torch.Tensor], tensor: torch.Tensor | None, later: bool, run: Callable[..., object], *args: Any
     ) -> dist.Work:  # fmt: skip
-        """Do it now, after what was asked for before; or later, at the latest when it is waited for."""
-        if not later and not self._waiting and self._turn.acquire(False):  # nobody is before us
+        """Do it now, after what was asked for before; or later, at the latest when it is waited for. `tensor` tells how large it is, and where."""
+        away = tensor is not None and tensor.is_cuda
+        if not (later or away or self._waiting or profiler._is_profiler_enabled) and self._turn.acquire(False):  # nobody is before us, or looks
+            self.number += 1
+            self.current = (name, time.monotonic())
             try:
-                self.make(name, run, args)
+                run(*args)
             finally:
+                self.current = None
                 self._turn.release()
             return DONE
-        call = Call(self, name, partial(run, *args) if args else run, outputs)
+        job: Callable[[], object] = partial(run, *args)
+        if tensor is not None and away and self._beside is not None:
+            job = self._beside(tensor, job)
+        call = Call(self, name, job, outputs)
         self._waiting.append(call)
+        if self.together is not None:
+            self.together.append(call)
         if later:
-            self.ring(hurry=size >= LARGE)
+            self.ring(hurry=tensor is not None and tensor.nbytes >= LARGE)
         else:
             call.wait()
         return call
@@ -203,15 +224,13 @@ class Lane:
         call.perform()
         return call
 
-    def make(self, name: str, run: Callable[..., object], args: tuple[Any, ...] = ()) -> None:
+    def make(self, name: str, run: Callable[[], object]) -> None:
         """By whoever holds the lane."""
         self.number += 1
         self.current = (name, time.monotonic())
+        seen = profiler.record_function(f"{self.kind}:{name}") if profiler._is_profiler_enabled else contextlib.nullcontext()
         try:
-            if profiler._is_profiler_enabled:
-                with profiler.record_function(f"{self.kind}:{name}"):
-                    run(*args)
-            else:
-                run(*args)
+            with seen:
+                run()
         finally:
             self.current = None

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,10 +19,10 @@ library.load()  # before mpi4py is imported by anybody else: it must not initial
 
 from mpi4py import MPI  # noqa: E402
 
-from meshwright.comm.lane import Lane  # noqa: E402
+from meshwright.comm.lane import DONE, Lane  # noqa: E402
 from meshwright.comm.mpi import buffers  # noqa: E402
-from meshwright.comm.mpi.calls import Calls, Tensors, unfit  # noqa: E402
-from meshwright.comm.mpi.messages import Message, Post  # noqa: E402
+from meshwright.comm.mpi.calls import Calls, Tensors  # noqa: E402
+from meshwright.comm.mpi.messages import SMALL, Message, Post  # noqa: E402
 from meshwright.comm.mpi.reductions import reduction  # noqa: E402
 from meshwright.comm.mpi.watchdog import Watchdog  # noqa: E402
 
@@ -62,8 +61,7 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
         self._comm, self._members = comm, members
         self._calls = Calls(comm, members)
         self._index, self._count = comm.Get_rank(), comm.Get_size()
-        self._lane = Lane(f"the group of ranks {_ranges(members)}")
-        self._coalesced: list[Any] | None = None
+        self._lane = Lane(f"the group of ranks {_ranges(members)}", beside=buffers.beside)
         self._label = self._note = ""
         assert _watchdog is not None
         _watchdog.watch(self._lane, members)
@@ -118,7 +116,7 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
         opts = opts or _c10d.AllreduceOptions()
         (tensor,) = tensors
         way = reduction(opts.reduceOp, tensor.dtype, self._count)
-        return self._put("all_reduce", tensors, tensor, opts, self._calls.all_reduce, tensor, way)
+        return self._lane.put("all_reduce", tensors, tensor, opts.asyncOp, self._calls.all_reduce, tensor, way)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         opts = opts or _c10d.AllreduceCoalescedOptions()
@@ -128,13 +126,13 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
             for tensor, way in zip(tensors, ways, strict=True):
                 self._calls.all_reduce(tensor, way)
 
-        return self._put("all_reduce", tensors, tensors[0], opts, run)
+        return self._lane.put("all_reduce", tensors, tensors[0], opts.asyncOp, run)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         opts = opts or _c10d.ReduceOptions()
         (tensor,) = tensors
         way, root = reduction(opts.reduceOp, tensor.dtype, self._count), opts.rootRank
-        return self._put("reduce", tensors, tensor, opts, self._calls.reduce, tensor, way, root)
+        return self._lane.put("reduce", tensors, tensor, opts.asyncOp, self._calls.reduce, tensor, way, root)
 
     def reduce_scatter(self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None) -> dist.Work:
         opts = opts or _c10d.ReduceScatterOptions()
@@ -142,13 +140,13 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
         way = reduction(opts.reduceOp, output.dtype, self._count)
         sizes = [t.numel() for t in inputs]
         run = lambda: self._calls.reduce_scatter(output, buffers.made(torch.cat([t.reshape(-1) for t in inputs])), way, sizes)  # noqa: E731
-        return self._put("reduce_scatter", output_tensors, output, opts, run)
+        return self._lane.put("reduce_scatter", output_tensors, output, opts.asyncOp, run)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         opts = opts or _c10d.ReduceScatterOptions()
         way = reduction(opts.reduceOp, output.dtype, self._count)
         self._check("reduce_scatter", input, output)
-        return self._put("reduce_scatter", (output,), output, opts, self._calls.reduce_scatter, output, input, way)
+        return self._lane.put("reduce_scatter", (output,), output, opts.asyncOp, self._calls.reduce_scatter, output, input, way)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -162,7 +160,7 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
             for output, whole, way in zip(outputs, inputs, ways, strict=True):
                 self._calls.reduce_scatter(output, whole, way)
 
-        return self._put("reduce_scatter", outputs, outputs[0], opts, run)
+        return self._lane.put("reduce_scatter", outputs, outputs[0], opts.asyncOp, run)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -171,11 +169,11 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         opts = opts or _c10d.BroadcastOptions()
         (tensor,) = tensors
-        return self._put("broadcast", tensors, tensor, opts, self._calls.broadcast, tensor, opts.rootRank)
+        return self._lane.put("broadcast", tensors, tensor, opts.asyncOp, self._calls.broadcast, tensor, opts.rootRank)
 
     def allgather(self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None) -> dist.Work:
         (outputs,), (tensor,) = output_tensors, input_tensors
-        return self._put("all_gather", outputs, tensor, opts or _c10d.AllgatherOptions(), self._calls.gather_all, outputs, tensor)
+        return self._lane.put("all_gather", outputs, tensor, opts is None or opts.asyncOp, self._calls.gather_all, outputs, tensor)
 
     def allgather_coalesced(self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None) -> dist.Work:
         """`output_lists[i]` is what the i-th input's copies of all ranks go to."""
@@ -185,11 +183,11 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
                 self._calls.gather_all(outputs, tensor)
 
         every = [t for outputs in output_lists for t in outputs]
-        return self._put("all_gather", every, input_list[0], opts or _c10d.AllgatherOptions(), run)
+        return self._lane.put("all_gather", every, input_list[0], opts is None or opts.asyncOp, run)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         self._check("all_gather", output, input)
-        return self._put("all_gather", (output,), output, opts or _c10d.AllgatherOptions(), self._calls.all_gather, output, input)
+        return self._lane.put("all_gather", (output,), output, opts is None or opts.asyncOp, self._calls.all_gather, output, input)
 
     _allgather_base = all_gather_single
 
@@ -201,7 +199,7 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
             for output, part in zip(outputs, inputs, strict=True):
                 self._calls.all_gather(output, part)
 
-        return self._put("all_gather", outputs, outputs[0], opts or _c10d.AllgatherOptions(), run)
+        return self._lane.put("all_gather", outputs, outputs[0], opts is None or opts.asyncOp, run)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -209,85 +207,73 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
         opts = opts or _c10d.GatherOptions()
         (tensor,) = input_tensors
         outputs = output_tensors[0] if output_tensors else ()
-        return self._put("gather", outputs, tensor, opts, self._calls.gather, outputs, tensor, opts.rootRank)
+        return self._lane.put("gather", outputs, tensor, opts.asyncOp, self._calls.gather, outputs, tensor, opts.rootRank)
 
     def scatter(self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None) -> dist.Work:
         opts = opts or _c10d.ScatterOptions()
         (tensor,) = output_tensors
         inputs = input_tensors[0] if input_tensors else ()
-        return self._put("scatter", output_tensors, tensor, opts, self._calls.scatter, tensor, inputs, opts.rootRank)
+        return self._lane.put("scatter", output_tensors, tensor, opts.asyncOp, self._calls.scatter, tensor, inputs, opts.rootRank)
 
     def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
     ) -> dist.Work:  # fmt: skip
-        receives, sends = self._splits(output, output_splits), self._splits(input, input_splits)
+        width, ranks, most = output.itemsize, self._count, buffers.most
+        receives = buffers.rows(output.shape, width, tuple(output_splits), ranks, most)
+        sends = buffers.rows(input.shape, width, tuple(input_splits), ranks, most)
         opts = opts or _c10d.AllToAllOptions()
-        return self._put("all_to_all", (output,), output, opts, self._calls.all_to_all, output, input, receives, sends)
+        return self._lane.put("all_to_all", (output,), output, opts.asyncOp, self._calls.all_to_all, output, input, receives, sends)
 
     alltoall_base = all_to_all_single
 
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> dist.Work:
         opts = opts or _c10d.AllToAllOptions()
-        return self._put("all_to_all", output_tensors, output_tensors[0], opts, self._calls.all_to_all_lists, output_tensors, input_tensors)
+        run = self._calls.all_to_all_lists
+        return self._lane.put("all_to_all", output_tensors, output_tensors[0], opts.asyncOp, run, output_tensors, input_tensors)
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        return self._lane.put("barrier", self._comm.Barrier, (), later=opts is None or opts.asyncOp)
+        return self._lane.put("barrier", (), None, opts is None or opts.asyncOp, self._comm.Barrier)
 
     # -- messages --
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
-        (tensor,) = (held,) = tensors
-        if not (tensor.is_cpu and tensor.is_contiguous()):
-            held = buffers.outgoing(buffers.made(tensor))
-        return self._noted(Message(_post, self._comm.Isend(buffers.as_bytes(held), dst, tag), tensor, held, None, self._index), held.nbytes)
+        (held,) = tensors
+        if not (held.is_cpu and held.is_contiguous()):
+            held = buffers.outgoing(buffers.made(held))
+        request = self._comm.Isend(buffers.as_bytes(held), dst, tag)
+        if held.nbytes <= SMALL and request.Test():  # MPI has taken it: most small ones are over before they are waited for
+            return DONE
+        return self._noted(request, held, held, self._index)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
         (tensor,) = (held,) = tensors
         if not (tensor.is_cpu and tensor.is_contiguous()):
             held = buffers.incoming(buffers.made(tensor))
-        arrived = None if held is tensor else lambda: buffers.settle(tensor, held)
-        return self._noted(Message(_post, self._comm.Irecv(buffers.as_bytes(held), src, tag), tensor, held, arrived, src), held.nbytes)
+        return self._noted(self._comm.Irecv(buffers.as_bytes(held), src, tag), tensor, held, src)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         return self.recv(tensors, MPI.ANY_SOURCE, tag)
 
-    def _noted(self, message: Message, size: int) -> dist.Work:
-        _post.take(message, size)
-        if self._coalesced is not None:
-            self._coalesced.append(message)
+    def _noted(self, request: Any, tensor: torch.Tensor, held: torch.Tensor, source: int) -> dist.Work:
+        message = Message(_post, request, tensor, held, source)
+        if held.nbytes > SMALL:
+            _post.follow(message)
+        if self._lane.together is not None:
+            self._lane.together.append(message)
         return message
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._coalesced = []
+        self._lane.together = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        works, self._coalesced = self._coalesced or [], None
-        return self._lane.put("messages", lambda: [work.wait() for work in works], (), later=True)
+        works, self._lane.together = self._lane.together or [], None
+        return self._lane.put("messages", (), None, True, lambda: [work.wait() for work in works])
 
     # -- how --
 
-    def _put(self, name: str, outputs: Tensors, tensor: torch.Tensor, opts: Any, run: Callable[..., object], *args: Any) -> dist.Work:
-        if tensor.is_cuda:
-            run, args = buffers.beside(tensor, partial(run, *args)), ()
-        call = self._lane.put(name, run, outputs, opts.asyncOp, tensor.nbytes, args)
-        if self._coalesced is not None:
-            self._coalesced.append(call)
-        return call
-
     def _check(self, operation: str, whole: torch.Tensor, part: torch.Tensor) -> None:
         if whole.numel() != self._count * part.numel():
-            raise unfit(operation, whole, f"{self._count} times {part.numel()}")
-
-    def _splits(self, tensor: torch.Tensor, splits: Sequence[int]) -> Sequence[int]:
-        """Elements for each rank from rows for each rank; no rows are equal rows."""
-        rows = tensor.shape[0] if tensor.dim() else 0
-        if not splits:
-            if rows % self._count:
-                raise unfit("all_to_all", tensor, f"a multiple of {self._count} rows")
-            return (tensor.numel() // self._count,) * self._count
-        if sum(splits) != rows:
-            raise unfit("all_to_all", tensor, f"the splits' {sum(splits)} rows")
-        return [n * (tensor.numel() // max(rows, 1)) for n in splits]
+            raise buffers.unfit(operation, whole.shape, f"{self._count} times {part.numel()}")
 
 
 def _ranges(members: tuple[int, ...]) -> str:

@@ -18,6 +18,7 @@ _at = MPI.buffer.fromaddress
 _UNIT = 2**24  # bytes in a piece of a type that holds more than `most`
 
 Spec = list[Any]
+Pieces = tuple[tuple[list[int], list[int]], MPI.Datatype]  # counts, where each begins, and of what type
 
 
 def ready(tensor: torch.Tensor) -> bool:
@@ -59,9 +60,8 @@ def memory(tensor: torch.Tensor) -> Any:
 def as_bytes(tensor: torch.Tensor) -> Spec:
     """All of it, as one message."""
     size = tensor.nbytes
-    if size <= most:
-        return [memory(tensor), size, MPI.BYTE]
-    return [memory(tensor), 1, of_bytes(size)]
+    where = _at(tensor.data_ptr(), size)
+    return [where, size, MPI.BYTE] if size <= most else [where, 1, of_bytes(size)]
 
 
 def in_pieces(tensor: torch.Tensor, elements: Sequence[int]) -> Spec:
@@ -70,8 +70,24 @@ def in_pieces(tensor: torch.Tensor, elements: Sequence[int]) -> Spec:
 
 
 @lru_cache(256)
-def _pieces(elements: tuple[int, ...], width: int, limit: int) -> tuple[tuple[list[int], list[int]], MPI.Datatype]:
-    """Counts, where each begins, and of what type."""
+def rows(shape: torch.Size, width: int, splits: tuple[int, ...], ranks: int, limit: int) -> Pieces:
+    """So many rows for each rank; equally many where it is not said."""
+    count = shape[0] if shape else 0
+    if not splits and count % ranks:
+        raise unfit("all_to_all", shape, f"a multiple of {ranks} rows")
+    splits = splits or (count // ranks,) * ranks
+    if sum(splits) != count:
+        raise unfit("all_to_all", shape, f"the splits' {sum(splits)} rows")
+    row = math.prod(shape[1:])
+    return _pieces(tuple(n * row for n in splits), width, limit)
+
+
+def unfit(operation: str, shape: torch.Size, wanted: str) -> ValueError:
+    return ValueError(f"{operation}: a tensor of shape {list(shape)} does not hold {wanted}")
+
+
+@lru_cache(256)
+def _pieces(elements: tuple[int, ...], width: int, limit: int) -> Pieces:
     counts = [n * width for n in elements]
     unit, kind = 1, MPI.BYTE
     if sum(counts) > limit:

@@ -20,7 +20,7 @@ from meshwright.comm.window import Window
 
 Tensors = Sequence[torch.Tensor]
 _PAIRWISE, _ROUNDS_TAG = 1 << 18, 32767  # bytes from which a reduce-scatter goes by messages; their tag, the largest that MPI promises
-_at = MPI.buffer.fromaddress
+_at, _IN_PLACE, _BYTE = MPI.buffer.fromaddress, MPI.IN_PLACE, MPI.BYTE
 
 
 class Calls:
@@ -33,45 +33,51 @@ class Calls:
     # -- reductions --
 
     def all_reduce(self, tensor: torch.Tensor, way: Reduction) -> None:
+        size = tensor.nbytes
+        if way.plain and size < self.near.least and size <= buffers.most and tensor.is_cpu and tensor.is_contiguous():
+            self._comm.Allreduce(_IN_PLACE, [_at(tensor.data_ptr(), size), tensor.numel() * way.width, way.kind], way.op)
+            return
         work = tensor if way.plain and tensor.is_cpu and tensor.is_contiguous() else way.prepared(tensor, keep=False)
-        size = work.nbytes
-        if size >= self.near.least and (window := self._window("all_reduce", work, way)) is not None:
+        if (window := self._window("all_reduce", work, way)) is not None:
             shared.all_reduce(window, work.view(-1), way.combine, shared.nothing, "all_reduce")
         elif work.is_cuda and way.combined:
             self._reduce_there(work.view(-1), way)
-        elif size <= buffers.most:
-            self._comm.Allreduce(MPI.IN_PLACE, [_at(work.data_ptr(), size), work.numel() * way.width, way.kind], way.op)
         else:
-            way.pieces(work, lambda part: self._comm.Allreduce(MPI.IN_PLACE, way.spec(part), way.op))
-        if work is not tensor or not way.plain:
-            way.finish(tensor, work)
+            way.pieces(work, lambda part: self._comm.Allreduce(_IN_PLACE, way.spec(part), way.op))
+        way.finish(tensor, work)
 
     def reduce(self, tensor: torch.Tensor, way: Reduction, root: int) -> None:
+        size, here = tensor.nbytes, self._index == root
+        if way.plain and size < self.near.least and size <= buffers.most and tensor.is_cpu and tensor.is_contiguous():
+            spec = [_at(tensor.data_ptr(), size), tensor.numel() * way.width, way.kind]
+            if here:
+                self._comm.Reduce(_IN_PLACE, spec, way.op, root)
+            else:
+                self._comm.Reduce(spec, None, way.op, root)
+            return
         work = tensor if way.plain and tensor.is_cpu and tensor.is_contiguous() else way.prepared(tensor)
-        size, here = work.nbytes, self._index == root
-        if size >= self.near.least and (window := self._window("reduce", work, way)) is not None:
+        if (window := self._window("reduce", work, way)) is not None:
             shared.reduce(window, work.view(-1), way.combine, root, "reduce")
-        elif size <= buffers.most:
-            spec = [_at(work.data_ptr(), size), work.numel() * way.width, way.kind]
-            self._comm.Reduce(*((MPI.IN_PLACE, spec) if here else (spec, None)), way.op, root)
         elif here:
-            way.pieces(work, lambda part: self._comm.Reduce(MPI.IN_PLACE, way.spec(part), way.op, root))
+            way.pieces(work, lambda part: self._comm.Reduce(_IN_PLACE, way.spec(part), way.op, root))
         else:
             way.pieces(work, lambda part: self._comm.Reduce(way.spec(part), None, way.op, root))
-        if here and (work is not tensor or not way.plain):
+        if here:
             way.finish(tensor, work)
 
     def reduce_scatter(self, output: torch.Tensor, whole: torch.Tensor, way: Reduction, sizes: list[int] | None = None) -> None:
         """`sizes` are elements for each rank where they differ."""
         size, total, start, begin = output.nbytes, whole.nbytes, output.data_ptr(), whole.data_ptr()
-        apart = buffers.ready(output) and not (start < begin + total and begin < start + size)
-        if sizes is None and apart and way.plain and total < self.near.least and total <= buffers.most and buffers.ready(whole):
+        apart = start >= begin + total or begin >= start + size  # MPI forbids that they overlap
+        here = whole.is_cpu and output.is_cpu and whole.is_contiguous() and output.is_contiguous()
+        if way.plain and here and apart and sizes is None and total < self.near.least and total <= buffers.most:
             count = output.numel() * way.width
             self._comm.Reduce_scatter_block([_at(begin, total), count, way.kind], [_at(start, size), count, way.kind], way.op)
             return
         sizes = sizes or [output.numel()] * self._count
         work = whole if way.plain and buffers.ready(whole) else way.prepared(whole)
-        own = output if way.worked == output.dtype and apart else torch.empty(output.shape, dtype=way.worked, device=work.device)
+        fits = way.worked == output.dtype and apart and buffers.ready(output)
+        own = output if fits else torch.empty(output.shape, dtype=way.worked, device=work.device)
         window = self._window("reduce_scatter", work, way) if own.is_cpu else None
         if window is not None:
             shared.scatter(window, work.view(-1).split(sizes), own.view(-1), way.combine, "reduce_scatter")
@@ -112,7 +118,7 @@ class Calls:
         least, more = divmod(whole.numel(), self._count)
         sizes = [least + (rank < more) for rank in range(self._count)]
         self._scatter_by_pairs(whole.split(sizes)[self._index], whole, way, sizes)
-        self._comm.Allgatherv(MPI.IN_PLACE, buffers.in_pieces(whole, sizes))
+        self._comm.Allgatherv(_IN_PLACE, buffers.in_pieces(whole, sizes))
 
     def _scatter_by_reducing(self, own: torch.Tensor, work: torch.Tensor, way: Reduction, sizes: list[int]) -> None:
         """More than MPI counts: every rank's part is reduced to it, a piece at a time."""
@@ -145,11 +151,11 @@ class Calls:
                 parts[self._index].copy_(own.view(-1))
             shared.gather(window, parts, "all_gather")
         elif size <= buffers.most:
-            sent = MPI.IN_PLACE if in_place else [_at(own.data_ptr(), size), size, MPI.BYTE]
-            self._comm.Allgather(sent, [_at(start, total), size, MPI.BYTE])
+            sent = _IN_PLACE if in_place else [_at(own.data_ptr(), size), size, _BYTE]
+            self._comm.Allgather(sent, [_at(start, total), size, _BYTE])
         else:
             unit = buffers.as_bytes(own)
-            self._comm.Allgather(MPI.IN_PLACE if in_place else unit, [buffers.memory(whole), *unit[1:]])
+            self._comm.Allgather(_IN_PLACE if in_place else unit, [buffers.memory(whole), *unit[1:]])
         if whole is not output:
             output.copy_(whole)
 
@@ -162,15 +168,15 @@ class Calls:
         if window is not None:
             shared.broadcast(window, held, root, "broadcast")
         else:
-            self._comm.Bcast([_at(held.data_ptr(), size), size, MPI.BYTE] if size <= buffers.most else buffers.as_bytes(held), root)
+            self._comm.Bcast([_at(held.data_ptr(), size), size, _BYTE] if size <= buffers.most else buffers.as_bytes(held), root)
         if held is not tensor and self._index != root:
             tensor.copy_(held)
 
-    def all_to_all(self, output: torch.Tensor, input: torch.Tensor, receives: Sequence[int], sends: Sequence[int]) -> None:
-        """With so many elements from each rank and to each."""
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor, receives: buffers.Pieces, sends: buffers.Pieces) -> None:
+        """In pieces from each rank and to each."""
         whole = output if output.is_cpu and output.is_contiguous() else buffers.incoming(output)
         sent = input if input.is_cpu and input.is_contiguous() else buffers.outgoing(input)
-        self._comm.Alltoallv(buffers.in_pieces(sent, sends), buffers.in_pieces(whole, receives))
+        self._comm.Alltoallv([_at(sent.data_ptr(), sent.nbytes), *sends], [_at(whole.data_ptr(), whole.nbytes), *receives])
         if whole is not output:
             output.copy_(whole)
 
@@ -184,7 +190,7 @@ class Calls:
         own = buffers.outgoing(tensor)
         sizes = [t.numel() for t in outputs]
         if tensor.numel() != sizes[self._index]:
-            raise unfit("all_gather", tensor, f"what the list says, {sizes[self._index]}")
+            raise buffers.unfit("all_gather", tensor.shape, f"what the list says, {sizes[self._index]}")
         arrived = torch.empty(sum(sizes), dtype=own.dtype, device=own.device)
         self._comm.Allgatherv(buffers.as_bytes(own), buffers.in_pieces(arrived, sizes))
         _deal(arrived, outputs)
@@ -214,7 +220,3 @@ def _joined(tensors: Tensors) -> torch.Tensor:
 def _deal(arrived: torch.Tensor, outputs: Tensors) -> None:
     for piece, output in zip(arrived.split([t.numel() for t in outputs]), outputs, strict=True):
         output.copy_(piece.view(output.shape))
-
-
-def unfit(operation: str, tensor: torch.Tensor, wanted: str) -> ValueError:
-    return ValueError(f"{operation}: a tensor of shape {list(tensor.shape)} does not hold {wanted}")

@@ -6,7 +6,6 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -15,7 +14,8 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
-_SMALL = 1 << 15  # bytes up to which a thread's waking up costs more than the message
+# Bytes up to which nobody has to look after a message: it is on its way already, or moves on whenever something else of MPI's does.
+SMALL = 1 << 15
 _SHORTEST_S, _LONGEST_S = 50e-6, 2e-3  # between two looks at requests under way
 _NAP_S, _NAPS = 2e-3, 25  # between two looks for new ones, and how many of them find nothing before the thread sleeps
 
@@ -26,13 +26,11 @@ class Message(dist.Work):
     done = awaited = False
     _future: torch.futures.Future[list[torch.Tensor]] | None = None
 
-    def __init__(
-        self, post: Post, request: Any, tensor: torch.Tensor, held: object, arrived: Callable[[], None] | None = None, source: int = MPI.ANY_SOURCE
-    ) -> None:  # fmt: skip
+    def __init__(self, post: Post, request: Any, tensor: torch.Tensor, held: torch.Tensor, source: int) -> None:
+        """`held` is what MPI works on: the tensor, or what is copied to it when it has arrived."""
         super().__init__()
-        self._post, self._request, self._tensor = post, request, tensor
-        self._held: object = held  # the memory MPI works on
-        self._arrived, self._source = arrived, source
+        self._post, self._request, self._tensor, self._source = post, request, tensor, source
+        self._held = held
         self._turn = threading.Lock()
 
     def look(self) -> bool:
@@ -48,19 +46,21 @@ class Message(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self.awaited = True
-        limit = time.monotonic() + timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else 0.0
-        while limit and not self.look():
+        if timeout is not None and timeout.total_seconds() > 0:
+            self._look_until(time.monotonic() + timeout.total_seconds())
+        with self._turn:
+            if not self.done:
+                status = self._status()
+                self._post.helped = True
+                self._request.Wait(status)
+                self._post.helped = False
+                self._over(status)
+        return True
+
+    def _look_until(self, limit: float) -> None:
+        while not self.look():
             if time.monotonic() > limit:
                 raise TimeoutError("a message was not sent or received in time")
-        if not self.done:
-            with self._turn:
-                if not self.done:
-                    status = self._status()
-                    self._post.helped = True
-                    self._request.Wait(status)
-                    self._post.helped = False
-                    self._over(status)
-        return True
 
     def _status(self) -> Any:
         """For a message from anybody: who it was."""
@@ -69,9 +69,9 @@ class Message(dist.Work):
     def _over(self, status: Any) -> None:
         if status is not None:
             self._source = status.Get_source()
-        if self._arrived is not None:
-            self._arrived()
-        self._held = self._arrived = None
+        if self._held is not self._tensor:
+            self._tensor.copy_(self._held)
+            self._held = self._tensor  # the memory may go
         self.done = True
         if self._future is not None and not self._future.done():
             self._future.set_result([self._tensor])
@@ -118,11 +118,6 @@ class Post:
         self._thread: threading.Thread | None = None
         self._asleep = False
         self.helped = False  # somebody is inside MPI, which moves everybody's messages on
-
-    def take(self, message: Message, size: int) -> None:
-        """A small message is on its way already, or moves on whenever something else of MPI's does: nobody has to look after it."""
-        if size > _SMALL:
-            self.follow(message)
 
     def follow(self, message: Message) -> None:
         self._new.append(message)
