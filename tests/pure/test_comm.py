@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from meshwright.comm import Ledger, RoutedComm, ThreadComm, ThreadWorld
-from meshwright.comm.mpi import library
+from meshwright.comm.mpi import library, near
 from meshwright.core.calibration import Calibration, Line, Rates
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
@@ -229,3 +230,27 @@ def test_ranks_of_mpirun_meet_over_mpi() -> None:
     assert default_backend(place, "cpu") == "mpi"
     assert default_backend(place, "cuda") == "nccl"
     assert default_backend(Place(0, 4, 0, 4, "", "torchrun"), "cpu") == default_backend(None, "cpu") == "gloo"
+
+
+@pytest.mark.parametrize(("by_window", "by_mpi", "chosen"), [(1.0, 2.0, True), (2.0, 1.0, False)])
+def test_large_calls_go_the_way_that_was_quicker(monkeypatch: pytest.MonkeyPatch, by_window: float, by_mpi: float, chosen: bool) -> None:
+    """The other rank comes 10 s late to calls by MPI, which is no fault of theirs."""
+    now: list[float] = [0.0]
+    others: list[tuple[float, float]] = []
+    opened: Any = object()
+    comm: Any = SimpleNamespace(Get_rank=lambda: 0, allgather=lambda mine: [mine, others])
+    monkeypatch.setattr(near, "window_among", lambda *_: (opened, ""))
+    monkeypatch.setattr(near, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    group = near.Near(comm, (0, 1))
+
+    def call(op: str, alike: bool) -> bool:
+        by = group.window(op, 1 << 20, alike) is opened
+        late = now[0] + (0.0 if by else 10.0)
+        now[0] = late + (by_window if by else by_mpi)
+        others.append((late, now[0]))
+        group.done(op)
+        return by
+
+    assert [call("all_reduce", True) for _ in range(16)] == [True, False] * 6 + [chosen] * 4
+    assert all(call("reduce", False) for _ in range(12)), "what depends on the order of a sum is not tried"
+    assert group.window("all_reduce", 1 << 18, True) is None

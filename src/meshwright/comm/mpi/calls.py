@@ -44,6 +44,7 @@ class Calls:
             self._reduce_there(work.view(-1), way)
         else:
             way.pieces(work, lambda part: self._comm.Allreduce(_IN_PLACE, way.spec(part), way.op))
+        self.near.done("all_reduce")
         way.finish(tensor, work)
 
     def reduce(self, tensor: torch.Tensor, way: Reduction, root: int) -> None:
@@ -62,6 +63,7 @@ class Calls:
             way.pieces(work, lambda part: self._comm.Reduce(_IN_PLACE, way.spec(part), way.op, root))
         else:
             way.pieces(work, lambda part: self._comm.Reduce(way.spec(part), None, way.op, root))
+        self.near.done("reduce")
         if here:
             way.finish(tensor, work)
 
@@ -83,6 +85,7 @@ class Calls:
             shared.scatter(window, work.view(-1).split(sizes), own.view(-1), way.combine, "reduce_scatter")
         else:
             self._reduce_scatter(own, work, way, sizes)
+        self.near.done("reduce_scatter")
         way.finish(output, own)
 
     def _reduce_scatter(self, own: torch.Tensor, work: torch.Tensor, way: Reduction, sizes: list[int]) -> None:
@@ -131,7 +134,8 @@ class Calls:
             start += size
 
     def _window(self, op: str, work: torch.Tensor, way: Reduction) -> Window | None:
-        return self.near.window(op, work.nbytes) if way.combined and work.is_cpu else None
+        alike = self._count == 2 and way.combine is torch.add  # a + b is b + a
+        return self.near.window(op, work.nbytes, alike) if way.combined and work.is_cpu else None
 
     # -- movements --
 
@@ -144,7 +148,7 @@ class Calls:
         in_place = begin == start + self._index * size  # as FSDP2 gathers: the part lies where it belongs
         if not in_place and start < begin + size and begin < start + total:  # MPI forbids it, and MPICH looks
             own = buffers.made(own.clone())
-        window = self.near.window("all_gather", total) if total >= self.near.least and whole.is_cpu else None
+        window = self.near.window("all_gather", total, alike=True) if total >= self.near.least and whole.is_cpu else None
         if window is not None:
             parts = whole.view(-1).split([own.numel()] * self._count)
             if not in_place:
@@ -156,6 +160,7 @@ class Calls:
         else:
             unit = buffers.as_bytes(own)
             self._comm.Allgather(_IN_PLACE if in_place else unit, [buffers.memory(whole), *unit[1:]])
+        self.near.done("all_gather")
         if whole is not output:
             output.copy_(whole)
 
@@ -164,11 +169,12 @@ class Calls:
         if not (tensor.is_cpu and tensor.is_contiguous()):
             held = buffers.outgoing(tensor) if self._index == root else buffers.incoming(tensor)
         size = held.nbytes
-        window = self.near.window("broadcast", size) if size >= self.near.least and held.is_cpu else None
+        window = self.near.window("broadcast", size, alike=True) if size >= self.near.least and held.is_cpu else None
         if window is not None:
             shared.broadcast(window, held, root, "broadcast")
         else:
             self._comm.Bcast([_at(held.data_ptr(), size), size, _BYTE] if size <= buffers.most else buffers.as_bytes(held), root)
+        self.near.done("broadcast")
         if held is not tensor and self._index != root:
             tensor.copy_(held)
 
