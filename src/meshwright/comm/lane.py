@@ -138,7 +138,7 @@ class Lane:
         self.name, self.kind, self._beside = name, kind, beside
         self.together: list[dist.Work] | None = None  # what was put but not made since somebody began to collect it
         self.number = 0  # of operations begun: the same on every rank that keeps up
-        self.current: tuple[str, float] | None = None  # what is being done, and since when
+        self.current = ""  # what is being done
         self._turn = threading.Lock()
         self._waiting: deque[Call] = deque()
         self._bell: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -152,11 +152,11 @@ class Lane:
         away = tensor is not None and tensor.is_cuda
         if not (later or away or self._waiting or profiler._is_profiler_enabled) and self._turn.acquire(False):  # nobody is before us, or looks
             self.number += 1
-            self.current = (name, time.monotonic())
+            self.current = name
             try:
                 run(*args)
             finally:
-                self.current = None
+                self.current = ""
                 self._turn.release()
             return DONE
         job: Callable[[], object] = partial(run, *args)
@@ -227,10 +227,10 @@ class Lane:
     def make(self, name: str, run: Callable[[], object]) -> None:
         """By whoever holds the lane."""
         self.number += 1
-        self.current = (name, time.monotonic())
+        self.current = name
         seen = profiler.record_function(f"{self.kind}:{name}") if profiler._is_profiler_enabled else contextlib.nullcontext()
         try:
             with seen:
                 run()
         finally:
-            self.current = None
+            self.current = ""

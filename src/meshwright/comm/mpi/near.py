@@ -5,9 +5,9 @@ group. So gathers to one rank and all-to-alls, whose sizes a rank may know in pa
 
 [Note: trials]
 Which way is quicker depends on the machine: of 16 MB, two ranks' sum through shared memory takes 0.9 of MPI's time on one and 1.6 on another. So the
-first calls of an operation and size go the two ways in turn, and the rest goes the quicker one. A call lasts from when the last rank comes to when
-the last one goes, by the node's clock: who came early has waited, and that says nothing about the way. But no clock may decide which bits come out:
-what is moved and sums of two are the same either way, sums of more depend on the order, and go by the sizes that were measured.
+first calls of an operation and size go the two ways, a few in a row and in turn, and the rest goes the quicker one. A call lasts from when the last
+rank comes to when the last one goes, by the node's clock: who came early has waited, and that says nothing about the way. But no clock may decide
+which bits come out: what is moved and sums of two are the same either way, sums of more depend on the order, and go by the sizes that were measured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FROM = {"all_reduce": 1 << 18, "reduce_scatter": 1 << 18, "reduce": 1 << 18, "br
 # Two ranks gather quicker when each reads the other's memory itself, as MPI has them do; of more, each one's memory would be read several times.
 # What one rank gives to several is theirs to copy either way.
 _SIZES = {"all_gather": range(3, 1 << 20), "broadcast": range(2, 3)}
-_COLD, _TRIES = 2, 12  # calls of a trial that do not count, and all of them
+_ROW, _TRIES = 3, 12  # calls of a trial one way in a row, of which the first finds nothing of its own in the caches, and all of them
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Near:
             return self._window
         trial = self._trials.setdefault((op, size.bit_length()), _Trial())
         if not trial.over:
-            trial.near = len(trial.calls) % 2 == 0
+            trial.near = _by_window(len(trial.calls))
             trial.begun = time.monotonic()
             self._under_way[op] = trial
         return self._window if trial.near else None
@@ -79,8 +79,14 @@ class Near:
         if len(trial.calls) == _TRIES:
             every = [list(zip(*one, strict=True)) for one in zip(*self._comm.allgather(trial.calls), strict=True)]
             took = [max(ended) - max(begun) for begun, ended in every]
-            trial.near = statistics.median(took[_COLD::2]) <= statistics.median(took[_COLD + 1 :: 2])
+            by_window, by_mpi = ([t for n, t in enumerate(took) if n % _ROW and _by_window(n) is way] for way in (True, False))
+            trial.near = statistics.median(by_window) <= statistics.median(by_mpi)
             trial.over = True
 
     def close(self) -> None:
         self._window, self._tried, self.least = None, True, _NEVER
+
+
+def _by_window(number: int) -> bool:
+    """Which way a trial's call goes."""
+    return number // _ROW % 2 == 0

@@ -18,11 +18,13 @@ _GRACE_S = 3.0  # ranks that wait for the same one notice it within this of each
 _TAG = 1
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Watched:
     lane: weakref.ref[Lane]
     ranks: tuple[int, ...]  # in the world
     name: str
+    number: int = -1  # of the operation that was seen last, and since when: a lane that had to look at the clock would be slower
+    since: float = 0.0
 
 
 class Watchdog:
@@ -52,10 +54,14 @@ class Watchdog:
                 self._watched = [w for w in self._watched if w.lane() is not None]
                 watched = list(self._watched)
             for one in watched:
-                lane = one.lane()
-                current = lane.current if lane is not None else None
-                if lane is not None and current is not None and time.monotonic() - current[1] > library.timeout_s:
-                    self._end(one, current[0], lane.number)
+                lane, now = one.lane(), time.monotonic()
+                if lane is None:
+                    continue
+                number, operation = lane.number, lane.current
+                if number != one.number or not operation:
+                    one.number, one.since = number, now
+                elif now - one.since > library.timeout_s:
+                    self._end(one, operation, number)
 
     def _end(self, watched: _Watched, operation: str, number: int) -> None:
         """Tell the others of the group that we wait; whoever does not say the same has not come."""
