@@ -251,6 +251,6 @@ def test_large_calls_go_the_way_that_was_quicker(monkeypatch: pytest.MonkeyPatch
         group.done(op)
         return by
 
-    assert [call("all_reduce", True) for _ in range(16)] == [True, True, True, False, False, False] * 2 + [chosen] * 4
+    assert [call("all_reduce", True) for _ in range(20)] == ([True] * 4 + [False] * 4) * 2 + [chosen] * 4
     assert all(call("reduce", False) for _ in range(12)), "what depends on the order of a sum is not tried"
     assert group.window("all_reduce", 1 << 18, True) is None

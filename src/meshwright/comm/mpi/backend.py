@@ -23,7 +23,7 @@ from meshwright.comm.lane import DONE, Lane  # noqa: E402
 from meshwright.comm.mpi import buffers  # noqa: E402
 from meshwright.comm.mpi.calls import Calls, Tensors  # noqa: E402
 from meshwright.comm.mpi.messages import SMALL, Message, Post  # noqa: E402
-from meshwright.comm.mpi.reductions import reduction  # noqa: E402
+from meshwright.comm.mpi.reductions import known, reduction  # noqa: E402
 from meshwright.comm.mpi.watchdog import Watchdog  # noqa: E402
 
 _c10d: Any = torch._C._distributed_c10d
@@ -115,7 +115,8 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         opts = opts or _c10d.AllreduceOptions()
         (tensor,) = tensors
-        way = reduction(opts.reduceOp, tensor.dtype, self._count)
+        op, dtype, ranks = opts.reduceOp, tensor.dtype, self._count
+        way = known.get((hash(op), dtype, ranks)) or reduction(op, dtype, ranks)
         return self._lane.put("all_reduce", tensors, tensor, opts.asyncOp, self._calls.all_reduce, tensor, way)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
@@ -131,8 +132,9 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         opts = opts or _c10d.ReduceOptions()
         (tensor,) = tensors
-        way, root = reduction(opts.reduceOp, tensor.dtype, self._count), opts.rootRank
-        return self._lane.put("reduce", tensors, tensor, opts.asyncOp, self._calls.reduce, tensor, way, root)
+        op, dtype, ranks = opts.reduceOp, tensor.dtype, self._count
+        way = known.get((hash(op), dtype, ranks)) or reduction(op, dtype, ranks)
+        return self._lane.put("reduce", tensors, tensor, opts.asyncOp, self._calls.reduce, tensor, way, opts.rootRank)
 
     def reduce_scatter(self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None) -> dist.Work:
         opts = opts or _c10d.ReduceScatterOptions()
@@ -144,8 +146,10 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         opts = opts or _c10d.ReduceScatterOptions()
-        way = reduction(opts.reduceOp, output.dtype, self._count)
-        self._check("reduce_scatter", input, output)
+        op, dtype, ranks = opts.reduceOp, output.dtype, self._count
+        way = known.get((hash(op), dtype, ranks)) or reduction(op, dtype, ranks)
+        if input.numel() != ranks * output.numel():
+            raise buffers.unfit("reduce_scatter", input.shape, f"{ranks} times {output.numel()}")
         return self._lane.put("reduce_scatter", (output,), output, opts.asyncOp, self._calls.reduce_scatter, output, input, way)
 
     _reduce_scatter_base = reduce_scatter_single

@@ -14,10 +14,10 @@ from mpi4py import MPI
 from meshwright.comm.mpi import library
 
 most = 2**31 - 1  # elements or bytes in one count of MPI's; tests lower it
-_at = MPI.buffer.fromaddress
+_at, _BYTE = MPI.buffer.fromaddress, MPI.BYTE
 _UNIT = 2**24  # bytes in a piece of a type that holds more than `most`
 
-Spec = list[Any]
+Spec = Sequence[Any]
 Pieces = tuple[tuple[list[int], list[int]], MPI.Datatype]  # counts, where each begins, and of what type
 
 
@@ -61,7 +61,7 @@ def as_bytes(tensor: torch.Tensor) -> Spec:
     """All of it, as one message."""
     size = tensor.nbytes
     where = _at(tensor.data_ptr(), size)
-    return [where, size, MPI.BYTE] if size <= most else [where, 1, of_bytes(size)]
+    return (where, _BYTE) if size <= most else (where, 1, of_bytes(size))
 
 
 def in_pieces(tensor: torch.Tensor, elements: Sequence[int]) -> Spec:

@@ -35,7 +35,7 @@ class Calls:
     def all_reduce(self, tensor: torch.Tensor, way: Reduction) -> None:
         size = tensor.nbytes
         if way.plain and size < self.near.least and size <= buffers.most and tensor.is_cpu and tensor.is_contiguous():
-            self._comm.Allreduce(_IN_PLACE, [_at(tensor.data_ptr(), size), tensor.numel() * way.width, way.kind], way.op)
+            self._comm.Allreduce(_IN_PLACE, (_at(tensor.data_ptr(), size), way.kind), way.op)
             return
         work = tensor if way.plain and tensor.is_cpu and tensor.is_contiguous() else way.prepared(tensor, keep=False)
         if (window := self._window("all_reduce", work, way)) is not None:
@@ -50,7 +50,7 @@ class Calls:
     def reduce(self, tensor: torch.Tensor, way: Reduction, root: int) -> None:
         size, here = tensor.nbytes, self._index == root
         if way.plain and size < self.near.least and size <= buffers.most and tensor.is_cpu and tensor.is_contiguous():
-            spec = [_at(tensor.data_ptr(), size), tensor.numel() * way.width, way.kind]
+            spec = (_at(tensor.data_ptr(), size), way.kind)
             if here:
                 self._comm.Reduce(_IN_PLACE, spec, way.op, root)
             else:
@@ -73,8 +73,7 @@ class Calls:
         apart = start >= begin + total or begin >= start + size  # MPI forbids that they overlap
         here = whole.is_cpu and output.is_cpu and whole.is_contiguous() and output.is_contiguous()
         if way.plain and here and apart and sizes is None and total < self.near.least and total <= buffers.most:
-            count = output.numel() * way.width
-            self._comm.Reduce_scatter_block([_at(begin, total), count, way.kind], [_at(start, size), count, way.kind], way.op)
+            self._comm.Reduce_scatter_block((_at(begin, total), way.kind), (_at(start, size), way.kind), way.op)
             return
         sizes = sizes or [output.numel()] * self._count
         work = whole if way.plain and buffers.ready(whole) else way.prepared(whole)
@@ -155,8 +154,8 @@ class Calls:
                 parts[self._index].copy_(own.view(-1))
             shared.gather(window, parts, "all_gather")
         elif size <= buffers.most:
-            sent = _IN_PLACE if in_place else [_at(own.data_ptr(), size), size, _BYTE]
-            self._comm.Allgather(sent, [_at(start, total), size, _BYTE])
+            sent = _IN_PLACE if in_place else (_at(own.data_ptr(), size), _BYTE)
+            self._comm.Allgather(sent, (_at(start, total), _BYTE))
         else:
             unit = buffers.as_bytes(own)
             self._comm.Allgather(_IN_PLACE if in_place else unit, [buffers.memory(whole), *unit[1:]])
@@ -173,7 +172,7 @@ class Calls:
         if window is not None:
             shared.broadcast(window, held, root, "broadcast")
         else:
-            self._comm.Bcast([_at(held.data_ptr(), size), size, _BYTE] if size <= buffers.most else buffers.as_bytes(held), root)
+            self._comm.Bcast((_at(held.data_ptr(), size), _BYTE) if size <= buffers.most else buffers.as_bytes(held), root)
         self.near.done("broadcast")
         if held is not tensor and self._index != root:
             tensor.copy_(held)

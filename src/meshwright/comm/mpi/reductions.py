@@ -80,22 +80,19 @@ class Reduction:
 
 
 def reduction(op: Any, dtype: torch.dtype, ranks: int) -> Reduction:
-    """ValueError where the two have no meaning together."""
-    key = (hash(op), dtype, ranks)  # a reduction's hash is the number of its kind, and the quickest thing to ask it for
-    known = _known.get(key)
-    if known is not None:
-        return known
+    """ValueError where the two have no meaning together. What is quickest is to look into `known` first."""
     kind = op.op if hasattr(op, "op") else op
     found = _reduction(kind, dtype, ranks)
     if found.worked not in _UNCOMBINED:
         found = replace(found, combined=True, combine=_COMBINES[kind])
     if kind == _KINDS.PREMUL_SUM:
         return replace(found, factor=op.__getstate__()[1])  # the factor is a call's own
-    _known[key] = replace(found, plain=found.worked == dtype and found.ranks == 1)
-    return _known[key]
+    key = hash(op), dtype, ranks
+    known[key] = replace(found, plain=found.worked == dtype and found.ranks == 1)
+    return known[key]
 
 
-_known: dict[tuple[int, torch.dtype, int], Reduction] = {}
+known: dict[tuple[int, torch.dtype, int], Reduction] = {}  # by the reduction's hash, which is the number of its kind, its dtype and how many ranks
 
 
 @cache
