@@ -71,7 +71,7 @@ CASES: Mapping[str, dict[str, Any]] = {
 
 
 def main(
-    rounds: Annotated[int, typer.Option(min=3, help="Timed steps of each schedule.")] = 12,
+    rounds: Annotated[int, typer.Option(min=3, help="Timed steps of each schedule.")] = 36,
     backend: Annotated[str, typer.Option(help="A backend of torch.distributed.")] = "gloo",
     only: Annotated[str, typer.Option(help="One proxy alone.")] = "",
     output: Annotated[Path, typer.Option(help="Where the JSON goes.")] = HERE / "results" / "proxies.json",

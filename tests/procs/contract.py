@@ -219,8 +219,9 @@ def _messages(rank: int, world: int) -> bool:
     sent = dist.isend(_ones(4, 3, value=rank).t().contiguous().t(), right, tag=7)
     received = dist.irecv(wide[:, ::2], left, tag=7)
     assert sent is not None and received is not None
-    received.wait()
-    sent.wait()
+    waited = received.get_future().then(lambda _: received.wait())  # what hangs on a message's future may wait for the message
+    sent.get_future().wait()
+    assert waited.wait() and received.wait() and sent.wait() and sent.is_completed()
     anyone = torch.empty(1)
     if rank == 0:
         sources = {dist.recv(anyone) for _ in range(world - 1)}

@@ -164,7 +164,7 @@ class Lane:
             job = self._beside(tensor, job)
         call = Call(self, name, job, outputs)
         self._waiting.append(call)
-        if self.together is not None:
+        if later and self.together is not None:
             self.together.append(call)
         if later:
             self.ring(hurry=tensor is not None and tensor.nbytes >= LARGE)

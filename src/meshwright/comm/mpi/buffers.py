@@ -72,7 +72,7 @@ def in_pieces(tensor: torch.Tensor, elements: Sequence[int]) -> Spec:
 @lru_cache(256)
 def rows(shape: torch.Size, width: int, splits: tuple[int, ...], ranks: int, limit: int) -> Pieces:
     """So many rows for each rank; equally many where it is not said."""
-    count = shape[0] if shape else 0
+    count = shape[0] if shape else 1
     if not splits and count % ranks:
         raise unfit("all_to_all", shape, f"a multiple of {ranks} rows")
     splits = splits or (count // ranks,) * ranks

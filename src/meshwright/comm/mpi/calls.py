@@ -159,7 +159,8 @@ class Calls:
         else:
             unit = buffers.as_bytes(own)
             self._comm.Allgather(_IN_PLACE if in_place else unit, [buffers.memory(whole), *unit[1:]])
-        self.near.done("all_gather")
+        if total >= self.near.least:
+            self.near.done("all_gather")
         if whole is not output:
             output.copy_(whole)
 
@@ -173,7 +174,8 @@ class Calls:
             shared.broadcast(window, held, root, "broadcast")
         else:
             self._comm.Bcast((_at(held.data_ptr(), size), _BYTE) if size <= buffers.most else buffers.as_bytes(held), root)
-        self.near.done("broadcast")
+        if size >= self.near.least:
+            self.near.done("broadcast")
         if held is not tensor and self._index != root:
             tensor.copy_(held)
 

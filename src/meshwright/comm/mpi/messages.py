@@ -48,13 +48,14 @@ class Message(dist.Work):
         self.awaited = True
         if timeout is not None and timeout.total_seconds() > 0:
             self._look_until(time.monotonic() + timeout.total_seconds())
-        with self._turn:
-            if not self.done:
-                status = self._status()
-                self._post.helped = True
-                self._request.Wait(status)
-                self._post.helped = False
-                self._over(status)
+        if not self.done:
+            with self._turn:
+                if not self.done:
+                    status = self._status()
+                    self._post.helped = True
+                    self._request.Wait(status)
+                    self._post.helped = False
+                    self._over(status)
         return True
 
     def _look_until(self, limit: float) -> None:

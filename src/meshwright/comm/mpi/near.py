@@ -58,6 +58,7 @@ class Near:
     def window(self, op: str, size: int, alike: bool) -> Window | None:
         """None where a call of so many bytes goes by MPI. Collective when it is the first that does not. `alike` says that both ways give the same
         bits; then `done` is to be called when the call is over."""
+        self._under_way.pop(op, None)  # of a call that failed
         if size < self._from[op]:
             return None
         if not self._tried:

@@ -80,14 +80,16 @@ class Reduction:
 
 
 def reduction(op: Any, dtype: torch.dtype, ranks: int) -> Reduction:
-    """ValueError where the two have no meaning together. What is quickest is to look into `known` first."""
+    """ValueError where the two have no meaning together. Whoever is in a hurry looks into `known` first."""
+    key = hash(op), dtype, ranks
+    if key in known:
+        return known[key]
     kind = op.op if hasattr(op, "op") else op
     found = _reduction(kind, dtype, ranks)
     if found.worked not in _UNCOMBINED:
         found = replace(found, combined=True, combine=_COMBINES[kind])
     if kind == _KINDS.PREMUL_SUM:
         return replace(found, factor=op.__getstate__()[1])  # the factor is a call's own
-    key = hash(op), dtype, ranks
     known[key] = replace(found, plain=found.worked == dtype and found.ranks == 1)
     return known[key]
 
