@@ -81,7 +81,7 @@ def main(
 
     Example: python bench/proxies.py
 
-    Example: mpirun -n 4 python bench/proxies.py --backend mpi
+    Example: mpirun -n 4 --oversubscribe python bench/proxies.py --backend mpi
     """
     schedules = {name: PROXIES[name].build(PROXIES[name].settle((), CASES[name]), WORLD) for name in CASES if only in ("", name)}
     probes = {probe: repeated(*probe) for probe in wanted()}
