@@ -4,8 +4,9 @@
 
 Goals: at most 1.10 times raw from 1 MB up; below that, at most 60 µs more, since torch's own dispatch costs about 28.
 
-A fourth way tells what is in reach: the raw call, then the same call of torch's on a group in Python whose methods do nothing, with 8 bytes. After a
-message that fills the caches torch's own way there is several times as long as otherwise. A backend over MPI's own transport is no quicker than both.
+Two more ways tell what is in reach. "Torch alone" is the raw call, then the same call of torch's on a group in Python whose methods do nothing, with 8
+bytes: after a message that fills the caches, or where ranks share a core, torch's own way there is several times as long as otherwise. "Bare" is a
+group in Python whose methods make mpi4py's call and nothing else: no order among calls, nothing put off, one dtype, no other memory than the host's.
 """
 
 from __future__ import annotations
@@ -98,10 +99,10 @@ def _row(cells: tuple[dict[str, Any], ...]) -> dict[str, Any]:
 def show(world: dict[str, Any]) -> Table:
     table = Table(title=f"{world['ranks']} ranks", title_justify="left", header_style="bold", box=None)
     table.add_column("operation")
-    for column in ("size", "raw mpi4py µs", "backend mpi µs", "gloo µs", "raw, torch alone µs", "ratio to raw", "extra µs", "goal"):
+    for column in ("size", "raw mpi4py µs", "backend mpi µs", "gloo µs", "raw, torch alone µs", "bare µs", "ratio to raw", "extra µs", "goal"):
         table.add_column(column, justify="right")
     for row in world["rows"]:
-        times = (f"{row['median_s'][way] * 1e6:,.0f}" if way in row["median_s"] else "–" for way in ("raw", "mpi", "gloo", "torch"))
+        times = (f"{row['median_s'][way] * 1e6:,.0f}" if way in row["median_s"] else "–" for way in ("raw", "mpi", "gloo", "torch", "bare"))
         met = "met" if row["met"] else "[red]missed[/red]"
         table.add_row(row["op"], show_bytes(row["bytes"]), *times, f"{row['ratio']:.2f}", f"{row['extra_s'] * 1e6:,.0f}", met)
     return table
@@ -119,12 +120,14 @@ def measure(folder: str, rounds: int) -> None:
     mpi.register(120)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
     over_mpi = dist.new_group(backend="mpi")
-    with mock.patch.object(distributed_c10d, "ProcessGroupMPI", Nothing):
-        nothing = dist.new_group(backend="mpi")
+    groups = [over_mpi]
+    for kind in (Nothing, bare_group()):
+        with mock.patch.object(distributed_c10d, "ProcessGroupMPI", kind):
+            groups.append(dist.new_group(backend="mpi"))
     found = []
     for op in OPERATIONS:
         for size in SIZES if op != "barrier" else (0,):
-            ways = calls(op, size, rank, world, over_mpi, nothing)
+            ways = calls(op, size, rank, world, *groups)
             count = rounds if size < LARGE else max(rounds // 2, 3) if size < 1 << 24 else 3
             found.append({"op": op, "bytes": size, "seconds": _time(ways, count)})
             if rank == 0:
@@ -162,6 +165,66 @@ class Nothing(dist.ProcessGroup):
     broadcast = reduce = send = recv = barrier = _over  # type: ignore[assignment]
 
 
+def bare_group() -> Any:
+    """What any backend in Python has to do at least."""
+    from mpi4py import MPI
+
+    comm, at, byte, kind, op, here = MPI.COMM_WORLD.Dup(), MPI.buffer.fromaddress, MPI.BYTE, MPI.FLOAT, MPI.SUM, MPI.IN_PLACE
+
+    class Request(dist.Work):
+        def __init__(self, request: Any) -> None:
+            super().__init__()
+            self._request = request
+
+        def wait(self, timeout: Any = None) -> bool:
+            self._request.Wait()
+            return True
+
+    class Bare(Nothing):
+        def allreduce(self, tensors: Any, opts: Any) -> None:  # type: ignore[override]
+            (tensor,) = tensors
+            if not opts.asyncOp and opts.reduceOp:
+                comm.Allreduce(here, (at(tensor.data_ptr(), tensor.nbytes), kind), op)
+
+        def reduce(self, tensors: Any, opts: Any) -> None:  # type: ignore[override]
+            (tensor,), root = tensors, opts.rootRank
+            whole = (at(tensor.data_ptr(), tensor.nbytes), kind)
+            if not opts.asyncOp and opts.reduceOp:
+                comm.Reduce(*((here, whole) if comm.rank == root else (whole, None)), op, root)
+
+        def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> None:  # type: ignore[override]
+            if not opts.asyncOp and opts.reduceOp:
+                comm.Reduce_scatter_block((at(input.data_ptr(), input.nbytes), kind), (at(output.data_ptr(), output.nbytes), kind), op)
+
+        def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> None:  # type: ignore[override]
+            if not opts.asyncOp:
+                comm.Allgather((at(input.data_ptr(), input.nbytes), byte), (at(output.data_ptr(), output.nbytes), byte))
+
+        def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor, received: Any, sent: Any, opts: Any) -> None:  # type: ignore[override]
+            if not opts.asyncOp:
+                comm.Alltoallv((at(input.data_ptr(), input.nbytes), byte), (at(output.data_ptr(), output.nbytes), byte))
+
+        def broadcast(self, tensors: Any, opts: Any) -> None:  # type: ignore[override]
+            (tensor,) = tensors
+            if not opts.asyncOp:
+                comm.Bcast((at(tensor.data_ptr(), tensor.nbytes), byte), opts.rootRank)
+
+        def send(self, tensors: Any, to: int, tag: int = 0) -> dist.Work:  # type: ignore[override]
+            (tensor,) = tensors
+            return Request(comm.Isend((at(tensor.data_ptr(), tensor.nbytes), byte), to, tag))
+
+        def recv(self, tensors: Any, source: int, tag: int = 0) -> dist.Work:  # type: ignore[override]
+            (tensor,) = tensors
+            return Request(comm.Irecv((at(tensor.data_ptr(), tensor.nbytes), byte), source, tag))
+
+        def barrier(self, opts: Any) -> None:  # type: ignore[override]
+            comm.Barrier()
+
+        _reduce_scatter_base, _allgather_base, alltoall_base = reduce_scatter_single, all_gather_single, all_to_all_single
+
+    return Bare
+
+
 def _time(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     from mpi4py import MPI
 
@@ -185,10 +248,10 @@ def _time(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send", "barrier")
 
 
-def calls(op: str, size: int, rank: int, world: int, group: Any, nothing: Any) -> dict[str, Callable[[], object]]:
-    """The same operation four ways. `size` is that of the whole tensor.
+def calls(op: str, size: int, rank: int, world: int, group: Any, nothing: Any, bare: Any) -> dict[str, Callable[[], object]]:
+    """The same operation five ways. `size` is that of the whole tensor.
 
-    Raw and backend work on the same memory, since where it lies makes a difference of a quarter at 1 MB; gloo has its own.
+    Raw, bare and backend work on the same memory, since where it lies makes a difference of a quarter at 1 MB; gloo has its own.
     """
     from mpi4py import MPI
 
@@ -215,6 +278,7 @@ def calls(op: str, size: int, rank: int, world: int, group: Any, nothing: Any) -
         "mpi": _torch_call(op, arrays, right, left, group),
         "gloo": _torch_call(op, copies, right, left, None),
         "torch": lambda: (raw[op](), dispatch()),
+        "bare": _torch_call(op, arrays, right, left, bare),
     }
 
 

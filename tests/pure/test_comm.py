@@ -248,7 +248,7 @@ def test_large_calls_go_the_way_that_was_quicker(monkeypatch: pytest.MonkeyPatch
         late = now[0] + (0.0 if by else 10.0)
         now[0] = late + (by_window if by else by_mpi)
         others.append((late, now[0]))
-        group.done(op)
+        group.done()
         return by
 
     assert [call("all_reduce", True) for _ in range(20)] == ([True] * 4 + [False] * 4) * 2 + [chosen] * 4

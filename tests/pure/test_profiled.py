@@ -18,11 +18,11 @@ def event(name: str, start: float, end: float, thread: int = 1) -> SimpleNamespa
 
 def test_calls_of_a_lanes_thread_are_seen() -> None:
     lane = Lane("a lane that was there before")
-    lane.put("first", (), None, True, lambda: None).wait()
+    lane.later("first", (), None, lambda: None).wait()
     slept = 0.05
 
     def step() -> None:
-        work = lane.put("all_reduce", (), torch.empty(1 << 18), True, lambda: time.sleep(slept))
+        work = lane.later("all_reduce", (), torch.empty(1 << 18), lambda: time.sleep(slept))
         time.sleep(slept / 5)  # so that it is the thread that makes the call
         work.wait()
 

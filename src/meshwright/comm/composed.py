@@ -93,7 +93,7 @@ class Composed:
             before(work)
             parts = work.view(-1).split(_lengths(work, sizes, self.size))
             if self._algorithm == "shared":
-                shared.scatter(self._window, parts, own.view(-1), combine, name)
+                shared.scatter(self._window, shared.spans_of(parts), parts[self.rank], own.view(-1), combine, name)
             else:
                 algorithms.scatter(self._algorithm, talk, parts, own.view(-1), combine, self._mail.room(work))
             then(own)
@@ -118,7 +118,7 @@ class Composed:
             if parts[self.rank].data_ptr() != tensor.data_ptr():
                 parts[self.rank].copy_(tensor.reshape(-1))
             if self._algorithm == "shared":
-                shared.gather(self._window, parts, name)
+                shared.gather(self._window, shared.spans_of(parts), parts[self.rank].data_ptr(), name)
             else:
                 algorithms.gather(self._algorithm, talk, parts)
 
@@ -142,7 +142,7 @@ class Composed:
                 if finish is not None:
                     finish()
 
-        return self._mail.lane.put(name, [counted], counted, True, job)
+        return self._mail.lane.later(name, [counted], counted, job)
 
 
 def _reduction(work: torch.Tensor, op: str, factor: float | None, ranks: int) -> tuple[algorithms.Combine, float | None]:

@@ -10,8 +10,10 @@ overlap. Lanes are independent (MPI_THREAD_MULTIPLE), so ranks may use several g
 
 Waking a thread costs more than a small message does, so for those it is given a moment: by then most have been waited for.
 
-What Python does between torch and MPI is most of a small call, and after a message that fills the caches it takes twice as long. So a call
-that is made at once has no object of its own: all of them return `DONE`.
+What Python does between torch and MPI is most of a small call, and after a message that fills the caches, or where ranks take turns on a core, it
+takes several times as long. So a call that is made at once has no object of its own, as torch's other backends have none either, and takes no lock:
+who finds nothing waiting and nothing `current` is the first. The lane's own threads say what they do before they take it from those that wait, so
+whoever looks sees it in one place or the other; and they wait for what another thread does at once.
 """
 
 from __future__ import annotations
@@ -104,8 +106,7 @@ class Call(dist.Work):
 
 
 class Done(dist.Work):
-    """What is over when it is returned: calls that are waited for at once, which torch hands to nobody, and small messages that were sent. So there
-    is nothing that it has to remember."""
+    """What is over when it is returned, such as a small message that MPI has taken. There is nothing that it has to remember."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
@@ -131,7 +132,7 @@ DONE = Done()
 
 
 class Lane:
-    """Use `put`; the rest is for calls and for the watchdog."""
+    """Use `put`, or `begin` where every microsecond counts; the rest is for calls and for the watchdog."""
 
     def __init__(self, name: str, kind: str = "mpi", beside: Beside | None = None) -> None:
         """`beside` turns what is done with a device's tensor into what a lane may do: it begins when the device has come so far."""
@@ -139,37 +140,48 @@ class Lane:
         self.together: list[dist.Work] | None = None  # what was put but not made since somebody began to collect it
         self.number = 0  # of operations begun: the same on every rank that keeps up
         self.current = ""  # what is being done
-        self._turn = threading.Lock()
+        self._turn = threading.Lock()  # of those that make what was put off
         self._waiting: deque[Call] = deque()
         self._bell: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._rung = False
         self._thread: threading.Thread | None = None
 
+    def begin(self, name: str) -> bool:
+        """Whether nobody is before the caller, and nobody looks. Who then makes the call itself sets `current` to "" when it is over."""
+        if self._waiting or self.current or profiler._is_profiler_enabled:  # in this order: see above
+            return False
+        self.number += 1
+        self.current = name
+        return True
+
     def put(
         self, name: str, outputs: Sequence[torch.Tensor], tensor: torch.Tensor | None, later: bool, run: Callable[..., object], *args: Any
-    ) -> dist.Work:  # fmt: skip
-        """Do it now, after what was asked for before; or later, at the latest when it is waited for. `tensor` tells how large it is, and where."""
-        away = tensor is not None and tensor.is_cuda
-        if not (later or away or self._waiting or profiler._is_profiler_enabled) and self._turn.acquire(False):  # nobody is before us, or looks
-            self.number += 1
-            self.current = name
+    ) -> dist.Work | None:  # fmt: skip
+        """Do it later; or now, after what was asked for before, and return nothing. `tensor` tells how large it is, and where."""
+        if later:
+            return self.later(name, outputs, tensor, partial(run, *args))
+        if (tensor is None or not tensor.is_cuda) and self.begin(name):
             try:
                 run(*args)
             finally:
                 self.current = ""
-                self._turn.release()
-            return DONE
-        job: Callable[[], object] = partial(run, *args)
-        if tensor is not None and away and self._beside is not None:
-            job = self._beside(tensor, job)
-        call = Call(self, name, job, outputs)
-        self._waiting.append(call)
-        if later and self.together is not None:
-            self.together.append(call)
-        if later:
-            self.ring(hurry=tensor is not None and tensor.nbytes >= LARGE)
         else:
-            call.wait()
+            self._put_off(name, outputs, tensor, partial(run, *args)).wait()
+        return None
+
+    def later(self, name: str, outputs: Sequence[torch.Tensor], tensor: torch.Tensor | None, run: Callable[[], object]) -> Call:
+        """At the latest when it is waited for."""
+        call = self._put_off(name, outputs, tensor, run)
+        if self.together is not None:
+            self.together.append(call)
+        self.ring(hurry=tensor is not None and tensor.nbytes >= LARGE)
+        return call
+
+    def _put_off(self, name: str, outputs: Sequence[torch.Tensor], tensor: torch.Tensor | None, run: Callable[[], object]) -> Call:
+        if tensor is not None and tensor.is_cuda and self._beside is not None:
+            run = self._beside(tensor, run)
+        call = Call(self, name, run, outputs)
+        self._waiting.append(call)
         return call
 
     def finish(self, wanted: Call, timeout_s: float = 0.0) -> None:
@@ -218,16 +230,20 @@ class Lane:
                     ran.announce()
 
     def _next(self) -> Call | None:
+        """By whoever has the turn."""
+        while self.current:  # another thread makes a call at once
+            time.sleep(_MOMENT_S)
         if not self._waiting:
             return None
-        call = self._waiting.popleft()
+        call = self._waiting[0]
+        self.current = call.name
+        self._waiting.popleft()
         call.perform()
         return call
 
     def make(self, name: str, run: Callable[[], object]) -> None:
-        """By whoever holds the lane."""
+        """By whoever has the turn."""
         self.number += 1
-        self.current = name
         seen = profiler.record_function(f"{self.kind}:{name}") if profiler._is_profiler_enabled else contextlib.nullcontext()
         try:
             with seen:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 
@@ -25,6 +26,7 @@ from meshwright.comm.window import FULL, SUMMED, Window
 
 Then = Callable[[torch.Tensor], object]
 Span = tuple[int, int]  # an address and bytes from there on
+_SIZE = itemgetter(1)
 _SHORT = 1 << 21  # bytes to add up from all others, up to which everyone adds up everything: one turn instead of two
 _STREAM = 1 << 18  # bytes of a piece where one rank writes and others read: small, so that they do it at the same time
 
@@ -38,7 +40,7 @@ def all_reduce(window: Window, whole: torch.Tensor, combine: Combine, then: Then
     else:
         lengths = _lengths(whole.numel(), window.size)
         own = whole.narrow(0, sum(lengths[: window.me]), lengths[window.me])
-        _by_parts(window, _cut(whole, lengths), own, own, combine, then, what)
+        _by_parts(window, cut(whole, lengths), own, own, combine, then, what)
 
 
 def reduce(window: Window, whole: torch.Tensor, combine: Combine, root: int, what: str) -> None:
@@ -48,15 +50,17 @@ def reduce(window: Window, whole: torch.Tensor, combine: Combine, root: int, wha
     elif window.size > 1:
         lengths = _lengths(whole.numel(), window.size)
         own = whole.narrow(0, sum(lengths[: window.me]), lengths[window.me])
-        _by_parts(window, _cut(whole, lengths), own, own, combine, nothing, what, root)
+        _by_parts(window, cut(whole, lengths), own, own, combine, nothing, what, root)
 
 
-def scatter(window: Window, parts: Sequence[torch.Tensor], out: torch.Tensor, combine: Combine, what: str) -> None:
-    """The sum of everybody's part of this rank into `out`, which may be that part; other parts are left as they are."""
-    if window.size == 1:
-        out.copy_(parts[0])
-        return
-    spans, own, room = _spans(parts), parts[window.me], window.piece
+def scatter(window: Window, spans: Sequence[Span], own: torch.Tensor | None, out: torch.Tensor, combine: Combine, what: str) -> None:
+    """The sum of everybody's part of this rank into `out`, which may be that part; other parts are left as they are. `own` is that part as a tensor,
+    flat as `out` is; without it, it is copied to `out` first, which costs less than making a tensor of a part that fits a cache."""
+    room, (start, _) = window.piece, spans[window.me]
+    if own is None or window.size == 1:
+        if start != out.data_ptr():
+            window.copy(out.data_ptr(), start, out.nbytes)
+        own = out
     steps = _steps(spans, room)
     first = window.begin(steps)
     for step in range(steps + 1):
@@ -64,19 +68,21 @@ def scatter(window: Window, parts: Sequence[torch.Tensor], out: torch.Tensor, co
             _fill(window, first + step, step, spans, room)
         if step:
             window.hear(FULL, what)
-            _add(window, first + step - 1, step - 1, own, out, combine)
+            _add_into(window, first + step - 1, step - 1, own, _narrowed(out, step - 1, room), combine)
 
 
-def gather(window: Window, parts: Sequence[torch.Tensor], what: str) -> None:
-    """Everyone's own part, in place."""
-    spans, room = _spans(parts), min(_STREAM, window.piece * window.size)
+def gather(window: Window, spans: Sequence[Span], source: int, what: str) -> None:
+    """Everyone's own part, which lies at `source`, to its place among all."""
+    room, (own, length) = min(_STREAM, window.piece * window.size), spans[window.me]
     steps = _steps(spans, room)
     first = window.begin(steps)
     for step in range(steps + 1):
         if step < steps:
-            start, size = _piece(spans[window.me], step, room)
+            start, size = _piece((source, length), step, room)
             window.copy(window.slot(window.me, first + step), start, size)
             window.tell(FULL)
+            if source != own:
+                window.copy(own + step * room, start, size)
         if step:
             window.hear(FULL, what)
             for peer in window.others:
@@ -110,10 +116,10 @@ class Near:
     what: str
 
     def scatter(self, parts: Sequence[torch.Tensor], out: torch.Tensor, combine: Combine) -> None:
-        scatter(self.window, parts, out, combine, self.what)
+        scatter(self.window, spans_of(parts), parts[self.window.me], out, combine, self.what)
 
     def gather(self, parts: Sequence[torch.Tensor]) -> None:
-        gather(self.window, parts, self.what)
+        gather(self.window, spans_of(parts), parts[self.window.me].data_ptr(), self.what)
 
 
 def _by_all(window: Window, whole: torch.Tensor, combine: Combine, then: Then, what: str) -> None:
@@ -178,10 +184,6 @@ def _fill(window: Window, slot: int, step: int, spans: Sequence[Span], room: int
     window.tell(FULL)
 
 
-def _add(window: Window, slot: int, step: int, own: torch.Tensor, out: torch.Tensor, combine: Combine) -> None:
-    _add_into(window, slot, step, own, _narrowed(out, step, window.piece), combine)
-
-
 def _add_into(window: Window, slot: int, step: int, own: torch.Tensor, into: torch.Tensor, combine: Combine) -> None:
     total = _narrowed(own, step, window.piece)
     for peer in window.others:
@@ -197,7 +199,7 @@ def _narrowed(flat: torch.Tensor, step: int, room: int) -> torch.Tensor:
     return flat.narrow(0, start, min(most, flat.numel() - start))
 
 
-def _spans(parts: Sequence[torch.Tensor]) -> list[Span]:
+def spans_of(parts: Sequence[torch.Tensor]) -> list[Span]:
     return [(part.data_ptr(), part.nbytes) for part in parts]
 
 
@@ -207,8 +209,8 @@ def _lengths(numel: int, ways: int) -> list[int]:
     return [least + (i < more) for i in range(ways)]
 
 
-def _cut(flat: torch.Tensor, lengths: Sequence[int]) -> list[Span]:
-    start, width = flat.data_ptr(), flat.element_size()
+def cut(whole: torch.Tensor, lengths: Sequence[int]) -> list[Span]:
+    start, width = whole.data_ptr(), whole.element_size()
     spans = []
     for length in lengths:
         spans.append((start, length * width))
@@ -225,7 +227,7 @@ def _piece(span: Span, step: int, room: int) -> Span:
 
 def _steps(spans: Sequence[Span], room: int) -> int:
     """At least one, so that ranks meet."""
-    return max(-(-max(size for _, size in spans) // room), 1)
+    return max(-(-max(map(_SIZE, spans)) // room), 1)
 
 
 def nothing(summed: torch.Tensor) -> None:

@@ -59,7 +59,8 @@ class Window:
         self._held = ctypes.c_char.from_buffer(self._map)
         self._start = ctypes.addressof(self._held)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._slots = _signal_bytes(self.size)  # where they begin
+        first, length = _signal_bytes(self.size), self.piece * self.size
+        self._slots = [[first + (rank * SLOTS + slot) * length for slot in range(SLOTS)] for rank in range(self.size)]  # where each begins
         self.copy: Callable[[int, int, int], object] = self._libc.memcpy  # to an address from another, so many bytes; without Python's lock
         self.others = [(me + step) % self.size for step in range(1, self.size)]
         self._to = [[self._signal(kind, peer, me) for peer in self.others] for kind in KINDS]
@@ -76,20 +77,17 @@ class Window:
 
     def slot(self, rank: int, step: int) -> int:
         """The address of a rank's slot in a step."""
-        return self._start + self._place(rank, step)
+        return self._start + self._slots[rank][step % SLOTS]
 
     def view(self, rank: int, step: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A place in a rank's slot as a tensor. Tensors are kept: making one costs more than a small one's sum."""
-        at = self._place(rank, step) + offset
+        at = self._slots[rank][step % SLOTS] + offset
         found = self._views.get((at, numel, dtype))
         if found is None:
             if len(self._views) >= _VIEWS:
                 self._views.clear()
             found = self._views[at, numel, dtype] = self._bytes[at : at + numel * dtype.itemsize].view(dtype)
         return found
-
-    def _place(self, rank: int, step: int) -> int:
-        return self._slots + (rank * SLOTS + step % SLOTS) * self.piece * self.size
 
     def prepare(self) -> None:
         """By the rank that made it, before others look."""

@@ -1,7 +1,7 @@
 """The collectives of one communicator as blocking calls: tensors made fit for MPI, the call, and what is left to do then. A group's lane makes them.
 
-What most calls have in common (contiguous tensors in the host's memory, a reduction that MPI has) comes first in each and asks for as little as it
-can: after a message of 1 MB the caches hold nothing of Python's, and every function on the way costs a microsecond.
+After a message of 1 MB the caches hold nothing of Python's, and every function on the way costs a microsecond: small calls do not come here unless
+they are put off or something has to be done to their tensors (`backend.py`), and of large ones nothing is made that is not needed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from meshwright.comm.window import Window
 
 Tensors = Sequence[torch.Tensor]
 _PAIRWISE, _ROUNDS_TAG = 1 << 18, 32767  # bytes from which a reduce-scatter goes by messages; their tag, the largest that MPI promises
+_COPIED = 1 << 19  # bytes of a part up to which it is copied rather than made a tensor of
 _at, _IN_PLACE, _BYTE = MPI.buffer.fromaddress, MPI.IN_PLACE, MPI.BYTE
 
 
@@ -33,58 +34,44 @@ class Calls:
     # -- reductions --
 
     def all_reduce(self, tensor: torch.Tensor, way: Reduction) -> None:
-        size = tensor.nbytes
-        if way.plain and size < self.near.least and size <= buffers.most and tensor.is_cpu and tensor.is_contiguous():
-            self._comm.Allreduce(_IN_PLACE, (_at(tensor.data_ptr(), size), way.kind), way.op)
-            return
         work = tensor if way.plain and tensor.is_cpu and tensor.is_contiguous() else way.prepared(tensor, keep=False)
         if (window := self._window("all_reduce", work, way)) is not None:
-            shared.all_reduce(window, work.view(-1), way.combine, shared.nothing, "all_reduce")
+            shared.all_reduce(window, _flat(work), way.combine, shared.nothing, "all_reduce")
         elif work.is_cuda and way.combined:
             self._reduce_there(work.view(-1), way)
         else:
             way.pieces(work, lambda part: self._comm.Allreduce(_IN_PLACE, way.spec(part), way.op))
-        self.near.done("all_reduce")
+        self.near.done()
         way.finish(tensor, work)
 
     def reduce(self, tensor: torch.Tensor, way: Reduction, root: int) -> None:
-        size, here = tensor.nbytes, self._index == root
-        if way.plain and size < self.near.least and size <= buffers.most and tensor.is_cpu and tensor.is_contiguous():
-            spec = (_at(tensor.data_ptr(), size), way.kind)
-            if here:
-                self._comm.Reduce(_IN_PLACE, spec, way.op, root)
-            else:
-                self._comm.Reduce(spec, None, way.op, root)
-            return
+        here = self._index == root
         work = tensor if way.plain and tensor.is_cpu and tensor.is_contiguous() else way.prepared(tensor)
         if (window := self._window("reduce", work, way)) is not None:
-            shared.reduce(window, work.view(-1), way.combine, root, "reduce")
+            shared.reduce(window, _flat(work), way.combine, root, "reduce")
         elif here:
             way.pieces(work, lambda part: self._comm.Reduce(_IN_PLACE, way.spec(part), way.op, root))
         else:
             way.pieces(work, lambda part: self._comm.Reduce(way.spec(part), None, way.op, root))
-        self.near.done("reduce")
+        self.near.done()
         if here:
             way.finish(tensor, work)
 
     def reduce_scatter(self, output: torch.Tensor, whole: torch.Tensor, way: Reduction, sizes: list[int] | None = None) -> None:
         """`sizes` are elements for each rank where they differ."""
-        size, total, start, begin = output.nbytes, whole.nbytes, output.data_ptr(), whole.data_ptr()
-        apart = start >= begin + total or begin >= start + size  # MPI forbids that they overlap
-        here = whole.is_cpu and output.is_cpu and whole.is_contiguous() and output.is_contiguous()
-        if way.plain and here and apart and sizes is None and total < self.near.least and total <= buffers.most:
-            self._comm.Reduce_scatter_block((_at(begin, total), way.kind), (_at(start, size), way.kind), way.op)
-            return
         sizes = sizes or [output.numel()] * self._count
         work = whole if way.plain and buffers.ready(whole) else way.prepared(whole)
+        start, begin = output.data_ptr(), work.data_ptr()
+        apart = start >= begin + work.nbytes or begin >= start + output.nbytes  # MPI forbids that they overlap
         fits = way.worked == output.dtype and apart and buffers.ready(output)
         own = output if fits else torch.empty(output.shape, dtype=way.worked, device=work.device)
         window = self._window("reduce_scatter", work, way) if own.is_cpu else None
         if window is not None:
-            shared.scatter(window, work.view(-1).split(sizes), own.view(-1), way.combine, "reduce_scatter")
+            mine = None if own.nbytes <= _COPIED else work.view(-1).narrow(0, sum(sizes[: self._index]), sizes[self._index])
+            shared.scatter(window, shared.cut(work, sizes), mine, _flat(own), way.combine, "reduce_scatter")
         else:
             self._reduce_scatter(own, work, way, sizes)
-        self.near.done("reduce_scatter")
+        self.near.done()
         way.finish(output, own)
 
     def _reduce_scatter(self, own: torch.Tensor, work: torch.Tensor, way: Reduction, sizes: list[int]) -> None:
@@ -147,20 +134,16 @@ class Calls:
         in_place = begin == start + self._index * size  # as FSDP2 gathers: the part lies where it belongs
         if not in_place and start < begin + size and begin < start + total:  # MPI forbids it, and MPICH looks
             own = buffers.made(own.clone())
-        window = self.near.window("all_gather", total, alike=True) if total >= self.near.least and whole.is_cpu else None
+        window = self.near.window("all_gather", total, alike=True) if whole.is_cpu else None
         if window is not None:
-            parts = whole.view(-1).split([own.numel()] * self._count)
-            if not in_place:
-                parts[self._index].copy_(own.view(-1))
-            shared.gather(window, parts, "all_gather")
+            shared.gather(window, [(start + rank * size, size) for rank in range(self._count)], own.data_ptr(), "all_gather")
         elif size <= buffers.most:
             sent = _IN_PLACE if in_place else (_at(own.data_ptr(), size), _BYTE)
             self._comm.Allgather(sent, (_at(start, total), _BYTE))
         else:
             unit = buffers.as_bytes(own)
             self._comm.Allgather(_IN_PLACE if in_place else unit, [buffers.memory(whole), *unit[1:]])
-        if total >= self.near.least:
-            self.near.done("all_gather")
+        self.near.done()
         if whole is not output:
             output.copy_(whole)
 
@@ -169,13 +152,12 @@ class Calls:
         if not (tensor.is_cpu and tensor.is_contiguous()):
             held = buffers.outgoing(tensor) if self._index == root else buffers.incoming(tensor)
         size = held.nbytes
-        window = self.near.window("broadcast", size, alike=True) if size >= self.near.least and held.is_cpu else None
+        window = self.near.window("broadcast", size, alike=True) if held.is_cpu else None
         if window is not None:
             shared.broadcast(window, held, root, "broadcast")
         else:
             self._comm.Bcast((_at(held.data_ptr(), size), _BYTE) if size <= buffers.most else buffers.as_bytes(held), root)
-        if size >= self.near.least:
-            self.near.done("broadcast")
+        self.near.done()
         if held is not tensor and self._index != root:
             tensor.copy_(held)
 
@@ -218,6 +200,11 @@ class Calls:
         sent = buffers.in_pieces(whole, [t.numel() for t in inputs]) if whole is not None else None
         self._comm.Scatterv(sent, buffers.as_bytes(own), root)
         buffers.settle(tensor, own)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a contiguous one. After a large message a view costs 15 µs, and most that come here are flat."""
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def _joined(tensors: Tensors) -> torch.Tensor:

@@ -23,23 +23,22 @@ from meshwright.comm.window import Window, window_among
 _NEVER = 1 << 62
 _SLACK_S = 60.0  # by which the watchdog, which knows who is missing, comes before the window's own clock
 # Bytes of the whole tensor, for each rank of the group, from which it may be quicker: with every one more there is somebody to wait for.
-FROM = {"all_reduce": 1 << 18, "reduce_scatter": 1 << 18, "reduce": 1 << 18, "broadcast": 1 << 19, "all_gather": 1 << 19}
-# Two ranks gather quicker when each reads the other's memory itself, as MPI has them do; of more, each one's memory would be read several times.
-# What one rank gives to several is theirs to copy either way.
-_SIZES = {"all_gather": range(3, 1 << 20), "broadcast": range(2, 3)}
+FROM = 1 << 18
 # Calls of a trial: so many one way in a row, and all of them. The first ones touch memory that nobody has touched yet, so the second half counts; and
 # the first of a row finds nothing of its own in the caches.
 _ROW, _TRIES = 4, 16
+
+
+_Key = tuple[str, int]  # an operation and the power of two that its bytes lie below
 
 
 @dataclass
 class _Trial:
     """Of one operation and size: calls by the window and by MPI, in turn."""
 
+    key: _Key
     calls: list[tuple[float, float]] = field(default_factory=list)  # from when to when
     begun: float = 0.0
-    near: bool = True
-    over: bool = False
 
 
 class Near:
@@ -49,42 +48,41 @@ class Near:
         self._comm, self._members = comm, members
         self._window: Window | None = None
         self._tried = False
-        self._trials: dict[tuple[str, int], _Trial] = {}
-        self._under_way: dict[str, _Trial] = {}
-        ranks = len(members)
-        self._from = {op: size * ranks if ranks in _SIZES.get(op, range(2, 1 << 20)) else _NEVER for op, size in FROM.items()}
-        self.least = min(self._from.values())  # bytes below which there is nothing to ask
+        self._trials: dict[_Key, _Trial] = {}
+        self._under_way: _Trial | None = None
+        self.settled: dict[_Key, Window | None] = {}  # what trials came to
+        self.least = FROM * len(members) if len(members) > 1 else _NEVER  # bytes below which there is nothing to ask
 
     def window(self, op: str, size: int, alike: bool) -> Window | None:
         """None where a call of so many bytes goes by MPI. Collective when it is the first that does not. `alike` says that both ways give the same
         bits; then `done` is to be called when the call is over."""
-        self._under_way.pop(op, None)  # of a call that failed
-        if size < self._from[op]:
+        self._under_way = None  # a call that failed
+        if size < self.least:
             return None
+        key = op, size.bit_length()
+        if alike and key in self.settled:
+            return self.settled[key]
         if not self._tried:
             self._tried = True
             self._window, _ = window_among(self._comm.allgather, self._comm.Get_rank(), self._members, library.timeout_s + _SLACK_S)
         if self._window is None or not alike:
             return self._window
-        trial = self._trials.setdefault((op, size.bit_length()), _Trial())
-        if not trial.over:
-            trial.near = _by_window(len(trial.calls))
-            trial.begun = time.monotonic()
-            self._under_way[op] = trial
-        return self._window if trial.near else None
+        trial = self._under_way = self._trials.setdefault(key, _Trial(key))
+        trial.begun = time.monotonic()
+        return self._window if _by_window(len(trial.calls)) else None
 
-    def done(self, op: str) -> None:
-        """A call that `window` was asked about is over. Collective when it is the last of a trial."""
-        trial = self._under_way.pop(op, None)
+    def done(self) -> None:
+        """The call that `window` was asked about is over. Collective when it is the last of a trial."""
+        trial = self._under_way
         if trial is None:
             return
+        self._under_way = None
         trial.calls.append((trial.begun, time.monotonic()))
         if len(trial.calls) == _TRIES:
             every = [list(zip(*one, strict=True)) for one in zip(*self._comm.allgather(trial.calls), strict=True)]
             took = [max(ended) - max(begun) for begun, ended in every]
             by_window, by_mpi = ([took[n] for n in range(_TRIES // 2, _TRIES) if n % _ROW and _by_window(n) is way] for way in (True, False))
-            trial.near = statistics.median(by_window) <= statistics.median(by_mpi)
-            trial.over = True
+            self.settled[trial.key] = self._window if statistics.median(by_window) <= statistics.median(by_mpi) else None
 
     def close(self) -> None:
         self._window, self._tried, self.least = None, True, _NEVER

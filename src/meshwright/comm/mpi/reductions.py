@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -81,20 +82,23 @@ class Reduction:
 
 def reduction(op: Any, dtype: torch.dtype, ranks: int) -> Reduction:
     """ValueError where the two have no meaning together. Whoever is in a hurry looks into `known` first."""
-    key = hash(op), dtype, ranks
-    if key in known:
-        return known[key]
+    ways = known(ranks)[hash(op)]
+    if dtype in ways:
+        return ways[dtype]
     kind = op.op if hasattr(op, "op") else op
     found = _reduction(kind, dtype, ranks)
     if found.worked not in _UNCOMBINED:
         found = replace(found, combined=True, combine=_COMBINES[kind])
     if kind == _KINDS.PREMUL_SUM:
         return replace(found, factor=op.__getstate__()[1])  # the factor is a call's own
-    known[key] = replace(found, plain=found.worked == dtype and found.ranks == 1)
-    return known[key]
+    ways[dtype] = replace(found, plain=found.worked == dtype and found.ranks == 1)
+    return ways[dtype]
 
 
-known: dict[tuple[int, torch.dtype, int], Reduction] = {}  # by the reduction's hash, which is the number of its kind, its dtype and how many ranks
+@cache
+def known(ranks: int) -> defaultdict[int, dict[torch.dtype, Reduction]]:
+    """Those of a group of so many that were asked for, by the hash of torch's reduction, which is the number of its kind, and by dtype."""
+    return defaultdict(dict)
 
 
 @cache
