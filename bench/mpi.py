@@ -4,8 +4,8 @@
 
 Goals: at most 1.10 times raw from 1 MB up; below that, at most 60 µs more, since torch's own dispatch costs about 28.
 
-Two more ways tell what is in reach. "Torch alone" is the raw call, then the same call of torch's on a group in Python whose methods do nothing, with 8
-bytes: after a message that fills the caches, or where ranks share a core, torch's own way there is several times as long as otherwise. "Bare" is a
+Two more ways tell what is in reach. "Torch alone" is the raw call, then the same call of torch's on a group in Python whose methods do nothing, with
+8 bytes: after a message that fills the caches, or where ranks share a core, torch's own way there is several times as long as otherwise. "Bare" is a
 group in Python whose methods make mpi4py's call and nothing else: no order among calls, nothing put off, one dtype, no other memory than the host's.
 """
 

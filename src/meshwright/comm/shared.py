@@ -28,7 +28,8 @@ Then = Callable[[torch.Tensor], object]
 Span = tuple[int, int]  # an address and bytes from there on
 _SIZE = itemgetter(1)
 _SHORT = 1 << 21  # bytes to add up from all others, up to which everyone adds up everything: one turn instead of two
-_STREAM = 1 << 18  # bytes of a piece where one rank writes and others read: small, so that they do it at the same time
+# Bytes of a piece where one rank writes and others read: a sixteenth of all, so that they do it at the same time, but worth a signal, and in a cache.
+_STREAM = 1 << 18, 1 << 20
 
 
 def all_reduce(window: Window, whole: torch.Tensor, combine: Combine, then: Then, what: str) -> None:
@@ -73,7 +74,7 @@ def scatter(window: Window, spans: Sequence[Span], own: torch.Tensor | None, out
 
 def gather(window: Window, spans: Sequence[Span], source: int, what: str) -> None:
     """Everyone's own part, which lies at `source`, to its place among all."""
-    room, (own, length) = min(_STREAM, window.piece * window.size), spans[window.me]
+    room, (own, length) = _stream(window, sum(map(_SIZE, spans))), spans[window.me]
     steps = _steps(spans, room)
     first = window.begin(steps)
     for step in range(steps + 1):
@@ -92,7 +93,7 @@ def gather(window: Window, spans: Sequence[Span], source: int, what: str) -> Non
 
 def broadcast(window: Window, whole: torch.Tensor, root: int, what: str) -> None:
     """Of a contiguous tensor, in place."""
-    span, room = (whole.data_ptr(), whole.nbytes), min(_STREAM, window.piece * window.size)
+    span, room = (whole.data_ptr(), whole.nbytes), _stream(window, whole.nbytes)
     steps = _steps([span], room)
     first = window.begin(steps)
     for step in range(steps + 1):
@@ -223,6 +224,11 @@ def _piece(span: Span, step: int, room: int) -> Span:
     start, size = span
     at = step * room
     return start + at, max(min(size - at, room), 0)
+
+
+def _stream(window: Window, size: int) -> int:
+    least, most = _STREAM
+    return min(max(size >> 16 << 12, least), most, window.piece * window.size)
 
 
 def _steps(spans: Sequence[Span], room: int) -> int:
