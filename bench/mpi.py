@@ -128,7 +128,7 @@ def measure(folder: str, rounds: int) -> None:
     for op in OPERATIONS:
         for size in SIZES if op != "barrier" else (0,):
             ways = calls(op, size, rank, world, *groups)
-            count = rounds if size < LARGE else max(rounds // 2, 3) if size < 1 << 24 else 3
+            count = rounds if size < LARGE else max(rounds // 2, 3) if size < 1 << 24 else max(rounds // 4, 3) if size < 1 << 26 else 3
             found.append({"op": op, "bytes": size, "seconds": _time(ways, count)})
             if rank == 0:
                 print(f"{world} ranks: {op} {show_bytes(size)}", file=sys.stderr)

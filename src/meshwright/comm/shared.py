@@ -76,6 +76,9 @@ def gather(window: Window, spans: Sequence[Span], source: int, what: str) -> Non
     """Everyone's own part, which lies at `source`, to its place among all."""
     room, (own, length) = _stream(window, sum(map(_SIZE, spans))), spans[window.me]
     steps = _steps(spans, room)
+    if steps == 1:
+        _gather_at_once(window, spans, source, what)
+        return
     first = window.begin(steps)
     for step in range(steps + 1):
         if step < steps:
@@ -91,9 +94,22 @@ def gather(window: Window, spans: Sequence[Span], source: int, what: str) -> Non
                 window.copy(start, window.slot(peer, first + step - 1), size)
 
 
-def broadcast(window: Window, whole: torch.Tensor, root: int, what: str) -> None:
-    """Of a contiguous tensor, in place."""
-    span, room = (whole.data_ptr(), whole.nbytes), _stream(window, whole.nbytes)
+def _gather_at_once(window: Window, spans: Sequence[Span], source: int, what: str) -> None:
+    """The same in one step: a tenth of 1 MB among four was what Python did for pieces."""
+    step, copy, slot, (own, length) = window.begin(1), window.copy, window.slot, spans[window.me]
+    copy(slot(window.me, step), source, length)
+    window.tell(FULL)
+    if source != own:
+        copy(own, source, length)
+    window.hear(FULL, what)
+    for peer in window.others:
+        start, size = spans[peer]
+        copy(start, slot(peer, step), size)
+
+
+def broadcast(window: Window, span: Span, root: int, what: str) -> None:
+    """In place."""
+    room = _stream(window, span[1])
     steps = _steps([span], room)
     first = window.begin(steps)
     for step in range(steps + 1):

@@ -178,12 +178,15 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
         way = self._ways[hash(op)].get(dtype) or reduction(op, dtype, ranks)
         later, lane = opts.asyncOp, self._lane
         here = output.is_cpu and input.is_cpu and output.is_contiguous() and input.is_contiguous()
-        if here and way.plain and total == ranks * size and total < self._small and not later:
+        if here and way.plain and total == ranks * size and not later:
             start, begin = output.data_ptr(), input.data_ptr()
             apart = start >= begin + total or begin >= start + size  # MPI forbids that they overlap
             if apart and lane.begin("reduce_scatter"):
                 try:
-                    self._comm.Reduce_scatter_block((_at(begin, total), way.kind), (_at(start, size), way.kind), way.op)
+                    if total < self._small:
+                        self._comm.Reduce_scatter_block((_at(begin, total), way.kind), (_at(start, size), way.kind), way.op)
+                    else:
+                        self._calls.reduce_scatter(output, input, way)
                 finally:
                     lane.current = ""
                 return None
@@ -212,14 +215,17 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work | None:
         opts = opts or _c10d.BroadcastOptions()
         (tensor,) = tensors
-        later, lane, size = opts.asyncOp, self._lane, tensor.nbytes
-        if not later and size < self._small and tensor.is_cpu and tensor.is_contiguous() and lane.begin("broadcast"):
+        later, root, lane, size = opts.asyncOp, opts.rootRank, self._lane, tensor.nbytes
+        if not later and tensor.is_cpu and tensor.is_contiguous() and lane.begin("broadcast"):
             try:
-                self._comm.Bcast((_at(tensor.data_ptr(), size), _BYTE), opts.rootRank)
+                if size < self._small:
+                    self._comm.Bcast((_at(tensor.data_ptr(), size), _BYTE), root)
+                else:
+                    self._calls.broadcast_at(tensor.data_ptr(), size, root)
             finally:
                 lane.current = ""
             return None
-        return lane.put("broadcast", tensors, tensor, later, self._calls.broadcast, tensor, opts.rootRank)
+        return lane.put("broadcast", tensors, tensor, later, self._calls.broadcast, tensor, root)
 
     def allgather(self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None) -> dist.Work | None:
         (outputs,), (tensor,) = output_tensors, input_tensors
@@ -238,12 +244,15 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work | None:
         total, size, later, lane = output.nbytes, input.nbytes, opts is None or opts.asyncOp, self._lane
         here = output.is_cpu and input.is_cpu and output.is_contiguous() and input.is_contiguous()
-        if here and total == self._count * size and total < self._small and not later:
+        if here and total == self._count * size and not later:
             start, begin = output.data_ptr(), input.data_ptr()
             apart = start >= begin + size or begin >= start + total
             if apart and lane.begin("all_gather"):
                 try:
-                    self._comm.Allgather((_at(begin, size), _BYTE), (_at(start, total), _BYTE))
+                    if total < self._small:
+                        self._comm.Allgather((_at(begin, size), _BYTE), (_at(start, total), _BYTE))
+                    else:
+                        self._calls.gather_at(start, begin, size)
                 finally:
                     lane.current = ""
                 return None

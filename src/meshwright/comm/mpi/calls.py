@@ -130,36 +130,39 @@ class Calls:
         whole = output if output.is_cpu and output.is_contiguous() else buffers.incoming(output)
         own = part if part.is_cpu and part.is_contiguous() else buffers.outgoing(part)
         size, start, begin = own.nbytes, whole.data_ptr(), own.data_ptr()
-        total = size * self._count
         in_place = begin == start + self._index * size  # as FSDP2 gathers: the part lies where it belongs
-        if not in_place and start < begin + size and begin < start + total:  # MPI forbids it, and MPICH looks
+        if not in_place and start < begin + size and begin < start + size * self._count:  # MPI forbids it, and MPICH looks
             own = buffers.made(own.clone())
-        window = self.near.window("all_gather", total, alike=True) if whole.is_cpu else None
-        if window is not None:
-            shared.gather(window, [(start + rank * size, size) for rank in range(self._count)], own.data_ptr(), "all_gather")
-        elif size <= buffers.most:
-            sent = _IN_PLACE if in_place else (_at(own.data_ptr(), size), _BYTE)
-            self._comm.Allgather(sent, (_at(start, total), _BYTE))
-        else:
-            unit = buffers.as_bytes(own)
-            self._comm.Allgather(_IN_PLACE if in_place else unit, [buffers.memory(whole), *unit[1:]])
-        self.near.done()
+        self.gather_at(start, own.data_ptr(), size, whole.is_cpu)
         if whole is not output:
             output.copy_(whole)
+
+    def gather_at(self, start: int, begin: int, size: int, here: bool = True) -> None:
+        """Of a part at `begin` with so many bytes, as everyone has one, to `start`; `here` is the host's memory."""
+        total = size * self._count
+        window = self.near.window("all_gather", total, alike=True) if here else None
+        if window is not None:
+            shared.gather(window, [(start + rank * size, size) for rank in range(self._count)], begin, "all_gather")
+        else:
+            unit = (_BYTE,) if total <= buffers.most else (1, buffers.of_bytes(size))
+            self._comm.Allgather(_IN_PLACE if begin == start + self._index * size else (_at(begin, size), *unit), (_at(start, total), *unit))
+        self.near.done()
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         held = tensor
         if not (tensor.is_cpu and tensor.is_contiguous()):
             held = buffers.outgoing(tensor) if self._index == root else buffers.incoming(tensor)
-        size = held.nbytes
-        window = self.near.window("broadcast", size, alike=True) if held.is_cpu else None
-        if window is not None:
-            shared.broadcast(window, held, root, "broadcast")
-        else:
-            self._comm.Bcast((_at(held.data_ptr(), size), _BYTE) if size <= buffers.most else buffers.as_bytes(held), root)
-        self.near.done()
+        self.broadcast_at(held.data_ptr(), held.nbytes, root, held.is_cpu)
         if held is not tensor and self._index != root:
             tensor.copy_(held)
+
+    def broadcast_at(self, start: int, size: int, root: int, here: bool = True) -> None:
+        window = self.near.window("broadcast", size, alike=True) if here else None
+        if window is not None:
+            shared.broadcast(window, (start, size), root, "broadcast")
+        else:
+            self._comm.Bcast((_at(start, size), _BYTE) if size <= buffers.most else (_at(start, size), 1, buffers.of_bytes(size)), root)
+        self.near.done()
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor, receives: buffers.Pieces, sends: buffers.Pieces) -> None:
         """In pieces from each rank and to each."""
