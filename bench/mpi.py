@@ -38,7 +38,7 @@ from rounds import machine
 
 HERE = Path(__file__).parent
 SIZES = (8, 1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
-WARM_UP, IN_A_ROW = 16, 3  # calls before it counts, in which the backend finds out which way is quicker; and those that count
+WARM_UP, IN_A_ROW = 32, 3  # calls before it counts, in which the backend finds out which way is quicker; and those that count
 LARGE = 1 << 20  # bytes from which the ratio counts; below, the difference
 RATIO, EXTRA_S = 1.10, 60e-6
 

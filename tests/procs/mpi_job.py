@@ -101,7 +101,7 @@ def _tried() -> bool:
     rank = dist.get_rank()
     pair = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]], backend="mpi")[0]
     right = True
-    for turn in range(20):
+    for turn in range(36):
         total, copied = torch.full((300,), float(rank + turn)), torch.full((300,), float(rank))
         dist.all_reduce(total, group=pair)
         dist.broadcast(copied, group_src=1, group=pair)

@@ -5,9 +5,9 @@ group. So gathers to one rank and all-to-alls, whose sizes a rank may know in pa
 
 [Note: trials]
 Which way is quicker depends on the machine: of 16 MB, two ranks' sum through shared memory takes 0.9 of MPI's time on one and 1.6 on another. So the
-first calls of an operation and size go the two ways, a few in a row and in turn, and the rest goes the quicker one. A call lasts from when the last
-rank comes to when the last one goes, by the node's clock: who came early has waited, and that says nothing about the way. But no clock may decide
-which bits come out: what is moved and sums of two are the same either way, sums of more depend on the order, and go by the sizes that were measured.
+first calls of an operation and size go the two ways, a few in a row and in turn, and the rest goes the quicker one. Ranks meet before a call that is
+tried, and it lasts until the last one goes, by the node's clock: who came early would have waited, or have given before the others came to take. But no
+clock may decide which bits come out: what is moved and sums of two are the same either way, sums of more depend on the order, and go by their size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SLACK_S = 60.0  # by which the watchdog, which knows who is missing, comes befo
 FROM = 1 << 18
 # Calls of a trial: so many one way in a row, and all of them. The first ones touch memory that nobody has touched yet, so the second half counts; and
 # the first of a row finds nothing of its own in the caches.
-_ROW, _TRIES = 4, 16
+_ROW, _TRIES = 4, 32
 
 
 _Key = tuple[str, int]  # an operation and the power of two that its bytes lie below
@@ -68,6 +68,7 @@ class Near:
         if self._window is None or not alike:
             return self._window
         trial = self._under_way = self._trials.setdefault(key, _Trial(key))
+        self._comm.Barrier()
         trial.begun = time.monotonic()
         return self._window if _by_window(len(trial.calls)) else None
 
