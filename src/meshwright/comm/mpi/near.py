@@ -6,7 +6,7 @@ group. So gathers to one rank and all-to-alls, whose sizes a rank may know in pa
 [Note: trials]
 Which way is quicker depends on the machine: of 16 MB, two ranks' sum through shared memory takes 0.9 of MPI's time on one and 1.6 on another. So the
 first calls of an operation and size go the two ways, a few in a row and in turn, and the rest goes the quicker one. Ranks meet before a call that is
-tried, and it lasts until the last one goes, by the node's clock: who came early would have waited, or have given before the others came to take. But no
+tried, and it lasts until the last one goes, by the node's clock: who came early would have waited, or given before the others came to take. But no
 clock may decide which bits come out: what is moved and sums of two are the same either way, sums of more depend on the order, and go by their size.
 """
 
