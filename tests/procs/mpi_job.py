@@ -32,6 +32,7 @@ def main(folder: str, full: bool) -> None:
         "conform": collectives.tell(lambda: collectives.over_torch(full)),
         "calls": collectives.tell(contract.calls),
         "counts": collectives.tell(_large_counts),
+        "at once": collectives.tell(_made_at_once),
         "near": collectives.tell(_near),
         "engines": collectives.tell(lambda: contract.engines(folder)),
     }
@@ -63,6 +64,47 @@ def _routed(rank: int, folder: str) -> dict[str, list[Any]]:
         return train_curve(rank, 4, meeting, to_data(plan), {"zoo": "gpt-tiny"}, steps=3, clip=1.0)
 
     return {name: [run(name, ()), run(name, ROUTES)] for name in PLANS}
+
+
+def _made_at_once() -> list[str]:
+    """Calls that are waited for at once, as torch's functions make them, small and large; the way of a large one is tried meanwhile."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(backend="mpi")
+    wrong = []
+
+    def check(what: str, right: bool) -> None:
+        if not right:
+            wrong.append(what)
+
+    for numel in (2 * world, 800_000, 400_000 * world):  # up to, in, and beyond one step of the shared memory
+        every = [torch.arange(numel, dtype=torch.float32) % 97 + 100 * r for r in range(world)]
+        total, part = torch.stack(every).sum(0), numel // world
+        for turn in range(40 if numel == 800_000 else 2):
+            mine = every[rank].clone()
+            dist.reduce(mine, group_dst=turn % world, group=group)
+            check(f"reduce of {numel}", torch.equal(mine, total if rank == turn % world else every[rank]))
+            mine = every[rank].clone()
+            dist.all_reduce(mine, group=group)
+            check(f"all_reduce of {numel}", torch.equal(mine, total))
+            mine = torch.zeros(part)
+            dist.reduce_scatter_tensor(mine, every[rank], group=group)
+            check(f"reduce_scatter of {numel}", torch.equal(mine, total[rank * part :][:part]))
+            mine = torch.zeros(numel)
+            dist.all_gather_into_tensor(mine, every[rank][:part].clone(), group=group)
+            check(f"all_gather of {numel}", torch.equal(mine, torch.cat([e[:part] for e in every])))
+            mine = every[rank].clone()
+            dist.broadcast(mine, group_src=turn % world, group=group)
+            check(f"broadcast of {numel}", torch.equal(mine, every[turn % world]))
+            mine = torch.zeros(numel)
+            dist.all_to_all_single(mine, every[rank], group=group)
+            check(f"all_to_all of {numel}", torch.equal(mine, torch.cat([e[rank * part :][:part] for e in every])))
+    for call in (dist.all_gather_into_tensor, lambda whole, one, group: dist.reduce_scatter_tensor(one, whole, group=group)):
+        try:
+            call(torch.zeros(2 * world, dtype=torch.bfloat16), torch.zeros(2), group=group)
+            wrong.append("tensors of unlike dtypes are taken")
+        except ValueError:
+            pass
+    return wrong
 
 
 def _large_counts() -> list[str]:

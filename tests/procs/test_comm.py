@@ -54,6 +54,10 @@ def test_mpi_beyond_what_it_can_count(over_mpi: list[dict[str, Any]]) -> None:
     assert [found["counts"] for found in over_mpi] == [[]] * 4
 
 
+def test_calls_that_are_waited_for_at_once(over_mpi: list[dict[str, Any]]) -> None:
+    assert [found["at once"] for found in over_mpi] == [[]] * 4
+
+
 def test_mpis_ranks_of_one_node_share_memory(over_mpi: list[dict[str, Any]]) -> None:
     assert [found["near"] for found in over_mpi] == [[]] * 4
 

@@ -58,6 +58,40 @@ def expected(ranks: int, numel: int, op: str) -> torch.Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(
+    ranks=st.integers(1, 4), lengths=st.lists(st.sampled_from([0, 1, 700, 5000, 12345]), min_size=4, max_size=4), root=st.integers(0, 3),
+    in_place=st.booleans(), by_address=st.booleans(),
+)  # fmt: skip
+def test_what_is_handed_over_by_address(ranks: int, lengths: list[int], root: int, in_place: bool, by_address: bool) -> None:
+    """Parts of unlike lengths, in one step and in several, one operation after the other."""
+    lengths, root = lengths[:ranks], root % ranks
+    with small():
+        window = near(ranks)
+
+        def job(comm: ThreadComm) -> list[torch.Tensor]:
+            me, mine = window[comm.rank], values(comm.rank, lengths[comm.rank])
+            gathered = torch.zeros(sum(lengths), dtype=torch.float64)
+            spans = shared.cut(gathered, lengths)
+            if in_place:
+                gathered.split(lengths)[comm.rank].copy_(mine)
+            shared.gather(me, spans, spans[comm.rank][0] if in_place else mine.data_ptr(), "gather")
+            received = values(comm.rank, sum(lengths))
+            shared.broadcast(me, (received.data_ptr(), received.nbytes), root, "broadcast")
+            whole = values(comm.rank, sum(lengths))
+            part = whole.split(lengths)[comm.rank]
+            out = part if in_place else torch.zeros_like(part)
+            shared.scatter(me, shared.cut(whole, lengths), None if by_address else part, out, torch.add, "scatter")
+            return [gathered, received, out.clone()]
+
+        found = ThreadWorld(ranks).run(job)
+    summed = expected(ranks, sum(lengths), "sum").split(lengths)
+    for rank, (gathered, received, out) in enumerate(found):
+        assert torch.equal(gathered, torch.cat([values(r, n) for r, n in enumerate(lengths)]))
+        assert torch.equal(received, values(root, sum(lengths)))
+        assert torch.allclose(out, summed[rank], rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
     ranks=st.integers(1, 5), numels=st.lists(st.sampled_from([0, 1, 3, 8, 9, 700, 5000, 12345]), min_size=1, max_size=4), op=st.sampled_from(OPS),
     short=st.sampled_from([0, 64, 1 << 21]),
 )  # fmt: skip

@@ -13,7 +13,8 @@ Waking a thread costs more than a small message does, so for those it is given a
 What Python does between torch and MPI is most of a small call, and after a message that fills the caches, or where ranks take turns on a core, it
 takes several times as long. So a call that is made at once has no object of its own, as torch's other backends have none either, and takes no lock:
 who finds nothing waiting and nothing `current` is the first. The lane's own threads say what they do before they take it from those that wait, so
-whoever looks sees it in one place or the other; and they wait for what another thread does at once.
+whoever looks sees it in one place or the other; and they wait for what another thread does at once. That is enough for one thread of the caller's. That
+no two threads are the first is due to Python's lock: nothing is called between looking and saying.
 """
 
 from __future__ import annotations
@@ -188,10 +189,11 @@ class Lane:
         """Return when `wanted` is done, doing what is left before it."""
         until = time.monotonic() + timeout_s if timeout_s > 0 else 0.0
         while not wanted.done:
-            if not self._turn.acquire(timeout=max(until - time.monotonic(), 0.0) if until else _FOREVER):
+            left_s = until - time.monotonic() if until else _FOREVER
+            if (until and left_s <= 0) or not self._turn.acquire(timeout=left_s):
                 raise TimeoutError(f"{wanted.name} was not done within {timeout_s:.1f} s")
             try:
-                ran = None if wanted.done else self._next()
+                ran = None if wanted.done else self._next(until)
             finally:
                 self._turn.release()
             if ran is not None:
@@ -229,24 +231,25 @@ class Lane:
                 if ran is not None:
                     ran.announce()
 
-    def _next(self) -> Call | None:
-        """By whoever has the turn."""
+    def _next(self, until: float = 0.0) -> Call | None:
+        """By whoever has the turn. None when there is nothing left, or when it is too late."""
         while self.current:  # another thread makes a call at once
+            if until and time.monotonic() > until:
+                return None
             time.sleep(_MOMENT_S)
         if not self._waiting:
             return None
         call = self._waiting[0]
         self.current = call.name
-        self._waiting.popleft()
-        call.perform()
+        try:
+            self._waiting.popleft()
+            call.perform()
+        finally:
+            self.current = ""
         return call
 
     def make(self, name: str, run: Callable[[], object]) -> None:
         """By whoever has the turn."""
         self.number += 1
-        seen = profiler.record_function(f"{self.kind}:{name}") if profiler._is_profiler_enabled else contextlib.nullcontext()
-        try:
-            with seen:
-                run()
-        finally:
-            self.current = ""
+        with profiler.record_function(f"{self.kind}:{name}") if profiler._is_profiler_enabled else contextlib.nullcontext():
+            run()

@@ -57,10 +57,10 @@ def reduce(window: Window, whole: torch.Tensor, combine: Combine, root: int, wha
 def scatter(window: Window, spans: Sequence[Span], own: torch.Tensor | None, out: torch.Tensor, combine: Combine, what: str) -> None:
     """The sum of everybody's part of this rank into `out`, which may be that part; other parts are left as they are. `own` is that part as a tensor,
     flat as `out` is; without it, it is copied to `out` first, which costs less than making a tensor of a part that fits a cache."""
-    room, (start, _) = window.piece, spans[window.me]
+    room, (start, length) = window.piece, spans[window.me]
     if own is None or window.size == 1:
         if start != out.data_ptr():
-            window.copy(out.data_ptr(), start, out.nbytes)
+            window.copy(out.data_ptr(), start, length)
         own = out
     steps = _steps(spans, room)
     first = window.begin(steps)

@@ -153,8 +153,8 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
         way = self._ways[hash(op)].get(dtype) or reduction(op, dtype, ranks)
         later, lane, root = opts.asyncOp, self._lane, opts.rootRank
         if not later and way.plain and size < self._small and tensor.is_cpu and tensor.is_contiguous() and lane.begin("reduce"):
-            whole = (_at(tensor.data_ptr(), size), way.kind)
             try:
+                whole = (_at(tensor.data_ptr(), size), way.kind)
                 if self._index == root:
                     self._comm.Reduce(_IN_PLACE, whole, way.op, root)
                 else:
@@ -169,6 +169,8 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
         (output,), (inputs,) = output_tensors, input_tensors
         way = reduction(opts.reduceOp, output.dtype, self._count)
         sizes = [t.numel() for t in inputs]
+        if output.numel() != sizes[self._index]:
+            raise buffers.unfit("reduce_scatter", output.shape, f"what the list says, {sizes[self._index]}")
         run = lambda: self._calls.reduce_scatter(output, buffers.made(torch.cat([t.reshape(-1) for t in inputs])), way, sizes)  # noqa: E731
         return self._lane.put("reduce_scatter", output_tensors, output, opts.asyncOp, run)
 
@@ -178,7 +180,7 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
         way = self._ways[hash(op)].get(dtype) or reduction(op, dtype, ranks)
         later, lane = opts.asyncOp, self._lane
         here = output.is_cpu and input.is_cpu and output.is_contiguous() and input.is_contiguous()
-        if here and way.plain and total == ranks * size and not later:
+        if here and way.plain and total == ranks * size and input.dtype == dtype and not later:
             start, begin = output.data_ptr(), input.data_ptr()
             apart = start >= begin + total or begin >= start + size  # MPI forbids that they overlap
             if apart and lane.begin("reduce_scatter"):
@@ -190,8 +192,7 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
                 finally:
                     lane.current = ""
                 return None
-        if total != ranks * size:
-            self._check("reduce_scatter", input, output)
+        self._check("reduce_scatter", input, output)
         return lane.put("reduce_scatter", (output,), output, later, self._calls.reduce_scatter, output, input, way)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -244,7 +245,7 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work | None:
         total, size, later, lane = output.nbytes, input.nbytes, opts is None or opts.asyncOp, self._lane
         here = output.is_cpu and input.is_cpu and output.is_contiguous() and input.is_contiguous()
-        if here and total == self._count * size and not later:
+        if here and total == self._count * size and output.dtype == input.dtype and not later:
             start, begin = output.data_ptr(), input.data_ptr()
             apart = start >= begin + size or begin >= start + total
             if apart and lane.begin("all_gather"):
@@ -256,8 +257,7 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
                 finally:
                     lane.current = ""
                 return None
-        if total != self._count * size:
-            self._check("all_gather", output, input)
+        self._check("all_gather", output, input)
         return lane.put("all_gather", (output,), output, later, self._calls.all_gather, output, input)
 
     _allgather_base = all_gather_single
@@ -356,6 +356,8 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
     # -- how --
 
     def _check(self, operation: str, whole: torch.Tensor, part: torch.Tensor) -> None:
+        if whole.dtype != part.dtype:
+            raise ValueError(f"{operation}: tensors of {whole.dtype} and {part.dtype}: make them alike")
         if whole.numel() != self._count * part.numel():
             raise buffers.unfit(operation, whole.shape, f"{self._count} times {part.numel()}")
 

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from meshwright.comm import shared
 from meshwright.comm.mpi import buffers
-from meshwright.comm.mpi.near import Near
+from meshwright.comm.mpi.near import ELSEWHERE, Near
 from meshwright.comm.mpi.reductions import Reduction
 from meshwright.comm.window import Window
 
@@ -45,22 +45,25 @@ class Calls:
         way.finish(tensor, work)
 
     def reduce(self, tensor: torch.Tensor, way: Reduction, root: int) -> None:
-        here = self._index == root
         work = tensor if way.plain and tensor.is_cpu and tensor.is_contiguous() else way.prepared(tensor)
         if (window := self._window("reduce", work, way)) is not None:
             shared.reduce(window, _flat(work), way.combine, root, "reduce")
-        elif here:
+        else:
+            self._reduce(work, way, root)
+        self.near.done()
+        if self._index == root:
+            way.finish(tensor, work)
+
+    def _reduce(self, work: torch.Tensor, way: Reduction, root: int) -> None:
+        if self._index == root:
             way.pieces(work, lambda part: self._comm.Reduce(_IN_PLACE, way.spec(part), way.op, root))
         else:
             way.pieces(work, lambda part: self._comm.Reduce(way.spec(part), None, way.op, root))
-        self.near.done()
-        if here:
-            way.finish(tensor, work)
 
     def reduce_scatter(self, output: torch.Tensor, whole: torch.Tensor, way: Reduction, sizes: list[int] | None = None) -> None:
         """`sizes` are elements for each rank where they differ."""
         sizes = sizes or [output.numel()] * self._count
-        work = whole if way.plain and buffers.ready(whole) else way.prepared(whole)
+        work = whole if way.plain and whole.dtype == way.worked and buffers.ready(whole) else way.prepared(whole)
         start, begin = output.data_ptr(), work.data_ptr()
         apart = start >= begin + work.nbytes or begin >= start + output.nbytes  # MPI forbids that they overlap
         fits = way.worked == output.dtype and apart and buffers.ready(output)
@@ -114,21 +117,21 @@ class Calls:
         start = 0
         for root, size in enumerate(sizes):
             part = work.view(-1)[start : start + size]
-            self.reduce(part, Reduction(way.op, way.kind, way.width, way.worked), root)
+            self._reduce(part, way, root)
             if root == self._index:
                 own.view(-1).copy_(part)
             start += size
 
     def _window(self, op: str, work: torch.Tensor, way: Reduction) -> Window | None:
         alike = self._count == 2 and way.combine is torch.add  # a + b is b + a
-        return self.near.window(op, work.nbytes, alike) if way.combined and work.is_cpu else None
+        return self.near.window(op, work.nbytes if way.combined and work.is_cpu else ELSEWHERE, alike)
 
     # -- movements --
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> None:
         """Of equal parts, into one tensor."""
         whole = output if output.is_cpu and output.is_contiguous() else buffers.incoming(output)
-        own = part if part.is_cpu and part.is_contiguous() else buffers.outgoing(part)
+        own = part if part.is_cpu and part.is_contiguous() else buffers.outgoing(part.cpu() if whole.is_cpu else part)
         size, start, begin = own.nbytes, whole.data_ptr(), own.data_ptr()
         in_place = begin == start + self._index * size  # as FSDP2 gathers: the part lies where it belongs
         if not in_place and start < begin + size and begin < start + size * self._count:  # MPI forbids it, and MPICH looks
@@ -140,7 +143,7 @@ class Calls:
     def gather_at(self, start: int, begin: int, size: int, here: bool = True) -> None:
         """Of a part at `begin` with so many bytes, as everyone has one, to `start`; `here` is the host's memory."""
         total = size * self._count
-        window = self.near.window("all_gather", total, alike=True) if here else None
+        window = self.near.window("all_gather", total if here else ELSEWHERE, alike=True)
         if window is not None:
             shared.gather(window, [(start + rank * size, size) for rank in range(self._count)], begin, "all_gather")
         else:
@@ -157,7 +160,7 @@ class Calls:
             tensor.copy_(held)
 
     def broadcast_at(self, start: int, size: int, root: int, here: bool = True) -> None:
-        window = self.near.window("broadcast", size, alike=True) if here else None
+        window = self.near.window("broadcast", size if here else ELSEWHERE, alike=True)
         if window is not None:
             shared.broadcast(window, (start, size), root, "broadcast")
         else:

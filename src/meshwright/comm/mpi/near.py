@@ -21,6 +21,7 @@ from meshwright.comm.mpi import library
 from meshwright.comm.window import Window, window_among
 
 _NEVER = 1 << 62
+ELSEWHERE = -1  # bytes of what the window cannot hold: of a device, or that torch cannot add up
 _SLACK_S = 60.0  # by which the watchdog, which knows who is missing, comes before the window's own clock
 # Bytes of the whole tensor, for each rank of the group, from which it may be quicker: with every one more there is somebody to wait for.
 FROM = 1 << 18
@@ -54,8 +55,8 @@ class Near:
         self.least = FROM * len(members) if len(members) > 1 else _NEVER  # bytes below which there is nothing to ask
 
     def window(self, op: str, size: int, alike: bool) -> Window | None:
-        """None where a call of so many bytes goes by MPI. Collective when it is the first that does not. `alike` says that both ways give the same
-        bits; then `done` is to be called when the call is over."""
+        """None where a call of so many bytes goes by MPI, which is so for `ELSEWHERE`. Collective when it is the first that does not, or one that is
+        tried. `alike` says that both ways give the same bits. `done` is to be called when the call is over."""
         self._under_way = None  # a call that failed
         if size < self.least:
             return None
@@ -87,6 +88,7 @@ class Near:
 
     def close(self) -> None:
         self._window, self._tried, self.least = None, True, _NEVER
+        self.settled.clear()
 
 
 def _by_window(number: int) -> bool:
