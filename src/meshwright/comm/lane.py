@@ -13,8 +13,8 @@ Waking a thread costs more than a small message does, so for those it is given a
 What Python does between torch and MPI is most of a small call, and after a message that fills the caches, or where ranks take turns on a core, it
 takes several times as long. So a call that is made at once has no object of its own, as torch's other backends have none either, and takes no lock:
 who finds nothing waiting and nothing `current` is the first. The lane's own threads say what they do before they take it from those that wait, so
-whoever looks sees it in one place or the other; and they wait for what another thread does at once. That is enough for one thread of the caller's. That
-no two threads are the first is due to Python's lock: nothing is called between looking and saying.
+whoever looks sees it in one place or the other; and they wait for what another thread does at once. That is enough for one thread of the caller's.
+That no two threads are the first is due to Python's lock: nothing is called between looking and saying.
 """
 
 from __future__ import annotations
