@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
+from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
+from meshwright.core.serial import from_data
 
 Command = Callable[..., tuple[str, str]]
 MESHWRIGHT = [sys.executable, "-m", "meshwright.cli.main"]
@@ -135,7 +137,7 @@ def test_started_by_torchrun(place: Path) -> None:
     done = subprocess.run([*torchrun, *words], cwd=place, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.strip().splitlines()[-1])
-    assert result["plan"]["mesh"]["dp"] * result["plan"]["mesh"]["shard"] == 2
+    assert from_data(Mesh, result["plan"]["mesh"], "mesh").size == 2  # whichever axis the planner takes on this machine
     assert len(result["losses"]) == 5
 
 
