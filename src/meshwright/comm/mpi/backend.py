@@ -310,12 +310,6 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
         return self._lane.put("all_to_all", output_tensors, output_tensors[0], opts.asyncOp, run, output_tensors, input_tensors)
 
     def barrier(self, opts: Any = None) -> dist.Work | None:
-        if opts is not None and not opts.asyncOp and self._lane.begin("barrier"):
-            try:
-                self._comm.Barrier()
-            finally:
-                self._lane.current = ""
-            return None
         return self._lane.put("barrier", (), None, opts is None or opts.asyncOp, self._comm.Barrier)
 
     # -- messages --
