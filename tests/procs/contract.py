@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.launch import Rendezvous, join, leave
 
-STEPS = 8
+STEPS = 20
 
 
 def model() -> nn.Sequential:
@@ -148,8 +151,8 @@ def serial() -> list[float]:
 def calls() -> list[str]:
     """Names of torch's calls that did not do what they should; run over `mpi`."""
     checks: dict[str, Callable[[int, int], Any]] = {
-        "objects": _objects, "lists": _lists, "functional": _functional, "messages": _messages, "work": _work, "subgroups": _subgroups,
-        "operations": _operations, "mistakes": _mistakes,
+        "objects": _objects, "lists": _lists, "functional": _functional, "messages": _messages, "late messages": _late, "work": _work,
+        "subgroups": _subgroups, "operations": _operations, "mistakes": _mistakes,
     }  # fmt: skip
     return [name for name, check in checks.items() if check(dist.get_rank(), dist.get_world_size()) is False]
 
@@ -230,6 +233,34 @@ def _messages(rank: int, world: int) -> bool:
         dist.send(_ones(1), 0)
         known = True
     return bool((inbox == left).all()) and bool((wide[:, ::2] == left).all()) and bool((wide[:, 1::2] == 0).all()) and known
+
+
+def _late(rank: int, world: int) -> bool:
+    """Messages that are asked about in every way before they come: small ones, and those that are looked after."""
+    right, left = (rank + 1) % world, (rank - 1) % world
+    boxes = [torch.zeros(n) for n in (4, 4, 4, 1 << 17, 1 << 17)]
+    received: list[Any] = [dist.irecv(box, left, tag=9) for box in boxes]
+    for work in (received[0], received[3]):
+        with contextlib.suppress(TimeoutError):
+            work.wait(timedelta(milliseconds=5))
+            return False
+    early = [work.is_completed() for work in received]
+    futures = [received[n].get_future() for n in (1, 4)]
+    helper = threading.Thread(target=received[2].wait)
+    helper.start()
+    dist.barrier()
+    sent: list[Any] = [dist.isend(_ones(len(box), value=rank + n), right, tag=9) for n, box in enumerate(boxes)]
+    while not received[3].is_completed():  # by whoever looks after it
+        time.sleep(1e-3)
+    for future in futures:
+        future.wait()
+    for work in (*received, *sent):
+        work.wait()
+        work.synchronize()
+    helper.join()
+    whole = all(bool((box == left + n).all()) for n, box in enumerate(boxes))
+    known = [work.source_rank() for work in received] == [left] * 5 and received[2].result()[0] is boxes[2]
+    return whole and known and not any(early) and all(isinstance(work, dist.Work) and work.is_success() for work in (*received, *sent))
 
 
 def _work(rank: int, world: int) -> bool:

@@ -33,6 +33,8 @@ def main(folder: str, full: bool) -> None:
         "calls": collectives.tell(contract.calls),
         "counts": collectives.tell(_large_counts),
         "at once": collectives.tell(_made_at_once),
+        "compiled": dist.group.WORLD._quick is not None,
+        "unlike ranks": collectives.tell(lambda: _made_at_once(compiled=rank % 2 == 0)),
         "near": collectives.tell(_near),
         "engines": collectives.tell(lambda: contract.engines(folder)),
     }
@@ -66,10 +68,12 @@ def _routed(rank: int, folder: str) -> dict[str, list[Any]]:
     return {name: [run(name, ()), run(name, ROUTES)] for name in PLANS}
 
 
-def _made_at_once() -> list[str]:
+def _made_at_once(compiled: bool = True) -> list[str]:
     """Calls that are waited for at once, as torch's functions make them, small and large; the way of a large one is tried meanwhile."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    group = dist.new_group(backend="mpi")
+    group: Any = dist.new_group(backend="mpi")
+    if not compiled:
+        group._quick = None
     wrong = []
 
     def check(what: str, right: bool) -> None:
@@ -98,6 +102,9 @@ def _made_at_once() -> list[str]:
             mine = torch.zeros(numel)
             dist.all_to_all_single(mine, every[rank], group=group)
             check(f"all_to_all of {numel}", torch.equal(mine, torch.cat([e[rank * part :][:part] for e in every])))
+            mine, right, left = torch.zeros(numel), (rank + 1) % world, (rank - 1) % world
+            works = [dist.irecv(mine, group_src=left, group=group), dist.isend(every[rank], group_dst=right, group=group)]
+            check(f"message of {numel}", all(work.wait() for work in works if work) and torch.equal(mine, every[left]))
     for call in (dist.all_gather_into_tensor, lambda whole, one, group: dist.reduce_scatter_tensor(one, whole, group=group)):
         try:
             call(torch.zeros(2 * world, dtype=torch.bfloat16), torch.zeros(2), group=group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.comm.mpi.compiled import compiled
 from meshwright.launch.mpi import mpirun
 from tests.procs import collectives, contract, mpi_job
 
@@ -56,6 +58,13 @@ def test_mpi_beyond_what_it_can_count(over_mpi: list[dict[str, Any]]) -> None:
 
 def test_calls_that_are_waited_for_at_once(over_mpi: list[dict[str, Any]]) -> None:
     assert [found["at once"] for found in over_mpi] == [[]] * 4
+
+
+def test_ranks_with_and_without_compiled_calls_understand_each_other(over_mpi: list[dict[str, Any]]) -> None:
+    if compiled(os.environ, pointers=True) is None:
+        pytest.skip("no C compiler, or no Python.h")
+    assert all(found["compiled"] for found in over_mpi)
+    assert [found["unlike ranks"] for found in over_mpi] == [[]] * 4
 
 
 def test_mpis_ranks_of_one_node_share_memory(over_mpi: list[dict[str, Any]]) -> None:

@@ -135,6 +135,9 @@ DONE = Done()
 class Lane:
     """Use `put`, or `begin` where every microsecond counts; the rest is for calls and for the watchdog."""
 
+    # What is compiled (mpi/quick.c) reads some of them where they lie.
+    __slots__ = ("__weakref__", "_bell", "_beside", "_rung", "_thread", "_turn", "_waiting", "current", "kind", "name", "number", "together")
+
     def __init__(self, name: str, kind: str = "mpi", beside: Beside | None = None) -> None:
         """`beside` turns what is done with a device's tensor into what a lane may do: it begins when the device has come so far."""
         self.name, self.kind, self._beside = name, kind, beside

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from meshwright.core.cache import cache_folder
 from meshwright.core.calibration import Calibration, Rates, Record
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError
@@ -29,8 +30,7 @@ def cache_path(cluster: Cluster, environ: Mapping[str, str]) -> Path:
     """One file for each kind of machine: the same host with other devices or cores is another."""
     node = cluster.nodes[0]
     facts = f"{_PROBE}|{node.name}|{node.cpu}|{node.cores}|{[d.name for d in node.devices]}" + "|".join(on_node(node.devices))
-    home = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "/tmp")) / ".cache")
-    return home / "meshwright" / f"calibration-{hashlib.sha256(facts.encode()).hexdigest()[:12]}.json"
+    return cache_folder(environ) / f"calibration-{hashlib.sha256(facts.encode()).hexdigest()[:12]}.json"
 
 
 def kept(cluster: Cluster, environ: Mapping[str, str]) -> Calibration | None:

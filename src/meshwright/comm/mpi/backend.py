@@ -3,8 +3,8 @@ nothing where the call is over.
 
 torch calls some from Python, some from C++ (DDP's reducer, DTensor's functional collectives), and renamed some in 2.13: both names are here.
 
-What most small calls have in common (waited for at once, contiguous tensors in the host's memory, a reduction that MPI has, nothing under way) goes
-straight to MPI from the method. On a core that ranks share, a microsecond of Python on a warm cache is six of a call's time.
+What most small calls have in common (waited for at once, contiguous tensors in the host's memory, a reduction that MPI has, nothing under way) does
+not come here where there is a C compiler: see `quick.py`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from meshwright.comm.lane import DONE, Lane  # noqa: E402
 from meshwright.comm.mpi import buffers  # noqa: E402
 from meshwright.comm.mpi.calls import Calls, Tensors  # noqa: E402
 from meshwright.comm.mpi.messages import SMALL, Message, Post  # noqa: E402
-from meshwright.comm.mpi.reductions import known, reduction  # noqa: E402
+from meshwright.comm.mpi.quick import Quick  # noqa: E402
+from meshwright.comm.mpi.reductions import reduction  # noqa: E402
 from meshwright.comm.mpi.watchdog import Watchdog  # noqa: E402
 
 _c10d: Any = torch._C._distributed_c10d
-_at, _IN_PLACE, _BYTE = MPI.buffer.fromaddress, MPI.IN_PLACE, MPI.BYTE
 _Base: Any = dist.ProcessGroup
 _TAG = 1  # of making groups
 _post = Post()
 atexit.register(_post.close)  # before MPI ends: what is registered later runs first
+_quick = Quick()
 _watchdog: Watchdog | None = None
 _making = threading.Lock()
 
@@ -59,7 +60,7 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
     """A communicator. Collectives are done in order by its lane; messages are requests of their own."""
 
     # Read in every call: Python finds what lies in a slot four times as quickly as in the dictionary of a class that is made in C++.
-    __slots__ = ("__dict__", "_calls", "_comm", "_count", "_index", "_lane", "_small", "_ways")
+    __slots__ = ("__dict__", "_calls", "_comm", "_count", "_index", "_lane", "_quick")
 
     supports_splitting = False
     supports_coalescing = False
@@ -69,10 +70,9 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
         self._comm, self._members = comm, members
         self._calls = Calls(comm, members)
         self._index, self._count = comm.Get_rank(), comm.Get_size()
-        self._ways = known(self._count)
-        self._small = min(self._calls.near.least, buffers.most)  # bytes below which there is nothing to choose
         self._lane = Lane(f"the group of ranks {_ranges(members)}", beside=buffers.beside)
         self._label = self._note = ""
+        self._quick = _quick.state(comm, self._lane, _post, self._calls.near)
         assert _watchdog is not None
         _watchdog.watch(self._lane, members)
 
@@ -122,19 +122,12 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
 
     # -- reductions --
 
+    @_quick.before("all_reduce")
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work | None:
         opts = opts or _c10d.AllreduceOptions()
         (tensor,) = tensors
-        op, dtype, ranks, size = opts.reduceOp, tensor.dtype, self._count, tensor.nbytes
-        way = self._ways[hash(op)].get(dtype) or reduction(op, dtype, ranks)
-        later, lane = opts.asyncOp, self._lane
-        if not later and way.plain and size < self._small and tensor.is_cpu and tensor.is_contiguous() and lane.begin("all_reduce"):
-            try:
-                self._comm.Allreduce(_IN_PLACE, (_at(tensor.data_ptr(), size), way.kind), way.op)
-            finally:
-                lane.current = ""
-            return None
-        return lane.put("all_reduce", tensors, tensor, later, self._calls.all_reduce, tensor, way)
+        way = reduction(opts.reduceOp, tensor.dtype, self._count)
+        return self._lane.put("all_reduce", tensors, tensor, opts.asyncOp, self._calls.all_reduce, tensor, way)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work | None:
         opts = opts or _c10d.AllreduceCoalescedOptions()
@@ -146,23 +139,12 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
 
         return self._lane.put("all_reduce", tensors, tensors[0], opts.asyncOp, run)
 
+    @_quick.before("reduce")
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work | None:
         opts = opts or _c10d.ReduceOptions()
         (tensor,) = tensors
-        op, dtype, ranks, size = opts.reduceOp, tensor.dtype, self._count, tensor.nbytes
-        way = self._ways[hash(op)].get(dtype) or reduction(op, dtype, ranks)
-        later, lane, root = opts.asyncOp, self._lane, opts.rootRank
-        if not later and way.plain and size < self._small and tensor.is_cpu and tensor.is_contiguous() and lane.begin("reduce"):
-            try:
-                whole = (_at(tensor.data_ptr(), size), way.kind)
-                if self._index == root:
-                    self._comm.Reduce(_IN_PLACE, whole, way.op, root)
-                else:
-                    self._comm.Reduce(whole, None, way.op, root)
-            finally:
-                lane.current = ""
-            return None
-        return lane.put("reduce", tensors, tensor, later, self._calls.reduce, tensor, way, root)
+        way = reduction(opts.reduceOp, tensor.dtype, self._count)
+        return self._lane.put("reduce", tensors, tensor, opts.asyncOp, self._calls.reduce, tensor, way, opts.rootRank)
 
     def reduce_scatter(self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None) -> dist.Work | None:
         opts = opts or _c10d.ReduceScatterOptions()
@@ -174,24 +156,10 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
         run = lambda: self._calls.reduce_scatter(output, buffers.made(torch.cat([t.reshape(-1) for t in inputs])), way, sizes)  # noqa: E731
         return self._lane.put("reduce_scatter", output_tensors, output, opts.asyncOp, run)
 
+    @_quick.before("reduce_scatter")
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work | None:
         opts = opts or _c10d.ReduceScatterOptions()
-        op, dtype, ranks, size, total = opts.reduceOp, output.dtype, self._count, output.nbytes, input.nbytes
-        way = self._ways[hash(op)].get(dtype) or reduction(op, dtype, ranks)
-        later, lane = opts.asyncOp, self._lane
-        here = output.is_cpu and input.is_cpu and output.is_contiguous() and input.is_contiguous()
-        if here and way.plain and total == ranks * size and input.dtype == dtype and not later:
-            start, begin = output.data_ptr(), input.data_ptr()
-            apart = start >= begin + total or begin >= start + size  # MPI forbids that they overlap
-            if apart and lane.begin("reduce_scatter"):
-                try:
-                    if total < self._small:
-                        self._comm.Reduce_scatter_block((_at(begin, total), way.kind), (_at(start, size), way.kind), way.op)
-                    else:
-                        self._calls.reduce_scatter(output, input, way)
-                finally:
-                    lane.current = ""
-                return None
+        way, later, lane = reduction(opts.reduceOp, output.dtype, self._count), opts.asyncOp, self._lane
         self._check("reduce_scatter", input, output)
         return lane.put("reduce_scatter", (output,), output, later, self._calls.reduce_scatter, output, input, way)
 
@@ -213,16 +181,14 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
 
     # -- movements --
 
+    @_quick.before("broadcast")
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work | None:
         opts = opts or _c10d.BroadcastOptions()
         (tensor,) = tensors
-        later, root, lane, size = opts.asyncOp, opts.rootRank, self._lane, tensor.nbytes
+        later, root, lane = opts.asyncOp, opts.rootRank, self._lane
         if not later and tensor.is_cpu and tensor.is_contiguous() and lane.begin("broadcast"):
             try:
-                if size < self._small:
-                    self._comm.Bcast((_at(tensor.data_ptr(), size), _BYTE), root)
-                else:
-                    self._calls.broadcast_at(tensor.data_ptr(), size, root)
+                self._calls.broadcast_at(tensor.data_ptr(), tensor.nbytes, root)
             finally:
                 lane.current = ""
             return None
@@ -242,6 +208,7 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
         every = [t for outputs in output_lists for t in outputs]
         return self._lane.put("all_gather", every, input_list[0], opts is None or opts.asyncOp, run)
 
+    @_quick.before("all_gather")
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work | None:
         total, size, later, lane = output.nbytes, input.nbytes, opts is None or opts.asyncOp, self._lane
         here = output.is_cpu and input.is_cpu and output.is_contiguous() and input.is_contiguous()
@@ -250,10 +217,7 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
             apart = start >= begin + size or begin >= start + total
             if apart and lane.begin("all_gather"):
                 try:
-                    if total < self._small:
-                        self._comm.Allgather((_at(begin, size), _BYTE), (_at(start, total), _BYTE))
-                    else:
-                        self._calls.gather_at(start, begin, size)
+                    self._calls.gather_at(start, begin, size)
                 finally:
                     lane.current = ""
                 return None
@@ -286,21 +250,14 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
         inputs = input_tensors[0] if input_tensors else ()
         return self._lane.put("scatter", output_tensors, tensor, opts.asyncOp, self._calls.scatter, tensor, inputs, opts.rootRank)
 
+    @_quick.before("all_to_all")
     def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
     ) -> dist.Work | None:  # fmt: skip
-        later, lane, ranks, size, shape = opts is None or opts.asyncOp, self._lane, self._count, output.nbytes, output.shape
-        if not (later or output_splits or input_splits) and shape and shape == input.shape and not shape[0] % ranks and size == input.nbytes:
-            here = output.is_cpu and input.is_cpu and output.is_contiguous() and input.is_contiguous()
-            if here and size <= buffers.most and lane.begin("all_to_all"):
-                try:  # not Alltoall: others may have told their splits
-                    self._comm.Alltoallv((_at(input.data_ptr(), size), _BYTE), (_at(output.data_ptr(), size), _BYTE))
-                finally:
-                    lane.current = ""
-                return None
-        receives = buffers.rows(shape, output.itemsize, tuple(output_splits), ranks, buffers.most)
-        sends = buffers.rows(input.shape, input.itemsize, tuple(input_splits), ranks, buffers.most)
-        return lane.put("all_to_all", (output,), output, later, self._calls.all_to_all, output, input, receives, sends)
+        receives = buffers.rows(output.shape, output.itemsize, tuple(output_splits), self._count, buffers.most)
+        sends = buffers.rows(input.shape, input.itemsize, tuple(input_splits), self._count, buffers.most)
+        later = opts is None or opts.asyncOp
+        return self._lane.put("all_to_all", (output,), output, later, self._calls.all_to_all, output, input, receives, sends)
 
     alltoall_base = all_to_all_single
 
@@ -314,6 +271,7 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
 
     # -- messages --
 
+    @_quick.before("send")
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
         (held,) = tensors
         if not (held.is_cpu and held.is_contiguous()):
@@ -323,6 +281,7 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
             return DONE
         return self._noted(request, held, held, self._index)
 
+    @_quick.before("receive")
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
         (tensor,) = (held,) = tensors
         if not (tensor.is_cpu and tensor.is_contiguous()):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -81,8 +82,8 @@ class Reduction:
 
 
 def reduction(op: Any, dtype: torch.dtype, ranks: int) -> Reduction:
-    """ValueError where the two have no meaning together. Whoever is in a hurry looks into `known` first."""
-    ways = known(ranks)[hash(op)]
+    """ValueError where the two have no meaning together."""
+    ways = _known(ranks)[hash(op)]
     if dtype in ways:
         return ways[dtype]
     kind = op.op if hasattr(op, "op") else op
@@ -95,8 +96,18 @@ def reduction(op: Any, dtype: torch.dtype, ranks: int) -> Reduction:
     return ways[dtype]
 
 
+def exact(ranks: int) -> Iterator[tuple[int, torch.dtype, Reduction]]:
+    """Those that MPI can do as they are: the number of torch's kind, the dtype, and how."""
+    for kind in _OPS.keys() - {_KINDS.PREMUL_SUM}:
+        for dtype in (*_TYPES, torch.bool, torch.complex64, torch.complex128):
+            with suppress(ValueError):
+                way = reduction(kind, dtype, ranks)
+                if way.plain:
+                    yield hash(kind), dtype, way
+
+
 @cache
-def known(ranks: int) -> defaultdict[int, dict[torch.dtype, Reduction]]:
+def _known(ranks: int) -> defaultdict[int, dict[torch.dtype, Reduction]]:
     """Those of a group of so many that were asked for, by the hash of torch's reduction, which is the number of its kind, and by dtype."""
     return defaultdict(dict)
 

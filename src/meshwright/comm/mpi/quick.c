@@ -1,0 +1,661 @@
+/* What most calls of a group have in common, before Python's method is asked: see quick.py.
+
+   Neither torch's headers nor MPI's are used. Tensors are described by DLPack, options asked as Python would ask them, and MPI is a table of
+   addresses: what is compiled serves every torch, and every MPI whose handles are as wide as HANDLE (int in MPICH, a pointer in Open MPI).
+
+   Where something is out of the ordinary nothing has been done yet, and the method does all of it, complaints included. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <limits.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <structmember.h>
+#include <time.h>
+
+typedef HANDLE handle;
+
+#define REDUCTIONS 16
+#define DTYPES 16
+#define STATUS 256 /* bytes: more than any MPI's status has */
+
+static struct {
+    int (*all_reduce)(const void *, void *, int, handle, handle, handle);
+    int (*reduce)(const void *, void *, int, handle, handle, int, handle);
+    int (*reduce_scatter)(const void *, void *, int, handle, handle, handle);
+    int (*all_gather)(const void *, int, handle, void *, int, handle, handle);
+    int (*all_to_all)(const void *, const int *, const int *, handle, void *, const int *, const int *, handle, handle);
+    int (*broadcast)(void *, int, handle, int, handle);
+    int (*send)(const void *, int, handle, int, int, handle, handle *);
+    int (*receive)(void *, int, handle, int, int, handle, handle *);
+    int (*test)(handle *, int *, void *);
+    int (*wait)(handle *, void *);
+} mpi;
+static handle byte_type;
+static void *in_place;
+
+/* DLPack's description of a tensor, and the table of functions that torch gives away with its class; both in DLPack's layout. */
+typedef struct {
+    char *data;
+    int32_t device, device_index, dimensions;
+    struct {
+        uint8_t code, bits;
+        uint16_t lanes;
+    } dtype;
+    const int64_t *shape, *strides;
+    uint64_t offset;
+} Description;
+
+static struct {
+    uint32_t major, minor;
+    void *older, *allocate, *from_object, *to_object;
+    int (*describe)(void *object, Description *out);
+} *dlpack;
+
+enum { HOST = 1 }; /* DLPack's number of that device */
+#define DTYPE(code, bits) ((code) << 8 | (bits))
+
+static PyObject *failure, *looks, *work_type, *tensor_type, *parameter_type; /* MPI's exception, the profiler's variables, torch's classes */
+static PyObject *s_async, *s_reduction, *s_root, *s_state, *s_profiled, *s_together, *s_follow, *s_helped, *s_wait, *s_empty;
+
+typedef struct {
+    handle kind, op;
+    int width; /* bytes of one of `kind`; 0 where MPI cannot do it as it is */
+} Way;
+
+/* A group, as its calls need it. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *lane, *waiting;     /* its order, and who is in it */
+    PyObject **current, **number; /* the lane's slots of these names */
+    PyObject *settled;            /* which way large collectives have chosen */
+    PyObject *post, *made;        /* who looks after large messages; what makes Python's message of one */
+    long long small, most;        /* bytes below which a collective has nothing to choose, and that MPI can count */
+    long long alone;              /* bytes up to which nobody looks after a message */
+    handle comm;
+    int index, count, *counts, *places;
+    int dtypes[DTYPES];
+    Way ways[REDUCTIONS][DTYPES];
+} State;
+
+/* -- what is asked of tensors and options; 0 where the answer is out of the ordinary -- */
+
+typedef struct {
+    char *at;
+    int64_t size, rows; /* bytes; of the first dimension, 0 without one */
+    int dtype;
+} Span;
+
+/* Contiguous, in the host's memory, and no subclass that might mean something else by it. */
+static int span_of(State *state, PyObject *tensor, Span *span)
+{
+    PyObject *type = (PyObject *)Py_TYPE(tensor);
+    Description found;
+    if ((type != tensor_type && type != parameter_type) || dlpack->describe(tensor, &found) != 0)
+        return 0;
+    int64_t count = 1;
+    for (int n = found.dimensions - 1; n >= 0; n--) {
+        if (found.shape[n] != 1 && found.strides[n] != count)
+            return 0;
+        count *= found.shape[n];
+    }
+    span->at = found.data + found.offset;
+    span->size = count * found.dtype.bits / 8;
+    span->rows = found.dimensions ? found.shape[0] : 0;
+    span->dtype = DTYPE(found.dtype.code, found.dtype.bits);
+    return found.device == HOST && found.dtype.lanes == 1 && found.dtype.bits % 8 == 0 && span->size <= state->most;
+}
+
+static PyObject *only(PyObject *list) { return PyList_Check(list) && PyList_GET_SIZE(list) == 1 ? PyList_GET_ITEM(list, 0) : NULL; }
+
+static int none(PyObject *list) { return PyList_Check(list) && PyList_GET_SIZE(list) == 0; }
+
+static int apart(Span a, Span b) { return a.at >= b.at + b.size || b.at >= a.at + a.size; }
+
+static long long number(PyObject *object, PyObject *name)
+{
+    PyObject *found = PyObject_GetAttr(object, name);
+    long long value = found != NULL && PyLong_Check(found) ? PyLong_AsLongLong(found) : -1;
+    Py_XDECREF(found);
+    return value;
+}
+
+static int at_once(PyObject *options)
+{
+    PyObject *later = PyObject_GetAttr(options, s_async);
+    Py_XDECREF(later);
+    return later == Py_False;
+}
+
+static const Way *way_of(State *state, PyObject *options, Span span)
+{
+    PyObject *reduction = PyObject_GetAttr(options, s_reduction);
+    Py_hash_t kind = reduction != NULL ? PyObject_Hash(reduction) : -1; /* the number of its kind */
+    Py_XDECREF(reduction);
+    for (int n = 0; kind >= 0 && kind < REDUCTIONS && n < DTYPES && state->dtypes[n]; n++)
+        if (state->dtypes[n] == span.dtype && state->ways[kind][n].width)
+            return &state->ways[kind][n];
+    return NULL;
+}
+
+/* As Near.window: small, or found to be quicker so. */
+static int by_mpi(State *state, PyObject *name, int64_t size)
+{
+    if (size < state->small)
+        return 1;
+    int bits = 0;
+    while (size >> bits)
+        bits++;
+    PyObject *key = Py_BuildValue("Oi", name, bits), *found = key != NULL ? PyDict_GetItemWithError(state->settled, key) : NULL;
+    Py_XDECREF(key);
+    return found == Py_None;
+}
+
+/* As Lane.begin: nobody waits, nobody is at it, nobody looks on. No Python runs between asking and saying. */
+static int begin(State *state, PyObject *name)
+{
+    if (PyObject_Size(state->waiting) != 0)
+        return 0;
+    if (PyUnicode_GET_LENGTH(*state->current) != 0 || PyDict_GetItemWithError(looks, s_profiled) != Py_False)
+        return 0;
+    PyObject *next = PyLong_FromLongLong(PyLong_AsLongLong(*state->number) + 1);
+    if (next == NULL)
+        return 0;
+    Py_SETREF(*state->number, next);
+    Py_SETREF(*state->current, Py_NewRef(name));
+    return 1;
+}
+
+static PyObject *raised(int code)
+{
+    PyObject *error = PyObject_CallFunction(failure, "i", code);
+    if (error != NULL)
+        PyErr_SetObject((PyObject *)Py_TYPE(error), error);
+    Py_XDECREF(error);
+    return NULL;
+}
+
+static PyObject *ended(State *state, int code)
+{
+    Py_SETREF(*state->current, Py_NewRef(s_empty));
+    if (code)
+        return raised(code);
+    Py_RETURN_NONE;
+}
+
+#define WITHOUT_LOCK(call) Py_BEGIN_ALLOW_THREADS code = call; Py_END_ALLOW_THREADS
+
+/* -- collectives. Each returns NULL with `begun` at 0 where the method is to do it. What costs most, torch's options, is asked last. -- */
+
+static PyObject *all_reduce(State *state, PyObject *name, PyObject *const *args, int *begun)
+{
+    PyObject *tensor = only(args[0]);
+    const Way *way;
+    Span span;
+    int code;
+    if (tensor == NULL || !span_of(state, tensor, &span) || !by_mpi(state, name, span.size) || !at_once(args[1]) ||
+        !(way = way_of(state, args[1], span)) || !(*begun = begin(state, name)))
+        return NULL;
+    WITHOUT_LOCK(mpi.all_reduce(in_place, span.at, (int)(span.size / way->width), way->kind, way->op, state->comm))
+    return ended(state, code);
+}
+
+static PyObject *reduce(State *state, PyObject *name, PyObject *const *args, int *begun)
+{
+    PyObject *tensor = only(args[0]);
+    const Way *way;
+    Span span;
+    int code, root;
+    if (tensor == NULL || !span_of(state, tensor, &span) || !by_mpi(state, name, span.size) || !at_once(args[1]) ||
+        (root = (int)number(args[1], s_root)) < 0 || !(way = way_of(state, args[1], span)) || !(*begun = begin(state, name)))
+        return NULL;
+    const void *from = root == state->index ? in_place : span.at;
+    void *to = root == state->index ? span.at : NULL;
+    WITHOUT_LOCK(mpi.reduce(from, to, (int)(span.size / way->width), way->kind, way->op, root, state->comm))
+    return ended(state, code);
+}
+
+static int parts_of(State *state, PyObject *name, PyObject *one, PyObject *all, Span *part, Span *whole)
+{
+    return span_of(state, one, part) && span_of(state, all, whole) && whole->size == part->size * state->count && part->dtype == whole->dtype &&
+           apart(*part, *whole) && by_mpi(state, name, whole->size);
+}
+
+static PyObject *reduce_scatter(State *state, PyObject *name, PyObject *const *args, int *begun)
+{
+    const Way *way;
+    Span part, whole;
+    int code;
+    if (!parts_of(state, name, args[0], args[1], &part, &whole) || !at_once(args[2]) || !(way = way_of(state, args[2], part)) ||
+        !(*begun = begin(state, name)))
+        return NULL;
+    WITHOUT_LOCK(mpi.reduce_scatter(whole.at, part.at, (int)(part.size / way->width), way->kind, way->op, state->comm))
+    return ended(state, code);
+}
+
+static PyObject *all_gather(State *state, PyObject *name, PyObject *const *args, int *begun)
+{
+    Span part, whole;
+    int code;
+    if (!parts_of(state, name, args[1], args[0], &part, &whole) || !at_once(args[2]) || !(*begun = begin(state, name)))
+        return NULL;
+    WITHOUT_LOCK(mpi.all_gather(part.at, (int)part.size, byte_type, whole.at, (int)part.size, byte_type, state->comm))
+    return ended(state, code);
+}
+
+/* Rows in equal numbers; not MPI_Alltoall, since other ranks may have told their splits. */
+static PyObject *all_to_all(State *state, PyObject *name, PyObject *const *args, int *begun)
+{
+    Span to, from;
+    int code;
+    if (!none(args[2]) || !none(args[3]) || !span_of(state, args[0], &to) || !span_of(state, args[1], &from) || to.size != from.size ||
+        to.rows != from.rows || to.dtype != from.dtype || to.rows < 1 || to.rows % state->count || !at_once(args[4]) ||
+        !(*begun = begin(state, name)))
+        return NULL;
+    for (int n = 0, each = (int)(from.size / state->count); n < state->count; n++)
+        state->counts[n] = each, state->places[n] = n * each;
+    WITHOUT_LOCK(mpi.all_to_all(from.at, state->counts, state->places, byte_type, to.at, state->counts, state->places, byte_type, state->comm))
+    return ended(state, code);
+}
+
+static PyObject *broadcast(State *state, PyObject *name, PyObject *const *args, int *begun)
+{
+    PyObject *tensor = only(args[0]);
+    Span span;
+    int code, root;
+    if (tensor == NULL || !span_of(state, tensor, &span) || !by_mpi(state, name, span.size) || !at_once(args[1]) ||
+        (root = (int)number(args[1], s_root)) < 0 || !(*begun = begin(state, name)))
+        return NULL;
+    WITHOUT_LOCK(mpi.broadcast(span.at, (int)span.size, byte_type, root, state->comm))
+    return ended(state, code);
+}
+
+/* -- messages: a request that can be waited for. Whatever else torch's Work can do, Python's message does, made when it is asked for. -- */
+
+typedef struct {
+    PyObject_HEAD
+    State *state;
+    PyObject *tensor, *real;
+    handle request;
+    int source;
+    char done, awaited; /* what Post asks about */
+    char inside;        /* a thread waits for it in MPI, or makes the other of it */
+} Message;
+
+static Message *over; /* every small message that MPI has taken at once */
+
+static int look(Message *self)
+{
+    char status[STATUS];
+    int found = 0, code = self->done || self->inside || self->real != NULL ? 0 : mpi.test(&self->request, &found, status);
+    self->done |= found;
+    if (code)
+        raised(code);
+    return code ? -1 : self->done;
+}
+
+static PyObject *real_of(Message *self)
+{
+    if (self->real == NULL) {
+        unsigned long long request = (unsigned long long)(intptr_t)self->request;
+        self->awaited = self->inside = 1; /* Post need not look any more: it is given the other */
+        self->real = PyObject_CallFunction(self->state->made, "KOiO", request, self->tensor, self->source, self->done ? Py_True : Py_False);
+        self->inside = 0;
+    }
+    return self->real;
+}
+
+/* Until no other thread is inside. */
+static void settle(Message *self)
+{
+    const struct timespec moment = {0, 50000};
+    while (self->inside) {
+        Py_BEGIN_ALLOW_THREADS nanosleep(&moment, NULL);
+        Py_END_ALLOW_THREADS
+    }
+}
+
+static PyObject *message_wait(PyObject *object, PyObject *const *args, Py_ssize_t count, PyObject *names)
+{
+    Message *self = (Message *)object;
+    settle(self);
+    if (!self->done && (count || names != NULL || self->real != NULL)) { /* with a timeout, or by the other's rules */
+        PyObject *real = real_of(self), *wait = real != NULL ? PyObject_GetAttr(real, s_wait) : NULL;
+        PyObject *result = wait != NULL ? PyObject_Vectorcall(wait, args, (size_t)count, names) : NULL;
+        Py_XDECREF(wait);
+        return result;
+    }
+    self->awaited = 1;
+    if (look(self) < 0)
+        return NULL;
+    if (!self->done) {
+        char status[STATUS];
+        int code, told = PyObject_SetAttr(self->state->post, s_helped, Py_True);
+        self->inside = 1;
+        WITHOUT_LOCK(mpi.wait(&self->request, status))
+        self->inside = 0;
+        self->done = 1;
+        if (told != 0 || PyObject_SetAttr(self->state->post, s_helped, Py_False) != 0)
+            return NULL;
+        if (code)
+            return raised(code);
+    }
+    Py_RETURN_TRUE;
+}
+
+static PyObject *message_look(PyObject *object, PyObject *Py_UNUSED(nothing))
+{
+    int done = look((Message *)object);
+    return done < 0 ? NULL : PyBool_FromLong(done);
+}
+
+static PyObject *message_class(PyObject *Py_UNUSED(object), void *Py_UNUSED(nothing)) { return Py_NewRef(work_type); }
+
+static PyObject *message_get(PyObject *object, PyObject *name)
+{
+    PyObject *found = PyObject_GenericGetAttr(object, name);
+    if (found != NULL || !PyErr_ExceptionMatches(PyExc_AttributeError))
+        return found;
+    PyErr_Clear();
+    settle((Message *)object);
+    PyObject *real = real_of((Message *)object);
+    return real != NULL ? PyObject_GetAttr(real, name) : NULL;
+}
+
+static void message_delete(PyObject *object)
+{
+    Message *self = (Message *)object;
+    if (self->done || self->real != NULL)
+        Py_XDECREF(self->tensor); /* otherwise MPI is still at it, and nobody will know when that ends: it is kept for ever */
+    Py_XDECREF(self->real);
+    Py_XDECREF(self->state);
+    PyObject_Free(self);
+}
+
+static PyMethodDef message_methods[] = {
+    {"wait", (PyCFunction)(void (*)(void))message_wait, METH_FASTCALL | METH_KEYWORDS, NULL}, {"look", message_look, METH_NOARGS, NULL}, {0}};
+static PyMemberDef message_members[] = {
+    {"done", T_BOOL, offsetof(Message, done), READONLY, NULL}, {"awaited", T_BOOL, offsetof(Message, awaited), READONLY, NULL}, {0}};
+static PyGetSetDef message_properties[] = {{"__class__", message_class, NULL, NULL, NULL}, {0}}; /* for isinstance */
+
+static PyTypeObject MessageType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "meshwright.Message",
+    .tp_basicsize = sizeof(Message),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_dealloc = message_delete,
+    .tp_getattro = message_get,
+    .tp_methods = message_methods,
+    .tp_members = message_members,
+    .tp_getset = message_properties,
+};
+
+static Message *message_new(State *state, PyObject *tensor, handle request, int source)
+{
+    Message *made = PyObject_New(Message, &MessageType);
+    if (made != NULL) {
+        made->state = (State *)Py_XNewRef(state);
+        made->tensor = Py_XNewRef(tensor);
+        made->real = NULL;
+        made->request = request;
+        made->source = source;
+        made->done = made->awaited = made->inside = 0;
+    }
+    return made;
+}
+
+/* What a send and a receive have in common: one tensor, a rank of the group, a tag, and nobody who collects them. */
+static int message_of(State *state, PyObject *const *args, Span *span, int *peer, int *tag)
+{
+    PyObject *tensor = only(args[0]);
+    if (tensor == NULL || !PyLong_Check(args[1]) || !PyLong_Check(args[2]) || !span_of(state, tensor, span))
+        return 0;
+    PyObject *together = PyObject_GetAttr(state->lane, s_together);
+    Py_XDECREF(together);
+    *peer = (int)PyLong_AsLong(args[1]);
+    *tag = (int)PyLong_AsLong(args[2]);
+    return together == Py_None && *peer >= 0 && *tag >= 0;
+}
+
+static PyObject *noted(State *state, PyObject *tensor, handle request, int source, int64_t size)
+{
+    Message *made = message_new(state, tensor, request, source);
+    if (made != NULL && size > state->alone) {
+        PyObject *followed = PyObject_CallMethodOneArg(state->post, s_follow, (PyObject *)made);
+        Py_XDECREF(followed);
+        if (followed == NULL)
+            Py_CLEAR(made);
+    }
+    return (PyObject *)made;
+}
+
+static PyObject *send_message(State *state, PyObject *Py_UNUSED(name), PyObject *const *args, int *begun)
+{
+    Span span;
+    handle request;
+    char status[STATUS];
+    int code, peer, tag, taken = 0;
+    if (!(*begun = message_of(state, args, &span, &peer, &tag)))
+        return NULL;
+    code = mpi.send(span.at, (int)span.size, byte_type, peer, tag, state->comm, &request);
+    if (!code && span.size <= state->alone) /* most small ones are over before they are waited for */
+        code = mpi.test(&request, &taken, status);
+    if (code)
+        return raised(code);
+    return taken ? Py_NewRef((PyObject *)over) : noted(state, only(args[0]), request, state->index, span.size);
+}
+
+static PyObject *receive_message(State *state, PyObject *Py_UNUSED(name), PyObject *const *args, int *begun)
+{
+    Span span;
+    handle request;
+    int code, peer, tag;
+    if (!(*begun = message_of(state, args, &span, &peer, &tag)))
+        return NULL;
+    code = mpi.receive(span.at, (int)span.size, byte_type, peer, tag, state->comm, &request);
+    return code ? raised(code) : noted(state, only(args[0]), request, peer, span.size);
+}
+
+/* -- what Python makes a group of -- */
+
+static PyObject **slot_of(PyObject *object, const char *name)
+{
+    PyObject *member = PyObject_GetAttrString((PyObject *)Py_TYPE(object), name), **found = NULL;
+    if (member != NULL && Py_TYPE(member) == &PyMemberDescr_Type)
+        found = (PyObject **)((char *)object + ((PyMemberDescrObject *)member)->d_member->offset);
+    else if (member != NULL)
+        PyErr_Format(PyExc_TypeError, "%s is no slot", name);
+    Py_XDECREF(member);
+    return found;
+}
+
+static PyObject *state_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(named))
+{
+    PyObject *lane, *waiting, *settled, *post, *made, *ways;
+    unsigned long long comm, kind, op;
+    int reduction, code, bits, width;
+    State *self = (State *)type->tp_alloc(type, 0);
+    if (self == NULL || !PyArg_ParseTuple(args, "OOO!OOLLLKiiO!", &lane, &waiting, &PyDict_Type, &settled, &post, &made, &self->small, &self->most,
+                                          &self->alone, &comm, &self->index, &self->count, &PyList_Type, &ways))
+        goto failed;
+    self->lane = Py_NewRef(lane);
+    self->waiting = Py_NewRef(waiting);
+    if ((self->current = slot_of(lane, "current")) == NULL || (self->number = slot_of(lane, "number")) == NULL)
+        goto failed;
+    self->settled = Py_NewRef(settled);
+    self->post = Py_NewRef(post);
+    self->made = Py_NewRef(made);
+    self->comm = (handle)(intptr_t)comm;
+    self->counts = PyMem_Calloc((size_t)self->count, 2 * sizeof(int));
+    self->places = self->counts + self->count;
+    if (self->counts == NULL) {
+        PyErr_NoMemory();
+        goto failed;
+    }
+    for (Py_ssize_t n = 0; n < PyList_GET_SIZE(ways); n++) {
+        int slot = 0;
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(ways, n), "i(ii)KKi", &reduction, &code, &bits, &kind, &op, &width))
+            goto failed;
+        while (slot < DTYPES && self->dtypes[slot] && self->dtypes[slot] != DTYPE(code, bits))
+            slot++;
+        if (slot < DTYPES && reduction >= 0 && reduction < REDUCTIONS) {
+            self->dtypes[slot] = DTYPE(code, bits);
+            self->ways[reduction][slot] = (Way){(handle)(intptr_t)kind, (handle)(intptr_t)op, width};
+        }
+    }
+    return (PyObject *)self;
+failed:
+    Py_XDECREF(self);
+    return NULL;
+}
+
+static void state_delete(PyObject *object)
+{
+    State *self = (State *)object;
+    Py_XDECREF(self->lane);
+    Py_XDECREF(self->waiting);
+    Py_XDECREF(self->settled);
+    Py_XDECREF(self->post);
+    Py_XDECREF(self->made);
+    PyMem_Free(self->counts);
+    Py_TYPE(self)->tp_free(object);
+}
+
+static PyTypeObject StateType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "meshwright.State",
+    .tp_basicsize = sizeof(State),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = state_new,
+    .tp_dealloc = state_delete,
+};
+
+/* -- operations: methods of the group's class. Who calls one by its name comes here; who takes it out first, as C++ does, gets Python's. -- */
+
+typedef PyObject *(*Quick)(State *, PyObject *name, PyObject *const *args, int *begun);
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc call;
+    Quick quick;
+    Py_ssize_t count; /* of arguments */
+    PyObject *name, *method;
+} Operation;
+
+static const struct {
+    const char *name;
+    Py_ssize_t count;
+    Quick quick;
+} operations[] = {{"all_reduce", 2, all_reduce}, {"reduce", 2, reduce}, {"reduce_scatter", 3, reduce_scatter}, {"all_gather", 3, all_gather},
+                  {"all_to_all", 5, all_to_all}, {"broadcast", 2, broadcast}, {"send", 3, send_message}, {"receive", 3, receive_message}};
+
+static PyObject *operation_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
+{
+    Operation *self = (Operation *)object;
+    if (names == NULL && PyVectorcall_NARGS(flags) == self->count + 1) {
+        PyObject *state = PyObject_GetAttr(args[0], s_state), *result = NULL;
+        int begun = 0;
+        if (state != NULL && Py_TYPE(state) == &StateType)
+            result = self->quick((State *)state, self->name, args + 1, &begun);
+        Py_XDECREF(state);
+        if (begun)
+            return result;
+        PyErr_Clear(); /* the method will find it out, and say it better */
+    }
+    return PyObject_Vectorcall(self->method, args, flags, names);
+}
+
+static PyObject *operation_get(PyObject *self, PyObject *instance, PyObject *Py_UNUSED(type))
+{
+    return instance == NULL ? Py_NewRef(self) : PyMethod_New(((Operation *)self)->method, instance);
+}
+
+static PyObject *operation_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(named))
+{
+    PyObject *name, *method;
+    if (!PyArg_ParseTuple(args, "UO", &name, &method))
+        return NULL;
+    for (size_t n = 0; n < sizeof operations / sizeof *operations; n++)
+        if (PyUnicode_CompareWithASCIIString(name, operations[n].name) == 0) {
+            Operation *self = (Operation *)type->tp_alloc(type, 0);
+            if (self == NULL)
+                return NULL;
+            self->call = operation_call;
+            self->quick = operations[n].quick;
+            self->count = operations[n].count;
+            self->name = Py_NewRef(name);
+            self->method = Py_NewRef(method);
+            return (PyObject *)self;
+        }
+    return PyErr_Format(PyExc_ValueError, "there is no quick %U", name);
+}
+
+static void operation_delete(PyObject *object)
+{
+    Py_DECREF(((Operation *)object)->name);
+    Py_DECREF(((Operation *)object)->method);
+    Py_TYPE(object)->tp_free(object);
+}
+
+static PyMemberDef operation_members[] = {{"__wrapped__", T_OBJECT, offsetof(Operation, method), READONLY, NULL}, {0}};
+
+static PyTypeObject OperationType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "meshwright.Operation",
+    .tp_basicsize = sizeof(Operation),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
+    .tp_new = operation_new,
+    .tp_dealloc = operation_delete,
+    .tp_call = PyVectorcall_Call,
+    .tp_vectorcall_offset = offsetof(Operation, call),
+    .tp_descr_get = operation_get,
+    .tp_members = operation_members,
+};
+
+/* -- the module -- */
+
+static PyObject *bind(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *addresses, *capsule, *done;
+    unsigned long long byte, in;
+    void **table = (void **)&mpi;
+    const Py_ssize_t count = sizeof mpi / sizeof *table;
+    if (!PyArg_ParseTuple(args, "O!KKOOOOOOO", &PyTuple_Type, &addresses, &byte, &in, &capsule, &failure, &looks, &work_type, &tensor_type,
+                          &parameter_type, &done))
+        return NULL;
+    PyObject *kept[] = {failure, looks, work_type, tensor_type, parameter_type};
+    for (size_t n = 0; n < sizeof kept / sizeof *kept; n++)
+        Py_INCREF(kept[n]); /* for ever */
+    dlpack = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    if (dlpack == NULL)
+        return NULL;
+    if (dlpack->major != 1 || dlpack->describe == NULL || PyTuple_GET_SIZE(addresses) != count)
+        return PyErr_Format(PyExc_ValueError, "another DLPack than 1, or not %zd addresses", count);
+    for (Py_ssize_t n = 0; n < count; n++)
+        table[n] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(addresses, n));
+    byte_type = (handle)(intptr_t)byte;
+    in_place = (void *)(intptr_t)in;
+    over = message_new(NULL, NULL, byte_type, 0);
+    if (over == NULL || PyErr_Occurred())
+        return NULL;
+    over->done = over->awaited = 1;
+    over->real = Py_NewRef(done);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {{"bind", bind, METH_VARARGS, NULL}, {0}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "quick", .m_size = -1, .m_methods = functions};
+
+PyMODINIT_FUNC PyInit_quick(void)
+{
+    const struct {
+        PyObject **at;
+        const char *text;
+    } names[] = {{&s_async, "asyncOp"}, {&s_reduction, "reduceOp"}, {&s_root, "rootRank"}, {&s_state, "_quick"},
+                 {&s_profiled, "_is_profiler_enabled"}, {&s_together, "together"}, {&s_follow, "follow"}, {&s_helped, "helped"},
+                 {&s_wait, "wait"}, {&s_empty, ""}};
+    for (size_t n = 0; n < sizeof names / sizeof *names; n++)
+        if ((*names[n].at = PyUnicode_InternFromString(names[n].text)) == NULL)
+            return NULL;
+    PyObject *module = PyModule_Create(&definition);
+    if (module == NULL || PyType_Ready(&MessageType) < 0 || PyModule_AddType(module, &StateType) < 0 || PyModule_AddType(module, &OperationType) < 0)
+        return NULL;
+    return module;
+}
