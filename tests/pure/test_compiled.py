@@ -44,5 +44,17 @@ def test_a_cache_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> No
     assert compiled(with_compiler(tmp_path), True) is None
 
 
-def test_nobody_compiles_without_warnings_from_the_source(tmp_path: Path) -> None:
+def test_nothing_is_run_that_others_may_have_written(tmp_path: Path) -> None:
+    environ = with_compiler(tmp_path)
+    made = compiled(environ, True)
+    assert made is not None and made.parent.stat().st_mode & 0o077 == 0
+    made.parent.chmod(0o777)
+    assert compiled(environ, True) is None
+
+
+def test_a_compiler_that_cannot_be_read(tmp_path: Path) -> None:
+    assert compiled({"CC": "cc 'unbalanced", "XDG_CACHE_HOME": str(tmp_path)}, True) is None
+
+
+def test_no_compiler_has_anything_to_say_about_it(tmp_path: Path) -> None:
     assert compiled(with_compiler(tmp_path, CC="cc -Wall -Wextra -Wno-missing-field-initializers -Werror"), True) is not None

@@ -108,6 +108,7 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
         return self._lane.number
 
     def shutdown(self) -> None:
+        self._quick = None
         if self._comm != MPI.COMM_NULL:
             self._lane.close()
             self._calls.near.close()

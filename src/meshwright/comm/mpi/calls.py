@@ -123,8 +123,7 @@ class Calls:
             start += size
 
     def _window(self, op: str, work: torch.Tensor, way: Reduction) -> Window | None:
-        alike = self._count == 2 and way.combine is torch.add  # a + b is b + a
-        return self.near.window(op, work.nbytes if way.combined and work.is_cpu else ELSEWHERE, alike)
+        return self.near.window(op, work.nbytes if way.combined and work.is_cpu else ELSEWHERE, self.near.alike(way))
 
     # -- movements --
 

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -24,6 +25,7 @@ class Message(dist.Work):
     """One request. Only one thread may complete it: `_turn` says which."""
 
     done = awaited = False
+    error: Exception | None = None
     _future: torch.futures.Future[list[torch.Tensor]] | None = None
 
     def __init__(self, post: Post, request: Any, tensor: torch.Tensor, held: torch.Tensor, source: int) -> None:
@@ -37,35 +39,42 @@ class Message(dist.Work):
         """Move it on; True when it is over."""
         if not self.done and self._turn.acquire(blocking=False):
             try:
-                status = self._status()
-                if not self.done and self._request.Test(status):
-                    self._over(status)
+                self._move(self._request.Test)
             finally:
                 self._turn.release()
         return self.done
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self.awaited = True
         if timeout is not None and timeout.total_seconds() > 0:
             self._look_until(time.monotonic() + timeout.total_seconds())
+        self.awaited = True
         if not self.done:
             with self._turn:
-                if not self.done:
-                    status = self._status()
-                    self._post.helped = True
-                    self._request.Wait(status)
-                    self._post.helped = False
-                    self._over(status)
+                self._post.helped = True
+                self._move(self._request.Wait)
+                self._post.helped = False
+        if self.error is not None:
+            raise self.error
         return True
+
+    def _move(self, ask: Callable[[Any], Any]) -> None:
+        """By whoever has the turn. What MPI complains of is said to who waits, whoever found it out."""
+        if self.done:
+            return
+        status = MPI.Status() if self._source == MPI.ANY_SOURCE else None  # from anybody: who it was
+        try:
+            if ask(status):
+                self._over(status)
+        except MPI.Exception as error:
+            self.error = error
+            self.done = True
+            if self._future is not None:
+                self._future.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong about it
 
     def _look_until(self, limit: float) -> None:
         while not self.look():
             if time.monotonic() > limit:
                 raise TimeoutError("a message was not sent or received in time")
-
-    def _status(self) -> Any:
-        """For a message from anybody: who it was."""
-        return MPI.Status() if self._source == MPI.ANY_SOURCE else None
 
     def _over(self, status: Any) -> None:
         if status is not None:
@@ -81,7 +90,10 @@ class Message(dist.Work):
         return self.look()
 
     def is_success(self) -> bool:
-        return self.done
+        return self.done and self.error is None
+
+    def exception(self) -> Any:
+        return self.error
 
     def result(self) -> list[torch.Tensor]:
         return [self._tensor]
@@ -98,7 +110,9 @@ class Message(dist.Work):
         with self._turn:
             if self._future is None:
                 self._future = torch.futures.Future()
-                if self.done:
+                if self.error is not None:
+                    self._future.set_exception(self.error)  # type: ignore[arg-type]
+                elif self.done:
                     self._future.set_result([self._tensor])
                 else:
                     self._post.follow(self)  # who waits for a future does not move the message on

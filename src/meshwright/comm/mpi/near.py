@@ -17,7 +17,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from meshwright.comm.mpi import library
+from meshwright.comm.mpi.reductions import Reduction
 from meshwright.comm.window import Window, window_among
 
 _NEVER = 1 << 62
@@ -28,6 +31,7 @@ FROM = 1 << 18
 # Calls of a trial: so many one way in a row, and all of them. The first ones touch memory that nobody has touched yet, so the second half counts; and
 # the first of a row finds nothing of its own in the caches.
 _ROW, _TRIES = 4, 32
+_METHOD_S = 10e-6  # that a trial does not see: MPI's calls are compiled (`quick.py`), and the way to the window is Python's
 
 
 _Key = tuple[str, int]  # an operation and the power of two that its bytes lie below
@@ -53,6 +57,10 @@ class Near:
         self._under_way: _Trial | None = None
         self.settled: dict[_Key, Window | None] = {}  # what trials came to
         self.least = FROM * len(members) if len(members) > 1 else _NEVER  # bytes below which there is nothing to ask
+
+    def alike(self, way: Reduction) -> bool:
+        """Whether both ways give the same bits: a + b is b + a."""
+        return len(self._members) == 2 and way.combine is torch.add
 
     def window(self, op: str, size: int, alike: bool) -> Window | None:
         """None where a call of so many bytes goes by MPI, which is so for `ELSEWHERE`. Collective when it is the first that does not, or one that is
@@ -84,7 +92,7 @@ class Near:
             every = [list(zip(*one, strict=True)) for one in zip(*self._comm.allgather(trial.calls), strict=True)]
             took = [max(ended) - max(begun) for begun, ended in every]
             by_window, by_mpi = ([took[n] for n in range(_TRIES // 2, _TRIES) if n % _ROW and _by_window(n) is way] for way in (True, False))
-            self.settled[trial.key] = self._window if statistics.median(by_window) <= statistics.median(by_mpi) else None
+            self.settled[trial.key] = self._window if statistics.median(by_window) + _METHOD_S <= statistics.median(by_mpi) else None
 
     def close(self) -> None:
         self._window, self._tried, self.least = None, True, _NEVER

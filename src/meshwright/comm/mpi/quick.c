@@ -17,7 +17,7 @@ typedef HANDLE handle;
 
 #define REDUCTIONS 16
 #define DTYPES 16
-#define STATUS 256 /* bytes: more than any MPI's status has */
+#define STATUS(name) _Alignas(16) char name[256] /* more than any MPI's has */
 
 static struct {
     int (*all_reduce)(const void *, void *, int, handle, handle, handle);
@@ -56,11 +56,13 @@ enum { HOST = 1 }; /* DLPack's number of that device */
 #define DTYPE(code, bits) ((code) << 8 | (bits))
 
 static PyObject *failure, *looks, *work_type, *tensor_type, *parameter_type; /* MPI's exception, the profiler's variables, torch's classes */
-static PyObject *s_async, *s_reduction, *s_root, *s_state, *s_profiled, *s_together, *s_follow, *s_helped, *s_wait, *s_empty;
+static PyObject *s_async, *s_reduction, *s_root, *s_state, *s_profiled, *s_together, *s_follow, *s_helped, *s_wait, *s_completed,
+    *s_empty;
 
 typedef struct {
     handle kind, op;
     int width; /* bytes of one of `kind`; 0 where MPI cannot do it as it is */
+    int alike; /* the bits are the same by shared memory: only then a large one may have chosen */
 } Way;
 
 /* A group, as its calls need it. */
@@ -112,10 +114,17 @@ static int none(PyObject *list) { return PyList_Check(list) && PyList_GET_SIZE(l
 
 static int apart(Span a, Span b) { return a.at >= b.at + b.size || b.at >= a.at + a.size; }
 
-static long long number(PyObject *object, PyObject *name)
+/* A whole number from 0 to what an int holds; otherwise -1. */
+static int small(PyObject *object)
+{
+    long long value = object != NULL && PyLong_Check(object) ? PyLong_AsLongLong(object) : -1;
+    return value >= 0 && value <= INT_MAX ? (int)value : -1;
+}
+
+static int number(PyObject *object, PyObject *name)
 {
     PyObject *found = PyObject_GetAttr(object, name);
-    long long value = found != NULL && PyLong_Check(found) ? PyLong_AsLongLong(found) : -1;
+    int value = small(found);
     Py_XDECREF(found);
     return value;
 }
@@ -127,13 +136,13 @@ static int at_once(PyObject *options)
     return later == Py_False;
 }
 
-static const Way *way_of(State *state, PyObject *options, Span span)
+static const Way *way_of(State *state, PyObject *options, Span span, int64_t size)
 {
     PyObject *reduction = PyObject_GetAttr(options, s_reduction);
     Py_hash_t kind = reduction != NULL ? PyObject_Hash(reduction) : -1; /* the number of its kind */
     Py_XDECREF(reduction);
     for (int n = 0; kind >= 0 && kind < REDUCTIONS && n < DTYPES && state->dtypes[n]; n++)
-        if (state->dtypes[n] == span.dtype && state->ways[kind][n].width)
+        if (state->dtypes[n] == span.dtype && state->ways[kind][n].width && (size < state->small || state->ways[kind][n].alike))
             return &state->ways[kind][n];
     return NULL;
 }
@@ -194,7 +203,7 @@ static PyObject *all_reduce(State *state, PyObject *name, PyObject *const *args,
     Span span;
     int code;
     if (tensor == NULL || !span_of(state, tensor, &span) || !by_mpi(state, name, span.size) || !at_once(args[1]) ||
-        !(way = way_of(state, args[1], span)) || !(*begun = begin(state, name)))
+        !(way = way_of(state, args[1], span, span.size)) || !(*begun = begin(state, name)))
         return NULL;
     WITHOUT_LOCK(mpi.all_reduce(in_place, span.at, (int)(span.size / way->width), way->kind, way->op, state->comm))
     return ended(state, code);
@@ -207,7 +216,7 @@ static PyObject *reduce(State *state, PyObject *name, PyObject *const *args, int
     Span span;
     int code, root;
     if (tensor == NULL || !span_of(state, tensor, &span) || !by_mpi(state, name, span.size) || !at_once(args[1]) ||
-        (root = (int)number(args[1], s_root)) < 0 || !(way = way_of(state, args[1], span)) || !(*begun = begin(state, name)))
+        (root = number(args[1], s_root)) < 0 || !(way = way_of(state, args[1], span, span.size)) || !(*begun = begin(state, name)))
         return NULL;
     const void *from = root == state->index ? in_place : span.at;
     void *to = root == state->index ? span.at : NULL;
@@ -226,7 +235,7 @@ static PyObject *reduce_scatter(State *state, PyObject *name, PyObject *const *a
     const Way *way;
     Span part, whole;
     int code;
-    if (!parts_of(state, name, args[0], args[1], &part, &whole) || !at_once(args[2]) || !(way = way_of(state, args[2], part)) ||
+    if (!parts_of(state, name, args[0], args[1], &part, &whole) || !at_once(args[2]) || !(way = way_of(state, args[2], part, whole.size)) ||
         !(*begun = begin(state, name)))
         return NULL;
     WITHOUT_LOCK(mpi.reduce_scatter(whole.at, part.at, (int)(part.size / way->width), way->kind, way->op, state->comm))
@@ -264,7 +273,7 @@ static PyObject *broadcast(State *state, PyObject *name, PyObject *const *args, 
     Span span;
     int code, root;
     if (tensor == NULL || !span_of(state, tensor, &span) || !by_mpi(state, name, span.size) || !at_once(args[1]) ||
-        (root = (int)number(args[1], s_root)) < 0 || !(*begun = begin(state, name)))
+        (root = number(args[1], s_root)) < 0 || !(*begun = begin(state, name)))
         return NULL;
     WITHOUT_LOCK(mpi.broadcast(span.at, (int)span.size, byte_type, root, state->comm))
     return ended(state, code);
@@ -277,7 +286,7 @@ typedef struct {
     State *state;
     PyObject *tensor, *real;
     handle request;
-    int source;
+    int source, code;   /* who sent it; what MPI said at its end */
     char done, awaited; /* what Post asks about */
     char inside;        /* a thread waits for it in MPI, or makes the other of it */
 } Message;
@@ -286,12 +295,12 @@ static Message *over; /* every small message that MPI has taken at once */
 
 static int look(Message *self)
 {
-    char status[STATUS];
-    int found = 0, code = self->done || self->inside || self->real != NULL ? 0 : mpi.test(&self->request, &found, status);
-    self->done |= found;
-    if (code)
-        raised(code);
-    return code ? -1 : self->done;
+    STATUS(status);
+    int found = 0;
+    if (!self->done && !self->inside && self->real == NULL)
+        self->code = mpi.test(&self->request, &found, status);
+    self->done |= found || self->code;
+    return self->done;
 }
 
 static PyObject *real_of(Message *self)
@@ -299,7 +308,8 @@ static PyObject *real_of(Message *self)
     if (self->real == NULL) {
         unsigned long long request = (unsigned long long)(intptr_t)self->request;
         self->awaited = self->inside = 1; /* Post need not look any more: it is given the other */
-        self->real = PyObject_CallFunction(self->state->made, "KOiO", request, self->tensor, self->source, self->done ? Py_True : Py_False);
+        self->real = PyObject_CallFunction(self->state->made, "KOiOi", request, self->tensor, self->source, self->done ? Py_True : Py_False,
+                                           self->code);
         self->inside = 0;
     }
     return self->real;
@@ -326,27 +336,31 @@ static PyObject *message_wait(PyObject *object, PyObject *const *args, Py_ssize_
         return result;
     }
     self->awaited = 1;
-    if (look(self) < 0)
-        return NULL;
-    if (!self->done) {
-        char status[STATUS];
+    if (!look(self)) {
+        STATUS(status);
         int code, told = PyObject_SetAttr(self->state->post, s_helped, Py_True);
         self->inside = 1;
         WITHOUT_LOCK(mpi.wait(&self->request, status))
         self->inside = 0;
         self->done = 1;
+        self->code = code;
         if (told != 0 || PyObject_SetAttr(self->state->post, s_helped, Py_False) != 0)
             return NULL;
-        if (code)
-            return raised(code);
     }
+    if (self->code)
+        return raised(self->code);
     Py_RETURN_TRUE;
 }
 
 static PyObject *message_look(PyObject *object, PyObject *Py_UNUSED(nothing))
 {
-    int done = look((Message *)object);
-    return done < 0 ? NULL : PyBool_FromLong(done);
+    return PyBool_FromLong(look((Message *)object));
+}
+
+static PyObject *message_completed(PyObject *object, PyObject *Py_UNUSED(nothing))
+{
+    Message *self = (Message *)object;
+    return self->real == NULL || self->done ? PyBool_FromLong(look(self)) : PyObject_CallMethodNoArgs(self->real, s_completed);
 }
 
 static PyObject *message_class(PyObject *Py_UNUSED(object), void *Py_UNUSED(nothing)) { return Py_NewRef(work_type); }
@@ -362,10 +376,20 @@ static PyObject *message_get(PyObject *object, PyObject *name)
     return real != NULL ? PyObject_GetAttr(real, name) : NULL;
 }
 
+static int look_at(PyObject *real)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject *done = PyObject_GetAttrString(real, "done");
+    Py_XDECREF(done);
+    PyErr_Restore(type, value, trace);
+    return done == Py_True;
+}
+
 static void message_delete(PyObject *object)
 {
     Message *self = (Message *)object;
-    if (self->done || self->real != NULL)
+    if (self->done || (self->real != NULL && look_at(self->real)))
         Py_XDECREF(self->tensor); /* otherwise MPI is still at it, and nobody will know when that ends: it is kept for ever */
     Py_XDECREF(self->real);
     Py_XDECREF(self->state);
@@ -373,7 +397,10 @@ static void message_delete(PyObject *object)
 }
 
 static PyMethodDef message_methods[] = {
-    {"wait", (PyCFunction)(void (*)(void))message_wait, METH_FASTCALL | METH_KEYWORDS, NULL}, {"look", message_look, METH_NOARGS, NULL}, {0}};
+    {"wait", (PyCFunction)(void (*)(void))message_wait, METH_FASTCALL | METH_KEYWORDS, NULL},
+    {"is_completed", message_completed, METH_NOARGS, NULL},
+    {"look", message_look, METH_NOARGS, NULL},
+    {0}};
 static PyMemberDef message_members[] = {
     {"done", T_BOOL, offsetof(Message, done), READONLY, NULL}, {"awaited", T_BOOL, offsetof(Message, awaited), READONLY, NULL}, {0}};
 static PyGetSetDef message_properties[] = {{"__class__", message_class, NULL, NULL, NULL}, {0}}; /* for isinstance */
@@ -398,7 +425,7 @@ static Message *message_new(State *state, PyObject *tensor, handle request, int 
         made->real = NULL;
         made->request = request;
         made->source = source;
-        made->done = made->awaited = made->inside = 0;
+        made->code = made->done = made->awaited = made->inside = 0;
     }
     return made;
 }
@@ -407,13 +434,11 @@ static Message *message_new(State *state, PyObject *tensor, handle request, int 
 static int message_of(State *state, PyObject *const *args, Span *span, int *peer, int *tag)
 {
     PyObject *tensor = only(args[0]);
-    if (tensor == NULL || !PyLong_Check(args[1]) || !PyLong_Check(args[2]) || !span_of(state, tensor, span))
+    if (tensor == NULL || (*peer = small(args[1])) < 0 || (*tag = small(args[2])) < 0 || !span_of(state, tensor, span))
         return 0;
     PyObject *together = PyObject_GetAttr(state->lane, s_together);
     Py_XDECREF(together);
-    *peer = (int)PyLong_AsLong(args[1]);
-    *tag = (int)PyLong_AsLong(args[2]);
-    return together == Py_None && *peer >= 0 && *tag >= 0;
+    return together == Py_None;
 }
 
 static PyObject *noted(State *state, PyObject *tensor, handle request, int source, int64_t size)
@@ -432,7 +457,7 @@ static PyObject *send_message(State *state, PyObject *Py_UNUSED(name), PyObject 
 {
     Span span;
     handle request;
-    char status[STATUS];
+    STATUS(status);
     int code, peer, tag, taken = 0;
     if (!(*begun = message_of(state, args, &span, &peer, &tag)))
         return NULL;
@@ -472,7 +497,7 @@ static PyObject *state_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUS
 {
     PyObject *lane, *waiting, *settled, *post, *made, *ways;
     unsigned long long comm, kind, op;
-    int reduction, code, bits, width;
+    int reduction, code, bits, width, alike;
     State *self = (State *)type->tp_alloc(type, 0);
     if (self == NULL || !PyArg_ParseTuple(args, "OOO!OOLLLKiiO!", &lane, &waiting, &PyDict_Type, &settled, &post, &made, &self->small, &self->most,
                                           &self->alone, &comm, &self->index, &self->count, &PyList_Type, &ways))
@@ -493,13 +518,13 @@ static PyObject *state_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUS
     }
     for (Py_ssize_t n = 0; n < PyList_GET_SIZE(ways); n++) {
         int slot = 0;
-        if (!PyArg_ParseTuple(PyList_GET_ITEM(ways, n), "i(ii)KKi", &reduction, &code, &bits, &kind, &op, &width))
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(ways, n), "i(ii)KKii", &reduction, &code, &bits, &kind, &op, &width, &alike))
             goto failed;
         while (slot < DTYPES && self->dtypes[slot] && self->dtypes[slot] != DTYPE(code, bits))
             slot++;
         if (slot < DTYPES && reduction >= 0 && reduction < REDUCTIONS) {
             self->dtypes[slot] = DTYPE(code, bits);
-            self->ways[reduction][slot] = (Way){(handle)(intptr_t)kind, (handle)(intptr_t)op, width};
+            self->ways[reduction][slot] = (Way){(handle)(intptr_t)kind, (handle)(intptr_t)op, width, alike};
         }
     }
     return (PyObject *)self;
@@ -650,7 +675,7 @@ PyMODINIT_FUNC PyInit_quick(void)
         const char *text;
     } names[] = {{&s_async, "asyncOp"}, {&s_reduction, "reduceOp"}, {&s_root, "rootRank"}, {&s_state, "_quick"},
                  {&s_profiled, "_is_profiler_enabled"}, {&s_together, "together"}, {&s_follow, "follow"}, {&s_helped, "helped"},
-                 {&s_wait, "wait"}, {&s_empty, ""}};
+                 {&s_wait, "wait"}, {&s_completed, "is_completed"}, {&s_empty, ""}};
     for (size_t n = 0; n < sizeof names / sizeof *names; n++)
         if ((*names[n].at = PyUnicode_InternFromString(names[n].text)) == NULL)
             return NULL;

@@ -59,14 +59,13 @@ class Quick:
         if not self.module:
             return None
         ways = [
-            (kind, _DTYPES[dtype], _handle(way.kind), _handle(way.op), way.kind.Get_size())
+            (kind, _DTYPES[dtype], _handle(way.kind), _handle(way.op), way.kind.Get_size(), near.alike(way))
             for kind, dtype, way in exact(comm.Get_size())
-            if dtype in _DTYPES
         ]
 
-        def message(request: int, tensor: torch.Tensor, source: int, done: bool) -> Message:
+        def message(request: int, tensor: torch.Tensor, source: int, done: bool, code: int) -> Message:
             made = Message(post, MPI.Request.fromhandle(request), tensor, tensor, source)
-            made.done = done
+            made.done, made.error = done, MPI.Exception(code) if code else None
             if not done and tensor.nbytes > SMALL:
                 post.follow(made)
             return made
@@ -79,13 +78,13 @@ def _bound(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location("quick", path)
     assert spec is not None and spec.loader is not None
     library = ctypes.CDLL(MPI.__file__)
+    classes = vars(profiler), dist.Work, torch.Tensor, torch.nn.Parameter
     try:
         module: Any = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         addresses = tuple(ctypes.cast(getattr(library, f"MPI_{name}"), ctypes.c_void_p).value for name in _CALLS)
         dlpack = torch.Tensor.__dlpack_c_exchange_api__
-    except (ImportError, AttributeError):  # made for another machine; an MPI that hides its calls; a torch that does
+        module.bind(addresses, _handle(MPI.BYTE), int(MPI.IN_PLACE), dlpack, MPI.Exception, *classes, DONE)
+    except (ImportError, AttributeError, ValueError):  # made for another machine; an MPI that hides its calls; a torch with another DLPack
         return None
-    classes = vars(profiler), dist.Work, torch.Tensor, torch.nn.Parameter
-    module.bind(addresses, _handle(MPI.BYTE), int(MPI.IN_PLACE), dlpack, MPI.Exception, *classes, DONE)
     return module
