@@ -30,7 +30,7 @@ def compiled(environ: Mapping[str, str], pointers: bool) -> Path | None:
 
 
 def _made(environ: Mapping[str, str], handle: str) -> Path | None:
-    command = [*shlex.split(environ.get("CC", "cc")), "-O2", "-shared", "-fPIC", f"-DHANDLE={handle}", f"-I{sysconfig.get_path('include')}"]
+    command = [*shlex.split(environ.get("CC") or "cc"), "-O2", "-shared", "-fPIC", f"-DHANDLE={handle}", f"-I{sysconfig.get_path('include')}"]
     command += ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
     facts = f"{command}|{sys.version}|{sysconfig.get_platform()}".encode() + _SOURCE.read_bytes()
     made = _own_folder(cache_folder(environ)) / f"quick-{hashlib.sha256(facts).hexdigest()[:12]}{sysconfig.get_config_var('EXT_SUFFIX')}"
