@@ -56,8 +56,7 @@ enum { HOST = 1 }; /* DLPack's number of that device */
 #define DTYPE(code, bits) ((code) << 8 | (bits))
 
 static PyObject *failure, *looks, *work_type, *tensor_type, *parameter_type; /* MPI's exception, the profiler's variables, torch's classes */
-static PyObject *s_async, *s_reduction, *s_root, *s_state, *s_profiled, *s_together, *s_follow, *s_helped, *s_wait, *s_completed,
-    *s_empty;
+static PyObject *s_async, *s_reduction, *s_root, *s_state, *s_profiled, *s_together, *s_follow, *s_helped, *s_wait, *s_completed, *s_empty;
 
 typedef struct {
     handle kind, op;
@@ -115,16 +114,16 @@ static int none(PyObject *list) { return PyList_Check(list) && PyList_GET_SIZE(l
 static int apart(Span a, Span b) { return a.at >= b.at + b.size || b.at >= a.at + a.size; }
 
 /* A whole number from 0 to what an int holds; otherwise -1. */
-static int small(PyObject *object)
+static int as_int(PyObject *object)
 {
     long long value = object != NULL && PyLong_Check(object) ? PyLong_AsLongLong(object) : -1;
     return value >= 0 && value <= INT_MAX ? (int)value : -1;
 }
 
-static int number(PyObject *object, PyObject *name)
+static int int_at(PyObject *object, PyObject *name)
 {
     PyObject *found = PyObject_GetAttr(object, name);
-    int value = small(found);
+    int value = as_int(found);
     Py_XDECREF(found);
     return value;
 }
@@ -216,7 +215,7 @@ static PyObject *reduce(State *state, PyObject *name, PyObject *const *args, int
     Span span;
     int code, root;
     if (tensor == NULL || !span_of(state, tensor, &span) || !by_mpi(state, name, span.size) || !at_once(args[1]) ||
-        (root = number(args[1], s_root)) < 0 || !(way = way_of(state, args[1], span, span.size)) || !(*begun = begin(state, name)))
+        (root = int_at(args[1], s_root)) < 0 || !(way = way_of(state, args[1], span, span.size)) || !(*begun = begin(state, name)))
         return NULL;
     const void *from = root == state->index ? in_place : span.at;
     void *to = root == state->index ? span.at : NULL;
@@ -273,7 +272,7 @@ static PyObject *broadcast(State *state, PyObject *name, PyObject *const *args, 
     Span span;
     int code, root;
     if (tensor == NULL || !span_of(state, tensor, &span) || !by_mpi(state, name, span.size) || !at_once(args[1]) ||
-        (root = number(args[1], s_root)) < 0 || !(*begun = begin(state, name)))
+        (root = int_at(args[1], s_root)) < 0 || !(*begun = begin(state, name)))
         return NULL;
     WITHOUT_LOCK(mpi.broadcast(span.at, (int)span.size, byte_type, root, state->comm))
     return ended(state, code);
@@ -376,7 +375,7 @@ static PyObject *message_get(PyObject *object, PyObject *name)
     return real != NULL ? PyObject_GetAttr(real, name) : NULL;
 }
 
-static int look_at(PyObject *real)
+static int is_over(PyObject *real)
 {
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
@@ -389,7 +388,7 @@ static int look_at(PyObject *real)
 static void message_delete(PyObject *object)
 {
     Message *self = (Message *)object;
-    if (self->done || (self->real != NULL && look_at(self->real)))
+    if (self->done || (self->real != NULL && is_over(self->real)))
         Py_XDECREF(self->tensor); /* otherwise MPI is still at it, and nobody will know when that ends: it is kept for ever */
     Py_XDECREF(self->real);
     Py_XDECREF(self->state);
@@ -434,7 +433,7 @@ static Message *message_new(State *state, PyObject *tensor, handle request, int 
 static int message_of(State *state, PyObject *const *args, Span *span, int *peer, int *tag)
 {
     PyObject *tensor = only(args[0]);
-    if (tensor == NULL || (*peer = small(args[1])) < 0 || (*tag = small(args[2])) < 0 || !span_of(state, tensor, span))
+    if (tensor == NULL || (*peer = as_int(args[1])) < 0 || (*tag = as_int(args[2])) < 0 || !span_of(state, tensor, span))
         return 0;
     PyObject *together = PyObject_GetAttr(state->lane, s_together);
     Py_XDECREF(together);
