@@ -4,17 +4,23 @@
 
 Goals: at most 1.10 times raw from 1 MB up; below that, at most 60 µs more, since torch's own dispatch costs about 28.
 
-Two more ways tell what is in reach. "Torch alone" is the raw call, then the same call of torch's on a group in Python whose methods do nothing, with
-8 bytes: after a message that fills the caches, or where ranks share a core, torch's own way there is several times as long as otherwise. "Bare" is a
-group in Python whose methods make mpi4py's call and nothing else: no order among calls, nothing put off, one dtype, no other memory than the host's.
+Three more ways tell what is in reach. "Torch alone" is the raw call, then the same call of torch's on a group in Python whose methods do nothing,
+with 8 bytes: after a message that fills the caches, or where ranks share a core, torch's own way there is several times as long as otherwise. "Bare"
+is a group in Python whose methods make mpi4py's call and nothing else: no order among calls, nothing put off, one dtype, no other memory than the
+host's. "Native" is the same in C++ with torch's headers (native.cpp, compiled in 20 s where there is `mpicxx`): what it misses, every group that
+makes MPI's call would miss; where backend mpi is below it, it did not make that call.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import shutil
 import statistics
+import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import warnings
@@ -40,18 +46,27 @@ HERE = Path(__file__).parent
 SIZES = (8, 1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
 WARM_UP, TRIED, IN_A_ROW = 4, 32, 3  # calls before it counts; of the backend, which finds out which way is quicker; and those that count
 LARGE = 1 << 20  # bytes from which the ratio counts; below, the difference
+COLUMNS = ("raw", "mpi", "gloo", "torch", "bare", "native")
 RATIO, EXTRA_S = 1.10, 60e-6
 
 
 def main(
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, like 2,4.")] = "2,4",
     rounds: Annotated[int, typer.Option(help="Turns of each way at 1 MB; more below, fewer above.")] = 20,
+    only: Annotated[str, typer.Option(help="Operations, like reduce,send. What is found is not kept.")] = "",
+    sizes: Annotated[str, typer.Option(help="Bytes, like 8,65536. What is found is not kept.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Measure; exit code 1 where a goal is missed."""
-    worlds = [_world(int(n), rounds) for n in ranks.split(",")]
+    ops = only or ",".join(OPERATIONS)
+    if unknown := set(ops.split(",")) - set(OPERATIONS):
+        raise typer.BadParameter(f"no {', '.join(sorted(unknown))}: choose of {', '.join(OPERATIONS)}", param_hint="--only")
+    with tempfile.TemporaryDirectory() as folder:
+        compile_native(Path(folder))
+        worlds = [_world(int(n), rounds, ops, sizes or ",".join(map(str, SIZES)), folder) for n in ranks.split(",")]
     result = {"machine": machine(), "goals": {"ratio": RATIO, "extra_s": EXTRA_S, "large": LARGE}, "worlds": worlds}
-    _keep(result, HERE / "results" / "mpi.json")
+    if not only and not sizes:
+        _keep(result, HERE / "results" / "mpi.json")
     if as_json:
         print(json.dumps(result))
     else:
@@ -68,10 +83,25 @@ def _keep(result: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps({**result, "worlds": worlds}, indent=1) + "\n")
 
 
-def _world(ranks: int, rounds: int) -> dict[str, Any]:
+def compile_native(folder: Path) -> None:
+    """Into the folder, if it can be."""
+    include, lib = (Path(torch.__file__).parent / name for name in ("include", "lib"))
+    mpicxx = shutil.which("mpicxx", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    if mpicxx is None:
+        print("native is left out: there is no mpicxx", file=sys.stderr)
+        return
+    print("compiling native.cpp: 20 s", file=sys.stderr)
+    places = [f"-I{path}" for path in (include, include / "torch/csrc/api/include", sysconfig.get_path("include"))]
+    command = [mpicxx, "-O2", "-std=c++20", "-shared", "-fPIC", *places, str(HERE / "native.cpp"), "-o", str(folder / "native.so")]
+    done = subprocess.run([*command, f"-L{lib}", "-ltorch_python", "-ltorch_cpu", "-lc10"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"native is left out: {next((line for line in done.stderr.splitlines() if 'error' in line), done.stderr)}", file=sys.stderr)
+
+
+def _world(ranks: int, rounds: int, ops: str, sizes: str, native: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         command, environ = mpirun(ranks, {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
-        code = run([*command, sys.executable, __file__, "--rank", folder, str(rounds)], environ, sys.stderr)
+        code = run([*command, sys.executable, __file__, "--rank", folder, str(rounds), ops, sizes, native], environ, sys.stderr)
         if code:
             sys.exit(code)
         every = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
@@ -99,10 +129,21 @@ def _row(cells: tuple[dict[str, Any], ...]) -> dict[str, Any]:
 def show(world: dict[str, Any]) -> Table:
     table = Table(title=f"{world['ranks']} ranks", title_justify="left", header_style="bold", box=None)
     table.add_column("operation")
-    for column in ("size", "raw mpi4py µs", "backend mpi µs", "gloo µs", "raw, torch alone µs", "bare µs", "ratio to raw", "extra µs", "goal"):
+    for column in (
+        "size",
+        "raw mpi4py µs",
+        "backend mpi µs",
+        "gloo µs",
+        "raw, torch alone µs",
+        "bare µs",
+        "native µs",
+        "ratio to raw",
+        "extra µs",
+        "goal",
+    ):
         table.add_column(column, justify="right")
     for row in world["rows"]:
-        times = (f"{row['median_s'][way] * 1e6:,.0f}" if way in row["median_s"] else "–" for way in ("raw", "mpi", "gloo", "torch", "bare"))
+        times = (f"{row['median_s'][way] * 1e6:,.0f}" if way in row["median_s"] else "–" for way in COLUMNS)
         met = "met" if row["met"] else "[red]missed[/red]"
         table.add_row(row["op"], show_bytes(row["bytes"]), *times, f"{row['ratio']:.2f}", f"{row['extra_s'] * 1e6:,.0f}", met)
     return table
@@ -111,7 +152,7 @@ def show(world: dict[str, Any]) -> Table:
 # -- in a rank --
 
 
-def measure(folder: str, rounds: int) -> None:
+def measure(folder: str, rounds: int, ops: str, sizes: str, native: str) -> None:
     from meshwright.comm import mpi
 
     warnings.simplefilter("ignore")
@@ -119,15 +160,15 @@ def measure(folder: str, rounds: int) -> None:
     rank, world = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
     mpi.register(120)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
-    over_mpi = dist.new_group(backend="mpi")
-    groups = [over_mpi]
-    for kind in (Nothing, bare_group()):
-        with mock.patch.object(distributed_c10d, "ProcessGroupMPI", kind):
-            groups.append(dist.new_group(backend="mpi"))
+    groups = {"mpi": dist.new_group(backend="mpi")}
+    for name, kind in (("torch", Nothing), ("bare", bare_group()), ("native", native_group(Path(native)))):
+        if kind is not None:
+            with mock.patch.object(distributed_c10d, "ProcessGroupMPI", kind):
+                groups[name] = dist.new_group(backend="mpi")
     found = []
-    for op in OPERATIONS:
-        for size in SIZES if op != "barrier" else (0,):
-            ways = calls(op, size, rank, world, *groups)
+    for op in ops.split(","):
+        for size in map(int, sizes.split(",")) if op != "barrier" else (0,):
+            ways = calls(op, size, rank, world, groups)
             count = 4 * rounds if size < LARGE else rounds if size < 1 << 24 else max(rounds // 4, 3) if size < 1 << 26 else 3
             found.append({"op": op, "bytes": size, "seconds": _time(ways, count)})
             if rank == 0:
@@ -225,6 +266,14 @@ def bare_group() -> Any:
     return Bare
 
 
+def native_group(folder: Path) -> Any:
+    """What any backend has to do at least, if it was compiled."""
+    if not (folder / "native.so").exists():
+        return None
+    sys.path.append(str(folder))
+    return type("Native", (Nothing,), dict(importlib.import_module("native").METHODS))
+
+
 def _time(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     from mpi4py import MPI
 
@@ -248,10 +297,10 @@ def _time(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send", "barrier")
 
 
-def calls(op: str, size: int, rank: int, world: int, group: Any, nothing: Any, bare: Any) -> dict[str, Callable[[], object]]:
-    """The same operation five ways. `size` is that of the whole tensor.
+def calls(op: str, size: int, rank: int, world: int, groups: dict[str, Any]) -> dict[str, Callable[[], object]]:
+    """The same operation in every way. `size` is that of the whole tensor.
 
-    Raw, bare and backend work on the same memory, since where it lies makes a difference of a quarter at 1 MB; gloo has its own.
+    All but gloo work on the same memory, since where it lies makes a difference of a quarter at 1 MB.
     """
     from mpi4py import MPI
 
@@ -272,14 +321,9 @@ def calls(op: str, size: int, rank: int, world: int, group: Any, nothing: Any, b
     }
     copies = tuple(a.copy() for a in arrays)
     few = tuple(np.full(n, 0, "f4") for n in (world, 1, world))
-    dispatch = _torch_call(op, few, right, left, nothing)
-    return {
-        "raw": raw[op],
-        "mpi": _torch_call(op, arrays, right, left, group),
-        "gloo": _torch_call(op, copies, right, left, None),
-        "torch": lambda: (raw[op](), dispatch()),
-        "bare": _torch_call(op, arrays, right, left, bare),
-    }
+    dispatch = _torch_call(op, few, right, left, groups["torch"])
+    same = {way: _torch_call(op, arrays, right, left, group) for way, group in groups.items() if way != "torch"}
+    return {"raw": raw[op], "gloo": _torch_call(op, copies, right, left, None), "torch": lambda: (raw[op](), dispatch()), **same}
 
 
 def _torch_call(op: str, arrays: tuple[Any, ...], right: int, left: int, group: Any) -> Callable[[], object]:
@@ -305,6 +349,6 @@ def _torch_call(op: str, arrays: tuple[Any, ...], right: int, left: int, group: 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
-        measure(sys.argv[2], int(sys.argv[3]))
+        measure(sys.argv[2], int(sys.argv[3]), *sys.argv[4:])
     else:
         typer.run(main)

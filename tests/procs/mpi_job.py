@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ def main(folder: str, full: bool) -> None:
         "at once": collectives.tell(_made_at_once),
         "compiled": dist.group.WORLD._quick is not None,
         "unlike ranks": collectives.tell(lambda: _made_at_once(compiled=rank % 2 == 0)),
+        "without methods": collectives.tell(lambda: [*_without_methods(), *_by_names(_without_methods)]),
         "near": collectives.tell(_near),
         "engines": collectives.tell(lambda: contract.engines(folder)),
     }
@@ -114,6 +116,62 @@ def _made_at_once(compiled: bool = True) -> list[str]:
     return wrong
 
 
+def _without_methods() -> list[str]:
+    """What is compiled does the ordinary small calls by itself: Python's methods would fail here. Nothing to say where nothing is compiled."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    group: Any = dist.new_group(backend="mpi")
+    if group._quick is None:
+        return []
+    kept, group._calls = group._calls, None
+    every = [torch.arange(3.0 * world) + 10 * r for r in range(world)]
+    total, mine, sums = torch.stack(every).sum(0), [every[rank].clone() for _ in range(6)], torch.zeros(3)
+    dist.all_reduce(mine[0], group=group)
+    dist.reduce(mine[1], group_dst=1, group=group)
+    dist.broadcast(mine[2], group_src=world - 1, group=group)
+    dist.reduce_scatter_tensor(sums, mine[3], group=group)
+    dist.all_gather_into_tensor(mine[4], every[rank][:3].clone(), group=group)
+    dist.all_to_all_single(mine[5], every[rank], group=group)
+    dist.all_reduce(mine[3], dist.ReduceOp.MAX, group=group)
+    group._calls = kept
+    right = {
+        "all_reduce": torch.equal(mine[0], total),
+        "reduce": rank != 1 or torch.equal(mine[1], total),
+        "broadcast": torch.equal(mine[2], every[-1]),
+        "reduce_scatter": torch.equal(sums, total[3 * rank :][:3]),
+        "all_gather": torch.equal(mine[4], torch.cat([e[:3] for e in every])),
+        "all_to_all": torch.equal(mine[5], torch.cat([e[3 * rank :][:3] for e in every])),
+        "maximum": torch.equal(mine[3], every[-1]),
+    }
+    return [op for op, fine in right.items() if not fine]
+
+
+def _by_names(check: Callable[[], list[str]]) -> list[str]:
+    """As if it were not known where torch's options keep what is asked of them."""
+    from meshwright.comm.mpi import backend
+    from meshwright.comm.mpi.fields import Fields
+
+    kind, module = backend.MpiGroup, backend._quick.module
+    if not module:
+        return []
+    names = {"allreduce": "all_reduce", "reduce": "reduce", "broadcast": "broadcast"} | {
+        name: op
+        for op, both in (
+            ("reduce_scatter", ("reduce_scatter_single", "_reduce_scatter_base")),
+            ("all_gather", ("all_gather_single", "_allgather_base")),
+            ("all_to_all", ("all_to_all_single", "alltoall_base")),
+        )
+        for name in both
+    }
+    kept = {name: vars(kind)[name] for name in names}
+    try:
+        for name, op in names.items():
+            setattr(kind, name, module.Operation(op, kept[name].__wrapped__, *Fields()))
+        return [f"{op}, asked by name" for op in check()]
+    finally:
+        for name, method in kept.items():
+            setattr(kind, name, method)
+
+
 def _large_counts() -> list[str]:
     """As if MPI counted to 100: what lies beyond is cut into pieces or described by larger types."""
     from meshwright.comm.mpi import buffers
@@ -135,14 +193,14 @@ def _near() -> list[str]:
     from meshwright.comm.mpi import near
     from tests.procs import collectives
 
-    kept = near.FROM, window._PIECE
-    near.FROM, window._PIECE = 0, 4096
+    kept = near.FROM, near.SUMS_FROM, window._PIECE
+    near.FROM, near.SUMS_FROM, window._PIECE = 0, 0, 4096
     try:
         _, wrong = collectives.conform(lambda groups: _comm(groups), (torch.float32, torch.bool, torch.bfloat16), ("strided", "empty"))
         wrong += [f"{numel} numbers at once" for numel in (700, 5000) if not _at_once(numel)]
         return wrong + ([] if _tried() else ["ways that were tried"])
     finally:
-        near.FROM, window._PIECE = kept
+        near.FROM, near.SUMS_FROM, window._PIECE = kept
 
 
 def _tried() -> bool:

@@ -65,6 +65,7 @@ def test_ranks_with_and_without_compiled_calls_understand_each_other(over_mpi: l
         pytest.skip("no C compiler, or no Python.h")
     assert all(found["compiled"] for found in over_mpi)
     assert [found["unlike ranks"] for found in over_mpi] == [[]] * 4
+    assert [found["without methods"] for found in over_mpi] == [[]] * 4
 
 
 def test_mpis_ranks_of_one_node_share_memory(over_mpi: list[dict[str, Any]]) -> None:

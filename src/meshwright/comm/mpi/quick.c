@@ -1,7 +1,8 @@
 /* What most calls of a group have in common, before Python's method is asked: see quick.py.
 
-   Neither torch's headers nor MPI's are used. Tensors are described by DLPack, options asked as Python would ask them, and MPI is a table of
-   addresses: what is compiled serves every torch, and every MPI whose handles are as wide as HANDLE (int in MPICH, a pointer in Open MPI).
+   Neither torch's headers nor MPI's are used. Tensors are described by DLPack, options read where fields.py has found that torch keeps them or asked
+   as Python would, and MPI is a table of addresses: what is compiled serves every torch, and every MPI whose handles are as wide as HANDLE (int in
+   MPICH, a pointer in Open MPI).
 
    Where something is out of the ordinary nothing has been done yet, and the method does all of it, complaints included. */
 
@@ -10,6 +11,7 @@
 #include <limits.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 #include <structmember.h>
 #include <time.h>
 
@@ -64,20 +66,40 @@ typedef struct {
     int alike; /* the bits are the same by shared memory: only then a large one may have chosen */
 } Way;
 
-/* A group, as its calls need it. */
+/* Where torch's options of one kind keep what is asked of them, in bytes from where they begin; -1 where that is not known. */
 typedef struct {
+    PyObject *type;
+    int later, reduction, root;
+} Fields;
+
+typedef struct State State;
+typedef struct Operation Operation;
+typedef PyObject *(*Quick)(State *, const Operation *, PyObject *const *args, int *begun);
+
+/* A method of the group's class. Who calls it by its name comes here; who takes it out first, as C++ does, gets Python's. */
+struct Operation {
+    PyObject_HEAD
+    vectorcallfunc call;
+    Quick quick;
+    Py_ssize_t count; /* of arguments */
+    PyObject *name, *method;
+    Fields fields;
+};
+
+/* A group, as its calls need it. */
+struct State {
     PyObject_HEAD
     PyObject *lane, *waiting;     /* its order, and who is in it */
     PyObject **current, **number; /* the lane's slots of these names */
     PyObject *settled;            /* which way large collectives have chosen */
     PyObject *post, *made;        /* who looks after large messages; what makes Python's message of one */
-    long long small, most;        /* bytes below which a collective has nothing to choose, and that MPI can count */
+    long long small, sums, most;  /* bytes below which a collective has nothing to choose, nor a sum whose bits depend on the way; that MPI counts */
     long long alone;              /* bytes up to which nobody looks after a message */
     handle comm;
     int index, count, *counts, *places;
     int dtypes[DTYPES];
     Way ways[REDUCTIONS][DTYPES];
-} State;
+};
 
 /* -- what is asked of tensors and options; 0 where the answer is out of the ordinary -- */
 
@@ -120,43 +142,70 @@ static int as_int(PyObject *object)
     return value >= 0 && value <= INT_MAX ? (int)value : -1;
 }
 
-static int int_at(PyObject *object, PyObject *name)
+/* What lies behind an object's head is pybind's address of what it holds. Of another kind, or unknown, it is asked as Python would. */
+static char *field_of(const Operation *self, PyObject *options, int at)
 {
-    PyObject *found = PyObject_GetAttr(object, name);
-    int value = as_int(found);
-    Py_XDECREF(found);
-    return value;
+    char *held = (PyObject *)Py_TYPE(options) == self->fields.type && at >= 0 ? *(char **)(options + 1) : NULL;
+    return held != NULL ? held + at : NULL;
 }
 
-static int at_once(PyObject *options)
+static int at_once(const Operation *self, PyObject *options)
 {
+    const char *field = field_of(self, options, self->fields.later);
+    if (field != NULL)
+        return *field == 0;
     PyObject *later = PyObject_GetAttr(options, s_async);
     Py_XDECREF(later);
     return later == Py_False;
 }
 
-static const Way *way_of(State *state, PyObject *options, Span span, int64_t size)
+static int root_of(const Operation *self, PyObject *options)
 {
+    const char *field = field_of(self, options, self->fields.root);
+    int64_t root;
+    if (field != NULL) {
+        memcpy(&root, field, sizeof root);
+        return root >= 0 && root <= INT_MAX ? (int)root : -1;
+    }
+    PyObject *found = PyObject_GetAttr(options, s_root);
+    int value = as_int(found);
+    Py_XDECREF(found);
+    return value;
+}
+
+static Py_hash_t reduction_of(const Operation *self, PyObject *options)
+{
+    const char *field = field_of(self, options, self->fields.reduction);
+    if (field != NULL)
+        return *(const uint8_t *)field;
     PyObject *reduction = PyObject_GetAttr(options, s_reduction);
     Py_hash_t kind = reduction != NULL ? PyObject_Hash(reduction) : -1; /* the number of its kind */
     Py_XDECREF(reduction);
-    for (int n = 0; kind >= 0 && kind < REDUCTIONS && n < DTYPES && state->dtypes[n]; n++)
-        if (state->dtypes[n] == span.dtype && state->ways[kind][n].width && (size < state->small || state->ways[kind][n].alike))
-            return &state->ways[kind][n];
-    return NULL;
+    return kind;
 }
 
 /* As Near.window: small, or found to be quicker so. */
-static int by_mpi(State *state, PyObject *name, int64_t size)
+static int by_mpi(const Operation *self, State *state, int64_t size)
 {
     if (size < state->small)
         return 1;
     int bits = 0;
     while (size >> bits)
         bits++;
-    PyObject *key = Py_BuildValue("Oi", name, bits), *found = key != NULL ? PyDict_GetItemWithError(state->settled, key) : NULL;
+    PyObject *key = Py_BuildValue("Oi", self->name, bits), *found = key != NULL ? PyDict_GetItemWithError(state->settled, key) : NULL;
     Py_XDECREF(key);
     return found == Py_None;
+}
+
+static const Way *way_of(const Operation *self, State *state, PyObject *options, Span span, int64_t size)
+{
+    Py_hash_t kind = reduction_of(self, options);
+    for (int n = 0; kind >= 0 && kind < REDUCTIONS && n < DTYPES && state->dtypes[n]; n++)
+        if (state->dtypes[n] == span.dtype) {
+            const Way *way = &state->ways[kind][n];
+            return way->width && (way->alike ? by_mpi(self, state, size) : size < state->sums) ? way : NULL;
+        }
+    return NULL;
 }
 
 /* As Lane.begin: nobody waits, nobody is at it, nobody looks on. No Python runs between asking and saying. */
@@ -193,29 +242,29 @@ static PyObject *ended(State *state, int code)
 
 #define WITHOUT_LOCK(call) Py_BEGIN_ALLOW_THREADS code = call; Py_END_ALLOW_THREADS
 
-/* -- collectives. Each returns NULL with `begun` at 0 where the method is to do it. What costs most, torch's options, is asked last. -- */
+/* -- collectives. Each returns NULL with `begun` at 0 where the method is to do it. -- */
 
-static PyObject *all_reduce(State *state, PyObject *name, PyObject *const *args, int *begun)
+static PyObject *all_reduce(State *state, const Operation *self, PyObject *const *args, int *begun)
 {
     PyObject *tensor = only(args[0]);
     const Way *way;
     Span span;
     int code;
-    if (tensor == NULL || !span_of(state, tensor, &span) || !by_mpi(state, name, span.size) || !at_once(args[1]) ||
-        !(way = way_of(state, args[1], span, span.size)) || !(*begun = begin(state, name)))
+    if (tensor == NULL || !span_of(state, tensor, &span) || !at_once(self, args[1]) || !(way = way_of(self, state, args[1], span, span.size)) ||
+        !(*begun = begin(state, self->name)))
         return NULL;
     WITHOUT_LOCK(mpi.all_reduce(in_place, span.at, (int)(span.size / way->width), way->kind, way->op, state->comm))
     return ended(state, code);
 }
 
-static PyObject *reduce(State *state, PyObject *name, PyObject *const *args, int *begun)
+static PyObject *reduce(State *state, const Operation *self, PyObject *const *args, int *begun)
 {
     PyObject *tensor = only(args[0]);
     const Way *way;
     Span span;
     int code, root;
-    if (tensor == NULL || !span_of(state, tensor, &span) || !by_mpi(state, name, span.size) || !at_once(args[1]) ||
-        (root = int_at(args[1], s_root)) < 0 || !(way = way_of(state, args[1], span, span.size)) || !(*begun = begin(state, name)))
+    if (tensor == NULL || !span_of(state, tensor, &span) || !at_once(self, args[1]) || (root = root_of(self, args[1])) < 0 ||
+        !(way = way_of(self, state, args[1], span, span.size)) || !(*begun = begin(state, self->name)))
         return NULL;
     const void *from = root == state->index ? in_place : span.at;
     void *to = root == state->index ? span.at : NULL;
@@ -223,42 +272,43 @@ static PyObject *reduce(State *state, PyObject *name, PyObject *const *args, int
     return ended(state, code);
 }
 
-static int parts_of(State *state, PyObject *name, PyObject *one, PyObject *all, Span *part, Span *whole)
+static int parts_of(State *state, PyObject *one, PyObject *all, Span *part, Span *whole)
 {
     return span_of(state, one, part) && span_of(state, all, whole) && whole->size == part->size * state->count && part->dtype == whole->dtype &&
-           apart(*part, *whole) && by_mpi(state, name, whole->size);
+           apart(*part, *whole);
 }
 
-static PyObject *reduce_scatter(State *state, PyObject *name, PyObject *const *args, int *begun)
+static PyObject *reduce_scatter(State *state, const Operation *self, PyObject *const *args, int *begun)
 {
     const Way *way;
     Span part, whole;
     int code;
-    if (!parts_of(state, name, args[0], args[1], &part, &whole) || !at_once(args[2]) || !(way = way_of(state, args[2], part, whole.size)) ||
-        !(*begun = begin(state, name)))
+    if (!parts_of(state, args[0], args[1], &part, &whole) || !at_once(self, args[2]) || !(way = way_of(self, state, args[2], part, whole.size)) ||
+        !(*begun = begin(state, self->name)))
         return NULL;
     WITHOUT_LOCK(mpi.reduce_scatter(whole.at, part.at, (int)(part.size / way->width), way->kind, way->op, state->comm))
     return ended(state, code);
 }
 
-static PyObject *all_gather(State *state, PyObject *name, PyObject *const *args, int *begun)
+static PyObject *all_gather(State *state, const Operation *self, PyObject *const *args, int *begun)
 {
     Span part, whole;
     int code;
-    if (!parts_of(state, name, args[1], args[0], &part, &whole) || !at_once(args[2]) || !(*begun = begin(state, name)))
+    if (!parts_of(state, args[1], args[0], &part, &whole) || !by_mpi(self, state, whole.size) || !at_once(self, args[2]) ||
+        !(*begun = begin(state, self->name)))
         return NULL;
     WITHOUT_LOCK(mpi.all_gather(part.at, (int)part.size, byte_type, whole.at, (int)part.size, byte_type, state->comm))
     return ended(state, code);
 }
 
 /* Rows in equal numbers; not MPI_Alltoall, since other ranks may have told their splits. */
-static PyObject *all_to_all(State *state, PyObject *name, PyObject *const *args, int *begun)
+static PyObject *all_to_all(State *state, const Operation *self, PyObject *const *args, int *begun)
 {
     Span to, from;
     int code;
     if (!none(args[2]) || !none(args[3]) || !span_of(state, args[0], &to) || !span_of(state, args[1], &from) || to.size != from.size ||
-        to.rows != from.rows || to.dtype != from.dtype || to.rows < 1 || to.rows % state->count || !at_once(args[4]) ||
-        !(*begun = begin(state, name)))
+        to.rows != from.rows || to.dtype != from.dtype || to.rows < 1 || to.rows % state->count || !at_once(self, args[4]) ||
+        !(*begun = begin(state, self->name)))
         return NULL;
     for (int n = 0, each = (int)(from.size / state->count); n < state->count; n++)
         state->counts[n] = each, state->places[n] = n * each;
@@ -266,13 +316,13 @@ static PyObject *all_to_all(State *state, PyObject *name, PyObject *const *args,
     return ended(state, code);
 }
 
-static PyObject *broadcast(State *state, PyObject *name, PyObject *const *args, int *begun)
+static PyObject *broadcast(State *state, const Operation *self, PyObject *const *args, int *begun)
 {
     PyObject *tensor = only(args[0]);
     Span span;
     int code, root;
-    if (tensor == NULL || !span_of(state, tensor, &span) || !by_mpi(state, name, span.size) || !at_once(args[1]) ||
-        (root = int_at(args[1], s_root)) < 0 || !(*begun = begin(state, name)))
+    if (tensor == NULL || !span_of(state, tensor, &span) || !by_mpi(self, state, span.size) || !at_once(self, args[1]) ||
+        (root = root_of(self, args[1])) < 0 || !(*begun = begin(state, self->name)))
         return NULL;
     WITHOUT_LOCK(mpi.broadcast(span.at, (int)span.size, byte_type, root, state->comm))
     return ended(state, code);
@@ -452,7 +502,7 @@ static PyObject *noted(State *state, PyObject *tensor, handle request, int sourc
     return (PyObject *)made;
 }
 
-static PyObject *send_message(State *state, PyObject *Py_UNUSED(name), PyObject *const *args, int *begun)
+static PyObject *send_message(State *state, const Operation *Py_UNUSED(self), PyObject *const *args, int *begun)
 {
     Span span;
     handle request;
@@ -468,7 +518,7 @@ static PyObject *send_message(State *state, PyObject *Py_UNUSED(name), PyObject 
     return taken ? Py_NewRef((PyObject *)over) : noted(state, only(args[0]), request, state->index, span.size);
 }
 
-static PyObject *receive_message(State *state, PyObject *Py_UNUSED(name), PyObject *const *args, int *begun)
+static PyObject *receive_message(State *state, const Operation *Py_UNUSED(self), PyObject *const *args, int *begun)
 {
     Span span;
     handle request;
@@ -498,8 +548,8 @@ static PyObject *state_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUS
     unsigned long long comm, kind, op;
     int reduction, code, bits, width, alike;
     State *self = (State *)type->tp_alloc(type, 0);
-    if (self == NULL || !PyArg_ParseTuple(args, "OOO!OOLLLKiiO!", &lane, &waiting, &PyDict_Type, &settled, &post, &made, &self->small, &self->most,
-                                          &self->alone, &comm, &self->index, &self->count, &PyList_Type, &ways))
+    if (self == NULL || !PyArg_ParseTuple(args, "OOO!OOLLLLKiiO!", &lane, &waiting, &PyDict_Type, &settled, &post, &made, &self->small, &self->sums,
+                                          &self->most, &self->alone, &comm, &self->index, &self->count, &PyList_Type, &ways))
         goto failed;
     self->lane = Py_NewRef(lane);
     self->waiting = Py_NewRef(waiting);
@@ -552,17 +602,7 @@ static PyTypeObject StateType = {
     .tp_dealloc = state_delete,
 };
 
-/* -- operations: methods of the group's class. Who calls one by its name comes here; who takes it out first, as C++ does, gets Python's. -- */
-
-typedef PyObject *(*Quick)(State *, PyObject *name, PyObject *const *args, int *begun);
-
-typedef struct {
-    PyObject_HEAD
-    vectorcallfunc call;
-    Quick quick;
-    Py_ssize_t count; /* of arguments */
-    PyObject *name, *method;
-} Operation;
+/* -- operations -- */
 
 static const struct {
     const char *name;
@@ -578,7 +618,7 @@ static PyObject *operation_call(PyObject *object, PyObject *const *args, size_t 
         PyObject *state = PyObject_GetAttr(args[0], s_state), *result = NULL;
         int begun = 0;
         if (state != NULL && Py_TYPE(state) == &StateType)
-            result = self->quick((State *)state, self->name, args + 1, &begun);
+            result = self->quick((State *)state, self, args + 1, &begun);
         Py_XDECREF(state);
         if (begun)
             return result;
@@ -595,7 +635,8 @@ static PyObject *operation_get(PyObject *self, PyObject *instance, PyObject *Py_
 static PyObject *operation_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(named))
 {
     PyObject *name, *method;
-    if (!PyArg_ParseTuple(args, "UO", &name, &method))
+    Fields fields;
+    if (!PyArg_ParseTuple(args, "UOOiii", &name, &method, &fields.type, &fields.later, &fields.reduction, &fields.root))
         return NULL;
     for (size_t n = 0; n < sizeof operations / sizeof *operations; n++)
         if (PyUnicode_CompareWithASCIIString(name, operations[n].name) == 0) {
@@ -607,6 +648,8 @@ static PyObject *operation_new(PyTypeObject *type, PyObject *args, PyObject *Py_
             self->count = operations[n].count;
             self->name = Py_NewRef(name);
             self->method = Py_NewRef(method);
+            self->fields = fields;
+            Py_INCREF(fields.type);
             return (PyObject *)self;
         }
     return PyErr_Format(PyExc_ValueError, "there is no quick %U", name);
@@ -616,6 +659,7 @@ static void operation_delete(PyObject *object)
 {
     Py_DECREF(((Operation *)object)->name);
     Py_DECREF(((Operation *)object)->method);
+    Py_DECREF(((Operation *)object)->fields.type);
     Py_TYPE(object)->tp_free(object);
 }
 

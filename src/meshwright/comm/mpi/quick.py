@@ -23,6 +23,7 @@ from torch.autograd import profiler
 from meshwright.comm.lane import DONE, Lane
 from meshwright.comm.mpi import buffers
 from meshwright.comm.mpi.compiled import compiled
+from meshwright.comm.mpi.fields import fields_of
 from meshwright.comm.mpi.messages import SMALL, Message, Post
 from meshwright.comm.mpi.near import Near
 from meshwright.comm.mpi.reductions import exact
@@ -52,7 +53,7 @@ class Quick:
 
     def before(self, name: str) -> Callable[[Method], Method]:
         """What the module can do of an operation is done by it, and the rest by the method."""
-        return lambda method: self.module.Operation(name, method) if self.module else method
+        return lambda method: self.module.Operation(name, method, *fields_of(name)) if self.module else method
 
     def state(self, comm: MPI.Comm, lane: Lane, post: Post, near: Near) -> Any:
         """What the module knows of a group. Collectives that may be quicker by shared memory are the methods' affair."""
@@ -70,7 +71,7 @@ class Quick:
                 post.follow(made)
             return made
 
-        limits = near.least, buffers.most, SMALL
+        limits = near.least, near.least_sum, buffers.most, SMALL
         return self.module.State(lane, lane._waiting, near.settled, post, message, *limits, _handle(comm), comm.Get_rank(), comm.Get_size(), ways)
 
 
