@@ -32,6 +32,7 @@ def main(folder: str, full: bool) -> None:
         "backend": dist.get_backend(),
         "conform": collectives.tell(lambda: collectives.over_torch(full)),
         "calls": collectives.tell(contract.calls),
+        "comm at once": collectives.tell(lambda: collectives.conform(_comm_at_once, (torch.float32, torch.bfloat16, torch.bool))[1]),
         "counts": collectives.tell(_large_counts),
         "at once": collectives.tell(_made_at_once),
         "compiled": dist.group.WORLD._quick is not None,
@@ -250,6 +251,10 @@ def _comm(groups: list[list[int]]):  # type: ignore[no-untyped-def]
     from meshwright.comm import Ledger, TorchComm
 
     return TorchComm(dist.new_subgroups_by_enumeration(groups)[0], Ledger())
+
+
+def _comm_at_once(groups: list[list[int]]):  # type: ignore[no-untyped-def]
+    return _comm(groups).at_once
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ def test_ranks_with_and_without_compiled_calls_understand_each_other(over_mpi: l
     assert all(found["compiled"] for found in over_mpi)
     assert [found["unlike ranks"] for found in over_mpi] == [[]] * 4
     assert [found["without methods"] for found in over_mpi] == [[]] * 4
+    assert [found["comm at once"] for found in over_mpi] == [[]] * 4
 
 
 def test_mpis_ranks_of_one_node_share_memory(over_mpi: list[dict[str, Any]]) -> None:

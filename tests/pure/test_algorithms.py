@@ -36,14 +36,18 @@ def expected(ranks: int, numel: int, op: str) -> torch.Tensor:
 @given(
     ranks=st.integers(1, 7), numel=st.sampled_from([0, 1, 2, 3, 5, 7, 16, 33, 100]), algorithm=st.sampled_from(MESSAGES["all_reduce"]),
     op=st.sampled_from(OPS), segment=st.sampled_from([8, 24, 1 << 19]), cuts=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    at_once=st.booleans(),
 )  # fmt: skip
-def test_an_all_reduce_is_the_same_whatever_the_algorithm(ranks: int, numel: int, algorithm: str, op: str, segment: int, cuts: list[int]) -> None:
+def test_an_all_reduce_is_the_same_whatever_the_algorithm(
+    ranks: int, numel: int, algorithm: str, op: str, segment: int, cuts: list[int], at_once: bool
+) -> None:
     nodes = tuple(min(c, max(ranks - sum(cuts[:i]), 0)) for i, c in enumerate(cuts))
     nodes = tuple(n for n in (*nodes, ranks - sum(nodes)) if n)
 
     def job(comm: ThreadComm) -> torch.Tensor:
         tensor = values(comm.rank, numel)
-        composed(comm, algorithm, nodes).all_reduce(tensor, "x", op).wait()
+        way = composed(comm, algorithm, nodes)
+        (way.at_once if at_once else way).all_reduce(tensor, "x", op).wait()
         return tensor
 
     before, made_of_messages._SEGMENT = made_of_messages._SEGMENT, segment

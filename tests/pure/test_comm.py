@@ -91,8 +91,8 @@ def test_calls_go_where_the_choice_says() -> None:
         small, large = comm.among([0, 1]), ThreadComm(other, comm.rank, (0, 1), Ledger())
         routed = RoutedComm({"small": small, "large": large}, lambda op, size: "large" if size > 100 else "small")
         tensors = torch.ones(4), torch.ones(400)
-        for tensor in tensors:
-            routed.all_reduce(tensor, "x").wait()
+        for tensor, one in zip(tensors, (routed, routed.at_once), strict=True):
+            one.all_reduce(tensor, "x").wait()
         routed.barrier()
         return [float(t[0]) for t in tensors], routed.chosen, [(line.name, line.bytes) for line in large.ledger.take()]
 

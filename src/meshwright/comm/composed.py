@@ -6,12 +6,13 @@ and a plan's routes say which way it goes. Its messages are counted nowhere.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import torch
 
 from meshwright.comm import algorithms, shared
-from meshwright.comm.lane import Lane
+from meshwright.comm.lane import DONE, Lane
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.pending import Then
 from meshwright.comm.window import Window
@@ -51,6 +52,15 @@ class Composed:
         self.rank, self.size = mail.comm.rank, mail.comm.size
         self._nodes = nodes
         self._wire = Wire(f"{mail.name} {algorithm}", self.rank, _WORKED)
+        self._later = True
+
+    @property
+    def at_once(self) -> Composed:
+        if not self._later:
+            return self
+        found = copy.copy(self)
+        found._later = False
+        return found
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Pending:
         if self._away(tensor):
@@ -142,7 +152,7 @@ class Composed:
                 if finish is not None:
                     finish()
 
-        return self._mail.lane.later(name, [counted], counted, job)
+        return self._mail.lane.put(name, [counted], counted, self._later, job) or DONE
 
 
 def _reduction(work: torch.Tensor, op: str, factor: float | None, ranks: int) -> tuple[algorithms.Combine, float | None]:

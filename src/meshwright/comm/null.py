@@ -24,6 +24,10 @@ class NullComm:
     rank = 0
     size = 1
 
+    @property
+    def at_once(self) -> NullComm:
+        return self
+
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Done:
         if factor is not None:
             tensor.mul_(factor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,16 @@ class RoutedComm:
         self.first = next(iter(self._ways.values()))
         self.rank, self.size = self.first.rank, self.first.size
         self._known: dict[tuple[str, int], _Taken] = {}
+        self._later = True
+
+    @property
+    def at_once(self) -> RoutedComm:
+        """It shares what is known."""
+        if not self._later:
+            return self
+        found = copy.copy(self)
+        found._later = False
+        return found
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Pending:
         return self._by("all_reduce", tensor.nbytes).all_reduce(tensor, name, op, factor)
@@ -73,7 +84,7 @@ class RoutedComm:
             way = self._choose(op, size)
             taken = self._known[op, size] = _Taken(way, self._composed[way] if way in self._composed else self._ways[way])
         taken.calls += 1
-        return taken.comm
+        return taken.comm if self._later else taken.comm.at_once
 
 
 @dataclass(slots=True)

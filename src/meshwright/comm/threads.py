@@ -64,6 +64,10 @@ class ThreadComm:
         self._sent: dict[int, int] = {}
         self._received: dict[int, int] = {}
 
+    @property
+    def at_once(self) -> ThreadComm:
+        return self
+
     def among(self, ranks: Sequence[int]) -> ThreadComm:
         """A group of these ranks, of which this one is one."""
         return ThreadComm(self._world, list(ranks).index(self.rank), tuple(self._ranks[r] for r in ranks), self.ledger)

@@ -5,6 +5,7 @@ What a backend lacks is composed: see `wire.py` for types, and below for gathers
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 
+from meshwright.comm.lane import DONE
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.pending import Then
 from meshwright.comm.wire import COMPOSED, SCALED, UNEVEN, Finish, Wire, say
@@ -36,18 +38,28 @@ class TorchComm:
         self.backend = dist.get_backend(group)
         self._on_cuda = self.backend == "nccl"
         self._wire = Wire(self.backend, dist.get_rank())
+        self._later = True
+        self._now: TorchComm | None = None
+
+    @property
+    def at_once(self) -> TorchComm:
+        """Only MPI gains by it: gloo's calls are made by its own threads, NCCL's by the device."""
+        if self._now is None and self._later and self.backend == "mpi":
+            self._now = copy.copy(self)
+            self._now._later = False
+        return self._now or self
 
     # -- reductions --
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Pending:
         work, op, finish = self._wire.reduced(tensor, op)
         how = self._op(op, work, factor)
-        return self._start(name, "all_reduce", tensor, lambda: dist.all_reduce(work, how, group=self.group, async_op=True), finish)
+        return self._start(name, "all_reduce", tensor, lambda: dist.all_reduce(work, how, group=self.group, async_op=self._later), finish)
 
     def reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", root: int = 0) -> Pending:
         work, op, finish = self._wire.reduced(tensor, op)
         how = self._op(op, work)
-        call = lambda: dist.reduce(work, group_dst=root, op=how, group=self.group, async_op=True)  # noqa: E731
+        call = lambda: dist.reduce(work, group_dst=root, op=how, group=self.group, async_op=self._later)  # noqa: E731
         return self._start(name, "reduce", tensor, call, finish if self.rank == root else None)
 
     def reduce_scatter(
@@ -58,9 +70,9 @@ class TorchComm:
         own = output if self._wire.takes(output) and output.dtype == work.dtype else work.new_empty(_shape(output, work))
         finish = None if own is output else lambda: _unwiden(output, own)
         if sizes is None:
-            call = lambda: _reduce_scatter(own, work, op=how, group=self.group, async_op=True)  # noqa: E731
+            call = lambda: _reduce_scatter(own, work, op=how, group=self.group, async_op=self._later)  # noqa: E731
         else:
-            call = lambda: dist.reduce_scatter(own, list(work.split(list(sizes))), op=how, group=self.group, async_op=True)  # noqa: E731
+            call = lambda: dist.reduce_scatter(own, list(work.split(list(sizes))), op=how, group=self.group, async_op=self._later)  # noqa: E731
         return self._start(name, "reduce_scatter", tensor, call, finish)
 
     # -- movements --
@@ -69,18 +81,18 @@ class TorchComm:
         whole, finish = self._wire.landing(output)
         own = self._wire.sent(tensor)
         if sizes is None:
-            return self._start(name, "all_gather", output, lambda: _all_gather(whole, own, group=self.group, async_op=True), finish)
+            return self._start(name, "all_gather", output, lambda: _all_gather(whole, own, group=self.group, async_op=self._later), finish)
         rows = [n * self._wire.rows(output) for n in sizes]
         if self.backend == "gloo" and len(set(rows)) > 1:
             return self._padded_gather(whole, own, rows, name, output, finish)
-        call = lambda: dist.all_gather(list(whole.split(rows)), own, group=self.group, async_op=True)  # noqa: E731
+        call = lambda: dist.all_gather(list(whole.split(rows)), own, group=self.group, async_op=self._later)  # noqa: E731
         return self._start(name, "all_gather", output, call, finish)
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, name: str, receives: Sequence[int], sends: Sequence[int]) -> Pending:
         whole, finish = self._wire.landing(output)
         own = self._wire.sent(tensor)
         arrive, leave = ([n * self._wire.rows(t) for n in splits] for t, splits in ((output, receives), (tensor, sends)))
-        call = lambda: dist.all_to_all_single(whole, own, arrive, leave, group=self.group, async_op=True)  # noqa: E731
+        call = lambda: dist.all_to_all_single(whole, own, arrive, leave, group=self.group, async_op=self._later)  # noqa: E731
         return self._start(name, "all_to_all", tensor, call, finish)
 
     def broadcast(self, tensor: torch.Tensor, name: str, source: int = 0) -> Pending:
@@ -88,14 +100,14 @@ class TorchComm:
             work, finish = self._wire.sent(tensor), None
         else:
             work, finish = self._wire.landing(tensor)
-        return self._start(name, "broadcast", tensor, lambda: dist.broadcast(work, group=self.group, group_src=source, async_op=True), finish)
+        return self._start(name, "broadcast", tensor, lambda: dist.broadcast(work, group=self.group, group_src=source, async_op=self._later), finish)
 
     def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, name: str, root: int = 0) -> Pending:
         own = self._wire.sent(tensor)
         whole, finish = self._wire.landing(output) if output is not None else (None, None)
         parts = list(whole.view(-1).split(own.numel())) if whole is not None and own.numel() else [own] * self.size
         shaped = [part.view(own.shape) for part in parts]
-        call = lambda: dist.gather(own, shaped if self.rank == root else None, group=self.group, group_dst=root, async_op=True)  # noqa: E731
+        call = lambda: dist.gather(own, shaped if self.rank == root else None, group=self.group, group_dst=root, async_op=self._later)  # noqa: E731
         self.ledger.add(name, "gather", self.size, tensor.numel() * tensor.element_size() * self.size)
         return self._named(name, call, finish)
 
@@ -104,7 +116,7 @@ class TorchComm:
         whole = self._wire.sent(tensor) if tensor is not None else None
         parts = list(whole.view(-1).split(own.numel())) if whole is not None and own.numel() else [own] * self.size
         shaped = [part.view(own.shape) for part in parts]
-        call = lambda: dist.scatter(own, shaped if self.rank == root else None, group=self.group, group_src=root, async_op=True)  # noqa: E731
+        call = lambda: dist.scatter(own, shaped if self.rank == root else None, group=self.group, group_src=root, async_op=self._later)  # noqa: E731
         self.ledger.add(name, "scatter", self.size, output.numel() * output.element_size() * self.size)
         return self._named(name, call, finish)
 
@@ -137,7 +149,7 @@ class TorchComm:
             if finish is not None:
                 finish()
 
-        return self._start(name, "all_gather", output, lambda: _all_gather(arrived, padded, group=self.group, async_op=True), cut)
+        return self._start(name, "all_gather", output, lambda: _all_gather(arrived, padded, group=self.group, async_op=self._later), cut)
 
     def _start(self, name: str, op: str, whole: torch.Tensor, call: Callable[[], Any], finish: Finish | None = None) -> Pending:
         """Count a call and make it under its name. Unless somebody is profiling, naming costs a look at two flags."""
@@ -153,6 +165,7 @@ class TorchComm:
                 work = _profiled(name, call) if profiler._is_profiler_enabled else call()
             finally:
                 torch.cuda.nvtx.range_pop()
+        work = DONE if work is None else work  # what was made at once is over
         return work if finish is None else Then(work, finish)  # type: ignore[no-any-return]
 
     def _op(self, op: str, tensor: torch.Tensor, factor: float | None = None) -> Any:
@@ -213,4 +226,5 @@ class _Awaited(dist.Work):
 
 def _profiled(name: str, call: Callable[[], Any]) -> Pending:
     with profiler.record_function(name):
-        return _Awaited(call(), name)
+        work = call()
+        return DONE if work is None else _Awaited(work, name)

@@ -21,8 +21,8 @@ class Pending(Protocol):
 class Comm(Protocol):
     """One group of ranks. Every call is in place or into `output`, returns at once, and is recorded under its name with its group and bytes.
 
-    To block, wait: `comm.all_reduce(tensor, "name").wait()`. Any dtype, any strides; what a backend lacks is composed. `sizes` are rows from or
-    for each rank, where they differ. A call's bytes are those of the whole tensor: the larger of what goes in and what comes out.
+    To block, wait: `comm.at_once.all_reduce(tensor, "name").wait()`. Any dtype, any strides; what a backend lacks is composed. `sizes` are rows
+    from or for each rank, where they differ. A call's bytes are those of the whole tensor: the larger of what goes in and what comes out.
     """
 
     @property
@@ -30,6 +30,11 @@ class Comm(Protocol):
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def at_once(self) -> Comm:
+        """The same group, for calls that are waited for at once: over MPI the caller then makes them itself, small ones in a quarter of the time."""
+        ...
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Pending:
         """With `factor`, every rank's tensor is multiplied by it first."""

@@ -85,8 +85,8 @@ def meeting_extra(comm: Comm) -> float:
         comm.barrier()
         plain.append(chain(lambda _: None))
         comm.barrier()
-        with_calls.append(chain(lambda whole: comm.all_reduce(whole, "probe").wait()))
-        bare.append(_between_work(lambda: comm.all_reduce(given.clone(), "probe"), torch.device("cpu"), _LONG)[0])
+        with_calls.append(chain(lambda whole: comm.at_once.all_reduce(whole, "probe").wait()))
+        bare.append(_between_work(lambda: comm.at_once.all_reduce(given.clone(), "probe"), torch.device("cpu"), _LONG)[0])
     each = (statistics.fmean(with_calls) - statistics.fmean(plain)) / (2 * _LAYERS)
     return max(each - statistics.fmean(bare), 0.0)
 
@@ -98,7 +98,7 @@ def _collectives(comm: Comm, device: torch.device, kind: str) -> dict[str, list[
         for size in _MESSAGES[kind]:
             whole = torch.ones(size // 4 // comm.size * comm.size, device=device)
             part = torch.ones(whole.numel() // comm.size, device=device)
-            call = partial(_collective, comm, op, whole, part)
+            call = partial(_collective, comm.at_once, op, whole, part)
             points.append((size * wire_factor(op, comm.size), *_between_work(call, device, size)))
         found[op] = points
     return found

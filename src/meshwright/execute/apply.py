@@ -92,13 +92,13 @@ class Applied:
             squares = torch.stack([n.to(kind) for n in torch._foreach_norm(grads)]).square().sum()
             total = total + (squares / copies if copies > 1 else squares)
         if self.tensor is not None:
-            self.groups.tp.all_reduce(total, "norm/tp").wait()
+            self.groups.tp.at_once.all_reduce(total, "norm/tp").wait()
         if self.owners is not None:
-            self.groups.ep.all_reduce(total, "norm/ep").wait()
+            self.groups.ep.at_once.all_reduce(total, "norm/ep").wait()
         if self.pipeline is not None:
-            self.groups.pp.all_reduce(total, "norm/pp").wait()
+            self.groups.pp.at_once.all_reduce(total, "norm/pp").wait()
         if self.plan.memory.zero:
-            self.groups.shard.all_reduce(total, "norm").wait()
+            self.groups.shard.at_once.all_reduce(total, "norm").wait()
         return total
 
     def _kinds(self) -> dict[int, Kind]:
@@ -113,7 +113,7 @@ class Applied:
         for name, comm in self.pipeline.meetings if self.pipeline is not None else ():
             param = named.get(name)
             if comm is not None and param is not None:
-                comm.all_reduce(self._shared_gradient(param), f"tied/{name}").wait()
+                comm.at_once.all_reduce(self._shared_gradient(param), f"tied/{name}").wait()
 
     def _shared_gradient(self, param: nn.Parameter) -> torch.Tensor:
         if isinstance(self.buckets, UnitShards):

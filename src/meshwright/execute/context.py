@@ -180,13 +180,13 @@ class ContextRun:
     def gathered(self, mine: torch.Tensor, name: str) -> torch.Tensor:
         """Rows of all positions, in their order, from this rank's."""
         whole = mine.new_empty((self.size, *mine.shape[1:]))
-        self.comm.all_gather(whole, mine, name).wait()
+        self.comm.at_once.all_gather(whole, mine, name).wait()
         return whole.index_select(0, self._there("order", mine.device))
 
     def scattered(self, whole: torch.Tensor, name: str) -> torch.Tensor:
         """This rank's rows of the sum over ranks of rows for all positions."""
         out = whole.new_empty((self.mine, *whole.shape[1:]))
-        self.comm.reduce_scatter(out, whole.index_select(0, self._there("sent", whole.device)), name).wait()
+        self.comm.at_once.reduce_scatter(out, whole.index_select(0, self._there("sent", whole.device)), name).wait()
         return out
 
     def _there(self, name: str, device: torch.device) -> torch.Tensor:
@@ -210,7 +210,7 @@ class ContextRun:
         counted = target != given.get("ignore_index", -100)
         number = counted.sum() if weight is None else weight[target.where(counted, 0)].where(counted, 0).sum()
         total = number.to(torch.float64)
-        self.comm.all_reduce(total, f"counted/{module}").wait()
+        self.comm.at_once.all_reduce(total, f"counted/{module}").wait()
         loss = function(**{**given, "reduction": "sum"})
         return loss * (self.comm.size / total).to(loss.dtype)
 

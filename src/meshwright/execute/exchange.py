@@ -40,5 +40,5 @@ def exchange_numbers(x: torch.Tensor, comm: Comm, name: str, receives: Sequence[
 
 def _sent(x: torch.Tensor, comm: Comm, name: str, receives: Sequence[int], sends: Sequence[int]) -> torch.Tensor:
     out = x.new_empty((sum(receives), *x.shape[1:]))
-    comm.all_to_all(out, x.contiguous(), name, receives, sends).wait()
+    comm.at_once.all_to_all(out, x.contiguous(), name, receives, sends).wait()
     return out

@@ -21,7 +21,7 @@ class Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         grad = grad.contiguous()
-        ctx.comm.all_reduce(grad, ctx.name).wait()
+        ctx.comm.at_once.all_reduce(grad, ctx.name).wait()
         return grad, None, None
 
 
@@ -36,7 +36,7 @@ class Sum(torch.autograd.Function):
                 out = out.data  # the product is kept: what is kept of it becomes the sum, and must not count as changed
             elif out is x:
                 ctx.mark_dirty(x)
-            comm.all_reduce(out, name).wait()
+            comm.at_once.all_reduce(out, name).wait()
             return out
 
         return recall.meet(make)
@@ -80,5 +80,5 @@ def gather_pieces(piece: torch.Tensor, comm: Comm, dim: int, sizes: list[int], n
         shape = [short if d == dim else n for d, n in enumerate(mine.shape)]
         mine = torch.cat([mine, mine.new_zeros(shape)], dim)
     every = mine.new_empty((comm.size, *mine.shape))
-    comm.all_gather(every.view(-1), mine.contiguous().view(-1), name).wait()
+    comm.at_once.all_gather(every.view(-1), mine.contiguous().view(-1), name).wait()
     return [every[rank].narrow(dim, 0, n) for rank, n in enumerate(sizes)]

@@ -84,7 +84,7 @@ class _Normalise(torch.autograd.Function):
 
         def make() -> torch.Tensor:
             every = mine.new_empty((comm.size, *mine.shape))
-            comm.all_gather(every.view(-1), mine.view(-1), name).wait()
+            comm.at_once.all_gather(every.view(-1), mine.view(-1), name).wait()
             return every
 
         means, variances = recall.meet(make).unbind(1)
@@ -99,7 +99,7 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         out, inverse = ctx.saved_tensors
         sums = torch.stack([grad.mean(-1, keepdim=True), (grad * out).mean(-1, keepdim=True)]).mul_(ctx.share)
-        ctx.comm.all_reduce(sums, ctx.name).wait()
+        ctx.comm.at_once.all_reduce(sums, ctx.name).wait()
         return (grad - sums[0]).addcmul_(out, sums[1], value=-1).mul_(inverse), None, None, None
 
 

@@ -56,8 +56,8 @@ class Share:
         pieces = gather_pieces(self._apart(held, counts[self.comm.rank]), self.comm, dim, counts, self.name)
         return self._joined(torch.cat(pieces, dim))
 
-    def scatter(self, partial: torch.Tensor) -> Scattered:
-        """Partial sums of all positions are under way to become the sums of this rank's."""
+    def scatter(self, partial: torch.Tensor, comm: Comm | None = None) -> Scattered:
+        """Partial sums of all positions are under way to become the sums of this rank's; over another `comm` of the group if there is one."""
         counts = self.positions.counts
         most, front = max(counts), self._apart(partial, self.positions.length).movedim(self.along.dim + 1, 0)
         if min(counts) < most:  # backends scatter equal pieces only
@@ -68,7 +68,7 @@ class Share:
         out = front.new_empty((most, *front.shape[1:]))
         sent = front.contiguous()
         sent = sent.clone() if sent.data_ptr() == partial.data_ptr() else sent  # others may use it still
-        return Scattered(self, out, sent, self.comm.reduce_scatter(out, sent, self.name))
+        return Scattered(self, out, sent, (comm or self.comm).reduce_scatter(out, sent, self.name))
 
     def _apart(self, x: torch.Tensor, length: int) -> torch.Tensor:
         return x.unflatten(self.along.dim, (-1, length, self.along.inner))
@@ -99,7 +99,7 @@ class SumMine(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, share: Share, recall: Recall) -> torch.Tensor:
         share.note(x)
         ctx.share = share.now()
-        return recall.meet(lambda: share.scatter(x).wait())
+        return recall.meet(lambda: share.scatter(x, share.comm.at_once).wait())
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
@@ -116,7 +116,7 @@ class EnterAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return ctx.share.scatter(grad).wait(), None, None
+        return ctx.share.scatter(grad, ctx.share.comm.at_once).wait(), None, None
 
 
 class Deal(torch.autograd.Function):

@@ -238,7 +238,7 @@ class _Shared:
         variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
         mine = torch.stack([mean, variance])
         every = mine.new_empty((self.comm.size, *mine.shape))
-        self.comm.all_gather(every.view(-1), mine.view(-1), self.name).wait()
+        self.comm.at_once.all_gather(every.view(-1), mine.view(-1), self.name).wait()
         weights = every.new_tensor(self.weights).view(-1, *[1] * mean.dim())
         whole = (weights * every[:, 0]).sum(0)
         return whole, (weights * (every[:, 1] + (every[:, 0] - whole).square())).sum(0)
@@ -261,7 +261,7 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:  # type: ignore[override]
         out, inverse = ctx.saved_tensors
         sums = torch.stack([grad.mean(ctx.dims, keepdim=True), (grad * out).mean(ctx.dims, keepdim=True)]) * ctx.shared.share
-        ctx.shared.comm.all_reduce(sums, ctx.shared.name).wait()
+        ctx.shared.comm.at_once.all_reduce(sums, ctx.shared.name).wait()
         return (grad - sums[0] - out * sums[1]) * inverse, None, None, None
 
 
@@ -320,7 +320,7 @@ class _Regather(torch.autograd.Function):
         padded = front.new_zeros((*most, *front.shape[len(most) :]))
         padded[_run(lengths(ctx.box))] = front
         every = padded.new_empty((comm.size, *padded.shape))
-        comm.all_gather(every.view(-1), padded.view(-1), gather.name).wait()
+        comm.at_once.all_gather(every.view(-1), padded.view(-1), gather.name).wait()
         whole = padded.new_empty((*gather.sizes, *front.shape[len(most) :]))
         for rank in range(comm.size):
             box = block(gather.sizes, policy.grid, rank)

@@ -302,7 +302,7 @@ class UnitShards:
             unit, flat, mine, _, work = self._travelling.popleft()
             work.wait()
             if self._replicas(unit).size > 1:
-                self._replicas(unit).all_reduce(mine, f"replicas/{unit.name}", self.reduce).wait()
+                self._replicas(unit).at_once.all_reduce(mine, f"replicas/{unit.name}", self.reduce).wait()
             if unit.owned and self.reduce == "mean":
                 mine.mul_(1.0 / self.groups.ep.size)  # an owner has the sum over what all ranks along `ep` sent it
             for piece in flat.pieces:
@@ -355,7 +355,7 @@ class UnitShards:
             return {id(param): param.detach().cpu()}
         unit, flat, _ = self._home[id(param)]
         whole = flat.own.new_empty(flat.layout.numel)
-        self.groups.shard.all_gather(whole, flat.own, f"state/{unit.name}", flat.slices.uneven).wait()
+        self.groups.shard.at_once.all_gather(whole, flat.own, f"state/{unit.name}", flat.slices.uneven).wait()
         slots = zip(flat.layout.slots, flat.params, strict=True)
         return {id(p): whole[s.offset : s.offset + s.numel].view(p.shape).cpu() for s, p in slots}
 

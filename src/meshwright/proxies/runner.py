@@ -77,6 +77,7 @@ class Runner:
     def start(self, action: Action) -> Pending:
         """Hand one call over."""
         comm, name, (whole, part) = self._comms[action.axis], run_name(action.name), self._memory.of(action)
+        comm = comm.at_once if action.blocks else comm
         match action.op:
             case "all_reduce":
                 return comm.all_reduce(whole, name)
@@ -119,7 +120,8 @@ class _Step:
                 runner.compute(action, next(vary))
                 self.spans.append(Span(action.name, action.op, "", 0, 0, start - self.begun, time.perf_counter() - self.begun))
             elif action.op != "wait":
-                self.flights[action.name] = _Flight(action, runner._comms[action.axis].size, runner.start(action))
+                start = time.perf_counter()
+                self.flights[action.name] = _Flight(action, runner._comms[action.axis].size, runner.start(action), start)
                 if action.blocks:
                     self._land(action.name)
         for name in list(self.flights):
@@ -139,9 +141,9 @@ class _Step:
 class _Flight:
     """A call under way. Its end is taken where a backend says so by itself, otherwise when it is waited for."""
 
-    def __init__(self, action: Action, group: int, work: Pending) -> None:
+    def __init__(self, action: Action, group: int, work: Pending, started: float) -> None:
         self.action, self.group, self.work = action, 2 if action.op in MESSAGES else group, work
-        self.begun = time.perf_counter()
+        self.begun = started if action.blocks else time.perf_counter()  # what blocks may be over already; the rest is handed over now
         self.ended = 0.0
         future = None if action.blocks else _future(work)
         self._asked = future is None and hasattr(work, "is_completed")
@@ -156,7 +158,7 @@ class _Flight:
             self._done(None)
 
     def land(self, zero: float, device: torch.device) -> Span:
-        asked = time.perf_counter()
+        asked = self.begun if self.action.blocks else time.perf_counter()
         self.work.wait()
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # NCCL's wait only orders streams
