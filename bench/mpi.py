@@ -61,6 +61,8 @@ def main(
     ops = only or ",".join(OPERATIONS)
     if unknown := set(ops.split(",")) - set(OPERATIONS):
         raise typer.BadParameter(f"no {', '.join(sorted(unknown))}: choose of {', '.join(OPERATIONS)}", param_hint="--only")
+    if not all(number.isdecimal() and int(number) for number in f"{ranks},{sizes or 1}".split(",")):
+        raise typer.BadParameter("whole numbers, like 2,4 and 8,65536", param_hint="--ranks, --sizes")
     with tempfile.TemporaryDirectory() as folder:
         compile_native(Path(folder))
         worlds = [_world(int(n), rounds, ops, sizes or ",".join(map(str, SIZES)), folder) for n in ranks.split(",")]

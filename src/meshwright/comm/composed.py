@@ -6,7 +6,6 @@ and a plan's routes say which way it goes. Its messages are counted nowhere.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from meshwright.comm import algorithms, shared
 from meshwright.comm.lane import DONE, Lane
 from meshwright.comm.ledger import Ledger
-from meshwright.comm.pending import Then
+from meshwright.comm.pending import PutOff, Then
 from meshwright.comm.window import Window
 from meshwright.comm.wire import Finish, Wire
 from meshwright.core.comm import Comm, Pending
@@ -44,7 +43,7 @@ class Mail:
         return found
 
 
-class Composed:
+class Composed(PutOff):
     """The collectives of one group by one algorithm. `nodes` holds the places of each node's ranks, for two levels."""
 
     def __init__(self, mail: Mail, algorithm: str, ledger: Ledger, nodes: Sequence[Sequence[int]] = ()) -> None:
@@ -52,15 +51,6 @@ class Composed:
         self.rank, self.size = mail.comm.rank, mail.comm.size
         self._nodes = nodes
         self._wire = Wire(f"{mail.name} {algorithm}", self.rank, _WORKED)
-        self._later = True
-
-    @property
-    def at_once(self) -> Composed:
-        if not self._later:
-            return self
-        found = copy.copy(self)
-        found._later = False
-        return found
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Pending:
         if self._away(tensor):

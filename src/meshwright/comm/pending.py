@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
+
+
+class PutOff:
+    """A comm whose calls are put off, and its twin, made once, whose are not: `core.comm.Comm.at_once`. What both have they share."""
+
+    _later = True
+    _twin: Self | None = None
+
+    @property
+    def at_once(self) -> Self:
+        if self._later and self._twin is None:
+            self._twin = copy.copy(self)
+            self._twin._later = False
+        return self._twin or self
 
 
 class Then(dist.Work):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshwright.comm.composed import Composed
+from meshwright.comm.pending import PutOff
 from meshwright.core.comm import Comm, Messages, Pending
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Choose = Callable[[str, int], str]  # (operation, bytes of the whole tensor) → backend, or backend:algorithm
 
 
-class RoutedComm:
+class RoutedComm(PutOff):
     """`core.comm.Comm` that hands every call on. All ranks must choose alike, so a choice may depend on operation and size only: where sizes
     differ from rank to rank (all-to-all, unequal parts, messages) the choice is that of the largest size. `chosen` says what went where."""
 
@@ -26,16 +26,6 @@ class RoutedComm:
         self.first = next(iter(self._ways.values()))
         self.rank, self.size = self.first.rank, self.first.size
         self._known: dict[tuple[str, int], _Taken] = {}
-        self._later = True
-
-    @property
-    def at_once(self) -> RoutedComm:
-        """It shares what is known."""
-        if not self._later:
-            return self
-        found = copy.copy(self)
-        found._later = False
-        return found
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Pending:
         return self._by("all_reduce", tensor.nbytes).all_reduce(tensor, name, op, factor)

@@ -5,9 +5,8 @@ What a backend lacks is composed: see `wire.py` for types, and below for gathers
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torch.autograd import profiler
 
 from meshwright.comm.lane import DONE
 from meshwright.comm.ledger import Ledger
-from meshwright.comm.pending import Then
+from meshwright.comm.pending import PutOff, Then
 from meshwright.comm.wire import COMPOSED, SCALED, UNEVEN, Finish, Wire, say
 from meshwright.core.comm import Messages, Pending
 
@@ -25,7 +24,7 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
 
 
-class TorchComm:
+class TorchComm(PutOff):
     """One process group. Calls are asynchronous: `wait()` on the result, which on CUDA orders streams and does not block.
 
     A call shows under its name in a torch profiler's timeline, and so does the wait for it; with NCCL it is an NVTX range too.
@@ -38,16 +37,11 @@ class TorchComm:
         self.backend = dist.get_backend(group)
         self._on_cuda = self.backend == "nccl"
         self._wire = Wire(self.backend, dist.get_rank())
-        self._later = True
-        self._now: TorchComm | None = None
 
     @property
-    def at_once(self) -> TorchComm:
+    def at_once(self) -> Self:
         """Only MPI gains by it: gloo's calls are made by its own threads, NCCL's by the device."""
-        if self._now is None and self._later and self.backend == "mpi":
-            self._now = copy.copy(self)
-            self._now._later = False
-        return self._now or self
+        return super().at_once if self.backend == "mpi" else self
 
     # -- reductions --
 

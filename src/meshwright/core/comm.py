@@ -33,7 +33,7 @@ class Comm(Protocol):
 
     @property
     def at_once(self) -> Comm:
-        """The same group, for calls that are waited for at once: over MPI the caller then makes them itself, small ones in a quarter of the time."""
+        """The same group, for calls that are waited for at once: over MPI the caller then makes them itself, small ones in a third of the time."""
         ...
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Pending:
