@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,6 +39,7 @@ def main(folder: str, full: bool) -> None:
         "compiled": dist.group.WORLD._quick is not None,
         "unlike ranks": collectives.tell(lambda: _made_at_once(compiled=rank % 2 == 0)),
         "without methods": collectives.tell(lambda: [*_without_methods(), *_by_names(_without_methods)]),
+        "unattended": collectives.tell(lambda: [*_unattended(), *_unattended(compiled=rank % 2 == 0)]),
         "near": collectives.tell(_near),
         "engines": collectives.tell(lambda: contract.engines(folder)),
     }
@@ -144,6 +146,26 @@ def _without_methods() -> list[str]:
         "maximum": torch.equal(mine[3], every[-1]),
     }
     return [op for op, fine in right.items() if not fine]
+
+
+def _unattended(compiled: bool = True) -> list[str]:
+    """A large message that nobody waits for arrives, and is let go."""
+    from meshwright.comm.mpi import backend
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    group: Any = dist.new_group(backend="mpi")
+    if not compiled:
+        group._quick = None
+    for number in range(1, 4):
+        sent, arrived = torch.full((1 << 20,), float(number + rank)), torch.zeros(1 << 20)
+        dist.irecv(arrived, group_src=(rank - 1) % world, group=group)
+        dist.isend(sent, group_dst=(rank + 1) % world, group=group)
+        until = time.monotonic() + 20
+        while backend._post.under_way and time.monotonic() < until:
+            time.sleep(0.001)
+        if backend._post.under_way or not arrived.eq(float(number + (rank - 1) % world)).all():
+            return [f"message {number}: {len(backend._post.under_way)} under way"]
+    return []
 
 
 def _by_names(check: Callable[[], list[str]]) -> list[str]:

@@ -69,6 +69,10 @@ def test_ranks_with_and_without_compiled_calls_understand_each_other(over_mpi: l
     assert [found["comm at once"] for found in over_mpi] == [[]] * 4
 
 
+def test_mpis_messages_that_nobody_waits_for_move_on(over_mpi: list[dict[str, Any]]) -> None:
+    assert [found["unattended"] for found in over_mpi] == [[]] * 4
+
+
 def test_mpis_ranks_of_one_node_share_memory(over_mpi: list[dict[str, Any]]) -> None:
     assert [found["near"] for found in over_mpi] == [[]] * 4
 

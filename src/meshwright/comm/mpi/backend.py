@@ -26,7 +26,8 @@ from mpi4py import MPI  # noqa: E402
 from meshwright.comm.lane import DONE, Lane  # noqa: E402
 from meshwright.comm.mpi import buffers  # noqa: E402
 from meshwright.comm.mpi.calls import Calls, Tensors  # noqa: E402
-from meshwright.comm.mpi.messages import SMALL, Message, Post  # noqa: E402
+from meshwright.comm.mpi.messages import SMALL, Message  # noqa: E402
+from meshwright.comm.mpi.post import Post  # noqa: E402
 from meshwright.comm.mpi.quick import Quick  # noqa: E402
 from meshwright.comm.mpi.reductions import reduction  # noqa: E402
 from meshwright.comm.mpi.watchdog import Watchdog  # noqa: E402

@@ -1,30 +1,27 @@
-"""Sends and receives: MPI's own requests as `Work`. A thread looks after those that nobody waits for, so that they move on meanwhile."""
+"""Sends and receives: MPI's own requests as `Work`. Those that nobody waits for are looked after (`post.py`)."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
+from meshwright.comm.mpi.post import Post
+
 # Bytes up to which nobody has to look after a message: it is on its way already, or moves on whenever something else of MPI's does.
 SMALL = 1 << 15
-_SHORTEST_S, _LONGEST_S = 50e-6, 2e-3  # between two looks at requests under way
-_NAP_S, _NAPS = 2e-3, 25  # between two looks for new ones, and how many of them find nothing before the thread sleeps
 
 
 class Message(dist.Work):
     """One request. Only one thread may complete it: `_turn` says which."""
 
-    done = awaited = False
+    done = False
     error: Exception | None = None
     _future: torch.futures.Future[list[torch.Tensor]] | None = None
 
@@ -47,7 +44,7 @@ class Message(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         if timeout is not None and timeout.total_seconds() > 0:
             self._look_until(time.monotonic() + timeout.total_seconds())
-        self.awaited = True
+        self._post.leave(self)
         if not self.done:
             with self._turn:
                 self._post.helped = True
@@ -117,59 +114,3 @@ class Message(dist.Work):
                 else:
                     self._post.follow(self)  # who waits for a future does not move the message on
         return self._future
-
-
-class Post:
-    """The thread that looks after messages that nobody waits for.
-
-    Waking it up costs as much as a message of some MB does: it runs where its rank does, and takes Python's lock and its core just when these are
-    needed to wait. So while there is traffic it is never woken and looks by itself, every `_NAP_S`; by then most have been waited for. It sleeps
-    until it is called when there has been none for a while.
-    """
-
-    def __init__(self) -> None:
-        self._new: deque[Message] = deque()
-        self._call: SimpleQueue[str] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._asleep = False
-        self.helped = False  # somebody is inside MPI, which moves everybody's messages on
-
-    def follow(self, message: Message) -> None:
-        self._new.append(message)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="mpi messages", daemon=True)
-            self._thread.start()
-        elif self._asleep:
-            self._asleep = False
-            self._call.put("come")
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._call.put("end")
-            self._thread.join()
-            self._thread = None
-
-    def _serve(self) -> None:
-        under_way: list[Message] = []
-        pause, naps = _SHORTEST_S, 0
-        while self._call.empty() or self._call.get() != "end":
-            if self._new:
-                under_way += [self._new.popleft() for _ in range(len(self._new))]
-                pause, naps = _SHORTEST_S, 0
-            under_way = [m for m in under_way if not (m.done or m.awaited or (not self.helped and m.look()))]
-            if under_way:
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_S)
-            elif naps < _NAPS:
-                with contextlib.suppress(Empty):
-                    self._call.put(self._call.get(timeout=_NAP_S))  # the loop reads it
-                naps += 1
-            else:
-                self._sleep()
-
-    def _sleep(self) -> None:
-        self._asleep = True
-        if self._new:  # came just before it could be seen that we sleep
-            self._asleep = False
-        else:
-            self._call.put(self._call.get())  # the loop reads it

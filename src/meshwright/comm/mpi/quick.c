@@ -14,11 +14,19 @@
 #include <string.h>
 #include <structmember.h>
 #include <time.h>
+#ifdef __linux__
+#include <sys/timerfd.h>
+#else /* the post has no timer there */
+struct itimerspec { struct timespec it_interval, it_value; };
+#define timerfd_settime(...) (-1)
+#endif
 
 typedef HANDLE handle;
 
+#define OPERATIONS 8
 #define REDUCTIONS 16
 #define DTYPES 16
+#define SIZES 64 /* powers of two */
 #define STATUS(name) _Alignas(16) char name[256] /* more than any MPI's has */
 
 static struct {
@@ -58,7 +66,7 @@ enum { HOST = 1 }; /* DLPack's number of that device */
 #define DTYPE(code, bits) ((code) << 8 | (bits))
 
 static PyObject *failure, *looks, *work_type, *tensor_type, *parameter_type; /* MPI's exception, the profiler's variables, torch's classes */
-static PyObject *s_async, *s_reduction, *s_root, *s_state, *s_profiled, *s_together, *s_follow, *s_helped, *s_wait, *s_completed, *s_empty;
+static PyObject *s_async, *s_reduction, *s_root, *s_profiled, *s_follow, *s_wait, *s_completed, *s_empty;
 
 typedef struct {
     handle kind, op;
@@ -82,6 +90,7 @@ struct Operation {
     vectorcallfunc call;
     Quick quick;
     Py_ssize_t count; /* of arguments */
+    int place;        /* in the table of operations */
     PyObject *name, *method;
     Fields fields;
 };
@@ -89,15 +98,18 @@ struct Operation {
 /* A group, as its calls need it. */
 struct State {
     PyObject_HEAD
-    PyObject *lane, *waiting;     /* its order, and who is in it */
-    PyObject **current, **number; /* the lane's slots of these names */
-    PyObject *settled;            /* which way large collectives have chosen */
-    PyObject *post, *made;        /* who looks after large messages; what makes Python's message of one */
+    PyObject *lane, *post;                               /* its order; who looks after large messages */
+    PyObject **waiting, **current, **number, **together; /* the lane's slots of these names */
+    PyObject **thread, **helped, *under_way;             /* the post's, and what it looks after */
+    PyObject *settled, *made; /* which way large collectives have chosen; what makes Python's message of one */
+    struct itimerspec after;  /* when the post looks, and its timer */
+    int timer;
     long long small, sums, most;  /* bytes below which a collective has nothing to choose, nor a sum whose bits depend on the way; that MPI counts */
     long long alone;              /* bytes up to which nobody looks after a message */
     handle comm;
     int index, count, *counts, *places;
     int dtypes[DTYPES];
+    char plain[OPERATIONS][SIZES]; /* those that have settled on MPI */
     Way ways[REDUCTIONS][DTYPES];
 };
 
@@ -184,7 +196,7 @@ static Py_hash_t reduction_of(const Operation *self, PyObject *options)
     return kind;
 }
 
-/* As Near.window: small, or found to be quicker so. */
+/* As Near.window: small, or found to be quicker so, which holds from then on. */
 static int by_mpi(const Operation *self, State *state, int64_t size)
 {
     if (size < state->small)
@@ -192,9 +204,13 @@ static int by_mpi(const Operation *self, State *state, int64_t size)
     int bits = 0;
     while (size >> bits)
         bits++;
-    PyObject *key = Py_BuildValue("Oi", self->name, bits), *found = key != NULL ? PyDict_GetItemWithError(state->settled, key) : NULL;
-    Py_XDECREF(key);
-    return found == Py_None;
+    char *plain = &state->plain[self->place][bits];
+    if (!*plain) {
+        PyObject *key = Py_BuildValue("Oi", self->name, bits);
+        *plain = key != NULL && PyDict_GetItemWithError(state->settled, key) == Py_None;
+        Py_XDECREF(key);
+    }
+    return *plain;
 }
 
 static const Way *way_of(const Operation *self, State *state, PyObject *options, Span span, int64_t size)
@@ -211,9 +227,7 @@ static const Way *way_of(const Operation *self, State *state, PyObject *options,
 /* As Lane.begin: nobody waits, nobody is at it, nobody looks on. No Python runs between asking and saying. */
 static int begin(State *state, PyObject *name)
 {
-    if (PyObject_Size(state->waiting) != 0)
-        return 0;
-    if (PyUnicode_GET_LENGTH(*state->current) != 0 || PyDict_GetItemWithError(looks, s_profiled) != Py_False)
+    if (Py_SIZE(*state->waiting) != 0 || PyUnicode_GET_LENGTH(*state->current) != 0 || PyDict_GetItemWithError(looks, s_profiled) != Py_False)
         return 0;
     PyObject *next = PyLong_FromLongLong(PyLong_AsLongLong(*state->number) + 1);
     if (next == NULL)
@@ -335,9 +349,9 @@ typedef struct {
     State *state;
     PyObject *tensor, *real;
     handle request;
-    int source, code;   /* who sent it; what MPI said at its end */
-    char done, awaited; /* what Post asks about */
-    char inside;        /* a thread waits for it in MPI, or makes the other of it */
+    int source, code; /* who sent it; what MPI said at its end */
+    char done;
+    char inside; /* a thread waits for it in MPI, or makes the other of it */
 } Message;
 
 static Message *over; /* every small message that MPI has taken at once */
@@ -356,7 +370,8 @@ static PyObject *real_of(Message *self)
 {
     if (self->real == NULL) {
         unsigned long long request = (unsigned long long)(intptr_t)self->request;
-        self->awaited = self->inside = 1; /* Post need not look any more: it is given the other */
+        PySet_Discard(self->state->under_way, (PyObject *)self); /* the post is given the other */
+        self->inside = 1;
         self->real = PyObject_CallFunction(self->state->made, "KOiOi", request, self->tensor, self->source, self->done ? Py_True : Py_False,
                                            self->code);
         self->inside = 0;
@@ -384,17 +399,18 @@ static PyObject *message_wait(PyObject *object, PyObject *const *args, Py_ssize_
         Py_XDECREF(wait);
         return result;
     }
-    self->awaited = 1;
+    if (!self->done) /* as Post.leave */
+        PySet_Discard(self->state->under_way, object);
     if (!look(self)) {
         STATUS(status);
-        int code, told = PyObject_SetAttr(self->state->post, s_helped, Py_True);
+        int code;
+        Py_SETREF(*self->state->helped, Py_NewRef(Py_True));
         self->inside = 1;
         WITHOUT_LOCK(mpi.wait(&self->request, status))
         self->inside = 0;
         self->done = 1;
         self->code = code;
-        if (told != 0 || PyObject_SetAttr(self->state->post, s_helped, Py_False) != 0)
-            return NULL;
+        Py_SETREF(*self->state->helped, Py_NewRef(Py_False));
     }
     if (self->code)
         return raised(self->code);
@@ -451,7 +467,7 @@ static PyMethodDef message_methods[] = {
     {"look", message_look, METH_NOARGS, NULL},
     {0}};
 static PyMemberDef message_members[] = {
-    {"done", T_BOOL, offsetof(Message, done), READONLY, NULL}, {"awaited", T_BOOL, offsetof(Message, awaited), READONLY, NULL}, {0}};
+    {"done", T_BOOL, offsetof(Message, done), READONLY, NULL}, {0}};
 static PyGetSetDef message_properties[] = {{"__class__", message_class, NULL, NULL, NULL}, {0}}; /* for isinstance */
 
 static PyTypeObject MessageType = {
@@ -474,7 +490,7 @@ static Message *message_new(State *state, PyObject *tensor, handle request, int 
         made->real = NULL;
         made->request = request;
         made->source = source;
-        made->code = made->done = made->awaited = made->inside = 0;
+        made->code = made->done = made->inside = 0;
     }
     return made;
 }
@@ -483,22 +499,38 @@ static Message *message_new(State *state, PyObject *tensor, handle request, int 
 static int message_of(State *state, PyObject *const *args, Span *span, int *peer, int *tag)
 {
     PyObject *tensor = only(args[0]);
-    if (tensor == NULL || (*peer = as_int(args[1])) < 0 || (*tag = as_int(args[2])) < 0 || !span_of(state, tensor, span))
-        return 0;
-    PyObject *together = PyObject_GetAttr(state->lane, s_together);
-    Py_XDECREF(together);
-    return together == Py_None;
+    return tensor != NULL && *state->together == Py_None && (*peer = as_int(args[1])) >= 0 && (*tag = as_int(args[2])) >= 0 &&
+           span_of(state, tensor, span);
+}
+
+/* The post's timer, set anew when half of the time is over: that costs as much as a small message. */
+static int put_off(State *state)
+{
+    static long long set;
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    const long long at = now.tv_sec * 1000000000LL + now.tv_nsec;
+    if (at - set < state->after.it_value.tv_nsec / 2)
+        return 1;
+    set = at;
+    return timerfd_settime(state->timer, 0, &state->after, NULL) == 0;
+}
+
+/* As Post.follow, which is asked itself where there is more to do than setting its timer. */
+static int follow(State *state, PyObject *message)
+{
+    if (*state->thread != Py_None && state->timer >= 0)
+        return PySet_Add(state->under_way, message) == 0 && (PySet_GET_SIZE(state->under_way) > 1 || put_off(state));
+    PyObject *done = PyObject_CallMethodOneArg(state->post, s_follow, message);
+    Py_XDECREF(done);
+    return done != NULL;
 }
 
 static PyObject *noted(State *state, PyObject *tensor, handle request, int source, int64_t size)
 {
     Message *made = message_new(state, tensor, request, source);
-    if (made != NULL && size > state->alone) {
-        PyObject *followed = PyObject_CallMethodOneArg(state->post, s_follow, (PyObject *)made);
-        Py_XDECREF(followed);
-        if (followed == NULL)
-            Py_CLEAR(made);
-    }
+    if (made != NULL && size > state->alone && !follow(state, (PyObject *)made))
+        Py_CLEAR(made);
     return (PyObject *)made;
 }
 
@@ -544,19 +576,26 @@ static PyObject **slot_of(PyObject *object, const char *name)
 
 static PyObject *state_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(named))
 {
-    PyObject *lane, *waiting, *settled, *post, *made, *ways;
+    PyObject *lane, *settled, *post, *under_way, *made, *ways;
     unsigned long long comm, kind, op;
     int reduction, code, bits, width, alike;
     State *self = (State *)type->tp_alloc(type, 0);
-    if (self == NULL || !PyArg_ParseTuple(args, "OOO!OOLLLLKiiO!", &lane, &waiting, &PyDict_Type, &settled, &post, &made, &self->small, &self->sums,
-                                          &self->most, &self->alone, &comm, &self->index, &self->count, &PyList_Type, &ways))
+    if (self == NULL || !PyArg_ParseTuple(args, "OO!OO!ilOLLLLKiiO!", &lane, &PyDict_Type, &settled, &post, &PySet_Type, &under_way, &self->timer,
+                                          &self->after.it_value.tv_nsec, &made, &self->small, &self->sums, &self->most,
+                                          &self->alone, &comm, &self->index, &self->count, &PyList_Type, &ways))
         goto failed;
+    const struct {
+        PyObject ***at, *object;
+        const char *name;
+    } slots[] = {{&self->waiting, lane, "_waiting"}, {&self->current, lane, "current"}, {&self->number, lane, "number"},
+                 {&self->together, lane, "together"}, {&self->thread, post, "_thread"}, {&self->helped, post, "helped"}};
+    for (size_t n = 0; n < sizeof slots / sizeof *slots; n++)
+        if ((*slots[n].at = slot_of(slots[n].object, slots[n].name)) == NULL)
+            goto failed;
     self->lane = Py_NewRef(lane);
-    self->waiting = Py_NewRef(waiting);
-    if ((self->current = slot_of(lane, "current")) == NULL || (self->number = slot_of(lane, "number")) == NULL)
-        goto failed;
-    self->settled = Py_NewRef(settled);
     self->post = Py_NewRef(post);
+    self->under_way = Py_NewRef(under_way);
+    self->settled = Py_NewRef(settled);
     self->made = Py_NewRef(made);
     self->comm = (handle)(intptr_t)comm;
     self->counts = PyMem_Calloc((size_t)self->count, 2 * sizeof(int));
@@ -586,9 +625,9 @@ static void state_delete(PyObject *object)
 {
     State *self = (State *)object;
     Py_XDECREF(self->lane);
-    Py_XDECREF(self->waiting);
-    Py_XDECREF(self->settled);
     Py_XDECREF(self->post);
+    Py_XDECREF(self->under_way);
+    Py_XDECREF(self->settled);
     Py_XDECREF(self->made);
     PyMem_Free(self->counts);
     Py_TYPE(self)->tp_free(object);
@@ -608,14 +647,29 @@ static const struct {
     const char *name;
     Py_ssize_t count;
     Quick quick;
-} operations[] = {{"all_reduce", 2, all_reduce}, {"reduce", 2, reduce}, {"reduce_scatter", 3, reduce_scatter}, {"all_gather", 3, all_gather},
+} operations[OPERATIONS] = {{"all_reduce", 2, all_reduce}, {"reduce", 2, reduce}, {"reduce_scatter", 3, reduce_scatter}, {"all_gather", 3, all_gather},
                   {"all_to_all", 5, all_to_all}, {"broadcast", 2, broadcast}, {"send", 3, send_message}, {"receive", 3, receive_message}};
+
+/* What a group keeps in its slot; that is in the same place in all of a class. */
+static PyObject *state_of(PyObject *group)
+{
+    static PyTypeObject *type; /* the one seen last */
+    static ptrdiff_t at;
+    if (Py_TYPE(group) != type) {
+        PyObject **slot = slot_of(group, "_quick");
+        if (slot == NULL)
+            return NULL;
+        type = (PyTypeObject *)Py_NewRef(Py_TYPE(group)); /* for ever: another one might come to lie there */
+        at = (char *)slot - (char *)group;
+    }
+    return Py_XNewRef(*(PyObject **)((char *)group + at));
+}
 
 static PyObject *operation_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *names)
 {
     Operation *self = (Operation *)object;
     if (names == NULL && PyVectorcall_NARGS(flags) == self->count + 1) {
-        PyObject *state = PyObject_GetAttr(args[0], s_state), *result = NULL;
+        PyObject *state = state_of(args[0]), *result = NULL;
         int begun = 0;
         if (state != NULL && Py_TYPE(state) == &StateType)
             result = self->quick((State *)state, self, args + 1, &begun);
@@ -638,7 +692,7 @@ static PyObject *operation_new(PyTypeObject *type, PyObject *args, PyObject *Py_
     Fields fields;
     if (!PyArg_ParseTuple(args, "UOOiii", &name, &method, &fields.type, &fields.later, &fields.reduction, &fields.root))
         return NULL;
-    for (size_t n = 0; n < sizeof operations / sizeof *operations; n++)
+    for (int n = 0; n < OPERATIONS; n++)
         if (PyUnicode_CompareWithASCIIString(name, operations[n].name) == 0) {
             Operation *self = (Operation *)type->tp_alloc(type, 0);
             if (self == NULL)
@@ -646,6 +700,7 @@ static PyObject *operation_new(PyTypeObject *type, PyObject *args, PyObject *Py_
             self->call = operation_call;
             self->quick = operations[n].quick;
             self->count = operations[n].count;
+            self->place = n;
             self->name = Py_NewRef(name);
             self->method = Py_NewRef(method);
             self->fields = fields;
@@ -703,7 +758,7 @@ static PyObject *bind(PyObject *Py_UNUSED(module), PyObject *args)
     over = message_new(NULL, NULL, byte_type, 0);
     if (over == NULL || PyErr_Occurred())
         return NULL;
-    over->done = over->awaited = 1;
+    over->done = 1;
     over->real = Py_NewRef(done);
     Py_RETURN_NONE;
 }
@@ -716,9 +771,8 @@ PyMODINIT_FUNC PyInit_quick(void)
     const struct {
         PyObject **at;
         const char *text;
-    } names[] = {{&s_async, "asyncOp"}, {&s_reduction, "reduceOp"}, {&s_root, "rootRank"}, {&s_state, "_quick"},
-                 {&s_profiled, "_is_profiler_enabled"}, {&s_together, "together"}, {&s_follow, "follow"}, {&s_helped, "helped"},
-                 {&s_wait, "wait"}, {&s_completed, "is_completed"}, {&s_empty, ""}};
+    } names[] = {{&s_async, "asyncOp"}, {&s_reduction, "reduceOp"}, {&s_root, "rootRank"},
+                 {&s_profiled, "_is_profiler_enabled"}, {&s_follow, "follow"}, {&s_wait, "wait"}, {&s_completed, "is_completed"}, {&s_empty, ""}};
     for (size_t n = 0; n < sizeof names / sizeof *names; n++)
         if ((*names[n].at = PyUnicode_InternFromString(names[n].text)) == NULL)
             return NULL;

@@ -24,8 +24,9 @@ from meshwright.comm.lane import DONE, Lane
 from meshwright.comm.mpi import buffers
 from meshwright.comm.mpi.compiled import compiled
 from meshwright.comm.mpi.fields import fields_of
-from meshwright.comm.mpi.messages import SMALL, Message, Post
+from meshwright.comm.mpi.messages import SMALL, Message
 from meshwright.comm.mpi.near import Near
+from meshwright.comm.mpi.post import AFTER_S, Post
 from meshwright.comm.mpi.reductions import exact
 
 # In the order of the table in quick.c.
@@ -72,7 +73,8 @@ class Quick:
             return made
 
         limits = near.least, near.least_sum, buffers.most, SMALL
-        return self.module.State(lane, lane._waiting, near.settled, post, message, *limits, _handle(comm), comm.Get_rank(), comm.Get_size(), ways)
+        watch = post, post.under_way, post.alarm.number, round(AFTER_S * 1e9)
+        return self.module.State(lane, near.settled, *watch, message, *limits, _handle(comm), comm.Get_rank(), comm.Get_size(), ways)
 
 
 def _bound(path: Path) -> Any:
