@@ -1,11 +1,11 @@
 """Every proxy run for real on 4 ranks, scaled down, beside what the simulator predicts from times measured by turns with them.
 
-These are measured with the proxies' own runner: schedules of nothing but one call, repeated, over all ranks, over pairs that work at the
-same time, and over one pair while the other ranks sleep; one call after the other, all at once, which also tells how long a rank is busy
-handing one over, and both again with a wait before each call, which takes longer. All schedules, these and the proxies', are run in one
-process group by turns; of a proxy's three steps a round the last counts: as in a job, a step's memory was used by the step before it. The
-simulator is given a round's times and each proxy's schedule, and nothing else; predicted and measured are compared within the round, and the
-median of these ratios is what counts: a machine that changes its pace does so for both.
+These are measured with the proxies' own runner: schedules of nothing but one call, repeated, over the groups that the proxies have (two ranks that
+share a core take longer than two that do not), all of them at the same time, and over one of them while the other ranks sleep; one call after the
+other, all at once, which also tells how long a rank is busy handing one over, and both again with a wait before each call, which takes longer. All
+schedules, these and the proxies', are run in one process group by turns; of a proxy's three steps a round the last counts: as in a job, a step's
+memory was used by the step before it. The simulator is given a round's times and each proxy's schedule, and nothing else; predicted and measured are
+compared within the round, and the median of these ratios is what counts: a machine that changes its pace does so for both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.core.calibration import Line
-from meshwright.core.schedule import Schedule, wire_factor
+from meshwright.core.schedule import COLLECTIVES, Schedule, wire_factor
 from meshwright.execute.groups import make_ready
 from meshwright.launch import Nursery, Rendezvous, Workers, adopted, join, leave
 from meshwright.proxies import PROXIES
@@ -38,18 +38,16 @@ from meshwright.simulate import Cores, Curve, Ideal, Taken, simulate
 
 HERE = Path(__file__).parent
 WORLD = 4
-PAIRS = ((0, 1), (2, 3))
-PAIR = PAIRS[:1]
 SIZES = (2**10, 2**16, 2**17, 2**19, 2**20, 2**21, 2**22, 3 * 2**21)  # what the cases below send, and no more
 CALLS, RESTED_CALLS = 16, 6
 STEPS, WARM_UP = 3, 3  # of a proxy in a round; rounds that are not counted
 LEAST_S = 1e-6
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 IDLE_S, IDLE_RATE = 2e-3, 6e8  # longer than any call here takes
 REST_S, REST_RATE = 1e-3, 1.5e9  # as long as it takes
 NOTHING = Line(0.0, float("inf"))
 Times = tuple[float, float]  # seconds of a schedule, and between one call and the next handed over
-Probe = tuple[str, tuple[tuple[int, ...], ...], int, bool, bool]  # operation, groups that work at once, bytes, one by one, after a wait each
+Groups = tuple[tuple[int, ...], ...]
+Probe = tuple[str, Groups, int, bool, bool]  # operation, groups that work at once, bytes, one by one, after a wait each
 # Widths are smaller than a GPT-3's so that messages stay in the range of the lines while waits stay a visible part, as they are at full size.
 CASES: Mapping[str, dict[str, Any]] = {
     "gpt2": {"layers": 8, "stages": 2, "scale_down": 64},
@@ -84,7 +82,7 @@ def main(
     Example: mpirun -n 4 --oversubscribe python bench/proxies.py --backend mpi
     """
     schedules = {name: PROXIES[name].build(PROXIES[name].settle((), CASES[name]), WORLD) for name in CASES if only in ("", name)}
-    probes = {probe: repeated(*probe) for probe in wanted()}
+    probes = {probe: repeated(*probe) for probe in wanted(schedules.values())}
     policy = RunPolicy(WARM_UP, rounds, backend=backend)
     answers = measured([*probes.values(), *schedules.values()], [1] * len(probes) + [STEPS] * len(schedules), policy)
     if not answers:
@@ -144,12 +142,18 @@ def by_turns(
     return every if gather else found
 
 
-def wanted() -> list[Probe]:
-    """Every operation among 4 ranks and among pairs, and messages within pairs: one call after the other, and all at once."""
-    whole = (tuple(range(WORLD)),)
-    over = [(op, groups) for op in OPERATIONS for groups in (whole, PAIRS, PAIR)] + [("send", PAIRS), ("send", PAIR)]
-    warm = [(op, groups, size, blocks, False) for op, groups in over for size in SIZES for blocks in (True, False)]
-    return warm + [(op, groups, size, blocks, True) for op, groups, size, blocks, _ in warm if groups != PAIR]
+def wanted(schedules: Iterable[Schedule]) -> list[Probe]:
+    """Every operation over groups as the schedules have them, and over one of them alone: one call after the other, and all at once."""
+    found: dict[tuple[str, int], Groups] = {}
+    for schedule in schedules:
+        for action in (action for program in schedule.programs for action in program):
+            groups = schedule.groups.get(action.axis, ())
+            if groups and len(groups[0]) > 1 and action.op in (*COLLECTIVES, "send"):
+                ranks = 2 if action.op == "send" else len(groups[0])
+                found.setdefault((action.op, ranks), tuple(group[:ranks] for group in groups))
+    warm = [(op, at_once, size, blocks, False) for (op, _), groups in found.items() for at_once in dict.fromkeys((groups, groups[:1]))
+            for size in SIZES for blocks in (True, False)]  # fmt: skip
+    return warm + [(op, groups, size, blocks, True) for op, groups, size, blocks, _ in warm if groups in found.values()]
 
 
 def fitted(times: Mapping[Probe, list[Times]]) -> Cores:
@@ -221,9 +225,8 @@ def repeated(op: str, groups: tuple[tuple[int, ...], ...], size: int, blocks: bo
         programs.append(out)
     idle = Program()
     idle.compute("idle", CALLS * (IDLE_S + size / IDLE_RATE))
-    busy = {rank for group in groups for rank in group}
-    of = lambda rank: rank % len(programs) if rank in busy else len(programs)  # noqa: E731
-    return assemble(f"{op} of {size}", WORLD, {"probe": groups}, [*programs, idle], of)
+    places = {rank: place % len(programs) for group in groups for place, rank in enumerate(group)}
+    return assemble(f"{op} of {size}", WORLD, {"probe": groups}, [*programs, idle], lambda rank: places.get(rank, len(programs)))
 
 
 def compare(name: str, schedule: Schedule, machines: list[Cores], steps: list[float]) -> dict[str, Any]:
