@@ -34,6 +34,7 @@ SUMS_FROM = 1 << 19
 # Calls of a trial: so many one way in a row, and all of them. The first ones touch memory that nobody has touched yet, so the second half counts; and
 # the first of a row finds nothing of its own in the caches.
 _ROW, _TRIES = 4, 32
+_WORTH = 0.9  # of MPI's time: the window's varies more, and what is settled holds as long as the group does
 _METHOD_S = 10e-6  # that a trial does not see: MPI's calls are compiled (`quick.py`), and the way to the window is Python's
 
 
@@ -95,7 +96,7 @@ class Near:
         if len(trial.calls) == _TRIES:
             took = [max(every) for every in zip(*self._comm.allgather(trial.calls), strict=True)]
             by_window, by_mpi = ([took[n] for n in range(_TRIES // 2, _TRIES) if n % _ROW and _by_window(n) is way] for way in (True, False))
-            self.settled[trial.key] = self._window if _undisturbed(by_window) + _METHOD_S <= _undisturbed(by_mpi) else None
+            self.settled[trial.key] = self._window if _undisturbed(by_window) + _METHOD_S <= _WORTH * _undisturbed(by_mpi) else None
 
     def close(self) -> None:
         self._window, self._tried, self.least, self.least_sum = None, True, _NEVER, _NEVER
@@ -103,7 +104,7 @@ class Near:
 
 
 def _undisturbed(times: list[float]) -> float:
-    """What else goes on only makes a call longer, and what is settled holds as long as the group does: a quarter of the calls were quicker."""
+    """What else goes on only makes a call longer: a quarter of the calls were quicker."""
     return sorted(times)[len(times) // 4]
 
 
