@@ -81,6 +81,8 @@ def main(
 
     Example: mpirun -n 4 --oversubscribe python bench/proxies.py --backend mpi
     """
+    if only and only not in CASES:
+        raise typer.BadParameter(f"no {only}: choose of {', '.join(CASES)}", param_hint="--only")
     schedules = {name: PROXIES[name].build(PROXIES[name].settle((), CASES[name]), WORLD) for name in CASES if only in ("", name)}
     probes = {probe: repeated(*probe) for probe in wanted(schedules.values())}
     policy = RunPolicy(WARM_UP, rounds, backend=backend)
@@ -151,9 +153,10 @@ def wanted(schedules: Iterable[Schedule]) -> list[Probe]:
             if groups and len(groups[0]) > 1 and action.op in (*COLLECTIVES, "send"):
                 ranks = 2 if action.op == "send" else len(groups[0])
                 found.setdefault((action.op, ranks), tuple(group[:ranks] for group in groups))
-    warm = [(op, at_once, size, blocks, False) for (op, _), groups in found.items() for at_once in dict.fromkeys((groups, groups[:1]))
-            for size in SIZES for blocks in (True, False)]  # fmt: skip
-    return warm + [(op, groups, size, blocks, True) for op, groups, size, blocks, _ in warm if groups in found.values()]
+    over = [(op, groups) for (op, _), groups in found.items()]
+    how = [(size, blocks) for size in SIZES for blocks in (True, False)]
+    warm = [(op, busy, size, blocks, False) for op, groups in over for busy in dict.fromkeys((groups, groups[:1])) for size, blocks in how]
+    return warm + [(op, groups, size, blocks, True) for op, groups in over for size, blocks in how]
 
 
 def fitted(times: Mapping[Probe, list[Times]]) -> Cores:
@@ -205,7 +208,7 @@ def rest_s(size: int) -> float:
     return REST_S + size / REST_RATE
 
 
-def repeated(op: str, groups: tuple[tuple[int, ...], ...], size: int, blocks: bool, rested: bool) -> Schedule:
+def repeated(op: str, groups: Groups, size: int, blocks: bool, rested: bool) -> Schedule:
     """One call after the other, a message there and the next one back; or all at once, and all messages from the first to the second; `rested`
     with a wait before each and after the last. Ranks of no group sleep meanwhile: one that waits for others may take a core."""
     programs = []

@@ -466,8 +466,7 @@ static PyMethodDef message_methods[] = {
     {"is_completed", message_completed, METH_NOARGS, NULL},
     {"look", message_look, METH_NOARGS, NULL},
     {0}};
-static PyMemberDef message_members[] = {
-    {"done", T_BOOL, offsetof(Message, done), READONLY, NULL}, {0}};
+static PyMemberDef message_members[] = {{"done", T_BOOL, offsetof(Message, done), READONLY, NULL}, {0}};
 static PyGetSetDef message_properties[] = {{"__class__", message_class, NULL, NULL, NULL}, {0}}; /* for isinstance */
 
 static PyTypeObject MessageType = {
