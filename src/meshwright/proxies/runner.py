@@ -10,6 +10,7 @@ import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -27,6 +28,8 @@ _SLACK = 29  # PR_SET_TIMERSLACK: by how many nanoseconds Linux may wake a threa
 _AHEAD_S = 0.01  # before a step
 _EDGE = {"cpu": 256, "cuda": 2048}  # side of the matrices of a real computation
 _TYPES = {4: torch.float32, 2: torch.bfloat16, 1: torch.uint8}
+_LINE = 64  # bytes that tensors begin at multiples of
+_STRETCH = 1 << 26  # bytes of memory that calls go along, at least: all ranks' together are more than caches hold
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,9 @@ class Runner:
         groups = groups or GroupComms()
         self.ledger = groups.ledger
         self._comms = groups.of(schedule, rank)
-        self._memory = _Buffers(device)
+        self._memory = groups.memory
+        self._memory.reserve(buffer_bytes(schedule, rank), device)
         self._compute = _Kernel(device) if policy.compute == "real" else None
-        for action in self.program:
-            if action.op in COLLECTIVES or action.op in MESSAGES:
-                self._memory.reserve(action, self._comms[action.axis].size)
 
     def step(self, run: int) -> list[Span]:
         """One step, from when everybody is here; its spans in order of their ends."""
@@ -76,7 +77,8 @@ class Runner:
 
     def start(self, action: Action) -> Pending:
         """Hand one call over."""
-        comm, name, (whole, part) = self._comms[action.axis], run_name(action.name), self._memory.of(action)
+        comm, name = self._comms[action.axis], run_name(action.name)
+        whole, part = self._memory.of(action, comm.size)
         comm = comm.at_once if action.blocks else comm
         match action.op:
             case "all_reduce":
@@ -209,31 +211,44 @@ class _Kernel:
             torch.cuda.current_stream(self.device).synchronize()
 
 
-class _Buffers:
-    """Memory for every size that is communicated, one pair for all calls of one size: what is in it does not matter, only that it is real."""
+class _Memory:
+    """What calls communicate, one after the other along a stretch that no cache holds, and from its start again. A job's tensors lie like that: one
+    that a call before left in the caches would be a lucky one, and how much of it is left depends on what else is run. What is in it does not matter,
+    only that it is real; calls under way at once may share some."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._held: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._parts: dict[tuple[str, str], int] = {}
+    def __init__(self) -> None:
+        self._of_item: dict[int, torch.Tensor] = {}  # one stretch as numbers of so many bytes each
+        self._length = self._at = 0
 
-    def reserve(self, action: Action, group: int) -> None:
-        parts = group if action.op in ("all_gather", "reduce_scatter") else 1
-        self._parts[action.op, action.axis] = parts
-        key = (_size(action), parts)
-        if key not in self._held:
-            self._held[key] = tuple(torch.empty(n, dtype=t, device=self._device).fill_(0) for n, t in _shapes(*key))  # type: ignore[assignment]
+    def reserve(self, length: int, device: torch.device) -> None:
+        if length > self._length:
+            stretch = torch.zeros(_whole_lines(length), dtype=torch.uint8, device=device)
+            self._of_item, self._length, self._at = {item: stretch.view(dtype) for item, dtype in _TYPES.items()}, length, 0
 
-    def of(self, action: Action) -> tuple[torch.Tensor, torch.Tensor]:
-        """The whole tensor, and this rank's part of it, or as much again where the whole is exchanged."""
-        return self._held[_size(action), self._parts[action.op, action.axis]]
+    def of(self, action: Action, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The whole tensor, and this rank's part of it, or as much again where the whole is exchanged; otherwise the whole is both."""
+        item, whole, part = _shape(action.op, _size(action), group)
+        end = self._at + _whole_lines(whole * item) + _whole_lines(part * item)
+        if end > self._length:
+            self._at, end = 0, end - self._at
+        numbers, first, second = self._of_item[item], self._at // item, (self._at + _whole_lines(whole * item)) // item
+        self._at = end
+        tensor = numbers[first : first + whole]
+        return tensor, numbers[second : second + part] if part else tensor
 
 
-def _shapes(size: int, parts: int) -> list[tuple[int, torch.dtype]]:
-    """Elements and type of both: the widest type that divides. A gather of what does not divide is rounded up, as it would be padded."""
+@cache
+def _shape(op: str, size: int, group: int) -> tuple[int, int, int]:
+    """Bytes of a number, numbers of the whole and of the part: the widest type that divides. A gather of what does not divide is rounded up, as it
+    would be padded."""
+    parts = group if op in ("all_gather", "reduce_scatter") else 1
     item = next((i for i in (4, 2) if size % (i * parts) == 0), 1)
     part = -(-size // (item * parts))
-    return [(part * parts, _TYPES[item]), (part, _TYPES[item])]
+    return item, part * parts, part if parts > 1 or op == "all_to_all" else 0
+
+
+def _whole_lines(length: int) -> int:
+    return -(-length // _LINE) * _LINE
 
 
 def _size(action: Action) -> int:
@@ -241,14 +256,11 @@ def _size(action: Action) -> int:
 
 
 def buffer_bytes(schedule: Schedule, rank: int) -> int:
-    """What a rank's buffers will take."""
+    """What a rank's memory for calls will take."""
     members = schedule.members(rank)
-    keys = {
-        (_size(a), len(members[a.axis]) if a.op in ("all_gather", "reduce_scatter") else 1)
-        for a in schedule.of(rank)
-        if a.op in COLLECTIVES or a.op in MESSAGES
-    }
-    return sum(size + size // parts for size, parts in keys)
+    calls = ((a, len(members[a.axis])) for a in schedule.of(rank) if a.op in COLLECTIVES or a.op in MESSAGES)
+    shapes = {_shape(a.op, _size(a), group) for a, group in calls}
+    return max([_STRETCH, *(_whole_lines(whole * item) + _whole_lines(part * item) for item, whole, part in shapes)])
 
 
 def _dealt(rows: int, ways: int) -> Sequence[int]:
@@ -256,11 +268,12 @@ def _dealt(rows: int, ways: int) -> Sequence[int]:
 
 
 class GroupComms:
-    """A Comm for each name and list of ranks. Names that join the same ranks have one each all the same, so that their calls do not mix;
-    schedules that are run by turns share them."""
+    """A Comm for each name and list of ranks, and the memory that calls go along. Names that join the same ranks have one each all the same, so
+    that their calls do not mix; schedules that are run by turns share them."""
 
     def __init__(self) -> None:
         self.ledger = Ledger()
+        self.memory = _Memory()
         self._made: dict[tuple[str, tuple[int, ...]], Comm | None] = {}
 
     def of(self, schedule: Schedule, rank: int) -> dict[str, Comm]:
