@@ -4,13 +4,15 @@ These are measured with the proxies' own runner: schedules of nothing but one ca
 share a core take longer than two that do not), all of them at the same time, and over one of them while the other ranks sleep; one call after the
 other, all at once, which also tells how long a rank is busy handing one over, and both again with a wait before each call, which takes longer. All
 schedules, these and the proxies', are run in one process group by turns; of a proxy's three steps a round the last counts: as in a job, a step's
-memory was used by the step before it. The simulator is given a round's times and each proxy's schedule, and nothing else; predicted and measured are
-compared within the round, and the median of these ratios is what counts: a machine that changes its pace does so for both.
+memory was used by the step before it. The simulator is given a round's times (medians of it and its neighbours), each proxy's schedule and the number
+of cores, and nothing else; predicted and measured are compared within the round, and the median of these ratios is what counts: a machine that
+changes its pace does so for both.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import platform
@@ -28,7 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.core.calibration import Line
-from meshwright.core.schedule import COLLECTIVES, Schedule, wire_factor
+from meshwright.core.schedule import COLLECTIVES, COMPUTES, Schedule, wire_factor
+from meshwright.core.span import Span
 from meshwright.execute.groups import make_ready
 from meshwright.launch import Nursery, Rendezvous, Workers, adopted, join, leave
 from meshwright.proxies import PROXIES
@@ -42,10 +45,11 @@ SIZES = (2**10, 2**16, 2**17, 2**19, 2**20, 2**21, 2**22, 3 * 2**21)  # what the
 CALLS, RESTED_CALLS = 16, 6
 STEPS, WARM_UP = 3, 3  # of a proxy in a round; rounds that are not counted
 LEAST_S = 1e-6
+NEIGHBOURS = 2  # rounds before and after one that its times are taken from, too
 IDLE_S, IDLE_RATE = 2e-3, 6e8  # longer than any call here takes
 REST_S, REST_RATE = 1e-3, 1.5e9  # as long as it takes
 NOTHING = Line(0.0, float("inf"))
-Times = tuple[float, float]  # seconds of a schedule, and between one call and the next handed over
+Times = tuple[float, float, float]  # seconds of a schedule, between one call and the next handed over, and from a wait's end to a call handed over
 Groups = tuple[tuple[int, ...], ...]
 Probe = tuple[str, Groups, int, bool, bool]  # operation, groups that work at once, bytes, one by one, after a wait each
 # Widths are smaller than a GPT-3's so that messages stay in the range of the lines while waits stay a visible part, as they are at full size.
@@ -90,9 +94,10 @@ def main(
     if not answers:
         return
     rows = list(zip(*answers, strict=True))  # by schedule, rank, round
-    machines = [fitted({probe: [times[turn] for times in row] for probe, row in zip(probes, rows, strict=False)}) for turn in range(rounds)]
-    steps = [[max(taken for taken, _ in times) for times in zip(*row, strict=True)] for row in rows[len(probes) :]]
-    found = [compare(name, schedule, machines, times) for (name, schedule), times in zip(schedules.items(), steps, strict=True)]
+    times = [{probe: [by_rank[turn] for by_rank in row] for probe, row in zip(probes, rows, strict=False)} for turn in range(rounds)]
+    machines = [fitted(settled(times, turn)) for turn in range(rounds)]
+    steps = [[max(taken for taken, *_ in every) for every in zip(*row, strict=True)] for row in rows[len(probes) :]]
+    found = [compare(name, schedule, machines, taken) for (name, schedule), taken in zip(schedules.items(), steps, strict=True)]
     result = {"machine": _machine(), "backend": backend, "rounds": rounds, "times": typical(machines), "proxies": found}
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1) + "\n")
@@ -133,8 +138,7 @@ def by_turns(
             for _ in range(steps[at]):
                 spans = runner.step(max(turn, 0))
             if turn >= 0:
-                begun = [span.begun for span in spans]
-                found[at].append((max(span.ended for span in spans), (max(begun) - min(begun)) / max(len(spans) - 1, 1)))
+                found[at].append(times_of(spans))
         if rank == 0:
             print(f"round {turn + policy.warm + 1} of {policy.warm + policy.runs}", file=sys.stderr, flush=True)
     every: list[Any] = [None] * world
@@ -142,6 +146,13 @@ def by_turns(
         dist.all_gather_object(every, found)
     leave()
     return every if gather else found
+
+
+def times_of(spans: list[Span]) -> Times:
+    ordered = sorted(spans, key=lambda span: span.begun)
+    rested = [b.begun - a.ended for a, b in itertools.pairwise(ordered) if a.op in COMPUTES and b.op not in COMPUTES]
+    between = (ordered[-1].begun - ordered[0].begun) / max(len(spans) - 1, 1)
+    return max(span.ended for span in spans), between, statistics.mean(rested) if rested else 0.0
 
 
 def wanted(schedules: Iterable[Schedule]) -> list[Probe]:
@@ -159,24 +170,38 @@ def wanted(schedules: Iterable[Schedule]) -> list[Probe]:
     return warm + [(op, groups, size, blocks, True) for op, groups in over for size, blocks in how]
 
 
+def settled(rows: list[dict[Probe, list[Times]]], turn: int) -> dict[Probe, list[Times]]:
+    """A round's times, each the median of this round's and of its neighbours': a pause of the machine's in a row of calls would be in each of them,
+    and so in a proxy's step as often as it makes that call."""
+    near = rows[max(turn - NEIGHBOURS, 0) : turn + NEIGHBOURS + 1]
+    return {
+        probe: [tuple(statistics.median(kind) for kind in zip(*every, strict=True)) for every in zip(*(row[probe] for row in near), strict=True)]
+        for probe in rows[turn]
+    }  # type: ignore[return-value]
+
+
 def fitted(times: Mapping[Probe, list[Times]]) -> Cores:
     """What each operation takes among 4 and among 2, from one round."""
     found: dict[tuple[str, int, bool, str], list[tuple[float, float]]] = {}
     for (op, groups, size, blocks, rested), by_rank in times.items():
         ranks, busy = len(groups[0]), [by_rank[rank] for group in groups for rank in group]
-        sent, last = size * wire_factor(op, ranks), max(t for t, _ in busy)
+        hands = [by_rank[group[0]] for group in groups] if op == "send" else busy  # who receives a message copies it as soon as he can
+        sent, last = size * wire_factor(op, ranks), max(t for t, *_ in busy)
         each = last / CALLS if not rested else (last - (RESTED_CALLS + 1) * rest_s(size)) / RESTED_CALLS
         found.setdefault((f"{op}/{ranks}", len(groups), blocks, "rested" if rested else "each"), []).append((sent, max(each, LEAST_S)))
         if not rested:
-            found.setdefault((f"{op}/{ranks}", len(groups), blocks, "hand"), []).append((sent, statistics.mean(hand for _, hand in busy)))
+            found.setdefault((f"{op}/{ranks}", len(groups), blocks, "hand"), []).append((sent, statistics.mean(hand for _, hand, _ in hands)))
+        elif op == "send":
+            found.setdefault((f"{op}/{ranks}", len(groups), blocks, "after"), []).append((sent, statistics.mean(after for *_, after in hands)))
     curves = {key: Curve(tuple(sorted(points))) for key, points in found.items()}
 
     def less(curve: Curve, *others: Curve) -> Curve:
         return Curve(tuple((sent, max(seconds - sum(o.seconds(sent) for o in others), LEAST_S)) for sent, seconds in curve.points))
 
     def on_its_way(pairs: int) -> Curve:
-        """A message is handed over, then it is on its way: both are in what each takes in a row, and in there and back."""
-        row, back, hand = curves["send/2", pairs, False, "each"], curves["send/2", pairs, True, "each"], curves["send/2", pairs, False, "hand"]
+        """A message is handed over, which takes as long as one pair alone takes for it: beside others the sender waits for a core, which is theirs.
+        Then it is on its way: both are in what each takes in a row, and in there and back."""
+        row, back, hand = curves["send/2", pairs, False, "each"], curves["send/2", pairs, True, "each"], curves["send/2", 1, False, "hand"]
         return less(Curve(tuple((sent, max(seconds, back.seconds(sent))) for sent, seconds in row.points)), hand)
 
     def taken(name: str, blocks: bool) -> Taken:
@@ -186,11 +211,11 @@ def fitted(times: Mapping[Probe, list[Times]]) -> Cores:
         if blocks:
             return Taken(together, alone, NOTHING, less(rested, together), most)
         if name == "send/2":
-            together, alone = on_its_way(most), on_its_way(1)
+            return Taken(on_its_way(most), on_its_way(1), curves[name, 1, blocks, "hand"], curves[name, most, blocks, "after"], most)
         return Taken(together, alone, curves[name, most, blocks, "hand"], rested, most)
 
     names = {name for name, *_ in curves}
-    return Cores({name: taken(name, False) for name in names}, {name: taken(name, True) for name in names})
+    return Cores({name: taken(name, False) for name in names}, {name: taken(name, True) for name in names}, os.cpu_count() or 1)
 
 
 def typical(machines: list[Cores]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def machine(slower: float, blocking: float = 1.0) -> Cores:
         whole = Line(factor * 3e-3, FASTEST / 3 / factor)
         return {"all_reduce/2": pair, "send/2": pair, "all_reduce/4": Taken(whole, whole, HAND, RESTED)}
 
-    return Cores(taken(1.0), taken(blocking))
+    return Cores(taken(1.0), taken(blocking), cores=2)
 
 
 def calls(number: int, pairs: int, *, blocks: bool = True, first_waits: float = 0.0) -> Schedule:
@@ -73,9 +73,21 @@ def test_a_call_that_its_rank_stands_still_for_takes_its_own_time() -> None:
 def test_calls_that_block_take_together_what_they_took() -> None:
     """However calls beside computation share the cores: one pair of those keeps half of them here, one of these all."""
     beside, work = machine(1.0), 1e-3 + SIZE / FASTEST
-    cores = Cores(beside.beside, machine(2.0).blocking)
+    cores = Cores(beside.beside, machine(2.0).blocking, cores=2)
     assert simulate(calls(3, 2), cores).step_s == pytest.approx(3 * 2 * work)
     assert simulate(calls(3, 2, blocks=False), cores).step_s == pytest.approx(3 * work)
+
+
+def test_a_message_beside_a_sum_takes_the_core_of_who_receives_it() -> None:
+    """Three ranks at work on two cores: each has two thirds of one, until the message is there."""
+    work = 1e-3 + SIZE / FASTEST
+    programs = [Program() for _ in range(3)]
+    programs[0].call("sum", "all_reduce", "pair", SIZE)
+    programs[1].send("message", "pair", 1, SIZE)
+    programs[2].receive("message", "pair", 0, SIZE, blocks=True)
+    schedule = assemble("both", 4, {"pair": PAIRS}, programs, lambda rank: max(rank - 1, 0))
+    found = simulate(schedule, machine(2.0))
+    assert found.of(3)[-1].ended == pytest.approx(1.5 * work) and found.step_s == pytest.approx(1.5 * work)
 
 
 def test_a_curve_goes_through_its_points() -> None:

@@ -11,21 +11,21 @@ from collections.abc import Iterator
 import pytest
 
 from meshwright.comm.mpi import post as module
-from meshwright.comm.mpi.post import AFTER_S, Alarm, Post
+from meshwright.comm.mpi.post import AFTER_S, SOON_S, Alarm, Followed, Post
 
 LONG_S = 20.0
 
 
 class Letter:
-    """Over at the third look."""
+    """Over at the third look, unless something else is said."""
 
-    def __init__(self) -> None:
-        self.looks = 0
+    def __init__(self, after: int = 3) -> None:
+        self.looks, self.after = 0, after
         self.arrived = threading.Event()
 
     @property
     def done(self) -> bool:
-        return self.looks >= 3
+        return self.looks >= self.after
 
     def look(self) -> bool:
         self.looks += 1
@@ -85,6 +85,31 @@ def test_nobody_looks_while_somebody_is_inside(post: Post) -> None:
     assert letter.looks == 0
     post.helped = False
     assert letter.arrived.wait(LONG_S)
+
+
+def test_it_naps_less_while_that_moves_something(post: Post) -> None:
+    naps: list[float] = []
+    stirs = {12}
+
+    def stir(under_way: set[Followed], nap: float) -> bool:
+        naps.append(nap)
+        return len(naps) in stirs
+
+    def deliver() -> list[float]:
+        naps.clear()
+        post.follow(letter := Letter(after=24))
+        assert letter.arrived.wait(LONG_S)
+        while post.under_way or len(naps) < 24:
+            time.sleep(1e-3)
+        time.sleep(5e-3)  # it has gone to sleep
+        return list(naps)
+
+    post.stir = stir
+    first = deliver()
+    assert max(first[:12]) > SOON_S >= max(first[12:]) and first[12] < first[11] and post.helps
+    stirs.clear()
+    assert max(deliver()) <= SOON_S and not post.helps
+    assert max(deliver()) > SOON_S
 
 
 def test_an_end_while_something_is_under_way(post: Post) -> None:

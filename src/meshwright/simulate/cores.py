@@ -1,6 +1,7 @@
 """Ranks that share the cores of one machine. There a call is work for cores: calls under way at once share them, and handing one over takes its
 rank's own time, more of it after a computation than right after another call. All of it was measured: calls of all groups at once, of one group
 alone, and how long a rank was busy handing one over. A call that its rank stands still for takes another path than one that runs beside it.
+Calls of one kind share as measured; beside another kind a call is as many ranks at work as it has, of a message its receiver, who copies it.
 Times are taken as they were measured at each size: what a call costs however small it is changes with the path that its size takes, and no one
 line goes through that."""
 
@@ -43,7 +44,7 @@ class Taken:
     groups: int = 1
 
     def share(self) -> float:
-        """Of the cores, by one call that has them to itself."""
+        """Of what can be done at once of its kind, by one call."""
         least = 1.0 / self.groups
         together, alone = (sum(times.seconds(sent) for sent in _USUAL) for times in (self.together, self.alone))
         return min(max(together / alone * least, least), 1.0)
@@ -56,10 +57,11 @@ class Taken:
 @dataclass(frozen=True)
 class Cores:
     """By operation and number of ranks, like all_reduce/2, calls that run `beside` their ranks and those that their ranks stand still for. Both
-    directions of a message are `send/2`, and always run beside."""
+    directions of a message are `send/2`, and always run beside. `cores` is how many there are for all of them."""
 
     beside: Mapping[str, Taken]
     blocking: Mapping[str, Taken]
+    cores: int
     duplex: bool = True
 
     def habits(self, rank: int) -> Habits:
@@ -78,7 +80,10 @@ class Cores:
         return ""
 
     def uses(self, op: str, ranks: tuple[int, ...], without: frozenset[str] = NOTHING_DOWN) -> Mapping[Hop, float]:
-        return {_CORES: self._of(op, ranks, False).share()} if len(ranks) > 1 else {}
+        if len(ranks) < 2:
+            return {}
+        at_work, share = 1 if op in MESSAGES else len(ranks), self._of(op, ranks, False).share()
+        return {_CORES: min(at_work / self.cores, share), Hop(_kind(op, ranks), 0.0, 1.0): share}
 
     def handed(self, schedule: Schedule) -> Schedule:
         """The schedule with what its ranks are busy with when they hand calls over."""
@@ -101,6 +106,8 @@ class Cores:
             yield action
 
     def _of(self, op: str, ranks: tuple[int, ...], blocks: bool) -> Taken:
-        if op in MESSAGES:
-            return self.beside["send/2"]
-        return (self.blocking if blocks else self.beside)[f"{op}/{len(ranks)}"]
+        return (self.blocking if blocks and op not in MESSAGES else self.beside)[_kind(op, ranks)]
+
+
+def _kind(op: str, ranks: tuple[int, ...]) -> str:
+    return "send/2" if op in MESSAGES else f"{op}/{len(ranks)}"

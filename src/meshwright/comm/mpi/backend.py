@@ -38,6 +38,7 @@ _TAG = 1  # of making groups
 _post = Post()
 atexit.register(_post.close)  # before MPI ends: what is registered later runs first
 _quick = Quick()
+_post.stir = _quick.stir
 _watchdog: Watchdog | None = None
 _making = threading.Lock()
 

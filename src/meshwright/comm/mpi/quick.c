@@ -40,8 +40,10 @@ static struct {
     int (*receive)(void *, int, handle, int, int, handle, handle *);
     int (*test)(handle *, int *, void *);
     int (*wait)(handle *, void *);
+    int (*probe)(int, int, handle, int *, void *);
 } mpi;
-static handle byte_type;
+static handle byte_type, self_comm;
+static int any_source, any_tag;
 static void *in_place;
 
 /* DLPack's description of a tensor, and the table of functions that torch gives away with its class; both in DLPack's layout. */
@@ -100,9 +102,9 @@ struct State {
     PyObject_HEAD
     PyObject *lane, *post;                               /* its order; who looks after large messages */
     PyObject **waiting, **current, **number, **together; /* the lane's slots of these names */
-    PyObject **thread, **helped, *under_way;             /* the post's, and what it looks after */
+    PyObject **thread, **helped, **helps, *under_way;    /* the post's, and what it looks after */
     PyObject *settled, *made; /* which way large collectives have chosen; what makes Python's message of one */
-    struct itimerspec after;  /* when the post looks, and its timer */
+    struct itimerspec after, soon; /* when the post looks: usually, and while it helps */
     int timer;
     long long small, sums, most;  /* bytes below which a collective has nothing to choose, nor a sum whose bits depend on the way; that MPI counts */
     long long alone;              /* bytes up to which nobody looks after a message */
@@ -502,17 +504,54 @@ static int message_of(State *state, PyObject *const *args, Span *span, int *peer
            span_of(state, tensor, span);
 }
 
+static long long nanoseconds(clockid_t clock)
+{
+    struct timespec now;
+    clock_gettime(clock, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+/* After a nap: MPI moves what it can, and is asked again as long as that is something. It does not say, but copying takes this thread more time than
+   looking, of which the quickest look tells how long that takes; the first ones find nothing in the caches, and count only if they take very long.
+   Who is at the other end needs some time to make room for the next piece. True if there was something. */
+static PyObject *stir(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    enum { COLD = 2, LOOKS = 4, VERY_LONG = 50000, PATIENCE = 50000 }; /* looks; nanoseconds */
+    PyObject *under_way;
+    double nap;
+    int code = 0, found, stirred = 0;
+    STATUS(status);
+    if (!PyArg_ParseTuple(args, "O!d", &PySet_Type, &under_way, &nap))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    const struct timespec pause = {(time_t)nap, (long)((nap - (double)(time_t)nap) * 1e9)};
+    nanosleep(&pause, NULL);
+    long long now = nanoseconds(CLOCK_THREAD_CPUTIME_ID), last = now, least = VERY_LONG;
+    for (int look = 0; !code && PySet_GET_SIZE(under_way) && (look < LOOKS || (stirred && now - last < PATIENCE)); look++) {
+        const long long begun = now;
+        code = mpi.probe(any_source, any_tag, self_comm, &found, status);
+        now = nanoseconds(CLOCK_THREAD_CPUTIME_ID);
+        const long long took = now - begun;
+        least = took < least ? took : least;
+        if (took > (look < COLD ? VERY_LONG : 2 * least)) {
+            stirred = 1;
+            last = now;
+        }
+    }
+    Py_END_ALLOW_THREADS
+    return code ? raised(code) : PyBool_FromLong(stirred);
+}
+
 /* The post's timer, set anew when half of the time is over: that costs as much as a small message. */
 static int put_off(State *state)
 {
     static long long set;
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    const long long at = now.tv_sec * 1000000000LL + now.tv_nsec;
-    if (at - set < state->after.it_value.tv_nsec / 2)
+    const struct itimerspec *when = *state->helps == Py_True ? &state->soon : &state->after;
+    const long long now = nanoseconds(CLOCK_MONOTONIC);
+    if (now - set < when->it_value.tv_nsec / 2)
         return 1;
-    set = at;
-    return timerfd_settime(state->timer, 0, &state->after, NULL) == 0;
+    set = now;
+    return timerfd_settime(state->timer, 0, when, NULL) == 0;
 }
 
 /* As Post.follow, which is asked itself where there is more to do than setting its timer. */
@@ -579,15 +618,16 @@ static PyObject *state_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUS
     unsigned long long comm, kind, op;
     int reduction, code, bits, width, alike;
     State *self = (State *)type->tp_alloc(type, 0);
-    if (self == NULL || !PyArg_ParseTuple(args, "OO!OO!ilOLLLLKiiO!", &lane, &PyDict_Type, &settled, &post, &PySet_Type, &under_way, &self->timer,
-                                          &self->after.it_value.tv_nsec, &made, &self->small, &self->sums, &self->most,
+    if (self == NULL || !PyArg_ParseTuple(args, "OO!OO!illOLLLLKiiO!", &lane, &PyDict_Type, &settled, &post, &PySet_Type, &under_way, &self->timer,
+                                          &self->after.it_value.tv_nsec, &self->soon.it_value.tv_nsec, &made, &self->small, &self->sums, &self->most,
                                           &self->alone, &comm, &self->index, &self->count, &PyList_Type, &ways))
         goto failed;
     const struct {
         PyObject ***at, *object;
         const char *name;
     } slots[] = {{&self->waiting, lane, "_waiting"}, {&self->current, lane, "current"}, {&self->number, lane, "number"},
-                 {&self->together, lane, "together"}, {&self->thread, post, "_thread"}, {&self->helped, post, "helped"}};
+                 {&self->together, lane, "together"}, {&self->thread, post, "_thread"}, {&self->helped, post, "helped"},
+                 {&self->helps, post, "helps"}};
     for (size_t n = 0; n < sizeof slots / sizeof *slots; n++)
         if ((*slots[n].at = slot_of(slots[n].object, slots[n].name)) == NULL)
             goto failed;
@@ -736,11 +776,11 @@ static PyTypeObject OperationType = {
 static PyObject *bind(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *addresses, *capsule, *done;
-    unsigned long long byte, in;
+    unsigned long long byte, in, self;
     void **table = (void **)&mpi;
     const Py_ssize_t count = sizeof mpi / sizeof *table;
-    if (!PyArg_ParseTuple(args, "O!KKOOOOOOO", &PyTuple_Type, &addresses, &byte, &in, &capsule, &failure, &looks, &work_type, &tensor_type,
-                          &parameter_type, &done))
+    if (!PyArg_ParseTuple(args, "O!KKKiiOOOOOOO", &PyTuple_Type, &addresses, &byte, &in, &self, &any_source, &any_tag, &capsule, &failure, &looks,
+                          &work_type, &tensor_type, &parameter_type, &done))
         return NULL;
     PyObject *kept[] = {failure, looks, work_type, tensor_type, parameter_type};
     for (size_t n = 0; n < sizeof kept / sizeof *kept; n++)
@@ -754,6 +794,7 @@ static PyObject *bind(PyObject *Py_UNUSED(module), PyObject *args)
         table[n] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(addresses, n));
     byte_type = (handle)(intptr_t)byte;
     in_place = (void *)(intptr_t)in;
+    self_comm = (handle)(intptr_t)self;
     over = message_new(NULL, NULL, byte_type, 0);
     if (over == NULL || PyErr_Occurred())
         return NULL;
@@ -762,7 +803,7 @@ static PyObject *bind(PyObject *Py_UNUSED(module), PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyMethodDef functions[] = {{"bind", bind, METH_VARARGS, NULL}, {0}};
+static PyMethodDef functions[] = {{"bind", bind, METH_VARARGS, NULL}, {"stir", stir, METH_VARARGS, NULL}, {0}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "quick", .m_size = -1, .m_methods = functions};
 
 PyMODINIT_FUNC PyInit_quick(void)

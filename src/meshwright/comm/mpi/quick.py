@@ -26,11 +26,11 @@ from meshwright.comm.mpi.compiled import compiled
 from meshwright.comm.mpi.fields import fields_of
 from meshwright.comm.mpi.messages import SMALL, Message
 from meshwright.comm.mpi.near import Near
-from meshwright.comm.mpi.post import AFTER_S, Post
+from meshwright.comm.mpi.post import AFTER_S, SOON_S, Post
 from meshwright.comm.mpi.reductions import exact
 
 # In the order of the table in quick.c.
-_CALLS = ("Allreduce", "Reduce", "Reduce_scatter_block", "Allgather", "Alltoallv", "Bcast", "Isend", "Irecv", "Test", "Wait")
+_CALLS = ("Allreduce", "Reduce", "Reduce_scatter_block", "Allgather", "Alltoallv", "Bcast", "Isend", "Irecv", "Test", "Wait", "Iprobe")
 _handle: Callable[[Any], int] = MPI._handleof
 # As DLPack says them: a code, and bits.
 _DTYPES = {
@@ -56,6 +56,11 @@ class Quick:
         """What the module can do of an operation is done by it, and the rest by the method."""
         return lambda method: self.module.Operation(name, method, *fields_of(name)) if self.module else method
 
+    @property
+    def stir(self) -> Any:
+        """What moves messages on; None where it is not compiled."""
+        return self.module.stir if self.module else None
+
     def state(self, comm: MPI.Comm, lane: Lane, post: Post, near: Near) -> Any:
         """What the module knows of a group. Collectives that may be quicker by shared memory are the methods' affair."""
         if not self.module:
@@ -73,7 +78,7 @@ class Quick:
             return made
 
         limits = near.least, near.least_sum, buffers.most, SMALL
-        watch = post, post.under_way, post.alarm.number, round(AFTER_S * 1e9)
+        watch = post, post.under_way, post.alarm.number, round(AFTER_S * 1e9), round(SOON_S * 1e9)
         return self.module.State(lane, near.settled, *watch, message, *limits, _handle(comm), comm.Get_rank(), comm.Get_size(), ways)
 
 
@@ -87,7 +92,8 @@ def _bound(path: Path) -> Any:
         spec.loader.exec_module(module)
         addresses = tuple(ctypes.cast(getattr(library, f"MPI_{name}"), ctypes.c_void_p).value for name in _CALLS)
         dlpack = torch.Tensor.__dlpack_c_exchange_api__
-        module.bind(addresses, _handle(MPI.BYTE), int(MPI.IN_PLACE), dlpack, MPI.Exception, *classes, DONE)
+        constants = _handle(MPI.BYTE), int(MPI.IN_PLACE), _handle(MPI.COMM_SELF), MPI.ANY_SOURCE, MPI.ANY_TAG
+        module.bind(addresses, *constants, dlpack, MPI.Exception, *classes, DONE)
     except (ImportError, AttributeError, ValueError):  # made for another machine; an MPI that hides its calls; a torch with another DLPack
         return None
     return module
