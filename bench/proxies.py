@@ -12,7 +12,6 @@ changes its pace does so for both.
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import os
 import platform
@@ -49,7 +48,7 @@ NEIGHBOURS = 2  # rounds before and after one that its times are taken from, too
 IDLE_S, IDLE_RATE = 2e-3, 6e8  # longer than any call here takes
 REST_S, REST_RATE = 1e-3, 1.5e9  # as long as it takes
 NOTHING = Line(0.0, float("inf"))
-Times = tuple[float, float, float]  # seconds of a schedule, between one call and the next handed over, and from a wait's end to a call handed over
+Times = tuple[float, float, float]  # seconds of a schedule, between one call and the next handed over, and between the ends of waits
 Groups = tuple[tuple[int, ...], ...]
 Probe = tuple[str, Groups, int, bool, bool]  # operation, groups that work at once, bytes, one by one, after a wait each
 # Widths are smaller than a GPT-3's so that messages stay in the range of the lines while waits stay a visible part, as they are at full size.
@@ -149,10 +148,10 @@ def by_turns(
 
 
 def times_of(spans: list[Span]) -> Times:
-    ordered = sorted(spans, key=lambda span: span.begun)
-    rested = [b.begun - a.ended for a, b in itertools.pairwise(ordered) if a.op in COMPUTES and b.op not in COMPUTES]
-    between = (ordered[-1].begun - ordered[0].begun) / max(len(spans) - 1, 1)
-    return max(span.ended for span in spans), between, statistics.mean(rested) if rested else 0.0
+    begun = [span.begun for span in spans]
+    waited = [span.ended for span in spans if span.op in COMPUTES]
+    between, apart = ((max(times) - min(times)) / max(len(times) - 1, 1) if times else 0.0 for times in (begun, waited))
+    return max(span.ended for span in spans), between, apart
 
 
 def wanted(schedules: Iterable[Schedule]) -> list[Probe]:
@@ -187,12 +186,14 @@ def fitted(times: Mapping[Probe, list[Times]]) -> Cores:
         ranks, busy = len(groups[0]), [by_rank[rank] for group in groups for rank in group]
         hands = [by_rank[group[0]] for group in groups] if op == "send" else busy  # who receives a message copies it as soon as he can
         sent, last = size * wire_factor(op, ranks), max(t for t, *_ in busy)
-        each = last / CALLS if not rested else (last - (RESTED_CALLS + 1) * rest_s(size)) / RESTED_CALLS
-        found.setdefault((f"{op}/{ranks}", len(groups), blocks, "rested" if rested else "each"), []).append((sent, max(each, LEAST_S)))
-        if not rested:
-            found.setdefault((f"{op}/{ranks}", len(groups), blocks, "hand"), []).append((sent, statistics.mean(hand for _, hand, _ in hands)))
-        elif op == "send":
-            found.setdefault((f"{op}/{ranks}", len(groups), blocks, "after"), []).append((sent, statistics.mean(after for *_, after in hands)))
+        if rested and blocks:
+            now = {"rested": (last - (RESTED_CALLS + 1) * rest_s(size)) / RESTED_CALLS}
+        elif rested:
+            now = {"rested": statistics.mean(apart for *_, apart in hands) - rest_s(size)}
+        else:
+            now = {"each": last / CALLS, "hand": statistics.mean(hand for _, hand, _ in hands)}
+        for kind, seconds in now.items():
+            found.setdefault((f"{op}/{ranks}", len(groups), blocks, kind), []).append((sent, max(seconds, LEAST_S)))
     curves = {key: Curve(tuple(sorted(points))) for key, points in found.items()}
 
     def less(curve: Curve, *others: Curve) -> Curve:
@@ -205,13 +206,14 @@ def fitted(times: Mapping[Probe, list[Times]]) -> Cores:
         return less(Curve(tuple((sent, max(seconds, back.seconds(sent))) for sent, seconds in row.points)), hand)
 
     def taken(name: str, blocks: bool) -> Taken:
-        """A rank that stands still for a call takes for it what one by one take; what more it takes after a wait is its handing over."""
+        """A rank that stands still for a call takes for it what one by one take; what more it takes after a wait is its handing over. Of one that
+        does not stand still, handing over is by how much a wait and a call take longer than the wait."""
         most = max(number for other, number, *_ in curves if other == name)
         together, alone, rested = curves[name, most, blocks, "each"], curves[name, 1, blocks, "each"], curves[name, most, blocks, "rested"]
         if blocks:
             return Taken(together, alone, NOTHING, less(rested, together), most)
         if name == "send/2":
-            return Taken(on_its_way(most), on_its_way(1), curves[name, 1, blocks, "hand"], curves[name, most, blocks, "after"], most)
+            return Taken(on_its_way(most), on_its_way(1), curves[name, 1, blocks, "hand"], rested, most)
         return Taken(together, alone, curves[name, most, blocks, "hand"], rested, most)
 
     names = {name for name, *_ in curves}

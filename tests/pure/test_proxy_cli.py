@@ -42,7 +42,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "value": (["gpt3", *SIM, "--set", "order=zigzag"], "unknown value for proxy gpt3.order:"),
     "type": (["gpt3", *SIM, "--set", "stages=two"], "expected int"),
     "scale": (["gpt3", *SIM, "--scale-down", "0.5"], "give 1 or more"),
-    "memory": (["gpt3", "2", "--nproc", "8", "--set", "hidden=200000"], "use --scale-down"),
+    "memory": (["gpt3", "2", "--nproc", "8", "--set", "hidden=20000000"], "use --scale-down"),
     "cluster": (["gpt2", "--backend", "sim", "--cluster", "mars"], "unknown cluster 'mars'"),
     "ideal": (["gpt2", "--backend", "sim", "--cluster", "ideal:x"], "write it like ideal:64"),
     "mpi alone": (["gpt2", "4", "2", "--nproc", "4", "--scale-down", "999", "--backend", "mpi"], "start it with mpirun -n 4 meshwright proxy"),
