@@ -250,6 +250,12 @@ def _tried() -> bool:
     both: list[Any] = [None, None]
     dist.all_gather_object(both, ends, group=pair)
     shared = pair._calls.near._window is not None
+    again = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]], backend="mpi")[0]
+    copied = torch.full((300,), float(rank))
+    dist.broadcast(copied, group_src=1, group=again)
+    right &= bool((copied == rank | 1).all()) and {key: way is not None for key, way in again._calls.near.settled.items()} == {
+        key: way is not None for key, way in kept.items()
+    }
     return right and both[0] == both[1] and (not shared or {op for op, _ in ends} >= {"all_reduce", "broadcast"})
 
 

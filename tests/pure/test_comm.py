@@ -238,12 +238,14 @@ def test_large_calls_go_the_way_that_was_quicker(monkeypatch: pytest.MonkeyPatch
     now: list[float] = [0.0]
     others: list[float] = []
     opened: Any = object()
-    comm: Any = SimpleNamespace(Get_rank=lambda: 0, Barrier=lambda: None, allgather=lambda mine: [mine, others])
+    knows: dict[tuple[str, int], bool] = {}  # the other rank
+    comm: Any = SimpleNamespace(Get_rank=lambda: 0, Barrier=lambda: None, allgather=lambda mine: [mine, knows if isinstance(mine, dict) else others])
     monkeypatch.setattr(near, "window_among", lambda *_: (opened, ""))
     monkeypatch.setattr(near, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(near, "_settled", {})
     group = near.Near(comm, (0, 1))
 
-    def call(op: str, alike: bool) -> bool:
+    def call(op: str, alike: bool, group: near.Near = group) -> bool:
         by = group.window(op, 1 << 20, alike) is opened
         now[0] += 0.5
         others.append(by_window if by else by_mpi)
@@ -253,3 +255,8 @@ def test_large_calls_go_the_way_that_was_quicker(monkeypatch: pytest.MonkeyPatch
     assert [call("all_reduce", True) for _ in range(36)] == ([True] * 4 + [False] * 4) * 4 + [chosen] * 4
     assert all(call("reduce", False) for _ in range(12)), "what depends on the order of a sum is not tried"
     assert group.window("all_reduce", 1 << 18, True) is group.window("reduce", 1 << 19, False) is None
+    unlike = near.Near(comm, (0, 1))  # the other rank does not know yet: both try
+    assert [call("all_reduce", True, unlike) for _ in range(8)] == [True] * 4 + [False] * 4
+    knows.update({key: window is not None for key, window in group.settled.items()})
+    assert [call("all_reduce", True, near.Near(comm, (0, 1))) for _ in range(8)] == [chosen] * 8, "as a group of the same ranks"
+    assert [call("all_reduce", True, group) for group in [near.Near(comm, (0, 2))] for _ in range(8)] == [True] * 4 + [False] * 4

@@ -9,6 +9,8 @@ first calls of an operation and size go the two ways, a few in a row and in turn
 tried, since who came early would have waited, or given before the others came to take; and it takes as long as the rank that it takes longest. (From
 when the last rank begins is not enough: where ranks share a core, others have done their part by then.) But no clock may decide which bits come out:
 what is moved and sums of two are the same either way, sums of more depend on the order, and go by their size.
+What one group has settled holds for others of the same ranks, from their first large call on, in which they compare what they know: one rank may have
+come further in another group than the next one has.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ _METHOD_S = 10e-6  # that a trial does not see: MPI's calls are compiled (`quick
 
 
 _Key = tuple[str, int]  # an operation and the power of two that its bytes lie below
+_settled: dict[tuple[int, ...], dict[_Key, bool]] = {}  # by ranks: what groups of them have come to, true for the window
 
 
 @dataclass
@@ -77,14 +80,23 @@ class Near:
         if alike and key in self.settled:
             return self.settled[key]
         if not self._tried:
-            self._tried = True
-            self._window, _ = window_among(self._comm.allgather, self._comm.Get_rank(), self._members, library.timeout_s + _SLACK_S)
+            self._open()
         if self._window is None or not alike:
             return self._window
+        if key in self.settled:
+            return self.settled[key]
         trial = self._under_way = self._trials.setdefault(key, _Trial(key))
         self._comm.Barrier()
         trial.begun = time.monotonic()
         return self._window if _by_window(len(trial.calls)) else None
+
+    def _open(self) -> None:
+        self._tried = True
+        self._window, _ = window_among(self._comm.allgather, self._comm.Get_rank(), self._members, library.timeout_s + _SLACK_S)
+        if self._window is not None:
+            known = dict(_settled.get(self._members, {}))
+            every = self._comm.allgather(known)
+            self.settled.update({key: self._window if yes else None for key, yes in known.items() if all(other.get(key) is yes for other in every)})
 
     def done(self) -> None:
         """The call that `window` was asked about is over. Collective when it is the last of a trial."""
@@ -96,7 +108,9 @@ class Near:
         if len(trial.calls) == _TRIES:
             took = [max(every) for every in zip(*self._comm.allgather(trial.calls), strict=True)]
             by_window, by_mpi = ([took[n] for n in range(_TRIES // 2, _TRIES) if n % _ROW and _by_window(n) is way] for way in (True, False))
-            self.settled[trial.key] = self._window if _undisturbed(by_window) + _METHOD_S <= _WORTH * _undisturbed(by_mpi) else None
+            quicker = _undisturbed(by_window) + _METHOD_S <= _WORTH * _undisturbed(by_mpi)
+            self.settled[trial.key] = self._window if quicker else None
+            _settled.setdefault(self._members, {})[trial.key] = quicker
 
     def close(self) -> None:
         self._window, self._tried, self.least, self.least_sum = None, True, _NEVER, _NEVER

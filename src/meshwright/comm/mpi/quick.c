@@ -516,7 +516,8 @@ static long long nanoseconds(clockid_t clock)
    Who is at the other end needs some time to make room for the next piece. True if there was something. */
 static PyObject *stir(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    enum { COLD = 2, LOOKS = 4, VERY_LONG = 50000, PATIENCE = 50000 }; /* looks; nanoseconds */
+    enum { COLD = 2, LOOKS = 4 }; /* looks that hardly count; at least so many */
+    enum { MORE = 1000, VERY_LONG = 50000, PATIENCE = 50000, ENOUGH = 1000000 }; /* nanoseconds */
     PyObject *under_way;
     double nap;
     int code = 0, found, stirred = 0;
@@ -527,13 +528,14 @@ static PyObject *stir(PyObject *Py_UNUSED(module), PyObject *args)
     const struct timespec pause = {(time_t)nap, (long)((nap - (double)(time_t)nap) * 1e9)};
     nanosleep(&pause, NULL);
     long long now = nanoseconds(CLOCK_THREAD_CPUTIME_ID), last = now, least = VERY_LONG;
-    for (int look = 0; !code && PySet_GET_SIZE(under_way) && (look < LOOKS || (stirred && now - last < PATIENCE)); look++) {
+    const long long end = now + ENOUGH; /* by then somebody should see whether messages are over, or the job is */
+    for (int look = 0; !code && now < end && PySet_GET_SIZE(under_way) && (look < LOOKS || (stirred && now - last < PATIENCE)); look++) {
         const long long begun = now;
         code = mpi.probe(any_source, any_tag, self_comm, &found, status);
         now = nanoseconds(CLOCK_THREAD_CPUTIME_ID);
         const long long took = now - begun;
         least = took < least ? took : least;
-        if (took > (look < COLD ? VERY_LONG : 2 * least)) {
+        if (took > (look < COLD ? VERY_LONG : 2 * least + MORE)) {
             stirred = 1;
             last = now;
         }
