@@ -184,7 +184,7 @@ def fitted(times: Mapping[Probe, list[Times]]) -> Cores:
     found: dict[tuple[str, int, bool, str], list[tuple[float, float]]] = {}
     for (op, groups, size, blocks, rested), by_rank in times.items():
         ranks, busy = len(groups[0]), [by_rank[rank] for group in groups for rank in group]
-        hands = [by_rank[group[0]] for group in groups] if op == "send" else busy  # who receives a message copies it as soon as he can
+        hands = [by_rank[group[0]] for group in groups] if op == "send" else busy  # who receives a message copies it, and is busy with that
         sent, last = size * wire_factor(op, ranks), max(t for t, *_ in busy)
         if rested and blocks:
             now = {"rested": (last - (RESTED_CALLS + 1) * rest_s(size)) / RESTED_CALLS}
