@@ -547,12 +547,12 @@ static PyObject *stir(PyObject *Py_UNUSED(module), PyObject *args)
 /* The post's timer, set anew when half of the time is over: that costs as much as a small message. */
 static int put_off(State *state)
 {
-    static long long set;
+    static long long due; /* when it goes off, as it was set last: sooner or later than would be right now if helping has begun or ended since */
     const struct itimerspec *when = *state->helps == Py_True ? &state->soon : &state->after;
-    const long long now = nanoseconds(CLOCK_MONOTONIC);
-    if (now - set < when->it_value.tv_nsec / 2)
+    const long long now = nanoseconds(CLOCK_MONOTONIC), left = due - now, whole = when->it_value.tv_nsec;
+    if (left > whole / 2 && left <= whole)
         return 1;
-    set = now;
+    due = now + whole;
     return timerfd_settime(state->timer, 0, when, NULL) == 0;
 }
 
