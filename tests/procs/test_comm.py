@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -79,11 +78,12 @@ def test_mpis_messages_that_nobody_waits_for_move_on(over_mpi: list[dict[str, An
 
 
 def test_a_message_arrives_while_its_sender_does_something_else(tmp_path: Path) -> None:
-    """Where the sender has to hand over piece by piece, too. The first ones may wait for it: by them the thread finds out that it helps."""
+    """Where the sender has to hand over piece by piece, too, which the thread finds out by helping."""
     if compiled(os.environ, pointers=True) is None:
         pytest.skip("no C compiler, or no Python.h")
-    _, took = start(tmp_path, job="pieces_job.py", ranks=2, **PIECE_BY_PIECE)
-    assert statistics.median(took) < pieces_job.AWAY_S / 2, took
+    (arrived, helped), _ = start(tmp_path, job="pieces_job.py", ranks=2, **PIECE_BY_PIECE)
+    assert arrived == [True] * pieces_job.MESSAGES
+    assert any(helped)
 
 
 def test_mpis_ranks_of_one_node_share_memory(over_mpi: list[dict[str, Any]]) -> None:

@@ -512,36 +512,37 @@ static long long nanoseconds(clockid_t clock)
 }
 
 /* After a nap: MPI moves what it can, and is asked again as long as that is something. It does not say, but copying takes this thread more time than
-   looking, of which the quickest look tells how long that takes; the first ones find nothing in the caches, and count only if they take very long.
-   Who is at the other end needs some time to make room for the next piece. True if there was something. */
+   looking, of which the quickest look so far tells how long that takes. The first one after a nap finds nothing in the caches, and counts only if it is
+   very long. Who is at the other end needs some time to make room for the next piece. True if there was something, twice: once may be an interrupt. */
 static PyObject *stir(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    enum { COLD = 2, LOOKS = 4 }; /* looks that hardly count; at least so many */
-    enum { MORE = 1000, VERY_LONG = 50000, PATIENCE = 50000, ENOUGH = 1000000 }; /* nanoseconds */
+    enum { LOOKS = 4 }; /* at least */
+    enum { MORE = 1000, VERY_LONG = 15000, PATIENCE = 50000, ENOUGH = 1000000 }; /* nanoseconds */
+    static long long least = VERY_LONG;
     PyObject *under_way;
     double nap;
-    int code = 0, found, stirred = 0;
+    int code = 0, found, moved = 0;
     STATUS(status);
     if (!PyArg_ParseTuple(args, "O!d", &PySet_Type, &under_way, &nap))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
     const struct timespec pause = {(time_t)nap, (long)((nap - (double)(time_t)nap) * 1e9)};
     nanosleep(&pause, NULL);
-    long long now = nanoseconds(CLOCK_THREAD_CPUTIME_ID), last = now, least = VERY_LONG;
+    long long now = nanoseconds(CLOCK_THREAD_CPUTIME_ID), last = now;
     const long long end = now + ENOUGH; /* by then somebody should see whether messages are over, or the job is */
-    for (int look = 0; !code && now < end && PySet_GET_SIZE(under_way) && (look < LOOKS || (stirred && now - last < PATIENCE)); look++) {
+    for (int look = 0; !code && now < end && PySet_GET_SIZE(under_way) && (look < LOOKS || (moved && now - last < PATIENCE)); look++) {
         const long long begun = now;
         code = mpi.probe(any_source, any_tag, self_comm, &found, status);
         now = nanoseconds(CLOCK_THREAD_CPUTIME_ID);
         const long long took = now - begun;
         least = took < least ? took : least;
-        if (took > (look < COLD ? VERY_LONG : 2 * least + MORE)) {
-            stirred = 1;
+        if (took > (look == 0 ? VERY_LONG : 2 * least + MORE)) {
+            moved++;
             last = now;
         }
     }
     Py_END_ALLOW_THREADS
-    return code ? raised(code) : PyBool_FromLong(stirred);
+    return code ? raised(code) : PyBool_FromLong(moved > 1);
 }
 
 /* The post's timer, set anew when half of the time is over: that costs as much as a small message. */
