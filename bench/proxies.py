@@ -4,9 +4,12 @@ These are measured with the proxies' own runner: schedules of nothing but one ca
 share a core take longer than two that do not), all of them at the same time, and over one of them while the other ranks sleep; one call after the
 other, all at once, which also tells how long a rank is busy handing one over, and both again with a wait before each call, which takes longer. All
 schedules, these and the proxies', are run in one process group by turns; of a proxy's three steps a round the last counts: as in a job, a step's
-memory was used by the step before it. The simulator is given a round's times (medians of it and its neighbours), each proxy's schedule and the number
-of cores, and nothing else; predicted and measured are compared within the round, and the median of these ratios is what counts: a machine that
-changes its pace does so for both.
+memory was used by the step before it. The simulator is given a round's times (medians of it and its neighbours), each proxy's schedule and who shares
+a core, and nothing else; predicted and measured are compared within the round, and the median of these ratios is what counts: a machine that changes
+its pace does so for both.
+
+Ranks keep to cores of their own, or take turns on them where these are fewer, as `meshwright` starts them. Left to the kernel, one proxy took 13 ms
+for a while and 19 for another, by which ranks happened to share a core: two kinds of steps, of which no number is within 10%.
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,6 +41,7 @@ from meshwright.proxies import PROXIES
 from meshwright.proxies.parts import Program, assemble
 from meshwright.proxies.runner import GroupComms, Runner, RunPolicy
 from meshwright.simulate import Cores, Curve, Ideal, Taken, simulate
+from meshwright.simulate.cores import at_work
 
 HERE = Path(__file__).parent
 WORLD = 4
@@ -92,21 +97,28 @@ def main(
     answers = measured([*probes.values(), *schedules.values()], [1] * len(probes) + [STEPS] * len(schedules), policy)
     if not answers:
         return
-    rows = list(zip(*answers, strict=True))  # by schedule, rank, round
+    places = numbered([answer.cores for answer in answers])
+    rows = list(zip(*(answer.times for answer in answers), strict=True))  # by schedule, rank, round
     times = [{probe: [by_rank[turn] for by_rank in row] for probe, row in zip(probes, rows, strict=False)} for turn in range(rounds)]
-    machines = [fitted(settled(times, turn)) for turn in range(rounds)]
+    machines = [fitted(settled(times, turn), places) for turn in range(rounds)]
     steps = [[max(taken for taken, *_ in every) for every in zip(*row, strict=True)] for row in rows[len(probes) :]]
     found = [compare(name, schedule, machines, taken) for (name, schedule), taken in zip(schedules.items(), steps, strict=True)]
-    result = {"machine": _machine(), "backend": backend, "rounds": rounds, "times": typical(machines), "proxies": found}
+    result = {"machine": _machine(), "backend": backend, "rounds": rounds, "places": places, "times": typical(machines), "proxies": found}
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result)) if as_json else Console().print(show(result))
     print(f"written to {output}", file=sys.stderr)
 
 
-def measured(schedules: list[Schedule], steps: list[int], policy: RunPolicy) -> list[list[list[Times]]]:
-    """By rank, schedule and round: the last of so many steps each, on ranks of our own or on those that a launcher started; there rank 0 alone
-    gets the answer."""
+class Answer(NamedTuple):
+    """Of a rank: the cores that it kept to, and by schedule and round the last of so many steps."""
+
+    cores: tuple[int, ...]
+    times: list[list[Times]]
+
+
+def measured(schedules: list[Schedule], steps: list[int], policy: RunPolicy) -> list[Answer]:
+    """By rank, on ranks of our own or on those that a launcher started; there rank 0 alone gets the answer."""
     place = adopted(os.environ)
     if place is not None:
         mine = by_turns(place.rank, place.world, place.meeting, schedules, steps, policy, gather=True)
@@ -122,8 +134,9 @@ def measured(schedules: list[Schedule], steps: list[int], policy: RunPolicy) -> 
 
 def by_turns(
     rank: int, world: int, meeting: str, schedules: list[Schedule], steps: list[int], policy: RunPolicy, *, gather: bool = False
-) -> list[Any]:  # fmt: skip
-    """In a rank: for each schedule, one entry a round; with `gather`, every rank's."""
+) -> Any:  # fmt: skip
+    """In a rank: its answer; with `gather`, every rank's."""
+    cores = keep_to_cores(rank, world)
     torch.set_num_threads(1)
     make_ready(policy.backend, policy.timeout_s)
     join(Rendezvous(rank, world, meeting, policy.backend))
@@ -142,9 +155,26 @@ def by_turns(
             print(f"round {turn + policy.warm + 1} of {policy.warm + policy.runs}", file=sys.stderr, flush=True)
     every: list[Any] = [None] * world
     if gather:
-        dist.all_gather_object(every, found)
+        dist.all_gather_object(every, Answer(cores, found))
     leave()
-    return every if gather else found
+    return every if gather else Answer(cores, found)
+
+
+def keep_to_cores(rank: int, world: int) -> tuple[int, ...]:
+    """This rank's part of the cores that it may use, of which threads that it starts take theirs; empty where the system has no such notion."""
+    if not hasattr(os, "sched_setaffinity"):
+        return ()
+    allowed = sorted(os.sched_getaffinity(0))
+    each = max(len(allowed) // world, 1)
+    first = rank * each % len(allowed)
+    os.sched_setaffinity(0, allowed[first : first + each])
+    return tuple(allowed[first : first + each])
+
+
+def numbered(cores: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """By rank, a number for its cores; one for itself where nobody knows them."""
+    keys = [mine or (-1, rank) for rank, mine in enumerate(cores)]
+    return tuple(keys.index(key) for key in keys)
 
 
 def times_of(spans: list[Span]) -> Times:
@@ -179,8 +209,9 @@ def settled(rows: list[dict[Probe, list[Times]]], turn: int) -> dict[Probe, list
     }  # type: ignore[return-value]
 
 
-def fitted(times: Mapping[Probe, list[Times]]) -> Cores:
+def fitted(times: Mapping[Probe, list[Times]], places: tuple[int, ...]) -> Cores:
     """What each operation takes among 4 and among 2, from one round."""
+    crowds = {f"{op}/{len(groups[0])}": crowd(op, groups, places) for op, groups, _, _, rested in times if rested}
     found: dict[tuple[str, int, bool, str], list[tuple[float, float]]] = {}
     for (op, groups, size, blocks, rested), by_rank in times.items():
         ranks, busy = len(groups[0]), [by_rank[rank] for group in groups for rank in group]
@@ -211,13 +242,18 @@ def fitted(times: Mapping[Probe, list[Times]]) -> Cores:
         most = max(number for other, number, *_ in curves if other == name)
         together, alone, rested = curves[name, most, blocks, "each"], curves[name, 1, blocks, "each"], curves[name, most, blocks, "rested"]
         if blocks:
-            return Taken(together, alone, NOTHING, less(rested, together), most)
+            return Taken(together, alone, NOTHING, less(rested, together), crowds[name])
         if name == "send/2":
-            return Taken(on_its_way(most), on_its_way(1), curves[name, 1, blocks, "hand"], rested, most)
-        return Taken(together, alone, curves[name, most, blocks, "hand"], rested, most)
+            return Taken(on_its_way(most), on_its_way(1), curves[name, 1, blocks, "hand"], rested, crowds[name])
+        return Taken(together, alone, curves[name, most, blocks, "hand"], rested, crowds[name])
 
     names = {name for name, *_ in curves}
-    return Cores({name: taken(name, False) for name in names}, {name: taken(name, True) for name in names}, os.cpu_count() or 1)
+    return Cores({name: taken(name, False) for name in names}, {name: taken(name, True) for name in names}, places)
+
+
+def crowd(op: str, groups: Groups, places: tuple[int, ...]) -> int:
+    """Groups at work on one core when all are."""
+    return max(Counter(place for group in groups for place in at_work(op, group, places)).values())
 
 
 def typical(machines: list[Cores]) -> dict[str, Any]:

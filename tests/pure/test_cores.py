@@ -15,15 +15,16 @@ HAND, RESTED = Line(1e-4, float("inf")), Line(3e-4, float("inf"))
 PAIRS = ((0, 1), (2, 3))
 
 
-def machine(slower: float, blocking: float = 1.0) -> Cores:
-    """Two pairs at once take `slower` times as long as one; a call that a rank stands still for, `blocking` times as long as one beside it."""
+def machine(slower: float, blocking: float = 1.0, places: tuple[int, ...] = (0, 1, 0, 1)) -> Cores:
+    """Two pairs at once take `slower` times as long as one; a call that a rank stands still for, `blocking` times as long as one beside it. Ranks are
+    on two cores in turn."""
 
     def taken(factor: float) -> dict[str, Taken]:
         pair = Taken(Line(factor * slower * 1e-3, FASTEST / slower / factor), Line(factor * 1e-3, FASTEST / factor), HAND, RESTED, groups=2)
         whole = Line(factor * 3e-3, FASTEST / 3 / factor)
         return {"all_reduce/2": pair, "send/2": pair, "all_reduce/4": Taken(whole, whole, HAND, RESTED)}
 
-    return Cores(taken(1.0), taken(blocking), cores=2)
+    return Cores(taken(1.0), taken(blocking), places)
 
 
 def calls(number: int, pairs: int, *, blocks: bool = True, first_waits: float = 0.0) -> Schedule:
@@ -73,21 +74,22 @@ def test_a_call_that_its_rank_stands_still_for_takes_its_own_time() -> None:
 def test_calls_that_block_take_together_what_they_took() -> None:
     """However calls beside computation share the cores: one pair of those keeps half of them here, one of these all."""
     beside, work = machine(1.0), 1e-3 + SIZE / FASTEST
-    cores = Cores(beside.beside, machine(2.0).blocking, cores=2)
+    cores = Cores(beside.beside, machine(2.0).blocking, beside.places)
     assert simulate(calls(3, 2), cores).step_s == pytest.approx(3 * 2 * work)
     assert simulate(calls(3, 2, blocks=False), cores).step_s == pytest.approx(3 * work)
 
 
-def test_a_message_beside_a_sum_takes_the_core_of_who_receives_it() -> None:
-    """Three ranks at work on two cores: each has two thirds of one, until the message is there."""
+@pytest.mark.parametrize(("places", "longer"), [((0, 1, 0, 1), 2), ((0, 0, 0, 1), 1), ((0, 1, 1, 0), 2), ((0, 0, 1, 0), 2)])
+def test_a_message_beside_a_sum_takes_the_core_of_who_receives_it(places: tuple[int, ...], longer: int) -> None:
+    """Ranks 0 and 1 sum, 2 sends to 3: both take longer where 3 shares a core with 0 or 1, wherever 2 is."""
     work = 1e-3 + SIZE / FASTEST
     programs = [Program() for _ in range(3)]
     programs[0].call("sum", "all_reduce", "pair", SIZE)
     programs[1].send("message", "pair", 1, SIZE)
     programs[2].receive("message", "pair", 0, SIZE, blocks=True)
     schedule = assemble("both", 4, {"pair": PAIRS}, programs, lambda rank: max(rank - 1, 0))
-    found = simulate(schedule, machine(2.0))
-    assert found.of(3)[-1].ended == pytest.approx(1.5 * work) and found.step_s == pytest.approx(1.5 * work)
+    found = simulate(schedule, machine(2.0, places=places))
+    assert found.of(3)[-1].ended == pytest.approx(longer * work) and found.of(0)[-1].ended == pytest.approx(longer * work)
 
 
 def test_a_curve_goes_through_its_points() -> None:

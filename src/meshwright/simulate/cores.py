@@ -1,7 +1,7 @@
 """Ranks that share the cores of one machine. There a call is work for cores: calls under way at once share them, and handing one over takes its
 rank's own time, more of it after a computation than right after another call. All of it was measured: calls of all groups at once, of one group
 alone, and how long a rank was busy handing one over. A call that its rank stands still for takes another path than one that runs beside it.
-Calls of one kind share as measured; beside another kind a call is as many ranks at work as it has, of a message its receiver, who copies it.
+A call is at work on the cores of its ranks, a message on its receiver's, who copies it.
 Times are taken as they were measured at each size: what a call costs however small it is changes with the path that its size takes, and no one
 line goes through that."""
 
@@ -16,7 +16,6 @@ from meshwright.core.schedule import COLLECTIVES, COMPUTES, MESSAGES, Action, Sc
 from meshwright.simulate.network import Call, Habits
 from meshwright.simulate.topology import NOTHING_DOWN, Hop
 
-_CORES = Hop("cores", 0.0, 1.0)  # what all of them do in a second
 _USUAL = tuple(2.0**n for n in range(17, 23))  # bytes sent at which the share is taken: it hardly depends on them, and one alone may be disturbed
 
 
@@ -34,8 +33,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class Taken:
-    """What one operation among so many ranks takes once it is handed over, by the bytes that a rank sends: while `groups` of them are at it, and
-    while one is."""
+    """What one operation among so many ranks takes once it is handed over, by the bytes that a rank sends: while `groups` of them are at it on one
+    core, and while one is."""
 
     together: Curve | Line
     alone: Curve | Line
@@ -44,24 +43,25 @@ class Taken:
     groups: int = 1
 
     def share(self) -> float:
-        """Of what can be done at once of its kind, by one call."""
+        """Of its cores, what one call keeps busy."""
         least = 1.0 / self.groups
         together, alone = (sum(times.seconds(sent) for sent in _USUAL) for times in (self.together, self.alone))
         return min(max(together / alone * least, least), 1.0)
 
     def work(self, sent: float, share: float) -> float:
-        """Seconds of a call that has that share of the cores. Where taking turns costs something, all groups at once take what they took."""
+        """Seconds of a call that keeps that share of its cores busy. Where taking turns costs something, all groups at once take what they took."""
         return max(self.alone.seconds(sent), self.together.seconds(sent) / (self.groups * share))
 
 
 @dataclass(frozen=True)
 class Cores:
     """By operation and number of ranks, like all_reduce/2, calls that run `beside` their ranks and those that their ranks stand still for. Both
-    directions of a message are `send/2`, and always run beside. `cores` is how many there are for all of them."""
+    directions of a message are `send/2`, and always run beside. Ranks stay where they are: `places` has a number for each rank, the same for those
+    that share a core."""
 
     beside: Mapping[str, Taken]
     blocking: Mapping[str, Taken]
-    cores: int
+    places: tuple[int, ...]
     duplex: bool = True
 
     def habits(self, rank: int) -> Habits:
@@ -82,8 +82,8 @@ class Cores:
     def uses(self, op: str, ranks: tuple[int, ...], without: frozenset[str] = NOTHING_DOWN) -> Mapping[Hop, float]:
         if len(ranks) < 2:
             return {}
-        at_work, share = 1 if op in MESSAGES else len(ranks), self._of(op, ranks, False).share()
-        return {_CORES: min(at_work / self.cores, share), Hop(_kind(op, ranks), 0.0, 1.0): share}
+        share = self._of(op, ranks, False).share()
+        return {Hop(f"core/{place}", 0.0, 1.0): share for place in at_work(op, ranks, self.places)}
 
     def handed(self, schedule: Schedule) -> Schedule:
         """The schedule with what its ranks are busy with when they hand calls over."""
@@ -107,6 +107,11 @@ class Cores:
 
     def _of(self, op: str, ranks: tuple[int, ...], blocks: bool) -> Taken:
         return (self.blocking if blocks and op not in MESSAGES else self.beside)[_kind(op, ranks)]
+
+
+def at_work(op: str, ranks: tuple[int, ...], places: tuple[int, ...]) -> set[int]:
+    """Where somebody has work with a call."""
+    return {places[rank] for rank in (ranks[1:] if op in MESSAGES else ranks)}
 
 
 def _kind(op: str, ranks: tuple[int, ...]) -> str:
