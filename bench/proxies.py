@@ -20,6 +20,7 @@ import os
 import platform
 import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -33,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.core.calibration import Line
-from meshwright.core.schedule import COLLECTIVES, COMPUTES, Schedule, wire_factor
+from meshwright.core.schedule import COLLECTIVES, Schedule, wire_factor
 from meshwright.core.span import Span
 from meshwright.execute.groups import make_ready
 from meshwright.launch import Nursery, Rendezvous, Workers, adopted, join, leave
@@ -53,7 +54,7 @@ NEIGHBOURS = 2  # rounds before and after one that its times are taken from, too
 IDLE_S, IDLE_RATE = 2e-3, 6e8  # longer than any call here takes
 REST_S, REST_RATE = 1e-3, 1.5e9  # as long as it takes
 NOTHING = Line(0.0, float("inf"))
-Times = tuple[float, float, float]  # seconds of a schedule, between one call and the next handed over, and between the ends of waits
+Times = tuple[float, float, float]  # seconds of a schedule, between one call and the next handed over, and of work that its thread did
 Groups = tuple[tuple[int, ...], ...]
 Probe = tuple[str, Groups, int, bool, bool]  # operation, groups that work at once, bytes, one by one, after a wait each
 # Widths are smaller than a GPT-3's so that messages stay in the range of the lines while waits stay a visible part, as they are at full size.
@@ -148,9 +149,12 @@ def by_turns(
     for turn in range(-policy.warm, policy.runs):
         for at, runner in enumerate(runners):
             for _ in range(steps[at]):
-                spans = runner.step(max(turn, 0))
+                runner.together()
+                worked = time.thread_time()
+                spans = runner.walk(max(turn, 0))
+                worked = time.thread_time() - worked
             if turn >= 0:
-                found[at].append(times_of(spans))
+                found[at].append(times_of(spans, worked))
         if rank == 0:
             print(f"round {turn + policy.warm + 1} of {policy.warm + policy.runs}", file=sys.stderr, flush=True)
     every: list[Any] = [None] * world
@@ -177,11 +181,9 @@ def numbered(cores: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(keys.index(key) for key in keys)
 
 
-def times_of(spans: list[Span]) -> Times:
+def times_of(spans: list[Span], worked: float) -> Times:
     begun = [span.begun for span in spans]
-    waited = [span.ended for span in spans if span.op in COMPUTES]
-    between, apart = ((max(times) - min(times)) / max(len(times) - 1, 1) if times else 0.0 for times in (begun, waited))
-    return max(span.ended for span in spans), between, apart
+    return max(span.ended for span in spans), (max(begun) - min(begun)) / max(len(begun) - 1, 1), worked
 
 
 def wanted(schedules: Iterable[Schedule]) -> list[Probe]:
@@ -220,7 +222,7 @@ def fitted(times: Mapping[Probe, list[Times]], places: tuple[int, ...]) -> Cores
         if rested and blocks:
             now = {"rested": (last - (RESTED_CALLS + 1) * rest_s(size)) / RESTED_CALLS}
         elif rested:
-            now = {"rested": statistics.mean(apart for *_, apart in hands) - rest_s(size)}
+            now = {"rested": statistics.mean(worked for *_, worked in hands) / RESTED_CALLS}
         else:
             now = {"each": last / CALLS, "hand": statistics.mean(hand for _, hand, _ in hands)}
         for kind, seconds in now.items():
@@ -237,15 +239,16 @@ def fitted(times: Mapping[Probe, list[Times]], places: tuple[int, ...]) -> Cores
         return less(Curve(tuple((sent, max(seconds, back.seconds(sent))) for sent, seconds in row.points)), hand)
 
     def taken(name: str, blocks: bool) -> Taken:
-        """A rank that stands still for a call takes for it what one by one take; what more it takes after a wait is its handing over. Of one that
-        does not stand still, handing over is by how much a wait and a call take longer than the wait."""
+        """A rank that stands still for a call takes for it what one by one take; what more it takes after a wait is its handing over. One that does
+        not stand still works for a call after a wait as long as its thread does, of which as much as in a row of calls is in a row's times."""
         most = max(number for other, number, *_ in curves if other == name)
         together, alone, rested = curves[name, most, blocks, "each"], curves[name, 1, blocks, "each"], curves[name, most, blocks, "rested"]
         if blocks:
             return Taken(together, alone, NOTHING, less(rested, together), crowds[name])
+        hand = curves[name, 1 if name == "send/2" else most, blocks, "hand"]
         if name == "send/2":
-            return Taken(on_its_way(most), on_its_way(1), curves[name, 1, blocks, "hand"], rested, crowds[name])
-        return Taken(together, alone, curves[name, most, blocks, "hand"], rested, crowds[name])
+            together, alone = on_its_way(most), on_its_way(1)
+        return Taken(together, alone, hand, less(rested, hand), crowds[name])
 
     names = {name for name, *_ in curves}
     return Cores({name: taken(name, False) for name in names}, {name: taken(name, True) for name in names}, places)

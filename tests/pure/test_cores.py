@@ -62,7 +62,17 @@ def test_handing_over_is_the_ranks_own_time() -> None:
 
 def test_a_call_after_a_computation_is_handed_over_more_slowly() -> None:
     cores, work = machine(2.0), 1e-3 + SIZE / FASTEST
-    assert simulate(cores.handed(calls(4, 1, first_waits=5e-3)), cores).step_s == pytest.approx(5e-3 + 3e-4 + 3 * 1e-4 + 4 * work)
+    assert simulate(cores.handed(calls(4, 1, first_waits=5e-3)), cores).step_s == pytest.approx(5e-3 + 3e-4 + 4 * 1e-4 + 4 * work)
+
+
+def test_handing_over_beside_computation_takes_its_core_from_calls() -> None:
+    """The second pair is at a call, on both cores, when the first comes from a computation; each gets a half."""
+    cores, work, late = machine(2.0), 1e-3 + SIZE / FASTEST, 5e-4
+    found = simulate(cores.handed(calls(1, 2, blocks=False, first_waits=late)), cores)
+    ready = late + 1e-4 + 2 * 3e-4
+    assert found.of(0)[-1].begun == pytest.approx(ready)
+    done = ready + 2 * (work - (late + 3e-4))  # the second's; the first's has had its half meanwhile
+    assert found.of(2)[-1].ended == pytest.approx(done) and found.step_s == pytest.approx(2 * work + 1e-4 + 3e-4)
 
 
 def test_a_call_that_its_rank_stands_still_for_takes_its_own_time() -> None:

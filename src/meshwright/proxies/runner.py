@@ -61,13 +61,18 @@ class Runner:
 
     def step(self, run: int) -> list[Span]:
         """One step, from when everybody is here; its spans in order of their ends."""
-        if dist.is_initialized():
-            self._together()
+        self.together()
+        return self.walk(run)
+
+    def walk(self, run: int) -> list[Span]:
+        """One step, from now."""
         return _Step(self, run).spans
 
-    def _together(self) -> None:
+    def together(self) -> None:
         """Ranks leave a barrier milliseconds apart where they share cores, and the last one's delay would be in everybody's step: rank 0 names
         a moment soon after, for which all wait who share its clock."""
+        if not dist.is_initialized():
+            return
         dist.barrier()
         moment = torch.tensor([time.time() + _AHEAD_S], dtype=torch.float64, device=self.device)
         dist.broadcast(moment, 0)

@@ -1,7 +1,8 @@
 """Ranks that share the cores of one machine. There a call is work for cores: calls under way at once share them, and handing one over takes its
 rank's own time, more of it after a computation than right after another call. All of it was measured: calls of all groups at once, of one group
 alone, and how long a rank was busy handing one over. A call that its rank stands still for takes another path than one that runs beside it.
-A call is at work on the cores of its ranks, a message on its receiver's, who copies it.
+A call is at work on the cores of its ranks, a message on its receiver's, who copies it; what a rank has to do for one that it hands over beside its
+computation is work for its core, too, where calls under way have to wait for it.
 Times are taken as they were measured at each size: what a call costs however small it is changes with the path that its size takes, and no one
 line goes through that."""
 
@@ -16,6 +17,8 @@ from meshwright.core.schedule import COLLECTIVES, COMPUTES, MESSAGES, Action, Sc
 from meshwright.simulate.network import Call, Habits
 from meshwright.simulate.topology import NOTHING_DOWN, Hop
 
+_OWN = "core"  # the name of the groups of one rank each, whose calls are work of its own, in units of
+_UNIT_S = 1e-9
 _USUAL = tuple(2.0**n for n in range(17, 23))  # bytes sent at which the share is taken: it hardly depends on them, and one alone may be disturbed
 
 
@@ -39,7 +42,7 @@ class Taken:
     together: Curve | Line
     alone: Curve | Line
     hand: Curve | Line  # of the rank's own time, before the call is under way, right after another call
-    rested: Curve | Line  # the same after a computation: nothing of it is in the caches, and whoever shares the core has just woken up too
+    rested: Curve | Line  # what more it takes after a computation, when nothing of it is in the caches: of its core's time, if it runs beside it
     groups: int = 1
 
     def share(self) -> float:
@@ -69,7 +72,7 @@ class Cores:
 
     def call(self, op: str, size: int, ranks: tuple[int, ...], *, blocks: bool = False) -> Call:
         if len(ranks) < 2:
-            return Call()
+            return Call(sent=size * _UNIT_S, most=1.0)
         work = self._of(op, ranks, blocks).work(size * wire_factor(op, len(ranks)), self._of(op, ranks, False).share())
         return Call(sent=work, most=1.0)  # seconds of work, one a second at most
 
@@ -80,16 +83,15 @@ class Cores:
         return ""
 
     def uses(self, op: str, ranks: tuple[int, ...], without: frozenset[str] = NOTHING_DOWN) -> Mapping[Hop, float]:
-        if len(ranks) < 2:
-            return {}
-        share = self._of(op, ranks, False).share()
+        share = self._of(op, ranks, False).share() if len(ranks) > 1 else 1.0
         return {Hop(f"core/{place}", 0.0, 1.0): share for place in at_work(op, ranks, self.places)}
 
     def handed(self, schedule: Schedule) -> Schedule:
         """The schedule with what its ranks are busy with when they hand calls over."""
         by_program = {number: rank for rank in reversed(range(schedule.world)) for number in [schedule.ranks.get(str(rank), 0)]}
         programs = (tuple(self._with_hands(program, schedule.members(by_program.get(number, 0)))) for number, program in enumerate(schedule.programs))
-        return replace(schedule, programs=tuple(programs))
+        groups = {**schedule.groups, _OWN: tuple((rank,) for rank in range(schedule.world))}
+        return replace(schedule, programs=tuple(programs), groups=groups)
 
     def _with_hands(self, program: tuple[Action, ...], groups: Mapping[str, tuple[int, ...]]) -> Iterator[Action]:
         rested = False
@@ -97,9 +99,13 @@ class Cores:
             if action.op in COLLECTIVES or action.op in MESSAGES:
                 ranks = groups[action.axis][:2] if action.op in MESSAGES else groups[action.axis]
                 size = action.bytes if action.likely is None else action.likely
-                taken = self._of(action.op, ranks, action.blocks)
-                busy = (taken.rested if rested else taken.hand).seconds(size * wire_factor(action.op, len(ranks)))
-                yield Action(f"{action.name}/handed over", "forward", seconds=busy, waits=action.waits)
+                taken, sent = self._of(action.op, ranks, action.blocks), size * wire_factor(action.op, len(ranks))
+                own, more = taken.hand.seconds(sent), taken.rested.seconds(sent) if rested else 0.0
+                if action.blocks and action.op not in MESSAGES:
+                    own, more = own + more, 0.0
+                yield Action(f"{action.name}/handed over", "forward", seconds=own, waits=action.waits)
+                if more:
+                    yield Action(f"{action.name}/made ready", "broadcast", axis=_OWN, bytes=round(more / _UNIT_S), blocks=True)
                 rested = False
             elif action.op in COMPUTES and action.seconds > 0:
                 rested = True
