@@ -18,6 +18,8 @@ from meshwright.describe.meetings import fit_line
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send")
 _LEAST, _MOST = 5, 200  # calls of one size
 _WARM_UP = 2
+TRIED = 32  # calls of one operation and size by which backend mpi finds the quicker of its own two ways (comm/mpi/near.py)
+_SETTLING, _SETTLING_S = ("mpi", "mpi:whole", "mpi:two-level"), 2.0  # ways that are made of such calls, and how long these may go on
 HELD = 2.5  # tensors of the whole size that a rank holds meanwhile, with what a backend copies
 
 
@@ -115,7 +117,11 @@ def _measure(ways: Mapping[str, Comm], device: torch.device, op: str, size: int,
     # The same number of calls on every rank, or they would wait for each other for ever; quick ways make several in each of their turns.
     slowest = torch.tensor(took, dtype=torch.float64, device=device)
     comm.all_reduce(slowest, "bench", "max").wait()
-    counts = {way: int(min(max(budget_s / max(each, 1e-6), _LEAST), _MOST)) for way, each in zip(cases, slowest.tolist(), strict=True)}
+    each = {way: max(seconds, 1e-6) for way, seconds in zip(cases, slowest.tolist(), strict=True)}
+    counts = {way: int(min(max(budget_s / each[way], _LEAST), _MOST)) for way in cases}
+    for way in (w for w in cases if w in _SETTLING):
+        for _ in range(int(min(TRIED, _SETTLING_S / each[way]))):
+            cases[way].call().wait()
     turns = min(counts.values())
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(turns):

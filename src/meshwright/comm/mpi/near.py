@@ -35,7 +35,7 @@ FROM = 1 << 18
 SUMS_FROM = 1 << 19
 # Calls of a trial: so many one way in a row, and all of them. The first ones touch memory that nobody has touched yet, so the second half counts; and
 # the first of a row finds nothing of its own in the caches.
-_ROW, _TRIES = 4, 32
+_ROW, TRIES = 4, 32
 _WORTH = 0.9  # of MPI's time: the window's varies more, and what is settled holds as long as the group does
 _METHOD_S = 10e-6  # that a trial does not see: MPI's calls are compiled (`quick.py`), and the way to the window is Python's
 
@@ -105,9 +105,9 @@ class Near:
             return
         self._under_way = None
         trial.calls.append(time.monotonic() - trial.begun)
-        if len(trial.calls) == _TRIES:
+        if len(trial.calls) == TRIES:
             took = [max(every) for every in zip(*self._comm.allgather(trial.calls), strict=True)]
-            by_window, by_mpi = ([took[n] for n in range(_TRIES // 2, _TRIES) if n % _ROW and _by_window(n) is way] for way in (True, False))
+            by_window, by_mpi = ([took[n] for n in range(TRIES // 2, TRIES) if n % _ROW and _by_window(n) is way] for way in (True, False))
             quicker = _undisturbed(by_window) + _METHOD_S <= _WORTH * _undisturbed(by_mpi)
             self.settled[trial.key] = self._window if quicker else None
             _settled.setdefault(self._members, {})[trial.key] = quicker
