@@ -1,6 +1,6 @@
 """Is the selected way of an all-reduce as quick as the best single one? Measured afresh: every way and the selected one, by turns in one run.
 
-    python bench/selection.py [--ranks 2,4] [--rounds 90] [--nodes 2] [--json]
+    python bench/selection.py [--ranks 2,4] [--rounds 240] [--nodes 2] [--json]
 
 First every way of both backends is measured as `bench comm` does it and routes are made from the points. Then, size by size, all ways and the
 routed group are timed by turns, in an order that changes from round to round, and each is put into a ratio with the others of its round; ways
@@ -51,7 +51,7 @@ SELECTED = "selected"
 
 def main(
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, like 2,4.")] = "2,4",
-    rounds: Annotated[int, typer.Option(help="Turns of each way; fewer for large tensors.")] = 90,
+    rounds: Annotated[int, typer.Option(help="Turns of each way; fewer for large tensors.")] = 240,
     nodes: Annotated[int, typer.Option(help="Nodes that four and more ranks pretend to lie on.")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:

@@ -23,7 +23,7 @@ from meshwright.core.serial import from_data, to_data
 from meshwright.core.workload import Workload
 from meshwright.cost import estimate
 from meshwright.cost.collective import collective_seconds
-from meshwright.cost.selection import STEADY, reasons, routes
+from meshwright.cost.selection import reasons, routes
 from meshwright.describe.collectives import curves, fitted, measure_ways, over_ranks
 from meshwright.describe.discover import discover
 from meshwright.orchestrate import bench_comm
@@ -31,7 +31,7 @@ from meshwright.orchestrate.selection import with_routes
 from meshwright.plan import Wishes
 from meshwright.plan.search import rank_plans
 
-WAYS = ("gloo", "gloo:ring", "gloo:tree", "mpi", "mpi:pairs")
+WAYS = ("gloo", "gloo:shared", "gloo:ring", "gloo:tree", "mpi", "mpi:pairs")
 SIZES = (8.0, 512.0, 32_768.0, 2_097_152.0, 67_108_864.0)
 
 
@@ -41,13 +41,13 @@ def measured(times: dict[str, list[float]], ranks: int = 2, op: str = "all_reduc
     return Rates(ranks, 1, {}, ((1e6, 1e10),), 1e-6, lines, curves=points)
 
 
-@given(st.lists(st.lists(st.floats(1e-6, 1.0), min_size=5, max_size=5), min_size=2, max_size=5))
+@given(st.lists(st.lists(st.floats(1e-6, 1.0), min_size=5, max_size=5), min_size=2, max_size=6))
 def test_at_each_size_measured_the_selected_way_is_as_quick_as_the_best(times: list[list[float]]) -> None:
     of_ways = dict(zip(WAYS, times, strict=False))
-    found = routes(measured(of_ways), ("gloo", "mpi"), ["all_reduce"])
+    found = routes(measured(of_ways), ("gloo", "mpi"), ["all_reduce"], (2,))
     for at, size in enumerate(SIZES):
         best = min(seconds[at] for seconds in of_ways.values())
-        assert of_ways[way(found, "all_reduce", size, "gloo")][at] <= (1 + STEADY) * best * (1 + 1e-12)
+        assert of_ways[way(found, "all_reduce", size, "gloo")][at] <= 1.05 * best
 
 
 CROSSING = {"gloo": [6e-4, 6e-4, 7e-4, 3e-3, 8e-2], "gloo:tree": [3e-4, 3e-4, 4e-4, 6e-3, 3e-1], "mpi": [9e-4, 9e-4, 9e-4, 9e-4, 7e-2]}
@@ -95,9 +95,9 @@ def test_memory_is_shared_on_one_node() -> None:
     times = {"gloo": [1.0] * 5, "gloo:shared": [0.5] * 5}
     assert routes(measured(times, 4), ["gloo"], ["all_reduce"], (4,)) == shared
     assert routes(measured(times, 4), ["gloo"], ["all_reduce"], (2, 2)) == ()
-    near = {"gloo": [2.0] * 5, "mpi": [1.0] * 5, "mpi:shared": [1.05] * 5}  # measured by ranks that do nothing else
+    near = {"gloo": [2.0] * 5, "mpi": [1.0] * 5, "mpi:shared": [1.02] * 5}  # measured by ranks that do nothing else
     assert [r.way for r in routes(measured(near, 4), ["gloo", "mpi"], ["all_reduce"], (4,))] == ["mpi:shared"]
-    twice = near | {"gloo:shared": [1.06] * 5}
+    twice = near | {"gloo:shared": [1.025] * 5}
     assert [r.way for r in routes(measured(twice, 4), ["gloo", "mpi"], ["all_reduce"], (4,))] == ["gloo:shared"]
 
 

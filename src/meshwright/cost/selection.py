@@ -20,7 +20,7 @@ from meshwright.schedule import LedgerLine
 
 MARGIN = 0.05  # by lines: a lead smaller than this is noise, and the first backend keeps the call
 STEADY = 0.02  # by points: the same for who had the size before
-ASLEEP = 0.1  # what memory that ranks share is given: who waits in it sleeps, while MPI's waiting takes the core that computes
+ASLEEP = 0.025  # what memory that ranks share is given: who waits in it sleeps, while MPI's waiting takes the core that computes. With both, 5%
 _MOST = 1 << 40  # bytes beyond which no crossing is looked for
 _BETWEEN = 8  # steps from one measured size to the next
 
