@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch.distributed.pipelining import _backward
 
 from meshwright.core.mesh import Mesh
 from meshwright.core.serial import to_data
@@ -43,8 +45,10 @@ def test_a_probe_says_what_handing_over_costs(pool: Any) -> None:
 
 
 def test_backward_in_two_keeps_parameters_that_no_input_of_their_stage_leads_to(pool: Any) -> None:
-    """T5's decoder begins in a stage that ends its encoder: what the stage is given does not lead there."""
-    check(pool, model_of("T5"), *spread(model_of("T5"), Mesh(pp=2), 3, micro=3, schedule="zero_bubble"))
+    """T5's decoder begins in a stage that ends its encoder: what the stage is given does not lead there, which torch 2.11 takes for a mistake."""
+    refused = contextlib.nullcontext() if hasattr(_backward, "_autograd_grad_for_inputs") else pytest.raises(RankFailure, match="use interleaved")
+    with refused:
+        check(pool, model_of("T5"), *spread(model_of("T5"), Mesh(pp=2), 3, micro=3, schedule="zero_bubble"))
 
 
 @pytest.mark.parametrize(
