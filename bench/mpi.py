@@ -38,13 +38,14 @@ from rich.table import Table
 from torch.distributed import distributed_c10d
 
 from meshwright.comm.lane import DONE
+from meshwright.core.comm import TRIES
 from meshwright.core.units import show_bytes
 from meshwright.launch.mpi import mpirun, run
 from rounds import machine
 
 HERE = Path(__file__).parent
 SIZES = (8, 1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
-WARM_UP, TRIED, IN_A_ROW = 4, 32, 3  # calls before it counts; of the backend, which finds out which way is quicker; and those that count
+WARM_UP, IN_A_ROW = 4, 3  # calls before it counts, of the backend `TRIES`; and those that count
 LARGE = 1 << 20  # bytes from which the ratio counts; below, the difference
 COLUMNS = ("raw", "mpi", "gloo", "torch", "bare", "native")
 RATIO, EXTRA_S = 1.10, 60e-6
@@ -282,7 +283,7 @@ def _time(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     names = list(ways)
     for way in names:
-        for _ in range(TRIED if way == "mpi" else WARM_UP):
+        for _ in range(TRIES if way == "mpi" else WARM_UP):
             ways[way]()
     for number in range(rounds):
         for way in names[number % len(names) :] + names[: number % len(names)]:

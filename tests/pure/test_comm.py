@@ -17,6 +17,7 @@ import torch
 from meshwright.comm import Ledger, RoutedComm, ThreadComm, ThreadWorld
 from meshwright.comm.mpi import library, near
 from meshwright.core.calibration import Calibration, Line, Rates
+from meshwright.core.comm import TRIES
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan, SyncPolicy
@@ -156,7 +157,7 @@ def test_what_counts_comes_after_the_calls_by_which_mpi_finds_its_way() -> None:
 
         def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Trying:
             self.calls += tensor.numel() > 1  # the measurement's own, of one number, is none of these
-            if self.calls <= near.TRIES:
+            if self.calls <= TRIES:
                 time.sleep(1e-2)
             return self
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from meshwright.core.calibration import Line, Points
-from meshwright.core.comm import Comm, Pending
+from meshwright.core.comm import TRIES, Comm, Pending
 from meshwright.core.routes import ALGORITHMS, way_parts
 from meshwright.core.schedule import wire_factor
 from meshwright.describe.meetings import fit_line
@@ -18,8 +18,7 @@ from meshwright.describe.meetings import fit_line
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send")
 _LEAST, _MOST = 5, 200  # calls of one size
 _WARM_UP = 2
-TRIED = 32  # calls of one operation and size by which backend mpi finds the quicker of its own two ways (comm/mpi/near.py)
-_SETTLING, _SETTLING_S = ("mpi", "mpi:whole", "mpi:two-level"), 2.0  # ways that are made of such calls, and how long these may go on
+_SETTLING, _SETTLING_S = ("mpi", "mpi:whole", "mpi:two-level"), 2.0  # ways that settle (comm/mpi/near.py), and how long that may go on
 HELD = 2.5  # tensors of the whole size that a rank holds meanwhile, with what a backend copies
 
 
@@ -120,7 +119,7 @@ def _measure(ways: Mapping[str, Comm], device: torch.device, op: str, size: int,
     each = {way: max(seconds, 1e-6) for way, seconds in zip(cases, slowest.tolist(), strict=True)}
     counts = {way: int(min(max(budget_s / each[way], _LEAST), _MOST)) for way in cases}
     for way in (w for w in cases if w in _SETTLING):
-        for _ in range(int(min(TRIED, _SETTLING_S / each[way]))):
+        for _ in range(int(min(TRIES, _SETTLING_S / each[way]))):
             cases[way].call().wait()
     turns = min(counts.values())
     seconds: dict[str, list[float]] = {way: [] for way in ways}

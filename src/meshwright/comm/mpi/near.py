@@ -24,6 +24,7 @@ import torch
 from meshwright.comm.mpi import library
 from meshwright.comm.mpi.reductions import Reduction
 from meshwright.comm.window import Window, window_among
+from meshwright.core.comm import TRIES
 
 _NEVER = 1 << 62
 ELSEWHERE = -1  # bytes of what the window cannot hold: of a device, or that torch cannot add up
@@ -33,9 +34,9 @@ FROM = 1 << 18
 # The same of sums that go by their size. Of 1 MB, four ranks on two cores take 0.7 to 1.1 of MPI's time on a Neoverse N1 and 1.1 to 1.4 on a Xeon; of
 # 2 MB the Xeon takes 0.95 to 1.2, of 4 MB 0.5 to 1.05.
 SUMS_FROM = 1 << 19
-# Calls of a trial: so many one way in a row, and all of them. The first ones touch memory that nobody has touched yet, so the second half counts; and
+# Calls of a trial: so many one way in a row, `TRIES` in all. The first ones touch memory that nobody has touched yet, so the second half counts; and
 # the first of a row finds nothing of its own in the caches.
-_ROW, TRIES = 4, 32
+_ROW = 4
 _WORTH = 0.9  # of MPI's time: the window's varies more, and what is settled holds as long as the group does
 _METHOD_S = 10e-6  # that a trial does not see: MPI's calls are compiled (`quick.py`), and the way to the window is Python's
 
