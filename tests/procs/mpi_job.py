@@ -41,6 +41,9 @@ def main(folder: str, full: bool) -> None:
         "without methods": collectives.tell(lambda: [*_without_methods(), *_by_names(_without_methods)]),
         "unattended": collectives.tell(lambda: [*_unattended(), *_unattended(compiled=rank % 2 == 0)]),
         "near": collectives.tell(_near),
+        "pairs": collectives.tell(_pairs),
+        "same bits": collectives.tell(_same_bits),
+        "faults": collectives.tell(_faults),
         "engines": collectives.tell(lambda: contract.engines(folder)),
     }
     dist.destroy_process_group()
@@ -78,7 +81,7 @@ def _made_at_once(compiled: bool = True) -> list[str]:
     rank, world = dist.get_rank(), dist.get_world_size()
     group: Any = dist.new_group(backend="mpi")
     if not compiled:
-        group._quick = None
+        group._quick = group._calls.compiled = None
     wrong = []
 
     def check(what: str, right: bool) -> None:
@@ -224,6 +227,70 @@ def _near() -> list[str]:
         return wrong + ([] if _tried() else ["ways that were tried"])
     finally:
         near.FROM, near.SUMS_FROM, window._PIECE = kept
+
+
+def _pairs() -> list[str]:
+    """As if every sum were large and no memory shared: added up by messages, where no rank is compiled and where every second one is."""
+    from meshwright.comm.mpi import calls, near
+    from tests.procs import collectives
+
+    rank, kept = dist.get_rank(), (calls.PAIRWISE, near.FROM)
+    calls.PAIRWISE, near.FROM = 0, 1 << 40
+    try:
+        _, wrong = collectives.conform(lambda groups: _comm(groups), (torch.float32, torch.bool, torch.complex64), ("plain", "strided", "empty"))
+        group: Any = dist.new_group(backend="mpi")
+        if rank % 2:
+            group._quick = group._calls.compiled = None
+        each = [(numel, dtype) for numel in (0, 1, 1003) for dtype in (torch.int16, torch.complex128)]
+        return wrong + [f"{numel} numbers, {dtype}" for numel, dtype in each if not _summed(group, numel, dtype)]
+    finally:
+        calls.PAIRWISE, near.FROM = kept
+
+
+def _summed(group: Any, numel: int, dtype: torch.dtype) -> bool:
+    """Reduced to each rank in turn, and scattered in equal parts; what is given is left as it was."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    every = [torch.arange(numel).to(dtype) * (r + 1) for r in range(world)]
+    right = True
+    for root in range(world):
+        mine = every[rank].clone()
+        dist.reduce(mine, group_dst=root, group=group)
+        right &= torch.equal(mine, sum(every) if rank == root else every[rank])
+    whole, part = every[rank].repeat(world), torch.zeros(numel, dtype=dtype)
+    dist.reduce_scatter_tensor(part, whole, group=group)
+    return right and torch.equal(part, sum(every)) and torch.equal(whole, every[rank].repeat(world))
+
+
+def _same_bits() -> list[str]:
+    """A sum that is scattered: by memory that ranks share, by messages, by messages of ranks that are compiled and by those of every second one."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    group: Any = dist.new_group(backend="mpi")
+    whole = torch.randn(world << 17, generator=torch.Generator().manual_seed(rank))
+    near, compiled = group._calls.near, group._quick
+    found = {}
+    for way in ("any", "shared", "messages", "compiled", "unlike"):
+        if way != "any":  # the first call has opened the window
+            near.settled["reduce_scatter", whole.nbytes.bit_length()] = near._window if way == "shared" else None
+            group._quick = group._calls.compiled = compiled if way == "compiled" or (way == "unlike" and rank % 2) else None
+        found[way] = torch.zeros(1 << 17)
+        dist.reduce_scatter_tensor(found[way], whole, group=group)
+    return [way for way, part in found.items() if not torch.equal(part.view(torch.int32), found["shared"].view(torch.int32))]
+
+
+def _faults() -> list[str]:
+    """Memory that a call of MPI's takes is there when the next one asks for it: without `keep_memory` each of these has 10,000 pages cleared."""
+    import resource
+
+    from mpi4py import MPI
+
+    whole = torch.ones(10_000_000).numpy()
+    into = whole.copy() if dist.get_rank() == 0 else None
+    for turn in range(6):
+        if turn == 3:
+            begun = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        MPI.COMM_WORLD.Reduce(whole, into)
+    each = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begun) / 3
+    return [f"{each} pages cleared for every call"] if each > 1000 else []
 
 
 def _tried() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,17 @@ def test_a_message_arrives_while_its_sender_does_something_else(tmp_path: Path) 
 
 def test_mpis_ranks_of_one_node_share_memory(over_mpi: list[dict[str, Any]]) -> None:
     assert [found["near"] for found in over_mpi] == [[]] * 4
+
+
+@pytest.mark.parametrize("what", ["pairs", "same bits"])
+def test_large_sums_go_by_messages(over_mpi: list[dict[str, Any]], what: str) -> None:
+    assert [found[what] for found in over_mpi] == [[]] * 4
+
+
+def test_memory_of_mpis_calls_is_kept(over_mpi: list[dict[str, Any]]) -> None:
+    if platform.libc_ver()[0] != "glibc":
+        pytest.skip("only glibc can be told to keep memory")
+    assert [found["faults"] for found in over_mpi] == [[]] * 4
 
 
 def test_torchs_own_calls_over_mpi(over_mpi: list[dict[str, Any]]) -> None:

@@ -262,6 +262,21 @@ def test_ranks_of_mpirun_meet_over_mpi() -> None:
     assert default_backend(Place(0, 4, 0, 4, "", "torchrun"), "cpu") == default_backend(None, "cpu") == "gloo"
 
 
+def test_the_c_library_is_told_to_keep_memory_unless_it_was_told_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+
+    def mallopt(option: int, size: int) -> int:
+        told.append((option, size))
+        return size <= 1 << 25  # an older one
+
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=mallopt))
+    assert library.keep_memory({})
+    assert told == [(-3, 1 << 28), (-3, 1 << 25), (-1, 1 << 28), (-1, 1 << 25)]
+    assert not library.keep_memory({"MALLOC_TRIM_THRESHOLD_": "0"}) and len(told) == 4
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda _: SimpleNamespace())  # another C library
+    assert not library.keep_memory({})
+
+
 @pytest.mark.parametrize(("by_window", "by_mpi", "chosen"), [(1.0, 2.0, True), (2.0, 1.0, False)])
 def test_large_calls_go_the_way_that_was_quicker(monkeypatch: pytest.MonkeyPatch, by_window: float, by_mpi: float, chosen: bool) -> None:
     """A call takes as long as the slower rank, which is the other one."""

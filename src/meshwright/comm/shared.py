@@ -39,9 +39,9 @@ def all_reduce(window: Window, whole: torch.Tensor, combine: Combine, then: Then
     elif whole.nbytes * (window.size - 1) <= _SHORT and whole.nbytes <= window.piece * window.size:
         _by_all(window, whole, combine, then, what)
     else:
-        lengths = _lengths(whole.numel(), window.size)
-        own = whole.narrow(0, sum(lengths[: window.me]), lengths[window.me])
-        _by_parts(window, cut(whole, lengths), own, own, combine, then, what)
+        sizes = lengths(whole.numel(), window.size)
+        own = whole.narrow(0, sum(sizes[: window.me]), sizes[window.me])
+        _by_parts(window, cut(whole, sizes), own, own, combine, then, what)
 
 
 def reduce(window: Window, whole: torch.Tensor, combine: Combine, root: int, what: str) -> None:
@@ -49,9 +49,9 @@ def reduce(window: Window, whole: torch.Tensor, combine: Combine, root: int, wha
     if whole.nbytes * (window.size - 1) <= 2 * _SHORT and whole.nbytes <= window.piece * window.size:
         _by_root(window, whole, combine, root, what)
     elif window.size > 1:
-        lengths = _lengths(whole.numel(), window.size)
-        own = whole.narrow(0, sum(lengths[: window.me]), lengths[window.me])
-        _by_parts(window, cut(whole, lengths), own, own, combine, nothing, what, root)
+        sizes = lengths(whole.numel(), window.size)
+        own = whole.narrow(0, sum(sizes[: window.me]), sizes[window.me])
+        _by_parts(window, cut(whole, sizes), own, own, combine, nothing, what, root)
 
 
 def scatter(window: Window, spans: Sequence[Span], own: torch.Tensor | None, out: torch.Tensor, combine: Combine, what: str) -> None:
@@ -220,7 +220,7 @@ def spans_of(parts: Sequence[torch.Tensor]) -> list[Span]:
     return [(part.data_ptr(), part.nbytes) for part in parts]
 
 
-def _lengths(numel: int, ways: int) -> list[int]:
+def lengths(numel: int, ways: int) -> list[int]:
     """Nearly equal; the first ones are longer by one."""
     least, more = divmod(numel, ways)
     return [least + (i < more) for i in range(ways)]

@@ -74,7 +74,7 @@ class MpiGroup(_Base):  # type: ignore[misc]  # torch's stubs know only their ow
         self._index, self._count = comm.Get_rank(), comm.Get_size()
         self._lane = Lane(f"the group of ranks {_ranges(members)}", beside=buffers.beside)
         self._label = self._note = ""
-        self._quick = _quick.state(comm, self._lane, _post, self._calls.near)
+        self._quick = self._calls.compiled = _quick.state(comm, self._lane, _post, self._calls)
         assert _watchdog is not None
         _watchdog.watch(self._lane, members)
 

@@ -2,6 +2,11 @@
 
 After a message of 1 MB the caches hold nothing of Python's, and every function on the way costs a microsecond: small calls do not come here unless
 they are put off or something has to be done to their tensors (`backend.py`), and of large ones nothing is made that is not needed.
+
+[Note: pairs]
+A sum that is scattered, or reduced to one rank of several, is an exchange of parts: in each round a rank sends one other its part, takes in its own
+from another, and adds it up. MPI's own ways move more through memory: of 1 MB, two ranks take half of their time by pairs, four on two cores 0.8.
+Every part is summed from its own rank's on, in the order in which `shared.py` does it: bits do not depend on which of the two it was.
 """
 
 from __future__ import annotations
@@ -19,7 +24,8 @@ from meshwright.comm.mpi.reductions import Reduction
 from meshwright.comm.window import Window
 
 Tensors = Sequence[torch.Tensor]
-_PAIRWISE, _ROUNDS_TAG = 1 << 18, 32767  # bytes from which a reduce-scatter goes by messages; their tag, the largest that MPI promises
+# Bytes for each rank from which sums go by messages ([Note: pairs]); their tag, the largest that MPI promises.
+PAIRWISE, ROUNDS_TAG = 1 << 17, 32767
 _COPIED = 1 << 19  # bytes of a part up to which it is copied rather than made a tensor of
 _at, _IN_PLACE, _BYTE = MPI.buffer.fromaddress, MPI.IN_PLACE, MPI.BYTE
 
@@ -29,6 +35,8 @@ class Calls:
 
     def __init__(self, comm: Any, members: tuple[int, ...]) -> None:
         self._comm, self._index, self._count = comm, comm.Get_rank(), comm.Get_size()
+        self.pairwise = PAIRWISE * self._count
+        self.compiled: Any = None  # what `quick.py` knows of the group
         self.near = Near(comm, members)
 
     # -- reductions --
@@ -55,7 +63,9 @@ class Calls:
             way.finish(tensor, work)
 
     def _reduce(self, work: torch.Tensor, way: Reduction, root: int) -> None:
-        if self._index == root:
+        if self._count > 2 and work.is_cpu and self.pairwise <= work.nbytes <= buffers.most:
+            self._reduce_by_pairs(work.view(-1), way, root)
+        elif self._index == root:
             way.pieces(work, lambda part: self._comm.Reduce(_IN_PLACE, way.spec(part), way.op, root))
         else:
             way.pieces(work, lambda part: self._comm.Reduce(way.spec(part), None, way.op, root))
@@ -78,37 +88,51 @@ class Calls:
         way.finish(output, own)
 
     def _reduce_scatter(self, own: torch.Tensor, work: torch.Tensor, way: Reduction, sizes: list[int]) -> None:
-        equal = len(set(sizes)) == 1
         if own.is_cuda and way.combined:
             self._scatter_by_pairs(own, work, way, sizes)
         elif work.numel() * way.width > buffers.most:
             self._scatter_by_reducing(own, work, way, sizes)
-        elif work.nbytes >= _PAIRWISE and own.is_cpu and not (equal and way.plain):
+        elif work.nbytes >= self.pairwise and own.is_cpu:
             self._scatter_by_pairs(own, work, way, sizes)
-        elif equal:
+        elif len(set(sizes)) == 1:
             self._comm.Reduce_scatter_block([buffers.memory(work), sizes[0] * way.width, way.kind], way.spec(own), way.op)
         else:
             self._comm.Reduce_scatter(way.spec(work), way.spec(own), [n * way.width for n in sizes], way.op)
 
     def _scatter_by_pairs(self, own: torch.Tensor, work: torch.Tensor, way: Reduction, sizes: list[int]) -> None:
-        """In each round every rank sends one other its part, and takes in its own from another: MPI's own way moves more through memory."""
+        """[Note: pairs]. Compiled where that is possible: in trials, too, it is to take as long as the calls that come after them."""
+        if self.compiled is not None and own.is_cpu and work.nbytes <= buffers.most:
+            unit = work.element_size()
+            handles = MPI._handleof(way.kind), MPI._handleof(way.op)
+            self.compiled.scatter(work.data_ptr(), own.data_ptr(), [n * unit for n in sizes], *handles, unit // way.width)
+            return
         parts, own = work.view(-1).split(sizes), own.view(-1)
         if parts[self._index].data_ptr() != own.data_ptr():
             own.copy_(parts[self._index])
         arrived = torch.empty_like(own)
         for step in range(1, self._count):
-            to, source = (self._index + step) % self._count, (self._index - step) % self._count
-            self._comm.Sendrecv(buffers.as_bytes(parts[to]), to, _ROUNDS_TAG, buffers.as_bytes(arrived), source, _ROUNDS_TAG)
+            to, source = (self._index - step) % self._count, (self._index + step) % self._count
+            self._comm.Sendrecv(buffers.as_bytes(parts[to]), to, ROUNDS_TAG, buffers.as_bytes(arrived), source, ROUNDS_TAG)
             if own.is_cuda:
                 way.combine(own, arrived, out=own)
                 buffers.made(own)
             else:
                 way.op.Reduce_local(way.spec(arrived), way.spec(own))
 
+    def _reduce_by_pairs(self, whole: torch.Tensor, way: Reduction, root: int) -> None:
+        """Everyone sums a part, and one rank gathers them."""
+        sizes = shared.lengths(whole.numel(), self._count)
+        own = whole.split(sizes)[self._index]
+        total = own if self._index == root else torch.empty_like(own)
+        self._scatter_by_pairs(total, whole, way, sizes)
+        if self._index == root:
+            self._comm.Gatherv(_IN_PLACE, buffers.in_pieces(whole, sizes), root)
+        else:
+            self._comm.Gatherv(buffers.as_bytes(total), None, root)
+
     def _reduce_there(self, whole: torch.Tensor, way: Reduction) -> None:
         """Of device memory, which an MPI that takes it moves quickly but adds up on the host: moved by MPI, added up by the device."""
-        least, more = divmod(whole.numel(), self._count)
-        sizes = [least + (rank < more) for rank in range(self._count)]
+        sizes = shared.lengths(whole.numel(), self._count)
         self._scatter_by_pairs(whole.split(sizes)[self._index], whole, way, sizes)
         self._comm.Allgatherv(_IN_PLACE, buffers.in_pieces(whole, sizes))
 
@@ -123,7 +147,8 @@ class Calls:
             start += size
 
     def _window(self, op: str, work: torch.Tensor, way: Reduction) -> Window | None:
-        return self.near.window(op, work.nbytes if way.combined and work.is_cpu else ELSEWHERE, self.near.alike(way))
+        alike = self.near.alike(op, way) and (self._count == 2 or work.nbytes <= buffers.most)  # longer ones go by pairs in another order
+        return self.near.window(op, work.nbytes if way.combined and work.is_cpu else ELSEWHERE, alike)
 
     # -- movements --
 

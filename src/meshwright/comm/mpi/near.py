@@ -8,7 +8,7 @@ Which way is quicker depends on the machine: of 16 MB, two ranks' sum through sh
 first calls of an operation and size go the two ways, a few in a row and in turn, and the rest goes the quicker one. Ranks meet before a call that is
 tried, since who came early would have waited, or given before the others came to take; and it takes as long as the rank that it takes longest. (From
 when the last rank begins is not enough: where ranks share a core, others have done their part by then.) But no clock may decide which bits come out:
-what is moved and sums of two are the same either way, sums of more depend on the order, and go by their size.
+what is moved, sums of two and sums that are scattered are the same either way; other sums of more depend on the order, and go by their size.
 What one group has settled holds for others of the same ranks, from their first large call on, in which they compare what they know: one rank may have
 come further in another group than the next one has.
 """
@@ -67,9 +67,9 @@ class Near:
         self.least = FROM * len(members) if len(members) > 1 else _NEVER  # bytes below which there is nothing to ask
         self.least_sum = SUMS_FROM * len(members) if len(members) > 1 else _NEVER  # nor for what is not alike
 
-    def alike(self, way: Reduction) -> bool:
-        """Whether both ways give the same bits: a + b is b + a."""
-        return len(self._members) == 2 and way.combine is torch.add
+    def alike(self, op: str, way: Reduction) -> bool:
+        """Whether both ways give the same bits: a + b is b + a, and what is scattered is added up in one order ([Note: pairs])."""
+        return (len(self._members) == 2 or op == "reduce_scatter") and way.combine is torch.add
 
     def window(self, op: str, size: int, alike: bool) -> Window | None:
         """None where a call of so many bytes goes by MPI, which is so for `ELSEWHERE`. Collective when it is the first that does not, or one that is

@@ -41,9 +41,12 @@ static struct {
     int (*test)(handle *, int *, void *);
     int (*wait)(handle *, void *);
     int (*probe)(int, int, handle, int *, void *);
+    int (*exchange)(const void *, int, handle, int, int, void *, int, handle, int, int, handle, void *);
+    int (*add)(const void *, void *, int, handle, handle);
+    int (*gather)(const void *, int, handle, void *, const int *, const int *, handle, int, handle);
 } mpi;
 static handle byte_type, self_comm;
-static int any_source, any_tag;
+static int any_source, any_tag, rounds_tag;
 static void *in_place;
 
 /* DLPack's description of a tensor, and the table of functions that torch gives away with its class; both in DLPack's layout. */
@@ -73,7 +76,7 @@ static PyObject *s_async, *s_reduction, *s_root, *s_profiled, *s_follow, *s_wait
 typedef struct {
     handle kind, op;
     int width; /* bytes of one of `kind`; 0 where MPI cannot do it as it is */
-    int alike; /* the bits are the same by shared memory: only then a large one may have chosen */
+    int alike; /* a bit for each operation: its sums are the same by shared memory, and only then a large one may have chosen */
 } Way;
 
 /* Where torch's options of one kind keep what is asked of them, in bytes from where they begin; -1 where that is not known. */
@@ -106,7 +109,8 @@ struct State {
     PyObject *settled, *made; /* which way large collectives have chosen; what makes Python's message of one */
     struct itimerspec after, soon; /* when the post looks: usually, and while it helps */
     int timer;
-    long long small, sums, most;  /* bytes below which a collective has nothing to choose, nor a sum whose bits depend on the way; that MPI counts */
+    long long small, sums, pairs, most;  /* bytes below which a collective has nothing to choose, nor a sum whose bits depend on the way; from which
+                                            sums go by pairs; that MPI counts */
     long long alone;              /* bytes up to which nobody looks after a message */
     handle comm;
     int index, count, *counts, *places;
@@ -221,7 +225,7 @@ static const Way *way_of(const Operation *self, State *state, PyObject *options,
     for (int n = 0; kind >= 0 && kind < REDUCTIONS && n < DTYPES && state->dtypes[n]; n++)
         if (state->dtypes[n] == span.dtype) {
             const Way *way = &state->ways[kind][n];
-            return way->width && (way->alike ? by_mpi(self, state, size) : size < state->sums) ? way : NULL;
+            return way->width && (way->alike >> self->place & 1 ? by_mpi(self, state, size) : size < state->sums) ? way : NULL;
         }
     return NULL;
 }
@@ -258,6 +262,15 @@ static PyObject *ended(State *state, int code)
 
 #define WITHOUT_LOCK(call) Py_BEGIN_ALLOW_THREADS code = call; Py_END_ALLOW_THREADS
 
+/* Bytes for the largest of nearly equal parts of so many, and up to where another may begin. */
+static size_t room_of(State *state, int64_t size) { return ((size_t)(size / state->count) + 128) & ~(size_t)63; }
+
+static void equal_parts(State *state, int size)
+{
+    for (int n = 0; n < state->count; n++)
+        state->counts[n] = size, state->places[n] = n * size;
+}
+
 /* -- collectives. Each returns NULL with `begun` at 0 where the method is to do it. -- */
 
 static PyObject *all_reduce(State *state, const Operation *self, PyObject *const *args, int *begun)
@@ -273,19 +286,55 @@ static PyObject *all_reduce(State *state, const Operation *self, PyObject *const
     return ended(state, code);
 }
 
+/* As Calls._scatter_by_pairs: this rank's part of `whole` summed up to `own`, which may be it. Parts lie as the state's counts and places say, and one
+   that arrives is put into `room`. */
+static int scattered_by_pairs(State *state, const Way *way, const char *whole, char *own, char *room)
+{
+    const int size = state->counts[state->index];
+    STATUS(status);
+    int code = 0;
+    if (own != whole + state->places[state->index])
+        memcpy(own, whole + state->places[state->index], (size_t)size);
+    for (int step = 1; !code && step < state->count; step++) {
+        const int to = (state->index + state->count - step) % state->count, source = (state->index + step) % state->count;
+        code = mpi.exchange(whole + state->places[to], state->counts[to], byte_type, to, rounds_tag, room, size, byte_type, source, rounds_tag,
+                            state->comm, status);
+        code = code ? code : mpi.add(room, own, size / way->width, way->kind, way->op);
+    }
+    return code;
+}
+
+/* As Calls._reduce_by_pairs, with parts as shared.lengths has them. There is room for two. */
+static int reduced_by_pairs(State *state, const Way *way, Span span, int root, char *room)
+{
+    const int width = (span.dtype & 255) / 8, numbers = (int)(span.size / width), least = numbers / state->count, more = numbers % state->count;
+    for (int n = 0, place = 0; n < state->count; place += state->counts[n++])
+        state->counts[n] = (least + (n < more)) * width, state->places[n] = place;
+    const int here = root == state->index, size = state->counts[state->index];
+    char *own = here ? span.at + state->places[root] : room + room_of(state, span.size);
+    int code = scattered_by_pairs(state, way, span.at, own, room);
+    return code ? code : mpi.gather(here ? in_place : own, size, byte_type, span.at, state->counts, state->places, byte_type, root, state->comm);
+}
+
 static PyObject *reduce(State *state, const Operation *self, PyObject *const *args, int *begun)
 {
     PyObject *tensor = only(args[0]);
     const Way *way;
     Span span;
-    int code, root;
+    char *room = NULL;
+    int code = 0, root, pairs;
     if (tensor == NULL || !span_of(state, tensor, &span) || !at_once(self, args[1]) || (root = root_of(self, args[1])) < 0 ||
-        !(way = way_of(self, state, args[1], span, span.size)) || !(*begun = begin(state, self->name)))
+        !(way = way_of(self, state, args[1], span, span.size)))
         return NULL;
-    const void *from = root == state->index ? in_place : span.at;
-    void *to = root == state->index ? span.at : NULL;
-    WITHOUT_LOCK(mpi.reduce(from, to, (int)(span.size / way->width), way->kind, way->op, root, state->comm))
-    return ended(state, code);
+    pairs = state->count > 2 && span.size >= state->pairs;
+    if ((!pairs || (room = malloc(2 * room_of(state, span.size))) != NULL) && (*begun = begin(state, self->name))) {
+        const void *from = root == state->index ? in_place : span.at;
+        void *to = root == state->index ? span.at : NULL;
+        WITHOUT_LOCK(pairs ? reduced_by_pairs(state, way, span, root, room)
+                           : mpi.reduce(from, to, (int)(span.size / way->width), way->kind, way->op, root, state->comm))
+    }
+    free(room);
+    return *begun ? ended(state, code) : NULL;
 }
 
 static int parts_of(State *state, PyObject *one, PyObject *all, Span *part, Span *whole)
@@ -298,12 +347,18 @@ static PyObject *reduce_scatter(State *state, const Operation *self, PyObject *c
 {
     const Way *way;
     Span part, whole;
-    int code;
-    if (!parts_of(state, args[0], args[1], &part, &whole) || !at_once(self, args[2]) || !(way = way_of(self, state, args[2], part, whole.size)) ||
-        !(*begun = begin(state, self->name)))
+    char *room = NULL;
+    int code = 0, pairs;
+    if (!parts_of(state, args[0], args[1], &part, &whole) || !at_once(self, args[2]) || !(way = way_of(self, state, args[2], part, whole.size)))
         return NULL;
-    WITHOUT_LOCK(mpi.reduce_scatter(whole.at, part.at, (int)(part.size / way->width), way->kind, way->op, state->comm))
-    return ended(state, code);
+    pairs = whole.size >= state->pairs;
+    if ((!pairs || (room = malloc(room_of(state, whole.size))) != NULL) && (*begun = begin(state, self->name))) {
+        equal_parts(state, (int)part.size);
+        WITHOUT_LOCK(pairs ? scattered_by_pairs(state, way, whole.at, part.at, room)
+                           : mpi.reduce_scatter(whole.at, part.at, (int)(part.size / way->width), way->kind, way->op, state->comm))
+    }
+    free(room);
+    return *begun ? ended(state, code) : NULL;
 }
 
 static PyObject *all_gather(State *state, const Operation *self, PyObject *const *args, int *begun)
@@ -326,8 +381,7 @@ static PyObject *all_to_all(State *state, const Operation *self, PyObject *const
         to.rows != from.rows || to.dtype != from.dtype || to.rows < 1 || to.rows % state->count || !at_once(self, args[4]) ||
         !(*begun = begin(state, self->name)))
         return NULL;
-    for (int n = 0, each = (int)(from.size / state->count); n < state->count; n++)
-        state->counts[n] = each, state->places[n] = n * each;
+    equal_parts(state, (int)(from.size / state->count));
     WITHOUT_LOCK(mpi.all_to_all(from.at, state->counts, state->places, byte_type, to.at, state->counts, state->places, byte_type, state->comm))
     return ended(state, code);
 }
@@ -621,9 +675,9 @@ static PyObject *state_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUS
     unsigned long long comm, kind, op;
     int reduction, code, bits, width, alike;
     State *self = (State *)type->tp_alloc(type, 0);
-    if (self == NULL || !PyArg_ParseTuple(args, "OO!OO!illOLLLLKiiO!", &lane, &PyDict_Type, &settled, &post, &PySet_Type, &under_way, &self->timer,
-                                          &self->after.it_value.tv_nsec, &self->soon.it_value.tv_nsec, &made, &self->small, &self->sums, &self->most,
-                                          &self->alone, &comm, &self->index, &self->count, &PyList_Type, &ways))
+    if (self == NULL || !PyArg_ParseTuple(args, "OO!OO!illOLLLLLKiiO!", &lane, &PyDict_Type, &settled, &post, &PySet_Type, &under_way, &self->timer,
+                                          &self->after.it_value.tv_nsec, &self->soon.it_value.tv_nsec, &made, &self->small, &self->sums,
+                                          &self->pairs, &self->most, &self->alone, &comm, &self->index, &self->count, &PyList_Type, &ways))
         goto failed;
     const struct {
         PyObject ***at, *object;
@@ -663,6 +717,33 @@ failed:
     return NULL;
 }
 
+/* For the methods, which have begun: a sum by pairs of parts of any sizes. */
+static PyObject *state_scatter(PyObject *object, PyObject *args)
+{
+    State *state = (State *)object;
+    unsigned long long whole, own, kind, op;
+    int code = 0, place = 0;
+    Way way;
+    PyObject *sizes;
+    if (!PyArg_ParseTuple(args, "KKO!KKi", &whole, &own, &PyList_Type, &sizes, &kind, &op, &way.width))
+        return NULL;
+    if (PyList_GET_SIZE(sizes) != state->count || way.width < 1)
+        return PyErr_Format(PyExc_ValueError, "not %d sizes, or nothing in them", state->count);
+    for (int n = 0; n < state->count; place += state->counts[n++])
+        state->counts[n] = as_int(PyList_GET_ITEM(sizes, n)), state->places[n] = place;
+    char *room = malloc((size_t)state->counts[state->index] + 1);
+    if (room == NULL)
+        return PyErr_NoMemory();
+    way.kind = (handle)(intptr_t)kind, way.op = (handle)(intptr_t)op;
+    WITHOUT_LOCK(scattered_by_pairs(state, &way, (const char *)(intptr_t)whole, (char *)(intptr_t)own, room))
+    free(room);
+    if (code)
+        return raised(code);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef state_methods[] = {{"scatter", state_scatter, METH_VARARGS, NULL}, {0}};
+
 static void state_delete(PyObject *object)
 {
     State *self = (State *)object;
@@ -681,6 +762,7 @@ static PyTypeObject StateType = {
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = state_new,
     .tp_dealloc = state_delete,
+    .tp_methods = state_methods,
 };
 
 /* -- operations -- */
@@ -782,8 +864,8 @@ static PyObject *bind(PyObject *Py_UNUSED(module), PyObject *args)
     unsigned long long byte, in, self;
     void **table = (void **)&mpi;
     const Py_ssize_t count = sizeof mpi / sizeof *table;
-    if (!PyArg_ParseTuple(args, "O!KKKiiOOOOOOO", &PyTuple_Type, &addresses, &byte, &in, &self, &any_source, &any_tag, &capsule, &failure, &looks,
-                          &work_type, &tensor_type, &parameter_type, &done))
+    if (!PyArg_ParseTuple(args, "O!KKKiiiOOOOOOO", &PyTuple_Type, &addresses, &byte, &in, &self, &any_source, &any_tag, &rounds_tag, &capsule, &failure,
+                          &looks, &work_type, &tensor_type, &parameter_type, &done))
         return NULL;
     PyObject *kept[] = {failure, looks, work_type, tensor_type, parameter_type};
     for (size_t n = 0; n < sizeof kept / sizeof *kept; n++)

@@ -22,15 +22,17 @@ from torch.autograd import profiler
 
 from meshwright.comm.lane import DONE, Lane
 from meshwright.comm.mpi import buffers
+from meshwright.comm.mpi.calls import ROUNDS_TAG, Calls
 from meshwright.comm.mpi.compiled import compiled
 from meshwright.comm.mpi.fields import fields_of
 from meshwright.comm.mpi.messages import SMALL, Message
-from meshwright.comm.mpi.near import Near
 from meshwright.comm.mpi.post import AFTER_S, SOON_S, Post
 from meshwright.comm.mpi.reductions import exact
 
 # In the order of the table in quick.c.
-_CALLS = ("Allreduce", "Reduce", "Reduce_scatter_block", "Allgather", "Alltoallv", "Bcast", "Isend", "Irecv", "Test", "Wait", "Iprobe")
+_CALLS = ("Allreduce", "Reduce", "Reduce_scatter_block", "Allgather", "Alltoallv", "Bcast", "Isend", "Irecv", "Test", "Wait", "Iprobe",
+          "Sendrecv", "Reduce_local", "Gatherv")  # fmt: skip
+_SUMS = ("all_reduce", "reduce", "reduce_scatter")  # the first of its operations
 _handle: Callable[[Any], int] = MPI._handleof
 # As DLPack says them: a code, and bits.
 _DTYPES = {
@@ -61,14 +63,15 @@ class Quick:
         """What moves messages on; None where it is not compiled."""
         return self.module.stir if self.module else None
 
-    def state(self, comm: MPI.Comm, lane: Lane, post: Post, near: Near) -> Any:
+    def state(self, comm: MPI.Comm, lane: Lane, post: Post, calls: Calls) -> Any:
         """What the module knows of a group. Collectives that may be quicker by shared memory are the methods' affair."""
         if not self.module:
             return None
-        ways = [
-            (kind, _DTYPES[dtype], _handle(way.kind), _handle(way.op), way.kind.Get_size(), near.alike(way))
-            for kind, dtype, way in exact(comm.Get_size())
-        ]
+        near = calls.near
+        ways = []
+        for kind, dtype, way in exact(comm.Get_size()):
+            alike = sum(near.alike(op, way) << n for n, op in enumerate(_SUMS))
+            ways.append((kind, _DTYPES[dtype], _handle(way.kind), _handle(way.op), way.kind.Get_size(), alike))
 
         def message(request: int, tensor: torch.Tensor, source: int, done: bool, code: int) -> Message:
             made = Message(post, MPI.Request.fromhandle(request), tensor, tensor, source)
@@ -77,7 +80,7 @@ class Quick:
                 post.follow(made)
             return made
 
-        limits = near.least, near.least_sum, buffers.most, SMALL
+        limits = near.least, near.least_sum, calls.pairwise, buffers.most, SMALL
         watch = post, post.under_way, post.alarm.number, round(AFTER_S * 1e9), round(SOON_S * 1e9)
         return self.module.State(lane, near.settled, *watch, message, *limits, _handle(comm), comm.Get_rank(), comm.Get_size(), ways)
 
@@ -92,7 +95,7 @@ def _bound(path: Path) -> Any:
         spec.loader.exec_module(module)
         addresses = tuple(ctypes.cast(getattr(library, f"MPI_{name}"), ctypes.c_void_p).value for name in _CALLS)
         dlpack = torch.Tensor.__dlpack_c_exchange_api__
-        constants = _handle(MPI.BYTE), int(MPI.IN_PLACE), _handle(MPI.COMM_SELF), MPI.ANY_SOURCE, MPI.ANY_TAG
+        constants = _handle(MPI.BYTE), int(MPI.IN_PLACE), _handle(MPI.COMM_SELF), MPI.ANY_SOURCE, MPI.ANY_TAG, ROUNDS_TAG
         module.bind(addresses, *constants, dlpack, MPI.Exception, *classes, DONE)
     except (ImportError, AttributeError, ValueError):  # made for another machine; an MPI that hides its calls; a torch with another DLPack
         return None
