@@ -147,7 +147,7 @@ class Calls:
             start += size
 
     def _window(self, op: str, work: torch.Tensor, way: Reduction) -> Window | None:
-        alike = self.near.alike(op, way) and (self._count == 2 or work.nbytes <= buffers.most)  # longer ones go by pairs in another order
+        alike = self.near.alike(op, way) and (self._count == 2 or work.nbytes <= buffers.most)  # longer ones are added up in another order
         return self.near.window(op, work.nbytes if way.combined and work.is_cpu else ELSEWHERE, alike)
 
     # -- movements --
