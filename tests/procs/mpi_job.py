@@ -231,19 +231,23 @@ def _near() -> list[str]:
 
 def _pairs() -> list[str]:
     """As if every sum were large and no memory shared: added up by messages, where no rank is compiled and where every second one is."""
-    from meshwright.comm.mpi import calls, near
+    from meshwright.comm.mpi import calls, library, near
     from tests.procs import collectives
 
-    rank, kept = dist.get_rank(), (calls.PAIRWISE, near.FROM)
+    rank, kept, neighbours = dist.get_rank(), (calls.PAIRWISE, near.FROM), library.neighbours
     calls.PAIRWISE, near.FROM = 0, 1 << 40
     try:
         _, wrong = collectives.conform(lambda groups: _comm(groups), (torch.float32, torch.bool, torch.complex64), ("plain", "strided", "empty"))
         group: Any = dist.new_group(backend="mpi")
         if rank % 2:
             group._quick = group._calls.compiled = None
-        each = [(numel, dtype) for numel in (0, 1, 1003) for dtype in (torch.int16, torch.complex128)]
-        return wrong + [f"{numel} numbers, {dtype}" for numel, dtype in each if not _summed(group, numel, dtype)]
+        library.neighbours = lambda: frozenset({rank})  # type: ignore[assignment]
+        apart: Any = dist.new_group(backend="mpi")
+        wrong += ["reduced between nodes by pairs"] if apart._calls.reduces_from < near.NEVER else []
+        each = [(group, numel, dtype) for group in (group, apart) for numel in (0, 1, 1003) for dtype in (torch.int16, torch.complex128)]
+        return wrong + [f"{numel} numbers, {dtype}" for group, numel, dtype in each if not _summed(group, numel, dtype)]
     finally:
+        library.neighbours = neighbours
         calls.PAIRWISE, near.FROM = kept
 
 

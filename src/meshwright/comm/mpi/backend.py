@@ -20,6 +20,7 @@ import torch.distributed as dist
 from meshwright.comm.mpi import library
 
 library.load()  # before mpi4py is imported by anybody else: it must not initialise MPI in its own way
+library.neighbours()  # while everyone is here
 
 from mpi4py import MPI  # noqa: E402
 

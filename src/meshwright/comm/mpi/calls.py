@@ -4,9 +4,9 @@ After a message of 1 MB the caches hold nothing of Python's, and every function 
 they are put off or something has to be done to their tensors (`backend.py`), and of large ones nothing is made that is not needed.
 
 [Note: pairs]
-A sum that is scattered, or reduced to one rank of several, is an exchange of parts: in each round a rank sends one other its part, takes in its own
-from another, and adds it up. MPI's own ways move more through memory: of 1 MB, two ranks take half of their time by pairs, four on two cores 0.8.
-Every part is summed from its own rank's on, in the order in which `shared.py` does it: bits do not depend on which of the two it was.
+A sum that is scattered, or reduced to one rank of several on a node, is an exchange of parts: in each round a rank sends one other its part, takes in
+its own from another, and adds it up. MPI's own ways move more through memory: of 1 MB, two ranks take half of their time by pairs, four on two cores
+0.8. Every part is summed from its own rank's on, in the order in which `shared.py` does it: bits do not depend on which of the two it was.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from mpi4py import MPI
 
 from meshwright.comm import shared
-from meshwright.comm.mpi import buffers
-from meshwright.comm.mpi.near import ELSEWHERE, Near
+from meshwright.comm.mpi import buffers, library
+from meshwright.comm.mpi.near import ELSEWHERE, NEVER, Near
 from meshwright.comm.mpi.reductions import Reduction
 from meshwright.comm.window import Window
 
@@ -35,7 +35,9 @@ class Calls:
 
     def __init__(self, comm: Any, members: tuple[int, ...]) -> None:
         self._comm, self._index, self._count = comm, comm.Get_rank(), comm.Get_size()
-        self.pairwise = PAIRWISE * self._count
+        # Bytes from which it is quicker by pairs. Between nodes MPI's own reduce adds up on every node first, and half as much goes over the wire.
+        self.scatters_from = PAIRWISE * self._count
+        self.reduces_from = self.scatters_from if self._count > 2 and library.neighbours() >= set(members) else NEVER
         self.compiled: Any = None  # what `quick.py` knows of the group
         self.near = Near(comm, members)
 
@@ -63,7 +65,7 @@ class Calls:
             way.finish(tensor, work)
 
     def _reduce(self, work: torch.Tensor, way: Reduction, root: int) -> None:
-        if self._count > 2 and work.is_cpu and self.pairwise <= work.nbytes <= buffers.most:
+        if work.is_cpu and self.reduces_from <= work.nbytes <= buffers.most:
             self._reduce_by_pairs(work.view(-1), way, root)
         elif self._index == root:
             way.pieces(work, lambda part: self._comm.Reduce(_IN_PLACE, way.spec(part), way.op, root))
@@ -92,7 +94,7 @@ class Calls:
             self._scatter_by_pairs(own, work, way, sizes)
         elif work.numel() * way.width > buffers.most:
             self._scatter_by_reducing(own, work, way, sizes)
-        elif work.nbytes >= self.pairwise and own.is_cpu:
+        elif work.nbytes >= self.scatters_from and own.is_cpu:
             self._scatter_by_pairs(own, work, way, sizes)
         elif len(set(sizes)) == 1:
             self._comm.Reduce_scatter_block([buffers.memory(work), sizes[0] * way.width, way.kind], way.spec(own), way.op)

@@ -163,6 +163,16 @@ def compare_versions(every: list[dict[str, str]]) -> None:
 
 
 @cache
+def neighbours() -> frozenset[int]:
+    """The world's ranks on this one's node. Collective when it is first asked: when the backend is loaded."""
+    MPI = load()
+    node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    found = frozenset(node.allgather(MPI.COMM_WORLD.Get_rank()))
+    node.Free()
+    return found
+
+
+@cache
 def cuda_aware() -> bool:
     """Whether this MPI takes device memory: Open MPI and its like answer MPIX_Query_cuda_support, the others have no such name."""
     try:

@@ -26,7 +26,7 @@ from meshwright.comm.mpi.reductions import Reduction
 from meshwright.comm.window import Window, window_among
 from meshwright.core.comm import TRIES
 
-_NEVER = 1 << 62
+NEVER = 1 << 62
 ELSEWHERE = -1  # bytes of what the window cannot hold: of a device, or that torch cannot add up
 _SLACK_S = 60.0  # by which the watchdog, which knows who is missing, comes before the window's own clock
 # Bytes of the whole tensor, for each rank of the group, from which it may be quicker: with every one more there is somebody to wait for.
@@ -64,8 +64,8 @@ class Near:
         self._trials: dict[_Key, _Trial] = {}
         self._under_way: _Trial | None = None
         self.settled: dict[_Key, Window | None] = {}  # what trials came to
-        self.least = FROM * len(members) if len(members) > 1 else _NEVER  # bytes below which there is nothing to ask
-        self.least_sum = SUMS_FROM * len(members) if len(members) > 1 else _NEVER  # nor for what is not alike
+        self.least = FROM * len(members) if len(members) > 1 else NEVER  # bytes below which there is nothing to ask
+        self.least_sum = SUMS_FROM * len(members) if len(members) > 1 else NEVER  # nor for what is not alike
 
     def alike(self, op: str, way: Reduction) -> bool:
         """Whether both ways give the same bits: a + b is b + a, and what is scattered is added up in one order ([Note: pairs])."""
@@ -114,7 +114,7 @@ class Near:
             _settled.setdefault(self._members, {})[trial.key] = quicker
 
     def close(self) -> None:
-        self._window, self._tried, self.least, self.least_sum = None, True, _NEVER, _NEVER
+        self._window, self._tried, self.least, self.least_sum = None, True, NEVER, NEVER
         self.settled.clear()
 
 

@@ -109,8 +109,9 @@ struct State {
     PyObject *settled, *made; /* which way large collectives have chosen; what makes Python's message of one */
     struct itimerspec after, soon; /* when the post looks: usually, and while it helps */
     int timer;
-    long long small, sums, pairs, most;  /* bytes below which a collective has nothing to choose, nor a sum whose bits depend on the way; from which
-                                            sums go by pairs; that MPI counts */
+    long long small, sums;        /* bytes below which a collective has nothing to choose, nor a sum whose bits depend on the way */
+    long long scatters, reduces;  /* bytes from which they go by pairs */
+    long long most;               /* that MPI counts */
     long long alone;              /* bytes up to which nobody looks after a message */
     handle comm;
     int index, count, *counts, *places;
@@ -286,8 +287,8 @@ static PyObject *all_reduce(State *state, const Operation *self, PyObject *const
     return ended(state, code);
 }
 
-/* As Calls._scatter_by_pairs: this rank's part of `whole` summed up to `own`, which may be it. Parts lie as the state's counts and places say, and one
-   that arrives is put into `room`. */
+/* As Calls._scatter_by_pairs: this rank's part of `whole` summed up to `own`, which may be it. Parts lie as the state's counts and places say; one that
+   arrives is put into `room`. */
 static int scattered_by_pairs(State *state, const Way *way, const char *whole, char *own, char *room)
 {
     const int size = state->counts[state->index];
@@ -326,7 +327,7 @@ static PyObject *reduce(State *state, const Operation *self, PyObject *const *ar
     if (tensor == NULL || !span_of(state, tensor, &span) || !at_once(self, args[1]) || (root = root_of(self, args[1])) < 0 ||
         !(way = way_of(self, state, args[1], span, span.size)))
         return NULL;
-    pairs = state->count > 2 && span.size >= state->pairs;
+    pairs = span.size >= state->reduces;
     if ((!pairs || (room = malloc(2 * room_of(state, span.size))) != NULL) && (*begun = begin(state, self->name))) {
         const void *from = root == state->index ? in_place : span.at;
         void *to = root == state->index ? span.at : NULL;
@@ -351,7 +352,7 @@ static PyObject *reduce_scatter(State *state, const Operation *self, PyObject *c
     int code = 0, pairs;
     if (!parts_of(state, args[0], args[1], &part, &whole) || !at_once(self, args[2]) || !(way = way_of(self, state, args[2], part, whole.size)))
         return NULL;
-    pairs = whole.size >= state->pairs;
+    pairs = whole.size >= state->scatters;
     if ((!pairs || (room = malloc(room_of(state, whole.size))) != NULL) && (*begun = begin(state, self->name))) {
         equal_parts(state, (int)part.size);
         WITHOUT_LOCK(pairs ? scattered_by_pairs(state, way, whole.at, part.at, room)
@@ -675,9 +676,10 @@ static PyObject *state_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUS
     unsigned long long comm, kind, op;
     int reduction, code, bits, width, alike;
     State *self = (State *)type->tp_alloc(type, 0);
-    if (self == NULL || !PyArg_ParseTuple(args, "OO!OO!illOLLLLLKiiO!", &lane, &PyDict_Type, &settled, &post, &PySet_Type, &under_way, &self->timer,
+    if (self == NULL || !PyArg_ParseTuple(args, "OO!OO!illOLLLLLLKiiO!", &lane, &PyDict_Type, &settled, &post, &PySet_Type, &under_way, &self->timer,
                                           &self->after.it_value.tv_nsec, &self->soon.it_value.tv_nsec, &made, &self->small, &self->sums,
-                                          &self->pairs, &self->most, &self->alone, &comm, &self->index, &self->count, &PyList_Type, &ways))
+                                          &self->scatters, &self->reduces, &self->most, &self->alone, &comm, &self->index, &self->count,
+                                          &PyList_Type, &ways))
         goto failed;
     const struct {
         PyObject ***at, *object;
@@ -864,8 +866,8 @@ static PyObject *bind(PyObject *Py_UNUSED(module), PyObject *args)
     unsigned long long byte, in, self;
     void **table = (void **)&mpi;
     const Py_ssize_t count = sizeof mpi / sizeof *table;
-    if (!PyArg_ParseTuple(args, "O!KKKiiiOOOOOOO", &PyTuple_Type, &addresses, &byte, &in, &self, &any_source, &any_tag, &rounds_tag, &capsule, &failure,
-                          &looks, &work_type, &tensor_type, &parameter_type, &done))
+    if (!PyArg_ParseTuple(args, "O!KKKiiiOOOOOOO", &PyTuple_Type, &addresses, &byte, &in, &self, &any_source, &any_tag, &rounds_tag, &capsule,
+                          &failure, &looks, &work_type, &tensor_type, &parameter_type, &done))
         return NULL;
     PyObject *kept[] = {failure, looks, work_type, tensor_type, parameter_type};
     for (size_t n = 0; n < sizeof kept / sizeof *kept; n++)

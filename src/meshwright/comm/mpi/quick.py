@@ -80,7 +80,7 @@ class Quick:
                 post.follow(made)
             return made
 
-        limits = near.least, near.least_sum, calls.pairwise, buffers.most, SMALL
+        limits = near.least, near.least_sum, calls.scatters_from, calls.reduces_from, buffers.most, SMALL
         watch = post, post.under_way, post.alarm.number, round(AFTER_S * 1e9), round(SOON_S * 1e9)
         return self.module.State(lane, near.settled, *watch, message, *limits, _handle(comm), comm.Get_rank(), comm.Get_size(), ways)
 
