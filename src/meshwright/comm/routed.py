@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshwright.comm.composed import Composed
@@ -18,14 +17,14 @@ Choose = Callable[[str, int], str]  # (operation, bytes of the whole tensor) →
 
 class RoutedComm(PutOff):
     """`core.comm.Comm` that hands every call on. All ranks must choose alike, so a choice may depend on operation and size only: where sizes
-    differ from rank to rank (all-to-all, unequal parts, messages) the choice is that of the largest size. `chosen` says what went where."""
+    differ from rank to rank (all-to-all, unequal parts, messages) the choice is that of the largest size."""
 
     def __init__(self, ways: Mapping[str, Comm], choose: Choose, composed: Mapping[str, Composed] | None = None) -> None:
         self._ways, self._choose = dict(ways), choose
         self._composed = dict(composed or {})
         self.first = next(iter(self._ways.values()))
         self.rank, self.size = self.first.rank, self.first.size
-        self._known: dict[tuple[str, int], _Taken] = {}
+        self._known: dict[tuple[str, int, bool], Comm | Composed] = {}  # shared with the twin, whose calls are not put off
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Pending:
         return self._by("all_reduce", tensor.nbytes).all_reduce(tensor, name, op, factor)
@@ -59,29 +58,15 @@ class RoutedComm(PutOff):
     def barrier(self) -> None:
         self.first.barrier()
 
-    @property
-    def chosen(self) -> dict[tuple[str, str], int]:
-        """How many calls of which operation went which way."""
-        found: dict[tuple[str, str], int] = {}
-        for (op, _), taken in self._known.items():
-            found[op, taken.way] = found.get((op, taken.way), 0) + taken.calls
-        return found
-
     def _by(self, op: str, size: int) -> Any:
         """What takes the call: all operations are `Comm`'s, and `Composed` has those that are routed to it."""
-        taken = self._known.get((op, size))
-        if taken is None:
-            way = self._choose(op, size)
-            taken = self._known[op, size] = _Taken(way, self._composed[way] if way in self._composed else self._ways[way])
-        taken.calls += 1
-        return taken.comm if self._later else taken.comm.at_once
+        return self._known.get((op, size, self._later)) or self._take(op, size)
 
-
-@dataclass(slots=True)
-class _Taken:
-    way: str
-    comm: Comm | Composed
-    calls: int = 0
+    def _take(self, op: str, size: int) -> Any:
+        way = self._choose(op, size)
+        comm = self._composed[way] if way in self._composed else self._ways[way]
+        self._known[op, size, self._later] = taken = comm if self._later else comm.at_once
+        return taken
 
 
 _UNEVEN = 1 << 22  # bytes that stand for sizes which the ranks do not share
