@@ -230,7 +230,7 @@ def _near() -> list[str]:
 
 
 def _pairs() -> list[str]:
-    """As if every sum were large and no memory shared: added up by messages, where no rank is compiled and where every second one is."""
+    """As if every sum were large and no memory shared: added up by messages, by ranks that are all compiled and where every second one is not."""
     from meshwright.comm.mpi import calls, library, near
     from tests.procs import collectives
 

@@ -163,13 +163,16 @@ def compare_versions(every: list[dict[str, str]]) -> None:
 
 
 @cache
-def neighbours() -> frozenset[int]:
-    """The world's ranks on this one's node. Collective when it is first asked: when the backend is loaded."""
+def node() -> Any:
+    """The communicator of this rank's node. Collective when it is first asked: when the backend is loaded."""
     MPI = load()
-    node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-    found = frozenset(node.allgather(MPI.COMM_WORLD.Get_rank()))
-    node.Free()
-    return found
+    return MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+
+
+@cache
+def neighbours() -> frozenset[int]:
+    """The world's ranks on this one's node. Collective as `node` is."""
+    return frozenset(node().allgather(load().COMM_WORLD.Get_rank()))
 
 
 @cache

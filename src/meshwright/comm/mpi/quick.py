@@ -21,7 +21,7 @@ from mpi4py import MPI
 from torch.autograd import profiler
 
 from meshwright.comm.lane import DONE, Lane
-from meshwright.comm.mpi import buffers
+from meshwright.comm.mpi import buffers, library
 from meshwright.comm.mpi.calls import ROUNDS_TAG, Calls
 from meshwright.comm.mpi.compiled import compiled
 from meshwright.comm.mpi.fields import fields_of
@@ -48,10 +48,9 @@ class Quick:
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         """Collective: one rank of every node compiles it if it must."""
-        node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+        node = library.node()
         pointers = MPI._sizeof(MPI.COMM_WORLD) == ctypes.sizeof(ctypes.c_void_p)
         path = node.bcast(compiled(environ, pointers) if node.Get_rank() == 0 else None)
-        node.Free()
         self.module = path and _bound(path)
 
     def before(self, name: str) -> Callable[[Method], Method]:
@@ -88,12 +87,12 @@ class Quick:
 def _bound(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location("quick", path)
     assert spec is not None and spec.loader is not None
-    library = ctypes.CDLL(MPI.__file__)
+    names = ctypes.CDLL(MPI.__file__)
     classes = vars(profiler), dist.Work, torch.Tensor, torch.nn.Parameter
     try:
         module: Any = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        addresses = tuple(ctypes.cast(getattr(library, f"MPI_{name}"), ctypes.c_void_p).value for name in _CALLS)
+        addresses = tuple(ctypes.cast(getattr(names, f"MPI_{name}"), ctypes.c_void_p).value for name in _CALLS)
         dlpack = torch.Tensor.__dlpack_c_exchange_api__
         constants = _handle(MPI.BYTE), int(MPI.IN_PLACE), _handle(MPI.COMM_SELF), MPI.ANY_SOURCE, MPI.ANY_TAG, ROUNDS_TAG
         module.bind(addresses, *constants, dlpack, MPI.Exception, *classes, DONE)
