@@ -17,9 +17,9 @@ class Waits:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        inner, composed, between = TorchComm._named, Composed._put, schedules._wait_batch_p2p
+        inner, composed, between = TorchComm._named, Composed._submit, schedules._wait_batch_p2p
         TorchComm._named = lambda comm, *call: _Timed(self.timed(lambda: inner(comm, *call)), self)  # type: ignore[method-assign]
-        Composed._put = lambda comm, *call: _Timed(self.timed(lambda: composed(comm, *call)), self)  # type: ignore[method-assign]
+        Composed._submit = lambda comm, *call: _Timed(self.timed(lambda: composed(comm, *call)), self)  # type: ignore[method-assign]
         schedules._wait_batch_p2p = lambda works: self.timed(lambda: between(works))
 
     def timed(self, call: Callable[[], Any]) -> Any:

@@ -2,25 +2,16 @@
 
     python bench/mpi.py [--ranks 2,4] [--rounds 30] [--json]
 
-Goals: at most 1.10 times raw from 1 MB up; below that, at most 60 µs more, since torch's own dispatch costs about 28.
-
-Three more ways tell what is in reach. "Torch alone" is the raw call, then the same call of torch's on a group in Python whose methods do nothing,
-with 8 bytes: after a message that fills the caches, or where ranks share a core, torch's own way there is several times as long as otherwise. "Bare"
-is a group in Python whose methods make mpi4py's call and nothing else: no order among calls, nothing put off, one dtype, no other memory than the
-host's. "Native" is the same in C++ with torch's headers (native.cpp, compiled in 20 s where there is `mpicxx`): what it misses, every group that
-makes MPI's call would miss; where backend mpi is below it, it did not make that call.
+A column "torch" is the raw call, then the same call of torch's on a group in Python whose methods do nothing: what torch's own dispatch to a
+backend costs. About 10 to 20% over raw mpi4py from 1 MB up, and about torch's own overhead below, is what the backend is meant to reach.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import shutil
 import statistics
-import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 import warnings
@@ -37,18 +28,16 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed import distributed_c10d
 
-from meshwright.comm.lane import DONE
-from meshwright.core.comm import TRIES
+from meshwright.comm.work_queue import COMPLETED
 from meshwright.core.units import show_bytes
 from meshwright.launch.mpi import mpirun, run
 from rounds import machine
 
 HERE = Path(__file__).parent
 SIZES = (8, 1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
-WARM_UP, IN_A_ROW = 4, 3  # calls before it counts, of the backend `TRIES`; and those that count
+WARM_UP, IN_A_ROW = 4, 3  # calls that do not count, and calls that do
 LARGE = 1 << 20  # bytes from which the ratio counts; below, the difference
-COLUMNS = ("raw", "mpi", "gloo", "torch", "bare", "native")
-RATIO, EXTRA_S = 1.10, 60e-6
+COLUMNS = ("raw", "mpi", "gloo", "torch")
 
 
 def main(
@@ -58,16 +47,14 @@ def main(
     sizes: Annotated[str, typer.Option(help="Bytes, like 8,65536. What is found is not kept.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Measure; exit code 1 where a goal is missed."""
+    """Measure every collective over each; example: python bench/mpi.py --ranks 2 --only all_reduce --sizes 1024,1048576."""
     ops = only or ",".join(OPERATIONS)
     if unknown := set(ops.split(",")) - set(OPERATIONS):
         raise typer.BadParameter(f"no {', '.join(sorted(unknown))}: choose of {', '.join(OPERATIONS)}", param_hint="--only")
     if not all(number.isdecimal() and int(number) for number in f"{ranks},{sizes or 1}".split(",")):
         raise typer.BadParameter("whole numbers, like 2,4 and 8,65536", param_hint="--ranks, --sizes")
-    with tempfile.TemporaryDirectory() as folder:
-        compile_native(Path(folder))
-        worlds = [_world(int(n), rounds, ops, sizes or ",".join(map(str, SIZES)), folder) for n in ranks.split(",")]
-    result = {"machine": machine(), "goals": {"ratio": RATIO, "extra_s": EXTRA_S, "large": LARGE}, "worlds": worlds}
+    worlds = [_world(int(n), rounds, ops, sizes or ",".join(map(str, SIZES))) for n in ranks.split(",")]
+    result = {"machine": machine(), "worlds": worlds}
     if not only and not sizes:
         _keep(result, HERE / "results" / "mpi.json")
     if as_json:
@@ -75,7 +62,6 @@ def main(
     else:
         for world in worlds:
             Console().print(show(world))
-    sys.exit(0 if all(row["met"] for world in worlds for row in world["rows"]) else 1)
 
 
 def _keep(result: dict[str, Any], path: Path) -> None:
@@ -86,25 +72,10 @@ def _keep(result: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps({**result, "worlds": worlds}, indent=1) + "\n")
 
 
-def compile_native(folder: Path) -> None:
-    """Into the folder, if it can be."""
-    include, lib = (Path(torch.__file__).parent / name for name in ("include", "lib"))
-    mpicxx = shutil.which("mpicxx", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
-    if mpicxx is None:
-        print("native is left out: there is no mpicxx", file=sys.stderr)
-        return
-    print("compiling native.cpp: 20 s", file=sys.stderr)
-    places = [f"-I{path}" for path in (include, include / "torch/csrc/api/include", sysconfig.get_path("include"))]
-    command = [mpicxx, "-O2", "-std=c++20", "-shared", "-fPIC", *places, str(HERE / "native.cpp"), "-o", str(folder / "native.so")]
-    done = subprocess.run([*command, f"-L{lib}", "-ltorch_python", "-ltorch_cpu", "-lc10"], capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(f"native is left out: {next((line for line in done.stderr.splitlines() if 'error' in line), done.stderr)}", file=sys.stderr)
-
-
-def _world(ranks: int, rounds: int, ops: str, sizes: str, native: str) -> dict[str, Any]:
+def _world(ranks: int, rounds: int, ops: str, sizes: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         command, environ = mpirun(ranks, {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
-        code = run([*command, sys.executable, __file__, "--rank", folder, str(rounds), ops, sizes, native], environ, sys.stderr)
+        code = run([*command, sys.executable, __file__, "--rank", folder, str(rounds), ops, sizes], environ, sys.stderr)
         if code:
             sys.exit(code)
         every = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
@@ -124,7 +95,6 @@ def _row(cells: tuple[dict[str, Any], ...]) -> dict[str, Any]:
         "median_s": {way: statistics.median(times) for way, times in ways.items()},
         "ratio": ratio,
         "extra_s": extra,
-        "met": ratio <= RATIO if size >= LARGE else extra <= EXTRA_S,
         "calls": len(raw),
     }
 
@@ -138,24 +108,20 @@ def show(world: dict[str, Any]) -> Table:
         "backend mpi µs",
         "gloo µs",
         "raw, torch alone µs",
-        "bare µs",
-        "native µs",
         "ratio to raw",
         "extra µs",
-        "goal",
     ):
         table.add_column(column, justify="right")
     for row in world["rows"]:
         times = (f"{row['median_s'][way] * 1e6:,.0f}" if way in row["median_s"] else "–" for way in COLUMNS)
-        met = "met" if row["met"] else "[red]missed[/red]"
-        table.add_row(row["op"], show_bytes(row["bytes"]), *times, f"{row['ratio']:.2f}", f"{row['extra_s'] * 1e6:,.0f}", met)
+        table.add_row(row["op"], show_bytes(row["bytes"]), *times, f"{row['ratio']:.2f}", f"{row['extra_s'] * 1e6:,.0f}")
     return table
 
 
 # -- in a rank --
 
 
-def measure(folder: str, rounds: int, ops: str, sizes: str, native: str) -> None:
+def measure(folder: str, rounds: int, ops: str, sizes: str) -> None:
     from meshwright.comm import mpi
 
     warnings.simplefilter("ignore")
@@ -164,10 +130,8 @@ def measure(folder: str, rounds: int, ops: str, sizes: str, native: str) -> None
     mpi.register(120)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
     groups = {"mpi": dist.new_group(backend="mpi")}
-    for name, kind in (("torch", Nothing), ("bare", bare_group()), ("native", native_group(Path(native)))):
-        if kind is not None:
-            with mock.patch.object(distributed_c10d, "ProcessGroupMPI", kind):
-                groups[name] = dist.new_group(backend="mpi")
+    with mock.patch.object(distributed_c10d, "ProcessGroupMPI", Nothing):
+        groups["torch"] = dist.new_group(backend="mpi")
     found = []
     for op in ops.split(","):
         for size in map(int, sizes.split(",")) if op != "barrier" else (0,):
@@ -203,78 +167,10 @@ class Nothing(dist.ProcessGroup):
     _set_group_name = _set_group_desc = setGroupName = setGroupDesc = _ignore  # type: ignore[assignment]
 
     def _over(self, *_: Any, **__: Any) -> dist.Work:
-        return DONE
+        return COMPLETED
 
     allreduce = all_gather_single = _allgather_base = reduce_scatter_single = _reduce_scatter_base = all_to_all_single = alltoall_base = _over
     broadcast = reduce = send = recv = barrier = _over  # type: ignore[assignment]
-
-
-def bare_group() -> Any:
-    """What any backend in Python has to do at least."""
-    from mpi4py import MPI
-
-    comm, at, byte, kind, op, here = MPI.COMM_WORLD.Dup(), MPI.buffer.fromaddress, MPI.BYTE, MPI.FLOAT, MPI.SUM, MPI.IN_PLACE
-
-    class Request(dist.Work):
-        def __init__(self, request: Any) -> None:
-            super().__init__()
-            self._request = request
-
-        def wait(self, timeout: Any = None) -> bool:
-            self._request.Wait()
-            return True
-
-    class Bare(Nothing):
-        def allreduce(self, tensors: Any, opts: Any) -> None:  # type: ignore[override]
-            (tensor,) = tensors
-            if not opts.asyncOp and opts.reduceOp:
-                comm.Allreduce(here, (at(tensor.data_ptr(), tensor.nbytes), kind), op)
-
-        def reduce(self, tensors: Any, opts: Any) -> None:  # type: ignore[override]
-            (tensor,), root = tensors, opts.rootRank
-            whole = (at(tensor.data_ptr(), tensor.nbytes), kind)
-            if not opts.asyncOp and opts.reduceOp:
-                comm.Reduce(*((here, whole) if comm.rank == root else (whole, None)), op, root)
-
-        def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> None:  # type: ignore[override]
-            if not opts.asyncOp and opts.reduceOp:
-                comm.Reduce_scatter_block((at(input.data_ptr(), input.nbytes), kind), (at(output.data_ptr(), output.nbytes), kind), op)
-
-        def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> None:  # type: ignore[override]
-            if not opts.asyncOp:
-                comm.Allgather((at(input.data_ptr(), input.nbytes), byte), (at(output.data_ptr(), output.nbytes), byte))
-
-        def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor, received: Any, sent: Any, opts: Any) -> None:  # type: ignore[override]
-            if not opts.asyncOp:
-                comm.Alltoallv((at(input.data_ptr(), input.nbytes), byte), (at(output.data_ptr(), output.nbytes), byte))
-
-        def broadcast(self, tensors: Any, opts: Any) -> None:  # type: ignore[override]
-            (tensor,) = tensors
-            if not opts.asyncOp:
-                comm.Bcast((at(tensor.data_ptr(), tensor.nbytes), byte), opts.rootRank)
-
-        def send(self, tensors: Any, to: int, tag: int = 0) -> dist.Work:  # type: ignore[override]
-            (tensor,) = tensors
-            return Request(comm.Isend((at(tensor.data_ptr(), tensor.nbytes), byte), to, tag))
-
-        def recv(self, tensors: Any, source: int, tag: int = 0) -> dist.Work:  # type: ignore[override]
-            (tensor,) = tensors
-            return Request(comm.Irecv((at(tensor.data_ptr(), tensor.nbytes), byte), source, tag))
-
-        def barrier(self, opts: Any) -> None:  # type: ignore[override]
-            comm.Barrier()
-
-        _reduce_scatter_base, _allgather_base, alltoall_base = reduce_scatter_single, all_gather_single, all_to_all_single
-
-    return Bare
-
-
-def native_group(folder: Path) -> Any:
-    """What any backend has to do at least, if it was compiled."""
-    if not (folder / "native.so").exists():
-        return None
-    sys.path.append(str(folder))
-    return type("Native", (Nothing,), dict(importlib.import_module("native").METHODS))
 
 
 def _time(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
@@ -283,7 +179,7 @@ def _time(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     names = list(ways)
     for way in names:
-        for _ in range(TRIES if way == "mpi" else WARM_UP):
+        for _ in range(WARM_UP):
             ways[way]()
     for number in range(rounds):
         for way in names[number % len(names) :] + names[: number % len(names)]:

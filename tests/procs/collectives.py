@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.comm import Composed, Ledger, Mail, RoutedComm, ThreadComm, ThreadWorld, TorchComm
+from meshwright.comm import Composed, Ledger, RoutedComm, ThreadComm, ThreadWorld, TorchComm
 from meshwright.core.comm import Comm
 from meshwright.core.plan import SyncPolicy
-from meshwright.core.routes import ALGORITHMS, on_nodes
-from meshwright.execute.groups import make_mail
+from meshwright.core.routes import ALGORITHMS, Route
+from meshwright.execute.groups import shared_memory_group
 from meshwright.launch import Rendezvous, join, leave
 
 GROUPS = ([[0, 1, 2, 3]], [[0, 2], [1, 3]], [[0, 1, 2], [3]], [[0], [1], [2], [3]])
@@ -197,32 +197,16 @@ def over_threads(full: bool) -> list[tuple[int, list[str]]]:
     return ThreadWorld(4).run(job)
 
 
-def over_composed_threads(algorithm: str) -> list[tuple[int, list[str]]]:
-    """What is composed of messages, by one algorithm; the first two ranks of a group of four lie on one node."""
-    messages = ThreadWorld(4)
-
-    def job(comm: ThreadComm) -> tuple[int, list[str]]:
-        def comm_of(groups: list[list[int]]) -> Comm:
-            mine = next(g for g in groups if comm.rank in g)
-            mail = Mail(ThreadComm(messages, mine.index(comm.rank), tuple(mine)), "threads")
-            having = {op for op, names in ALGORITHMS.items() if algorithm in names}
-            ways = {"composed": Composed(mail, algorithm, Ledger(), on_nodes(range(len(mine)), (2, 2)))}
-            return RoutedComm({"threads": comm.among(mine)}, lambda op, _: "composed" if op in having else "threads", ways)
-
-        return conform(comm_of, (torch.bfloat16, torch.bool, torch.float8_e4m3fn), ("strided",))
-
-    return ThreadWorld(4).run(job)
-
-
 def over_shared(rank: int, world: int, meeting: str, full: bool) -> tuple[int, list[str]]:
     """By memory that ranks share; gloo does what that lacks."""
     join(Rendezvous(rank, world, meeting))
 
     def comm_of(groups: list[list[int]]) -> Comm:
-        mail = make_mail(groups, dist.get_backend(), SyncPolicy(timeout_s=60), shares=True)
-        assert mail.window is not None
         having = {op for op, names in ALGORITHMS.items() if "shared" in names}
-        return RoutedComm({"own": mail.comm}, lambda op, _: "shared" if op in having else "own", {"shared": Composed(mail, "shared", Ledger())})
+        routes = tuple(Route(op, dist.get_backend(), 0, "shared") for op in having)
+        memory = shared_memory_group(groups, dist.get_backend(), SyncPolicy(timeout_s=60, routes=routes))
+        assert memory.has("shared")
+        return RoutedComm({"own": memory.comm}, lambda op, _: "shared" if op in having else "own", {"shared": Composed(memory, "shared", Ledger())})
 
     try:
         return conform(comm_of, *_extent(full))

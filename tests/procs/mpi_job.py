@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,16 +31,12 @@ def main(folder: str, full: bool) -> None:
         "backend": dist.get_backend(),
         "conform": collectives.tell(lambda: collectives.over_torch(full)),
         "calls": collectives.tell(contract.calls),
-        "comm at once": collectives.tell(lambda: collectives.conform(_comm_at_once, (torch.float32, torch.bfloat16, torch.bool))[1]),
+        "comm sync": collectives.tell(lambda: collectives.conform(_comm_sync, (torch.float32, torch.bfloat16, torch.bool))[1]),
         "counts": collectives.tell(_large_counts),
-        "at once": collectives.tell(_made_at_once),
-        "compiled": dist.group.WORLD._quick is not None,
-        "unlike ranks": collectives.tell(lambda: _made_at_once(compiled=rank % 2 == 0)),
-        "without methods": collectives.tell(lambda: [*_without_methods(), *_by_names(_without_methods)]),
-        "unattended": collectives.tell(lambda: [*_unattended(), *_unattended(compiled=rank % 2 == 0)]),
-        "near": collectives.tell(_near),
-        "pairs": collectives.tell(_pairs),
-        "same bits": collectives.tell(_same_bits),
+        "sync calls": collectives.tell(_sync_calls),
+        "futures": collectives.tell(_futures),
+        "pairwise": collectives.tell(_pairwise),
+        "two groups": collectives.tell(lambda: [f"{numel} numbers" for numel in (700, 5000) if not _two_groups(numel)]),
         "faults": collectives.tell(_faults),
         "engines": collectives.tell(lambda: contract.engines(folder)),
     }
@@ -76,22 +70,20 @@ def _routed(rank: int, folder: str) -> dict[str, list[Any]]:
     return {name: [run(name, ()), run(name, ROUTES)] for name in PLANS}
 
 
-def _made_at_once(compiled: bool = True) -> list[str]:
-    """Calls that are waited for at once, as torch's functions make them, small and large; the way of a large one is tried meanwhile."""
+def _sync_calls() -> list[str]:
+    """Sync calls of torch's own functions, small and large."""
     rank, world = dist.get_rank(), dist.get_world_size()
     group: Any = dist.new_group(backend="mpi")
-    if not compiled:
-        group._quick = group._calls.compiled = None
     wrong = []
 
     def check(what: str, right: bool) -> None:
         if not right:
             wrong.append(what)
 
-    for numel in (2 * world, 800_000, 400_000 * world):  # up to, in, and beyond one step of the shared memory
+    for numel in (2 * world, 800_000, 400_000 * world):
         every = [torch.arange(numel, dtype=torch.float32) % 97 + 100 * r for r in range(world)]
         total, part = torch.stack(every).sum(0), numel // world
-        for turn in range(40 if numel == 800_000 else 2):
+        for turn in range(2):
             mine = every[rank].clone()
             dist.reduce(mine, group_dst=turn % world, group=group)
             check(f"reduce of {numel}", torch.equal(mine, total if rank == turn % world else every[rank]))
@@ -122,80 +114,23 @@ def _made_at_once(compiled: bool = True) -> list[str]:
     return wrong
 
 
-def _without_methods() -> list[str]:
-    """What is compiled does the ordinary small calls by itself: Python's methods would fail here. Nothing to say where nothing is compiled."""
+def _futures() -> list[str]:
+    """A message's future completes though nobody waits for the message; a future's callback may call a collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    group: Any = dist.new_group(backend="mpi")
-    if group._quick is None:
-        return []
-    kept, group._calls = group._calls, None
-    every = [torch.arange(3.0 * world) + 10 * r for r in range(world)]
-    total, mine, sums = torch.stack(every).sum(0), [every[rank].clone() for _ in range(6)], torch.zeros(3)
-    dist.all_reduce(mine[0], group=group)
-    dist.reduce(mine[1], group_dst=1, group=group)
-    dist.broadcast(mine[2], group_src=world - 1, group=group)
-    dist.reduce_scatter_tensor(sums, mine[3], group=group)
-    dist.all_gather_into_tensor(mine[4], every[rank][:3].clone(), group=group)
-    dist.all_to_all_single(mine[5], every[rank], group=group)
-    dist.all_reduce(mine[3], dist.ReduceOp.MAX, group=group)
-    group._calls = kept
-    right = {
-        "all_reduce": torch.equal(mine[0], total),
-        "reduce": rank != 1 or torch.equal(mine[1], total),
-        "broadcast": torch.equal(mine[2], every[-1]),
-        "reduce_scatter": torch.equal(sums, total[3 * rank :][:3]),
-        "all_gather": torch.equal(mine[4], torch.cat([e[:3] for e in every])),
-        "all_to_all": torch.equal(mine[5], torch.cat([e[3 * rank :][:3] for e in every])),
-        "maximum": torch.equal(mine[3], every[-1]),
-    }
-    return [op for op, fine in right.items() if not fine]
+    sent, arrived = torch.full((1 << 20,), float(rank)), torch.zeros(1 << 20)
+    receive: Any = dist.irecv(arrived, (rank - 1) % world)
+    send: Any = dist.isend(sent, (rank + 1) % world)
+    receive.get_future().wait()
+    send.wait()
+    wrong = [] if arrived.eq(float((rank - 1) % world)).all() else ["message"]
 
+    def again(first: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        work: Any = dist.all_reduce(first.value()[0] * 2, async_op=True)
+        return work.get_future().wait()[0]
 
-def _unattended(compiled: bool = True) -> list[str]:
-    """A large message that nobody waits for arrives, and is let go."""
-    from meshwright.comm.mpi import backend
-
-    rank, world = dist.get_rank(), dist.get_world_size()
-    group: Any = dist.new_group(backend="mpi")
-    if not compiled:
-        group._quick = None
-    for number in range(1, 4):
-        sent, arrived = torch.full((1 << 20,), float(number + rank)), torch.zeros(1 << 20)
-        dist.irecv(arrived, group_src=(rank - 1) % world, group=group)
-        dist.isend(sent, group_dst=(rank + 1) % world, group=group)
-        until = time.monotonic() + 20
-        while backend._post.under_way and time.monotonic() < until:
-            time.sleep(0.001)
-        if backend._post.under_way or not arrived.eq(float(number + (rank - 1) % world)).all():
-            return [f"message {number}: {len(backend._post.under_way)} under way"]
-    return []
-
-
-def _by_names(check: Callable[[], list[str]]) -> list[str]:
-    """As if it were not known where torch's options keep what is asked of them."""
-    from meshwright.comm.mpi import backend
-    from meshwright.comm.mpi.fields import Fields
-
-    kind, module = backend.MpiGroup, backend._quick.module
-    if not module:
-        return []
-    names = {"allreduce": "all_reduce", "reduce": "reduce", "broadcast": "broadcast"} | {
-        name: op
-        for op, both in (
-            ("reduce_scatter", ("reduce_scatter_single", "_reduce_scatter_base")),
-            ("all_gather", ("all_gather_single", "_allgather_base")),
-            ("all_to_all", ("all_to_all_single", "alltoall_base")),
-        )
-        for name in both
-    }
-    kept = {name: vars(kind)[name] for name in names}
-    try:
-        for name, op in names.items():
-            setattr(kind, name, module.Operation(op, kept[name].__wrapped__, *Fields()))
-        return [f"{op}, asked by name" for op in check()]
-    finally:
-        for name, method in kept.items():
-            setattr(kind, name, method)
+    outer: Any = dist.all_reduce(torch.ones(4), async_op=True)
+    found = outer.get_future().then(again).wait()
+    return wrong + ([] if found.eq(2.0 * world * world).all() else ["callback"])
 
 
 def _large_counts() -> list[str]:
@@ -213,42 +148,19 @@ def _large_counts() -> list[str]:
     return wrong
 
 
-def _near() -> list[str]:
-    """As if every tensor were large: what MPI's ranks do through memory that they share, in pieces; several groups at once, calls under way."""
-    from meshwright.comm import window
-    from meshwright.comm.mpi import near
+def _pairwise() -> list[str]:
+    """As if every tensor were large enough for the pairwise reduce-scatter."""
+    from meshwright.comm.mpi import calls
     from tests.procs import collectives
 
-    kept = near.FROM, near.SUMS_FROM, window._PIECE
-    near.FROM, near.SUMS_FROM, window._PIECE = 0, 0, 4096
-    try:
-        _, wrong = collectives.conform(lambda groups: _comm(groups), (torch.float32, torch.bool, torch.bfloat16), ("strided", "empty"))
-        wrong += [f"{numel} numbers at once" for numel in (700, 5000) if not _at_once(numel)]
-        return wrong + ([] if _tried() else ["ways that were tried"])
-    finally:
-        near.FROM, near.SUMS_FROM, window._PIECE = kept
-
-
-def _pairs() -> list[str]:
-    """As if every sum were large and no memory shared: added up by messages, by ranks that are all compiled and where every second one is not."""
-    from meshwright.comm.mpi import calls, library, near
-    from tests.procs import collectives
-
-    rank, kept, neighbours = dist.get_rank(), (calls.PAIRWISE, near.FROM), library.neighbours
-    calls.PAIRWISE, near.FROM = 0, 1 << 40
+    kept, calls.PAIRWISE = calls.PAIRWISE, 0
     try:
         _, wrong = collectives.conform(lambda groups: _comm(groups), (torch.float32, torch.bool, torch.complex64), ("plain", "strided", "empty"))
         group: Any = dist.new_group(backend="mpi")
-        if rank % 2:
-            group._quick = group._calls.compiled = None
-        library.neighbours = lambda: frozenset({rank})  # type: ignore[assignment]
-        apart: Any = dist.new_group(backend="mpi")
-        wrong += ["reduced between nodes by pairs"] if apart._calls.reduces_from < near.NEVER else []
-        each = [(group, numel, dtype) for group in (group, apart) for numel in (0, 1, 1003) for dtype in (torch.int16, torch.complex128)]
-        return wrong + [f"{numel} numbers, {dtype}" for group, numel, dtype in each if not _summed(group, numel, dtype)]
+        each = [(numel, dtype) for numel in (0, 1, 1003) for dtype in (torch.int16, torch.complex128)]
+        return wrong + [f"{numel} numbers, {dtype}" for numel, dtype in each if not _summed(group, numel, dtype)]
     finally:
-        library.neighbours = neighbours
-        calls.PAIRWISE, near.FROM = kept
+        calls.PAIRWISE = kept
 
 
 def _summed(group: Any, numel: int, dtype: torch.dtype) -> bool:
@@ -263,22 +175,6 @@ def _summed(group: Any, numel: int, dtype: torch.dtype) -> bool:
     whole, part = every[rank].repeat(world), torch.zeros(numel, dtype=dtype)
     dist.reduce_scatter_tensor(part, whole, group=group)
     return right and torch.equal(part, sum(every)) and torch.equal(whole, every[rank].repeat(world))
-
-
-def _same_bits() -> list[str]:
-    """A sum that is scattered: by memory that ranks share, by messages, by messages of ranks that are compiled and by those of every second one."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    group: Any = dist.new_group(backend="mpi")
-    whole = torch.randn(world << 17, generator=torch.Generator().manual_seed(rank))
-    near, compiled = group._calls.near, group._quick
-    found = {}
-    for way in ("any", "shared", "messages", "compiled", "unlike"):
-        if way != "any":  # the first call has opened the window
-            near.settled["reduce_scatter", whole.nbytes.bit_length()] = near._window if way == "shared" else None
-            group._quick = group._calls.compiled = compiled if way == "compiled" or (way == "unlike" and rank % 2) else None
-        found[way] = torch.zeros(1 << 17)
-        dist.reduce_scatter_tensor(found[way], whole, group=group)
-    return [way for way, part in found.items() if not torch.equal(part.view(torch.int32), found["shared"].view(torch.int32))]
 
 
 def _faults() -> list[str]:
@@ -297,40 +193,7 @@ def _faults() -> list[str]:
     return [f"{each} pages cleared for every call"] if each > 1000 else []
 
 
-def _tried() -> bool:
-    """Pairs of ranks find out which way is quicker, while they go both: every sum and every copy is right, and both ranks come to the same end."""
-    rank = dist.get_rank()
-    pair = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]], backend="mpi")[0]
-    right = True
-    for turn in range(36):
-        total, copied = torch.full((300,), float(rank + turn)), torch.full((300,), float(rank))
-        dist.all_reduce(total, group=pair)
-        dist.broadcast(copied, group_src=1, group=pair)
-        right &= bool((total == 2 * (rank // 2 * 2 + turn) + 1).all()) and bool((copied == rank | 1).all())
-    if rank % 2:
-        pair._quick = None  # one rank's calls are compiled, the other's are not: only what both know may decide their way
-    near = pair._calls.near
-    kept = dict(near.settled)
-    near.settled.update(dict.fromkeys(kept))
-    for op, end in ((dist.ReduceOp.MAX, rank | 1), (dist.ReduceOp.SUM, 2 * (rank // 2 * 2) + 1)):
-        found = torch.full((300,), float(rank))
-        dist.all_reduce(found, op, group=pair)
-        right &= bool((found == end).all())
-    near.settled.update(kept)
-    ends = sorted((op, window is not None) for (op, _), window in pair._calls.near.settled.items())
-    both: list[Any] = [None, None]
-    dist.all_gather_object(both, ends, group=pair)
-    shared = pair._calls.near._window is not None
-    again = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]], backend="mpi")[0]
-    copied = torch.full((300,), float(rank))
-    dist.broadcast(copied, group_src=1, group=again)
-    right &= bool((copied == rank | 1).all()) and {key: way is not None for key, way in again._calls.near.settled.items()} == {
-        key: way is not None for key, way in kept.items()
-    }
-    return right and both[0] == both[1] and (not shared or {op for op, _ in ends} >= {"all_reduce", "broadcast"})
-
-
-def _at_once(numel: int) -> bool:
+def _two_groups(numel: int) -> bool:
     """All-reduces of two groups, begun in different orders by different ranks and waited for from the last; the same bits everywhere."""
     rank, world = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group(backend="mpi"), dist.new_group(backend="mpi")]
@@ -352,7 +215,7 @@ def _comm(groups: list[list[int]]):  # type: ignore[no-untyped-def]
     return TorchComm(dist.new_subgroups_by_enumeration(groups)[0], Ledger())
 
 
-def _comm_at_once(groups: list[list[int]]):  # type: ignore[no-untyped-def]
+def _comm_sync(groups: list[list[int]]):  # type: ignore[no-untyped-def]
     return _comm(groups).at_once
 
 

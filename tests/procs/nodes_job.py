@@ -19,7 +19,7 @@ from meshwright.core.routes import Route
 from meshwright.core.serial import to_data
 from meshwright.cost.selection import routes
 from meshwright.describe.collectives import curves, fitted, measure_ways, over_ranks
-from meshwright.execute.groups import make_mail
+from meshwright.execute.groups import shared_memory_group
 from meshwright.launch import Rendezvous, join, leave
 from meshwright.orchestrate.bench_comm import algorithms_for, every_way
 
@@ -36,7 +36,7 @@ def main(rank: int, address: str, folder: str) -> None:
     levels = SyncPolicy(routes=(Route("all_reduce", "gloo", 0, "two-level"),), nodes=NODES, timeout_s=60)
     shares = {
         "all": open_window(everyone, range(WORLD), 60.0) is not None,
-        "near": make_mail([list(range(WORLD))], "gloo", levels, shares=False).near is not None,
+        "near": shared_memory_group([list(range(WORLD))], "gloo", levels).has("two-level"),
     }
     rates, points = _measured()
     leave()

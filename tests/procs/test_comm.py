@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -12,23 +11,18 @@ from typing import Any
 
 import pytest
 
-from meshwright.comm.mpi.compiled import compiled
 from meshwright.launch.mpi import mpirun
-from tests.procs import collectives, contract, mpi_job, pieces_job
+from tests.procs import collectives, contract, mpi_job
 
 HERE = Path(__file__).parent
 
 
-# Open MPI 5's and 4's: no process reads another's memory, as where a container does not allow it.
-PIECE_BY_PIECE = {"OMPI_MCA_smsc": "^cma,knem,xpmem", "OMPI_MCA_btl_vader_single_copy_mechanism": "none"}
-
-
-def start(folder: Path, *arguments: str, job: str = "mpi_job.py", ranks: int = 4, **environ: str) -> list[Any]:
+def start(folder: Path, *arguments: str) -> list[Any]:
     """One mpirun for all checks; what each rank found."""
-    command, environ = mpirun(ranks, {"OMP_NUM_THREADS": "1", **environ})
-    done = subprocess.run([*command, sys.executable, str(HERE / job), str(folder), *arguments], env=environ, capture_output=True, text=True)
+    command, environ = mpirun(4, {"OMP_NUM_THREADS": "1"})
+    done = subprocess.run([*command, sys.executable, str(HERE / "mpi_job.py"), str(folder), *arguments], env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(4)]
 
 
 @pytest.fixture(scope="module")
@@ -61,38 +55,8 @@ def test_mpi_beyond_what_it_can_count(over_mpi: list[dict[str, Any]]) -> None:
     assert [found["counts"] for found in over_mpi] == [[]] * 4
 
 
-def test_calls_that_are_waited_for_at_once(over_mpi: list[dict[str, Any]]) -> None:
-    assert [found["at once"] for found in over_mpi] == [[]] * 4
-
-
-def test_ranks_with_and_without_compiled_calls_understand_each_other(over_mpi: list[dict[str, Any]]) -> None:
-    if compiled(os.environ, pointers=True) is None:
-        pytest.skip("no C compiler, or no Python.h")
-    assert all(found["compiled"] for found in over_mpi)
-    assert [found["unlike ranks"] for found in over_mpi] == [[]] * 4
-    assert [found["without methods"] for found in over_mpi] == [[]] * 4
-    assert [found["comm at once"] for found in over_mpi] == [[]] * 4
-
-
-def test_mpis_messages_that_nobody_waits_for_move_on(over_mpi: list[dict[str, Any]]) -> None:
-    assert [found["unattended"] for found in over_mpi] == [[]] * 4
-
-
-def test_a_message_arrives_while_its_sender_does_something_else(tmp_path: Path) -> None:
-    """Where the sender has to hand over piece by piece, too, which the thread finds out by helping."""
-    if compiled(os.environ, pointers=True) is None:
-        pytest.skip("no C compiler, or no Python.h")
-    (arrived, helped), _ = start(tmp_path, job="pieces_job.py", ranks=2, **PIECE_BY_PIECE)
-    assert arrived == [True] * pieces_job.MESSAGES
-    assert any(helped)
-
-
-def test_mpis_ranks_of_one_node_share_memory(over_mpi: list[dict[str, Any]]) -> None:
-    assert [found["near"] for found in over_mpi] == [[]] * 4
-
-
-@pytest.mark.parametrize("what", ["pairs", "same bits"])
-def test_large_sums_go_by_messages(over_mpi: list[dict[str, Any]], what: str) -> None:
+@pytest.mark.parametrize("what", ["sync calls", "comm sync", "futures", "pairwise", "two groups"])
+def test_mpi_calls(over_mpi: list[dict[str, Any]], what: str) -> None:
     assert [found[what] for found in over_mpi] == [[]] * 4
 
 

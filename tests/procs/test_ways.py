@@ -1,4 +1,4 @@
-"""Plans whose collectives are composed of messages, or whose gradients are compressed: equal to one process, or near it; counted in any case."""
+"""Plans whose collectives go through shared memory, or whose gradients are compressed: equal to one process, or near it; counted in any case."""
 
 from __future__ import annotations
 
@@ -12,40 +12,27 @@ from meshwright.core.plan import SyncPolicy
 from meshwright.core.routes import Route
 from meshwright.core.serial import to_data
 from meshwright.schedule import differences, plan_ledger
-from tests.procs import collectives
 from tests.procs.spread import check, model_of, spread
 
 TINY = model_of("gpt-tiny")
 SMALL = {"bucket_bytes": 50_000, "first_bucket_bytes": 5_000}
-HALVES = tuple(Route(op, "gloo", 0, way) for op, way in (("reduce_scatter", "ring"), ("all_gather", "pairs"), ("all_reduce", "tree")))  # type: ignore[arg-type]
-
 SHARED = tuple(Route(op, "gloo", 0, "shared") for op in ("reduce_scatter", "all_gather", "all_reduce"))
 
 
 @pytest.mark.parametrize(
     ("mesh", "zero", "sync"),
     [
-        (Mesh(dp=4), 0, SyncPolicy(**SMALL, routes=(Route("all_reduce", "gloo", 0, "tree"), Route("all_reduce", "gloo", 20_000, "ring")))),
-        (Mesh(dp=3), 0, SyncPolicy(**SMALL, routes=(Route("all_reduce", "gloo", 0, "tree"), Route("all_reduce", "gloo", 20_000, "pairs")))),
         (Mesh(dp=2, tp=(2,)), 0, SyncPolicy(**SMALL, routes=(Route("all_reduce", "gloo", 0, "two-level"),), nodes=(3, 1))),
         (Mesh(dp=4), 0, SyncPolicy(**SMALL, routes=(Route("all_reduce", "gloo", 0, "two-level"),), nodes=(2, 2))),
-        (Mesh(dp=2, shard=2), 2, SyncPolicy(**SMALL, routes=HALVES)),
-        (Mesh(shard=2), 3, SyncPolicy(**SMALL, routes=HALVES)),
         (Mesh(dp=3), 0, SyncPolicy(**SMALL, routes=SHARED)),
         (Mesh(dp=2, shard=2), 2, SyncPolicy(**SMALL, routes=SHARED)),
         (Mesh(shard=2), 3, SyncPolicy(**SMALL, routes=SHARED)),
     ],
-    ids=["tree-ring", "tree-pairs", "two-level-uneven", "two-level", "zero-2", "zero-3", "shared", "shared-zero-2", "shared-zero-3"],
+    ids=["uneven nodes", "two-level", "shared", "shared-zero-2", "shared-zero-3"],
 )
 def test_a_plan_is_the_same_by_any_algorithm(pool: Any, mesh: Mesh, zero: int, sync: SyncPolicy) -> None:
     plan, profile = spread(TINY, mesh, batch=mesh.data_width * 2, zero=zero)
     check(pool, TINY, replace(plan, sync=sync), profile, steps=2)
-
-
-def test_composed_collectives_conform_on_threads() -> None:
-    for algorithm in ("ring", "tree"):
-        found = collectives.over_composed_threads(algorithm)
-        assert [wrong for _, wrong in found] == [[]] * 4
 
 
 @pytest.mark.parametrize(

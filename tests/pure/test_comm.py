@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +14,8 @@ import pytest
 import torch
 
 from meshwright.comm import Ledger, RoutedComm, ThreadComm, ThreadWorld
-from meshwright.comm.mpi import library, near
+from meshwright.comm.mpi import library
 from meshwright.core.calibration import Calibration, Line, Rates
-from meshwright.core.comm import TRIES
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan, SyncPolicy
@@ -26,7 +24,7 @@ from meshwright.core.schedule import Action
 from meshwright.core.serial import from_data, to_data
 from meshwright.cost.collective import collective_seconds
 from meshwright.cost.selection import reasons, routes, used
-from meshwright.describe.collectives import OPERATIONS, fitted, measure_collectives, measure_ways, over_ranks
+from meshwright.describe.collectives import OPERATIONS, fitted, measure_collectives, over_ranks
 from meshwright.describe.discover import discover
 from meshwright.launch import Place, default_backend
 from meshwright.launch import mpi as launch
@@ -144,34 +142,6 @@ def test_every_operation_is_measured_checked_fitted_and_drawn(tmp_path: Path) ->
     assert len(drawn.findall(".//{*}polyline")) == len(OPERATIONS)
 
 
-def test_what_counts_comes_after_the_calls_by_which_mpi_finds_its_way() -> None:
-    """As the backend does it: its first calls of a size go both ways, the slower one too."""
-
-    class Trying:
-        rank, size = 0, 1
-        calls = 0
-
-        @property
-        def at_once(self) -> Trying:
-            return self
-
-        def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum") -> Trying:
-            self.calls += tensor.numel() > 1  # the measurement's own, of one number, is none of these
-            if self.calls <= TRIES:
-                time.sleep(1e-2)
-            return self
-
-        def barrier(self) -> None: ...
-
-        def wait(self) -> None: ...
-
-    def quickest(way: str) -> float:
-        timed = measure_ways({way: Trying()}, torch.device("cpu"), ["all_reduce"], [4096], 0.05)  # type: ignore[dict-item]
-        return min(timed[0].seconds)
-
-    assert quickest("mpi") < 1e-2 <= quickest("gloo")
-
-
 def test_a_measurement_replaces_only_its_own_lines() -> None:
     before = Calibration("m", "cpu", "now", (rates(1), rates(2)))
     after = bench_comm.corrected(before, 2, {"mpi/all_reduce": Line(1.0, 1.0)})
@@ -275,33 +245,3 @@ def test_the_c_library_is_told_to_keep_memory_unless_it_was_told_already(monkeyp
     assert not library.keep_memory({"MALLOC_TRIM_THRESHOLD_": "0"}) and len(told) == 4
     monkeypatch.setattr(library.ctypes, "CDLL", lambda _: SimpleNamespace())  # another C library
     assert not library.keep_memory({})
-
-
-@pytest.mark.parametrize(("by_window", "by_mpi", "chosen"), [(1.0, 2.0, True), (2.0, 1.0, False)])
-def test_large_calls_go_the_way_that_was_quicker(monkeypatch: pytest.MonkeyPatch, by_window: float, by_mpi: float, chosen: bool) -> None:
-    """A call takes as long as the slower rank, which is the other one."""
-    now: list[float] = [0.0]
-    others: list[float] = []
-    opened: Any = object()
-    knows: dict[tuple[str, int], bool] = {}  # the other rank
-    comm: Any = SimpleNamespace(Get_rank=lambda: 0, Barrier=lambda: None, allgather=lambda mine: [mine, knows if isinstance(mine, dict) else others])
-    monkeypatch.setattr(near, "window_among", lambda *_: (opened, ""))
-    monkeypatch.setattr(near, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(near, "_settled", {})
-    group = near.Near(comm, (0, 1))
-
-    def call(op: str, alike: bool, group: near.Near = group) -> bool:
-        by = group.window(op, 1 << 20, alike) is opened
-        now[0] += 0.5
-        others.append(by_window if by else by_mpi)
-        group.done()
-        return by
-
-    assert [call("all_reduce", True) for _ in range(36)] == ([True] * 4 + [False] * 4) * 4 + [chosen] * 4
-    assert all(call("reduce", False) for _ in range(12)), "what depends on the order of a sum is not tried"
-    assert group.window("all_reduce", 1 << 18, True) is group.window("reduce", 1 << 19, False) is None
-    unlike = near.Near(comm, (0, 1))  # the other rank does not know yet: both try
-    assert [call("all_reduce", True, unlike) for _ in range(8)] == [True] * 4 + [False] * 4
-    knows.update({key: window is not None for key, window in group.settled.items()})
-    assert [call("all_reduce", True, near.Near(comm, (0, 1))) for _ in range(8)] == [chosen] * 8, "as a group of the same ranks"
-    assert [call("all_reduce", True, group) for group in [near.Near(comm, (0, 2))] for _ in range(8)] == [True] * 4 + [False] * 4

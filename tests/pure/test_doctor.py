@@ -169,17 +169,6 @@ def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert not doctor.check_disk(tmp_path / "missing").ok
 
 
-def test_what_shortens_calls_over_mpi(tmp_path: Path) -> None:
-    (tmp_path / "cc").write_text("#!/bin/sh\n")
-    (tmp_path / "cc").chmod(0o755)
-    here = {"PATH": str(tmp_path)}
-    lacking = doctor.check_compiler(here, tmp_path)
-    assert (lacking.ok, lacking.found, "python3-dev" in lacking.mend) == (True, "no Python.h: small calls over MPI take longer", True)
-    (tmp_path / "Python.h").touch()
-    assert doctor.check_compiler(here, tmp_path) == Check("C compiler", True, "cc")
-    assert doctor.check_compiler({**here, "CC": "clang -m64"}, tmp_path).found.startswith("no clang:")
-
-
 def test_no_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.check_loopback().ok
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from meshwright.comm.lane import Lane
+from meshwright.comm.work_queue import WorkQueue
 from meshwright.execute.profile import _split, length, overlap, profiled, without
 
 
@@ -16,18 +16,19 @@ def event(name: str, start: float, end: float, thread: int = 1) -> SimpleNamespa
     return SimpleNamespace(name=name, thread=thread, time_range=SimpleNamespace(start=start * 1e6, end=end * 1e6))
 
 
-def test_calls_of_a_lanes_thread_are_seen() -> None:
-    lane = Lane("a lane that was there before")
-    lane.later("first", (), None, lambda: None).wait()
+def test_operations_of_a_work_queues_thread_are_seen() -> None:
+    queue = WorkQueue("a queue that was there before")
+    queue.submit("first", (), None, False, lambda: None)
     slept = 0.05
 
     def step() -> None:
-        work = lane.later("all_reduce", (), torch.empty(1 << 18), lambda: time.sleep(slept))
-        time.sleep(slept / 5)  # so that it is the thread that makes the call
+        work = queue.submit("all_reduce", (), torch.empty(1 << 18), True, lambda: time.sleep(slept))
+        assert work is not None
+        time.sleep(slept / 5)  # so that the thread runs the operation
         work.wait()
 
     _, found = profiled(step, torch.device("cpu"), None)
-    lane.close()
+    queue.close()
     assert found["communication_s"] >= slept and found["exposed_s"] >= 0.9 * slept
 
 

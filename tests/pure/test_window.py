@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.comm import Composed, Ledger, Mail, ThreadComm, ThreadWorld, Window, open_window, shared
+from meshwright.comm import Composed, Ledger, SharedMemoryGroup, ThreadComm, ThreadWorld, Window, open_window, shared
 from meshwright.comm import window as windows
 from meshwright.core.errors import RunError
 
@@ -58,12 +58,11 @@ def expected(ranks: int, numel: int, op: str) -> torch.Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    ranks=st.integers(1, 4), lengths=st.lists(st.sampled_from([0, 1, 700, 5000, 12345]), min_size=4, max_size=4), root=st.integers(0, 3),
-    in_place=st.booleans(), by_address=st.booleans(),
+    ranks=st.integers(1, 4), lengths=st.lists(st.sampled_from([0, 1, 700, 5000, 12345]), min_size=4, max_size=4), in_place=st.booleans(),
 )  # fmt: skip
-def test_what_is_handed_over_by_address(ranks: int, lengths: list[int], root: int, in_place: bool, by_address: bool) -> None:
-    """Parts of unlike lengths, in one step and in several, one operation after the other."""
-    lengths, root = lengths[:ranks], root % ranks
+def test_parts_of_unequal_lengths(ranks: int, lengths: list[int], in_place: bool) -> None:
+    """In one step and in several, one operation after the other."""
+    lengths = lengths[:ranks]
     with small():
         window = near(ranks)
 
@@ -74,19 +73,16 @@ def test_what_is_handed_over_by_address(ranks: int, lengths: list[int], root: in
             if in_place:
                 gathered.split(lengths)[comm.rank].copy_(mine)
             shared.gather(me, spans, spans[comm.rank][0] if in_place else mine.data_ptr(), "gather")
-            received = values(comm.rank, sum(lengths))
-            shared.broadcast(me, (received.data_ptr(), received.nbytes), root, "broadcast")
             whole = values(comm.rank, sum(lengths))
             part = whole.split(lengths)[comm.rank]
             out = part if in_place else torch.zeros_like(part)
-            shared.scatter(me, shared.cut(whole, lengths), None if by_address else part, out, torch.add, "scatter")
-            return [gathered, received, out.clone()]
+            shared.scatter(me, shared.cut(whole, lengths), part, out, torch.add, "scatter")
+            return [gathered, out.clone()]
 
         found = ThreadWorld(ranks).run(job)
     summed = expected(ranks, sum(lengths), "sum").split(lengths)
-    for rank, (gathered, received, out) in enumerate(found):
+    for rank, (gathered, out) in enumerate(found):
         assert torch.equal(gathered, torch.cat([values(r, n) for r, n in enumerate(lengths)]))
-        assert torch.equal(received, values(root, sum(lengths)))
         assert torch.allclose(out, summed[rank], rtol=1e-12, atol=1e-12)
 
 
@@ -101,7 +97,7 @@ def test_an_all_reduce_by_shared_memory(ranks: int, numels: list[int], op: str, 
         window = near(ranks)
 
         def job(comm: ThreadComm) -> list[torch.Tensor]:
-            way = Composed(Mail(comm, "threads", window[comm.rank]), "shared", Ledger())
+            way = Composed(SharedMemoryGroup(comm, "threads", window[comm.rank]), "shared", Ledger())
             tensors = [values(comm.rank, n) for n in numels]
             for pending in reversed([way.all_reduce(t, "x", op) for t in tensors]):
                 pending.wait()
@@ -115,6 +111,31 @@ def test_an_all_reduce_by_shared_memory(ranks: int, numels: list[int], op: str, 
 
 
 @settings(max_examples=40, deadline=None)
+@given(
+    nodes=st.integers(1, 3), each=st.integers(1, 3), numel=st.sampled_from([0, 1, 3, 700, 12345]), op=st.sampled_from(OPS), scaled=st.booleans()
+)  # fmt: skip
+def test_an_all_reduce_by_two_levels(nodes: int, each: int, numel: int, op: str, scaled: bool) -> None:
+    """Ranks of a node share memory; those with the same place on every node reduce between nodes."""
+    factor = 0.5 if scaled and op in ("sum", "mean") else None
+    with small():
+        windows = [window for _ in range(nodes) for window in near(each)]
+
+        def job(comm: ThreadComm) -> torch.Tensor:
+            across = comm.among([node * each + comm.rank % each for node in range(nodes)])
+            group = SharedMemoryGroup(comm, "threads", None, windows[comm.rank], across)
+            assert group.has("two-level") and not group.has("shared")
+            tensor = values(comm.rank, numel)
+            Composed(group, "two-level", Ledger()).all_reduce(tensor, "x", op, factor).wait()
+            return tensor
+
+        found = ThreadWorld(nodes * each).run(job)
+    wanted = expected(nodes * each, numel, op) * (factor or 1.0)
+    for mine in found:
+        assert torch.equal(mine, found[0])
+        assert torch.allclose(mine, wanted, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
 @given(sizes=st.lists(st.sampled_from([0, 1, 2, 300, 1000]), min_size=1, max_size=5), even=st.booleans(), op=st.sampled_from(["sum", "max", "mean"]))
 def test_halves_by_shared_memory_take_unequal_parts(sizes: list[int], even: bool, op: str) -> None:
     rows = [sizes[0]] * len(sizes) if even else sizes
@@ -122,7 +143,7 @@ def test_halves_by_shared_memory_take_unequal_parts(sizes: list[int], even: bool
         window = near(len(rows))
 
         def job(comm: ThreadComm) -> tuple[torch.Tensor, torch.Tensor]:
-            way = Composed(Mail(comm, "threads", window[comm.rank]), "shared", Ledger())
+            way = Composed(SharedMemoryGroup(comm, "threads", window[comm.rank]), "shared", Ledger())
             tensor = values(comm.rank, sum(rows) * 3).view(-1, 3)
             kept, part = tensor.clone(), torch.empty(rows[comm.rank], 3, dtype=torch.float64)
             way.reduce_scatter(part, tensor, "s", op, None if even else rows).wait()

@@ -30,9 +30,7 @@ def comm(
     nproc: Annotated[int, typer.Option("--nproc", help="Number of ranks.")] = 2,
     backends: Annotated[str | None, typer.Option("--backend", help="Like gloo,mpi; every one that is present by default.")] = None,
     operations: Annotated[str | None, typer.Option("--ops", help="Like all_reduce,all_gather; all by default.")] = None,
-    algorithms: Annotated[
-        str | None, typer.Option("--algorithms", help="Like flat,ring,tree,pairs,whole,two-level,shared; all that apply by default.")
-    ] = None,
+    algorithms: Annotated[str | None, typer.Option("--algorithms", help="Like flat,shared,two-level; all that apply by default.")] = None,
     nodes: Annotated[int | None, typer.Option("--nodes", help="Pretend that the ranks lie on so many nodes.")] = None,
     to: Annotated[str, typer.Option("--to", help="Largest message, up to what memory allows.")] = "64MB",
     seconds: Annotated[float, typer.Option("--seconds", help="For one operation and size.")] = 0.1,

@@ -1,6 +1,6 @@
 """Level 1: collectives on tensors, each call named and counted (the protocol is `core.comm.Comm`)."""
 
-from meshwright.comm.composed import Composed, Mail
+from meshwright.comm.composed import Composed, SharedMemoryGroup
 from meshwright.comm.ledger import Ledger, Line
 from meshwright.comm.null import NullComm
 from meshwright.comm.pending import Then
@@ -9,4 +9,17 @@ from meshwright.comm.threads import ThreadComm, ThreadWorld
 from meshwright.comm.torch_comm import TorchComm
 from meshwright.comm.window import Window, open_window
 
-__all__ = ["Composed", "Ledger", "Line", "Mail", "NullComm", "RoutedComm", "Then", "ThreadComm", "ThreadWorld", "TorchComm", "Window", "open_window"]
+__all__ = [
+    "Composed",
+    "Ledger",
+    "Line",
+    "NullComm",
+    "RoutedComm",
+    "SharedMemoryGroup",
+    "Then",
+    "ThreadComm",
+    "ThreadWorld",
+    "TorchComm",
+    "Window",
+    "open_window",
+]

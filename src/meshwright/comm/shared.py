@@ -1,4 +1,4 @@
-"""Collectives of ranks that share memory: everyone adds up straight from the others' slots of a window. Blocking, as `algorithms.py` is.
+"""Collectives of ranks that share memory: everyone adds up straight from the others' slots of a window. Blocking: a work queue runs them.
 
 [Note: slots]
 A tensor goes through in steps. In step k a rank writes a piece of every other rank's part into its slot k, and says that it is full; reads the
@@ -16,14 +16,13 @@ Memory is copied by address: of what a small call costs, tensors made for pieces
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 
 import torch
 
-from meshwright.comm.algorithms import Combine
 from meshwright.comm.window import FULL, SUMMED, Window
 
+Combine = Callable[..., object]  # (a, b, out=…): torch.add and the like
 Then = Callable[[torch.Tensor], object]
 Span = tuple[int, int]  # an address and bytes from there on
 _SIZE = itemgetter(1)
@@ -44,24 +43,12 @@ def all_reduce(window: Window, whole: torch.Tensor, combine: Combine, then: Then
         _by_parts(window, cut(whole, sizes), own, own, combine, then, what)
 
 
-def reduce(window: Window, whole: torch.Tensor, combine: Combine, root: int, what: str) -> None:
-    """In place on `root`; nothing is changed elsewhere."""
-    if whole.nbytes * (window.size - 1) <= 2 * _SHORT and whole.nbytes <= window.piece * window.size:
-        _by_root(window, whole, combine, root, what)
-    elif window.size > 1:
-        sizes = lengths(whole.numel(), window.size)
-        own = whole.narrow(0, sum(sizes[: window.me]), sizes[window.me])
-        _by_parts(window, cut(whole, sizes), own, own, combine, nothing, what, root)
-
-
-def scatter(window: Window, spans: Sequence[Span], own: torch.Tensor | None, out: torch.Tensor, combine: Combine, what: str) -> None:
-    """The sum of everybody's part of this rank into `out`, which may be that part; other parts are left as they are. `own` is that part as a tensor,
-    flat as `out` is; without it, it is copied to `out` first, which costs less than making a tensor of a part that fits a cache."""
-    room, (start, length) = window.piece, spans[window.me]
-    if own is None or window.size == 1:
-        if start != out.data_ptr():
-            window.copy(out.data_ptr(), start, length)
-        own = out
+def scatter(window: Window, spans: Sequence[Span], own: torch.Tensor, out: torch.Tensor, combine: Combine, what: str) -> None:
+    """The sum of everybody's part of this rank into `out`, which may be `own`, this rank's own part; other parts are left as they are."""
+    room = window.piece
+    if window.size == 1:
+        out.copy_(own)
+        return
     steps = _steps(spans, room)
     first = window.begin(steps)
     for step in range(steps + 1):
@@ -107,38 +94,6 @@ def _gather_at_once(window: Window, spans: Sequence[Span], source: int, what: st
         copy(start, slot(peer, step), size)
 
 
-def broadcast(window: Window, span: Span, root: int, what: str) -> None:
-    """In place."""
-    room = _stream(window, span[1])
-    steps = _steps([span], room)
-    first = window.begin(steps)
-    for step in range(steps + 1):
-        if step < steps:
-            if window.me == root:
-                start, size = _piece(span, step, room)
-                window.copy(window.slot(root, first + step), start, size)
-            window.tell(FULL)
-        if step:
-            window.hear(FULL, what)
-            if window.me != root:
-                start, size = _piece(span, step - 1, room)
-                window.copy(start, window.slot(root, first + step - 1), size)
-
-
-@dataclass(frozen=True)
-class Near:
-    """The two halves above as the inner level of two (`algorithms.Halves`)."""
-
-    window: Window
-    what: str
-
-    def scatter(self, parts: Sequence[torch.Tensor], out: torch.Tensor, combine: Combine) -> None:
-        scatter(self.window, spans_of(parts), parts[self.window.me], out, combine, self.what)
-
-    def gather(self, parts: Sequence[torch.Tensor]) -> None:
-        gather(self.window, spans_of(parts), parts[self.window.me].data_ptr(), self.what)
-
-
 def _by_all(window: Window, whole: torch.Tensor, combine: Combine, then: Then, what: str) -> None:
     """In the order of ranks, so that all come to the same bits."""
     step = window.begin(1)
@@ -154,23 +109,11 @@ def _by_all(window: Window, whole: torch.Tensor, combine: Combine, then: Then, w
     then(whole)
 
 
-def _by_root(window: Window, whole: torch.Tensor, combine: Combine, root: int, what: str) -> None:
-    """One turn: everyone hands over everything, and the root adds it up."""
-    step = window.begin(1)
-    if window.me != root:
-        window.copy(window.slot(window.me, step), whole.data_ptr(), whole.nbytes)
-    window.tell(FULL)
-    window.hear(FULL, what)
-    for peer in window.others if window.me == root else ():
-        combine(whole, window.view(peer, step, 0, whole.numel(), whole.dtype), out=whole)
-
-
 def _by_parts(
-    window: Window, spans: Sequence[Span], own: torch.Tensor, out: torch.Tensor, combine: Combine, then: Then, what: str, root: int | None = None
+    window: Window, spans: Sequence[Span], own: torch.Tensor, out: torch.Tensor, combine: Combine, then: Then, what: str
 ) -> None:  # fmt: skip
-    """Everybody's part of this rank is summed, and the sums come back to everyone, or to `root` alone."""
+    """Everybody's part of this rank is summed, and the sums come back to everyone."""
     me, room = window.me, window.piece
-    reads = root in (None, me)
     steps = _steps(spans, room)
     first = window.begin(steps)
     for step in range(steps + 2):
@@ -178,7 +121,7 @@ def _by_parts(
             _fill(window, first + step, step, spans, room)
         if step > 1:
             window.hear(SUMMED, what)
-            for peer in window.others if reads else ():
+            for peer in window.others:
                 start, size = _piece(spans[peer], step - 2, room)
                 window.copy(start, window.slot(peer, first + step - 2) + peer * room, size)
         if 0 < step <= steps:
@@ -188,8 +131,7 @@ def _by_parts(
             _add_into(window, first + step - 1, step - 1, own, place, combine)
             then(place)
             window.tell(SUMMED)
-            if reads:
-                window.copy(at, window.slot(me, first + step - 1) + me * room, size)
+            window.copy(at, window.slot(me, first + step - 1) + me * room, size)
 
 
 def _fill(window: Window, slot: int, step: int, spans: Sequence[Span], room: int) -> None:
@@ -250,7 +192,3 @@ def _stream(window: Window, size: int) -> int:
 def _steps(spans: Sequence[Span], room: int) -> int:
     """At least one, so that ranks meet."""
     return max(-(-max(map(_SIZE, spans)) // room), 1)
-
-
-def nothing(summed: torch.Tensor) -> None:
-    """Sums are left as they are."""

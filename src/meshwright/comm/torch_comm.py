@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 
-from meshwright.comm.lane import DONE
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.pending import PutOff, Then
 from meshwright.comm.wire import COMPOSED, SCALED, UNEVEN, Finish, Wire, say
+from meshwright.comm.work_queue import COMPLETED
 from meshwright.core.comm import Messages, Pending
 
 # torch 2.13 renamed the two; 2.11 knows only the old names.
@@ -159,7 +159,7 @@ class TorchComm(PutOff):
                 work = _profiled(name, call) if profiler._is_profiler_enabled else call()
             finally:
                 torch.cuda.nvtx.range_pop()
-        work = DONE if work is None else work  # what was made at once is over
+        work = COMPLETED if work is None else work  # what was made at once is over
         return work if finish is None else Then(work, finish)  # type: ignore[no-any-return]
 
     def _op(self, op: str, tensor: torch.Tensor, factor: float | None = None) -> Any:
@@ -221,4 +221,4 @@ class _Awaited(dist.Work):
 def _profiled(name: str, call: Callable[[], Any]) -> Pending:
     with profiler.record_function(name):
         work = call()
-        return DONE if work is None else _Awaited(work, name)
+        return COMPLETED if work is None else _Awaited(work, name)

@@ -169,33 +169,28 @@ def _signal_bytes(ranks: int) -> int:
 
 
 def open_window(comm: Comm, members: Sequence[int], timeout_s: float) -> Window | None:
-    """The window of a group, `members` being its ranks in the world; None where they cannot share memory, which is said. Collective."""
+    """The window of a group, `members` being its ranks in the world; None where they cannot share memory, which one line says. Collective."""
 
     def gather(word: bytes) -> list[bytes]:
         every = torch.zeros(comm.size * len(word), dtype=torch.uint8)
         comm.all_gather(every, torch.frombuffer(bytearray(word), dtype=torch.uint8), "window").wait()
         return [bytes(one.tolist()) for one in every.split(len(word))]
 
-    window, why = window_among(gather, comm.rank, members, timeout_s)
-    if why:
-        say("the node", f"memory that ranks {', '.join(map(str, members))} share ({why})", "their calls go by messages", 0)
-    return window
-
-
-def window_among(gather: Callable[[bytes], list[bytes]], me: int, members: Sequence[int], timeout_s: float) -> tuple[Window | None, str]:
-    """The same, and a reason where there is none and this rank knows it. `gather` gives everybody's word to all, in their order."""
-    memory, mine = -1, ""
-    if me == 0:
-        memory, mine = make_memory(len(members))
-    words = gather(_hello(memory, bool(mine)))
+    memory, why = -1, ""
+    if comm.rank == 0:
+        memory, why = make_memory(len(members))
+    words = gather(_hello(memory, bool(why)))
     pid, fd = (int.from_bytes(words[0][at : at + 8], "little") for at in (32, 40))
     window: Window | None = None
     if len({word[:32] for word in words}) > 1:
-        mine = "they are on several nodes" if me == 0 else ""
-    elif fd and not mine:
-        window, mine = _opened(memory, f"/proc/{pid}/fd/{fd}", members, me, timeout_s)
-    there = all(word == _THERE for word in gather(_THERE if window is not None else _NOT))
-    return (window, "") if there else (None, mine)
+        why = "they are on several nodes" if comm.rank == 0 else ""
+    elif fd and not why:
+        window, why = _opened(memory, f"/proc/{pid}/fd/{fd}", members, comm.rank, timeout_s)
+    if all(word == _THERE for word in gather(_THERE if window is not None else _NOT)):
+        return window
+    if why:
+        say("the node", f"memory that ranks {', '.join(map(str, members))} share ({why})", "their calls go by messages", 0)
+    return None
 
 
 def make_memory(ranks: int) -> tuple[int, str]:

@@ -73,7 +73,7 @@ class Rates:
     device: str = ""  # where ranks of several kinds worked together: the kind that this is about
     queued: bool = False  # calls are queued ahead of the device (GPUs): a call costs only where the work is shorter than it
     host: Mapping[str, float] = field(default_factory=dict)  # of a GPU: "link", bytes/s each way; "step", bytes/s of an optimizer in host memory
-    curves: Mapping[str, Points] = field(default_factory=dict)  # "gloo:ring/all_reduce" → (bytes that a rank must send, seconds) as measured
+    curves: Mapping[str, Points] = field(default_factory=dict)  # "gloo:shared/all_reduce" → (bytes that a rank must send, seconds) as measured
     held: float = 1.0  # memory that runs held beside parameters, gradients and states, over what was predicted
     crowding: float = 1.0  # ranks at work for each core that they have: all others are of a rank that has its core to itself
     members: tuple[int, ...] = ()  # where ranks of one kind were found unlike: those that this is about

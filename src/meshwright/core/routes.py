@@ -8,12 +8,12 @@ from typing import Literal
 
 from meshwright.core.errors import RequestError, unknown
 
-Algorithm = Literal["flat", "ring", "tree", "pairs", "two-level", "whole", "shared"]
-# What there is beside "flat", the backend's own. See [Note: algorithms] in comm/algorithms.py.
+Algorithm = Literal["flat", "two-level", "shared"]
+# What there is beside "flat", the backend's own. See [Note: algorithms] in comm/composed.py.
 ALGORITHMS: dict[str, tuple[Algorithm, ...]] = {
-    "all_reduce": ("ring", "tree", "pairs", "two-level", "shared"),
-    "all_gather": ("ring", "pairs", "shared"),
-    "reduce_scatter": ("ring", "pairs", "whole", "shared"),
+    "all_reduce": ("two-level", "shared"),
+    "all_gather": ("shared",),
+    "reduce_scatter": ("shared",),
 }
 
 
@@ -32,7 +32,7 @@ class Route:
 
 
 def way_name(backend: str, algorithm: str) -> str:
-    """'gloo' for its own collectives, 'gloo:ring' for those composed of its messages; measurements have such names too."""
+    """'gloo' for its own collectives, 'gloo:shared' for those through shared memory; measurements have such names too."""
     return backend if algorithm == "flat" else f"{backend}:{algorithm}"
 
 
@@ -57,9 +57,9 @@ def on_nodes(ranks: Sequence[int], nodes: Sequence[int]) -> tuple[tuple[int, ...
 
 
 def has_levels(ranks: Sequence[int], nodes: Sequence[int]) -> bool:
-    """Whether a group spans several nodes and has several ranks on one of them: otherwise two levels are one."""
-    found = on_nodes(ranks, nodes)
-    return len(found) > 1 and any(len(node) > 1 for node in found)
+    """Whether a group spans several nodes with equally many, and several, ranks on each."""
+    counts = [len(node) for node in on_nodes(ranks, nodes)]
+    return len(counts) > 1 and counts[0] > 1 and len(set(counts)) == 1
 
 
 def applies(algorithm: str, ranks: Sequence[int], nodes: Sequence[int]) -> bool:

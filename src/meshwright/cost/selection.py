@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from meshwright.core.calibration import Line, Rates
 from meshwright.core.plan import Plan
-from meshwright.core.routes import Route, applies, way, way_parts
+from meshwright.core.routes import ALGORITHMS, Route, applies, way, way_parts
 from meshwright.core.units import show_bytes, show_rate, show_seconds
 from meshwright.schedule import LedgerLine
 
@@ -45,7 +45,8 @@ def routes(rates: Rates, backends: Sequence[str], operations: Iterable[str], nod
 def measured_ways(rates: Rates, backends: Sequence[str], op: str, nodes: Sequence[int] = ()) -> list[str]:
     """The first backend's own first. Memory that ranks share is the same whichever backend opened it: the first one's stands for all."""
     named = [name.removesuffix(f"/{op}") for name in rates.collectives if name.endswith(f"/{op}")]
-    fitting = [w for w in named if way_parts(w)[0] in backends and applies(way_parts(w)[1], range(rates.ranks), nodes)]
+    known = ("flat", *ALGORITHMS.get(op, ()))  # a calibration may hold algorithms that are gone
+    fitting = [w for w in named if way_parts(w)[0] in backends and way_parts(w)[1] in known and applies(way_parts(w)[1], range(rates.ranks), nodes)]
     found = sorted(fitting, key=lambda w: (backends.index(way_parts(w)[0]), ":" in w))
     shared = [w for w in found if way_parts(w)[1] == "shared"]
     return [w for w in found if w not in shared[1:]]

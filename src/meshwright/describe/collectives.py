@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from meshwright.core.calibration import Line, Points
-from meshwright.core.comm import TRIES, Comm, Pending
+from meshwright.core.comm import Comm, Pending
 from meshwright.core.routes import ALGORITHMS, way_parts
 from meshwright.core.schedule import wire_factor
 from meshwright.describe.meetings import fit_line
@@ -18,7 +18,6 @@ from meshwright.describe.meetings import fit_line
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send")
 _LEAST, _MOST = 5, 200  # calls of one size
 _WARM_UP = 2
-_SETTLING, _SETTLING_S = ("mpi", "mpi:whole", "mpi:two-level"), 2.0  # ways that settle (comm/mpi/near.py), and how long that may go on
 HELD = 2.5  # tensors of the whole size that a rank holds meanwhile, with what a backend copies
 
 
@@ -30,7 +29,7 @@ class Timed:
     bytes: int
     seconds: tuple[float, ...]
     correct: bool
-    way: str = ""  # like gloo:ring, where several were measured
+    way: str = ""  # like gloo:shared, where several were measured
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def measure_collectives(comm: Comm, device: torch.device, operations: Sequence[s
 def measure_ways(
     ways: Mapping[str, Comm], device: torch.device, operations: Sequence[str], sizes: Sequence[int], budget_s: float
 ) -> list[Timed]:  # fmt: skip
-    """The same for several ways of one group, such as gloo and gloo:ring, by turns: what disturbs one disturbs all of them."""
+    """The same for several ways of one group, such as gloo and gloo:shared, by turns: what disturbs one disturbs all of them."""
     found: dict[str, list[Timed]] = {way: [] for way in ways}
     for op in operations:
         having = {w: comm for w, comm in ways.items() if way_parts(w)[1] in ("flat", *ALGORITHMS.get(op, ()))}
@@ -93,7 +92,7 @@ def fitted(points: Sequence[Point]) -> dict[str, Line]:
 
 
 def curves(points: Sequence[Point]) -> dict[str, Points]:
-    """'gloo:ring/all_reduce' → what each size took, over the bytes that a rank must send."""
+    """'gloo:shared/all_reduce' → what each size took, over the bytes that a rank must send."""
     found: dict[str, list[tuple[float, float]]] = {}
     for p in points:
         found.setdefault(f"{p.backend}/{p.op}", []).append((p.bytes * wire_factor(p.op, p.ranks), p.median_s))
@@ -118,9 +117,6 @@ def _measure(ways: Mapping[str, Comm], device: torch.device, op: str, size: int,
     comm.all_reduce(slowest, "bench", "max").wait()
     each = {way: max(seconds, 1e-6) for way, seconds in zip(cases, slowest.tolist(), strict=True)}
     counts = {way: int(min(max(budget_s / each[way], _LEAST), _MOST)) for way in cases}
-    for way in (w for w in cases if w in _SETTLING):
-        for _ in range(int(min(TRIES, _SETTLING_S / each[way]))):
-            cases[way].call().wait()
     turns = min(counts.values())
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(turns):

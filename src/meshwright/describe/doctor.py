@@ -10,7 +10,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -85,7 +84,6 @@ def checks(environ: Mapping[str, str], root: Path = Path("/"), folder: Path | No
         check_loopback(),
         check_shm(root / "dev/shm"),
         *(check_extra(*extra) for extra in _EXTRAS),
-        check_compiler(environ, Path(sysconfig.get_path("include"))),
     ]
 
 
@@ -214,16 +212,6 @@ def check_shm(folder: Path) -> Check:
 def check_extra(module: str, packages: str) -> Check:
     version = installed(packages.split()[0])
     return Check(module, True, version or "not installed", "" if version else f"pip install {packages}")
-
-
-def check_compiler(environ: Mapping[str, str], headers: Path) -> Check:
-    """What shortens MPI's calls is compiled on this machine (`comm/mpi/quick.py`)."""
-    compiler = next(iter(environ.get("CC", "").split()), "cc")
-    there = {compiler: shutil.which(compiler, path=environ.get("PATH")) is not None, "Python.h": (headers / "Python.h").exists()}
-    missing = [f"no {name}" for name in there if not there[name]]
-    if missing:
-        return Check("C compiler", True, f"{', '.join(missing)}: small calls over MPI take longer", "apt-get install gcc python3-dev")
-    return Check("C compiler", True, compiler)
 
 
 def _check(name: str, good: bool, found: str, mend: str) -> Check:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from meshwright.comm import Composed, Ledger, Mail, NullComm, RoutedComm, TorchComm, mpi, open_window
+from meshwright.comm import Composed, Ledger, NullComm, RoutedComm, SharedMemoryGroup, TorchComm, mpi, open_window
 from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError
 from meshwright.core.hybrid import group_backend
 from meshwright.core.mesh import GROUP_AXES, Mesh
 from meshwright.core.plan import SyncPolicy
-from meshwright.core.routes import Route, fitting, on_nodes, way
+from meshwright.core.routes import Route, applies, fitting, has_levels, on_nodes, way
 from meshwright.core.schedule import wire_factor
 
 _ONE_BACKEND = SyncPolicy()
@@ -93,10 +93,10 @@ class _Maker:
         others = {b: TorchComm(dist.new_subgroups_by_enumeration(ranks, backend=b)[0], self._ledger) for b in self._others}
         mine = _mine(ranks)
         routes = fitting(self._sync.routes, mine, self._sync.nodes)
-        mails = {b: make_mail(ranks, b, self._sync, _shares(routes, b)) for b in self._composing()}
-        routes = tuple(r for r in routes if r.algorithm != "shared" or mails[r.backend].window is not None)
+        memories = {b: shared_memory_group(ranks, b, self._sync) for b in self._composing()}
+        routes = tuple(r for r in routes if r.algorithm == "flat" or memories[r.backend].has(r.algorithm))
         choose = lambda op, size: way(routes, op, size * wire_factor(op, own.size), own.backend)  # noqa: E731
-        return RoutedComm({own.backend: own, **others}, choose, composed_ways(mails, routes, mine, self._sync.nodes, self._ledger))
+        return RoutedComm({own.backend: own, **others}, choose, composed_ways(memories, routes, self._ledger))
 
     def _composing(self) -> list[str]:
         return list(dict.fromkeys(r.backend for r in self._sync.routes if r.algorithm != "flat"))
@@ -111,33 +111,30 @@ class _Maker:
         return found[next(i for i, group in enumerate(ranks) if dist.get_rank() in group)]
 
 
-def make_mail(ranks: list[list[int]], backend: str, sync: SyncPolicy, shares: bool) -> Mail:
-    """A group of its own for the messages of composed collectives: they would meet those of others. With memory that its ranks share, if they are
-    to, and with what ranks of a node share where calls go by two levels over several. Collective: every rank of the world takes part."""
+def shared_memory_group(ranks: list[list[int]], backend: str, sync: SyncPolicy) -> SharedMemoryGroup:
+    """The shared memory that the policy's routes over one backend need, for this rank's group among `ranks`. Collective: every rank of the world
+    takes part."""
     comm = TorchComm(dist.new_subgroups_by_enumeration(ranks, backend=backend)[0], Ledger())
-    window = open_window(comm, _mine(ranks), sync.timeout_s) if shares else None
-    near = None
-    if any(r.algorithm == "two-level" and r.backend == backend for r in sync.routes):
-        here = [[group[place] for place in node] for group in ranks for node in on_nodes(group, sync.nodes)]
-        inside = TorchComm(dist.new_subgroups_by_enumeration(here, backend=backend)[0], Ledger())
-        near = open_window(inside, _mine(here), sync.timeout_s) if inside.size > 1 else None
-    return Mail(comm, backend, window, near)
+    mine = _mine(ranks)
+    algorithms = {r.algorithm for r in sync.routes if r.backend == backend}
+    on_one_node = "shared" in algorithms and applies("shared", mine, sync.nodes)
+    window = open_window(comm, mine, sync.timeout_s) if on_one_node else None
+    if "two-level" not in algorithms or not all(has_levels(group, sync.nodes) for group in ranks):
+        return SharedMemoryGroup(comm, backend, window)
+    nodes = [[[group[place] for place in node] for node in on_nodes(group, sync.nodes)] for group in ranks]
+    within = [node for group in nodes for node in group]
+    across = [list(place) for group in nodes for place in zip(*group, strict=True)]
+    inside, outside = (TorchComm(dist.new_subgroups_by_enumeration(some, backend=backend)[0], Ledger()) for some in (within, across))
+    return SharedMemoryGroup(comm, backend, window, open_window(inside, _mine(within), sync.timeout_s), outside)
 
 
 def _mine(groups: list[list[int]]) -> list[int]:
     return next(group for group in groups if dist.get_rank() in group)
 
 
-def _shares(routes: Sequence[Route], backend: str) -> bool:
-    return any(r.algorithm == "shared" and r.backend == backend for r in routes)
-
-
-def composed_ways(
-    mails: Mapping[str, Mail], routes: Sequence[Route], ranks: Sequence[int], nodes: Sequence[int], ledger: Ledger
-) -> dict[str, Composed]:  # fmt: skip
-    """The ways of these routes that are composed, for the group of `ranks`."""
-    places = on_nodes(ranks, nodes)
-    return {r.way: Composed(mails[r.backend], r.algorithm, ledger, places) for r in routes if r.algorithm != "flat"}
+def composed_ways(memories: Mapping[str, SharedMemoryGroup], routes: Sequence[Route], ledger: Ledger) -> dict[str, Composed]:
+    """Routes that do not go by the backend's own collectives, by name."""
+    return {r.way: Composed(memories[r.backend], r.algorithm, ledger) for r in routes if r.algorithm != "flat"}
 
 
 def joined(mesh: Mesh, axis: str, coordinates: tuple[int, ...], ledger: Ledger) -> Comm | None:

@@ -25,7 +25,7 @@ from meshwright.core.plan import SyncPolicy
 from meshwright.core.routes import ALGORITHMS, Route, applies, has_levels
 from meshwright.core.units import show_bytes
 from meshwright.describe.collectives import HELD, OPERATIONS, Point, Timed, curves, fitted, measure_ways, over_ranks
-from meshwright.execute.groups import composed_ways, make_mail
+from meshwright.execute.groups import composed_ways, shared_memory_group
 from meshwright.launch import Nursery, Rendezvous, Workers, join, leave
 from meshwright.launch.mpi import find, mpirun, run
 from meshwright.observe.bandwidth import bandwidth_figure
@@ -82,7 +82,7 @@ def check_request(request: Request, memory_bytes: int) -> None:
         if name not in EVERY:
             raise unknown("algorithm", name, EVERY)
         if name == "two-level" and not has_levels(range(request.ranks), request.nodes):
-            raise RequestError("two-level needs several nodes with several ranks: use --nodes 2 with --nproc 4 to pretend, or leave it out")
+            raise RequestError("two-level needs several nodes with equally many ranks: use --nodes 2 with --nproc 4 to pretend, or leave it out")
         if name == "shared" and not applies(name, range(request.ranks), request.nodes):
             raise RequestError("memory is shared on one node alone: use --nodes 1, or leave shared out")
     needed = int(max(request.sizes) * HELD) * (request.ranks if request.device == "cpu" else 1)
@@ -155,9 +155,9 @@ def every_way(backend: str, algorithms: Sequence[str], nodes: Sequence[int], gro
     own, ranks = TorchComm(group or dist.group.WORLD, Ledger()), list(range(dist.get_world_size()))  # type: ignore[arg-type]
     asked = [Route(op, backend, 0, a) for op, having in ALGORITHMS.items() for a in having if a in algorithms]
     sync = SyncPolicy(routes=tuple(asked), nodes=tuple(nodes))
-    mails = {backend: make_mail([ranks], backend, sync, "shared" in algorithms)} if asked else {}
-    asked = [r for r in asked if r.algorithm != "shared" or mails[backend].window is not None]
-    composed = composed_ways(mails, asked, ranks, nodes, Ledger())
+    memories = {backend: shared_memory_group([ranks], backend, sync)} if asked else {}
+    asked = [r for r in asked if memories[backend].has(r.algorithm)]
+    composed = composed_ways(memories, asked, Ledger())
     found: dict[str, Comm] = {backend: own} if "flat" in algorithms else {}
     for name in composed:
         having = {r.op for r in asked if r.way == name}

@@ -163,19 +163,6 @@ def compare_versions(every: list[dict[str, str]]) -> None:
 
 
 @cache
-def node() -> Any:
-    """The communicator of this rank's node. Collective when it is first asked: when the backend is loaded."""
-    MPI = load()
-    return MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-
-
-@cache
-def neighbours() -> frozenset[int]:
-    """The world's ranks on this one's node. Collective as `node` is."""
-    return frozenset(node().allgather(load().COMM_WORLD.Get_rank()))
-
-
-@cache
 def cuda_aware() -> bool:
     """Whether this MPI takes device memory: Open MPI and its like answer MPIX_Query_cuda_support, the others have no such name."""
     try:

@@ -1,4 +1,4 @@
-"""Sends and receives: MPI's own requests as `Work`. Those that nobody waits for are looked after (`post.py`)."""
+"""Sends and receives: MPI's requests as `Work`."""
 
 from __future__ import annotations
 
@@ -12,79 +12,60 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
-from meshwright.comm.mpi.post import Post
-
-# Bytes up to which nobody has to look after a message: it is on its way already, or moves on whenever something else of MPI's does.
-SMALL = 1 << 15
+_POLL_S = 50e-6
 
 
 class Message(dist.Work):
-    """One request. Only one thread may complete it: `_turn` says which."""
+    """One request. MPI moves it on whenever this rank is inside an MPI call; `wait` completes it. `_lock` lets one thread at a time ask MPI."""
 
-    done = False
-    error: Exception | None = None
-    _future: torch.futures.Future[list[torch.Tensor]] | None = None
-
-    def __init__(self, post: Post, request: Any, tensor: torch.Tensor, held: torch.Tensor, source: int) -> None:
-        """`held` is what MPI works on: the tensor, or what is copied to it when it has arrived."""
+    def __init__(self, request: Any, tensor: torch.Tensor, buffer: torch.Tensor, source: int) -> None:
+        """`buffer` is the memory that MPI works on: the tensor's own, or memory that is copied to the tensor on arrival."""
         super().__init__()
-        self._post, self._request, self._tensor, self._source = post, request, tensor, source
-        self._held = held
-        self._turn = threading.Lock()
+        self.done = False
+        self.error: Exception | None = None
+        self._request, self._tensor, self._buffer, self._source = request, tensor, buffer, source
+        self._lock = threading.Lock()
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
 
-    def look(self) -> bool:
-        """Move it on; True when it is over."""
-        if not self.done and self._turn.acquire(blocking=False):
+    def is_completed(self) -> bool:
+        if self._lock.acquire(blocking=False):
             try:
-                self._move(self._request.Test)
+                self._complete_by(self._request.Test)
             finally:
-                self._turn.release()
+                self._lock.release()
         return self.done
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if timeout is not None and timeout.total_seconds() > 0:
-            self._look_until(time.monotonic() + timeout.total_seconds())
-        self._post.leave(self)
-        if not self.done:
-            with self._turn:
-                self._post.helped = True
-                self._move(self._request.Wait)
-                self._post.helped = False
+            self._poll_until(time.monotonic() + timeout.total_seconds())
+        with self._lock:
+            self._complete_by(self._request.Wait)
         if self.error is not None:
             raise self.error
         return True
 
-    def _move(self, ask: Callable[[Any], Any]) -> None:
-        """By whoever has the turn. What MPI complains of is said to who waits, whoever found it out."""
+    def _poll_until(self, deadline: float) -> None:
+        while not self.is_completed():
+            if time.monotonic() > deadline:
+                raise TimeoutError("a message was not sent or received in time")
+            time.sleep(_POLL_S)
+
+    def _complete_by(self, ask: Callable[[Any], Any]) -> None:
+        """Called with the lock held. An error of MPI's is raised by `wait`, whichever thread met it."""
         if self.done:
             return
-        status = MPI.Status() if self._source == MPI.ANY_SOURCE else None  # from anybody: who it was
+        status = MPI.Status() if self._source == MPI.ANY_SOURCE else None
         try:
-            if ask(status):
-                self._over(status)
+            if not ask(status):
+                return
+            if status is not None:
+                self._source = status.Get_source()
+            if self._buffer is not self._tensor:
+                self._tensor.copy_(self._buffer)
+                self._buffer = self._tensor  # frees the other memory
         except MPI.Exception as error:
             self.error = error
-            self.done = True
-            if self._future is not None:
-                self._future.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong about it
-
-    def _look_until(self, limit: float) -> None:
-        while not self.look():
-            if time.monotonic() > limit:
-                raise TimeoutError("a message was not sent or received in time")
-
-    def _over(self, status: Any) -> None:
-        if status is not None:
-            self._source = status.Get_source()
-        if self._held is not self._tensor:
-            self._tensor.copy_(self._held)
-            self._held = self._tensor  # the memory may go
         self.done = True
-        if self._future is not None and not self._future.done():
-            self._future.set_result([self._tensor])
-
-    def is_completed(self) -> bool:
-        return self.look()
 
     def is_success(self) -> bool:
         return self.done and self.error is None
@@ -104,13 +85,17 @@ class Message(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        with self._turn:
-            if self._future is None:
-                self._future = torch.futures.Future()
-                if self.error is not None:
-                    self._future.set_exception(self.error)  # type: ignore[arg-type]
-                elif self.done:
-                    self._future.set_result([self._tensor])
-                else:
-                    self._post.follow(self)  # who waits for a future does not move the message on
+        """A thread of its own waits for the message: whoever waits for a future does not call MPI."""
+        if self._future is None:
+            self._future = torch.futures.Future()
+            threading.Thread(target=self._complete_future, args=(self._future,), name="mpi message", daemon=True).start()
         return self._future
+
+    def _complete_future(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
+        try:
+            while not self.is_completed():
+                time.sleep(_POLL_S)
+            self.wait()
+            future.set_result([self._tensor])
+        except Exception as error:
+            future.set_exception(error)  # type: ignore[arg-type]  # torch's stub wants a type

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -13,8 +12,8 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
-from meshwright.comm.algorithms import Combine
 from meshwright.comm.mpi import buffers
+from meshwright.comm.shared import Combine
 from meshwright.comm.wire import say
 
 _TYPES = {
@@ -28,7 +27,7 @@ _OPS = {
 }  # fmt: skip
 # Truth values are bytes of 0 and 1: any of them is their largest, all of them their smallest.
 _TRUTH = {_KINDS.SUM: MPI.MAX, _KINDS.MAX: MPI.MAX, _KINDS.PRODUCT: MPI.MIN, _KINDS.MIN: MPI.MIN}
-# The same between two tensors, for ranks that share memory.
+# The same between two tensors of a device.
 _COMBINES: dict[Any, Combine] = {
     _KINDS.SUM: torch.add, _KINDS.AVG: torch.add, _KINDS.PREMUL_SUM: torch.add, _KINDS.PRODUCT: torch.mul, _KINDS.MIN: torch.minimum,
     _KINDS.MAX: torch.maximum, _KINDS.BAND: torch.bitwise_and, _KINDS.BOR: torch.bitwise_or, _KINDS.BXOR: torch.bitwise_xor,
@@ -94,16 +93,6 @@ def reduction(op: Any, dtype: torch.dtype, ranks: int) -> Reduction:
         return replace(found, factor=op.__getstate__()[1])  # the factor is a call's own
     ways[dtype] = replace(found, plain=found.worked == dtype and found.ranks == 1)
     return ways[dtype]
-
-
-def exact(ranks: int) -> Iterator[tuple[int, torch.dtype, Reduction]]:
-    """Those that MPI can do as they are: the number of torch's kind, the dtype, and how."""
-    for kind in _OPS.keys() - {_KINDS.PREMUL_SUM}:
-        for dtype in (*_TYPES, torch.bool, torch.complex64, torch.complex128):
-            with suppress(ValueError):
-                way = reduction(kind, dtype, ranks)
-                if way.plain:
-                    yield hash(kind), dtype, way
 
 
 @cache

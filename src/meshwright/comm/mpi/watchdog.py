@@ -10,8 +10,8 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.comm.lane import Lane
 from meshwright.comm.mpi import library
+from meshwright.comm.work_queue import WorkQueue
 
 _LOOK_EVERY_S = 0.5
 _GRACE_S = 3.0  # ranks that wait for the same one notice it within this of each other
@@ -20,10 +20,10 @@ _TAG = 1
 
 @dataclass
 class _Watched:
-    lane: weakref.ref[Lane]
+    queue: weakref.ref[WorkQueue]
     ranks: tuple[int, ...]  # in the world
     name: str
-    number: int = -1  # of the operation that was seen last, and since when: a lane that had to look at the clock would be slower
+    number: int = -1  # of the operation that was seen last, and since when: the queue does not look at the clock
     since: float = 0.0
 
 
@@ -43,21 +43,21 @@ class Watchdog:
         self._over.set()
         self._thread.join()
 
-    def watch(self, lane: Lane, ranks: tuple[int, ...]) -> None:
+    def watch(self, queue: WorkQueue, ranks: tuple[int, ...]) -> None:
         with self._lock:
-            self._watched.append(_Watched(weakref.ref(lane), ranks, lane.name))
+            self._watched.append(_Watched(weakref.ref(queue), ranks, queue.name))
 
     def _look(self) -> None:
         while not self._over.wait(_LOOK_EVERY_S):
             self._control.iprobe()  # moves on what nobody waits for
             with self._lock:
-                self._watched = [w for w in self._watched if w.lane() is not None]
+                self._watched = [w for w in self._watched if w.queue() is not None]
                 watched = list(self._watched)
             for one in watched:
-                lane, now = one.lane(), time.monotonic()
-                if lane is None:
+                queue, now = one.queue(), time.monotonic()
+                if queue is None:
                     continue
-                number, operation = lane.number, lane.current
+                number, operation = queue.sequence_number, queue.current
                 if number != one.number or not operation:
                     one.number, one.since = number, now
                 elif now - one.since > library.timeout_s:

@@ -1,0 +1,205 @@
+"""A work queue: the operations of one communicator, run one at a time in the order of their calls.
+
+MPI's collectives run on such a queue, and so do collectives through shared memory (`shared_memory.py`).
+
+[Note: sync and async calls]
+All operations here are blocking functions. A sync call runs in the caller's thread, after everything that was queued before it. An async
+call is queued and runs in the queue's own thread, without Python's lock, while the caller computes; that is how gradients overlap with
+backward. If `wait` comes before the thread has begun it, the waiting thread runs what is left of the queue itself, so that a small message
+does not pay for a thread switch. Queues are independent of each other (MPI_THREAD_MULTIPLE), so ranks may use several groups in
+different orders.
+
+Open MPI's blocking collectives are up to 2.5 times as fast as its non-blocking ones (`tuned` against `libnbc`), and MPI forbids to mix the
+two on one communicator: so asynchrony comes from the thread, not from MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import profiler
+
+_CLOSE = object()
+_WAKE = object()
+Operation = Callable[[], object]
+StreamWrapper = Callable[[torch.Tensor, Operation], Operation]
+
+
+class QueuedWork(dist.Work):
+    """One queued operation, with a future for callers that ask for one, as DDP does."""
+
+    def __init__(self, owner: WorkQueue, name: str, run: Operation, outputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.name, self.done = name, False
+        self._queue, self._outputs = owner, outputs
+        self._run: Operation | None = run
+        self._error: Exception | None = None
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        self._lock = threading.Lock()
+
+    def execute(self) -> None:
+        """Called once, by the thread that holds the queue's lock."""
+        assert self._run is not None
+        try:
+            self._run()
+        except Exception as error:
+            self._error = error
+        self._run = None  # frees the tensors that it refers to
+        self.done = True
+
+    def complete_future(self) -> None:
+        """Never called with the queue's lock held: a callback of the future may call another collective."""
+        with self._lock:
+            if self._future is None or not self.done or self._future.done():
+                return
+            future = self._future
+        if self._error is not None:
+            future.set_exception(self._error)  # type: ignore[arg-type]  # torch's stub wants a type
+        else:
+            future.set_result(list(self._outputs))
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self.done:
+            self._queue.run_until(self, timeout.total_seconds() if timeout else 0.0)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def is_success(self) -> bool:
+        return self.done and self._error is None
+
+    def exception(self) -> Any:
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        return list(self._outputs)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        with self._lock:
+            if self._future is None:
+                self._future = torch.futures.Future()
+        self.complete_future()
+        return self._future
+
+
+class CompletedWork(dist.Work):
+    """An operation that was complete when its call returned."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    is_success = is_completed
+
+    def synchronize(self) -> None:
+        """Nothing is left to wait for."""
+
+    def result(self) -> list[torch.Tensor]:
+        return []
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result([])
+        return future
+
+
+COMPLETED = CompletedWork()
+
+
+class WorkQueue:
+    """Call `submit`; the rest is for works and for the watchdog.
+
+    `on_stream` wraps an operation on a CUDA tensor so that it starts after the work that the caller's stream has been given so far.
+    """
+
+    def __init__(self, name: str, kind: str = "mpi", on_stream: StreamWrapper | None = None) -> None:
+        self.name, self.kind, self._on_stream = name, kind, on_stream
+        self.sequence_number = 0  # of operations begun: the same on every rank that keeps up
+        self.current = ""  # the operation under way
+        self._running = threading.Lock()  # held while an operation runs
+        self._pending: deque[QueuedWork] = deque()
+        self._wake_ups: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(
+        self, name: str, outputs: Sequence[torch.Tensor], tensor: torch.Tensor | None, async_op: bool, run: Operation
+    ) -> QueuedWork | None:  # fmt: skip
+        """Queue `run` and return its work; or, for a sync call, run it after everything queued before it and return None.
+
+        `tensor` tells on which device the operation works.
+        """
+        if tensor is not None and tensor.is_cuda and self._on_stream is not None:
+            run = self._on_stream(tensor, run)
+        work = QueuedWork(self, name, run, outputs)
+        self._pending.append(work)
+        if not async_op:
+            work.wait()
+            return None
+        if threading.current_thread() is self._thread:  # a future's callback calls a collective: nobody else would run it
+            self.run_until(work)
+            return work
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=f"{self.kind} {self.name}", daemon=True)
+            self._thread.start()
+        self._wake_ups.put(_WAKE)
+        return work
+
+    def run_until(self, wanted: QueuedWork, timeout_s: float = 0.0) -> None:
+        """Run queued operations in the calling thread until `wanted` is done. TimeoutError if another thread's operation takes longer."""
+        while not wanted.done:
+            if not self._running.acquire(timeout=timeout_s if timeout_s > 0 else -1):
+                raise TimeoutError(f"{wanted.name} was not done within {timeout_s:.1f} s")
+            try:
+                finished = None if wanted.done else self._run_next()
+            finally:
+                self._running.release()
+            if finished is not None:
+                finished.complete_future()
+
+    def close(self) -> None:
+        """Run what is queued, and end the thread."""
+        while self._pending:
+            with contextlib.suppress(IndexError):  # the thread was faster
+                self.run_until(self._pending[-1])
+        if self._thread is not None:
+            self._wake_ups.put(_CLOSE)
+            self._thread.join()
+            self._thread = None
+
+    def _serve(self) -> None:
+        while self._wake_ups.get() is not _CLOSE:
+            while self._pending:
+                with self._running:
+                    finished = self._run_next()
+                if finished is not None:
+                    finished.complete_future()
+
+    def _run_next(self) -> QueuedWork | None:
+        """Called with `_running` held."""
+        if not self._pending:
+            return None
+        work = self._pending.popleft()
+        self.sequence_number += 1
+        self.current = work.name
+        try:
+            with profiler.record_function(f"{self.kind}:{work.name}") if profiler._is_profiler_enabled else contextlib.nullcontext():
+                work.execute()
+        finally:
+            self.current = ""
+        return work
