@@ -10,11 +10,11 @@ from meshwright.core.model import DEAR_KINDS, Kernel, LayerProfile, ModelProfile
 from meshwright.core.workload import OPTIMIZER_STATES
 
 # What compilation leaves of the bandwidth-bound work and of the calls, by fusing element-wise chains into one pass.
-# From GPT-2 124M on one H200 (docs/log.md): compiled against eager step time.
+# From GPT-2 124M on one H200 (docs/measured/training-speed.md): compiled against eager step time.
 FUSED_BYTES = 0.35
 FUSED_CALLS = 0.25
 # What finding scales, converting to fp8 and turning operands over moves through memory, for each byte that the product would move in bf16;
-# compiled, or not. From a 1.2B stack of blocks on one H200 (docs/log.md): fp8 against bf16 step time.
+# compiled, or not. From a 1.2B stack of blocks on one H200 (docs/measured/training-speed.md): fp8 against bf16 step time.
 FP8_CASTS = {True: 2.2, False: 8.4}
 _LIKE = {"conv2": "conv", "conv3": "conv", "batched": "matmul"}  # what each is, where it was not measured apart
 _ADAM_MOVES = 7  # times that a parameter's bytes are read or written in AdamW's step

@@ -43,7 +43,7 @@ def corrected(calibration: Calibration, model: str, kind: str, precision: str) -
 
 def _weight(record: Record, model: str, kind: str) -> float:
     """Most for the same model, less for one of the same make, next to none for others: small steps are late for reasons that large ones do not have
-    (docs/log.md: two runs of small models, at a quarter each, put a larger one's prediction 50% off)."""
+    (docs/measured/planner.md: two runs of small models, at a quarter each, put a larger one's prediction 50% off)."""
     return 1.0 if record.model == model else 0.25 if record.kind == kind else 0.05
 
 

@@ -26,7 +26,7 @@ from typing import Any
 # torch._dynamo: every optimizer's first step imports it.
 _PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor", "meshwright.launch.worker")
 # What ranks are started with unless somebody has said otherwise. The profiler's library announces each start and stop on stderr; torch's
-# allocator on GPUs loses 5 to 20% of their memory to gaps unless its segments may grow (docs/log.md).
+# allocator on GPUs loses 5 to 20% of their memory to gaps unless its segments may grow (docs/measured/memory.md).
 RANK_DEFAULTS = {"KINETO_LOG_LEVEL": "99", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 _ENTRY = "from meshwright.launch.nursery import run; run()"
 _MESSAGE = 1 << 16

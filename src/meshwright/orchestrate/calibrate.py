@@ -23,7 +23,7 @@ from meshwright.describe.discover import discover
 from meshwright.launch import Nursery, Workers
 
 _PROBE = 2  # what a probe's figures mean; files of another number are not looked at
-PROBE_ERROR = 0.25  # relative; step times predicted from a quick probe were off by 4 to 23% (docs/log.md)
+PROBE_ERROR = 0.25  # relative; step times predicted from a quick probe were off by 4 to 23% (docs/measured/planner.md)
 
 
 def cache_path(cluster: Cluster, environ: Mapping[str, str]) -> Path:
