@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from meshwright.comm import Ledger, NullComm
 from meshwright.comm.null import Done
+from meshwright.core.backends import backend_traits
 from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError
 from meshwright.core.pipeline_schedules import schedule_traits
@@ -74,7 +75,8 @@ class PipelineCuts:
         self._template = _without_memory(model)
         self._shared = ContextRun(self._template, plan.context, _Unheard(groups.cp), Recall()) if groups.cp.size > 1 else None
         self._drop(optimizer)
-        self._between = "cpu" if dist.get_backend(process_group(groups.pp)) == "gloo" else plan.device  # gloo sends host memory only
+        sendable = backend_traits(dist.get_backend(process_group(groups.pp))).devices
+        self._between = plan.device if plan.device in sendable else "cpu"  # gloo sends host memory only
         self._current = -1  # the stage that is running
         self._held: dict[str, torch.Tensor] = {}  # values that cross stages, by name
         self._known: dict[Hashable, _Learned] = {}  # by what samples look like: buffers are of one size, and nothing else may meet them

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from meshwright.core.backends import Backend
 from meshwright.core.errors import RequestError, unknown
 from meshwright.core.mesh import Mesh
 from meshwright.core.pipeline_schedules import PipelineSchedule
@@ -71,7 +72,7 @@ class RunConfig(BaseModel):
         "auto", description="auto: bf16 on GPUs, fp32 on CPUs; best: whichever of fp32, bf16 and fp8 is predicted quickest"
     )
     compile: Literal["none", "blocks", "model"] | None = None
-    backend: Literal["gloo", "mpi", "nccl", "auto"] | None = Field(None, description="by device unless given; auto: as measured, call by call")
+    backend: Literal[Backend, "auto"] | None = Field(None, description="by device unless given; auto: as measured, call by call")
     bucket_mb: float | None = Field(None, gt=0, description="size of a gradient bucket")
     compression: Literal["none", "bf16", "powersgd", "auto"] | None = Field(
         None, description="of gradients between data ranks; the run is then not exact; auto: where it is predicted quicker"

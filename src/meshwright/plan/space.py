@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import get_args
 
+from meshwright.core.backends import backend_for
 from meshwright.core.cluster import Cluster
 from meshwright.core.compression import Compression
 from meshwright.core.context import ContextPolicy
@@ -278,7 +279,6 @@ def make(
         raise RequestError(f"mesh {mesh} needs {world} devices, this cluster has {len(cluster.devices)}: use --nproc {len(cluster.devices)} or less")
     device, where = cluster.devices[0].kind, places(cluster, world)
     schedule = wishes.schedule or schedule or "1f1b"
-    usual = "nccl" if device == "cuda" and not where else "gloo"
     plan = Plan(
         model=profile.name,
         global_batch=workload.global_batch,
@@ -298,7 +298,7 @@ def make(
         compile=_compile(wishes, device, world, cuts.context.attends or where or schedule_traits(schedule).splits_backward),
         device=device,
         places=where,
-        backend=wishes.backend or usual,
+        backend=wishes.backend or backend_for(device, where),
         threads=cluster.threads(world),
     )
     check_ties(plan, profile.tied)
