@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
+from meshwright.core.backends import backend_for, backend_traits
 from meshwright.core.errors import RequestError
 from meshwright.core.hybrid import picked, told_places
 from meshwright.core.mesh import Mesh, check_runnable
@@ -145,8 +146,8 @@ def _flow(model: nn.Module, loss_fn: Loss, batch: Batch, mesh: Mesh | None = Non
 
 def _join(backend: str | None = None) -> Place:
     """Our place among the ranks; makes the process group unless the script already did."""
-    if backend == "nccl" and not torch.cuda.is_available():
-        raise RequestError("backend nccl needs a CUDA device, and there is none: use gloo")
+    if backend is not None and "cpu" not in backend_traits(backend).devices and not torch.cuda.is_available():
+        raise RequestError(f"backend {backend} needs a CUDA device, and there is none: use gloo")
     if dist.is_available() and dist.is_initialized():
         if backend not in (None, dist.get_backend()):
             raise RequestError(f"backend {backend} was asked for, and the process group uses {dist.get_backend()}: change one of them")
@@ -155,9 +156,9 @@ def _join(backend: str | None = None) -> Place:
         return Place(rank, dist.get_world_size(), local, dist.get_world_size(), "", "script")
     place = adopted(os.environ) or Place(0, 1, 0, 1, "", "python")
     device = _device(place).type
-    backend = backend or ("gloo" if told_places(os.environ) else default_backend(place, device))
+    backend = backend or (backend_for(device, where) if (where := told_places(os.environ)) else default_backend(place, device))
     make_ready(backend, _PATIENCE_S)
-    join(Rendezvous(place.rank, place.world, place.meeting, backend, device if backend != "gloo" else "cpu", place.local_rank))
+    join(Rendezvous(place.rank, place.world, place.meeting, backend, device, place.local_rank))
     return place
 
 

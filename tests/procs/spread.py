@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.core.combinations import stages_a_rank
 from meshwright.core.mesh import Mesh
 from meshwright.core.owners import OwnerPolicy
+from meshwright.core.pipeline_schedules import schedule_traits
 from meshwright.core.plan import BalancePolicy, MemoryPolicy, Plan, SyncPolicy
 from meshwright.core.serial import from_data, to_data
 from meshwright.core.spatial import SpatialPolicy
@@ -67,7 +67,7 @@ def spread(
     )
     (tensor, across), context, spatial = share_positions(mesh, flow, (tensor, across), precision, grid)
     owners = choose_owners(flow, mesh.ep) if mesh.ep > 1 else OwnerPolicy()
-    count = mesh.pp * (each or stages_a_rank(schedule))
+    count = mesh.pp * (each or schedule_traits(schedule).stages_per_rank)
     stages = cut_stages(flow, profile, count, tensor, across, mesh.cp) if mesh.pp > 1 else one_stage(profile)
     shared = {"tensor": tensor, "across": across, "context": context, "spatial": spatial, "owners": owners}
     plan = Plan("test", batch, mesh, micro, stages, schedule, memory=memory, **shared)  # type: ignore[arg-type]

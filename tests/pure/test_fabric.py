@@ -23,7 +23,7 @@ from meshwright.cost.actions import ActionCost
 from meshwright.proxies import PROXIES
 from meshwright.proxies.parts import Program, assemble
 from meshwright.schedule.lower import lower
-from meshwright.schedule.orders import zero_bubble
+from meshwright.schedule.orders import turns
 from meshwright.simulate import Degraded, Disturbances, Fabric, Flat, Habits, Ideal, Linked, simulate
 from meshwright.simulate.breakdown import breakdown, by_kind
 from meshwright.simulate.fold import Links
@@ -239,7 +239,7 @@ def test_zero_bubble_loses_only_the_way_in(stages: int, micro: int) -> None:
 @pytest.mark.parametrize(("stages", "micro"), [(2, 2), (4, 4), (3, 5), (4, 9)])
 def test_zero_bubble_takes_every_turn_once_in_order(stages: int, micro: int) -> None:
     for rank in range(stages):
-        found = zero_bubble(stages, rank, micro)
+        found = turns("zero_bubble", stages, rank, micro, 2)
         assert len(found) == len(set(found)) == 6 * micro
         for chunk in (0, 1):
             for number in range(micro):
@@ -252,7 +252,7 @@ def bent(stages: int, micro: int) -> Schedule:
     programs = []
     for rank in range(stages):
         out = Program()
-        for turn in zero_bubble(stages, rank, micro):
+        for turn in turns("zero_bubble", stages, rank, micro, 2):
             stage, name = (rank, 2 * stages - 1 - rank)[turn.chunk], f"{turn.phase}/{turn.chunk}/{turn.micro}"
             way, axis = (1, "pp") if turn.phase == "forward" else (-1, "pp_back")
             ends = [min(s, 2 * stages - 1 - s) if 0 <= s < 2 * stages and turn.phase != "weights" else rank for s in (stage - way, stage + way)]

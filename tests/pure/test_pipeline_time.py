@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from made_up import calibration, cluster, layer, model
 
 from meshwright.core.calibration import Calibration, Line
-from meshwright.core.combinations import stages_a_rank
 from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
+from meshwright.core.pipeline_schedules import schedule_traits
 from meshwright.core.plan import Carry, MemoryPolicy, Plan, Sink, Stage
 from meshwright.core.workload import Workload
 from meshwright.cost import estimate, pipeline
@@ -23,7 +23,7 @@ from meshwright.cost.pipeline import Order, finished, held, least_seconds
 from meshwright.cost.step import in_flight
 from meshwright.orchestrate.handing import chain, pipelines
 from meshwright.schedule.lower import lower
-from meshwright.schedule.orders import turns, zero_bubble
+from meshwright.schedule.orders import turns
 from meshwright.simulate import Linked, simulate
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
@@ -36,7 +36,7 @@ def uneven(costs: list[float]) -> ModelProfile:
 
 
 def piped(profile: ModelProfile, schedule: str, ranks: int, micro: int, sent: float = 0.0, **axes: int) -> Plan:
-    count = ranks * stages_a_rank(schedule)
+    count = ranks * schedule_traits(schedule).stages_per_rank
     carry = Carry("", 0, (Sink("", 0),), sent)
     each = len(profile.layers) // count
     names = [profile.layer_names[i * each : (i + 1) * each] for i in range(count)]
@@ -58,7 +58,7 @@ def machine(ranks: int, alpha: float) -> Calibration:
 def test_a_step_takes_what_the_simulation_of_its_turns_does(schedule: str, data: Any) -> None:
     ranks, alpha, sent = data.draw(st.integers(2, 5)), data.draw(st.sampled_from([0.0, 1e-4, 3e-3])), data.draw(st.sampled_from([0.0, 1e6, 3e7]))
     micro = ranks * data.draw(st.integers(1, 5)) if schedule == "interleaved" else ranks + data.draw(st.integers(0, 25))
-    profile = uneven(data.draw(st.lists(SECONDS, min_size=(n := ranks * stages_a_rank(schedule)), max_size=n)))
+    profile = uneven(data.draw(st.lists(SECONDS, min_size=(n := ranks * schedule_traits(schedule).stages_per_rank), max_size=n)))
     plan, known = piped(profile, schedule, ranks, micro, sent), machine(ranks, alpha)
     where, speeds = cluster(ranks), known.layout(ranks)
     price = ActionCost(plan, "adamw", speeds)
@@ -72,7 +72,7 @@ def test_a_step_takes_what_the_simulation_of_its_turns_does(schedule: str, data:
 
 def ordered(draw: Any, schedule: str) -> Order:
     ranks = draw(st.integers(2, 6))
-    chunks = draw(st.integers(2, 3)) if schedule == "interleaved" else stages_a_rank(schedule)
+    chunks = draw(st.integers(2, 3)) if schedule == "interleaved" else schedule_traits(schedule).stages_per_rank
     micro = ranks * draw(st.integers(1, 20)) if schedule == "interleaved" else ranks + draw(st.integers(0, 90))
     return Order(schedule, ranks, micro, chunks)
 
@@ -121,10 +121,10 @@ def test_zero_bubble_is_no_slower_than_1f1b(ranks: int, more: int, work: float) 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("ranks", [2, 4, 7])
 def test_what_is_held_is_what_went_forward_and_not_yet_back(schedule: str, ranks: int) -> None:
-    chunks, micro = stages_a_rank(schedule), 6 * ranks
+    chunks, micro = schedule_traits(schedule).stages_per_rank, 6 * ranks
     order = Order(schedule, ranks, micro, chunks)
     for rank in range(ranks):
-        taken = zero_bubble(ranks, rank, micro) if schedule == "zero_bubble" else turns(schedule, ranks, rank, micro, chunks)
+        taken = turns(schedule, ranks, rank, micro, chunks)
         counts, every = [0] * chunks, []
         for turn in taken:
             done = turn.phase == ("weights" if schedule == "zero_bubble" else "backward")

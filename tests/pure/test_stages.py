@@ -132,7 +132,7 @@ def test_no_cut_where_a_value_crosses_outside_all_modules() -> None:
     ("changes", "words"),
     [
         ({"micro_batches": 1}, "needs at least pp=2 micro-batches, 1 given: set micro_batches=2"),
-        ({"schedule": "zero_bubble", "micro_batches": 2}, "two stages a rank"),
+        ({"schedule": "zero_bubble", "micro_batches": 2}, "2 stages a rank"),
         ({"stages": tuple(Stage((str(i),)) for i in range(3))}, "3 stages do not divide over pp=2"),
         ({"stages": FOUR}, "use interleaved"),
         ({"compile": "model"}, "compile=blocks"),

@@ -12,6 +12,7 @@ import typer
 from rich.table import Table
 
 from meshwright.cli.shared import Json, make_config, need_torch, print_json, say, stdout
+from meshwright.core.backends import backend_traits
 from meshwright.core.units import parse_bytes, show_bytes, show_rate, show_seconds
 
 if TYPE_CHECKING:
@@ -105,10 +106,8 @@ def _show(points: list[Point], result: dict[str, Any]) -> None:
     stdout.print(table)
     for name, line in result["lines"].items():
         stdout.print(f"{name}: {show_seconds(line['alpha_s'])} a call, then {show_rate(line['bytes_per_s'], 'B/s')} of what a rank must send")
-    from meshwright.comm.wire import COMPOSED
-
     for backend in dict.fromkeys(p.backend.partition(":")[0] for p in points):
-        for lacks, instead in COMPOSED.get(backend, {}).items():
+        for lacks, instead in backend_traits(backend).fallbacks:
             stdout.print(f"{backend} has no {lacks}: composed, {instead}")
     stdout.print(f"written: {', '.join(result['files'].values())}", soft_wrap=True)
     if result["calibration"]:

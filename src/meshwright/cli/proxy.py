@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.cli.shared import ClusterFlag, Json, Nproc, Settings, make_config, need_torch, print_json, say, stdout
+from meshwright.core.backends import backend_for, backend_traits
 from meshwright.core.errors import MeshwrightError, RequestError
 from meshwright.core.units import show_bytes, show_rate, show_seconds
 
@@ -201,7 +202,7 @@ def _ran(job: _Job, wish: _Wish, policy: dict[str, Any]) -> Outcome | None:
 
     world, gpus = job.schedule.world, torch.cuda.device_count()
     backend = wish.backend or default_backend(wish.place, "cuda" if gpus >= world and policy["device"] != "cpu" else "cpu")
-    device = policy["device"] or ("cuda" if backend == "nccl" else "cpu")
+    device = policy["device"] or backend_traits(backend).devices[0]
     policy.update(backend=backend, device=device)
     if device == "cuda" and not gpus:
         raise RequestError("--backend nccl and --device cuda need a GPU, and torch sees none: use --backend gloo")
@@ -211,8 +212,8 @@ def _ran(job: _Job, wish: _Wish, policy: dict[str, Any]) -> Outcome | None:
     chosen = RunPolicy(**policy)
     if wish.place is not None:
         return adopted_run(job.schedule, chosen, wish.place, say)
-    if backend == "mpi":
-        raise RequestError(f"--backend mpi: start it with mpirun -n {world} meshwright proxy …")
+    if launchers := backend_traits(backend).launchers:
+        raise RequestError(f"--backend {backend}: start it with {launchers[0]} -n {world} meshwright proxy …")
     return launched(job.schedule, chosen, os.environ, say)
 
 
@@ -243,8 +244,8 @@ def _network(wish: _Wish, world: int) -> Network:
         )
     else:
         measured = from_sheets(found)
-    cuda = found.devices[0].kind == "cuda"
-    return Linked(found, measured.layout(world), "nccl" if cuda else "gloo", duplex=cuda or len(found.nodes) > 1)
+    kind = found.devices[0].kind
+    return Linked(found, measured.layout(world), backend_for(kind), duplex=kind == "cuda" or len(found.nodes) > 1)
 
 
 def _write(schedule: Schedule, output: Path) -> None:

@@ -101,7 +101,7 @@ def train(
         prepared = orchestrator.prepare()
         step = f"{show_seconds(prepared.estimate.step_s)} a step predicted (± {prepared.estimate.error:.0%})"
         say(f"{prepared.plan.summary()} for {prepared.task.name}, {step}")
-        if len(prepared.plan.backends) > 1 and by_mpirun(launcher, "mpi", adopted=False):
+        if any(by_mpirun(launcher, other, adopted=False) for other in prepared.plan.backends[1:]):
             raise typer.Exit(train_by_mpirun(config, None, [], os.environ, as_json))
         result = orchestrator.train(prepared, console)
     _finish(result, prepared, as_json)

@@ -14,8 +14,9 @@ from torch.autograd import profiler
 
 from meshwright.comm.ledger import Ledger
 from meshwright.comm.pending import PutOff, Then
-from meshwright.comm.wire import COMPOSED, SCALED, UNEVEN, Finish, Wire, say
+from meshwright.comm.wire import Finish, Wire, say
 from meshwright.comm.work_queue import COMPLETED
+from meshwright.core.backends import SCALED_SUM, UNEVEN_GATHER, backend_traits
 from meshwright.core.comm import Messages, Pending
 
 # torch 2.13 renamed the two; 2.11 knows only the old names.
@@ -35,13 +36,14 @@ class TorchComm(PutOff):
         self.ledger = ledger
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.backend = dist.get_backend(group)
-        self._on_cuda = self.backend == "nccl"
+        self._traits = backend_traits(self.backend)
+        self._in_kernels, self._scales = bool(self._traits.kernels), SCALED_SUM not in self._traits.fallbacks
         self._wire = Wire(self.backend, dist.get_rank())
 
     @property
     def at_once(self) -> Self:
         """Only MPI gains by it: gloo's calls are made by its own threads, NCCL's by the device."""
-        return super().at_once if self.backend == "mpi" else self
+        return super().at_once if self._traits.sync_on_caller else self
 
     # -- reductions --
 
@@ -77,7 +79,7 @@ class TorchComm(PutOff):
         if sizes is None:
             return self._start(name, "all_gather", output, lambda: _all_gather(whole, own, group=self.group, async_op=self._later), finish)
         rows = [n * self._wire.rows(output) for n in sizes]
-        if self.backend == "gloo" and len(set(rows)) > 1:
+        if len(set(rows)) > 1 and UNEVEN_GATHER in self._traits.fallbacks:
             return self._padded_gather(whole, own, rows, name, output, finish)
         call = lambda: dist.all_gather(list(whole.split(rows)), own, group=self.group, async_op=self._later)  # noqa: E731
         return self._start(name, "all_gather", output, call, finish)
@@ -131,7 +133,7 @@ class TorchComm(PutOff):
         self, whole: torch.Tensor, own: torch.Tensor, rows: list[int], name: str, output: torch.Tensor, finish: Finish | None
     ) -> Pending:  # fmt: skip
         """Every part as long as the longest, cut to its own length on arrival."""
-        say(self.backend, UNEVEN, COMPOSED["gloo"][UNEVEN], dist.get_rank())
+        say(self.backend, *UNEVEN_GATHER, dist.get_rank())
         most = max(rows)
         padded = own.new_zeros((most, *own.shape[1:]))
         padded[: own.shape[0]] = own
@@ -151,7 +153,7 @@ class TorchComm(PutOff):
         return self._named(name, call, finish)
 
     def _named(self, name: str, call: Callable[[], Any], finish: Finish | None = None) -> Pending:
-        if not self._on_cuda:
+        if not self._in_kernels:
             work = _profiled(name, call) if profiler._is_profiler_enabled else call()
         else:
             torch.cuda.nvtx.range_push(name)
@@ -164,13 +166,13 @@ class TorchComm(PutOff):
 
     def _op(self, op: str, tensor: torch.Tensor, factor: float | None = None) -> Any:
         if factor is not None:
-            if self._on_cuda:
+            if self._scales:
                 return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
-            say(self.backend, SCALED, COMPOSED["gloo"][SCALED], dist.get_rank())
+            say(self.backend, *SCALED_SUM, dist.get_rank())
             tensor.mul_(factor)
         if op != "mean":
             return _OPS[op]
-        if self._on_cuda:
+        if self._scales:
             return dist.ReduceOp.AVG
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(f"the mean of {tensor.dtype} is not a whole number: convert it, or take the sum")

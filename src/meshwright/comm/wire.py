@@ -7,23 +7,11 @@ from collections.abc import Callable
 
 import torch
 
+from meshwright.core.backends import backend_traits
+
 Finish = Callable[[], object]
 
-# What a backend takes as it is; one that is not listed takes everything.
-_GLOO = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64}
-TAKES: dict[str, set[torch.dtype]] = {"gloo": _GLOO, "nccl": _GLOO}
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
-# What is composed of other things since a backend lacks it: said when it first happens, and by `bench comm`.
-SCALED, UNEVEN = "scaled sum (PREMUL_SUM)", "all-gather of unequal parts"
-COMPOSED: dict[str, dict[str, str]] = {
-    "gloo": {
-        SCALED: "a product, then a sum",
-        UNEVEN: "padded to the longest",
-        "8-bit floating point": "moved as bytes, reduced in float32",
-        "split_group": "groups are made by listing their ranks",
-    },
-    "mpi": {"reduction of 16- and 8-bit floating point": "done in float32", SCALED: "a product, then a sum"},
-}
 _said: set[str] = set()
 
 
@@ -41,7 +29,9 @@ class Wire:
 
     def __init__(self, backend: str, rank: int, takes: set[torch.dtype] | None = None) -> None:
         self._backend, self._rank = backend, rank
-        self._takes = takes or TAKES.get(backend)
+        traits = backend_traits(backend)
+        self._takes = takes or ({getattr(torch, name) for name in traits.dtypes} if traits.dtypes is not None else None)
+        self._by_host = "cuda" not in traits.devices
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether it can be handed over as it is; nearly always so."""
@@ -81,7 +71,7 @@ class Wire:
         return there if self.known(tensor.dtype) else self._bytes(there), lambda: tensor.copy_(there)
 
     def _needs_host(self, tensor: torch.Tensor) -> bool:
-        return self._backend == "gloo" and tensor.is_cuda
+        return self._by_host and tensor.is_cuda
 
     def rows(self, tensor: torch.Tensor) -> int:
         """Rows on the wire for one of the tensor's."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meshwright.core.errors import RequestError
+from meshwright.core.pipeline_schedules import schedule_traits
 from meshwright.core.spatial import show_grid
 
 if TYPE_CHECKING:
@@ -25,38 +26,32 @@ def check_combinations(plan: Plan) -> None:
         _spatial(plan)
 
 
-def stages_a_rank(schedule: str) -> int:
-    """How many pieces of the model a pipeline rank holds unless a plan says otherwise."""
-    return 2 if schedule in ("interleaved", "zero_bubble") else 1
-
-
 def _pipeline(plan: Plan) -> None:
-    """One stage a rank for the plain schedules, several for the others."""
+    """The stages and micro-batches that a schedule takes, and what it does not go with."""
     pp, count, micro = plan.mesh.pp, len(plan.stages), plan.micro_batches
+    schedule, traits = plan.schedule, schedule_traits(plan.schedule)
     if plan.compile == "model":
         raise RequestError("plan: compile=model does not go with pp: use compile=blocks")
     if count and count % pp:
         raise RequestError(f"plan: {count} stages do not divide over pp={pp}: use {max(count // pp, 1) * pp} stages")
-    each = count // pp if count else stages_a_rank(plan.schedule)
-    if each != 1 and plan.schedule in ("gpipe", "1f1b"):
-        raise RequestError(f"plan: schedule={plan.schedule} has one stage a rank, and {count} stages are given for pp={pp}: use interleaved")
-    if plan.schedule == "zero_bubble" and each != 2:
-        raise RequestError(f"plan: schedule=zero_bubble has two stages a rank, and {count} stages are given for pp={pp}: give {2 * pp}")
-    if plan.schedule == "interleaved" and micro % max(1, micro // pp):
-        raise RequestError(f"plan: schedule=interleaved takes micro-batches in rounds of pp={pp}: set micro_batches={-(-micro // pp) * pp}")
-    if plan.schedule in ("1f1b", "zero_bubble") and micro < pp:
-        raise RequestError(f"plan: schedule={plan.schedule} needs at least pp={pp} micro-batches, {micro} given: set micro_batches={pp}")
+    each = count // pp if count else traits.stages_per_rank
+    if each != traits.stages_per_rank and not traits.any_stages_per_rank:
+        own = traits.stages_per_rank
+        has, better = ("one stage", "use interleaved") if own == 1 else (f"{own} stages", f"give {own * pp}")
+        raise RequestError(f"plan: schedule={schedule} has {has} a rank, and {count} stages are given for pp={pp}: {better}")
+    if (accepted := traits.accepted_micro_batches(pp, micro)) != micro:
+        raise RequestError(f"plan: schedule={schedule} takes micro-batches in rounds of pp={pp}: set micro_batches={accepted}")
+    if traits.fills_ranks and micro < pp:
+        raise RequestError(f"plan: schedule={schedule} needs at least pp={pp} micro-batches, {micro} given: set micro_batches={pp}")
     for share in plan.balance.shares:
         if share % micro:
             raise RequestError(f"plan: a pipeline's micro-batches are of one size, and a share of {share} does not make {micro}: give multiples")
-    if plan.memory.zero == 2 and plan.schedule not in ("gpipe", "1f1b"):
-        raise RequestError(
-            f"plan: zero=2 reduces after each backward of all that a rank holds, and schedule={plan.schedule} has two: use 1f1b or zero=1"
-        )
+    if plan.memory.zero == 2 and traits.stages_per_rank > 1:
+        raise RequestError(f"plan: zero=2 reduces after each backward of all that a rank holds, and schedule={schedule} has two: use 1f1b or zero=1")
     if plan.memory.zero == 2 and any(stage.also for stage in plan.stages):
         raise RequestError("plan: zero=2 with pp cannot share a parameter between stages (a tied embedding): use zero=1 or zero=3")
-    if plan.memory.zero == 3 and plan.schedule == "zero_bubble":
-        raise RequestError("plan: schedule=zero_bubble cuts backward in two, and zero=3 reduces in the middle of it: use interleaved or zero=1")
+    if plan.memory.zero == 3 and traits.splits_backward:
+        raise RequestError(f"plan: schedule={schedule} cuts backward in two, and zero=3 reduces in the middle of it: use interleaved or zero=1")
 
 
 def _context(plan: Plan) -> None:

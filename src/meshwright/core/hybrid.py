@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from meshwright.core.backends import backend_for, backend_traits
 from meshwright.core.cluster import Cluster, Device, DeviceKind
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
@@ -68,8 +69,8 @@ def check_places(where: Sequence[str], mesh: Mesh, backend: str, precision: str)
     for place in where:
         if place != "cpu" and not (place.startswith("cuda:") and place[5:].isdigit()):
             raise RequestError(f"plan: places: '{place}' is no place for a rank: write cpu or cuda:0")
-    if backend == "nccl":
-        raise RequestError("plan: NCCL needs a card for every rank, and places has CPUs or a card twice: use backend=gloo")
+    if not backend_traits(backend).shares_gpus:
+        raise RequestError(f"plan: {backend.upper()} needs a card for every rank, and places has CPUs or a card twice: use backend=gloo")
     if precision == "fp8" and "cpu" in where:
         raise RequestError("plan: precision=fp8 needs a GPU for every rank, and some are on CPUs: use bf16")
     for axis in (a for a in _ALIKE if mesh.degree(a) > 1):
@@ -81,9 +82,9 @@ def check_places(where: Sequence[str], mesh: Mesh, backend: str, precision: str)
 
 
 def group_backend(where: Sequence[str], group: Sequence[int], backend: str) -> str:
-    """NCCL where every rank of a group has a card to itself, else what all ranks meet by."""
+    """That of GPUs where every rank of a group has one to itself, else what all ranks meet by."""
     mine = [where[rank] for rank in group] if where else []
-    return "nccl" if mine and "cpu" not in mine and len(set(mine)) == len(mine) else backend
+    return backend_for("cuda") if mine and "cpu" not in mine and len(set(mine)) == len(mine) else backend
 
 
 def show_places(where: Sequence[str], world: int, kind: str) -> str:

@@ -16,6 +16,7 @@ from meshwright.core.errors import RequestError
 from meshwright.core.hybrid import check_places, kind_of, show_places
 from meshwright.core.mesh import Mesh
 from meshwright.core.owners import OwnerPolicy
+from meshwright.core.pipeline_schedules import PipelineSchedule, schedule_traits
 from meshwright.core.recompute import Recompute, check_modes, check_recomputing
 from meshwright.core.routes import Route, check_routes
 from meshwright.core.serial import from_data, read_json, write_json
@@ -25,7 +26,6 @@ from meshwright.core.tensor import TensorPolicy
 from meshwright.core.workload import Precision
 
 Compile = Literal["none", "blocks", "model"]
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Offload = Literal["none", "optimizer"]
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer")
 
@@ -209,9 +209,13 @@ class Plan:
         return owners, users
 
     def stage_rank(self, stage: int) -> int:
-        """The pipeline rank that holds a stage: round robin, or there and back again for zero_bubble."""
-        pp = self.mesh.pp
-        return 2 * pp - 1 - stage if self.schedule == "zero_bubble" and stage >= pp else stage % pp
+        """The pipeline rank that holds a stage."""
+        return schedule_traits(self.schedule).rank_of(stage, self.mesh.pp)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a pipeline takes the gradients of inputs and those of weights apart."""
+        return self.mesh.pp > 1 and schedule_traits(self.schedule).splits_backward
 
     def _check_policies(self) -> None:
         if self.memory.zero not in (0, 1, 2, 3):

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Literal, get_args
 
 from meshwright.core.errors import RequestError, unknown
+from meshwright.core.pipeline_schedules import schedule_traits
 
 Recompute = Literal["none", "selective", "full"]
 MODES: tuple[str, ...] = get_args(Recompute)
@@ -26,9 +27,9 @@ def check_modes(default: str, layers: Mapping[str, str], units: tuple[str, ...])
 
 def check_recomputing(modes: Collection[str], ways: int, compiled: str, schedule: str) -> None:
     """What cannot go together, for a plan whose units have these modes; `schedule` is a pipeline's."""
-    if modes and schedule == "zero_bubble":
+    if modes and schedule and schedule_traits(schedule).splits_backward:
         raise RequestError(
-            "plan: zero_bubble takes each weight's gradient apart, and each would compute its unit again: set recompute=none or use interleaved"
+            f"plan: {schedule} takes each weight's gradient apart, and each would compute its unit again: set recompute=none or use interleaved"
         )
     if "selective" in modes and compiled != "none" and ways > 1:
         raise RequestError(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from meshwright.core.backends import backend_traits
 from meshwright.core.errors import RequestError, unknown
 
 Algorithm = Literal["flat", "two-level", "shared"]
@@ -83,7 +84,7 @@ def for_world(routes: Sequence[Route], nodes: Sequence[int], world: int) -> tupl
 
 def check_routes(routes: Sequence[Route], backend: str, nodes: Sequence[int], world: int) -> None:
     for route in routes:
-        if {route.backend, backend} - {"gloo", "mpi"}:
+        if not (backend_traits(route.backend).routable and backend_traits(backend).routable):
             raise RequestError(
                 f"plan: sync.routes join gloo and mpi, and {route.op} goes over {route.backend} in a plan for {backend}: leave them out"
             )
@@ -91,7 +92,7 @@ def check_routes(routes: Sequence[Route], backend: str, nodes: Sequence[int], wo
             raise unknown("algorithm", route.algorithm, ("flat", *ALGORITHMS.get(route.op, ())), f"plan: sync.routes for {route.op}")
         if route.algorithm == "two-level" and not nodes:
             raise RequestError("plan: sync.routes has two-level, and sync.nodes does not say how many ranks each node has: give them, like [2, 2]")
-    if routes and backend != "gloo":
+    if routes and backend_traits(backend).launchers:
         raise RequestError(f"plan: sync.routes need ranks that meet by gloo, and the plan's backend is {backend}: set backend=gloo")
     if nodes and (sum(nodes) != world or min(nodes) < 1):
         raise RequestError(f"plan: sync.nodes {list(nodes)} are {sum(nodes)} ranks, and the mesh has {world}: give as many")

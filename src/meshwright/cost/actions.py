@@ -19,7 +19,7 @@ class ActionCost:
         self._price = ComputeCost(rates, plan.memory.precision, plan.compile != "none", frozenset(plan.memory.units))
         self._crowding = rates.crowding
         self._flat = plan.memory.zero in (1, 2) and plan.mesh.group_size("data") > 1  # the optimizer steps a slice of each bucket
-        self._parts = plan.schedule == "zero_bubble" and plan.mesh.pp > 1
+        self._parts = plan.splits_backward
         self._memo: dict[tuple[int, str, bool], float] = {}
 
     def seconds(self, profile: ModelProfile, action: Action) -> float:

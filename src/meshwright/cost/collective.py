@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from meshwright.core.backends import UNEVEN_GATHER, backend_traits
 from meshwright.core.calibration import Line, Rates
 from meshwright.core.cluster import Cluster, Link
 from meshwright.core.mesh import GRID, GROUP_AXES, Mesh
@@ -55,8 +56,9 @@ def _taken(action: Action, plan: Plan, rates: Rates) -> tuple[float, str, list[s
 
 
 def stretch(action: Action, plan: Plan) -> float:
-    """By how much more a call takes for its uneven parts: gloo gathers them padded to the longest."""
-    padded = plan.balance.states and action.op == "all_gather" and action.axis == "shard" and plan.backend == "gloo"
+    """By how much more a call takes for its uneven parts, where they are gathered padded to the longest."""
+    uneven = plan.balance.states and action.op == "all_gather" and action.axis == "shard"
+    padded = uneven and UNEVEN_GATHER in backend_traits(plan.backend).fallbacks
     return max(plan.balance.states) * plan.mesh.shard if padded else 1.0
 
 
@@ -125,7 +127,7 @@ def line_of(op: str, group: int, taken: str, rates: Rates, link: Link | Reach) -
     """α–β of one operation among `group` ranks by the way that is taken: measured among as many, or among others, or from the link's figures."""
     ops = ("all_to_all", "all_gather") if op == "all_to_all" else (op,)  # both hand every other rank its share of as many bytes
     backend = way_parts(taken)[0]
-    nearest = dict.fromkeys((taken, backend, *(("gloo",) if backend == "mpi" else ())))  # until it is measured
+    nearest = dict.fromkeys(filter(None, (taken, backend, backend_traits(backend).priced_like)))
     for name in (f"{known}/{like}" for known in nearest for like in ops):
         if (line := rates.collectives.get(f"{name}/{group}")) is not None:
             return line

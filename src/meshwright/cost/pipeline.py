@@ -17,7 +17,8 @@ from itertools import accumulate, pairwise
 from operator import ge
 from typing import NamedTuple
 
-from meshwright.schedule.orders import Turn, a_round, turns, zero_bubble
+from meshwright.core.pipeline_schedules import ScheduleTraits, schedule_traits
+from meshwright.schedule.orders import Turn, turns
 
 _PHASES = {"forward": 0, "backward": 1, "weights": 2}
 _ENOUGH = 40_000  # turns forward: for more of them the rest is added on as it grew last
@@ -32,15 +33,17 @@ class Order(NamedTuple):
     micro_batches: int
     chunks: int = 1  # stages a rank
 
+    @property
+    def traits(self) -> ScheduleTraits:
+        return schedule_traits(self.schedule)
+
     def stages(self, rank: int) -> tuple[int, ...]:
-        """A rank's stages, in the order of its chunks: round robin, or there and back again."""
-        if self.schedule == "zero_bubble":
-            return rank, 2 * self.ranks - 1 - rank
-        return tuple(range(rank, self.ranks * self.chunks, self.ranks))
+        """A rank's stages, in the order of its chunks."""
+        return self.traits.stages_of(rank, self.ranks, self.chunks)
 
 
 class Stage(NamedTuple):
-    """One micro-batch through one stage, in seconds; backward is cut in two by zero_bubble alone."""
+    """One micro-batch through one stage, in seconds; backward is cut in two where the schedule splits it."""
 
     forward: float
     backward: float
@@ -51,7 +54,7 @@ class Stage(NamedTuple):
 
 def finished(order: Order, stages: Sequence[Stage]) -> list[float]:
     """When each rank has done its last turn."""
-    if order.schedule == "gpipe":
+    if order.traits.forward_first:
         return _linear(order, stages)
     unit, few = _period(order), _first_try(order)
     most = max(sum(sum(stages[s][:3]) + sum(stages[s].takes) for s in order.stages(rank)) for rank in range(order.ranks))
@@ -78,7 +81,7 @@ def least_seconds(order: Order, stages: Sequence[Stage], extra: Sequence[float] 
     into = [0.0, *accumulate(stage.forward for stage in stages[: order.ranks])]
     out = [0.0, *accumulate(stage.backward for stage in stages[: order.ranks])]
     rest = after or [0.0] * order.ranks
-    back = rest if order.schedule == "zero_bubble" else [max(way + rest[0], own) for way, own in zip(out, rest, strict=False)]
+    back = rest if order.traits.splits_backward else [max(way + rest[0], own) for way, own in zip(out, rest, strict=False)]
     works = [sum(sum(stages[s][:3]) for s in order.stages(rank)) + (extra[rank] if extra else 0.0) for rank in range(order.ranks)]
     every = [into[rank] + order.micro_batches * work + back[rank] for rank, work in enumerate(works)]
     return max(every), sum(every) / len(every)
@@ -89,8 +92,8 @@ def held(order: Order, rank: int) -> tuple[tuple[int, ...], ...]:
     keeps of one, the most that a rank keeps is among them."""
     if order.ranks == 1:
         return ((1,),)
-    if order.schedule in ("gpipe", "1f1b"):
-        return ((min(order.micro_batches, order.ranks - rank) if order.schedule == "1f1b" else order.micro_batches,),)
+    if (in_flight := order.traits.in_flight) is not None:
+        return ((in_flight(order.ranks, rank, order.micro_batches),),)
     period = _period(order)
     most = min(order.micro_batches, 3 * -(-order.ranks // period) * period)  # from there on it only repeats
     return _held(order._replace(micro_batches=most), rank, period)
@@ -99,7 +102,7 @@ def held(order: Order, rank: int) -> tuple[tuple[int, ...], ...]:
 @lru_cache(maxsize=4096)
 def _held(order: Order, rank: int, period: int) -> tuple[tuple[int, ...], ...]:
     counts, found = [0] * order.chunks, set()
-    done = "weights" if order.schedule == "zero_bubble" else "backward"
+    done = "weights" if order.traits.splits_backward else "backward"
     for turn in _turns(order, rank, period):
         if turn.phase == "forward":
             counts[turn.chunk] += 1
@@ -119,21 +122,19 @@ def largest(counts: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
 
 
 def _turns(order: Order, rank: int, period: int) -> list[Turn]:
-    if order.schedule == "zero_bubble":
-        return zero_bubble(order.ranks, rank, order.micro_batches)
-    return turns(order.schedule, order.ranks, rank, order.micro_batches, order.chunks, period if order.schedule == "interleaved" else 0)
+    return turns(order.schedule, order.ranks, rank, order.micro_batches, order.chunks, period)
 
 
 def _period(order: Order) -> int:
     """After how many micro-batches a rank's order repeats itself."""
-    return a_round(order.ranks, order.micro_batches) if order.schedule == "interleaved" else 1
+    return order.traits.micro_batches_per_round(order.ranks, order.micro_batches)
 
 
 def _first_try(order: Order) -> int:
     """As many micro-batches as it takes for a pipeline to fill, and to repeat itself; as many are left over as repeat."""
-    if order.schedule == "interleaved":
+    if order.traits.in_rounds:
         return 5 * _period(order)
-    few = (2 if order.schedule == "1f1b" else 3) * order.ranks + _SEEN + 2
+    few = (3 if order.traits.splits_backward else 2) * order.ranks + _SEEN + 2
     return few + (order.micro_batches - few) % order.ranks
 
 
@@ -210,7 +211,7 @@ def graph_of(order: Order, micro_batches: int) -> Graph:
 
 def round_of(order: Order) -> int:
     """After so many micro-batches all ranks' turns repeat themselves."""
-    return _period(order) if order.schedule == "interleaved" else order.ranks
+    return _period(order) if order.traits.in_rounds else order.ranks
 
 
 @lru_cache(maxsize=64)

@@ -357,7 +357,7 @@ class _Turned:
             self._turn = None
         if self._turn is None:
             return
-        later = computed / 2 if action.op == "backward" and self._plan.schedule == "zero_bubble" else 0.0  # a product's two are alike
+        later = computed / 2 if action.op == "backward" and self._plan.splits_backward else 0.0  # a product's two are alike
         clock.turns[self._turn] = clock.turns.get(self._turn, 0.0) + seconds - later
         if later:
             weights = "weights", self._turn[1]

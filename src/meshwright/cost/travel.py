@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from meshwright.core.backends import backend_traits
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.schedule.buckets import Bucket
@@ -50,7 +51,7 @@ def travel(plan: Plan, profile: ModelProfile, first: bool = False) -> Travel:
 
 def _copies(plan: Plan) -> int:
     """How often a buffer that is reduce-scattered is there (see [Note: what gloo holds])."""
-    return 2 if plan.backend == "gloo" else 1
+    return 2 if backend_traits(plan.backend).copies_input else 1
 
 
 def _spans(profile: ModelProfile, buckets: Sequence[Bucket]) -> list[tuple[int, int]]:
@@ -143,7 +144,7 @@ def _gathered(plan: Plan, profile: ModelProfile, first: bool) -> Travel:
 def _still_coming(plan: Plan, profile: ModelProfile, mine: _Unit | None, at: int, ahead: _Unit) -> bool:
     """Whether gloo's own copy of what is fetched is there when the unit at work is done (see [Note: what gloo holds])."""
     layers = profile.layers[mine.first : mine.last + 1] if mine else profile.layers[at : at + 1]
-    return plan.backend == "gloo" and sum(layer.flops_backward for layer in layers) < _BALANCE * ahead.values
+    return backend_traits(plan.backend).copies_input and sum(layer.flops_backward for layer in layers) < _BALANCE * ahead.values
 
 
 def _sent(unit: _Unit | None, times: int, again: bool, shards: int) -> float:

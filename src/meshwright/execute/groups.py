@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
 from meshwright.comm import Composed, Ledger, NullComm, RoutedComm, SharedMemoryGroup, TorchComm, mpi, open_window
+from meshwright.core.backends import backend_traits
 from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError
 from meshwright.core.hybrid import group_backend
@@ -17,6 +18,7 @@ from meshwright.core.routes import Route, applies, fitting, has_levels, on_nodes
 from meshwright.core.schedule import wire_factor
 
 _ONE_BACKEND = SyncPolicy()
+_REGISTERED: dict[str, Callable[[float], object]] = {"mpi": mpi.register}  # backends that torch learns from us
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ class Groups:
 
 def make_ready(backend: str, timeout_s: float) -> None:
     """Before ranks meet: torch's wheels know `mpi` by name only, and learn the rest here."""
-    if backend == "mpi":
-        mpi.register(timeout_s)
+    if (register := _REGISTERED.get(backend)) is not None:
+        register(timeout_s)
 
 
 def make_groups(mesh: Mesh, sync: SyncPolicy = _ONE_BACKEND, places: Sequence[str] = ()) -> Groups:
@@ -88,7 +90,7 @@ class _Maker:
 
     def _make(self, ranks: list[list[int]]) -> Comm:
         own = TorchComm(self._group(ranks), self._ledger)
-        if not self._sync.routes or own.backend == "nccl":
+        if not self._sync.routes or not backend_traits(own.backend).routable:
             return own
         others = {b: TorchComm(dist.new_subgroups_by_enumeration(ranks, backend=b)[0], self._ledger) for b in self._others}
         mine = _mine(ranks)

@@ -24,8 +24,10 @@ from torch.utils import _pytree as pytree
 
 from meshwright.comm import Ledger, NullComm
 from meshwright.comm.null import Done
+from meshwright.core.backends import backend_traits
 from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError
+from meshwright.core.pipeline_schedules import schedule_traits
 from meshwright.core.plan import Carry, Plan
 from meshwright.core.task import Batch, Loss
 from meshwright.describe.fakes import on_fakes, quiet, unpacked
@@ -73,7 +75,8 @@ class PipelineCuts:
         self._template = _without_memory(model)
         self._shared = ContextRun(self._template, plan.context, _Unheard(groups.cp), Recall()) if groups.cp.size > 1 else None
         self._drop(optimizer)
-        self._between = "cpu" if dist.get_backend(process_group(groups.pp)) == "gloo" else plan.device  # gloo sends host memory only
+        sendable = backend_traits(dist.get_backend(process_group(groups.pp))).devices
+        self._between = plan.device if plan.device in sendable else "cpu"  # gloo sends host memory only
         self._current = -1  # the stage that is running
         self._held: dict[str, torch.Tensor] = {}  # values that cross stages, by name
         self._known: dict[Hashable, _Learned] = {}  # by what samples look like: buffers are of one size, and nothing else may meet them
@@ -226,7 +229,7 @@ class PipelineCuts:
             part = _StageModule(self, index)
             stages.append(_CountedStage(part, index, len(self.plan.stages), device, takes, gives, process_group(self.groups.pp), self.groups.ledger))
         kind = _SCHEDULES[self.plan.schedule]
-        several = self.plan.schedule in ("interleaved", "zero_bubble")
+        several = schedule_traits(self.plan.schedule).stages_per_rank > 1
         made: _PipelineSchedule = kind(stages if several else stages[0], self.plan.micro_batches, loss_fn=lambda out, _: out, scale_grads=False)
         return made
 
@@ -247,8 +250,9 @@ class PipelineCuts:
         try:
             schedule._step_microbatches([()] * count, kwargs, [None] * count, losses, False)
         except RuntimeError as error:
-            if self.plan.schedule == "zero_bubble" and any(words in str(error) for words in _UNSPLIT):
-                raise RequestError("schedule=zero_bubble cuts backward in two, which torch cannot do with this model: use interleaved") from error
+            if self.plan.splits_backward and any(words in str(error) for words in _UNSPLIT):
+                reason = f"schedule={self.plan.schedule} cuts backward in two, which torch cannot do with this model: use interleaved"
+                raise RequestError(reason) from error
             raise
         return losses
 
@@ -278,20 +282,20 @@ class PipelineCuts:
         """One micro-batch through one stage: the loss from the last, what crosses from the others."""
         self._held = {c.name: t.to(self.plan.device) for c, t in zip(self.plan.stages[stage].receives, received, strict=True)}
         self._current = stage
-        if self.plan.schedule == "zero_bubble" and stage and torch.is_grad_enabled() and not any(t.requires_grad for t in received):
-            raise RequestError(f"schedule=zero_bubble cuts backward in two, and stage {stage} passes no gradient on: use interleaved")
+        if self.plan.splits_backward and stage and torch.is_grad_enabled() and not any(t.requires_grad for t in received):
+            raise RequestError(f"schedule={self.plan.schedule} cuts backward in two, and stage {stage} passes no gradient on: use interleaved")
         try:
             return self._run_stage(index)
         except _LeaveError:
             out = tuple(self._sent(self._held[c.name]) for c in self.plan.stages[stage + 1].receives)
-            return downstream(out, received) if self.plan.schedule == "zero_bubble" else out
+            return downstream(out, received) if self.plan.splits_backward else out
         finally:
             self._current = -1
             self._held = {}
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
         """Where backward is cut in two, torch detaches what a stage gives in place, which a view does not allow."""
-        inner = self.plan.schedule == "zero_bubble" and tensor._is_view()
+        inner = self.plan.splits_backward and tensor._is_view()
         whole = tensor.clone(memory_format=torch.contiguous_format) if inner else tensor.contiguous()
         return whole.to(self._between)
 

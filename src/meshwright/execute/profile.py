@@ -10,8 +10,13 @@ from typing import Any, TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from meshwright.core.backends import BACKENDS
+
 T = TypeVar("T")
 Spans = list[tuple[float, float]]
+# How calls of backends begin in a profile, and what the names of their kernels contain.
+_CALLS = tuple(f"{name}:" for name in BACKENDS)
+_KERNELS = tuple(traits.kernels for traits in BACKENDS.values() if traits.kernels)
 
 
 def profiled(work: Callable[[], T], device: torch.device, trace: Path | None) -> tuple[T, dict[str, float]]:
@@ -40,7 +45,7 @@ def _split(events: Iterable[Any], *, gpu: bool) -> tuple[Spans, Spans]:
     for event in events:
         span = (event.time_range.start * 1e-6, event.time_range.end * 1e-6)
         name = event.name.lower()
-        if "nccl" in name or name.startswith(("gloo:", "mpi:")):
+        if name.startswith(_CALLS) or any(part in name for part in _KERNELS):
             talk.setdefault(event.thread, []).append(span)
         elif gpu or name.startswith("aten::"):
             work.setdefault(event.thread, []).append(span)

@@ -1,4 +1,4 @@
-"""Backward in two halves (zero_bubble): what torch needs to find every parameter's part of it."""
+"""Backward in two halves (zero bubble): what torch needs to find every parameter's part of it."""
 
 from __future__ import annotations
 

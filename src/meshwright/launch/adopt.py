@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from meshwright.core.backends import BACKENDS, backend_for
 from meshwright.core.errors import RequestError
 
 
@@ -51,11 +51,11 @@ def adopted(environ: Mapping[str, str]) -> Place | None:
 
 
 def default_backend(place: Place | None, device: str) -> str:
-    """NCCL for GPUs; for CPUs MPI where mpirun started the ranks and mpi4py is there, else gloo."""
-    if device == "cuda":
-        return "nccl"
-    by_mpi = place is not None and place.world > 1 and place.launcher in ("mpirun", "mpich")
-    return "mpi" if by_mpi and importlib.util.find_spec("mpi4py") is not None else "gloo"
+    """The default for the device; on CPUs the launcher's own, where it has one and the package for it is there (MPI under mpirun)."""
+    usual = backend_for(device)
+    if device == "cuda" or place is None or place.world == 1:
+        return usual
+    return next((name for name, traits in BACKENDS.items() if place.launcher in traits.launchers and traits.is_installed), usual)
 
 
 def _number(environ: Mapping[str, str], name: str, launcher: str, default: int | str) -> int:

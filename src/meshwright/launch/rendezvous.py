@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from meshwright.core.backends import backend_traits
 from meshwright.core.errors import RequestError, RunError
 
 
@@ -35,12 +36,13 @@ def join(place: Rendezvous) -> None:
     if place.meeting.startswith("file://") or "127.0.0.1" in place.meeting:
         # Ranks of one machine talk over loopback; nothing of ours listens on other interfaces.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
-    if place.backend == "mpi":
-        _join_mpi(place)
+    traits = backend_traits(place.backend)
+    if traits.launchers:
+        _join_launched(place)
         return
-    if place.backend == "nccl":
-        torch.cuda.set_device(place.local_rank)
-    device = torch.device("cuda", place.local_rank) if place.backend == "nccl" else None
+    device = torch.device("cuda", place.local_rank) if "cpu" not in traits.devices else None
+    if device is not None:
+        torch.cuda.set_device(device)
     try:
         dist.init_process_group(
             place.backend,
@@ -54,11 +56,11 @@ def join(place: Rendezvous) -> None:
         raise RunError(f"rank {place.rank} could not meet the others at {place.meeting}: {str(error).splitlines()[0]}") from error
 
 
-def _join_mpi(place: Rendezvous) -> None:
+def _join_launched(place: Rendezvous) -> None:
     """MPI knows its ranks by itself: there is no address to meet at."""
     if place.device == "cuda":
         torch.cuda.set_device(place.local_rank % max(torch.cuda.device_count(), 1))
-    dist.init_process_group("mpi")
+    dist.init_process_group(place.backend)
     found = dist.get_rank(), dist.get_world_size()
     if found != (place.rank, place.world):
         leave()

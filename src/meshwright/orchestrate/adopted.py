@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import Console
 
+from meshwright.core.backends import backend_for, backend_traits
 from meshwright.core.errors import MeshwrightError, RequestError
 from meshwright.execute.groups import make_ready
 from meshwright.launch import Place, Rendezvous, default_backend, join, leave
@@ -30,7 +31,7 @@ def train_adopted(config: RunConfig, place: Place, environ: Mapping[str, str], c
     device = orchestrator.cluster.devices[0].kind
     backend = _backend(config, place, device)
     orchestrator.config = config = config.model_copy(update={"backend": backend})
-    backend = backend if backend != "auto" else "gloo"  # by which ranks meet; MPI beside it knows its ranks
+    backend = backend if backend != "auto" else backend_for("cpu")  # by which ranks meet; MPI beside it knows its ranks
     make_ready(backend, config.timeout_s)
     message: list[Any] = [None]
     prepared = None
@@ -72,10 +73,11 @@ def train_adopted(config: RunConfig, place: Place, environ: Mapping[str, str], c
 def _backend(config: RunConfig, place: Place, device: str) -> str:
     """What was asked for, or the launcher's own; `auto` where gloo and MPI are both there to choose from."""
     usual = default_backend(place, device)
-    if is_routed(config) and usual != "mpi":
+    own = backend_traits(usual).launchers
+    if is_routed(config) and not own:
         raise RequestError(f"{config.plan} sends some calls over mpi, and {place.launcher} started the ranks: use mpirun, with mpi4py installed")
     if is_routed(config) or config.backend == "auto":
-        return "auto" if usual == "mpi" else usual
+        return "auto" if own else usual
     return config.backend or usual
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 import os
 import sys
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm import Ledger, RoutedComm, TorchComm, mpi
+from meshwright.core.backends import BACKENDS, BackendTraits, backend_traits
 from meshwright.core.calibration import Calibration, Line, Points
 from meshwright.core.cluster import Cluster
 from meshwright.core.comm import Comm
@@ -45,7 +45,6 @@ __all__ = [
     "sizes_to",
     "write_results",
 ]
-BACKENDS = ("gloo", "mpi", "nccl")
 EVERY = ("flat", *dict.fromkeys(name for names in ALGORITHMS.values() for name in names))
 
 
@@ -96,14 +95,18 @@ def check_request(request: Request, memory_bytes: int) -> None:
 
 def present(device: str, asked: Sequence[str] | None) -> list[str]:
     """The backends that can be measured here; RequestError for one that was asked for and cannot."""
-    there = {"gloo": True, "mpi": find() is not None and importlib.util.find_spec("mpi4py") is not None, "nccl": device == "cuda"}
+    there = {name: _is_present(traits, device) for name, traits in BACKENDS.items()}
     for name in asked or ():
         if name not in BACKENDS:
             raise unknown("backend", name, BACKENDS)
         if not there[name]:
-            how = "pip install 'meshwright[mpi]'" if name == "mpi" else "it needs CUDA devices"
+            how = BACKENDS[name].install or "it needs CUDA devices"
             raise RequestError(f"backend {name} is not present: {how}")
     return [name for name in asked or BACKENDS if there[name]]
+
+
+def _is_present(traits: BackendTraits, device: str) -> bool:
+    return traits.is_installed and (not traits.launchers or find() is not None) and ("cpu" in traits.devices or device in traits.devices)
 
 
 def algorithms_for(ranks: int, nodes: Sequence[int], asked: Sequence[str] | None) -> tuple[str, ...]:
@@ -124,7 +127,7 @@ def measure(request: Request, backends: Sequence[str], nursery: Callable[[], Nur
     found: list[Point] = []
     for backend in backends:
         say(f"measuring {backend} on {request.ranks} ranks")
-        every = _by_mpirun(request) if backend == "mpi" else _by_workers(request, backend, nursery())
+        every = _by_mpirun(request) if backend_traits(backend).launchers else _by_workers(request, backend, nursery())
         found += over_ranks(backend, every)
     return found
 
@@ -142,8 +145,8 @@ def rank(rank: int, world: int, meeting: str, request: dict[str, Any], backend: 
     if cuda:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     join(Rendezvous(rank, world, meeting, backend, what.device, rank))
-    ways = every_way(backend, what.algorithms if backend != "nccl" else ("flat",), what.nodes)
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda and backend != "gloo" else torch.device("cpu")
+    ways = every_way(backend, what.algorithms if backend_traits(backend).routable else ("flat",), what.nodes)
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda and "cuda" in backend_traits(backend).devices else torch.device("cpu")
     try:
         return measure_ways(ways, device, what.operations, what.sizes, what.budget_s)
     finally:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from meshwright.core.backends import BACKENDS, backend_for
 from meshwright.core.cache import cache_folder
 from meshwright.core.calibration import Calibration, Rates, Record
 from meshwright.core.cluster import Cluster
@@ -65,8 +66,8 @@ def probe(cluster: Cluster, nursery: Nursery, backend: str | None = None, *, qui
     """Measure this machine as one rank, as two of its CPUs, and as all its ranks together."""
     devices = cluster.devices
     kind, mixed = devices[0].kind, places(cluster, len(devices))
-    usual = "nccl" if kind == "cuda" and not mixed else "gloo"
-    chosen = backend if backend in ("gloo", "nccl") else usual  # MPI's ranks are mpirun's to start: `bench comm`
+    started = [name for name, traits in BACKENDS.items() if not traits.launchers]  # MPI's ranks are mpirun's to start: `bench comm`
+    chosen = backend if backend in started else backend_for(kind, mixed)
     layouts: list[Rates] = []
     copies: Mapping[str, float] = {}
     for ranks in tried_ranks(cluster):

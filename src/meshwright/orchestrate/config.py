@@ -9,8 +9,10 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from meshwright.core.backends import Backend
 from meshwright.core.errors import RequestError, unknown
 from meshwright.core.mesh import Mesh
+from meshwright.core.pipeline_schedules import PipelineSchedule
 from meshwright.core.plan import Offload, Overlap
 from meshwright.core.recompute import Recompute
 from meshwright.core.serial import read_json
@@ -55,7 +57,7 @@ class RunConfig(BaseModel):
     nproc: int | None = Field(None, ge=1, le=65536, description="ranks; all devices by default")
     devices: tuple[int | Literal["cpu"], ...] | None = Field(None, description='which devices, like [0, 2] or [0, "cpu"]')
     cluster: str = Field("here", description="to plan for: here, a machine such as dgx-h100:16, ideal[:N], or a file")
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] | None = Field(None, description="order of micro-batches in a pipeline")
+    schedule: PipelineSchedule | None = Field(None, description="order of micro-batches in a pipeline")
     placements: dict[str, str] = Field(default_factory=dict, description='tensor parallelism by layer, like {"head": "whole"}')
     sequence: bool | None = Field(None, description="whether tensor-parallel ranks share positions between cut parts")
     spatial: str | None = Field(None, description="the grid of cp's ranks over the last spatial dims, like 2x2 or 4x1")
@@ -70,7 +72,7 @@ class RunConfig(BaseModel):
         "auto", description="auto: bf16 on GPUs, fp32 on CPUs; best: whichever of fp32, bf16 and fp8 is predicted quickest"
     )
     compile: Literal["none", "blocks", "model"] | None = None
-    backend: Literal["gloo", "mpi", "nccl", "auto"] | None = Field(None, description="by device unless given; auto: as measured, call by call")
+    backend: Literal[Backend, "auto"] | None = Field(None, description="by device unless given; auto: as measured, call by call")
     bucket_mb: float | None = Field(None, gt=0, description="size of a gradient bucket")
     compression: Literal["none", "bf16", "powersgd", "auto"] | None = Field(
         None, description="of gradients between data ranks; the run is then not exact; auto: where it is predicted quicker"

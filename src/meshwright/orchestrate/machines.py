@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from meshwright.core.backends import backend_for
 from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster, Link, Node
 from meshwright.core.mesh import Mesh
@@ -49,11 +50,11 @@ def find_machine(text: str, config: RunConfig, environ: Mapping[str, str], say: 
         here, measured = orchestrator.cluster, orchestrator.calibration()
     if ideal is not None:
         return _ideal(here.nodes[0], len(ideal.devices), measured)
-    cuda = here.devices[0].kind == "cuda"
+    kind = here.devices[0].kind
 
     def network(plan: Plan) -> Network:
         seated, rates = here.seated(plan.seats), measured.layout(plan.world)
-        return Linked(seated, rates, "nccl" if cuda else "gloo", duplex=cuda or len(here.nodes) > 1, each=_habits(plan, seated, measured))
+        return Linked(seated, rates, backend_for(kind), duplex=kind == "cuda" or len(here.nodes) > 1, each=_habits(plan, seated, measured))
 
     return Machine(here, measured, network)
 
@@ -76,7 +77,7 @@ def _ideal(node: Node, ranks: int, measured: Calibration) -> Machine:
 
 def from_figures(cluster: Cluster) -> Machine:
     figures = from_sheets(cluster)
-    backend = "nccl" if cluster.devices[0].kind == "cuda" else "gloo"
+    backend = backend_for(cluster.devices[0].kind)
 
     def network(plan: Plan) -> Network:
         seated = cluster.seated(plan.seats)

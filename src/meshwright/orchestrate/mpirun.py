@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from meshwright.core.backends import backend_traits
 from meshwright.core.errors import RequestError, unknown
 from meshwright.launch.mpi import mpirun, run
 from meshwright.launch.nursery import RANK_DEFAULTS
@@ -21,9 +22,10 @@ def by_mpirun(launcher: str | None, backend: str | None, adopted: bool) -> bool:
     """Whether mpirun is to start the ranks: when it was asked to, or when only it can."""
     if launcher is not None and launcher not in LAUNCHERS:
         raise unknown("launcher", launcher, LAUNCHERS)
-    if launcher == "local" and backend == "mpi" and not adopted:
-        raise RequestError("backend mpi needs ranks that mpirun started: use --launcher mpi, or --backend gloo")
-    return not adopted and (launcher == "mpi" or backend == "mpi")
+    needed = backend is not None and bool(backend_traits(backend).launchers)
+    if launcher == "local" and needed and not adopted:
+        raise RequestError(f"backend {backend} needs ranks that mpirun started: use --launcher mpi, or --backend gloo")
+    return not adopted and (launcher == "mpi" or needed)
 
 
 def train_by_mpirun(config: RunConfig, script: str | None, arguments: list[str], environ: Mapping[str, str], as_json: bool) -> int:

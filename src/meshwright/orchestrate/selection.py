@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from meshwright.core.backends import BACKENDS, backend_for
 from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster
 from meshwright.core.plan import Plan
@@ -18,14 +19,16 @@ from meshwright.schedule import plan_ledgers
 def with_routes(wishes: Wishes, cluster: Cluster, calibration: Calibration) -> tuple[Wishes, str]:
     """The wishes, with every route that pays on this machine; or as they were, and the reason."""
     ranks, kind = wishes.world or len(cluster.devices), cluster.devices[0].kind
-    if kind == "cuda":
-        return wishes, "Backend: nccl, which alone reaches GPUs without a copy, and which chooses between rings and trees itself."
+    usual = backend_for(kind)
+    if not BACKENDS[usual].routable:
+        return wishes, f"Backend: {usual}, which alone reaches GPUs without a copy, and which chooses between rings and trees itself."
     rates = calibration.layout(ranks)
-    there = [backend for backend in ("gloo", "mpi") if backend in present(kind, None)]
+    there = [name for name in present(kind, None) if BACKENDS[name].routable]
     nodes = tuple(len(node.devices) for node in cluster.take(ranks).nodes) if len(cluster.nodes) > 1 else ()
     if not any(len(measured_ways(rates, there, op, nodes)) > 1 for op in OPERATIONS):
-        missing = "MPI is not installed (pip install 'meshwright[mpi]') and " if "mpi" not in there else ""
-        return wishes, f"Backend: gloo, since {missing}no other way was measured on {ranks} ranks: meshwright bench comm --nproc {ranks}."
+        absent = [(name.upper(), traits.install) for name, traits in BACKENDS.items() if traits.routable and name not in there]
+        missing = "".join(f"{name} is not installed ({how}) and " for name, how in absent)
+        return wishes, f"Backend: {usual}, since {missing}no other way was measured on {ranks} ranks: meshwright bench comm --nproc {ranks}."
     return replace(wishes, routes=routes(rates, there, OPERATIONS, nodes), nodes=nodes), ""
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from inspect import isfunction
 
-from meshwright.core.combinations import stages_a_rank
 from meshwright.core.errors import RequestError, unknown
 from meshwright.core.model import ModelProfile
+from meshwright.core.pipeline_schedules import schedule_traits
 from meshwright.core.plan import Plan
 from meshwright.core.strand import Flow
 from meshwright.core.strategy import Strategy, as_strategy, differences
@@ -71,5 +71,6 @@ def fill_cuts(plan: Plan, flow: Flow | None, profile: ModelProfile) -> Plan:
         (tensor, across), context, spatial = share_positions(plan.mesh, flow, (plan.tensor, plan.across), plan.memory.precision)
         plan = replace(plan, tensor=tensor, across=across, context=context, spatial=spatial)
     if pp > 1 and not any(stage.entry for stage in plan.stages):
-        plan = replace(plan, stages=cut_stages(flow, profile, pp * stages_a_rank(plan.schedule), plan.tensor, plan.across, plan.mesh.cp))
+        count = pp * schedule_traits(plan.schedule).stages_per_rank
+        plan = replace(plan, stages=cut_stages(flow, profile, count, plan.tensor, plan.across, plan.mesh.cp))
     return plan

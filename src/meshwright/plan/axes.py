@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
+from meshwright.core.backends import backend_for
 from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError
@@ -187,6 +188,6 @@ class Axes:
 
 def bounds_for(profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, wishes: Wishes) -> Bounds:
     """What plans of these inputs cost at least."""
-    backend = wishes.backend or ("nccl" if cluster.devices[0].kind == "cuda" else "gloo")
+    backend = wishes.backend or backend_for(cluster.devices[0].kind)
     bucket, offload = wishes.bucket_bytes or SyncPolicy.bucket_bytes, wishes.offload == "optimizer"
     return Bounds(profile, cluster, workload, calibration, choose_units(profile), backend, wishes.overlap, offload, bucket)

@@ -19,10 +19,10 @@ from typing import TypeVar
 
 from meshwright.core.calibration import Calibration, Line, Rates
 from meshwright.core.cluster import Cluster
-from meshwright.core.combinations import stages_a_rank
 from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
-from meshwright.core.plan import Compile, PipelineSchedule, Plan, SyncPolicy
+from meshwright.core.pipeline_schedules import PipelineSchedule, schedule_traits
+from meshwright.core.plan import Compile, Plan, SyncPolicy
 from meshwright.core.schedule import Action, wire_factor
 from meshwright.core.tensor import TensorPolicy
 from meshwright.core.workload import ITEM_BYTES, LOW, OPTIMIZER_STATES, Workload
@@ -51,7 +51,7 @@ class Point:
 
     @cached_property
     def order(self) -> Order:
-        return Order(self.schedule, self.mesh.pp, self.micro_batches, self.stages_each or stages_a_rank(self.schedule))
+        return Order(self.schedule, self.mesh.pp, self.micro_batches, self.stages_each or schedule_traits(self.schedule).stages_per_rank)
 
 
 class Bounds:

@@ -134,7 +134,7 @@ def parts_of(best: Scored) -> dict[str, float]:
     compute = sum(found.get(name, 0.0) for name in ("forward", "backward", "recompute"))
     waiting, bubble = found.get("communication", 0.0), found.get("bubble", 0.0)
     if plan.mesh.pp > 1 and "bubble" not in found:
-        stages = max(len(plan.stages) // plan.mesh.pp, 1) * (3 if plan.schedule == "zero_bubble" else 1)
+        stages = max(len(plan.stages) // plan.mesh.pp, 1) * (3 if plan.splits_backward else 1)
         bubble = min(waiting, (plan.mesh.pp - 1) / (plan.micro_batches * stages) * compute)
         waiting -= bubble
     return {"computation": compute, "communication": waiting, "bubble": bubble, "optimizer": found.get("optimizer", 0.0)}

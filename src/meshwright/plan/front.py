@@ -22,7 +22,8 @@ from meshwright.core.errors import RequestError
 from meshwright.core.estimate import Estimate
 from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
-from meshwright.core.plan import Compile, PipelineSchedule, Plan
+from meshwright.core.pipeline_schedules import PipelineSchedule, schedule_traits
+from meshwright.core.plan import Compile, Plan
 from meshwright.core.workload import Workload
 from meshwright.plan.amounts import Choice, Layers
 from meshwright.plan.axes import Axes, bounds_for
@@ -36,7 +37,7 @@ FRONT = 3  # so many of the best are exact
 _SMALLEST = 6  # where nothing fits, so many of those that need the least are priced
 _OTHERS = 2  # so many plans of other strategies are priced, where the best all have one
 _MOST_STAGES = 128
-_STAGES_EACH = (4,)  # of an interleaved pipeline's rank, beside the usual two
+_STAGES_EACH = (4,)  # of a rank, beside the usual number, where a schedule takes any
 _KIND, _STAGED_KIND, _PLAN, _STAGED_PLAN = range(4)  # looks
 
 Price = Callable[[Plan], Estimate]
@@ -150,8 +151,8 @@ class Front:
         """With the number of stages a rank: the shorter they are, the sooner all ranks have something to do, and the more is sent."""
         for schedule in schedules(mesh, self._wishes) if micro >= mesh.pp or self._wishes.schedule is not None else ():
             yield schedule, 0
-            if schedule == "interleaved" and mesh.pp > 1:
-                yield from (("interleaved", each) for each in _STAGES_EACH if each * mesh.pp <= len(self._profile.layers))
+            if schedule_traits(schedule).any_stages_per_rank and mesh.pp > 1:
+                yield from ((schedule, each) for each in _STAGES_EACH if each * mesh.pp <= len(self._profile.layers))
 
     def _finer(self, kind: Point) -> Iterator[Point]:
         """The same with every stage of ZeRO and way to recompute."""
@@ -172,12 +173,12 @@ class Front:
 
     def _goes(self, point: Point) -> bool:
         """False where a plan would refuse itself, as far as that can be told from here."""
-        tensor, piped = point.mesh.degree("tp") > 1, point.mesh.pp > 1
+        tensor, piped, traits = point.mesh.degree("tp") > 1, point.mesh.pp > 1, schedule_traits(point.schedule)
         if point.recompute == "selective" and tensor and self._compiled(point) != "none":
             return False
-        if piped and point.schedule == "zero_bubble" and (point.recompute != "none" or point.zero == 3):
+        if piped and traits.splits_backward and (point.recompute != "none" or point.zero == 3):
             return False
-        if piped and point.schedule not in ("gpipe", "1f1b") and point.zero == 2:
+        if piped and traits.stages_per_rank > 1 and point.zero == 2:
             return False
         return is_plain(point.mesh) or self._axes.goes(point)
 
@@ -191,7 +192,7 @@ class Front:
     # -- looks --
 
     def _compiled(self, point: Point, cut: Plan | None = None) -> Compile:
-        eager = point.mesh.pp > 1 and point.schedule == "zero_bubble"
+        eager = point.mesh.pp > 1 and schedule_traits(point.schedule).splits_backward
         return "none" if eager and self._wishes.compile is None else self._axes.compiled(point.mesh, cut)
 
     def _push(self, point: Point, look: int, known: float = 0.0) -> float | None:

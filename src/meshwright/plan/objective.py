@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
+from meshwright.core.pipeline_schedules import schedule_traits
 from meshwright.core.units import show_bytes, show_seconds
 from meshwright.core.workload import Workload
 
 # What each mechanism that a plan adds must gain, relatively: predictions are not finer, and simple plans break less. Cutting a batch
 # into pieces or computing twice never makes a real device quicker by much; where a prediction says so, it is noise in a curve.
 _ADDED_COST = {"zero": 0.004, "hybrid": 0.004, "tensor": 0.02, "grid": 0.02, "sequence": 0.01, "context": 0.03, "owners": 0.02, "order": 0.01,
-               "pipeline": 0.03, "micro_batches": 0.04, "recompute": 0.04, "interleaved": 0.01, "zero_bubble": 0.02}  # fmt: skip
+               "pipeline": 0.03, "micro_batches": 0.04, "recompute": 0.04}  # fmt: skip
 _HOUR = 3600.0
 
 
@@ -36,10 +37,9 @@ def burden(mesh: Mesh, zero: int, micro_batches: int, sequence: bool, recomputes
         "order": bool(mesh.order),
         "micro_batches": micro_batches.bit_length() - 1,
         "recompute": recomputes,
-        "interleaved": (mesh.pp > 1 and schedule == "interleaved") * (each.bit_length() - 1),
-        "zero_bubble": mesh.pp > 1 and schedule == "zero_bubble",
     }
-    return 1.0 + sum(_ADDED_COST[name] * count for name, count in added.items())
+    staged = schedule_traits(schedule).added_cost * (each.bit_length() - 1) if mesh.pp > 1 else 0.0
+    return 1.0 + sum([*(_ADDED_COST[name] * count for name, count in added.items()), staged])
 
 
 def cost(workload: Workload, step_s: float, world: int, memory: float) -> float:

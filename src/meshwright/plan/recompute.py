@@ -55,7 +55,7 @@ def mixed(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluste
     where nothing makes it fit. Units whose mode was asked for keep that. The program knows one workspace for all layers and no gradients that
     come while activations go, so what it finds is checked, and asked for again in a little less room; and where it finds nothing, all units together
     may make it fit all the same."""
-    if plan.mesh.pp > 1 and plan.schedule == "zero_bubble":
+    if plan.splits_backward:
         return None
     every = list(rooms(plan, profile, workload, cluster, calibration))
     met = {id(room.local): _met_again(plan, cluster, room) for room in {id(room.local): room for room in every}.values()}  # alike ranks meet alike
@@ -195,7 +195,7 @@ def _allowed(plan: Plan, layer: LayerProfile) -> list[Recompute]:
     """What `execute` can do with a unit under this plan; a plan that it cannot run at all refuses itself."""
     owned = any(table.module.startswith(f"{layer.name}.") for table in plan.owners.tables)
     split = plan.compile != "none" and plan.mesh.degree("tp") > 1
-    if owned or (plan.mesh.pp > 1 and plan.schedule == "zero_bubble"):
+    if owned or plan.splits_backward:
         return ["none"]
     return ["none", "full"] if split or layer.overwrites or plan.spatial.grid else list(RECOMPUTES)
 

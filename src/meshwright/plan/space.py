@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import get_args
 
+from meshwright.core.backends import backend_for
 from meshwright.core.cluster import Cluster
-from meshwright.core.combinations import stages_a_rank
 from meshwright.core.compression import Compression
 from meshwright.core.context import ContextPolicy
 from meshwright.core.errors import RequestError
@@ -16,7 +17,8 @@ from meshwright.core.hybrid import kind_of, places
 from meshwright.core.mesh import Mesh, check_runnable
 from meshwright.core.model import ModelProfile
 from meshwright.core.owners import OwnerPolicy
-from meshwright.core.plan import BalancePolicy, Compile, Offload, Overlap, PipelineSchedule, Plan, Stage, SyncPolicy
+from meshwright.core.pipeline_schedules import PipelineSchedule, schedule_traits
+from meshwright.core.plan import BalancePolicy, Compile, Offload, Overlap, Plan, Stage, SyncPolicy
 from meshwright.core.recompute import Recompute
 from meshwright.core.routes import Route, for_world
 from meshwright.core.spatial import SpatialPolicy
@@ -146,15 +148,17 @@ def sequences(mesh: Mesh, wishes: Wishes) -> tuple[bool, ...]:
 
 
 def schedules(mesh: Mesh, wishes: Wishes) -> tuple[PipelineSchedule, ...]:
-    """In which orders a pipeline may go: as asked, or all but gpipe, which holds more and is no quicker than 1f1b."""
+    """In which orders a pipeline may go: as asked, or all that are worth a search."""
     if wishes.schedule is not None or mesh.pp == 1:
         return (wishes.schedule or "1f1b",)
-    return ("1f1b", "interleaved", "zero_bubble")
+    return tuple(schedule for schedule in get_args(PipelineSchedule) if schedule_traits(schedule).searched)
 
 
 def runs_by_itself(schedule: str, stages: tuple[Stage, ...], wishes: Wishes) -> bool:
-    """Whether a schedule may be chosen unasked. torch cuts backward in two, for zero_bubble, where each stage hands on one learned value."""
-    return schedule != "zero_bubble" or wishes.schedule is not None or all(len(s.receives) == 1 and s.receives[0].returns for s in stages[1:])
+    """Whether a schedule may be chosen unasked. torch splits backward where each stage hands on one learned value."""
+    if not schedule_traits(schedule).splits_backward or wishes.schedule is not None:
+        return True
+    return all(len(s.receives) == 1 and s.receives[0].returns for s in stages[1:])
 
 
 WHOLE: Grid = (TensorPolicy(), TensorPolicy())
@@ -175,7 +179,7 @@ class Cutter:
 
     def cut(self, mesh: Mesh, sequence: bool, schedule: str = "1f1b", stages_each: int = 0) -> _Cuts:
         parts = self.parts(mesh, sequence)
-        count = mesh.pp * (stages_each or stages_a_rank(schedule))
+        count = mesh.pp * (stages_each or schedule_traits(schedule).stages_per_rank)
         stages = self._stages(count, mesh.tp, mesh.cp, sequence) if mesh.pp > 1 else self._whole
         return _Cuts((parts.tensor, parts.across), parts.context, parts.spatial, parts.owners, stages)
 
@@ -274,14 +278,14 @@ def make(
     if world > len(cluster.devices):
         raise RequestError(f"mesh {mesh} needs {world} devices, this cluster has {len(cluster.devices)}: use --nproc {len(cluster.devices)} or less")
     device, where = cluster.devices[0].kind, places(cluster, world)
-    usual = "nccl" if device == "cuda" and not where else "gloo"
+    schedule = wishes.schedule or schedule or "1f1b"
     plan = Plan(
         model=profile.name,
         global_batch=workload.global_batch,
         mesh=mesh,
         micro_batches=micro,
         stages=cuts.stages,
-        schedule=wishes.schedule or schedule or "1f1b",
+        schedule=schedule,
         memory=choose_memory(profile, cluster, workload.precision, zero, recompute, wishes.recompute_layers, wishes.offload or "none"),
         sync=_sync(wishes, world),
         balance=nearly_equal(workload.global_batch, mesh) if len(set(map(kind_of, where))) > 1 else BalancePolicy(),
@@ -291,10 +295,10 @@ def make(
         context=cuts.context,
         spatial=cuts.spatial,
         owners=cuts.owners,
-        compile=_compile(wishes, device, world, cuts.context.attends or where or schedule == "zero_bubble"),
+        compile=_compile(wishes, device, world, cuts.context.attends or where or schedule_traits(schedule).splits_backward),
         device=device,
         places=where,
-        backend=wishes.backend or usual,
+        backend=wishes.backend or backend_for(device, where),
         threads=cluster.threads(world),
     )
     check_ties(plan, profile.tied)

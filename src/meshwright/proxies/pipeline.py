@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from meshwright.core.errors import RequestError
+from meshwright.core.pipeline_schedules import SCHEDULES, schedule_traits
 from meshwright.core.schedule import Op, Schedule
 from meshwright.proxies.parts import Grid, Program, assemble
 from meshwright.schedule.orders import Turn, check_order, turns
@@ -57,6 +58,9 @@ def build(pipe: Pipeline) -> Schedule:
     if pipe.layers % stages:
         fewer = max(pipe.layers // stages, 1) * stages
         raise RequestError(f"{pipe.name}: {pipe.layers} layers do not divide over {stages} stages: use {fewer} layers, or other stages and chunks")
+    if schedule_traits(pipe.order).splits_backward:
+        whole = ", ".join(name for name, traits in SCHEDULES.items() if not traits.splits_backward)
+        raise RequestError(f"{pipe.name}: order {pipe.order} splits backward, and a proxy's is whole: use one of {whole}")
     check_order(pipe.order, pipe.grid.stages, pipe.micro, pipe.chunks)
     groups = pipe.grid.groups()
     makers = [_Maker(pipe, place, {axis for axis, lists in groups.items() if len(lists[0]) > 1}) for place in range(pipe.grid.stages)]

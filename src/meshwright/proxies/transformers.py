@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.core.errors import RequestError
+from meshwright.core.pipeline_schedules import PipelineSchedule, schedule_traits
 from meshwright.core.schedule import Schedule
 from meshwright.proxies.parts import Dims, Grid, Program, assemble, need_multiple
 from meshwright.proxies.pipeline import Gradient, Pass, Pipeline, build, twice
@@ -29,7 +30,7 @@ class PipelineDims(Dims):
     tokens: int = 632  # of a micro-batch
     vocabulary: int = 50257
     positions: int = 1024
-    order: Literal["gpipe", "1f1b", "interleaved"] = "gpipe"
+    order: PipelineSchedule = "gpipe"
     chunks: int = 1
     overlap: bool = False
 
@@ -83,7 +84,7 @@ def _communication(name: str, dims: PipelineDims, world: int, first: list[int], 
             gradients,
             dims.order,
             dims.chunks,
-            chained=dims.order != "gpipe",  # other orders have no sense without what a stage makes of what it received
+            chained=not schedule_traits(dims.order).forward_first,  # other orders have no sense without what a stage makes of what it received
             overlap=dims.overlap,
         )
     )
@@ -102,7 +103,7 @@ class GPT3Dims(Dims):
     tokens: int = 2048  # of a micro-batch
     forward_us: float = 15915.0  # one layer of one micro-batch on one shard
     backward_us: float = 31830.0
-    order: Literal["gpipe", "1f1b", "interleaved"] = "gpipe"
+    order: PipelineSchedule = "gpipe"
     chunks: int = 1
     rank_order: RankOrder = "pipeline"
     overlap: bool = False  # reduce gradients while earlier layers still compute

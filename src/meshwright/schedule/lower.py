@@ -22,7 +22,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.schedule import COMPUTES, Action, Groups, Schedule
 from meshwright.schedule.expand import Place, crossings, program
 from meshwright.schedule.local import local_profile
-from meshwright.schedule.orders import Turn, turns, zero_bubble
+from meshwright.schedule.orders import Turn, turns
 
 Program = list[Action]
 _Post = tuple[int, Place]  # the number of a rank's crew, and where it stands
@@ -172,11 +172,8 @@ def _in_order(plan: Plan, profile: ModelProfile, local: ModelProfile, place: Pla
     """The program, which goes micro-batch by micro-batch, in the order of the plan's schedule, with what arrives before each turn."""
     mine = [s for s in range(len(plan.stages)) if plan.stage_rank(s) == place.pp]
     pieces, rest = _pieces(plan, local, mine, program)
-    bent = plan.schedule == "zero_bubble"
-    pp, micro = plan.mesh.pp, plan.micro_batches
-    order = zero_bubble(pp, place.pp, micro) if bent else turns(plan.schedule, pp, place.pp, micro, len(mine))
-    pieces = _in_two(pieces) if bent else pieces
-    for turn in order:
+    pieces = _in_two(pieces) if plan.splits_backward else pieces
+    for turn in turns(plan.schedule, plan.mesh.pp, place.pp, plan.micro_batches, len(mine)):
         arriving = list(_arriving(plan, profile, place, mine[turn.chunk], turn))
         yield from arriving
         if arriving:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
-from meshwright.core.errors import RequestError, unknown
+from meshwright.core.errors import RequestError
+from meshwright.core.pipeline_schedules import schedule_traits
 
-Order = Literal["gpipe", "1f1b", "interleaved"]
-ORDERS = ("gpipe", "1f1b", "interleaved")
 Phase = Literal["forward", "backward", "weights"]  # zero bubble's backward is in two: what goes back first, gradients of weights later
 
 
@@ -20,53 +19,69 @@ class Turn(NamedTuple):
     micro: int
 
 
+class PipelineRank(NamedTuple):
+    """One rank of a pipeline, and what goes through it."""
+
+    ranks: int
+    rank: int
+    micro: int
+    chunks: int
+    per_round: int  # micro-batches that a chunk takes before the next one does, where the schedule goes in rounds
+
+
 def check_order(order: str, ranks: int, micro: int, chunks: int) -> None:
     """What an order cannot do, with the number to change."""
-    if order not in ORDERS:
-        raise unknown("order", order, ORDERS)
+    traits = schedule_traits(order)
     if micro < 1:
         raise RequestError(f"{micro} micro-batches: give at least 1")
-    if chunks > 1 and order != "interleaved":
-        raise RequestError(f"order {order} has one stage a rank, {chunks} chunks are given: use order=interleaved or chunks=1")
-    if order == "interleaved" and micro % max(1, micro // ranks):
-        raise RequestError(f"order interleaved takes micro-batches in rounds of {ranks}, {micro} are given: use {-(-micro // ranks) * ranks}")
+    if chunks != (own := traits.stages_per_rank) and not traits.any_stages_per_rank:
+        raise RequestError(f"order {order} has {own} stage{'s' * (own > 1)} a rank, {chunks} chunks are given: use order=interleaved or chunks={own}")
+    if (accepted := traits.accepted_micro_batches(ranks, micro)) != micro:
+        raise RequestError(f"order {order} takes micro-batches in rounds of {ranks}, {micro} are given: use {accepted}")
 
 
-def a_round(ranks: int, micro: int) -> int:
-    """How many micro-batches interleaved takes through one stage before it turns to the next."""
-    return micro // max(1, micro // ranks)
+def turns(order: str, ranks: int, rank: int, micro: int, chunks: int = 1, per_round: int = 0) -> list[Turn]:
+    """The turns of one rank. A round has as many micro-batches as are given `per_round`, or else as their number makes."""
+    check_order(order, ranks, per_round or micro, chunks)
+    per_round = per_round or schedule_traits(order).micro_batches_per_round(ranks, micro)
+    return _BUILDERS[order](PipelineRank(ranks, rank, micro, chunks, per_round))
 
 
-def turns(order: str, ranks: int, rank: int, micro: int, chunks: int = 1, together: int = 0) -> list[Turn]:
-    """The turns of one rank. Everything forward and then everything back (gpipe), or as few forward as keep the others busy, and from then on
-    one forward and one back (1f1b); interleaved is 1f1b over several stages a rank, in rounds of as many as go `together`: if it is not said,
-    as many as this number of micro-batches makes."""
-    check_order(order, ranks, together or micro, chunks)
-    together = (together or a_round(ranks, micro)) if order == "interleaved" else micro
-    total = micro * chunks
+def _gpipe(at: PipelineRank) -> list[Turn]:
+    """Everything forward, then everything back."""
+    return _alternating(at, at.micro * at.chunks)
+
+
+def _1f1b(at: PipelineRank) -> list[Turn]:
+    """As few forward as keep the others busy, and from then on one forward and one back."""
+    return _alternating(at, at.ranks - at.rank - 1)
+
+
+def _interleaved(at: PipelineRank) -> list[Turn]:
+    """1F1B over several stages a rank, in rounds."""
+    return _alternating(at, (at.chunks - 1) * at.per_round + 2 * (at.ranks - 1 - at.rank))
+
+
+def _alternating(at: PipelineRank, ahead: int) -> list[Turn]:
+    """So many forward `ahead`, then one forward and one backward at a time, then the backwards that are left."""
+    total = at.micro * at.chunks
+    ahead = min(ahead, total)
 
     def turn(phase: Literal["forward", "backward"], index: int) -> Turn:
-        chunk = index // together % chunks
-        number = index // (together * chunks) * together + index % together
-        return Turn(phase, chunk if phase == "forward" else chunks - 1 - chunk, number)
+        chunk = index // at.per_round % at.chunks
+        number = index // (at.per_round * at.chunks) * at.per_round + index % at.per_round
+        return Turn(phase, chunk if phase == "forward" else at.chunks - 1 - chunk, number)
 
-    if order == "gpipe":
-        ahead = total
-    elif order == "1f1b":
-        ahead = ranks - rank - 1
-    else:
-        ahead = (chunks - 1) * together + 2 * (ranks - 1 - rank)
-    ahead = min(ahead, total)
     found = [turn("forward", i) for i in range(ahead)]
     for i in range(total - ahead):
         found += [turn("forward", ahead + i), turn("backward", i)]
     return found + [turn("backward", i) for i in range(total - ahead, total)]
 
 
-def zero_bubble(ranks: int, rank: int, micro: int) -> list[Turn]:
+def _zero_bubble(at: PipelineRank) -> list[Turn]:
     """Two chunks a rank, the second on the way back (a V). Gradients of weights are what fills the time in which a rank would wait: in the
     middle each follows its backward at once, at the end they come after the backwards that others wait for."""
-    return [turn for turn in _bent(ranks, rank, max(micro, 2 * ranks - 1)) if turn.micro < micro]
+    return [turn for turn in _bent(at.ranks, at.rank, max(at.micro, 2 * at.ranks - 1)) if turn.micro < at.micro]
 
 
 def _bent(ranks: int, rank: int, micro: int) -> Iterator[Turn]:
@@ -96,3 +111,11 @@ def _bent(ranks: int, rank: int, micro: int) -> Iterator[Turn]:
         yield from (take("backward", 0), take("weights", 0))
     for chunk in (1, 0):
         yield from (take("weights", chunk) for _ in range(micro - count("weights", chunk)))
+
+
+_BUILDERS: dict[str, Callable[[PipelineRank], list[Turn]]] = {
+    "gpipe": _gpipe,
+    "1f1b": _1f1b,
+    "interleaved": _interleaved,
+    "zero_bubble": _zero_bubble,
+}
