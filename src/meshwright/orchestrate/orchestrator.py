@@ -37,8 +37,9 @@ from meshwright.describe.trace import trace_task
 from meshwright.launch import Nursery, RankFailure, Workers
 from meshwright.observe import Recorder, RunFolder, create, follow, follow_lines, write_report
 from meshwright.orchestrate import calibrate
-from meshwright.orchestrate.config import RunConfig, told_to_script, wishes_of
+from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.job import retrace, settle
+from meshwright.orchestrate.knobs import check_given, told_to_script, wishes_of
 from meshwright.orchestrate.selection import settled, with_routes
 from meshwright.orchestrate.strategy import fill_cuts, load_strategy, needs_cuts, transform
 from meshwright.orchestrate.worker import median_step
@@ -233,20 +234,7 @@ class Orchestrator:
         where, c = self.config.plan, self.config
         if plan.model != task.name:
             raise RequestError(f"{where} is for {plan.model}, the request is for {task.name}: train {plan.model}, or plan {task.name}")
-        mesh = c.mesh and str(replace(Mesh.parse(c.mesh), order=plan.mesh.order))
-        asked = {"nproc": c.nproc, "mesh": mesh, "zero": c.zero, "recompute": c.recompute,
-                 "micro_batches": c.micro_batches, "backend": c.backend if c.backend != "auto" else None, "compile": c.compile,
-                 "schedule": c.schedule, "placements": c.placements or None,
-                 "recompute_layers": c.recompute_layers or None, "sequence": c.sequence, "order": c.order, "offload": c.offload,
-                 "compression": c.compression if c.compression != "auto" else None, "compression_rank": c.compression_rank}  # fmt: skip
-        holds = {"nproc": plan.world, "mesh": str(plan.mesh), "zero": plan.memory.zero, "recompute": plan.memory.recompute,
-                 "micro_batches": plan.micro_batches, "backend": plan.backend, "compile": plan.compile, "schedule": plan.schedule,
-                 "placements": dict(plan.placements), "recompute_layers": dict(plan.memory.layers),
-                 "sequence": plan.tensor.sequence, "order": ",".join(plan.mesh.order), "offload": plan.memory.offload,
-                 "compression": plan.sync.compression, "compression_rank": plan.sync.compression_rank}  # fmt: skip
-        for key, value in asked.items():
-            if value is not None and value != holds[key]:
-                raise RequestError(f"{where} has {key} {holds[key]}, the request {value}: change one of them")
+        check_given(plan, c)
         refuse_unused(plan.mesh, c.schedule, c.placements)
         names = [layer.name for layer in profile.layers]
         for unit in plan.memory.units:
