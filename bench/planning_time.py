@@ -19,8 +19,8 @@ from meshwright.core.units import show_seconds
 from meshwright.describe.flow import trace_flow
 from meshwright.describe.trace import trace_task
 from meshwright.orchestrate import Orchestrator, RunConfig
-from meshwright.orchestrate.config import wishes_of
 from meshwright.orchestrate.job import settle
+from meshwright.orchestrate.knobs import wishes_of
 from meshwright.plan import explain, rank_plans
 
 HERE = Path(__file__).parent

@@ -34,7 +34,7 @@ from meshwright.execute.groups import Groups, make_groups, make_ready
 from meshwright.execute.session import Session, sample_count
 from meshwright.launch import Place, Rendezvous, adopted, default_backend, join
 from meshwright.orchestrate import calibrate
-from meshwright.orchestrate.config import told, wishes_of
+from meshwright.orchestrate.knobs import told, wishes_of
 from meshwright.orchestrate.strategy import load_strategy, transform
 from meshwright.plan import Ranking, Wishes, explain, rank_plans
 

@@ -7,7 +7,9 @@ import sys
 if sys.version_info < (3, 11):  # noqa: UP036 - said here because nothing below would even parse everywhere
     sys.exit(f"meshwright: Python {sys.version_info[0]}.{sys.version_info[1]} is too old: use Python 3.11 or newer")
 
+import atexit
 import difflib
+import gc
 from typing import Any
 
 import typer
@@ -37,6 +39,7 @@ app.command("doctor")(doctor.doctor)
 
 def main(arguments: list[str] | None = None) -> None:
     """Run one command line and exit: 0 done, 1 the run failed, 2 the request was wrong, 130 interrupted."""
+    _collect_less()
     command = typer.main.get_command(app)
     try:
         code = command.main(args=arguments, prog_name="meshwright", standalone_mode=False)
@@ -69,6 +72,12 @@ def main(arguments: list[str] | None = None) -> None:
     if code == 130:
         fail("interrupted", 130)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _collect_less() -> None:
+    """Imports and plans make very many objects and few cycles: Python's collector looks for these seldom, and not at all at the end."""
+    gc.set_threshold(50_000)
+    atexit.register(gc.freeze)
 
 
 def _show_traceback(error: MeshwrightError) -> None:

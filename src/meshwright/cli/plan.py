@@ -30,13 +30,12 @@ from meshwright.cli.shared import (
 from meshwright.core.errors import RequestError
 from meshwright.core.serial import to_data
 from meshwright.core.units import show_bytes, show_seconds
-from meshwright.observe.words import context_in_words
-from meshwright.schedule import LedgerLine, plan_ledger
 
 if TYPE_CHECKING:
     from meshwright.core.model import ModelProfile
     from meshwright.core.plan import Plan
     from meshwright.plan import Ranking
+    from meshwright.schedule import LedgerLine
 
 
 def plan(
@@ -64,7 +63,9 @@ def plan(
     Example: meshwright plan gpt2-124m --cluster dgx-h100:2 --mesh dp=8,tp=2 --global-batch 64
     """
     need_torch()
+    from meshwright.observe.words import context_in_words
     from meshwright.orchestrate import Orchestrator
+    from meshwright.schedule import plan_ledger
 
     begun = time.perf_counter()
     sizes: dict[str, Any] = {"global_batch": global_batch, "seq": seq, "nproc": nproc, "mesh": mesh}

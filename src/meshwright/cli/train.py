@@ -98,7 +98,7 @@ def train(
             ended = orchestrator.run_script(script, arguments or [], stderr)
             print_json(ended) if as_json else stderr.print(f"{ended['ranks']} ranks finished in {show_seconds(ended['seconds'])}; {ended['run']}")
             return
-        prepared = orchestrator.prepare()
+        prepared = orchestrator.prepare(runs=True)
         step = f"{show_seconds(prepared.estimate.step_s)} a step predicted (± {prepared.estimate.error:.0%})"
         say(f"{prepared.plan.summary()} for {prepared.task.name}, {step}")
         if any(by_mpirun(launcher, other, adopted=False) for other in prepared.plan.backends[1:]):

@@ -20,20 +20,30 @@ class ActionCost:
         self._crowding = rates.crowding
         self._flat = plan.memory.zero in (1, 2) and plan.mesh.group_size("data") > 1  # the optimizer steps a slice of each bucket
         self._parts = plan.splits_backward
-        self._memo: dict[tuple[int, str, bool], float] = {}
+        self._memo: dict[tuple[int, int, str, bool, bool], float] = {}  # micro-batches repeat each other
 
     def seconds(self, profile: ModelProfile, action: Action) -> float:
         """`profile` is one rank's part of the model. Ranks that share a core have a part of it each (see [Note: crowded cores] in the probe)."""
-        if action.op != "optimizer":
-            layer = profile.layers[action.layer]
-            more = self._price.again(layer, action.cheap) if action.name.startswith("recompute/") else 0.0
-            more += self._gradients(layer) + (self._price.parted(layer) if self._parts else 0.0) if action.op == "backward" else 0.0
-            return self._crowding * (self._price.layer(layer, action.op, self._memo, action.cheap, profile.batch == 1) + more)
+        if action.op == "optimizer":
+            return self._crowding * self._step(profile)
+        key = (id(profile), action.layer, action.op, action.cheap, action.name.startswith("recompute/"))
+        if key not in self._memo:
+            self._memo[key] = self._crowding * self._layer(profile, *key[1:])
+        return self._memo[key]
+
+    def _layer(self, profile: ModelProfile, index: int, op: str, cheap: bool, again: bool) -> float:
+        layer = profile.layers[index]
+        more = self._price.again(layer, cheap) if again else 0.0
+        more += self._gradients(layer) + (self._price.parted(layer) if self._parts else 0.0) if op == "backward" else 0.0
+        return self._price.layer(layer, op, self._price.memo(profile), cheap, profile.batch == 1) + more
+
+    def _step(self, profile: ModelProfile) -> float:
+        """The optimizer's."""
         item = profile.tensors[0].itemsize if profile.tensors else 4
         trained = sum(t.numel for t in profile.tensors if t.trainable)
         tensors = len(gradient_buckets(self._plan, profile)) if self._flat else sum(t.trainable for t in profile.tensors)
         offload = self._plan.memory.offload == "optimizer"
-        return self._crowding * self._price.optimizer(trained * self._part, self._optimizer, item, offload, tensors)
+        return self._price.optimizer(trained * self._part, self._optimizer, item, offload, tensors)
 
     def _gradients(self, layer: LayerProfile) -> float:
         """Only where it was measured what handing a gradient over takes: a GPU does it beside the rest."""

@@ -34,6 +34,11 @@ class ComputeCost:
     units: frozenset[str] = frozenset()  # the layers whose products are in fp8, where that is the precision
     casts: float | None = None  # what FP8_CASTS says, where it was measured for these kernels
 
+    def memo(self, profile: ModelProfile) -> dict[tuple[int, str, bool], float]:
+        """The layers of a profile that were priced at these rates, whichever plan asked."""
+        rates, how = self.rates, (self.rates.call_s, self.rates.queued, self.precision, self.compiled, self.units, self.casts)
+        return profile.memo.once("priced", (rates.compute, rates.memory, rates.fixed), how, dict[tuple[int, str, bool], float])
+
     def layer(
         self, layer: LayerProfile, phase: str, memo: dict[tuple[int, str, bool], float], cheap: bool = False, alone: bool = False
     ) -> float:  # fmt: skip

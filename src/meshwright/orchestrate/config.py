@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -11,16 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from meshwright.core.backends import Backend
 from meshwright.core.errors import RequestError, unknown
-from meshwright.core.mesh import Mesh
 from meshwright.core.pipeline_schedules import PipelineSchedule
 from meshwright.core.plan import Offload, Overlap
 from meshwright.core.recompute import Recompute
 from meshwright.core.serial import read_json
-from meshwright.core.spatial import parse_grid
-from meshwright.core.strand import Flow
 from meshwright.core.workload import Objective
 from meshwright.orchestrate import tutorial
-from meshwright.plan import Wishes
 
 
 class RunConfig(BaseModel):
@@ -100,57 +96,6 @@ class RunConfig(BaseModel):
             if isinstance(value, bool) and field is not None and bool not in (field.annotation, *get_args(field.annotation)):
                 raise ValueError(f"{key}={str(value).lower()} is neither a number nor a word")
         return data
-
-
-# What a script of the user's own may be told from outside: how to plan it, and where to run it. All else is in the script.
-_OF_PLANS = ("mesh", "order", "zero", "schedule", "placements", "sequence", "spatial", "micro_batches", "recompute", "recompute_layers", "offload",
-             "compile", "bucket_mb", "compression", "compression_rank", "overlap", "timeout_s")  # fmt: skip
-_OF_RUNS = ("plan", "nproc", "devices", "backend", "run_dir", "name")
-TOLD = "MESHWRIGHT_WISHES"  # where a script's ranks find what was asked of their plan
-
-
-def told_to_script(config: RunConfig) -> dict[str, str]:
-    """The environment that tells a script's ranks what was asked. Nothing that is asked is ignored."""
-    asked = {key for key in config.model_fields_set if getattr(config, key) != RunConfig.model_fields[key].get_default(call_default_factory=True)}
-    for key in sorted(asked.difference(_OF_PLANS, _OF_RUNS)):
-        raise RequestError(f"{key} is for the script itself to say: leave it out")
-    if config.backend == "auto":
-        raise RequestError("backend=auto chooses for models that Meshwright plans before their ranks start: use gloo or mpi for a script")
-    wishes = config.model_dump(mode="json", include=asked.intersection(_OF_PLANS))
-    if wishes and config.plan != "auto":
-        raise RequestError(f"--plan {config.plan} is run as it is, and {', '.join(sorted(wishes))} would change it: leave one of them out")
-    return {"MESHWRIGHT_PLAN": config.plan, **({TOLD: json.dumps(wishes)} if wishes else {})}
-
-
-def told(environ: Mapping[str, str]) -> RunConfig:
-    """What a launcher of ours was asked, in one of a script's ranks."""
-    return RunConfig(**json.loads(environ.get(TOLD, "{}")))
-
-
-def wishes_of(config: RunConfig, flow: Flow | None = None) -> Wishes:
-    return Wishes(
-        mesh=Mesh.parse(config.mesh) if config.mesh else None,
-        world=config.nproc,
-        zero=config.zero,
-        recompute=config.recompute,
-        recompute_layers=config.recompute_layers,
-        offload=config.offload,
-        compile=config.compile,
-        micro_batches=config.micro_batches,
-        backend=config.backend if config.backend != "auto" else None,
-        bucket_bytes=int(config.bucket_mb * 2**20) if config.bucket_mb else None,
-        compression=config.compression if config.compression != "auto" else None,
-        allow=("bf16", "powersgd") if config.compression == "auto" else (),
-        compression_rank=config.compression_rank,
-        overlap=config.overlap,
-        timeout_s=config.timeout_s,
-        schedule=config.schedule,
-        placements=config.placements,
-        sequence=config.sequence,
-        spatial=parse_grid(config.spatial) if config.spatial is not None else (),
-        order=tuple(config.order.replace(" ", "").split(",")) if config.order is not None else (),
-        flow=flow,
-    )
 
 
 def load_config(file: Path | None, settings: dict[str, Any], ranks: tutorial.Ranks | None = None) -> RunConfig:

@@ -12,7 +12,8 @@ from meshwright.core.backends import backend_traits
 from meshwright.core.errors import RequestError, unknown
 from meshwright.launch.mpi import mpirun, run
 from meshwright.launch.nursery import RANK_DEFAULTS
-from meshwright.orchestrate.config import RunConfig, told_to_script
+from meshwright.orchestrate.config import RunConfig
+from meshwright.orchestrate.knobs import told_to_script
 from meshwright.orchestrate.orchestrator import Orchestrator
 
 LAUNCHERS = ("local", "mpi")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from collections import Counter
@@ -37,11 +38,11 @@ from meshwright.describe.trace import trace_task
 from meshwright.launch import Nursery, RankFailure, Workers
 from meshwright.observe import Recorder, RunFolder, create, follow, follow_lines, write_report
 from meshwright.orchestrate import calibrate
-from meshwright.orchestrate.config import RunConfig, told_to_script, wishes_of
+from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.job import retrace, settle
+from meshwright.orchestrate.knobs import check_given, told_to_script, wishes_of
 from meshwright.orchestrate.selection import settled, with_routes
 from meshwright.orchestrate.strategy import fill_cuts, load_strategy, needs_cuts, transform
-from meshwright.orchestrate.worker import median_step
 from meshwright.plan import Ranking, best_precision, check_keeping, check_precision, explain, rank_plans, refuse_unused
 from meshwright.schedule import plan_ledgers
 
@@ -137,14 +138,20 @@ class Orchestrator:
         """What this machine reaches: from the cache, or measured now. Another cluster: what its data sheets promise."""
         if self.config.cluster != "here":
             return calibrate.without_network(self.cluster, self.environ) if self.cluster.name == "ideal" else from_sheets(self.cluster)
-        whole = discover(self.environ, devices=self.config.devices)
-        ranks = set(calibrate.tried_ranks(self.cluster))
-        found = None if fresh else calibrate.kept(self.cluster, self.environ) or calibrate.kept(whole, self.environ)
-        if found is not None and ranks <= {r.ranks for r in found.layouts} | {len(whole.devices)}:
+        found = None if fresh else self._kept()
+        if found is not None:
             return found
         measured = calibrate.probe(self.cluster, self.nursery(), self.config.backend, quick=quick, say=self.say)
         calibrate.keep(measured, self.cluster, self.environ)
         return measured
+
+    def _kept(self) -> Calibration | None:
+        """The calibration on file, of these devices or of all that this machine has; None where it lacks one of the numbers of ranks."""
+        whole = discover(self.environ, devices=self.config.devices)
+        found = calibrate.kept(self.cluster, self.environ) or calibrate.kept(whole, self.environ)
+        if found is None:
+            return None
+        return found if set(calibrate.tried_ranks(self.cluster)) <= {r.ranks for r in found.layouts} | {len(whole.devices)} else None
 
     def corrected(self, task: Task, profile: ModelProfile, workload: Workload) -> Calibration:
         """The same, with what earlier runs here have taught about it (see [Note: corrections])."""
@@ -180,15 +187,15 @@ class Orchestrator:
             return None
         return trace_flow(task, workload.precision)
 
-    def prepare(self) -> Prepared:
-        """Decide everything; start nothing but the warm process and, on a new machine, the probe."""
+    def prepare(self, *, runs: bool = False) -> Prepared:
+        """Decide everything. A new machine is probed; if the plan is then run, the fork server imports meanwhile what its ranks need."""
         strategy = load_strategy(self.config.strategy) if self.config.strategy is not None else None
         if strategy is not None and self.config.plan != "auto":
             raise RequestError(
                 f"--plan {self.config.plan} is run as it is, and strategy={self.config.strategy} would change it: leave one of them out"
             )
         self.config, task = settle(self.config)
-        if self.config.cluster == "here":
+        if self.config.cluster == "here" and (runs or self._kept() is None):
             self.nursery()
         workload = self.workload(task)
         begun = time.perf_counter()
@@ -233,20 +240,7 @@ class Orchestrator:
         where, c = self.config.plan, self.config
         if plan.model != task.name:
             raise RequestError(f"{where} is for {plan.model}, the request is for {task.name}: train {plan.model}, or plan {task.name}")
-        mesh = c.mesh and str(replace(Mesh.parse(c.mesh), order=plan.mesh.order))
-        asked = {"nproc": c.nproc, "mesh": mesh, "zero": c.zero, "recompute": c.recompute,
-                 "micro_batches": c.micro_batches, "backend": c.backend if c.backend != "auto" else None, "compile": c.compile,
-                 "schedule": c.schedule, "placements": c.placements or None,
-                 "recompute_layers": c.recompute_layers or None, "sequence": c.sequence, "order": c.order, "offload": c.offload,
-                 "compression": c.compression if c.compression != "auto" else None, "compression_rank": c.compression_rank}  # fmt: skip
-        holds = {"nproc": plan.world, "mesh": str(plan.mesh), "zero": plan.memory.zero, "recompute": plan.memory.recompute,
-                 "micro_batches": plan.micro_batches, "backend": plan.backend, "compile": plan.compile, "schedule": plan.schedule,
-                 "placements": dict(plan.placements), "recompute_layers": dict(plan.memory.layers),
-                 "sequence": plan.tensor.sequence, "order": ",".join(plan.mesh.order), "offload": plan.memory.offload,
-                 "compression": plan.sync.compression, "compression_rank": plan.sync.compression_rank}  # fmt: skip
-        for key, value in asked.items():
-            if value is not None and value != holds[key]:
-                raise RequestError(f"{where} has {key} {holds[key]}, the request {value}: change one of them")
+        check_given(plan, c)
         refuse_unused(plan.mesh, c.schedule, c.placements)
         names = [layer.name for layer in profile.layers]
         for unit in plan.memory.units:
@@ -376,6 +370,14 @@ def finish_run(folder: RunFolder, prepared: Prepared, ranks: list[dict[str, Any]
     write_json(folder.path / "result.json", result)
     result["report"] = str(write_report(folder))
     return result
+
+
+def median_step(times: list[float]) -> tuple[float | None, float | None]:
+    """(median, 95th percentile) of step times; None when too few steps were counted."""
+    if not times:
+        return None, None
+    ordered = sorted(times)
+    return statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
 
 
 class Live:

@@ -22,8 +22,9 @@ from meshwright.cost import estimate
 from meshwright.cost.crews import priced_schedule
 from meshwright.describe.flow import trace_flow
 from meshwright.describe.trace import trace_task
-from meshwright.orchestrate.config import RunConfig, wishes_of
+from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.job import retrace, settle
+from meshwright.orchestrate.knobs import wishes_of
 from meshwright.orchestrate.machines import Machine
 from meshwright.orchestrate.orchestrator import Say
 from meshwright.orchestrate.strategy import fill_cuts, needs_cuts

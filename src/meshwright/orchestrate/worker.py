@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import statistics
 import sys
 import time
 import warnings
@@ -288,11 +287,3 @@ def run_script(rank: int, world: int, meeting: str, script: str, arguments: list
         os.environ.clear()
         os.environ.update(before)  # a worker may be used again, and must not think that it is still that rank
     return time.perf_counter() - begun
-
-
-def median_step(times: list[float]) -> tuple[float | None, float | None]:
-    """(median, 95th percentile) of step times; None when too few steps were counted."""
-    if not times:
-        return None, None
-    ordered = sorted(times)
-    return statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]

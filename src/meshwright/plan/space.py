@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import get_args
 
@@ -64,6 +64,10 @@ class Wishes:
     order: tuple[str, ...] = ()  # which axes of the mesh are farthest apart; empty: as is best
     reorder: bool = False  # whether ranks may be on devices in another order than these are in: where they are still to be started
     flow: Flow | None = None  # the model's dataflow; without it no tensor parallelism is considered
+
+
+# Constraints that a plan's SyncPolicy takes over by name; routes depend on the number of ranks too (see `_sync`).
+_SYNC_FIELDS = {f.name for f in fields(SyncPolicy)} & {f.name for f in fields(Wishes)} - {"routes", "nodes"}
 
 
 @dataclass(frozen=True)
@@ -306,9 +310,9 @@ def make(
 
 
 def _sync(wishes: Wishes, world: int) -> SyncPolicy:
-    told = ("bucket_bytes", "overlap", "timeout_s", "compression", "compression_rank")
     routes, nodes = for_world(wishes.routes or (), wishes.nodes or (), world)
-    return SyncPolicy(**{k: v for k in told if (v := getattr(wishes, k)) is not None}, routes=routes, nodes=nodes)
+    told = {name: value for name in _SYNC_FIELDS if (value := getattr(wishes, name)) is not None}
+    return SyncPolicy(**told, routes=routes, nodes=nodes)
 
 
 def _compile(wishes: Wishes, device: str, world: int, eager: object) -> Compile:

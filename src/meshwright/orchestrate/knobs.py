@@ -1,0 +1,105 @@
+"""The knobs of a plan: one table of the fields of a run's configuration that constrain it.
+
+A new knob is a field of RunConfig, a field of Wishes with the code that obeys it, and one entry of KNOBS.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.core.errors import RequestError
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import Plan
+from meshwright.core.spatial import parse_grid
+from meshwright.core.strand import Flow
+from meshwright.orchestrate.config import RunConfig
+from meshwright.plan import Wishes
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _unless_auto(value: str) -> str | None:
+    return value if value != "auto" else None
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A field of RunConfig that constrains the plan."""
+
+    key: str  # the field of RunConfig, and its name for --set
+    field: str  # the field of Wishes that it fixes
+    parse: Callable[[Any], Any] = _unchanged  # the configuration's value → the constraint's
+    in_plan: Callable[[Plan], Any] | None = None  # what a plan has of it, to compare with a given plan.json; None: not compared
+
+
+KNOBS = (
+    Knob("nproc", "world", in_plan=lambda plan: plan.world),
+    Knob("mesh", "mesh", Mesh.parse, in_plan=lambda plan: replace(plan.mesh, order=())),
+    Knob("zero", "zero", in_plan=lambda plan: plan.memory.zero),
+    Knob("recompute", "recompute", in_plan=lambda plan: plan.memory.recompute),
+    Knob("micro_batches", "micro_batches", in_plan=lambda plan: plan.micro_batches),
+    Knob("backend", "backend", _unless_auto, in_plan=lambda plan: plan.backend),
+    Knob("compile", "compile", in_plan=lambda plan: plan.compile),
+    Knob("schedule", "schedule", in_plan=lambda plan: plan.schedule),
+    Knob("placements", "placements", in_plan=lambda plan: dict(plan.placements)),
+    Knob("recompute_layers", "recompute_layers", in_plan=lambda plan: dict(plan.memory.layers)),
+    Knob("sequence", "sequence", in_plan=lambda plan: plan.tensor.sequence),
+    Knob("order", "order", lambda text: tuple(text.replace(" ", "").split(",")), in_plan=lambda plan: plan.mesh.order),
+    Knob("offload", "offload", in_plan=lambda plan: plan.memory.offload),
+    Knob("compression", "compression", _unless_auto, in_plan=lambda plan: plan.sync.compression),
+    Knob("compression", "allow", lambda kind: ("bf16", "powersgd") if kind == "auto" else ()),
+    Knob("compression_rank", "compression_rank", in_plan=lambda plan: plan.sync.compression_rank),
+    Knob("bucket_mb", "bucket_bytes", lambda megabytes: int(megabytes * 2**20)),
+    Knob("overlap", "overlap"),
+    Knob("timeout_s", "timeout_s"),
+    Knob("spatial", "spatial", parse_grid),
+)
+
+# What a script of the user's own may be told from outside: where to run it, and how to plan it. All else is in the script.
+_OF_RUNS = {"plan", "nproc", "devices", "backend", "run_dir", "name"}
+_OF_PLANS = {knob.key for knob in KNOBS} - _OF_RUNS
+TOLD = "MESHWRIGHT_WISHES"  # where a script's ranks find what was asked of their plan
+
+
+def wishes_of(config: RunConfig, flow: Flow | None = None) -> Wishes:
+    """What a configuration fixes; a knob that it leaves out is the planner's to choose."""
+    return Wishes(**{knob.field: knob.parse(value) for knob in KNOBS if (value := getattr(config, knob.key)) is not None}, flow=flow)
+
+
+def check_given(plan: Plan, config: RunConfig) -> None:
+    """A plan that is given must hold what else was asked for."""
+    asked = wishes_of(config)
+    for knob in KNOBS:
+        wanted = getattr(asked, knob.field)
+        if knob.in_plan is None or wanted in (None, (), {}):
+            continue
+        held = knob.in_plan(plan)
+        if wanted != held:
+            raise RequestError(f"{config.plan} has {knob.key} {_show(held)}, the request {_show(wanted)}: change one of them")
+
+
+def _show(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def told_to_script(config: RunConfig) -> dict[str, str]:
+    """The environment that tells a script's ranks what was asked. Nothing that is asked is ignored."""
+    asked = {key for key in config.model_fields_set if getattr(config, key) != RunConfig.model_fields[key].get_default(call_default_factory=True)}
+    for key in sorted(asked - _OF_PLANS - _OF_RUNS):
+        raise RequestError(f"{key} is for the script itself to say: leave it out")
+    if config.backend == "auto":
+        raise RequestError("backend=auto chooses for models that Meshwright plans before their ranks start: use gloo or mpi for a script")
+    wishes = config.model_dump(mode="json", include=asked & _OF_PLANS)
+    if wishes and config.plan != "auto":
+        raise RequestError(f"--plan {config.plan} is run as it is, and {', '.join(sorted(wishes))} would change it: leave one of them out")
+    return {"MESHWRIGHT_PLAN": config.plan, **({TOLD: json.dumps(wishes)} if wishes else {})}
+
+
+def told(environ: Mapping[str, str]) -> RunConfig:
+    """What a launcher of ours was asked, in one of a script's ranks."""
+    return RunConfig(**json.loads(environ.get(TOLD, "{}")))
