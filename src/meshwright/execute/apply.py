@@ -32,7 +32,7 @@ from meshwright.execute.spatial import cut_positions
 from meshwright.execute.sync import GradientBuckets
 from meshwright.execute.tensor import TensorCuts, cut_model, share_randomness
 from meshwright.execute.units import UnitShards, is_sharded
-from meshwright.schedule.buckets import Kind, start_runs
+from meshwright.schedule.buckets import Kind, replication_of, start_runs
 
 
 @dataclass
@@ -145,11 +145,8 @@ class Applied:
 
 
 def _kinds_of(model: nn.Module, plan: Plan, pipeline: PipelineCuts | None) -> dict[int, Kind]:
-    copies, owned = plan.copies(), plan.owners.parameters if plan.mesh.ep > 1 else frozenset()
-    return {
-        id(p): Kind(copies.get(name, plan.everywhere), pipeline is None or pipeline.counted(name), name in owned)
-        for name, p in model.named_parameters()
-    }
+    kind = replication_of(plan)
+    return {id(p): kind(name, pipeline is None or pipeline.counted(name)) for name, p in model.named_parameters()}
 
 
 def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> Applied:
