@@ -21,7 +21,7 @@ def share_sequence(reader: Reader, policy: TensorPolicy, dealt: frozenset[int], 
         try:
             region = SequenceRegion(reader, policy, strand, dealt)
             _SitePlacement(region).solve()
-            policy = _PolicyBuilder(region).build()
+            policy = _SequencePolicyBuilder(region).build()
         except SequenceParallelError as error:
             reason = str(error)
     if not policy.sequence:
@@ -141,7 +141,7 @@ class _SitePlacement:
                     raise SequenceParallelError(f"the code of {frame} takes the number of positions from one value and uses it for another")
 
 
-class _PolicyBuilder:
+class _SequencePolicyBuilder:
     """The policy of a region whose scatters and gathers are placed."""
 
     def __init__(self, region: SequenceRegion) -> None:
