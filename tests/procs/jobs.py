@@ -272,7 +272,7 @@ def uneven_tokens(rank: int, world: int, meeting: str, plan: dict[str, Any], mod
         network, _ = build(model, torch.float64, 3)
         applied = apply(told, network, make_optimizer("sgd", network))
         if applied.buckets is not None:
-            applied.buckets.reduce = "sum"
+            applied.buckets.reduce_op = "sum"
         made = torch.Generator().manual_seed(1)
         tokens = torch.randn(sum(counts), owned.WIDTH, generator=made, dtype=torch.float64)
         choices = torch.randint(0, owned.EXPERTS, (sum(counts), 2), generator=made)

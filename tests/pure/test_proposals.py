@@ -16,8 +16,10 @@ from meshwright.core.workload import Workload
 from meshwright.cost import step
 from meshwright.cost.folded import narrowed
 from meshwright.plan import Ranking, Wishes, rank_plans, search
-from meshwright.plan.axes import Axes, bounds_for
-from meshwright.plan.bounds import Point
+from meshwright.plan.axes import Axes
+from meshwright.plan.bounds import Bounds
+from meshwright.plan.problem import PlanningProblem
+from meshwright.plan.search_point import SearchPoint
 from meshwright.plan.space import Cutter
 
 SLOW: dict[str, float] = {"network": 1e12, "alpha": 1e-7, "flops": 1e9, "memory": 1e9}  # devices that take long to compute, so that more of them help
@@ -115,7 +117,7 @@ def shapes(model: dict[str, Any], devices: int, batch: int, memory: float = 80e9
     where, workload, machine = cluster(devices, memory, kind="cpu"), Workload(batch), calibration(devices, **{**SLOW, **speeds})
     wishes = replace(wanted or Wishes(), flow=flow)
     cutter = Cutter(profile, workload, wishes)
-    return Axes(where, workload, wishes, cutter, bounds_for(profile, where, workload, machine, wishes)).shapes(devices)
+    return Axes(where, workload, wishes, cutter, Bounds(PlanningProblem(profile, where, workload, machine, wishes))).shapes(devices)
 
 
 @pytest.mark.parametrize("devices", [16, 1024])
@@ -132,7 +134,7 @@ def test_of_many_devices_some_share_positions_only_if_all_do(monkeypatch: pytest
     """Each cut of positions takes a while to reason out; grids and owners are proposed however many devices there are."""
     profile, flow = traced(model_of("gpt-tiny"))
     where, workload, wishes = cluster(8, kind="cpu"), Workload(2), Wishes(flow=flow)
-    bounds, cutter = bounds_for(profile, where, workload, calibration(8), wishes), Cutter(profile, workload, wishes)
+    bounds, cutter = Bounds(PlanningProblem(profile, where, workload, calibration(8), wishes)), Cutter(profile, workload, wishes)
     few = Axes(where, workload, wishes, cutter, bounds)
     monkeypatch.setattr("meshwright.plan.axes._MANY", 4)
     many = Axes(where, workload, wishes, cutter, bounds)
@@ -160,17 +162,17 @@ def test_bounds_stay_below_what_an_estimate_says(model: dict[str, Any], mesh: Me
     for network, alpha in ((1e6, 1e-6), (1e9, 1e-3), (1e12, 1e-9)):
         where, workload, machine = cluster(8, kind="cpu"), Workload(16), calibration(8, network=network, alpha=alpha, overlap=0.5)
         wishes = Wishes(mesh=mesh, flow=flow)
-        bounds, cutter = bounds_for(profile, where, workload, machine, wishes), Cutter(profile, workload, wishes)
+        bounds, cutter = Bounds(PlanningProblem(profile, where, workload, machine, wishes)), Cutter(profile, workload, wishes)
         for scored in rank_plans(profile, where, workload, machine, wishes).scored:
             plan = replace(scored.plan, sync=replace(scored.plan.sync, bucket_bytes=25 * 2**20, first_bucket_bytes=2**20))
             point = search_point(plan)
             found = step.estimate(plan, profile, workload, where, machine)
             assert bounds.seconds(point, cutter.parts(mesh, False), plan.compile) <= found.step_s * (1 + 1e-9)
-            assert bounds.bytes(point, cutter.parts(mesh, False), plan.compile) <= max(found.memory_bytes) * (1 + 1e-6)  # whole bytes
+            assert bounds.memory.bytes(point, cutter.parts(mesh, False), plan.compile) <= max(found.memory_bytes) * (1 + 1e-6)  # whole bytes
 
 
-def search_point(plan: Plan) -> Point:
-    return Point(plan.mesh, plan.memory.zero, plan.micro_batches, plan.memory.recompute, plan.tensor.sequence, plan.schedule)
+def search_point(plan: Plan) -> SearchPoint:
+    return SearchPoint(plan.mesh, plan.memory.zero, plan.micro_batches, plan.memory.recompute, plan.tensor.sequence, plan.schedule)
 
 
 @pytest.mark.parametrize(("axis", "mesh"), [("cp", Mesh(cp=4)), ("ep", Mesh(ep=4)), ("tp", Mesh(tp=(4,)))])

@@ -24,8 +24,9 @@ from meshwright.cost.folded import spare_blocks
 from meshwright.describe.flow import trace_flow
 from meshwright.describe.trace import trace_task
 from meshwright.plan import Ranking, Wishes, rank_plans, search
-from meshwright.plan.bounds import Bounds, Point
-from meshwright.plan.partition import choose_units
+from meshwright.plan.bounds import Bounds
+from meshwright.plan.problem import PlanningProblem
+from meshwright.plan.search_point import SearchPoint
 
 
 @cache
@@ -62,19 +63,18 @@ def check_alike(whole: Ranking, found: Ranking) -> None:
 
 def check_bounds(ranking: Ranking, most: int) -> None:
     """Of plans spread over the ranking: what each look says is no more than the estimate."""
-    workload, calibrated = ranking.workload, ranking.calibration
-    bounds = Bounds(ranking.profile, ranking.cluster, workload, calibrated, choose_units(ranking.profile), "nccl")
+    bounds = Bounds(PlanningProblem(ranking.profile, ranking.cluster, ranking.workload, ranking.calibration, Wishes(backend="nccl")))
     for scored in ranking.scored[:: max(len(ranking.scored) // most, 1)]:
         plan, told = scored.plan, scored.estimate
         choice = "mixed" if plan.memory.layers else plan.memory.recompute
-        point = Point(plan.mesh, plan.memory.zero, plan.micro_batches, choice, plan.tensor.sequence, plan.schedule)
+        point = SearchPoint(plan.mesh, plan.memory.zero, plan.micro_batches, choice, plan.tensor.sequence, plan.schedule)
         stages = tuple(stage.layers for stage in plan.stages) if plan.mesh.pp > 1 else ()
         held = {name: getattr(plan, name) for name in ("tensor", "across", "context", "spatial", "owners")}
         cut = Plan("", plan.mesh.ep, Mesh(cp=plan.mesh.cp, ep=plan.mesh.ep, tp=plan.mesh.tp), **held)
         for travel, layers in ((False, ()), (True, ()), (True, stages)):
             least = bounds.seconds(point, cut, plan.compile, travel, layers)
             assert least <= told.step_s * (1 + 1e-9) or not told.fits, (plan.summary(), travel, bool(layers))
-            assert bounds.bytes(point, cut, plan.compile, layers) <= max(told.memory_bytes) + 16, (plan.summary(), bool(layers))
+            assert bounds.memory.bytes(point, cut, plan.compile, layers) <= max(told.memory_bytes) + 16, (plan.summary(), bool(layers))
 
 
 @given(

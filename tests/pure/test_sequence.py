@@ -70,7 +70,7 @@ def test_bytes_are_those_of_the_whole_and_ranks_hold_pieces() -> None:
     policy = cut(nn.Linear(8, 8), Block(), Block(), shape=(2, 7, 8))
     (positions,) = [s for s in policy.strands if not s.cuts]
     plan = Plan("test", 2, Mesh(tp=(2,)), tensor=policy)
-    assert [plan.pieces(rank)[positions.name] for rank in range(2)] == [(4, 7), (3, 7)]
+    assert [plan.pieces[rank][positions.name] for rank in range(2)] == [(4, 7), (3, 7)]
     assert {m.bytes for m in (*policy.sums, *policy.enters, *policy.deals)} == {7 * 8 * 4}
     assert "sequence parallel" in plan.summary()
 

@@ -28,6 +28,7 @@ from meshwright.describe.flow import trace_flow
 from meshwright.describe.trace import trace_task
 from meshwright.plan import Wishes, explain, rank_plans
 from meshwright.plan.front import Front
+from meshwright.plan.problem import PlanningProblem
 from meshwright.plan.remedy import with_memory
 from meshwright.plan.search import best_again
 from meshwright.plan.space import candidates
@@ -139,7 +140,7 @@ def published(batch: int, devices: int) -> Callable[..., Front]:
     task = gpt(4)
     profile, flow, where = trace_task(task, precision="bf16"), trace_flow(task, "bf16"), resolve(f"dgx-a100:{devices // 8}", {})
     known, workload, wishes = from_sheets(where), Workload(batch, precision="bf16"), Wishes(flow=flow)
-    return partial(Front, profile, where, workload, known, wishes, lambda p: estimate(p, profile, workload, where, known))
+    return partial(Front, PlanningProblem(profile, where, workload, known, wishes))
 
 
 def test_a_search_for_less_than_anything_costs_finds_nothing_and_prices_nothing() -> None:

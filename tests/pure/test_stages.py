@@ -14,6 +14,7 @@ from meshwright import zoo
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Borrowed, MemoryPolicy, Plan, Stage
+from meshwright.core.ties import stages_holding
 from meshwright.core.workload import Workload
 from meshwright.describe.flow import trace_flow, trace_module_flow
 from meshwright.describe.trace import trace_module, trace_task
@@ -46,7 +47,7 @@ def test_one_activation_crosses_between_blocks() -> None:
 def test_a_tied_embedding_is_on_both_ends() -> None:
     _, last = stages_of("gpt-tiny", 2)
     assert last.also == (Borrowed("embedding.tokens.weight", "head"),)
-    assert Plan("gpt-tiny", 4, Mesh(pp=2), 2, stages_of("gpt-tiny", 2)).holders("embedding.tokens.weight") == (0, 1)
+    assert stages_holding(stages_of("gpt-tiny", 2))("embedding.tokens.weight") == (0, 1)
 
 
 def test_every_action_knows_how_many_ranks_take_part() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.cluster import Cluster, Device, Link, Node
+from meshwright.core.cluster_changes import map_links
 from meshwright.core.fabric import Dragonfly, Fabric, FatTree, Flat, HammingMesh, Torus
 from meshwright.core.mesh import AXES, Mesh
 from meshwright.core.serial import from_data, to_data
@@ -107,7 +108,7 @@ def test_hammingmesh_leaves_a_board_only_for_another(name: str, a: int, b: int) 
 @settings(max_examples=150, deadline=None)
 def test_more_bandwidth_never_gives_less(fabric: str, inside: str, group: tuple[int, ...], pattern: str, everyone: bool, factor: float) -> None:
     found = cluster(FABRICS[fabric], INSIDES[inside])
-    better = found.with_links(lambda link: replace(link, bandwidth=link.bandwidth * factor))
+    better = map_links(found, lambda link: replace(link, bandwidth=link.bandwidth * factor))
     before, after = (c.span(group, pattern, everyone).rate for c in (found, better))  # type: ignore[arg-type]
     assert after == pytest.approx(before * factor)
     if found.link == NIC:  # the cards alone: never less, and never more than they give

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, groupby
-from typing import Any, Literal
+from typing import Literal
 
+from meshwright.core.cluster_topology import ClusterTopology
 from meshwright.core.errors import RequestError
-from meshwright.core.fabric import Fabric, FatTree
-from meshwright.core.reach import Pattern, Reach, Ways, reach
-from meshwright.core.topology import Extent, Hop, Inside, Link, Path, Place
+from meshwright.core.fabric import Fabric
+from meshwright.core.reach import Pattern, Reach
+from meshwright.core.topology import Inside, Link, Path, Place
 
 __all__ = ["FP8_SINCE", "Cluster", "Device", "DeviceKind", "Interface", "Link", "Node"]
 
@@ -85,10 +86,6 @@ class Cluster:
         return list(accumulate(len(node.devices) for node in self.nodes))
 
     @cached_property
-    def _reaches(self) -> dict[tuple[Pattern, bool, Sequence[int]], Reach]:
-        return {}
-
-    @cached_property
     def _seated(self) -> dict[tuple[int, ...], Cluster]:
         return {}
 
@@ -136,27 +133,13 @@ class Cluster:
         on_cpu = sum(d.kind == "cpu" for d in used)
         return max((node.cores - (len(used) - on_cpu)) // on_cpu, 1) if on_cpu else 0
 
+    @cached_property
+    def _topology(self) -> ClusterTopology:
+        return ClusterTopology(self)
+
     def path(self, first: int, last: int) -> Path:
         """The wires from one rank to another, in order."""
-        a, b = self.place(first), self.place(last)
-        if first == last:
-            return ()
-        if a.node == b.node:
-            return self._inside(a, b)
-        if self.fabric is None:
-            return (_private("network", a, self.link),)
-        path = self.fabric.path(a, b, self._extent)
-        if isinstance(self.fabric, FatTree) and self.fabric.rails and a.at != b.at and b.at < len(self.nodes[a.node].devices):
-            return (*self._inside(a, Place(a.node, b.at)), *path)
-        return path
-
-    def _inside(self, a: Place, b: Place) -> Path:
-        node = self.nodes[a.node]
-        return node.inside.path(a, b, self._extent) if node.inside is not None else (_private("inside", a, node.link),)
-
-    @cached_property
-    def _extent(self) -> Extent:
-        return Extent(len(self.nodes), -(-len(self.devices) // len(self.nodes)))
+        return self._topology.path(first, last)
 
     @property
     def routed(self) -> bool:
@@ -166,29 +149,7 @@ class Cluster:
     def span(self, ranks: Sequence[int], pattern: Pattern = "ring", everyone: bool = True) -> Reach:
         """What each of `ranks` gets of the wires in a collective; `everyone`: while all other ranks are at it too, in groups like this one, as
         with the groups of a mesh axis."""
-        key = (pattern, everyone, ranks)
-        if key not in self._reaches:
-            ways = Ways(self.path, self.node_index, self._rings, self._extent.nodes * self._extent.ranks)
-            self._reaches[key] = reach(ways, ranks, pattern, everyone)
-        return self._reaches[key]
-
-    def _rings(self, node: int, members: int) -> int:
-        inside = self.nodes[node].inside
-        return inside.rings(members) if inside is not None else 1
-
-    def each_node(self, change: Callable[[Node], Node]) -> tuple[Node, ...]:
-        """The nodes after `change`, which is asked once for each that differs."""
-        changed = {id(node): change(node) for node in self.kinds_of_nodes}
-        return tuple(changed[id(node)] for node in self.nodes)
-
-    def with_links(self, change: Callable[[Link], Link]) -> Cluster:
-        """The same with every link changed: what would a better network give?"""
-        nodes = self.each_node(lambda node: replace(node, link=change(node.link), inside=_relinked(node.inside, change)))
-        return replace(self, nodes=nodes, link=change(self.link), fabric=_relinked(self.fabric, change))
-
-    def with_network(self, change: Callable[[Link], Link]) -> Cluster:
-        """The same with the links between nodes changed."""
-        return replace(self, link=change(self.link), fabric=_relinked(self.fabric, change))
+        return self._topology.group_bandwidth(ranks, pattern, everyone)
 
     def least_memory(self, ranks: int) -> int:
         """Of the first `ranks` devices, the memory of the one with the least."""
@@ -207,13 +168,3 @@ class Cluster:
                 nodes.append(node if len(node.devices) <= kept else replace(node, devices=node.devices[:kept]))
                 kept -= len(node.devices)
         return replace(self, nodes=tuple(nodes))
-
-
-def _private(sort: str, a: Place, link: Link) -> Hop:
-    """A wire that nobody else uses."""
-    return Hop((sort, *a), link.name, link.latency_s, link.reached, 1, 1 << 62)
-
-
-def _relinked(topology: Any, change: Callable[[Link], Link]) -> Any:
-    links = {f.name: change(link) for f in fields(topology) if isinstance(link := getattr(topology, f.name), Link)} if topology else {}
-    return replace(topology, **links) if links else topology

@@ -9,25 +9,22 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.core.cluster import DeviceKind
-from meshwright.core.combinations import check_combinations
-from meshwright.core.compression import Compression, check_compression
+from meshwright.core.compression import Compression
 from meshwright.core.context import ContextPolicy
-from meshwright.core.errors import RequestError
-from meshwright.core.hybrid import check_places, kind_of, show_places
+from meshwright.core.hybrid import kind_of, show_places
 from meshwright.core.mesh import Mesh
 from meshwright.core.owners import OwnerPolicy
 from meshwright.core.pipeline_schedules import PipelineSchedule, schedule_traits
-from meshwright.core.recompute import Recompute, check_modes, check_recomputing
-from meshwright.core.routes import Route, check_routes
+from meshwright.core.plan_checks import check_plan
+from meshwright.core.recompute import Recompute
+from meshwright.core.routes import Route
 from meshwright.core.serial import from_data, read_json, write_json
-from meshwright.core.shares import check_states
 from meshwright.core.spatial import SpatialPolicy, show_grid
 from meshwright.core.tensor import TensorPolicy
 from meshwright.core.workload import Precision
 
 Compile = Literal["none", "blocks", "model"]
 Offload = Literal["none", "optimizer"]
-OFFLOADS: tuple[Offload, ...] = ("none", "optimizer")
 
 Overlap = Literal["gradients", "inputs", "gathers", "scatters"]
 # What may travel beside computation: full buckets of gradients beside the rest of backward; under tensor parallelism the gradient of a
@@ -164,30 +161,7 @@ class Plan:
     version: int = 1
 
     def __post_init__(self) -> None:
-        mesh, zero = self.mesh, self.memory.zero
-        if self.version != 1:
-            raise RequestError(f"plan version {self.version} is newer than this Meshwright, which reads version 1: upgrade it")
-        if self.micro_batches < 1:
-            raise RequestError(f"plan: micro_batches={self.micro_batches} must be at least 1")
-        if zero and mesh.shard == 1 and mesh.size > 1:
-            raise RequestError(f"plan: zero={zero} cuts over the shard axis, and mesh {mesh} has none: use --mesh shard={mesh.size}")
-        if not zero and mesh.shard > 1:
-            raise RequestError(f"plan: mesh {mesh} has a shard axis but zero=0: set zero=1, 2 or 3, or use --mesh dp={mesh.data_width}")
-        self._check_policies()
-        check_combinations(self)
-        check_states(self.balance.states, mesh, zero)
-        if self.balance.shares:
-            self._check_shares()
-        else:
-            self._check_batch()
-
-    def holders(self, parameter: str) -> tuple[int, ...]:
-        """The stages that have a parameter: the one of the layer that it belongs to, and those that also use it."""
-        owners, users = self._holding
-        owner = parameter
-        while owner and owner not in owners:
-            owner = owner.rpartition(".")[0]
-        return tuple(sorted({*owners.get(owner, ()), *users.get(parameter, ())}))
+        check_plan(self)
 
     @property
     def cut(self) -> tuple[tuple[object, ...], tuple[object, ...]]:
@@ -195,18 +169,6 @@ class Plan:
         mesh = self.mesh
         same = (self.stages, self.tensor, self.across, self.context, self.spatial, self.owners)
         return same, (mesh.pp, mesh.cp, mesh.ep, mesh.tp, self.schedule)
-
-    @cached_property
-    def _holding(self) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-        """The stages by the layers that they have, and by the parameters that they borrow."""
-        owners: dict[str, list[int]] = {}
-        users: dict[str, list[int]] = {}
-        for index, stage in enumerate(self.stages):
-            for name in stage.layers:
-                owners.setdefault(name, []).append(index)
-            for borrowed in stage.also:
-                users.setdefault(borrowed.parameter, []).append(index)
-        return owners, users
 
     def stage_rank(self, stage: int) -> int:
         """The pipeline rank that holds a stage."""
@@ -216,53 +178,6 @@ class Plan:
     def splits_backward(self) -> bool:
         """Whether a pipeline takes the gradients of inputs and those of weights apart."""
         return self.mesh.pp > 1 and schedule_traits(self.schedule).splits_backward
-
-    def _check_policies(self) -> None:
-        if self.memory.zero not in (0, 1, 2, 3):
-            raise RequestError(f"plan: memory.zero={self.memory.zero} must be 0, 1, 2 or 3")
-        check_modes(self.memory.recompute, self.memory.layers, self.memory.units)
-        check_recomputing(self.memory.modes.values(), self.mesh.degree("tp"), self.compile, self.schedule if self.mesh.pp > 1 else "")
-        if "selective" in self.memory.modes.values() and self.spatial.grid:
-            raise RequestError(f"plan: recompute=selective would exchange again over cp in mesh {self.mesh}: set recompute=full or none")
-        if self.memory.precision == "fp8" and self.device == "cpu":
-            raise RequestError("plan: precision=fp8 needs a GPU of compute capability 8.9 or newer, and this plan is for CPUs: use bf16")
-        if self.memory.offload not in OFFLOADS:
-            raise RequestError(f"plan: memory.offload={self.memory.offload} must be {' or '.join(OFFLOADS)}")
-        if self.seats and len(self.seats) != self.world:
-            raise RequestError(f"plan: seats has {len(self.seats)} entries for mesh {self.mesh} of {self.world} ranks: give {self.world}")
-        if self.threads < 0:
-            raise RequestError(f"plan: threads={self.threads} must be 0 (as the environment says) or more")
-        if min(self.sync.bucket_bytes, self.sync.first_bucket_bytes) < 1:
-            raise RequestError(f"plan: sync.bucket_bytes={self.sync.bucket_bytes} must be positive")
-        if not 0 < self.sync.timeout_s < float("inf"):
-            raise RequestError(f"plan: sync.timeout_s={self.sync.timeout_s} must be a positive number of seconds")
-        check_routes(self.sync.routes, self.backend, self.sync.nodes, self.world)
-        check_compression(self.sync.compression, self.sync.compression_rank, self.mesh, self.memory.zero, self.memory.precision)
-        if self.places and self.sync.routes:
-            raise RequestError("plan: sync.routes are for ranks on like devices, and places names others: leave sync.routes out")
-        if self.places:
-            check_places(self.places, self.mesh, self.backend, self.memory.precision)
-
-    def _check_shares(self) -> None:
-        shares, width = self.balance.shares, self.mesh.data_width
-        if len(shares) != width:
-            raise RequestError(f"plan: balance.shares has {len(shares)} entries for {width} data ranks: give {width}")
-        if sum(shares) != self.global_batch:
-            raise RequestError(f"plan: balance.shares sum to {sum(shares)}, not to global_batch={self.global_batch}: change one of them")
-        if min(shares) < 1:
-            raise RequestError(f"plan: a share of {min(shares)} samples is empty: give every data rank at least one")
-        if min(shares) < self.micro_batches:
-            most = max(min(shares), 1)
-            raise RequestError(f"plan: a share of {min(shares)} samples cannot make {self.micro_batches} micro-batches: set micro_batches={most}")
-
-    def _check_batch(self) -> None:
-        batch, width = self.global_batch, self.mesh.data_width
-        step = width * self.micro_batches
-        if batch < 1 or batch % step:
-            down, up = max(batch // step, 1) * step, (max(batch, 0) // step + 1) * step
-            better = f"{down}" if down == up else f"{down} or {up}"
-            cut = f"{width} data ranks × {self.micro_batches} micro-batches = {step}"
-            raise RequestError(f"global batch {batch} does not divide into {cut}: change --global-batch to {better}")
 
     @property
     def world(self) -> int:
@@ -286,33 +201,13 @@ class Plan:
         """Tensor parallelism, axis by axis."""
         return tuple((axis, policy) for axis, policy in zip(self.mesh.tp_axes, (self.tensor, self.across), strict=False) if policy.strands)
 
-    def pieces(self, place: int) -> dict[str, tuple[int, int]]:
-        """By strand that tensor parallelism deals out: how much of it the rank with this coordinate of `tp` holds, and of how much."""
-        if place not in self._pieces:  # asked for every message of every micro-batch
-            ways = [(self.mesh.grid_place(place, axis), self.mesh.degree(axis), policy.strands) for axis, policy in self.tensors]
-            self._pieces[place] = {s.name: (s.piece(at, degree)[1], s.size) for at, degree, strands in ways for s in strands}
-        return self._pieces[place]
-
     @cached_property
-    def _pieces(self) -> dict[int, dict[str, tuple[int, int]]]:
-        return {}
-
-    @property
-    def everywhere(self) -> int:
-        """How many ranks along tp and ep hold a parameter that is neither cut nor owned."""
-        return self.mesh.degree("tp") * self.mesh.ep
-
-    def copies(self) -> Mapping[str, int]:
-        """How many of those ranks hold the same piece of a parameter that is cut or owned."""
-        return self._copies
-
-    @cached_property
-    def _copies(self) -> dict[str, int]:
-        found = dict.fromkeys(self.owners.parameters, self.mesh.degree("tp")) if self.mesh.ep > 1 else {}
-        for axis, policy in self.tensors:
-            for name in {c.parameter for s in policy.strands for c in s.cuts}:
-                found[name] = found.get(name, self.everywhere) // self.mesh.degree(axis)
-        return found
+    def pieces(self) -> tuple[Mapping[str, tuple[int, int]], ...]:
+        """By coordinate of `tp` and strand that tensor parallelism deals out: how much of it that rank holds, and of how much."""
+        return tuple(
+            {s.name: (s.piece(self.mesh.grid_place(place, axis), self.mesh.degree(axis))[1], s.size) for axis, p in self.tensors for s in p.strands}
+            for place in range(self.mesh.degree("tp"))
+        )
 
     def share(self, data_rank: int) -> tuple[int, int]:
         """(first sample, number of samples) of the global batch for one data rank."""

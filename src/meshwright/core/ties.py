@@ -1,11 +1,11 @@
-"""Parameters that several layers share."""
+"""Parameters that several layers share, and which pipeline stages have them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from meshwright.core.errors import RequestError
-from meshwright.core.plan import Plan
+from meshwright.core.plan import Plan, Stage
 
 
 def check_ties(plan: Plan, ties: Iterable[Sequence[str]]) -> None:
@@ -19,3 +19,22 @@ def check_ties(plan: Plan, ties: Iterable[Sequence[str]]) -> None:
             here = sorted(n for n in owners if ranks[n] == rank)
             if len(here) > 1:
                 raise RequestError(f"zero=3 with pp: {' and '.join(here)} share a parameter on one pipeline rank: use zero=1")
+
+
+def stages_holding(stages: Sequence[Stage]) -> Callable[[str], tuple[int, ...]]:
+    """By a parameter's name, the stages that have it: the one of the layer that it belongs to, and those that also use it."""
+    owners: dict[str, list[int]] = {}
+    users: dict[str, list[int]] = {}
+    for index, stage in enumerate(stages):
+        for name in stage.layers:
+            owners.setdefault(name, []).append(index)
+        for borrowed in stage.also:
+            users.setdefault(borrowed.parameter, []).append(index)
+
+    def find(parameter: str) -> tuple[int, ...]:
+        owner = parameter
+        while owner and owner not in owners:
+            owner = owner.rpartition(".")[0]
+        return tuple(sorted({*owners.get(owner, ()), *users.get(parameter, ())}))
+
+    return find

@@ -8,6 +8,7 @@ from itertools import permutations
 
 from meshwright.core.calibration import Calibration, quicker
 from meshwright.core.cluster import Cluster, Device
+from meshwright.core.cluster_changes import map_nodes
 
 _ALIKE = 1.1  # devices whose memory is within this factor are of one size: a card's free memory differs by what others use of it
 _LARGE = 1e12  # FLOPs
@@ -77,10 +78,10 @@ def average(cluster: Cluster, calibration: Calibration, precision: str) -> tuple
     slowest = min(range(len(devices)), key=lambda at: speeds[at])
     faster = sum(speeds) / len(speeds) / max(speeds[slowest], 1e-9)
     like = devices[slowest]
-    nodes = cluster.each_node(lambda n: replace(n, devices=tuple(replace(like, index=d.index, memory_bytes=mean) for d in n.devices)))
+    equal = map_nodes(cluster, lambda n: replace(n, devices=tuple(replace(like, index=d.index, memory_bytes=mean) for d in n.devices)))
     label = labels(cluster, calibration, len(devices))
     layouts = [r for r in calibration.layouts if not label or r.device == label[slowest]]
-    return replace(cluster, nodes=nodes), replace(calibration, layouts=tuple(quicker(replace(r, device=""), faster) for r in layouts))
+    return equal, replace(calibration, layouts=tuple(quicker(replace(r, device=""), faster) for r in layouts))
 
 
 def told_apart(cluster: Cluster, calibration: Calibration) -> Cluster:

@@ -20,6 +20,7 @@ from meshwright.core.workload import LOW
 from meshwright.describe.attention import compose_attention
 from meshwright.describe.layers import tied_names
 from meshwright.execute.context import ContextRun
+from meshwright.execute.data_parallel import DataParallel, full_gradient
 from meshwright.execute.fp8 import Fp8Layers, has_fp8, use_fp8
 from meshwright.execute.groups import Groups, make_groups
 from meshwright.execute.memory import DTYPES, KeyRing, storage_bytes
@@ -31,7 +32,7 @@ from meshwright.execute.spatial import cut_positions
 from meshwright.execute.sync import GradientBuckets
 from meshwright.execute.tensor import TensorCuts, cut_model, share_randomness
 from meshwright.execute.units import UnitShards, is_sharded
-from meshwright.schedule.buckets import Kind, start_runs
+from meshwright.schedule.buckets import Kind, replication_of, start_runs
 
 
 @dataclass
@@ -42,7 +43,7 @@ class Applied:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     groups: Groups
-    buckets: GradientBuckets | UnitShards | None  # None where one rank has all of the data
+    buckets: DataParallel | None  # None where one rank has all of the data
     keys: KeyRing
     tensor: TensorCuts | None = None
     pipeline: PipelineCuts | None = None
@@ -104,7 +105,7 @@ class Applied:
     def _kinds(self) -> dict[int, Kind]:
         """The kind of each stepped parameter."""
         if self.buckets is not None and self.plan.memory.zero:
-            return {id(piece.param): b.layout.kind for b in self.buckets.buckets for piece in b.pieces}
+            return {id(shard.param): b.layout.kind for b in self.buckets.buckets for shard in b.optimizer_shards}
         return _kinds_of(self.model, self.plan, self.pipeline)
 
     def meet_shared(self) -> None:
@@ -113,14 +114,8 @@ class Applied:
         for name, comm in self.pipeline.meetings if self.pipeline is not None else ():
             param = named.get(name)
             if comm is not None and param is not None:
-                comm.at_once.all_reduce(self._shared_gradient(param), f"tied/{name}").wait()
-
-    def _shared_gradient(self, param: nn.Parameter) -> torch.Tensor:
-        if isinstance(self.buckets, UnitShards):
-            return self.buckets.shared_gradient(param)
-        if param.grad is None:
-            param.grad = torch.zeros_like(param)
-        return param.grad
+                gradient = self.buckets.tied_gradient(param) if self.buckets else full_gradient(param)
+                comm.at_once.all_reduce(gradient, f"tied/{name}").wait()
 
     def clip_gradients(self, most: float) -> torch.Tensor:
         """Scale the gradient down to a norm of at most `most`; its norm before that. Right under every plan, which
@@ -150,11 +145,8 @@ class Applied:
 
 
 def _kinds_of(model: nn.Module, plan: Plan, pipeline: PipelineCuts | None) -> dict[int, Kind]:
-    copies, owned = plan.copies(), plan.owners.parameters if plan.mesh.ep > 1 else frozenset()
-    return {
-        id(p): Kind(copies.get(name, plan.everywhere), pipeline is None or pipeline.counted(name), name in owned)
-        for name, p in model.named_parameters()
-    }
+    kind = replication_of(plan)
+    return {id(p): kind(name, pipeline is None or pipeline.counted(name)) for name, p in model.named_parameters()}
 
 
 def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> Applied:
@@ -182,13 +174,13 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
     if plan.compile == "blocks":
         for name in units:
             model.get_submodule(name).compile()
-    buckets: GradientBuckets | UnitShards | None = None
+    buckets: DataParallel | None = None
     kinds = _kinds_of(model, plan, pipeline)
     if groups.data.size > 1 and plan.memory.zero == 3:
         shared = [name for name, _ in pipeline.shared()] if pipeline is not None else []
         buckets = UnitShards(model, optimizer, plan, groups, kinds, shared)
     elif groups.data.size > 1:
-        buckets = GradientBuckets(model, optimizer, groups, plan.sync, plan.memory.zero, kinds, plan.balance.states)
+        buckets = GradientBuckets(model, optimizer, plan, groups, kinds)
     offloaded = HostStates(optimizer) if plan.memory.offload == "optimizer" else None
     if pipeline is not None:
         pipeline.attach()

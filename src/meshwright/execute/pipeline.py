@@ -30,6 +30,7 @@ from meshwright.core.errors import RequestError
 from meshwright.core.pipeline_schedules import schedule_traits
 from meshwright.core.plan import Carry, Plan
 from meshwright.core.task import Batch, Loss
+from meshwright.core.ties import stages_holding
 from meshwright.describe.fakes import on_fakes, quiet, unpacked
 from meshwright.execute.context import ContextRun
 from meshwright.execute.doors import changed
@@ -71,7 +72,8 @@ class PipelineCuts:
         self.plan, self.model, self.groups = plan, model, groups
         self.mine = [s for s in range(len(plan.stages)) if plan.stage_rank(s) == groups.pp.rank]
         self.every = [(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
-        self.owners = {name: plan.holders(name) for name, _, _ in self.every}
+        holders = stages_holding(plan.stages)
+        self.owners = {name: holders(name) for name, _, _ in self.every}
         self._template = _without_memory(model)
         self._shared = ContextRun(self._template, plan.context, _Unheard(groups.cp), Recall()) if groups.cp.size > 1 else None
         self._drop(optimizer)
@@ -216,7 +218,7 @@ class PipelineCuts:
         """What this rank has of a value that the model's code would make whole."""
         if not carry.strand:
             return whole
-        held, every = self.plan.pieces(self.plan.mesh.coordinate(self.groups.rank, "tp"))[carry.strand]
+        held, every = self.plan.pieces[self.plan.mesh.coordinate(self.groups.rank, "tp")][carry.strand]
         return replace(whole, shape=tuple(n // every * held if d == carry.dim else n for d, n in enumerate(whole.shape)))
 
     def _build(self, known: _Learned) -> _PipelineSchedule:

@@ -14,7 +14,6 @@ from meshwright.core.errors import RequestError, RunError
 from meshwright.core.plan import Plan
 from meshwright.core.task import Batch, Loss
 from meshwright.execute.apply import Applied, apply, autocast, average_buffers
-from meshwright.execute.sync import GradientBuckets
 
 _Piece = tuple[int, int, Batch]  # a micro-batch: its first sample, their number, the samples
 
@@ -50,7 +49,7 @@ class Session:
         self.applied: Applied = apply(plan, model, optimizer)
         self.plan = plan = self.applied.plan
         if self.applied.buckets:
-            self.applied.buckets.reduce = "sum"  # `step` weights the loss by samples, so a plain sum is exact
+            self.applied.buckets.reduce_op = "sum"  # `step` weights the loss by samples, so a plain sum is exact
         self.steps_done = 0
         self._autocast = autocast(plan)
         self._scale = LossScale() if plan.memory.precision == "fp16" else None
@@ -88,8 +87,8 @@ class Session:
             pipeline.run([piece for _, _, piece in pieces], run_stage, loss_fn, self._autocast)
         meter.send(pipeline.counts_samples)
         self.applied.meet_shared()
-        if isinstance(buckets, GradientBuckets) and buckets.zero < 2:
-            buckets.send_all()
+        if buckets is not None:
+            buckets.reduce_all()
 
     def _forward_backward(self, piece: _Piece, total: int, loss_fn: Loss, meter: _Meter, *, last: bool) -> None:
         loss = self._weighted_loss(piece, total, self._loss(loss_fn), meter)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,9 @@ import torch.distributed as dist
 
 from meshwright.core.comm import Comm
 from meshwright.execute.apply import Applied
+from meshwright.execute.data_parallel import ShardedBuffer
 from meshwright.execute.groups import process_group
 from meshwright.execute.slices import Slices
-from meshwright.execute.sync import GradientBuckets
-from meshwright.execute.units import UnitShards
 
 
 def whole_state(applied: Applied) -> Iterator[tuple[str, torch.Tensor]]:
@@ -47,7 +46,7 @@ def _stage_state(applied: Applied) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in _values(applied):
         yield name, _uncut(name, value, applied)
     if applied.buckets is not None and applied.plan.memory.zero:
-        for name, value in _sliced_states(applied, applied.buckets, names):
+        for name, value in _sharded_states(applied, applied.buckets.buckets, names):
             yield name, _uncut(name.rpartition("/")[0], value, applied)
         return
     for param in applied.stepped():
@@ -56,8 +55,8 @@ def _stage_state(applied: Applied) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _values(applied: Applied) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(applied.buckets, UnitShards):
-        return applied.buckets.whole(applied.model)
+    if applied.buckets is not None:
+        return applied.buckets.full_parameters(applied.model)
     return ((name, param.detach().cpu()) for name, param in applied.model.named_parameters())
 
 
@@ -70,16 +69,16 @@ def _uncut(name: str, piece: torch.Tensor, applied: Applied) -> torch.Tensor:
     return (applied.owners.whole(name, piece) if applied.owners is not None else piece).cpu()
 
 
-def _sliced_states(applied: Applied, buckets: GradientBuckets | UnitShards, names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _sharded_states(applied: Applied, buckets: Sequence[ShardedBuffer], names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
     """ZeRO keeps the state of flat slices: gather it, and cut it into the parameters it belongs to. All ranks have the same keys."""
     found: dict[str, torch.Tensor] = {}
-    for bucket in buckets.buckets:
-        states = [(piece, applied.state_of(piece.param)) for piece in bucket.pieces]
+    for bucket in buckets:
+        states = [(shard, applied.state_of(shard.param)) for shard in bucket.optimizer_shards]
         for key in sorted({key for _, state in states for key in state}):
-            held = [(piece, _tensor(state[key]).detach()) for piece, state in states if key in state]
-            flat = _gathered(bucket.slices, [(piece.start, value) for piece, value in held if value.dim()], applied.groups.shard)
-            for piece, value in held:
-                for at in piece.slots:
+            held = [(shard, _tensor(state[key]).detach()) for shard, state in states if key in state]
+            flat = _gathered(bucket.slices, [(shard.start, value) for shard, value in held if value.dim()], applied.groups.shard)
+            for shard, value in held:
+                for at in shard.slots:
                     slot, param = bucket.layout.slots[at], bucket.params[at]
                     whole = flat[slot.offset : slot.offset + slot.numel].view(param.shape) if value.dim() else value
                     found[f"{names[id(param)]}/{key}"] = whole.cpu()

@@ -15,17 +15,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
-from meshwright.core.backends import backend_for
-from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
-from meshwright.core.model import ModelProfile
-from meshwright.core.plan import Compile, MemoryPolicy, Plan, SyncPolicy
+from meshwright.core.plan import Compile, MemoryPolicy, Plan
 from meshwright.core.workload import Workload
-from meshwright.plan.bounds import Bounds, Point
+from meshwright.plan.bounds import Bounds
 from meshwright.plan.orders import orders
 from meshwright.plan.partition import choose_units
+from meshwright.plan.search_point import SearchPoint
 from meshwright.plan.space import Cutter, Wishes, default_compile, divisors, model_parallel
 
 _WORTH_AN_ORDER = 0.02  # relatively: predictions are not finer
@@ -44,7 +42,7 @@ class Axes:
         self._several = len(cluster.nodes) > 1
         self._memory = cache(lambda zero, recompute: MemoryPolicy(zero, self._units, recompute))
         self._ordered = cache(lambda mesh: tuple(orders(mesh, cluster)))
-        self._better: dict[Point, tuple[Mesh, ...]] = {}
+        self._better: dict[SearchPoint, tuple[Mesh, ...]] = {}
         self._most_owners = self._count_owners()
 
     def shapes(self, world: int) -> list[Mesh]:
@@ -67,7 +65,7 @@ class Axes:
         usual: Compile = "none" if cut is not None and cut.context.attends else default_compile(self._device, mesh.size)
         return self._wishes.compile or usual
 
-    def goes(self, point: Point) -> bool:
+    def goes(self, point: SearchPoint) -> bool:
         """Whether a plan of this kind is legal, as far as that can be told before its stages are cut."""
         cut = self._cut(point.mesh)
         if cut is None:
@@ -93,12 +91,12 @@ class Axes:
             self._refused.add(key)
             return None
 
-    def _at(self, mesh: Mesh, zero: int = 0, samples: int = 0) -> Point:
+    def _at(self, mesh: Mesh, zero: int = 0, samples: int = 0) -> SearchPoint:
         """A step of a mesh, with so many samples in a micro-batch, or with all of them in one."""
         share = max(self._batch // mesh.data_width, 1)
-        return Point(mesh, zero, max(share // samples, 1) if samples else 1, "none")
+        return SearchPoint(mesh, zero, max(share // samples, 1) if samples else 1, "none")
 
-    def orders(self, point: Point, seconds: float) -> Iterator[Point]:
+    def orders(self, point: SearchPoint, seconds: float) -> Iterator[SearchPoint]:
         """The same plan with other axes next to each other, where that takes less of what its ranks send; `seconds` is its own bound."""
         if self._several and not point.mesh.order:
             key = replace(point, recompute="none")  # which changes nothing of what they send to each other in one go
@@ -106,17 +104,17 @@ class Axes:
                 self._better[key] = tuple(self._reordered(point, seconds))
             yield from (replace(point, mesh=mesh) for mesh in self._better[key])
 
-    def _reordered(self, point: Point, seconds: float) -> Iterator[Mesh]:
+    def _reordered(self, point: SearchPoint, seconds: float) -> Iterator[Mesh]:
         others = self._ordered(point.mesh)
         if not others:
             return
         cut = self._cutter.parts(point.mesh, point.sequence)
-        compiled, now = self.compiled(point.mesh, cut), seconds + self._bounds.crossings(point, cut)
+        compiled, now = self.compiled(point.mesh, cut), seconds + self._bounds.comm.pipeline_seconds(point, cut)
         if now < (1 + _WORTH_AN_ORDER) * self._bounds.seconds(point, cut, compiled, travel=False):
             return
         for mesh in others:
             other = replace(point, mesh=mesh)
-            if self._bounds.seconds(other, cut, compiled) + self._bounds.crossings(other, cut) < (1 - _WORTH_AN_ORDER) * now:
+            if self._bounds.seconds(other, cut, compiled) + self._bounds.comm.pipeline_seconds(other, cut) < (1 - _WORTH_AN_ORDER) * now:
                 yield mesh
 
     # -- grids --
@@ -130,13 +128,13 @@ class Axes:
             return
         each = [self._at(line), self._at(line, samples=1)]
         work = [self._bounds.seconds(point, plain, self.compiled(line), travel=False) for point in each]
-        before = [self._bounds.meetings(point, plain) for point in each]
+        before = [self._bounds.comm.layer_seconds(point, plain) for point in each]
         if all(met < _WORTH_A_GRID * worked for met, worked in zip(before, work, strict=True)):
             return
         for side in sides:
             grid = replace(line, tp=(side, ways // side))
             cut = self._cut(grid)
-            after = [self._bounds.meetings(replace(point, mesh=grid), cut) for point in each] if cut is not None else before
+            after = [self._bounds.comm.layer_seconds(replace(point, mesh=grid), cut) for point in each] if cut is not None else before
             if any(new < old for new, old in zip(after, before, strict=True)):
                 yield grid
 
@@ -181,13 +179,6 @@ class Axes:
             if fitted:
                 return
             how = replace(self._at(spread, 3, 1), recompute=self._wishes.recompute or "full")
-            fitted = self._bounds.fits(how, cut, self.compiled(spread, cut))
+            fitted = self._bounds.memory.fits(how, cut, self.compiled(spread, cut))
             if fitted and cp == 1:
                 return
-
-
-def bounds_for(profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, wishes: Wishes) -> Bounds:
-    """What plans of these inputs cost at least."""
-    backend = wishes.backend or backend_for(cluster.devices[0].kind)
-    bucket, offload = wishes.bucket_bytes or SyncPolicy.bucket_bytes, wishes.offload == "optimizer"
-    return Bounds(profile, cluster, workload, calibration, choose_units(profile), backend, wishes.overlap, offload, bucket)

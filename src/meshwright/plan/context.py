@@ -24,7 +24,7 @@ _CODE = {"slice": ("__getitem__", "narrow"), "arange": ("arange",)}  # how a mod
 
 def choose_context(flow: Flow, ways: int, tensor: TensorPolicy | None = None, precision: str = "fp32") -> ContextPolicy:
     """The policy for `ways` ranks; a model that cannot be shared out so is refused with the place and what to do."""
-    return flow.memo.once("context", (), ways, lambda: _Follower(flow, ways).followed()).policy(tensor, precision)
+    return flow.memo.once("context", (), ways, lambda: _ContextPolicyBuilder(_Follower(flow, ways).followed())).build(tensor, precision)
 
 
 def share_meetings(flow: Flow, policy: TensorPolicy, ways: int) -> TensorPolicy:
@@ -81,7 +81,7 @@ class _Follower:
         self.size = flow.sizes[self.strand]
         self._check_size()
         self.reductions = Reductions(self.reader, self.strand)
-        self.whole = self._needed_whole()
+        self.whole = _find_whole_values(self.reader, self.strand, self.reductions)
         self.local: set[int] = set()
         self.attends: list[int] = []
         self.makes: dict[int, Made] = {}
@@ -98,30 +98,9 @@ class _Follower:
         self.reductions.check(self.ways)
         return self
 
-    def policy(self, tensor: TensorPolicy | None, precision: str) -> ContextPolicy:
-        return replace(self._rest, attends=tuple(self._attended(tensor, precision)))
-
-    @cached_property
-    def _rest(self) -> ContextPolicy:
-        """What tensor parallelism leaves as it is."""
-        makes = tuple(dict.fromkeys(self.makes.values()))
-        self._check_apart(makes)
-        sizes, unclear, _ = self.reader.rewrites({self.strand: POSITIONS}, self.whole)
-        found, unclear = ([r for r in some if not r.length] for some in (sizes, unclear))  # slices of positions are dealt with one by one
-        return ContextPolicy(
-            positions=self.size,
-            chunks=2 * self.ways if self.size % (2 * self.ways) == 0 else self.ways,
-            fields=tuple(self.fields),
-            makes=makes,
-            enters=tuple(dict.fromkeys(self._enters())),
-            held=tuple(self.held),
-            counts=tuple(self.counts),
-            rewrites=tuple(r for r in found if r not in unclear),
-        )
-
     # -- refusing --
 
-    def _refuse(self, index: int, what: str, advice: str = "") -> RequestError:
+    def refusal(self, index: int, what: str, advice: str = "") -> RequestError:
         return RequestError(f"cp={self.ways}: {self.reader.place(index)} {what}: {advice or f'use --mesh dp={self.ways}'}")
 
     def _check_size(self) -> None:
@@ -134,36 +113,14 @@ class _Follower:
         """The reason why an operation cannot work on some of the positions."""
         if op.name == "slice" or op.name.startswith(("split", "constant_pad")):
             advice = "put shifted labels into the batch" if self.reader.place(index) == "the loss" else ""
-            return self._refuse(index, f"slices or shifts positions ({op.name})", advice)
+            return self.refusal(index, f"slices or shifts positions ({op.name})", advice)
         attends = op.name in ("_softmax", "bmm", "mm", "multi_head_attention")
-        return self._refuse(index, f"needs all positions at once ({op.name})", "attend through F.scaled_dot_product_attention" if attends else "")
+        return self.refusal(index, f"needs all positions at once ({op.name})", "attend through F.scaled_dot_product_attention" if attends else "")
 
-    # -- what is made whole --
+    # -- following --
 
     def _carries(self, value: int) -> bool:
         return self.strand in self.reader.carried[value]
-
-    def _needed_whole(self) -> set[int]:
-        """Indices (tokens, numbers of positions) that some operation needs all of: kept whole until a module takes them."""
-        free: set[int] = {v for v in range(len(self.flow.values)) if v not in self.reader.producer and self._is_index(v)}
-        for op in self.flow.operations:
-            if all(v in free for v in op.inputs):
-                free.update(v for v in op.outputs if self._is_index(v))
-        found: set[int] = set()
-        for op in reversed(self.flow.operations):
-            mine = [v for v in op.inputs if self._carries(v)]
-            binding = (self.strand in (*op.sums, *op.binds) and not self.reductions.reduces(op)) or _takes(self.flow, op, self.strand)
-            if mine and all(v in free for v in mine) and (binding or found.intersection(op.outputs)):
-                found.update(mine)
-        for op in reversed(self.flow.operations):  # the makers of what is whole are whole
-            if found.intersection(op.outputs):
-                found.update(v for v in op.inputs if self._carries(v))
-        return found
-
-    def _is_index(self, value: int) -> bool:
-        return not self.flow.values[value].floating
-
-    # -- following --
 
     def _sources(self) -> None:
         """The batch, and what the model holds for each position."""
@@ -180,7 +137,7 @@ class _Follower:
                 self._check_owner(number, value.parameter)
                 self.held.append(Cut(value.parameter, dim))
             else:
-                raise self._refuse(self.reader.consumers[number][0], "uses a constant with an entry for each position", "register it as a buffer")
+                raise self.refusal(self.reader.consumers[number][0], "uses a constant with an entry for each position", "register it as a buffer")
             self.local.add(number)
 
     def _check_owner(self, value: int, name: str) -> None:
@@ -188,7 +145,7 @@ class _Follower:
         spans = [(m.first, m.last) for m in self.flow.modules if m.module == owner]
         for index in self.reader.consumers.get(value, []):
             if not any(first <= index < last for first, last in spans):
-                raise self._refuse(index, f"reads {name}, which has an entry for each position, outside its own module")
+                raise self.refusal(index, f"reads {name}, which has an entry for each position, outside its own module")
 
     def _follow(self, index: int, op: Operation) -> None:
         values = self.flow.values
@@ -196,7 +153,7 @@ class _Follower:
         wholes = [v for v in op.inputs if v not in self.local and self._carries(v)]
         makes = [v for v in op.outputs if self._carries(v)]
         if any(sum(s == self.strand for dim in values[v].strands for s in dim) > 1 for v in op.outputs):
-            raise self._refuse(index, f"compares positions with each other ({op.name})", "attend through F.scaled_dot_product_attention")
+            raise self.refusal(index, f"compares positions with each other ({op.name})", "attend through F.scaled_dot_product_attention")
         if (mine or makes) and any(v in self.reductions.kind for v in op.inputs):
             raise RequestError(f"cp={self.ways}: {self.reductions.late(op)}: use --mesh dp={self.ways}")
         if op.name == "attention" and self.strand in op.binds:
@@ -208,7 +165,7 @@ class _Follower:
         elif self.strand in (*op.sums, *op.binds):
             self._bind(index, op, mine, wholes, makes)
         elif mine and not makes and op.name not in _EVEN:
-            raise self._refuse(index, f"loses sight of positions ({op.name})")
+            raise self.refusal(index, f"loses sight of positions ({op.name})")
         elif makes and not self.whole.issuperset(makes):
             for value in wholes:
                 self.edges.setdefault(value, set()).add(index)
@@ -218,16 +175,16 @@ class _Follower:
 
     def _attend(self, index: int, op: Operation) -> None:
         if len(op.inputs) > 3:
-            raise self._refuse(index, "gives attention a mask", "leave it out (is_causal=True masks what is to come), or use another axis")
+            raise self.refusal(index, "gives attention a mask", "leave it out (is_causal=True masks what is to come), or use another axis")
         if not self.local.issuperset(op.inputs):
-            raise self._refuse(index, "attends to values that do not depend on positions")
+            raise self.refusal(index, "attends to values that do not depend on positions")
         self.attends.append(index)
 
     def _bind(self, index: int, op: Operation, mine: list[int], wholes: list[int], makes: list[int]) -> None:
         """All positions at once: at the end of a loss, or on what is whole."""
         if not mine:
             if not self.whole.issuperset(makes):
-                raise self._refuse(index, f"makes positions in a way that is not known ({op.name})")
+                raise self.refusal(index, f"makes positions in a way that is not known ({op.name})")
             return
         for value in wholes:
             self.edges.setdefault(value, set()).add(index)
@@ -235,7 +192,7 @@ class _Follower:
             raise self._blocked(index, op)
         if op.name in LIKELIHOODS and op.numbers == (1,):
             if op.function not in ("cross_entropy", "nll_loss"):
-                raise self._refuse(index, f"takes the mean over targets in a way that is not known ({op.function})")
+                raise self.refusal(index, f"takes the mean over targets in a way that is not known ({op.function})")
             self.counts[self.reader.frame(index)] = None
 
     def _make(self, index: int, op: Operation) -> None:
@@ -250,65 +207,128 @@ class _Follower:
         if unknown and any(self.flow.values[v].floating for v in op.inputs) and op.name != "slice":
             raise self._blocked(index, op)
         if unknown:
-            raise self._refuse(index, f"makes positions in a way that is not known ({op.function or op.name})")
+            raise self.refusal(index, f"makes positions in a way that is not known ({op.function or op.name})")
         cut, frame = op.outputs[0] not in self.whole, self.reader.frame(index)
         if op.name == "slice":
             self.makes[index] = Made(frame, "slice", op.numbers[1], 1, self.flow.values[op.inputs[0]].shape[dim], cut=cut)
         else:
-            outer, inner = self._length(strands[:at]), self._length(strands[at + 1 :])
+            outer, inner = _dims_length(self.flow, strands[:at]), _dims_length(self.flow, strands[at + 1 :])
             self.makes[index] = Made(frame, "arange", op.numbers[0], op.numbers[1], 0, outer, inner, cut)
 
-    def _length(self, strands: Iterable[int]) -> int:
-        return math.prod(self.flow.sizes[s] for s in strands)
 
-    # -- consequences --
+class _ContextPolicyBuilder:
+    """The policy for what a follower has found. But for attention it is the same whatever tensor parallelism cuts."""
 
-    def _enters(self) -> Iterator[Entered]:
-        """Where whole positions are cut: at the smallest module that is given them and wants only its own."""
-        for value, ops in self.edges.items():
+    def __init__(self, follower: _Follower) -> None:
+        self.follower, self.flow, self.reader = follower, follower.flow, follower.reader
+        self.position_calls = tuple(dict.fromkeys(follower.makes.values()))
+
+    def build(self, tensor: TensorPolicy | None, precision: str) -> ContextPolicy:
+        return replace(self._base_policy, attends=tuple(self._attention_sites(tensor, precision)))
+
+    @cached_property
+    def _base_policy(self) -> ContextPolicy:
+        """Without attention."""
+        found, ways = self.follower, self.follower.ways
+        self._check_calls_distinct()
+        self._check_losses_distinct()
+        sizes, unclear, _ = self.reader.rewrites({found.strand: POSITIONS}, found.whole)
+        kept, unclear = ([r for r in some if not r.length] for some in (sizes, unclear))  # slices of positions are dealt with one by one
+        return ContextPolicy(
+            positions=found.size,
+            chunks=2 * ways if found.size % (2 * ways) == 0 else ways,
+            fields=tuple(found.fields),
+            makes=self.position_calls,
+            enters=tuple(dict.fromkeys(self._split_inputs())),
+            held=tuple(found.held),
+            counts=tuple(found.counts),
+            rewrites=tuple(r for r in kept if r not in unclear),
+        )
+
+    def _split_inputs(self) -> Iterator[Entered]:
+        """Where whole positions are split: at the smallest module that is given them and wants only its own."""
+        for value, ops in self.follower.edges.items():
             calls = sorted((m for m in self.flow.modules if value in m.inputs), key=lambda m: m.last - m.first)
             users = self.reader.consumers[value]
             strands = self.flow.values[value].strands
-            dim = next(d for d, found in enumerate(strands) if self.strand in found)
-            at = strands[dim].index(self.strand)
+            dim = next(d for d, found in enumerate(strands) if self.follower.strand in found)
+            at = strands[dim].index(self.follower.strand)
+            outer, inner = _dims_length(self.flow, strands[dim][:at]), _dims_length(self.flow, strands[dim][at + 1 :])
             for index in ops:
                 call = next((m for m in calls if m.first <= index < m.last and all(i in ops for i in users if m.first <= i < m.last)), None)
                 if call is None:
-                    raise self._refuse(index, f"needs the same positions whole and cut ({self.reader.op(index).name})")
-                yield Entered(call.module, call.inputs.index(value), dim, self._length(strands[dim][:at]), self._length(strands[dim][at + 1 :]))
+                    raise self.follower.refusal(index, f"needs the same positions whole and cut ({self.reader.op(index).name})")
+                yield Entered(call.module, call.inputs.index(value), dim, outer, inner)
 
-    def _attended(self, tensor: TensorPolicy | None, precision: str) -> Iterator[Attended]:
+    def _attention_sites(self, tensor: TensorPolicy | None, precision: str) -> Iterator[Attended]:
+        """Every attention, with the bytes of a sample's keys and values, which ranks gather."""
         dealt = dealt_strands(self.flow, tensor)
-        for op in map(self.reader.op, self.attends):
+        for op in map(self.reader.op, self.follower.attends):
             pair = [self.flow.values[v] for v in op.inputs[1:3]]
             item = ITEM_BYTES[LOW[precision]] if precision in LOW else max(v.itemsize for v in pair)
             size = sum(math.prod(v.shape) for v in pair) * item / self.flow.batch
             strand = next((dealt[s] for s in sorted(self.reader.carried[op.inputs[1]]) if s in dealt), "")
             yield Attended(op.module, size, strand, any(v.needs_grad for v in pair))
 
-    def _check_apart(self, makes: tuple[Made, ...]) -> None:
+    @cached_property
+    def _patched_modules(self) -> set[str]:
+        """Modules whose code is told this rank's positions, and the code that is in none of them."""
+        return {m.module for m in self.position_calls} | {self.reader.op(i).module for i in self.follower.attends} | {"", LOSS}
+
+    def _check_calls_distinct(self) -> None:
         """A call that makes positions must not look like another one in the same code, at any length that the code may see."""
-        marked = {m.module for m in makes} | {self.reader.op(i).module for i in self.attends} | {"", LOSS}
-        known = {(m.module, m.function, m.start, m.step, m.of) for m in makes}
-        if len({replace(m, cut=True) for m in makes}) < len(makes):
-            raise RequestError(f"cp={self.ways}: {makes[0].module or 'the model'} needs the same positions whole and cut: use --mesh dp={self.ways}")
+        calls, ways = self.position_calls, self.follower.ways
+        known = {(m.module, m.function, m.start, m.step, m.of) for m in calls}
+        if len({replace(m, cut=True) for m in calls}) < len(calls):
+            raise RequestError(f"cp={ways}: {calls[0].module or 'the model'} needs the same positions whole and cut: use --mesh dp={ways}")
         for index, op in enumerate(self.flow.operations):
-            if index in self.makes or op.function not in _CODE.get(op.name, ()) or not op.numbers:
+            if index in self.follower.makes or op.function not in _CODE.get(op.name, ()) or not op.numbers:
                 continue
-            frame = self.reader.frame(index, marked)
+            frame = self.reader.frame(index, self._patched_modules)
             dim = op.numbers[0] if op.name == "slice" else 0
             of = self.flow.values[op.inputs[0]].shape[dim] if op.name == "slice" else 0
             start, step = op.numbers[1:] if op.name == "slice" else op.numbers
             length = self.flow.values[op.outputs[0]].shape[dim]
-            if length in self._lengths(frame, op.name, makes) and (frame, op.name, start, step, of) in known:
-                raise self._refuse(index, f"makes positions and other things of the length {length}", "use another sequence length (--seq)")
-        for index, op in enumerate(self.flow.operations):
-            if op.name in LIKELIHOODS and self.strand not in op.binds and self.reader.frame(index, marked) in self.counts:
-                raise self._refuse(index, "takes a cross entropy over positions and one over other things")
+            if length in self._position_lengths(frame, op.name) and (frame, op.name, start, step, of) in known:
+                raise self.follower.refusal(index, f"makes positions and other things of the length {length}", "use another sequence length (--seq)")
 
-    def _lengths(self, frame: str, function: str, makes: tuple[Made, ...]) -> set[int]:
-        mine = [m for m in makes if (m.module, m.function) == (frame, function)]
-        return {m.outer * n * m.inner for m in mine for n in (self.size, self.size // self.ways)}
+    def _position_lengths(self, frame: str, function: str) -> set[int]:
+        mine = [m for m in self.position_calls if (m.module, m.function) == (frame, function)]
+        return {m.outer * n * m.inner for m in mine for n in (self.follower.size, self.follower.size // self.follower.ways)}
+
+    def _check_losses_distinct(self) -> None:
+        """Code that averages over the targets of all ranks must do so with every cross entropy in it."""
+        for index, op in enumerate(self.flow.operations):
+            over_others = op.name in LIKELIHOODS and self.follower.strand not in op.binds
+            if over_others and self.reader.frame(index, self._patched_modules) in self.follower.counts:
+                raise self.follower.refusal(index, "takes a cross entropy over positions and one over other things")
+
+
+def _find_whole_values(reader: Reader, strand: int, reductions: Reductions) -> set[int]:
+    """Indices (tokens, numbers of positions) that some operation needs all of: kept whole until a module takes them."""
+    flow = reader.flow
+
+    def is_index(value: int) -> bool:
+        return not flow.values[value].floating
+
+    free: set[int] = {v for v in range(len(flow.values)) if v not in reader.producer and is_index(v)}
+    for op in flow.operations:
+        if all(v in free for v in op.inputs):
+            free.update(v for v in op.outputs if is_index(v))
+    found: set[int] = set()
+    for op in reversed(flow.operations):
+        mine = [v for v in op.inputs if strand in reader.carried[v]]
+        binding = (strand in (*op.sums, *op.binds) and not reductions.reduces(op)) or _takes(flow, op, strand)
+        if mine and all(v in free for v in mine) and (binding or found.intersection(op.outputs)):
+            found.update(mine)
+    for op in reversed(flow.operations):  # the makers of what is whole are whole
+        if found.intersection(op.outputs):
+            found.update(v for v in op.inputs if strand in reader.carried[v])
+    return found
+
+
+def _dims_length(flow: Flow, logical_dims: Iterable[int]) -> int:
+    return math.prod(flow.sizes[s] for s in logical_dims)
 
 
 def _takes(flow: Flow, op: Operation, strand: int) -> bool:

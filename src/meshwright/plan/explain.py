@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.core.calibration import Line, Rates
 from meshwright.core.cluster import Cluster, Link
+from meshwright.core.cluster_changes import map_links, map_network_links
 from meshwright.core.collector import uncollected
 from meshwright.core.errors import RequestError
 from meshwright.core.hybrid import places
@@ -315,7 +316,7 @@ def _network(ranking: Ranking, factor: float) -> dict[str, Any]:
 
     cluster = ranking.cluster
     return {
-        "cluster": cluster.with_network(link) if len(cluster.nodes) > 1 else cluster.with_links(link),
+        "cluster": map_network_links(cluster, link) if len(cluster.nodes) > 1 else map_links(cluster, link),
         "calibration": replace(ranking.calibration, layouts=tuple(_faster(r, factor) for r in ranking.calibration.layouts)),
     }
 

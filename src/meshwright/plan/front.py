@@ -12,26 +12,24 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from meshwright.core.calibration import Calibration
-from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError
 from meshwright.core.estimate import Estimate
 from meshwright.core.mesh import Mesh
-from meshwright.core.model import ModelProfile
 from meshwright.core.pipeline_schedules import PipelineSchedule, schedule_traits
 from meshwright.core.plan import Compile, Plan
-from meshwright.core.workload import Workload
 from meshwright.plan.amounts import Choice, Layers
-from meshwright.plan.axes import Axes, bounds_for
-from meshwright.plan.bounds import Point, is_plain
+from meshwright.plan.axes import Axes
+from meshwright.plan.bounds import Bounds
 from meshwright.plan.memory import RECOMPUTES
 from meshwright.plan.objective import burden, cost
+from meshwright.plan.problem import PlanningProblem
 from meshwright.plan.recompute import mixed
-from meshwright.plan.space import Cutter, Wishes, divisors, make, micro_batches, runs_by_itself, schedules, sequences, worlds
+from meshwright.plan.search_point import SearchPoint, is_basic_mesh
+from meshwright.plan.space import Cutter, divisors, make, micro_batches, runs_by_itself, schedules, sequences, worlds
 
 FRONT = 3  # so many of the best are exact
 _SMALLEST = 6  # where nothing fits, so many of those that need the least are priced
@@ -40,8 +38,7 @@ _MOST_STAGES = 128
 _STAGES_EACH = (4,)  # of a rank, beside the usual number, where a schedule takes any
 _KIND, _STAGED_KIND, _PLAN, _STAGED_PLAN = range(4)  # looks
 
-Price = Callable[[Plan], Estimate]
-Kinds = Sequence[tuple[float, Point]]
+Kinds = Sequence[tuple[float, SearchPoint]]
 
 
 @dataclass(frozen=True)
@@ -54,25 +51,24 @@ class _Found:
 class Front:
     """One search."""
 
-    def __init__(self, profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, wishes: Wishes, price: Price,
-        cutter: Cutter | None = None, front: int = FRONT, below: float = math.inf, kinds: Kinds = (),
+    def __init__(
+        self, problem: PlanningProblem, cutter: Cutter | None = None, front: int = FRONT, below: float = math.inf, kinds: Kinds = ()
     ) -> None:  # fmt: skip
         """What costs at least `below` is not looked for. `kinds` are those that another search of the same inputs has found, which had no more to
         update."""
-        self._profile, self._cluster, self._workload, self._wishes, self._price = profile, cluster, workload, wishes, price
-        self._calibration = calibration
-        self._bounds = bounds_for(profile, cluster, workload, calibration, wishes)
-        self.cutter = cutter or Cutter(profile, workload, wishes)
-        self._axes = Axes(cluster, workload, wishes, self.cutter, self._bounds)
+        self._problem, self._bounds = problem, Bounds(problem)
+        self._profile, self._cluster, self._workload, self._wishes = problem.profile, problem.cluster, problem.workload, problem.wishes
+        self.cutter = cutter or Cutter(self._profile, self._workload, self._wishes)
+        self._axes = Axes(self._cluster, self._workload, self._wishes, self.cutter, self._bounds)
         self._front, self._below = front, below
         self._order = itertools.count()
-        self._queue: list[tuple[float, int, int, Point]] = []
-        self._small: list[tuple[float, int, Point]] = []  # what does not fit, by what it needs at least
+        self._queue: list[tuple[float, int, int, SearchPoint]] = []
+        self._small: list[tuple[float, int, SearchPoint]] = []  # what does not fit, by what it needs at least
         self._reason: RequestError | None = None
         self._ranks: dict[tuple[int, int, tuple[int, ...], bool, str, int], Layers] = {}
         self._spread = cache(lambda mesh, shard: replace(mesh, dp=mesh.dp // shard, shard=shard))
         self._known = kinds
-        self.kinds: list[tuple[float, Point]] = []  # with what each costs at least
+        self.kinds: list[tuple[float, SearchPoint]] = []  # with what each costs at least
         self.considered = self.pruned = 0
 
     def search(self) -> list[tuple[Plan, Estimate]]:
@@ -132,7 +128,7 @@ class Front:
 
     # -- points --
 
-    def _kinds(self) -> Iterator[Point]:
+    def _kinds(self) -> Iterator[SearchPoint]:
         """Meshes without ZeRO, with every number of micro-batches and every schedule; tensor parallelism stays within a node."""
         near = max(len(node.devices) for node in self._cluster.nodes[:1])
         for mesh in self._meshes(near) or self._meshes():
@@ -140,7 +136,7 @@ class Front:
                 for micro in micro_batches(self._workload.global_batch, mesh, self._wishes):
                     for schedule, each in self._schedules(mesh, micro):
                         if self._workload.global_batch % (mesh.data_width * micro) == 0:
-                            yield Point(mesh, 0, micro, self._wishes.recompute or "none", sequence, schedule, each)
+                            yield SearchPoint(mesh, 0, micro, self._wishes.recompute or "none", sequence, schedule, each)
 
     def _meshes(self, most: int = 0) -> list[Mesh]:
         """With at most so many tensor-parallel ranks, if a number is given."""
@@ -154,7 +150,7 @@ class Front:
             if schedule_traits(schedule).any_stages_per_rank and mesh.pp > 1:
                 yield from ((schedule, each) for each in _STAGES_EACH if each * mesh.pp <= len(self._profile.layers))
 
-    def _finer(self, kind: Point) -> Iterator[Point]:
+    def _finer(self, kind: SearchPoint) -> Iterator[SearchPoint]:
         """The same with every stage of ZeRO and way to recompute."""
         mesh = kind.mesh
         for zero in (self._wishes.zero,) if self._wishes.zero is not None else (0, 1, 2, 3):
@@ -171,7 +167,7 @@ class Front:
             return (self._wishes.recompute,)
         return RECOMPUTES if self._workload.objective == "memory" else ("none", "mixed")
 
-    def _goes(self, point: Point) -> bool:
+    def _goes(self, point: SearchPoint) -> bool:
         """False where a plan would refuse itself, as far as that can be told from here."""
         tensor, piped, traits = point.mesh.degree("tp") > 1, point.mesh.pp > 1, schedule_traits(point.schedule)
         if point.recompute == "selective" and tensor and self._compiled(point) != "none":
@@ -180,7 +176,7 @@ class Front:
             return False
         if piped and traits.stages_per_rank > 1 and point.zero == 2:
             return False
-        return is_plain(point.mesh) or self._axes.goes(point)
+        return is_basic_mesh(point.mesh) or self._axes.goes(point)
 
     def _shards(self, mesh: Mesh, zero: int) -> list[int]:
         """Over how many ranks ZeRO may cut: all, or a power of two times a node's."""
@@ -191,11 +187,11 @@ class Front:
 
     # -- looks --
 
-    def _compiled(self, point: Point, cut: Plan | None = None) -> Compile:
+    def _compiled(self, point: SearchPoint, cut: Plan | None = None) -> Compile:
         eager = point.mesh.pp > 1 and schedule_traits(point.schedule).splits_backward
         return "none" if eager and self._wishes.compile is None else self._axes.compiled(point.mesh, cut)
 
-    def _push(self, point: Point, look: int, known: float = 0.0) -> float | None:
+    def _push(self, point: SearchPoint, look: int, known: float = 0.0) -> float | None:
         """Into the queue, if it may be legal and fit: the seconds that it takes at least. It costs no less than what is `known` of it."""
         try:
             cut = self.cutter.parts(point.mesh, point.sequence)
@@ -208,8 +204,8 @@ class Front:
         stages = self._layers(point) if staged else ()
         if staged and not stages:
             return None
-        need = self._bounds.bytes(point, cut, compiled, stages) if plan else 0.0
-        if plan and need > self._bounds.limit(point):
+        need = self._bounds.memory.bytes(point, cut, compiled, stages) if plan else 0.0
+        if plan and need > self._bounds.memory.limit(point):
             self.pruned += 1
             heapq.heappush(self._small, (need, next(self._order), point))
             return None
@@ -218,7 +214,7 @@ class Front:
         heapq.heappush(self._queue, (max(least, known), next(self._order), look, point))
         return seconds
 
-    def _layers(self, point: Point) -> Layers:
+    def _layers(self, point: SearchPoint) -> Layers:
         """The layers of each stage; none where the model cannot be cut so, or torch would not run it."""
         key = (point.mesh.pp, point.mesh.cp, point.mesh.tp, point.sequence, point.schedule, point.stages_each)
         if key not in self._ranks:
@@ -230,26 +226,26 @@ class Front:
             self._ranks[key] = tuple(stage.layers for stage in stages)
         return self._ranks[key]
 
-    def _made(self, point: Point) -> _Found | None:
+    def _made(self, point: SearchPoint) -> _Found | None:
         """The plan and its estimate; None where it turns out not to be legal."""
         try:
             cuts = self.cutter.cut(point.mesh, point.sequence, point.schedule, point.stages_each)
-            inputs = (self._profile, self._cluster, self._workload, self._wishes, point.mesh, point.zero, point.micro_batches)
-            plan = make(*inputs, "none" if point.recompute == "mixed" else point.recompute, cuts, point.schedule)
+            alike = replace(point, recompute="none") if point.recompute == "mixed" else point
+            plan = make(self._profile, self._cluster, self._workload, self._wishes, alike, cuts)
         except RequestError as error:
             self._reason = self._reason or error
             return None
         if point.recompute == "mixed":
-            found = mixed(plan, self._profile, self._workload, self._cluster, self._calibration)
+            found = mixed(plan, self._profile, self._workload, self._cluster, self._problem.calibration)
             if found is None:
                 heapq.heappush(self._small, (0.0, next(self._order), point))
                 return None
             plan = found
-        priced, workload = self._price(plan), self._workload
+        priced, workload = self._problem.estimate(plan), self._workload
         extra = self._burden(point, plan.tensor.sequence, bool(plan.memory.modes))
         return _Found(plan, priced, cost(workload, priced.step_s, plan.world, max(priced.memory_bytes[:1])) * extra)
 
-    def _burden(self, point: Point, sequence: bool, recomputes: bool) -> float:
+    def _burden(self, point: SearchPoint, sequence: bool, recomputes: bool) -> float:
         if self._workload.objective == "memory":
             return 1.0
         return burden(point.mesh, point.zero, point.micro_batches, sequence, recomputes, point.schedule, point.order.chunks)

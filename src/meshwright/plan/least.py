@@ -19,9 +19,11 @@ from meshwright.core.recompute import Recompute
 from meshwright.core.workload import Workload
 from meshwright.cost import estimate
 from meshwright.plan.amounts import Layers
-from meshwright.plan.axes import Axes, bounds_for
-from meshwright.plan.bounds import Point
+from meshwright.plan.axes import Axes
+from meshwright.plan.bounds import Bounds
+from meshwright.plan.problem import PlanningProblem
 from meshwright.plan.search import Scored, many, rank_plans
+from meshwright.plan.search_point import SearchPoint
 from meshwright.plan.space import Cutter, Wishes, divisors, make, micro_batches, sequences, worlds
 
 _SMALL: tuple[Recompute, ...] = ("full", "selective", "none")  # which keeps less depends on what a block's products give
@@ -78,16 +80,16 @@ class Least:
         return self._known[key]
 
     def _search(self, cluster: Cluster, world: int, wishes: Wishes) -> Scored | None:
-        bounds = bounds_for(self._profile, cluster, self._workload, self._calibration, wishes)
+        bounds = Bounds(PlanningProblem(self._profile, cluster, self._workload, self._calibration, wishes))
         axes = Axes(cluster, self._workload, wishes, self.cutter, bounds)
-        queue: list[tuple[float, int, bool, Point]] = []
+        queue: list[tuple[float, int, bool, SearchPoint]] = []
 
-        def push(number: int, point: Point, stages: Layers = ()) -> None:
+        def push(number: int, point: SearchPoint, stages: Layers = ()) -> None:
             try:
                 cut = self.cutter.parts(point.mesh, point.sequence)
             except RequestError:
                 return
-            heapq.heappush(queue, (bounds.bytes(point, cut, axes.compiled(point.mesh, cut), stages), number, bool(stages), point))
+            heapq.heappush(queue, (bounds.memory.bytes(point, cut, axes.compiled(point.mesh, cut), stages), number, bool(stages), point))
 
         for number, point in enumerate(self._points(cluster, world, axes)):
             push(number, point)
@@ -101,14 +103,14 @@ class Least:
             best = min((s for s in (best, found) if s is not None), key=_need, default=None)
         return best
 
-    def _layers(self, point: Point) -> Layers:
+    def _layers(self, point: SearchPoint) -> Layers:
         """The layers of each stage; of a model that cannot be cut so, any: it is refused when it is made."""
         try:
             return tuple(stage.layers for stage in self.cutter.cut(point.mesh, point.sequence, point.schedule).stages)
         except RequestError:
             return (self._profile.layer_names,) * point.mesh.pp * point.order.chunks
 
-    def _points(self, cluster: Cluster, world: int, axes: Axes) -> Iterator[Point]:
+    def _points(self, cluster: Cluster, world: int, axes: Axes) -> Iterator[SearchPoint]:
         """Of all meshes that a search would weigh."""
         wishes = self._wishes
         near = len(cluster.nodes[0].devices) if many(self._profile, cluster, replace(wishes, world=world)) else world
@@ -123,14 +125,12 @@ class Least:
                             if (zero > 0) == (shard > 1) or world == 1:
                                 mesh = replace(wide, dp=wide.dp // shard, shard=shard)
                                 for recompute in (wishes.recompute,) if wishes.recompute else _SMALL:
-                                    yield Point(mesh, zero, micro, recompute, sequence, wishes.schedule or "1f1b")
+                                    yield SearchPoint(mesh, zero, micro, recompute, sequence, wishes.schedule or "1f1b")
 
-    def _made(self, cluster: Cluster, point: Point, wishes: Wishes) -> Scored | None:
+    def _made(self, cluster: Cluster, point: SearchPoint, wishes: Wishes) -> Scored | None:
         try:
             cuts = self.cutter.cut(point.mesh, point.sequence, point.schedule)
-            recompute = "full" if point.recompute == "mixed" else point.recompute
-            inputs = (self._profile, cluster, self._workload, wishes, point.mesh, point.zero, point.micro_batches, recompute)
-            plan = make(*inputs, cuts, point.schedule)
+            plan = make(self._profile, cluster, self._workload, wishes, point, cuts)
         except RequestError:
             return None
         return Scored(plan, estimate(plan, self._profile, self._workload, cluster, self._calibration, timed=False))

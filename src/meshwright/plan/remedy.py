@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.core.cluster import Cluster, Node
+from meshwright.core.cluster_changes import map_nodes
 from meshwright.core.errors import RequestError
 from meshwright.core.model import ModelProfile
 from meshwright.core.units import show_bytes
@@ -245,4 +246,4 @@ def with_memory(cluster: Cluster, change: Callable[[int], int]) -> Cluster:
         own = change(node.memory_bytes) if node.devices[0].kind == "cpu" else node.memory_bytes
         return replace(node, memory_bytes=own, devices=devices)
 
-    return replace(cluster, nodes=cluster.each_node(changed))
+    return map_nodes(cluster, changed)

@@ -16,9 +16,11 @@ from meshwright.core.plan import Plan
 from meshwright.core.unlike import are_unlike, average
 from meshwright.core.workload import Workload
 from meshwright.cost import estimate
-from meshwright.plan.axes import Axes, bounds_for
+from meshwright.plan.axes import Axes
+from meshwright.plan.bounds import Bounds
 from meshwright.plan.front import FRONT, Front, Kinds
 from meshwright.plan.objective import burden, check_objective, cost
+from meshwright.plan.problem import PlanningProblem
 from meshwright.plan.recompute import mixed
 from meshwright.plan.space import Cutter, Wishes, candidates, check_wishes
 from meshwright.plan.tuning import tune
@@ -80,13 +82,14 @@ def rank_plans(
     were looked at on the way: `like` is a ranking of the same model under the same wishes, after which the best alone is asked for.
 
     States in host memory cost time and free nothing but memory, so they are weighed where that binds."""
-    found = _ranked(profile, cluster, workload, calibration, wishes, like)
+    found = _ranked(PlanningProblem(profile, cluster, workload, calibration, wishes), like)
     if are_unlike(cluster, calibration, wishes.world or len(cluster.devices)):
         found = _unequal(found, like)
     if like is not None or not _short_of_memory(found):
         return found
     below = _key(found.best, workload)[1] if found.best.estimate.fits else math.inf
-    other = _ranked(profile, cluster, workload, calibration, replace(wishes, offload="optimizer"), found, below, kinds=found.kinds)
+    offloading = PlanningProblem(profile, cluster, workload, calibration, replace(wishes, offload="optimizer"))
+    other = _ranked(offloading, found, below, kinds=found.kinds)
     scored = tuple(sorted((*found.scored, *other.scored), key=lambda s: _key(s, workload)))
     tuned = found.tuned if scored[0] is found.best else other.tuned
     return replace(found, scored=scored, tuned=tuned, considered=found.considered + other.considered)
@@ -100,7 +103,8 @@ def _unequal(ranking: Ranking, like: Ranking | None) -> Ranking:
     seeds, mean = _good(ranking), None
     if not places(cluster, len(cluster.devices)):
         mean = average(cluster, calibration, workload.precision)
-        others = _good(_ranked(ranking.profile, mean[0], workload, mean[1], wishes, like, bounded=many(ranking.profile, cluster, wishes)))
+        averaged = PlanningProblem(ranking.profile, mean[0], workload, mean[1], wishes)
+        others = _good(_ranked(averaged, like, bounded=many(ranking.profile, cluster, wishes)))
         seeds += [plan for plan in others if plan not in seeds]
 
     def price(plan: Plan) -> Scored:
@@ -150,37 +154,31 @@ def _short_of_memory(ranking: Ranking) -> bool:
     return saving and best.plan.device == "cuda" and ranking.wishes.offload is None
 
 
-def _ranked(
-    profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, wishes: Wishes, like: Ranking | None,
-    below: float = math.inf, bounded: bool = False, kinds: Kinds = (),
-) -> Ranking:  # fmt: skip
+def _ranked(problem: PlanningProblem, like: Ranking | None, below: float = math.inf, bounded: bool = False, kinds: Kinds = ()) -> Ranking:
     """What costs at least `below` need not be looked at; `bounded`: nor what bounds leave out, however few plans there are."""
+    profile, cluster, workload, calibration, wishes = problem.profile, problem.cluster, problem.workload, problem.calibration, problem.wishes
     check_objective(workload)
     begun = time.process_time()
     scored: list[Scored] = []
-
-    def price(plan: Plan) -> Estimate:
-        return estimate(plan, profile, workload, cluster, calibration)
-
     if wishes.mesh is None and (bounded or many(profile, cluster, wishes, like is not None)):
         check_wishes(wishes, len(cluster.devices))
-        search = Front(profile, cluster, workload, calibration, wishes, price, like.cutter if like else None, 1 if like else FRONT, below, kinds)
+        search = Front(problem, like.cutter if like else None, 1 if like else FRONT, below, kinds)
         scored = [Scored(*found) for found in search.search()]
         considered, cutter, kinds = search.considered, search.cutter, search.kinds
         if not scored and like is not None:
             return replace(like, scored=(), considered=considered)
     else:
         considered, cutter, kinds = 0, Cutter(profile, workload, wishes), ()
-        axes = Axes(cluster, workload, wishes, cutter, bounds_for(profile, cluster, workload, calibration, wishes))
+        axes = Axes(cluster, workload, wishes, cutter, Bounds(problem))
         for plan in candidates(profile, cluster, workload, wishes, cutter, axes.shapes):
             if not (scored and _pointless(plan, scored[-1], workload)):
-                scored.append(Scored(plan, price(plan)))
+                scored.append(Scored(plan, problem.estimate(plan)))
             if not scored[-1].estimate.fits and plan.memory.recompute == "none" and wishes.recompute is None and workload.objective != "memory":
                 other = mixed(plan, profile, workload, cluster, calibration)
-                scored += [Scored(other, price(other))] if other is not None else []
+                scored += [Scored(other, problem.estimate(other))] if other is not None else []
     scored.sort(key=lambda s: _key(s, workload))
     best = scored[0]
-    tuned = tune(best.plan, best.estimate, wishes, calibration.layout(best.plan.world), price)
+    tuned = tune(best.plan, best.estimate, wishes, calibration.layout(best.plan.world), problem.estimate)
     scored[0] = Scored(tuned.plan, tuned.estimate)
     took_s = time.process_time() - begun
     return Ranking(tuple(scored), profile, cluster, workload, calibration, wishes, tuned.said, considered, took_s, cutter, kinds)

@@ -33,6 +33,7 @@ from meshwright.plan.owners import choose_owners
 from meshwright.plan.partition import one_stage
 from meshwright.plan.pipeline import Doors, cut_at, find_doors
 from meshwright.plan.positions import Grid, share_positions
+from meshwright.plan.search_point import SearchPoint
 from meshwright.plan.tensor import check_placements, choose_grid, refuse_if_nothing
 
 
@@ -105,7 +106,7 @@ def candidates(
                 for micro in micro_batches(workload.global_batch, mesh, wishes) if runs_by_itself(schedule, cuts.stages, wishes) else ():
                     for recompute in (wishes.recompute,) if wishes.recompute else RECOMPUTES:
                         try:
-                            yield make(profile, cluster, workload, wishes, mesh, zero, micro, recompute, cuts, schedule)
+                            yield make(profile, cluster, workload, wishes, SearchPoint(mesh, zero, micro, recompute, sequence, schedule), cuts)
                             found = True
                         except RequestError as error:
                             reason = reason or error  # the first is about the simplest plan
@@ -274,23 +275,21 @@ def micro_batches(batch: int, mesh: Mesh, wishes: Wishes) -> list[int]:
     return [2**k for k in range(share.bit_length()) if share % 2**k == 0] or [1]
 
 
-def make(
-    profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes, mesh: Mesh, zero: int, micro: int, recompute: Recompute,
-    cuts: _Cuts, schedule: PipelineSchedule | None = None,
-) -> Plan:  # fmt: skip
-    world = mesh.size
+def make(profile: ModelProfile, cluster: Cluster, workload: Workload, wishes: Wishes, point: SearchPoint, cuts: _Cuts) -> Plan:
+    """The plan of a point at which all units recompute alike."""
+    mesh, world, recompute = point.mesh, point.mesh.size, point.recompute
+    assert recompute != "mixed"
     if world > len(cluster.devices):
         raise RequestError(f"mesh {mesh} needs {world} devices, this cluster has {len(cluster.devices)}: use --nproc {len(cluster.devices)} or less")
     device, where = cluster.devices[0].kind, places(cluster, world)
-    schedule = wishes.schedule or schedule or "1f1b"
     plan = Plan(
         model=profile.name,
         global_batch=workload.global_batch,
         mesh=mesh,
-        micro_batches=micro,
+        micro_batches=point.micro_batches,
         stages=cuts.stages,
-        schedule=schedule,
-        memory=choose_memory(profile, cluster, workload.precision, zero, recompute, wishes.recompute_layers, wishes.offload or "none"),
+        schedule=point.schedule,
+        memory=choose_memory(profile, cluster, workload.precision, point.zero, recompute, wishes.recompute_layers, wishes.offload or "none"),
         sync=_sync(wishes, world),
         balance=nearly_equal(workload.global_batch, mesh) if len(set(map(kind_of, where))) > 1 else BalancePolicy(),
         placements=wishes.placements,
@@ -299,7 +298,7 @@ def make(
         context=cuts.context,
         spatial=cuts.spatial,
         owners=cuts.owners,
-        compile=_compile(wishes, device, world, cuts.context.attends or where or schedule_traits(schedule).splits_backward),
+        compile=_compile(wishes, device, world, cuts.context.attends or where or schedule_traits(point.schedule).splits_backward),
         device=device,
         places=where,
         backend=wishes.backend or backend_for(device, where),

@@ -8,7 +8,7 @@ last module before it, and the walk begins again. After a gather every rank does
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.core.errors import RequestError
@@ -55,12 +55,12 @@ def choose_spatial(flow: Flow, ways: int, grid: tuple[int, ...] = ()) -> Spatial
             walk.run()
         except _NeedsWholeError as need:
             reason = need.reason
-            found = walk.places(need.values, need.at)
+            found = walk.gather_sites().before(need.values, need.at)
             doors -= {place for place in found if isinstance(place, int)}
             gathers.update({place: need.reason for place in found if not isinstance(place, int) and place not in gathers})
             continue
-        if walk.share() < _SHARE:
-            raise RequestError(f"cp={ways}: blocks would hold {walk.share():.0%} of this model's activations ({reason}): {instead}")
+        if walk.seen.share < _SHARE:
+            raise RequestError(f"cp={ways}: blocks would hold {walk.seen.share:.0%} of this model's activations ({reason}): {instead}")
         return walk.policy()
     raise RequestError(f"cp={ways}: nothing in this model can be cut over positions ({reason}): {instead}")
 
@@ -105,6 +105,10 @@ class _Seen:
     parts: dict[int, list[int]] = field(default_factory=dict)  # operation → its inputs that were blocks
     made: float = 0.0  # elements made in blocks, and in all
     total: float = 0.0
+
+    @property
+    def share(self) -> float:
+        return self.made / max(self.total, 1.0)
 
 
 class _Walk:
@@ -254,35 +258,6 @@ class _Walk:
         call = self.flow.calls[op.call]
         return call.function.startswith("split") and self.flow.values[op.inputs[0]].strands[call.dim] not in kept
 
-    # -- going back --
-
-    def places(self, values: Iterable[int], at: int) -> set[tuple[str, int] | int]:
-        """Where to gather so that these values are whole at an operation: (module, output), or the number of a door where nothing is."""
-        found: set[tuple[str, int] | int] = set()
-        for value in values:
-            place = self._place(value, at)
-            maker = max((i for i in range(at) if value in self.flow.operations[i].outputs), default=-1)
-            if place is not None:
-                found.add(place)
-            elif maker >= 0 and maker in self.seen.parts:
-                found |= self.places(self.seen.parts[maker], maker)
-            else:
-                found |= {p for root in self.roots for p in self.doors if root.inputs[p] == value} or set(self.doors)
-        return found
-
-    def _place(self, value: int, at: int) -> tuple[str, int] | None:
-        """The last module to have given the value out, the outermost of those; one that is called once, so that its other calls stay cut."""
-        calls = [c for c in self.flow.modules if value in c.outputs and c.last <= at and self._door_before(c)]
-        often = {c.module: sum(m.module == c.module for m in self.flow.modules) > len(self.roots) for c in calls}
-        fresh = [c for c in calls if not often[c.module] and (c.module, c.outputs.index(value)) not in self.asked]
-        if not fresh:
-            return None
-        last = max(fresh, key=lambda c: (c.last, c.last - c.first))
-        return last.module, last.outputs.index(value)
-
-    def _door_before(self, call: ModuleCall) -> bool:
-        return any(root.first <= call.first and call.last <= root.last for root in self.roots)
-
     def _check_calls(self) -> None:
         """The run tells calls inside a module apart by function, kernel and the block's sizes; where those do not tell, all is whole."""
         told: dict[tuple[str, str, tuple[int, ...], tuple[int, ...]], Slide | Norm] = {}
@@ -299,16 +274,52 @@ class _Walk:
 
     # -- what came of it --
 
-    def share(self) -> float:
-        return self.seen.made / max(self.seen.total, 1.0)
+    def gather_sites(self) -> _GatherSites:
+        return _GatherSites(self.flow, self.roots, self.doors, self.asked, self.seen.parts)
 
     def policy(self) -> SpatialPolicy:
         seen, roots = self.seen, self.roots
         doors = tuple(Door(p, self.flow.values[roots[0].inputs[p]].shape[2:]) for p in sorted(self.doors))
         after = next((f"{self.asked[g.module, g.position]}; gathered after {g.module or 'the model'}" for g in seen.gathers), "")
-        layers = dict.fromkeys([*(op.module for op in self.flow.operations if op.window is not None), *self._owners()])
+        owners = [w.name.rpartition(".")[0] for w in self.reader.weights]
+        layers = dict.fromkeys([*(op.module for op in self.flow.operations if op.window is not None), *owners])
         fates = {n: seen.cut.get(n, "on blocks" if n in seen.worked else f"whole: {after}") for n in (name or "(model)" for name in layers)}
         return SpatialPolicy(self.grid, doors, tuple(seen.slides), tuple(seen.norms), tuple(seen.gathers), tuple(seen.worked), fates)
 
-    def _owners(self) -> list[str]:
-        return [w.name.rpartition(".")[0] for w in self.reader.weights]
+
+@dataclass(frozen=True)
+class _GatherSites:
+    """Where blocks may become whole again: at the outputs of modules, or nowhere, so that an input of the model is not split."""
+
+    flow: Flow
+    model_calls: Sequence[ModuleCall]
+    split_inputs: Collection[int]
+    known: Collection[tuple[str, int]]  # gathers that earlier passes have asked for
+    block_inputs: Mapping[int, Sequence[int]]  # by operation: its inputs that are blocks
+
+    def before(self, values: Iterable[int], op_index: int) -> set[tuple[str, int] | int]:
+        """Where to gather so that these values are whole at an operation: (module, output), or the number of an input that is not to be split."""
+        found: set[tuple[str, int] | int] = set()
+        for value in values:
+            site = self._last_output(value, op_index)
+            maker = max((i for i in range(op_index) if value in self.flow.operations[i].outputs), default=-1)
+            if site is not None:
+                found.add(site)
+            elif maker >= 0 and maker in self.block_inputs:
+                found |= self.before(self.block_inputs[maker], maker)
+            else:
+                found |= {p for call in self.model_calls for p in self.split_inputs if call.inputs[p] == value} or set(self.split_inputs)
+        return found
+
+    def _last_output(self, value: int, op_index: int) -> tuple[str, int] | None:
+        """The last module to have given the value out, the outermost of those; one that is called once, so that its other calls stay cut."""
+        calls = [c for c in self.flow.modules if value in c.outputs and c.last <= op_index and self._is_inside_model(c)]
+        often = {c.module: sum(m.module == c.module for m in self.flow.modules) > len(self.model_calls) for c in calls}
+        fresh = [c for c in calls if not often[c.module] and (c.module, c.outputs.index(value)) not in self.known]
+        if not fresh:
+            return None
+        last = max(fresh, key=lambda c: (c.last, c.last - c.first))
+        return last.module, last.outputs.index(value)
+
+    def _is_inside_model(self, call: ModuleCall) -> bool:
+        return any(model.first <= call.first and call.last <= model.last for model in self.model_calls)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from meshwright.core.plan import Plan
 from meshwright.core.shares import cut
 
 ALIGN_BYTES = 16  # vectorised kernels want their operands so
@@ -21,6 +22,18 @@ class Kind(NamedTuple):
     copies: int = 1
     counted: bool = True
     owned: bool = False
+
+
+def replication_of(plan: Plan) -> Callable[[str, bool], Kind]:
+    """The kind of a parameter, by its name and by whether this rank counts it in sums over a pipeline."""
+    mesh = plan.mesh
+    experts = plan.owners.parameters if mesh.ep > 1 else frozenset()
+    everywhere = mesh.degree("tp") * mesh.ep  # ranks that hold a parameter which is neither sharded nor an expert's
+    copies = dict.fromkeys(experts, mesh.degree("tp"))
+    for axis, policy in plan.tensors:
+        for name in {c.parameter for s in policy.strands for c in s.cuts}:
+            copies[name] = copies.get(name, everywhere) // mesh.degree(axis)
+    return lambda name, counted: Kind(copies.get(name, everywhere), counted, name in experts)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def add_meetings(plan: Plan, profile: ModelProfile, tp_rank: int, add: Callable[
 
 def _bytes(plan: Plan, attended: Attended, tp_rank: int) -> float:
     """Keys and values a sample; of a tensor-parallel rank those of its heads."""
-    held, whole = plan.pieces(tp_rank).get(attended.strand, (1, 1))
+    held, whole = plan.pieces[tp_rank].get(attended.strand, (1, 1))
     return attended.bytes / whole * held
 
 

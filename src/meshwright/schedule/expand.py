@@ -11,7 +11,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action, Schedule
 from meshwright.core.tensor import Meet, TensorPolicy
 from meshwright.core.workload import ITEM_BYTES, LOW
-from meshwright.schedule.buckets import Bucket, Kind, assign_buckets, own_size, unit_buckets
+from meshwright.schedule.buckets import Bucket, Kind, assign_buckets, own_size, replication_of, unit_buckets
 from meshwright.schedule.compression import bucket_sends, replica_bytes
 from meshwright.schedule.context import add_meetings
 from meshwright.schedule.local import local_profile
@@ -121,8 +121,8 @@ def _unit_buffers(plan: Plan, profile: ModelProfile) -> dict[str, tuple[UnitBuff
 
 
 def _kinds(plan: Plan) -> Callable[[TensorSpec], Kind]:
-    copies, owned = plan.copies(), plan.owners.parameters if plan.mesh.ep > 1 else frozenset()
-    return lambda t: Kind(copies.get(t.name, plan.everywhere), t.counted, t.name in owned)
+    kind = replication_of(plan)
+    return lambda t: kind(t.name, t.counted)
 
 
 def _buffers(plan: Plan, tensors: list[TensorSpec], kind: Callable[[TensorSpec], Kind]) -> tuple[UnitBuffer, ...]:
@@ -176,7 +176,7 @@ def _meetings(plan: Plan, profile: ModelProfile, place: Place) -> Meetings:
             if again:
                 mine["again"].append(action)
 
-    pieces = plan.pieces(place.tp)
+    pieces = plan.pieces[place.tp]
 
     def part(meet: Meet) -> float:
         """What this rank has of a tensor that the other axis of a grid deals out."""
@@ -248,7 +248,7 @@ def _norm(plan: Plan, clip: bool) -> Iterator[Action]:
 
 def crossings(plan: Plan, profile: ModelProfile, place: Place, phase: str, micro: int) -> Iterator[Action]:
     """What this rank's stages send for one micro-batch: activations on, gradients back. Neighbours on one rank send nothing."""
-    pieces = plan.pieces(place.tp)
+    pieces = plan.pieces[place.tp]
     for index in range(len(plan.stages)) if plan.mesh.pp > 1 else ():
         other = index + 1 if phase == "forward" else index - 1
         if plan.stage_rank(index) != place.pp or not 0 <= other < len(plan.stages) or plan.stage_rank(other) == place.pp:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from meshwright.core.model import DEAR_KINDS, Kernel, LayerProfile, ModelProfile, TensorSpec
 from meshwright.core.plan import Plan
+from meshwright.core.ties import stages_holding
 from meshwright.schedule.context import context_profile
 from meshwright.schedule.owners import owned_profile
 from meshwright.schedule.spatial import block_profile
@@ -125,6 +126,12 @@ def _borrowed(profile: ModelProfile) -> dict[str, list[TensorSpec]]:
     return found
 
 
+def _holding_ranks(plan: Plan, profile: ModelProfile) -> dict[str, list[int]]:
+    """The pipeline ranks that have each parameter."""
+    holders = stages_holding(plan.stages)
+    return {t.name: [plan.stage_rank(stage) for stage in holders(t.name)] for t in profile.tensors}
+
+
 def _stage_profile(plan: Plan, profile: ModelProfile, pp_rank: int) -> ModelProfile:
     """The layers of one pipeline rank, and the parameters of other ranks' layers that it uses too."""
     mine = {name for i, stage in enumerate(plan.stages) if plan.stage_rank(i) == pp_rank for name in stage.layers}
@@ -132,7 +139,7 @@ def _stage_profile(plan: Plan, profile: ModelProfile, pp_rank: int) -> ModelProf
         "holders",
         (plan.stages,),
         (plan.mesh.pp, plan.schedule),
-        lambda: {t.name: [plan.stage_rank(s) for s in plan.holders(t.name)] for t in profile.tensors},
+        lambda: _holding_ranks(plan, profile),
     )
 
     def held(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:

@@ -20,6 +20,7 @@ from meshwright.core.mesh import GRID, GROUP_AXES, INSIDE
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import COMPUTES, Action, Groups, Schedule
+from meshwright.core.ties import stages_holding
 from meshwright.schedule.expand import Place, crossings, program
 from meshwright.schedule.local import local_profile
 from meshwright.schedule.orders import Turn, turns
@@ -84,7 +85,7 @@ def _places(plan: Plan) -> list[Place]:
     axes = tuple(dict.fromkeys("tp" if axis in GRID else axis for axis in mesh.layout))
     degrees = {axis: range(mesh.degree(axis)) for axis in axes}
     alike: dict[str, int] = {}
-    tensor = [alike.setdefault(str(plan.pieces(at)), at) for at in degrees["tp"]]
+    tensor = [alike.setdefault(str(plan.pieces[at]), at) for at in degrees["tp"]]
     made = {at: Place(*at) for at in itertools.product(degrees["pp"], range(ways), degrees["ep"], set(tensor))}
     at_pp, at_cp, at_ep, at_tp = (axes.index(axis) for axis in ("pp", "cp", "ep", "tp"))
     return [made[at[at_pp], at[at_cp] % ways, at[at_ep], tensor[at[at_tp]]] for at in itertools.product(*degrees.values())]
@@ -117,8 +118,9 @@ def _groups(plan: Plan, profile: ModelProfile, used: set[str]) -> Groups:
         stages = tuple(tuple(g) for g in mesh.groups("pp"))
         if "pp_back" in used:
             found["pp_back"] = stages
+        holders = stages_holding(plan.stages)
         for tensor in profile.tensors:
-            at = sorted({plan.stage_rank(stage) for stage in plan.holders(tensor.name)})
+            at = sorted({plan.stage_rank(stage) for stage in holders(tensor.name)})
             if len(at) > 1 and f"pp: {tensor.name}" in used:
                 found[f"pp: {tensor.name}"] = tuple(tuple(g[place] for place in at) for g in stages)
     return found

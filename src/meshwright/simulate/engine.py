@@ -11,20 +11,20 @@ not wait for that.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from meshwright.core.errors import RequestError
 from meshwright.core.schedule import COLLECTIVES, COMPUTES, MESSAGES, Action, Schedule
 from meshwright.core.span import Span
+from meshwright.simulate.call_matching import CallMatcher
 from meshwright.simulate.disturb import Disturbances
-from meshwright.simulate.flight import Changes, Deferred, Dies, Event, Flight, Flown, Flows, Freed, Lane, Rank, Starts
+from meshwright.simulate.flight import Changes, Deferred, Dies, EventQueue, Flight, Flown, Flows, Freed, Rank, Starts
 from meshwright.simulate.fold import Fold, fold
 from meshwright.simulate.jitter import factors
-from meshwright.simulate.network import Call, Network
-from meshwright.simulate.sharing import Flow, Sharing
+from meshwright.simulate.network import Network
+from meshwright.simulate.transfers import Transfers
 
 
 @dataclass(frozen=True)
@@ -62,18 +62,13 @@ class _Engine:
 
     def __init__(self, schedule: Schedule, network: Network, found: Fold, faults: Disturbances) -> None:
         self.schedule, self.network, self.fold, self.faults = schedule, network, found, faults
-        self.events: list[tuple[float, int, float, int, int, Event]] = []
-        self.count = 0
-        self.flights: dict[tuple[Lane, int], Flight] = {}
-        self.prices: dict[tuple[str, int, bool, Lane], tuple[Call, int, float]] = {}
-        self.wires: dict[tuple[int, ...], str] = {}
-        self.lanes: dict[Lane, float] = {}
-        self.busy: dict[Any, list[Flight]] = {}  # a wire or lane in use, and who waits for it
-        self.sharing = Sharing(found.links) if found.links else None
-        self.flying: dict[Flow, Flight] = {}
+        self.events = EventQueue()
+        self.matcher = CallMatcher(network, found)
+        self.transfers = transfers = Transfers(network, found, self.events)
         self.acts: dict[type, Callable[[Any, float], None]] = {
-            Rank: lambda rank, _: self._advance(rank), Flight: self._land, Starts: self._start, Flows: self._flow, Flown: self._flown,
-            Freed: lambda freed, now: self._free(freed.flight, now), Dies: self._die, Changes: self._change,
+            Rank: lambda rank, _: self._advance(rank), Flight: self._land, Dies: self._die,
+            Starts: transfers.start, Flows: transfers.start_flow, Flown: transfers.end_flow, Changes: transfers.change_links,
+            Freed: lambda freed, now: transfers.release_ports(freed.flight, now),
         }  # fmt: skip
 
     def run(self) -> Simulation:
@@ -84,25 +79,16 @@ class _Engine:
         ]
         for rank, first in zip(ranks, self.fold.first, strict=True):
             if first in deaths:
-                self._push(deaths[first], Dies(rank))
+                self.events.push(deaths[first], Dies(rank))
         for moment in range(1, len(self.fold.links)):
-            self._push(self.fold.links[moment].at, Changes(moment))
+            self.events.push(self.fold.links[moment].at, Changes(moment))
         for rank in ranks:
-            self._push(0.0, rank)
+            self.events.push(0.0, rank)
         while self.events:
-            now, *_, what = heapq.heappop(self.events)
+            now, what = self.events.pop()
             self.acts[type(what)](what, now)
         lost = self._lost(ranks)
         return Simulation(max(r.now for r in ranks), tuple(r.now for r in ranks), tuple(tuple(r.spans) for r in ranks), self.fold, lost)
-
-    def _push(self, when: float, what: Event) -> None:
-        self.count += 1
-        heapq.heappush(self.events, (when, 0, 0.0, 0, self.count, what))
-
-    def _ask(self, flight: Flight, now: float) -> None:
-        """To start, after all else that happens now: who is first for a wire must not depend on the order in which ranks are looked at."""
-        self.count += 1
-        heapq.heappush(self.events, (now, 1, flight.ready, flight.place, self.count, Starts(flight)))
 
     # -- ranks --
 
@@ -129,7 +115,7 @@ class _Engine:
         rank.debt -= stolen
         rank.now += alone + stolen
         rank.spans.append(Span(action.name, action.op, "", 0, 0, begun, rank.now, stolen))
-        self._push(rank.now, rank)
+        self.events.push(rank.now, rank)
 
     def _hand_over(self, rank: Rank, action: Action) -> bool:
         """Does the rank stand still for it?"""
@@ -139,13 +125,13 @@ class _Engine:
         steals = rank.habits.steals
         if not steals or action.op == "recv":
             return False
-        stolen = steals * self._price(flight)[2]
+        stolen = steals * self.transfers.seconds_alone(flight)
         if steals < 1:
             rank.debt += stolen
             return False
         flight.held[rank.number] = flight.held.get(rank.number, 0.0) + stolen
         rank.now += stolen
-        self._push(rank.now, rank)
+        self.events.push(rank.now, rank)
         return True
 
     def _hold(self, rank: Rank, flights: list[Flight | None]) -> bool:
@@ -157,11 +143,7 @@ class _Engine:
         return bool(open_ones)
 
     def _join(self, rank: Rank, action: Action) -> Flight:
-        key, group = self._key(rank, action)
-        flight = self.flights.get(key)
-        if flight is None:
-            flight = self.flights[key] = self._open(rank, action, group, key[0])
-            flight.place = rank.at
+        flight = self.matcher.match(rank, action)
         rank.flights[action.name] = flight
         before = [f for w in action.waits if (f := rank.flights.get(w)) is not None and not f.done] if rank.habits.queued else []
         if before:  # left to the device: it joins when what it waits for is over
@@ -179,116 +161,9 @@ class _Engine:
         flight.missing -= 1
         if not flight.missing:
             flight.ready = now
-            self._ask(flight, now)
-
-    def _key(self, rank: Rank, action: Action) -> tuple[tuple[Lane, int], tuple[int, ...]]:
-        """Which call this is: the n-th of its group, or of the messages from one rank to another."""
-        site = (action.axis, action.peer, action.op if action.op in MESSAGES else "")
-        if site not in rank.sites:
-            rank.sites[site] = self._lane(rank, action)
-        lane, group = rank.sites[site]
-        turn = (lane, action.op == "recv")
-        number = rank.calls[turn] = rank.calls.get(turn, -1) + 1
-        return (lane, number), group
-
-    def _lane(self, rank: Rank, action: Action) -> tuple[Lane, tuple[int, ...]]:
-        group = self.fold.meetings.group(action.axis, self.fold.first[rank.number])
-        if action.op not in MESSAGES:
-            return ("collective", action.axis, *sorted({self.fold.of[r] for r in group})), group
-        other = self.fold.of[group[action.peer]]
-        ends = (rank.number, other) if action.op == "send" else (other, rank.number)
-        return ("message", action.axis, *ends), group
-
-    def _open(self, rank: Rank, action: Action, group: tuple[int, ...], lane: Lane) -> Flight:
-        met = lane[2:]
-        if action.op in MESSAGES:
-            mine, other = self.fold.first[rank.number], group[action.peer]
-            pair = (mine, other) if action.op == "send" else (other, mine)
-            wire = self._wire(pair)
-            away, home = ("out", "in") if self.network.duplex else ("both", "both")
-            return Flight(action, pair, 2, ((met[0], wire, away), (met[1], wire, home)) if wire else self._in_order(lane), lane)
-        wire = self._wire(group)
-        ways = ("out", "in") if self.network.duplex else ("both",)
-        ports = tuple((number, wire, way) for number in met for way in ways) if wire else self._in_order(lane)
-        return Flight(action, group, len(met), ports, lane)
-
-    def _in_order(self, lane: Lane) -> tuple[Lane, ...]:
-        """How long a call takes that shares links is not known when it starts: then its lane is in use until it ends."""
-        return (lane,) if self.sharing is not None else ()
-
-    def _wire(self, ranks: tuple[int, ...]) -> str:
-        if ranks not in self.wires:
-            self.wires[ranks] = self.network.wire(ranks)
-        return self.wires[ranks]
+            self.events.request_start(flight, now)
 
     # -- calls --
-
-    def _start(self, asked: Starts, now: float) -> None:
-        """Everybody is there. It may have to wait for a wire, or for the call before it in its lane."""
-        flight = asked.flight
-        taken = next((port for port in flight.ports if port in self.busy), None)
-        if flight.lost:
-            return
-        if taken is not None:
-            self.busy[taken].append(flight)
-            return
-        for port in flight.ports:
-            self.busy[port] = []
-        call, kind, _ = self._price(flight)
-        if kind >= 0:
-            flight.flow = Flow(kind, call.sent, call.most)
-            self._push(now + call.gap_s, Flows(flight))
-            return
-        begin = now if flight.ports else max(now, self.lanes.get(flight.lane, 0.0))
-        self.lanes[flight.lane] = begin + call.busy_s
-        if flight.ports and call.rest_s:
-            self._push(begin + call.busy_s, Freed(flight))
-        self._push(begin + call.busy_s + call.rest_s, flight)
-
-    def _flow(self, asked: Flows, now: float) -> None:
-        flow = asked.flight.flow
-        if flow is not None and self.sharing is not None and not asked.flight.lost:
-            self.flying[flow] = asked.flight
-            self._foresee(self.sharing.add(flow, now))
-
-    def _foresee(self, changed: Iterable[Flow]) -> None:
-        for flow in changed:
-            if flow.end < float("inf"):
-                self._push(flow.end, Flown(self.flying[flow], flow.version))
-
-    def _flown(self, foreseen: Flown, now: float) -> None:
-        flight, flow = foreseen.flight, foreseen.flight.flow
-        if flow is None or flow.version != foreseen.version or self.sharing is None:
-            return
-        flight.flow = None
-        del self.flying[flow]
-        self._foresee(self.sharing.remove(flow, now))
-        self._free(flight, now)
-        self._push(now + self._price(flight)[0].rest_s, flight)
-
-    def _free(self, flight: Flight, now: float) -> None:
-        """Its wires are free for those that wait, in the order in which they came."""
-        ports, flight.ports = flight.ports, ()
-        for other in [other for port in ports for other in self.busy.pop(port, [])]:
-            self._ask(other, now)
-
-    def _price(self, flight: Flight) -> tuple[Call, int, float]:
-        """What a call costs; its class where it shares links, else -1; and its seconds with nobody beside it but its like."""
-        action = flight.action
-        op = "send" if action.op in MESSAGES else action.op
-        size = action.bytes if action.likely is None else action.likely
-        key = (op, size, action.blocks, flight.lane)
-        if key not in self.prices:
-            call, kind = self.network.call(op, size, flight.ranks, blocks=action.blocks), -1
-            most = call.most
-            if self.sharing is not None:
-                ends = flight.ranks if op == "send" else (flight.ranks[0], -1)
-                kind = int(self.fold.edges[self.fold.meetings.edge(op, action.axis, *ends)])
-                links = self.fold.links[0]
-                most = min([most, *(links.capacity[link] / load for link, load in links.loads.get(kind, ()))])
-            alone = call.gap_s + (call.sent / most if most else 0.0)
-            self.prices[key] = call, kind, alone
-        return self.prices[key]
 
     def _land(self, flight: Flight, now: float) -> None:
         if flight.lost:
@@ -303,7 +178,7 @@ class _Engine:
             count = 2 if action.op in MESSAGES else len(flight.ranks)
             held, waited = flight.held.get(rank.number, 0.0), flight.waited.get(rank.number, 0.0)
             rank.spans.append(Span(action.name, action.op, action.axis, count, action.bytes, begun, now, held, waited))
-        self._free(flight, now)
+        self.transfers.release_ports(flight, now)
         for waiter in flight.waiting:
             waiter.pending -= 1
             waiter.since = now
@@ -325,36 +200,29 @@ class _Engine:
         rank.spans[:] = [span if span.ended <= now else _cut_short(span, now) for span in rank.spans if span.begun < now]
         for flight in rank.flights.values():
             if not flight.done:
-                flight.lost = True
-                if flight.flow in self.flying and self.sharing is not None:
-                    del self.flying[flight.flow]
-                    self._foresee(self.sharing.remove(flight.flow, now))
-                flight.flow = None
-                self._free(flight, now)
-
-    def _change(self, event: Changes, now: float) -> None:
-        if self.sharing is not None:
-            self._foresee(self.sharing.change(event.moment, now))
+                self.transfers.fail(flight, now)
 
     def _lost(self, ranks: list[Rank]) -> Lost | None:
         stuck = [rank for rank in ranks if not rank.over]
         if not stuck:
             return None
         if not (self.faults.fail or self.faults.degrade):
-            self._refuse(stuck[0])
+            raise self._deadlock(stuck[0])
         alive = [rank for rank in stuck if not rank.dead]
         sizes = self.fold.sizes
         first = min(alive or stuck, key=lambda rank: rank.since)
-        return Lost(first.since, sum(sizes[rank.number] for rank in stuck), next(self._open_calls(first), ""))
+        return Lost(first.since, sum(sizes[rank.number] for rank in stuck), next(_unfinished_calls(first), ""))
 
-    def _open_calls(self, rank: Rank) -> Iterator[str]:
-        return (name for name, flight in reversed(rank.flights.items()) if not flight.done)
-
-    def _refuse(self, rank: Rank) -> None:
-        raise RequestError(
-            f"schedule {self.schedule.name or ''}: rank {self.fold.first[rank.number]} waits for ever at '{next(self._open_calls(rank), '?')}', "
+    def _deadlock(self, rank: Rank) -> RequestError:
+        return RequestError(
+            f"schedule {self.schedule.name or ''}: rank {self.fold.first[rank.number]} waits for ever at '{next(_unfinished_calls(rank), '?')}', "
             f"action {rank.at} of {len(rank.program)}: what it waits for is never done".replace("  ", " ")
         )
+
+
+def _unfinished_calls(rank: Rank) -> Iterator[str]:
+    """Their names, the last that it joined first."""
+    return (name for name, flight in reversed(rank.flights.items()) if not flight.done)
 
 
 def _cut_short(span: Span, now: float) -> Span:

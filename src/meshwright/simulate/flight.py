@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,3 +117,27 @@ class Changes:
 
 
 Event = Rank | Flight | Starts | Flows | Flown | Freed | Dies | Changes
+
+
+class EventQueue:
+    """What is still to happen, in the order of time."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, float, int, int, Event]] = []
+        self._count = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
+
+    def push(self, when: float, what: Event) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (when, 0, 0.0, 0, self._count, what))
+
+    def request_start(self, flight: Flight, now: float) -> None:
+        """After all else that happens now: who is first for a wire must not depend on the order in which ranks are looked at."""
+        self._count += 1
+        heapq.heappush(self._heap, (now, 1, flight.ready, flight.place, self._count, Starts(flight)))
+
+    def pop(self) -> tuple[float, Event]:
+        now, *_, what = heapq.heappop(self._heap)
+        return now, what

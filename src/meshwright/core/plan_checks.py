@@ -1,0 +1,97 @@
+"""What makes a plan legal, each with the reason and what to change. A plan asks when it is made; what does not go together is in combinations.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meshwright.core.combinations import check_combinations
+from meshwright.core.compression import check_compression
+from meshwright.core.errors import RequestError
+from meshwright.core.hybrid import check_places
+from meshwright.core.recompute import check_modes, check_recomputing
+from meshwright.core.routes import check_routes
+from meshwright.core.shares import check_states
+
+if TYPE_CHECKING:
+    from meshwright.core.plan import Plan
+
+OFFLOADS = ("none", "optimizer")
+
+
+def check_plan(plan: Plan) -> None:
+    mesh, zero = plan.mesh, plan.memory.zero
+    if plan.version != 1:
+        raise RequestError(f"plan version {plan.version} is newer than this Meshwright, which reads version 1: upgrade it")
+    if plan.micro_batches < 1:
+        raise RequestError(f"plan: micro_batches={plan.micro_batches} must be at least 1")
+    if zero and mesh.shard == 1 and mesh.size > 1:
+        raise RequestError(f"plan: zero={zero} cuts over the shard axis, and mesh {mesh} has none: use --mesh shard={mesh.size}")
+    if not zero and mesh.shard > 1:
+        raise RequestError(f"plan: mesh {mesh} has a shard axis but zero=0: set zero=1, 2 or 3, or use --mesh dp={mesh.data_width}")
+    _check_memory(plan)
+    _check_devices(plan)
+    _check_sync(plan)
+    check_combinations(plan)
+    check_states(plan.balance.states, mesh, zero)
+    if plan.balance.shares:
+        _check_shares(plan)
+    else:
+        _check_batch(plan)
+
+
+def _check_memory(plan: Plan) -> None:
+    memory, mesh = plan.memory, plan.mesh
+    if memory.zero not in (0, 1, 2, 3):
+        raise RequestError(f"plan: memory.zero={memory.zero} must be 0, 1, 2 or 3")
+    check_modes(memory.recompute, memory.layers, memory.units)
+    check_recomputing(memory.modes.values(), mesh.degree("tp"), plan.compile, plan.schedule if mesh.pp > 1 else "")
+    if "selective" in memory.modes.values() and plan.spatial.grid:
+        raise RequestError(f"plan: recompute=selective would exchange again over cp in mesh {mesh}: set recompute=full or none")
+    if memory.precision == "fp8" and plan.device == "cpu":
+        raise RequestError("plan: precision=fp8 needs a GPU of compute capability 8.9 or newer, and this plan is for CPUs: use bf16")
+    if memory.offload not in OFFLOADS:
+        raise RequestError(f"plan: memory.offload={memory.offload} must be {' or '.join(OFFLOADS)}")
+
+
+def _check_devices(plan: Plan) -> None:
+    if plan.seats and len(plan.seats) != plan.world:
+        raise RequestError(f"plan: seats has {len(plan.seats)} entries for mesh {plan.mesh} of {plan.world} ranks: give {plan.world}")
+    if plan.threads < 0:
+        raise RequestError(f"plan: threads={plan.threads} must be 0 (as the environment says) or more")
+
+
+def _check_sync(plan: Plan) -> None:
+    sync, precision = plan.sync, plan.memory.precision
+    if min(sync.bucket_bytes, sync.first_bucket_bytes) < 1:
+        raise RequestError(f"plan: sync.bucket_bytes={sync.bucket_bytes} must be positive")
+    if not 0 < sync.timeout_s < float("inf"):
+        raise RequestError(f"plan: sync.timeout_s={sync.timeout_s} must be a positive number of seconds")
+    check_routes(sync.routes, plan.backend, sync.nodes, plan.world)
+    check_compression(sync.compression, sync.compression_rank, plan.mesh, plan.memory.zero, precision)
+    if plan.places and sync.routes:
+        raise RequestError("plan: sync.routes are for ranks on like devices, and places names others: leave sync.routes out")
+    if plan.places:
+        check_places(plan.places, plan.mesh, plan.backend, precision)
+
+
+def _check_shares(plan: Plan) -> None:
+    shares, width = plan.balance.shares, plan.mesh.data_width
+    if len(shares) != width:
+        raise RequestError(f"plan: balance.shares has {len(shares)} entries for {width} data ranks: give {width}")
+    if sum(shares) != plan.global_batch:
+        raise RequestError(f"plan: balance.shares sum to {sum(shares)}, not to global_batch={plan.global_batch}: change one of them")
+    if min(shares) < 1:
+        raise RequestError(f"plan: a share of {min(shares)} samples is empty: give every data rank at least one")
+    if min(shares) < plan.micro_batches:
+        most = max(min(shares), 1)
+        raise RequestError(f"plan: a share of {min(shares)} samples cannot make {plan.micro_batches} micro-batches: set micro_batches={most}")
+
+
+def _check_batch(plan: Plan) -> None:
+    batch, width = plan.global_batch, plan.mesh.data_width
+    step = width * plan.micro_batches
+    if batch < 1 or batch % step:
+        down, up = max(batch // step, 1) * step, (max(batch, 0) // step + 1) * step
+        better = f"{down}" if down == up else f"{down} or {up}"
+        cut = f"{width} data ranks × {plan.micro_batches} micro-batches = {step}"
+        raise RequestError(f"global batch {batch} does not divide into {cut}: change --global-batch to {better}")

@@ -1,0 +1,136 @@
+"""One gradient bucket at work: the flat gradient that its parameters' gradients are views of and, under ZeRO, its flat parameters and the shard
+of them that this rank's optimizer steps. Nothing here communicates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.core.comm import Pending
+from meshwright.execute.data_parallel import OptimizerShard
+from meshwright.execute.slices import Slices
+from meshwright.schedule.buckets import Bucket
+
+
+@dataclass
+class BucketState:
+    """Made with its layout; ZeRO's stages 1 and 2 then move the parameters into it."""
+
+    layout: Bucket
+    params: tuple[nn.Parameter, ...]
+    name: str
+    zero: int
+    slices: Slices  # of the flat buffers; under stage 0 nobody asks
+    grads: torch.Tensor | None = None  # the flat gradient; None while released (stage 2)
+    flat_params: torch.Tensor | None = None  # stages 1 and 2
+    shard: nn.Parameter | None = None  # this rank's slice of `flat_params`: what the optimizer steps
+    grad_views: list[torch.Tensor] = field(default_factory=list)  # of `grads`, one for each parameter
+    awaited_slots: set[int] = field(default_factory=set)  # whose gradient has not arrived in this backward
+    pending: Pending | None = None
+    accumulated: torch.Tensor | None = None  # an earlier backward's reduced shard, when the user accumulates across backwards
+
+    def __post_init__(self) -> None:
+        self.await_all()
+        if self.zero < 2 and not self.is_single_param:
+            self.set_flat_grads(self._new_flat_buffer())
+
+    @property
+    def is_single_param(self) -> bool:
+        """One parameter without padding: its gradient, as autograd makes it, is the bucket."""
+        return len(self.params) == 1 and self.layout.numel == self.params[0].numel()
+
+    @property
+    def param_group(self) -> int:
+        """The optimizer's."""
+        key: Any = self.layout.key
+        return int(key[0])
+
+    @property
+    def optimizer_shards(self) -> tuple[OptimizerShard, ...]:
+        return (OptimizerShard(self.shard, 0, self.param_group, range(len(self.params))),) if self.shard is not None else ()
+
+    def _new_flat_buffer(self) -> torch.Tensor:
+        first = self.params[0]
+        return torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
+
+    def shard_parameters(self) -> nn.Parameter:
+        """Move the parameters into a flat buffer; this rank's shard of it."""
+        flat = self._new_flat_buffer()
+        for slot, param in zip(self.layout.slots, self.params, strict=True):
+            view = flat[slot.offset : slot.offset + slot.numel].view_as(param)
+            view.copy_(param.data)
+            param.data = view
+        self.flat_params, self.shard = flat, nn.Parameter(self.slices.own(flat))
+        return self.shard
+
+    def await_all(self) -> None:
+        """Before a backward: every gradient is still to come."""
+        self.pending, self.awaited_slots = None, set(range(len(self.params)))
+
+    def set_flat_grads(self, grads: torch.Tensor) -> None:
+        self.grads = grads
+        slots = zip(self.layout.slots, self.params, strict=True)
+        self.grad_views = [grads[slot.offset : slot.offset + slot.numel].view_as(param) for slot, param in slots]
+
+    def grad_view(self, slot: int) -> torch.Tensor:
+        self._save_accumulated()
+        if self.grads is None:
+            self.set_flat_grads(self._new_flat_buffer())
+        return self.grad_views[slot]
+
+    def _save_accumulated(self) -> None:
+        """Before the flat gradient is written again: the shard's gradient, a slice of it, may hold an earlier backward's result."""
+        if self.zero == 1 and self.accumulated is None and self.shard is not None and self.shard.grad is not None:
+            self.accumulated = self.shard.grad.clone()
+
+    def take_gradient(self, slot: int) -> None:
+        """Autograd has a parameter's gradient: it becomes a view of the flat gradient, or is the flat gradient."""
+        param = self.params[slot]
+        assert param.grad is not None
+        if self.is_single_param and param.grad.is_contiguous():
+            self._save_accumulated()
+            self.set_flat_grads(param.grad.view(-1))
+        else:
+            view = self.grad_view(slot)
+            if param.grad.data_ptr() != view.data_ptr():
+                view.copy_(param.grad)
+                param.grad = view
+
+    def fill_missing_gradients(self) -> None:
+        """A parameter that this backward did not reach keeps what was accumulated before, or counts as zero."""
+        for slot in self.awaited_slots:
+            param, view = self.params[slot], self.grad_view(slot)
+            if param.grad is None:
+                view.zero_()
+            elif param.grad.data_ptr() != view.data_ptr():
+                view.copy_(param.grad)
+            param.grad = view
+
+    def store_shard_gradient(self) -> None:
+        """The flat gradient is reduced: its slice becomes the shard's gradient. Stage 2 gives the rest of the memory back."""
+        assert self.grads is not None and self.shard is not None
+        mine = self.slices.own(self.grads)
+        for param in self.params:
+            param.grad = None
+        if self.zero == 2:
+            self.shard.grad = mine.clone() if self.shard.grad is None else self.shard.grad.add_(mine)
+            self.grads, self.grad_views, self.pending = None, [], None
+        else:
+            self.shard.grad = mine if self.accumulated is None else mine.add_(self.accumulated)
+            self.accumulated = None
+
+    def clear(self) -> None:
+        """Drop gradients after a step."""
+        self.accumulated = None
+        if self.is_single_param:
+            self.grads, self.grad_views = None, []
+        for param in self.params if self.shard is None else (*self.params, self.shard):
+            param.grad = None
+
+    def gradient_bytes(self) -> int:
+        held = [self.grads] if self.grads is not None else []
+        held += [self.shard.grad] if self.zero == 2 and self.shard is not None and self.shard.grad is not None else []
+        return sum(t.numel() * t.element_size() for t in held)

@@ -1,0 +1,159 @@
+"""One flat buffer of a ZeRO-3 unit: its parameters lie one behind the other, and this rank keeps a shard of them.
+
+Unsharded, parameters are views of all ranks' shards. Resharded, they have their shapes and no values, and the memory is free: reading one
+gives NaN, and writing it is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from meshwright.core.comm import Comm, Pending
+from meshwright.execute.data_parallel import OptimizerShard
+from meshwright.execute.slices import Slices, slices_of
+from meshwright.schedule.buckets import Bucket, Kind, unit_buckets
+
+
+@dataclass
+class FlatBuffer:
+    """Parameters of one dtype and kind, trained or not, and their gradients while backward makes them."""
+
+    layout: Bucket
+    params: tuple[nn.Parameter, ...]
+    slices: Slices
+    local_shard: torch.Tensor  # in the storage dtype
+    full_params: torch.Tensor  # all ranks' shards, in the compute dtype; without memory unless unsharded
+    param_views: tuple[torch.Tensor, ...]
+    placeholders: tuple[torch.Tensor, ...]  # what parameters show while they are resharded
+    padding: tuple[slice, ...]  # between parameters
+    optimizer_shards: tuple[OptimizerShard, ...] = ()  # of `local_shard`, by optimizer group; none of what is not trained
+    grads: torch.Tensor | None = None  # the reduce-scatter's input
+    awaited_slots: set[int] = field(default_factory=set)  # whose gradient has not arrived in this backward
+    is_sent: bool = False  # in this backward
+    pending_gather: Pending | None = None
+
+    def start_unshard(self, comm: Comm, unit: str) -> None:
+        """Launch the all-gather, unless it is under way."""
+        if self.pending_gather is None:
+            self.full_params.untyped_storage().resize_(self.full_params.nbytes)
+            shard = self.local_shard.to(self.full_params.dtype)
+            self.pending_gather = comm.all_gather(self.full_params, shard, f"params/{unit}", self.slices.uneven)
+
+    def finish_unshard(self) -> None:
+        assert self.pending_gather is not None
+        self.pending_gather.wait()
+        self.pending_gather = None
+        for param, view in zip(self.params, self.param_views, strict=True):
+            param.data = view
+
+    def reshard(self) -> None:
+        """Free the memory of all ranks' shards."""
+        for param, placeholder in zip(self.params, self.placeholders, strict=True):
+            param.data = placeholder
+        self.full_params.untyped_storage().resize_(0)
+
+    def grad_view(self, slot: int) -> torch.Tensor:
+        """Where a parameter's gradient belongs in the reduce-scatter's input."""
+        if self.grads is None:
+            self.grads = torch.empty(self.layout.numel, dtype=self.local_shard.dtype, device=self.local_shard.device)
+            for gap in self.padding:
+                self.grads[gap].zero_()
+        place = self.layout.slots[slot]
+        return self.grads[place.offset : place.offset + place.numel].view_as(self.params[slot])
+
+    def take_grads(self) -> torch.Tensor:
+        """The reduce-scatter's input, which is the caller's from here on. What backward did not reach counts as zero."""
+        for slot in self.awaited_slots:
+            self.grad_view(slot).zero_()
+        assert self.grads is not None
+        grads, self.grads, self.is_sent = self.grads, None, True
+        return grads
+
+    def await_gradients(self) -> None:
+        """Before a backward: every gradient is still to come."""
+        self.is_sent, self.awaited_slots = False, set(range(len(self.params)))
+
+    def add_shard_gradient(self, reduced: torch.Tensor) -> None:
+        """Add a reduce-scatter's output to the gradients of what the optimizer steps."""
+        for shard in self.optimizer_shards:
+            new = reduced[shard.start : shard.start + shard.param.numel()]
+            shard.param.grad = new if shard.param.grad is None else shard.param.grad.add_(new)
+
+    def gather_full(self, comm: Comm, unit: str) -> dict[int, torch.Tensor]:
+        """Its parameters' values in the storage dtype, on the CPU, by the parameters' ids. Collective."""
+        full = self.local_shard.new_empty(self.layout.numel)
+        comm.at_once.all_gather(full, self.local_shard, f"state/{unit}", self.slices.uneven).wait()
+        slots = zip(self.layout.slots, self.params, strict=True)
+        return {id(p): full[s.offset : s.offset + s.numel].view(p.shape).cpu() for s, p in slots}
+
+
+@dataclass(frozen=True)
+class FlatBufferFactory:
+    """Moves parameters into flat buffers and shards them."""
+
+    shard_group: Comm
+    state_fractions: Sequence[float]  # of each rank of the group; none where they are equal
+    compute_dtype: torch.dtype | None  # of floating parameters once they are gathered; None: as they are stored
+    param_groups: Mapping[int, int]  # the optimizer's, by a parameter's id
+    kinds: Mapping[int, Kind]  # by a parameter's id
+
+    def make(self, params: Sequence[nn.Parameter], tied_names: Mapping[int, str]) -> tuple[FlatBuffer, ...]:
+        """The buffers of one unit. A parameter that has a tied name lies in one of its own."""
+        params = sorted(params, key=self._param_group)
+        layouts = unit_buckets(
+            [p.numel() for p in params],
+            [self._gathered_dtype(p).itemsize for p in params],
+            [(str(p.dtype), p.requires_grad, tied_names.get(id(p), ""), self.kinds.get(id(p), Kind())) for p in params],
+            self.shard_group.size,
+        )
+        return tuple(self._make_one(layout, tuple(params[s.index] for s in layout.slots)) for layout in layouts)
+
+    def _make_one(self, layout: Bucket, params: tuple[nn.Parameter, ...]) -> FlatBuffer:
+        first, slots = params[0], layout.slots
+        full = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
+        for slot, param in zip(slots, params, strict=True):
+            full[slot.offset : slot.offset + slot.numel].view_as(param).copy_(param.data)
+        slices = slices_of(layout, self.shard_group, self.state_fractions)
+        gathered = torch.empty(layout.numel, dtype=self._gathered_dtype(first), device=first.device)
+        nothing = torch.full((), float("nan"), device=first.device).to(gathered.dtype)
+        flat = FlatBuffer(
+            layout,
+            params,
+            slices,
+            local_shard=slices.own(full).clone(),
+            full_params=gathered,
+            param_views=tuple(gathered[s.offset : s.offset + s.numel].view_as(p) for s, p in zip(slots, params, strict=True)),
+            placeholders=tuple(nothing.expand(p.shape) for p in params),
+            padding=_padding(layout),
+        )
+        if first.requires_grad:
+            flat.optimizer_shards = tuple(_split_by_param_group(flat, [self._param_group(p) for p in params]))
+            flat.await_gradients()
+        flat.reshard()
+        return flat
+
+    def _gathered_dtype(self, param: torch.Tensor) -> torch.dtype:
+        return self.compute_dtype if self.compute_dtype is not None and param.is_floating_point() else param.dtype
+
+    def _param_group(self, param: nn.Parameter) -> int:
+        return self.param_groups.get(id(param), -1)
+
+
+def _padding(layout: Bucket) -> tuple[slice, ...]:
+    ends = [*(s.offset for s in layout.slots[1:]), layout.numel]
+    return tuple(slice(s.offset + s.numel, end) for s, end in zip(layout.slots, ends, strict=True) if s.offset + s.numel < end)
+
+
+def _split_by_param_group(flat: FlatBuffer, groups: Sequence[int]) -> Iterator[OptimizerShard]:
+    """This rank's shard, cut where the optimizer's group changes. A group's part of it may be empty."""
+    start, size = flat.slices.start, flat.slices.size
+    firsts = [i for i, group in enumerate(groups) if not i or group != groups[i - 1]]
+    for first, last in zip(firsts, [*firsts[1:], len(groups)], strict=True):
+        begin = flat.layout.slots[first].offset if first else 0
+        end = flat.layout.slots[last].offset if last < len(groups) else flat.layout.numel
+        low, high = (min(max(x - start, 0), size) for x in (begin, end))
+        yield OptimizerShard(nn.Parameter(flat.local_shard[low:high]), low, groups[first], range(first, last))

@@ -1,0 +1,109 @@
+"""Units of ZeRO-3: modules whose parameters are unsharded and resharded as one. Which parameters belong to which, and what follows what."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from meshwright.core.comm import Comm
+from meshwright.core.errors import RequestError
+from meshwright.core.plan import Plan
+from meshwright.execute.flat_buffer import FlatBuffer, FlatBufferFactory
+from meshwright.execute.groups import Groups
+
+ROOT = "root"  # the unit of what is in no other
+
+
+@dataclass
+class ShardedUnit:
+    """A module whose parameters are gathered as one; the rest of the model is one too."""
+
+    name: str
+    flat_buffers: tuple[FlatBuffer, ...]
+    is_expert_parallel: bool
+    is_unsharded: bool = False  # parameters show their values
+    in_backward: bool = False
+    last_backward_id: int = -1  # torch's number of the last backward in which all its gradients have arrived
+    prev_unit: ShardedUnit | None = None
+    next_unit: ShardedUnit | None = None
+
+    @property
+    def has_frozen_params(self) -> bool:
+        """Whether backward may need values after the last gradient has arrived."""
+        return any(not flat.optimizer_shards for flat in self.flat_buffers)
+
+    def start_unshard(self, comm: Comm) -> None:
+        """Launch the all-gathers; nothing if the values are here, or on their way."""
+        for flat in self.flat_buffers if not self.is_unsharded else ():
+            flat.start_unshard(comm, self.name)
+
+    def unshard(self, comm: Comm) -> None:
+        if self.is_unsharded:
+            return
+        self.start_unshard(comm)
+        for flat in self.flat_buffers:
+            flat.finish_unshard()
+        self.is_unsharded = True
+
+    def reshard(self) -> None:
+        for flat in self.flat_buffers if self.is_unsharded else ():
+            flat.reshard()
+        self.is_unsharded = False
+
+    def discard_prefetched(self, comm: Comm) -> None:
+        """After the optimizer's step, values that were gathered ahead and not used are old."""
+        if any(flat.pending_gather is not None for flat in self.flat_buffers):
+            self.unshard(comm)
+        self.reshard()
+
+    def end_backward(self, backward_id: int) -> None:
+        self.reshard()
+        self.in_backward, self.last_backward_id = False, backward_id
+        for flat in self.flat_buffers:
+            flat.await_gradients()
+
+
+def make_units(
+    model: nn.Module, plan: Plan, groups: Groups, factory: FlatBufferFactory, tied: Collection[str]
+) -> Iterator[tuple[ShardedUnit, nn.Module]]:  # fmt: skip
+    """Every unit and its module, with each parameter in the first unit that has it. `tied` parameters are shared by pipeline stages."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    experts = _expert_units(model, plan) if groups.ep.size > 1 else []
+    units = _stage_units(model, plan, groups) if groups.pp.size > 1 else [*plan.memory.units, ""]
+    left = {id(p) for p in model.parameters() if p.numel()}
+    for name in dict.fromkeys([*experts, *units]):
+        module = model.get_submodule(name)
+        params = [p for p in module.parameters() if id(p) in left]
+        left -= {id(p) for p in params}
+        if params:
+            tied_names = {id(p): names[id(p)] for p in params if names[id(p)] in tied}
+            yield ShardedUnit(name or ROOT, factory.make(params, tied_names), name in experts), module
+
+
+def link_units(units: Sequence[ShardedUnit]) -> None:
+    """Say of each unit which one comes before and after it, so that it can be gathered ahead. The root's own code is around all others."""
+    chain = [unit for unit in units if not unit.is_expert_parallel and unit.name != ROOT]
+    for unit, following in itertools.pairwise(chain):
+        unit.next_unit, following.prev_unit = following, unit
+    root = next((unit for unit in units if unit.name == ROOT), None)
+    if root is not None and chain:
+        root.next_unit, root.prev_unit = chain[0], chain[-1]
+
+
+def _expert_units(model: nn.Module, plan: Plan) -> list[str]:
+    """Mixtures of which this rank holds experts: units of their own, since the ranks that hold the same are others than for the rest."""
+    found = {m.module: [n for n, _ in model.get_submodule(m.module).named_parameters()] for m in plan.owners.mixtures}
+    for module, names in found.items():
+        for name in (n for n in names if f"{module}.{n}" not in plan.owners.parameters):
+            raise RequestError(f"zero=3 with ep: {module} has experts and, in {name}, a parameter that every rank holds: use zero=1 or zero=2")
+    return [module for module, names in found.items() if names]
+
+
+def _stage_units(model: nn.Module, plan: Plan, groups: Groups) -> list[str]:
+    """A pipeline's stage leaves the model's forward half way, so there the model itself is no unit, and every layer of the stage is one."""
+    modules = dict(model.named_modules())
+    mine = {n for i, stage in enumerate(plan.stages) if plan.stage_rank(i) == groups.pp.rank for n in stage.layers if n in modules}
+    return sorted(mine, key=lambda n: (-n.count("."), n))  # inner ones first

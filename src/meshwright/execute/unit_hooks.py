@@ -1,0 +1,162 @@
+"""The hooks of ZeRO-3 (see [Note: a unit's life] in units.py): they unshard units around forward and backward, and reduce-scatter gradients."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from meshwright.core.comm import Comm, Pending
+from meshwright.execute.flat_buffer import FlatBuffer
+from meshwright.execute.groups import Groups
+from meshwright.execute.sharded_unit import ShardedUnit
+
+
+class ReduceScatterQueue:
+    """Gradients on their way to the ranks that step them."""
+
+    def __init__(self, groups: Groups, max_in_flight: int) -> None:
+        """At most so many buffers travel beside what follows: their memory is wanted."""
+        self.groups, self.op = groups, "mean"
+        self._max_in_flight = max_in_flight
+        self._in_flight: deque[tuple[ShardedUnit, FlatBuffer, torch.Tensor, torch.Tensor, Pending]] = deque()
+
+    def launch(self, unit: ShardedUnit, flat: FlatBuffer) -> None:
+        grads, reduced = flat.take_grads(), torch.empty_like(flat.local_shard)
+        work = self.groups.shard.reduce_scatter(reduced, grads, f"grads/{unit.name}", self.op, flat.slices.uneven)
+        self._in_flight.append((unit, flat, reduced, grads, work))
+        self.drain(self._max_in_flight)
+
+    def drain(self, max_in_flight: int = 0) -> None:
+        """Finish what was launched, but for the last few."""
+        while len(self._in_flight) > max_in_flight:
+            unit, flat, reduced, _, work = self._in_flight.popleft()
+            work.wait()
+            replicas = self.groups.owned if unit.is_expert_parallel else self.groups.replica
+            if replicas.size > 1:
+                replicas.at_once.all_reduce(reduced, f"replicas/{unit.name}", self.op).wait()
+            if unit.is_expert_parallel and self.op == "mean":
+                reduced.mul_(1.0 / self.groups.ep.size)  # an expert's rank has the sum over what all ranks along `ep` sent it
+            flat.add_shard_gradient(reduced)
+
+
+class UnitHooks:
+    """Drives units through forward and backward, from their modules' and parameters' hooks."""
+
+    def __init__(self, shard_group: Comm, scatters: ReduceScatterQueue, compute_dtype: torch.dtype | None) -> None:
+        self._shard_group, self._scatters, self._compute_dtype = shard_group, scatters, compute_dtype
+        self._units: list[ShardedUnit] = []
+        self._slot_of_param: dict[int, tuple[ShardedUnit, FlatBuffer, int]] = {}
+        self._backward_id = -1  # torch's number of the backward that runs
+
+    def attach(self, unit: ShardedUnit, module: nn.Module) -> None:
+        """Hooks run outside of compiled graphs."""
+        self._units.append(unit)
+        for flat in (f for f in unit.flat_buffers if f.optimizer_shards):
+            for slot, param in enumerate(flat.params):
+                self._slot_of_param[id(param)] = (unit, flat, slot)
+                param.register_post_accumulate_grad_hook(self._on_gradient_ready)
+        before = torch.compiler.disable(lambda _, args, kwargs: self._pre_forward(unit, args, kwargs))
+        after = torch.compiler.disable(lambda _m, _a, output: self._post_forward(unit, output))
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(after)
+
+    # -- forward --
+
+    def _pre_forward(self, unit: ShardedUnit, args: Any, kwargs: Any) -> Any:
+        unit.unshard(self._shard_group)
+        if unit.next_unit is not None and not _runs_backward():
+            unit.next_unit.start_unshard(self._shard_group)
+        if self._compute_dtype is not None:
+            args, kwargs = pytree.tree_map(self._cast_input, (args, kwargs))
+        if unit.has_frozen_params and torch.is_grad_enabled():
+            args, kwargs = _call_after_backward(unit.reshard, args, kwargs)
+        return args, kwargs
+
+    def _cast_input(self, value: Any) -> Any:
+        return value.to(self._compute_dtype) if torch.is_tensor(value) and value.is_floating_point() else value
+
+    def _post_forward(self, unit: ShardedUnit, output: Any) -> None:
+        wanted = [t for t in pytree.tree_leaves(output) if torch.is_tensor(t) and t.requires_grad] if torch.is_grad_enabled() else []
+        if _runs_backward():  # computed again: its own backward is next
+            self._pre_backward(unit)
+            return
+        for tensor in wanted:
+            tensor.register_hook(lambda _: self._pre_backward(unit))
+        unit.reshard()
+
+    # -- backward --
+
+    def _pre_backward(self, unit: ShardedUnit) -> None:
+        self._start_backward()
+        if unit.last_backward_id == self._backward_id:
+            return  # by the way of an output that was handed through
+        unit.in_backward = True
+        unit.unshard(self._shard_group)
+        before = unit.prev_unit
+        if before is not None and not before.in_backward and before.last_backward_id != self._backward_id:
+            before.start_unshard(self._shard_group)
+
+    def _start_backward(self) -> None:
+        if self._backward_id != (now := torch._C._current_graph_task_id()):
+            self._backward_id = now
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _on_gradient_ready(self, param: torch.Tensor) -> None:
+        unit, flat, slot = self._slot_of_param[id(param)]
+        assert param.grad is not None
+        self._start_backward()
+        unit.in_backward = True
+        flat.grad_view(slot).copy_(param.grad)
+        param.grad = None
+        flat.awaited_slots.discard(slot)
+        if not flat.awaited_slots:
+            self._scatters.launch(unit, flat)
+            if not unit.has_frozen_params and all(f.is_sent for f in unit.flat_buffers):
+                unit.end_backward(self._backward_id)
+
+    def _end_backward(self) -> None:
+        """Units whose gradients have not all arrived send what they have."""
+        for unit in self._units:
+            for flat in unit.flat_buffers if unit.in_backward else ():
+                if flat.optimizer_shards and not flat.is_sent:
+                    self._scatters.launch(unit, flat)
+            unit.end_backward(self._backward_id)
+        self._scatters.drain()
+
+    def discard_prefetched(self) -> None:
+        """After the optimizer's step."""
+        for unit in self._units:
+            unit.discard_prefetched(self._shard_group)
+
+
+class _AfterBackward(torch.autograd.Function):
+    """Tensors go in as they are; when their gradients have come out, backward has left."""
+
+    @staticmethod
+    def forward(ctx: Any, callback: Callable[[], None], *tensors: torch.Tensor) -> Any:
+        ctx.callback = callback
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.callback()
+        return None, *grads
+
+
+def _call_after_backward(callback: Callable[[], None], args: Any, kwargs: Any) -> Any:
+    """Backward has left a unit when it has all gradients of its inputs. Then parameters that are not trained are not needed any more."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    learned = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.requires_grad]
+    if learned:
+        for i, passed in zip(learned, _AfterBackward.apply(callback, *(leaves[i] for i in learned)), strict=True):
+            leaves[i] = passed
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def _runs_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() >= 0)
