@@ -468,7 +468,10 @@ def loaded_by(code: str, modules: set[str], cwd: Path) -> set[str]:
 @pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["describe", "--help"]], ids=" ".join)
 def test_help_does_not_wait_for_torch(arguments: list[str], tmp_path: Path) -> None:
     code = f"from meshwright.cli.main import main; main({arguments!r})"
-    assert loaded_by(code, {"torch", "numpy", "meshwright.orchestrate", "meshwright.plan", "meshwright.schedule", "meshwright.observe"}, tmp_path) == set()
+    assert (
+        loaded_by(code, {"torch", "numpy", "meshwright.orchestrate", "meshwright.plan", "meshwright.schedule", "meshwright.observe"}, tmp_path)
+        == set()
+    )
 
 
 def test_planning_does_not_wait_for_what_ranks_run(tmp_path: Path) -> None:

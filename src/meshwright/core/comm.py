@@ -10,7 +10,6 @@ if TYPE_CHECKING:
 
 Messages: TypeAlias = "Sequence[tuple[int, torch.Tensor]]"  # (rank in the group, what is sent to it or arrives from it)
 TRIES = 32  # calls of one operation and size by which a group that has several ways of its own has found the quickest
-OPERATIONS = ("sum", "mean", "product", "max", "min")  # of reductions
 
 
 class Pending(Protocol):

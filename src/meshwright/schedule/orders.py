@@ -7,7 +7,6 @@ from typing import Literal, NamedTuple
 
 from meshwright.core.errors import RequestError, unknown
 
-Order = Literal["gpipe", "1f1b", "interleaved"]
 ORDERS = ("gpipe", "1f1b", "interleaved")
 Phase = Literal["forward", "backward", "weights"]  # zero bubble's backward is in two: what goes back first, gradients of weights later
 
