@@ -13,7 +13,7 @@ from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.serial import to_data
 from meshwright.describe.flow import trace_module_flow
-from meshwright.plan.tensor import choose_cuts
+from meshwright.plan.tensor import choose_grid
 from tests.procs.spread import FAMILIES, ZOO, check, model_of, spread
 
 
@@ -91,7 +91,7 @@ def test_dropout_is_the_same_on_all_ranks_of_a_group(pool: Any) -> None:
     """Ranks may have seeded themselves differently; what they all hold must stay the same on all."""
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.Dropout(0.5), nn.LayerNorm(4))
     flow = trace_module_flow(model, lambda m, b: m(b["x"]).square().mean(), {"x": torch.zeros(2, 4)})
-    plan = Plan("test", 4, Mesh(tp=(2,)), tensor=choose_cuts(flow, 2))
+    plan = Plan("test", 4, Mesh(tp=(2,)), tensor=choose_grid(flow, (2,))[0])
     first, second = pool.run("procs.jobs:dropout_under_tensor_parallelism", world=2, plan=to_data(plan))
     assert first == second
 

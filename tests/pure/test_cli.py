@@ -457,14 +457,26 @@ def test_a_mistake_in_a_process_of_its_own(name: str, tmp_path: Path) -> None:
     assert says in complaint(tool(*arguments, cwd=tmp_path))
 
 
-def test_help_does_not_wait_for_torch(tmp_path: Path) -> None:
-    code = (
-        "import sys\nfrom meshwright.cli.main import main\ntry:\n    main(['--help'])\nfinally:\n    print('torch' in sys.modules, file=sys.stderr)"
+def loaded_by(code: str, modules: set[str], cwd: Path) -> set[str]:
+    """Which of these modules a process has loaded when it ends, having run `code`."""
+    look = f"import atexit, sys\natexit.register(lambda: print(*({modules!r} & sys.modules.keys()), file=sys.stderr))\n"
+    ran = subprocess.run([sys.executable, "-c", look + code], capture_output=True, text=True, timeout=100, cwd=cwd)
+    assert ran.returncode == 0, ran.stderr
+    return set(ran.stderr.split())
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["describe", "--help"]], ids=" ".join)
+def test_help_does_not_wait_for_torch(arguments: list[str], tmp_path: Path) -> None:
+    code = f"from meshwright.cli.main import main; main({arguments!r})"
+    assert (
+        loaded_by(code, {"torch", "numpy", "meshwright.orchestrate", "meshwright.plan", "meshwright.schedule", "meshwright.observe"}, tmp_path)
+        == set()
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=tmp_path)
-    assert ran.returncode == 0
-    assert "train" in ran.stdout
-    assert ran.stderr.strip() == "False"
+
+
+def test_planning_does_not_wait_for_what_ranks_run(tmp_path: Path) -> None:
+    parts = {"torch._dynamo", "torch.distributed.pipelining", "torch.distributed.tensor", "sympy", "transformers", "matplotlib", "tensorboard"}
+    assert loaded_by("import meshwright.orchestrate", parts, tmp_path) == set()
 
 
 MODELS = """

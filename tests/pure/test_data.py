@@ -299,10 +299,6 @@ def test_wrong_requests_are_one_clear_line(name: str, fields: dict[str, Field], 
     assert "\n" not in str(caught.value)
 
 
-def test_names_are_the_data_sets() -> None:
-    assert data.names() == ("source", "digits", "mnist", "cifar10", "synthetic")
-
-
 # Loader
 
 

@@ -28,9 +28,9 @@ from meshwright.describe.discover import (
 from meshwright.describe.nvml import Gpu
 
 GIB = 1 << 30
-H200 = Gpu(0, "NVIDIA H200", "GPU-aa", 150_754_820_096, 150_000_000_000, "00000000:0A:00.0", (9, 0), 18)
-L4 = Gpu(1, "NVIDIA L4", "GPU-bb", 24_152_899_584, 20_000_000_000, "00000000:1B:00.0", (8, 9), 0)
-STRANGE = Gpu(2, "NVIDIA X9000", "GPU-cc", 10 * GIB, 9 * GIB, "00000000:2C:00.0", (15, 0), 4)
+H200 = Gpu(0, "NVIDIA H200", "GPU-aa", 150_754_820_096, 150_000_000_000, (9, 0), 18)
+L4 = Gpu(1, "NVIDIA L4", "GPU-bb", 24_152_899_584, 20_000_000_000, (8, 9), 0)
+STRANGE = Gpu(2, "NVIDIA X9000", "GPU-cc", 10 * GIB, 9 * GIB, (15, 0), 4)
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:
@@ -120,7 +120,7 @@ def test_a_gpu_without_a_data_sheet_has_no_invented_figures(machine: Path) -> No
 
 
 def test_a_gpu_that_shares_the_hosts_memory(machine: Path) -> None:
-    shared = Gpu(0, "NVIDIA GB10", "GPU-dd", 0, 0, "", (12, 1), 0)
+    shared = Gpu(0, "NVIDIA GB10", "GPU-dd", 0, 0, (12, 1), 0)
     assert discover({}, root=machine, gpus=(shared,)).devices[0].memory_bytes == 48 * GIB
 
 

@@ -18,7 +18,7 @@ from meshwright.describe import doctor
 from meshwright.describe.doctor import Check, TorchFacts, ask_torch, check_cuda, check_distributed, check_python, check_threads, check_torch, checks
 from meshwright.describe.nvml import Gpu
 
-GPU = Gpu(0, "NVIDIA H200", "GPU-aa", 150_754_820_096, 150_000_000_000, "00000000:0A:00.0", (9, 0), 18)
+GPU = Gpu(0, "NVIDIA H200", "GPU-aa", 150_754_820_096, 150_000_000_000, (9, 0), 18)
 INSTALL = "pip install 'torch>=2.11,<2.15'"
 WELL = TorchFacts(distributed=True, gloo=True)
 

@@ -28,7 +28,7 @@ from meshwright.plan.balance import deal
 from meshwright.plan.space import Wishes
 from meshwright.schedule import plan_ledgers
 
-CARD = nvml.Gpu(0, "NVIDIA H200", "GPU-1", 150 * 2**30, 150 * 2**30, "00", (9, 0), 0)
+CARD = nvml.Gpu(0, "NVIDIA H200", "GPU-1", 150 * 2**30, 150 * 2**30, (9, 0), 0)
 GPU, CPU = Device("cuda", "fast", 0, 2**34), Device("cpu", "slow", 0, 2**34)
 
 

@@ -18,9 +18,9 @@ from meshwright.describe.nvml import Gpu, gpus, select_visible
 
 UUIDS = ["GPU-aa11", "GPU-ab22", "GPU-cc33"]
 CARDS = (
-    Gpu(0, "NVIDIA H200", UUIDS[0], 150_754_820_096, 150_000_000_000, "00000000:0A:00.0", (9, 0), 18),
-    Gpu(1, "NVIDIA H200", UUIDS[1], 150_754_820_096, 20_000_000_000, "00000000:1B:00.0", (9, 0), 18),
-    Gpu(2, "NVIDIA L4", UUIDS[2], 24_152_899_584, 24_000_000_000, "00000000:2C:00.0", (8, 9), 0),
+    Gpu(0, "NVIDIA H200", UUIDS[0], 150_754_820_096, 150_000_000_000, (9, 0), 18),
+    Gpu(1, "NVIDIA H200", UUIDS[1], 150_754_820_096, 20_000_000_000, (9, 0), 18),
+    Gpu(2, "NVIDIA L4", UUIDS[2], 24_152_899_584, 24_000_000_000, (8, 9), 0),
 )
 
 
@@ -65,10 +65,6 @@ class FakeNvml:
         if not self._code("memory"):
             memory._obj.total, memory._obj.free = self._card(handle).memory_total, self._card(handle).memory_free
         return self._code("memory")
-
-    def nvmlDeviceGetPciInfo_v3(self, handle: Any, pci: Any) -> int:
-        pci._obj.bus_id = self._card(handle).pci_bus.encode()
-        return 0
 
     def nvmlDeviceGetCudaComputeCapability(self, handle: Any, major: Any, minor: Any) -> int:
         major._obj.value, minor._obj.value = self._card(handle).compute_capability

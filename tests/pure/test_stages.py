@@ -20,7 +20,7 @@ from meshwright.describe.flow import trace_flow, trace_module_flow
 from meshwright.describe.trace import trace_module, trace_task
 from meshwright.plan.pipeline import _balanced, cut_stages
 from meshwright.plan.space import Wishes, candidates
-from meshwright.plan.tensor import choose_cuts
+from meshwright.plan.tensor import choose_grid
 from meshwright.schedule import expand
 
 TIED = (Stage(("a",)), Stage(("b",), also=(Borrowed("a.w", "b"),)))
@@ -103,7 +103,7 @@ def test_in_a_pipeline_tensor_parallel_ranks_meet_inside_layers() -> None:
     flow, profile = trace_module_flow(*made), trace_module(*made, name="Decoder")
     layers = ("embedding", "layers.layers.0", "layers.layers.1", "head")
     assert set(profile.layer_names) >= set(layers)
-    alone, piped = (choose_cuts(flow, 2, layers=given) for given in ((), profile.layer_names))
+    alone, piped = (choose_grid(flow, (2,), layers=given)[0] for given in ((), profile.layer_names))
     assert "layers" in {m.module for m in alone.enters}
     assert all(m.module.startswith(layers) and m.module != "layers" for m in piped.enters)
     assert len(piped.enters) == len(alone.enters) + 1

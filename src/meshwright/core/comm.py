@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     import torch
 
 Messages: TypeAlias = "Sequence[tuple[int, torch.Tensor]]"  # (rank in the group, what is sent to it or arrives from it)
-OPERATIONS = ("sum", "mean", "product", "max", "min")  # of reductions
 
 
 class Pending(Protocol):

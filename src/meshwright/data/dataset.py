@@ -27,11 +27,6 @@ class Dataset(Protocol):
         ...
 
 
-def names() -> tuple[str, ...]:
-    """The built-in data sets."""
-    return _NAMES
-
-
 def is_file(name: str | None) -> bool:
     """Whether a data set's name is a JSON file of instructions and answers."""
     return name is not None and name.endswith(".json")

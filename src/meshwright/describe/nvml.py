@@ -31,25 +31,12 @@ class Gpu:
     uuid: str
     memory_total: int  # bytes; 0 when the driver does not say (memory shared with the host)
     memory_free: int
-    pci_bus: str
     compute_capability: tuple[int, int]
     nvlinks_active: int
 
 
 class _Memory(ctypes.Structure):
     _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
-
-
-class _Pci(ctypes.Structure):
-    _fields_ = [
-        ("legacy", ctypes.c_char * 16),
-        ("domain", ctypes.c_uint),
-        ("bus", ctypes.c_uint),
-        ("device", ctypes.c_uint),
-        ("device_id", ctypes.c_uint),
-        ("subsystem_id", ctypes.c_uint),
-        ("bus_id", ctypes.c_char * 32),
-    ]
 
 
 def gpus(visible: str | None = None, library: Any = None) -> tuple[Gpu, ...]:
@@ -123,10 +110,9 @@ def _read(library: Any, index: int) -> Gpu | None:
     if library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) != 0:
         return None
     # A call that fails leaves its structure at zero: a field that the driver does not know is not worth losing the GPU for.
-    memory, pci = _Memory(), _Pci()
+    memory = _Memory()
     major, minor = ctypes.c_int(0), ctypes.c_int(0)
     library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
-    library.nvmlDeviceGetPciInfo_v3(handle, ctypes.byref(pci))
     library.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
     return Gpu(
         index=index,
@@ -134,7 +120,6 @@ def _read(library: Any, index: int) -> Gpu | None:
         uuid=_text(library.nvmlDeviceGetUUID, handle),
         memory_total=memory.total,
         memory_free=memory.free,
-        pci_bus=(pci.bus_id or pci.legacy).decode(errors="replace"),
         compute_capability=(major.value, minor.value),
         nvlinks_active=sum(_link_active(library, handle, link) for link in range(_MAX_NVLINKS)),
     )

@@ -23,12 +23,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# torch._dynamo: every optimizer's first step imports it.
-_PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor", "meshwright.launch.worker")
+# torch._dynamo: every optimizer imports it when it is made.
+_PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "meshwright.launch.worker")
 # What ranks are started with unless somebody has said otherwise. The profiler's library announces each start and stop on stderr; torch's
 # allocator on GPUs loses 5 to 20% of their memory to gaps unless its segments may grow (docs/measured/memory.md).
 RANK_DEFAULTS = {"KINETO_LOG_LEVEL": "99", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-_ENTRY = "from meshwright.launch.nursery import run; run()"
+# Imports make very many objects and few cycles, which Python's collector would look for again and again; `run` switches it on after them.
+_ENTRY = "import gc; gc.disable(); from meshwright.launch.nursery import run; run()"
 _MESSAGE = 1 << 16
 
 
@@ -84,6 +85,7 @@ def run() -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what is imported stays shared between workers
+    gc.enable()
     children: set[int] = set()
     wake, bell = os.pipe()
     os.set_blocking(bell, False)

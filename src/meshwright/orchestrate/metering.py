@@ -10,17 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from meshwright.execute.session import StepResult
-
-
-class Stamp(Protocol):
-    """A point in the device's time."""
-
-    def since(self, earlier: Any) -> float: ...
 
 
 class HostStamp:

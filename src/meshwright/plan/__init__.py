@@ -9,7 +9,7 @@ from meshwright.plan.precision import best_precision
 from meshwright.plan.remedy import Retrace, too_big
 from meshwright.plan.search import Ranking, Scored, rank_plans
 from meshwright.plan.space import Wishes, refuse_unused
-from meshwright.plan.tensor import choose_cuts, choose_grid, coverage, refuse_if_nothing
+from meshwright.plan.tensor import choose_grid, refuse_if_nothing
 
 __all__ = [
     "Ranking",
@@ -19,10 +19,8 @@ __all__ = [
     "best_precision",
     "check_keeping",
     "check_precision",
-    "choose_cuts",
     "choose_grid",
     "choose_owners",
-    "coverage",
     "cut_stages",
     "explain",
     "rank_plans",

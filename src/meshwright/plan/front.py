@@ -69,7 +69,7 @@ class Front:
         self._spread = cache(lambda mesh, shard: replace(mesh, dp=mesh.dp // shard, shard=shard))
         self._known = kinds
         self.kinds: list[tuple[float, SearchPoint]] = []  # with what each costs at least
-        self.considered = self.pruned = 0
+        self.considered = 0
 
     def search(self) -> list[tuple[Plan, Estimate]]:
         """The best plans and their estimates, and whatever else was priced on the way; unsorted. None, where none can cost less than `below`."""
@@ -206,7 +206,6 @@ class Front:
             return None
         need = self._bounds.memory.bytes(point, cut, compiled, stages) if plan else 0.0
         if plan and need > self._bounds.memory.limit(point):
-            self.pruned += 1
             heapq.heappush(self._small, (need, next(self._order), point))
             return None
         seconds = self._bounds.seconds(point, cut, compiled, plan, stages)

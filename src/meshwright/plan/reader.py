@@ -156,9 +156,6 @@ class Reader:
         found = self.frame(index)
         return "the loss" if found == LOSS else found or "the model"
 
-    def module_names(self) -> set[str]:
-        return {call.module for call in self.flow.modules}
-
     def rewrites(self, names: Mapping[int, str], whole: Collection[int] = ()) -> tuple[list[Rewrite], list[Rewrite], list[Rewrite]]:
         """Numbers in the model's code that count one of some strands, and not for values that stay whole; those of them that count other
         things too; and those that cut a strand at a place where it does not divide."""

@@ -21,16 +21,11 @@ NORMS = ("native_layer_norm", "_fused_rms_norm", "rms_norm", "mean")
 _WORTH_A_GATHER, _AS_LARGE = 0.02, 0.3
 
 
-def choose_cuts(flow: Flow, ways: int, placements: Mapping[str, str] | None = None, layers: Collection[str] = ()) -> TensorPolicy:
-    """The strands that cover most of the model, at most one for each parameter, and every meeting that they cause. Where a pipeline will
-    cut the model between its `layers`, ranks meet inside them."""
-    return choose_grid(flow, (ways,), placements, layers)[0]
-
-
 def choose_grid(
     flow: Flow, ways: Sequence[int], placements: Mapping[str, str] | None = None, layers: Collection[str] = (), *, sequence: bool = False
 ) -> tuple[TensorPolicy, TensorPolicy]:  # fmt: skip
-    """The cuts along each axis of a grid of one or two; with `sequence`, positions are shared out between them.
+    """Along each axis of a grid of one or two: the strands that cover most of the model, at most one for each parameter, and every meeting that
+    they cause. Where a pipeline will cut the model between its `layers`, ranks meet inside them; with `sequence`, positions are shared out.
 
     [Note: a grid]
     A product of two matrices sums over one strand and keeps two. On a line of ranks one of a matrix's two strands is dealt out. On a grid
@@ -289,13 +284,6 @@ def _reasons(reader: Reader, cut: set[str], asked: Mapping[str, str], blocked: M
         asked_for = [f"placements ask for {placement}"] if placement else []
         found[w.name] = [*asked_for, *here, *there, "its partner is cut along the other dim"][0]
     return found
-
-
-def coverage(policy: TensorPolicy, flow: Flow) -> float:
-    """The share of trainable parameters that is cut."""
-    cut = {c.parameter for s in policy.strands for c in s.cuts}
-    sizes = {v.parameter: math.prod(v.shape) for v in flow.values if v.parameter and v.needs_grad}
-    return sum(n for name, n in sizes.items() if name in cut) / max(sum(sizes.values()), 1)
 
 
 def refuse_if_nothing(grid: tuple[TensorPolicy, TensorPolicy], ways: tuple[int, ...]) -> None:
