@@ -43,12 +43,12 @@ from exposed import Waits
 from meshwright.comm import mpi
 from meshwright.core.calibration import Rates
 from meshwright.core.plan import SyncPolicy
-from meshwright.cost.selection import routes
-from meshwright.describe.collectives import curves, fitted, measure_ways, over_ranks
-from meshwright.launch import Rendezvous, join, leave
-from meshwright.launch.mpi import mpirun, run
-from meshwright.orchestrate.bench_comm import algorithms_for, every_way
-from meshwright.zoo.losses import next_token
+from meshwright.cost.route_selection import choose_routes
+from meshwright.describe.collective_bench import fit_by_operation, measure_routes, merge_ranks, timing_curves
+from meshwright.launch import Rendezvous, join_process_group, leave_process_group
+from meshwright.launch.mpi_launcher import mpirun_command, run_command
+from meshwright.orchestrate.bench_comm import applicable_algorithms, comms_by_route
+from meshwright.zoo.losses import next_token_loss
 from overhead import WORLD, show, write
 from rounds import HERE, Batch, Engine, Trial, machine, ratios, say, summarise, timed
 
@@ -124,8 +124,8 @@ def _print(result: dict[str, Any]) -> None:
 def _by_mpirun(rounds: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-        command, environ = mpirun(WORLD, {"OMP_NUM_THREADS": "1", "PYTHONPATH": path})
-        code = run([*command, sys.executable, __file__, "--rank", folder, str(rounds)], environ, sys.stderr)
+        command, environ = mpirun_command(WORLD, {"OMP_NUM_THREADS": "1", "PYTHONPATH": path})
+        code = run_command([*command, sys.executable, __file__, "--rank", folder, str(rounds)], environ, sys.stderr)
         if code:
             sys.exit(code)
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(WORLD)]
@@ -138,27 +138,27 @@ def measure(folder: str, rounds: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
-    join(Rendezvous(rank, WORLD, f"file://{folder}/meeting"))
+    join_process_group(Rendezvous(rank, WORLD, f"file://{folder}/meeting"))
     mpi.register()
     over_mpi = dist.new_group(backend="mpi")
     rates = _rates(over_mpi)
-    lines, chosen = rates.collectives, routes(rates, BACKENDS, OPERATIONS)
+    lines, chosen = rates.collectives, choose_routes(rates, BACKENDS, OPERATIONS)
     waits = Waits()
     built = list(engines(CASE, rank, over_mpi, SyncPolicy(routes=chosen)))
     found = timed(Trial(built, lambda number: CASE.data(rank, number)), waits, rounds)
     said = {"engines": found, "lines": {name: asdict(line) for name, line in lines.items()}, "routes": [asdict(r) for r in chosen]}
     (Path(folder) / f"{rank}.json").write_text(json.dumps(said))
-    leave()
+    leave_process_group()
 
 
 def _rates(over_mpi: Any) -> Rates:
     """What calls cost over both backends by every algorithm, the same on every rank."""
-    algorithms = algorithms_for(WORLD, (WORLD,), None)
-    ways = every_way("gloo", algorithms, (WORLD,)) | every_way("mpi", algorithms, (WORLD,), over_mpi)
+    algorithms = applicable_algorithms(WORLD, (WORLD,), None)
+    ways = comms_by_route("gloo", algorithms, (WORLD,)) | comms_by_route("mpi", algorithms, (WORLD,), over_mpi)
     every: list[Any] = [None] * WORLD
-    dist.all_gather_object(every, measure_ways(ways, torch.device("cpu"), OPERATIONS, SIZES, 0.1))
-    points = over_ranks("", every)
-    return Rates(WORLD, 1, {}, (), 0.0, fitted(points), curves=curves(points))
+    dist.all_gather_object(every, measure_routes(ways, torch.device("cpu"), OPERATIONS, SIZES, 0.1))
+    points = merge_ranks("", every)
+    return Rates(WORLD, 1, {}, (), 0.0, fit_by_operation(points), curves=timing_curves(points))
 
 
 def engines(case: Case, rank: int, over_mpi: Any, sync: SyncPolicy) -> Iterator[Engine]:
@@ -193,7 +193,7 @@ def deepspeed(case: Case, stage: int) -> Callable[[Batch], Tensor]:
     engine, *_ = deepspeed.initialize(model=plain, optimizer=optimizer_of(plain), config=settings)
 
     def step(batch: Batch) -> Tensor:
-        loss = next_token(engine, batch)
+        loss = next_token_loss(engine, batch)
         engine.backward(loss)
         engine.step()
         return loss.detach()

@@ -22,7 +22,7 @@ from meshwright.core.mesh import Mesh
 from meshwright.core.plan import MemoryPolicy, Plan, SyncPolicy
 from meshwright.execute.session import Session
 from meshwright.zoo.gpt import GPT, GPTConfig
-from meshwright.zoo.losses import next_token
+from meshwright.zoo.losses import next_token_loss
 from rounds import Batch, Engine, Trial
 
 SYNC = SyncPolicy()
@@ -126,7 +126,7 @@ def fabric(case: Case, world: int) -> Callable[[Batch], Tensor]:
 def meshwright(case: Case, world: int, zero: int, sync: SyncPolicy = SYNC) -> Callable[[Batch], Tensor]:
     model = case.model()
     session = Session(plan_of(case, world, zero, sync), model, optimizer_of(model))
-    return lambda batch: session.step(batch, next_token).loss
+    return lambda batch: session.step(batch, next_token_loss).loss
 
 
 def plan_of(case: Case, world: int, zero: int, sync: SyncPolicy) -> Plan:
@@ -144,7 +144,7 @@ def by_hand(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     backward: Callable[[Tensor], None] = Tensor.backward,
-    loss: Callable[[nn.Module, Batch], Tensor] = next_token,
+    loss: Callable[[nn.Module, Batch], Tensor] = next_token_loss,
 ) -> Callable[[Batch], Tensor]:
     """The loop that everybody writes."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.pipelining import schedules
 
-from meshwright.comm import Composed, TorchComm
+from meshwright.comm import ComposedComm, TorchComm
 
 
 class Waits:
@@ -17,9 +17,9 @@ class Waits:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        inner, composed, between = TorchComm._named, Composed._submit, schedules._wait_batch_p2p
-        TorchComm._named = lambda comm, *call: _Timed(self.timed(lambda: inner(comm, *call)), self)  # type: ignore[method-assign]
-        Composed._submit = lambda comm, *call: _Timed(self.timed(lambda: composed(comm, *call)), self)  # type: ignore[method-assign]
+        inner, composed, between = TorchComm._launch, ComposedComm._submit, schedules._wait_batch_p2p
+        TorchComm._launch = lambda comm, *call: _Timed(self.timed(lambda: inner(comm, *call)), self)  # type: ignore[method-assign]
+        ComposedComm._submit = lambda comm, *call: _Timed(self.timed(lambda: composed(comm, *call)), self)  # type: ignore[method-assign]
         schedules._wait_batch_p2p = lambda works: self.timed(lambda: between(works))
 
     def timed(self, call: Callable[[], Any]) -> Any:

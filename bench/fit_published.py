@@ -21,11 +21,11 @@ import numpy as np
 import typer
 from scipy.optimize import least_squares
 
-from meshwright.core.serial import write_json
+from meshwright.core.serialization import write_json
 from meshwright.cost import constants as shipped
-from meshwright.cost.closed import step
-from meshwright.cost.closed_memory import peak
-from meshwright.cost.constants import Constants, Fitted
+from meshwright.cost.closed_form_memory import closed_form_peak
+from meshwright.cost.closed_form_step import closed_form_step
+from meshwright.cost.constants import CostConstants, FittedConstants
 from published import DATA, HERE, ROOM, Prediction, errors, is_test, part, predict_all, settled
 from published_rows import Job, read
 
@@ -87,7 +87,7 @@ class Name:
 
 
 Values = Mapping[Name, float]
-Residual = Callable[[Job, Constants], float]
+Residual = Callable[[Job, CostConstants], float]
 
 
 def names(jobs: Iterable[Job], of: Iterable[str]) -> list[Name]:
@@ -99,7 +99,7 @@ def names(jobs: Iterable[Job], of: Iterable[str]) -> list[Name]:
     return common + devices + [Name("generation", g, c) for g in generations for c in BY_GENERATION if c in wanted]
 
 
-def assemble(values: Values, how: str = "", errors_by: Mapping[str, float] | None = None) -> Fitted:
+def assemble(values: Values, how: str = "", errors_by: Mapping[str, float] | None = None) -> FittedConstants:
     base = {c: start for c, (start, _) in PRIORS.items()}
     factors: dict[Level, dict[str, dict[str, float]]] = {"device": {}, "generation": {g: dict(f) for g, f in RECIPES.items()}}
     for name, value in values.items():
@@ -113,7 +113,7 @@ def assemble(values: Values, how: str = "", errors_by: Mapping[str, float] | Non
     for (generation, what), near in NEAREST_GENERATION.items():
         alike = {c: f for c, f in factors["generation"].get(near, {}).items() if (c in MEMORY) == (what == "memory")}
         factors["generation"][generation] = {**alike, **factors["generation"].get(generation, {})}
-    return Fitted(how, str(date(2026, 11, 15)), base, factors["device"], factors["generation"], errors_by or {})
+    return FittedConstants(how, str(date(2026, 11, 15)), base, factors["device"], factors["generation"], errors_by or {})
 
 
 def solve(jobs: Sequence[Job], of: Iterable[str], residual: Residual, start: Values, rounds: int) -> dict[Name, float]:
@@ -128,7 +128,7 @@ def solve(jobs: Sequence[Job], of: Iterable[str], residual: Residual, start: Val
 
     def raw(x: np.ndarray, which: Sequence[int]) -> np.ndarray:
         file = assemble({**start, **dict(zip(free, x, strict=True))})
-        known: dict[tuple[str, str], Constants] = {}
+        known: dict[tuple[str, str], CostConstants] = {}
         for i in which:
             known.setdefault((jobs[i].kind, jobs[i].generation), file.constants(jobs[i].kind, jobs[i].generation))
         return np.array([residual(jobs[i], known[jobs[i].kind, jobs[i].generation]) for i in which])
@@ -155,13 +155,13 @@ def solve(jobs: Sequence[Job], of: Iterable[str], residual: Residual, start: Val
     return {**start, **dict(zip(free, found.x.tolist(), strict=True))}
 
 
-def time_residual(job: Job, constants: Constants) -> float:
-    return float(np.log(step(job.model, job.spread, job.machine, constants).seconds / job.seconds))
+def time_residual(job: Job, constants: CostConstants) -> float:
+    return float(np.log(closed_form_step(job.model, job.spread, job.machine, constants).seconds / job.seconds))
 
 
-def memory_residual(job: Job, constants: Constants) -> float:
+def memory_residual(job: Job, constants: CostConstants) -> float:
     """Off what was measured; of a run that only says that it ran, by how much it would not have fitted."""
-    bytes_ = sum(peak(job.model, job.spread, constants).values())
+    bytes_ = sum(closed_form_peak(job.model, job.spread, constants).values())
     if job.memory_bytes:
         return float(np.log(bytes_ / job.memory_bytes))
     return max(float(np.log(bytes_ / (ROOM * job.machine.device.memory_bytes))), 0.0)

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwright.launch.nursery import RANK_DEFAULTS
+from meshwright.launch.fork_server import RANK_DEFAULTS
 
 os.environ.update({**RANK_DEFAULTS, **os.environ})  # before torch reads it: as ranks are started
 
@@ -32,9 +32,9 @@ import torch
 from meshwright import data, zoo
 from meshwright.core.calibration import Rates
 from meshwright.core.model import ModelProfile
-from meshwright.core.plan import Compile, MemoryPolicy, Offload, Plan, Recompute
-from meshwright.cost.memory import peak_bytes
-from meshwright.describe.trace import trace_task
+from meshwright.core.plan import CompileMode, MemoryPolicy, Offload, Plan, RecomputeMode
+from meshwright.cost.memory_cost import peak_bytes
+from meshwright.describe.profile_tracer import trace_task
 from meshwright.execute.session import Session
 from meshwright.plan.partition import choose_units
 
@@ -49,9 +49,9 @@ class Case:
     model: str
     batch: int
     seq: int = 0
-    recompute: Recompute = "none"
+    recompute: RecomputeMode = "none"
     micro_batches: int = 1
-    compile: Compile = "none"
+    compile: CompileMode = "none"
     offload: Offload = "none"
 
     def task(self) -> Any:
@@ -122,7 +122,7 @@ def _profiles(case: Case, kept: dict[tuple[str, int], ModelProfile] = {}) -> Mod
 def _predicted(case: Case, batch: int, base: int) -> dict[str, int]:
     profile = _profiles(case)
     plan = case.plan(profile, batch)
-    return peak_bytes(plan, profile.at(plan.largest_micro_batch), "adamw", Rates(1, 1, {}, (), 0.0, base_bytes=base))
+    return peak_bytes(plan, profile.at_batch(plan.max_micro_batch_size), "adamw", Rates(1, 1, {}, (), 0.0, base_bytes=base))
 
 
 def _run(case: Case, batch: int, steps: int = STEPS) -> dict[str, Any] | None:

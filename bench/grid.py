@@ -22,22 +22,22 @@ from torch import nn
 from links import move_in
 from meshwright.core.calibration import Rates
 from meshwright.core.cluster import Cluster
+from meshwright.core.dataflow import Dataflow
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
-from meshwright.core.serial import from_data
-from meshwright.core.strand import Flow
+from meshwright.core.serialization import from_data
 from meshwright.core.task import Field, Loss, Task
 from meshwright.core.workload import Workload
+from meshwright.describe.dataflow_tracer import trace_dataflow
 from meshwright.describe.discover import discover
-from meshwright.describe.flow import trace_flow
-from meshwright.describe.trace import trace_task
+from meshwright.describe.profile_tracer import trace_task
 from meshwright.execute.session import Session
-from meshwright.launch import Rendezvous, join, leave
-from meshwright.orchestrate.worker import probe_rank
-from meshwright.plan.search import Wishes
-from meshwright.plan.space import candidates
+from meshwright.launch import Rendezvous, join_process_group, leave_process_group
+from meshwright.orchestrate.rank_entrypoints import probe_rank
+from meshwright.plan.search import Constraints
+from meshwright.plan.search_space import candidates
 from meshwright.zoo import losses
 from meshwright.zoo.cnn import CNN
 from meshwright.zoo.cosmoflow import CosmoFlow, CosmoFlowConfig
@@ -58,12 +58,12 @@ class Subject:
 
     task: Task
     profile: ModelProfile
-    flow: Flow
+    flow: Dataflow
     workload: Workload
 
 
 def _language(name: str, build: Callable[[], nn.Module], vocab: int, seq: int, batch: int) -> Task:
-    return Task(name, build, losses.next_token, {"tokens": Field((seq + 1,), "int64", vocab)}, global_batch=batch, tokens_per_sample=seq)
+    return Task(name, build, losses.next_token_loss, {"tokens": Field((seq + 1,), "int64", vocab)}, global_batch=batch, tokens_per_sample=seq)
 
 
 def _images(name: str, build: Callable[[], nn.Module], loss: Loss, shape: tuple[int, ...], batch: int) -> Task:
@@ -77,14 +77,14 @@ def _tasks() -> Iterator[Task]:
     llama = LlamaConfig(vocab=1024, context=24, layers=4, heads=8, kv_heads=4, width=160, ffn=416)
     yield _language("llama", partial(Llama, llama), llama.vocab, llama.context, 16)
     vae = VAEConfig(image=(1, 28, 28), hidden=512, latent=32)
-    yield _images("vae", partial(VAE, vae), losses.elbo, vae.image, 256)
-    yield _images("cnn", CNN, losses.classification, CNN.image, 32)
+    yield _images("vae", partial(VAE, vae), losses.elbo_loss, vae.image, 256)
+    yield _images("cnn", CNN, losses.classification_loss, CNN.image, 32)
     cosmo = CosmoFlowConfig(edge=16, filters=(16, 32, 64, 64), dense=(64, 32))
     fields = {"volume": Field(cosmo.volume), "target": Field((cosmo.targets,))}
-    yield Task("cosmoflow", partial(CosmoFlow, cosmo), losses.regression, fields, global_batch=8)
+    yield Task("cosmoflow", partial(CosmoFlow, cosmo), losses.regression_loss, fields, global_batch=8)
     dlrm = DLRMConfig(tables=4, rows=8000, width=64, dense=64, bottom=(128, 128), top=(256, 256, 128))
     fields = {"dense": Field((dlrm.dense,)), "sparse": Field((dlrm.tables,), "int64", dlrm.rows), "label": Field((), "int64", 2)}
-    yield Task("dlrm", partial(DLRM, dlrm), losses.click, fields, global_batch=512)
+    yield Task("dlrm", partial(DLRM, dlrm), losses.click_loss, fields, global_batch=512)
 
 
 TASKS: Mapping[str, Task] = {task.name: task for task in _tasks()}
@@ -98,13 +98,13 @@ def cluster_here() -> Cluster:
 
 def subject(name: str) -> Subject:
     task = TASKS[name]
-    return Subject(task, trace_task(task), trace_flow(task), Workload(task.global_batch))
+    return Subject(task, trace_task(task), trace_dataflow(task), Workload(task.global_batch))
 
 
 def legal(of: Subject, cluster: Cluster) -> list[Plan]:
     """Every plan of one, two and four ranks that the planner may weigh, in each schedule, and some over the axes that it does not try by itself."""
-    wishes = [Wishes(flow=of.flow), *(Wishes(flow=of.flow, schedule=s) for s in SCHEDULES[1:])]  # type: ignore[arg-type]
-    wishes += [Wishes(flow=of.flow, mesh=mesh) for mesh in OTHER_AXES]
+    wishes = [Constraints(flow=of.flow), *(Constraints(flow=of.flow, schedule=s) for s in SCHEDULES[1:])]  # type: ignore[arg-type]
+    wishes += [Constraints(flow=of.flow, mesh=mesh) for mesh in OTHER_AXES]
     found: dict[str, Plan] = {}
     for wish in wishes:
         try:
@@ -119,7 +119,7 @@ def chosen(plans: list[Plan], most: int) -> list[Plan]:
     """A grid of at most so many: strategies take turns, each with its plainest plan (few micro-batches, nothing recomputed) first and then
     with the others, of which each strategy begins at another place."""
     rows: dict[tuple[int, str], list[Plan]] = {}
-    for plan in sorted(plans, key=lambda p: (p.memory.recompute != "none", p.micro_batches, p.memory.recompute, p.tensor.sequence)):
+    for plan in sorted(plans, key=lambda p: (p.memory.recompute != "none", p.micro_batches, p.memory.recompute, p.tensor.is_sequence_parallel)):
         if plan.micro_batches <= 8:
             rows.setdefault((plan.world, plan.strategy), []).append(plan)
     turns = chain.from_iterable(zip_longest(*(_varied(row, place) for place, row in enumerate(rows.values()))))
@@ -136,7 +136,7 @@ def label(plan: Plan) -> str:
     parts = [f"{a}{'x'.join(map(str, plan.mesh.tp)) if a == 'tp' else plan.mesh.degree(a)}" for a in _AXES if plan.mesh.degree(a) > 1] or ["one"]
     parts += [plan.schedule] * (plan.mesh.pp > 1)
     parts += [f"zero{plan.memory.zero}"] * (plan.memory.zero > 0)
-    parts += ["sequence"] * plan.tensor.sequence
+    parts += ["sequence"] * plan.tensor.is_sequence_parallel
     parts += [f"m{plan.micro_batches}"] * (plan.micro_batches > 1)
     parts += [plan.memory.recompute] * (plan.memory.recompute != "none")
     return " ".join(parts)
@@ -165,10 +165,10 @@ def session_of(task: Task, plan: Plan) -> Session:
     return Session(plan, model, torch.optim.AdamW(model.parameters(), lr=_OPTIMIZER_S, fused=True))
 
 
-def probed(rank: int, world: int, meeting: str, space: str) -> tuple[list[Rates], Mapping[str, float]]:
+def probed(rank: int, world: int, init_method: str, space: str) -> tuple[list[Rates], Mapping[str, float]]:
     """One rank of a probe, where its links are."""
     move_in(space, rank)
-    return probe_rank(rank, world, meeting, "cpu", "gloo", 1, True)
+    return probe_rank(rank, world, init_method, "cpu", "gloo", 1, True)
 
 
 class Ran(NamedTuple):
@@ -183,14 +183,14 @@ class Ran(NamedTuple):
 
 
 def timed(
-    rank: int, world: int, meeting: str, model: str, plans: list[tuple[Any, int]], warm: int, space: str = "", long_s: float = math.inf
+    rank: int, world: int, init_method: str, model: str, plans: list[tuple[Any, int]], warm: int, space: str = "", long_s: float = math.inf
 ) -> list[Ran]:  # fmt: skip
     """Each plan on this rank; built, run and let go one after the other. A plan comes with how many of its steps are timed; of one whose first
     takes longer than `long_s` that one counts."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     move_in(space, rank)
-    join(Rendezvous(rank, world, meeting))
+    join_process_group(Rendezvous(rank, world, init_method))
     found = []
     for data, steps in plans:
         began = time.perf_counter(), _cores_s(), time.process_time()
@@ -202,7 +202,7 @@ def timed(
         ended = time.perf_counter(), _cores_s(), time.process_time()
         found.append(Ran(times, refused, *(end - begin for begin, end in zip(began, ended, strict=True))))
         gc.collect()
-    leave()
+    leave_process_group()
     return found
 
 
@@ -223,7 +223,7 @@ def others_share(ranks: list[Ran]) -> float:
 def _steps(task: Task, plan: Plan, warm: int, steps: int, long_s: float) -> list[float]:
     session = session_of(task, plan)
     data_rank = plan.mesh.data_rank(session.applied.groups.rank)
-    batch = batch_of(task, plan.share(data_rank)[1], data_rank)
+    batch = batch_of(task, plan.sample_range(data_rank)[1], data_rank)
     gc.collect()
     gc.disable()
     times: list[float] = []

@@ -34,9 +34,9 @@ from grid import TASKS, WORLD, Subject, batch_of, cluster_here, label, legal, se
 from meshwright.core.calibration import Calibration, Rates
 from meshwright.core.errors import MeshwrightError, RequestError
 from meshwright.core.plan import Plan
-from meshwright.core.serial import from_data, to_data, write_json
+from meshwright.core.serialization import from_data, to_data, write_json
 from meshwright.cost import estimate
-from meshwright.launch import Nursery, Rendezvous, Workers, join, leave
+from meshwright.launch import ForkServer, Rendezvous, WorkerPool, join_process_group, leave_process_group
 from overhead import fail
 from rounds import HERE, machine, say
 
@@ -57,9 +57,9 @@ def main(
     """
     subjects = {name: subject(name) for name in TASKS}
     rows = json.loads(output.read_text())["plans"][:first] if first else []
-    nursery = Nursery(1, {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])})
+    nursery = ForkServer(1, {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])})
     try:
-        with Workers(nursery, WORLD) as workers:
+        with WorkerPool(nursery, WORLD) as workers:
             for name, plan in drawn(subjects, count, seed)[first:]:
                 rows.append(_row(workers, subjects[name], plan))
                 write_json(output, {"machine": machine(), "seed": seed, "plans": rows})
@@ -79,7 +79,7 @@ def drawn(subjects: dict[str, Subject], count: int, seed: int) -> list[tuple[str
     return [(name, made.choice(plans[name])) for name in (names[i % len(names)] for i in range(count))]
 
 
-def _row(workers: Workers, of: Subject, plan: Plan) -> dict[str, Any]:
+def _row(workers: WorkerPool, of: Subject, plan: Plan) -> dict[str, Any]:
     kinds = predicted_kinds(of, plan)
     predicted = sum(kinds.values()) - kinds["framework"]
     row: dict[str, Any] = {"model": of.task.name, "plan": label(plan), "predicted": predicted, "kinds": kinds}
@@ -95,20 +95,20 @@ def _row(workers: Workers, of: Subject, plan: Plan) -> dict[str, Any]:
 def predicted_kinds(of: Subject, plan: Plan) -> dict[str, int]:
     """Memory by kind, without any calibration."""
     known = Calibration("", "", "", (Rates(plan.world, 1, {}, (), 0.0),))
-    return dict(estimate(plan, of.profile, of.workload, cluster_here(), known, timed=False).memory_kinds)
+    return dict(estimate(plan, of.profile, of.workload, cluster_here(), known, with_time=False).memory_kinds)
 
 
-def peaks(rank: int, world: int, meeting: str, model: str, plan: Any) -> list[int] | str:
+def peaks(rank: int, world: int, init_method: str, model: str, plan: Any) -> list[int] | str:
     """In a worker: the most bytes that tensors held at once in each step after the first, or why the plan cannot run."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    join(Rendezvous(rank, world, meeting))
+    join_process_group(Rendezvous(rank, world, init_method))
     task, made = TASKS[model], from_data(Plan, plan, "plan")
 
     def train() -> None:
         session = session_of(task, made)
         data_rank = made.mesh.data_rank(session.applied.groups.rank)
-        batch = batch_of(task, made.share(data_rank)[1], data_rank)
+        batch = batch_of(task, made.sample_range(data_rank)[1], data_rank)
         for _ in range(_STEPS):
             with record_function(_MARK):
                 session.step(batch, task.loss)
@@ -117,7 +117,7 @@ def peaks(rank: int, world: int, meeting: str, model: str, plan: Any) -> list[in
         found = _most(train)[1:]
     except RequestError as error:
         return str(error)
-    leave()
+    leave_process_group()
     gc.collect()
     return found
 

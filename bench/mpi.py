@@ -29,8 +29,8 @@ from rich.table import Table
 from torch.distributed import distributed_c10d
 
 from meshwright.comm.work_queue import COMPLETED
-from meshwright.core.units import show_bytes
-from meshwright.launch.mpi import mpirun, run
+from meshwright.core.quantities import show_bytes
+from meshwright.launch.mpi_launcher import mpirun_command, run_command
 from rounds import machine
 
 HERE = Path(__file__).parent
@@ -74,8 +74,8 @@ def _keep(result: dict[str, Any], path: Path) -> None:
 
 def _world(ranks: int, rounds: int, ops: str, sizes: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        command, environ = mpirun(ranks, {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
-        code = run([*command, sys.executable, __file__, "--rank", folder, str(rounds), ops, sizes], environ, sys.stderr)
+        command, environ = mpirun_command(ranks, {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
+        code = run_command([*command, sys.executable, __file__, "--rank", folder, str(rounds), ops, sizes], environ, sys.stderr)
         if code:
             sys.exit(code)
         every = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from by_hand import BLOCKS
-from meshwright.core.errors import MeshwrightError, unknown
+from meshwright.core.errors import MeshwrightError, unknown_name_error
 from overhead import fail, write
 from rounds import HERE, machine, run, say, summarise
 
@@ -37,7 +37,7 @@ def main(
     try:
         for name in only or ():
             if name not in BLOCKS:
-                raise unknown("block", name, tuple(BLOCKS))
+                raise unknown_name_error("block", name, tuple(BLOCKS))
         found = _kept(output) if only else {}
         for name in only or BLOCKS:
             found[name] = _measured(name, rounds)

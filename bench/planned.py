@@ -23,26 +23,26 @@ from rich.progress import track
 from rich.table import Table
 
 from meshwright.core.cluster import Cluster
+from meshwright.core.dataflow import Dataflow
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.estimate import Estimate
 from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
-from meshwright.core.strand import Flow
 from meshwright.core.task import Field, Task
 from meshwright.core.workload import Workload
 from meshwright.cost import estimate
-from meshwright.cost.closed import step
-from meshwright.cost.constants import fitted
-from meshwright.cost.sheets import from_sheets
-from meshwright.cost.spread import Spread
-from meshwright.cost.transformer import Transformer
-from meshwright.describe.clusters import resolve
-from meshwright.describe.flow import trace_flow
-from meshwright.describe.trace import trace_task
-from meshwright.plan import Wishes
-from meshwright.plan.pipeline import cut_stages
-from meshwright.plan.space import candidates
+from meshwright.cost.closed_form_step import closed_form_step
+from meshwright.cost.constants import load_fitted_constants
+from meshwright.cost.datasheet_rates import datasheet_calibration
+from meshwright.cost.parallel_config import ParallelConfig
+from meshwright.cost.transformer_kernels import TransformerConfig
+from meshwright.describe.cluster_resolver import resolve_cluster
+from meshwright.describe.dataflow_tracer import trace_dataflow
+from meshwright.describe.profile_tracer import trace_task
+from meshwright.plan import Constraints
+from meshwright.plan.pipeline_planner import cut_stages
+from meshwright.plan.search_space import candidates
 from meshwright.plan.tuning import tune
 from meshwright.zoo import losses
 from meshwright.zoo.gpt import GPT, GPTConfig
@@ -90,59 +90,65 @@ def main(
 
 
 def compare(job: Job) -> Row:
-    constants = fitted().constants(job.kind, job.generation)
+    constants = load_fitted_constants().constants(job.kind, job.generation)
     spread = settled(job, constants)
-    closed = step(job.model, spread, job.machine, constants).seconds
+    closed = closed_form_step(job.model, spread, job.machine, constants).seconds
     plan, found = priced(job, spread)
-    like = step(job.model, replace(spread, flash=True, dropout=False), job.machine, constants).seconds
+    like = closed_form_step(job.model, replace(spread, flash_attention=True, dropout=False), job.machine, constants).seconds
     assert job.seconds
-    planned = found.step_s / job.seconds - 1 if spread.flash else None
+    planned = found.step_s / job.seconds - 1 if spread.flash_attention else None
     return Row(
         job.row, job.source, str(plan.mesh), is_test(job), job.seconds, closed / job.seconds - 1, planned, found.step_s / like - 1, found.breakdown
     )
 
 
-def priced(job: Job, spread: Spread) -> tuple[Plan, Estimate]:
+def priced(job: Job, spread: ParallelConfig) -> tuple[Plan, Estimate]:
     profile, flow = traced(job.model, spread.precision)
     cluster = machine(job.machine.device.name, spread.world)
     zero = spread.zero if spread.dp > 1 else 0
     shard = min(spread.shard, spread.dp) if zero else 1
-    wishes = Wishes(
+    wishes = Constraints(
         mesh=Mesh(pp=spread.pp, cp=spread.cp, tp=(spread.tp,), dp=spread.dp // shard, shard=shard),
         zero=zero,
         micro_batches=spread.micro_batches,
         flow=flow,
-        recompute="full" if spread.recompute == "full" and spread.recomputed > 0.5 else "selective" if spread.recompute == "attention" else "none",
+        recompute="full"
+        if spread.recompute == "full" and spread.recomputed_share > 0.5
+        else "selective"
+        if spread.recompute == "attention"
+        else "none",
         offload="none",
         compile="blocks" if spread.fused else "none",
         sequence=spread.sequence_parallel if spread.tp > 1 and spread.cp == 1 else None,
-        schedule="interleaved" if spread.pp > 1 and spread.chunks > 1 else None,
+        schedule="interleaved" if spread.pp > 1 and spread.virtual_stages > 1 else None,
     )
     workload = Workload(spread.global_batch, precision=profile.precision)  # type: ignore[arg-type]
     plan = next(candidates(profile, cluster, workload, wishes))
-    if spread.chunks > 1 and spread.pp > 1:
-        plan = replace(plan, stages=cut_stages(flow, profile, spread.pp * spread.chunks, plan.tensor, plan.across, plan.mesh.cp))
-    calibration = from_sheets(cluster, job.generation)
+    if spread.virtual_stages > 1 and spread.pp > 1:
+        plan = replace(plan, stages=cut_stages(flow, profile, spread.pp * spread.virtual_stages, plan.tensor, plan.tensor_y, plan.mesh.cp))
+    calibration = datasheet_calibration(cluster, job.generation)
     price = partial(estimate, profile=profile, workload=workload, cluster=cluster, calibration=calibration)
-    found = tune(plan, price(plan), wishes, calibration.layout(plan.world), price)
+    found = tune(plan, price(plan), wishes, calibration.rates_for(plan.world), price)
     return found.plan, found.estimate
 
 
 @cache
-def traced(model: Transformer, precision: str) -> tuple[ModelProfile, Flow]:
+def traced(model: TransformerConfig, precision: str) -> tuple[ModelProfile, Dataflow]:
     if model.glu:
-        sizes = LlamaConfig(model.vocab, model.seq, model.layers, model.heads, model.kv_heads, model.hidden, model.ffn, tied=model.tied)
+        sizes = LlamaConfig(
+            model.vocab, model.seq, model.layers, model.heads, model.kv_heads, model.hidden, model.ffn, tied_embeddings=model.tied_embeddings
+        )
         build = partial(Llama, sizes)
     else:
         build = partial(GPT, GPTConfig(model.vocab, model.seq, model.layers, model.heads, model.hidden))  # type: ignore[assignment]
-    task = Task("published", build, losses.next_token, {"tokens": Field((model.seq + 1,), "int64", model.vocab)}, tokens_per_sample=model.seq)
-    return trace_task(task, precision=precision), trace_flow(task, precision)
+    task = Task("published", build, losses.next_token_loss, {"tokens": Field((model.seq + 1,), "int64", model.vocab)}, tokens_per_sample=model.seq)
+    return trace_task(task, precision=precision), trace_dataflow(task, precision)
 
 
 @cache
 def machine(device: str, world: int) -> Cluster:
     name = next(machine for start, machine in MACHINES.items() if device.startswith(start))
-    return resolve(f"{name}:{-(-world // 8)}", {}, ranks=world)
+    return resolve_cluster(f"{name}:{-(-world // 8)}", {}, ranks=world)
 
 
 def _comparable(job: Job) -> bool:

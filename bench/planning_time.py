@@ -15,12 +15,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from meshwright.core.units import show_seconds
-from meshwright.describe.flow import trace_flow
-from meshwright.describe.trace import trace_task
+from meshwright.core.quantities import show_seconds
+from meshwright.describe.dataflow_tracer import trace_dataflow
+from meshwright.describe.profile_tracer import trace_task
 from meshwright.orchestrate import Orchestrator, RunConfig
-from meshwright.orchestrate.job import settle
-from meshwright.orchestrate.knobs import wishes_of
+from meshwright.orchestrate.job import resolve_job
+from meshwright.orchestrate.knobs import constraints_from_config
 from meshwright.plan import explain, rank_plans
 
 HERE = Path(__file__).parent
@@ -50,23 +50,23 @@ def measured(model: str, cluster: str, batch: int, goal: float, profile: bool = 
     """One case; seconds are of this process's one thread, so that a busy machine does not count."""
     config = RunConfig(model=model, cluster=cluster, global_batch=batch)
     with Orchestrator(config, os.environ, lambda _: None) as orchestrator:
-        config, task = settle(config)
+        config, task = resolve_job(config)
         workload, calibration = orchestrator.workload(task), orchestrator.calibration()
         marks = [time.process_time()]
         traced = trace_task(task, precision=workload.precision)
-        flow = trace_flow(task, workload.precision)
+        flow = trace_dataflow(task, workload.precision)
         marks.append(time.process_time())
         watch = cProfile.Profile()
         if profile:
             watch.enable()
-        ranking = rank_plans(traced, orchestrator.cluster, workload, calibration, wishes_of(config, flow))
+        ranking = rank_plans(traced, orchestrator.cluster, workload, calibration, constraints_from_config(config, flow))
         watch.disable()
         marks.append(time.process_time())
         why = explain(ranking)
         marks.append(time.process_time())
     trace, rank, told = (b - a for a, b in pairwise(marks))
     found = {"model": model, "cluster": cluster, "devices": len(orchestrator.cluster.devices), "goal_s": goal, "trace_s": trace, "rank_s": rank}
-    found |= {"explain_s": told, "total_s": trace + rank + told, "considered": ranking.considered, "priced": len(ranking.scored)}
+    found |= {"explain_s": told, "total_s": trace + rank + told, "considered": ranking.num_considered, "priced": len(ranking.scored)}
     return found | {"best": ranking.best.plan.summary(), "why": why, **({"profile": _hot(watch)} if profile else {})}
 
 

@@ -33,16 +33,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from meshwright.core.calibration import Line
-from meshwright.core.schedule import COLLECTIVES, Schedule, wire_factor
+from meshwright.core.calibration import AlphaBetaModel
+from meshwright.core.schedule import COLLECTIVE_OPS, Schedule, wire_factor
 from meshwright.core.span import Span
-from meshwright.execute.groups import make_ready
-from meshwright.launch import Nursery, Rendezvous, Workers, adopted, join, leave
+from meshwright.execute.process_groups import register_backend
+from meshwright.launch import ForkServer, Rendezvous, WorkerPool, detect_launched_rank, join_process_group, leave_process_group
 from meshwright.proxies import PROXIES
-from meshwright.proxies.parts import Program, assemble
-from meshwright.proxies.runner import GroupComms, Runner, RunPolicy
-from meshwright.simulate import Cores, Curve, Ideal, Taken, simulate
-from meshwright.simulate.cores import at_work
+from meshwright.proxies.proxy_program import ProgramBuilder, build_schedule
+from meshwright.proxies.schedule_runner import GroupComms, RunPolicy, ScheduleRunner
+from meshwright.simulate import CallTiming, CoreNetwork, IdealNetwork, TimeCurve, simulate
+from meshwright.simulate.core_network import busy_cores
 
 HERE = Path(__file__).parent
 WORLD = 4
@@ -53,7 +53,7 @@ LEAST_S = 1e-6
 NEIGHBOURS = 2  # rounds before and after one that its times are taken from, too
 IDLE_S, IDLE_RATE = 2e-3, 6e8  # longer than any call here takes
 REST_S, REST_RATE = 1e-3, 1.5e9  # as long as it takes
-NOTHING = Line(0.0, float("inf"))
+NOTHING = AlphaBetaModel(0.0, float("inf"))
 Times = tuple[float, float, float]  # seconds of a schedule, between one call and the next handed over, and of work that its thread did
 Groups = tuple[tuple[int, ...], ...]
 Probe = tuple[str, Groups, int, bool, bool]  # operation, groups that work at once, bytes, one by one, after a wait each
@@ -92,7 +92,7 @@ def main(
     """
     if only and only not in CASES:
         raise typer.BadParameter(f"no {only}: choose of {', '.join(CASES)}", param_hint="--only")
-    schedules = {name: PROXIES[name].build(PROXIES[name].settle((), CASES[name]), WORLD) for name in CASES if only in ("", name)}
+    schedules = {name: PROXIES[name].build(PROXIES[name].parse_config((), CASES[name]), WORLD) for name in CASES if only in ("", name)}
     probes = {probe: repeated(*probe) for probe in wanted(schedules.values())}
     policy = RunPolicy(WARM_UP, rounds, backend=backend)
     answers = measured([*probes.values(), *schedules.values()], [1] * len(probes) + [STEPS] * len(schedules), policy)
@@ -120,38 +120,38 @@ class Answer(NamedTuple):
 
 def measured(schedules: list[Schedule], steps: list[int], policy: RunPolicy) -> list[Answer]:
     """By rank, on ranks of our own or on those that a launcher started; there rank 0 alone gets the answer."""
-    place = adopted(os.environ)
+    place = detect_launched_rank(os.environ)
     if place is not None:
-        mine = by_turns(place.rank, place.world, place.meeting, schedules, steps, policy, gather=True)
+        mine = by_turns(place.rank, place.world, place.init_method, schedules, steps, policy, gather=True)
         return mine if place.rank == 0 else []
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    nursery = Nursery(1, {**os.environ, "PYTHONPATH": path})
+    nursery = ForkServer(1, {**os.environ, "PYTHONPATH": path})
     try:
-        with Workers(nursery, WORLD) as workers:
+        with WorkerPool(nursery, WORLD) as workers:
             return workers.call("proxies:by_turns", {"schedules": schedules, "steps": steps, "policy": policy})
     finally:
         nursery.close()
 
 
 def by_turns(
-    rank: int, world: int, meeting: str, schedules: list[Schedule], steps: list[int], policy: RunPolicy, *, gather: bool = False
+    rank: int, world: int, init_method: str, schedules: list[Schedule], steps: list[int], policy: RunPolicy, *, gather: bool = False
 ) -> Any:  # fmt: skip
     """In a rank: its answer; with `gather`, every rank's."""
     cores = keep_to_cores(rank, world)
     torch.set_num_threads(1)
-    make_ready(policy.backend, policy.timeout_s)
-    join(Rendezvous(rank, world, meeting, policy.backend))
+    register_backend(policy.backend, policy.timeout_s)
+    join_process_group(Rendezvous(rank, world, init_method, policy.backend))
     groups = GroupComms()
-    runners = [Runner(schedule, rank, torch.device("cpu"), policy, groups) for schedule in schedules]
+    runners = [ScheduleRunner(schedule, rank, torch.device("cpu"), policy, groups) for schedule in schedules]
     found: list[list[Times]] = [[] for _ in schedules]
     gc.collect()
     gc.freeze()
     for turn in range(-policy.warm, policy.runs):
         for at, runner in enumerate(runners):
             for _ in range(steps[at]):
-                runner.together()
+                runner.align_ranks()
                 worked = time.thread_time()
-                spans = runner.walk(max(turn, 0))
+                spans = runner.run_step_now(max(turn, 0))
                 worked = time.thread_time() - worked
             if turn >= 0:
                 found[at].append(times_of(spans, worked))
@@ -160,7 +160,7 @@ def by_turns(
     every: list[Any] = [None] * world
     if gather:
         dist.all_gather_object(every, Answer(cores, found))
-    leave()
+    leave_process_group()
     return every if gather else Answer(cores, found)
 
 
@@ -182,8 +182,8 @@ def numbered(cores: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def times_of(spans: list[Span], worked: float) -> Times:
-    begun = [span.begun for span in spans]
-    return max(span.ended for span in spans), (max(begun) - min(begun)) / max(len(begun) - 1, 1), worked
+    begun = [span.start_s for span in spans]
+    return max(span.end_s for span in spans), (max(begun) - min(begun)) / max(len(begun) - 1, 1), worked
 
 
 def wanted(schedules: Iterable[Schedule]) -> list[Probe]:
@@ -192,7 +192,7 @@ def wanted(schedules: Iterable[Schedule]) -> list[Probe]:
     for schedule in schedules:
         for action in (action for program in schedule.programs for action in program):
             groups = schedule.groups.get(action.axis, ())
-            if groups and len(groups[0]) > 1 and action.op in (*COLLECTIVES, "send"):
+            if groups and len(groups[0]) > 1 and action.op in (*COLLECTIVE_OPS, "send"):
                 ranks = 2 if action.op == "send" else len(groups[0])
                 found.setdefault((action.op, ranks), tuple(group[:ranks] for group in groups))
     over = [(op, groups) for (op, _), groups in found.items()]
@@ -211,7 +211,7 @@ def settled(rows: list[dict[Probe, list[Times]]], turn: int) -> dict[Probe, list
     }  # type: ignore[return-value]
 
 
-def fitted(times: Mapping[Probe, list[Times]], places: tuple[int, ...]) -> Cores:
+def fitted(times: Mapping[Probe, list[Times]], places: tuple[int, ...]) -> CoreNetwork:
     """What each operation takes among 4 and among 2, from one round."""
     crowds = {f"{op}/{len(groups[0])}": crowd(op, groups, places) for op, groups, _, _, rested in times if rested}
     found: dict[tuple[str, int, bool, str], list[tuple[float, float]]] = {}
@@ -227,39 +227,39 @@ def fitted(times: Mapping[Probe, list[Times]], places: tuple[int, ...]) -> Cores
             now = {"each": last / CALLS, "hand": statistics.mean(hand for _, hand, _ in hands)}
         for kind, seconds in now.items():
             found.setdefault((f"{op}/{ranks}", len(groups), blocks, kind), []).append((sent, max(seconds, LEAST_S)))
-    curves = {key: Curve(tuple(sorted(points))) for key, points in found.items()}
+    curves = {key: TimeCurve(tuple(sorted(points))) for key, points in found.items()}
 
-    def less(curve: Curve, *others: Curve) -> Curve:
-        return Curve(tuple((sent, max(seconds - sum(o.seconds(sent) for o in others), LEAST_S)) for sent, seconds in curve.points))
+    def less(curve: TimeCurve, *others: TimeCurve) -> TimeCurve:
+        return TimeCurve(tuple((sent, max(seconds - sum(o.seconds(sent) for o in others), LEAST_S)) for sent, seconds in curve.points))
 
-    def on_its_way(pairs: int) -> Curve:
+    def on_its_way(pairs: int) -> TimeCurve:
         """A message is handed over, which takes as long as one pair alone takes for it: beside others the sender waits for a core, which is theirs.
         Then it is on its way: both are in what each takes in a row, and in there and back."""
         row, back, hand = curves["send/2", pairs, False, "each"], curves["send/2", pairs, True, "each"], curves["send/2", 1, False, "hand"]
-        return less(Curve(tuple((sent, max(seconds, back.seconds(sent))) for sent, seconds in row.points)), hand)
+        return less(TimeCurve(tuple((sent, max(seconds, back.seconds(sent))) for sent, seconds in row.points)), hand)
 
-    def taken(name: str, blocks: bool) -> Taken:
+    def taken(name: str, blocks: bool) -> CallTiming:
         """A rank that stands still for a call takes for it what one by one take; what more it takes after a wait is its handing over. One that does
         not stand still works for a call after a wait as long as its thread does, of which as much as in a row of calls is in a row's times."""
         most = max(number for other, number, *_ in curves if other == name)
         together, alone, rested = curves[name, most, blocks, "each"], curves[name, 1, blocks, "each"], curves[name, most, blocks, "rested"]
         if blocks:
-            return Taken(together, alone, NOTHING, less(rested, together), crowds[name])
+            return CallTiming(together, alone, NOTHING, less(rested, together), crowds[name])
         hand = curves[name, 1 if name == "send/2" else most, blocks, "hand"]
         if name == "send/2":
             together, alone = on_its_way(most), on_its_way(1)
-        return Taken(together, alone, hand, less(rested, hand), crowds[name])
+        return CallTiming(together, alone, hand, less(rested, hand), crowds[name])
 
     names = {name for name, *_ in curves}
-    return Cores({name: taken(name, False) for name in names}, {name: taken(name, True) for name in names}, places)
+    return CoreNetwork({name: taken(name, False) for name in names}, {name: taken(name, True) for name in names}, places)
 
 
 def crowd(op: str, groups: Groups, places: tuple[int, ...]) -> int:
     """Groups at work on one core when all are."""
-    return max(Counter(place for group in groups for place in at_work(op, group, places)).values())
+    return max(Counter(place for group in groups for place in busy_cores(op, group, places)).values())
 
 
-def typical(machines: list[Cores]) -> dict[str, Any]:
+def typical(machines: list[CoreNetwork]) -> dict[str, Any]:
     """What was measured: by way, operation and kind of time, the bytes that a rank sends and the median over rounds."""
 
     def median(way: str, name: str, kind: str) -> list[tuple[float, float]]:
@@ -267,7 +267,7 @@ def typical(machines: list[Cores]) -> dict[str, Any]:
         return [(points[0][0], statistics.median(seconds for _, seconds in points)) for points in zip(*every, strict=True)]
 
     kinds = {"beside": ("together", "alone", "hand", "rested"), "blocking": ("together", "alone", "rested")}
-    return {way: {name: {kind: median(way, name, kind) for kind in kinds[way]} for name in sorted(machines[0].beside)} for way in kinds}
+    return {way: {name: {kind: median(way, name, kind) for kind in kinds[way]} for name in sorted(machines[0].async_timings)} for way in kinds}
 
 
 def rest_s(size: int) -> float:
@@ -279,12 +279,12 @@ def repeated(op: str, groups: Groups, size: int, blocks: bool, rested: bool) -> 
     with a wait before each and after the last. Ranks of no group sleep meanwhile: one that waits for others may take a core."""
     programs = []
     for place in range(2 if op == "send" else 1):
-        out = Program()
+        out = ProgramBuilder()
         for number in range(RESTED_CALLS if rested else CALLS):
             if rested:
                 out.compute(f"rest/{number}", rest_s(size))
             if op != "send":
-                out.call(f"call/{number}", op, "probe", size, blocks=blocks)  # type: ignore[arg-type]
+                out.collective(f"call/{number}", op, "probe", size, blocks=blocks)  # type: ignore[arg-type]
             elif place == (number % 2 if blocks else 0):
                 out.send(f"call/{number}", "probe", 1 - place, size, blocks=blocks)
             else:
@@ -292,15 +292,15 @@ def repeated(op: str, groups: Groups, size: int, blocks: bool, rested: bool) -> 
         if rested:
             out.compute("rest/last", rest_s(size))
         programs.append(out)
-    idle = Program()
+    idle = ProgramBuilder()
     idle.compute("idle", CALLS * (IDLE_S + size / IDLE_RATE))
     places = {rank: place % len(programs) for group in groups for place, rank in enumerate(group)}
-    return assemble(f"{op} of {size}", WORLD, {"probe": groups}, [*programs, idle], lambda rank: places.get(rank, len(programs)))
+    return build_schedule(f"{op} of {size}", WORLD, {"probe": groups}, [*programs, idle], lambda rank: places.get(rank, len(programs)))
 
 
-def compare(name: str, schedule: Schedule, machines: list[Cores], steps: list[float]) -> dict[str, Any]:
+def compare(name: str, schedule: Schedule, machines: list[CoreNetwork], steps: list[float]) -> dict[str, Any]:
     """A proxy's steps beside what each round's times make of it."""
-    predicted = [simulate(cores.handed(schedule), cores).step_s for cores in machines]
+    predicted = [simulate(cores.with_launch_overhead(schedule), cores).step_s for cores in machines]
     off = [a / b - 1 for a, b in zip(predicted, steps, strict=True)]
     return {
         "proxy": name,
@@ -308,7 +308,7 @@ def compare(name: str, schedule: Schedule, machines: list[Cores], steps: list[fl
         "predicted_s": statistics.median(predicted),
         "off": statistics.median(off),
         "off_by_round": off,
-        "ideal_s": simulate(schedule, Ideal()).step_s,
+        "ideal_s": simulate(schedule, IdealNetwork()).step_s,
         "steps_s": steps,
     }
 

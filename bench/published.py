@@ -1,6 +1,6 @@
 """Step time and memory of published training runs, predicted from each row's own description, beside what was measured.
 
-The model is `meshwright.cost.closed` with the constants that it ships; they were fitted on the training part (`fit_published.py`) and the
+The model is `meshwright.cost.closed_form_step` with the constants that it ships; they were fitted on the training part (`fit_published.py`) and the
 test part is every row whose configuration falls into one of four parts by a hash, so that a configuration measured twice is never in both.
 """
 
@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.core.errors import MeshwrightError
-from meshwright.cost.closed import step
-from meshwright.cost.closed_memory import peak
-from meshwright.cost.constants import Constants, Fitted, fitted
-from meshwright.cost.spread import Spread
+from meshwright.cost.closed_form_memory import closed_form_peak
+from meshwright.cost.closed_form_step import closed_form_step
+from meshwright.cost.constants import CostConstants, FittedConstants, load_fitted_constants
+from meshwright.cost.parallel_config import ParallelConfig
 from published_rows import Job, Skipped, read
 
 HERE = Path(__file__).parent
@@ -61,13 +61,13 @@ def is_test(job: Job) -> bool:
     return part(job) == 0
 
 
-def predict(job: Job, constants: Constants) -> Prediction:
+def predict(job: Job, constants: CostConstants) -> Prediction:
     spread = settled(job, constants)
-    seconds = step(job.model, spread, job.machine, constants).seconds
-    return Prediction(job, seconds, sum(peak(job.model, spread, constants).values()))
+    seconds = closed_form_step(job.model, spread, job.machine, constants).seconds
+    return Prediction(job, seconds, sum(closed_form_peak(job.model, spread, constants).values()))
 
 
-def settled(job: Job, constants: Constants) -> Spread:
+def settled(job: Job, constants: CostConstants) -> ParallelConfig:
     """What a row leaves open, decided as whoever ran it had to: recompute where it does not fit otherwise, the quickest micro-batch that fits."""
     sizes = [job.spread.micro_batch]
     if not job.micro_batch_given:
@@ -79,21 +79,21 @@ def settled(job: Job, constants: Constants) -> Spread:
     if len(spreads) == 1:
         return spreads[0]
     fitting = [s for s in spreads if _room(job, s, constants)]
-    return min(fitting or spreads[:1], key=lambda s: step(job.model, s, job.machine, constants).seconds)
+    return min(fitting or spreads[:1], key=lambda s: closed_form_step(job.model, s, job.machine, constants).seconds)
 
 
-def _recomputing(job: Job, spread: Spread, constants: Constants) -> Spread:
+def _recomputing(job: Job, spread: ParallelConfig, constants: CostConstants) -> ParallelConfig:
     """In as few blocks as it takes, in eighths of them, where a framework can choose that; in all of them else."""
     eighths = range(1, 9) if job.generation in PARTIAL else (8,)
-    tried = [spread, *(replace(spread, recompute="full", recomputed=n / 8) for n in eighths)]
+    tried = [spread, *(replace(spread, recompute="full", recomputed_share=n / 8) for n in eighths)]
     return next((s for s in tried if _room(job, s, constants)), tried[-1])
 
 
-def _room(job: Job, spread: Spread, constants: Constants) -> bool:
-    return sum(peak(job.model, spread, constants).values()) <= ROOM * job.machine.device.memory_bytes
+def _room(job: Job, spread: ParallelConfig, constants: CostConstants) -> bool:
+    return sum(closed_form_peak(job.model, spread, constants).values()) <= ROOM * job.machine.device.memory_bytes
 
 
-def predict_all(jobs: Iterable[Job], file: Fitted) -> list[Prediction]:
+def predict_all(jobs: Iterable[Job], file: FittedConstants) -> list[Prediction]:
     return [predict(job, file.constants(job.kind, job.generation)) for job in jobs]
 
 
@@ -173,7 +173,7 @@ def main(
     except MeshwrightError as error:
         print(error, file=sys.stderr)
         raise typer.Exit(error.exit_code) from None
-    found = report(predict_all(jobs, fitted()), skipped)
+    found = report(predict_all(jobs, load_fitted_constants()), skipped)
     if output is not None:
         output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     if as_json:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from meshwright.core.cluster import Device, Link
 from meshwright.core.errors import RequestError
-from meshwright.cost.constants import device_kind
-from meshwright.cost.spread import Machine, Spread
-from meshwright.cost.transformer import Recompute, Transformer
-from meshwright.describe.catalog import DeviceSheet, named, sheet
+from meshwright.cost.constants import device_architecture
+from meshwright.cost.parallel_config import ParallelConfig, UniformCluster
+from meshwright.cost.transformer_kernels import TransformerConfig, TransformerRecompute
+from meshwright.describe.catalog import DeviceDatasheet, datasheet, find_datasheet
 
 Row = Mapping[str, str]
 # What was run, as the row says it: rows that agree in these are one configuration measured again.
@@ -49,9 +49,9 @@ class Job:
     row: str
     source: str
     configuration: str
-    model: Transformer
-    spread: Spread
-    machine: Machine
+    model: TransformerConfig
+    spread: ParallelConfig
+    machine: UniformCluster
     kind: str  # of device
     generation: str
     micro_batch_given: bool
@@ -137,17 +137,17 @@ def _whole(row: Row, name: str, default: float | None = None) -> int:
     return max(int(_number(row, name, default)), 0)
 
 
-def device_of(row: Row) -> tuple[str, DeviceSheet]:
+def device_of(row: Row) -> tuple[str, DeviceDatasheet]:
     """(kind, sheet): by its name and memory, by its name alone, and the nearest where that is not known either."""
     name, size = row.get("gpu", ""), _number(row, "gpu_mem_gb", 0) or None
-    found = _named(name, size) or _named(name, None) or sheet(NEAREST)
-    return device_kind(found.name), found
+    found = _named(name, size) or _named(name, None) or datasheet(NEAREST)
+    return device_architecture(found.name), found
 
 
 @cache
-def _named(name: str, memory_gb: float | None) -> DeviceSheet | None:
+def _named(name: str, memory_gb: float | None) -> DeviceDatasheet | None:
     try:
-        return named(name, memory_gb)
+        return find_datasheet(name, memory_gb)
     except RequestError:
         return None
 
@@ -162,13 +162,15 @@ def generation_of(row: Row, kind: str) -> str:
     return "megatron-core" if max(_whole(row, "tp", 1), _whole(row, "pp", 1)) > 1 else "fsdp2"
 
 
-def _machine(row: Row, kind: str, found: DeviceSheet) -> Machine:
+def _machine(row: Row, kind: str, found: DeviceDatasheet) -> UniformCluster:
     device = Device("cuda", found.name, 0, _capacity(row, found), dict(found.peak_flops), found.memory_bandwidth, found.source)
     network = bits_per_s(row.get("inter_node_net", "")) or NETWORKS.get(kind, NETWORKS["ampere"])
-    return Machine(device, _whole(row, "gpus_per_node", 8) or 8, Link(found.link, 0.0, found.link_bandwidth), Link("network", 0.0, network / 8))
+    return UniformCluster(
+        device, _whole(row, "gpus_per_node", 8) or 8, Link(found.link, 0.0, found.link_bandwidth), Link("network", 0.0, network / 8)
+    )
 
 
-def _capacity(row: Row, found: DeviceSheet) -> int:
+def _capacity(row: Row, found: DeviceDatasheet) -> int:
     """The sheet's, unless the row names quite another: a variant that has no sheet, or a device held to a part of its memory."""
     said = 1e9 * (_number(row, "gpu_mem_gb", 0) or 0)
     return int(said) if said and abs(said / found.memory_bytes - 1) > 0.1 else found.memory_bytes
@@ -182,14 +184,14 @@ def bits_per_s(text: str) -> float:
     return int(found[1] or 1) * float(found[2]) * (1e12 if found[3] == "T" else 1e9) * (8 if found[4] else 1)
 
 
-def _model(row: Row) -> Transformer:
+def _model(row: Row) -> TransformerConfig:
     heads = max(_whole(row, "heads"), 1)
     experts = _whole(row, "experts", 0)
     glu = bool(_whole(row, "glu", 0))
     hidden = _whole(row, "hidden")
     expert_ffn = _whole(row, "moe_ffn", _number(row, "ffn", 4 * hidden)) if experts else 0
     opts = row.get("opts", "").lower()
-    return Transformer(
+    return TransformerConfig(
         layers=_whole(row, "layers"),
         hidden=hidden,
         heads=heads,
@@ -198,7 +200,7 @@ def _model(row: Row) -> Transformer:
         seq=_whole(row, "seq_len"),
         vocab=_whole(row, "vocab", GPT_VOCAB),
         glu=glu,
-        tied="tied" in opts or not glu,
+        tied_embeddings="tied" in opts or not glu,
         experts=experts,
         topk=_whole(row, "topk", 1) if experts else 0,
         expert_ffn=expert_ffn,
@@ -206,7 +208,7 @@ def _model(row: Row) -> Transformer:
     )
 
 
-def _spread(row: Row, model: Transformer, kind: str, generation: str) -> Spread:
+def _spread(row: Row, model: TransformerConfig, kind: str, generation: str) -> ParallelConfig:
     tp, pp, cp = (max(_whole(row, name, 1), 1) for name in ("tp", "pp", "cp"))
     dp = _whole(row, "dp", 0) or max(_whole(row, "num_gpus") // (tp * pp * cp), 1)
     zero = _zero(row.get("sharding", ""))
@@ -216,12 +218,12 @@ def _spread(row: Row, model: Transformer, kind: str, generation: str) -> Spread:
     written_out = re.search(r"no[- ]flash|(attn|attention)[^;]*\b(torch|eager|unfused|megatron)\b", opts) is not None
     flash = not written_out and ("flash" in opts or generation not in FLASHLESS or kind in FLASH_KINDS or model.glu)
     precision = next((p for p in ("fp8", "fp16", "bf16", "fp32") if p in row.get("precision", "").lower().replace("float", "fp")), "bf16")
-    return Spread(
+    return ParallelConfig(
         micro_batch=max(_whole(row, "micro_batch", 1), 1),
         global_batch=_whole(row, "global_batch"),
         tp=tp,
         pp=pp,
-        chunks=max(_whole(row, "vpp", 1), 1),
+        virtual_stages=max(_whole(row, "vpp", 1), 1),
         dp=dp,
         cp=cp,
         ep=_owners(row, model, dp * cp),
@@ -229,17 +231,17 @@ def _spread(row: Row, model: Transformer, kind: str, generation: str) -> Spread:
         shard=(given if given else dp * cp) if zero else 1,
         sequence_parallel=_sequence_parallel(row, tp, generation),
         recompute=recompute,
-        recomputed=share,
+        recomputed_share=share,
         precision="bf16" if precision == "fp32" else precision,
-        flash=flash,
+        flash_attention=flash,
         dropout=generation in FLASHLESS and not model.glu,
         fused="compile" in opts or generation in CORE,
         frozen="lora" in row.get("task", "").lower(),
-        wide_grads="mixed_precision=default" in opts,
+        fp32_grads="mixed_precision=default" in opts,
     )
 
 
-def _owners(row: Row, model: Transformer, replicas: int) -> int:
+def _owners(row: Row, model: TransformerConfig, replicas: int) -> int:
     """Ranks over which experts are spread. DeepEP is there to exchange tokens between them: a row that names it and says 1 does not say."""
     given = max(_whole(row, "ep", 1), 1)
     return math.gcd(model.experts, replicas) if given == 1 and model.experts and "deepep" in row.get("opts", "").lower() else given
@@ -254,7 +256,7 @@ def _zero(text: str) -> int:
     return 3 if "sdp" in text else 1 if "distributed opt" in text else 0
 
 
-def _recompute(row: Row) -> tuple[Recompute, float]:
+def _recompute(row: Row) -> tuple[TransformerRecompute, float]:
     text = row.get("recompute", "").lower()
     if text.startswith("full"):
         return "full", 1.0
@@ -274,7 +276,7 @@ def _sequence_parallel(row: Row, tp: int, generation: str) -> bool:
     return bool(float(text)) if re.fullmatch(r"[0-9]+(\.[0-9]*)?", text) else tp > 1 and generation in (*CORE, "fsdp2")
 
 
-def _seconds(row: Row, model: Transformer, spread: Spread) -> float | None:
+def _seconds(row: Row, model: TransformerConfig, spread: ParallelConfig) -> float | None:
     """Measured, or derived from what was; TFLOP/s are turned back by the formula that made them."""
     for name in ("sec_per_iter", "sec_per_iter_derived"):
         if value := _number(row, name, 0):

@@ -30,15 +30,15 @@ from grid import TASKS, WORLD, Ran, Subject, chosen, cluster_here, label, legal,
 from links import RATES, shaped
 from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster
-from meshwright.core.errors import MeshwrightError, unknown
+from meshwright.core.errors import MeshwrightError, unknown_name_error
 from meshwright.core.plan import Plan
-from meshwright.core.serial import from_data, read_json, to_data, write_json
+from meshwright.core.serialization import from_data, read_json, to_data, write_json
 from meshwright.cost import estimate
-from meshwright.launch import Nursery, Workers
-from meshwright.orchestrate.calibrate import PROBE_ERROR, tried_ranks
-from meshwright.plan.objective import burden
+from meshwright.launch import ForkServer, WorkerPool
+from meshwright.orchestrate.calibrate import PROBE_ERROR, probed_rank_counts
+from meshwright.plan.objective import complexity_penalty
 from meshwright.plan.search import rank_plans
-from meshwright.plan.space import Wishes
+from meshwright.plan.search_space import Constraints
 from overhead import fail
 from rounds import HERE, machine, say
 
@@ -97,9 +97,9 @@ def main(
     try:
         for name in models or ():
             if name not in TASKS:
-                raise unknown("model", name, tuple(TASKS))
+                raise unknown_name_error("model", name, tuple(TASKS))
         if link not in RATES:
-            raise unknown("link", link, tuple(RATES))
+            raise unknown_name_error("link", link, tuple(RATES))
         result, until = _result(output), time.monotonic() + limit
         cluster = cluster_here()
         with _nursery() as nursery, shaped(link, WORLD) as space:
@@ -117,8 +117,8 @@ def main(
 
 
 @contextmanager
-def _nursery() -> Iterator[Nursery]:
-    made = Nursery(1, {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])})
+def _nursery() -> Iterator[ForkServer]:
+    made = ForkServer(1, {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])})
     try:
         yield made
     finally:
@@ -130,13 +130,13 @@ def _result(output: Path) -> dict[str, Any]:
     return found
 
 
-def _calibration(path: Path | None, cluster: Cluster, nursery: Nursery, space: str) -> Calibration:
+def _calibration(path: Path | None, cluster: Cluster, nursery: ForkServer, space: str) -> Calibration:
     if path is not None and path.exists():
         return from_data(Calibration, read_json(path), str(path))
     layouts = []
-    for ranks in tried_ranks(cluster):
+    for ranks in probed_rank_counts(cluster):
         say(f"measuring {ranks} ranks")
-        with Workers(nursery, ranks) as workers:
+        with WorkerPool(nursery, ranks) as workers:
             layouts += workers.call("grid:probed", {"space": space}, timeout_s=120)[0][0]
     made = Calibration(cluster.nodes[0].name, cluster.devices[0].name, machine()["date"], tuple(layouts), error=PROBE_ERROR)
     if path is not None:
@@ -147,7 +147,7 @@ def _calibration(path: Path | None, cluster: Cluster, nursery: Nursery, space: s
 def _told(result: dict[str, Any], name: str, of: Subject, cluster: Cluster, known: Calibration) -> Times:
     """Times of an earlier run. Plans are found again by their labels; those that are no longer legal are said."""
     rows = result["models"][name]["plans"] if name in result["models"] else []
-    plans = {label(p): p for p in (*legal(of, cluster), rank_plans(of.profile, cluster, of.workload, known, Wishes(flow=of.flow)).best.plan)}
+    plans = {label(p): p for p in (*legal(of, cluster), rank_plans(of.profile, cluster, of.workload, known, Constraints(flow=of.flow)).best.plan)}
     for row in rows:
         if row["label"] not in plans:
             say(f"  no longer legal: {row['label']}")
@@ -157,16 +157,16 @@ def _told(result: dict[str, Any], name: str, of: Subject, cluster: Cluster, know
 
 
 def _measured(
-    nursery: Nursery, of: Subject, cluster: Cluster, known: Calibration, rounds: int, space: str, before: Times, until: float
+    nursery: ForkServer, of: Subject, cluster: Cluster, known: Calibration, rounds: int, space: str, before: Times, until: float
 ) -> Times:  # fmt: skip
     """Each plan by its label, with what was measured `before`; plans that cannot run, or came too late, are left out and said."""
     times = dict(before)
     for plan in chosen(legal(of, cluster), MOST - 1) if not before else ():
         times.setdefault(label(plan), Measured(plan))
-    own = rank_plans(of.profile, cluster, of.workload, known, Wishes(flow=of.flow)).scored[0].plan
+    own = rank_plans(of.profile, cluster, of.workload, known, Constraints(flow=of.flow)).scored[0].plan
     times.setdefault(label(own), Measured(own))
     predicted = {name: estimate(m.plan, of.profile, of.workload, cluster, known).step_s for name, m in times.items()}
-    with Workers(nursery, WORLD) as workers:
+    with WorkerPool(nursery, WORLD) as workers:
         one = _Trial(workers, of.task.name, predicted, space)
         for number, attempt in ((n, a) for n in range(rounds) for a in range(TRIES)):
             names = [name for name, m in times.items() if m.wants(number)]
@@ -196,7 +196,7 @@ def _steps(step_s: float) -> int:
 class _Trial:
     """Workers that measure plans of one model, of which it is known about how long they take."""
 
-    workers: Workers
+    workers: WorkerPool
     model: str
     predicted: Mapping[str, float]
     space: str
@@ -229,7 +229,7 @@ def judged(of: Subject, cluster: Cluster, known: Calibration, times: Times) -> d
         })  # fmt: skip
     rows.sort(key=lambda row: row["measured_s"])
     pick = min(rows, key=lambda row: row["predicted_s"] * row["weight"])
-    own = label(rank_plans(of.profile, cluster, of.workload, known, Wishes(flow=of.flow)).scored[0].plan)
+    own = label(rank_plans(of.profile, cluster, of.workload, known, Constraints(flow=of.flow)).scored[0].plan)
     best = rows[0]["measured_s"]
     own_s = next((row["measured_s"] for row in rows if row["label"] == own), None)
     return {
@@ -247,7 +247,7 @@ def judged(of: Subject, cluster: Cluster, known: Calibration, times: Times) -> d
 
 def _weight(plan: Plan) -> float:
     """By what the planner's order judges a plan longer than it is."""
-    return burden(plan.mesh, plan.memory.zero, plan.micro_batches, plan.tensor.sequence, bool(plan.memory.modes))
+    return complexity_penalty(plan.mesh, plan.memory.zero, plan.micro_batches, plan.tensor.is_sequence_parallel, bool(plan.memory.recompute_modes))
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:

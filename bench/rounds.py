@@ -29,7 +29,7 @@ from torch import Tensor
 
 from exposed import Waits
 from meshwright.core.errors import RunError
-from meshwright.launch import Nursery, Rendezvous, Workers, join, leave
+from meshwright.launch import ForkServer, Rendezvous, WorkerPool, join_process_group, leave_process_group
 
 HERE = Path(__file__).parent
 WARM_UP = 3  # rounds: first steps allocate, DDP rebuilds its buckets after the first
@@ -59,9 +59,9 @@ class Trial:
 def run(maker: str, arguments: dict[str, Any], rounds: int, world: int) -> list[list[dict[str, Any]]]:
     """What each rank measured, engine by engine; `maker` is the 'module:function' that makes a rank's `Trial`."""
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    nursery = Nursery(1, {**os.environ, "PYTHONPATH": path})
+    nursery = ForkServer(1, {**os.environ, "PYTHONPATH": path})
     try:
-        with Workers(nursery, world) as workers:
+        with WorkerPool(nursery, world) as workers:
             return workers.call("rounds:measure", {"maker": maker, "arguments": arguments, "rounds": rounds})
     finally:
         nursery.close()
@@ -70,15 +70,15 @@ def run(maker: str, arguments: dict[str, Any], rounds: int, world: int) -> list[
 # -- in a worker --
 
 
-def measure(rank: int, world: int, meeting: str, maker: str, arguments: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
+def measure(rank: int, world: int, init_method: str, maker: str, arguments: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
     """What `timed` says of this rank's trial, in a process group of its own."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    join(Rendezvous(rank, world, meeting))
+    join_process_group(Rendezvous(rank, world, init_method))
     module, _, function = maker.partition(":")
     waits = Waits()
     found = timed(getattr(importlib.import_module(module), function)(rank, world, **arguments), waits, rounds)
-    leave()
+    leave_process_group()
     return found
 
 

@@ -29,18 +29,18 @@ from rich.table import Table
 from meshwright.comm import RoutedComm, TorchComm, mpi
 from meshwright.core.calibration import Rates
 from meshwright.core.comm import Comm
-from meshwright.core.routes import way
+from meshwright.core.quantities import show_bytes
+from meshwright.core.routes import choose_route
 from meshwright.core.schedule import wire_factor
-from meshwright.core.units import show_bytes
-from meshwright.cost.selection import routes
-from meshwright.describe.collectives import curves, fitted, measure_ways, over_ranks
-from meshwright.launch import Rendezvous, join, leave
-from meshwright.launch.mpi import find, mpirun, run
-from meshwright.orchestrate.bench_comm import algorithms_for, every_way, sizes_to
+from meshwright.cost.route_selection import choose_routes
+from meshwright.describe.collective_bench import fit_by_operation, measure_routes, merge_ranks, timing_curves
+from meshwright.launch import Rendezvous, join_process_group, leave_process_group
+from meshwright.launch.mpi_launcher import find_mpirun, mpirun_command, run_command
+from meshwright.orchestrate.bench_comm import applicable_algorithms, comms_by_route, message_sizes
 from rounds import machine, order, ratios, say
 
 HERE = Path(__file__).parent
-SIZES = sizes_to(1 << 26)
+SIZES = message_sizes(1 << 26)
 GOAL = 1.05
 BUDGET_S = 0.2  # of one way and size, in the first measurement
 LONGEST_S = 6.0  # one size, in the second
@@ -70,11 +70,11 @@ def main(
 def _world(ranks: int, rounds: int, nodes: int) -> dict[str, Any]:
     lie = [ranks // nodes + (i < ranks % nodes) for i in range(nodes)] if ranks >= 4 else [ranks]
     with tempfile.TemporaryDirectory() as folder:
-        if find() is None:
+        if find_mpirun() is None:
             sys.exit("bench/selection.py needs MPI beside gloo: pip install 'meshwright[mpi]'")
         path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-        command, environ = mpirun(ranks, {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path})
-        code = run([*command, sys.executable, __file__, "--rank", folder, str(rounds), json.dumps(lie)], environ, sys.stderr)
+        command, environ = mpirun_command(ranks, {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path})
+        code = run_command([*command, sys.executable, __file__, "--rank", folder, str(rounds), json.dumps(lie)], environ, sys.stderr)
         if code:
             sys.exit(code)
         every = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
@@ -122,16 +122,16 @@ def measure(folder: str, rounds: int, nodes: list[int]) -> None:
     torch.set_num_threads(1)
     rank, world = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
     mpi.register(300)
-    join(Rendezvous(rank, world, f"file://{folder}/meeting"))
+    join_process_group(Rendezvous(rank, world, f"file://{folder}/meeting"))
     over_mpi = dist.new_group(backend="mpi")
-    names = algorithms_for(world, nodes, None)
-    ways = every_way("gloo", names, nodes) | every_way("mpi", names, nodes, over_mpi)
+    names = applicable_algorithms(world, nodes, None)
+    ways = comms_by_route("gloo", names, nodes) | comms_by_route("mpi", names, nodes, over_mpi)
     chosen = _routes(ways, world, nodes)
     own, other = (ways[b] for b in ("gloo", "mpi"))
     assert isinstance(own, TorchComm) and isinstance(other, TorchComm)
     # The composed ways that are selected are the very objects that are measured: a twin of them would share cores with their threads.
-    composed = {n: c._composed[n] for n, c in ways.items() if isinstance(c, RoutedComm)}
-    choose = lambda op, size: way(chosen, op, size * wire_factor(op, world), "gloo")  # noqa: E731
+    composed = {n: c._composed_routes[n] for n, c in ways.items() if isinstance(c, RoutedComm)}
+    choose = lambda op, size: choose_route(chosen, op, size * wire_factor(op, world), "gloo")  # noqa: E731
     turns: dict[str, Comm] = {**ways, SELECTED: RoutedComm({"gloo": own, "mpi": other}, choose, composed)}
     found = []
     for size in SIZES:
@@ -142,15 +142,15 @@ def measure(folder: str, rounds: int, nodes: list[int]) -> None:
     said = {"sizes": found, "routes": [vars(r) for r in chosen]}
     (Path(folder) / f"{rank}.json").write_text(json.dumps(said))
     dist.barrier()
-    leave()
+    leave_process_group()
 
 
 def _routes(ways: dict[str, Comm], world: int, nodes: list[int]) -> Any:
     """From a measurement of all ways, the same on every rank."""
     every: list[Any] = [None] * world
-    dist.all_gather_object(every, measure_ways(ways, torch.device("cpu"), ["all_reduce"], SIZES, BUDGET_S))
-    points = over_ranks("", every)
-    return routes(Rates(world, 1, {}, (), 0.0, fitted(points), curves=curves(points)), ("gloo", "mpi"), ["all_reduce"], nodes)
+    dist.all_gather_object(every, measure_routes(ways, torch.device("cpu"), ["all_reduce"], SIZES, BUDGET_S))
+    points = merge_ranks("", every)
+    return choose_routes(Rates(world, 1, {}, (), 0.0, fit_by_operation(points), curves=timing_curves(points)), ("gloo", "mpi"), ["all_reduce"], nodes)
 
 
 def _timed(turns: dict[str, Comm], size: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:

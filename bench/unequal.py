@@ -25,23 +25,23 @@ from meshwright import zoo
 from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import MeshwrightError, RequestError
+from meshwright.core.heterogeneous import with_measured_names
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
-from meshwright.core.serial import to_data, write_json
-from meshwright.core.unlike import told_apart
+from meshwright.core.serialization import to_data, write_json
 from meshwright.core.workload import Workload
-from meshwright.cost.sheets import from_sheets
-from meshwright.cost.step import HEADROOM
+from meshwright.cost.datasheet_rates import datasheet_calibration
+from meshwright.cost.step_cost import HEADROOM
 from meshwright.describe.cluster_file import parse_cluster
-from meshwright.describe.clusters import resolve
+from meshwright.describe.cluster_resolver import resolve_cluster
+from meshwright.describe.dataflow_tracer import trace_dataflow
 from meshwright.describe.discover import discover
-from meshwright.describe.flow import trace_flow
-from meshwright.describe.trace import trace_task
-from meshwright.launch import Nursery, Workers
+from meshwright.describe.profile_tracer import trace_task
+from meshwright.launch import ForkServer, WorkerPool
 from meshwright.orchestrate.calibrate import PROBE_ERROR
 from meshwright.plan import Ranking, rank_plans
-from meshwright.plan.space import Wishes
-from meshwright.plan.uneven import in_parts
+from meshwright.plan.heterogeneous_planner import describe_shares
+from meshwright.plan.search_space import Constraints
 from overhead import fail
 from rounds import HERE, machine, say
 
@@ -122,37 +122,37 @@ def main(
 
 def measured(of: Subject, slow: float, rounds: int, cases: list[str]) -> dict[str, Any]:
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    nursery = Nursery(1, {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+    nursery = ForkServer(1, {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
     found: dict[str, Any] = {}
     try:
-        with Workers(nursery, WORLD) as workers:
+        with WorkerPool(nursery, WORLD) as workers:
             cluster, known = probed(workers, slow)
             for case in cases:
                 where = short_of_memory(of, cluster, known) if case == SHORT else cluster
-                wishes = Wishes(flow=of.flow, reorder=case != SHORT, **CASES[case])
+                wishes = Constraints(flow=of.flow, reorder=case != SHORT, **CASES[case])
                 ranking = rank_plans(of.profile, where, of.workload, known, wishes)
-                say(f"{of.task.name}, {case}: {in_parts(ranking.best.plan, where)}")
+                say(f"{of.task.name}, {case}: {describe_shares(ranking.best.plan, where)}")
                 found[f"{of.task.name}: {case}"] = {"slow": slow, **_told(ranking, where), **_alternating(workers, of, ranking, slow, rounds)}
     finally:
         nursery.close()
     return found
 
 
-def probed(workers: Workers, slow: float) -> tuple[Cluster, Calibration]:
+def probed(workers: WorkerPool, slow: float) -> tuple[Cluster, Calibration]:
     """This machine as two ranks of one thread, of which the second is slowed, as a probe finds it."""
     how = {"device": "cpu", "backend": "gloo", "threads": 1, "quick": True}
-    probe = "meshwright.orchestrate.worker:probe_rank"
+    probe = "meshwright.orchestrate.rank_entrypoints:probe_rank"
     layouts = workers.call(probe, how, world=1, timeout_s=120)[0][0]
     with slowed(workers.pids[1], slow):
         layouts += workers.call(probe, how, timeout_s=200)[0][0]
     cluster = discover({}, ranks=WORLD)
     known = Calibration(cluster.nodes[0].name, cluster.devices[0].name, machine()["date"], tuple(layouts), error=PROBE_ERROR)
-    return told_apart(cluster, known), known
+    return with_measured_names(cluster, known), known
 
 
 def short_of_memory(of: Subject, cluster: Cluster, known: Calibration) -> Cluster:
     """The second device has as much as it needs for everything but half of the states that are its share."""
-    best = rank_plans(of.profile, cluster, of.workload, known, Wishes(flow=of.flow, recompute="none", **CASES[SHORT])).best
+    best = rank_plans(of.profile, cluster, of.workload, known, Constraints(flow=of.flow, recompute="none", **CASES[SHORT])).best
     enough = int((max(best.estimate.memory_bytes) - best.estimate.memory_kinds["optimizer"] / 2) / HEADROOM)
     node = cluster.nodes[0]
     devices = (node.devices[0], replace(node.devices[1], memory_bytes=enough))
@@ -180,9 +180,9 @@ def slowed(pid: int, part: float) -> Iterator[None]:
         group.rmdir()
 
 
-def _alternating(workers: Workers, of: Subject, ranking: Ranking, slow: float, rounds: int) -> dict[str, Any]:
-    assert ranking.equal is not None
-    plans = {"equal": ranking.equal.plan, "planned": ranking.best.plan}
+def _alternating(workers: WorkerPool, of: Subject, ranking: Ranking, slow: float, rounds: int) -> dict[str, Any]:
+    assert ranking.best_equal_split is not None
+    plans = {"equal": ranking.best_equal_split.plan, "planned": ranking.best.plan}
     times: dict[str, list[float]] = {name: [] for name in plans}
     for number in range(rounds):
         for name in list(plans)[:: 1 if number % 2 else -1]:
@@ -192,9 +192,9 @@ def _alternating(workers: Workers, of: Subject, ranking: Ranking, slow: float, r
     return {"measured_s": seconds, "measured_gain": gain, "rounds": times}
 
 
-def _timed(workers: Workers, of: Subject, plan: Plan, slow: float) -> float:
+def _timed(workers: WorkerPool, of: Subject, plan: Plan, slow: float) -> float:
     """The slow device is whichever process the plan has put there."""
-    seats = plan.seats or tuple(range(plan.world))
+    seats = plan.device_order or tuple(range(plan.world))
     what = {"model": of.task.name, "plans": [(to_data(plan), STEPS)], "warm": WARM}
     if 1 not in seats:
         return median_of_slowest([rank[0].steps for rank in workers.call("grid:timed", what, world=plan.world, timeout_s=200)])
@@ -206,23 +206,23 @@ def _timed(workers: Workers, of: Subject, plan: Plan, slow: float) -> float:
 
 
 def estimated(where: str, model: str, batch: int) -> dict[str, Any]:
-    cluster = parse_cluster(_MIX, "mix.toml", "mix", None) if where == "mix" else resolve(where, {})
+    cluster = parse_cluster(_MIX, "mix.toml", "mix", None) if where == "mix" else resolve_cluster(where, {})
     task = zoo.load(model)
     precision = "fp16" if where == "mix" else "bf16"  # V100s have no bf16
-    profile, flow = trace_task(task, precision=precision, device="cuda"), trace_flow(task, precision)
+    profile, flow = trace_task(task, precision=precision, device="cuda"), trace_dataflow(task, precision)
     say(f"{model} on {where}")
-    found = rank_plans(profile, cluster, Workload(batch, precision=precision), from_sheets(cluster), Wishes(flow=flow, reorder=True))
+    found = rank_plans(profile, cluster, Workload(batch, precision=precision), datasheet_calibration(cluster), Constraints(flow=flow, reorder=True))
     return _told(found, cluster)
 
 
 def _told(ranking: Ranking, cluster: Cluster) -> dict[str, Any]:
-    best, equal = ranking.best, ranking.equal
+    best, equal = ranking.best, ranking.best_equal_split
     assert equal is not None
     return {
-        "planned": f"{label(best.plan)}: {in_parts(best.plan, cluster)}",
-        "equal": f"{label(equal.plan)}: {in_parts(equal.plan, cluster)}",
+        "planned": f"{label(best.plan)}: {describe_shares(best.plan, cluster)}",
+        "equal": f"{label(equal.plan)}: {describe_shares(equal.plan, cluster)}",
         "predicted_s": {"equal": equal.estimate.step_s if equal.estimate.fits else None, "planned": best.estimate.step_s},
-        "predicted_gain": ranking.gain,
+        "predicted_gain": ranking.speedup_over_equal,
         "fits": best.estimate.fits,
         "memory": {"has": [d.memory_bytes for d in cluster.devices], "planned": best.estimate.memory_bytes, "equal": equal.estimate.memory_bytes},
         "plans": {"equal": to_data(equal.plan), "planned": to_data(best.plan)},

@@ -41,7 +41,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 plan = mw.Plan("digits", global_batch=64, mesh=Mesh(shard=world), memory=MemoryPolicy(zero=2), device=device.type)
 applied = mw.parallelize(model, optimizer, plan)
 rank = applied.groups.rank
-first, count = plan.share(rank)
+first, count = plan.sample_range(rank)
 mine = slice(first, first + count)  # of every global batch; the order of samples is the same on every rank
 
 for epoch in range(3):

@@ -130,7 +130,7 @@ def main():
     for number in range(args.steps - 1):
         with latency.of("train", number):
             step(number)
-    groups.ledger.take()  # count one step only
+    groups.ledger.drain()  # count one step only
     with latency.of("train", args.steps - 1):
         if args.trace and groups.rank == 0:
             with torch.profiler.profile() as profiler:
@@ -139,7 +139,7 @@ def main():
         else:
             step(args.steps - 1)
     if groups.rank == 0:
-        lines = groups.ledger.take()
+        lines = groups.ledger.drain()
         print(f"{args.mode} on {data.size}: {sum(line.calls for line in lines)} calls, {sum(line.bytes for line in lines):,} bytes a step")
 
     infer(model, images, args.infer, groups, latency)

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from meshwright.launch import Nursery, RankFailure, Workers
+from meshwright.launch import ForkServer, RankFailure, WorkerPool
 
 HERE = Path(__file__).parent
-pytest.register_assert_rewrite("tests.procs.spread")
+pytest.register_assert_rewrite("tests.procs.plan_cases")
 settings.register_profile("any machine", deadline=None)  # a busy machine is no failure
 settings.load_profile("any machine")
 Run = Callable[..., list[Any]]
@@ -42,11 +42,11 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def nursery(ground: Path) -> Iterator[Nursery]:
+def nursery(ground: Path) -> Iterator[ForkServer]:
     """A warm process to fork from; tests' own modules are importable in its workers."""
     path = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     with contextlib.chdir(ground):
-        made = Nursery(1, {**os.environ, "PYTHONPATH": path}, ("meshwright.orchestrate.worker",))
+        made = ForkServer(1, {**os.environ, "PYTHONPATH": path}, ("meshwright.orchestrate.rank_entrypoints",))
     yield made
     made.close()
 
@@ -54,13 +54,13 @@ def nursery(ground: Path) -> Iterator[Nursery]:
 class Pool:
     """Workers that are made again after a call that failed."""
 
-    def __init__(self, nursery: Nursery, size: int) -> None:
+    def __init__(self, nursery: ForkServer, size: int) -> None:
         self.nursery, self.size = nursery, size
-        self.workers: Workers | None = None
+        self.workers: WorkerPool | None = None
 
     def run(self, target: str, *, world: int, timeout_s: float = 120, **kwargs: Any) -> list[Any]:
         if self.workers is None:
-            self.workers = Workers(self.nursery, self.size)
+            self.workers = WorkerPool(self.nursery, self.size)
         try:
             return self.workers.call(target, kwargs, world=world, timeout_s=timeout_s)
         except RankFailure as failure:
@@ -76,14 +76,14 @@ class Pool:
 
 
 @pytest.fixture(scope="session")
-def pool(nursery: Nursery) -> Iterator[Pool]:
+def pool(nursery: ForkServer) -> Iterator[Pool]:
     made = Pool(nursery, 4)
     yield made
     made.close()
 
 
 @pytest.fixture(scope="session")
-def large_pool(nursery: Nursery) -> Iterator[Pool]:
+def large_pool(nursery: ForkServer) -> Iterator[Pool]:
     """Eight workers, for meshes of three axes."""
     made = Pool(nursery, 8)
     yield made
@@ -91,7 +91,7 @@ def large_pool(nursery: Nursery) -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="session")
-def measured(nursery: Nursery) -> None:
+def measured(nursery: ForkServer) -> None:
     """This machine is measured once for all commands of the session: by whichever worker of pytest-xdist asks first, while the other waits."""
     from meshwright.describe.discover import discover
     from meshwright.orchestrate import calibrate
@@ -99,19 +99,19 @@ def measured(nursery: Nursery) -> None:
     with (Path(os.environ["XDG_CACHE_HOME"]) / "measuring").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         cluster = discover(os.environ)
-        if calibrate.kept(cluster, os.environ) is None:
-            calibrate.keep(calibrate.probe(cluster, nursery, say=lambda _: None), cluster, os.environ)
+        if calibrate.load_cached(cluster, os.environ) is None:
+            calibrate.save_to_cache(calibrate.probe(cluster, nursery, log_progress=lambda _: None), cluster, os.environ)
 
 
 @pytest.fixture
 def command(
-    nursery: Nursery, ground: Path, measured: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    nursery: ForkServer, ground: Path, measured: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[str, str]]:  # fmt: skip
     """A command line in this process, with ranks from the warm one: what it prints, as a user's would, without the imports of two more processes."""
     from meshwright.cli.main import main
     from meshwright.orchestrate import Orchestrator
 
-    monkeypatch.setattr(Orchestrator, "nursery", lambda *_, **__: nursery)
+    monkeypatch.setattr(Orchestrator, "fork_server", lambda *_, **__: nursery)
 
     monkeypatch.chdir(ground)
 

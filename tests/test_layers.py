@@ -114,7 +114,10 @@ PLANTED = {
     "core/heavy.py": ("import torch.nn as nn", "core/heavy.py:1: core imports torch"),
     "plan/lazy.py": ("def f():\n    from torch import nn", "plan/lazy.py:2: plan imports torch"),
     "cost/other.py": ("if TYPE_CHECKING:\n    pass\nelse:\n    import torch", "cost/other.py:4: cost imports torch"),
-    "plan/indirect.py": ("from meshwright.describe.trace import trace_task", "plan/indirect.py:1: plan does without torch, describe does not"),
+    "plan/indirect.py": (
+        "from meshwright.describe.profile_tracer import trace_task",
+        "plan/indirect.py:1: plan does without torch, describe does not",
+    ),
     "core/public.py": ("from meshwright import Plan", "core/public.py:1: core asks the package itself for 'Plan'"),
     "api.py": ("from meshwright.cli import main", "api.py:1: api imports cli, both on level 5"),
     "__init__.py": ("from meshwright.api import prepare", "__init__.py:1: __init__"),

@@ -48,7 +48,7 @@ def _positions(rank: int, world: int) -> Step:
 
 
 class _Embedding(nn.Module):
-    def __init__(self, whole: gpt.Embedding, mine: Tensor) -> None:
+    def __init__(self, whole: gpt.TokenPositionEmbedding, mine: Tensor) -> None:
         super().__init__()
         self.tokens, self.positions, self.mine = whole.tokens, whole.positions, mine
 

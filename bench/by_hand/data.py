@@ -5,7 +5,7 @@ from __future__ import annotations
 from by_hand.ours import Job
 from cases import Case, raw_ddp, raw_fsdp2
 from meshwright.core.mesh import Mesh
-from meshwright.zoo.losses import next_token
+from meshwright.zoo.losses import next_token_loss
 from rounds import Trial
 
 GPT = Case(batch=4, layers=3, vocab=2048)  # of all blocks that train one
@@ -13,7 +13,7 @@ SMALL = Case(batch=2, layers=3, vocab=2048)  # where every rank takes samples of
 
 
 def gpt_job(case: Case) -> Job:
-    return Job(case.model, next_token, case.data(0, 0), case.batch)
+    return Job(case.model, next_token_loss, case.data(0, 0), case.batch)
 
 
 def replicas(block: str, rank: int, world: int) -> Trial:

@@ -9,15 +9,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from cases import optimizer_of
+from meshwright.core.expert_policy import ExpertPolicy
 from meshwright.core.mesh import Mesh
-from meshwright.core.owners import OwnerPolicy
 from meshwright.core.plan import OVERLAPS, MemoryPolicy, Overlap, Plan, SyncPolicy
 from meshwright.core.task import Loss
-from meshwright.core.tensor import TensorPolicy
-from meshwright.describe.flow import trace_module_flow
-from meshwright.describe.trace import trace_module
+from meshwright.core.tensor_policy import TensorPolicy
+from meshwright.describe.dataflow_tracer import trace_module_dataflow
+from meshwright.describe.profile_tracer import trace_module
 from meshwright.execute.session import Session
-from meshwright.plan import choose_grid, choose_owners, cut_stages, share_positions
+from meshwright.plan import choose_cp_policies, choose_expert_parallel, choose_tensor_grid, cut_stages
 from rounds import Batch, Engine
 
 Step = Callable[[Batch], Tensor]
@@ -35,15 +35,15 @@ class Job:
     def plan(self, mesh: Mesh, *, micro: int = 1, units: tuple[str, ...] = (), placements: Mapping[str, str] | None = None) -> Plan:
         """With the cuts that the planner finds; units are cut over the shard axis."""
         model = self.build()
-        flow, profile = (trace(model, self.loss, self.example) for trace in (trace_module_flow, _profile))
+        flow, profile = (trace(model, self.loss, self.example) for trace in (trace_module_dataflow, _profile))
         none = TensorPolicy(), TensorPolicy()
-        tensor = choose_grid(flow, mesh.tp, placements, profile.layer_names if mesh.pp > 1 else ()) if mesh.degree("tp") > 1 else none
-        (first, second), context, spatial = share_positions(mesh, flow, tensor, "fp32")
-        owners = choose_owners(flow, mesh.ep) if mesh.ep > 1 else OwnerPolicy()
+        tensor = choose_tensor_grid(flow, mesh.tp, placements, profile.layer_names if mesh.pp > 1 else ()) if mesh.degree("tp") > 1 else none
+        (first, second), context, spatial = choose_cp_policies(mesh, flow, tensor, "fp32")
+        owners = choose_expert_parallel(flow, mesh.ep) if mesh.ep > 1 else ExpertPolicy()
         stages = cut_stages(flow, profile, mesh.pp, first, second) if mesh.pp > 1 else ()
         memory = MemoryPolicy(zero=3, units=units) if mesh.shard > 1 else MemoryPolicy()
-        shared: dict[str, Any] = {"tensor": first, "across": second, "context": context, "spatial": spatial, "owners": owners}
-        return Plan("bench", self.samples * mesh.data_width, mesh, micro, stages, memory=memory, **shared)
+        shared: dict[str, Any] = {"tensor": first, "tensor_y": second, "context": context, "spatial": spatial, "expert": owners}
+        return Plan("bench", self.samples * mesh.data_parallel_size, mesh, micro, stages, memory=memory, **shared)
 
     def engines(self, block: str, by_hand: Callable[[], Step], plan: Plan, overlaps: tuple[Overlap, ...]) -> Iterator[Engine]:
         """By hand, the same again, Meshwright with everything overlapped that may be, and without each of `overlaps` and all of them."""

@@ -14,7 +14,7 @@ from by_hand.ours import Job, Step
 from cases import by_hand, optimizer_of
 from meshwright.core.mesh import Mesh
 from meshwright.zoo.cosmoflow import CosmoFlow, CosmoFlowConfig
-from meshwright.zoo.losses import regression
+from meshwright.zoo.losses import regression_loss
 from rounds import Batch, Trial
 
 _CONFIG = CosmoFlowConfig(edge=32, filters=(16, 32, 64, 64, 64), dense=(64, 32))
@@ -23,7 +23,7 @@ _HEIGHT = 3  # the dim that is cut
 
 
 def spatial(block: str, rank: int, world: int) -> Trial:
-    job = Job(_cosmoflow, regression, _data(0), _SAMPLES)
+    job = Job(_cosmoflow, regression_loss, _data(0), _SAMPLES)
     plan = job.plan(Mesh(cp=world))
     assert plan.spatial.grid == (1, world, 1) and [g.module for g in plan.spatial.gathers] == ["layers.4.conv"]  # as by hand
     return Trial(list(job.engines(block, lambda: _blocks(rank, world), plan, ("gradients",))), _data)
@@ -41,7 +41,7 @@ def _data(number: int) -> Batch:
 
 def _blocks(rank: int, world: int) -> Step:
     model = DistributedDataParallel(_Halves(_cosmoflow(), rank, world), gradient_as_bucket_view=True)
-    return by_hand(model, optimizer_of(model), loss=regression)
+    return by_hand(model, optimizer_of(model), loss=regression_loss)
 
 
 class _Halves(nn.Module):

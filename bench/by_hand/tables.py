@@ -13,7 +13,7 @@ from by_hand.ours import Job, Step
 from cases import optimizer_of
 from meshwright.core.mesh import Mesh
 from meshwright.zoo.dlrm import DLRM, DLRMConfig
-from meshwright.zoo.losses import click
+from meshwright.zoo.losses import click_loss
 from rounds import Batch, Trial
 
 _CONFIG = DLRMConfig(tables=8, rows=10_000, width=64, dense=64, bottom=(256, 128), top=(512, 256))
@@ -21,9 +21,9 @@ _SAMPLES = 2048
 
 
 def tables(block: str, rank: int, world: int) -> Trial:
-    job = Job(_dlrm, click, _data(0, 0), _SAMPLES)
+    job = Job(_dlrm, click_loss, _data(0, 0), _SAMPLES)
     plan = job.plan(Mesh(ep=world))
-    owners = [table.owner for table in plan.owners.tables]  # by hand the same rank has a table
+    owners = [table.ep_rank for table in plan.expert.tables]  # by hand the same rank has a table
     return Trial(list(job.engines(block, lambda: _owned(owners), plan, ("gradients",))), lambda number: _data(rank, number))
 
 
@@ -47,7 +47,7 @@ def _owned(owners: list[int]) -> Step:
     optimizer = optimizer_of(replica)
 
     def step(batch: Batch) -> Tensor:
-        loss = click(replica, batch)
+        loss = click_loss(replica, batch)
         loss.backward()
         torch._foreach_mul_([p.grad for p in held.values() if p.grad is not None], 1.0 / world)
         optimizer.step()
@@ -65,7 +65,7 @@ class _Owned(nn.Module):
         self.places = [self.by_owner.index(table) for table in range(len(owners))]
         self.numbers = [owners.count(rank) for rank in range(self.world)]
         self.tables = nn.ModuleList(table for table, owner in zip(whole.tables, owners, strict=True) if owner == self.rank)
-        self.bottom, self.top, self.interact = whole.bottom, whole.top, whole._interact
+        self.bottom, self.top, self.interact = whole.bottom, whole.top, whole._pairwise_interaction
 
     def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
         bottom = self.bottom(dense)

@@ -54,7 +54,7 @@ def depth(block: str, rank: int, world: int) -> Trial:
             fully_shard(part, mesh=mesh["shard"], reshard_after_forward=True)
         return by_hand(model, optimizer_of(model))
 
-    plan = job.plan(Mesh(tp=(2, 1, 2)).flattened(), units=units_of(SMALL), placements=_WHOLE)
+    plan = job.plan(Mesh(tp=(2, 1, 2)).canonical(), units=units_of(SMALL), placements=_WHOLE)
     engines = job.engines(block, shard, plan, ("inputs", "gathers", "scatters"))
     return Trial(list(engines), lambda number: SMALL.data(rank // 2, number))
 

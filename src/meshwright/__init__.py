@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from meshwright.core.errors import MeshwrightError, RequestError
     from meshwright.core.mesh import Mesh
     from meshwright.core.plan import MemoryPolicy, Plan
-    from meshwright.core.strategy import strategy
+    from meshwright.core.plan_strategy import strategy
     from meshwright.core.task import Field, Task
 
 __version__ = "0.1.0"
@@ -17,7 +17,7 @@ __all__ = [
 ]  # fmt: skip
 
 # Looked up on first use, so that `import meshwright` and the command line's --help do not wait for torch.
-_HOMES = {
+_EXPORT_MODULES = {
     "Field": "core.task",
     "MemoryPolicy": "core.plan",
     "Mesh": "core.mesh",
@@ -25,7 +25,7 @@ _HOMES = {
     "Plan": "core.plan",
     "RequestError": "core.errors",
     "Task": "core.task",
-    "strategy": "core.strategy",
+    "strategy": "core.plan_strategy",
 }
 
 
@@ -34,4 +34,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'meshwright' has no attribute '{name}'")
     from importlib import import_module
 
-    return getattr(import_module(f"meshwright.{_HOMES.get(name, 'api')}"), name)
+    return getattr(import_module(f"meshwright.{_EXPORT_MODULES.get(name, 'api')}"), name)

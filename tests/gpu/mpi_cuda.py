@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.comm import mpi
-from meshwright.comm.mpi import library
+from meshwright.comm.mpi import mpi_library
 
 
 def main() -> None:
@@ -108,7 +108,7 @@ def _timed(rank: int) -> None:
         dist.all_reduce(tensor)
         torch.cuda.synchronize()
     if rank == 0:
-        way = "on the device" if library.cuda_aware() else "staged"
+        way = "on the device" if mpi_library.is_cuda_aware() else "staged"
         print(f"16 MB all-reduce, {way}: {(time.perf_counter() - begun) * 1e3:.1f} ms", flush=True)
 
 

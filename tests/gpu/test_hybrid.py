@@ -13,10 +13,10 @@ import torch
 
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import BalancePolicy, MemoryPolicy, Plan
-from meshwright.core.serial import to_data
-from meshwright.describe.flow import trace_module_flow
-from meshwright.describe.trace import trace_module
-from meshwright.plan.pipeline import cut_stages
+from meshwright.core.serialization import to_data
+from meshwright.describe.dataflow_tracer import trace_module_dataflow
+from meshwright.describe.profile_tracer import trace_module
+from meshwright.plan.pipeline_planner import cut_stages
 from meshwright.schedule import plan_ledger
 from tests.procs.jobs import build, global_batch
 
@@ -45,7 +45,9 @@ def test_data_parallel_and_zero(pool: Any, alone: dict[str, Any], places: tuple[
     world = len(places)
     mesh = Mesh(shard=world) if zero else Mesh(dp=world)
     shares = (8 - world + 1, *(1,) * (world - 1))
-    plan = Plan("gpt-tiny", 8, mesh, memory=MemoryPolicy(zero, UNITS, precision="fp64"), balance=BalancePolicy(shares), device="cuda", places=places)
+    plan = Plan(
+        "gpt-tiny", 8, mesh, memory=MemoryPolicy(zero, UNITS, precision="fp64"), balance=BalancePolicy(shares), device="cuda", rank_devices=places
+    )
     found = pool.run("procs.jobs:train_curve", world=world, plan=to_data(plan), model=MODEL, clip=1.0)
     for rank in found:
         assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-9)
@@ -55,10 +57,10 @@ def test_data_parallel_and_zero(pool: Any, alone: dict[str, Any], places: tuple[
 def test_a_pipeline_from_a_gpu_to_a_cpu(pool: Any, alone: dict[str, Any]) -> None:
     network, loss = build(MODEL, torch.float64, 0)
     batch = global_batch(MODEL, 8, 0, torch.float64)
-    flow, profile = trace_module_flow(network, loss, batch, "fp64"), trace_module(network, loss, batch, name="gpt-tiny")
+    flow, profile = trace_module_dataflow(network, loss, batch, "fp64"), trace_module(network, loss, batch, name="gpt-tiny")
     plan = Plan(
         "gpt-tiny", 8, Mesh(pp=2), micro_batches=2, stages=cut_stages(flow, profile, 2), memory=MemoryPolicy(units=UNITS, precision="fp64"),
-        device="cuda", places=BOTH,
+        device="cuda", rank_devices=BOTH,
     )  # fmt: skip
     found = pool.run("procs.jobs:train_curve", world=2, plan=to_data(plan), model=MODEL, clip=1.0)
     for number, rank in enumerate(found):
@@ -81,7 +83,7 @@ def test_by_command(tmp_path: Path) -> None:
     """`--devices 0,cpu,cpu`: both kinds are measured, and the GPU takes most of the batch."""
     found = run("train", "gpt-tiny", "--devices", "0,cpu,cpu", "--mesh", "dp=3", "--steps", "6", "--global-batch", "32", "--run-dir", str(tmp_path))
     plan = found["plan"]
-    assert plan["places"] == ["cuda:0", "cpu", "cpu"] and plan["backend"] == "gloo"
+    assert plan["rank_devices"] == ["cuda:0", "cpu", "cpu"] and plan["backend"] == "gloo"
     assert plan["balance"]["shares"][0] > max(plan["balance"]["shares"][1:])
     assert not found["faults"] and found["losses"][-1] < found["losses"][0]
     events = [json.loads(line) for file in Path(found["run"]).glob("events*.jsonl") for line in file.read_text().splitlines()]
@@ -91,4 +93,4 @@ def test_by_command(tmp_path: Path) -> None:
 
 def test_a_shared_card_by_command(tmp_path: Path) -> None:
     found = run("train", "gpt-tiny", "--devices", "0,0", "--mesh", "shard=2", "--set", "zero=3", "--steps", "5", "--run-dir", str(tmp_path))
-    assert found["plan"]["places"] == ["cuda:0", "cuda:0"] and len(found["losses"]) == 5
+    assert found["plan"]["rank_devices"] == ["cuda:0", "cuda:0"] and len(found["losses"]) == 5

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.launch.mpi import find, mpirun
+from meshwright.launch.mpi_launcher import find_mpirun, mpirun_command
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or find() is None, reason="needs a CUDA device and mpirun")
+@pytest.mark.skipif(not torch.cuda.is_available() or find_mpirun() is None, reason="needs a CUDA device and mpirun")
 def test_cuda_tensors_over_mpi() -> None:
-    command, environ = mpirun(2, {"OMP_NUM_THREADS": "1"})
+    command, environ = mpirun_command(2, {"OMP_NUM_THREADS": "1"})
     done = subprocess.run(
         [*command, sys.executable, str(Path(__file__).parent / "mpi_cuda.py")], env=environ, capture_output=True, text=True, timeout=200
     )

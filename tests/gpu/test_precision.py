@@ -10,9 +10,9 @@ import torch
 
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
-from meshwright.core.serial import to_data
+from meshwright.core.serialization import to_data
 from meshwright.execute.fp8 import has_fp8
-from tests.procs.spread import counted, listed, model_of, spread
+from tests.procs.plan_cases import counted, listed, model_of, spread
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")]
 needs_fp8 = pytest.mark.skipif(not torch.cuda.is_available() or not has_fp8("cuda"), reason="needs compute capability 8.9")

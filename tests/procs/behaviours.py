@@ -11,39 +11,39 @@ import torch
 import torch.distributed as dist
 
 from meshwright.core.errors import RequestError
-from meshwright.launch import Rendezvous, join
+from meshwright.launch import Rendezvous, join_process_group
 
 
-def whoami(rank: int, world: int, meeting: str) -> tuple[int, int]:
+def whoami(rank: int, world: int, init_method: str) -> tuple[int, int]:
     return rank, os.getpid()
 
 
-def fail_on(rank: int, world: int, meeting: str, who: int) -> None:
-    join(Rendezvous(rank, world, meeting, timeout_s=20))
+def fail_on(rank: int, world: int, init_method: str, who: int) -> None:
+    join_process_group(Rendezvous(rank, world, init_method, timeout_s=20))
     if rank == who:
         time.sleep(0.2)
         raise ValueError("planted")
     dist.all_reduce(torch.ones(1))
 
 
-def die_on(rank: int, world: int, meeting: str, who: int) -> None:
-    join(Rendezvous(rank, world, meeting, timeout_s=20))
+def die_on(rank: int, world: int, init_method: str, who: int) -> None:
+    join_process_group(Rendezvous(rank, world, init_method, timeout_s=20))
     if rank == who:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(torch.ones(1))
 
 
-def hang_on(rank: int, world: int, meeting: str, who: int) -> None:
+def hang_on(rank: int, world: int, init_method: str, who: int) -> None:
     if rank == who:
         time.sleep(600)
 
 
-def ignore_everything(rank: int, world: int, meeting: str) -> None:
+def ignore_everything(rank: int, world: int, init_method: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while True:
         with contextlib.suppress(BaseException):
             time.sleep(600)
 
 
-def refuse(rank: int, world: int, meeting: str) -> None:
+def refuse(rank: int, world: int, init_method: str) -> None:
     raise RequestError("change this to that")

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.comm import Composed, Ledger, RoutedComm, ThreadComm, ThreadWorld, TorchComm
+from meshwright.comm import ComposedComm, Ledger, RoutedComm, ThreadComm, ThreadWorld, TorchComm
 from meshwright.core.comm import Comm
 from meshwright.core.plan import SyncPolicy
 from meshwright.core.routes import ALGORITHMS, Route
-from meshwright.execute.groups import shared_memory_group
-from meshwright.launch import Rendezvous, join, leave
+from meshwright.execute.process_groups import shared_memory_group
+from meshwright.launch import Rendezvous, join_process_group, leave_process_group
 
 GROUPS = ([[0, 1, 2, 3]], [[0, 2], [1, 3]], [[0, 1, 2], [3]], [[0], [1], [2], [3]])
 DTYPES = (
@@ -180,38 +180,40 @@ def over_torch(full: bool) -> tuple[int, list[str]]:
     return conform(comm_of, *_extent(full))
 
 
-def over_gloo(rank: int, world: int, meeting: str, full: bool, places: Sequence[str] = ("cpu",) * 4) -> tuple[int, list[str]]:
+def over_gloo(rank: int, world: int, init_method: str, full: bool, places: Sequence[str] = ("cpu",) * 4) -> tuple[int, list[str]]:
     """Tensors of each rank are where `places` says."""
-    join(Rendezvous(rank, world, meeting))
+    join_process_group(Rendezvous(rank, world, init_method))
     try:
         with torch.device(places[rank]):
             return over_torch(full)
     finally:
-        leave()
+        leave_process_group()
 
 
 def over_threads(full: bool) -> list[tuple[int, list[str]]]:
     def job(comm: ThreadComm) -> tuple[int, list[str]]:
-        return conform(lambda groups: comm.among(next(g for g in groups if comm.rank in g)), *_extent(full))
+        return conform(lambda groups: comm.subgroup(next(g for g in groups if comm.rank in g)), *_extent(full))
 
     return ThreadWorld(4).run(job)
 
 
-def over_shared(rank: int, world: int, meeting: str, full: bool) -> tuple[int, list[str]]:
+def over_shared(rank: int, world: int, init_method: str, full: bool) -> tuple[int, list[str]]:
     """By memory that ranks share; gloo does what that lacks."""
-    join(Rendezvous(rank, world, meeting))
+    join_process_group(Rendezvous(rank, world, init_method))
 
     def comm_of(groups: list[list[int]]) -> Comm:
         having = {op for op, names in ALGORITHMS.items() if "shared" in names}
         routes = tuple(Route(op, dist.get_backend(), 0, "shared") for op in having)
         memory = shared_memory_group(groups, dist.get_backend(), SyncPolicy(timeout_s=60, routes=routes))
         assert memory.has("shared")
-        return RoutedComm({"own": memory.comm}, lambda op, _: "shared" if op in having else "own", {"shared": Composed(memory, "shared", Ledger())})
+        return RoutedComm(
+            {"own": memory.comm}, lambda op, _: "shared" if op in having else "own", {"shared": ComposedComm(memory, "shared", Ledger())}
+        )
 
     try:
         return conform(comm_of, *_extent(full))
     finally:
-        leave()
+        leave_process_group()
 
 
 def tell(job: Callable[[], Any]) -> Any:

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 import meshwright as mw
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import MemoryPolicy, Plan
+from meshwright.execute.full_state import full_state
 from meshwright.execute.session import Session
-from meshwright.execute.state import whole_state
-from meshwright.launch import Rendezvous, join, leave
+from meshwright.launch import Rendezvous, join_process_group, leave_process_group
 
 S, D, HEADS = 12, 8, 2
 
@@ -65,10 +65,10 @@ def _batch(step: int) -> tuple[torch.Tensor, ...]:
     return tokens, labels, torch.rand(4, S, generator=made, dtype=torch.float64)
 
 
-def every_way(rank: int, world: int, meeting: str, loop: bool) -> dict[str, Any]:
+def every_way(rank: int, world: int, init_method: str, loop: bool) -> dict[str, Any]:
     """Three steps in a session by sum and count, or in a loop of one's own by means; the losses, a validation, the final state."""
     torch.set_num_threads(1)
-    join(Rendezvous(rank, world, meeting, timeout_s=60))
+    join_process_group(Rendezvous(rank, world, init_method, timeout_s=60))
     try:
         torch.manual_seed(0)
         network = EveryWay().double()
@@ -83,9 +83,9 @@ def every_way(rank: int, world: int, meeting: str, loop: bool) -> dict[str, Any]
         session = Session(plan, network, optimizer, clip=1.0)
         losses = [float(session.step(_batch(step), loss_fn).loss) for step in range(3)]
         losses.append(session.validate([_batch(9), _batch(10)], loss_fn))
-        return {"losses": losses, "state": {n: t.sum().item() for n, t in whole_state(session.applied)}}
+        return {"losses": losses, "state": {n: t.sum().item() for n, t in full_state(session.applied)}}
     finally:
-        leave()
+        leave_process_group()
 
 
 def _own_loop(network: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> dict[str, Any]:
@@ -104,4 +104,4 @@ def _own_loop(network: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) 
         shown = loss.detach()
         applied.groups.data.all_reduce(shown, "shown").wait()
         losses.append(float(shown))
-    return {"losses": losses, "state": {n: t.sum().item() for n, t in whole_state(applied)}}
+    return {"losses": losses, "state": {n: t.sum().item() for n, t in full_state(applied)}}

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.launch import Rendezvous, join, leave
+from meshwright.launch import Rendezvous, join_process_group, leave_process_group
 
 STEPS = 20
 
@@ -123,12 +123,12 @@ def engines(folder: str) -> dict[str, list[float]]:
     return {name: job(str(Path(folder) / name.replace(" ", "-"))) for name, job in ENGINES.items()}
 
 
-def engines_over_gloo(rank: int, world: int, meeting: str, folder: str) -> dict[str, list[float]]:
-    join(Rendezvous(rank, world, meeting))
+def engines_over_gloo(rank: int, world: int, init_method: str, folder: str) -> dict[str, list[float]]:
+    join_process_group(Rendezvous(rank, world, init_method))
     try:
         return engines(folder)
     finally:
-        leave()
+        leave_process_group()
 
 
 def serial() -> list[float]:

@@ -16,7 +16,7 @@ from meshwright.comm import mpi
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import MemoryPolicy, Plan, SyncPolicy
 from meshwright.core.routes import Route
-from meshwright.core.serial import to_data
+from meshwright.core.serialization import to_data
 
 
 def main(folder: str, full: bool) -> None:
@@ -138,29 +138,29 @@ def _large_counts() -> list[str]:
     from meshwright.comm.mpi import buffers
     from tests.procs import collectives
 
-    kept, buffers.most = buffers.most, 100
-    buffers._UNIT = 64
-    buffers.of_bytes.cache_clear()
+    kept, buffers.max_count = buffers.max_count, 100
+    buffers._CHUNK_BYTES = 64
+    buffers.byte_datatype.cache_clear()
     try:
         _, wrong = collectives.conform(lambda groups: _comm(groups), (torch.complex64,), ("plain",))
     finally:
-        buffers.most = kept
+        buffers.max_count = kept
     return wrong
 
 
 def _pairwise() -> list[str]:
     """As if every tensor were large enough for the pairwise reduce-scatter."""
-    from meshwright.comm.mpi import calls
+    from meshwright.comm.mpi import blocking_collectives
     from tests.procs import collectives
 
-    kept, calls.PAIRWISE = calls.PAIRWISE, 0
+    kept, blocking_collectives.PAIRWISE_MIN_BYTES = blocking_collectives.PAIRWISE_MIN_BYTES, 0
     try:
         _, wrong = collectives.conform(lambda groups: _comm(groups), (torch.float32, torch.bool, torch.complex64), ("plain", "strided", "empty"))
         group: Any = dist.new_group(backend="mpi")
         each = [(numel, dtype) for numel in (0, 1, 1003) for dtype in (torch.int16, torch.complex128)]
         return wrong + [f"{numel} numbers, {dtype}" for numel, dtype in each if not _summed(group, numel, dtype)]
     finally:
-        calls.PAIRWISE = kept
+        blocking_collectives.PAIRWISE_MIN_BYTES = kept
 
 
 def _summed(group: Any, numel: int, dtype: torch.dtype) -> bool:
@@ -178,7 +178,7 @@ def _summed(group: Any, numel: int, dtype: torch.dtype) -> bool:
 
 
 def _faults() -> list[str]:
-    """Memory that a call of MPI's takes is there when the next one asks for it: without `keep_memory` each of these has 10,000 pages cleared."""
+    """Memory that a call of MPI's takes is there when the next one asks for it: without `tune_malloc` each of these has 10,000 pages cleared."""
     import resource
 
     from mpi4py import MPI
@@ -216,7 +216,7 @@ def _comm(groups: list[list[int]]):  # type: ignore[no-untyped-def]
 
 
 def _comm_sync(groups: list[list[int]]):  # type: ignore[no-untyped-def]
-    return _comm(groups).at_once
+    return _comm(groups).sync
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ def plans(draw: st.DrawFn, model: dict[str, Any], precision: str) -> Plan:
     zero = draw(st.integers(1, 3)) if mesh.shard > 1 else 0
     micro = draw(st.integers(1, 3))
     share = draw(st.integers(1, 2)) * micro
-    shares = [share] * mesh.data_width
-    uneven = draw(st.booleans()) and mesh.data_width > 1
+    shares = [share] * mesh.data_parallel_size
+    uneven = draw(st.booleans()) and mesh.data_parallel_size > 1
     if uneven:
         shares = [share + draw(st.integers(0, 2)) for _ in shares]
     units = ZOO_UNITS[model["zoo"]] if "zoo" in model else tuple(str(i) for i in range(len(model["sizes"]) - 1))

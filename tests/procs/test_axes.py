@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
-from tests.procs.spread import check, model_of, spread
+from tests.procs.plan_cases import check, model_of, spread
 
 QUICK = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), print_blob=True)
 LONG = settings(QUICK, max_examples=150, derandomize=False)
@@ -54,13 +54,13 @@ def cases(draw: st.DrawFn, most: int, precision: str, names: tuple[str, ...] = N
         and mesh.cp == 1
         and draw(st.booleans()),
     }
-    batch = mesh.data_width * micro * draw(st.integers(1, 2))
+    batch = mesh.data_parallel_size * micro * draw(st.integers(1, 2))
     try:
         found = spread(model, mesh, batch, precision=precision, **how)  # type: ignore[arg-type]
     except RequestError as refused:
         note(f"refused: {refused}")
         assume(False)
-    assume(mesh.degree("tp") == 1 or len(found[0].tensors) == len(mesh.tp))
+    assume(mesh.degree("tp") == 1 or len(found[0].tensor_policies) == len(mesh.tp))
     return (model, *found)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.launch.mpi import mpirun
+from meshwright.launch.mpi_launcher import mpirun_command
 from tests.procs import collectives, contract, mpi_job
 
 HERE = Path(__file__).parent
@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 def start(folder: Path, *arguments: str) -> list[Any]:
     """One mpirun for all checks; what each rank found."""
-    command, environ = mpirun(4, {"OMP_NUM_THREADS": "1"})
+    command, environ = mpirun_command(4, {"OMP_NUM_THREADS": "1"})
     done = subprocess.run([*command, sys.executable, str(HERE / "mpi_job.py"), str(folder), *arguments], env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(4)]

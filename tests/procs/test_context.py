@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshwright.core.mesh import Mesh
-from tests.procs.spread import check, model_of, spread
+from tests.procs.plan_cases import check, model_of, spread
 
 
 def sequences(family: str, positions: int = 16, loss: str = "labels", **changes: Any) -> dict[str, Any]:

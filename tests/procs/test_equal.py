@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import BalancePolicy, MemoryPolicy, Plan
-from meshwright.core.serial import to_data
+from meshwright.core.serialization import to_data
 from tests.procs.plans import cases
 
 Case = tuple[dict[str, Any], Plan, str, float | None]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.launch.mpi import mpirun
+from meshwright.launch.mpi_launcher import mpirun_command
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STARTERS = {
@@ -55,7 +55,7 @@ def run(command: str, root: Path) -> subprocess.CompletedProcess[str]:
     start = STARTERS[program]
     if program == "mpirun":
         (_, ranks, _), arguments = arguments[:3], arguments[3:]  # -n RANKS python
-        start, environ = mpirun(int(ranks), environ)
+        start, environ = mpirun_command(int(ranks), environ)
         start = [*start, sys.executable]
     done = subprocess.run([*start, *arguments], cwd=root, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
@@ -117,7 +117,7 @@ def test_by_hand_equals_one_process(command: str, pool: Any, one_process: list[f
         at = arguments.index("--nproc")
         world = int(arguments[at + 1])
         del arguments[at : at + 2]
-    said = pool.run("procs.own_jobs:script", world=world, path=str(EXAMPLES / Path(path).name), arguments=[*arguments, "--dtype", "float64"])
+    said = pool.run("procs.user_jobs:script", world=world, path=str(EXAMPLES / Path(path).name), arguments=[*arguments, "--dtype", "float64"])
     assert steps(said[0]) == pytest.approx(one_process, rel=1e-9)
     assert said[1:] == [""] * (world - 1)
     counted = re.search(r"(\d+) calls, ([\d,]+) bytes", said[0])
@@ -139,7 +139,7 @@ def test_by_hand_over_mpi(command: str, root: Path, pool: Any, one_process: list
     table = tmp_path / "latency.csv"
     done = run(f"{command} --dtype float64 --latency {table}", root)
     path = next(word for word in shlex.split(command) if word.endswith(".py"))
-    alone = pool.run("procs.own_jobs:script", world=1, path=str(EXAMPLES / Path(path).name), arguments=["--dtype", "float64", "--infer", "4"])
+    alone = pool.run("procs.user_jobs:script", world=1, path=str(EXAMPLES / Path(path).name), arguments=["--dtype", "float64", "--infer", "4"])
     assert steps(done.stdout) == pytest.approx(one_process, rel=1e-9)
     errors = [[float(e) for e in re.findall(r"mean squared error ([\d.e-]+)", text)] for text in (done.stdout, alone[0])]
     assert len(errors[0]) == 4 and errors[0] == pytest.approx(errors[1], rel=1e-9)
@@ -153,7 +153,7 @@ def test_by_hand_over_mpi(command: str, root: Path, pool: Any, one_process: list
 
 def test_by_hand_names_its_collectives(pool: Any, tmp_path: Path) -> None:
     path, trace = str(EXAMPLES / "05_vae_data_parallel.py"), tmp_path / "trace.json"
-    pool.run("procs.own_jobs:script", world=2, path=path, arguments=["--steps", "2", "--trace", str(trace)])
+    pool.run("procs.user_jobs:script", world=2, path=path, arguments=["--steps", "2", "--trace", str(trace)])
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"loss", "loss (wait)", *(f"grads/bucket{i}" for i in range(3))} <= names
 

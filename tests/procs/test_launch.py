@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.launch import Nursery, RankFailure, Workers
+from meshwright.launch import ForkServer, RankFailure, WorkerPool
 
 HERE = Path(__file__).parent
 
@@ -30,8 +30,8 @@ def gone(pid: int, within_s: float = 10.0) -> bool:
     return False
 
 
-def test_the_rank_that_failed_is_named_not_the_ones_that_lost_it(nursery: Nursery) -> None:
-    with Workers(nursery, 3) as workers, pytest.raises(RankFailure) as caught:
+def test_the_rank_that_failed_is_named_not_the_ones_that_lost_it(nursery: ForkServer) -> None:
+    with WorkerPool(nursery, 3) as workers, pytest.raises(RankFailure) as caught:
         workers.call("procs.behaviours:fail_on", {"who": 2}, timeout_s=30)
     assert caught.value.fault.rank == 2
     assert "planted" in caught.value.fault.message
@@ -39,28 +39,28 @@ def test_the_rank_that_failed_is_named_not_the_ones_that_lost_it(nursery: Nurser
     assert all(gone(pid) for pid in workers.pids)
 
 
-def test_a_killed_rank_is_a_fault_and_takes_the_others_along(nursery: Nursery) -> None:
-    with Workers(nursery, 2) as workers, pytest.raises(RankFailure) as caught:
+def test_a_killed_rank_is_a_fault_and_takes_the_others_along(nursery: ForkServer) -> None:
+    with WorkerPool(nursery, 2) as workers, pytest.raises(RankFailure) as caught:
         workers.call("procs.behaviours:die_on", {"who": 1}, timeout_s=30)
     assert caught.value.fault.rank == 1
     assert "SIGKILL" in caught.value.fault.kind
     assert all(gone(pid) for pid in workers.pids)
 
 
-def test_a_rank_that_hangs_is_a_timeout(nursery: Nursery) -> None:
-    with Workers(nursery, 2) as workers, pytest.raises(RankFailure, match="no answer from ranks \\[1\\]"):
+def test_a_rank_that_hangs_is_a_timeout(nursery: ForkServer) -> None:
+    with WorkerPool(nursery, 2) as workers, pytest.raises(RankFailure, match="no answer from ranks \\[1\\]"):
         workers.call("procs.behaviours:hang_on", {"who": 1}, timeout_s=2)
     assert all(gone(pid) for pid in workers.pids)
 
 
-def test_a_rank_that_swallows_sigterm_is_killed(nursery: Nursery) -> None:
-    with Workers(nursery, 1) as workers, pytest.raises(RankFailure):
+def test_a_rank_that_swallows_sigterm_is_killed(nursery: ForkServer) -> None:
+    with WorkerPool(nursery, 1) as workers, pytest.raises(RankFailure):
         workers.call("procs.behaviours:ignore_everything", {}, timeout_s=1)
     assert all(gone(pid) for pid in workers.pids)
 
 
-def test_a_request_error_in_a_rank_stays_one_line(nursery: Nursery) -> None:
-    with Workers(nursery, 1) as workers, pytest.raises(RankFailure) as caught:
+def test_a_request_error_in_a_rank_stays_one_line(nursery: ForkServer) -> None:
+    with WorkerPool(nursery, 1) as workers, pytest.raises(RankFailure) as caught:
         workers.call("procs.behaviours:refuse", {}, timeout_s=30)
     assert caught.value.exit_code == 2
     assert caught.value.fault.traceback == ""
@@ -79,9 +79,9 @@ def test_workers_die_with_their_supervisor(how: signal.Signals, tmp_path: Path) 
     script = tmp_path / "supervise.py"
     script.write_text(
         "import os, sys\n"
-        "from meshwright.launch import Nursery, Workers\n"
-        "nursery = Nursery(1, os.environ)\n"
-        "workers = Workers(nursery, 2)\n"
+        "from meshwright.launch import ForkServer, WorkerPool\n"
+        "nursery = ForkServer(1, os.environ)\n"
+        "workers = WorkerPool(nursery, 2)\n"
         "print(nursery._process.pid, *workers.pids, flush=True)\n"
         "workers.call('procs.behaviours:hang_on', {'who': 0})\n"
     )

@@ -12,9 +12,9 @@ import pytest
 from torch.distributed.pipelining import _backward
 
 from meshwright.core.mesh import Mesh
-from meshwright.core.serial import to_data
+from meshwright.core.serialization import to_data
 from meshwright.launch import RankFailure
-from tests.procs.spread import FAMILIES, ZOO, check, model_of, spread
+from tests.procs.plan_cases import FAMILIES, ZOO, check, model_of, spread
 
 PIPELINED = (*ZOO, *FAMILIES)
 
@@ -39,7 +39,7 @@ def test_four_stages_a_rank(pool: Any, mesh: Mesh, zero: int) -> None:
 
 def test_a_probe_says_what_handing_over_costs(pool: Any) -> None:
     """On all ranks the same, and more than nothing: a millisecond or so, of which a plan makes one for each message."""
-    found = pool.run("meshwright.orchestrate.worker:probe_rank", world=2, device="cpu", backend="gloo", threads=1, quick=True)
+    found = pool.run("meshwright.orchestrate.rank_entrypoints:probe_rank", world=2, device="cpu", backend="gloo", threads=1, quick=True)
     costs = {layouts[0].fixed["handing"] for layouts, _ in found}  # the first is of all ranks; others, of those that were found unlike
     assert len(costs) == 1 and 1e-5 < costs.pop() < 1.0
 
@@ -80,17 +80,17 @@ def test_three_axes_on_eight_ranks(large_pool: Any, name: str, mesh: Mesh, zero:
 @pytest.mark.parametrize(("mesh", "schedule"), [(Mesh(pp=2), "1f1b"), (Mesh(pp=2, dp=2), "interleaved")], ids=str)
 def test_batches_of_several_sizes(pool: Any, mesh: Mesh, schedule: str) -> None:
     """Each size is looked at once, for training and for validation; what does not divide is left out of training, and rank 0 says so."""
-    small = 2 * mesh.data_width
-    large, odd = 2 * small, small + mesh.data_width
+    small = 2 * mesh.data_parallel_size
+    large, odd = 2 * small, small + mesh.data_parallel_size
     plan, _ = spread(model_of("gpt-tiny"), mesh, large, micro=2, schedule=schedule)
     sizes = {"trained": [large, small, odd, large], "validated": [large, small, odd, large], "model": model_of("gpt-tiny")}
-    ranks = pool.run("procs.own_jobs:uneven_batches", world=plan.world, plan=to_data(plan), **sizes)
+    ranks = pool.run("procs.user_jobs:uneven_batches", world=plan.world, plan=to_data(plan), **sizes)
     alone = replace(plan, mesh=Mesh(), stages=(), micro_batches=1)
-    single = pool.run("procs.own_jobs:uneven_batches", world=1, plan=to_data(alone), **{**sizes, "trained": [large, small, large]})[0]
+    single = pool.run("procs.user_jobs:uneven_batches", world=1, plan=to_data(alone), **{**sizes, "trained": [large, small, large]})[0]
     for rank, mine in enumerate(ranks):
         assert mine["losses"] == pytest.approx(single["losses"], rel=1e-9)
         assert mine["looks"] == 2 + 3
-        left_out = f"a batch of {odd} samples is left out: it cannot be cut for {mesh.data_width} ranks, 2 equal micro-batches each"
+        left_out = f"a batch of {odd} samples is left out: it cannot be cut for {mesh.data_parallel_size} ranks, 2 equal micro-batches each"
         assert (left_out in mine["said"]) == (rank == 0)
 
 

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from meshwright.core.mesh import Mesh
-from meshwright.core.schedule import COLLECTIVES, Schedule
-from meshwright.cost.actions import ActionCost
+from meshwright.core.schedule import COLLECTIVE_OPS, Schedule
+from meshwright.cost.action_cost import ActionCost
 from meshwright.proxies import PROXIES
-from meshwright.proxies.runner import RunPolicy
-from meshwright.proxies.tally import summary
-from meshwright.schedule.ledger import run_name
+from meshwright.proxies.call_stats import summarize
+from meshwright.proxies.schedule_runner import RunPolicy
 from meshwright.schedule.lower import lower
-from tests.procs.spread import model_of, spread
-from tests.pure.made_up import rates
+from meshwright.schedule.planned_ledger import ledger_name
+from tests.procs.plan_cases import model_of, spread
+from tests.pure.fake_inputs import rates
 
 RUNS = 2
 POLICY = RunPolicy(1, RUNS)
@@ -42,30 +42,30 @@ SMALL: dict[str, dict[str, Any]] = {
 
 def expected(schedule: Schedule, rank: int) -> Counter[tuple[Any, ...]]:
     """Calls and bytes that the communication layer should count on one rank."""
-    members, found = schedule.members(rank), Counter[tuple[Any, ...]]()
-    for action in schedule.of(rank):
-        if action.communicates:
-            ranks = len(members[action.axis]) if action.op in COLLECTIVES else 2
-            found[run_name(action.name), action.op, ranks, "calls"] += RUNS
-            found[run_name(action.name), action.op, ranks, "bytes"] += RUNS * action.bytes
+    members, found = schedule.groups_of(rank), Counter[tuple[Any, ...]]()
+    for action in schedule.program_for(rank):
+        if action.is_communication:
+            ranks = len(members[action.axis]) if action.op in COLLECTIVE_OPS else 2
+            found[ledger_name(action.name), action.op, ranks, "calls"] += RUNS
+            found[ledger_name(action.name), action.op, ranks, "bytes"] += RUNS * action.bytes
     return found
 
 
 def check(pool: Any, schedule: Schedule, policy: RunPolicy = POLICY) -> dict[str, Any]:
-    answers = pool.run("meshwright.proxies.launch:run_rank", world=schedule.world, schedule=schedule, policy=policy)
+    answers = pool.run("meshwright.proxies.proxy_launch:run_rank", world=schedule.world, schedule=schedule, policy=policy)
     for rank, (tally, spans, lines) in enumerate(answers):
         counted = Counter[tuple[Any, ...]]()
         for line in lines:
             counted[line.name, line.op, line.group, "calls"] += line.calls
             counted[line.name, line.op, line.group, "bytes"] += line.bytes
         assert counted == expected(schedule, rank)
-        assert len(tally.steps) == RUNS and len(spans) == sum(a.op != "wait" for a in schedule.of(rank))
-    return summary([answer[0] for answer in answers])
+        assert len(tally.steps) == RUNS and len(spans) == sum(a.op != "wait" for a in schedule.program_for(rank))
+    return summarize([answer[0] for answer in answers])
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_what_is_counted_is_what_the_schedule_lists(pool: Any, name: str) -> None:
-    schedule = PROXIES[name].build(PROXIES[name].settle((), {"scale_down": 2048, **SMALL[name]}), 4)
+    schedule = PROXIES[name].build(PROXIES[name].parse_config((), {"scale_down": 2048, **SMALL[name]}), 4)
     found = check(pool, schedule)
     assert found["step_s"]["median"] >= found["compute_s"]
     for row in found["collectives"]:
@@ -85,12 +85,12 @@ def test_what_is_counted_is_what_the_schedule_lists(pool: Any, name: str) -> Non
 def test_the_communication_of_a_plan_without_its_model(pool: Any, name: str, mesh: Mesh, options: dict[str, Any]) -> None:
     plan, profile = spread(model_of(name), mesh, 8, **options)
     schedule = lower(plan, profile, ActionCost(plan, "adamw", rates(4)), clip=True)
-    programs = tuple(tuple(replace(a, bytes=a.bytes if a.likely is None else a.likely) for a in p) for p in schedule.programs)
+    programs = tuple(tuple(replace(a, bytes=a.bytes if a.expected_bytes is None else a.expected_bytes) for a in p) for p in schedule.programs)
     check(pool, replace(schedule, programs=programs))
 
 
 def test_computation_as_products(pool: Any) -> None:
-    schedule = PROXIES["resnet152"].build(PROXIES["resnet152"].settle((), {"scale_down": 1e5}), 2)
+    schedule = PROXIES["resnet152"].build(PROXIES["resnet152"].parse_config((), {"scale_down": 1e5}), 2)
     found = check(pool, schedule, replace(POLICY, compute="real"))
     assert found["compute_s"] > 0
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from meshwright.core.mesh import Mesh
-from tests.procs.spread import check, model_of, spread
+from tests.procs.plan_cases import check, model_of, spread
 
 DROPOUT = {"zoo": "gpt-tiny", "dropout": 0.2}
 

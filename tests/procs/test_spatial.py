@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
-from tests.procs.spread import check, model_of, spread
+from tests.procs.plan_cases import check, model_of, spread
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_compiled_blocks(pool: Any) -> None:
 
 def test_a_users_own_loop(pool: Any) -> None:
     """torch's own verbs after `parallelize`; running statistics, evaluation and a prepared loader are one device's too."""
-    alone = pool.run("procs.own_jobs:spatial_loop", world=1)[0]
+    alone = pool.run("procs.user_jobs:spatial_loop", world=1)[0]
     for mesh in ("cp=2", "cp=4"):
-        for mine in pool.run("procs.own_jobs:spatial_loop", world=Mesh.parse(mesh).size, mesh=mesh):
+        for mine in pool.run("procs.user_jobs:spatial_loop", world=Mesh.parse(mesh).size, mesh=mesh):
             assert mine["losses"] == pytest.approx(alone["losses"], rel=1e-9)
             assert mine["buffers"] == pytest.approx(alone["buffers"], rel=1e-9)
             assert mine["evaluated"] == pytest.approx(alone["evaluated"], rel=1e-9)

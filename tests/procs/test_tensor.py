@@ -11,10 +11,10 @@ from torch import nn
 
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
-from meshwright.core.serial import to_data
-from meshwright.describe.flow import trace_module_flow
-from meshwright.plan.tensor import choose_grid
-from tests.procs.spread import FAMILIES, ZOO, check, model_of, spread
+from meshwright.core.serialization import to_data
+from meshwright.describe.dataflow_tracer import trace_module_dataflow
+from meshwright.plan.tensor_planner import choose_tensor_grid
+from tests.procs.plan_cases import FAMILIES, ZOO, check, model_of, spread
 
 
 @pytest.mark.parametrize("name", [*ZOO, *FAMILIES, "Gated"])
@@ -27,8 +27,8 @@ def test_what_does_not_divide_is_dealt_out_unevenly(pool: Any) -> None:
     """Nine heads in three groups over two ranks: two groups here, one there."""
     model = model_of("Llama", hidden_size=36, num_attention_heads=9, num_key_value_heads=3, intermediate_size=50)
     plan, profile = spread(model, Mesh(tp=(2,)))
-    heads = next(s for s in plan.tensor.strands if "q_proj" in s.name)
-    assert heads.size == 3 and [heads.piece(r, 2)[1] for r in range(2)] == [2, 1]
+    heads = next(s for s in plan.tensor.sharded_dims if "q_proj" in s.name)
+    assert heads.size == 3 and [heads.shard_range(r, 2)[1] for r in range(2)] == [2, 1]
     check(pool, model, plan, profile)
 
 
@@ -37,8 +37,8 @@ def test_validation_takes_no_short_cut(pool: Any) -> None:
     model = model_of("Encoder")
     plan, _ = spread(model, Mesh(tp=(2,)))
     job = {"model": model, "trained": [4, 3], "validated": [4, 2]}
-    ranks = pool.run("procs.own_jobs:uneven_batches", world=2, plan=to_data(plan), **job)
-    single = pool.run("procs.own_jobs:uneven_batches", world=1, plan=to_data(replace(plan, mesh=Mesh())), **job)[0]
+    ranks = pool.run("procs.user_jobs:uneven_batches", world=2, plan=to_data(plan), **job)
+    single = pool.run("procs.user_jobs:uneven_batches", world=1, plan=to_data(replace(plan, mesh=Mesh())), **job)[0]
     for mine in ranks:
         assert mine["losses"] == pytest.approx(single["losses"], rel=1e-9)
 
@@ -90,8 +90,8 @@ def test_compiled_blocks(pool: Any, mesh: Mesh) -> None:
 def test_dropout_is_the_same_on_all_ranks_of_a_group(pool: Any) -> None:
     """Ranks may have seeded themselves differently; what they all hold must stay the same on all."""
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.Dropout(0.5), nn.LayerNorm(4))
-    flow = trace_module_flow(model, lambda m, b: m(b["x"]).square().mean(), {"x": torch.zeros(2, 4)})
-    plan = Plan("test", 4, Mesh(tp=(2,)), tensor=choose_grid(flow, (2,))[0])
+    flow = trace_module_dataflow(model, lambda m, b: m(b["x"]).square().mean(), {"x": torch.zeros(2, 4)})
+    plan = Plan("test", 4, Mesh(tp=(2,)), tensor=choose_tensor_grid(flow, (2,))[0])
     first, second = pool.run("procs.jobs:dropout_under_tensor_parallelism", world=2, plan=to_data(plan))
     assert first == second
 
@@ -103,7 +103,7 @@ SHARED = ("gpt-tiny", "Llama", "Mixtral", "Bert", "T5", "ViT", "Decoder")
 def test_positions_are_shared_between_cut_parts(pool: Any, name: str) -> None:
     model = model_of(name)
     plan, profile = spread(model, Mesh(tp=(2,)), sequence=True)
-    assert plan.tensor.sequence
+    assert plan.tensor.is_sequence_parallel
     check(pool, model, plan, profile)
 
 
@@ -121,7 +121,7 @@ def test_positions_are_shared_between_cut_parts(pool: Any, name: str) -> None:
 def test_shared_positions_beside_other_axes(pool: Any, name: str, mesh: Mesh, how: dict[str, Any]) -> None:
     model = {"zoo": name, "dropout": 0.2} if name == "gpt-tiny" else model_of(name)
     plan, profile = spread(model, mesh, 8, sequence=True, **how)
-    assert plan.tensor.sequence and bool(plan.tensor.masks) == (name == "gpt-tiny")
+    assert plan.tensor.is_sequence_parallel and bool(plan.tensor.dropout_sites) == (name == "gpt-tiny")
     check(pool, model, plan, profile)
 
 
@@ -130,5 +130,5 @@ def test_copies_stay_bit_equal_where_pieces_differ_in_size(large_pool: Any) -> N
     """Five neurons over two ranks: buckets with pieces in them are of two sizes, and gloo adds up in an order that depends on the size."""
     model = {"sizes": [7, 5, 9, 5], "activation": "gelu", "norm": True, "masked": False}
     plan, profile = spread(model, Mesh(dp=3, tp=(2,)), 6)
-    assert plan.tensor.strands
+    assert plan.tensor.sharded_dims
     check(large_pool, model, plan, profile, steps=20)

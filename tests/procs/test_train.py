@@ -18,7 +18,7 @@ import pytest
 
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
-from meshwright.core.serial import from_data
+from meshwright.core.serialization import from_data
 
 Command = Callable[..., tuple[str, str]]
 MESHWRIGHT = [sys.executable, "-m", "meshwright.cli.main"]
@@ -144,7 +144,7 @@ def test_started_by_torchrun(place: Path) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
 def test_compiled_blocks(pool: Any) -> None:
     from meshwright.core.plan import MemoryPolicy
-    from meshwright.core.serial import to_data
+    from meshwright.core.serialization import to_data
 
     memory = MemoryPolicy(units=("blocks.0", "blocks.1"))
     curves = [

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from meshwright.core.plan import Plan
-from meshwright.cost.sheets import from_sheets
+from meshwright.cost.datasheet_rates import datasheet_calibration
 from meshwright.orchestrate import Orchestrator
 from meshwright.orchestrate.config import load_config
-from meshwright.orchestrate.orchestrator import write_run
+from meshwright.orchestrate.orchestrator import write_run_inputs
 
 TINY = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -39,8 +39,8 @@ def place(ground: Path) -> Path:
 def curve(place: Path, pool: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Plans a file here and trains it on the pool's warm workers: losses, gradient norms and the plan."""
     monkeypatch.chdir(place)
-    monkeypatch.setattr(Orchestrator, "nursery", lambda *_: None)
-    monkeypatch.setattr(Orchestrator, "calibration", lambda self: from_sheets(self.cluster))
+    monkeypatch.setattr(Orchestrator, "fork_server", lambda *_: None)
+    monkeypatch.setattr(Orchestrator, "calibration", lambda self: datasheet_calibration(self.cluster))
 
     def run(strategy: str, ranks: int, **keys: Any) -> tuple[list[float], Plan]:
         file, folder = place / f"{strategy}.json", place / f"run-{strategy}"
@@ -48,8 +48,8 @@ def curve(place: Path, pool: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         config = load_config(file, {**FAST, "data": str(place / "x.json"), "model_id": str(place / "tiny"), "epochs": 2}, lambda *_: ranks)
         prepared = Orchestrator(config, {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, lambda _: None).prepare()
         folder.mkdir()
-        write_run(folder, prepared)
-        measured = pool.run("meshwright.orchestrate.worker:train_rank", world=prepared.plan.world, folder=str(folder))
+        write_run_inputs(folder, prepared)
+        measured = pool.run("meshwright.orchestrate.rank_entrypoints:train_rank", world=prepared.plan.world, folder=str(folder))
         return measured[0]["losses"], prepared.plan
 
     return run

@@ -10,10 +10,10 @@ import pytest
 from meshwright import zoo
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import MemoryPolicy, Plan, SyncPolicy
-from meshwright.core.serial import to_data
-from meshwright.cost.memory import held_bytes
-from meshwright.describe.trace import trace_task
-from meshwright.schedule import expand
+from meshwright.core.serialization import to_data
+from meshwright.cost.memory_cost import model_state_bytes
+from meshwright.describe.profile_tracer import trace_task
+from meshwright.schedule import build_schedule
 
 MODEL = "gpt-tiny"  # every dimension divides by 4
 UNITS = ("blocks.0", "blocks.1")
@@ -46,7 +46,7 @@ def test_bytes_held_follow_the_formula(pool: Any, world: int, zero: int) -> None
         assert held["parameters"] == size / cut[0]
         assert held["gradients"] == size / cut[1]
         assert held["optimizer"] == 2 * size / cut[2]
-        predicted = held_bytes(make(world, zero), trace_task(zoo.load(MODEL)), "adamw")
+        predicted = model_state_bytes(make(world, zero), trace_task(zoo.load(MODEL)), "adamw")
         assert held == predicted
 
 
@@ -64,9 +64,9 @@ def test_sizes_that_do_not_divide_cost_only_the_padding_listed(pool: Any, zero: 
     profile = trace_task(zoo.load("vae"))
     plan = make(3, zero, ("encoder.1",), batch=18)
     ranks = pool.run("procs.jobs:train_curve", world=3, plan=to_data(plan), model={"zoo": "vae"}, steps=1, dtype="float32")
-    predicted = held_bytes(plan, profile, "adamw")
+    predicted = model_state_bytes(plan, profile, "adamw")
     assert ranks[0]["held"] == predicted
-    padding = sum(a.padding for a in expand(plan, profile).of(0) if a.op == "reduce_scatter")
+    padding = sum(a.padding for a in build_schedule(plan, profile).program_for(0) if a.op == "reduce_scatter")
     whole = profile.parameter_bytes
     assert 0 < padding < 0.05 * whole
     assert 3 * ranks[0]["held"]["optimizer"] <= 2 * (whole + padding)
@@ -91,7 +91,7 @@ def test_the_schedule_lists_what_the_run_does(pool: Any, world: int, zero: int, 
     plan = make(world, zero, micro=micro)
     counted = {(line["name"], line["op"]): (line["calls"], line["bytes"]) for line in run(pool, world, zero, micro=micro)[0]["ledger"]}
     listed: dict[tuple[str, str], tuple[int, int]] = {}
-    for action in expand(plan, trace_task(zoo.load(MODEL))).of(0):
+    for action in build_schedule(plan, trace_task(zoo.load(MODEL))).program_for(0):
         if action.is_collective:
             key = ("/".join(action.name.split("/")[:2]), action.op)
             calls, size = listed.get(key, (0, 0))

@@ -19,14 +19,14 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, note, reject, settings
 from hypothesis import strategies as st
 from tests.procs.jobs import build, global_batch, ledger_of, make_optimizer
-from tests.procs.spread import DTYPES, counted, listed, model_of, spread
+from tests.procs.plan_cases import DTYPES, counted, listed, model_of, spread
 from tests.procs.test_axes import NAMES, cases
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import OVERLAPS, BalancePolicy, Plan, SyncPolicy
-from meshwright.execute.pipeline import _CountedStage
+from meshwright.execute.pipeline_parallel import _RecordedStage
 from meshwright.execute.session import Session
 
 DRAWS = int(os.environ.get("MESHWRIGHT_DRAWS", "0"))
@@ -42,7 +42,7 @@ def as_rank(rank: int, world: int) -> Iterator[None]:
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     agreed = {name: lambda *_, **__: torch.ones(1, dtype=torch.int32) for name in ("_warmup_forward_vote", "_warmup_backward_result")}
     try:
-        with patch.multiple(_CountedStage, create=True, **agreed):
+        with patch.multiple(_RecordedStage, create=True, **agreed):
             yield
     finally:
         dist.destroy_process_group()
@@ -55,7 +55,7 @@ def check_rank(model: dict[str, Any], plan: Plan, profile: Any, clip: float | No
         network, loss = build(model, kind, 0)
         session = Session(plan, network, make_optimizer("sgd", network), clip=clip)
         assert counted(ledger_of(session)) == listed(plan, profile, rank, "start-up")
-        first, count = plan.share(plan.mesh.data_rank(rank))
+        first, count = plan.sample_range(plan.mesh.data_rank(rank))
         whole = global_batch(model, plan.global_batch, 0, kind)
         for _ in range(2):
             session.step({k: v[first : first + count] for k, v in whole.items()}, loss)
@@ -68,7 +68,7 @@ def any_rank(draw: st.DrawFn, most: int, names: tuple[str, ...]) -> Case:
     model, plan, profile = draw(cases(most, "fp32", names))
     sizes = st.sampled_from([100, 5_000, 2**20])
     plan = replace(plan, sync=SyncPolicy(draw(sizes), draw(sizes), overlap=draw(st.sampled_from([(), ("inputs",), OVERLAPS]))))
-    if plan.world == plan.mesh.data_width and draw(st.booleans()):
+    if plan.world == plan.mesh.data_parallel_size and draw(st.booleans()):
         shares = tuple(plan.micro_batches + draw(st.integers(0, 2)) for _ in range(plan.world))
         plan = replace(plan, global_batch=sum(shares), balance=BalancePolicy(shares))
     ranks = {draw(st.sampled_from([0, plan.world - 1])), draw(st.integers(0, plan.world - 1))}
@@ -101,7 +101,7 @@ def test_every_rank_does_what_the_plan_lists(case: Case) -> None:
     ids=str,
 )
 def test_large_worlds(model: dict[str, Any], mesh: Mesh, how: dict[str, Any]) -> None:
-    plan, profile = spread(model, mesh, mesh.data_width * how["micro"], precision="fp32", **how)
+    plan, profile = spread(model, mesh, mesh.data_parallel_size * how["micro"], precision="fp32", **how)
     for rank in (0, mesh.size // 2 + 1, mesh.size - 1):
         check_rank(model, plan, profile, 0.5, rank)
 
@@ -109,7 +109,7 @@ def test_large_worlds(model: dict[str, Any], mesh: Mesh, how: dict[str, Any]) ->
 def test_what_is_not_learned_crosses_one_way_only() -> None:
     """T5's decoder hands a bias on that is made from nothing but shapes: it is sent forward, and no gradient of it comes back."""
     plan, profile = spread(model_of("T5"), Mesh(pp=2), 4, micro=4, schedule="interleaved", precision="fp32")
-    assert {carry.returns for stage in plan.stages for carry in stage.receives} == {True, False}
+    assert {carry.needs_grad for stage in plan.stages for carry in stage.boundary_activations} == {True, False}
     for rank in range(2):
         check_rank(model_of("T5"), plan, profile, None, rank)
 
@@ -119,7 +119,7 @@ def test_recomputing_a_block_goes_as_far_as_what_it_keeps_last(activation: str) 
     """ReLU and tanh keep what they give out, at the very end of a block, so the reduction before them runs again; GELU keeps what it is given."""
     model = {"sizes": [4, 4, 4], "activation": activation, "norm": False}
     plan, profile = spread(model, Mesh(tp=(2,)), recompute="full", precision="fp32")
-    assert plan.memory.units == ("0", "1") and plan.tensor.sums
+    assert plan.memory.units == ("0", "1") and plan.tensor.reduce_sites
     check_rank(model, plan, profile, None, 1)
 
 
@@ -146,7 +146,7 @@ def test_a_stage_may_begin_with_a_module_that_does_nothing() -> None:
 def test_sizes_in_a_modules_code_are_not_those_of_modules_inside() -> None:
     """GPT-2 views its last hidden states by a number of positions that its layers use for all of them."""
     plan, profile = spread(model_of("GPT2"), Mesh(pp=2, tp=(2,)), 2, micro=2, sequence=True, precision="fp32")
-    assert any(r.module == "transformer" for r in plan.tensor.rewrites)
+    assert any(r.module == "transformer" for r in plan.tensor.size_rewrites)
     for rank in range(4):
         check_rank(model_of("GPT2"), plan, profile, None, rank)
 

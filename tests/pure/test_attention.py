@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.describe.attention import compose_attention, composed_attention
-from meshwright.describe.flow import trace_module_flow
-from meshwright.plan.tensor import choose_grid
+from meshwright.describe.attention_decompose import decompose_attention, decomposed_attention
+from meshwright.describe.dataflow_tracer import trace_module_dataflow
+from meshwright.plan.tensor_planner import choose_tensor_grid
 
 SAMPLES, QUERIES, KEYS, WIDTH, HEADS = 3, 5, 7, 12, 4
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(QUERIES, dtype=torch.float64)
@@ -60,7 +60,7 @@ def check(module: nn.MultiheadAttention, given: tuple[torch.Tensor, ...], call: 
     wanted.square().sum().backward()
     gradients = [p.grad.clone() for p in module.parameters() if p.grad is not None]
     module.zero_grad()
-    with composed_attention(module):
+    with decomposed_attention(module):
         found, weights = module(*given, **call)
         found.square().sum().backward()
     assert "forward" not in vars(module)
@@ -77,7 +77,7 @@ def test_an_encoder_layer_has_no_short_cut_past_its_modules() -> None:
     x, padding = torch.randn(SAMPLES, KEYS, WIDTH), PADDED
     with torch.no_grad():
         wanted = encoder(x, src_key_padding_mask=padding)
-        compose_attention(encoder)
+        decompose_attention(encoder)
         calls: list[str] = []
         for name, module in encoder.named_modules():
             plain = module.forward
@@ -104,11 +104,11 @@ def test_weights_that_are_asked_for_keep_it_whole_and_the_reason_says_so() -> No
     batch = {"x": torch.zeros(2, QUERIES, WIDTH)}
 
     def flow(model: nn.Module) -> Any:
-        return trace_module_flow(model, lambda m, b: m(b["x"]).square().mean(), batch)
+        return trace_module_dataflow(model, lambda m, b: m(b["x"]).square().mean(), batch)
 
     cut = flow(Own(need_weights=False))
-    pieces = {c.parameter for s in choose_grid(cut, (2,))[0].strands for c in s.cuts}
+    pieces = {c.parameter for s in choose_tensor_grid(cut, (2,))[0].sharded_dims for c in s.parameter_shards}
     assert {"attention.in_proj_weight", "attention.out_proj.weight"} <= pieces
-    whole = choose_grid(flow(Own()), (2,))[0]
-    assert not [s for s in whole.strands if "in_proj" in s.name]
-    assert "need_weights=True" in whole.whole["attention.in_proj_weight"]
+    whole = choose_tensor_grid(flow(Own()), (2,))[0]
+    assert not [s for s in whole.sharded_dims if "in_proj" in s.name]
+    assert "need_weights=True" in whole.unsharded_reasons["attention.in_proj_weight"]

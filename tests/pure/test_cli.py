@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import typer
-from made_up import calibration
+from fake_inputs import calibration
 
 from meshwright.cli.main import app, main
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import MemoryPolicy, Plan
-from meshwright.core.serial import from_data
+from meshwright.core.serialization import from_data
 from meshwright.describe.discover import discover
 from meshwright.orchestrate import Orchestrator, RunConfig, calibrate
 
@@ -36,8 +36,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("RANK", "WORLD_SIZE", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     for ranks in (1, 2, 3, 4):
-        assert calibrate.keep(calibration(ranks), discover(os.environ, ranks=ranks), os.environ)
-    monkeypatch.setattr(Orchestrator, "nursery", _no_process)
+        assert calibrate.save_to_cache(calibration(ranks), discover(os.environ, ranks=ranks), os.environ)
+    monkeypatch.setattr(Orchestrator, "fork_server", _no_process)
     return tmp_path
 
 
@@ -383,7 +383,7 @@ def test_plan_shows_a_table_and_how_to_run_it(run: Tool) -> None:
 
 
 def test_a_flag_wins_over_set_which_wins_over_the_file(here: Path) -> None:
-    from meshwright.cli.shared import make_config
+    from meshwright.cli.common import make_config
 
     (here / "c.json").write_text('{"steps": 1, "seed": 1, "global_batch": 1}')
     config = make_config(here / "c.json", ["seed=2", "global_batch=2"], global_batch=3, seq=None)

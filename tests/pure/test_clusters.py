@@ -14,12 +14,12 @@ from meshwright.cli.main import app
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError
 from meshwright.core.fabric import Dragonfly
-from meshwright.core.serial import from_data, to_data
-from meshwright.core.units import parse_flops, parse_rate, parse_seconds
-from meshwright.cost.constants import NEWEST, fitted
-from meshwright.cost.sheets import from_sheets
+from meshwright.core.quantities import parse_flops, parse_rate, parse_seconds
+from meshwright.core.serialization import from_data, to_data
+from meshwright.cost.constants import NEWEST_GENERATION, load_fitted_constants
+from meshwright.cost.datasheet_rates import datasheet_calibration
 from meshwright.describe.cluster_file import key_lines, parse_cluster
-from meshwright.describe.clusters import machine, machines, resolve
+from meshwright.describe.cluster_resolver import catalog_cluster, machine_names, resolve_cluster
 
 GUIDE = Path(__file__).parents[2] / "docs" / "clusters.md"
 EXAMPLE = re.search(r"```toml\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)[1]  # type: ignore[index]
@@ -31,42 +31,44 @@ def test_the_example_of_the_guide() -> None:
     assert [d.name for d in found.devices[-2:]] == ["GeForce RTX 4090", "GeForce RTX 3090"]
     assert found.devices[-1].memory_bytes == 20 * 10**9
     assert found.devices[0].memory_bytes == 80 * 2**30
-    assert found.span((0, 1, 2, 3)).rate == pytest.approx(3 * 74e9)
-    assert found.span((0, 4)).rate == pytest.approx(12.5e9 * 0.8 / 4), "four ranks of each node share its card"
-    assert found.span((0, 4), everyone=False).rate == pytest.approx(12.5e9 * 0.8)
-    assert found.span((8, 9)).rate == 12e9
-    rates = from_sheets(found).layout(8)
+    assert found.group_bandwidth((0, 1, 2, 3)).rate == pytest.approx(3 * 74e9)
+    assert found.group_bandwidth((0, 4)).rate == pytest.approx(12.5e9 * 0.8 / 4), "four ranks of each node share its card"
+    assert found.group_bandwidth((0, 4), all_groups_active=False).rate == pytest.approx(12.5e9 * 0.8)
+    assert found.group_bandwidth((8, 9)).rate == 12e9
+    rates = datasheet_calibration(found).rates_for(8)
     large = rates.compute_rate("matmul", "bf16", 1e14)
-    assert large == pytest.approx(fitted().constants("ampere", NEWEST).matmul * 71e12, rel=0.02), "the slowest card decides"
+    assert large == pytest.approx(load_fitted_constants().constants("ampere", NEWEST_GENERATION).matmul * 71e12, rel=0.02), "the slowest card decides"
 
 
-@pytest.mark.parametrize("name", machines())
+@pytest.mark.parametrize("name", machine_names())
 def test_a_machine_of_the_catalog(name: str) -> None:
-    found = machine(name, 2) if name != "workstation" else machine(name)
+    found = catalog_cluster(name, 2) if name != "workstation" else catalog_cluster(name)
     assert "20" in found.source, "where the figures come from, with a year"
     assert from_data(Cluster, to_data(found), name) == found
     for ranks in (tuple(range(len(found.nodes[0].devices))), tuple(range(len(found.devices)))):
         for pattern in ("ring", "all_to_all"):
-            assert 0 < found.span(ranks, pattern).rate < 1e12  # type: ignore[arg-type]
-    assert from_sheets(found).layouts[0].compute["matmul/bf16"]
+            assert 0 < found.group_bandwidth(ranks, pattern).rate < 1e12  # type: ignore[arg-type]
+    assert datasheet_calibration(found).layouts[0].compute["matmul/bf16"]
 
 
 def test_the_catalog_has_what_the_guide_lists() -> None:
-    assert set(machines()) == {
+    assert set(machine_names()) == {
         "alps", "dgx-a100", "dgx-b200", "dgx-h100", "dgx-h200", "frontier", "gb200-nvl72", "gb300-nvl72", "leonardo", "perlmutter",
         "workstation", "zaratan",
     }  # fmt: skip
-    assert all(name in GUIDE.read_text(encoding="utf-8") for name in machines())
+    assert all(name in GUIDE.read_text(encoding="utf-8") for name in machine_names())
 
 
 def test_whole_machines() -> None:
-    sizes = {name: len(machine(name).devices) for name in ("leonardo", "alps", "frontier", "zaratan", "workstation", "dgx-h100", "gb200-nvl72")}
+    sizes = {
+        name: len(catalog_cluster(name).devices) for name in ("leonardo", "alps", "frontier", "zaratan", "workstation", "dgx-h100", "gb200-nvl72")
+    }
     assert sizes == {"leonardo": 13824, "alps": 10752, "frontier": 75264, "zaratan": 80, "workstation": 2, "dgx-h100": 8, "gb200-nvl72": 72}
 
 
 def test_frontier_has_the_global_bandwidth_that_was_published() -> None:
     """57% of what a group's cards inject leaves it (Atchley et al., 2023), spread over the other 73 groups."""
-    fabric = machine("frontier").fabric
+    fabric = catalog_cluster("frontier").fabric
     assert isinstance(fabric, Dragonfly)
     injected = fabric.switch * fabric.group * fabric.ports * fabric.link.bandwidth
     assert 73 * fabric.global_links * fabric.between.bandwidth / injected == pytest.approx(0.57, abs=0.005)
@@ -82,9 +84,9 @@ MEASURED = {
 
 
 def test_all_reduce_on_a100_is_near_what_was_measured() -> None:
-    found, errors = machine("dgx-a100", 16), []
+    found, errors = catalog_cluster("dgx-a100", 16), []
     for (gpus, size), seconds in MEASURED.items():
-        predicted = found.span(range(gpus), everyone=False).line("all_reduce").seconds(2 * (gpus - 1) / gpus * size)
+        predicted = found.group_bandwidth(range(gpus), all_groups_active=False).alpha_beta("all_reduce").seconds(2 * (gpus - 1) / gpus * size)
         errors.append(abs(predicted / seconds - 1))
     assert sum(errors) / len(errors) < 0.09
     assert max(errors) < 0.2
@@ -92,13 +94,13 @@ def test_all_reduce_on_a100_is_near_what_was_measured() -> None:
 
 def test_a_hundred_thousand_devices_are_cheap() -> None:
     begun = time.process_time()
-    found = machine("dgx-h100", 12500)
+    found = catalog_cluster("dgx-h100", 12500)
     assert len(found.devices) == 100_000
     assert found.node_of(99_999) is found.nodes[-1]
-    assert found.span(range(0, 100_000, 8)).rate == pytest.approx(40e9)
-    assert found.span(range(100_000)).rate == pytest.approx(320e9)
+    assert found.group_bandwidth(range(0, 100_000, 8)).rate == pytest.approx(40e9)
+    assert found.group_bandwidth(range(100_000)).rate == pytest.approx(320e9)
     assert found.least_memory(99_999) == found.devices[0].memory_bytes
-    assert len(found.take(50_003).devices) == 50_003
+    assert len(found.first_devices(50_003).devices) == 50_003
     assert time.process_time() - begun < 2.0  # a fifth of that on a quiet core
 
 
@@ -115,15 +117,15 @@ def test_a_hundred_thousand_devices_are_cheap() -> None:
 )
 def test_names_that_mean_nothing(text: str, said: str) -> None:
     with pytest.raises(RequestError, match=said):
-        resolve(text, {})
+        resolve_cluster(text, {})
 
 
 def test_ideal_and_here() -> None:
-    assert len(resolve("ideal:5", {}).devices) == 5
-    assert len(resolve("ideal", {}, ranks=3).devices) == 3
-    assert resolve("ideal:5", {}).link_between((0, 4)).bandwidth > 1e15
-    assert resolve("here", {}, ranks=2).name == "here"
-    assert len(resolve("dgx-h100:2", {}, ranks=9).devices) == 9
+    assert len(resolve_cluster("ideal:5", {}).devices) == 5
+    assert len(resolve_cluster("ideal", {}, ranks=3).devices) == 3
+    assert resolve_cluster("ideal:5", {}).link_between((0, 4)).bandwidth > 1e15
+    assert resolve_cluster("here", {}, ranks=2).name == "here"
+    assert len(resolve_cluster("dgx-h100:2", {}, ranks=9).devices) == 9
 
 
 WRONG = {

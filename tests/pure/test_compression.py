@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.pure import made_up
+from tests.pure import fake_inputs
 
 from meshwright.comm import ThreadComm, ThreadWorld
-from meshwright.core.compression import factor_shape
+from meshwright.core.compression_policy import low_rank_shape
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import MemoryPolicy, Plan, SyncPolicy
-from meshwright.execute.compression import PowerSgd, Rounded
+from meshwright.execute.compression_runtime import CastCompression, PowerSgd
 from meshwright.schedule import plan_ledger
 from meshwright.schedule.buckets import assign_buckets
-from meshwright.schedule.compression import bucket_sends
+from meshwright.schedule.compression_actions import bucket_collectives
 
 SHAPES = [(12, 20), (20,), (6, 5, 8)]
 
@@ -57,12 +57,12 @@ def test_factors_of_full_rank_give_the_gradient_back(op: str) -> None:
             for mine, *every in zip(found, *(gradient(r, step, 2) for r in range(3)), strict=True):
                 wanted = torch.stack(every).sum(0) / (3 if op == "mean" else 1)
                 assert torch.allclose(mine, wanted, rtol=1e-9, atol=1e-9)
-        assert max(float(m.left_out.abs().max()) for m in way.kept["bucket0"].matrices) > 0  # a rank's own is not the mean
-        return [(line.name, line.bytes // line.calls) for line in comm.ledger.take()]
+        assert max(float(m.error_feedback.abs().max()) for m in way.states["bucket0"].matrices) > 0  # a rank's own is not the mean
+        return [(line.name, line.bytes // line.calls) for line in comm.ledger.drain()]
 
     (bucket,) = assign_buckets([torch.Size(s).numel() for s in SHAPES], [8] * 3, ["k"] * 3, first_bytes=10**9, bytes_cap=10**9, shards=1)
-    sends = bucket_sends(SyncPolicy(compression="powersgd"), bucket, SHAPES)
-    wanted = [(f"grads/bucket0{s.name}", s.bytes) for s in sends]
+    sends = bucket_collectives(SyncPolicy(compression="powersgd"), bucket, SHAPES)
+    wanted = [(f"grads/bucket0{s.suffix}", s.bytes) for s in sends]
     assert wanted == [("grads/bucket0", 160), ("grads/bucket0.p", 8 * 4 * (12 + 6)), ("grads/bucket0.q", 8 * 4 * (20 + 40))]
     assert ThreadWorld(3).run(job) == [wanted] * 3
 
@@ -89,7 +89,7 @@ def test_state_lives_by_bucket() -> None:
         for bucket in ("a", "b"):
             grads = torch.randn(64)
             way.all_reduce(comm, grads, bucket, "mean", bucket, lambda g=grads: [g.view(8, 8)]).wait()
-        return len(way.kept)
+        return len(way.states)
 
     assert ThreadWorld(2).run(job) == [2, 2]
 
@@ -98,25 +98,25 @@ def test_rounding_stays_within_its_bound() -> None:
     def job(comm: ThreadComm) -> float:
         every = [torch.randn(1000, generator=torch.Generator().manual_seed(r)) for r in range(4)]
         mine, own = every[comm.rank].clone(), torch.empty(250)
-        Rounded(torch.bfloat16).reduce_scatter(comm, own, mine, "s", "mean").wait()
-        Rounded(torch.bfloat16).all_reduce(comm, mine, "a", "mean").wait()
+        CastCompression(torch.bfloat16).reduce_scatter(comm, own, mine, "s", "mean").wait()
+        CastCompression(torch.bfloat16).all_reduce(comm, mine, "a", "mean").wait()
         wanted, largest = torch.stack(every).mean(0), torch.stack(every).abs().amax(0)
         assert torch.equal(own, mine.split(250)[comm.rank])
-        assert [line.bytes for line in comm.ledger.take()] == [2000, 2000]
+        assert [line.bytes for line in comm.ledger.drain()] == [2000, 2000]
         return float(((mine - wanted).abs() / largest).max())
 
     assert max(ThreadWorld(4).run(job)) < 2**-7
 
 
 def test_small_tensors_go_whole() -> None:
-    assert factor_shape((1024, 1024), 4) == (1024, 1024, 4)
-    assert factor_shape((6, 5, 8), 4) == (6, 40, 4)
-    assert factor_shape((1024,), 4) is None and factor_shape((4, 4), 4) is None and factor_shape((0, 4), 4) is None
+    assert low_rank_shape((1024, 1024), 4) == (1024, 1024, 4)
+    assert low_rank_shape((6, 5, 8), 4) == (6, 40, 4)
+    assert low_rank_shape((1024,), 4) is None and low_rank_shape((4, 4), 4) is None and low_rank_shape((0, 4), 4) is None
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_the_ledger_counts_rounded_bytes(zero: int) -> None:
-    profile = made_up.blocks(3, ((64, 64), (64,)))
+    profile = fake_inputs.blocks(3, ((64, 64), (64,)))
     mesh = Mesh(dp=2, shard=2) if zero else Mesh(dp=4)
     plan = Plan(profile.name, 8, mesh, memory=MemoryPolicy(zero))  # type: ignore[arg-type]
     sizes = []

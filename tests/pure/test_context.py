@@ -10,25 +10,25 @@ from typing import Any
 import pytest
 import torch
 from tests import architectures
-from tests.pure import made_up
+from tests.pure import fake_inputs
 from torch import nn
 from torch.nn import functional as F
 
 from meshwright import zoo
-from meshwright.core.context import LOSS, ContextPolicy, Entered, Made
+from meshwright.core.context_policy import LOSS_MODULE, ContextPolicy, PositionGenerator, PositionSplit
+from meshwright.core.dataflow import Dataflow
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import MemoryPolicy, Plan
-from meshwright.core.serial import from_data, to_data
-from meshwright.core.strand import Flow
-from meshwright.core.tensor import Cut
+from meshwright.core.serialization import from_data, to_data
+from meshwright.core.tensor_policy import ParameterShard
 from meshwright.core.workload import Workload
 from meshwright.cost import estimate
-from meshwright.describe.flow import trace_flow, trace_module_flow
-from meshwright.describe.trace import trace_task
-from meshwright.observe.words import plan_in_words
-from meshwright.plan import Wishes, rank_plans
-from meshwright.plan.context import choose_context
+from meshwright.describe.dataflow_tracer import trace_dataflow, trace_module_dataflow
+from meshwright.describe.profile_tracer import trace_task
+from meshwright.observe.wording import describe_plan
+from meshwright.plan import Constraints, rank_plans
+from meshwright.plan.context_planner import choose_context
 from meshwright.schedule import local_profile, plan_ledger
 
 S = 8
@@ -51,68 +51,68 @@ def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["labels"].flatten())
 
 
-def flow_of(model: nn.Module, loss: Loss = mean_loss, length: int = S) -> Flow:
+def flow_of(model: nn.Module, loss: Loss = mean_loss, length: int = S) -> Dataflow:
     batch = {"x": torch.zeros(2, length, 4), "labels": torch.zeros(2, length, dtype=torch.int64), "weight": torch.zeros(2)}
-    return trace_module_flow(model, loss, batch)
+    return trace_module_dataflow(model, loss, batch)
 
 
 @cache
-def zoo_flow(name: str) -> Flow:
-    return trace_flow(zoo.load(name))
+def zoo_flow(name: str) -> Dataflow:
+    return trace_dataflow(zoo.load(name))
 
 
 # -- what is found --
 
 
 def test_the_first_half_of_a_rank_is_from_the_front_and_the_second_from_the_back() -> None:
-    policy = ContextPolicy(positions=24, chunks=6)
-    assert [policy.pieces(r, 3) for r in range(3)] == [((0, 4), (20, 4)), ((4, 4), (16, 4)), ((8, 4), (12, 4))]
+    policy = ContextPolicy(sequence_length=24, chunks=6)
+    assert [policy.position_ranges(r, 3) for r in range(3)] == [((0, 4), (20, 4)), ((4, 4), (16, 4)), ((8, 4), (12, 4))]
     for chunks, ways in ((8, 4), (4, 4), (2, 2), (4, 2)):
-        policy = ContextPolicy(positions=16, chunks=chunks)
-        held = [p for r in range(ways) for first, n in policy.pieces(r, ways) for p in range(first, first + n)]
+        policy = ContextPolicy(sequence_length=16, chunks=chunks)
+        held = [p for r in range(ways) for first, n in policy.position_ranges(r, ways) for p in range(first, first + n)]
         assert sorted(held) == list(range(16))
         if chunks > ways:  # so causal work is equal
-            assert len({sum(range(first, first + n)) for r in range(ways) for first, n in [policy.pieces(r, ways)[0]]}) == ways
-            assert len({sum(sum(range(f, f + n)) for f, n in policy.pieces(r, ways)) for r in range(ways)}) == 1
+            assert len({sum(range(first, first + n)) for r in range(ways) for first, n in [policy.position_ranges(r, ways)[0]]}) == ways
+            assert len({sum(sum(range(f, f + n)) for f, n in policy.position_ranges(r, ways)) for r in range(ways)}) == 1
 
 
 def test_fields_of_the_batch_are_cut_along_the_dim_that_counts_positions() -> None:
     policy = choose_context(flow_of(Attention()), 2)
     assert {(f.name, f.dim) for f in policy.fields} == {("x", 1), ("labels", 1)}
-    assert [(a.module, a.bytes) for a in policy.attends] == [("", 2 * S * 4 * 4)]
-    assert policy.chunks == 4 and policy.counts == (LOSS,) and not policy.makes
+    assert [(a.module, a.bytes) for a in policy.attention_sites] == [("", 2 * S * 4 * 4)]
+    assert policy.chunks == 4 and policy.mean_loss_modules == (LOSS_MODULE,) and not policy.position_generators
 
 
 def test_a_language_model_counts_its_positions_and_the_loss_shifts_them() -> None:
     policy = choose_context(zoo_flow("gpt-tiny"), 2)
-    assert Made("embedding", "arange") in policy.makes
-    assert {m.start for m in policy.makes if m.module == LOSS} == {0, 1} and not policy.fields
-    assert {a.module for a in policy.attends} == {"blocks.0.attention", "blocks.1.attention"}
+    assert PositionGenerator("embedding", "arange") in policy.position_generators
+    assert {m.start for m in policy.position_generators if m.module == LOSS_MODULE} == {0, 1} and not policy.fields
+    assert {a.module for a in policy.attention_sites} == {"blocks.0.attention", "blocks.1.attention"}
 
 
 def test_keyed_dropout_counts_elements_whose_outer_index_is_the_position() -> None:
-    policy = choose_context(trace_flow(zoo.load("gpt-tiny", dropout=0.1)), 2)
-    assert {m.inner for m in policy.makes if m.module.endswith("dropout")} == {64}
+    policy = choose_context(trace_dataflow(zoo.load("gpt-tiny", dropout=0.1)), 2)
+    assert {m.inner for m in policy.position_generators if m.module.endswith("dropout")} == {64}
 
 
 def test_few_key_heads_stay_few() -> None:
-    attended = choose_context(zoo_flow("llama-tiny"), 4).attends[0]
+    attended = choose_context(zoo_flow("llama-tiny"), 4).attention_sites[0]
     assert attended.bytes == 2 * 64 * 2 * 16 * 4  # keys and values, positions, two heads of 16, fp32
 
 
 def test_positions_that_are_also_looked_at_whole_are_cut_where_a_module_takes_them() -> None:
     """transformers looks through all positions for packed sequences; its rotary embedding takes only this rank's."""
     batch = architectures.labelled_batch(2, 0, 16)
-    policy = choose_context(trace_module_flow(architectures.build("Llama"), architectures.labelled_loss, batch), 2)
-    assert policy.makes == (Made("model", "arange", cut=False),)
-    assert policy.enters == (Entered("model.rotary_emb", 1, 1),)
+    policy = choose_context(trace_module_dataflow(architectures.build("Llama"), architectures.labelled_loss, batch), 2)
+    assert policy.position_generators == (PositionGenerator("model", "arange", is_sharded=False),)
+    assert policy.position_splits == (PositionSplit("model.rotary_emb", 1, 1),)
 
 
 def test_a_parameter_with_an_entry_for_each_position_is_cut_in_its_module() -> None:
     model = Attention()
     model.place = nn.Parameter(torch.zeros(S, 4))
     model.before = lambda x: x + model.place
-    assert choose_context(flow_of(model), 2).held == (Cut("place", 0),)
+    assert choose_context(flow_of(model), 2).position_tables == (ParameterShard("place", 0),)
 
 
 @pytest.mark.parametrize("length", [2 * S, S + 3])
@@ -121,7 +121,7 @@ def test_a_slice_of_a_longer_table_gives_positions(length: int) -> None:
     model.table = nn.Parameter(torch.zeros(length, 4))
     model.before = lambda x: x + model.table[: x.shape[1]]
     policy = choose_context(flow_of(model), 2)
-    assert policy.makes == (Made("", "slice", 0, 1, length),) and not policy.held
+    assert policy.position_generators == (PositionGenerator("", "slice", 0, 1, length),) and not policy.position_tables
 
 
 # -- what is refused --
@@ -195,7 +195,7 @@ def test_what_cannot_be_shared_is_refused_with_its_place(name: str) -> None:
     ],
 )  # fmt: skip
 def test_means_and_pairs_of_sums_are_fine(loss: Loss) -> None:
-    assert choose_context(flow_of(Attention(), loss), 2).attends
+    assert choose_context(flow_of(Attention(), loss), 2).attention_sites
 
 
 def test_a_length_that_does_not_divide_says_which_would() -> None:
@@ -208,7 +208,7 @@ def test_two_ranges_that_look_alike_are_not_told_apart() -> None:
     model = Attention(lambda x: x * torch.arange(x.shape[1]).unsqueeze(-1) + torch.arange(4))
     with pytest.raises(RequestError, match="other things of the length 4: use another sequence length"):
         choose_context(flow_of(model), 2)
-    assert choose_context(flow_of(model, length=12), 2).makes
+    assert choose_context(flow_of(model, length=12), 2).position_generators
 
 
 # -- plans --
@@ -222,7 +222,7 @@ def test_a_plan_keeps_it_names_it_and_says_it() -> None:
     plan = plan_of(Mesh(dp=2, cp=2))
     assert from_data(Plan, to_data(plan), "plan") == plan
     assert plan.strategy == "context parallel 2 × data parallel"
-    said = " ".join(plan_in_words(plan))
+    said = " ".join(describe_plan(plan))
     assert "Each sequence of 64 positions is shared by 2 ranks, 32 each, one run from the front" in said
 
 
@@ -233,24 +233,25 @@ def test_compilers_do_not_go_with_it() -> None:
 
 def test_the_planner_does_it_when_asked_and_not_of_itself() -> None:
     profile, flow = trace_task(zoo.load("gpt-tiny")), zoo_flow("gpt-tiny")
-    cluster, measured, workload = made_up.cluster(4), made_up.calibration(4), Workload(8)
-    asked = rank_plans(profile, cluster, workload, measured, Wishes(mesh=Mesh(dp=2, cp=2), flow=flow))
-    assert all(s.plan.context.attends and s.plan.compile == "none" for s in asked.scored)
-    free = rank_plans(profile, cluster, workload, measured, Wishes(flow=flow))
+    cluster, measured, workload = fake_inputs.cluster(4), fake_inputs.calibration(4), Workload(8)
+    asked = rank_plans(profile, cluster, workload, measured, Constraints(mesh=Mesh(dp=2, cp=2), flow=flow))
+    assert all(s.plan.context.attention_sites and s.plan.compile == "none" for s in asked.scored)
+    free = rank_plans(profile, cluster, workload, measured, Constraints(flow=flow))
     assert all(s.plan.mesh.cp == 1 for s in free.scored)
     with pytest.raises(RequestError, match="pass loss_fn"):
-        rank_plans(profile, cluster, workload, measured, Wishes(mesh=Mesh(cp=2)))
+        rank_plans(profile, cluster, workload, measured, Constraints(mesh=Mesh(cp=2)))
 
 
 def test_a_rank_computes_and_keeps_its_share() -> None:
-    profile = trace_task(zoo.load("gpt-tiny")).at(8)
+    profile = trace_task(zoo.load("gpt-tiny")).at_batch(8)
     plan = plan_of(Mesh(cp=2))
     mine = local_profile(plan, profile, 0)
     assert mine.flops_forward == pytest.approx(profile.flops_forward / 2)
     assert profile.activation_bytes / 2 < mine.activation_bytes < 0.7 * profile.activation_bytes  # keys and values are whole
     assert mine.parameters == profile.parameters
     costs = [
-        estimate(p, profile, Workload(8), made_up.cluster(2), made_up.calibration(2, network=1e12, alpha=0.0)) for p in (plan, Plan("gpt-tiny", 8))
+        estimate(p, profile, Workload(8), fake_inputs.cluster(2), fake_inputs.calibration(2, network=1e12, alpha=0.0))
+        for p in (plan, Plan("gpt-tiny", 8))
     ]
     assert costs[0].memory_kinds["activations"] < 0.7 * costs[1].memory_kinds["activations"]
     assert costs[0].step_s < 0.7 * costs[1].step_s

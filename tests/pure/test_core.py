@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.core.calibration import Calibration, Line, Rates
+from meshwright.core.calibration import AlphaBetaModel, Calibration, Rates
 from meshwright.core.cluster import Cluster, Device, Interface, Link, Node
-from meshwright.core.errors import MeshwrightError, RequestError, RunError, unknown
+from meshwright.core.errors import MeshwrightError, RequestError, RunError, unknown_name_error
 from meshwright.core.estimate import Estimate
 from meshwright.core.mesh import AXES, Mesh
 from meshwright.core.plan import OVERLAPS, BalancePolicy, MemoryPolicy, Plan, Stage, SyncPolicy
+from meshwright.core.quantities import parse_bytes, show_bytes, show_count, show_rate, show_seconds
 from meshwright.core.schedule import wire_factor
-from meshwright.core.serial import from_data, read_json, to_data, write_json
-from meshwright.core.units import parse_bytes, show_bytes, show_count, show_rate, show_seconds
+from meshwright.core.serialization import from_data, read_json, to_data, write_json
 
 WORDS = st.text(max_size=12)
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
@@ -45,12 +45,12 @@ def plans(draw: st.DrawFn) -> Plan:
     mesh = Mesh(dp=draw(DEGREES), shard=draw(st.integers(2, 4)) if zero else 1, pp=pp, tp=draw(grid))
     micro = draw(st.integers(1, 5))
     piped = mesh.pp > 1
-    uneven = st.just([]) if piped else st.lists(st.integers(micro, 50), min_size=mesh.data_width, max_size=mesh.data_width)
+    uneven = st.just([]) if piped else st.lists(st.integers(micro, 50), min_size=mesh.data_parallel_size, max_size=mesh.data_parallel_size)
     shares = draw(st.one_of(st.just([]), uneven))
     stages = st.lists(st.builds(Stage, st.lists(WORDS, max_size=3).map(tuple)), min_size=mesh.pp if piped else 0, max_size=mesh.pp if piped else 2)
     return Plan(
         model=draw(WORDS),
-        global_batch=sum(shares) if shares else mesh.data_width * micro * draw(st.integers(1, 9)),
+        global_batch=sum(shares) if shares else mesh.data_parallel_size * micro * draw(st.integers(1, 9)),
         mesh=mesh,
         micro_batches=micro,
         stages=tuple(draw(stages)),
@@ -92,8 +92,8 @@ RATES = st.builds(
     threads=st.integers(0, 99),
     compute=st.dictionaries(WORDS, POINTS, max_size=2),
     memory=POINTS,
-    call_s=NUMBERS,
-    collectives=st.dictionaries(WORDS, st.builds(Line, NUMBERS, NUMBERS), max_size=2),
+    op_overhead_s=NUMBERS,
+    collectives=st.dictionaries(WORDS, st.builds(AlphaBetaModel, NUMBERS, NUMBERS), max_size=2),
     overlap=st.floats(0, 1),
     base_bytes=SIZES,
 )
@@ -269,16 +269,16 @@ def test_writing_replaces_a_file_whole(tmp_path: Path) -> None:
 
 
 def test_unknown_names_the_nearest() -> None:
-    assert str(unknown("key", "steps", ["stpes", "seed"])) == "unknown key 'steps'; did you mean 'stpes'?"
-    assert str(unknown("model", "GPT2", ["gpt2", "vae"])) == "unknown model 'GPT2'; did you mean 'gpt2'?"
+    assert str(unknown_name_error("key", "steps", ["stpes", "seed"])) == "unknown key 'steps'; did you mean 'stpes'?"
+    assert str(unknown_name_error("model", "GPT2", ["gpt2", "vae"])) == "unknown model 'GPT2'; did you mean 'gpt2'?"
 
 
 def test_unknown_lists_what_there_is_when_nothing_is_near() -> None:
-    assert str(unknown("axis", "zzz", ["dp", "shard"], "--mesh zzz=2")) == "unknown axis 'zzz' in --mesh zzz=2; one of: dp, shard"
+    assert str(unknown_name_error("axis", "zzz", ["dp", "shard"], "--mesh zzz=2")) == "unknown axis 'zzz' in --mesh zzz=2; one of: dp, shard"
 
 
 def test_errors_carry_the_exit_code() -> None:
-    assert unknown("a", "b", ["c"]).exit_code == 2
+    assert unknown_name_error("a", "b", ["c"]).exit_code == 2
     assert RequestError("x").exit_code == 2
     assert RunError("x").exit_code == MeshwrightError("x").exit_code == 1
 
@@ -397,7 +397,7 @@ def test_groups_of_an_axis_part_the_ranks(mesh: Mesh) -> None:
 def test_coordinates_name_one_rank(mesh: Mesh) -> None:
     seen = {tuple(mesh.coordinate(rank, axis) for axis in AXES) for rank in range(mesh.size)}
     assert len(seen) == mesh.size == math.prod(mesh.degree(axis) for axis in AXES)
-    assert {mesh.data_rank(rank) for rank in range(mesh.size)} == set(range(mesh.data_width))
+    assert {mesh.data_rank(rank) for rank in range(mesh.size)} == set(range(mesh.data_parallel_size))
 
 
 def test_neighbouring_ranks_share_the_last_axis() -> None:
@@ -424,7 +424,7 @@ def test_a_grid_has_groups_along_each_of_its_dimensions() -> None:
     ],
 )
 def test_the_depth_of_a_grid_is_the_shard_axis(given: Mesh, flat: Mesh) -> None:
-    assert given.flattened() == flat == flat.flattened() and given.size == flat.size
+    assert given.canonical() == flat == flat.canonical() and given.size == flat.size
 
 
 @pytest.mark.parametrize(
@@ -484,17 +484,17 @@ def test_a_batch_that_does_not_divide_names_numbers_that_do(batch: int, dp: int,
             assert Plan("m", other, Mesh(dp=dp), micro).global_batch == other
             assert abs(other - batch) <= max(dp * micro, dp * micro - batch), "a nearer one would do"
     else:
-        assert plan.share(0)[1] * dp == batch
+        assert plan.sample_range(0)[1] * dp == batch
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.data())
 def test_shares_lie_end_to_end(shares: list[int], data: st.DataObject) -> None:
     micro = data.draw(st.integers(1, min(shares)))
     plan = Plan("m", sum(shares), Mesh(dp=len(shares)), micro, balance=BalancePolicy(tuple(shares)))
-    found = [plan.share(rank) for rank in range(len(shares))]
+    found = [plan.sample_range(rank) for rank in range(len(shares))]
     assert [count for _, count in found] == shares
     assert [first for first, _ in found] == [sum(shares[:i]) for i in range(len(shares))]
-    assert plan.largest_micro_batch == max(-(-s // micro) for s in shares)
+    assert plan.max_micro_batch_size == max(-(-s // micro) for s in shares)
 
 
 @pytest.mark.parametrize(
@@ -587,7 +587,7 @@ def test_equal_nodes_are_still_two() -> None:
 
 @given(st.integers(1, 5))
 def test_taking_some_devices_keeps_the_first(count: int) -> None:
-    taken = two_nodes().take(count)
+    taken = two_nodes().first_devices(count)
     assert taken.devices == two_nodes().devices[:count]
     assert len(taken.nodes) == (1 if count <= 2 else 2)
 
@@ -595,7 +595,7 @@ def test_taking_some_devices_keeps_the_first(count: int) -> None:
 @pytest.mark.parametrize("count", [0, -1, 6])
 def test_taking_too_many_says_how_many_there_are(count: int) -> None:
     with pytest.raises(RequestError, match=r"--nproc 1\.\.5"):
-        two_nodes().take(count)
+        two_nodes().first_devices(count)
 
 
 # Traffic

@@ -5,26 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from fake_inputs import blocks, calibration, cluster, plan
 from hypothesis import given
 from hypothesis import strategies as st
-from made_up import blocks, calibration, cluster, plan
 
-from meshwright.core.calibration import Calibration, Record
-from meshwright.core.serial import from_data, to_data
+from meshwright.core.calibration import Calibration, CalibrationRecord
+from meshwright.core.serialization import from_data, to_data
 from meshwright.core.workload import Workload
 from meshwright.cost import estimate
-from meshwright.cost.correction import KEPT, compare, corrected, with_record
+from meshwright.cost.calibration_correction import MAX_RECORDS, add_record, correct_calibration, measured_over_predicted
 
 PROFILE = blocks(8, ((256, 256),), flops=1e9, saved=1e6)
 
 
 def ran(
     compute: float, network: float | None = None, *, model: str = "made-up", kind: str = "k", precision: str = "fp32", memory: float = 1.0
-) -> Record:
-    return Record("now", model, kind, precision, "data parallel", 2, compute, compute, network, memory)
+) -> CalibrationRecord:
+    return CalibrationRecord("now", model, kind, precision, "data parallel", 2, compute, compute, network, memory)
 
 
-def taught(*records: Record) -> Calibration:
+def taught(*records: CalibrationRecord) -> Calibration:
     return replace(calibration(2), records=records)
 
 
@@ -33,7 +33,7 @@ def seconds(found: Calibration) -> float:
 
 
 def asked(found: Calibration) -> Calibration:
-    return corrected(found, "made-up", "k", "fp32")
+    return correct_calibration(found, "made-up", "k", "fp32")
 
 
 @given(st.floats(0.4, 2.5), st.integers(1, 6))
@@ -96,13 +96,13 @@ def test_memory_is_corrected_where_it_is_not_exact() -> None:
 
 
 def test_computation_and_network_are_told_apart_where_a_run_did() -> None:
-    assert compare((10.0, 2.0), (13.0, 5.0)) == (pytest.approx(1.0), pytest.approx(2.5))
-    assert compare((10.0, 0.1), (12.0, 0.1)) == (pytest.approx(11.9 / 9.9), None)
-    assert compare((10.0, 2.0), (18.0, None)) == (pytest.approx(2.0), None)
+    assert measured_over_predicted((10.0, 2.0), (13.0, 5.0)) == (pytest.approx(1.0), pytest.approx(2.5))
+    assert measured_over_predicted((10.0, 0.1), (12.0, 0.1)) == (pytest.approx(11.9 / 9.9), None)
+    assert measured_over_predicted((10.0, 2.0), (18.0, None)) == (pytest.approx(2.0), None)
 
 
 def test_old_records_go() -> None:
     found = taught()
-    for _ in range(KEPT + 5):
-        found = with_record(found, ran(1.0))
-    assert len(found.records) == KEPT
+    for _ in range(MAX_RECORDS + 5):
+        found = add_record(found, ran(1.0))
+    assert len(found.records) == MAX_RECORDS

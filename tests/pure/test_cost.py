@@ -5,23 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from fake_inputs import OPERATIONS, blocks, calibration, cluster, layer, model, plan, rates
 from hypothesis import given
 from hypothesis import strategies as st
-from made_up import OPERATIONS, blocks, calibration, cluster, layer, model, plan, rates
 
-from meshwright.core.calibration import Calibration, Line, Rates, interpolate, no_slower
+from meshwright.core.calibration import AlphaBetaModel, Calibration, Rates, interpolate, monotone_rates
 from meshwright.core.cluster import Cluster, Link
 from meshwright.core.estimate import Estimate
 from meshwright.core.model import Kernel, ModelProfile
 from meshwright.core.plan import BalancePolicy, MemoryPolicy, Plan, SyncPolicy
-from meshwright.core.units import show_bytes
+from meshwright.core.quantities import show_bytes
 from meshwright.core.workload import Workload
 from meshwright.cost import estimate
-from meshwright.cost.collective import collective_seconds
-from meshwright.cost.compute import ComputeCost
-from meshwright.cost.memory import fullest_moment, held_bytes
-from meshwright.cost.step import HEADROOM, _run
-from meshwright.schedule import expand
+from meshwright.cost.collective_cost import collective_seconds
+from meshwright.cost.compute_cost import ComputeCost
+from meshwright.cost.memory_cost import model_state_bytes, peak_live_memory
+from meshwright.cost.step_cost import HEADROOM, _run_actions
+from meshwright.schedule import build_schedule
 
 POSITIVE = st.floats(1e-3, 1e15)
 
@@ -63,7 +63,7 @@ def test_between_points_the_logarithms_are_on_a_line() -> None:
 
 @given(st.floats(0, 1), st.floats(1, 1e12), st.floats(0, 1e12))
 def test_a_line_is_a_start_and_a_slope(alpha: float, speed: float, sent: float) -> None:
-    line = Line(alpha, speed)
+    line = AlphaBetaModel(alpha, speed)
     assert line.seconds(0) == alpha
     assert line.seconds(2 * sent) - alpha == pytest.approx(2 * sent / speed)
 
@@ -83,7 +83,7 @@ def test_a_precision_that_was_not_measured_takes_the_nearest() -> None:
 
 def test_the_nearest_layout_is_taken_and_the_larger_of_two_as_near() -> None:
     found = Calibration("m", "d", "now", tuple(rates(n) for n in (1, 4, 8)))
-    assert [found.layout(n).ranks for n in (1, 2, 3, 4, 6, 7, 100)] == [1, 4, 4, 4, 8, 8, 8]
+    assert [found.rates_for(n).ranks for n in (1, 2, 3, 4, 6, 7, 100)] == [1, 4, 4, 4, 8, 8, 8]
 
 
 # Memory that is held
@@ -99,13 +99,15 @@ def test_zero_holds_what_its_formulas_say(ranks: int, zero: int, optimizer: str,
     chosen = plan(profile, zero=zero, shard=ranks) if zero else plan(profile, dp=ranks)
     cut = [1 if zero < stage else ranks for stage in (3, 2, 1)]
     expected = {"parameters": 4 * psi // cut[0], "gradients": 4 * psi // cut[1], "optimizer": 4 * states * psi // cut[2]}
-    assert held_bytes(chosen, profile, optimizer) == expected
+    assert model_state_bytes(chosen, profile, optimizer) == expected
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_replicas_of_shards_cut_by_the_shards_alone(zero: int) -> None:
     profile = blocks(4, ((64, 64),))
-    assert held_bytes(plan(profile, dp=4, shard=2, zero=zero), profile, "adamw") == held_bytes(plan(profile, shard=2, zero=zero), profile, "adamw")
+    assert model_state_bytes(plan(profile, dp=4, shard=2, zero=zero), profile, "adamw") == model_state_bytes(
+        plan(profile, shard=2, zero=zero), profile, "adamw"
+    )
 
 
 SHAPES = st.lists(st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), max_size=3), min_size=1, max_size=4)
@@ -118,7 +120,7 @@ def test_padding_adds_less_than_a_row_and_an_alignment_each(shapes: list[list[tu
     whole = sum(t.bytes for t in profile.tensors)
     rows = sum(t.bytes // max(t.shape[0] if t.shape else 1, 1) for t in profile.tensors)
     slack = rows + 16 * (len(profile.tensors) + ranks)
-    held = held_bytes(chosen, profile, "adamw")
+    held = model_state_bytes(chosen, profile, "adamw")
     for kind, stage, copies in (("parameters", 3, 1), ("gradients", 2, 1), ("optimizer", 1, 2)):
         least = copies * (whole if zero < stage else whole // ranks)
         assert least <= held[kind] <= least + copies * slack + copies
@@ -157,8 +159,8 @@ def test_micro_batches_divide_activations() -> None:
 
 def test_recomputation_keeps_outputs_and_one_block() -> None:
     profile = blocks(6, saved=1e5)
-    kept = fullest_moment(plan(profile, recompute="full", micro=2), profile)
-    assert fullest_moment(plan(profile), profile).activations == 6 * 1e5
+    kept = peak_live_memory(plan(profile, recompute="full", micro=2), profile)
+    assert peak_live_memory(plan(profile), profile).activations == 6 * 1e5
     assert kept.activations == 6 * 1e4 + 1e5
 
 
@@ -167,21 +169,21 @@ def test_the_fullest_moment_is_not_when_everything_is_saved_and_the_largest_work
     profile = blocks(4, saved=100.0)
     first, *others = (replace(x, transient_bytes=0.0) for x in profile.layers)
     for much, most in ((250.0, 400.0), (350.0, 450.0)):
-        assert fullest_moment(plan(profile, micro=2), replace(profile, layers=(replace(first, transient_bytes=much), *others))).bytes == most
+        assert peak_live_memory(plan(profile, micro=2), replace(profile, layers=(replace(first, transient_bytes=much), *others))).bytes == most
 
 
 def test_gradients_come_as_activations_go_on_one_device() -> None:
     profile = blocks(4, shapes=((50,),), saved=100.0)  # 200 bytes of gradient a layer
-    found = fullest_moment(plan(profile), replace(profile, layers=tuple(replace(x, transient_bytes=0.0) for x in profile.layers)))
+    found = peak_live_memory(plan(profile), replace(profile, layers=tuple(replace(x, transient_bytes=0.0) for x in profile.layers)))
     assert (found.activations, found.gradients) == (0.0, 800.0), "the optimizer's step"
-    large = fullest_moment(plan(profile), replace(profile, layers=tuple(replace(x, activation_bytes=500.0) for x in profile.layers)))
+    large = peak_live_memory(plan(profile), replace(profile, layers=tuple(replace(x, activation_bytes=500.0) for x in profile.layers)))
     assert (large.activations, large.gradients) == (2000.0, 0.0), "the end of forward"
 
 
 def test_other_micro_batches_keep_theirs_and_recompute_nothing() -> None:
     profile = blocks(4, saved=1e5)
     alone, three = (
-        fullest_moment(plan(profile, recompute="full", micro=4), profile, dict.fromkeys(profile.layer_names, n)).activations for n in (1, 3)
+        peak_live_memory(plan(profile, recompute="full", micro=4), profile, dict.fromkeys(profile.layer_names, n)).activations for n in (1, 3)
     )
     assert three - alone == 2 * 4 * 1e4
 
@@ -260,8 +262,8 @@ def test_compute_time_goes_with_the_rate_and_the_batch(flops: float, faster: flo
 
 def test_a_call_costs_its_time_however_small() -> None:
     def seconds(queued: bool, flops: float) -> float:
-        cost = ComputeCost(replace(rates(1), call_s=1e-5, queued=queued), "fp32")
-        return cost.layer(replace(layer("x"), kernels=(Kernel("matmul", "forward", flops, 0.0, count=3),)), "forward", {})
+        cost = ComputeCost(replace(rates(1), op_overhead_s=1e-5, async_dispatch=queued), "fp32")
+        return cost.layer_seconds(replace(layer("x"), kernels=(Kernel("matmul", "forward", flops, 0.0, count=3),)), "forward", {})
 
     assert seconds(False, 1.0) == pytest.approx(3e-5)
     assert seconds(False, 1e8) == pytest.approx(3 * (1e-4 + 1e-5))
@@ -272,7 +274,7 @@ def test_compilation_spares_memory_traffic_and_not_products() -> None:
     traffic, product = Kernel("memory", "forward", 0.0, 1e9), Kernel("matmul", "forward", 1e12, 1.0)
 
     def seconds(kernel: Kernel, compiled: bool) -> float:
-        return ComputeCost(rates(1), "fp32", compiled).layer(replace(layer("x"), kernels=(kernel,)), "forward", {})
+        return ComputeCost(rates(1), "fp32", compiled).layer_seconds(replace(layer("x"), kernels=(kernel,)), "forward", {})
 
     assert seconds(traffic, True) < seconds(traffic, False)
     assert seconds(product, True) == seconds(product, False)
@@ -295,8 +297,8 @@ def test_no_overlap_adds_all_and_full_overlap_hides(how: dict[str, int]) -> None
     profile = blocks(6, ((512, 512),), flops=1e8)
     chosen = plan(profile, batch=64, **how)
     none, half, full = (price(chosen, profile, overlap=x) for x in (0.0, 0.5, 1.0))
-    where, speed = cluster(4), calibration(4).layout(4)
-    sent = [collective_seconds(a, chosen, where, speed) for a in expand(chosen, profile).of(0) if a.is_collective]
+    where, speed = cluster(4), calibration(4).rates_for(4)
+    sent = [collective_seconds(a, chosen, where, speed) for a in build_schedule(chosen, profile).program_for(0) if a.is_collective]
     compute = sum(v for k, v in none.breakdown.items() if k != "communication")
     assert none.breakdown["communication"] == pytest.approx(sum(sent))
     assert none.step_s == pytest.approx(compute + sum(sent))
@@ -329,7 +331,7 @@ def test_many_micro_batches_cost_what_running_them_all_would(micro: int, how: di
     chosen = plan(profile, batch=3 * micro * 2, micro=micro, **how)
     where, machine = cluster(3), calibration(3, overlap=overlap)
     found = estimate(chosen, profile, Workload(chosen.global_batch), where, machine)
-    whole = _run(chosen, profile.at(2), Workload(chosen.global_batch), where, machine.layout(3), 0)
+    whole = _run_actions(chosen, profile.at_batch(2), Workload(chosen.global_batch), where, machine.rates_for(3), 0)
     assert found.step_s == pytest.approx(whole.now, rel=1e-6)
     assert found.traffic_bytes == pytest.approx(whole.traffic)
     assert found.breakdown == pytest.approx(whole.breakdown, rel=1e-6, abs=1e-12)
@@ -346,7 +348,7 @@ def test_tokens_are_samples_times_their_length() -> None:
 
 
 def reduction(profile: ModelProfile, chosen: Plan) -> float:
-    (action,) = (a for a in expand(chosen, profile).of(0) if a.name.startswith("grads/"))
+    (action,) = (a for a in build_schedule(chosen, profile).program_for(0) if a.name.startswith("grads/"))
     return collective_seconds(action, chosen, cluster(chosen.world, link=Link("slow", 1e-3, 1e6)), rates(4, alpha=6e-5, network=1e10))
 
 
@@ -361,7 +363,7 @@ def test_a_measured_line_is_used_and_its_start_grows_with_the_ring() -> None:
 def test_what_was_not_measured_goes_by_the_link() -> None:
     profile = blocks(1, ((64, 64),))
     chosen = plan(profile, dp=4)
-    (action,) = (a for a in expand(chosen, profile).of(0) if a.name.startswith("grads/"))
+    (action,) = (a for a in build_schedule(chosen, profile).program_for(0) if a.name.startswith("grads/"))
     found = collective_seconds(action, chosen, cluster(4, link=Link("slow", 1e-3, 1e6)), replace(rates(4), collectives={}))
     assert found == pytest.approx(6 * 1e-3 + 64 * 64 * 4 * 1.5 / 1e6)
 
@@ -370,7 +372,7 @@ def test_an_axis_of_one_costs_nothing() -> None:
     profile = blocks(1)
     chosen = plan(profile, shard=2, zero=1)
     for op in OPERATIONS:
-        action = replace(next(a for a in expand(chosen, profile).of(0) if a.is_collective), op=op, axis="dp")  # type: ignore[arg-type]
+        action = replace(next(a for a in build_schedule(chosen, profile).program_for(0) if a.is_collective), op=op, axis="dp")  # type: ignore[arg-type]
         assert collective_seconds(action, chosen, cluster(2), rates(2)) == 0.0
 
 
@@ -386,6 +388,6 @@ def test_precision_chooses_the_rate() -> None:
 
 def test_no_call_takes_longer_than_a_larger_one() -> None:
     points = ((1e7, 1e10), (3e7, 3.7e9), (3e8, 4.9e11))  # the second was disturbed: 8 ms, where ten times as much takes 0.6
-    times = [size / rate for size, rate in no_slower(points)]
+    times = [size / rate for size, rate in monotone_rates(points)]
     assert times == sorted(times) and times[-1] == pytest.approx(3e8 / 4.9e11)
-    assert no_slower(((1e7, 1e10), (1e8, 5e10))) == ((1e7, 1e10), (1e8, 5e10))
+    assert monotone_rates(((1e7, 1e10), (1e8, 5e10))) == ((1e7, 1e10), (1e8, 5e10))

@@ -50,7 +50,7 @@ def test_the_slices_of_all_ranks_make_the_global_batch(length: int, batch: int, 
     sampler = GlobalSampler(length, batch, seed=1, shuffle=shuffle)
     whole = sampler.indices(step)
     borders = [batch * r // ranks for r in range(ranks + 1)]
-    parts = [sampler.slice(step, a, b - a) for a, b in pairwise(borders)]
+    parts = [sampler.batch_slice(step, a, b - a) for a, b in pairwise(borders)]
     assert torch.equal(torch.cat(parts), whole)
     assert whole.shape == (batch,)
     assert 0 <= whole.min() <= whole.max() < length
@@ -67,13 +67,13 @@ def test_walking_by_position_is_the_same_as_asking_by_step(length: int, batch: i
     sampler, position = GlobalSampler(length, batch, seed=2), 0
     for step in range(steps):
         assert torch.equal(sampler.indices_from(position, batch), sampler.indices(step))
-        position = sampler.after(position, batch)
+        position = sampler.position_after(position, batch)
 
 
 def test_resuming_with_another_batch_size_continues_at_the_exact_sample() -> None:
     before = GlobalSampler(100, 12, seed=9)
     for _ in range(3):
-        before.position = before.after(before.position, 12)
+        before.position = before.position_after(before.position, 12)
     after = GlobalSampler(100, 8, seed=9)
     after.load_state_dict(before.state_dict())
     stream = GlobalSampler(100, 100, seed=9).indices(0)
@@ -81,7 +81,7 @@ def test_resuming_with_another_batch_size_continues_at_the_exact_sample() -> Non
     seen = [stream[:36]]
     for _ in range(8):
         seen.append(after.indices_from(after.position, 8))
-        after.position = after.after(after.position, 8)
+        after.position = after.position_after(after.position, 8)
     assert torch.equal(torch.cat(seen), stream)  # nothing missed, nothing twice
     assert torch.equal(after.indices_from(after.position, 8), GlobalSampler(100, 100, seed=9).indices(1)[:8])
 

@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError
-from meshwright.core.serial import from_data, to_data
+from meshwright.core.serialization import from_data, to_data
 from meshwright.describe import discover as module
 from meshwright.describe.discover import (
     available_memory,
@@ -152,7 +152,7 @@ def test_wrong_cpu_devices(machine: Path) -> None:
 
 def test_hidden_gpus_are_asked_for_by_the_environment_given(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str | None] = []
-    monkeypatch.setattr(module.nvml, "gpus", lambda visible: asked.append(visible) or ())
+    monkeypatch.setattr(module.nvml, "list_gpus", lambda visible: asked.append(visible) or ())
     discover({"CUDA_VISIBLE_DEVICES": "1"}, root=machine)
     discover({}, root=machine)
     assert asked == ["1", None]

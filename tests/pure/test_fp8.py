@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.pure.made_up import blocks, calibration, cluster
+from tests.pure.fake_inputs import blocks, calibration, cluster
 from torch import nn
 
 from meshwright.core.calibration import Rates
 from meshwright.core.errors import RequestError
 from meshwright.core.plan import MemoryPolicy, Plan
 from meshwright.core.workload import Workload
-from meshwright.cost.compute import ComputeCost
-from meshwright.execute.fp8 import BACKWARD, FORWARD, Fp8Product, to_fp8, use_fp8
-from meshwright.plan import Wishes, check_precision, rank_plans
+from meshwright.cost.compute_cost import ComputeCost
+from meshwright.execute.fp8 import BACKWARD_DTYPE, FORWARD_DTYPE, Fp8Matmul, convert_to_fp8, to_fp8
+from meshwright.plan import Constraints, check_precision, rank_plans
 
 torch.manual_seed(0)
 
@@ -27,7 +27,7 @@ def rounded(x: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [1e-8, 1.0, 1e6])
-@pytest.mark.parametrize("kind", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("kind", [FORWARD_DTYPE, BACKWARD_DTYPE])
 def test_a_scale_brings_any_magnitude_into_range(kind: torch.dtype, size: float) -> None:
     x = size * torch.randn(64, 32)
     low, scale = to_fp8(x, kind)
@@ -42,9 +42,9 @@ def test_products_are_those_of_the_rounded_operands(turned: bool) -> None:
     x, matrix, grad = torch.randn(32, 48, requires_grad=True), torch.randn(48, 64) if turned else torch.randn(64, 48), torch.randn(32, 64)
     matrix.requires_grad_()
     weight = matrix.t() if turned else matrix
-    out = Fp8Product.apply(x, weight)
+    out = Fp8Matmul.apply(x, weight)
     out.backward(grad)
-    x8, w8, g8 = rounded(x.detach(), FORWARD), rounded(weight.detach(), FORWARD), rounded(grad, BACKWARD)
+    x8, w8, g8 = rounded(x.detach(), FORWARD_DTYPE), rounded(weight.detach(), FORWARD_DTYPE), rounded(grad, BACKWARD_DTYPE)
     for_weight = g8.t() @ x8
     for found, wanted in ((out, x8 @ w8.t()), (x.grad, g8 @ w8), (matrix.grad, for_weight.t() if turned else for_weight)):
         assert found is not None
@@ -70,9 +70,9 @@ def test_layers_inside_units_take_part_where_their_sizes_allow_it() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(32, 64), nn.GELU(), Turned(32, 64), nn.Linear(32, 24), nn.Linear(24, 32)), nn.Linear(32, 16))
     x = torch.randn(2, 8, 32)
     wanted = model(x)
-    found = use_fp8(model, ["0", "1"], torch.float32)
-    assert found.used == ("0.0", "0.2")
-    assert set(found.kept) == {"0.3", "0.4", "1"} and "24 is no multiple of 16" in found.kept["0.3"]
+    found = convert_to_fp8(model, ["0", "1"], torch.float32)
+    assert found.converted == ("0.0", "0.2")
+    assert set(found.skipped) == {"0.3", "0.4", "1"} and "24 is no multiple of 16" in found.skipped["0.3"]
     assert model(x).sub(wanted).norm() / wanted.norm() < 0.1
     assert not torch.equal(model(x), wanted)
     assert torch.equal(model(x[:1, :5]), nn.Sequential(*(_plain(m) for m in model))(x[:1, :5]))  # five rows are no multiple of 16
@@ -88,14 +88,14 @@ def test_it_is_refused_where_there_is_none() -> None:
     with pytest.raises(RequestError, match=r"precision=fp8 needs a GPU .* use bf16"):
         Plan("m", 8, memory=MemoryPolicy(precision="fp8"))
     with pytest.raises(RequestError, match=r"precision=fp8 needs GPUs .* this machine has made-up: use bf16"):
-        rank_plans(blocks(2), cluster(1), Workload(8, precision="fp8"), calibration(1), Wishes())
+        rank_plans(blocks(2), cluster(1), Workload(8, precision="fp8"), calibration(1), Constraints())
     check_precision("bf16", cluster(1))
 
 
 def test_only_units_are_priced_in_fp8() -> None:
     rates = Rates(1, 1, {"matmul/bf16": ((1.0, 1e12),), "matmul/fp8": ((1.0, 2e12),)}, ((1.0, 1e15),), 0.0)
     layer = blocks(1).layers[0]
-    inside, outside = (ComputeCost(rates, "fp8", units=frozenset(names)).layer(layer, "forward", {}) for names in (("blocks.0",), ()))
+    inside, outside = (ComputeCost(rates, "fp8", fp8_layers=frozenset(names)).layer_seconds(layer, "forward", {}) for names in (("blocks.0",), ()))
     assert outside == pytest.approx(2 * inside, rel=1e-3)
     old = replace(rates, compute={"matmul/bf16": ((1.0, 1e12),)})
     assert (old.compute_rate("matmul", "fp8", 1.0), rates.compute_rate("attention", "fp8", 1.0)) == (1e12, 1e12)
@@ -104,5 +104,5 @@ def test_only_units_are_priced_in_fp8() -> None:
 def test_devices_that_have_it_are_found() -> None:
     known: Any = cluster(1)
     node = replace(known.nodes[0], devices=tuple(replace(d, fp8=True) for d in known.devices))
-    best = rank_plans(blocks(2), replace(known, nodes=(node,)), Workload(8, precision="fp8"), calibration(1), Wishes()).best
+    best = rank_plans(blocks(2), replace(known, nodes=(node,)), Workload(8, precision="fp8"), calibration(1), Constraints()).best
     assert best.plan.memory.precision == "fp8"

@@ -11,8 +11,8 @@ from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import MemoryPolicy, Plan, SyncPolicy
 from meshwright.orchestrate import RunConfig
-from meshwright.orchestrate.knobs import KNOBS, check_given, told, told_to_script, wishes_of
-from meshwright.plan import Wishes
+from meshwright.orchestrate.knobs import KNOBS, check_given, config_from_environment, constraints_from_config, script_environment
+from meshwright.plan import Constraints
 
 # Fields of RunConfig that constrain no plan. A new field belongs here or into the table of knobs.
 NO_KNOBS = {
@@ -53,13 +53,13 @@ def test_every_field_of_a_configuration_is_a_knob_or_none_of_the_plans() -> None
 
 
 def test_every_constraint_is_fixed_by_one_knob() -> None:
-    assert sorted([*(knob.field for knob in KNOBS), *FOUND_LATER]) == sorted(f.name for f in fields(Wishes))
+    assert sorted([*(knob.field for knob in KNOBS), *FOUND_LATER]) == sorted(f.name for f in fields(Constraints))
 
 
 @pytest.mark.parametrize("key", VALUES)
 def test_what_a_user_writes_is_what_is_fixed(key: str) -> None:
     written, fixed = VALUES[key]
-    assert wishes_of(RunConfig(**{key: written})) == Wishes(**{"timeout_s": 120.0, **fixed})
+    assert constraints_from_config(RunConfig(**{key: written})) == Constraints(**{"timeout_s": 120.0, **fixed})
 
 
 @pytest.mark.parametrize("key", VALUES)
@@ -67,9 +67,9 @@ def test_a_script_is_told_every_knob_of_its_plan(key: str) -> None:
     config = RunConfig(**{key: VALUES[key][0]})
     if config.backend == "auto":
         with pytest.raises(RequestError, match="backend=auto"):
-            told_to_script(config)
+            script_environment(config)
     elif key != "nproc":  # which says how many ranks are started
-        assert wishes_of(told(told_to_script(config))) == wishes_of(config)
+        assert constraints_from_config(config_from_environment(script_environment(config))) == constraints_from_config(config)
 
 
 PLAN = Plan(

@@ -11,8 +11,8 @@ import pytest
 
 from meshwright.core.errors import RequestError, RunError
 from meshwright.core.event import Fault
-from meshwright.launch import Place, RankFailure, adopted
-from meshwright.launch.worker import describe_fault, receive, send
+from meshwright.launch import LaunchedRank, RankFailure, detect_launched_rank
+from meshwright.launch.worker_process import describe_fault, receive_message, send_message
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -31,43 +31,43 @@ ALL = {"torchrun": TORCHRUN, "mpirun": MPIRUN, "mpich": MPICH, "srun": SRUN}
 
 @pytest.mark.parametrize("launcher", ALL)
 def test_each_launcher_says_who_we_are(launcher: str) -> None:
-    place = adopted({"HOME": "/root", **ALL[launcher]})
+    place = detect_launched_rank({"HOME": "/root", **ALL[launcher]})
     assert place is not None
     assert (place.rank, place.world, place.local_rank, place.local_world, place.launcher) == (3, 8, 1, 2, launcher)
     assert (place.run, place.plan) == ("", "")
 
 
 def test_a_plain_process_is_nobodys_rank() -> None:
-    assert adopted({}) is None
-    assert adopted({"HOME": "/root", "WORLD_SIZE": "2", "MASTER_ADDR": "node0"}) is None
+    assert detect_launched_rank({}) is None
+    assert detect_launched_rank({"HOME": "/root", "WORLD_SIZE": "2", "MASTER_ADDR": "node0"}) is None
 
 
 def test_a_batch_scripts_own_shell_is_no_rank() -> None:
     """sbatch sets SLURM_PROCID=0 for the script itself; only srun makes a step."""
     shell = {k: v for k, v in SRUN.items() if k != "SLURM_STEP_ID"}
-    assert adopted(shell) is None
+    assert detect_launched_rank(shell) is None
 
 
 def test_torchrun_inside_an_allocation_is_torchruns() -> None:
-    place = adopted({**SRUN, "SLURM_PROCID": "0", **TORCHRUN})
+    place = detect_launched_rank({**SRUN, "SLURM_PROCID": "0", **TORCHRUN})
     assert place is not None
     assert (place.launcher, place.rank) == ("torchrun", 3)
 
 
 def test_srun_with_pmi2_is_still_srun() -> None:
-    place = adopted({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "8"})
+    place = detect_launched_rank({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "8"})
     assert place is not None
     assert (place.launcher, place.local_rank) == ("srun", 1)
 
 
 def test_tasks_per_node_may_be_written_with_a_count() -> None:
-    place = adopted({**SRUN, "SLURM_NTASKS_PER_NODE": "2(x4)"})
+    place = detect_launched_rank({**SRUN, "SLURM_NTASKS_PER_NODE": "2(x4)"})
     assert place is not None
     assert place.local_world == 2
 
 
 def test_what_is_left_out_is_taken_from_one_machine() -> None:
-    place = adopted({"RANK": "1", "WORLD_SIZE": "4"})
+    place = detect_launched_rank({"RANK": "1", "WORLD_SIZE": "4"})
     assert place is not None
     assert (place.local_rank, place.local_world) == (1, 4)
 
@@ -84,33 +84,33 @@ def test_what_is_left_out_is_taken_from_one_machine() -> None:
 )
 def test_numbers_that_are_not_numbers_are_named(environ: dict[str, str], names: str) -> None:
     with pytest.raises(RequestError, match=re.escape(names)):
-        adopted(environ)
+        detect_launched_rank(environ)
 
 
 @pytest.mark.parametrize(("name", "launcher"), [("LOCAL_RANK", "torchrun"), ("LOCAL_WORLD_SIZE", "torchrun"), ("SLURM_NTASKS_PER_NODE", "srun")])
 def test_a_local_number_that_is_not_one_is_named(name: str, launcher: str) -> None:
     with pytest.raises(RequestError, match=re.escape(f"{name}=two")):
-        adopted({**ALL[launcher], name: "two"})
+        detect_launched_rank({**ALL[launcher], name: "two"})
 
 
 @pytest.mark.parametrize(("rank", "world"), [("8", "8"), ("-1", "8"), ("0", "0"), ("0", "-2")])
 def test_a_rank_outside_its_world_is_refused(rank: str, world: str) -> None:
     with pytest.raises(RequestError):
-        adopted({**TORCHRUN, "RANK": rank, "WORLD_SIZE": world})
+        detect_launched_rank({**TORCHRUN, "RANK": rank, "WORLD_SIZE": world})
 
 
 # Where ranks meet
 
 
 def test_torchruns_agent_holds_the_store() -> None:
-    assert adopted(TORCHRUN).meeting == "env://"  # type: ignore[union-attr]
+    assert detect_launched_rank(TORCHRUN).init_method == "env://"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "mpich", "srun"])
 def test_an_address_that_is_given_is_used(launcher: str) -> None:
-    place = adopted({**ALL[launcher], "MASTER_ADDR": "node7", "MASTER_PORT": "1234"})
+    place = detect_launched_rank({**ALL[launcher], "MASTER_ADDR": "node7", "MASTER_PORT": "1234"})
     assert place is not None
-    assert place.meeting == "tcp://node7:1234"
+    assert place.init_method == "tcp://node7:1234"
 
 
 @pytest.mark.parametrize(
@@ -118,9 +118,9 @@ def test_an_address_that_is_given_is_used(launcher: str) -> None:
 )
 def test_without_one_all_ranks_of_a_job_find_the_same_and_other_jobs_another(launcher: str, rank: str, job: str) -> None:
     def meeting(**changes: str) -> str:
-        place = adopted({**ALL[launcher], **changes})
+        place = detect_launched_rank({**ALL[launcher], **changes})
         assert place is not None
-        return place.meeting
+        return place.init_method
 
     first = meeting(**{rank: "0"})
     assert first == meeting(**{rank: "5"})
@@ -132,8 +132,8 @@ def test_without_one_all_ranks_of_a_job_find_the_same_and_other_jobs_another(lau
 
 def test_our_own_supervisor_says_where_and_what() -> None:
     ours = {"MESHWRIGHT_MEETING": "file:///tmp/x", "MESHWRIGHT_RUN": "/runs/a", "MESHWRIGHT_PLAN": "auto"}
-    place = adopted({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", **ours})
-    assert place == Place(0, 2, 0, 2, "file:///tmp/x", "torchrun", "/runs/a", "auto")
+    place = detect_launched_rank({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", **ours})
+    assert place == LaunchedRank(0, 2, 0, 2, "file:///tmp/x", "torchrun", "/runs/a", "auto")
 
 
 # Failures
@@ -201,9 +201,9 @@ def test_values_cross_a_socket_whole(name: str) -> None:
     value = VALUES[name]
     a, b = socket.socketpair()
     with a, b:
-        sender = threading.Thread(target=send, args=(a, value))
+        sender = threading.Thread(target=send_message, args=(a, value))
         sender.start()
-        assert receive(b) == value
+        assert receive_message(b) == value
         sender.join()
 
 
@@ -211,7 +211,7 @@ def test_a_closed_socket_is_the_end() -> None:
     a, b = socket.socketpair()
     a.close()
     with b, pytest.raises(EOFError):
-        receive(b)
+        receive_message(b)
 
 
 def test_half_a_message_is_the_end_too() -> None:
@@ -220,4 +220,4 @@ def test_half_a_message_is_the_end_too() -> None:
     a.sendall((len(data)).to_bytes(8, "big") + data[:-2])
     a.close()
     with b, pytest.raises(EOFError):
-        receive(b)
+        receive_message(b)

@@ -13,8 +13,8 @@ import pytest
 
 from meshwright.core.errors import RequestError
 from meshwright.describe import nvml
-from meshwright.describe.catalog import lookup, named, sheet, sheets
-from meshwright.describe.nvml import Gpu, gpus, select_visible
+from meshwright.describe.catalog import datasheet, datasheets, find_by_driver_name, find_datasheet
+from meshwright.describe.nvml import Gpu, list_gpus, select_visible
 
 UUIDS = ["GPU-aa11", "GPU-ab22", "GPU-cc33"]
 CARDS = (
@@ -79,7 +79,7 @@ class FakeNvml:
 
 def test_reads_every_field() -> None:
     library = FakeNvml(CARDS)
-    assert gpus(library=library) == CARDS
+    assert list_gpus(library=library) == CARDS
     assert library.open == 0  # shut down again
 
 
@@ -91,49 +91,49 @@ def test_the_driver_is_asked_in_another_process(monkeypatch: pytest.MonkeyPatch)
         asked.append(command)
         return SimpleNamespace(stdout=json.dumps([asdict(card) for card in CARDS]))
 
-    monkeypatch.setattr(nvml, "_load", lambda: FakeNvml(CARDS, broken=("init",)))  # an answer can only come from the other process
+    monkeypatch.setattr(nvml, "_load_library", lambda: FakeNvml(CARDS, broken=("init",)))  # an answer can only come from the other process
     monkeypatch.setattr(nvml.subprocess, "run", run)
-    assert gpus("2") == (CARDS[2],)
+    assert list_gpus("2") == (CARDS[2],)
     assert asked == [[sys.executable, "-I", nvml.__file__]]
 
     def hang(command: list[str], **options: Any) -> Any:
         raise subprocess.TimeoutExpired(command, options["timeout"])
 
     monkeypatch.setattr(nvml.subprocess, "run", hang)
-    assert gpus() == ()
+    assert list_gpus() == ()
 
 
 def test_the_module_runs_as_a_script_without_the_package() -> None:
     answer = subprocess.run([sys.executable, "-I", "-S", nvml.__file__], capture_output=True, text=True, timeout=60, check=True)
-    assert len(json.loads(answer.stdout)) == len(gpus())
+    assert len(json.loads(answer.stdout)) == len(list_gpus())
 
 
 @pytest.mark.parametrize(("visible", "left"), [("2,0", (2, 0)), ("GPU-c,GPU-aa", (2, 0)), ("", ()), ("-1", ())])
 def test_visible_gpus_keep_their_order_and_index(visible: str, left: tuple[int, ...]) -> None:
-    assert tuple(gpu.index for gpu in gpus(visible, FakeNvml(CARDS))) == left
+    assert tuple(gpu.index for gpu in list_gpus(visible, FakeNvml(CARDS))) == left
 
 
 def test_no_driver_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     library = FakeNvml(CARDS, broken=("init",))
-    assert gpus(library=library) == ()
+    assert list_gpus(library=library) == ()
     assert library.open == 0
 
     def missing(name: str) -> Any:
         raise OSError(name)
 
     monkeypatch.setattr("ctypes.CDLL", missing)
-    assert gpus() == ()
+    assert list_gpus() == ()
 
 
 def test_shuts_down_when_counting_fails() -> None:
     library = FakeNvml(CARDS, broken=("count",))
-    assert gpus(library=library) == ()
+    assert list_gpus(library=library) == ()
     assert library.open == 0
 
 
 def test_a_lost_gpu_is_left_out_and_an_unknown_field_is_zero() -> None:
-    assert [gpu.index for gpu in gpus(library=FakeNvml(CARDS, broken=("handle1",)))] == [0, 2]
-    assert gpus("0", FakeNvml(CARDS, broken=("memory",))) == (replace(CARDS[0], memory_total=0, memory_free=0),)
+    assert [gpu.index for gpu in list_gpus(library=FakeNvml(CARDS, broken=("handle1",)))] == [0, 2]
+    assert list_gpus("0", FakeNvml(CARDS, broken=("memory",))) == (replace(CARDS[0], memory_total=0, memory_free=0),)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_visibility(visible: str | None, positions: list[int]) -> None:
     ],
 )
 def test_catalog_knows_the_names_drivers_report(name: str, key: str) -> None:
-    assert lookup(name) is sheet(key)
+    assert find_by_driver_name(name) is datasheet(key)
 
 
 @pytest.mark.parametrize(
@@ -207,11 +207,11 @@ def test_catalog_knows_the_names_drivers_report(name: str, key: str) -> None:
     ],
 )
 def test_catalog_takes_no_other_product_for_it(name: str) -> None:
-    assert lookup(name) is None
+    assert find_by_driver_name(name) is None
 
 
 def test_catalog_figures_are_consistent() -> None:
-    for key, known in sheets().items():
+    for key, known in datasheets().items():
         flops = [known.peak_flops[p] for p in ("fp64", "fp32", "tf32", "bf16", "fp8", "fp4") if p in known.peak_flops]
         assert flops == sorted(flops), f"{key}: a narrower format is never slower"
         assert 2e11 < known.memory_bandwidth < 1e13, key
@@ -229,7 +229,7 @@ DENSE = {"a100-sxm-80gb": 312, "h100-sxm": 989.5, "h100-pcie": 756.5, "b200": 22
 
 @pytest.mark.parametrize("key", DENSE)
 def test_catalog_has_the_figures_without_sparsity(key: str) -> None:
-    assert sheet(key).peak_flops["bf16"] == DENSE[key] * 1e12
+    assert datasheet(key).peak_flops["bf16"] == DENSE[key] * 1e12
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_catalog_has_the_figures_without_sparsity(key: str) -> None:
     ],
 )
 def test_catalog_knows_the_names_tables_use(text: str, memory_gb: float | None, key: str) -> None:
-    assert named(text, memory_gb) is sheet(key)
+    assert find_datasheet(text, memory_gb) is datasheet(key)
 
 
 @pytest.mark.parametrize(
@@ -267,9 +267,9 @@ def test_catalog_knows_the_names_tables_use(text: str, memory_gb: float | None, 
 )
 def test_a_name_that_no_device_has(text: str, memory_gb: float | None, said: str) -> None:
     with pytest.raises(RequestError, match=said):
-        named(text, memory_gb)
+        find_datasheet(text, memory_gb)
 
 
 def test_catalog_figures() -> None:
-    assert sheet("h200").peak_flops["bf16"] == 989.5e12
-    assert sheet("b200").link_bandwidth == 900e9
+    assert datasheet("h200").peak_flops["bf16"] == 989.5e12
+    assert datasheet("b200").link_bandwidth == 900e9

@@ -25,10 +25,22 @@ from meshwright.core.estimate import Estimate
 from meshwright.core.event import Fault
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
-from meshwright.core.serial import write_json
-from meshwright.observe import Candidate, Decision, Recorder, RunFolder, Tail, Tails, create, find, follow, memory, sinks
-from meshwright.observe.live import view
-from meshwright.observe.progress import Progress, sparkline
+from meshwright.core.serialization import write_json
+from meshwright.observe import (
+    Decision,
+    JsonlTail,
+    JsonlTails,
+    PlanCandidate,
+    Recorder,
+    RunFolder,
+    create_run_folder,
+    find_run_folder,
+    follow,
+    process_memory,
+    sinks,
+)
+from meshwright.observe.live_view import render_view
+from meshwright.observe.progress import ProgressTracker, sparkline
 
 ESTIMATE = Estimate(0.1, {"forward": 0.1}, (1000,), {"parameters": 1000}, 80.0, True, "fits", 0.1)
 
@@ -155,7 +167,7 @@ def test_a_missing_package_says_what_to_install(tmp_path: Path, monkeypatch: pyt
 
 def test_tail_waits_for_the_end_of_a_line(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
-    tail = Tail(path)
+    tail = JsonlTail(path)
     assert tail.read() == []
     line = json.dumps({"name": "zwölf"}, ensure_ascii=False).encode()
     middle = line.index("ö".encode()) + 1  # inside a character
@@ -170,7 +182,7 @@ def test_tail_waits_for_the_end_of_a_line(tmp_path: Path) -> None:
 
 
 def test_tails_pick_up_new_files(tmp_path: Path) -> None:
-    tails = Tails(tmp_path, "events-*.jsonl")
+    tails = JsonlTails(tmp_path, "events-*.jsonl")
     (tmp_path / "events-0.jsonl").write_text('{"a": 1}\n')
     assert tails.read() == [{"a": 1}]
     (tmp_path / "events-12.jsonl").write_text('{"b": 1}\n')
@@ -186,7 +198,7 @@ def test_an_empty_folder_reads_as_nothing(tmp_path: Path) -> None:
 
 def test_plan_and_decision_round_trip(tmp_path: Path) -> None:
     plan = Plan("gpt-tiny", 8, Mesh(dp=2))
-    decision = Decision(ESTIMATE, "because\nof this", (Candidate("a", 0.1, 5, True, "r"), Candidate("b", None, 6, False)))
+    decision = Decision(ESTIMATE, "because\nof this", (PlanCandidate("a", 0.1, 5, True, "r"), PlanCandidate("b", None, 6, False)))
     plan.save(tmp_path / "plan.json")
     write_json(tmp_path / "estimate.json", decision)
     run = RunFolder(tmp_path)
@@ -200,40 +212,40 @@ def test_events_of_all_ranks_in_order_and_half_a_line_ignored(tmp_path: Path) ->
 
 
 def test_create_gives_fresh_names(tmp_path: Path) -> None:
-    first = create(tmp_path / "a" / "runs", prefix="hf:my/gpt mini")
+    first = create_run_folder(tmp_path / "a" / "runs", prefix="hf:my/gpt mini")
     assert re.fullmatch(r"hf-my-gpt-mini-\d{8}-\d{6}", first.name) and first.path.is_dir()
-    assert [create(tmp_path, "x").name for _ in range(3)] == ["x", "x-2", "x-3"]
+    assert [create_run_folder(tmp_path, "x").name for _ in range(3)] == ["x", "x-2", "x-3"]
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "", "a b"])
 def test_create_refuses_a_name_that_is_no_name(tmp_path: Path, name: str) -> None:
     with pytest.raises(RequestError, match="cannot name a run"):
-        create(tmp_path, name)
+        create_run_folder(tmp_path, name)
 
 
 def test_create_says_which_folder_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(RequestError, match=r"runs.*--run-dir") as caught:
-        create(tmp_path / "runs", "x")
+        create_run_folder(tmp_path / "runs", "x")
     assert "\n" not in str(caught.value)
 
 
 def test_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "runs"
     with pytest.raises(RequestError, match="no runs in"):
-        find("last", root)
+        find_run_folder("last", root)
     for age, name in enumerate(["new", "old", "older"]):
-        run = create(root, name)
+        run = create_run_folder(root, name)
         write_json(run.path / "job.json", {})
         os.utime(run.path / "job.json", (1000 - age, 1000 - age))
     (root / "old" / "report.html").write_text("written later")
-    assert find("last", root).name == "new"
-    assert find("old", root).path == root / "old"
-    assert find(str(root / "older"), tmp_path / "elsewhere").name == "older"
+    assert find_run_folder("last", root).name == "new"
+    assert find_run_folder("old", root).path == root / "old"
+    assert find_run_folder(str(root / "older"), tmp_path / "elsewhere").name == "older"
     monkeypatch.chdir(root / "old")
-    assert find(".", root).name == "old"
+    assert find_run_folder(".", root).name == "old"
     with pytest.raises(RequestError, match=r"unknown run 'odl'.*did you mean 'old'"):
-        find("odl", root)
+        find_run_folder("odl", root)
 
 
 def test_status_follows_the_run(tmp_path: Path) -> None:
@@ -286,13 +298,13 @@ def test_sparkline() -> None:
 
 def test_progress_counts_resumes_and_guesses_what_is_left(tmp_path: Path) -> None:
     recorder = started(tmp_path, steps=20)
-    progress = Progress(RunFolder(tmp_path))
+    progress = ProgressTracker(RunFolder(tmp_path))
     for i, step in enumerate([1, 2, 3, 4, 3, 4, 5]):
         recorder.metrics(step_record(step, time=1000.0 + 2 * i))
     progress.poll()
     now = progress.snapshot()
-    assert (now.done, now.steps, len(now.losses)) == (5, 20, 5)
-    assert now.left_s == pytest.approx(30.0)
+    assert (now.steps_done, now.steps, len(now.losses)) == (5, 20, 5)
+    assert now.remaining_s == pytest.approx(30.0)
     assert now.step_s == pytest.approx(0.1)
 
 
@@ -300,9 +312,9 @@ def test_steps_written_at_once_do_not_make_the_rest_instant(tmp_path: Path) -> N
     recorder = started(tmp_path, steps=100)
     for step in range(50):
         recorder.metrics(step_record(step, time=1000.0, step_s=0.2))
-    progress = Progress(RunFolder(tmp_path))
+    progress = ProgressTracker(RunFolder(tmp_path))
     progress.poll()
-    assert progress.snapshot().left_s == pytest.approx(10.0)
+    assert progress.snapshot().remaining_s == pytest.approx(10.0)
 
 
 def plain_console() -> Console:
@@ -367,32 +379,32 @@ def test_live_view_shows_the_numbers(tmp_path: Path) -> None:
 
 
 def test_live_view_of_a_run_that_has_only_begun(tmp_path: Path) -> None:
-    progress = Progress(RunFolder(tmp_path))
+    progress = ProgressTracker(RunFolder(tmp_path))
     progress.poll()
     console = Console(file=io.StringIO(), width=80)
-    console.print(view(progress.snapshot(), 80))
+    console.print(render_view(progress.snapshot(), 80))
     assert "waiting" in output(console)[0]
 
 
 def test_memory_goes_up_and_the_peak_stays() -> None:
-    before = memory.resident_bytes()
+    before = process_memory.resident_bytes()
     block = mmap.mmap(-1, 60_000_000)  # from the kernel: the allocator may have as much left over from a test before, resident already
     for _ in range(60):
         block.write(bytes(1_000_000))
-    during = memory.resident_bytes()
+    during = process_memory.resident_bytes()
     assert during - before > 40_000_000
     block.close()
-    assert memory.peak_resident_bytes() > during - 4_000_000  # the kernel's peak is that exact
-    if memory.reset_peak():
-        assert memory.peak_resident_bytes() < during - 20_000_000
+    assert process_memory.peak_resident_bytes() > during - 4_000_000  # the kernel's peak is that exact
+    if process_memory.reset_peak_resident():
+        assert process_memory.peak_resident_bytes() < during - 20_000_000
 
 
 def test_memory_without_proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(memory, "_STATUS", tmp_path / "none")
-    monkeypatch.setattr(memory, "_CLEAR", tmp_path / "none" / "none")
-    assert memory.resident_bytes() > 1_000_000
-    assert memory.peak_resident_bytes() > 1_000_000
-    assert memory.reset_peak() is False
+    monkeypatch.setattr(process_memory, "_PROC_STATUS", tmp_path / "none")
+    monkeypatch.setattr(process_memory, "_PROC_CLEAR_REFS", tmp_path / "none" / "none")
+    assert process_memory.resident_bytes() > 1_000_000
+    assert process_memory.peak_resident_bytes() > 1_000_000
+    assert process_memory.reset_peak_resident() is False
 
 
 def test_importing_loads_nothing_heavy() -> None:

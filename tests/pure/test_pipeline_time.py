@@ -6,25 +6,25 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from fake_inputs import calibration, cluster, layer, model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_up import calibration, cluster, layer, model
 
-from meshwright.core.calibration import Calibration, Line
+from meshwright.core.calibration import AlphaBetaModel, Calibration
 from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
 from meshwright.core.pipeline_schedules import schedule_traits
-from meshwright.core.plan import Carry, MemoryPolicy, Plan, Sink, Stage
+from meshwright.core.plan import BoundaryActivation, MemoryPolicy, ModuleInput, Plan, Stage
 from meshwright.core.workload import Workload
-from meshwright.cost import estimate, pipeline
-from meshwright.cost.actions import ActionCost
-from meshwright.cost.memory import fullest_moment
-from meshwright.cost.pipeline import Order, finished, held, least_seconds
-from meshwright.cost.step import in_flight
-from meshwright.orchestrate.handing import chain, pipelines
+from meshwright.cost import estimate, pipeline_cost
+from meshwright.cost.action_cost import ActionCost
+from meshwright.cost.memory_cost import peak_live_memory
+from meshwright.cost.pipeline_cost import PipelineSpec, finish_times, in_flight_by_stage, lower_bound_seconds
+from meshwright.cost.step_cost import in_flight_by_layer
+from meshwright.orchestrate.p2p_overhead_probe import make_chain_task, make_pipeline_plans
 from meshwright.schedule.lower import lower
-from meshwright.schedule.orders import turns
-from meshwright.simulate import Linked, simulate
+from meshwright.schedule.pipeline_actions import pipeline_schedule
+from meshwright.simulate import AlphaBetaNetwork, simulate
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 SECONDS = st.floats(0.1, 2.0)
@@ -37,7 +37,7 @@ def uneven(costs: list[float]) -> ModelProfile:
 
 def piped(profile: ModelProfile, schedule: str, ranks: int, micro: int, sent: float = 0.0, **axes: int) -> Plan:
     count = ranks * schedule_traits(schedule).stages_per_rank
-    carry = Carry("", 0, (Sink("", 0),), sent)
+    carry = BoundaryActivation("", 0, (ModuleInput("", 0),), sent)
     each = len(profile.layers) // count
     names = [profile.layer_names[i * each : (i + 1) * each] for i in range(count)]
     stages = tuple(Stage(tuple(n), n[0] if i else "", (carry,) if i else ()) for i, n in enumerate(names))
@@ -48,7 +48,7 @@ def piped(profile: ModelProfile, schedule: str, ranks: int, micro: int, sent: fl
 def machine(ranks: int, alpha: float) -> Calibration:
     """Calls that take nothing from computation, as in the simulation."""
     found = calibration(ranks, alpha=alpha, overlap=1.0)
-    layouts = tuple(replace(r, collectives={**r.collectives, "gloo/send": Line(alpha, 1e10)}) for r in found.layouts)
+    layouts = tuple(replace(r, collectives={**r.collectives, "gloo/send": AlphaBetaModel(alpha, 1e10)}) for r in found.layouts)
     return replace(found, layouts=layouts)
 
 
@@ -60,27 +60,27 @@ def test_a_step_takes_what_the_simulation_of_its_turns_does(schedule: str, data:
     micro = ranks * data.draw(st.integers(1, 5)) if schedule == "interleaved" else ranks + data.draw(st.integers(0, 25))
     profile = uneven(data.draw(st.lists(SECONDS, min_size=(n := ranks * schedule_traits(schedule).stages_per_rank), max_size=n)))
     plan, known = piped(profile, schedule, ranks, micro, sent), machine(ranks, alpha)
-    where, speeds = cluster(ranks), known.layout(ranks)
+    where, speeds = cluster(ranks), known.rates_for(ranks)
     price = ActionCost(plan, "adamw", speeds)
-    network = Linked(where, speeds, "gloo", contended=False)
+    network = AlphaBetaNetwork(where, speeds, "gloo", contended=False)
     whole = simulate(lower(plan, profile, price), network).step_s
     found = estimate(plan, profile, Workload(plan.global_batch), where, known)
-    loss = network.call("all_reduce", 4, tuple(range(ranks))).busy_s  # the simulation has it at the end; an estimate beside computation
+    loss = network.call_cost("all_reduce", 4, tuple(range(ranks))).busy_s  # the simulation has it at the end; an estimate beside computation
     assert found.step_s * (1 - 1e-6) <= whole <= (found.step_s + loss) * (1 + 1e-6)
     assert sum(found.breakdown.values()) == pytest.approx(found.step_s)
 
 
-def ordered(draw: Any, schedule: str) -> Order:
+def ordered(draw: Any, schedule: str) -> PipelineSpec:
     ranks = draw(st.integers(2, 6))
     chunks = draw(st.integers(2, 3)) if schedule == "interleaved" else schedule_traits(schedule).stages_per_rank
     micro = ranks * draw(st.integers(1, 20)) if schedule == "interleaved" else ranks + draw(st.integers(0, 90))
-    return Order(schedule, ranks, micro, chunks)
+    return PipelineSpec(schedule, ranks, micro, chunks)
 
 
-def drawn(draw: Any, order: Order, message: float) -> list[pipeline.Stage]:
+def drawn(draw: Any, order: PipelineSpec, message: float) -> list[pipeline_cost.StageTime]:
     weights = SECONDS if order.schedule == "zero_bubble" else st.just(0.0)
     count = order.ranks * order.chunks
-    return [pipeline.Stage(draw(SECONDS), draw(SECONDS), draw(weights), (message, message)) for _ in range(count)]
+    return [pipeline_cost.StageTime(draw(SECONDS), draw(SECONDS), draw(weights), (message, message)) for _ in range(count)]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -89,23 +89,23 @@ def drawn(draw: Any, order: Order, message: float) -> list[pipeline.Stage]:
 def test_many_micro_batches_take_what_running_them_all_would(schedule: str, data: Any) -> None:
     order = ordered(data.draw, schedule)
     stages = drawn(data.draw, order, data.draw(st.sampled_from([0.0, 0.05, 1.0])))
-    graph = pipeline._graph(order, pipeline._period(order))
-    whole = graph.last(graph.ends(stages))
-    found = finished(order, stages)
+    graph = pipeline_cost._build_graph(order, pipeline_cost._repeat_period(order))
+    whole = graph.finish_times(graph.end_times(stages))
+    found = finish_times(order, stages)
     assert max(found) == pytest.approx(max(whole), rel=1e-6)
     work = max(order.micro_batches * sum(sum(stages[s][:3]) for s in order.stages(rank)) for rank in range(order.ranks))
-    assert work * (1 - 1e-9) <= least_seconds(order, stages)[0] <= max(found) * (1 + 1e-9)
+    assert work * (1 - 1e-9) <= lower_bound_seconds(order, stages)[0] <= max(found) * (1 + 1e-9)
     more = order._replace(micro_batches=order.micro_batches + order.ranks)
-    assert max(finished(more, stages)) >= max(found) * (1 - 1e-9), "more micro-batches never take less"
+    assert max(finish_times(more, stages)) >= max(found) * (1 - 1e-9), "more micro-batches never take less"
 
 
 @given(st.integers(2, 16), st.integers(0, 2000), SECONDS, SECONDS)
 def test_equal_stages_by_hand(ranks: int, more: int, forward: float, backward: float) -> None:
-    micro, stages = ranks + more, [pipeline.Stage(forward, backward)] * ranks
+    micro, stages = ranks + more, [pipeline_cost.StageTime(forward, backward)] * ranks
     for schedule in ("gpipe", "1f1b"):
-        assert max(finished(Order(schedule, ranks, micro), stages)) == pytest.approx((micro + ranks - 1) * (forward + backward))
-    rounds = Order("interleaved", ranks, micro // ranks * ranks, 2)
-    assert max(finished(rounds, stages * 2)) == pytest.approx((2 * rounds.micro_batches + ranks - 1) * (forward + backward))
+        assert max(finish_times(PipelineSpec(schedule, ranks, micro), stages)) == pytest.approx((micro + ranks - 1) * (forward + backward))
+    rounds = PipelineSpec("interleaved", ranks, micro // ranks * ranks, 2)
+    assert max(finish_times(rounds, stages * 2)) == pytest.approx((2 * rounds.micro_batches + ranks - 1) * (forward + backward))
 
 
 @given(st.integers(2, 8), st.integers(0, 60), SECONDS)
@@ -113,8 +113,8 @@ def test_equal_stages_by_hand(ranks: int, more: int, forward: float, backward: f
 def test_zero_bubble_is_no_slower_than_1f1b(ranks: int, more: int, work: float) -> None:
     """Each rank's stage cut into two halves, whose backward is cut into two once more."""
     micro = 2 * ranks + more
-    whole = max(finished(Order("1f1b", ranks, micro), [pipeline.Stage(2 * work, 4 * work)] * ranks))
-    cut = max(finished(Order("zero_bubble", ranks, micro, 2), [pipeline.Stage(work, work, work)] * 2 * ranks))
+    whole = max(finish_times(PipelineSpec("1f1b", ranks, micro), [pipeline_cost.StageTime(2 * work, 4 * work)] * ranks))
+    cut = max(finish_times(PipelineSpec("zero_bubble", ranks, micro, 2), [pipeline_cost.StageTime(work, work, work)] * 2 * ranks))
     assert cut <= whole * (1 + 1e-9)
 
 
@@ -122,9 +122,9 @@ def test_zero_bubble_is_no_slower_than_1f1b(ranks: int, more: int, work: float) 
 @pytest.mark.parametrize("ranks", [2, 4, 7])
 def test_what_is_held_is_what_went_forward_and_not_yet_back(schedule: str, ranks: int) -> None:
     chunks, micro = schedule_traits(schedule).stages_per_rank, 6 * ranks
-    order = Order(schedule, ranks, micro, chunks)
+    order = PipelineSpec(schedule, ranks, micro, chunks)
     for rank in range(ranks):
-        taken = turns(schedule, ranks, rank, micro, chunks)
+        taken = pipeline_schedule(schedule, ranks, rank, micro, chunks)
         counts, every = [0] * chunks, []
         for turn in taken:
             done = turn.phase == ("weights" if schedule == "zero_bubble" else "backward")
@@ -132,19 +132,19 @@ def test_what_is_held_is_what_went_forward_and_not_yet_back(schedule: str, ranks
             every.append(tuple(counts))
         for sizes in ((1.0,) * chunks, (3.0, 1.0)[:chunks], (1.0, 3.0)[:chunks]):
             most = max(sum(n * s for n, s in zip(c, sizes, strict=True)) for c in every)
-            assert max(sum(n * s for n, s in zip(c, sizes, strict=True)) for c in held(order, rank)) == most
+            assert max(sum(n * s for n, s in zip(c, sizes, strict=True)) for c in in_flight_by_stage(order, rank)) == most
     if schedule == "1f1b":
-        assert [held(order, rank) for rank in range(ranks)] == [((ranks - rank,),) for rank in range(ranks)]
+        assert [in_flight_by_stage(order, rank) for rank in range(ranks)] == [((ranks - rank,),) for rank in range(ranks)]
 
 
 def test_one_micro_batch_is_brought_back_however_many_are_under_way() -> None:
     profile = model([layer(f"blocks.{i}", saved=1e5, block="blocks.0") for i in range(4)])
     plan = piped(profile, "1f1b", 2, 8)
     again = replace(plan, memory=replace(plan.memory, recompute="full"))
-    (under_way,) = in_flight(again, 0, [0])
+    (under_way,) = in_flight_by_layer(again, 0, [0])
     assert under_way == {"blocks.0": 2, "blocks.1": 2}
     first = replace(profile, layers=profile.layers[:2])
-    assert fullest_moment(again, first, under_way).activations == 2 * 2 * 1e4 + 1e5
+    assert peak_live_memory(again, first, under_way).activations == 2 * 2 * 1e4 + 1e5
 
 
 def test_what_data_ranks_do_is_after_the_turns() -> None:
@@ -167,10 +167,10 @@ def test_handing_over_costs_processor_time_however_well_messages_hide() -> None:
         return estimate(plan, profile, Workload(8), where, replace(known, layouts=layouts)).step_s
 
     assert took(fixed={"handing": 1e-3}) == pytest.approx(took() + plan.micro_batches * 1e-3, rel=0.05)
-    assert took(fixed={"handing": 1e-3}, queued=True) == took(queued=True)
+    assert took(fixed={"handing": 1e-3}, async_dispatch=True) == took(async_dispatch=True)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 20])
 def test_handing_over_can_be_measured_on_any_number_of_ranks(ranks: int) -> None:
-    few, many = pipelines(chain(ranks), ranks, "gloo")
+    few, many = make_pipeline_plans(make_chain_task(ranks), ranks, "gloo")
     assert len(few.stages) == few.world == many.world == ranks and many.micro_batches > few.micro_batches

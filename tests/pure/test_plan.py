@@ -10,25 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_inputs import blocks, calibration, cluster, layer, model, rates
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_up import blocks, calibration, cluster, layer, model, rates
 
 from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster, Link
+from meshwright.core.dataflow import Dataflow
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
-from meshwright.core.strand import Flow
 from meshwright.core.workload import Workload
-from meshwright.plan import Ranking, Wishes, explain, rank_plans
+from meshwright.plan import Constraints, Ranking, explain, rank_plans
 from meshwright.plan.partition import choose_units
 
 
 def rank(
     profile: ModelProfile, devices: int = 4, *, batch: int = 64, memory: float = 80e9, kind: str = "cuda", objective: str = "time",
-    wishes: Wishes = Wishes(), **speeds: float,  # noqa: B008 - frozen
+    wishes: Constraints = Constraints(), **speeds: float,  # noqa: B008 - frozen
 ) -> Ranking:  # fmt: skip
     workload = Workload(batch, objective=objective)  # type: ignore[arg-type]
     return rank_plans(profile, cluster(devices, memory, kind=kind), workload, calibration(devices, **speeds), wishes)
@@ -135,24 +135,24 @@ def test_planning_takes_no_longer_for_more_micro_batches() -> None:
 @pytest.mark.parametrize(
     ("wishes", "get"),
     [
-        (Wishes(world=2), lambda p: p.world == 2),
-        (Wishes(world=3), lambda p: p.world == 3),
-        (Wishes(mesh=Mesh(dp=2, shard=2)), lambda p: p.mesh == Mesh(dp=2, shard=2) and p.memory.zero > 0),
-        (Wishes(mesh=Mesh(dp=4)), lambda p: p.mesh == Mesh(dp=4) and p.memory.zero == 0),
-        (Wishes(zero=3), lambda p: p.memory.zero == 3),
-        (Wishes(zero=0), lambda p: p.memory.zero == 0 and p.mesh.shard == 1),
-        (Wishes(zero=2, world=4), lambda p: p.memory.zero == 2 and p.world == 4),
-        (Wishes(recompute="full"), lambda p: p.memory.recompute == "full"),
-        (Wishes(recompute="none"), lambda p: p.memory.recompute == "none"),
-        (Wishes(compile="none"), lambda p: p.compile == "none"),
-        (Wishes(compile="blocks"), lambda p: p.compile == "blocks"),
-        (Wishes(micro_batches=3), lambda p: p.micro_batches == 3),
-        (Wishes(backend="gloo"), lambda p: p.backend == "gloo"),
-        (Wishes(bucket_bytes=12345), lambda p: p.sync.bucket_bytes == 12345),
-        (Wishes(timeout_s=7.0), lambda p: p.sync.timeout_s == 7.0),
+        (Constraints(world=2), lambda p: p.world == 2),
+        (Constraints(world=3), lambda p: p.world == 3),
+        (Constraints(mesh=Mesh(dp=2, shard=2)), lambda p: p.mesh == Mesh(dp=2, shard=2) and p.memory.zero > 0),
+        (Constraints(mesh=Mesh(dp=4)), lambda p: p.mesh == Mesh(dp=4) and p.memory.zero == 0),
+        (Constraints(zero=3), lambda p: p.memory.zero == 3),
+        (Constraints(zero=0), lambda p: p.memory.zero == 0 and p.mesh.shard == 1),
+        (Constraints(zero=2, world=4), lambda p: p.memory.zero == 2 and p.world == 4),
+        (Constraints(recompute="full"), lambda p: p.memory.recompute == "full"),
+        (Constraints(recompute="none"), lambda p: p.memory.recompute == "none"),
+        (Constraints(compile="none"), lambda p: p.compile == "none"),
+        (Constraints(compile="blocks"), lambda p: p.compile == "blocks"),
+        (Constraints(micro_batches=3), lambda p: p.micro_batches == 3),
+        (Constraints(backend="gloo"), lambda p: p.backend == "gloo"),
+        (Constraints(bucket_bytes=12345), lambda p: p.sync.bucket_bytes == 12345),
+        (Constraints(timeout_s=7.0), lambda p: p.sync.timeout_s == 7.0),
     ],
 )
-def test_a_wish_holds_in_every_plan(wishes: Wishes, get: Any) -> None:
+def test_a_wish_holds_in_every_plan(wishes: Constraints, get: Any) -> None:
     found = rank(blocks(3), 4, batch=72, wishes=wishes)
     assert found.scored
     assert all(get(s.plan) for s in found.scored)
@@ -161,7 +161,7 @@ def test_a_wish_holds_in_every_plan(wishes: Wishes, get: Any) -> None:
 @given(batch=st.integers(1, 300), world=st.integers(1, 6), micro=st.integers(1, 6))
 @settings(max_examples=60)
 def test_a_batch_that_cannot_be_cut_as_wished_names_one_that_can(batch: int, world: int, micro: int) -> None:
-    wishes = Wishes(world=world, micro_batches=micro, zero=0, recompute="none")
+    wishes = Constraints(world=world, micro_batches=micro, zero=0, recompute="none")
     if batch % (world * micro) == 0:
         assert rank(blocks(1), 6, batch=batch, wishes=wishes).scored
         return
@@ -173,31 +173,31 @@ def test_a_batch_that_cannot_be_cut_as_wished_names_one_that_can(batch: int, wor
 
 def test_a_mesh_larger_than_the_cluster_says_how_many_there_are() -> None:
     with pytest.raises(RequestError, match=r"mesh dp=8 needs 8 devices, this cluster has 4: use --nproc 4 or less"):
-        rank(blocks(1), 4, wishes=Wishes(mesh=Mesh(dp=8)))
-    assert rank(blocks(1), 4, wishes=Wishes(world=4)).scored
+        rank(blocks(1), 4, wishes=Constraints(mesh=Mesh(dp=8)))
+    assert rank(blocks(1), 4, wishes=Constraints(world=4)).scored
 
 
 @pytest.mark.parametrize(("mesh", "zero"), [(Mesh(dp=2), 2), (Mesh(dp=4), 3), (Mesh(shard=4), 0)])
 def test_a_stage_that_does_not_go_with_the_mesh_names_a_mesh_that_does(mesh: Mesh, zero: int) -> None:
     with pytest.raises(RequestError, match="--mesh") as error:
-        rank(blocks(1), 4, wishes=Wishes(mesh=mesh, zero=zero))
+        rank(blocks(1), 4, wishes=Constraints(mesh=mesh, zero=zero))
     proposed = Mesh.parse(str(error.value).rpartition("--mesh ")[2])
     assert proposed.size == mesh.size
-    assert rank(blocks(1), 4, wishes=Wishes(mesh=proposed, zero=zero)).scored
+    assert rank(blocks(1), 4, wishes=Constraints(mesh=proposed, zero=zero)).scored
 
 
 def test_owners_need_to_know_the_model() -> None:
     with pytest.raises(RequestError, match="loss_fn"):
-        rank(blocks(2), 4, wishes=Wishes(mesh=Mesh(ep=2)))
+        rank(blocks(2), 4, wishes=Constraints(mesh=Mesh(ep=2)))
     with pytest.raises(RequestError, match="neither experts nor embedding tables"):
-        rank(blocks(2), 4, wishes=Wishes(mesh=Mesh(ep=2), flow=Flow(2, (), (), (), (), ())))
+        rank(blocks(2), 4, wishes=Constraints(mesh=Mesh(ep=2), flow=Dataflow(2, (), (), (), (), ())))
 
 
 def test_tensor_parallelism_needs_to_know_the_model() -> None:
     with pytest.raises(RequestError, match="loss_fn"):
-        rank(blocks(2), 4, wishes=Wishes(mesh=Mesh(tp=(2,))))
+        rank(blocks(2), 4, wishes=Constraints(mesh=Mesh(tp=(2,))))
     with pytest.raises(RequestError, match="nothing in this model can be cut"):
-        rank(blocks(2), 4, wishes=Wishes(mesh=Mesh(tp=(2,)), flow=Flow(2, (), (), (), (), ())))
+        rank(blocks(2), 4, wishes=Constraints(mesh=Mesh(tp=(2,)), flow=Dataflow(2, (), (), (), (), ())))
 
 
 # Explaining
@@ -243,7 +243,7 @@ def test_a_slower_network_is_tried_also_where_it_was_not_measured() -> None:
     machine = Calibration("m", "d", "now", (replace(rates(1), overlap=0.0),))
 
     def best(link: Link) -> Ranking:
-        return rank_plans(BIG, cluster(2, link=link), Workload(64), machine, Wishes())
+        return rank_plans(BIG, cluster(2, link=link), Workload(64), machine, Constraints())
 
     fast = best(Link("link", 1e-7, 1e8))
     assert fast.best.plan.world == 2
@@ -254,7 +254,7 @@ def test_a_slower_network_is_tried_also_where_it_was_not_measured() -> None:
 def test_rates_from_data_sheets_are_said_to_be() -> None:
     guessed = replace(calibration(2), source="data sheets")
     for name, says in (("here", "data sheets; `meshwright describe cluster --probe`"), ("elsewhere", "data sheets.")):
-        text = explain(rank_plans(BIG, replace(cluster(2), name=name), Workload(64), guessed, Wishes()))
+        text = explain(rank_plans(BIG, replace(cluster(2), name=name), Workload(64), guessed, Constraints()))
         assert f"± 15%, from {says}" in text
     assert "data sheets" not in explain(rank(BIG, 2))
 
@@ -262,9 +262,9 @@ def test_rates_from_data_sheets_are_said_to_be() -> None:
 # Nothing fits
 
 
-def too_big(devices: int = 2, batch: int = 8, memory: float = 3e7, wishes: Wishes | None = None) -> tuple[Ranking, str]:
+def too_big(devices: int = 2, batch: int = 8, memory: float = 3e7, wishes: Constraints | None = None) -> tuple[Ranking, str]:
     profile = blocks(16, ((1024, 1024),), flops=1e9, saved=1e5)
-    found = rank(profile, devices, batch=batch, memory=memory, wishes=wishes or Wishes())
+    found = rank(profile, devices, batch=batch, memory=memory, wishes=wishes or Constraints())
     assert not found.best.estimate.fits
     return found, explain(found)
 
@@ -280,7 +280,7 @@ def test_nothing_fits_says_what_is_needed_and_what_there_is() -> None:
 
 def test_recomputation_is_proposed_to_those_who_forbade_it() -> None:
     assert "--set recompute=" not in too_big()[1]
-    assert "--set recompute=" in explain(rank(blocks(4, saved=1e7), 1, batch=1, memory=8e6, wishes=Wishes(recompute="none")))
+    assert "--set recompute=" in explain(rank(blocks(4, saved=1e7), 1, batch=1, memory=8e6, wishes=Constraints(recompute="none")))
 
 
 # Plans as files
@@ -321,7 +321,7 @@ def test_two_nodes_are_planned_through_the_slower_link() -> None:
 
     def best(between: Link) -> Plan:
         both = Cluster("two", (node, replace(node, name="other")), between)
-        return rank_plans(HEAVY, both, Workload(64), machine, Wishes()).best.plan
+        return rank_plans(HEAVY, both, Workload(64), machine, Constraints()).best.plan
 
     assert best(Link("fast", 1e-7, 1e12)).world == 4
     assert best(Link("string", 1.0, 1e3)).world < 4

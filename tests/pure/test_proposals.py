@@ -6,28 +6,28 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from made_up import calibration, cluster
-from tests.procs.spread import model_of, traced
+from fake_inputs import calibration, cluster
+from tests.procs.plan_cases import model_of, traced
 
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
-from meshwright.core.serial import from_data, to_data
+from meshwright.core.serialization import from_data, to_data
 from meshwright.core.workload import Workload
-from meshwright.cost import step
-from meshwright.cost.folded import narrowed
-from meshwright.plan import Ranking, Wishes, rank_plans, search
-from meshwright.plan.axes import Axes
-from meshwright.plan.bounds import Bounds
-from meshwright.plan.problem import PlanningProblem
+from meshwright.cost import step_cost
+from meshwright.cost.depth_extrapolation import without_layers
+from meshwright.plan import Constraints, Ranking, rank_plans, search
+from meshwright.plan.bounds import LowerBounds
+from meshwright.plan.mesh_proposals import MeshProposer
+from meshwright.plan.planning_problem import PlanningProblem
 from meshwright.plan.search_point import SearchPoint
-from meshwright.plan.space import Cutter
+from meshwright.plan.search_space import PartitionCache
 
 SLOW: dict[str, float] = {"network": 1e12, "alpha": 1e-7, "flops": 1e9, "memory": 1e9}  # devices that take long to compute, so that more of them help
 
 
-def ranked(model: dict[str, Any], devices: int, batch: int, memory: float = 80e9, wishes: Wishes | None = None, **speeds: float) -> Ranking:
+def ranked(model: dict[str, Any], devices: int, batch: int, memory: float = 80e9, wishes: Constraints | None = None, **speeds: float) -> Ranking:
     profile, flow = traced(model)
-    wanted = replace(wishes or Wishes(), flow=flow)
+    wanted = replace(wishes or Constraints(), flow=flow)
     found = rank_plans(profile, cluster(devices, memory, kind="cpu"), Workload(batch), calibration(devices, **{**SLOW, **speeds}), wanted)
     for scored in found.scored:
         assert from_data(Plan, to_data(scored.plan), "plan") == scored.plan  # what is proposed is legal, and a file can hold it
@@ -38,7 +38,7 @@ def ranked(model: dict[str, Any], devices: int, batch: int, memory: float = 80e9
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Small clusters price all plans, large ones search by bounds; both propose the same."""
     if request.param == "best first":
-        monkeypatch.setattr(search, "EXHAUSTIVE", 0)
+        monkeypatch.setattr(search, "MAX_EXHAUSTIVE_DEVICES", 0)
     return str(request.param)
 
 
@@ -56,8 +56,8 @@ def axes_of(ranking: Ranking) -> set[str]:
 def test_few_samples_share_their_positions(path: str, name: str) -> None:
     """One sample and four devices: replicas would have nothing to do."""
     best = ranked(model_of(name), 4, 1).best.plan
-    assert best.world == 4 and (best.mesh.cp > 1 or best.tensor.sequence), best.summary()
-    assert best.context.attends or best.tensor.sequence
+    assert best.world == 4 and (best.mesh.cp > 1 or best.tensor.is_sequence_parallel), best.summary()
+    assert best.context.attention_sites or best.tensor.is_sequence_parallel
 
 
 def test_images_share_theirs_in_blocks(path: str) -> None:
@@ -73,16 +73,16 @@ def test_samples_enough_need_no_sharing(path: str, name: str) -> None:
 
 def test_a_sample_that_does_not_fit_shares_its_positions() -> None:
     """Enough samples for all, each of them too long for a device."""
-    model, wishes = model_of("gpt-tiny"), Wishes(recompute="none", sequence=False)
+    model, wishes = model_of("gpt-tiny"), Constraints(recompute="none", sequence=False)
     held = max(ranked(model, 4, 4, wishes=wishes).best.estimate.memory_bytes)
-    plenty, tight = (shapes(model, 4, 4, memory, wishes) for memory in (80e9, 0.4 * held / step.HEADROOM))
+    plenty, tight = (shapes(model, 4, 4, memory, wishes) for memory in (80e9, 0.4 * held / step_cost.HEADROOM))
     assert not any(mesh.cp > 1 for mesh in plenty) and any(mesh.cp > 1 for mesh in tight)
 
 
 def test_sharing_is_not_for_those_who_ask_for_something_else() -> None:
     model = model_of("gpt-tiny")
-    assert axes_of(ranked(model, 4, 1, wishes=Wishes(sequence=True))) == set()
-    asked = ranked(model, 4, 4, wishes=Wishes(mesh=Mesh(dp=4)))
+    assert axes_of(ranked(model, 4, 1, wishes=Constraints(sequence=True))) == set()
+    asked = ranked(model, 4, 4, wishes=Constraints(mesh=Mesh(dp=4)))
     assert {s.plan.mesh for s in asked.scored} == {Mesh(dp=4)}
 
 
@@ -92,7 +92,7 @@ def test_sharing_is_not_for_those_who_ask_for_something_else() -> None:
 def test_experts_that_do_not_fit_get_owners(path: str) -> None:
     """Experts outweigh the rest: half of them a device fits, all of them do not, and tensor parallelism, ZeRO and stages are asked to stay out."""
     model = model_of("Mixtral", num_local_experts=32)
-    wishes = Wishes(zero=0, recompute="none", micro_batches=1)
+    wishes = Constraints(zero=0, recompute="none", micro_batches=1)
     whole = ranked(model, 4, 8, wishes=replace(wishes, mesh=Mesh(dp=4))).best
     tight = ranked(model, 4, 8, 0.6 * max(whole.estimate.memory_bytes), wishes, network=1e10)
     assert tight.best.estimate.fits and tight.best.plan.mesh.ep > 1, tight.best.plan.summary()
@@ -102,7 +102,7 @@ def test_experts_that_do_not_fit_get_owners(path: str) -> None:
 def test_large_tables_get_owners(path: str) -> None:
     """Replicas would send every row's gradient; owners send the rows that are looked up."""
     best = ranked(model_of("dlrm-tiny"), 4, 64, network=1e8, flops=1e8).best.plan
-    assert best.mesh.ep > 1 and best.owners.tables, best.summary()
+    assert best.mesh.ep > 1 and best.expert.tables, best.summary()
 
 
 def test_without_anything_to_own_no_owner_is_weighed(path: str) -> None:
@@ -112,12 +112,12 @@ def test_without_anything_to_own_no_owner_is_weighed(path: str) -> None:
 # Grids
 
 
-def shapes(model: dict[str, Any], devices: int, batch: int, memory: float = 80e9, wanted: Wishes | None = None, **speeds: float) -> list[Mesh]:
+def shapes(model: dict[str, Any], devices: int, batch: int, memory: float = 80e9, wanted: Constraints | None = None, **speeds: float) -> list[Mesh]:
     profile, flow = traced(model)
     where, workload, machine = cluster(devices, memory, kind="cpu"), Workload(batch), calibration(devices, **{**SLOW, **speeds})
-    wishes = replace(wanted or Wishes(), flow=flow)
-    cutter = Cutter(profile, workload, wishes)
-    return Axes(where, workload, wishes, cutter, Bounds(PlanningProblem(profile, where, workload, machine, wishes))).shapes(devices)
+    wishes = replace(wanted or Constraints(), flow=flow)
+    cutter = PartitionCache(profile, workload, wishes)
+    return MeshProposer(where, workload, wishes, cutter, LowerBounds(PlanningProblem(profile, where, workload, machine, wishes))).meshes(devices)
 
 
 @pytest.mark.parametrize("devices", [16, 1024])
@@ -133,14 +133,14 @@ def test_slow_links_make_grids_worth_weighing(devices: int) -> None:
 def test_of_many_devices_some_share_positions_only_if_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each cut of positions takes a while to reason out; grids and owners are proposed however many devices there are."""
     profile, flow = traced(model_of("gpt-tiny"))
-    where, workload, wishes = cluster(8, kind="cpu"), Workload(2), Wishes(flow=flow)
-    bounds, cutter = Bounds(PlanningProblem(profile, where, workload, calibration(8), wishes)), Cutter(profile, workload, wishes)
-    few = Axes(where, workload, wishes, cutter, bounds)
-    monkeypatch.setattr("meshwright.plan.axes._MANY", 4)
-    many = Axes(where, workload, wishes, cutter, bounds)
+    where, workload, wishes = cluster(8, kind="cpu"), Workload(2), Constraints(flow=flow)
+    bounds, cutter = LowerBounds(PlanningProblem(profile, where, workload, calibration(8), wishes)), PartitionCache(profile, workload, wishes)
+    few = MeshProposer(where, workload, wishes, cutter, bounds)
+    monkeypatch.setattr("meshwright.plan.mesh_proposals._MANY_DEVICES", 4)
+    many = MeshProposer(where, workload, wishes, cutter, bounds)
     for axes in (few, many):
-        assert any(mesh.cp > 1 for mesh in axes.lines(8, 8, 8))
-    assert any(mesh.cp > 1 for mesh in few.lines(4, 8, 8)) and not any(mesh.cp > 1 for mesh in many.lines(4, 8, 8))
+        assert any(mesh.cp > 1 for mesh in axes.meshes_1d_tensor(8, 8, 8))
+    assert any(mesh.cp > 1 for mesh in few.meshes_1d_tensor(4, 8, 8)) and not any(mesh.cp > 1 for mesh in many.meshes_1d_tensor(4, 8, 8))
     assert any(mesh.ep > 1 for mesh in shapes(model_of("Mixtral"), 8, 16))
 
 
@@ -161,18 +161,18 @@ def test_bounds_stay_below_what_an_estimate_says(model: dict[str, Any], mesh: Me
     profile, flow = traced(model)
     for network, alpha in ((1e6, 1e-6), (1e9, 1e-3), (1e12, 1e-9)):
         where, workload, machine = cluster(8, kind="cpu"), Workload(16), calibration(8, network=network, alpha=alpha, overlap=0.5)
-        wishes = Wishes(mesh=mesh, flow=flow)
-        bounds, cutter = Bounds(PlanningProblem(profile, where, workload, machine, wishes)), Cutter(profile, workload, wishes)
+        wishes = Constraints(mesh=mesh, flow=flow)
+        bounds, cutter = LowerBounds(PlanningProblem(profile, where, workload, machine, wishes)), PartitionCache(profile, workload, wishes)
         for scored in rank_plans(profile, where, workload, machine, wishes).scored:
             plan = replace(scored.plan, sync=replace(scored.plan.sync, bucket_bytes=25 * 2**20, first_bucket_bytes=2**20))
             point = search_point(plan)
-            found = step.estimate(plan, profile, workload, where, machine)
-            assert bounds.seconds(point, cutter.parts(mesh, False), plan.compile) <= found.step_s * (1 + 1e-9)
-            assert bounds.memory.bytes(point, cutter.parts(mesh, False), plan.compile) <= max(found.memory_bytes) * (1 + 1e-6)  # whole bytes
+            found = step_cost.estimate(plan, profile, workload, where, machine)
+            assert bounds.seconds(point, cutter.sharding(mesh, False), plan.compile) <= found.step_s * (1 + 1e-9)
+            assert bounds.memory.bytes(point, cutter.sharding(mesh, False), plan.compile) <= max(found.memory_bytes) * (1 + 1e-6)  # whole bytes
 
 
 def search_point(plan: Plan) -> SearchPoint:
-    return SearchPoint(plan.mesh, plan.memory.zero, plan.micro_batches, plan.memory.recompute, plan.tensor.sequence, plan.schedule)
+    return SearchPoint(plan.mesh, plan.memory.zero, plan.micro_batches, plan.memory.recompute, plan.tensor.is_sequence_parallel, plan.schedule)
 
 
 @pytest.mark.parametrize(("axis", "mesh"), [("cp", Mesh(cp=4)), ("ep", Mesh(ep=4)), ("tp", Mesh(tp=(4,)))])
@@ -181,7 +181,9 @@ def test_what_meets_inside_layers_holds_them_up(axis: str, mesh: Mesh) -> None:
     model = model_of("Mixtral" if axis == "ep" else "gpt-tiny")
     profile, flow = traced(model)
     hidden, shown = (
-        rank_plans(profile, cluster(4, kind="cpu"), Workload(4), calibration(4, network=1e7, overlap=overlap), Wishes(mesh=mesh, flow=flow, zero=0))
+        rank_plans(
+            profile, cluster(4, kind="cpu"), Workload(4), calibration(4, network=1e7, overlap=overlap), Constraints(mesh=mesh, flow=flow, zero=0)
+        )
         for overlap in (1.0, 0.0)
     )
     sent = shown.best.estimate.traffic_bytes
@@ -195,8 +197,10 @@ def test_what_meets_inside_layers_holds_them_up(axis: str, mesh: Mesh) -> None:
 def test_a_plan_says_nothing_of_layers_that_are_left_out() -> None:
     for model, mesh in ((model_of("gpt-tiny"), Mesh(cp=2)), (model_of("Mixtral"), Mesh(ep=2))):
         profile, flow = traced(model)
-        plan = rank_plans(profile, cluster(2, kind="cpu"), Workload(4), calibration(2), Wishes(mesh=mesh, flow=flow)).best.plan
+        plan = rank_plans(profile, cluster(2, kind="cpu"), Workload(4), calibration(2), Constraints(mesh=mesh, flow=flow)).best.plan
         gone = plan.memory.units[0]
-        less = narrowed(plan, profile, {gone})
-        every = (*plan.context.attends, *plan.owners.mixtures)
-        assert [p.module for p in (*less.context.attends, *less.owners.mixtures)] == [p.module for p in every if not p.module.startswith(gone)]
+        less = without_layers(plan, profile, {gone})
+        every = (*plan.context.attention_sites, *plan.expert.moe_layers)
+        assert [p.module for p in (*less.context.attention_sites, *less.expert.moe_layers)] == [
+            p.module for p in every if not p.module.startswith(gone)
+        ]

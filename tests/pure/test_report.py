@@ -17,9 +17,9 @@ from meshwright.core.cluster import Cluster, Device, Link, Node
 from meshwright.core.estimate import Estimate
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import MemoryPolicy, Plan
-from meshwright.core.serial import to_data, write_json
-from meshwright.observe import Candidate, Decision, RunFolder, write_report
-from meshwright.observe.charts import Chart, Level, Series, line_chart, thinned, ticks
+from meshwright.core.serialization import to_data, write_json
+from meshwright.observe import Decision, PlanCandidate, RunFolder, write_report
+from meshwright.observe.charts import Chart, ReferenceLine, Series, downsample, line_chart, ticks
 from meshwright.observe.markup import Html, join, tag
 
 BEGAN = 1_763_172_900.0
@@ -45,18 +45,20 @@ WHY = """ZeRO-2 on 4 × cpu is the fastest of 11 plans that fit: 118 ms a step.
 Second is data parallel at 124 ms: its all-reduce moves 82 MB where ZeRO-2's reduce-scatter moves 61 MB.
 What binds is backward (52 %). With half the cores a rank, a single device would win from 6 MB of parameters down."""
 RANKING = (
-    Candidate(PLAN.summary(), 0.118, 612_000_000, True, "fastest"),
-    Candidate("data parallel on 4 × cpu, 2 micro-batches, 2 threads, fp32", 0.124, 704_000_000, True, "more to send in one piece"),
-    Candidate("ZeRO-3 on 4 × cpu, 2 threads, fp32", 0.149, 570_000_000, True, "gathers parameters twice"),
-    Candidate("single cpu, 8 threads, fp32", 0.311, 1_210_000_000, True, "one rank computes all"),
-    Candidate("data parallel on 4 × cpu, bf16", None, 4_600_000_000, False, "4.6 GB of 4.0 GB on rank 0"),
+    PlanCandidate(PLAN.summary(), 0.118, 612_000_000, True, "fastest"),
+    PlanCandidate("data parallel on 4 × cpu, 2 micro-batches, 2 threads, fp32", 0.124, 704_000_000, True, "more to send in one piece"),
+    PlanCandidate("ZeRO-3 on 4 × cpu, 2 threads, fp32", 0.149, 570_000_000, True, "gathers parameters twice"),
+    PlanCandidate("single cpu, 8 threads, fp32", 0.311, 1_210_000_000, True, "one rank computes all"),
+    PlanCandidate("data parallel on 4 × cpu, bf16", None, 4_600_000_000, False, "4.6 GB of 4.0 GB on rank 0"),
 )
 CLUSTER = Cluster(
     "here",
     (Node("atlas", tuple(Device("cpu", "Neoverse-V2 share", i, 4_000_000_000) for i in range(4)), 8, 16_000_000_000, "ARM Neoverse-V2"),),
     Link("network", 2e-5, 1.25e9),
 )
-TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 41, in step\n    loss.backward()\nRuntimeError: out of luck & memory <here>'
+TRACEBACK = (
+    'Traceback (most recent call last):\n  File "train_command.py", line 41, in step\n    loss.backward()\nRuntimeError: out of luck & memory <here>'
+)
 
 
 def fake_run(path: Path, steps: int = STEPS, finish: str = "done", **job: Any) -> RunFolder:
@@ -285,7 +287,7 @@ def test_a_long_run_stays_small_and_keeps_its_spike(tmp_path: Path) -> None:
 
 
 def test_a_chart_draws_where_the_values_are() -> None:
-    html = line_chart(Chart("t", [Series("s", [(0, 0.0), (1, 10.0), (2, 5.0)])], str, Level("p", 5.0), from_zero=True))
+    html = line_chart(Chart("t", [Series("s", [(0, 0.0), (1, 10.0), (2, 5.0)])], str, ReferenceLine("p", 5.0), from_zero=True))
     xs, ys = zip(*(map(float, p.split(",")) for p in re.findall(r'points="([^"]*)"', html)[0].split()), strict=True)
     assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)
     assert ys[0] > ys[2] > ys[1], "up is more"
@@ -304,13 +306,13 @@ def test_one_outlier_does_not_flatten_the_rest() -> None:
 
 def test_ticks_are_round_and_inside() -> None:
     assert ticks(0.0, 10.0, 5) == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
-    assert ticks(0.5, 1.5, 6, whole=True) == [1.0]
+    assert ticks(0.5, 1.5, 6, integers_only=True) == [1.0]
     assert ticks(0.0012, 0.0049, 4) == pytest.approx([0.002, 0.003, 0.004])
 
 
 def test_thinning_keeps_ends_of_range_in_order() -> None:
     points = [(float(i), float((i * 7919) % 1000)) for i in range(10_000)]
-    kept = thinned(points, 100)
+    kept = downsample(points, 100)
     assert len(kept) <= 100
     assert kept == sorted(kept)
     assert {min(v for _, v in kept), max(v for _, v in kept)} == {0.0, 999.0}

@@ -7,18 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from fake_inputs import blocks, layer, model, plan
 from hypothesis import given
 from hypothesis import strategies as st
-from made_up import blocks, layer, model, plan
 
 from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile, TensorSpec
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action, wire_factor
-from meshwright.core.tensor import Cut, Dealt, TensorPolicy
-from meshwright.schedule import Bucket, assign_buckets, expand, local_profile, plan_ledger, plan_ledgers
-from meshwright.schedule.buckets import ALIGN_BYTES, ALONE, start_runs
-from meshwright.schedule.expand import gradient_buckets
+from meshwright.core.tensor_policy import ParameterShard, ShardedDim, TensorPolicy
+from meshwright.schedule import Bucket, assign_buckets, build_schedule, local_profile, plan_ledger, plan_ledgers
+from meshwright.schedule.buckets import ALIGN_BYTES, OWN_BUCKET_DIVISOR, init_broadcast_groups
+from meshwright.schedule.step_actions import gradient_buckets
 
 # Buckets
 
@@ -82,9 +82,9 @@ def test_a_bucket_has_one_key(case: Any) -> None:
 def test_only_the_parameter_that_fills_a_bucket_goes_beyond_its_cap(case: Any) -> None:
     """A bucket is closed by the parameter that reaches the cap: without its last one, it was below. Large ones stand alone."""
     _, every, limits = case
-    alone = [len(b.slots) == 1 and b.slots[0].numel * b.itemsize * ALONE >= limits["bytes_cap"] for b in every]
+    alone = [len(b.slots) == 1 and b.slots[0].numel * b.itemsize * OWN_BUCKET_DIVISOR >= limits["bytes_cap"] for b in every]
     found = [bucket for bucket, by_itself in zip(every, alone, strict=True) if not by_itself]
-    assert not any(s.numel * b.itemsize * ALONE >= limits["bytes_cap"] for b in found for s in b.slots)
+    assert not any(s.numel * b.itemsize * OWN_BUCKET_DIVISOR >= limits["bytes_cap"] for b in found for s in b.slots)
     most = max(limits["bytes_cap"], limits["first_bytes"])
     for bucket in found:
         before = bucket.slots[:-1]
@@ -127,7 +127,7 @@ def test_buckets_by_hand() -> None:
 @given(PARAMETERS, st.integers(1, 3000))
 def test_start_up_sends_everything_once_in_runs_of_one_kind(parameters: list[tuple[int, int]], most: int) -> None:
     sizes, kinds = [n * i for n, i in parameters], [i for _, i in parameters]
-    runs = list(start_runs(sizes, kinds, most))
+    runs = list(init_broadcast_groups(sizes, kinds, most))
     assert sorted(i for run in runs for i in run) == [i for i, size in enumerate(sizes) if size]
     assert all(len({kinds[i] for i in run}) == 1 and sum(sizes[i] for i in run[:-1]) < most for run in runs)
 
@@ -153,12 +153,12 @@ def test_ranks_that_do_the_same_share_a_ledger(how: dict[str, int]) -> None:
 
 
 def program(chosen: Plan, profile: ModelProfile) -> tuple[Action, ...]:
-    return expand(chosen, profile).of(0)
+    return build_schedule(chosen, profile).program_for(0)
 
 
 def wire(chosen: Plan, profile: ModelProfile, *, padding: bool = True) -> float:
     """Bytes a rank sends for parameters and gradients in one step; the loss is not among them."""
-    sizes = {"batch": chosen.mesh.data_width, "replica": chosen.mesh.dp, "shard": chosen.mesh.shard}
+    sizes = {"batch": chosen.mesh.data_parallel_size, "replica": chosen.mesh.dp, "shard": chosen.mesh.shard}
     return sum(
         (a.bytes - (0 if padding else a.padding)) * wire_factor(a.op, sizes[a.axis])
         for a in program(chosen, profile)
@@ -206,7 +206,7 @@ def cases(draw: st.DrawFn) -> tuple[Plan, ModelProfile]:
 def test_names_are_unique_and_every_wait_names_an_earlier_action(case: Any) -> None:
     seen: set[str] = set()
     for action in program(*case):
-        assert set(action.waits) <= seen
+        assert set(action.depends_on) <= seen
         assert action.name not in seen
         seen.add(action.name)
 
@@ -237,7 +237,7 @@ def test_the_optimizer_waits_for_every_gradient(case: Any) -> None:
     chosen, profile = case
     actions = program(chosen, profile)
     (step,) = (a for a in actions if a.op == "optimizer")
-    assert set(step.waits) == {a.name for a in actions if a.name.startswith(("grads/", "replicas/"))}
+    assert set(step.depends_on) == {a.name for a in actions if a.name.startswith(("grads/", "replicas/"))}
 
 
 @given(cases())
@@ -268,7 +268,7 @@ def test_zero_3_gathers_before_it_computes(case: Any) -> None:
             name = profile.layers[action.layer].name
             unit = name if name in chosen.memory.units else "root"
             phase = "forward" if action.name.startswith("forward/") else "backward"
-            assert action.waits == (f"params/{unit}/{phase}/{action.name.rsplit('/', 1)[1]}",)
+            assert action.depends_on == (f"params/{unit}/{phase}/{action.name.rsplit('/', 1)[1]}",)
 
 
 def collectives(chosen: Plan, profile: ModelProfile) -> Counter[tuple[str, str, str]]:
@@ -297,7 +297,7 @@ def test_replicas_of_shards_meet_too(zero: int) -> None:
     replicas = [a for a in program(chosen, profile) if a.name.startswith("replicas/")]
     assert {(a.op, a.axis) for a in replicas} == {("all_reduce", "replica")}
     assert sum(a.bytes for a in replicas) == 3 * 64 * 64 * 4 // 4, "each rank brings its own quarter"
-    assert all(a.waits for a in replicas)
+    assert all(a.depends_on for a in replicas)
 
 
 def test_replicas_of_stage_2_meet_after_each_micro_batch() -> None:
@@ -340,7 +340,7 @@ def test_equal_work_is_shrunk_by_what_is_cut_of_each_layer() -> None:
     """Two layers may share their kernels and not their cuts."""
     first = layer("a", ((8, 8),))
     profile = model([first, replace(layer("b", ((8, 8),)), kernels=first.kernels)])
-    chosen = Plan("m", 4, Mesh(tp=(2,)), tensor=TensorPolicy(strands=(Dealt("a.0:0", 8, (Cut("a.0", 0),)),)))
+    chosen = Plan("m", 4, Mesh(tp=(2,)), tensor=TensorPolicy(sharded_dims=(ShardedDim("a.0:0", 8, (ParameterShard("a.0", 0),)),)))
     cut, whole = local_profile(chosen, profile, 0).layers
     assert [k.flops for k in cut.kernels] == [k.flops / 2 for k in first.kernels]
     assert whole.kernels == first.kernels

@@ -7,69 +7,71 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from fake_inputs import blocks, calibration, cluster, layer, model
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from made_up import blocks, calibration, cluster, layer, model
 
 from meshwright import zoo
 from meshwright.core.calibration import Calibration
+from meshwright.core.dataflow import Dataflow
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import MemoryPolicy, Plan, Stage
-from meshwright.core.strand import Flow
 from meshwright.core.workload import Workload
-from meshwright.cost import step
-from meshwright.cost.folded import spare_blocks
-from meshwright.describe.flow import trace_flow
-from meshwright.describe.trace import trace_task
-from meshwright.plan import Ranking, Wishes, rank_plans, search
-from meshwright.plan.bounds import Bounds
-from meshwright.plan.problem import PlanningProblem
+from meshwright.cost import step_cost
+from meshwright.cost.depth_extrapolation import removable_blocks
+from meshwright.describe.dataflow_tracer import trace_dataflow
+from meshwright.describe.profile_tracer import trace_task
+from meshwright.plan import Constraints, Ranking, rank_plans, search
+from meshwright.plan.bounds import LowerBounds
+from meshwright.plan.planning_problem import PlanningProblem
 from meshwright.plan.search_point import SearchPoint
 
 
 @cache
-def traced(name: str) -> tuple[ModelProfile, Flow]:
+def traced(name: str) -> tuple[ModelProfile, Dataflow]:
     task = zoo.load(name, seq=32)
-    return trace_task(task), trace_flow(task)
+    return trace_task(task), trace_dataflow(task)
 
 
 def alike(profile: ModelProfile) -> ModelProfile:
     """Equal blocks share their kernels, as a trace gives them."""
-    layers, slopes = (tuple(replace(layer, kernels=every[0].kernels) for layer in every) for every in (profile.layers, profile.slopes))
-    return replace(profile, layers=layers, slopes=slopes)
+    layers, slopes = (tuple(replace(layer, kernels=every[0].kernels) for layer in every) for every in (profile.layers, profile.per_sample_layers))
+    return replace(profile, layers=layers, per_sample_layers=slopes)
 
 
 DRAWS = int(os.environ.get("MESHWRIGHT_DRAWS", "0"))
 OBJECTIVES = ["time", "throughput", "money", "memory"]
 
 
-def both(profile: ModelProfile, workload: Workload, devices: int, memory: float, machine: Calibration, wishes: Wishes) -> tuple[Ranking, Ranking]:
+def both(
+    profile: ModelProfile, workload: Workload, devices: int, memory: float, machine: Calibration, wishes: Constraints
+) -> tuple[Ranking, Ranking]:
     """All plans, and the search by bounds."""
     where = cluster(devices, memory)
     whole = rank_plans(profile, where, workload, machine, wishes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "EXHAUSTIVE", 0)
+        patch.setattr(search, "MAX_EXHAUSTIVE_DEVICES", 0)
         return whole, rank_plans(profile, where, workload, machine, wishes)
 
 
 def check_alike(whole: Ranking, found: Ranking) -> None:
     assert whole.best.estimate.fits == found.best.estimate.fits
     if whole.best.estimate.fits:
-        first, second = (search._key(r.best, whole.workload)[1] for r in (whole, found))
+        first, second = (search._sort_key(r.best, whole.workload)[1] for r in (whole, found))
         assert second <= first * (1 + 1e-9), (whole.best.plan.summary(), found.best.plan.summary())
 
 
 def check_bounds(ranking: Ranking, most: int) -> None:
     """Of plans spread over the ranking: what each look says is no more than the estimate."""
-    bounds = Bounds(PlanningProblem(ranking.profile, ranking.cluster, ranking.workload, ranking.calibration, Wishes(backend="nccl")))
+    bounds = LowerBounds(PlanningProblem(ranking.profile, ranking.cluster, ranking.workload, ranking.calibration, Constraints(backend="nccl")))
     for scored in ranking.scored[:: max(len(ranking.scored) // most, 1)]:
         plan, told = scored.plan, scored.estimate
         choice = "mixed" if plan.memory.layers else plan.memory.recompute
-        point = SearchPoint(plan.mesh, plan.memory.zero, plan.micro_batches, choice, plan.tensor.sequence, plan.schedule)
+        point = SearchPoint(plan.mesh, plan.memory.zero, plan.micro_batches, choice, plan.tensor.is_sequence_parallel, plan.schedule)
         stages = tuple(stage.layers for stage in plan.stages) if plan.mesh.pp > 1 else ()
-        held = {name: getattr(plan, name) for name in ("tensor", "across", "context", "spatial", "owners")}
+        held = {name: getattr(plan, name) for name in ("tensor", "tensor_y", "context", "spatial", "expert")}
         cut = Plan("", plan.mesh.ep, Mesh(cp=plan.mesh.cp, ep=plan.mesh.ep, tp=plan.mesh.tp), **held)
         for travel, layers in ((False, ()), (True, ()), (True, stages)):
             least = bounds.seconds(point, cut, plan.compile, travel, layers)
@@ -91,7 +93,7 @@ def test_what_bounds_leave_out_could_not_have_won(
     workload = Workload(batch, objective=objective, price=2.0)  # type: ignore[arg-type]
     machine = calibration(devices, network=network, alpha=alpha, overlap=overlap, flops=flops)
     profile, flow = traced(name)
-    whole, pruned = both(profile, workload, devices, memory, machine, Wishes(flow=flow, offload="none"))
+    whole, pruned = both(profile, workload, devices, memory, machine, Constraints(flow=flow, offload="none"))
     check_alike(whole, pruned)
     check_bounds(whole, 40)
 
@@ -113,7 +115,7 @@ def test_no_better_plan_of_a_made_up_model_is_left_out(
     profile = model([layer(f"blocks.{i}", ((n, n),), flops=f, saved=s, block="blocks.0") for i, (n, f, s) in enumerate(made)])
     workload = Workload(batch, objective=objective, price=2.0)  # type: ignore[arg-type]
     machine = calibration(devices, network=network, alpha=alpha, overlap=overlap)
-    whole, pruned = both(profile, workload, devices, 10**memory, machine, Wishes(offload="none"))
+    whole, pruned = both(profile, workload, devices, 10**memory, machine, Constraints(offload="none"))
     check_alike(whole, pruned)
     check_bounds(whole, 100)
 
@@ -130,11 +132,11 @@ def test_a_folded_step_costs_what_the_whole_one_does(
     units = tuple(name for name in profile.layer_names if name.startswith("blocks."))
     memory = MemoryPolicy(zero if "shard" in axes else 0, units, recompute)  # type: ignore[arg-type]
     plan = Plan("made-up", 8 * micro, Mesh(**axes), micro, (Stage(profile.layer_names),), memory=memory)  # type: ignore[arg-type]
-    where, rates = cluster(4), calibration(4, overlap=overlap, network=network).layout(4)
-    local = profile.at(plan.largest_micro_batch)
-    assert spare_blocks(plan, local, profile.layer_names)
-    folded = step._steps(plan, local, Workload(plan.global_batch), where, rates)
-    whole = step._repeated(plan, local, Workload(plan.global_batch), where, rates, 0)
+    where, rates = cluster(4), calibration(4, overlap=overlap, network=network).rates_for(4)
+    local = profile.at_batch(plan.max_micro_batch_size)
+    assert removable_blocks(plan, local, profile.layer_names)
+    folded = step_cost._step_clock(plan, local, Workload(plan.global_batch), where, rates)
+    whole = step_cost._micro_batches_clock(plan, local, Workload(plan.global_batch), where, rates, 0)
     assert folded.now == pytest.approx(whole.now, rel=1e-6)
     assert folded.traffic == pytest.approx(whole.traffic, rel=1e-9)
 
@@ -142,13 +144,13 @@ def test_a_folded_step_costs_what_the_whole_one_does(
 def test_an_objective_that_needs_a_figure_asks_for_it() -> None:
     for objective, key in (("money", "price"), ("energy", "watts")):
         with pytest.raises(RequestError, match=f"--set {key}="):
-            rank_plans(blocks(2), cluster(2), Workload(8, objective=objective), calibration(2), Wishes())  # type: ignore[arg-type]
+            rank_plans(blocks(2), cluster(2), Workload(8, objective=objective), calibration(2), Constraints())  # type: ignore[arg-type]
 
 
 def test_throughput_a_device_prefers_fewer_devices_where_they_wait_for_each_other() -> None:
     profile, machine = blocks(8, ((1024, 1024),), flops=1e9, saved=1e6), calibration(4, network=1e9, alpha=1e-4)
     quick, thrifty = (
-        rank_plans(profile, cluster(4), Workload(64, objective=o), machine, Wishes()).best.plan.world  # type: ignore[arg-type]
+        rank_plans(profile, cluster(4), Workload(64, objective=o), machine, Constraints()).best.plan.world  # type: ignore[arg-type]
         for o in ("time", "throughput")
     )
     assert thrifty <= quick
@@ -164,10 +166,10 @@ def test_states_go_to_the_host_where_nothing_fits_otherwise() -> None:
     held = 4 * 4 * 512 * 512
     device = replace(one.nodes[0].devices[0], kind="cuda", memory_bytes=int(3.2 * held))
     node = replace(one.nodes[0], devices=(device,), memory_bytes=100 * held)
-    best = rank_plans(profile, replace(one, nodes=(node,)), Workload(4), calibration(1), Wishes()).best
+    best = rank_plans(profile, replace(one, nodes=(node,)), Workload(4), calibration(1), Constraints()).best
     assert best.estimate.fits and best.plan.memory.offload == "optimizer"
     roomy = replace(node, devices=(replace(device, memory_bytes=10 * held),))
-    assert rank_plans(profile, replace(one, nodes=(roomy,)), Workload(4), calibration(1), Wishes()).best.plan.memory.offload == "none"
+    assert rank_plans(profile, replace(one, nodes=(roomy,)), Workload(4), calibration(1), Constraints()).best.plan.memory.offload == "none"
     poor = replace(node, memory_bytes=held)
-    full = rank_plans(profile, replace(one, nodes=(poor,)), Workload(4), calibration(1), Wishes(offload="optimizer")).best.estimate
+    full = rank_plans(profile, replace(one, nodes=(poor,)), Workload(4), calibration(1), Constraints(offload="optimizer")).best.estimate
     assert not full.fits and "a node's own memory" in full.reason

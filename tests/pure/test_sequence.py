@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.procs.spread import FAMILIES, model_of, traced
+from tests.procs.plan_cases import FAMILIES, model_of, traced
 from torch import nn
 from torch.nn import functional as F
 
@@ -14,11 +14,18 @@ from meshwright.comm import ThreadComm, ThreadWorld
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
-from meshwright.core.tensor import Along, TensorPolicy
-from meshwright.describe.flow import trace_module_flow
-from meshwright.execute.recompute import Recall
-from meshwright.execute.sequence import Deal, EnterAll, Positions, Share, SumMine, _mask_all
-from meshwright.plan.tensor import choose_grid
+from meshwright.core.tensor_policy import SequenceLayout, TensorPolicy
+from meshwright.describe.dataflow_tracer import trace_module_dataflow
+from meshwright.execute.recompute_runtime import RecomputeCache
+from meshwright.execute.sequence_parallel import (
+    GatherFromSequence,
+    ReduceScatterToSequence,
+    ScatterToSequence,
+    SequenceLength,
+    SequenceShard,
+    _shard_dropout_mask,
+)
+from meshwright.plan.tensor_planner import choose_tensor_grid
 
 
 class Block(nn.Module):
@@ -42,36 +49,36 @@ class Counting(Block):
 
 def cut(*blocks: nn.Module, shape: tuple[int, ...] = (2, 6, 8), ways: int = 2) -> TensorPolicy:
     model = nn.Sequential(*blocks)
-    flow = trace_module_flow(model, lambda m, b: m(b["x"]).square().mean(), {"x": torch.zeros(shape)})
-    return choose_grid(flow, (ways,), sequence=True)[0]
+    flow = trace_module_dataflow(model, lambda m, b: m(b["x"]).square().mean(), {"x": torch.zeros(shape)})
+    return choose_tensor_grid(flow, (ways,), sequence_parallel=True)[0]
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny", *FAMILIES])
 def test_every_architecture_shares_all_its_sums(name: str) -> None:
     _, flow = traced(model_of(name))
-    policy = choose_grid(flow, (2,), sequence=True)[0]
-    plain = choose_grid(flow, (2,))[0]
-    assert policy.sequence and all(m.along for m in policy.sums)
-    assert len(policy.partial) > len(plain.partial) and policy.whole == plain.whole
-    assert [s for s in policy.strands if s.cuts] == list(plain.strands)
+    policy = choose_tensor_grid(flow, (2,), sequence_parallel=True)[0]
+    plain = choose_tensor_grid(flow, (2,))[0]
+    assert policy.is_sequence_parallel and all(m.sequence_layout for m in policy.reduce_sites)
+    assert len(policy.partial_grad_parameters) > len(plain.partial_grad_parameters) and policy.unsharded_reasons == plain.unsharded_reasons
+    assert [s for s in policy.sharded_dims if s.parameter_shards] == list(plain.sharded_dims)
 
 
 def test_a_region_begins_at_a_sum_and_ends_at_a_cut_part() -> None:
     policy = cut(nn.Linear(8, 8), Block(0.5), Block(0.5))
-    assert [m.module for m in policy.sums] == ["1.down", "2.down"]
-    assert [(m.module, m.position) for m in policy.deals] == [("1", 0)]
-    assert [m.module for m in policy.enters if m.along] == ["1.up", "2.up"]
-    assert [(m.module, m.along.dim) for m in policy.masks] == [("1.drop", 1), ("2.drop", 1)]
-    assert set(policy.partial) == {f"{i}.{name}" for i in (1, 2) for name in ("norm.weight", "norm.bias", "down.bias")}
-    assert [(m.module, m.at_output) for m in policy.collects] == [("2", True)]  # the model returns it
+    assert [m.module for m in policy.reduce_sites] == ["1.down", "2.down"]
+    assert [(m.module, m.position) for m in policy.sequence_scatter_sites] == [("1", 0)]
+    assert [m.module for m in policy.copy_sites if m.sequence_layout] == ["1.up", "2.up"]
+    assert [(m.module, m.sequence_layout.dim) for m in policy.dropout_sites] == [("1.drop", 1), ("2.drop", 1)]
+    assert set(policy.partial_grad_parameters) == {f"{i}.{name}" for i in (1, 2) for name in ("norm.weight", "norm.bias", "down.bias")}
+    assert [(m.module, m.at_output) for m in policy.sequence_gather_sites] == [("2", True)]  # the model returns it
 
 
 def test_bytes_are_those_of_the_whole_and_ranks_hold_pieces() -> None:
     policy = cut(nn.Linear(8, 8), Block(), Block(), shape=(2, 7, 8))
-    (positions,) = [s for s in policy.strands if not s.cuts]
+    (positions,) = [s for s in policy.sharded_dims if not s.parameter_shards]
     plan = Plan("test", 2, Mesh(tp=(2,)), tensor=policy)
-    assert [plan.pieces[rank][positions.name] for rank in range(2)] == [(4, 7), (3, 7)]
-    assert {m.bytes for m in (*policy.sums, *policy.enters, *policy.deals)} == {7 * 8 * 4}
+    assert [plan.logical_dim_shards[rank][positions.name] for rank in range(2)] == [(4, 7), (3, 7)]
+    assert {m.bytes for m in (*policy.reduce_sites, *policy.copy_sites, *policy.sequence_scatter_sites)} == {7 * 8 * 4}
     assert "sequence parallel" in plan.summary()
 
 
@@ -92,12 +99,12 @@ def test_two_sequences_of_unlike_lengths_may_be_under_way() -> None:
     """Backward of the first comes after forward of the second: each has its own number of positions."""
 
     def job(comm: ThreadComm) -> list[torch.Tensor]:
-        share = Share(Positions(comm, 7), Along("sequence", 1), "test")
+        share = SequenceShard(SequenceLength(comm, 7), SequenceLayout("sequence", 1), "test")
         given = [torch.arange(2.0 * length * 3).view(2, length, 3).requires_grad_() for length in (7, 4)]
         sums = []
         for x in given:
-            entered = EnterAll.apply(Deal.apply(x, share), share, Recall())
-            sums.append(SumMine.apply(entered * (comm.rank + 1), share, Recall()).square().sum())
+            entered = GatherFromSequence.apply(ScatterToSequence.apply(x, share), share, RecomputeCache())
+            sums.append(ReduceScatterToSequence.apply(entered * (comm.rank + 1), share, RecomputeCache()).square().sum())
         sum(sums).backward()
         return [x.grad / x.detach().clamp(min=1) for x in given if x.grad is not None]
 
@@ -113,14 +120,16 @@ class Numbers(nn.Module):
         return x * torch.arange(x.numel(), dtype=x.dtype).view_as(x)
 
 
-@pytest.mark.parametrize("along", [Along("sequence", 1), Along("sequence", 0, mixed=True)], ids=["positions", "samples × positions"])
-def test_random_numbers_are_those_of_the_whole_wherever_positions_lie(along: Along) -> None:
+@pytest.mark.parametrize(
+    "along", [SequenceLayout("sequence", 1), SequenceLayout("sequence", 0, has_outer_dims=True)], ids=["positions", "samples × positions"]
+)
+def test_random_numbers_are_those_of_the_whole_wherever_positions_lie(along: SequenceLayout) -> None:
     whole = torch.randn(2, 5, 3) if along.dim else torch.randn(10, 3)
 
     def job(comm: ThreadComm) -> torch.Tensor:
-        module, share = Numbers(), Share(Positions(comm, 5), along, "test")
-        _mask_all(module, share, lambda function: function)
-        return share.gathered(module(share.mine(whole)))
+        module, share = Numbers(), SequenceShard(SequenceLength(comm, 5), along, "test")
+        _shard_dropout_mask(module, share, lambda function: function)
+        return share.all_gather(module(share.local_shard(whole)))
 
     for found in ThreadWorld(2).run(job):
         torch.testing.assert_close(found, Numbers()(whole))
@@ -130,14 +139,14 @@ def test_channels_are_no_positions() -> None:
     """A convolution's output has its channels in the middle; its own bias counts them."""
     _, flow = traced(model_of("cosmoflow-tiny"))
     with pytest.raises(RequestError, match="no cut part is followed by one"):
-        choose_grid(flow, (2,), sequence=True)
+        choose_tensor_grid(flow, (2,), sequence_parallel=True)
 
 
 def test_one_dimension_and_no_other_ranks_with_positions() -> None:
     _, flow = traced(model_of("gpt-tiny"))
     with pytest.raises(RequestError, match="one dimension of tensor parallelism"):
-        choose_grid(flow, (2, 2), sequence=True)
-    policy = choose_grid(flow, (2,), sequence=True)[0]
+        choose_tensor_grid(flow, (2, 2), sequence_parallel=True)
+    policy = choose_tensor_grid(flow, (2,), sequence_parallel=True)[0]
     changes: dict[str, Any] = {"tensor": policy}
     with pytest.raises(RequestError, match=r"does not go with ep yet .*: set sequence=false"):
         Plan("test", 4, Mesh(ep=2, tp=(2,)), **changes)

@@ -6,38 +6,38 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from fake_inputs import cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_up import cluster
 
-from meshwright.core.calibration import Line, Rates
+from meshwright.core.calibration import AlphaBetaModel, Rates
 from meshwright.core.cluster import Link
 from meshwright.core.errors import RequestError
-from meshwright.core.schedule import COMPUTES, Schedule, wire_factor
+from meshwright.core.schedule import COMPUTE_OPS, Schedule, wire_factor
 from meshwright.proxies import PROXIES
-from meshwright.proxies.parts import Program, assemble
-from meshwright.schedule.orders import turns
-from meshwright.simulate import Disturbances, Ideal, Linked, simulate
+from meshwright.proxies.proxy_program import ProgramBuilder, build_schedule
+from meshwright.schedule.pipeline_actions import pipeline_schedule
+from meshwright.simulate import AlphaBetaNetwork, Disturbances, IdealNetwork, simulate
 
 ALPHA, SPEED = 1e-4, 1e9
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
 
-def network(*, contended: bool = True, faster: float = 1.0, gap: float | None = None, ranks: int = 8) -> Linked:
-    lines = {f"gloo/{op}": Line(ALPHA, SPEED, gap) for op in OPS}
-    return Linked(cluster(ranks, link=Link("wire", ALPHA, SPEED)), Rates(1, 1, {}, (), 0.0, lines), "gloo", contended, faster)
+def network(*, contended: bool = True, faster: float = 1.0, gap: float | None = None, ranks: int = 8) -> AlphaBetaNetwork:
+    lines = {f"gloo/{op}": AlphaBetaModel(ALPHA, SPEED, gap) for op in OPS}
+    return AlphaBetaNetwork(cluster(ranks, link=Link("wire", ALPHA, SPEED)), Rates(1, 1, {}, (), 0.0, lines), "gloo", contended, faster)
 
 
 def proxy(name: str, world: int, **dims: Any) -> Schedule:
-    return PROXIES[name].build(PROXIES[name].settle((), dims), world)
+    return PROXIES[name].build(PROXIES[name].parse_config((), dims), world)
 
 
 @pytest.mark.parametrize(("name", "seconds"), [("gpt3", 13.70), ("gpt3-moe", 21.48)])
 def test_published_bounds_on_a_network_that_costs_nothing(name: str, seconds: float) -> None:
     """96 stages of 192 micro-batches; 384 and 1536 ranks are simulated as 96."""
-    schedule = PROXIES[name].build(PROXIES[name].settle(), PROXIES[name].smallest(PROXIES[name].settle()))
-    found = simulate(schedule, Ideal())
-    assert found.step_s == pytest.approx(seconds, rel=1e-3) and len(found.ends) == 96
+    schedule = PROXIES[name].build(PROXIES[name].parse_config(), PROXIES[name].min_world(PROXIES[name].parse_config()))
+    found = simulate(schedule, IdealNetwork())
+    assert found.step_s == pytest.approx(seconds, rel=1e-3) and len(found.end_times) == 96
 
 
 # Closed forms
@@ -50,7 +50,7 @@ def test_bubbles(ranks: int, micro: int, chunks: int) -> None:
     dims = {"stages": ranks, "shards": 1, "micro_batches": micro, "layers": ranks * chunks, "forward_us": forward, "backward_us": backward}
     whole = 1e-6 * (forward + backward)
     for order in ("gpipe", "1f1b") if chunks == 1 else ("interleaved",):
-        found = simulate(proxy("gpt3", ranks, order=order, chunks=chunks, **dims), Ideal()).step_s
+        found = simulate(proxy("gpt3", ranks, order=order, chunks=chunks, **dims), IdealNetwork()).step_s
         assert found == pytest.approx((micro * chunks + ranks - 1) * whole)
 
 
@@ -58,13 +58,13 @@ def test_bubbles(ranks: int, micro: int, chunks: int) -> None:
 def test_every_turn_is_taken_once(order: str) -> None:
     chunks = 2 if order == "interleaved" else 1
     for rank in range(4):
-        found = turns(order, 4, rank, 8, chunks)
+        found = pipeline_schedule(order, 4, rank, 8, chunks)
         assert len(found) == len(set(found)) == 2 * 8 * chunks
         for chunk in range(chunks):
             for micro in range(8):
                 ahead, back = (found.index((phase, chunk, micro)) for phase in ("forward", "backward"))  # type: ignore[arg-type]
                 assert ahead < back
-    held = [max_ahead(turns(order, 4, rank, 8, chunks)) for rank in range(4)]
+    held = [max_ahead(pipeline_schedule(order, 4, rank, 8, chunks)) for rank in range(4)]
     assert held == ([8] * 4 if order == "gpipe" else sorted(held, reverse=True)) and (order != "1f1b" or held == [4, 3, 2, 1])
 
 
@@ -78,11 +78,11 @@ def max_ahead(found: list[Any]) -> int:
 
 
 def one_after_the_other(op: str, calls: int, size: int, *, blocks: bool, seconds: float = 0.0) -> Schedule:
-    out = Program()
+    out = ProgramBuilder()
     for number in range(calls):
-        out.call(f"call/{number}", op, "world", size, blocks=blocks)  # type: ignore[arg-type]
+        out.collective(f"call/{number}", op, "world", size, blocks=blocks)  # type: ignore[arg-type]
         out.compute(f"forward/{number}", seconds)
-    return assemble("calls", 4, {"world": ((0, 1, 2, 3),)}, [out], lambda _: 0)
+    return build_schedule("calls", 4, {"world": ((0, 1, 2, 3),)}, [out], lambda _: 0)
 
 
 @pytest.mark.parametrize("op", OPS[:4])
@@ -90,13 +90,13 @@ def test_blocking_calls_take_alpha_and_beta_each(op: str) -> None:
     each = ALPHA + 4e6 * wire_factor(op, 4) / SPEED
     found = simulate(one_after_the_other(op, 3, 4_000_000, blocks=True, seconds=0.01), network())
     assert found.step_s == pytest.approx(3 * (each + 0.01))
-    assert sum(s.held for s in found.of(0)) == pytest.approx(3 * each)
+    assert sum(s.exposed_s for s in found.spans_of(0)) == pytest.approx(3 * each)
 
 
 def test_what_runs_beside_computation_is_hidden() -> None:
     each = ALPHA + 4e6 * wire_factor("all_reduce", 4) / SPEED
     found = simulate(one_after_the_other("all_reduce", 3, 4_000_000, blocks=False, seconds=0.01), network())
-    assert found.step_s == pytest.approx(0.03) and sum(s.held for s in found.of(0)) == 0 and each < 0.01
+    assert found.step_s == pytest.approx(0.03) and sum(s.exposed_s for s in found.spans_of(0)) == 0 and each < 0.01
     slow = simulate(one_after_the_other("all_reduce", 3, 4_000_000, blocks=False, seconds=0.001), network())
     assert slow.step_s == pytest.approx(3 * each)  # the wire is busy all along; computation is hidden behind it
 
@@ -109,33 +109,33 @@ def test_the_shared_part_of_the_latency_passes_once() -> None:
 
 
 def test_a_message_starts_when_both_are_there() -> None:
-    early, late = Program(), Program()
+    early, late = ProgramBuilder(), ProgramBuilder()
     early.send("p2p/x", "pair", 1, 1_000_000, blocks=True)
     late.compute("forward", 0.5)
     late.receive("p2p/x/in", "pair", 0, 1_000_000, blocks=True)
-    found = simulate(assemble("pair", 2, {"pair": ((0, 1),)}, [early, late], lambda rank: rank), network())
+    found = simulate(build_schedule("pair", 2, {"pair": ((0, 1),)}, [early, late], lambda rank: rank), network())
     assert found.step_s == pytest.approx(0.5 + ALPHA + 1e6 / SPEED)
-    assert found.of(0)[0].held == pytest.approx(found.step_s) and found.of(1)[-1].held == pytest.approx(ALPHA + 1e6 / SPEED)
+    assert found.spans_of(0)[0].exposed_s == pytest.approx(found.step_s) and found.spans_of(1)[-1].exposed_s == pytest.approx(ALPHA + 1e6 / SPEED)
 
 
 def test_both_directions_at_once() -> None:
     programs = []
     for place in (0, 1):
-        out = Program()
+        out = ProgramBuilder()
         out.wait("wait", [out.send("p2p/x", "pair", 1 - place, 10**7), out.receive("p2p/x/in", "pair", 1 - place, 10**7)])
         programs.append(out)
-    schedule = assemble("pair", 2, {"pair": ((0, 1),)}, programs, lambda rank: rank)
+    schedule = build_schedule("pair", 2, {"pair": ((0, 1),)}, programs, lambda rank: rank)
     assert simulate(schedule, network()).step_s == pytest.approx(ALPHA + 1e7 / SPEED)
     assert simulate(schedule, replace(network(), duplex=False)).step_s == pytest.approx(2 * (ALPHA + 1e7 / SPEED))
 
 
 def test_a_rank_that_waits_for_ever_is_named() -> None:
-    first, second = Program(), Program()
+    first, second = ProgramBuilder(), ProgramBuilder()
     for out, peer in ((first, 1), (second, 0)):
         out.receive("p2p/x/in", "pair", peer, 4, blocks=True)
         out.send("p2p/x", "pair", peer, 4)
     with pytest.raises(RequestError, match="rank 0 waits for ever at 'p2p/x/in', action 1 of 2"):
-        simulate(assemble("pair", 2, {"pair": ((0, 1),)}, [first, second], lambda rank: rank), Ideal())
+        simulate(build_schedule("pair", 2, {"pair": ((0, 1),)}, [first, second], lambda rank: rank), IdealNetwork())
 
 
 # What always holds
@@ -157,13 +157,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_never_below_the_bounds_and_folding_changes_nothing(case: dict[str, Any]) -> None:
     schedule = proxy(case["name"], 8, scale_down=case["scale_down"], **SHAPES.get(case["name"], {}))
     for wires in (network(), network(contended=False), network(gap=0.0)):
-        found, apart = simulate(schedule, wires), simulate(schedule, wires, folded=False)
+        found, apart = simulate(schedule, wires), simulate(schedule, wires, merge_ranks=False)
         assert found.step_s == pytest.approx(apart.step_s, rel=1e-12)
-        assert [found.ends[found.fold.of[r]] for r in range(8)] == pytest.approx(list(apart.ends), rel=1e-12)
+        assert [found.end_times[found.rank_partition.class_of[r]] for r in range(8)] == pytest.approx(list(apart.end_times), rel=1e-12)
         for rank in range(8):
-            program, members = schedule.of(rank), schedule.members(rank)
-            assert found.step_s >= sum(a.seconds for a in program if a.op in COMPUTES) * (1 - 1e-9)
-            sent = sum(a.bytes * wire_factor(a.op, len(members[a.axis])) for a in program if a.communicates)
+            program, members = schedule.program_for(rank), schedule.groups_of(rank)
+            assert found.step_s >= sum(a.seconds for a in program if a.op in COMPUTE_OPS) * (1 - 1e-9)
+            sent = sum(a.bytes * wire_factor(a.op, len(members[a.axis])) for a in program if a.is_communication)
             assert not wires.contended or found.step_s >= sent / SPEED * (1 - 1e-9)
 
 
@@ -173,19 +173,19 @@ def test_without_contention_more_bandwidth_is_never_slower(case: dict[str, Any],
     schedule = proxy(case["name"], 8, scale_down=case["scale_down"], **SHAPES.get(case["name"], {}))
     before, after = (simulate(schedule, network(contended=False, faster=f)).step_s for f in (1.0, faster))
     assert after <= before * (1 + 1e-9)
-    assert simulate(schedule, Ideal()).step_s <= after * (1 + 1e-9)
+    assert simulate(schedule, IdealNetwork()).step_s <= after * (1 + 1e-9)
 
 
 def test_a_seed_gives_one_trace() -> None:
     schedule = proxy("cosmoflow", 8)
     first, again, other = (simulate(schedule, network(), Disturbances(jitter=0.1, seed=seed)) for seed in (1, 1, 2))
     assert first.spans == again.spans and first.spans != other.spans
-    assert len(first.ends) == 8  # no two ranks are alike
+    assert len(first.end_times) == 8  # no two ranks are alike
     assert simulate(schedule, network()).step_s < first.step_s
 
 
 def test_a_straggler_holds_up_the_others() -> None:
     schedule = proxy("resnet152", 8)
     alone, slow = simulate(schedule, network()), simulate(schedule, network(), Disturbances(slow={"3": 1.5}))
-    assert len(alone.ends) == 1 and len(slow.ends) == 2
+    assert len(alone.end_times) == 1 and len(slow.end_times) == 2
     assert slow.step_s == pytest.approx(1.5 * 0.357, rel=0.2) and slow.step_s > alone.step_s

@@ -12,14 +12,14 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from made_up import calibration
+from fake_inputs import calibration
 
 from meshwright.cli.main import main
 from meshwright.core.cluster import Cluster, Device, Link, Node
-from meshwright.core.serial import write_json
+from meshwright.core.serialization import write_json
 from meshwright.describe.discover import discover
 from meshwright.orchestrate import calibrate
-from meshwright.orchestrate.scaling import parse_sizes, stretched
+from meshwright.orchestrate.scaling import parse_rank_counts, scale_mesh
 
 Ran = tuple[int, str, str]
 Tool = Callable[..., Ran]
@@ -35,7 +35,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     for name in ("RANK", "WORLD_SIZE", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     for ranks in (None, 1, 2, 4):
-        assert calibrate.keep(calibration(ranks or os.cpu_count() or 1), discover(os.environ, ranks=ranks), os.environ)
+        assert calibrate.save_to_cache(calibration(ranks or os.cpu_count() or 1), discover(os.environ, ranks=ranks), os.environ)
     devices = tuple(Device("cuda", "made-up", i, 80 * 10**9, {"bf16": 1e15}, 3e12) for i in range(2))
     write_json(
         tmp_path / "two.json", Cluster("two", (Node("node", devices, 16, 10**12, link=Link("inside", 5e-6, 4e11)),), Link("outside", 5e-6, 5e10))
@@ -141,9 +141,9 @@ def test_a_curve_goes_on_where_no_plan_is_legal(run: Tool, tmp_path: Path) -> No
 def test_sizes_and_meshes_that_grow() -> None:
     from meshwright.core.mesh import Mesh
 
-    assert parse_sizes("8..64") == [8, 16, 32, 64] and parse_sizes("24,8") == [8, 24]
-    assert str(stretched(Mesh(pp=2, dp=2, tp=(4,)), 64)) == "pp=2,dp=8,tp=4"
-    assert str(stretched(Mesh(shard=2, tp=(2,)), 16)) == "shard=8,tp=2"
+    assert parse_rank_counts("8..64") == [8, 16, 32, 64] and parse_rank_counts("24,8") == [8, 24]
+    assert str(scale_mesh(Mesh(pp=2, dp=2, tp=(4,)), 64)) == "pp=2,dp=8,tp=4"
+    assert str(scale_mesh(Mesh(shard=2, tp=(2,)), 16)) == "shard=8,tp=2"
 
 
 def examples() -> list[str]:
@@ -164,7 +164,7 @@ def test_every_example_of_the_guide_runs(example: str, run: Tool, tmp_path: Path
 def test_every_example_of_the_help_runs(run: Tool) -> None:
     import inspect
 
-    from meshwright.cli.simulate import simulate
+    from meshwright.cli.simulate_command import simulate
 
     for example in re.findall(r"Example: meshwright simulate (.+)", inspect.getdoc(simulate) or ""):
         code, out, err = run(*shlex.split(example))

@@ -16,21 +16,32 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright import zoo
+from meshwright.core.dataflow import Dataflow, SlidingWindow
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
-from meshwright.core.serial import from_data, to_data
-from meshwright.core.spatial import Slide, SpatialPolicy, block, choose_grid, is_local, lengths, obstacle, parse_grid, reach, volume
-from meshwright.core.strand import Flow, Window
-from meshwright.describe.flow import trace_flow, trace_module_flow
-from meshwright.describe.trace import trace_task
-from meshwright.observe.words import plan_choices, plan_in_words
-from meshwright.plan.spatial import choose_spatial
-from meshwright.schedule import expand, local_profile, plan_ledgers
+from meshwright.core.serialization import from_data, to_data
+from meshwright.core.spatial_policy import (
+    SpatialPolicy,
+    WindowOp,
+    box_shape,
+    choose_grid,
+    halo_obstacle,
+    is_local,
+    local_box,
+    parse_grid,
+    plan_halo,
+    volume,
+)
+from meshwright.describe.dataflow_tracer import trace_dataflow, trace_module_dataflow
+from meshwright.describe.profile_tracer import trace_task
+from meshwright.observe.wording import describe_plan, plan_setting_rows
+from meshwright.plan.spatial_planner import choose_spatial
+from meshwright.schedule import build_schedule, local_profile, plan_ledgers
 
 
-def flow_of(model: nn.Module, *shape: int) -> Flow:
-    return trace_module_flow(model, lambda m, b: m(b).square().mean(), torch.zeros(2, *shape))
+def flow_of(model: nn.Module, *shape: int) -> Dataflow:
+    return trace_module_dataflow(model, lambda m, b: m(b).square().mean(), torch.zeros(2, *shape))
 
 
 def fates(model: nn.Module, *shape: int, ways: int = 2) -> tuple[SpatialPolicy, list[str]]:
@@ -42,46 +53,46 @@ def fates(model: nn.Module, *shape: int, ways: int = 2) -> tuple[SpatialPolicy, 
 
 
 @st.composite
-def slides(draw: st.DrawFn) -> tuple[Slide, tuple[int, ...]]:
+def slides(draw: st.DrawFn) -> tuple[WindowOp, tuple[int, ...]]:
     """A window in two dims and a grid of ranks, as torch would have it."""
     grid = draw(st.sampled_from([(2, 1), (1, 2), (2, 2), (3, 2), (4, 1), (2, 3)]))
     numbers = [draw(st.tuples(st.integers(2, 17), st.integers(1, 5), st.integers(1, 3), st.integers(0, 3), st.integers(1, 2))) for _ in grid]
     made = tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in numbers)
     sizes, kernel, stride, padding, dilation = zip(*numbers, strict=True)
     assume(min(made) >= 1)
-    return Slide("m", "conv2d", Window("conv", kernel, stride, padding, dilation), sizes, made, 4.0), grid
+    return WindowOp("m", "conv2d", SlidingWindow("conv", kernel, stride, padding, dilation), sizes, made, 4.0), grid
 
 
 @given(case=slides())
 @settings(max_examples=200, deadline=None, derandomize=True)
-def test_exchanges_bring_every_rank_what_its_window_needs(case: tuple[Slide, tuple[int, ...]]) -> None:
+def test_exchanges_bring_every_rank_what_its_window_needs(case: tuple[WindowOp, tuple[int, ...]]) -> None:
     """All ranks at once, on numbers that say where they come from: afterwards each has its part of the padded whole."""
     slide, grid = case
-    assume(not obstacle(slide, grid))
+    assume(not halo_obstacle(slide, grid))
     whole = torch.arange(1, math.prod(slide.sizes) + 1).view(slide.sizes)
     at = lambda box: tuple(slice(*run) for run in box)  # noqa: E731
     ranks = range(math.prod(grid))
-    every = [reach(slide, grid, rank) for rank in ranks]
+    every = [plan_halo(slide, grid, rank) for rank in ranks]
     buffers = [torch.zeros(r.shape, dtype=torch.int64) for r in every]
     for rank, mine in enumerate(every):
-        buffers[rank][at(mine.own)] = whole[at(block(slide.sizes, grid, rank))]
+        buffers[rank][at(mine.own_box)] = whole[at(local_box(slide.sizes, grid, rank))]
     for dim in range(len(grid)):
-        sent = {(r, e.peer): buffers[r][at(e.send)].clone() for r in ranks for e in every[r].exchanges if e.dim == dim and e.send}
-        wanted = {(e.peer, r): e.receive for r in ranks for e in every[r].exchanges if e.dim == dim and e.receive}
+        sent = {(r, e.peer): buffers[r][at(e.send_box)].clone() for r in ranks for e in every[r].exchanges if e.dim == dim and e.send_box}
+        wanted = {(e.peer, r): e.recv_box for r in ranks for e in every[r].exchanges if e.dim == dim and e.recv_box}
         assert sent.keys() == wanted.keys()
         for (source, target), box in wanted.items():
             buffers[target][at(box)] = sent[source, target]
     window = slide.window
     for rank, mine in enumerate(every):
-        given = buffers[rank][at(mine.needed)]
+        given = buffers[rank][at(mine.window_box)]
         pads = [0 if ways > 1 else p for ways, p in zip(grid, window.padding, strict=True)]
         how = {"stride": window.stride, "dilation": window.dilation}
         kernel = torch.arange(1, math.prod(window.kernel) + 1).view(1, 1, *window.kernel).double()
         out = F.conv2d(given[None, None].double(), kernel, padding=pads, **how)
         full = F.conv2d(whole[None, None].double(), kernel, padding=window.padding, **how)[0, 0]
-        assert torch.equal(out[0, 0], full[at(block(slide.made, grid, rank))])
+        assert torch.equal(out[0, 0], full[at(local_box(slide.output_sizes, grid, rank))])
         if is_local(slide, grid):
-            own = whole[at(block(slide.sizes, grid, rank))]
+            own = whole[at(local_box(slide.sizes, grid, rank))]
             assert torch.equal(F.conv2d(own[None, None].double(), kernel, padding=pads, **how)[0, 0], out[0, 0])
 
 
@@ -97,11 +108,11 @@ def test_grids_are_as_square_as_it_goes() -> None:
 
 @pytest.mark.parametrize(("sizes", "grid"), [((7, 5), (2, 2)), ((4, 9, 6), (1, 3, 2)), ((3,), (3,))])
 def test_blocks_cover_all_positions_once(sizes: tuple[int, ...], grid: tuple[int, ...]) -> None:
-    boxes = [block(sizes, grid, rank) for rank in range(math.prod(grid))]
+    boxes = [local_box(sizes, grid, rank) for rank in range(math.prod(grid))]
     assert sum(map(volume, boxes)) == math.prod(sizes)
     places = {p for box in boxes for p in product(*(range(*run) for run in box))}
     assert len(places) == math.prod(sizes)
-    assert min(min(lengths(box)) for box in boxes) >= 1
+    assert min(min(box_shape(box)) for box in boxes) >= 1
 
 
 # -- decisions --
@@ -109,18 +120,18 @@ def test_blocks_cover_all_positions_once(sizes: tuple[int, ...], grid: tuple[int
 
 def test_cosmoflow_is_cut_as_published() -> None:
     """2×2 blocks, borders before every convolution, all of the convolutions on blocks; dense layers by everybody."""
-    policy = choose_spatial(trace_flow(zoo.load("cosmoflow")), 4)
+    policy = choose_spatial(trace_dataflow(zoo.load("cosmoflow")), 4)
     assert policy.grid == (1, 2, 2)
-    assert [s.module for s in policy.slides] == [f"layers.{i}.conv" for i in range(5)]
+    assert [s.module for s in policy.window_ops] == [f"layers.{i}.conv" for i in range(5)]
     assert [(g.module, g.sizes) for g in policy.gathers] == [("layers.4", (4, 4, 4))]
-    assert not policy.slides[0].backward and all(s.backward for s in policy.slides[1:])
-    assert policy.fates["layers.0.conv"] == "128x128x128 positions in blocks of 128x64x64, halo 0x1x1"
-    assert policy.fates["dense1"] == "whole: view in the model lays positions out anew; gathered after layers.4"
+    assert not policy.window_ops[0].needs_grad and all(s.needs_grad for s in policy.window_ops[1:])
+    assert policy.layer_notes["layers.0.conv"] == "128x128x128 positions in blocks of 128x64x64, halo 0x1x1"
+    assert policy.layer_notes["dense1"] == "whole: view in the model lays positions out anew; gathered after layers.4"
     plan = Plan("cosmoflow", 8, Mesh(cp=4), spatial=policy)
     assert from_data(Plan, to_data(plan), "plan") == plan
     assert plan.strategy == "spatial 1x2x2"
-    assert "blocks become whole after layers.4" in plan_in_words(plan)[1]
-    assert ("grid", "1x2x2") in [row[:2] for row in plan_choices(plan)]
+    assert "blocks become whole after layers.4" in describe_plan(plan)[1]
+    assert ("grid", "1x2x2") in [row[:2] for row in plan_setting_rows(plan)]
 
 
 def test_a_gather_stands_before_what_needs_all_positions() -> None:
@@ -132,7 +143,7 @@ def test_a_gather_stands_before_what_needs_all_positions() -> None:
     assert fates(nn.Sequential(conv(), nn.AvgPool2d(3, 1, 1, count_include_pad=False)), 2, 8, 8)[1] == ["0"]
     assert fates(nn.Sequential(conv(), nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect")), 2, 8, 8)[1] == ["0"]
     far = choose_spatial(flow_of(nn.Sequential(conv(), nn.Conv2d(2, 2, 7, padding=3)), 2, 8, 8), 4, (4, 1))
-    assert [g.module for g in far.gathers] == ["0"] and "reaches past the neighbour, who has 2 of 8 positions" in far.fates["1"]
+    assert [g.module for g in far.gathers] == ["0"] and "reaches past the neighbour, who has 2 of 8 positions" in far.layer_notes["1"]
     assert fates(nn.Sequential(conv(), nn.Upsample(size=16)), 2, 8, 8)[1] == ["0"]
     assert fates(nn.Sequential(conv(), nn.Upsample(scale_factor=2)), 2, 8, 8)[1] == [""]
     every = [nn.LeakyReLU(), nn.ReLU6(inplace=True), nn.Hardswish(inplace=True), nn.ELU(inplace=True), nn.PReLU(2), nn.Mish(), nn.Threshold(0, 0)]
@@ -191,10 +202,10 @@ def test_a_module_whose_calls_cannot_be_told_apart_is_whole() -> None:
 def test_refusals_are_one_line() -> None:
     for name in ("Bert", "Llama"):
         model = architectures.build(name)
-        flow = trace_module_flow(model, architectures.loss(name), architectures.batch(name, 2, 0))
+        flow = trace_module_dataflow(model, architectures.loss(name), architectures.batch(name, 2, 0))
         with pytest.raises(RequestError, match=r"cp=2: no convolution .* use context parallelism of sequences, or --mesh dp=2"):
             choose_spatial(flow, 2)
-    vit = trace_module_flow(architectures.build("ViT"), architectures.loss("ViT"), architectures.batch("ViT", 2, 0))
+    vit = trace_module_dataflow(architectures.build("ViT"), architectures.loss("ViT"), architectures.batch("ViT", 2, 0))
     with pytest.raises(RequestError, match=r"cp=2: .*: use --mesh dp=2"):
         choose_spatial(vit, 2)
     with pytest.raises(RequestError, match="spatial=3x1 is not a grid of cp=4 ranks over at most 2 dims: use 2x2"):
@@ -212,7 +223,7 @@ def test_refusals_are_one_line() -> None:
 
 def test_work_and_memory_shrink_and_every_rank_has_its_own_ledger() -> None:
     task = zoo.load("cosmoflow-tiny")
-    flow, profile = trace_flow(task), trace_task(task)
+    flow, profile = trace_dataflow(task), trace_task(task)
     plan = Plan("t", 8, Mesh(cp=3), spatial=choose_spatial(flow, 3, (3, 1)))
     alone = {layer.name: layer for layer in profile.layers}
     for layer in local_profile(plan, profile, 0).layers:
@@ -225,11 +236,11 @@ def test_work_and_memory_shrink_and_every_rank_has_its_own_ledger() -> None:
     assert list(ledgers) == ["0", "1", "2"]
     halos: list[Any] = [sum(line.calls for line in lines if line.name.startswith("halo/")) for lines in ledgers.values()]
     assert halos[1] == 2 * halos[0] == 2 * halos[2]  # the one in the middle has two neighbours
-    assert len(expand(plan, profile).programs) == 3
+    assert len(build_schedule(plan, profile).programs) == 3
 
 
 def test_zoo_and_users_networks_are_cut() -> None:
     for name in convolutional.NAMES:
-        flow = trace_module_flow(convolutional.build(name).double(), convolutional.loss, convolutional.batch(name, 2, 0))
+        flow = trace_module_dataflow(convolutional.build(name).double(), convolutional.loss, convolutional.batch(name, 2, 0))
         policy = choose_spatial(flow, 4)
-        assert policy.grid == (2, 2) and len(policy.slides) >= 4
+        assert policy.grid == (2, 2) and len(policy.window_ops) >= 4

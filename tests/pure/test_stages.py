@@ -6,47 +6,47 @@ from typing import Any
 
 import pytest
 import torch
-from made_up import cluster
+from fake_inputs import cluster
 from tests import architectures
 from torch import nn
 
 from meshwright import zoo
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
-from meshwright.core.plan import Borrowed, MemoryPolicy, Plan, Stage
-from meshwright.core.ties import stages_holding
+from meshwright.core.plan import MemoryPolicy, Plan, Stage, TiedParameter
+from meshwright.core.tied_parameters import stages_holding
 from meshwright.core.workload import Workload
-from meshwright.describe.flow import trace_flow, trace_module_flow
-from meshwright.describe.trace import trace_module, trace_task
-from meshwright.plan.pipeline import _balanced, cut_stages
-from meshwright.plan.space import Wishes, candidates
-from meshwright.plan.tensor import choose_grid
-from meshwright.schedule import expand
+from meshwright.describe.dataflow_tracer import trace_dataflow, trace_module_dataflow
+from meshwright.describe.profile_tracer import trace_module, trace_task
+from meshwright.plan.pipeline_planner import _balanced_cuts, cut_stages
+from meshwright.plan.search_space import Constraints, candidates
+from meshwright.plan.tensor_planner import choose_tensor_grid
+from meshwright.schedule import build_schedule
 
-TIED = (Stage(("a",)), Stage(("b",), also=(Borrowed("a.w", "b"),)))
+TIED = (Stage(("a",)), Stage(("b",), tied_parameters=(TiedParameter("a.w", "b"),)))
 FOUR = tuple(Stage((str(i),)) for i in range(4))
 
 
 def stages_of(name: str, count: int) -> tuple[Stage, ...]:
     if name in architectures.NAMES:
         made = architectures.build(name), architectures.loss(name), architectures.batch(name, 2, 0)
-        return cut_stages(trace_module_flow(*made), trace_module(*made, name=name), count)
+        return cut_stages(trace_module_dataflow(*made), trace_module(*made, name=name), count)
     task = zoo.load(name)
-    return cut_stages(trace_flow(task), trace_task(task), count)
+    return cut_stages(trace_dataflow(task), trace_task(task), count)
 
 
 def test_one_activation_crosses_between_blocks() -> None:
     first, second = stages_of("gpt-tiny", 2)
     assert first.entry == "" and second.entry == "blocks.1"
-    (carry,) = second.receives
-    assert carry.source == "blocks.0" and [(s.module, s.position) for s in carry.sinks] == [("blocks.1", 0)]
+    (carry,) = second.boundary_activations
+    assert carry.source == "blocks.0" and [(s.module, s.position) for s in carry.consumers] == [("blocks.1", 0)]
     assert carry.bytes == 64 * 64 * 4
-    assert set(second.skips) == {"embedding", "blocks.0"}
+    assert set(second.skipped_modules) == {"embedding", "blocks.0"}
 
 
 def test_a_tied_embedding_is_on_both_ends() -> None:
     _, last = stages_of("gpt-tiny", 2)
-    assert last.also == (Borrowed("embedding.tokens.weight", "head"),)
+    assert last.tied_parameters == (TiedParameter("embedding.tokens.weight", "head"),)
     assert stages_holding(stages_of("gpt-tiny", 2))("embedding.tokens.weight") == (0, 1)
 
 
@@ -54,16 +54,21 @@ def test_every_action_knows_how_many_ranks_take_part() -> None:
     """A send is between two ranks, and a tied embedding meets on the two that hold it, however long the pipeline is."""
     made: Any = architectures.build("GPT2", n_layer=4), architectures.loss("GPT2"), architectures.batch("GPT2", 2, 0)
     mesh, profile = Mesh(pp=4, dp=3), trace_module(*made, name="GPT2")
-    plan = Plan("GPT2", 12, mesh, 4, cut_stages(trace_module_flow(*made), profile, 4))
-    found = {(a.op, a.name.split("/")[0]): a.ranks(mesh) for rank in range(4) for a in expand(plan, profile).of(3 * rank) if a.communicates}
+    plan = Plan("GPT2", 12, mesh, 4, cut_stages(trace_module_dataflow(*made), profile, 4))
+    found = {
+        (a.op, a.name.split("/")[0]): a.num_ranks(mesh)
+        for rank in range(4)
+        for a in build_schedule(plan, profile).program_for(3 * rank)
+        if a.is_communication
+    }
     assert {name: ranks for (op, name), ranks in found.items() if op == "send"} == {"activations": 2, "gradients": 2}
     assert {name: ranks for (op, name), ranks in found.items() if op == "all_reduce"} == {"tied": 2, "grads": 3, "loss": 12}
 
 
 def test_an_encoders_output_travels_with_the_decoder() -> None:
     stages = stages_of("T5", 4)
-    assert max(len(stage.receives) for stage in stages) >= 2
-    sizes = {carry.source: (carry.at(1), carry.at(3)) for stage in stages for carry in stage.receives}
+    assert max(len(stage.boundary_activations) for stage in stages) >= 2
+    sizes = {carry.source: (carry.bytes_for(1), carry.bytes_for(3)) for stage in stages for carry in stage.boundary_activations}
     assert sizes["encoder"] == (10 * 32 * 4, 3 * 10 * 32 * 4)
     assert sizes["decoder.block.0"] == (4 * 10 * 10 * 4,) * 2, "a bias for heads and positions is the same for all samples"
 
@@ -77,10 +82,10 @@ def test_every_layer_is_on_one_stage_in_order() -> None:
 
 def test_stages_are_uneven_where_that_balances() -> None:
     costs = [1.0, 1.0, 1.0, 1.0, 4.0]
-    assert _balanced(costs, [1, 2, 3, 4], 2, []) == [4]
-    assert _balanced([4.0, 1.0, 1.0, 1.0, 1.0], [1, 2, 3, 4], 2, []) == [1]
-    assert _balanced([1.0] * 6, [1, 2, 3, 4, 5], 3, []) == [2, 4]
-    assert _balanced([1.0] * 6, [2, 5], 2, []) == [2]
+    assert _balanced_cuts(costs, [1, 2, 3, 4], 2, []) == [4]
+    assert _balanced_cuts([4.0, 1.0, 1.0, 1.0, 1.0], [1, 2, 3, 4], 2, []) == [1]
+    assert _balanced_cuts([1.0] * 6, [1, 2, 3, 4, 5], 3, []) == [2, 4]
+    assert _balanced_cuts([1.0] * 6, [2, 5], 2, []) == [2]
 
 
 def test_more_stages_than_places_is_said_with_numbers() -> None:
@@ -90,23 +95,23 @@ def test_more_stages_than_places_is_said_with_numbers() -> None:
 
 def test_who_asks_for_a_schedule_gets_a_pipeline_and_who_places_layers_gets_them_placed() -> None:
     task = zoo.load("gpt-tiny")
-    profile, flow = trace_task(task), trace_flow(task)
-    for wishes in (Wishes(schedule="gpipe", flow=flow), Wishes(placements={"head": "whole"}, flow=flow)):
+    profile, flow = trace_task(task), trace_dataflow(task)
+    for wishes in (Constraints(schedule="gpipe", flow=flow), Constraints(placements={"head": "whole"}, flow=flow)):
         plans = list(candidates(profile, cluster(4, kind="cpu"), Workload(8), wishes))
         assert plans and all(plan.mesh.pp > 1 and plan.schedule == "gpipe" for plan in plans if wishes.schedule)
-        assert all(plan.mesh.degree("tp") > 1 and "head" not in str(plan.tensor.strands) for plan in plans if wishes.placements)
+        assert all(plan.mesh.degree("tp") > 1 and "head" not in str(plan.tensor.sharded_dims) for plan in plans if wishes.placements)
 
 
 def test_in_a_pipeline_tensor_parallel_ranks_meet_inside_layers() -> None:
     """An encoder's output enters the decoder once, at its door; in a pipeline a stage may begin behind that door."""
     made: Any = architectures.build("Decoder"), architectures.loss("Decoder"), architectures.batch("Decoder", 2, 0)
-    flow, profile = trace_module_flow(*made), trace_module(*made, name="Decoder")
+    flow, profile = trace_module_dataflow(*made), trace_module(*made, name="Decoder")
     layers = ("embedding", "layers.layers.0", "layers.layers.1", "head")
     assert set(profile.layer_names) >= set(layers)
-    alone, piped = (choose_grid(flow, (2,), layers=given)[0] for given in ((), profile.layer_names))
-    assert "layers" in {m.module for m in alone.enters}
-    assert all(m.module.startswith(layers) and m.module != "layers" for m in piped.enters)
-    assert len(piped.enters) == len(alone.enters) + 1
+    alone, piped = (choose_tensor_grid(flow, (2,), layers=given)[0] for given in ((), profile.layer_names))
+    assert "layers" in {m.module for m in alone.copy_sites}
+    assert all(m.module.startswith(layers) and m.module != "layers" for m in piped.copy_sites)
+    assert len(piped.copy_sites) == len(alone.copy_sites) + 1
 
 
 class _Braided(nn.Module):
@@ -126,7 +131,7 @@ def test_no_cut_where_a_value_crosses_outside_all_modules() -> None:
     made: Any = (_Braided(), lambda m, b: m(b["x"]).sum(), {"x": torch.zeros(2, 4)})
     profile = trace_module(*made, name="braided")
     with pytest.raises(RequestError, match="at most"):
-        cut_stages(trace_module_flow(*made), profile, 3)
+        cut_stages(trace_module_dataflow(*made), profile, 3)
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up import blocks, calibration, cluster
+from fake_inputs import blocks, calibration, cluster
 
 import meshwright as mw
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan, SyncPolicy
-from meshwright.core.strategy import Strategy, as_strategy, differences
+from meshwright.core.plan_strategy import Strategy, as_strategy, differences
 from meshwright.core.workload import Workload
 from meshwright.orchestrate import Orchestrator, RunConfig, calibrate
-from meshwright.orchestrate.strategy import load_strategy, transform
-from meshwright.plan import Ranking, Wishes, rank_plans
+from meshwright.orchestrate.user_strategy import apply_strategy, load_strategy
+from meshwright.plan import Constraints, Ranking, rank_plans
 
 SOURCE = """
 from dataclasses import replace
@@ -55,12 +55,12 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def ranked(devices: int = 2) -> Ranking:
-    return rank_plans(blocks(4), cluster(devices, 80e9), Workload(64), calibration(devices), Wishes(world=devices, mesh=Mesh(dp=devices)))
+    return rank_plans(blocks(4), cluster(devices, 80e9), Workload(64), calibration(devices), Constraints(world=devices, mesh=Mesh(dp=devices)))
 
 
 def test_the_changed_plan_leads_with_its_own_estimate(file: str) -> None:
     before = ranked()
-    after, line = transform(before, load_strategy(f"{file}:small-buckets"), lambda _: None)
+    after, line = apply_strategy(before, load_strategy(f"{file}:small-buckets"), lambda _: None)
     assert after.best.plan == replace(before.best.plan, sync=SyncPolicy(1000 * len(before.profile.layers), 1000))
     assert after.scored[1:] == before.scored
     assert after.best.estimate != before.best.estimate
@@ -83,7 +83,7 @@ def test_a_decorated_function_can_be_called_and_handed_over() -> None:
     before = ranked()
     assert same(before.best.plan, None, None) is before.best.plan  # type: ignore[arg-type]
     assert as_strategy(same, "here") is same
-    after, line = transform(before, same, lambda _: None)
+    after, line = apply_strategy(before, same, lambda _: None)
     assert (after, line) == (before, "Strategy same left the best plan as it was.")
 
 
@@ -110,7 +110,7 @@ MISTAKES = {
 def test_mistakes_are_one_line(mistake: str, file: str) -> None:
     reference, expected = MISTAKES[mistake]
     with pytest.raises(RequestError) as caught:
-        transform(ranked(), load_strategy(reference), lambda _: None)
+        apply_strategy(ranked(), load_strategy(reference), lambda _: None)
     assert str(caught.value).startswith(expected)
     assert "\n" not in str(caught.value)
 
@@ -120,11 +120,11 @@ def orchestrator(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """On a machine of CPUs that was measured before, so that nothing is probed and no process is started."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(Orchestrator, "nursery", lambda *_: None)
+    monkeypatch.setattr(Orchestrator, "fork_server", lambda *_: None)
 
     def make(**settings: Any) -> Orchestrator:
         made = Orchestrator(RunConfig(model="vae", nproc=2, **settings), os.environ, lambda _: None)
-        calibrate.keep(calibration(2), made.cluster, os.environ)
+        calibrate.save_to_cache(calibration(2), made.cluster, os.environ)
         return made
 
     return make

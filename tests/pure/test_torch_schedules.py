@@ -16,9 +16,9 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from meshwright.core.errors import RequestError
 from meshwright.core.pipeline_schedules import SCHEDULES, PipelineSchedule, schedule_traits
-from meshwright.execute.pipeline import _SCHEDULES as TORCH_CLASSES
-from meshwright.schedule import orders
-from meshwright.schedule.orders import check_order, turns
+from meshwright.execute.pipeline_parallel import _SCHEDULES as TORCH_CLASSES
+from meshwright.schedule import pipeline_actions
+from meshwright.schedule.pipeline_actions import check_pipeline_order, pipeline_schedule
 
 Computation = tuple[str, int, int]  # F, B (all of backward), I (gradients of inputs) or W (of weights); the stage; the micro-batch
 
@@ -81,7 +81,7 @@ def of_ours(schedule: str, each: int, ranks: int, rank: int, micro: int) -> list
     traits = schedule_traits(schedule)
     stages = traits.stages_of(rank, ranks, each)
     letters = {"forward": "F", "backward": "I" if traits.splits_backward else "B", "weights": "W"}
-    return [(letters[turn.phase], stages[turn.chunk], turn.micro) for turn in turns(schedule, ranks, rank, micro, each)]
+    return [(letters[turn.phase], stages[turn.chunk], turn.micro_batch) for turn in pipeline_schedule(schedule, ranks, rank, micro, each)]
 
 
 @pytest.mark.parametrize(("schedule", "each", "ranks", "micro"), CASES)
@@ -121,6 +121,6 @@ def test_the_comparison_can_tell_schedules_apart() -> None:
 
 
 def test_a_schedule_has_one_entry_in_each_table() -> None:
-    assert list(SCHEDULES) == list(get_args(PipelineSchedule)) == list(orders._BUILDERS) == list(TORCH_CLASSES)
+    assert list(SCHEDULES) == list(get_args(PipelineSchedule)) == list(pipeline_actions._BUILDERS) == list(TORCH_CLASSES)
     with pytest.raises(RequestError, match="unknown schedule 'zigzag'"):
-        check_order("zigzag", 2, 2, 1)
+        check_pipeline_order("zigzag", 2, 2, 1)

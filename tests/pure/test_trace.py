@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+from fake_inputs import plan
 from hypothesis import given
 from hypothesis import strategies as st
-from made_up import plan
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -32,14 +32,14 @@ from meshwright.core.errors import RequestError
 from meshwright.core.model import LayerProfile, ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.task import Batch, Field, Loss, Task
-from meshwright.cost.memory import fullest_moment, held_bytes
-from meshwright.describe import tally, trace
-from meshwright.describe.lifetimes import envelope
-from meshwright.describe.trace import parameters_only, trace_module, trace_task
-from meshwright.schedule.expand import gradient_buckets
+from meshwright.cost.memory_cost import model_state_bytes, peak_live_memory
+from meshwright.describe import layer_profiles, profile_tracer
+from meshwright.describe.profile_tracer import profile_parameters_only, trace_module, trace_task
+from meshwright.describe.storage_lifetimes import upper_envelope
+from meshwright.schedule.step_actions import gradient_buckets
 from meshwright.zoo.gpt import GPT, GPTConfig
 from meshwright.zoo.llama import Llama, LlamaConfig
-from meshwright.zoo.losses import next_token
+from meshwright.zoo.losses import next_token_loss
 
 BATCH = 2  # what a profile is traced at
 
@@ -55,12 +55,12 @@ def profile_of(model: nn.Module, *shape: int, **how: Any) -> ModelProfile:
 
 def gpt(layers: int, **sizes: int) -> Task:
     config = GPTConfig(**{"vocab": 50, "context": 16, "heads": 2, "width": 8, **sizes}, layers=layers)
-    return Task("gpt", lambda: GPT(config), next_token, {"tokens": Field((config.context + 1,), "int64", config.vocab)})
+    return Task("gpt", lambda: GPT(config), next_token_loss, {"tokens": Field((config.context + 1,), "int64", config.vocab)})
 
 
 def llama(layers: int) -> Task:
     config = LlamaConfig(vocab=50, context=16, layers=layers, heads=4, kv_heads=2, width=16, ffn=24)
-    return Task("llama", lambda: Llama(config), next_token, {"tokens": Field((17,), "int64", 50)})
+    return Task("llama", lambda: Llama(config), next_token_loss, {"tokens": Field((17,), "int64", 50)})
 
 
 def by_name(profile: ModelProfile) -> dict[str, LayerProfile]:
@@ -133,11 +133,13 @@ def test_parameters_are_exact_by_name_and_shape(name: str) -> None:
     found = trace_task(task)
     real = dict(task.build().named_parameters())
     assert {t.name: t.shape for t in found.tensors} == {n: tuple(p.shape) for n, p in real.items()}
-    assert [t.name for t in sorted(found.tensors, key=lambda t: t.order)] == list(real), "buckets rely on the order of model.parameters()"
+    assert [t.name for t in sorted(found.tensors, key=lambda t: t.registration_index)] == list(real), (
+        "buckets rely on the order of model.parameters()"
+    )
     assert found.parameters == sum(p.numel() for p in real.values())
     assert found.parameter_bytes == 4 * found.parameters
-    live = parameters_only(task.build(), name)
-    assert sorted(live.tensors, key=lambda t: t.order) == sorted(found.tensors, key=lambda t: t.order)
+    live = profile_parameters_only(task.build(), name)
+    assert sorted(live.tensors, key=lambda t: t.registration_index) == sorted(found.tensors, key=lambda t: t.registration_index)
     assert live.flops_forward == live.activation_bytes == 0
 
 
@@ -146,7 +148,7 @@ def test_405_billion_parameters_are_traced_in_little_time_and_memory() -> None:
 import json, resource, time
 begun = time.perf_counter()
 from meshwright import zoo
-from meshwright.describe.trace import trace_task
+from meshwright.describe.profile_tracer import trace_task
 found = trace_task(zoo.load("llama3-405b"))
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 print(json.dumps([found.parameters, found.flops_forward, time.perf_counter() - begun, peak, len(found.layers)]))
@@ -185,7 +187,7 @@ def saved_in_a_real_run(model: nn.Module, loss: Loss, batch: Batch) -> int:
 @pytest.mark.parametrize("samples", [1, 2, 7])
 def test_an_mlp_saves_what_a_real_run_saves(activation: Callable[[], nn.Module], samples: int) -> None:
     model = nn.Sequential(nn.Linear(12, 20), activation(), nn.LayerNorm(20), nn.Linear(20, 8), activation(), nn.Linear(8, 3))
-    found = profile_of(model, 12).at(samples).activation_bytes
+    found = profile_of(model, 12).at_batch(samples).activation_bytes
     assert found == saved_in_a_real_run(model, square, {"x": torch.rand(samples, 12)})
 
 
@@ -193,14 +195,14 @@ def test_an_mlp_saves_what_a_real_run_saves(activation: Callable[[], nn.Module],
 def test_zoo_models_save_what_a_real_run_saves(name: str) -> None:
     task = zoo.load(name)
     batch = {n: torch.zeros(5, *f.shape, dtype=getattr(torch, f.dtype)) for n, f in task.fields.items()}
-    assert trace_task(task).at(5).activation_bytes == saved_in_a_real_run(task.build(), task.loss, batch)
+    assert trace_task(task).at_batch(5).activation_bytes == saved_in_a_real_run(task.build(), task.loss, batch)
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
 def test_language_models_save_what_a_real_run_saves(name: str) -> None:
     task = zoo.load(name)
     batch = {"tokens": torch.zeros(5, task.fields["tokens"].shape[0], dtype=torch.int64)}
-    assert trace_task(task).at(5).activation_bytes == saved_in_a_real_run(task.build(), task.loss, batch)
+    assert trace_task(task).at_batch(5).activation_bytes == saved_in_a_real_run(task.build(), task.loss, batch)
 
 
 class _Alive(TorchDispatchMode):
@@ -239,7 +241,7 @@ def test_the_fullest_moment_is_that_of_a_real_run(name: str, samples: int) -> No
     with sdpa_kernel(SDPBackend.MATH), _Alive([*model.parameters(), *batch.values()]) as alive:
         value = task.loss(model, batch)
         (value[0] / value[1] if isinstance(value, tuple) else value).backward()
-    found = fullest_moment(Plan(name, samples), trace_task(task, attention="math", device="cuda").at(samples)).bytes
+    found = peak_live_memory(Plan(name, samples), trace_task(task, attention="math", device="cuda").at_batch(samples)).bytes
     assert found == pytest.approx(alive.most, rel=0.03)
 
 
@@ -252,7 +254,7 @@ def test_norms_are_wide_on_cuda_and_pooling_is_not() -> None:
 
 @given(st.lists(st.tuples(st.integers(-50, 50), st.integers(0, 20)), min_size=1), st.integers(1, 40))
 def test_an_envelope_is_the_highest_line_everywhere(lines: list[tuple[int, int]], samples: int) -> None:
-    few = envelope([(float(a), float(b)) for a, b in lines])
+    few = upper_envelope([(float(a), float(b)) for a, b in lines])
     assert max([0.0, *(a + b * samples for a, b in few)]) == max([0.0, *(a + b * samples for a, b in lines)])
 
 
@@ -306,7 +308,7 @@ SUMS: tuple[Callable[[LayerProfile], float], ...] = (
     lambda x: x.activation_bytes,
     lambda x: x.output_bytes,
     lambda x: x.fusible_bytes,
-    lambda x: x.remade_bytes,
+    lambda x: x.compiler_recomputed_bytes,
     lambda x: sum(k.bytes * k.count for k in x.kernels),
     lambda x: sum(k.count for k in x.kernels),
 )
@@ -317,11 +319,11 @@ SUMS: tuple[Callable[[LayerProfile], float], ...] = (
 def test_a_profile_at_another_batch_is_what_a_trace_there_gives(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     task = zoo.load(name)
     usual = trace_task(task, precision=precision)
-    for module in (trace, tally):
+    for module in (profile_tracer, layer_profiles):
         monkeypatch.setattr(module, "PROBED_BATCHES", (16, 17))
-    there, moved = trace_task(task, precision=precision), usual.at(16)
+    there, moved = trace_task(task, precision=precision), usual.at_batch(16)
     assert there.batch == moved.batch == 16
-    for a, b in [*zip(there.layers, moved.layers, strict=True), *zip(there.slopes, moved.slopes, strict=True)]:
+    for a, b in [*zip(there.layers, moved.layers, strict=True), *zip(there.per_sample_layers, moved.per_sample_layers, strict=True)]:
         assert (a.name, a.tensors, a.block) == (b.name, b.tensors, b.block)
         assert [get(a) for get in SUMS] == pytest.approx([get(b) for get in SUMS]), a.name
 
@@ -330,9 +332,9 @@ def test_a_trace_does_not_depend_on_what_the_process_did_before() -> None:
     """In a new process autograd's numbers begin at 0. Everyone's first trace is such a one."""
     code = """
 from meshwright import zoo
-from meshwright.describe.trace import trace_task
+from meshwright.describe.profile_tracer import trace_task
 first, second = (trace_task(zoo.load("dlrm-tiny")) for _ in range(2))
-wrong = [a.name for a, b in zip(first.layers + first.slopes, second.layers + second.slopes) if a.kernels != b.kernels]
+wrong = [a.name for a, b in zip(first.layers + first.per_sample_layers, second.layers + second.per_sample_layers) if a.kernels != b.kernels]
 print(wrong)
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
@@ -346,15 +348,15 @@ def test_tracing_twice_gives_the_same_profile() -> None:
 
 def test_a_profile_there_and_back_is_the_same() -> None:
     found = trace_task(gpt(2))
-    assert found.at(2) is found
-    assert found.at(9).at(2) == found
+    assert found.at_batch(2) is found
+    assert found.at_batch(9).at_batch(2) == found
 
 
 def test_low_precision_halves_products_and_changes_no_flops() -> None:
     full, low = (trace_task(gpt(2), precision=p) for p in ("fp32", "bf16"))
     assert (full.flops_forward, full.flops_backward) == (low.flops_forward, low.flops_backward)
     assert by_name(low)["head"].output_bytes == by_name(full)["head"].output_bytes / 2
-    assert low.at(64).activation_bytes < 0.8 * full.at(64).activation_bytes
+    assert low.at_batch(64).activation_bytes < 0.8 * full.at_batch(64).activation_bytes
     assert low.parameter_bytes == full.parameter_bytes, "parameters are stored in fp32"
 
 
@@ -377,9 +379,9 @@ def test_repeated_blocks_are_recognised() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_folding_changes_no_number(make: Callable[[int], Task], precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folded = trace_task(make(6), precision=precision)
-    monkeypatch.setattr(trace, "folded", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(profile_tracer, "skip_repeated_blocks", lambda *_: contextlib.nullcontext())
     plain = trace_task(make(6), precision=precision)
-    apart = {"fusible_bytes": 0.0, "transient_bytes": 0.0, "workspaces": ()}  # see the next tests
+    apart = {"fusible_bytes": 0.0, "transient_bytes": 0.0, "transient_lines": ()}  # see the next tests
     for a, b in zip(folded.layers, plain.layers, strict=True):
         assert replace(a, **apart) == replace(b, **apart)
         # Autocast keeps its copies of biases until forward ends: folded blocks have none, and this model's are as large as its activations.
@@ -388,7 +390,7 @@ def test_folding_changes_no_number(make: Callable[[int], Task], precision: str, 
 
 def test_folding_does_not_change_what_a_compiler_could_fuse(monkeypatch: pytest.MonkeyPatch) -> None:
     folded = trace_task(gpt(6))
-    monkeypatch.setattr(trace, "folded", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(profile_tracer, "skip_repeated_blocks", lambda *_: contextlib.nullcontext())
     assert [x.fusible_bytes for x in folded.layers] == [x.fusible_bytes for x in trace_task(gpt(6)).layers]
 
 
@@ -434,7 +436,7 @@ class Repeats(nn.Module):
 def test_blocks_of_equal_shapes_that_do_different_things(parts: list[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     shape = (4, 16, 16) if isinstance(parts[0], nn.Sequential) and isinstance(parts[0][0], nn.Conv2d) else (8,)
     folded = profile_of(nn.Sequential(*parts), *shape)
-    monkeypatch.setattr(trace, "folded", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(profile_tracer, "skip_repeated_blocks", lambda *_: contextlib.nullcontext())
     plain = profile_of(nn.Sequential(*parts), *shape)
     assert [x.activation_bytes for x in folded.layers] == [x.activation_bytes for x in plain.layers]
     assert folded.flops_forward == plain.flops_forward
@@ -474,7 +476,7 @@ def test_a_model_that_checkpoints_its_blocks() -> None:
 
 def test_tied_parameters_count_once() -> None:
     found = trace_task(gpt(2))
-    assert [names[1:] for names in found.tied] == [("head.weight",)]
+    assert [names[1:] for names in found.tied_parameters] == [("head.weight",)]
     assert by_name(found)["head"].parameters == 0
     assert by_name(found)["head"].flops_forward > 0
     assert len({t.name for t in found.tensors}) == len(found.tensors)
@@ -525,7 +527,7 @@ def test_frozen_parameters_need_no_gradient_memory() -> None:
     found = profile_of(model, 64)
     trained = 4 * (64 * 64 + 64)
     assert sum(b.bytes for b in gradient_buckets(plan(found, dp=2), found)) == trained
-    assert held_bytes(plan(found), found, "adamw")["optimizer"] == 2 * trained
+    assert model_state_bytes(plan(found), found, "adamw")["optimizer"] == 2 * trained
 
 
 def test_units_do_not_lie_inside_each_other() -> None:
@@ -719,8 +721,8 @@ def test_hugging_face_models_are_traced(kind: str, tmp_path: Path) -> None:
     assert products + attention <= found.flops_forward <= products + attention + outer
     assert found.flops_backward == 2 * products + 2.5 * attention
     assert sum(bool(x.block) for x in found.layers) == 4
-    assert [names[1:] for names in found.tied] == ([("lm_head.weight",)] if kind == "gpt2" else [])
-    assert math.isclose(found.at(8).flops_forward, 4 * found.flops_forward, rel_tol=0.01)
+    assert [names[1:] for names in found.tied_parameters] == ([("lm_head.weight",)] if kind == "gpt2" else [])
+    assert math.isclose(found.at_batch(8).flops_forward, 4 * found.flops_forward, rel_tol=0.01)
 
 
 def test_a_single_small_sample_is_convolved_by_torch_itself() -> None:
@@ -729,11 +731,11 @@ def test_a_single_small_sample_is_convolved_by_torch_itself() -> None:
     fields = {"image": Field((given, edge, edge))}
     profile = trace_task(Task("conv", build, lambda model, batch: model(batch["image"]).square().mean(), fields))
     columns, weight = 4 * kernel * given * edge * edge, 4 * kernel * given * made
-    one, two, three = (profile.at(n).layers[0].transient_bytes for n in (1, 2, 3))
+    one, two, three = (profile.at_batch(n).layers[0].transient_bytes for n in (1, 2, 3))
     each = three - two
     assert 0 < 4 * weight < two - each - one + columns, "one sample is not on the line of several"
     on_gpu = trace_task(Task("conv", build, lambda model, batch: model(batch["image"]).square().mean(), fields), device="cuda")
-    assert on_gpu.layers[0].lone_bytes is None
+    assert on_gpu.layers[0].single_sample_bytes is None
 
 
 def test_who_saves_what_is_known_by_module() -> None:

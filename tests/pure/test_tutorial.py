@@ -14,12 +14,12 @@ from meshwright import data, zoo
 from meshwright.cli.main import main
 from meshwright.core.errors import RequestError
 from meshwright.core.task import Field
-from meshwright.data.instructions import IGNORED, Bytes, Instructions, Record, find_tokenizer
+from meshwright.data.instructions import IGNORE_INDEX, ByteTokenizer, InstructionDataset, InstructionRecord, find_tokenizer
 from meshwright.data.instructions import load as load_instructions
-from meshwright.observe.lines import step_line
+from meshwright.observe.step_lines import format_step_line
 from meshwright.orchestrate.config import RunConfig, load_config
-from meshwright.orchestrate.job import dataset_of, settle, task_of
-from meshwright.orchestrate.rate import learning_rate
+from meshwright.orchestrate.job import load_dataset, load_task, resolve_job
+from meshwright.orchestrate.lr_schedule import learning_rate
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TINY = {
@@ -153,19 +153,19 @@ def test_weights_in_the_folder_are_loaded(here: Path) -> None:
     kept = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained("tiny"))
     kept.save_pretrained("tiny")
     config = translated("ddp", random_init=False, model_id="tiny")
-    made = task_of(config).build()
+    made = load_task(config).build()
     assert made.training
     assert all(torch.equal(a, b) for a, b in zip(made.state_dict().values(), kept.state_dict().values(), strict=True))
-    assert not torch.equal(task_of(config.model_copy(update={"random_init": True})).build().lm_head.weight, kept.lm_head.weight)
+    assert not torch.equal(load_task(config.model_copy(update={"random_init": True})).build().lm_head.weight, kept.lm_head.weight)
     with torch.device("meta"):
-        assert task_of(config).build().lm_head.weight.is_meta
+        assert load_task(config).build().lm_head.weight.is_meta
     (weights,) = Path("tiny").glob("*.safetensors")
     save_file({name: values for name, values in kept.state_dict().items() if "layers.1" not in name}, weights, {"format": "pt"})
     with pytest.raises(RequestError, match=r"its weights lack 9 tensors of the model, such as model.layers.1"):
-        task_of(config).build()
+        load_task(config).build()
     weights.write_bytes(b"broken")
     with pytest.raises(RequestError, match="its weights cannot be loaded") as caught:
-        task_of(config).build()
+        load_task(config).build()
     assert "\n" not in str(caught.value)
 
 
@@ -191,37 +191,37 @@ def test_published_names() -> None:
 # Samples
 
 
-def samples(width: int) -> Instructions:
-    return Instructions([Record("Say it.", "Yes.")], Bytes(), width)
+def samples(width: int) -> InstructionDataset:
+    return InstructionDataset([InstructionRecord("Say it.", "Yes.")], ByteTokenizer(), width)
 
 
 def test_only_the_answer_is_predicted() -> None:
-    record = Record("Say it.", "Yes.", "Loudly.")
-    tokens, targets = samples(512).sample(record)
+    record = InstructionRecord("Say it.", "Yes.", "Loudly.")
+    tokens, targets = samples(512).tokenize(record)
     prompt = record.prompt.encode()
     assert bytes(tokens[: len(prompt) + 4]) == prompt + b"Yes."
     assert b"### Input:\nLoudly.\n\n### Response:\n" in prompt
-    assert b"### Input" not in Record("Say it.", "Yes.").prompt.encode()
-    assert targets[: len(prompt) - 1] == [IGNORED] * (len(prompt) - 1)
-    assert targets[len(prompt) - 1 : len(prompt) + 4] == [*b"Yes.", Bytes.end]  # the last prompt token predicts the first of the answer
-    assert set(targets[len(prompt) + 4 :]) == {IGNORED}
+    assert b"### Input" not in InstructionRecord("Say it.", "Yes.").prompt.encode()
+    assert targets[: len(prompt) - 1] == [IGNORE_INDEX] * (len(prompt) - 1)
+    assert targets[len(prompt) - 1 : len(prompt) + 4] == [*b"Yes.", ByteTokenizer.eos_id]  # the last prompt token predicts the first of the answer
+    assert set(targets[len(prompt) + 4 :]) == {IGNORE_INDEX}
     assert (len(tokens), len(targets)) == (512, 512)
 
 
 @pytest.mark.parametrize("room", range(-3, 8))
 def test_what_is_too_long_is_cut_and_something_is_left_to_predict(room: int) -> None:
-    record = Record("Say it.", "Yes.")
+    record = InstructionRecord("Say it.", "Yes.")
     width = len(record.prompt) + room
-    tokens, targets = samples(width).sample(record)
-    kept = [t for t in targets if t != IGNORED]
+    tokens, targets = samples(width).tokenize(record)
+    kept = [t for t in targets if t != IGNORE_INDEX]
     assert (len(tokens), len(targets)) == (width, width)
-    assert kept == [*b"Yes.", Bytes.end][: max(room, 1)]
+    assert kept == [*b"Yes.", ByteTokenizer.eos_id][: max(room, 1)]
     for place, target in enumerate(targets[:-1]):
-        assert target in (IGNORED, tokens[place + 1])
+        assert target in (IGNORE_INDEX, tokens[place + 1])
 
 
 def test_a_batch_has_a_fixed_shape(here: Path) -> None:
-    found = dataset_of(translated("ddp", model_id="tiny"), task_of(translated("ddp", model_id="tiny")), "train")
+    found = load_dataset(translated("ddp", model_id="tiny"), load_task(translated("ddp", model_id="tiny")), "train")
     batch = found.batch(torch.tensor([3, 0]))
     assert len(found) == 20
     assert {name: tuple(values.shape) for name, values in batch.items()} == {"tokens": (2, 256), "targets": (2, 256)}
@@ -237,20 +237,20 @@ def test_a_tokenizer_of_its_own(here: Path) -> None:
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>", unk_token="<unk>").save_pretrained("tiny")
     found = find_tokenizer(Path("tiny"))
-    assert (found.encode("Say it. Yes"), found.end, found.vocabulary) == ([2, 3, 4, 5], 0, 6)
-    _, targets = Instructions([], found, 64).sample(Record("Say it.", "Yes."))
-    assert [t for t in targets if t != IGNORED] == [5, 4, 0]
-    assert isinstance(find_tokenizer(None), Bytes)
+    assert (found.encode("Say it. Yes"), found.eos_id, found.vocab_size) == ([2, 3, 4, 5], 0, 6)
+    _, targets = InstructionDataset([], found, 64).tokenize(InstructionRecord("Say it.", "Yes."))
+    assert [t for t in targets if t != IGNORE_INDEX] == [5, 4, 0]
+    assert isinstance(find_tokenizer(None), ByteTokenizer)
     fields = {name: Field((64,), "int64", 5) for name in ("tokens", "targets")}
     with pytest.raises(RequestError, match="the tokenizer in tiny needs a vocabulary of 6, and the model's is 5"):
         load_instructions(Path("x.json"), fields, "train", tokenizer=Path("tiny"))
 
 
 def test_without_a_tokenizer_bytes_are_tokens(here: Path) -> None:
-    assert Bytes().encode("né") == [110, 195, 169]
+    assert ByteTokenizer().encode("né") == [110, 195, 169]
     (here / "tiny" / "config.json").write_text(json.dumps({**TINY, "vocab_size": 255}))
     with pytest.raises(RequestError, match=r"bytes are tokens, which need a vocabulary of 256, and the model's is 255"):
-        settle(translated("ddp", model_id="tiny", global_batch=8))
+        resolve_job(translated("ddp", model_id="tiny", global_batch=8))
 
 
 @pytest.mark.parametrize(
@@ -267,15 +267,15 @@ def test_without_a_tokenizer_bytes_are_tokens(here: Path) -> None:
 def test_data_that_is_not_instructions(content: str, message: str, here: Path) -> None:
     (here / "x.json").write_text(content)
     with pytest.raises(RequestError, match=message):
-        settle(translated("ddp", model_id="tiny"))
+        resolve_job(translated("ddp", model_id="tiny"))
 
 
 def test_a_part_is_held_out_only_to_validate(here: Path) -> None:
     config = RunConfig(model="gpt-tiny", data="x.json")
-    task = task_of(config)
-    assert (len(dataset_of(config, task, "train")), len(dataset_of(config, task, "validation"))) == (19, 1)
+    task = load_task(config)
+    assert (len(load_dataset(config, task, "train")), len(load_dataset(config, task, "validation"))) == (19, 1)
     with pytest.raises(RequestError, match="cnn is neither"):
-        task_of(RunConfig(model="cnn", data="x.json"))
+        load_task(RunConfig(model="cnn", data="x.json"))
     with pytest.raises(RequestError, match=r"no/x.json: No such file"):
         data.load("no/x.json", task.fields)
 
@@ -287,11 +287,11 @@ def test_a_part_is_held_out_only_to_validate(here: Path) -> None:
 def test_the_loss_is_a_sum_and_a_count(model: str, here: Path) -> None:
     if model.startswith("hf:"):
         pytest.importorskip("transformers")
-    task = task_of(RunConfig(model=model, seq=48, data="x.json"))
+    task = load_task(RunConfig(model=model, seq=48, data="x.json"))
     torch.manual_seed(0)
     network = task.build()
     tokens = torch.randint(0, 256, (3, 48))
-    targets = torch.full((3, 48), IGNORED)
+    targets = torch.full((3, 48), IGNORE_INDEX)
     targets[0, 10:20], targets[2, 40:41] = 7, 9
     total, count = task.loss(network, {"tokens": tokens, "targets": targets})
     logits = network(tokens)
@@ -302,8 +302,8 @@ def test_the_loss_is_a_sum_and_a_count(model: str, here: Path) -> None:
 
 def test_padding_does_not_reach_the_answer(here: Path) -> None:
     pytest.importorskip("transformers")
-    task = task_of(RunConfig(model="hf:tiny", seq=48, data="x.json"))
-    network, targets = task.build(), torch.full((1, 48), IGNORED)
+    task = load_task(RunConfig(model="hf:tiny", seq=48, data="x.json"))
+    network, targets = task.build(), torch.full((1, 48), IGNORE_INDEX)
     targets[0, 5:9] = 3
     first = torch.randint(0, 256, (1, 48))
     second = torch.where(torch.arange(48) < 9, first, 1)
@@ -313,12 +313,12 @@ def test_padding_does_not_reach_the_answer(here: Path) -> None:
 
 def test_epochs_become_steps(here: Path) -> None:
     config = translated("ddp", model_id="tiny", global_batch=8)
-    settled, _ = settle(config.model_copy(update={"epochs": 3}))
+    settled, _ = resolve_job(config.model_copy(update={"epochs": 3}))
     assert (settled.steps, settled.epochs) == (6, None)  # 20 samples make two whole batches of 8 a pass
-    assert settle(translated("ddp", model_id="tiny", steps=5))[0].steps == 5
+    assert resolve_job(translated("ddp", model_id="tiny", steps=5))[0].steps == 5
     with pytest.raises(RequestError, match=r"x.json has 20 samples, less than one global batch of 128: use --global-batch 20 or less"):
-        settle(translated("ddp", model_id="tiny"))
-    assert settle(RunConfig(model="dlrm-tiny", epochs=2))[0].steps == 2 * (4096 // 64)  # any run may count in epochs
+        resolve_job(translated("ddp", model_id="tiny"))
+    assert resolve_job(RunConfig(model="dlrm-tiny", epochs=2))[0].steps == 2 * (4096 // 64)  # any run may count in epochs
 
 
 def test_warm_up_then_cosine() -> None:
@@ -333,5 +333,5 @@ def test_warm_up_then_cosine() -> None:
 
 def test_the_printed_line() -> None:
     record = {"step": 11, "step_s": 0.8123, "learning_rate": 1.188e-6, "loss": 2.34561, "memory_bytes": 5_120_000_000, "grad_norm": 3.21}
-    assert step_line(record, 404) == "12/404, 812.3 ms, lr 1.19e-06, loss 2.3456, 5.12 GB, grad norm 3.210"
-    assert step_line({**record, "grad_norm": None}, None).endswith("grad norm –")
+    assert format_step_line(record, 404) == "12/404, 812.3 ms, lr 1.19e-06, loss 2.3456, 5.12 GB, grad norm 3.210"
+    assert format_step_line({**record, "grad_norm": None}, None).endswith("grad norm –")

@@ -17,11 +17,11 @@ from torch.nn import functional as F
 
 from meshwright import zoo
 from meshwright.core.errors import RequestError
-from meshwright.core.task import Field, Keyed, Task
+from meshwright.core.task import Field, KeyedRandomModule, Task
 from meshwright.zoo import losses
 from meshwright.zoo.gpt import GPT, GPT_CONFIGS, GPTConfig
-from meshwright.zoo.keyed import KeyedDropout, KeyedNormal, mix
-from meshwright.zoo.llama import LLAMA_CONFIGS, Llama, LlamaConfig, frequencies, rotate
+from meshwright.zoo.keyed_random import KeyedDropout, KeyedNormal, splitmix64
+from meshwright.zoo.llama import LLAMA_CONFIGS, Llama, LlamaConfig, apply_rotary, rope_frequencies
 from meshwright.zoo.vae import VAE, VAE_CONFIGS
 
 SMALL = ("gpt-tiny", "llama-tiny", "vae", "vae-conv", "cnn", "cosmoflow-tiny", "dlrm-tiny")
@@ -42,7 +42,7 @@ def example(task: Task, count: int, seed: int = 0) -> dict[str, Tensor]:
 # Keyed randomness
 
 
-def keyed_values(module: Keyed, x: Tensor, cuts: list[int], first: int = 1000) -> Tensor:
+def keyed_values(module: KeyedRandomModule, x: Tensor, cuts: list[int], first: int = 1000) -> Tensor:
     """Outputs of `module` when the batch comes in pieces of the given sizes."""
     parts, start = [], 0
     for size in cuts:
@@ -92,11 +92,11 @@ def test_mixing_is_splitmix64_in_unsigned_arithmetic() -> None:
         return z ^ (z >> 31)
 
     values = [0, 1, 2**63 - 1, -1, -(2**63), 0x123456789ABCDEF, -987654321]
-    assert [m % 2**64 for m in mix(torch.tensor(values)).tolist()] == [reference(v % 2**64) for v in values]
+    assert [m % 2**64 for m in splitmix64(torch.tensor(values)).tolist()] == [reference(v % 2**64) for v in values]
 
 
 def test_bits_are_uniform() -> None:
-    bits = KeyedNormal(site=3)._bits(torch.empty(100, 2000))
+    bits = KeyedNormal(site=3)._random_bits(torch.empty(100, 2000))
     for place in range(64):
         assert abs(((bits >> place) & 1).double().mean() - 0.5) < 0.006
     counts = torch.bincount(((bits >> 56) & 0xFF).flatten(), minlength=256).double()
@@ -143,7 +143,7 @@ def test_a_new_key_does_not_recompile() -> None:
 
 def test_keys_are_not_saved_and_modules_are_keyed() -> None:
     model = zoo.load("gpt-tiny", dropout=0.1).build()
-    keyed = [m for m in model.modules() if isinstance(m, Keyed)]
+    keyed = [m for m in model.modules() if isinstance(m, KeyedRandomModule)]
     assert len({m.site for m in keyed}) == len(keyed) == 1 + 2 * 2
     assert not any("key" in name.split(".")[-1] for name in model.state_dict())
 
@@ -156,7 +156,7 @@ def test_the_loss_of_a_model_with_randomness_does_not_depend_on_the_cut(name: st
 
     def loss_of(first: int, count: int) -> Tensor:
         for module in model.modules():
-            if isinstance(module, Keyed):
+            if isinstance(module, KeyedRandomModule):
                 module.set_key(1, 2, first)
         return task.loss(model, {k: v[first : first + count] for k, v in batch.items()})
 
@@ -221,7 +221,9 @@ def test_a_later_token_does_not_change_earlier_logits(name: str) -> None:
     assert (before[:, 40:] - after[:, 40:]).abs().amax(dim=(0, 2)).min() > 1e-6
 
 
-@pytest.mark.parametrize("model", [GPT(GPT_CONFIGS["gpt-tiny"]), Llama(LlamaConfig(64, 32, 2, 4, 2, 32, 64, tied=True))], ids=["gpt", "llama"])
+@pytest.mark.parametrize(
+    "model", [GPT(GPT_CONFIGS["gpt-tiny"]), Llama(LlamaConfig(64, 32, 2, 4, 2, 32, 64, tied_embeddings=True))], ids=["gpt", "llama"]
+)
 def test_tied_weights_survive_a_copy_and_a_birth_on_meta(model: nn.Module) -> None:
     embedding = "embedding.tokens.weight" if isinstance(model, GPT) else "embedding.weight"
     with torch.device("meta"):
@@ -249,7 +251,7 @@ def test_gpt_initialisation_scales_the_residual_branches() -> None:
     assert model.embedding.tokens.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert not block.attention.qkv.bias.any()
     tokens = torch.randint(512, (2, 65))
-    assert losses.next_token(model, {"tokens": tokens}).item() == pytest.approx(math.log(512), abs=0.15)
+    assert losses.next_token_loss(model, {"tokens": tokens}).item() == pytest.approx(math.log(512), abs=0.15)
 
 
 def test_gpt_equals_transformers() -> None:
@@ -287,8 +289,8 @@ def _copy_gpt2(ours: GPT, theirs: nn.Module) -> None:
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_llama_equals_transformers(factor: float, kv_heads: int) -> None:
     transformers = pytest.importorskip("transformers")
-    c = LlamaConfig(vocab=256, context=64, layers=2, heads=4, kv_heads=kv_heads, width=64, ffn=176, theta=10000.0, rope_factor=factor)
-    rope = {"rope_type": "default", "rope_theta": c.theta}
+    c = LlamaConfig(vocab=256, context=64, layers=2, heads=4, kv_heads=kv_heads, width=64, ffn=176, rope_theta=10000.0, rope_factor=factor)
+    rope = {"rope_type": "default", "rope_theta": c.rope_theta}
     if factor != 1.0:
         rope |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     config = transformers.LlamaConfig(
@@ -343,10 +345,10 @@ def _renamed_llama(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def test_rotation_depends_on_the_distance_only() -> None:
     config = LLAMA_CONFIGS["llama-tiny"]
-    angles = torch.outer(torch.arange(40).double(), frequencies(config, torch.device("cpu"), torch.float64))
+    angles = torch.outer(torch.arange(40).double(), rope_frequencies(config, torch.device("cpu"), torch.float64))
     rotary = torch.stack((angles.cos(), angles.sin()))
     query, key = torch.randn(2, config.head_width, dtype=torch.float64)
-    turned = [rotate(v.expand(1, 1, 40, -1), rotary)[0, 0] for v in (query, key)]
+    turned = [apply_rotary(v.expand(1, 1, 40, -1), rotary)[0, 0] for v in (query, key)]
     products = turned[0] @ turned[1].T
     assert torch.allclose(products.diagonal(5), products[0, 5].expand(35))
     assert not torch.allclose(products[0, 5], products[0, 6])
@@ -354,9 +356,9 @@ def test_rotation_depends_on_the_distance_only() -> None:
 
 def test_half_precision_logits_are_summed_in_float32() -> None:
     tokens, table = torch.randint(256, (2, 9)), nn.Embedding(256, 256).bfloat16()  # the smallest language model
-    loss = losses.next_token(table, {"tokens": tokens})
+    loss = losses.next_token_loss(table, {"tokens": tokens})
     assert loss.dtype == torch.float32
-    assert torch.equal(loss, losses.next_token(table.float(), {"tokens": tokens}))
+    assert torch.equal(loss, losses.next_token_loss(table.float(), {"tokens": tokens}))
 
 
 # VAE and the other losses
@@ -375,7 +377,7 @@ def test_elbo_has_its_closed_form() -> None:
     image = torch.rand(6, 1, 8, 8)
     divergence = torch.distributions.kl_divergence(torch.distributions.Normal(0.5, 2.0), torch.distributions.Normal(0.0, 1.0))
     expected = 64 * math.log(2.0) + 16 * divergence.item()
-    assert losses.elbo(Fixed(), {"image": image}).item() == pytest.approx(expected, rel=1e-6)
+    assert losses.elbo_loss(Fixed(), {"image": image}).item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_vae_samples_in_training_only_and_learns_through_the_sample() -> None:
@@ -395,7 +397,7 @@ def test_dlrm_interaction_is_every_pair_once() -> None:
     task = zoo.load("dlrm-tiny")
     model, vectors = task.build(), torch.randn(3, 5, 16)
     expected = [(vectors[:, i] * vectors[:, j]).sum(1) for i in range(5) for j in range(i)]
-    assert torch.allclose(model._interact(vectors), torch.stack(expected, dim=1), atol=1e-5)
+    assert torch.allclose(model._pairwise_interaction(vectors), torch.stack(expected, dim=1), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", SMALL)

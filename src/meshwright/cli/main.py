@@ -14,9 +14,19 @@ from typing import Any
 
 import typer
 
-from meshwright.cli import bench, describe, doctor, plan, proxy, report, simulate, train, watch
-from meshwright.cli.shared import fail
-from meshwright.core.errors import MeshwrightError, unknown
+from meshwright.cli import (
+    bench_command,
+    describe_command,
+    doctor_command,
+    plan_command,
+    proxy_command,
+    report_command,
+    simulate_command,
+    train_command,
+    watch_command,
+)
+from meshwright.cli.common import fail
+from meshwright.core.errors import MeshwrightError, unknown_name_error
 
 app = typer.Typer(
     name="meshwright",
@@ -26,15 +36,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(describe.app, name="describe")
-app.add_typer(bench.app, name="bench")
-app.command("plan")(plan.plan)
-app.command("train", context_settings={"ignore_unknown_options": False, "allow_interspersed_args": True})(train.train)
-app.command("proxy")(proxy.proxy)
-app.command("simulate")(simulate.simulate)
-app.command("report")(report.report)
-app.command("watch")(watch.watch)
-app.command("doctor")(doctor.doctor)
+app.add_typer(describe_command.app, name="describe")
+app.add_typer(bench_command.app, name="bench")
+app.command("plan")(plan_command.plan)
+app.command("train", context_settings={"ignore_unknown_options": False, "allow_interspersed_args": True})(train_command.train)
+app.command("proxy")(proxy_command.proxy)
+app.command("simulate")(simulate_command.simulate)
+app.command("report")(report_command.report)
+app.command("watch")(watch_command.watch)
+app.command("doctor")(doctor_command.doctor)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -68,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(0)  # the help is printed already
         if "UsageError" not in kinds:
             raise
-        fail(_one_line(error), 2)
+        fail(_format_usage_error(error), 2)
     if code == 130:
         fail("interrupted", 130)
     sys.exit(code if isinstance(code, int) else 0)
@@ -86,7 +96,7 @@ def _show_traceback(error: MeshwrightError) -> None:
         print(f"meshwright: rank {fault.rank} failed:\n{fault.traceback.rstrip()}", file=sys.stderr)
 
 
-def _one_line(error: Any) -> str:
+def _format_usage_error(error: Any) -> str:
     """A usage error as one line, with the nearest flag or verb where one is misspelt."""
     text = " ".join(error.format_message().split())
     command = error.ctx.command if error.ctx is not None else None
@@ -95,7 +105,7 @@ def _one_line(error: Any) -> str:
         near = difflib.get_close_matches(error.option_name, known, n=1)
         return f"unknown flag {error.option_name}; " + (f"did you mean '{near[0]}'?" if near else "--help lists the flags")
     if text.startswith("No such command"):
-        return str(unknown("verb", text.split("'")[1], getattr(command, "commands", {})))
+        return str(unknown_name_error("verb", text.split("'")[1], getattr(command, "commands", {})))
     return (text[0].lower() + text[1:]).rstrip(".") + "; --help shows an example"
 
 

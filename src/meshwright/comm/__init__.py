@@ -1,25 +1,25 @@
 """Level 1: collectives on tensors, each call named and counted (the protocol is `core.comm.Comm`)."""
 
-from meshwright.comm.composed import Composed, SharedMemoryGroup
-from meshwright.comm.ledger import Ledger, Line
-from meshwright.comm.null import NullComm
-from meshwright.comm.pending import Then
-from meshwright.comm.routed import RoutedComm
-from meshwright.comm.threads import ThreadComm, ThreadWorld
+from meshwright.comm.async_comm import ChainedWork
+from meshwright.comm.comm_ledger import Ledger, LedgerEntry
+from meshwright.comm.composed_collectives import ComposedComm, SharedMemoryGroup
+from meshwright.comm.null_comm import NullComm
+from meshwright.comm.routed_comm import RoutedComm
+from meshwright.comm.shared_memory_window import SharedMemoryWindow, open_window
+from meshwright.comm.thread_comm import ThreadComm, ThreadWorld
 from meshwright.comm.torch_comm import TorchComm
-from meshwright.comm.window import Window, open_window
 
 __all__ = [
-    "Composed",
+    "ChainedWork",
+    "ComposedComm",
     "Ledger",
-    "Line",
+    "LedgerEntry",
     "NullComm",
     "RoutedComm",
     "SharedMemoryGroup",
-    "Then",
+    "SharedMemoryWindow",
     "ThreadComm",
     "ThreadWorld",
     "TorchComm",
-    "Window",
     "open_window",
 ]

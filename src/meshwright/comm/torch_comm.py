@@ -1,6 +1,6 @@
 """`core.comm.Comm` over a torch.distributed process group: NCCL, Gloo, MPI, or any backend registered with torch.
 
-What a backend lacks is composed: see `wire.py` for types, and below for gathers of unequal parts (padded over gloo) and scaled sums.
+What a backend lacks is composed: see `wire_format.py` for types, and below for gathers of unequal parts (padded over gloo) and scaled sums.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 
-from meshwright.comm.ledger import Ledger
-from meshwright.comm.pending import PutOff, Then
-from meshwright.comm.wire import Finish, Wire, say
+from meshwright.comm.async_comm import AsyncComm, ChainedWork
+from meshwright.comm.comm_ledger import Ledger
+from meshwright.comm.wire_format import Finish, WireFormat, warn_fallback
 from meshwright.comm.work_queue import COMPLETED
 from meshwright.core.backends import SCALED_SUM, UNEVEN_GATHER, backend_traits
-from meshwright.core.comm import Messages, Pending
+from meshwright.core.comm import PeerTensors, Work
 
 # torch 2.13 renamed the two; 2.11 knows only the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
 
 
-class TorchComm(PutOff):
+class TorchComm(AsyncComm):
     """One process group. Calls are asynchronous: `wait()` on the result, which on CUDA orders streams and does not block.
 
     A call shows under its name in a torch profiler's timeline, and so does the wait for it; with NCCL it is an NVTX range too.
@@ -38,140 +38,148 @@ class TorchComm(PutOff):
         self.backend = dist.get_backend(group)
         self._traits = backend_traits(self.backend)
         self._in_kernels, self._scales = bool(self._traits.kernels), SCALED_SUM not in self._traits.fallbacks
-        self._wire = Wire(self.backend, dist.get_rank())
+        self._wire_format = WireFormat(self.backend, dist.get_rank())
 
     @property
-    def at_once(self) -> Self:
+    def sync(self) -> Self:
         """Only MPI gains by it: gloo's calls are made by its own threads, NCCL's by the device."""
-        return super().at_once if self._traits.sync_on_caller else self
+        return super().sync if self._traits.sync_on_caller else self
 
     # -- reductions --
 
-    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Pending:
-        work, op, finish = self._wire.reduced(tensor, op)
-        how = self._op(op, work, factor)
-        return self._start(name, "all_reduce", tensor, lambda: dist.all_reduce(work, how, group=self.group, async_op=self._later), finish)
+    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Work:
+        work, op, finish = self._wire_format.reduction_tensor(tensor, op)
+        how = self._reduce_op(op, work, factor)
+        return self._count_and_launch(
+            name, "all_reduce", tensor, lambda: dist.all_reduce(work, how, group=self.group, async_op=self._async_op), finish
+        )
 
-    def reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", root: int = 0) -> Pending:
-        work, op, finish = self._wire.reduced(tensor, op)
-        how = self._op(op, work)
-        call = lambda: dist.reduce(work, group_dst=root, op=how, group=self.group, async_op=self._later)  # noqa: E731
-        return self._start(name, "reduce", tensor, call, finish if self.rank == root else None)
+    def reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", root: int = 0) -> Work:
+        work, op, finish = self._wire_format.reduction_tensor(tensor, op)
+        how = self._reduce_op(op, work)
+        call = lambda: dist.reduce(work, group_dst=root, op=how, group=self.group, async_op=self._async_op)  # noqa: E731
+        return self._count_and_launch(name, "reduce", tensor, call, finish if self.rank == root else None)
 
     def reduce_scatter(
         self, output: torch.Tensor, tensor: torch.Tensor, name: str, op: str = "sum", sizes: Sequence[int] | None = None
-    ) -> Pending:  # fmt: skip
-        work, changed, _ = self._wire.reduced(tensor, op)
-        how = self._op(changed, work)
-        own = output if self._wire.takes(output) and output.dtype == work.dtype else work.new_empty(_shape(output, work))
-        finish = None if own is output else lambda: _unwiden(output, own)
+    ) -> Work:  # fmt: skip
+        work, changed, _ = self._wire_format.reduction_tensor(tensor, op)
+        how = self._reduce_op(changed, work)
+        own = output if self._wire_format.accepts(output) and output.dtype == work.dtype else work.new_empty(_compute_shape(output, work))
+        finish = None if own is output else lambda: _copy_result(output, own)
         if sizes is None:
-            call = lambda: _reduce_scatter(own, work, op=how, group=self.group, async_op=self._later)  # noqa: E731
+            call = lambda: _reduce_scatter(own, work, op=how, group=self.group, async_op=self._async_op)  # noqa: E731
         else:
-            call = lambda: dist.reduce_scatter(own, list(work.split(list(sizes))), op=how, group=self.group, async_op=self._later)  # noqa: E731
-        return self._start(name, "reduce_scatter", tensor, call, finish)
+            call = lambda: dist.reduce_scatter(own, list(work.split(list(sizes))), op=how, group=self.group, async_op=self._async_op)  # noqa: E731
+        return self._count_and_launch(name, "reduce_scatter", tensor, call, finish)
 
     # -- movements --
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str, sizes: Sequence[int] | None = None) -> Pending:
-        whole, finish = self._wire.landing(output)
-        own = self._wire.sent(tensor)
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str, sizes: Sequence[int] | None = None) -> Work:
+        whole, finish = self._wire_format.receive_tensor(output)
+        own = self._wire_format.send_tensor(tensor)
         if sizes is None:
-            return self._start(name, "all_gather", output, lambda: _all_gather(whole, own, group=self.group, async_op=self._later), finish)
-        rows = [n * self._wire.rows(output) for n in sizes]
+            return self._count_and_launch(
+                name, "all_gather", output, lambda: _all_gather(whole, own, group=self.group, async_op=self._async_op), finish
+            )
+        rows = [n * self._wire_format.rows_on_wire(output) for n in sizes]
         if len(set(rows)) > 1 and UNEVEN_GATHER in self._traits.fallbacks:
-            return self._padded_gather(whole, own, rows, name, output, finish)
-        call = lambda: dist.all_gather(list(whole.split(rows)), own, group=self.group, async_op=self._later)  # noqa: E731
-        return self._start(name, "all_gather", output, call, finish)
+            return self._padded_all_gather(whole, own, rows, name, output, finish)
+        call = lambda: dist.all_gather(list(whole.split(rows)), own, group=self.group, async_op=self._async_op)  # noqa: E731
+        return self._count_and_launch(name, "all_gather", output, call, finish)
 
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, name: str, receives: Sequence[int], sends: Sequence[int]) -> Pending:
-        whole, finish = self._wire.landing(output)
-        own = self._wire.sent(tensor)
-        arrive, leave = ([n * self._wire.rows(t) for n in splits] for t, splits in ((output, receives), (tensor, sends)))
-        call = lambda: dist.all_to_all_single(whole, own, arrive, leave, group=self.group, async_op=self._later)  # noqa: E731
-        return self._start(name, "all_to_all", tensor, call, finish)
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, name: str, recv_counts: Sequence[int], send_counts: Sequence[int]) -> Work:
+        whole, finish = self._wire_format.receive_tensor(output)
+        own = self._wire_format.send_tensor(tensor)
+        arrive, leave = ([n * self._wire_format.rows_on_wire(t) for n in splits] for t, splits in ((output, recv_counts), (tensor, send_counts)))
+        call = lambda: dist.all_to_all_single(whole, own, arrive, leave, group=self.group, async_op=self._async_op)  # noqa: E731
+        return self._count_and_launch(name, "all_to_all", tensor, call, finish)
 
-    def broadcast(self, tensor: torch.Tensor, name: str, source: int = 0) -> Pending:
+    def broadcast(self, tensor: torch.Tensor, name: str, source: int = 0) -> Work:
         if self.rank == source:
-            work, finish = self._wire.sent(tensor), None
+            work, finish = self._wire_format.send_tensor(tensor), None
         else:
-            work, finish = self._wire.landing(tensor)
-        return self._start(name, "broadcast", tensor, lambda: dist.broadcast(work, group=self.group, group_src=source, async_op=self._later), finish)
+            work, finish = self._wire_format.receive_tensor(tensor)
+        return self._count_and_launch(
+            name, "broadcast", tensor, lambda: dist.broadcast(work, group=self.group, group_src=source, async_op=self._async_op), finish
+        )
 
-    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, name: str, root: int = 0) -> Pending:
-        own = self._wire.sent(tensor)
-        whole, finish = self._wire.landing(output) if output is not None else (None, None)
+    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, name: str, root: int = 0) -> Work:
+        own = self._wire_format.send_tensor(tensor)
+        whole, finish = self._wire_format.receive_tensor(output) if output is not None else (None, None)
         parts = list(whole.view(-1).split(own.numel())) if whole is not None and own.numel() else [own] * self.size
         shaped = [part.view(own.shape) for part in parts]
-        call = lambda: dist.gather(own, shaped if self.rank == root else None, group=self.group, group_dst=root, async_op=self._later)  # noqa: E731
+        call = lambda: dist.gather(own, shaped if self.rank == root else None, group=self.group, group_dst=root, async_op=self._async_op)  # noqa: E731
         self.ledger.add(name, "gather", self.size, tensor.numel() * tensor.element_size() * self.size)
-        return self._named(name, call, finish)
+        return self._launch(name, call, finish)
 
-    def scatter(self, output: torch.Tensor, tensor: torch.Tensor | None, name: str, root: int = 0) -> Pending:
-        own, finish = self._wire.landing(output)
-        whole = self._wire.sent(tensor) if tensor is not None else None
+    def scatter(self, output: torch.Tensor, tensor: torch.Tensor | None, name: str, root: int = 0) -> Work:
+        own, finish = self._wire_format.receive_tensor(output)
+        whole = self._wire_format.send_tensor(tensor) if tensor is not None else None
         parts = list(whole.view(-1).split(own.numel())) if whole is not None and own.numel() else [own] * self.size
         shaped = [part.view(own.shape) for part in parts]
-        call = lambda: dist.scatter(own, shaped if self.rank == root else None, group=self.group, group_src=root, async_op=self._later)  # noqa: E731
+        call = lambda: dist.scatter(own, shaped if self.rank == root else None, group=self.group, group_src=root, async_op=self._async_op)  # noqa: E731
         self.ledger.add(name, "scatter", self.size, output.numel() * output.element_size() * self.size)
-        return self._named(name, call, finish)
+        return self._launch(name, call, finish)
 
-    def exchange(self, sends: Messages, receives: Messages, name: str) -> Pending:
+    def exchange(self, sends: PeerTensors, receives: PeerTensors, name: str) -> Work:
         """Messages with single ranks, all under way at once; each one sent is counted."""
         for _, tensor in sends:
             self.ledger.add(name, "send", 2, tensor.numel() * tensor.element_size())
-        landings = [(r, *self._wire.hosted_landing(t)) for r, t in receives]
-        ways = [(dist.isend, r, self._wire.hosted(t)) for r, t in sends] + [(dist.irecv, r, t) for r, t, _ in landings]
+        landings = [(r, *self._wire_format.host_receive_tensor(t)) for r, t in receives]
+        ways = [(dist.isend, r, self._wire_format.host_send_tensor(t)) for r, t in sends] + [(dist.irecv, r, t) for r, t, _ in landings]
         left = [finish for *_, finish in landings if finish is not None]
-        call = lambda: _All(dist.batch_isend_irecv([dist.P2POp(op, t, group=self.group, group_peer=r) for op, r, t in ways]))  # noqa: E731
-        return self._named(name, call, (lambda: [finish() for finish in left]) if left else None)
+        call = lambda: _WorkList(dist.batch_isend_irecv([dist.P2POp(op, t, group=self.group, group_peer=r) for op, r, t in ways]))  # noqa: E731
+        return self._launch(name, call, (lambda: [finish() for finish in left]) if left else None)
 
     def barrier(self) -> None:
         dist.barrier(self.group)
 
-    def _padded_gather(
+    def _padded_all_gather(
         self, whole: torch.Tensor, own: torch.Tensor, rows: list[int], name: str, output: torch.Tensor, finish: Finish | None
-    ) -> Pending:  # fmt: skip
+    ) -> Work:  # fmt: skip
         """Every part as long as the longest, cut to its own length on arrival."""
-        say(self.backend, *UNEVEN_GATHER, dist.get_rank())
+        warn_fallback(self.backend, *UNEVEN_GATHER, dist.get_rank())
         most = max(rows)
         padded = own.new_zeros((most, *own.shape[1:]))
         padded[: own.shape[0]] = own
         arrived = own.new_empty((self.size * most, *own.shape[1:]))
 
-        def cut() -> None:
+        def unpad() -> None:
             for part, piece, count in zip(whole.split(rows), arrived.split(most), rows, strict=True):
                 part.copy_(piece[:count])
             if finish is not None:
                 finish()
 
-        return self._start(name, "all_gather", output, lambda: _all_gather(arrived, padded, group=self.group, async_op=self._later), cut)
+        return self._count_and_launch(
+            name, "all_gather", output, lambda: _all_gather(arrived, padded, group=self.group, async_op=self._async_op), unpad
+        )
 
-    def _start(self, name: str, op: str, whole: torch.Tensor, call: Callable[[], Any], finish: Finish | None = None) -> Pending:
+    def _count_and_launch(self, name: str, op: str, counted_tensor: torch.Tensor, call: Callable[[], Any], finish: Finish | None = None) -> Work:
         """Count a call and make it under its name. Unless somebody is profiling, naming costs a look at two flags."""
-        self.ledger.add(name, op, self.size, whole.numel() * whole.element_size())
-        return self._named(name, call, finish)
+        self.ledger.add(name, op, self.size, counted_tensor.numel() * counted_tensor.element_size())
+        return self._launch(name, call, finish)
 
-    def _named(self, name: str, call: Callable[[], Any], finish: Finish | None = None) -> Pending:
+    def _launch(self, name: str, call: Callable[[], Any], finish: Finish | None = None) -> Work:
         if not self._in_kernels:
-            work = _profiled(name, call) if profiler._is_profiler_enabled else call()
+            work = _launch_profiled(name, call) if profiler._is_profiler_enabled else call()
         else:
             torch.cuda.nvtx.range_push(name)
             try:
-                work = _profiled(name, call) if profiler._is_profiler_enabled else call()
+                work = _launch_profiled(name, call) if profiler._is_profiler_enabled else call()
             finally:
                 torch.cuda.nvtx.range_pop()
         work = COMPLETED if work is None else work  # what was made at once is over
-        return work if finish is None else Then(work, finish)  # type: ignore[no-any-return]
+        return work if finish is None else ChainedWork(work, finish)  # type: ignore[no-any-return]
 
-    def _op(self, op: str, tensor: torch.Tensor, factor: float | None = None) -> Any:
+    def _reduce_op(self, op: str, tensor: torch.Tensor, factor: float | None = None) -> Any:
         if factor is not None:
             if self._scales:
                 return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
-            say(self.backend, *SCALED_SUM, dist.get_rank())
+            warn_fallback(self.backend, *SCALED_SUM, dist.get_rank())
             tensor.mul_(factor)
         if op != "mean":
-            return _OPS[op]
+            return _REDUCE_OPS[op]
         if self._scales:
             return dist.ReduceOp.AVG
         if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -181,16 +189,16 @@ class TorchComm(PutOff):
         return dist.ReduceOp.SUM
 
 
-def _shape(output: torch.Tensor, work: torch.Tensor) -> tuple[int, ...]:
+def _compute_shape(output: torch.Tensor, work: torch.Tensor) -> tuple[int, ...]:
     """The output's shape in the type that is worked in: complex numbers are pairs there."""
     return (*output.shape, 2) if output.is_complex() and not work.is_complex() else tuple(output.shape)
 
 
-def _unwiden(output: torch.Tensor, own: torch.Tensor) -> None:
+def _copy_result(output: torch.Tensor, own: torch.Tensor) -> None:
     output.copy_(torch.view_as_complex(own) if output.is_complex() and not own.is_complex() else own)
 
 
-class _All:
+class _WorkList:
     """Several calls under way, waited for together."""
 
     def __init__(self, works: list[Any]) -> None:
@@ -205,7 +213,7 @@ class _All:
         return all(work.is_completed() for work in self._works)
 
 
-class _Awaited(dist.Work):
+class _ProfiledWork(dist.Work):
     """A call that was made under a profiler: the wait for it shows under its name too. A `Work`, since FSDP2 waits for nothing else."""
 
     def __init__(self, work: Any, name: str) -> None:
@@ -220,7 +228,7 @@ class _Awaited(dist.Work):
         return bool(self._work.is_completed())
 
 
-def _profiled(name: str, call: Callable[[], Any]) -> Pending:
+def _launch_profiled(name: str, call: Callable[[], Any]) -> Work:
     with profiler.record_function(name):
         work = call()
-        return COMPLETED if work is None else _Awaited(work, name)
+        return COMPLETED if work is None else _ProfiledWork(work, name)

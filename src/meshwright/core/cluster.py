@@ -12,13 +12,13 @@ from typing import Literal
 from meshwright.core.cluster_topology import ClusterTopology
 from meshwright.core.errors import RequestError
 from meshwright.core.fabric import Fabric
-from meshwright.core.reach import Pattern, Reach
-from meshwright.core.topology import Inside, Link, Path, Place
+from meshwright.core.group_bandwidth import GroupBandwidth, TrafficPattern
+from meshwright.core.node_topology import DeviceLocation, Link, LinkPath, NodeTopology
 
-__all__ = ["FP8_SINCE", "Cluster", "Device", "DeviceKind", "Interface", "Link", "Node"]
+__all__ = ["FP8_MIN_CAPABILITY", "Cluster", "Device", "DeviceKind", "Interface", "Link", "Node"]
 
 DeviceKind = Literal["cpu", "cuda"]
-FP8_SINCE = (8, 9)  # the first compute capability of GPUs that multiply 8-bit floating point: Ada; Hopper is 9.0
+FP8_MIN_CAPABILITY = (8, 9)  # the first compute capability of GPUs that multiply 8-bit floating point: Ada; Hopper is 9.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Node:
     numa: tuple[tuple[int, ...], ...] = ()  # cores by NUMA domain
     interfaces: tuple[Interface, ...] = ()
     link: Link = Link("shared memory", 5e-6, 5e9)
-    inside: Inside | None = None  # how its devices are joined; None: any two by `link`, without getting in each other's way
+    inside: NodeTopology | None = None  # how its devices are joined; None: any two by `link`, without getting in each other's way
 
 
 @dataclass(frozen=True)
@@ -76,57 +76,58 @@ class Cluster:
         return tuple(d for node in self.nodes for d in node.devices)
 
     @cached_property
-    def kinds_of_nodes(self) -> tuple[Node, ...]:
+    def distinct_nodes(self) -> tuple[Node, ...]:
         """Each node that is another object, once."""
         return tuple({id(node): node for node in self.nodes}.values())
 
     @cached_property
-    def ends(self) -> list[int]:
+    def rank_ends(self) -> list[int]:
         """For each node, the first rank after it."""
         return list(accumulate(len(node.devices) for node in self.nodes))
 
     @cached_property
-    def _seated(self) -> dict[tuple[int, ...], Cluster]:
+    def _reordered(self) -> dict[tuple[int, ...], Cluster]:
         return {}
 
-    def seated(self, seats: tuple[int, ...]) -> Cluster:
-        """The cluster as ranks see it that are put on its devices in this order (see `Plan.seats`): nodes, and devices in a node, change places."""
-        if not seats or seats in self._seated:
-            return self._seated[seats] if seats else self
-        if sorted(set(seats)) != sorted(seats) or max(seats) >= len(self.devices):
-            raise RequestError(f"plan: seats are {len(seats)} different devices of this cluster's {len(self.devices)}: plan again here")
+    def in_device_order(self, device_order: tuple[int, ...]) -> Cluster:
+        """The cluster as ranks see it that are put on its devices in this order (see `Plan.device_order`): nodes, and devices in a node, change
+        places."""
+        if not device_order or device_order in self._reordered:
+            return self._reordered[device_order] if device_order else self
+        if sorted(set(device_order)) != sorted(device_order) or max(device_order) >= len(self.devices):
+            raise RequestError(f"plan: seats are {len(device_order)} different devices of this cluster's {len(self.devices)}: plan again here")
         nodes: list[Node] = []
-        for index, mine in groupby(seats, key=self.node_index):
+        for index, mine in groupby(device_order, key=self.node_index):
             nodes.append(replace(self.nodes[index], devices=tuple(self.devices[at] for at in mine)))
-        if len({self.node_index(at) for at in seats}) < len(nodes):
+        if len({self.node_index(at) for at in device_order}) < len(nodes):
             raise RequestError("plan: seats leave a node and come back to it: keep the ranks of a node together")
-        self._seated[seats] = replace(self, nodes=tuple(nodes))
-        return self._seated[seats]
+        self._reordered[device_order] = replace(self, nodes=tuple(nodes))
+        return self._reordered[device_order]
 
     @cached_property
-    def joins(self) -> dict[Hashable, Link | Reach]:
+    def link_cache(self) -> dict[Hashable, Link | GroupBandwidth]:
         """What joins groups of its ranks, by what tells the groups apart: prices ask for it again and again."""
         return {}
 
     def node_of(self, rank: int) -> Node:
         return self.nodes[self.node_index(rank)]
 
-    def place(self, rank: int) -> Place:
+    def location(self, rank: int) -> DeviceLocation:
         """The rank's node, and its number there."""
         node = self.node_index(rank)
-        return Place(node, rank - self.ends[node] + len(self.nodes[node].devices))
+        return DeviceLocation(node, rank - self.rank_ends[node] + len(self.nodes[node].devices))
 
     def node_index(self, rank: int) -> int:
-        if not 0 <= rank < self.ends[-1]:
+        if not 0 <= rank < self.rank_ends[-1]:
             raise IndexError(rank)
-        return bisect_right(self.ends, rank)
+        return bisect_right(self.rank_ends, rank)
 
     def link_between(self, ranks: Sequence[int]) -> Link:
         """The slowest link that a collective among `ranks` must cross."""
         first, last = self.node_index(min(ranks)), self.node_index(max(ranks))  # nodes hold neighbouring ranks
         return self.link if first != last else self.nodes[first].link
 
-    def threads(self, world: int) -> int:
+    def threads_per_rank(self, world: int) -> int:
         """CPU threads for each rank on a CPU when the first `world` devices are used; 0 where all are on GPUs. A GPU's rank has a core."""
         node = self.nodes[0]
         used = node.devices[:world]
@@ -137,28 +138,28 @@ class Cluster:
     def _topology(self) -> ClusterTopology:
         return ClusterTopology(self)
 
-    def path(self, first: int, last: int) -> Path:
+    def path(self, source: int, target: int) -> LinkPath:
         """The wires from one rank to another, in order."""
-        return self._topology.path(first, last)
+        return self._topology.path(source, target)
 
     @property
-    def routed(self) -> bool:
+    def has_topology(self) -> bool:
         """Whether anything is known of its wires but one figure for all."""
         return self.fabric is not None or any(node.inside is not None for node in self.nodes[:1])
 
-    def span(self, ranks: Sequence[int], pattern: Pattern = "ring", everyone: bool = True) -> Reach:
-        """What each of `ranks` gets of the wires in a collective; `everyone`: while all other ranks are at it too, in groups like this one, as
-        with the groups of a mesh axis."""
-        return self._topology.group_bandwidth(ranks, pattern, everyone)
+    def group_bandwidth(self, ranks: Sequence[int], pattern: TrafficPattern = "ring", all_groups_active: bool = True) -> GroupBandwidth:
+        """What each of `ranks` gets of the wires in a collective; `all_groups_active`: while all other ranks are at it too, in groups like this
+        one, as with the groups of a mesh axis."""
+        return self._topology.group_bandwidth(ranks, pattern, all_groups_active)
 
     def least_memory(self, ranks: int) -> int:
         """Of the first `ranks` devices, the memory of the one with the least."""
-        whole = bisect_right(self.ends, ranks)
+        whole = bisect_right(self.rank_ends, ranks)
         nodes = {id(node): node for node in self.nodes[:whole]}
-        part = self.devices[self.ends[whole - 1] if whole else 0 : ranks]
+        part = self.devices[self.rank_ends[whole - 1] if whole else 0 : ranks]
         return min(d.memory_bytes for d in (*(d for node in nodes.values() for d in node.devices), *part))
 
-    def take(self, ranks: int) -> Cluster:
+    def first_devices(self, ranks: int) -> Cluster:
         """The first `ranks` devices of this cluster."""
         if not 1 <= ranks <= len(self.devices):
             raise RequestError(f"{ranks} ranks asked for, this cluster has {len(self.devices)} devices: use --nproc 1..{len(self.devices)}")

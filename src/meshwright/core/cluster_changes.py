@@ -7,12 +7,12 @@ from dataclasses import fields, replace
 from typing import Any
 
 from meshwright.core.cluster import Cluster, Node
-from meshwright.core.topology import Link
+from meshwright.core.node_topology import Link
 
 
 def map_nodes(cluster: Cluster, change: Callable[[Node], Node]) -> Cluster:
     """Every node changed; `change` is asked once for each that differs."""
-    changed = {id(node): change(node) for node in cluster.kinds_of_nodes}
+    changed = {id(node): change(node) for node in cluster.distinct_nodes}
     return replace(cluster, nodes=tuple(changed[id(node)] for node in cluster.nodes))
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from meshwright.core.fabric import FatTree
-from meshwright.core.reach import Pattern, Reach, Ways, reach
-from meshwright.core.topology import Extent, Hop, Link, Path, Place
+from meshwright.core.group_bandwidth import GroupBandwidth, TopologyQueries, TrafficPattern, compute_group_bandwidth
+from meshwright.core.node_topology import ClusterShape, DeviceLocation, Link, LinkPath, PathHop
 
 if TYPE_CHECKING:
     from meshwright.core.cluster import Cluster
@@ -18,13 +18,13 @@ class ClusterTopology:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._shape = Extent(len(cluster.nodes), -(-len(cluster.devices) // len(cluster.nodes)))
-        self._group_bandwidths: dict[tuple[Pattern, bool, Sequence[int]], Reach] = {}
+        self._shape = ClusterShape(len(cluster.nodes), -(-len(cluster.devices) // len(cluster.nodes)))
+        self._group_bandwidths: dict[tuple[TrafficPattern, bool, Sequence[int]], GroupBandwidth] = {}
 
-    def path(self, source: int, target: int) -> Path:
+    def path(self, source: int, target: int) -> LinkPath:
         """The wires from one rank to another, in order."""
         cluster, fabric = self._cluster, self._cluster.fabric
-        a, b = cluster.place(source), cluster.place(target)
+        a, b = cluster.location(source), cluster.location(target)
         if source == target:
             return ()
         if a.node == b.node:
@@ -32,27 +32,27 @@ class ClusterTopology:
         if fabric is None:
             return (_dedicated_hop("network", a, cluster.link),)
         path = fabric.path(a, b, self._shape)
-        if isinstance(fabric, FatTree) and fabric.rails and a.at != b.at and b.at < len(cluster.nodes[a.node].devices):
-            return (*self._intra_node_path(a, Place(a.node, b.at)), *path)
+        if isinstance(fabric, FatTree) and fabric.rails and a.local_index != b.local_index and b.local_index < len(cluster.nodes[a.node].devices):
+            return (*self._intra_node_path(a, DeviceLocation(a.node, b.local_index)), *path)
         return path
 
-    def _intra_node_path(self, a: Place, b: Place) -> Path:
+    def _intra_node_path(self, a: DeviceLocation, b: DeviceLocation) -> LinkPath:
         node = self._cluster.nodes[a.node]
         return node.inside.path(a, b, self._shape) if node.inside is not None else (_dedicated_hop("inside", a, node.link),)
 
-    def group_bandwidth(self, ranks: Sequence[int], pattern: Pattern, all_groups_active: bool) -> Reach:
+    def group_bandwidth(self, ranks: Sequence[int], pattern: TrafficPattern, all_groups_active: bool) -> GroupBandwidth:
         """What each of `ranks` gets of the wires in a collective, alone or while all other ranks communicate too, in groups like this one."""
         key = (pattern, all_groups_active, ranks)
         if key not in self._group_bandwidths:
-            ways = Ways(self.path, self._cluster.node_index, self._rings_in_node, self._shape.nodes * self._shape.ranks)
-            self._group_bandwidths[key] = reach(ways, ranks, pattern, all_groups_active)
+            ways = TopologyQueries(self.path, self._cluster.node_index, self._rings_in_node, self._shape.nodes * self._shape.ranks_per_node)
+            self._group_bandwidths[key] = compute_group_bandwidth(ways, ranks, pattern, all_groups_active)
         return self._group_bandwidths[key]
 
     def _rings_in_node(self, node: int, members: int) -> int:
         inside = self._cluster.nodes[node].inside
-        return inside.rings(members) if inside is not None else 1
+        return inside.parallel_rings(members) if inside is not None else 1
 
 
-def _dedicated_hop(kind: str, a: Place, link: Link) -> Hop:
+def _dedicated_hop(kind: str, a: DeviceLocation, link: Link) -> PathHop:
     """A wire that nobody else uses."""
-    return Hop((kind, *a), link.name, link.latency_s, link.reached, 1, 1 << 62)
+    return PathHop((kind, *a), link.name, link.latency_s, link.effective_bandwidth, 1, 1 << 62)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 if TYPE_CHECKING:
     import torch
 
-Messages: TypeAlias = "Sequence[tuple[int, torch.Tensor]]"  # (rank in the group, what is sent to it or arrives from it)
+PeerTensors: TypeAlias = "Sequence[tuple[int, torch.Tensor]]"  # (rank in the group, what is sent to it or arrives from it)
 
 
-class Pending(Protocol):
+class Work(Protocol):
     """A collective under way."""
 
     def wait(self) -> object: ...
@@ -31,40 +31,40 @@ class Comm(Protocol):
     def size(self) -> int: ...
 
     @property
-    def at_once(self) -> Comm:
+    def sync(self) -> Comm:
         """The same group, for calls that are waited for at once: over MPI the caller then makes them itself, small ones in a third of the time."""
         ...
 
-    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Work:
         """With `factor`, every rank's tensor is multiplied by it first."""
         ...
 
-    def reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", root: int = 0) -> Pending:
+    def reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", root: int = 0) -> Work:
         """Elsewhere than at the root the tensor's values are undefined afterwards."""
         ...
 
     def reduce_scatter(
         self, output: torch.Tensor, tensor: torch.Tensor, name: str, op: str = "sum", sizes: Sequence[int] | None = None
-    ) -> Pending:  # fmt: skip
+    ) -> Work:  # fmt: skip
         """What is scattered may be overwritten on the way."""
         ...
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str, sizes: Sequence[int] | None = None) -> Pending: ...
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str, sizes: Sequence[int] | None = None) -> Work: ...
 
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, name: str, receives: Sequence[int], sends: Sequence[int]) -> Pending:
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, name: str, recv_counts: Sequence[int], send_counts: Sequence[int]) -> Work:
         """`sends[r]` rows of `tensor` go to rank r, and `receives[r]` rows of `output` come from it; counted by what is handed in."""
         ...
 
-    def broadcast(self, tensor: torch.Tensor, name: str, source: int = 0) -> Pending: ...
+    def broadcast(self, tensor: torch.Tensor, name: str, source: int = 0) -> Work: ...
 
-    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, name: str, root: int = 0) -> Pending:
+    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, name: str, root: int = 0) -> Work:
         """All tensors, of one shape, one after the other into the root's `output`; others give None."""
         ...
 
-    def scatter(self, output: torch.Tensor, tensor: torch.Tensor | None, name: str, root: int = 0) -> Pending:
+    def scatter(self, output: torch.Tensor, tensor: torch.Tensor | None, name: str, root: int = 0) -> Work:
         """Equal parts of the root's `tensor`; others give None."""
         ...
 
-    def exchange(self, sends: Messages, receives: Messages, name: str) -> Pending: ...
+    def exchange(self, sends: PeerTensors, receives: PeerTensors, name: str) -> Work: ...
 
     def barrier(self) -> None: ...

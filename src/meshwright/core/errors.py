@@ -22,10 +22,10 @@ class RunError(MeshwrightError):
     """The run failed: the request was sound, something broke while it was carried out."""
 
 
-def unknown(kind: str, word: str, choices: Iterable[str], where: str = "") -> RequestError:
+def unknown_name_error(kind: str, name: str, choices: Iterable[str], where: str = "") -> RequestError:
     """An error for a name that is not one of `choices`, with the nearest valid one."""
     names = sorted(choices)
-    near = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.4)
     hint = f"did you mean '{near[0]}'?" if near else f"one of: {', '.join(names)}"
     place = f" in {where}" if where else ""
-    return RequestError(f"unknown {kind} '{word}'{place}; {hint}")
+    return RequestError(f"unknown {kind} '{name}'{place}; {hint}")

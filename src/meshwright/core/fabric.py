@@ -9,25 +9,33 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.core.topology import Extent, Hop, Link, Path, Place
+from meshwright.core.node_topology import ClusterShape, DeviceLocation, Link, LinkPath, PathHop
 
 
-def _nic(sort: str, place: Place, link: Link, ports: int, extent: Extent) -> Hop:
+def _nic_hop(kind: str, location: DeviceLocation, link: Link, ports: int, cluster_shape: ClusterShape) -> PathHop:
     """A node's cards together, in one direction. Where there are more cards than ranks, a rank uses several."""
-    speed = ports * link.reached
-    return Hop((sort, place.node), link.name, link.latency_s / 2, speed, extent.ranks, extent.nodes, max(link.reached, speed / extent.ranks))
+    speed = ports * link.effective_bandwidth
+    return PathHop(
+        (kind, location.node),
+        link.name,
+        link.latency_s / 2,
+        speed,
+        cluster_shape.ranks_per_node,
+        cluster_shape.nodes,
+        max(link.effective_bandwidth, speed / cluster_shape.ranks_per_node),
+    )
 
 
 @dataclass(frozen=True)
-class Flat:
+class SingleSwitch:
     """One switch that never blocks; a node has `ports` links to it."""
 
     link: Link
     ports: int = 1
     kind: Literal["flat"] = "flat"
 
-    def path(self, a: Place, b: Place, extent: Extent) -> Path:
-        return _nic("nic up", a, self.link, self.ports, extent), _nic("nic down", b, self.link, self.ports, extent)
+    def path(self, a: DeviceLocation, b: DeviceLocation, cluster_shape: ClusterShape) -> LinkPath:
+        return _nic_hop("nic up", a, self.link, self.ports, cluster_shape), _nic_hop("nic down", b, self.link, self.ports, cluster_shape)
 
 
 @dataclass(frozen=True)
@@ -47,22 +55,32 @@ class FatTree:
     rails: bool = False
     kind: Literal["fat-tree"] = "fat-tree"
 
-    def path(self, a: Place, b: Place, extent: Extent) -> Path:
-        up, down = _nic("nic up", a, self.link, self.ports, extent), _nic("nic down", b, self.link, self.ports, extent)
+    def path(self, a: DeviceLocation, b: DeviceLocation, cluster_shape: ClusterShape) -> LinkPath:
+        up, down = _nic_hop("nic up", a, self.link, self.ports, cluster_shape), _nic_hop("nic down", b, self.link, self.ports, cluster_shape)
         if a.node // self.leaf == b.node // self.leaf:
             return up, down
-        path = (up, self._tier("leaf up", a, self.leaf, self.taper, extent), self._tier("leaf down", b, self.leaf, self.taper, extent), down)
+        path = (
+            up,
+            self._tier_hop("leaf up", a, self.leaf, self.taper, cluster_shape),
+            self._tier_hop("leaf down", b, self.leaf, self.taper, cluster_shape),
+            down,
+        )
         nodes = self.leaf * self.pod
         if not self.pod or a.node // nodes == b.node // nodes:
             return path
         taper = self.taper * self.pod_taper
-        return (*path[:2], self._tier("pod up", a, nodes, taper, extent), self._tier("pod down", b, nodes, taper, extent), *path[2:])
+        return (
+            *path[:2],
+            self._tier_hop("pod up", a, nodes, taper, cluster_shape),
+            self._tier_hop("pod down", b, nodes, taper, cluster_shape),
+            *path[2:],
+        )
 
-    def _tier(self, sort: str, place: Place, nodes: int, taper: float, extent: Extent) -> Hop:
-        nodes = min(nodes, extent.nodes)
-        speed = nodes * self.ports * self.link.reached / taper
-        many = math.ceil(extent.nodes / nodes)
-        return Hop((sort, place.node // nodes), self.link.name, self.hop_s, speed, nodes * extent.ranks, many, switches=True)
+    def _tier_hop(self, kind: str, location: DeviceLocation, nodes: int, taper: float, cluster_shape: ClusterShape) -> PathHop:
+        nodes = min(nodes, cluster_shape.nodes)
+        speed = nodes * self.ports * self.link.effective_bandwidth / taper
+        many = math.ceil(cluster_shape.nodes / nodes)
+        return PathHop((kind, location.node // nodes), self.link.name, self.hop_s, speed, nodes * cluster_shape.ranks_per_node, many, switches=True)
 
 
 @dataclass(frozen=True)
@@ -82,38 +100,45 @@ class Dragonfly:
     spines: int = 0
     kind: Literal["dragonfly"] = "dragonfly"
 
-    def path(self, a: Place, b: Place, extent: Extent) -> Path:
-        up, down = _nic("nic up", a, self.link, self.ports, extent), _nic("nic down", b, self.link, self.ports, extent)
+    def path(self, a: DeviceLocation, b: DeviceLocation, cluster_shape: ClusterShape) -> LinkPath:
+        up, down = _nic_hop("nic up", a, self.link, self.ports, cluster_shape), _nic_hop("nic down", b, self.link, self.ports, cluster_shape)
         first, last = a.node // self.switch, b.node // self.switch
         if first == last:
             return up, down
         out, into = first // self.group, last // self.group
         if self.spines:
-            climb, fall = self._leaf("leaf up", first, extent), self._leaf("leaf down", last, extent)
-            return (up, climb, *((self._global(out, into, extent),) if out != into else ()), fall, down)
+            climb, fall = self._leaf_hop("leaf up", first, cluster_shape), self._leaf_hop("leaf down", last, cluster_shape)
+            return (up, climb, *((self._global_hop(out, into, cluster_shape),) if out != into else ()), fall, down)
         if out == into:
-            return up, self._local(first, last, extent), down
+            return up, self._local_hop(first, last, cluster_shape), down
         leave, enter = out * self.group + into % self.group, into * self.group + out % self.group  # who holds the link between these groups
-        before = (self._local(first, leave, extent),) if first != leave else ()
-        after = (self._local(enter, last, extent),) if enter != last else ()
-        return (up, *before, self._global(out, into, extent), *after, down)
+        before = (self._local_hop(first, leave, cluster_shape),) if first != leave else ()
+        after = (self._local_hop(enter, last, cluster_shape),) if enter != last else ()
+        return (up, *before, self._global_hop(out, into, cluster_shape), *after, down)
 
-    def _local(self, first: int, last: int, extent: Extent) -> Hop:
-        many = math.ceil(extent.nodes / self.switch) * max(self.group - 1, 1)
-        speed, ranks = self.local_links * self.local.reached, self.switch * extent.ranks
-        return Hop(("local", first, last), self.local.name, self.local.latency_s, speed, ranks, many, far=1, switches=True)
+    def _local_hop(self, first: int, last: int, cluster_shape: ClusterShape) -> PathHop:
+        many = math.ceil(cluster_shape.nodes / self.switch) * max(self.group - 1, 1)
+        speed, ranks = self.local_links * self.local.effective_bandwidth, self.switch * cluster_shape.ranks_per_node
+        return PathHop(("local", first, last), self.local.name, self.local.latency_s, speed, ranks, many, num_target_coordinates=1, switches=True)
 
-    def _leaf(self, sort: str, leaf: int, extent: Extent) -> Hop:
-        speed, ranks = self.spines * self.local_links * self.local.reached, self.switch * extent.ranks
-        many = math.ceil(extent.nodes / self.switch)
-        return Hop((sort, leaf), self.local.name, self.local.latency_s, speed, ranks, many, switches=True)
+    def _leaf_hop(self, kind: str, leaf: int, cluster_shape: ClusterShape) -> PathHop:
+        speed, ranks = self.spines * self.local_links * self.local.effective_bandwidth, self.switch * cluster_shape.ranks_per_node
+        many = math.ceil(cluster_shape.nodes / self.switch)
+        return PathHop((kind, leaf), self.local.name, self.local.latency_s, speed, ranks, many, switches=True)
 
-    def _global(self, out: int, into: int, extent: Extent) -> Hop:
+    def _global_hop(self, source_group: int, target_group: int, cluster_shape: ClusterShape) -> PathHop:
         size = self.switch * self.group
-        groups = max(math.ceil(extent.nodes / size), 2)
-        speed, ranks = self.global_links * self.between.reached, min(size, extent.nodes) * extent.ranks
-        return Hop(
-            ("between groups", out, into), self.between.name, self.between.latency_s, speed, ranks, groups * (groups - 1), far=1, switches=True
+        groups = max(math.ceil(cluster_shape.nodes / size), 2)
+        speed, ranks = self.global_links * self.between.effective_bandwidth, min(size, cluster_shape.nodes) * cluster_shape.ranks_per_node
+        return PathHop(
+            ("between groups", source_group, target_group),
+            self.between.name,
+            self.between.latency_s,
+            speed,
+            ranks,
+            groups * (groups - 1),
+            num_target_coordinates=1,
+            switches=True,
         )
 
 
@@ -125,7 +150,7 @@ class Torus:
     shape: tuple[int, ...]
     kind: Literal["torus"] = "torus"
 
-    def path(self, a: Place, b: Place, extent: Extent) -> Path:
+    def path(self, a: DeviceLocation, b: DeviceLocation, cluster_shape: ClusterShape) -> LinkPath:
         at, to = list(_coordinates(a.node, self.shape)), _coordinates(b.node, self.shape)
         found = []
         for dim in reversed(range(len(self.shape))):
@@ -134,7 +159,11 @@ class Torus:
             step, sign = (1, "+") if ahead <= size - ahead else (-1, "-")
             while at[dim] != to[dim]:
                 key: tuple[str | int, ...] = (f"torus {dim}{sign}", *at)
-                found.append(Hop(key, self.link.name, self.link.latency_s, self.link.reached, extent.ranks, math.prod(self.shape)))
+                found.append(
+                    PathHop(
+                        key, self.link.name, self.link.latency_s, self.link.effective_bandwidth, cluster_shape.ranks_per_node, math.prod(self.shape)
+                    )
+                )
                 at[dim] = (at[dim] + step) % size
         return tuple(found)
 
@@ -154,47 +183,49 @@ class HammingMesh:
     def shape(self) -> tuple[int, int]:
         return self.board[0] * self.boards[0], self.board[1] * self.boards[1]
 
-    def path(self, a: Place, b: Place, extent: Extent) -> Path:
+    def path(self, a: DeviceLocation, b: DeviceLocation, cluster_shape: ClusterShape) -> LinkPath:
         at, to = list(_coordinates(a.node, self.shape)), _coordinates(b.node, self.shape)
-        found: list[Hop] = []
+        found: list[PathHop] = []
         for dim in (1, 0):
-            found += self._along(dim, at, to[dim], extent)
+            found += self._dim_hops(dim, at, to[dim], cluster_shape)
             at[dim] = to[dim]
         return tuple(found)
 
-    def _along(self, dim: int, at: list[int], goal: int, extent: Extent) -> list[Hop]:
+    def _dim_hops(self, dim: int, at: list[int], goal: int, cluster_shape: ClusterShape) -> list[PathHop]:
         size, line = self.board[dim], at[1 - dim]
         if at[dim] // size == goal // size:
-            return self._mesh(dim, line, at[dim], goal, extent)
+            return self._mesh_hops(dim, line, at[dim], goal, cluster_shape)
         out, into = _nearer_edge(at[dim], size), _nearer_edge(goal, size)
         ends = (("up", out), ("down", into))
-        jump = [self._jump(f"{['column', 'row'][dim]} {way}", line, edge, extent) for way, edge in ends]
-        return [*self._mesh(dim, line, at[dim], out, extent), *jump, *self._mesh(dim, line, into, goal, extent)]
+        jump = [self._switch_hop(f"{['column', 'row'][dim]} {way}", line, edge, cluster_shape) for way, edge in ends]
+        return [*self._mesh_hops(dim, line, at[dim], out, cluster_shape), *jump, *self._mesh_hops(dim, line, into, goal, cluster_shape)]
 
-    def _mesh(self, dim: int, line: int, start: int, goal: int, extent: Extent) -> list[Hop]:
+    def _mesh_hops(self, dim: int, line: int, start: int, goal: int, cluster_shape: ClusterShape) -> list[PathHop]:
         step, sign = (1, "+") if goal > start else (-1, "-")
         name, many = self.link.name, math.prod(self.shape)
         keys = [(f"mesh {dim}{sign}", line, place) for place in range(start, goal, step)]
-        return [Hop(key, name, self.link.latency_s, self.link.reached, extent.ranks, many) for key in keys]
+        return [PathHop(key, name, self.link.latency_s, self.link.effective_bandwidth, cluster_shape.ranks_per_node, many) for key in keys]
 
-    def _jump(self, sort: str, line: int, edge: int, extent: Extent) -> Hop:
-        dim = 1 if sort.startswith("row") else 0
-        ranks = max(self.board[dim] // 2, 1) * extent.ranks  # those that are nearer to this edge than to the other
-        many = math.prod(self.shape) * extent.ranks // ranks
-        return Hop((sort, line, edge), self.link.name, self.link.latency_s, self.link.reached / self.taper, ranks, many, switches=True)
+    def _switch_hop(self, kind: str, line: int, edge: int, cluster_shape: ClusterShape) -> PathHop:
+        dim = 1 if kind.startswith("row") else 0
+        ranks = max(self.board[dim] // 2, 1) * cluster_shape.ranks_per_node  # those that are nearer to this edge than to the other
+        many = math.prod(self.shape) * cluster_shape.ranks_per_node // ranks
+        return PathHop(
+            (kind, line, edge), self.link.name, self.link.latency_s, self.link.effective_bandwidth / self.taper, ranks, many, switches=True
+        )
 
 
-Fabric = Flat | FatTree | Dragonfly | Torus | HammingMesh
+Fabric = SingleSwitch | FatTree | Dragonfly | Torus | HammingMesh
 
 
-def _coordinates(number: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _coordinates(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     found = []
     for size in reversed(shape):
-        number, place = divmod(number, size)
+        index, place = divmod(index, size)
         found.append(place)
     return tuple(reversed(found))
 
 
-def _nearer_edge(place: int, size: int) -> int:
-    first = place // size * size
-    return first if 2 * (place - first) < size else first + size - 1
+def _nearer_edge(coordinate: int, size: int) -> int:
+    first = coordinate // size * size
+    return first if 2 * (coordinate - first) < size else first + size - 1

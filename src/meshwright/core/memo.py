@@ -13,13 +13,13 @@ class Memo:
     and values that must be equal."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[tuple[object, ...], Any]] = {}
+        self._results: dict[Hashable, tuple[tuple[object, ...], Any]] = {}
 
-    def once(self, what: str, same: tuple[object, ...], equal: Hashable, make: Callable[[], T]) -> T:
-        key = (what, *map(id, same), equal)
-        found = self._known.get(key)
+    def get_or_compute(self, what: str, identities: tuple[object, ...], values: Hashable, make: Callable[[], T]) -> T:
+        key = (what, *map(id, identities), values)
+        found = self._results.get(key)
         if found is None:
-            found = self._known[key] = same, make()
+            found = self._results[key] = identities, make()
         return found[1]  # type: ignore[no-any-return]
 
     def __reduce__(self) -> tuple[type[Memo], tuple[()]]:

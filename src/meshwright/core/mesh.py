@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
-from meshwright.core.errors import RequestError, unknown
+from meshwright.core.errors import RequestError, unknown_name_error
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Mesh:
                 raise RequestError(f"mesh axis {axis}: a degree is at least 1")
         for axis in self.order:
             if axis not in AXES:
-                raise unknown("mesh axis", axis, AXES, "order")
+                raise unknown_name_error("mesh axis", axis, AXES, "order")
             if self.order.count(axis) > 1:
                 raise RequestError(f"order={','.join(self.order)}: the axis {axis} is given twice: leave one out")
 
@@ -44,15 +44,15 @@ class Mesh:
     @cached_property
     def _degrees(self) -> dict[str, int]:
         """Searches ask for these all the time."""
-        grid = dict(zip(GRID, (*self.tp, 1, 1), strict=False))
+        grid = dict(zip(TP_GRID_AXES, (*self.tp, 1, 1), strict=False))
         return {"pp": self.pp, "dp": self.dp, "shard": self.shard, "cp": self.cp, "ep": self.ep, "tp": math.prod(self.tp), **grid}
 
     @property
     def tp_axes(self) -> tuple[str, ...]:
         """The axes over which tensor parallelism cuts: one, or the two of a grid."""
-        return ("tp",) if len(self.tp) == 1 else GRID[:2]
+        return ("tp",) if len(self.tp) == 1 else TP_GRID_AXES[:2]
 
-    def flattened(self) -> Mesh:
+    def canonical(self) -> Mesh:
         """The same with no dimension of length 1 in tensor parallelism's grid, and its depth where it belongs: ranks along the depth
         take their own samples and gather weights before use, which is what the shard axis does under zero=3."""
         depth = self.tp[2] if len(self.tp) > 2 else 1
@@ -63,42 +63,42 @@ class Mesh:
         return math.prod(self.degree(axis) for axis in AXES)
 
     @property
-    def data_width(self) -> int:
+    def data_parallel_size(self) -> int:
         """How many ways a global batch is cut into samples: replicas, ZeRO shards and owners of experts all take their own."""
         return self.dp * self.shard * self.ep
 
     def group_size(self, name: str) -> int:
         """Ranks in one group: of an axis, of `data`, or the `world`."""
-        if name not in self._groups:
-            self._groups[name] = self.size if name == "world" else math.prod(self.degree(a) for a in GROUP_AXES.get(name, (name,)))
-        return self._groups[name]
+        if name not in self._group_sizes:
+            self._group_sizes[name] = self.size if name == "world" else math.prod(self.degree(a) for a in GROUP_AXES.get(name, (name,)))
+        return self._group_sizes[name]
 
     @cached_property
-    def _groups(self) -> dict[str, int]:
+    def _group_sizes(self) -> dict[str, int]:
         return {}
 
     @cached_property
-    def layout(self) -> tuple[str, ...]:
+    def ordered_axes(self) -> tuple[str, ...]:
         """All axes from the outermost to that of neighbouring ranks, with those of tensor parallelism's grid for `tp`."""
         moved = iter(self.order)
         axes = [next(moved) if axis in self.order else axis for axis in AXES]
-        return tuple(part for axis in axes for part in (GRID if axis == "tp" else (axis,)))
+        return tuple(part for axis in axes for part in (TP_GRID_AXES if axis == "tp" else (axis,)))
 
     def stride(self, axis: str) -> int:
         """How many ranks lie between two that are neighbours along an axis."""
-        last = GRID[-1] if axis == "tp" else axis
-        return math.prod(self.degree(a) for a in self.layout[self.layout.index(last) + 1 :])
+        last = TP_GRID_AXES[-1] if axis == "tp" else axis
+        return math.prod(self.degree(a) for a in self.ordered_axes[self.ordered_axes.index(last) + 1 :])
 
     def coordinate(self, rank: int, axis: str) -> int:
         return rank // self.stride(axis) % self.degree(axis)
 
-    def grid_place(self, place: int, axis: str) -> int:
-        """Along one dimension of tensor parallelism's grid, or along all of it, the coordinate of the rank whose coordinate of `tp` is `place`."""
-        inner = math.prod(self.degree(a) for a in GRID[GRID.index(axis) + 1 :]) if axis in GRID else 1
-        return place // inner % self.degree(axis)
+    def grid_coordinate(self, tp_rank: int, axis: str) -> int:
+        """Along one dimension of tensor parallelism's grid, or along all of it, the coordinate of the rank whose coordinate of `tp` is `tp_rank`."""
+        inner = math.prod(self.degree(a) for a in TP_GRID_AXES[TP_GRID_AXES.index(axis) + 1 :]) if axis in TP_GRID_AXES else 1
+        return tp_rank // inner % self.degree(axis)
 
     def data_rank(self, rank: int) -> int:
-        """Which of the `data_width` slices of a batch this rank takes; ranks of one cp group take the same."""
+        """Which of the `data_parallel_size` slices of a batch this rank takes; ranks of one cp group take the same."""
         dp, shard, ep = (self.coordinate(rank, axis) for axis in ("dp", "shard", "ep"))
         return (dp * self.shard + shard) * self.ep + ep
 
@@ -106,10 +106,10 @@ class Mesh:
         """The rank lists that differ only along `axes`; each collective on those axes runs in one of them."""
         every, inside = [0], [0]  # the first rank of each group, and how far from it its members are
         stride = self.size
-        for axis in self.layout:
+        for axis in self.ordered_axes:
             stride //= self.degree(axis)
             steps = [at * stride for at in range(self.degree(axis))]
-            if axis in axes or (axis in GRID and "tp" in axes):
+            if axis in axes or (axis in TP_GRID_AXES and "tp" in axes):
                 inside = [member + step for member in inside for step in steps]
             else:
                 every = [first + step for first in every for step in steps]
@@ -122,7 +122,7 @@ class Mesh:
         for part in filter(None, text.replace(" ", "").split(",")):
             axis, _, value = part.partition("=")
             if axis not in AXES:
-                raise unknown("mesh axis", axis, AXES, f"--mesh {text}")
+                raise unknown_name_error("mesh axis", axis, AXES, f"--mesh {text}")
             try:
                 sizes = tuple(int(v) for v in value.split("x"))
             except ValueError:
@@ -138,18 +138,18 @@ class Mesh:
 
     def __str__(self) -> str:
         parts = [f"{a}={'x'.join(map(str, self.tp)) if a == 'tp' else self.degree(a)}" for a in AXES if self.degree(a) > 1]
-        return (",".join(parts) or "dp=1") + (f" in the order {self.moved}" if self.moved else "")
+        return (",".join(parts) or "dp=1") + (f" in the order {self.nondefault_order}" if self.nondefault_order else "")
 
     @property
-    def moved(self) -> str:
+    def nondefault_order(self) -> str:
         """Its axes, outermost first, where that is not the usual order."""
-        found = [a for a in dict.fromkeys("tp" if a in GRID else a for a in self.layout) if self.degree(a) > 1]
+        found = [a for a in dict.fromkeys("tp" if a in TP_GRID_AXES else a for a in self.ordered_axes) if self.degree(a) > 1]
         return ",".join(found) if found != [a for a in AXES if self.degree(a) > 1] else ""
 
 
 AXES: tuple[str, ...] = tuple(f.name for f in fields(Mesh) if f.name != "order")  # tp is the last, so the ranks of its grid are neighbours
-GRID = ("tpx", "tpy", "tpz")
-INSIDE = ("tp", "tpx", "tpy", "cp", "ep")  # axes whose ranks meet in the middle of layers: what comes after a meeting waits for it
+TP_GRID_AXES = ("tpx", "tpy", "tpz")
+INTRA_LAYER_AXES = ("tp", "tpx", "tpy", "cp", "ep")  # axes whose ranks meet in the middle of layers: what comes after a meeting waits for it
 GROUP_AXES: dict[str, tuple[str, ...]] = {
     "batch": ("pp", "dp", "shard", "cp", "ep"),  # all that a global batch passes through
     "data": ("dp", "shard", "cp", "ep"),  # whose gradients meet
@@ -167,5 +167,5 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
 
 
 def check_runnable(mesh: Mesh) -> None:
-    if mesh != mesh.flattened():
-        raise RequestError(f"mesh {mesh}: write the depth of tensor parallelism as the shard axis, and no dimension of 1: {mesh.flattened()}")
+    if mesh != mesh.canonical():
+        raise RequestError(f"mesh {mesh}: write the depth of tensor parallelism as the shard axis, and no dimension of 1: {mesh.canonical()}")

@@ -13,7 +13,7 @@ from meshwright.core.memo import Memo
 # "batched" is many small products in one call; "conv2" and "conv3" are convolutions over images and over volumes. "causal" is attention to what
 # came before: its `flops` counts every pair of positions, as counters do, and half of them are computed.
 KernelKind = Literal["matmul", "batched", "conv", "conv2", "conv3", "attention", "causal", "special", "memory"]
-DEAR_KINDS = ("matmul", "batched", "conv", "conv2", "conv3", "attention", "causal")
+EXPENSIVE_KINDS = ("matmul", "batched", "conv", "conv2", "conv3", "attention", "causal")
 Phase = Literal["forward", "backward"]
 
 
@@ -35,10 +35,10 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     itemsize: int = 4
-    order: int = 0
+    registration_index: int = 0
     trainable: bool = True
-    counted: bool = True  # False on a pipeline rank whose copy of a shared parameter another rank counts
-    stage_ranks: tuple[int, ...] = ()  # the pipeline ranks that share it
+    in_grad_norm: bool = True  # False on a pipeline rank whose copy of a shared parameter another rank counts
+    pipeline_ranks: tuple[int, ...] = ()  # the pipeline ranks that share it
     dtype: str = "float32"  # in storage
 
     @property
@@ -65,33 +65,33 @@ class LayerProfile:
     activation_bytes: float  # saved for backward
     output_bytes: float
     fusible_bytes: float = 0.0  # of those saved, what element-wise work made
-    remade_bytes: float = 0.0  # of those saved, what a compiler makes again in backward instead (see describe/fused.py)
+    compiler_recomputed_bytes: float = 0.0  # of those saved, what a compiler makes again in backward instead (see describe/mincut_partitioner.py)
     transient_bytes: float = 0.0  # most that is alive while it works, in forward or backward, beyond what it and others have saved
-    product_bytes: float = 0.0  # what one matrix product, convolution or attention touches that is not saved: what fusion leaves
-    dear_bytes: float = 0.0  # what these products give in forward: kept by selective recomputation
-    overwrites: bool = False  # its code changes such a result in place, so it cannot be kept
+    matmul_workspace_bytes: float = 0.0  # what one matrix product, convolution or attention touches that is not saved: what fusion leaves
+    expensive_output_bytes: float = 0.0  # what these products give in forward: kept by selective recomputation
+    has_inplace_ops: bool = False  # its code changes such a result in place, so it cannot be kept
     tensors: tuple[TensorSpec, ...] = ()
     kernels: tuple[Kernel, ...] = ()
     block: str = ""  # name shared by repeated blocks of the same structure; "" when it stands alone
     # Where it was traced: `transient_bytes` as lines over the number of samples (bytes at none, bytes a sample), of which the highest holds.
-    workspaces: tuple[tuple[float, float], ...] = ()
+    transient_lines: tuple[tuple[float, float], ...] = ()
     # Of what a sample saves, what is saved while each module works that has parameters of its own; by its name in the layer.
     saved_by: tuple[tuple[str, float], ...] = ()
-    lone_bytes: float | None = None  # `transient_bytes` of a single sample, where that is on none of these lines
+    single_sample_bytes: float | None = None  # `transient_bytes` of a single sample, where that is on none of these lines
 
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """A traced model at `batch` samples; `slopes` is what one more sample adds, so that `at` needs no second trace."""
+    """A traced model at `batch` samples; `per_sample_layers` is what one more sample adds, so that `at_batch` needs no second trace."""
 
     name: str
     layers: tuple[LayerProfile, ...]
     batch: int
-    slopes: tuple[LayerProfile, ...]
+    per_sample_layers: tuple[LayerProfile, ...]
     precision: str = "fp32"
     attention: str = "flash"
     tokens_per_sample: int | None = None
-    tied: tuple[tuple[str, ...], ...] = ()  # the names of each parameter that several layers share; it is counted under the first
+    tied_parameters: tuple[tuple[str, ...], ...] = ()  # the names of each parameter that several layers share; it is counted under the first
     counted_loss: bool = False  # the loss is a (sum, count), and both are reduced
     buffers: tuple[TensorSpec, ...] = ()  # what the model holds beside parameters: running statistics, tables
     sample_bytes: float = 0.0  # of a batch, for each of its samples
@@ -124,16 +124,16 @@ class ModelProfile:
     def activation_bytes(self) -> float:
         return sum(layer.activation_bytes for layer in self.layers)
 
-    def at(self, batch: int) -> ModelProfile:
+    def at_batch(self, batch: int) -> ModelProfile:
         """The same model at another batch size: costs are affine in the number of samples."""
         if batch == self.batch:
             return self
-        if batch not in self._others:
+        if batch not in self._by_batch:
             more = batch - self.batch
             memo: dict[tuple[int, int], tuple[Kernel, ...]] = {}
-            layers = tuple(_shift(a, b, more, batch, memo) for a, b in zip(self.layers, self.slopes, strict=True))
-            self._others[batch] = replace(self, layers=layers, batch=batch)
-        return self._others[batch]
+            layers = tuple(_layer_at_batch(a, b, more, batch, memo) for a, b in zip(self.layers, self.per_sample_layers, strict=True))
+            self._by_batch[batch] = replace(self, layers=layers, batch=batch)
+        return self._by_batch[batch]
 
     @cached_property
     def memo(self) -> Memo:
@@ -141,27 +141,29 @@ class ModelProfile:
         return Memo()
 
     @cached_property
-    def _others(self) -> dict[int, ModelProfile]:
+    def _by_batch(self) -> dict[int, ModelProfile]:
         """The same at other batches, as they were asked for."""
         return {}
 
 
-def _workspace(layer: LayerProfile, batch: int) -> float:
-    if batch == 1 and layer.lone_bytes is not None:
-        return layer.lone_bytes
-    return max([0.0, *(base + batch * each for base, each in layer.workspaces)])
+def _transient_bytes_at(layer: LayerProfile, batch: int) -> float:
+    if batch == 1 and layer.single_sample_bytes is not None:
+        return layer.single_sample_bytes
+    return max([0.0, *(base + batch * each for base, each in layer.transient_lines)])
 
 
-def _shift(layer: LayerProfile, slope: LayerProfile, more: int, batch: int, memo: dict[tuple[int, int], tuple[Kernel, ...]]) -> LayerProfile:
+def _layer_at_batch(
+    layer: LayerProfile, slope: LayerProfile, extra_samples: int, batch: int, kernel_cache: dict[tuple[int, int], tuple[Kernel, ...]]
+) -> LayerProfile:
     key = (id(layer.kernels), id(slope.kernels))
-    if key not in memo:
-        memo[key] = tuple(
-            replace(k, flops=max(k.flops + more * s.flops, 0.0), bytes=max(k.bytes + more * s.bytes, 0.0))
+    if key not in kernel_cache:
+        kernel_cache[key] = tuple(
+            replace(k, flops=max(k.flops + extra_samples * s.flops, 0.0), bytes=max(k.bytes + extra_samples * s.bytes, 0.0))
             for k, s in zip(layer.kernels, slope.kernels, strict=True)
         )
 
     def line(get: Callable[[LayerProfile], float]) -> float:
-        return max(get(layer) + more * get(slope), 0.0)
+        return max(get(layer) + extra_samples * get(slope), 0.0)
 
     return replace(
         layer,
@@ -170,9 +172,9 @@ def _shift(layer: LayerProfile, slope: LayerProfile, more: int, batch: int, memo
         activation_bytes=line(lambda x: x.activation_bytes),
         output_bytes=line(lambda x: x.output_bytes),
         fusible_bytes=line(lambda x: x.fusible_bytes),
-        remade_bytes=line(lambda x: x.remade_bytes),
-        transient_bytes=_workspace(layer, batch) if layer.workspaces else line(lambda x: x.transient_bytes),
-        product_bytes=line(lambda x: x.product_bytes),
-        dear_bytes=line(lambda x: x.dear_bytes),
-        kernels=memo[key],
+        compiler_recomputed_bytes=line(lambda x: x.compiler_recomputed_bytes),
+        transient_bytes=_transient_bytes_at(layer, batch) if layer.transient_lines else line(lambda x: x.transient_bytes),
+        matmul_workspace_bytes=line(lambda x: x.matmul_workspace_bytes),
+        expensive_output_bytes=line(lambda x: x.expensive_output_bytes),
+        kernels=kernel_cache[key],
     )

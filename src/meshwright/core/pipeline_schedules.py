@@ -1,5 +1,5 @@
-"""What tells one pipeline schedule from another, one entry each. `schedule/orders.py` builds their orders, `execute/pipeline.py` names torch's
-classes for them, and nobody else asks for a schedule by its name."""
+"""What tells one pipeline schedule from another, one entry each. `schedule/pipeline_actions.py` builds their orders,
+`execute/pipeline_parallel.py` names torch's classes for them, and nobody else asks for a schedule by its name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.core.errors import unknown
+from meshwright.core.errors import unknown_name_error
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
@@ -57,5 +57,5 @@ SCHEDULES: Mapping[str, ScheduleTraits] = {
 
 def schedule_traits(schedule: str) -> ScheduleTraits:
     if schedule not in SCHEDULES:
-        raise unknown("schedule", schedule, SCHEDULES)
+        raise unknown_name_error("schedule", schedule, SCHEDULES)
     return SCHEDULES[schedule]

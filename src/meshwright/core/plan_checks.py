@@ -1,16 +1,17 @@
-"""What makes a plan legal, each with the reason and what to change. A plan asks when it is made; what does not go together is in combinations.py."""
+"""What makes a plan legal, each with the reason and what to change. A plan asks when it is made; what does not go together is in
+plan_compatibility.py."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshwright.core.combinations import check_combinations
-from meshwright.core.compression import check_compression
+from meshwright.core.compression_policy import check_compression
 from meshwright.core.errors import RequestError
-from meshwright.core.hybrid import check_places
-from meshwright.core.recompute import check_modes, check_recomputing
+from meshwright.core.plan_compatibility import check_compatibility
+from meshwright.core.rank_devices import check_rank_devices
+from meshwright.core.recompute_policy import check_recompute, check_recompute_modes
 from meshwright.core.routes import check_routes
-from meshwright.core.shares import check_states
+from meshwright.core.shares import check_state_fractions
 
 if TYPE_CHECKING:
     from meshwright.core.plan import Plan
@@ -27,12 +28,12 @@ def check_plan(plan: Plan) -> None:
     if zero and mesh.shard == 1 and mesh.size > 1:
         raise RequestError(f"plan: zero={zero} cuts over the shard axis, and mesh {mesh} has none: use --mesh shard={mesh.size}")
     if not zero and mesh.shard > 1:
-        raise RequestError(f"plan: mesh {mesh} has a shard axis but zero=0: set zero=1, 2 or 3, or use --mesh dp={mesh.data_width}")
+        raise RequestError(f"plan: mesh {mesh} has a shard axis but zero=0: set zero=1, 2 or 3, or use --mesh dp={mesh.data_parallel_size}")
     _check_memory(plan)
     _check_devices(plan)
     _check_sync(plan)
-    check_combinations(plan)
-    check_states(plan.balance.states, mesh, zero)
+    check_compatibility(plan)
+    check_state_fractions(plan.balance.state_fractions, mesh, zero)
     if plan.balance.shares:
         _check_shares(plan)
     else:
@@ -43,9 +44,9 @@ def _check_memory(plan: Plan) -> None:
     memory, mesh = plan.memory, plan.mesh
     if memory.zero not in (0, 1, 2, 3):
         raise RequestError(f"plan: memory.zero={memory.zero} must be 0, 1, 2 or 3")
-    check_modes(memory.recompute, memory.layers, memory.units)
-    check_recomputing(memory.modes.values(), mesh.degree("tp"), plan.compile, plan.schedule if mesh.pp > 1 else "")
-    if "selective" in memory.modes.values() and plan.spatial.grid:
+    check_recompute_modes(memory.recompute, memory.layers, memory.units)
+    check_recompute(memory.recompute_modes.values(), mesh.degree("tp"), plan.compile, plan.schedule if mesh.pp > 1 else "")
+    if "selective" in memory.recompute_modes.values() and plan.spatial.grid:
         raise RequestError(f"plan: recompute=selective would exchange again over cp in mesh {mesh}: set recompute=full or none")
     if memory.precision == "fp8" and plan.device == "cpu":
         raise RequestError("plan: precision=fp8 needs a GPU of compute capability 8.9 or newer, and this plan is for CPUs: use bf16")
@@ -54,8 +55,8 @@ def _check_memory(plan: Plan) -> None:
 
 
 def _check_devices(plan: Plan) -> None:
-    if plan.seats and len(plan.seats) != plan.world:
-        raise RequestError(f"plan: seats has {len(plan.seats)} entries for mesh {plan.mesh} of {plan.world} ranks: give {plan.world}")
+    if plan.device_order and len(plan.device_order) != plan.world:
+        raise RequestError(f"plan: seats has {len(plan.device_order)} entries for mesh {plan.mesh} of {plan.world} ranks: give {plan.world}")
     if plan.threads < 0:
         raise RequestError(f"plan: threads={plan.threads} must be 0 (as the environment says) or more")
 
@@ -66,16 +67,16 @@ def _check_sync(plan: Plan) -> None:
         raise RequestError(f"plan: sync.bucket_bytes={sync.bucket_bytes} must be positive")
     if not 0 < sync.timeout_s < float("inf"):
         raise RequestError(f"plan: sync.timeout_s={sync.timeout_s} must be a positive number of seconds")
-    check_routes(sync.routes, plan.backend, sync.nodes, plan.world)
+    check_routes(sync.routes, plan.backend, sync.ranks_per_node, plan.world)
     check_compression(sync.compression, sync.compression_rank, plan.mesh, plan.memory.zero, precision)
-    if plan.places and sync.routes:
+    if plan.rank_devices and sync.routes:
         raise RequestError("plan: sync.routes are for ranks on like devices, and places names others: leave sync.routes out")
-    if plan.places:
-        check_places(plan.places, plan.mesh, plan.backend, precision)
+    if plan.rank_devices:
+        check_rank_devices(plan.rank_devices, plan.mesh, plan.backend, precision)
 
 
 def _check_shares(plan: Plan) -> None:
-    shares, width = plan.balance.shares, plan.mesh.data_width
+    shares, width = plan.balance.shares, plan.mesh.data_parallel_size
     if len(shares) != width:
         raise RequestError(f"plan: balance.shares has {len(shares)} entries for {width} data ranks: give {width}")
     if sum(shares) != plan.global_batch:
@@ -88,7 +89,7 @@ def _check_shares(plan: Plan) -> None:
 
 
 def _check_batch(plan: Plan) -> None:
-    batch, width = plan.global_batch, plan.mesh.data_width
+    batch, width = plan.global_batch, plan.mesh.data_parallel_size
     step = width * plan.micro_batches
     if batch < 1 or batch % step:
         down, up = max(batch // step, 1) * step, (max(batch, 0) // step + 1) * step

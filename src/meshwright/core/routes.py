@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.core.backends import backend_traits
-from meshwright.core.errors import RequestError, unknown
+from meshwright.core.errors import RequestError, unknown_name_error
 
 Algorithm = Literal["flat", "two-level", "shared"]
-# What there is beside "flat", the backend's own. See [Note: algorithms] in comm/composed.py.
+# What there is beside "flat", the backend's own. See [Note: algorithms] in comm/composed_collectives.py.
 ALGORITHMS: dict[str, tuple[Algorithm, ...]] = {
     "all_reduce": ("two-level", "shared"),
     "all_gather": ("shared",),
@@ -20,79 +20,80 @@ ALGORITHMS: dict[str, tuple[Algorithm, ...]] = {
 
 @dataclass(frozen=True)
 class Route:
-    """Calls of `op` in which a rank sends at least `sent` bytes go over `backend`, by `algorithm`, up to where the operation's next route begins."""
+    """Calls of `op` in which a rank sends at least `min_sent_bytes` bytes go over `backend`, by `algorithm`, up to where the operation's next
+    route begins."""
 
     op: str
     backend: str
-    sent: int = 0
+    min_sent_bytes: int = 0
     algorithm: Algorithm = "flat"
 
     @property
-    def way(self) -> str:
-        return way_name(self.backend, self.algorithm)
+    def route_name(self) -> str:
+        return route_name(self.backend, self.algorithm)
 
 
-def way_name(backend: str, algorithm: str) -> str:
+def route_name(backend: str, algorithm: str) -> str:
     """'gloo' for its own collectives, 'gloo:shared' for those through shared memory; measurements have such names too."""
     return backend if algorithm == "flat" else f"{backend}:{algorithm}"
 
 
-def way_parts(way: str) -> tuple[str, str]:
-    backend, _, algorithm = way.partition(":")
+def parse_route_name(route: str) -> tuple[str, str]:
+    backend, _, algorithm = route.partition(":")
     return backend, algorithm or "flat"
 
 
-def way(routes: Sequence[Route], op: str, sent: float, backend: str) -> str:
+def choose_route(routes: Sequence[Route], op: str, sent_bytes: float, backend: str) -> str:
     """The way of one call; `backend` itself unless a route says otherwise. It depends on what all ranks know, so they choose alike."""
-    begun = [r for r in routes if r.op == op and r.sent <= sent]
-    return max(begun, key=lambda r: r.sent).way if begun else backend
+    begun = [r for r in routes if r.op == op and r.min_sent_bytes <= sent_bytes]
+    return max(begun, key=lambda r: r.min_sent_bytes).route_name if begun else backend
 
 
-def on_nodes(ranks: Sequence[int], nodes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The places of a group's ranks, node by node; `nodes` says how many ranks of the world each node has."""
-    starts = [sum(nodes[:i]) for i in range(1, len(nodes))]
+def group_by_node(ranks: Sequence[int], ranks_per_node: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The places of a group's ranks, node by node; `ranks_per_node` says how many ranks of the world each node has."""
+    starts = [sum(ranks_per_node[:i]) for i in range(1, len(ranks_per_node))]
     found: dict[int, list[int]] = {}
     for place, rank in enumerate(ranks):
         found.setdefault(sum(rank >= start for start in starts), []).append(place)
     return tuple(map(tuple, found.values()))
 
 
-def has_levels(ranks: Sequence[int], nodes: Sequence[int]) -> bool:
+def has_two_levels(ranks: Sequence[int], ranks_per_node: Sequence[int]) -> bool:
     """Whether a group spans several nodes with equally many, and several, ranks on each."""
-    counts = [len(node) for node in on_nodes(ranks, nodes)]
+    counts = [len(node) for node in group_by_node(ranks, ranks_per_node)]
     return len(counts) > 1 and counts[0] > 1 and len(set(counts)) == 1
 
 
-def applies(algorithm: str, ranks: Sequence[int], nodes: Sequence[int]) -> bool:
+def is_applicable(algorithm: str, ranks: Sequence[int], ranks_per_node: Sequence[int]) -> bool:
     """Whether a group can go by it: two levels need two, and memory is shared on one node alone."""
     if algorithm == "two-level":
-        return has_levels(ranks, nodes)
-    return algorithm != "shared" or len(on_nodes(ranks, nodes)) == 1
+        return has_two_levels(ranks, ranks_per_node)
+    return algorithm != "shared" or len(group_by_node(ranks, ranks_per_node)) == 1
 
 
-def fitting(routes: Sequence[Route], ranks: Sequence[int], nodes: Sequence[int]) -> tuple[Route, ...]:
+def applicable_routes(routes: Sequence[Route], ranks: Sequence[int], ranks_per_node: Sequence[int]) -> tuple[Route, ...]:
     """Those that a group can take."""
-    return tuple(r for r in routes if applies(r.algorithm, ranks, nodes))
+    return tuple(r for r in routes if is_applicable(r.algorithm, ranks, ranks_per_node))
 
 
-def for_world(routes: Sequence[Route], nodes: Sequence[int], world: int) -> tuple[tuple[Route, ...], tuple[int, ...]]:
+def routes_for_world(routes: Sequence[Route], ranks_per_node: Sequence[int], world: int) -> tuple[tuple[Route, ...], tuple[int, ...]]:
     """Both for the first ranks of those that they were made for."""
-    cut = [min(n, max(world - sum(nodes[:i]), 0)) for i, n in enumerate(nodes)]
-    kept = tuple(n for n in cut if n) if sum(nodes) >= world else ()
-    return fitting(routes, range(world), kept), kept
+    cut = [min(n, max(world - sum(ranks_per_node[:i]), 0)) for i, n in enumerate(ranks_per_node)]
+    kept = tuple(n for n in cut if n) if sum(ranks_per_node) >= world else ()
+    return applicable_routes(routes, range(world), kept), kept
 
 
-def check_routes(routes: Sequence[Route], backend: str, nodes: Sequence[int], world: int) -> None:
+def check_routes(routes: Sequence[Route], backend: str, ranks_per_node: Sequence[int], world: int) -> None:
     for route in routes:
         if not (backend_traits(route.backend).routable and backend_traits(backend).routable):
             raise RequestError(
                 f"plan: sync.routes join gloo and mpi, and {route.op} goes over {route.backend} in a plan for {backend}: leave them out"
             )
         if route.algorithm != "flat" and route.algorithm not in ALGORITHMS.get(route.op, ()):
-            raise unknown("algorithm", route.algorithm, ("flat", *ALGORITHMS.get(route.op, ())), f"plan: sync.routes for {route.op}")
-        if route.algorithm == "two-level" and not nodes:
+            raise unknown_name_error("algorithm", route.algorithm, ("flat", *ALGORITHMS.get(route.op, ())), f"plan: sync.routes for {route.op}")
+        if route.algorithm == "two-level" and not ranks_per_node:
             raise RequestError("plan: sync.routes has two-level, and sync.nodes does not say how many ranks each node has: give them, like [2, 2]")
     if routes and backend_traits(backend).launchers:
         raise RequestError(f"plan: sync.routes need ranks that meet by gloo, and the plan's backend is {backend}: set backend=gloo")
-    if nodes and (sum(nodes) != world or min(nodes) < 1):
-        raise RequestError(f"plan: sync.nodes {list(nodes)} are {sum(nodes)} ranks, and the mesh has {world}: give as many")
+    if ranks_per_node and (sum(ranks_per_node) != world or min(ranks_per_node) < 1):
+        raise RequestError(f"plan: sync.nodes {list(ranks_per_node)} are {sum(ranks_per_node)} ranks, and the mesh has {world}: give as many")

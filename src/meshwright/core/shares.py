@@ -9,20 +9,22 @@ from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 
 
-def cut(total: int, parts: Sequence[float], unit: int = 1) -> tuple[int, ...]:
-    """`total` cut as the parts are to each other, at multiples of `unit`: no piece is off by more than one. A piece may be empty."""
-    whole = sum(parts)
-    edges = [min(round(total * end / whole / unit) * unit, total) for end in accumulate(parts, initial=0.0)]
+def split_proportionally(total: int, weights: Sequence[float], multiple_of: int = 1) -> tuple[int, ...]:
+    """`total` cut as the parts are to each other, at multiples of `multiple_of`: no piece is off by more than one. A piece may be empty."""
+    whole = sum(weights)
+    edges = [min(round(total * end / whole / multiple_of) * multiple_of, total) for end in accumulate(weights, initial=0.0)]
     edges[-1] = total
     return tuple(b - a for a, b in pairwise(edges))
 
 
-def check_states(states: Sequence[float], mesh: Mesh, zero: int) -> None:
-    if not states:
+def check_state_fractions(state_fractions: Sequence[float], mesh: Mesh, zero: int) -> None:
+    if not state_fractions:
         return
     if not zero or mesh.shard == 1:
         raise RequestError(f"plan: balance.states are parts of what ZeRO cuts, and mesh {mesh} with zero={zero} cuts nothing: leave them out")
-    if len(states) != mesh.shard:
-        raise RequestError(f"plan: balance.states has {len(states)} entries for shard={mesh.shard}: give {mesh.shard}")
-    if min(states) < 0 or abs(sum(states) - 1) > 1e-6:
-        raise RequestError(f"plan: balance.states sum to {sum(states):g} and the least is {min(states):g}: make them parts of 1, none below 0")
+    if len(state_fractions) != mesh.shard:
+        raise RequestError(f"plan: balance.states has {len(state_fractions)} entries for shard={mesh.shard}: give {mesh.shard}")
+    if min(state_fractions) < 0 or abs(sum(state_fractions) - 1) > 1e-6:
+        raise RequestError(
+            f"plan: balance.states sum to {sum(state_fractions):g} and the least is {min(state_fractions):g}: make them parts of 1, none below 0"
+        )

@@ -47,8 +47,8 @@ class Task:
 
 
 @runtime_checkable
-class Keyed(Protocol):
-    """A module whose randomness depends on what is computed, not on who computes it (see zoo/keyed.py)."""
+class KeyedRandomModule(Protocol):
+    """A module whose randomness depends on what is computed, not on who computes it (see zoo/keyed_random.py)."""
 
     def set_key(self, seed: int, step: int, first_sample: int) -> None:
         """Before each micro-batch: the run's seed, the step, and the global number of the first sample."""

@@ -8,7 +8,7 @@ from typing import Literal
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 Objective = Literal["time", "throughput", "memory", "money", "energy"]
 # The type that activations have, and gathered parameters under ZeRO-3: fp8 is for the products of linear layers alone, around them is bf16.
-LOW: dict[str, str] = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
+LOW_PRECISION_DTYPES: dict[str, str] = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 ITEM_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 # State elements an optimizer keeps for each parameter element.
 OPTIMIZER_STATES: dict[str, int] = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}

@@ -11,13 +11,13 @@ from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
 
-from meshwright.core.serial import from_data
+from meshwright.core.serialization import from_data
 
 Factors = Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Constants:
+class CostConstants:
     """For one device kind and one generation of frameworks. Shares are of the data sheet's figure."""
 
     matmul: float  # share of the peak that large products reach
@@ -51,22 +51,24 @@ class Constants:
 
 
 # How devices' names begin, by kind: what one kind reaches of its data sheet, another of the kind does too.
-KINDS = (
+ARCHITECTURES = (
     ("volta", ("V100", "T4")), ("ampere", ("A100", "A800", "A10", "A40", "GeForce RTX 3", "RTX A")),
     ("hopper", ("H100", "H800", "H20", "H200", "GH200")),
     ("blackwell", ("B200", "B300", "GB200", "GB300")), ("ada", ("L4", "GeForce RTX 4", "RTX 6000")), ("cdna", ("MI",)),
 )  # fmt: skip
-SEEN = ("volta", "ampere", "hopper")  # kinds of which there are published runs enough to be held to
-NEWEST = "fsdp2"  # the newest generation of frameworks that work as this one does: torch's own kernels, compiled, parameters gathered layer by layer
+FITTED_ARCHITECTURES = ("volta", "ampere", "hopper")  # kinds of which there are published runs enough to be held to
+NEWEST_GENERATION = (
+    "fsdp2"  # the newest generation of frameworks that work as this one does: torch's own kernels, compiled, parameters gathered layer by layer
+)
 
 
-def device_kind(name: str) -> str:
+def device_architecture(name: str) -> str:
     """The kind of a device by its name; empty for one of no known kind."""
-    return next((kind for kind, starts in KINDS if name.startswith(starts)), "")
+    return next((kind for kind, starts in ARCHITECTURES if name.startswith(starts)), "")
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FittedConstants:
     """The file: common values, factors by device kind and by generation, and where they come from."""
 
     how: str
@@ -76,14 +78,14 @@ class Fitted:
     generations: Mapping[str, Factors]
     errors: Mapping[str, float]  # mean relative error of step times on rows that were not fitted, by generation ("" = all)
 
-    def constants(self, device: str, generation: str) -> Constants:
-        kinds = (self.devices.get(device, {}), self.generations.get(generation, {}))
-        values = {f.name: self.base[f.name] * kinds[0].get(f.name, 1.0) * kinds[1].get(f.name, 1.0) for f in fields(Constants)}
-        return Constants(**values)
+    def constants(self, architecture: str, generation: str) -> CostConstants:
+        kinds = (self.devices.get(architecture, {}), self.generations.get(generation, {}))
+        values = {f.name: self.base[f.name] * kinds[0].get(f.name, 1.0) * kinds[1].get(f.name, 1.0) for f in fields(CostConstants)}
+        return CostConstants(**values)
 
 
 @cache
-def fitted() -> Fitted:
+def load_fitted_constants() -> FittedConstants:
     """What this version ships."""
     text = files(__package__).joinpath("fitted.json").read_text(encoding="utf-8")
-    return from_data(Fitted, json.loads(text), "fitted.json")
+    return from_data(FittedConstants, json.loads(text), "fitted.json")

@@ -13,18 +13,18 @@ from torch import Tensor
 from meshwright.core.errors import RequestError
 from meshwright.core.task import Field
 
-_CAP = 32_000_000
+_MAX_BYTES = 32_000_000
 _BYTE_VALUES = 256
-_VALIDATION = 0.05
-_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_VALIDATION_FRACTION = 0.05
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
-class Windows:
+class TokenWindows:
     """Windows of `width` bytes that overlap by one: each byte but the first is predicted exactly once."""
 
-    def __init__(self, field: str, text: Tensor, width: int) -> None:
+    def __init__(self, field: str, text: Tensor, length: int) -> None:
         self._field = field
-        self._windows = text.unfold(0, width, width - 1)  # a view: no byte is copied
+        self._windows = text.unfold(0, length, length - 1)  # a view: no byte is copied
 
     def __len__(self) -> int:
         return self._windows.shape[0]
@@ -33,15 +33,15 @@ class Windows:
         return {self._field: self._windows[indices].long()}
 
 
-def load(fields: Mapping[str, Field], split: str) -> Windows:
+def load(fields: Mapping[str, Field], split: str) -> TokenWindows:
     """The corpus cut for a language model; the last 5% is the validation part."""
     name, width = _token_field(fields)
-    text = torch.frombuffer(_read(Path(sysconfig.get_paths()["stdlib"])), dtype=torch.uint8)
-    border = int(text.numel() * (1.0 - _VALIDATION))
+    text = torch.frombuffer(_read_corpus(Path(sysconfig.get_paths()["stdlib"])), dtype=torch.uint8)
+    border = int(text.numel() * (1.0 - _VALIDATION_FRACTION))
     part = text[:border] if split == "train" else text[border:]
     if part.numel() < width:
         raise RequestError(f"data set 'source': its {split} part has {part.numel()} bytes, less than one window of {width}: use a smaller --seq")
-    return Windows(name, part, width)
+    return TokenWindows(name, part, width)
 
 
 def _token_field(fields: Mapping[str, Field]) -> tuple[str, int]:
@@ -54,19 +54,19 @@ def _token_field(fields: Mapping[str, Field]) -> tuple[str, int]:
     raise RequestError(f"data set 'source' feeds language models, one field of tokens; this model wants {', '.join(fields) or 'nothing'}")
 
 
-def _files(root: Path) -> Iterator[Path]:
+def _source_files(root: Path) -> Iterator[Path]:
     """Source files in an order that does not depend on the file system."""
     for folder, inner, files in os.walk(root):
-        inner[:] = sorted(set(inner) - _SKIPPED)
+        inner[:] = sorted(set(inner) - _SKIPPED_FOLDERS)
         yield from (Path(folder, file) for file in sorted(files) if file.endswith(".py"))
 
 
-def _read(root: Path) -> bytearray:
+def _read_corpus(root: Path) -> bytearray:
     text = bytearray()
-    for path in _files(root):
+    for path in _source_files(root):
         text += path.read_bytes()
-        if len(text) >= _CAP:
+        if len(text) >= _MAX_BYTES:
             break
     if not text:
         raise RequestError(f"data set 'source': there are no Python files in {root}: use another data set")
-    return text[:_CAP]
+    return text[:_MAX_BYTES]

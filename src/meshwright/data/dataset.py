@@ -8,13 +8,13 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from meshwright.core.errors import RequestError, unknown
+from meshwright.core.errors import RequestError, unknown_name_error
 from meshwright.core.task import Field
 from meshwright.data import corpus, images, instructions
-from meshwright.data.synthetic import Synthetic
+from meshwright.data.synthetic import SyntheticDataset
 
 Split = Literal["train", "validation"]
-_NAMES = ("source", "digits", "mnist", "cifar10", "synthetic")
+_BUILTIN_NAMES = ("source", "digits", "mnist", "cifar10", "synthetic")
 
 
 class Dataset(Protocol):
@@ -27,7 +27,7 @@ class Dataset(Protocol):
         ...
 
 
-def is_file(name: str | None) -> bool:
+def is_instruction_file(name: str | None) -> bool:
     """Whether a data set's name is a JSON file of instructions and answers."""
     return name is not None and name.endswith(".json")
 
@@ -39,17 +39,17 @@ def load(
     """A data set in the shape a task asks for. `folder` holds the files of mnist and cifar10; `seed` is for synthetic; for a JSON file of
     instructions, `tokenizer` is the folder of a tokenizer and `hold_out` keeps a part back for validation."""
     if split not in ("train", "validation"):
-        raise unknown("split", split, ("train", "validation"))
-    if is_file(name):
+        raise unknown_name_error("split", split, ("train", "validation"))
+    if is_instruction_file(name):
         return instructions.load(Path(name), fields, split, tokenizer=tokenizer, hold_out=hold_out)
     if name == "source":
         return corpus.load(fields, split)
     if name == "synthetic":
-        return Synthetic(fields, split, seed)
+        return SyntheticDataset(fields, split, seed)
     if name == "digits":
         return images.load_digits(fields, split)
-    if name not in _NAMES:
-        raise unknown("data set", name, _NAMES)
+    if name not in _BUILTIN_NAMES:
+        raise unknown_name_error("data set", name, _BUILTIN_NAMES)
     if folder is None:
         raise RequestError(f"data set '{name}' is read from local files: say in which folder they are")
     return images.load_mnist(fields, split, folder) if name == "mnist" else images.load_cifar10(fields, split, folder)

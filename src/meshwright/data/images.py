@@ -19,40 +19,40 @@ from meshwright.core.errors import RequestError
 from meshwright.core.task import Field
 
 Array = np.ndarray[Any, np.dtype[Any]]
-_CLASSES = 10
+_NUM_CLASSES = 10
 
 
-class Images:
+class ImageDataset:
     """Images kept as bytes; a batch is scaled to [0, 1] and fitted to the shape that the model wants."""
 
-    def __init__(self, name: str, images: Array, labels: Array, white: float, fields: Mapping[str, Field]) -> None:
-        self._shape, self._wanted = _image_shape(name, fields), tuple(fields)
+    def __init__(self, name: str, images: Array, labels: Array, max_value: float, fields: Mapping[str, Field]) -> None:
+        self._shape, self._field_names = _image_shape(name, fields), tuple(fields)
         self._images = torch.from_numpy(np.require(images, requirements=["C", "W"]))  # torch warns of read-only memory
         self._labels = torch.from_numpy(labels.astype(np.int64))
-        self._white = white
+        self._max_value = max_value
 
     def __len__(self) -> int:
         return self._images.shape[0]
 
     def batch(self, indices: Tensor) -> dict[str, Tensor]:
         columns = {"label": self._labels[indices]}
-        if "image" in self._wanted:
-            columns["image"] = _fit(self._images[indices].float() / self._white, self._shape)
-        return {name: columns[name] for name in self._wanted}
+        if "image" in self._field_names:
+            columns["image"] = _fit_to_shape(self._images[indices].float() / self._max_value, self._shape)
+        return {name: columns[name] for name in self._field_names}
 
 
 def _image_shape(name: str, fields: Mapping[str, Field]) -> tuple[int, ...]:
     if not fields or not set(fields) <= {"image", "label"}:
         raise RequestError(f"data set '{name}' has image and label; this model wants {', '.join(fields) or 'nothing'}")
-    if "label" in fields and (fields["label"].shape or 0 < fields["label"].high < _CLASSES):
-        raise RequestError(f"data set '{name}' has one label of {_CLASSES} classes a sample; the model's label field is {fields['label']}")
+    if "label" in fields and (fields["label"].shape or 0 < fields["label"].high < _NUM_CLASSES):
+        raise RequestError(f"data set '{name}' has one label of {_NUM_CLASSES} classes a sample; the model's label field is {fields['label']}")
     shape = fields["image"].shape if "image" in fields else (1, 1, 1)
     if len(shape) != 3:
         raise RequestError(f"data set '{name}': an image field is (channels, height, width), not {shape}")
     return shape
 
 
-def _fit(images: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _fit_to_shape(images: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Interpolate to the height and width; repeat grey into colour, or average colour to grey."""
     if images.shape[2:] != shape[1:]:
         images = F.interpolate(images, size=shape[1:], mode="bilinear", align_corners=False)
@@ -63,7 +63,7 @@ def _fit(images: Tensor, shape: tuple[int, ...]) -> Tensor:
     return images.expand(-1, shape[0], -1, -1).contiguous()
 
 
-def load_digits(fields: Mapping[str, Field], split: str) -> Images:
+def load_digits(fields: Mapping[str, Field], split: str) -> ImageDataset:
     """1797 digits of 8×8 pixels, shuffled once and for all; the last 15% is the validation part."""
     try:
         digits = importlib.import_module("sklearn.datasets").load_digits()
@@ -72,17 +72,17 @@ def load_digits(fields: Mapping[str, Field], split: str) -> Images:
     order = np.random.Generator(np.random.PCG64(0)).permutation(len(digits.target))
     border = int(len(order) * 0.85)
     part = order[:border] if split == "train" else order[border:]
-    return Images("digits", digits.images[part, None].astype(np.uint8), digits.target[part], 16.0, fields)
+    return ImageDataset("digits", digits.images[part, None].astype(np.uint8), digits.target[part], 16.0, fields)
 
 
-def load_mnist(fields: Mapping[str, Field], split: str, folder: Path) -> Images:
+def load_mnist(fields: Mapping[str, Field], split: str, folder: Path) -> ImageDataset:
     """The IDX files, plain or gzipped, in `folder` or where torchvision puts them below it."""
     prefix = "train" if split == "train" else "t10k"
     images = _read_idx(_find_idx(folder, f"{prefix}-images-idx3-ubyte"), dimensions=3)
     labels = _read_idx(_find_idx(folder, f"{prefix}-labels-idx1-ubyte"), dimensions=1)
     if len(images) != len(labels):
         raise RequestError(f"{folder}: {len(images)} {prefix} images but {len(labels)} labels: the files do not belong together")
-    return Images("mnist", images[:, None], labels, 255.0, fields)
+    return ImageDataset("mnist", images[:, None], labels, 255.0, fields)
 
 
 def _find_idx(folder: Path, name: str) -> Path:
@@ -109,12 +109,12 @@ def _read_idx(path: Path, dimensions: int) -> Array:
     return np.frombuffer(raw, np.uint8, offset=start).reshape(shape)
 
 
-def load_cifar10(fields: Mapping[str, Field], split: str, folder: Path) -> Images:
+def load_cifar10(fields: Mapping[str, Field], split: str, folder: Path) -> ImageDataset:
     """The binary version or the Python version, in `folder` or in the archive's own folder below it."""
     stems = [f"data_batch_{i}" for i in range(1, 6)] if split == "train" else ["test_batch"]
     parts = [_read_cifar(_find_cifar(folder, stem)) for stem in stems]
     images = np.concatenate([p[0] for p in parts]).reshape(-1, 3, 32, 32)
-    return Images("cifar10", images, np.concatenate([p[1] for p in parts]), 255.0, fields)
+    return ImageDataset("cifar10", images, np.concatenate([p[1] for p in parts]), 255.0, fields)
 
 
 def _find_cifar(folder: Path, stem: str) -> Path:

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from meshwright.core.errors import RequestError
-from meshwright.core.serial import read_json
+from meshwright.core.serialization import read_json
 from meshwright.core.task import Field
 
-IGNORED = -100  # torch's own mark for a place without a target
-_HELD_OUT = 0.05
-_WITH_INPUT = (
+IGNORE_INDEX = -100  # torch's own mark for a place without a target
+_VALIDATION_FRACTION = 0.05
+_PROMPT_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 )
-_WITHOUT_INPUT = (
+_PROMPT_WITHOUT_INPUT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:\n"
 )
@@ -32,7 +32,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 @dataclass(frozen=True)
-class Record:
+class InstructionRecord:
     """One exercise. Most have no input."""
 
     instruction: str
@@ -41,29 +41,29 @@ class Record:
 
     @property
     def prompt(self) -> str:
-        return (_WITH_INPUT if self.input else _WITHOUT_INPUT).format(instruction=self.instruction, input=self.input)
+        return (_PROMPT_WITH_INPUT if self.input else _PROMPT_WITHOUT_INPUT).format(instruction=self.instruction, input=self.input)
 
 
 class Tokenizer(Protocol):
-    """Text to numbers below `vocabulary`; `end` closes an answer."""
+    """Text to numbers below `vocab_size`; `eos_id` closes an answer."""
 
-    vocabulary: int
-    end: int
+    vocab_size: int
+    eos_id: int
 
     def encode(self, text: str) -> list[int]: ...
 
 
-class Bytes:
+class ByteTokenizer:
     """Where there is no tokenizer: each byte is a token. Zero, which no text holds, is the end."""
 
-    vocabulary = 256
-    end = 0
+    vocab_size = 256
+    eos_id = 0
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
 
-class Pretrained:
+class PretrainedTokenizer:
     """The tokenizer in a Hugging Face folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -76,74 +76,74 @@ class Pretrained:
         if found.eos_token_id is None:
             raise RequestError(f"the tokenizer in {folder} has no end of text: set eos_token in its tokenizer_config.json")
         self._tokenizer = found
-        self.end = int(found.eos_token_id)
-        self.vocabulary = max(len(found), self.end + 1)
+        self.eos_id = int(found.eos_token_id)
+        self.vocab_size = max(len(found), self.eos_id + 1)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text).input_ids
-        return ids[:-1] if ids and ids[-1] == self.end else ids
+        return ids[:-1] if ids and ids[-1] == self.eos_id else ids
 
 
 def find_tokenizer(folder: Path | None) -> Tokenizer:
     """The folder's own tokenizer, or bytes."""
     if folder is not None and any((folder / name).exists() for name in _TOKENIZER_FILES):
-        return Pretrained(folder)
-    return Bytes()
+        return PretrainedTokenizer(folder)
+    return ByteTokenizer()
 
 
-class Instructions:
+class InstructionDataset:
     """Samples of `width` tokens: prompt, answer, end, padding. `targets` holds the next token at each place, IGNORED outside the answer."""
 
-    def __init__(self, records: Sequence[Record], tokenizer: Tokenizer, width: int) -> None:
-        self._records, self._tokenizer, self._width = records, tokenizer, width
+    def __init__(self, records: Sequence[InstructionRecord], tokenizer: Tokenizer, length: int) -> None:
+        self._records, self._tokenizer, self._length = records, tokenizer, length
 
     def __len__(self) -> int:
         return len(self._records)
 
     def batch(self, indices: Tensor) -> dict[str, Tensor]:
-        samples = [self.sample(self._records[i]) for i in indices.tolist()]
+        samples = [self.tokenize(self._records[i]) for i in indices.tolist()]
         return {"tokens": torch.tensor([s[0] for s in samples]), "targets": torch.tensor([s[1] for s in samples])}
 
-    def sample(self, record: Record) -> tuple[list[int], list[int]]:
+    def tokenize(self, record: InstructionRecord) -> tuple[list[int], list[int]]:
         """(tokens, targets). A long answer loses its end; a prompt that leaves no room for any answer loses its beginning."""
-        full = [*self._tokenizer.encode(record.prompt + record.output), self._tokenizer.end]
+        full = [*self._tokenizer.encode(record.prompt + record.output), self._tokenizer.eos_id]
         prompt = min(len(self._tokenizer.encode(record.prompt)), len(full) - 1)
-        spare = max(prompt + 1 - self._width, 0)
-        full, prompt = full[spare : spare + self._width], prompt - spare
-        targets = [IGNORED] * (prompt - 1) + full[max(prompt, 1) :]
-        rest = self._width - len(full)
-        return full + [self._tokenizer.end] * rest, targets + [IGNORED] * (self._width - len(targets))
+        spare = max(prompt + 1 - self._length, 0)
+        full, prompt = full[spare : spare + self._length], prompt - spare
+        targets = [IGNORE_INDEX] * (prompt - 1) + full[max(prompt, 1) :]
+        rest = self._length - len(full)
+        return full + [self._tokenizer.eos_id] * rest, targets + [IGNORE_INDEX] * (self._length - len(targets))
 
 
-def load(path: Path, fields: Mapping[str, Field], split: str, *, tokenizer: Path | None = None, hold_out: bool = True) -> Instructions:
+def load(path: Path, fields: Mapping[str, Field], split: str, *, tokenizer: Path | None = None, hold_out: bool = True) -> InstructionDataset:
     """The file's records for a task that wants tokens and targets. With `hold_out`, the last 5% are the validation part."""
     if set(fields) != {"tokens", "targets"}:
         raise RequestError(f"{path}: instructions and answers are tokens and targets; this model wants {', '.join(fields) or 'nothing'}")
     records = read_records(path)
     chosen = find_tokenizer(tokenizer)
     (width,), high = fields["tokens"].shape, fields["tokens"].high
-    if chosen.vocabulary > high:
-        whose = "without a tokenizer bytes are tokens, which" if isinstance(chosen, Bytes) else f"the tokenizer in {tokenizer}"
-        needs = f"{whose} need{'' if isinstance(chosen, Bytes) else 's'} a vocabulary of {chosen.vocabulary}"
+    if chosen.vocab_size > high:
+        whose = "without a tokenizer bytes are tokens, which" if isinstance(chosen, ByteTokenizer) else f"the tokenizer in {tokenizer}"
+        needs = f"{whose} need{'' if isinstance(chosen, ByteTokenizer) else 's'} a vocabulary of {chosen.vocab_size}"
         raise RequestError(f"{path}: {needs}, and the model's is {high}: use a model or a tokenizer that fits the other")
     if width < 2:
         raise RequestError(f"{path}: a sample needs at least 2 tokens: use --seq 2 or more")
-    border = len(records) - max(int(_HELD_OUT * len(records)), 1) if hold_out else len(records)
+    border = len(records) - max(int(_VALIDATION_FRACTION * len(records)), 1) if hold_out else len(records)
     part = records[:border] if split == "train" else records[border:]
     if not part:
         raise RequestError(f"{path}: its {len(records)} record leaves nothing for the {split} part: give more, or --set validate_batches=0")
-    return Instructions(part, chosen, width)
+    return InstructionDataset(part, chosen, width)
 
 
-def read_records(path: Path) -> list[Record]:
+def read_records(path: Path) -> list[InstructionRecord]:
     """The list in the file; the first record that is not one is named."""
     data = read_json(path)
     if not isinstance(data, list) or not data:
         raise RequestError(f"{path}: expected a JSON list of objects with instruction, input and output")
-    return [_record(entry, f"{path}: record {number}") for number, entry in enumerate(data)]
+    return [_parse_record(entry, f"{path}: record {number}") for number, entry in enumerate(data)]
 
 
-def _record(entry: Any, where: str) -> Record:
+def _parse_record(entry: Any, where: str) -> InstructionRecord:
     if not isinstance(entry, dict):
         raise RequestError(f"{where} is not an object with instruction, input and output")
     values = {"input": "", **{key: entry[key] for key in ("instruction", "input", "output") if key in entry}}
@@ -153,7 +153,7 @@ def _record(entry: Any, where: str) -> Record:
     for key, value in values.items():
         if not isinstance(value, str):
             raise RequestError(f"{where}: '{key}' must be a text, not {type(value).__name__}")
-    return Record(**values)
+    return InstructionRecord(**values)
 
 
 def _one_line(error: Exception) -> str:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from meshwright.data.dataset import Dataset
 
-_AHEAD = 2  # batches prepared before they are asked for: one may be late without a wait
+_PREFETCH_BATCHES = 2  # batches prepared before they are asked for: one may be late without a wait
 
 
 class Loader:
@@ -25,15 +25,17 @@ class Loader:
     `steps` bounds one iteration; the next one goes on where it stopped.
     """
 
-    def __init__(self, dataset: Dataset, sampler: GlobalSampler, first: int, count: int, steps: int | None = None, pin: bool = False) -> None:
-        if first < 0 or count < 1 or first + count > sampler.global_batch:
-            raise RequestError(f"samples {first}…{first + count - 1} are not a part of a global batch of {sampler.global_batch}")
+    def __init__(
+        self, dataset: Dataset, sampler: GlobalSampler, first_sample: int, count: int, steps: int | None = None, pin_memory: bool = False
+    ) -> None:
+        if first_sample < 0 or count < 1 or first_sample + count > sampler.global_batch:
+            raise RequestError(f"samples {first_sample}…{first_sample + count - 1} are not a part of a global batch of {sampler.global_batch}")
         self.dataset = dataset
         self.sampler = sampler
-        self.first = first
-        self.count = count
+        self.first_sample = first_sample
+        self.num_samples = count
         self.steps = steps
-        self.pin = pin
+        self.pin_memory = pin_memory
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         # An executor rather than a queue: nobody blocks on a full queue, so leaving early needs no signal, and a
@@ -43,8 +45,8 @@ class Loader:
         due, asked, given = self.sampler.position, 0, 0
         try:
             while self.steps is None or given < self.steps:
-                while len(ready) <= _AHEAD and (self.steps is None or asked < self.steps):
-                    after = self.sampler.after(due, self.sampler.global_batch)
+                while len(ready) <= _PREFETCH_BATCHES and (self.steps is None or asked < self.steps):
+                    after = self.sampler.position_after(due, self.sampler.global_batch)
                     ready.append((after, pool.submit(self._fetch, due)))
                     due, asked = after, asked + 1
                 position, future = ready.popleft()
@@ -63,5 +65,5 @@ class Loader:
 
     def _fetch(self, position: int) -> dict[str, Tensor]:
         indices = self.sampler.indices_from(position, self.sampler.global_batch)
-        batch = self.dataset.batch(indices[self.first : self.first + self.count])
-        return {name: values.pin_memory() for name, values in batch.items()} if self.pin else batch
+        batch = self.dataset.batch(indices[self.first_sample : self.first_sample + self.num_samples])
+        return {name: values.pin_memory() for name, values in batch.items()} if self.pin_memory else batch

@@ -29,13 +29,13 @@ class GlobalSampler:
         self.seed = seed
         self.shuffle = shuffle
         self.position = 0
-        self._epochs: dict[int, Tensor] = {}
+        self._permutations: dict[int, Tensor] = {}
 
     def indices(self, step: int) -> Tensor:
         """The whole global batch of `step` in a run that has kept to this batch size from the start."""
         return self.indices_from(self.position_of(step), self.global_batch)
 
-    def slice(self, step: int, first: int, count: int) -> Tensor:
+    def batch_slice(self, step: int, first: int, count: int) -> Tensor:
         """The samples [first, first + count) of the global batch of `step`."""
         return self.indices(step)[first : first + count]
 
@@ -48,18 +48,18 @@ class GlobalSampler:
 
     def indices_from(self, position: int, count: int) -> Tensor:
         """The `count` samples of a batch that is due at `position`."""
-        position = self._start(position, count)
+        position = self._batch_start(position, count)
         parts = []
         while count > 0:  # more than one turn only for a batch larger than the data set
             epoch, offset = divmod(position, self.length)
             taken = min(count, self.length - offset)
-            parts.append(self._epoch(epoch)[offset : offset + taken] if self.shuffle else torch.arange(offset, offset + taken))
+            parts.append(self._permutation(epoch)[offset : offset + taken] if self.shuffle else torch.arange(offset, offset + taken))
             position, count = position + taken, count - taken
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def after(self, position: int, count: int) -> int:
+    def position_after(self, position: int, count: int) -> int:
         """The position once a batch of `count` that was due at `position` is consumed."""
-        return self._start(position, count) + count
+        return self._batch_start(position, count) + count
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position, "seed": self.seed, "length": self.length, "shuffle": self.shuffle}
@@ -72,17 +72,17 @@ class GlobalSampler:
                 raise RequestError(f"cannot resume the data: saved with {key} {state[key]}, now it is {here}: use the same data set and seed")
         self.position = int(state["position"])
 
-    def _start(self, position: int, count: int) -> int:
+    def _batch_start(self, position: int, count: int) -> int:
         """An epoch's rest that is too short for a batch is skipped; a batch larger than the data set runs over epochs."""
         rest = self.length - position % self.length
         return position + rest if rest < count <= self.length else position
 
-    def _epoch(self, epoch: int) -> Tensor:
+    def _permutation(self, epoch: int) -> Tensor:
         # The dictionary is replaced, never changed, so that a loader's thread and the main one may both ask.
-        found = self._epochs.get(epoch)
+        found = self._permutations.get(epoch)
         if found is None:
             digest = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=7).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
             found = torch.randperm(self.length, generator=generator)
-            self._epochs = {**dict(list(self._epochs.items())[-1:]), epoch: found}
+            self._permutations = {**dict(list(self._permutations.items())[-1:]), epoch: found}
         return found

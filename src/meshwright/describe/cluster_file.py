@@ -11,18 +11,18 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from meshwright.core.cluster import Cluster
-from meshwright.core.errors import RequestError, unknown
+from meshwright.core.errors import RequestError, unknown_name_error
 from meshwright.describe import cluster_spec as specs
 
-_Path = tuple[str | int, ...]
-_BY_KIND: dict[str, dict[str, type[BaseModel]]] = {
-    "inside": {"flat": specs.FlatInside, "switched": specs.SwitchedInside, "wired": specs.WiredInside, "pcie": specs.PcieInside},
+_KeyPath = tuple[str | int, ...]
+_SPECS_BY_KIND: dict[str, dict[str, type[BaseModel]]] = {
+    "inside": {"flat": specs.FlatNodeSpec, "switched": specs.SwitchedNodeSpec, "wired": specs.FullyConnectedNodeSpec, "pcie": specs.PcieNodeSpec},
     "network": {
         "flat": specs.FlatNetwork, "fat-tree": specs.FatTreeNetwork, "dragonfly": specs.DragonflyNetwork, "torus": specs.TorusNetwork,
         "hammingmesh": specs.HammingMeshNetwork,
     },
 }  # fmt: skip
-_BY_KEY: dict[str, type[BaseModel]] = {
+_SPECS_BY_KEY: dict[str, type[BaseModel]] = {
     "nodes": specs.NodeSpec, "devices": specs.DeviceSpec, "local": specs.LinkSpec, "between": specs.LinkSpec, "bridge": specs.LinkSpec,
 }  # fmt: skip
 
@@ -48,15 +48,15 @@ def parse_cluster(text: str, where: str, name: str, nodes: int | None = None) ->
     try:
         spec = specs.ClusterSpec.model_validate(data)
     except ValidationError as error:
-        raise _in_one_line(error, text, where) from None
+        raise _first_error(error, text, where) from None
     return spec.cluster(name, nodes)
 
 
-def key_lines(text: str) -> dict[_Path, int]:
+def key_lines(text: str) -> dict[_KeyPath, int]:
     """Which line each table and key of a TOML file begins in; what is inside a value belongs to its key's line."""
-    lines: dict[_Path, int] = {(): 1}
+    lines: dict[_KeyPath, int] = {(): 1}
     counts: dict[str, int] = {}
-    table: _Path = ()
+    table: _KeyPath = ()
     for number, line in enumerate(text.splitlines(), 1):
         if found := re.match(r"\s*\[\[\s*([\w-]+)\s*\]\]", line):
             counts[found[1]] = counts.get(found[1], -1) + 1
@@ -72,10 +72,10 @@ def key_lines(text: str) -> dict[_Path, int]:
     return lines
 
 
-def _in_one_line(error: ValidationError, text: str, where: str) -> RequestError:
+def _first_error(error: ValidationError, text: str, where: str) -> RequestError:
     """The first mistake. Its place, as Pydantic says it, has the kinds that were tried between the keys of the file."""
     first = error.errors(include_url=False)[0]
-    kinds = {kind for by_kind in _BY_KIND.values() for kind in by_kind}
+    kinds = {kind for by_kind in _SPECS_BY_KIND.values() for kind in by_kind}
     loc = [part for part in first["loc"] if part not in kinds]
     lines = key_lines(text)
     line = next(lines[tuple(loc[:end])] for end in range(len(loc), -1, -1) if tuple(loc[:end]) in lines)
@@ -83,7 +83,7 @@ def _in_one_line(error: ValidationError, text: str, where: str) -> RequestError:
     shown = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in mine).lstrip(".")
     place = f"{where}:{line}: {shown}: " if shown else f"{where}:{line}: "
     if first["type"] == "extra_forbidden":
-        return RequestError(f"{place}{unknown('key', str(loc[-1]), _keys(first['loc']))}")
+        return RequestError(f"{place}{unknown_name_error('key', str(loc[-1]), _known_keys(first['loc']))}")
     if first["type"] == "missing":
         return RequestError(f"{place}the key '{loc[-1]}' is missing")
     if first["type"] == "value_error":
@@ -91,9 +91,9 @@ def _in_one_line(error: ValidationError, text: str, where: str) -> RequestError:
     return RequestError(f"{place}found {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}")
 
 
-def _keys(loc: tuple[str | int, ...]) -> list[str]:
+def _known_keys(loc: tuple[str | int, ...]) -> list[str]:
     """The keys that are known where an unknown one was found."""
     model: type[BaseModel] = specs.ClusterSpec
     for before, part in zip(("", *loc), loc[:-1], strict=False):
-        model = _BY_KIND.get(str(before), {}).get(str(part)) or _BY_KEY.get(str(part)) or model
+        model = _SPECS_BY_KIND.get(str(before), {}).get(str(part)) or _SPECS_BY_KEY.get(str(part)) or model
     return list(model.model_fields)

@@ -13,13 +13,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from meshwright.core.cluster import Cluster, Device, DeviceKind, Node
 from meshwright.core.errors import RequestError
-from meshwright.core.fabric import Dragonfly, Fabric, FatTree, Flat, HammingMesh, Torus
-from meshwright.core.topology import Inside, Link, PcieTree, Switched, Wired
-from meshwright.core.units import parse_bytes, parse_flops, parse_rate, parse_seconds
-from meshwright.describe.catalog import DeviceSheet, named
+from meshwright.core.fabric import Dragonfly, Fabric, FatTree, HammingMesh, SingleSwitch, Torus
+from meshwright.core.node_topology import FullyConnected, Link, NodeSwitch, NodeTopology, PcieTree
+from meshwright.core.quantities import parse_bytes, parse_flops, parse_rate, parse_seconds
+from meshwright.describe.catalog import DeviceDatasheet, find_datasheet
 
 
-def _read(parse: Callable[[str], float]) -> BeforeValidator:
+def _quantity_validator(parse: Callable[[str], float]) -> BeforeValidator:
     def read(value: object) -> object:
         if not isinstance(value, str) or not value.strip()[-1:].isalpha():
             raise ValueError(f"{value} has no unit; write it in quotes with one")
@@ -31,18 +31,18 @@ def _read(parse: Callable[[str], float]) -> BeforeValidator:
     return BeforeValidator(read)
 
 
-Bytes = Annotated[int, _read(parse_bytes), Field(gt=0)]
-Rate = Annotated[float, _read(parse_rate), Field(gt=0)]
-Flops = Annotated[float, _read(parse_flops), Field(gt=0)]
-Seconds = Annotated[float, _read(parse_seconds), Field(ge=0)]
+ByteCount = Annotated[int, _quantity_validator(parse_bytes), Field(gt=0)]
+Rate = Annotated[float, _quantity_validator(parse_rate), Field(gt=0)]
+Flops = Annotated[float, _quantity_validator(parse_flops), Field(gt=0)]
+Seconds = Annotated[float, _quantity_validator(parse_seconds), Field(ge=0)]
 Count = Annotated[int, Field(ge=1, strict=True)]
 
 
-class _Strict(BaseModel):
+class _StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class LinkSpec(_Strict):
+class LinkSpec(_StrictModel):
     """One link, one way."""
 
     name: str = ""
@@ -54,34 +54,34 @@ class LinkSpec(_Strict):
         return Link(self.name or default, self.latency, self.bandwidth, self.efficiency)
 
 
-class FlatInside(LinkSpec):
+class FlatNodeSpec(LinkSpec):
     kind: Literal["flat"] = "flat"
 
-    def inside(self) -> Inside | None:
+    def topology(self) -> NodeTopology | None:
         return None
 
 
-class SwitchedInside(LinkSpec):
+class SwitchedNodeSpec(LinkSpec):
     kind: Literal["switched"]
 
-    def inside(self) -> Inside:
-        return Switched(self.link())
+    def topology(self) -> NodeTopology:
+        return NodeSwitch(self.link())
 
 
-class WiredInside(LinkSpec):
+class FullyConnectedNodeSpec(LinkSpec):
     kind: Literal["wired"]
 
-    def inside(self) -> Inside:
-        return Wired(self.link())
+    def topology(self) -> NodeTopology:
+        return FullyConnected(self.link())
 
 
-class PcieInside(LinkSpec):
+class PcieNodeSpec(LinkSpec):
     kind: Literal["pcie"]
     switch: Count
     socket: Annotated[int, Field(ge=0)] = 0
     bridge: LinkSpec | None = None
 
-    def inside(self) -> Inside:
+    def topology(self) -> NodeTopology:
         return PcieTree(self.link("PCIe"), self.switch, self.socket, self.bridge.link("socket to socket") if self.bridge else None)
 
 
@@ -90,7 +90,7 @@ class FlatNetwork(LinkSpec):
     ports: Count = 1
 
     def fabric(self) -> Fabric:
-        return Flat(self.link("network"), self.ports)
+        return SingleSwitch(self.link("network"), self.ports)
 
 
 class FatTreeNetwork(LinkSpec):
@@ -142,30 +142,34 @@ class HammingMeshNetwork(LinkSpec):
         return HammingMesh(self.link("mesh"), self.board, self.boards, self.taper)
 
 
-def _kind_or_flat(value: object) -> object:
+def _default_kind_flat(value: object) -> object:
     return {"kind": "flat", **value} if isinstance(value, dict) else value
 
 
-InsideSpec = Annotated[FlatInside | SwitchedInside | WiredInside | PcieInside, Field(discriminator="kind"), BeforeValidator(_kind_or_flat)]
-Network = Annotated[
-    FlatNetwork | FatTreeNetwork | DragonflyNetwork | TorusNetwork | HammingMeshNetwork, Field(discriminator="kind"), BeforeValidator(_kind_or_flat)
+IntraNodeSpec = Annotated[
+    FlatNodeSpec | SwitchedNodeSpec | FullyConnectedNodeSpec | PcieNodeSpec, Field(discriminator="kind"), BeforeValidator(_default_kind_flat)
+]
+NetworkSpec = Annotated[
+    FlatNetwork | FatTreeNetwork | DragonflyNetwork | TorusNetwork | HammingMeshNetwork,
+    Field(discriminator="kind"),
+    BeforeValidator(_default_kind_flat),
 ]
 
 
-class DeviceSpec(_Strict):
+class DeviceSpec(_StrictModel):
     """One device of the catalog, any of its figures replaced; or one that the catalog does not have."""
 
     device: str | None = None
     count: Count = 1
     name: str | None = None
     kind: DeviceKind = "cuda"
-    memory: Bytes | None = None
+    memory: ByteCount | None = None
     memory_bandwidth: Rate | None = None
     peak: dict[str, Flops] = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod
-    def _short(cls, value: object) -> object:
+    def _parse_shorthand(cls, value: object) -> object:
         """'8 x H100' is {device = "H100", count = 8}."""
         if not isinstance(value, str):
             return value
@@ -175,9 +179,9 @@ class DeviceSpec(_Strict):
         return {"device": device.strip(), **({"count": int(count)} if count else {})}
 
     @model_validator(mode="after")
-    def _known(self) -> DeviceSpec:
+    def _check_known(self) -> DeviceSpec:
         try:
-            known = self.sheet
+            known = self.datasheet
         except RequestError as error:
             raise ValueError(str(error)) from None
         if known is None and (self.name is None or self.memory is None):
@@ -185,33 +189,33 @@ class DeviceSpec(_Strict):
         return self
 
     @property
-    def sheet(self) -> DeviceSheet | None:
-        return named(self.device) if self.device is not None else None
+    def datasheet(self) -> DeviceDatasheet | None:
+        return find_datasheet(self.device) if self.device is not None else None
 
-    def made(self, first: int, share: int) -> list[Device]:
-        """Its devices, numbered from `first`; `share` is a CPU's memory, where the file does not say."""
-        known = self.sheet
+    def build_devices(self, first_index: int, default_memory: int) -> list[Device]:
+        """Its devices, numbered from `first_index`; `default_memory` is a CPU's memory, where the file does not say."""
+        known = self.datasheet
         peak = {**(known.peak_flops if known else {}), **self.peak}
-        memory = self.memory or (known.memory_bytes if known else 0) or share
+        memory = self.memory or (known.memory_bytes if known else 0) or default_memory
         bandwidth = self.memory_bandwidth or (known.memory_bandwidth if known else 0.0)
         kind, name = (known.kind, self.name or known.name) if known else (self.kind, self.name or "")
         source = known.source if known else "cluster file"
-        return [Device(kind, name, first + i, memory, peak, bandwidth, source, "fp8" in peak) for i in range(self.count)]
+        return [Device(kind, name, first_index + i, memory, peak, bandwidth, source, "fp8" in peak) for i in range(self.count)]
 
 
-class NodeSpec(_Strict):
+class NodeSpec(_StrictModel):
     """Machines that are alike."""
 
     name: str = "node"
     count: Count = 1
     devices: list[DeviceSpec] = Field(min_length=1)
     cores: Count = 1
-    memory: Bytes
+    memory: ByteCount
     cpu: str = ""
-    inside: InsideSpec | None = None
+    inside: IntraNodeSpec | None = None
 
     @model_validator(mode="after")
-    def _joined(self) -> NodeSpec:
+    def _check_linked(self) -> NodeSpec:
         number = sum(d.count for d in self.devices)
         if number > 1 and self.inside is None:
             raise ValueError(f'{number} devices and no link between them; add inside = {{ bandwidth = "32 GB/s", latency = "10 us" }}')
@@ -221,22 +225,22 @@ class NodeSpec(_Strict):
         number = sum(d.count for d in self.devices)
         devices: list[Device] = []
         for spec in self.devices:
-            devices += spec.made(len(devices), self.memory // number)
+            devices += spec.build_devices(len(devices), self.memory // number)
         node = Node(self.name, tuple(devices), self.cores, self.memory, self.cpu)
-        return replace(node, link=self.inside.link("between devices"), inside=self.inside.inside()) if self.inside else node
+        return replace(node, link=self.inside.link("between devices"), inside=self.inside.topology()) if self.inside else node
 
 
-class ClusterSpec(_Strict):
+class ClusterSpec(_StrictModel):
     """The whole file."""
 
     name: str | None = None
     source: str = ""
     most: Annotated[int, Field(ge=0)] = 0  # nodes that there are; 0: as many as are asked for
     nodes: list[NodeSpec] = Field(min_length=1)
-    network: Network | None = None
+    network: NetworkSpec | None = None
 
     @model_validator(mode="after")
-    def _joined(self) -> ClusterSpec:
+    def _check_linked(self) -> ClusterSpec:
         number = sum(n.count for n in self.nodes)
         if number > 1 and self.network is None:
             raise ValueError(f'{number} nodes and no [network]; add one with bandwidth = "200 Gb/s" and latency = "5 us"')

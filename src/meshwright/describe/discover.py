@@ -16,11 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from meshwright.core.cluster import FP8_SINCE, Cluster, Device, Interface, Link, Node
+from meshwright.core.cluster import FP8_MIN_CAPABILITY, Cluster, Device, Interface, Link, Node
 from meshwright.core.errors import RequestError
-from meshwright.core.units import show_bytes
+from meshwright.core.quantities import show_bytes
 from meshwright.describe import nvml
-from meshwright.describe.catalog import DeviceSheet, lookup
+from meshwright.describe.catalog import DeviceDatasheet, find_by_driver_name
 
 # Who started us, by what they leave in the environment. The first that fits is named, so the owner of an allocation (Slurm sets PMI_SIZE
 # too) comes before the tool that starts processes inside it. All variables of an entry must be there.
@@ -60,7 +60,7 @@ _ARM_CORES = {
 # Until a probe measures them: what a message between two GPUs of one node commonly takes to start, and a PCIe 3.0 path for an unknown card.
 _NVLINK_LATENCY_S, _PCIE_LATENCY_S = 5e-6, 1e-5
 _UNKNOWN_PCIE = Link("PCIe", _PCIE_LATENCY_S, 12e9)
-Picked = tuple[int | Literal["cpu"], ...]  # devices by index, and CPU devices beside GPUs
+DeviceSelection = tuple[int | Literal["cpu"], ...]  # devices by index, and CPU devices beside GPUs
 _SIOCGIFADDR = 0xC0206921 if sys.platform == "darwin" else 0x8915
 # A cgroup without a limit reports a number near 2**63 (v1) or "max" (v2).
 _NO_LIMIT = 1 << 60
@@ -70,7 +70,7 @@ def discover(
     environ: Mapping[str, str],
     *,
     ranks: int | None = None,
-    devices: Picked | None = None,
+    devices: DeviceSelection | None = None,
     root: Path = Path("/"),
     gpus: Sequence[nvml.Gpu] | None = None,
 ) -> Cluster:
@@ -80,17 +80,17 @@ def discover(
     or `ranks` of them. A GPU that is named twice is shared by two ranks."""
     if ranks is not None and ranks < 1:
         raise RequestError(f"--nproc {ranks}: at least 1 process is needed")
-    found = nvml.gpus(environ.get("CUDA_VISIBLE_DEVICES")) if gpus is None else gpus
+    found = nvml.list_gpus(environ.get("CUDA_VISIBLE_DEVICES")) if gpus is None else gpus
     cpu, cores, free = cpu_model(root), usable_cores(root), available_memory(root)
     if found and not (devices and set(devices) == {"cpu"}):
-        picked = _pick(len(found), ranks, devices, "GPUs")
+        picked = _select_devices(len(found), ranks, devices, "GPUs")
         cards = [i for i in picked if i != "cpu"]
-        chosen = _mixed(picked, {i: _cuda_device(i, found[i], free) for i in cards}, cpu, free)
+        chosen = _devices_in_order(picked, {i: _cuda_device(i, found[i], free) for i in cards}, cpu, free)
         link = _gpu_link([found[i] for i in cards]) if len(set(cards)) == len(picked) else Node.link  # others meet in the host's memory
     else:
         # More ranks than cores is allowed: slow, but how a laptop tries out a large plan.
         asked = tuple(range(len(devices))) if devices and "cpu" in devices else devices
-        picked = _pick(max(cores, ranks or 0, len(asked or ())), ranks, asked, "CPU devices")
+        picked = _select_devices(max(cores, ranks or 0, len(asked or ())), ranks, asked, "CPU devices")
         chosen, link = _cpu_devices(tuple(i for i in picked if i != "cpu"), cpu, free), Node.link
     node = Node(
         name=socket.gethostname(),
@@ -135,7 +135,7 @@ def total_memory(root: Path = Path("/")) -> int:
 def cpu_model(root: Path = Path("/")) -> str:
     """The processor's name, from the kernel or else from Python's platform module."""
     fields: dict[str, str] = {}
-    for line in _text(root / "proc/cpuinfo").splitlines():
+    for line in _read_text(root / "proc/cpuinfo").splitlines():
         key, _, value = line.partition(":")
         fields.setdefault(key.strip(), value.strip())
     # x86 has "model name"; POWER and s390 say "cpu"; RISC-V "uarch".
@@ -152,7 +152,7 @@ def numa_domains(root: Path = Path("/")) -> tuple[tuple[int, ...], ...]:
     """The cores that this process may use, by NUMA domain; domains of memory alone are left out."""
     allowed = _affinity()
     folders = sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda folder: int(folder.name[4:]))
-    lists = (cpu_list(_text(folder / "cpulist")) for folder in folders)
+    lists = (cpu_list(_read_text(folder / "cpulist")) for folder in folders)
     kept = (tuple(core for core in cores if not allowed or core in allowed) for cores in lists)
     return tuple(cores for cores in kept if cores)
 
@@ -170,16 +170,16 @@ def interfaces(root: Path = Path("/")) -> tuple[Interface, ...]:
     """Network interfaces that are not down, without the loopback; the fastest first."""
     folder = root / "sys/class/net"
     if folder.is_dir():
-        names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and _text(entry / "operstate").strip() != "down")
+        names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and _read_text(entry / "operstate").strip() != "down")
     else:
         names = [name for _, name in socket.if_nameindex()]
     found = [Interface(name, _ipv4(name), _bits_per_s(folder / name)) for name in names if not re.fullmatch(r"lo\d*", name)]
     return tuple(sorted(found, key=lambda interface: -interface.bits_per_s))
 
 
-def _pick(count: int, ranks: int | None, devices: Picked | None, kind: str) -> Picked:
+def _select_devices(count: int, ranks: int | None, devices: DeviceSelection | None, kind: str) -> DeviceSelection:
     """Which of `count` devices to use: those in `devices`, or all, and the first `ranks` of these."""
-    chosen: Picked = tuple(range(count)) if devices is None else devices
+    chosen: DeviceSelection = tuple(range(count)) if devices is None else devices
     wrong = [index for index in chosen if index != "cpu" and not 0 <= index < count]
     asked = ",".join(map(str, chosen))
     if wrong or not chosen:
@@ -195,7 +195,7 @@ def _pick(count: int, ranks: int | None, devices: Picked | None, kind: str) -> P
 
 
 def _cuda_device(index: int, gpu: nvml.Gpu, host_memory: int) -> Device:
-    sheet = lookup(gpu.name)
+    sheet = find_by_driver_name(gpu.name)
     # A GPU that reports no memory of its own shares the host's.
     total, free = (gpu.memory_total, gpu.memory_free) if gpu.memory_total else (host_memory, host_memory)
     origin = sheet.source if sheet else "no data sheet known: measure it with `describe cluster --probe`"
@@ -207,21 +207,21 @@ def _cuda_device(index: int, gpu: nvml.Gpu, host_memory: int) -> Device:
         peak_flops=dict(sheet.peak_flops) if sheet else {},
         memory_bandwidth=sheet.memory_bandwidth if sheet else 0.0,
         source=f"{origin}; {show_bytes(free)} of {show_bytes(total)} free now",
-        fp8=gpu.compute_capability >= FP8_SINCE,
+        fp8=gpu.compute_capability >= FP8_MIN_CAPABILITY,
     )
 
 
-def _mixed(picked: Picked, cards: Mapping[int, Device], cpu: str, memory: int) -> tuple[Device, ...]:
+def _devices_in_order(selection: DeviceSelection, gpus: Mapping[int, Device], cpu: str, memory: int) -> tuple[Device, ...]:
     """Devices in the order they were named. Ranks that share a card share its memory, and CPU ranks the host's."""
-    shares = Counter(picked)
+    shares = Counter(selection)
     hosts = iter(_cpu_devices(tuple(range(shares["cpu"])), cpu, memory))
-    return tuple(next(hosts) if i == "cpu" else replace(cards[i], memory_bytes=cards[i].memory_bytes // shares[i]) for i in picked)
+    return tuple(next(hosts) if i == "cpu" else replace(gpus[i], memory_bytes=gpus[i].memory_bytes // shares[i]) for i in selection)
 
 
 def _gpu_link(gpus: Sequence[nvml.Gpu]) -> Link:
     """The slowest way between two of `gpus`: their own links where all have them, else through the host."""
-    known = [lookup(gpu.name) for gpu in gpus]
-    sheets: list[DeviceSheet] = [sheet for sheet in known if sheet is not None]
+    known = [find_by_driver_name(gpu.name) for gpu in gpus]
+    sheets: list[DeviceDatasheet] = [sheet for sheet in known if sheet is not None]
     if len(sheets) < len(known):
         return _UNKNOWN_PCIE
     if all(gpu.nvlinks_active for gpu in gpus):
@@ -230,9 +230,9 @@ def _gpu_link(gpus: Sequence[nvml.Gpu]) -> Link:
     return Link("PCIe", _PCIE_LATENCY_S, min(sheet.host_bandwidth for sheet in sheets))
 
 
-def _cpu_devices(picked: tuple[int, ...], cpu: str, memory: int) -> tuple[Device, ...]:
+def _cpu_devices(indices: tuple[int, ...], cpu: str, memory: int) -> tuple[Device, ...]:
     origin = "share of the memory available now; no data sheet: measure it with `describe cluster --probe`"
-    return tuple(Device("cpu", cpu, index, memory // len(picked), source=origin) for index in picked)
+    return tuple(Device("cpu", cpu, index, memory // len(indices), source=origin) for index in indices)
 
 
 def _affinity() -> frozenset[int]:
@@ -242,7 +242,7 @@ def _affinity() -> frozenset[int]:
 
 def _meminfo(root: Path) -> dict[str, int]:
     """/proc/meminfo in bytes; empty where there is none."""
-    found = re.findall(r"^(\w+):\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
+    found = re.findall(r"^(\w+):\s+(\d+) kB", _read_text(root / "proc/meminfo"), re.MULTILINE)
     return {key: int(value) * 1024 for key, value in found}
 
 
@@ -257,7 +257,7 @@ def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
     """This process's cgroup and all above it, in v2 and in `controller`'s v1 tree: the tightest limit of them holds.
 
     Inside a container the path may be the host's and not exist here; the root, which always does, is then the container's own."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in _read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -274,9 +274,9 @@ def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
 
 def _cpu_quotas(root: Path) -> Iterator[float]:
     for folder in _cgroup_folders(root, "cpu"):
-        quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
+        quota, _, period = _read_text(folder / "cpu.max").strip().partition(" ")
         if not quota:
-            quota, period = _text(folder / "cpu.cfs_quota_us").strip(), _text(folder / "cpu.cfs_period_us").strip()
+            quota, period = _read_text(folder / "cpu.cfs_quota_us").strip(), _read_text(folder / "cpu.cfs_period_us").strip()
         # "max" and -1 both mean no quota.
         if quota.isdigit() and period.isdigit() and int(period):
             yield int(quota) / int(period)
@@ -286,17 +286,17 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
     """(limit, bytes used that cannot be given back) of each cgroup with a limit."""
     for folder in _cgroup_folders(root, "memory"):
         for limit_file, used_file in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            limit = _text(folder / limit_file).strip()
+            limit = _read_text(folder / limit_file).strip()
             if not limit.isdigit() or int(limit) >= _NO_LIMIT:
                 continue
-            used = int(_text(folder / used_file).strip() or 0)
+            used = int(_read_text(folder / used_file).strip() or 0)
             # Cached file pages count as used but are dropped as soon as a process asks for memory. v1 has a total_ for the whole subtree.
-            stat = dict(line.split() for line in _text(folder / "memory.stat").splitlines() if line.count(" ") == 1)
+            stat = dict(line.split() for line in _read_text(folder / "memory.stat").splitlines() if line.count(" ") == 1)
             yield int(limit), max(0, used - int(stat.get("total_inactive_file", stat.get("inactive_file", 0))))
 
 
 def _bits_per_s(folder: Path) -> float:
-    speed = _text(folder / "speed").strip()  # Mbit/s; -1, or an error on reading, when the driver does not know
+    speed = _read_text(folder / "speed").strip()  # Mbit/s; -1, or an error on reading, when the driver does not know
     return float(speed) * 1e6 if speed.isdigit() else 0.0
 
 
@@ -312,7 +312,7 @@ def _ipv4(name: str) -> str:
     return socket.inet_ntoa(answer[20:24])
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """The file's text; '' when it is missing or the kernel refuses, which on other systems is the normal case."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")

@@ -19,7 +19,7 @@ from typing import Any
 # that a driver that hangs costs a time-out and not the caller. It must therefore import nothing but the standard library.
 _TIMEOUT_S = 30.0
 _MAX_NVLINKS = 18  # NVML_NVLINK_MAX_LINKS, unchanged from Hopper to Blackwell
-_TEXT = 96  # longest name or UUID that NVML writes (NVML_DEVICE_NAME_V2_BUFFER_SIZE)
+_STRING_BUFFER_SIZE = 96  # longest name or UUID that NVML writes (NVML_DEVICE_NAME_V2_BUFFER_SIZE)
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Gpu:
     nvlinks_active: int
 
 
-class _Memory(ctypes.Structure):
+class _NvmlMemory(ctypes.Structure):
     _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
 
 
-def gpus(visible: str | None = None, library: Any = None) -> tuple[Gpu, ...]:
+def list_gpus(visible: str | None = None, library: Any = None) -> tuple[Gpu, ...]:
     """The GPUs that CUDA will show, in its order; `visible` is the value of CUDA_VISIBLE_DEVICES, None when it is not set.
 
     Empty without a driver. `library` stands in for libnvidia-ml in tests."""
-    found = _ask_apart() if library is None else _read_all(library)
+    found = _read_in_subprocess() if library is None else _read_all(library)
     return tuple(found[at] for at in select_visible(visible, [gpu.uuid for gpu in found]))
 
 
@@ -55,7 +55,7 @@ def select_visible(visible: str | None, uuids: Sequence[str]) -> list[int]:
         return list(range(len(uuids)))
     chosen: list[int] = []
     for entry in visible.split(","):
-        position = _position(entry.strip(), uuids)
+        position = _visible_index(entry.strip(), uuids)
         if position is None:
             break
         if position in chosen:
@@ -64,7 +64,7 @@ def select_visible(visible: str | None, uuids: Sequence[str]) -> list[int]:
     return chosen
 
 
-def _position(entry: str, uuids: Sequence[str]) -> int | None:
+def _visible_index(entry: str, uuids: Sequence[str]) -> int | None:
     if entry.startswith("GPU-"):
         matches = [i for i, uuid in enumerate(uuids) if uuid.startswith(entry)]
         return matches[0] if len(matches) == 1 else None
@@ -74,16 +74,16 @@ def _position(entry: str, uuids: Sequence[str]) -> int | None:
     return index if 0 <= index < len(uuids) else None
 
 
-def _load() -> Any:
+def _load_library() -> Any:
     try:
         return ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return None
 
 
-def _ask_apart() -> list[Gpu]:
+def _read_in_subprocess() -> list[Gpu]:
     """All GPUs, read by a child process; loading the library is harmless and spares one where there is no driver."""
-    if _load() is None:
+    if _load_library() is None:
         return []
     try:
         answer = subprocess.run([sys.executable, "-I", __file__], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
@@ -99,25 +99,25 @@ def _read_all(library: Any) -> list[Gpu]:
         count = ctypes.c_uint(0)
         if library.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
             return []
-        return [gpu for index in range(count.value) if (gpu := _read(library, index)) is not None]
+        return [gpu for index in range(count.value) if (gpu := _read_gpu(library, index)) is not None]
     finally:
         library.nvmlShutdown()
 
 
-def _read(library: Any, index: int) -> Gpu | None:
+def _read_gpu(library: Any, index: int) -> Gpu | None:
     """One GPU, or None when its handle cannot be had: it fell off the bus, or this user may not see it."""
     handle = ctypes.c_void_p()
     if library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) != 0:
         return None
     # A call that fails leaves its structure at zero: a field that the driver does not know is not worth losing the GPU for.
-    memory = _Memory()
+    memory = _NvmlMemory()
     major, minor = ctypes.c_int(0), ctypes.c_int(0)
     library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
     library.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
     return Gpu(
         index=index,
-        name=_text(library.nvmlDeviceGetName, handle),
-        uuid=_text(library.nvmlDeviceGetUUID, handle),
+        name=_query_string(library.nvmlDeviceGetName, handle),
+        uuid=_query_string(library.nvmlDeviceGetUUID, handle),
         memory_total=memory.total,
         memory_free=memory.free,
         compute_capability=(major.value, minor.value),
@@ -125,9 +125,9 @@ def _read(library: Any, index: int) -> Gpu | None:
     )
 
 
-def _text(call: Any, handle: ctypes.c_void_p) -> str:
-    buffer = ctypes.create_string_buffer(_TEXT)
-    call(handle, buffer, ctypes.c_uint(_TEXT))
+def _query_string(call: Any, handle: ctypes.c_void_p) -> str:
+    buffer = ctypes.create_string_buffer(_STRING_BUFFER_SIZE)
+    call(handle, buffer, ctypes.c_uint(_STRING_BUFFER_SIZE))
     return buffer.value.decode(errors="replace")
 
 
@@ -137,4 +137,4 @@ def _link_active(library: Any, handle: ctypes.c_void_p, link: int) -> bool:
 
 
 if __name__ == "__main__":
-    print(json.dumps([asdict(gpu) for gpu in _read_all(_load())]))
+    print(json.dumps([asdict(gpu) for gpu in _read_all(_load_library())]))

@@ -12,105 +12,131 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.nn.functional as F
 
-from meshwright.core.calibration import Points, Rates, no_slower
+from meshwright.core.calibration import Rates, SizeCurve, monotone_rates
 from meshwright.core.comm import Comm
-from meshwright.describe.arithmetic import (
-    bandwidth,
-    call_seconds,
+from meshwright.describe.collective_probe import collective_curves, fit_alpha_beta, in_layer_overhead, measure_overlap, measure_oversubscription
+from meshwright.describe.compute_probe import (
     compute_rates,
-    convolutions,
-    hook_seconds,
+    convolution_rates,
+    grad_hook_seconds,
+    memory_bandwidth,
+    op_overhead_seconds,
     optimizer_rates,
     recompute_seconds,
-    split_seconds,
+    split_backward_seconds,
 )
-from meshwright.describe.meetings import crowding_of, fit_line, meeting_extra, meeting_seconds, overlap_share
 from meshwright.describe.stopwatch import Stopwatch
 
-_GIVES_BACK_S = 0.15  # torch's own allocator on some CPUs (mimalloc) gives back what has been free for 0.1 s, when it is next asked for some
+_ALLOCATOR_RELEASE_S = 0.15  # torch's own allocator on some CPUs (mimalloc) gives back what has been free for 0.1 s, when it is next asked for some
 
 
-def measure(
-    comm: Comm, device: torch.device, *, backend: str, threads: int, held: Callable[[], int], say: Callable[[str], None], quick: bool = True,
-    mixed: bool = False, pair: Comm | None = None,
-) -> Rates:  # fmt: skip
-    """All rates of this rank; `held` reads the memory it holds. Every rank calls it at the same time; collectives keep them in step.
-    Ranks on `mixed` devices all use a CPU's sizes of messages. `pair` joins every rank with one other."""
-    sizes, kind = ("cpu", device.type) if mixed else (device.type, "")
+def measure_rates(
+    comm: Comm,
+    device: torch.device,
+    *,
+    backend: str,
+    threads: int,
+    read_memory: Callable[[], int],
+    log_progress: Callable[[str], None],
+    quick: bool = True,
+    mixed_devices: bool = False,
+    pair_comm: Comm | None = None,
+) -> Rates:
+    """All rates of this rank; `read_memory` reads the memory it holds. Every rank calls it at the same time; collectives keep them in step.
+    Ranks on `mixed_devices` devices all use a CPU's sizes of messages. `pair_comm` joins every rank with one other."""
+    sizes, kind = ("cpu", device.type) if mixed_devices else (device.type, "")
     watch = Stopwatch(device, 0.04 if quick else 0.4, threads)
     comm.barrier()
-    say("arithmetic")
+    log_progress("arithmetic")
     measured = compute_rates(device, watch)
     fixed: dict[str, float] = {}
     if device.type == "cpu":
-        convolved, fixed = convolutions(Stopwatch(device, watch.budget_s / 4, threads))
+        convolved, fixed = convolution_rates(Stopwatch(device, watch.budget_s / 4, threads))
         measured |= convolved
-    compute = {name: no_slower(points) if name.startswith(("matmul/", "attention")) else points for name, points in measured.items()}
+    compute = {name: monotone_rates(points) if name.startswith(("matmul/", "attention")) else points for name, points in measured.items()}
     comm.barrier()
-    say("memory bandwidth")
-    call_s = call_seconds(device, watch)
-    memory = bandwidth(device, watch)
+    log_progress("memory bandwidth")
+    call_s = op_overhead_seconds(device, watch)
+    memory = memory_bandwidth(device, watch)
     if device.type == "cpu":
         compute["optimizer/fp32"], steps = optimizer_rates(watch)
-        fixed |= steps | recompute_seconds(watch) | {"hook": hook_seconds(watch), "parted": split_seconds(watch)}
-    crowding = crowding_of(comm, watch)
-    curves: dict[str, Points] = {}
-    busy: dict[str, Points] = {}
+        fixed |= steps | recompute_seconds(watch) | {"hook": grad_hook_seconds(watch), "parted": split_backward_seconds(watch)}
+    crowding = measure_oversubscription(comm, watch)
+    curves: dict[str, SizeCurve] = {}
+    busy: dict[str, SizeCurve] = {}
     overlap = 0.0
     if comm.size > 1:
-        say("collectives")
-        curves, busy = meeting_seconds(comm, pair, device, backend, sizes)
-        extra = meeting_extra(comm) if sizes == "cpu" else 0.0  # on all ranks or none: of a mixed job some have a GPU
+        log_progress("collectives")
+        curves, busy = collective_curves(comm, pair_comm, device, backend, sizes)
+        extra = in_layer_overhead(comm) if sizes == "cpu" else 0.0  # on all ranks or none: of a mixed job some have a GPU
         fixed |= {"meeting": extra} if device.type == "cpu" else {}
-        overlap = overlap_share(comm, device, sizes)
-    lines = {name: fit_line(list(points)) for name, points in curves.items()}
+        overlap = measure_overlap(comm, device, sizes)
+    lines = {name: fit_alpha_beta(list(points)) for name, points in curves.items()}
     comm.barrier()
-    host = _host(device) if device.type == "cuda" else {}
-    say("framework")
-    base = _settled(device, held)
+    host = _host_offload_rates(device) if device.type == "cuda" else {}
+    log_progress("framework")
+    base = _baseline_memory(device, read_memory)
     queued = device.type == "cuda"
     return Rates(
-        comm.size, threads, compute, memory, call_s, lines, overlap, base, kind, queued, host, curves, crowding=crowding, fixed=fixed, busy=busy
-    )  # fmt: skip
+        comm.size,
+        threads,
+        compute,
+        memory,
+        call_s,
+        lines,
+        overlap,
+        base,
+        kind,
+        queued,
+        host,
+        curves,
+        oversubscription=crowding,
+        fixed=fixed,
+        core_busy_curves=busy,
+    )
 
 
-def slowest(all_rates: list[Rates]) -> Rates:
+def slowest_rates(all_rates: list[Rates]) -> Rates:
     """What a step waits for: at each point the slowest rank's figure."""
     first = all_rates[0]
     if len(all_rates) == 1:
         return first
 
-    def least(points: list[Points]) -> Points:
+    def min_points(points: list[SizeCurve]) -> SizeCurve:
         return tuple((column[0][0], min(rate for _, rate in column)) for column in zip(*points, strict=False))
 
     keys = set.intersection(*(set(r.compute) for r in all_rates))
     # Ranks leave a collective together: who came late waited less, and the mean is what it took beyond the mean rank's work before it.
     curves = {name: _mean_points([r.curves[name] for r in all_rates]) for name in first.curves}
-    lines = {name: fit_line(list(points)) for name, points in curves.items()}
+    lines = {name: fit_alpha_beta(list(points)) for name, points in curves.items()}
     return Rates(
         first.ranks,
         first.threads,
-        {key: least([r.compute[key] for r in all_rates]) for key in sorted(keys)},
-        least([r.memory for r in all_rates]),
-        max(r.call_s for r in all_rates),
+        {key: min_points([r.compute[key] for r in all_rates]) for key in sorted(keys)},
+        min_points([r.memory for r in all_rates]),
+        max(r.op_overhead_s for r in all_rates),
         lines,
         min(r.overlap for r in all_rates),
         max(r.base_bytes for r in all_rates),
         first.device,
-        first.queued,
+        first.async_dispatch,
         {key: min(r.host.get(key, 0.0) for r in all_rates) for key in first.host},
         curves,
-        crowding=statistics.harmonic_mean([r.crowding for r in all_rates]),  # what they had of the cores together
+        oversubscription=statistics.harmonic_mean([r.oversubscription for r in all_rates]),  # what they had of the cores together
         fixed={key: max(r.fixed[key] for r in all_rates) for key in first.fixed},
-        busy={name: _mean_points([r.busy[name] for r in all_rates]) for name in first.busy if all(name in r.busy for r in all_rates)},
+        core_busy_curves={
+            name: _mean_points([r.core_busy_curves[name] for r in all_rates])
+            for name in first.core_busy_curves
+            if all(name in r.core_busy_curves for r in all_rates)
+        },
     )
 
 
-def _mean_points(every: list[Points]) -> Points:
-    return tuple((column[0][0], statistics.fmean(seconds for _, seconds in column)) for column in zip(*every, strict=True))
+def _mean_points(curves: list[SizeCurve]) -> SizeCurve:
+    return tuple((column[0][0], statistics.fmean(seconds for _, seconds in column)) for column in zip(*curves, strict=True))
 
 
-def host_copies(device: torch.device) -> Mapping[str, float]:
+def host_copy_rates(device: torch.device) -> Mapping[str, float]:
     """Bytes a second between pinned host memory and the device; nothing to measure on a CPU."""
     if device.type != "cuda":
         return {}
@@ -121,7 +147,7 @@ def host_copies(device: torch.device) -> Mapping[str, float]:
     return {"host_to_device": size / watch(lambda: there.copy_(host)), "device_to_host": size / watch(lambda: host.copy_(there))}
 
 
-def _host(device: torch.device) -> dict[str, float]:
+def _host_offload_rates(device: torch.device) -> dict[str, float]:
     """What an optimizer in host memory would reach, while all ranks do the same: the link each way, and its own pass."""
     elements = 2**24
     there = torch.zeros(elements, device=device)
@@ -134,7 +160,7 @@ def _host(device: torch.device) -> dict[str, float]:
     return {"link": 2 * 4 * elements / link, "step": 7 * 4 * elements / step}
 
 
-def _settled(device: torch.device, held: Callable[[], int]) -> int:
+def _baseline_memory(device: torch.device, read_memory: Callable[[], int]) -> int:
     """Memory after everything a step uses has been used once: libraries load their parts, and keep them, on first use."""
     layer = torch.nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True, device=device)
     optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
@@ -147,6 +173,6 @@ def _settled(device: torch.device, held: Callable[[], int]) -> int:
     if device.type == "cpu":
         with contextlib.suppress(OSError, AttributeError):  # glibc keeps freed memory until it is asked to give it back
             ctypes.CDLL(None).malloc_trim(0)
-        time.sleep(_GIVES_BACK_S)
+        time.sleep(_ALLOCATOR_RELEASE_S)
         torch.empty(2**23)
-    return held()
+    return read_memory()

@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import torch
 
-_AGREE = 1.02  # a median this near the lower quartile says that nothing disturbs
-_ENOUGH = 5  # calls that agree
-_MOST = 200
+_STABLE_RATIO = 1.02  # a median this near the lower quartile says that nothing disturbs
+_MIN_CALLS = 5  # calls that agree
+_MAX_CALLS = 200
 
 
 class Stopwatch:
@@ -28,27 +28,27 @@ class Stopwatch:
         self.clock = time.thread_time if device.type == "cpu" and threads == 1 else time.perf_counter
 
     def __call__(self, work: Callable[[], object]) -> float:
-        first = self.once(work)
+        first = self.time_once(work)
         # A GPU runs behind: queue several calls and wait once, or the waiting would be measured.
-        batch = 1 if self.device.type == "cpu" else max(2, min(100, int(0.002 / max(self.once(work), 1e-6))))
+        batch = 1 if self.device.type == "cpu" else max(2, min(100, int(0.002 / max(self.time_once(work), 1e-6))))
         least = 1 if self.device.type == "cpu" and first > self.budget_s else 3  # a long call is not disturbed by little things
         times: list[float] = []
         begun = time.perf_counter()
-        while len(times) < least or not self._enough(times, time.perf_counter() - begun):
-            times.append(self.once(lambda: [work() for _ in range(batch)]) / batch)
+        while len(times) < least or not self._is_finished(times, time.perf_counter() - begun):
+            times.append(self.time_once(lambda: [work() for _ in range(batch)]) / batch)
         return sorted(times)[len(times) // 4]
 
-    def once(self, work: Callable[[], object]) -> float:
+    def time_once(self, work: Callable[[], object]) -> float:
         start = self.clock()
         work()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return self.clock() - start
 
-    def _enough(self, times: list[float], spent_s: float) -> bool:
-        if spent_s >= self.budget_s or len(times) >= _MOST:
+    def _is_finished(self, times: list[float], spent_s: float) -> bool:
+        if spent_s >= self.budget_s or len(times) >= _MAX_CALLS:
             return True
-        if len(times) < _ENOUGH or spent_s < self.budget_s / 8:
+        if len(times) < _MIN_CALLS or spent_s < self.budget_s / 8:
             return False
         ordered = sorted(times)
-        return ordered[len(times) // 2] <= _AGREE * ordered[len(times) // 4]
+        return ordered[len(times) // 2] <= _STABLE_RATIO * ordered[len(times) // 4]

@@ -15,187 +15,187 @@ from meshwright.core.errors import RequestError
 from meshwright.core.mesh import check_runnable
 from meshwright.core.plan import Plan
 from meshwright.core.task import Batch
-from meshwright.core.ties import check_ties
-from meshwright.core.workload import LOW
-from meshwright.describe.attention import compose_attention
-from meshwright.describe.layers import tied_names
-from meshwright.execute.context import ContextRun
+from meshwright.core.tied_parameters import check_tied_parameters
+from meshwright.core.workload import LOW_PRECISION_DTYPES
+from meshwright.describe.attention_decompose import decompose_attention
+from meshwright.describe.layers import tied_parameter_names
+from meshwright.execute.context_parallel import ContextParallelRuntime
 from meshwright.execute.data_parallel import DataParallel, full_gradient
-from meshwright.execute.fp8 import Fp8Layers, has_fp8, use_fp8
-from meshwright.execute.groups import Groups, make_groups
-from meshwright.execute.memory import DTYPES, KeyRing, storage_bytes
-from meshwright.execute.offload import HostStates
-from meshwright.execute.owners import OwnedParts, own_parts
-from meshwright.execute.pipeline import PipelineCuts
-from meshwright.execute.recompute import Recall, recompute_units
-from meshwright.execute.spatial import cut_positions
-from meshwright.execute.sync import GradientBuckets
-from meshwright.execute.tensor import TensorCuts, cut_model, share_randomness
-from meshwright.execute.units import UnitShards, is_sharded
-from meshwright.schedule.buckets import Kind, replication_of, start_runs
+from meshwright.execute.expert_parallel import ExpertParallelShards, shard_experts
+from meshwright.execute.fp8 import Fp8Layers, convert_to_fp8, has_fp8
+from meshwright.execute.gradient_sync import GradientBuckets
+from meshwright.execute.memory_runtime import DTYPES, RandomKeys, storage_bytes
+from meshwright.execute.offload import OptimizerOffload
+from meshwright.execute.pipeline_parallel import PipelineRuntime
+from meshwright.execute.process_groups import ProcessGroups, make_process_groups
+from meshwright.execute.recompute_runtime import RecomputeCache, recompute_units
+from meshwright.execute.spatial_parallel import shard_spatial
+from meshwright.execute.tensor_parallel import TensorParallelShards, shard_model, sync_rng_state
+from meshwright.execute.zero3_runtime import FullyShardedUnits, is_sharded
+from meshwright.schedule.buckets import ParamReplication, init_broadcast_groups, replication_of
 
 
 @dataclass
-class Applied:
+class AppliedPlan:
     """A model and optimizer that now follow a plan. Both are the objects that were handed in."""
 
     plan: Plan
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    groups: Groups
-    buckets: DataParallel | None  # None where one rank has all of the data
-    keys: KeyRing
-    tensor: TensorCuts | None = None
-    pipeline: PipelineCuts | None = None
-    context: ContextRun | None = None
-    owners: OwnedParts | None = None
+    groups: ProcessGroups
+    gradient_sync: DataParallel | None  # None where one rank has all of the data
+    random_keys: RandomKeys
+    tensor_parallel: TensorParallelShards | None = None
+    pipeline: PipelineRuntime | None = None
+    context: ContextParallelRuntime | None = None
+    expert_parallel: ExpertParallelShards | None = None
     fp8: Fp8Layers = Fp8Layers()
-    offloaded: HostStates | None = None
+    optimizer_offload: OptimizerOffload | None = None
 
     def local(self, batch: Batch) -> Batch:
         """For a loop of your own under context parallelism: this rank's positions of a batch. Any other plan leaves it as it is."""
         if self.context is None:
             return batch
-        if self.context.loss_takes_positions:
+        if self.context.loss_slices_positions:
             raise RequestError("the loss that this plan was made for slices positions itself: put inputs and shifted labels into the batch")
-        return self.context.local(batch)
+        return self.context.shard_batch(batch)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Around every backward but the last of a step: gradients add up and nothing is sent where the plan allows it."""
-        return self.buckets.accumulate() if self.buckets else nullcontext()
+        return self.gradient_sync.accumulate() if self.gradient_sync else nullcontext()
 
-    def gradients(self) -> list[torch.Tensor]:
+    def local_gradients(self) -> list[torch.Tensor]:
         """The pieces of the gradient that this rank steps."""
-        return [p.grad for p in self.stepped() if p.grad is not None]
+        return [p.grad for p in self.optimizer_parameters() if p.grad is not None]
 
-    def stepped(self) -> Iterator[nn.Parameter]:
+    def optimizer_parameters(self) -> Iterator[nn.Parameter]:
         """What this rank steps, on its device."""
-        if self.offloaded is not None:
-            return iter(self.offloaded.stepped)
+        if self.optimizer_offload is not None:
+            return iter(self.optimizer_offload.device_parameters)
         return (p for group in self.optimizer.param_groups for p in group["params"])
 
-    def state_of(self, param: nn.Parameter) -> dict[str, Any]:
+    def optimizer_state(self, param: nn.Parameter) -> dict[str, Any]:
         """What the optimizer keeps for a stepped parameter, wherever that is."""
-        found: dict[str, Any] = self.optimizer.state.get(self.offloaded.of(param) if self.offloaded is not None else param, {})
+        found: dict[str, Any] = self.optimizer.state.get(self.optimizer_offload.host_copy(param) if self.optimizer_offload is not None else param, {})
         return found
 
     def squared_norm(self) -> torch.Tensor:
         """Sum of squares over the whole gradient, the same on every rank. What several ranks hold alike each counts for its part."""
-        kinds = self._kinds()
+        kinds = self._replication()
         held: dict[int, list[torch.Tensor]] = {}
-        for param in self.stepped():
-            of = kinds.get(id(param), Kind())
-            if of.counted and param.grad is not None:
+        for param in self.optimizer_parameters():
+            of = kinds.get(id(param), ParamReplication())
+            if of.in_grad_norm and param.grad is not None:
                 held.setdefault(of.copies, []).append(param.grad)
         kind = torch.float64 if self.plan.memory.precision == "fp64" else torch.float32
         total = torch.zeros((), dtype=kind, device=self.plan.device)
         for copies, grads in held.items():
             squares = torch.stack([n.to(kind) for n in torch._foreach_norm(grads)]).square().sum()
             total = total + (squares / copies if copies > 1 else squares)
-        if self.tensor is not None:
-            self.groups.tp.at_once.all_reduce(total, "norm/tp").wait()
-        if self.owners is not None:
-            self.groups.ep.at_once.all_reduce(total, "norm/ep").wait()
+        if self.tensor_parallel is not None:
+            self.groups.tp.sync.all_reduce(total, "norm/tp").wait()
+        if self.expert_parallel is not None:
+            self.groups.ep.sync.all_reduce(total, "norm/ep").wait()
         if self.pipeline is not None:
-            self.groups.pp.at_once.all_reduce(total, "norm/pp").wait()
+            self.groups.pp.sync.all_reduce(total, "norm/pp").wait()
         if self.plan.memory.zero:
-            self.groups.shard.at_once.all_reduce(total, "norm").wait()
+            self.groups.shard.sync.all_reduce(total, "norm").wait()
         return total
 
-    def _kinds(self) -> dict[int, Kind]:
+    def _replication(self) -> dict[int, ParamReplication]:
         """The kind of each stepped parameter."""
-        if self.buckets is not None and self.plan.memory.zero:
-            return {id(shard.param): b.layout.kind for b in self.buckets.buckets for shard in b.optimizer_shards}
-        return _kinds_of(self.model, self.plan, self.pipeline)
+        if self.gradient_sync is not None and self.plan.memory.zero:
+            return {id(shard.param): b.layout.replication for b in self.gradient_sync.buckets for shard in b.optimizer_shards}
+        return _param_replication(self.model, self.plan, self.pipeline)
 
-    def meet_shared(self) -> None:
+    def all_reduce_tied_gradients(self) -> None:
         """Gradients of parameters that several pipeline stages use are summed over those stages."""
-        named = dict(self.model.named_parameters()) if self.pipeline is not None and self.pipeline.meetings else {}
-        for name, comm in self.pipeline.meetings if self.pipeline is not None else ():
+        named = dict(self.model.named_parameters()) if self.pipeline is not None and self.pipeline.tied_groups else {}
+        for name, comm in self.pipeline.tied_groups if self.pipeline is not None else ():
             param = named.get(name)
             if comm is not None and param is not None:
-                gradient = self.buckets.tied_gradient(param) if self.buckets else full_gradient(param)
-                comm.at_once.all_reduce(gradient, f"tied/{name}").wait()
+                gradient = self.gradient_sync.tied_gradient(param) if self.gradient_sync else full_gradient(param)
+                comm.sync.all_reduce(gradient, f"tied/{name}").wait()
 
-    def clip_gradients(self, most: float) -> torch.Tensor:
-        """Scale the gradient down to a norm of at most `most`; its norm before that. Right under every plan, which
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradient down to a norm of at most `max_norm`; its norm before that. Right under every plan, which
         `torch.nn.utils.clip_grad_norm_` is not: under ZeRO-1 and 2 a rank holds its slice of the gradient alone."""
-        if self.buckets:
-            self.buckets.finish()
+        if self.gradient_sync:
+            self.gradient_sync.finish()
         norm = self.squared_norm().sqrt()
-        pieces = self.gradients()
+        pieces = self.local_gradients()
         if pieces:
-            torch._foreach_mul_(pieces, torch.clamp(most / (norm + 1e-6), max=1.0))
+            torch._foreach_mul_(pieces, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
     def clear_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        if self.buckets:
-            self.buckets.clear()
+        if self.gradient_sync:
+            self.gradient_sync.clear()
 
-    def held_bytes(self) -> dict[str, int]:
+    def memory_bytes(self) -> dict[str, int]:
         """What this rank's device keeps between operations: parameters, gradients and optimizer state apart."""
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         states = [v for s in self.optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.dim() > 0]
         return {
-            "parameters": self.buckets.parameter_bytes(self.model) if self.buckets else storage_bytes(list(self.model.parameters())),
-            "gradients": self.buckets.gradient_bytes() if self.buckets else storage_bytes(grads),
-            "optimizer": storage_bytes(states) if self.offloaded is None else 0,
+            "parameters": self.gradient_sync.parameter_bytes(self.model) if self.gradient_sync else storage_bytes(list(self.model.parameters())),
+            "gradients": self.gradient_sync.gradient_bytes() if self.gradient_sync else storage_bytes(grads),
+            "optimizer": storage_bytes(states) if self.optimizer_offload is None else 0,
         }
 
 
-def _kinds_of(model: nn.Module, plan: Plan, pipeline: PipelineCuts | None) -> dict[int, Kind]:
+def _param_replication(model: nn.Module, plan: Plan, pipeline: PipelineRuntime | None) -> dict[int, ParamReplication]:
     kind = replication_of(plan)
-    return {id(p): kind(name, pipeline is None or pipeline.counted(name)) for name, p in model.named_parameters()}
+    return {id(p): kind(name, pipeline is None or pipeline.in_grad_norm(name)) for name, p in model.named_parameters()}
 
 
-def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> Applied:
+def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> AppliedPlan:
     """Make `model` and `optimizer` follow `plan`. Collective: every rank calls it with the same plan."""
-    plan = plan.seen_by(dist.get_rank()) if plan.places else plan
-    _check(plan, model)
-    groups = make_groups(plan.mesh, plan.sync, plan.places)
+    plan = plan.for_rank(dist.get_rank()) if plan.rank_devices else plan
+    _check_plan(plan, model)
+    groups = make_process_groups(plan.mesh, plan.sync, plan.rank_devices)
     if plan.world > 1:
-        equalise(model, groups)
-    keys = KeyRing(model)
+        broadcast_initial_state(model, groups)
+    keys = RandomKeys(model)
     if groups.pp.size > 1 or groups.tp.size > 1:
-        compose_attention(model)  # as the dataflow was read from which the plan was made
-    pipeline = PipelineCuts(plan, model, optimizer, groups) if groups.pp.size > 1 else None
-    recall = Recall()
-    owners = own_parts(model, optimizer, plan.owners, groups.ep, recall, plan.compile != "none") if groups.ep.size > 1 else None
-    units = [name for name in plan.memory.units if name not in {t.module for t in plan.owners.tables} or owners is None]
-    fp8 = use_fp8(model, plan.memory.units) if plan.memory.precision == "fp8" else Fp8Layers()
-    tensor = cut_model(model, optimizer, plan, groups, recall) if groups.tp.size > 1 else None
-    context = ContextRun(model, plan.context, groups.cp, recall) if groups.cp.size > 1 and plan.context.attends else None
+        decompose_attention(model)  # as the dataflow was read from which the plan was made
+    pipeline = PipelineRuntime(plan, model, optimizer, groups) if groups.pp.size > 1 else None
+    recall = RecomputeCache()
+    owners = shard_experts(model, optimizer, plan.expert, groups.ep, recall, plan.compile != "none") if groups.ep.size > 1 else None
+    units = [name for name in plan.memory.units if name not in {t.module for t in plan.expert.tables} or owners is None]
+    fp8 = convert_to_fp8(model, plan.memory.units) if plan.memory.precision == "fp8" else Fp8Layers()
+    tensor = shard_model(model, optimizer, plan, groups, recall) if groups.tp.size > 1 else None
+    context = ContextParallelRuntime(model, plan.context, groups.cp, recall) if groups.cp.size > 1 and plan.context.attention_sites else None
     if plan.spatial.grid:
-        share_randomness(groups.cp, plan.device)
-        cut_positions(model, plan.spatial, groups.cp, plan.compile != "none")
-    modes = {name: mode for name, mode in plan.memory.modes.items() if name in units}
-    recompute_units(model, modes, keys, recall, apart=tensor is not None and plan.compile != "none")
+        sync_rng_state(groups.cp, plan.device)
+        shard_spatial(model, plan.spatial, groups.cp, plan.compile != "none")
+    modes = {name: mode for name, mode in plan.memory.recompute_modes.items() if name in units}
+    recompute_units(model, modes, keys, recall, compiler_disabled=tensor is not None and plan.compile != "none")
     if plan.compile == "blocks":
         for name in units:
             model.get_submodule(name).compile()
     buckets: DataParallel | None = None
-    kinds = _kinds_of(model, plan, pipeline)
+    kinds = _param_replication(model, plan, pipeline)
     if groups.data.size > 1 and plan.memory.zero == 3:
-        shared = [name for name, _ in pipeline.shared()] if pipeline is not None else []
-        buckets = UnitShards(model, optimizer, plan, groups, kinds, shared)
+        shared = [name for name, _ in pipeline.tied_parameters()] if pipeline is not None else []
+        buckets = FullyShardedUnits(model, optimizer, plan, groups, kinds, shared)
     elif groups.data.size > 1:
         buckets = GradientBuckets(model, optimizer, plan, groups, kinds)
-    offloaded = HostStates(optimizer) if plan.memory.offload == "optimizer" else None
+    offloaded = OptimizerOffload(optimizer) if plan.memory.offload == "optimizer" else None
     if pipeline is not None:
-        pipeline.attach()
-    return Applied(plan, model, optimizer, groups, buckets, keys, tensor, pipeline, context, owners, fp8, offloaded)
+        pipeline.attach_hooks()
+    return AppliedPlan(plan, model, optimizer, groups, buckets, keys, tensor, pipeline, context, owners, fp8, offloaded)
 
 
-def _check(plan: Plan, model: nn.Module) -> None:
+def _check_plan(plan: Plan, model: nn.Module) -> None:
     check_runnable(plan.mesh)
-    if plan.mesh.degree("tp") > 1 and not plan.tensor.strands:
+    if plan.mesh.degree("tp") > 1 and not plan.tensor.sharded_dims:
         raise RequestError(f"plan: mesh {plan.mesh} has a tp axis, but tensor.strands is empty: let `meshwright plan` or plan_for fill it in")
-    if plan.mesh.ep > 1 and not plan.owners:
+    if plan.mesh.ep > 1 and not plan.expert:
         raise RequestError(f"plan: mesh {plan.mesh} has an ep axis, but owners is empty: let `meshwright plan` or plan_for fill it in")
     if plan.mesh.pp > 1 and not any(stage.entry for stage in plan.stages):
         raise RequestError(f"plan: mesh {plan.mesh} has a pp axis, but stages are not cut: let `meshwright plan` or plan_for fill them in")
-    if plan.mesh.cp > 1 and not plan.context.attends and not plan.spatial.grid:
+    if plan.mesh.cp > 1 and not plan.context.attention_sites and not plan.spatial.grid:
         raise RequestError(f"plan: mesh {plan.mesh} has a cp axis, but context and spatial are empty: let `meshwright plan` or plan_for fill one in")
     if plan.memory.precision == "fp8" and not has_fp8(plan.device):
         raise RequestError("plan: precision=fp8 needs a GPU of compute capability 8.9 or newer, and this one is older: use bf16")
@@ -203,15 +203,15 @@ def _check(plan: Plan, model: nn.Module) -> None:
     for name in plan.memory.units:
         if name not in modules:
             raise RequestError(f"plan: memory.units names '{name}', which the model does not have: use a name such as {list(modules)[1:4]}")
-    check_ties(plan, tied_names(model))
+    check_tied_parameters(plan, tied_parameter_names(model))
     if is_sharded(model):
         raise RequestError("this model follows a plan already: apply one plan to a fresh model")
 
 
-def equalise(model: nn.Module, groups: Groups) -> None:
+def broadcast_initial_state(model: nn.Module, groups: ProcessGroups) -> None:
     """Start every rank from rank 0's values, whatever seed a user's script built them with."""
     every = [t.data for t in [*model.parameters(), *model.buffers()]]
-    for run in start_runs([t.numel() * t.element_size() for t in every], [t.dtype for t in every]):
+    for run in init_broadcast_groups([t.numel() * t.element_size() for t in every], [t.dtype for t in every]):
         tensors = [every[i] for i in run]
         flat = torch.cat([t.reshape(-1) for t in tensors])
         groups.world.broadcast(flat, "start/values").wait()
@@ -221,7 +221,7 @@ def equalise(model: nn.Module, groups: Groups) -> None:
             offset += tensor.numel()
 
 
-def average_buffers(applied: Applied) -> None:
+def average_buffers(applied: AppliedPlan) -> None:
     """Running statistics (BatchNorm's) differ between ranks; before they are used or kept, take their mean."""
     if applied.groups.data.size > 1:
         for buffer in applied.model.buffers():
@@ -229,9 +229,9 @@ def average_buffers(applied: Applied) -> None:
                 applied.groups.data.all_reduce(buffer, "buffers", "mean").wait()
 
 
-def autocast(plan: Plan) -> Callable[[], AbstractContextManager[None]]:
+def autocast_factory(plan: Plan) -> Callable[[], AbstractContextManager[None]]:
     """A factory of the context that forward runs in: lower-precision arithmetic where the plan says so."""
-    if plan.memory.precision in LOW:
-        dtype = DTYPES[LOW[plan.memory.precision]]
+    if plan.memory.precision in LOW_PRECISION_DTYPES:
+        dtype = DTYPES[LOW_PRECISION_DTYPES[plan.memory.precision]]
         return lambda: torch.autocast(plan.device, dtype=dtype)
     return nullcontext

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.core.comm import Pending
+from meshwright.core.comm import Work
 from meshwright.execute.data_parallel import OptimizerShard
-from meshwright.execute.slices import Slices
+from meshwright.execute.shard_layout import ShardLayout
 from meshwright.schedule.buckets import Bucket
 
 
@@ -23,13 +23,13 @@ class BucketState:
     params: tuple[nn.Parameter, ...]
     name: str
     zero: int
-    slices: Slices  # of the flat buffers; under stage 0 nobody asks
+    slices: ShardLayout  # of the flat buffers; under stage 0 nobody asks
     grads: torch.Tensor | None = None  # the flat gradient; None while released (stage 2)
     flat_params: torch.Tensor | None = None  # stages 1 and 2
     shard: nn.Parameter | None = None  # this rank's slice of `flat_params`: what the optimizer steps
     grad_views: list[torch.Tensor] = field(default_factory=list)  # of `grads`, one for each parameter
     awaited_slots: set[int] = field(default_factory=set)  # whose gradient has not arrived in this backward
-    pending: Pending | None = None
+    pending: Work | None = None
     accumulated: torch.Tensor | None = None  # an earlier backward's reduced shard, when the user accumulates across backwards
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class BucketState:
             view = flat[slot.offset : slot.offset + slot.numel].view_as(param)
             view.copy_(param.data)
             param.data = view
-        self.flat_params, self.shard = flat, nn.Parameter(self.slices.own(flat))
+        self.flat_params, self.shard = flat, nn.Parameter(self.slices.local_shard(flat))
         return self.shard
 
     def await_all(self) -> None:
@@ -112,7 +112,7 @@ class BucketState:
     def store_shard_gradient(self) -> None:
         """The flat gradient is reduced: its slice becomes the shard's gradient. Stage 2 gives the rest of the memory back."""
         assert self.grads is not None and self.shard is not None
-        mine = self.slices.own(self.grads)
+        mine = self.slices.local_shard(self.grads)
         for param in self.params:
             param.grad = None
         if self.zero == 2:

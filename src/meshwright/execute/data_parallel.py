@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.core.errors import RequestError
-from meshwright.execute.slices import Slices
+from meshwright.execute.shard_layout import ShardLayout
 from meshwright.schedule.buckets import Bucket
 
 # Optimizers whose update of one element depends on that element alone; only these may step a shard that is cut across tensors.
@@ -38,7 +38,7 @@ class ShardedBuffer(Protocol):
     def params(self) -> tuple[nn.Parameter, ...]: ...
 
     @property
-    def slices(self) -> Slices: ...
+    def slices(self) -> ShardLayout: ...
 
     @property
     def optimizer_shards(self) -> tuple[OptimizerShard, ...]: ...

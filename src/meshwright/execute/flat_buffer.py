@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from meshwright.core.comm import Comm, Pending
+from meshwright.core.comm import Comm, Work
 from meshwright.execute.data_parallel import OptimizerShard
-from meshwright.execute.slices import Slices, slices_of
-from meshwright.schedule.buckets import Bucket, Kind, unit_buckets
+from meshwright.execute.shard_layout import ShardLayout, make_shard_layout
+from meshwright.schedule.buckets import Bucket, ParamReplication, unit_buckets
 
 
 @dataclass
@@ -24,7 +24,7 @@ class FlatBuffer:
 
     layout: Bucket
     params: tuple[nn.Parameter, ...]
-    slices: Slices
+    slices: ShardLayout
     local_shard: torch.Tensor  # in the storage dtype
     full_params: torch.Tensor  # all ranks' shards, in the compute dtype; without memory unless unsharded
     param_views: tuple[torch.Tensor, ...]
@@ -34,14 +34,14 @@ class FlatBuffer:
     grads: torch.Tensor | None = None  # the reduce-scatter's input
     awaited_slots: set[int] = field(default_factory=set)  # whose gradient has not arrived in this backward
     is_sent: bool = False  # in this backward
-    pending_gather: Pending | None = None
+    pending_gather: Work | None = None
 
     def start_unshard(self, comm: Comm, unit: str) -> None:
         """Launch the all-gather, unless it is under way."""
         if self.pending_gather is None:
             self.full_params.untyped_storage().resize_(self.full_params.nbytes)
             shard = self.local_shard.to(self.full_params.dtype)
-            self.pending_gather = comm.all_gather(self.full_params, shard, f"params/{unit}", self.slices.uneven)
+            self.pending_gather = comm.all_gather(self.full_params, shard, f"params/{unit}", self.slices.uneven_sizes)
 
     def finish_unshard(self) -> None:
         assert self.pending_gather is not None
@@ -86,7 +86,7 @@ class FlatBuffer:
     def gather_full(self, comm: Comm, unit: str) -> dict[int, torch.Tensor]:
         """Its parameters' values in the storage dtype, on the CPU, by the parameters' ids. Collective."""
         full = self.local_shard.new_empty(self.layout.numel)
-        comm.at_once.all_gather(full, self.local_shard, f"state/{unit}", self.slices.uneven).wait()
+        comm.sync.all_gather(full, self.local_shard, f"state/{unit}", self.slices.uneven_sizes).wait()
         slots = zip(self.layout.slots, self.params, strict=True)
         return {id(p): full[s.offset : s.offset + s.numel].view(p.shape).cpu() for s, p in slots}
 
@@ -99,7 +99,7 @@ class FlatBufferFactory:
     state_fractions: Sequence[float]  # of each rank of the group; none where they are equal
     compute_dtype: torch.dtype | None  # of floating parameters once they are gathered; None: as they are stored
     param_groups: Mapping[int, int]  # the optimizer's, by a parameter's id
-    kinds: Mapping[int, Kind]  # by a parameter's id
+    kinds: Mapping[int, ParamReplication]  # by a parameter's id
 
     def make(self, params: Sequence[nn.Parameter], tied_names: Mapping[int, str]) -> tuple[FlatBuffer, ...]:
         """The buffers of one unit. A parameter that has a tied name lies in one of its own."""
@@ -107,7 +107,7 @@ class FlatBufferFactory:
         layouts = unit_buckets(
             [p.numel() for p in params],
             [self._gathered_dtype(p).itemsize for p in params],
-            [(str(p.dtype), p.requires_grad, tied_names.get(id(p), ""), self.kinds.get(id(p), Kind())) for p in params],
+            [(str(p.dtype), p.requires_grad, tied_names.get(id(p), ""), self.kinds.get(id(p), ParamReplication())) for p in params],
             self.shard_group.size,
         )
         return tuple(self._make_one(layout, tuple(params[s.index] for s in layout.slots)) for layout in layouts)
@@ -117,14 +117,14 @@ class FlatBufferFactory:
         full = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
         for slot, param in zip(slots, params, strict=True):
             full[slot.offset : slot.offset + slot.numel].view_as(param).copy_(param.data)
-        slices = slices_of(layout, self.shard_group, self.state_fractions)
+        slices = make_shard_layout(layout, self.shard_group, self.state_fractions)
         gathered = torch.empty(layout.numel, dtype=self._gathered_dtype(first), device=first.device)
         nothing = torch.full((), float("nan"), device=first.device).to(gathered.dtype)
         flat = FlatBuffer(
             layout,
             params,
             slices,
-            local_shard=slices.own(full).clone(),
+            local_shard=slices.local_shard(full).clone(),
             full_params=gathered,
             param_views=tuple(gathered[s.offset : s.offset + s.numel].view_as(p) for s, p in zip(slots, params, strict=True)),
             placeholders=tuple(nothing.expand(p.shape) for p in params),

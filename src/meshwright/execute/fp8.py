@@ -17,93 +17,95 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.core.cluster import FP8_SINCE
+from meshwright.core.cluster import FP8_MIN_CAPABILITY
 
-FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16  # of every size, which the kernels ask for
+FORWARD_DTYPE, BACKWARD_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
+SIZE_MULTIPLE = 16  # of every size, which the kernels ask for
 
 
 @dataclass(frozen=True)
 class Fp8Layers:
-    """What `use_fp8` did: the layers it changed, and why the other linear layers of the units stay in bf16."""
+    """What `convert_to_fp8` did: the layers it changed, and why the other linear layers of the units stay in bf16."""
 
-    used: tuple[str, ...] = ()
-    kept: Mapping[str, str] = field(default_factory=dict)
+    converted: tuple[str, ...] = ()
+    skipped: Mapping[str, str] = field(default_factory=dict)
 
 
 def has_fp8(device: str) -> bool:
-    return device == "cuda" and torch.cuda.get_device_capability() >= FP8_SINCE
+    return device == "cuda" and torch.cuda.get_device_capability() >= FP8_MIN_CAPABILITY
 
 
-def to_fp8(x: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def to_fp8(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """(x in fp8, the number that it must be multiplied with). The largest magnitude lands on the type's largest number, which bf16 has too."""
     low, high = torch.aminmax(x)  # one pass; a norm would be computed in float32 under autocast
-    scale = torch.maximum(-low, high).float().clamp(min=1e-12) / torch.finfo(kind).max
-    return (x * scale.reciprocal()).to(kind), scale
+    scale = torch.maximum(-low, high).float().clamp(min=1e-12) / torch.finfo(dtype).max
+    return (x * scale.reciprocal()).to(dtype), scale
 
 
-def _multiply(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, kind: torch.dtype, quick: bool) -> torch.Tensor:
+def _scaled_matmul(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, out_dtype: torch.dtype, fast_accumulation: bool
+) -> torch.Tensor:
     """a (rows × inner) times b (columns × inner), both laid out with their inner dim last: how the kernels want them."""
     a, b = a.contiguous(), b.contiguous()
-    out: torch.Tensor = torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=kind, use_fast_accum=quick)
+    out: torch.Tensor = torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
     return out
 
 
-class Fp8Product(torch.autograd.Function):
+class Fp8Matmul(torch.autograd.Function):
     """x @ weight.T in fp8, and both gradients of it. `x` is (rows, in), `weight` (out, in); what comes out has x's type."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        x8, x_scale = to_fp8(x, FORWARD)
-        weight8, weight_scale = to_fp8(weight, FORWARD)
+        x8, x_scale = to_fp8(x, FORWARD_DTYPE)
+        weight8, weight_scale = to_fp8(weight, FORWARD_DTYPE)
         ctx.save_for_backward(x8, x_scale, weight)
         ctx.kind = x.dtype
-        return _multiply(x8, x_scale, weight8, weight_scale, x.dtype, quick=True)
+        return _scaled_matmul(x8, x_scale, weight8, weight_scale, x.dtype, fast_accumulation=True)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         x8, x_scale, weight = ctx.saved_tensors
-        grad8, grad_scale = to_fp8(grad, BACKWARD)
+        grad8, grad_scale = to_fp8(grad, BACKWARD_DTYPE)
         for_x = for_weight = None
         if ctx.needs_input_grad[0]:
-            weight8, weight_scale = to_fp8(weight, FORWARD)
-            for_x = _multiply(grad8, grad_scale, weight8.t(), weight_scale, ctx.kind, quick=False)
+            weight8, weight_scale = to_fp8(weight, FORWARD_DTYPE)
+            for_x = _scaled_matmul(grad8, grad_scale, weight8.t(), weight_scale, ctx.kind, fast_accumulation=False)
         if ctx.needs_input_grad[1]:
-            for_weight = _multiply(grad8.t(), grad_scale, x8.t(), x_scale, weight.dtype, quick=False)
+            for_weight = _scaled_matmul(grad8.t(), grad_scale, x8.t(), x_scale, weight.dtype, fast_accumulation=False)
         return for_x, for_weight
 
 
-def use_fp8(model: nn.Module, units: Iterable[str], kind: torch.dtype = torch.bfloat16) -> Fp8Layers:
-    """Change the linear layers inside `units`, in place; around them arithmetic is in `kind`. Before anything cuts the model: a layer
+def convert_to_fp8(model: nn.Module, units: Iterable[str], dtype: torch.dtype = torch.bfloat16) -> Fp8Layers:
+    """Change the linear layers inside `units`, in place; around them arithmetic is in `dtype`. Before anything cuts the model: a layer
     finds its sizes when it is called, and carries its product as `product` for those who complete it over ranks."""
     used, kept = [], {}
     modules = dict(model.named_modules())
     for unit in units:
         for name, layer in modules[unit].named_modules(prefix=unit):
-            turned = _is_turned(layer)
+            turned = _is_transposed(layer)
             if type(layer) is not nn.Linear and not turned:
                 continue
-            reason = "stands alone: it may be the head" if name == unit else _unfit(layer.weight)
+            reason = "stands alone: it may be the head" if name == unit else _unsupported_reason(layer.weight)
             if reason:
                 kept[name] = reason
                 continue
             used.append(name)
-            _change(layer, turned, kind)
+            _convert_layer(layer, turned, dtype)
     return Fp8Layers(tuple(used), kept)
 
 
-def _is_turned(layer: nn.Module) -> bool:
+def _is_transposed(layer: nn.Module) -> bool:
     """transformers' Conv1D: a linear layer with its matrix the other way round."""
     return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
 
 
-def _unfit(weight: Any) -> str:
-    wrong = [size for size in weight.shape if size % MULTIPLE]
-    return f"its matrix is {'×'.join(map(str, weight.shape))}, and {wrong[0]} is no multiple of {MULTIPLE}" if wrong else ""
+def _unsupported_reason(weight: Any) -> str:
+    wrong = [size for size in weight.shape if size % SIZE_MULTIPLE]
+    return f"its matrix is {'×'.join(map(str, weight.shape))}, and {wrong[0]} is no multiple of {SIZE_MULTIPLE}" if wrong else ""
 
 
-def _change(layer: nn.Module, turned: bool, kind: torch.dtype) -> None:
-    product = _product(layer, turned, kind)
+def _convert_layer(layer: nn.Module, transposed: bool, dtype: torch.dtype) -> None:
+    product = _fp8_matmul(layer, transposed, dtype)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         out = product(x)
@@ -114,16 +116,16 @@ def _change(layer: nn.Module, turned: bool, kind: torch.dtype) -> None:
     layer.forward = forward
 
 
-def _product(layer: nn.Module, turned: bool, kind: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+def _fp8_matmul(layer: nn.Module, transposed: bool, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     """The layer without its bias. A tensor-parallel piece or a number of rows that fp8 cannot take is computed as it would be without it."""
 
     def product(x: torch.Tensor) -> torch.Tensor:
         weight: Any = layer.weight
-        weight = weight.t() if turned else weight
+        weight = weight.t() if transposed else weight
         rows = x.numel() // x.shape[-1]
-        if rows % MULTIPLE or _unfit(weight):
+        if rows % SIZE_MULTIPLE or _unsupported_reason(weight):
             return F.linear(x, weight)
-        out: torch.Tensor = Fp8Product.apply(x.to(kind).reshape(rows, x.shape[-1]), weight)
+        out: torch.Tensor = Fp8Matmul.apply(x.to(dtype).reshape(rows, x.shape[-1]), weight)
         return out.unflatten(0, x.shape[:-1])
 
     return product

@@ -16,36 +16,36 @@ from torch import nn
 from meshwright.core.errors import RequestError
 
 
-class HostStates:
+class OptimizerOffload:
     """Stands between what a rank steps and an optimizer that works in host memory."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer.state:
             raise RequestError("offload=optimizer moves the optimizer's state: apply the plan before the optimizer's first step")
-        self.stepped: list[nn.Parameter] = []
+        self.device_parameters: list[nn.Parameter] = []
         self._copies: dict[int, nn.Parameter] = {}
         for group in optimizer.param_groups:
-            self.stepped += group["params"]
-            group["params"] = [self._copy(param) for param in group["params"]]
-        optimizer.register_step_pre_hook(lambda *_: self._send())
-        back = optimizer.register_step_post_hook(lambda *_: self._bring_back())
+            self.device_parameters += group["params"]
+            group["params"] = [self._make_host_copy(param) for param in group["params"]]
+        optimizer.register_step_pre_hook(lambda *_: self._copy_gradients_to_host())
+        back = optimizer.register_step_post_hook(lambda *_: self._copy_params_to_device())
         hooks = optimizer._optimizer_step_post_hooks
         assert isinstance(hooks, OrderedDict)
         hooks.move_to_end(back.id, last=False)  # before those that gather what was stepped
 
-    def of(self, param: nn.Parameter) -> nn.Parameter:
+    def host_copy(self, param: nn.Parameter) -> nn.Parameter:
         """What the optimizer knows a stepped parameter by."""
         return self._copies[id(param)]
 
-    def _copy(self, param: nn.Parameter) -> nn.Parameter:
+    def _make_host_copy(self, param: nn.Parameter) -> nn.Parameter:
         there = torch.empty_like(param, device="cpu", pin_memory=param.is_cuda).copy_(param.detach())
         self._copies[id(param)] = nn.Parameter(there, param.requires_grad)
         return self._copies[id(param)]
 
     def _pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        return ((param, self._copies[id(param)]) for param in self.stepped)
+        return ((param, self._copies[id(param)]) for param in self.device_parameters)
 
-    def _send(self) -> None:
+    def _copy_gradients_to_host(self) -> None:
         for param, copy in self._pairs():
             if param.grad is None:
                 copy.grad = None
@@ -53,16 +53,16 @@ class HostStates:
             if copy.grad is None:
                 copy.grad = torch.empty_like(copy, pin_memory=param.is_cuda)
             copy.grad.copy_(param.grad, non_blocking=True)
-        _wait(self.stepped)
+        _synchronize(self.device_parameters)
 
-    def _bring_back(self) -> None:
+    def _copy_params_to_device(self) -> None:
         """Gradients have done their work: an optimizer's zero_grad would reach the copies' alone."""
         for param, copy in self._pairs():
             param.data.copy_(copy.data, non_blocking=True)
             param.grad = None
-        _wait(self.stepped)
+        _synchronize(self.device_parameters)
 
 
-def _wait(params: list[nn.Parameter]) -> None:
+def _synchronize(params: list[nn.Parameter]) -> None:
     if params and params[0].is_cuda:
         torch.cuda.current_stream(params[0].device).synchronize()

@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 from meshwright.core.errors import RequestError, RunError
 from meshwright.core.plan import Plan
 from meshwright.core.task import Batch, Loss
-from meshwright.execute.apply import Applied, apply, autocast, average_buffers
+from meshwright.execute.apply import AppliedPlan, apply, autocast_factory, average_buffers
 
-_Piece = tuple[int, int, Batch]  # a micro-batch: its first sample, their number, the samples
+_MicroBatch = tuple[int, int, Batch]  # a micro-batch: its first sample, their number, the samples
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,17 @@ class StepResult:
     skipped: bool = False  # fp16 only: the gradient overflowed and the step was not taken
 
 
-class LossScale:
+class LossScaler:
     """Dynamic scaling for fp16: halve on overflow, double after a run of good steps."""
 
-    def __init__(self, start: float = 2.0**16, patience: int = 2000) -> None:
-        self.value, self.patience, self._good = start, patience, 0
+    def __init__(self, init_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
+        self.value, self.growth_interval, self._good_steps = init_scale, growth_interval, 0
 
     def update(self, finite: bool) -> None:
-        self._good = self._good + 1 if finite else 0
+        self._good_steps = self._good_steps + 1 if finite else 0
         if not finite:
             self.value = max(self.value / 2, 1.0)
-        elif self._good % self.patience == 0:
+        elif self._good_steps % self.growth_interval == 0:
             self.value *= 2
 
 
@@ -46,17 +46,17 @@ class Session:
 
     def __init__(self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, *, seed: int = 0, clip: float | None = None) -> None:
         self.model, self.optimizer, self.seed, self.clip = model, optimizer, seed, clip
-        self.applied: Applied = apply(plan, model, optimizer)
+        self.applied: AppliedPlan = apply(plan, model, optimizer)
         self.plan = plan = self.applied.plan
-        if self.applied.buckets:
-            self.applied.buckets.reduce_op = "sum"  # `step` weights the loss by samples, so a plain sum is exact
+        if self.applied.gradient_sync:
+            self.applied.gradient_sync.reduce_op = "sum"  # `step` weights the loss by samples, so a plain sum is exact
         self.steps_done = 0
-        self._autocast = autocast(plan)
-        self._scale = LossScale() if plan.memory.precision == "fp16" else None
+        self._autocast = autocast_factory(plan)
+        self._loss_scaler = LossScaler() if plan.memory.precision == "fp16" else None
         self._compiled: dict[Loss, Loss] = {}
         # The kernels read the scale in fp32, which is too coarse for fp64.
         self._fused = plan.memory.precision != "fp64" and plan.memory.offload == "none" and getattr(optimizer, "_step_supports_amp_scaling", False)
-        self._first, self._share = plan.share(plan.mesh.data_rank(self.applied.groups.rank))
+        self._first_sample, self._num_samples = plan.sample_range(plan.mesh.data_rank(self.applied.groups.rank))
 
     # -- training --
 
@@ -67,52 +67,54 @@ class Session:
         chunks = self.plan.micro_batches
         if count < chunks:
             raise RequestError(f"a batch of {count} samples cannot make {chunks} micro-batches: set micro_batches={max(count, 1)}")
-        meter = _Meter(self.plan, self.applied)
-        pieces = list(_cut(batch, count, chunks))
+        meter = _LossReducer(self.plan, self.applied)
+        pieces = list(_split_micro_batches(batch, count, chunks))
         if self.applied.pipeline is not None:
-            self._through_stages(pieces, total, loss_fn, meter)
+            self._run_pipeline(pieces, total, loss_fn, meter)
         else:
             for index, piece in enumerate(pieces):
-                self._forward_backward(piece, total, loss_fn, meter, last=index == chunks - 1)
-        return self._finish(meter, total)
+                self._forward_backward(piece, total, loss_fn, meter, is_last=index == chunks - 1)
+        return self._finish_step(meter, total)
 
-    def _through_stages(self, pieces: list[_Piece], total: int, loss_fn: Loss, meter: _Meter) -> None:
+    def _run_pipeline(self, micro_batches: list[_MicroBatch], global_batch: int, loss_fn: Loss, loss_reducer: _LossReducer) -> None:
         """All micro-batches through this rank's stages. Gradients add up; they are sent when the pipeline has drained."""
-        pipeline, buckets = self.applied.pipeline, self.applied.buckets
+        pipeline, buckets = self.applied.pipeline, self.applied.gradient_sync
         assert pipeline is not None
-        if len({size for _, size, _ in pieces}) > 1:
-            raise RequestError(f"a pipeline's micro-batches are of one size: {len(pieces)} do not divide this batch evenly; leave its rest out")
+        if len({size for _, size, _ in micro_batches}) > 1:
+            raise RequestError(
+                f"a pipeline's micro-batches are of one size: {len(micro_batches)} do not divide this batch evenly; leave its rest out"
+            )
         with self.applied.accumulate():
-            run_stage = lambda index: self._weighted_loss(pieces[index], total, self._loss(loss_fn), meter)  # noqa: E731
-            pipeline.run([piece for _, _, piece in pieces], run_stage, loss_fn, self._autocast)
-        meter.send(pipeline.counts_samples)
-        self.applied.meet_shared()
+            run_stage = lambda index: self._weighted_loss(micro_batches[index], global_batch, self._prepare_loss_fn(loss_fn), loss_reducer)  # noqa: E731
+            pipeline.run([piece for _, _, piece in micro_batches], run_stage, loss_fn, self._autocast)
+        loss_reducer.start_all_reduce(pipeline.loss_has_count)
+        self.applied.all_reduce_tied_gradients()
         if buckets is not None:
             buckets.reduce_all()
 
-    def _forward_backward(self, piece: _Piece, total: int, loss_fn: Loss, meter: _Meter, *, last: bool) -> None:
-        loss = self._weighted_loss(piece, total, self._loss(loss_fn), meter)
-        if last:
-            meter.send()  # travels while backward runs
+    def _forward_backward(self, micro_batch: _MicroBatch, global_batch: int, loss_fn: Loss, loss_reducer: _LossReducer, *, is_last: bool) -> None:
+        loss = self._weighted_loss(micro_batch, global_batch, self._prepare_loss_fn(loss_fn), loss_reducer)
+        if is_last:
+            loss_reducer.start_all_reduce()  # travels while backward runs
             loss.backward()
         else:
             with self.applied.accumulate():
                 loss.backward()
 
-    def _weighted_loss(self, piece: _Piece, total: int, loss_fn: Loss, meter: _Meter) -> torch.Tensor:
+    def _weighted_loss(self, micro_batch: _MicroBatch, global_batch: int, loss_fn: Loss, loss_reducer: _LossReducer) -> torch.Tensor:
         """Forward of one micro-batch; its share of the global mean, scaled for fp16."""
-        start, size, samples = piece
-        self.applied.keys.set(self.seed, self.steps_done, self._first + start)
+        start, size, samples = micro_batch
+        self.applied.random_keys.set(self.seed, self.steps_done, self._first_sample + start)
         with self._autocast():
             value = loss_fn(self.model, samples)
-        loss = meter.add(value, size, total)
-        return loss * self._scale.value if self._scale else loss
+        loss = loss_reducer.add(value, size, global_batch)
+        return loss * self._loss_scaler.value if self._loss_scaler else loss
 
-    def _finish(self, meter: _Meter, total: int) -> StepResult:
-        if self.applied.buckets:
-            self.applied.buckets.finish()
-        loss, correction = meter.result(total)
-        norm, skipped = self._condition(correction)
+    def _finish_step(self, loss_reducer: _LossReducer, global_batch: int) -> StepResult:
+        if self.applied.gradient_sync:
+            self.applied.gradient_sync.finish()
+        loss, correction = loss_reducer.result(global_batch)
+        norm, skipped = self._unscale_and_clip(correction)
         if not skipped:
             self.optimizer.step()
         if self._fused:
@@ -121,17 +123,17 @@ class Session:
         self.steps_done += 1
         return StepResult(loss, norm, skipped)
 
-    def _condition(self, correction: torch.Tensor | None) -> tuple[torch.Tensor | None, bool]:
+    def _unscale_and_clip(self, correction: torch.Tensor | None) -> tuple[torch.Tensor | None, bool]:
         """Unscale, weight by true counts and clip in one multiplication; say whether fp16 overflowed."""
-        if self.clip is None and self._scale is None and correction is None:
+        if self.clip is None and self._loss_scaler is None and correction is None:
             return None, False
-        factor: torch.Tensor | float = (correction if correction is not None else 1.0) / (self._scale.value if self._scale else 1.0)
+        factor: torch.Tensor | float = (correction if correction is not None else 1.0) / (self._loss_scaler.value if self._loss_scaler else 1.0)
         norm: torch.Tensor | None = None
-        if self.clip is not None or self._scale is not None:
+        if self.clip is not None or self._loss_scaler is not None:
             norm = self.applied.squared_norm().sqrt() * factor
-            if self._scale is not None:
+            if self._loss_scaler is not None:
                 finite = bool(torch.isfinite(norm))
-                self._scale.update(finite)
+                self._loss_scaler.update(finite)
                 if not finite:
                     return norm, True
             if self.clip is not None:
@@ -144,12 +146,12 @@ class Session:
         """A fused optimizer divides by `grad_scale` while it reads the gradient anyway: one pass over memory less."""
         if self._fused and torch.is_tensor(factor):
             self.optimizer.grad_scale = 1.0 / factor  # type: ignore[attr-defined]
-        elif grads := self.applied.gradients():
+        elif grads := self.applied.local_gradients():
             torch._foreach_mul_(grads, factor)
 
-    def _loss(self, loss_fn: Loss) -> Loss:
+    def _prepare_loss_fn(self, loss_fn: Loss) -> Loss:
         if self.applied.context is not None:
-            return self.applied.context.around(loss_fn)
+            return self.applied.context.wrap_loss(loss_fn)
         if self.plan.compile != "model":
             return loss_fn
         if loss_fn not in self._compiled:
@@ -167,7 +169,7 @@ class Session:
         sums = torch.zeros(2, dtype=torch.float64)
         for index, batch in enumerate(batches):
             size = sample_count(batch)
-            self.applied.keys.set(self.seed, -1 - index, self._first)
+            self.applied.random_keys.set(self.seed, -1 - index, self._first_sample)
             value = self._evaluate(batch, loss_fn)
             if value is not None:
                 weighted = (value[0], value[1]) if isinstance(value, tuple) else (value * size, size)
@@ -184,66 +186,66 @@ class Session:
 
         def whole(_: int = 0) -> Any:
             with self._autocast():
-                return (self.applied.context.around(loss_fn) if self.applied.context is not None else loss_fn)(self.model, batch)
+                return (self.applied.context.wrap_loss(loss_fn) if self.applied.context is not None else loss_fn)(self.model, batch)
 
         if self.applied.pipeline is None:
             return whole()  # type: ignore[no-any-return]
         return self.applied.pipeline.evaluate(batch, whole, loss_fn, self._autocast)  # type: ignore[no-any-return]
 
 
-class _Meter:
+class _LossReducer:
     """The global mean loss of one step, from pieces: weights them, reduces them over ranks beside backward."""
 
-    def __init__(self, plan: Plan, applied: Applied) -> None:
+    def __init__(self, plan: Plan, applied: AppliedPlan) -> None:
         self._plan, self._applied = plan, applied
         self._sums: list[torch.Tensor] = []
         self._counts: list[torch.Tensor] = []
-        self._counted = False
+        self._has_counts = False
         self._wait: Callable[[], Any] = lambda: None
-        self._vector: torch.Tensor | None = None
+        self._reduced: torch.Tensor | None = None
 
-    def add(self, value: torch.Tensor | tuple[torch.Tensor, torch.Tensor], size: int, total: int) -> torch.Tensor:
+    def add(self, value: torch.Tensor | tuple[torch.Tensor, torch.Tensor], size: int, global_batch: int) -> torch.Tensor:
         """Take one micro-batch's loss; give back what to differentiate: its share of the global mean, by samples.
         Ranks that share positions all have the same loss, so each counts a part of it."""
-        parts = total * self._plan.spatial.ways
+        parts = global_batch * self._plan.spatial.num_parts
         if isinstance(value, tuple):
             loss, count = value[0] / parts, torch.as_tensor(value[1], device=value[0].device)
             self._counts.append(count.detach())
         else:
-            loss = value * (size / (total * self._plan.mesh.cp))  # ranks along cp have equal parts of the same samples
+            loss = value * (size / (global_batch * self._plan.mesh.cp))  # ranks along cp have equal parts of the same samples
         if loss.dim():
             raise RequestError(f"loss_fn returned a tensor of shape {tuple(loss.shape)}: return a scalar mean, or (sum, count)")
         self._sums.append(loss.detach())
         return loss
 
-    def send(self, counted: bool | None = None) -> None:
+    def start_all_reduce(self, has_counts: bool | None = None) -> None:
         """Sum over all ranks that the batch passes through; a pipeline's ranks without the last stage have nothing to add to it."""
         kind = torch.float64 if self._plan.memory.precision == "fp64" else torch.float32
-        self._counted = bool(self._counts) if counted is None else counted
+        self._has_counts = bool(self._counts) if has_counts is None else has_counts
         empty = torch.zeros((), dtype=kind, device=self._plan.device)
         parts = [torch.stack(self._sums).sum().to(kind) if self._sums else empty]
-        if self._counted:
-            parts.append(torch.stack([c.to(kind) for c in self._counts]).sum() / self._plan.spatial.ways if self._counts else empty)
-        self._vector = torch.stack(parts)
-        self._wait = self._applied.groups.batch.all_reduce(self._vector, "loss").wait
+        if self._has_counts:
+            parts.append(torch.stack([c.to(kind) for c in self._counts]).sum() / self._plan.spatial.num_parts if self._counts else empty)
+        self._reduced = torch.stack(parts)
+        self._wait = self._applied.groups.batch.all_reduce(self._reduced, "loss").wait
 
-    def result(self, total: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def result(self, global_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(global mean loss, factor that turns sample-weighted gradients into count-weighted ones, or None)."""
-        if self._vector is None:
+        if self._reduced is None:
             raise RunError("no micro-batch was run")
         self._wait()
-        if not self._counted:
-            return self._vector[0], None
-        correction = total / self._vector[1]
-        return self._vector[0] * correction, correction
+        if not self._has_counts:
+            return self._reduced[0], None
+        correction = global_batch / self._reduced[1]
+        return self._reduced[0] * correction, correction
 
 
-def _cut(batch: Batch, count: int, chunks: int) -> Iterable[_Piece]:
+def _split_micro_batches(batch: Batch, count: int, num_micro_batches: int) -> Iterable[_MicroBatch]:
     """The micro-batches of a batch."""
     start = 0
-    for index in range(chunks):
-        size = count // chunks + (index < count % chunks)
-        piece = batch if chunks == 1 else pytree.tree_map(lambda t, a=start, n=size: t[a : a + n] if torch.is_tensor(t) else t, batch)
+    for index in range(num_micro_batches):
+        size = count // num_micro_batches + (index < count % num_micro_batches)
+        piece = batch if num_micro_batches == 1 else pytree.tree_map(lambda t, a=start, n=size: t[a : a + n] if torch.is_tensor(t) else t, batch)
         yield start, size, piece
         start += size
 

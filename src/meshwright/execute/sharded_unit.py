@@ -12,7 +12,7 @@ from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError
 from meshwright.core.plan import Plan
 from meshwright.execute.flat_buffer import FlatBuffer, FlatBufferFactory
-from meshwright.execute.groups import Groups
+from meshwright.execute.process_groups import ProcessGroups
 
 ROOT = "root"  # the unit of what is in no other
 
@@ -67,7 +67,7 @@ class ShardedUnit:
 
 
 def make_units(
-    model: nn.Module, plan: Plan, groups: Groups, factory: FlatBufferFactory, tied: Collection[str]
+    model: nn.Module, plan: Plan, groups: ProcessGroups, factory: FlatBufferFactory, tied: Collection[str]
 ) -> Iterator[tuple[ShardedUnit, nn.Module]]:  # fmt: skip
     """Every unit and its module, with each parameter in the first unit that has it. `tied` parameters are shared by pipeline stages."""
     names = {id(p): name for name, p in model.named_parameters()}
@@ -95,14 +95,14 @@ def link_units(units: Sequence[ShardedUnit]) -> None:
 
 def _expert_units(model: nn.Module, plan: Plan) -> list[str]:
     """Mixtures of which this rank holds experts: units of their own, since the ranks that hold the same are others than for the rest."""
-    found = {m.module: [n for n, _ in model.get_submodule(m.module).named_parameters()] for m in plan.owners.mixtures}
+    found = {m.module: [n for n, _ in model.get_submodule(m.module).named_parameters()] for m in plan.expert.moe_layers}
     for module, names in found.items():
-        for name in (n for n in names if f"{module}.{n}" not in plan.owners.parameters):
+        for name in (n for n in names if f"{module}.{n}" not in plan.expert.parameters):
             raise RequestError(f"zero=3 with ep: {module} has experts and, in {name}, a parameter that every rank holds: use zero=1 or zero=2")
     return [module for module, names in found.items() if names]
 
 
-def _stage_units(model: nn.Module, plan: Plan, groups: Groups) -> list[str]:
+def _stage_units(model: nn.Module, plan: Plan, groups: ProcessGroups) -> list[str]:
     """A pipeline's stage leaves the model's forward half way, so there the model itself is no unit, and every layer of the stage is one."""
     modules = dict(model.named_modules())
     mine = {n for i, stage in enumerate(plan.stages) if plan.stage_rank(i) == groups.pp.rank for n in stage.layers if n in modules}

@@ -1,4 +1,5 @@
-"""The hooks of ZeRO-3 (see [Note: a unit's life] in units.py): they unshard units around forward and backward, and reduce-scatter gradients."""
+"""The hooks of ZeRO-3 (see [Note: a unit's life] in zero3_runtime.py): they unshard units around forward and backward, and reduce-scatter
+gradients."""
 
 from __future__ import annotations
 
@@ -10,24 +11,24 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from meshwright.core.comm import Comm, Pending
+from meshwright.core.comm import Comm, Work
 from meshwright.execute.flat_buffer import FlatBuffer
-from meshwright.execute.groups import Groups
+from meshwright.execute.process_groups import ProcessGroups
 from meshwright.execute.sharded_unit import ShardedUnit
 
 
 class ReduceScatterQueue:
     """Gradients on their way to the ranks that step them."""
 
-    def __init__(self, groups: Groups, max_in_flight: int) -> None:
+    def __init__(self, groups: ProcessGroups, max_in_flight: int) -> None:
         """At most so many buffers travel beside what follows: their memory is wanted."""
         self.groups, self.op = groups, "mean"
         self._max_in_flight = max_in_flight
-        self._in_flight: deque[tuple[ShardedUnit, FlatBuffer, torch.Tensor, torch.Tensor, Pending]] = deque()
+        self._in_flight: deque[tuple[ShardedUnit, FlatBuffer, torch.Tensor, torch.Tensor, Work]] = deque()
 
     def launch(self, unit: ShardedUnit, flat: FlatBuffer) -> None:
         grads, reduced = flat.take_grads(), torch.empty_like(flat.local_shard)
-        work = self.groups.shard.reduce_scatter(reduced, grads, f"grads/{unit.name}", self.op, flat.slices.uneven)
+        work = self.groups.shard.reduce_scatter(reduced, grads, f"grads/{unit.name}", self.op, flat.slices.uneven_sizes)
         self._in_flight.append((unit, flat, reduced, grads, work))
         self.drain(self._max_in_flight)
 
@@ -38,7 +39,7 @@ class ReduceScatterQueue:
             work.wait()
             replicas = self.groups.owned if unit.is_expert_parallel else self.groups.replica
             if replicas.size > 1:
-                replicas.at_once.all_reduce(reduced, f"replicas/{unit.name}", self.op).wait()
+                replicas.sync.all_reduce(reduced, f"replicas/{unit.name}", self.op).wait()
             if unit.is_expert_parallel and self.op == "mean":
                 reduced.mul_(1.0 / self.groups.ep.size)  # an expert's rank has the sum over what all ranks along `ep` sent it
             flat.add_shard_gradient(reduced)

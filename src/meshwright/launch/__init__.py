@@ -1,8 +1,18 @@
 """Level 1: start ranks, watch them, end them. On this machine by a supervisor of our own; elsewhere by adopting the ranks we find."""
 
-from meshwright.launch.adopt import Place, adopted, default_backend
-from meshwright.launch.nursery import Nursery
-from meshwright.launch.rendezvous import Rendezvous, join, leave
-from meshwright.launch.workers import RankFailure, Workers
+from meshwright.launch.fork_server import ForkServer
+from meshwright.launch.launch_environment import LaunchedRank, default_backend, detect_launched_rank
+from meshwright.launch.rendezvous import Rendezvous, join_process_group, leave_process_group
+from meshwright.launch.worker_pool import RankFailure, WorkerPool
 
-__all__ = ["Nursery", "Place", "RankFailure", "Rendezvous", "Workers", "adopted", "default_backend", "join", "leave"]
+__all__ = [
+    "ForkServer",
+    "LaunchedRank",
+    "RankFailure",
+    "Rendezvous",
+    "WorkerPool",
+    "default_backend",
+    "detect_launched_rank",
+    "join_process_group",
+    "leave_process_group",
+]

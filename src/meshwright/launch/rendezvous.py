@@ -16,44 +16,44 @@ from meshwright.core.errors import RequestError, RunError
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How to reach the other ranks. `meeting` is 'file://PATH' or 'tcp://HOST:PORT'."""
+    """How to reach the other ranks. `init_method` is 'file://PATH' or 'tcp://HOST:PORT'."""
 
     rank: int
     world: int
-    meeting: str
+    init_method: str
     backend: str = "gloo"
     device: str = "cpu"
     local_rank: int = 0
     timeout_s: float = 120.0
 
 
-def join(place: Rendezvous) -> None:
+def join_process_group(rendezvous: Rendezvous) -> None:
     """Make the default process group. A world of one makes none."""
-    if place.world == 1:
+    if rendezvous.world == 1:
         return
-    if place.backend not in dist.Backend.backend_list:
-        raise RequestError(f"backend '{place.backend}' is not known to this torch: use one of {', '.join(dist.Backend.backend_list)}")
-    if place.meeting.startswith("file://") or "127.0.0.1" in place.meeting:
+    if rendezvous.backend not in dist.Backend.backend_list:
+        raise RequestError(f"backend '{rendezvous.backend}' is not known to this torch: use one of {', '.join(dist.Backend.backend_list)}")
+    if rendezvous.init_method.startswith("file://") or "127.0.0.1" in rendezvous.init_method:
         # Ranks of one machine talk over loopback; nothing of ours listens on other interfaces.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
-    traits = backend_traits(place.backend)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
+    traits = backend_traits(rendezvous.backend)
     if traits.launchers:
-        _join_launched(place)
+        _join_launched(rendezvous)
         return
-    device = torch.device("cuda", place.local_rank) if "cpu" not in traits.devices else None
+    device = torch.device("cuda", rendezvous.local_rank) if "cpu" not in traits.devices else None
     if device is not None:
         torch.cuda.set_device(device)
     try:
         dist.init_process_group(
-            place.backend,
-            init_method=place.meeting,
-            rank=place.rank,
-            world_size=place.world,
-            timeout=timedelta(seconds=place.timeout_s),
+            rendezvous.backend,
+            init_method=rendezvous.init_method,
+            rank=rendezvous.rank,
+            world_size=rendezvous.world,
+            timeout=timedelta(seconds=rendezvous.timeout_s),
             device_id=device,
         )
     except (RuntimeError, ValueError) as error:
-        raise RunError(f"rank {place.rank} could not meet the others at {place.meeting}: {str(error).splitlines()[0]}") from error
+        raise RunError(f"rank {rendezvous.rank} could not meet the others at {rendezvous.init_method}: {str(error).splitlines()[0]}") from error
 
 
 def _join_launched(place: Rendezvous) -> None:
@@ -63,18 +63,18 @@ def _join_launched(place: Rendezvous) -> None:
     dist.init_process_group(place.backend)
     found = dist.get_rank(), dist.get_world_size()
     if found != (place.rank, place.world):
-        leave()
+        leave_process_group()
         raise RequestError(
             f"the launcher says rank {place.rank} of {place.world}, MPI says rank {found[0]} of {found[1]}: "
             "start with mpirun (or meshwright train --launcher mpi), of the MPI that mpi4py uses"
         )
 
 
-def leave() -> None:
+def leave_process_group() -> None:
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _loopback() -> str:
+def _loopback_interface() -> str:
     names = [name for _, name in socket.if_nameindex()]
     return next((n for n in ("lo", "lo0") if n in names), "")

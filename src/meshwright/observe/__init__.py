@@ -1,34 +1,34 @@
 """Level 1, the Monitoring Subsystem: a run writes its folder with `Recorder`; everything that looks at a run reads it with `RunFolder`."""
 
-from meshwright.observe.folder import Candidate, Decision, RunFolder, create, find
-from meshwright.observe.lines import follow_lines
-from meshwright.observe.live import follow
-from meshwright.observe.memory import peak_resident_bytes, reset_peak, resident_bytes
+from meshwright.observe.jsonl_tail import JsonlTail, JsonlTails
+from meshwright.observe.live_view import follow
+from meshwright.observe.process_memory import peak_resident_bytes, reset_peak_resident, resident_bytes
 from meshwright.observe.recorder import Recorder
 from meshwright.observe.report import write_report
-from meshwright.observe.sinks import JsonlSink, PrometheusSink, Sink, TensorBoardSink, open_sinks
-from meshwright.observe.status import Status
-from meshwright.observe.tail import Tail, Tails
+from meshwright.observe.run_folder import Decision, PlanCandidate, RunFolder, create_run_folder, find_run_folder
+from meshwright.observe.run_status import RunStatus
+from meshwright.observe.sinks import JsonlSink, MetricsSink, PrometheusSink, TensorBoardSink, open_sinks
+from meshwright.observe.step_lines import follow_step_lines
 
 __all__ = [
-    "Candidate",
     "Decision",
     "JsonlSink",
+    "JsonlTail",
+    "JsonlTails",
+    "MetricsSink",
+    "PlanCandidate",
     "PrometheusSink",
     "Recorder",
     "RunFolder",
-    "Sink",
-    "Status",
-    "Tail",
-    "Tails",
+    "RunStatus",
     "TensorBoardSink",
-    "create",
-    "find",
+    "create_run_folder",
+    "find_run_folder",
     "follow",
-    "follow_lines",
+    "follow_step_lines",
     "open_sinks",
     "peak_resident_bytes",
-    "reset_peak",
+    "reset_peak_resident",
     "resident_bytes",
     "write_report",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-_VOID = frozenset({"meta", "br", "hr", "input"})
+_VOID_TAGS = frozenset({"meta", "br", "hr", "input"})
 
 
 class Html(str):
@@ -16,22 +16,24 @@ class Html(str):
 
 def tag(name: str, /, *children: str, **attributes: str | float | None) -> Html:
     """tag('td', text, class_='number'). An underscore in an attribute's name stands for '-'; None leaves the attribute out."""
-    given = "".join(f' {key.strip("_").replace("_", "-")}="{escape(_text(value))}"' for key, value in attributes.items() if value is not None)
-    return Html(f"<{name}{given}>" if name in _VOID else f"<{name}{given}>{join(children)}</{name}>")
+    given = "".join(
+        f' {key.strip("_").replace("_", "-")}="{escape(_attribute_text(value))}"' for key, value in attributes.items() if value is not None
+    )
+    return Html(f"<{name}{given}>" if name in _VOID_TAGS else f"<{name}{given}>{join(children)}</{name}>")
 
 
 def join(children: Iterable[str]) -> Html:
     return Html("".join(child if isinstance(child, Html) else escape(child, quote=False) for child in children))
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = (), marked: int | None = None) -> Html:
-    """A table; the columns in `numbers` are set to the right, the row `marked` stands out."""
-    right = frozenset(numbers)
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], numeric_columns: Iterable[int] = (), highlighted_row: int | None = None) -> Html:
+    """A table; the columns in `numeric_columns` are set to the right, the row `highlighted_row` stands out."""
+    right = frozenset(numeric_columns)
 
     def cells(kind: str, row: Sequence[str]) -> Html:
         return join(tag(kind, cell, class_="number" if i in right else None) for i, cell in enumerate(row))
 
-    body = join(tag("tr", cells("td", row), class_="marked" if i == marked else None) for i, row in enumerate(rows))
+    body = join(tag("tr", cells("td", row), class_="marked" if i == highlighted_row else None) for i, row in enumerate(rows))
     top = tag("thead", tag("tr", cells("th", head))) if any(head) else Html()
     return tag("div", tag("table", top, tag("tbody", body)), class_="scroll")
 
@@ -42,5 +44,5 @@ def section(title: str, *children: str, note: str = "", anchor: str = "") -> Htm
     return tag("section", heading, lead, *children, id=anchor or None)
 
 
-def _text(value: str | float) -> str:
+def _attribute_text(value: str | float) -> str:
     return value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")

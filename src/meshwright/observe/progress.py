@@ -14,33 +14,33 @@ from meshwright.core.errors import RequestError
 from meshwright.core.estimate import Estimate
 from meshwright.core.event import Event
 from meshwright.core.plan import Plan
-from meshwright.observe.figures import finite
-from meshwright.observe.folder import RunFolder, event_from
-from meshwright.observe.status import Status
-from meshwright.observe.tail import Record, Tail, Tails
+from meshwright.observe.formatting import finite_or_none
+from meshwright.observe.jsonl_tail import JsonlTail, JsonlTails, JsonRecord
+from meshwright.observe.run_folder import RunFolder, parse_event
+from meshwright.observe.run_status import RunStatus
 
-RECENT = 20  # steps over which the present speed is taken
+RECENT_STEPS = 20  # steps over which the present speed is taken
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """One look at a run. `last` is the newest metrics record, empty before the first step."""
+class ProgressSnapshot:
+    """One look at a run. `last_metrics` is the newest metrics record, empty before the first step."""
 
     name: str
-    status: Status
-    now: float
+    status: RunStatus
+    taken_at: float
     job: dict[str, Any] = field(default_factory=dict)
     plan: Plan | None = None
     estimate: Estimate | None = None
     cluster: Cluster | None = None
-    done: int = 0
+    steps_done: int = 0
     steps: int | None = None
-    last: Record = field(default_factory=dict)
+    last_metrics: JsonRecord = field(default_factory=dict)
     losses: tuple[float, ...] = ()
     validation: float | None = None
     step_s: float | None = None  # median of the recent steps
-    left_s: float | None = None
-    spent_s: float = 0.0
+    remaining_s: float | None = None
+    elapsed_s: float = 0.0
     events: tuple[Event, ...] = ()
 
     @property
@@ -48,103 +48,103 @@ class Snapshot:
         return str(self.job.get("model") or (self.plan.model if self.plan else self.name))
 
     @property
-    def share(self) -> float | None:
-        return min(self.done / self.steps, 1.0) if self.steps else None
+    def fraction_done(self) -> float | None:
+        return min(self.steps_done / self.steps, 1.0) if self.steps else None
 
 
-class Progress:
+class ProgressTracker:
     """Follows one folder. `poll` reads what was appended; `snapshot` says what it amounts to."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
-        self._metrics = Tail(folder.path / "metrics.jsonl")
-        self._events = Tails(folder.path, "events-*.jsonl")
+        self._metrics = JsonlTail(folder.path / "metrics.jsonl")
+        self._events = JsonlTails(folder.path, "events-*.jsonl")
         self._losses: dict[int, float] = {}
-        self._recent: deque[Record] = deque(maxlen=RECENT)
+        self._recent: deque[JsonRecord] = deque(maxlen=RECENT_STEPS)
         self._validation: float | None = None
-        self._seen: list[Event] = []
-        self._fixed: dict[str, Any] = {}
+        self._known_events: list[Event] = []
+        self._file_cache: dict[str, Any] = {}
 
     def poll(self) -> None:
         # Events first: when the end of the run is among them, all of its metrics were written before and are read now.
-        new = [event for record in self._events.read() if (event := event_from(record))]
+        new = [event for record in self._events.read() if (event := parse_event(record))]
         if new:
-            self._seen = sorted([*self._seen, *new], key=lambda e: (e.time, e.rank))
+            self._known_events = sorted([*self._known_events, *new], key=lambda e: (e.time, e.rank))
         for record in self._metrics.read():
-            self._take(record)
+            self._add_metrics(record)
 
-    def snapshot(self) -> Snapshot:
-        now, job = time.time(), self._once("job") or {}
+    def snapshot(self) -> ProgressSnapshot:
+        now, job = time.time(), self._read_once("job") or {}
         status = self._status(job)
         steps = job.get("steps") if isinstance(job.get("steps"), int) else None
-        done = self._done()
-        return Snapshot(
+        done = self._steps_done()
+        return ProgressSnapshot(
             name=self._folder.name,
             status=status,
-            now=now,
+            taken_at=now,
             job=job,
-            plan=self._once("plan"),
-            estimate=self._once("estimate"),
-            cluster=self._once("cluster"),
-            done=done,
+            plan=self._read_once("plan"),
+            estimate=self._read_once("estimate"),
+            cluster=self._read_once("cluster"),
+            steps_done=done,
             steps=steps,
-            last=self._recent[-1] if self._recent else {},
+            last_metrics=self._recent[-1] if self._recent else {},
             losses=tuple(self._losses.values()),
             validation=self._validation,
-            step_s=_median([r.get("step_s") for r in self._recent]),
-            left_s=self._left(steps - done) if steps is not None and not status.over else None,
-            spent_s=self._spent(status, now),
-            events=tuple(self._seen),
+            step_s=_finite_median([r.get("step_s") for r in self._recent]),
+            remaining_s=self._remaining_seconds(steps - done) if steps is not None and not status.is_over else None,
+            elapsed_s=self._elapsed_seconds(status, now),
+            events=tuple(self._known_events),
         )
 
-    def _take(self, record: Record) -> None:
+    def _add_metrics(self, record: JsonRecord) -> None:
         step = record.get("step")
         if "validation_loss" in record:
-            self._validation = finite(record["validation_loss"])
+            self._validation = finite_or_none(record["validation_loss"])
         if not isinstance(step, int) or "loss" not in record:
             return
         if self._losses and step <= next(reversed(self._losses)):  # resumed from an earlier step: what came after it no longer counts
             self._losses = {s: loss for s, loss in self._losses.items() if s < step}
             self._recent.clear()
-        loss = finite(record["loss"])
+        loss = finite_or_none(record["loss"])
         self._losses[step] = float("nan") if loss is None else loss
         self._recent.append(record)
 
-    def _once(self, name: str) -> Any:
+    def _read_once(self, name: str) -> Any:
         """These files are written once, each whole: read until there, then remembered. A broken one is as good as none here."""
-        if self._fixed.get(name) is None:
+        if self._file_cache.get(name) is None:
             try:
-                self._fixed[name] = getattr(self._folder, name)() or None
+                self._file_cache[name] = getattr(self._folder, name)() or None
             except RequestError:
                 return None
-        return self._fixed[name]
+        return self._file_cache[name]
 
-    def _status(self, job: dict[str, Any]) -> Status:
+    def _status(self, job: dict[str, Any]) -> RunStatus:
         try:
             result = self._folder.result()
         except RequestError:
             result = None
-        return self._folder.judged(self._seen, result, job)
+        return self._folder.status_from(self._known_events, result, job)
 
-    def _done(self) -> int:
+    def _steps_done(self) -> int:
         if not self._losses:
             return 0
         # A run that counts its steps from 0 has done one more than its last step's number.
         return next(reversed(self._losses)) + (1 if 0 in self._losses else 0)
 
-    def _left(self, remaining: int) -> float | None:
-        times = [t for r in self._recent if (t := finite(r.get("time"))) is not None]
+    def _remaining_seconds(self, remaining: int) -> float | None:
+        times = [t for r in self._recent if (t := finite_or_none(r.get("time"))) is not None]
         # By the clock, since validation and saving take time too; but steps that are written several at once bear one time.
         clock = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
-        estimate = self._once("estimate")
-        each = _median([r.get("step_s") for r in self._recent]) or (estimate.step_s if estimate else None)
+        estimate = self._read_once("estimate")
+        each = _finite_median([r.get("step_s") for r in self._recent]) or (estimate.step_s if estimate else None)
         return max(remaining, 0) * max(each or 0.0, clock) if each or clock > 0 else None
 
-    def _spent(self, status: Status, now: float) -> float:
+    def _elapsed_seconds(self, status: RunStatus, now: float) -> float:
         last = self._recent[-1].get("time") if self._recent else None
-        ends = [e.time for e in self._seen[-1:]] + [t for t in [finite(last)] if t is not None]
-        began = status.began or min(ends, default=now)
-        return max((max(ends, default=now) if status.over else now) - began, 0.0)
+        ends = [e.time for e in self._known_events[-1:]] + [t for t in [finite_or_none(last)] if t is not None]
+        began = status.started_at or min(ends, default=now)
+        return max((max(ends, default=now) if status.is_over else now) - began, 0.0)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -154,17 +154,17 @@ def sparkline(values: Sequence[float], width: int) -> str:
     values = values[:: max(len(values) // (16 * width), 1)]  # a long history is sampled: this runs at every look
     cells = min(width, len(values))
     groups = [values[i * len(values) // cells : (i + 1) * len(values) // cells] for i in range(cells)]
-    means = [_mean(group) for group in groups]
+    means = [_finite_mean(group) for group in groups]
     known = [m for m in means if m is not None]
     low, span = min(known, default=0.0), (max(known, default=0.0) - min(known, default=0.0)) or 1.0
     return "".join("×" if m is None else "▁▂▃▄▅▆▇█"[min(int((m - low) / span * 8), 7)] for m in means)
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    good = [v for v in map(finite, values) if v is not None]
+def _finite_mean(values: Sequence[float]) -> float | None:
+    good = [v for v in map(finite_or_none, values) if v is not None]
     return statistics.fmean(good) if len(good) == len(values) else None
 
 
-def _median(values: Sequence[Any]) -> float | None:
-    good = [v for v in map(finite, values) if v is not None]
+def _finite_median(values: Sequence[Any]) -> float | None:
+    good = [v for v in map(finite_or_none, values) if v is not None]
     return statistics.median(good) if good else None

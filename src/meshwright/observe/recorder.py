@@ -12,14 +12,14 @@ from typing import Any
 
 from meshwright.core.errors import RequestError
 from meshwright.core.event import Event, Fault
-from meshwright.core.serial import to_data
-from meshwright.observe.sinks import JsonlSink, Sink
+from meshwright.core.serialization import to_data
+from meshwright.observe.sinks import JsonlSink, MetricsSink
 
 
 class Recorder:
     """One rank's pen. Opening it again appends, so that a resumed run goes on in the same files."""
 
-    def __init__(self, folder: Path, rank: int, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(self, folder: Path, rank: int, sinks: Sequence[MetricsSink] = ()) -> None:
         """`sinks` get rank 0's metrics too, beside metrics.jsonl; the recorder closes them."""
         self.rank = rank
         try:
@@ -27,7 +27,7 @@ class Recorder:
         except OSError as error:
             raise RequestError(f"cannot make the run folder {folder}: {error.strerror}; choose another with --run-dir") from None
         self._events = JsonlSink(folder / f"events-{rank}.jsonl")
-        self._metrics: list[Sink] = [JsonlSink(folder / "metrics.jsonl"), *sinks] if rank == 0 else []
+        self._metrics: list[MetricsSink] = [JsonlSink(folder / "metrics.jsonl"), *sinks] if rank == 0 else []
 
     # `kind` is positional-only: a Fault's own `kind` may then travel in `data`.
     def event(self, kind: str, /, step: int = -1, **data: Any) -> None:

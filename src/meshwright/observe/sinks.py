@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright.core.errors import RequestError, RunError
-from meshwright.observe.figures import finite
+from meshwright.observe.formatting import finite_or_none
 
 
-class Sink(Protocol):
+class MetricsSink(Protocol):
     """Takes one record at a time. `write` must not keep the record."""
 
     def write(self, record: Mapping[str, Any]) -> None: ...
@@ -34,7 +34,7 @@ class JsonlSink:
             self._append(b"\n")  # a process killed here before left half a line: the next record must not be glued to it
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._append(json.dumps(record, default=_plain, separators=(",", ":")).encode() + b"\n")
+        self._append(json.dumps(record, default=_to_json_value, separators=(",", ":")).encode() + b"\n")
 
     def close(self) -> None:
         if self._file >= 0:
@@ -57,12 +57,12 @@ class TensorBoardSink:
     """Every number of a record as a TensorBoard scalar."""
 
     def __init__(self, folder: Path) -> None:
-        module = _optional("torch.utils.tensorboard", "TensorBoard")
+        module = _import_optional("torch.utils.tensorboard", "TensorBoard")
         self._writer: Any = module.SummaryWriter(log_dir=str(folder))
 
     def write(self, record: Mapping[str, Any]) -> None:
         step, when = record.get("step"), record.get("time")
-        for key, value in _numbers(record).items():
+        for key, value in _numeric_fields(record).items():
             self._writer.add_scalar(f"train/{key}", value, global_step=step, walltime=when)
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class PrometheusSink:
     """Every number of the last record as a gauge on http://127.0.0.1:port/metrics, for this machine only; port 0 takes a free one."""
 
     def __init__(self, port: int) -> None:
-        self._module: Any = _optional("prometheus_client", "Prometheus")
+        self._module: Any = _import_optional("prometheus_client", "Prometheus")
         self._registry = self._module.CollectorRegistry()
         self._gauges: dict[str, Any] = {}
         try:
@@ -84,7 +84,7 @@ class PrometheusSink:
         self.address, self.port = self._server.server_address[:2]  # as the system bound it
 
     def write(self, record: Mapping[str, Any]) -> None:
-        for key, value in {**_numbers(record), "step": record.get("step", -1)}.items():
+        for key, value in {**_numeric_fields(record), "step": record.get("step", -1)}.items():
             if key not in self._gauges:
                 self._gauges[key] = self._module.Gauge(f"meshwright_{key}", f"{key} of the last step", registry=self._registry)
             self._gauges[key].set(value)
@@ -95,25 +95,25 @@ class PrometheusSink:
         self._thread.join()
 
 
-def open_sinks(folder: Path, tensorboard: bool = False, prometheus_port: int | None = None) -> list[Sink]:
+def open_sinks(folder: Path, tensorboard: bool = False, prometheus_port: int | None = None) -> list[MetricsSink]:
     """The sinks that a run asks for beside its own files; TensorBoard's go to `folder/tensorboard`."""
-    sinks: list[Sink] = [TensorBoardSink(folder / "tensorboard")] if tensorboard else []
+    sinks: list[MetricsSink] = [TensorBoardSink(folder / "tensorboard")] if tensorboard else []
     return sinks if prometheus_port is None else [*sinks, PrometheusSink(prometheus_port)]
 
 
-def _optional(module: str, what: str) -> Any:
+def _import_optional(module: str, product: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise RequestError(f"{what} output needs a package that is not installed: pip install 'meshwright[viz]'") from None
+        raise RequestError(f"{product} output needs a package that is not installed: pip install 'meshwright[viz]'") from None
 
 
-def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
+def _numeric_fields(record: Mapping[str, Any]) -> dict[str, float]:
     """What can be drawn or scraped; a NaN stays, because both tools show it."""
-    return {k: v for k, v in record.items() if k not in ("step", "time") and (finite(v) is not None or isinstance(v, float))}
+    return {k: v for k, v in record.items() if k not in ("step", "time") and (finite_or_none(v) is not None or isinstance(v, float))}
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     """Scalars of numpy and torch as numbers, anything else as text: a record is never a reason to stop training."""
     item = getattr(value, "item", None)
     if callable(item):

@@ -10,31 +10,31 @@ from pathlib import Path
 
 from meshwright.core.backends import BACKENDS, backend_for
 from meshwright.core.cache import cache_folder
-from meshwright.core.calibration import Calibration, Rates, Record
+from meshwright.core.calibration import Calibration, CalibrationRecord, Rates
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError
 from meshwright.core.estimate import Estimate
-from meshwright.core.hybrid import on_node, places
 from meshwright.core.model import ModelProfile
-from meshwright.core.serial import from_data, read_json, write_json
-from meshwright.cost.correction import compare, with_record
-from meshwright.cost.memory import EXACT
-from meshwright.cost.sheets import from_sheets
+from meshwright.core.rank_devices import assign_rank_devices, node_rank_devices
+from meshwright.core.serialization import from_data, read_json, write_json
+from meshwright.cost.calibration_correction import add_record, measured_over_predicted
+from meshwright.cost.datasheet_rates import datasheet_calibration
+from meshwright.cost.memory_cost import EXACT_KINDS
 from meshwright.describe.discover import discover
-from meshwright.launch import Nursery, Workers
+from meshwright.launch import ForkServer, WorkerPool
 
-_PROBE = 2  # what a probe's figures mean; files of another number are not looked at
+_PROBE_VERSION = 2  # what a probe's figures mean; files of another number are not looked at
 PROBE_ERROR = 0.25  # relative; step times predicted from a quick probe were off by 4 to 23% (docs/measured/planner.md)
 
 
 def cache_path(cluster: Cluster, environ: Mapping[str, str]) -> Path:
     """One file for each kind of machine: the same host with other devices or cores is another."""
     node = cluster.nodes[0]
-    facts = f"{_PROBE}|{node.name}|{node.cpu}|{node.cores}|{[d.name for d in node.devices]}" + "|".join(on_node(node.devices))
+    facts = f"{_PROBE_VERSION}|{node.name}|{node.cpu}|{node.cores}|{[d.name for d in node.devices]}" + "|".join(node_rank_devices(node.devices))
     return cache_folder(environ) / f"calibration-{hashlib.sha256(facts.encode()).hexdigest()[:12]}.json"
 
 
-def kept(cluster: Cluster, environ: Mapping[str, str]) -> Calibration | None:
+def load_cached(cluster: Cluster, environ: Mapping[str, str]) -> Calibration | None:
     """The calibration on file; one that this version cannot read counts as none."""
     path = cache_path(cluster, environ)
     if not path.exists():
@@ -45,7 +45,7 @@ def kept(cluster: Cluster, environ: Mapping[str, str]) -> Calibration | None:
         return None
 
 
-def keep(calibration: Calibration, cluster: Cluster, environ: Mapping[str, str]) -> Path | None:
+def save_to_cache(calibration: Calibration, cluster: Cluster, environ: Mapping[str, str]) -> Path | None:
     """Write it down; a cache that cannot be written costs the next run a probe and nothing else."""
     path = cache_path(cluster, environ)
     try:
@@ -56,53 +56,55 @@ def keep(calibration: Calibration, cluster: Cluster, environ: Mapping[str, str])
     return path
 
 
-def tried_ranks(cluster: Cluster) -> list[int]:
+def probed_rank_counts(cluster: Cluster) -> list[int]:
     """How many ranks a probe runs at once, one time after the other. Two on CPUs too: ranks that have a core each are not like those that share."""
     most = len(cluster.devices)
     return sorted({1, min(2, most), most}) if cluster.devices[0].kind == "cpu" else sorted({1, most})
 
 
-def probe(cluster: Cluster, nursery: Nursery, backend: str | None = None, *, quick: bool = True, say: Callable[[str], None]) -> Calibration:
+def probe(
+    cluster: Cluster, fork_server: ForkServer, backend: str | None = None, *, quick: bool = True, log_progress: Callable[[str], None]
+) -> Calibration:
     """Measure this machine as one rank, as two of its CPUs, and as all its ranks together."""
     devices = cluster.devices
-    kind, mixed = devices[0].kind, places(cluster, len(devices))
+    kind, mixed = devices[0].kind, assign_rank_devices(cluster, len(devices))
     started = [name for name, traits in BACKENDS.items() if not traits.launchers]  # MPI's ranks are mpirun's to start: `bench comm`
     chosen = backend if backend in started else backend_for(kind, mixed)
     layouts: list[Rates] = []
     copies: Mapping[str, float] = {}
-    for ranks in tried_ranks(cluster):
-        threads = cluster.threads(ranks)
-        say(f"measuring {ranks} rank{'s' * (ranks > 1)}")
-        with Workers(nursery, ranks) as workers:
-            kwargs = {"device": kind, "backend": chosen, "threads": threads, "quick": quick, "places": mixed[:ranks]}
-            rates, found = workers.call("meshwright.orchestrate.worker:probe_rank", kwargs, timeout_s=300)[0]
+    for ranks in probed_rank_counts(cluster):
+        threads = cluster.threads_per_rank(ranks)
+        log_progress(f"measuring {ranks} rank{'s' * (ranks > 1)}")
+        with WorkerPool(fork_server, ranks) as workers:
+            kwargs = {"device": kind, "backend": chosen, "threads": threads, "quick": quick, "rank_devices": mixed[:ranks]}
+            rates, found = workers.call("meshwright.orchestrate.rank_entrypoints:probe_rank", kwargs, timeout_s=300)[0]
         layouts += rates
         copies = found or copies
     when = datetime.now(UTC).isoformat(timespec="seconds")
     return Calibration(cluster.nodes[0].name, devices[0].name, when, tuple(layouts), copies, "probe", PROBE_ERROR)
 
 
-def learn(raw: Calibration, run: Run, cluster: Cluster, environ: Mapping[str, str]) -> Record | None:
+def record_run(uncorrected: Calibration, run: MeasuredRun, cluster: Cluster, environ: Mapping[str, str]) -> CalibrationRecord | None:
     """Keep what a run measured beside what the rates on file predict for it; None where there is no file, or it has changed meanwhile."""
-    if run.places or (found := kept(cluster, environ)) is None or found.when != raw.when:
+    if run.has_mixed_devices or (found := load_cached(cluster, environ)) is None or found.when != uncorrected.when:
         return None
-    guess = run.predicted
-    compute, network = compare((guess.step_s, guess.breakdown["communication"]), (run.step_s, run.exposed_s))
-    exact = sum(guess.memory_kinds.get(kind, 0) for kind in EXACT)
+    guess = run.estimate
+    compute, network = measured_over_predicted((guess.step_s, guess.breakdown["communication"]), (run.step_s, run.exposed_s))
+    exact = sum(guess.memory_kinds.get(kind, 0) for kind in EXACT_KINDS)
     held = max(run.memory_bytes - exact, 1) / max(max(guess.memory_bytes) - exact, 1)
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    record = Record(when, run.model, run.kind, run.precision, run.strategy, run.ranks, run.step_s / guess.step_s, compute, network, held)
-    keep(with_record(found, record), cluster, environ)
+    record = CalibrationRecord(when, run.model, run.kind, run.precision, run.strategy, run.ranks, run.step_s / guess.step_s, compute, network, held)
+    save_to_cache(add_record(found, record), cluster, environ)
     return record
 
 
-def make_of(profile: ModelProfile) -> str:
+def layer_kinds_key(profile: ModelProfile) -> str:
     """What like models share: the kinds of their layers."""
     return ",".join(sorted({layer.kind for layer in profile.layers}))
 
 
 @dataclass(frozen=True)
-class Run:
+class MeasuredRun:
     """What a run was, what was predicted for it by uncorrected rates, and what it measured."""
 
     model: str
@@ -110,8 +112,8 @@ class Run:
     precision: str
     strategy: str
     ranks: int
-    places: bool
-    predicted: Estimate
+    has_mixed_devices: bool
+    estimate: Estimate
     step_s: float
     exposed_s: float | None
     memory_bytes: int
@@ -119,5 +121,5 @@ class Run:
 
 def without_network(cluster: Cluster, environ: Mapping[str, str]) -> Calibration:
     """This machine's arithmetic, as measured where it was, for a cluster whose network costs nothing."""
-    found = kept(discover(environ), environ) or from_sheets(cluster)
+    found = load_cached(discover(environ), environ) or datasheet_calibration(cluster)
     return replace(found, layouts=tuple(replace(rates, collectives={}, overlap=1.0) for rates in found.layouts))

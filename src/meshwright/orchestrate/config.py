@@ -10,13 +10,13 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from meshwright.core.backends import Backend
-from meshwright.core.errors import RequestError, unknown
+from meshwright.core.errors import RequestError, unknown_name_error
 from meshwright.core.pipeline_schedules import PipelineSchedule
 from meshwright.core.plan import Offload, Overlap
-from meshwright.core.recompute import Recompute
-from meshwright.core.serial import read_json
+from meshwright.core.recompute_policy import RecomputeMode
+from meshwright.core.serialization import read_json
 from meshwright.core.workload import Objective
-from meshwright.orchestrate import tutorial
+from meshwright.orchestrate import tutorial_config
 
 
 class RunConfig(BaseModel):
@@ -59,10 +59,10 @@ class RunConfig(BaseModel):
     spatial: str | None = Field(None, description="the grid of cp's ranks over the last spatial dims, like 2x2 or 4x1")
     zero: Literal[0, 1, 2, 3] | None = None
     micro_batches: int | None = Field(None, ge=1, description="gradient accumulation: pieces a rank cuts its share into")
-    recompute: Recompute | None = Field(
+    recompute: RecomputeMode | None = Field(
         None, description="what blocks make again in backward: none, selective (all but products and attention), full"
     )
-    recompute_layers: dict[str, Recompute] = Field(default_factory=dict, description="blocks that differ; also written recompute.NAME=MODE")
+    recompute_layers: dict[str, RecomputeMode] = Field(default_factory=dict, description="blocks that differ; also written recompute.NAME=MODE")
     offload: Offload | None = Field(None, description="what is kept in host memory instead of the GPU's: none, or optimizer (its state)")
     precision: Literal["auto", "best", "fp64", "fp32", "bf16", "fp16", "fp8"] = Field(
         "auto", description="auto: bf16 on GPUs, fp32 on CPUs; best: whichever of fp32, bf16 and fp8 is predicted quickest"
@@ -89,7 +89,7 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_truth_for_numbers(cls, data: Any) -> Any:
+    def _reject_bool_for_number(cls, data: Any) -> Any:
         """true and false are numbers to Python; in a configuration they are mistakes."""
         for key, value in data.items() if isinstance(data, dict) else ():
             field = cls.model_fields.get(key)
@@ -98,20 +98,20 @@ class RunConfig(BaseModel):
         return data
 
 
-def load_config(file: Path | None, settings: dict[str, Any], ranks: tutorial.Ranks | None = None) -> RunConfig:
+def load_config(file: Path | None, settings: dict[str, Any], count_ranks: tutorial_config.RankCounter | None = None) -> RunConfig:
     """A file's fields, overridden by `settings`. Every wrong key or value is one line that says what to change.
-    A tutorial's file (see tutorial.py) is translated; `ranks` tells how many ranks there are, which such files leave open."""
+    A tutorial's file (see tutorial_config.py) is translated; `count_ranks` tells how many ranks there are, which such files leave open."""
     data: dict[str, Any] = {}
-    settings = _layers_together(settings)
+    settings = _merge_recompute_layers(settings)
     if file is not None:
         data = read_json(file)
         if not isinstance(data, dict):
             raise RequestError(f"{file}: a run's configuration is one JSON object")
-        data = _layers_together(data)
-        if tutorial.recognised(data):
-            assert ranks is not None
-            check_keys(settings, "--set", {*RunConfig.model_fields, *tutorial.KEYS})
-            data, settings = tutorial.translate(data, file, settings, ranks)
+        data = _merge_recompute_layers(data)
+        if tutorial_config.is_tutorial_config(data):
+            assert count_ranks is not None
+            check_keys(settings, "--set", {*RunConfig.model_fields, *tutorial_config.KEYS})
+            data, settings = tutorial_config.translate(data, file, settings, count_ranks)
         check_keys(data, str(file))
     check_keys(settings, "--set")
     given = {**data, **settings}
@@ -120,15 +120,15 @@ def load_config(file: Path | None, settings: dict[str, Any], ranks: tutorial.Ran
     try:
         return RunConfig(**given)
     except ValidationError as error:
-        key, reason = tutorial.first_mistake(error)
+        key, reason = tutorial_config.first_error(error)
         where = f"{file}: " if file and key in data and key not in settings else ""
         raise RequestError(f"{where}{reason}") from None
 
 
-def _layers_together(given: dict[str, Any]) -> dict[str, Any]:
+def _merge_recompute_layers(settings: dict[str, Any]) -> dict[str, Any]:
     """'recompute.NAME' of single blocks as entries of recompute_layers."""
-    own = {key.removeprefix("recompute."): value for key, value in given.items() if key.startswith("recompute.")}
-    rest = {key: value for key, value in given.items() if not key.startswith("recompute.")}
+    own = {key.removeprefix("recompute."): value for key, value in settings.items() if key.startswith("recompute.")}
+    rest = {key: value for key, value in settings.items() if not key.startswith("recompute.")}
     return {**rest, "recompute_layers": {**rest.get("recompute_layers", {}), **own}} if own else rest
 
 
@@ -147,4 +147,4 @@ def check_keys(data: dict[str, Any], where: str, known: Iterable[str] = RunConfi
     known = set(known)
     for key in data:
         if key not in known:
-            raise unknown("key", key, known, where)
+            raise unknown_name_error("key", key, known, where)

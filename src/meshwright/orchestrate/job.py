@@ -11,18 +11,18 @@ from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.task import Task
 from meshwright.core.workload import Precision
-from meshwright.describe.trace import trace_task
+from meshwright.describe.profile_tracer import trace_task
 from meshwright.orchestrate.config import RunConfig
-from meshwright.plan import Retrace
+from meshwright.plan import RetraceOptions
 
 
-def task_of(config: RunConfig) -> Task:
+def load_task(config: RunConfig) -> Task:
     """The model with its loss; on a file of instructions, the loss of the answers."""
     task = zoo.load(config.model, seq=config.seq, dropout=config.dropout, random_init=config.random_init)
-    return zoo.instructed(task) if data.is_file(config.data) else task
+    return zoo.instruction_task(task) if data.is_instruction_file(config.data) else task
 
 
-def dataset_of(config: RunConfig, task: Task, split: Literal["train", "validation"]) -> data.Dataset:
+def load_dataset(config: RunConfig, task: Task, split: Literal["train", "validation"]) -> data.Dataset:
     """The data in the task's shape. Without validation nothing is held out."""
     local = Path(config.model.removeprefix("hf:")) if config.model.startswith("hf:") else None
     return data.load(
@@ -36,21 +36,21 @@ def dataset_of(config: RunConfig, task: Task, split: Literal["train", "validatio
     )
 
 
-def retrace(config: RunConfig, task: Task, precision: Precision) -> Retrace:
+def make_retrace(config: RunConfig, task: Task, precision: Precision) -> RetraceOptions:
     """How the model can be traced again, at another length of samples or in another precision, to see whether it then fits."""
 
     def shorter(length: int) -> ModelProfile:
-        return trace_task(task_of(config.model_copy(update={"seq": length})), precision=precision)
+        return trace_task(load_task(config.model_copy(update={"seq": length})), precision=precision)
 
-    return Retrace(shorter if task.tokens_per_sample else None, lambda lower: trace_task(task, precision=lower))
+    return RetraceOptions(shorter if task.tokens_per_sample else None, lambda lower: trace_task(task, precision=lower))
 
 
-def settle(config: RunConfig) -> tuple[RunConfig, Task]:
+def resolve_job(config: RunConfig) -> tuple[RunConfig, Task]:
     """The task, and the configuration with epochs counted out in steps. What is wrong with a file of data is said here, before any rank starts."""
-    task = task_of(config)
-    if config.epochs is None and not data.is_file(config.data):
+    task = load_task(config)
+    if config.epochs is None and not data.is_instruction_file(config.data):
         return config, task
-    length = len(dataset_of(config, task, "train"))
+    length = len(load_dataset(config, task, "train"))
     if config.epochs is None:
         return config, task
     batch = Plan.load(Path(config.plan)).global_batch if config.plan != "auto" else config.global_batch or task.global_batch

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshwright.core.dataflow import Dataflow
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
-from meshwright.core.spatial import parse_grid
-from meshwright.core.strand import Flow
+from meshwright.core.spatial_policy import parse_grid
 from meshwright.orchestrate.config import RunConfig
-from meshwright.plan import Wishes
+from meshwright.plan import Constraints
 
 
 def _unchanged(value: Any) -> Any:
@@ -48,7 +48,7 @@ KNOBS = (
     Knob("schedule", "schedule", in_plan=lambda plan: plan.schedule),
     Knob("placements", "placements", in_plan=lambda plan: dict(plan.placements)),
     Knob("recompute_layers", "recompute_layers", in_plan=lambda plan: dict(plan.memory.layers)),
-    Knob("sequence", "sequence", in_plan=lambda plan: plan.tensor.sequence),
+    Knob("sequence", "sequence", in_plan=lambda plan: plan.tensor.is_sequence_parallel),
     Knob("order", "order", lambda text: tuple(text.replace(" ", "").split(",")), in_plan=lambda plan: plan.mesh.order),
     Knob("offload", "offload", in_plan=lambda plan: plan.memory.offload),
     Knob("compression", "compression", _unless_auto, in_plan=lambda plan: plan.sync.compression),
@@ -61,19 +61,19 @@ KNOBS = (
 )
 
 # What a script of the user's own may be told from outside: where to run it, and how to plan it. All else is in the script.
-_OF_RUNS = {"plan", "nproc", "devices", "backend", "run_dir", "name"}
-_OF_PLANS = {knob.key for knob in KNOBS} - _OF_RUNS
-TOLD = "MESHWRIGHT_WISHES"  # where a script's ranks find what was asked of their plan
+_LAUNCH_KEYS = {"plan", "nproc", "devices", "backend", "run_dir", "name"}
+_PLAN_KEYS = {knob.key for knob in KNOBS} - _LAUNCH_KEYS
+CONSTRAINTS_VARIABLE = "MESHWRIGHT_WISHES"  # where a script's ranks find what was asked of their plan
 
 
-def wishes_of(config: RunConfig, flow: Flow | None = None) -> Wishes:
+def constraints_from_config(config: RunConfig, dataflow: Dataflow | None = None) -> Constraints:
     """What a configuration fixes; a knob that it leaves out is the planner's to choose."""
-    return Wishes(**{knob.field: knob.parse(value) for knob in KNOBS if (value := getattr(config, knob.key)) is not None}, flow=flow)
+    return Constraints(**{knob.field: knob.parse(value) for knob in KNOBS if (value := getattr(config, knob.key)) is not None}, flow=dataflow)
 
 
 def check_given(plan: Plan, config: RunConfig) -> None:
     """A plan that is given must hold what else was asked for."""
-    asked = wishes_of(config)
+    asked = constraints_from_config(config)
     for knob in KNOBS:
         wanted = getattr(asked, knob.field)
         if knob.in_plan is None or wanted in (None, (), {}):
@@ -87,19 +87,19 @@ def _show(value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-def told_to_script(config: RunConfig) -> dict[str, str]:
+def script_environment(config: RunConfig) -> dict[str, str]:
     """The environment that tells a script's ranks what was asked. Nothing that is asked is ignored."""
     asked = {key for key in config.model_fields_set if getattr(config, key) != RunConfig.model_fields[key].get_default(call_default_factory=True)}
-    for key in sorted(asked - _OF_PLANS - _OF_RUNS):
+    for key in sorted(asked - _PLAN_KEYS - _LAUNCH_KEYS):
         raise RequestError(f"{key} is for the script itself to say: leave it out")
     if config.backend == "auto":
         raise RequestError("backend=auto chooses for models that Meshwright plans before their ranks start: use gloo or mpi for a script")
-    wishes = config.model_dump(mode="json", include=asked & _OF_PLANS)
-    if wishes and config.plan != "auto":
-        raise RequestError(f"--plan {config.plan} is run as it is, and {', '.join(sorted(wishes))} would change it: leave one of them out")
-    return {"MESHWRIGHT_PLAN": config.plan, **({TOLD: json.dumps(wishes)} if wishes else {})}
+    constraints = config.model_dump(mode="json", include=asked & _PLAN_KEYS)
+    if constraints and config.plan != "auto":
+        raise RequestError(f"--plan {config.plan} is run as it is, and {', '.join(sorted(constraints))} would change it: leave one of them out")
+    return {"MESHWRIGHT_PLAN": config.plan, **({CONSTRAINTS_VARIABLE: json.dumps(constraints)} if constraints else {})}
 
 
-def told(environ: Mapping[str, str]) -> RunConfig:
+def config_from_environment(environ: Mapping[str, str]) -> RunConfig:
     """What a launcher of ours was asked, in one of a script's ranks."""
-    return RunConfig(**json.loads(environ.get(TOLD, "{}")))
+    return RunConfig(**json.loads(environ.get(CONSTRAINTS_VARIABLE, "{}")))

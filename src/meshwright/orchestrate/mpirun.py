@@ -9,31 +9,31 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshwright.core.backends import backend_traits
-from meshwright.core.errors import RequestError, unknown
-from meshwright.launch.mpi import mpirun, run
-from meshwright.launch.nursery import RANK_DEFAULTS
+from meshwright.core.errors import RequestError, unknown_name_error
+from meshwright.launch.fork_server import RANK_DEFAULTS
+from meshwright.launch.mpi_launcher import mpirun_command, run_command
 from meshwright.orchestrate.config import RunConfig
-from meshwright.orchestrate.knobs import told_to_script
+from meshwright.orchestrate.knobs import script_environment
 from meshwright.orchestrate.orchestrator import Orchestrator
 
 LAUNCHERS = ("local", "mpi")
 
 
-def by_mpirun(launcher: str | None, backend: str | None, adopted: bool) -> bool:
+def needs_mpirun(launcher: str | None, backend: str | None, is_launched: bool) -> bool:
     """Whether mpirun is to start the ranks: when it was asked to, or when only it can."""
     if launcher is not None and launcher not in LAUNCHERS:
-        raise unknown("launcher", launcher, LAUNCHERS)
+        raise unknown_name_error("launcher", launcher, LAUNCHERS)
     needed = backend is not None and bool(backend_traits(backend).launchers)
-    if launcher == "local" and needed and not adopted:
+    if launcher == "local" and needed and not is_launched:
         raise RequestError(f"backend {backend} needs ranks that mpirun started: use --launcher mpi, or --backend gloo")
-    return not adopted and (launcher == "mpi" or needed)
+    return not is_launched and (launcher == "mpi" or needed)
 
 
-def train_by_mpirun(config: RunConfig, script: str | None, arguments: list[str], environ: Mapping[str, str], as_json: bool) -> int:
+def train_with_mpirun(config: RunConfig, script: str | None, arguments: list[str], environ: Mapping[str, str], as_json: bool) -> int:
     """mpirun's exit code, which is the first failing rank's."""
     if script is not None and not Path(script).is_file():
         raise RequestError(f"{script}: no such file")
-    told = told_to_script(config) if script is not None else {}
+    told = script_environment(config) if script is not None else {}
     with Orchestrator(config, environ, lambda _: None) as orchestrator:
         node = orchestrator.cluster.nodes[0]
         ranks, kind = len(orchestrator.cluster.devices), orchestrator.cluster.devices[0].kind
@@ -44,5 +44,5 @@ def train_by_mpirun(config: RunConfig, script: str | None, arguments: list[str],
         json.dump(config.model_dump(mode="json", exclude_defaults=True), file)
         file.flush()
         train = ["-m", "meshwright.cli.main", "train", file.name, *(["--json"] if as_json else [])]
-        command, env = mpirun(ranks, {**RANK_DEFAULTS, **environ, **threads, **told}, cores=node.cores)
-        return run([*command, sys.executable, *([script, *arguments] if script is not None else train)], env, sys.stderr)
+        command, env = mpirun_command(ranks, {**RANK_DEFAULTS, **environ, **threads, **told}, cores=node.cores)
+        return run_command([*command, sys.executable, *([script, *arguments] if script is not None else train)], env, sys.stderr)

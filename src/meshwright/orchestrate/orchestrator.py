@@ -15,43 +15,43 @@ from rich.console import Console
 
 from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster, Device
+from meshwright.core.dataflow import Dataflow
 from meshwright.core.errors import RequestError
 from meshwright.core.estimate import Estimate
 from meshwright.core.event import Fault
-from meshwright.core.hybrid import PLACES, places, show_places
+from meshwright.core.heterogeneous import with_measured_names
 from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
-from meshwright.core.serial import to_data, write_json
-from meshwright.core.strand import Flow
+from meshwright.core.rank_devices import DEVICES_VARIABLE, assign_rank_devices, show_rank_devices
+from meshwright.core.serialization import to_data, write_json
 from meshwright.core.task import Task
-from meshwright.core.unlike import told_apart
 from meshwright.core.workload import Precision, Workload
 from meshwright.cost import estimate
-from meshwright.cost.correction import corrected
-from meshwright.cost.sheets import from_sheets
+from meshwright.cost.calibration_correction import correct_calibration
+from meshwright.cost.datasheet_rates import datasheet_calibration
 from meshwright.describe import nvml
-from meshwright.describe.clusters import resolve
+from meshwright.describe.cluster_resolver import resolve_cluster
+from meshwright.describe.dataflow_tracer import trace_dataflow
 from meshwright.describe.discover import discover
-from meshwright.describe.flow import trace_flow
-from meshwright.describe.trace import trace_task
-from meshwright.launch import Nursery, RankFailure, Workers
-from meshwright.observe import Recorder, RunFolder, create, follow, follow_lines, write_report
+from meshwright.describe.profile_tracer import trace_task
+from meshwright.launch import ForkServer, RankFailure, WorkerPool
+from meshwright.observe import Recorder, RunFolder, create_run_folder, follow, follow_step_lines, write_report
 from meshwright.orchestrate import calibrate
+from meshwright.orchestrate.backend_selection import add_measured_routes, select_routes
 from meshwright.orchestrate.config import RunConfig
-from meshwright.orchestrate.job import retrace, settle
-from meshwright.orchestrate.knobs import check_given, told_to_script, wishes_of
-from meshwright.orchestrate.selection import settled, with_routes
-from meshwright.orchestrate.strategy import fill_cuts, load_strategy, needs_cuts, transform
-from meshwright.plan import Ranking, best_precision, check_keeping, check_precision, explain, rank_plans, refuse_unused
+from meshwright.orchestrate.job import make_retrace, resolve_job
+from meshwright.orchestrate.knobs import check_given, constraints_from_config, script_environment
+from meshwright.orchestrate.user_strategy import apply_strategy, fill_partitioning, load_strategy, needs_partitioning
+from meshwright.plan import Ranking, best_precision, check_precision, check_selective_recompute, explain, rank_plans, refuse_unused
 from meshwright.schedule import plan_ledgers
 
-Say = Callable[[str], None]
-_TEACHING = 3  # steps, after those to warm up, from which a run says something about this machine
+ProgressCallback = Callable[[str], None]
+_MIN_STEPS_TO_LEARN = 3  # steps, after those to warm up, from which a run says something about this machine
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     """A run that has been decided and not begun."""
 
     config: RunConfig
@@ -62,25 +62,25 @@ class Prepared:
     estimate: Estimate
     why: str
     ranking: Ranking | None
-    seconds: float  # spent planning, tracing included
+    planning_s: float  # spent planning, tracing included
 
 
 class Orchestrator:
-    """Owns the loop. `say` is told what is being done; `environ` is the only environment it knows."""
+    """Owns the loop. `log_progress` is told what is being done; `environ` is the only environment it knows."""
 
-    def __init__(self, config: RunConfig, environ: Mapping[str, str], say: Say) -> None:
-        self.config, self.environ, self.say = config, environ, say
-        self._nursery: Nursery | None = None
-        self.starts = True  # ranks are not there yet, so that any of them may be on any device
-        self._raw: Calibration | None = None  # as measured, without what runs have taught
+    def __init__(self, config: RunConfig, environ: Mapping[str, str], log_progress: ProgressCallback) -> None:
+        self.config, self.environ, self.log_progress = config, environ, log_progress
+        self._fork_server: ForkServer | None = None
+        self.launches_ranks = True  # ranks are not there yet, so that any of them may be on any device
+        self._uncorrected_calibration: Calibration | None = None  # as measured, without what runs have taught
         self.cluster = self._discover()
 
     def __enter__(self) -> Orchestrator:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._nursery is not None:
-            self._nursery.close()
+        if self._fork_server is not None:
+            self._fork_server.close()
 
     # -- describe --
 
@@ -96,80 +96,88 @@ class Orchestrator:
         if self.config.cluster != "here":
             if self.config.devices is not None:
                 raise RequestError(f"--devices picks among this machine's, and --cluster {self.config.cluster} is another: leave one of them out")
-            return resolve(self.config.cluster, self.environ, ranks=wanted)
+            return resolve_cluster(self.config.cluster, self.environ, ranks=wanted)
         cluster = discover(self.environ, ranks=wanted, devices=self.config.devices)
-        return self._free_memory(cluster) if any(d.kind == "cuda" for d in cluster.devices) else cluster
+        return self._limit_to_free_memory(cluster) if any(d.kind == "cuda" for d in cluster.devices) else cluster
 
-    def _free_memory(self, cluster: Cluster) -> Cluster:
+    def _limit_to_free_memory(self, cluster: Cluster) -> Cluster:
         """Plan with what is free now: a card may be in use."""
-        free = {g.index: g.memory_free for g in nvml.gpus(self.environ.get("CUDA_VISIBLE_DEVICES"))}
+        free = {g.index: g.memory_free for g in nvml.list_gpus(self.environ.get("CUDA_VISIBLE_DEVICES"))}
         order = list(free.values())
         node = cluster.nodes[0]
         sharing = Counter(d.index for d in node.devices if d.kind == "cuda")
 
-        def at_most(device: Device) -> Device:
+        def limited(device: Device) -> Device:
             if device.kind == "cpu" or device.index >= len(order) or not order[device.index]:
                 return device
             return replace(device, memory_bytes=min(device.memory_bytes, order[device.index] // sharing[device.index]))
 
-        devices = tuple(map(at_most, node.devices))
+        devices = tuple(map(limited, node.devices))
         return replace(cluster, nodes=(replace(node, devices=devices), *cluster.nodes[1:]))
 
-    def nursery(self, threads: int | None = None) -> Nursery:
+    def fork_server(self, threads: int | None = None) -> ForkServer:
         """The warm process, started on first use; started anew only if another number of threads is needed."""
         node = self.cluster.nodes[0]
-        wanted = threads or self.cluster.threads(len(node.devices)) or max(node.cores // len(node.devices), 1)
-        if self._nursery is not None and self._nursery.threads != wanted:
-            self._nursery.close()
-            self._nursery = None
-        if self._nursery is None:
+        wanted = threads or self.cluster.threads_per_rank(len(node.devices)) or max(node.cores // len(node.devices), 1)
+        if self._fork_server is not None and self._fork_server.threads != wanted:
+            self._fork_server.close()
+            self._fork_server = None
+        if self._fork_server is None:
             env = dict(self.environ)
             cards = dict.fromkeys(d.index for d in self.cluster.devices if d.kind == "cuda")
             if cards:
                 env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-                uuids = {i: g.uuid for i, g in enumerate(nvml.gpus(self.environ.get("CUDA_VISIBLE_DEVICES")))}
+                uuids = {i: g.uuid for i, g in enumerate(nvml.list_gpus(self.environ.get("CUDA_VISIBLE_DEVICES")))}
                 chosen = [uuids[i] for i in cards if i in uuids]
                 if chosen:
                     env["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
-            self._nursery = Nursery(wanted, env, ("meshwright.orchestrate.worker",))
-        return self._nursery
+            self._fork_server = ForkServer(wanted, env, ("meshwright.orchestrate.rank_entrypoints",))
+        return self._fork_server
 
-    def calibration(self, *, fresh: bool = False, quick: bool = True) -> Calibration:
+    def calibration(self, *, remeasure: bool = False, quick: bool = True) -> Calibration:
         """What this machine reaches: from the cache, or measured now. Another cluster: what its data sheets promise."""
         if self.config.cluster != "here":
-            return calibrate.without_network(self.cluster, self.environ) if self.cluster.name == "ideal" else from_sheets(self.cluster)
-        found = None if fresh else self._kept()
+            return calibrate.without_network(self.cluster, self.environ) if self.cluster.name == "ideal" else datasheet_calibration(self.cluster)
+        found = None if remeasure else self._kept()
         if found is not None:
             return found
-        measured = calibrate.probe(self.cluster, self.nursery(), self.config.backend, quick=quick, say=self.say)
-        calibrate.keep(measured, self.cluster, self.environ)
+        measured = calibrate.probe(self.cluster, self.fork_server(), self.config.backend, quick=quick, log_progress=self.log_progress)
+        calibrate.save_to_cache(measured, self.cluster, self.environ)
         return measured
 
     def _kept(self) -> Calibration | None:
         """The calibration on file, of these devices or of all that this machine has; None where it lacks one of the numbers of ranks."""
         whole = discover(self.environ, devices=self.config.devices)
-        found = calibrate.kept(self.cluster, self.environ) or calibrate.kept(whole, self.environ)
+        found = calibrate.load_cached(self.cluster, self.environ) or calibrate.load_cached(whole, self.environ)
         if found is None:
             return None
-        return found if set(calibrate.tried_ranks(self.cluster)) <= {r.ranks for r in found.layouts} | {len(whole.devices)} else None
+        return found if set(calibrate.probed_rank_counts(self.cluster)) <= {r.ranks for r in found.layouts} | {len(whole.devices)} else None
 
-    def corrected(self, task: Task, profile: ModelProfile, workload: Workload) -> Calibration:
+    def corrected_calibration(self, task: Task, profile: ModelProfile, workload: Workload) -> Calibration:
         """The same, with what earlier runs here have taught about it (see [Note: corrections])."""
-        self._raw = self.calibration()
-        return corrected(self._raw, task.name, calibrate.make_of(profile), workload.precision)
+        self._uncorrected_calibration = self.calibration()
+        return correct_calibration(self._uncorrected_calibration, task.name, calibrate.layer_kinds_key(profile), workload.precision)
 
-    def learn(self, prepared: Prepared, result: dict[str, Any], steps: int) -> None:
+    def learn_from_run(self, prepared: PreparedRun, result: dict[str, Any], steps: int) -> None:
         """Keep what the run measured, for the next plan; a run of few steps teaches nothing. `result` says what was kept."""
         measured, plan = result["measured"], prepared.plan
-        if self._raw is None or steps < _TEACHING:
+        if self._uncorrected_calibration is None or steps < _MIN_STEPS_TO_LEARN:
             return
-        guess = estimate(plan, prepared.profile, self.workload(prepared.task), self.cluster, self._raw)
-        run = calibrate.Run(
-            prepared.task.name, calibrate.make_of(prepared.profile), plan.memory.precision, plan.strategy, plan.world, bool(plan.places), guess,
-            measured["step_s"], measured["exposed_communication_s"], max(measured["memory_bytes"]),
-        )  # fmt: skip
+        guess = estimate(plan, prepared.profile, self.workload(prepared.task), self.cluster, self._uncorrected_calibration)
+        run = calibrate.MeasuredRun(
+            prepared.task.name,
+            calibrate.layer_kinds_key(prepared.profile),
+            plan.memory.precision,
+            plan.strategy,
+            plan.world,
+            bool(plan.rank_devices),
+            guess,
+            measured["step_s"],
+            measured["exposed_communication_s"],
+            max(measured["memory_bytes"]),
+        )
         places = (self.cluster, discover(self.environ, devices=self.config.devices))
-        kept = next((r for place in places if (r := calibrate.learn(self._raw, run, place, self.environ)) is not None), None)
+        kept = next((r for place in places if (r := calibrate.record_run(self._uncorrected_calibration, run, place, self.environ)) is not None), None)
         result["correction"] = {"uncorrected_step_s": guess.step_s, "record": to_data(kept) if kept else None}
 
     # -- plan --
@@ -181,59 +189,59 @@ class Orchestrator:
         batch = self.config.global_batch or task.global_batch
         return Workload(batch, "train", precision, self.config.optimizer, self.config.objective, self.config.price, self.config.watts)
 
-    def flow(self, task: Task, workload: Workload) -> Flow | None:
+    def dataflow(self, task: Task, workload: Workload) -> Dataflow | None:
         """The model's dataflow, where tensor parallelism may come of it."""
         if len(self.cluster.devices) == 1 and not self.config.placements:
             return None
-        return trace_flow(task, workload.precision)
+        return trace_dataflow(task, workload.precision)
 
-    def prepare(self, *, runs: bool = False) -> Prepared:
+    def prepare(self, *, runs: bool = False) -> PreparedRun:
         """Decide everything. A new machine is probed; if the plan is then run, the fork server imports meanwhile what its ranks need."""
         strategy = load_strategy(self.config.strategy) if self.config.strategy is not None else None
         if strategy is not None and self.config.plan != "auto":
             raise RequestError(
                 f"--plan {self.config.plan} is run as it is, and strategy={self.config.strategy} would change it: leave one of them out"
             )
-        self.config, task = settle(self.config)
+        self.config, task = resolve_job(self.config)
         if self.config.cluster == "here" and (runs or self._kept() is None):
-            self.nursery()
+            self.fork_server()
         workload = self.workload(task)
         begun = time.perf_counter()
-        self.say(f"profiling {task.name}")
+        self.log_progress(f"profiling {task.name}")
         profile = trace_task(task, precision=workload.precision, device=self.cluster.devices[0].kind)
-        flow = self.flow(task, workload) if self.config.plan == "auto" else None
+        flow = self.dataflow(task, workload) if self.config.plan == "auto" else None
         traced = time.perf_counter() - begun
-        calibration = self.corrected(task, profile, workload)
-        self.cluster = told_apart(self.cluster, calibration)
+        calibration = self.corrected_calibration(task, profile, workload)
+        self.cluster = with_measured_names(self.cluster, calibration)
         begun = time.perf_counter()
         if self.config.plan != "auto":
-            plan = self._filled(Plan.load(Path(self.config.plan)), task, profile)
+            plan = self._fill_partitioning(Plan.load(Path(self.config.plan)), task, profile)
             self._check_plan(plan, workload, task, profile)
             found = estimate(plan, profile, workload, self.cluster, calibration)
             why = f"Given by {self.config.plan}: {plan.summary()}."
-            return Prepared(self.config, task, self.cluster, profile, plan, found, why, None, traced + time.perf_counter() - begun)
-        self.say("planning")
-        wishes, unrouted = replace(wishes_of(self.config, flow), reorder=self.starts), ""
+            return PreparedRun(self.config, task, self.cluster, profile, plan, found, why, None, traced + time.perf_counter() - begun)
+        self.log_progress("planning")
+        constraints, unrouted = replace(constraints_from_config(self.config, flow), reorder=self.launches_ranks), ""
         if self.config.backend == "auto":
-            wishes, unrouted = with_routes(wishes, self.cluster, calibration)
-        ranking = rank_plans(profile, self.cluster, workload, calibration, wishes)
+            constraints, unrouted = add_measured_routes(constraints, self.cluster, calibration)
+        ranking = rank_plans(profile, self.cluster, workload, calibration, constraints)
         if self.config.precision == "best":
             kind = self.cluster.devices[0].kind
-            ranking = best_precision(ranking, lambda other: (trace_task(task, precision=other, device=kind), flow and trace_flow(task, other)))
-            profile, flow = ranking.profile, ranking.wishes.flow
-        why = explain(ranking, retrace(self.config, task, ranking.workload.precision))
+            ranking = best_precision(ranking, lambda other: (trace_task(task, precision=other, device=kind), flow and trace_dataflow(task, other)))
+            profile, flow = ranking.profile, ranking.constraints.flow
+        why = explain(ranking, make_retrace(self.config, task, ranking.workload.precision))
         if strategy is not None:
-            ranking, change = transform(ranking, strategy, lambda plan: flow or trace_flow(task, plan.memory.precision))
+            ranking, change = apply_strategy(ranking, strategy, lambda plan: flow or trace_dataflow(task, plan.memory.precision))
             why = f"{change}\n{why}"
         if self.config.backend == "auto":
-            ranking, over = settled(ranking, self.config.clip > 0) if not unrouted else (ranking, unrouted)
+            ranking, over = select_routes(ranking, self.config.clip > 0) if not unrouted else (ranking, unrouted)
             why = f"{why}\n{over}"
         best = ranking.best
-        return Prepared(self.config, task, self.cluster, profile, best.plan, best.estimate, why, ranking, traced + time.perf_counter() - begun)
+        return PreparedRun(self.config, task, self.cluster, profile, best.plan, best.estimate, why, ranking, traced + time.perf_counter() - begun)
 
-    def _filled(self, plan: Plan, task: Task, profile: ModelProfile) -> Plan:
+    def _fill_partitioning(self, plan: Plan, task: Task, profile: ModelProfile) -> Plan:
         """A plan written by hand may leave the cuts of tensor parallelism and of a pipeline to us."""
-        return fill_cuts(plan, trace_flow(task, plan.memory.precision), profile) if needs_cuts(plan) else plan
+        return fill_partitioning(plan, trace_dataflow(task, plan.memory.precision), profile) if needs_partitioning(plan) else plan
 
     def _check_plan(self, plan: Plan, workload: Workload, task: Task, profile: ModelProfile) -> None:
         """A plan that is given must be for this model and hold what else was asked for: nothing is ignored."""
@@ -247,34 +255,34 @@ class Orchestrator:
             if not any(name == unit or name.startswith(f"{unit}.") for name in names):
                 raise RequestError(f"{where}: memory.units names '{unit}', which {task.name} does not have: use names such as {names[:3]}")
         check_precision(plan.memory.precision, self.cluster)
-        check_keeping(plan.memory, profile)
+        check_selective_recompute(plan.memory, profile)
         if self.config.global_batch not in (None, plan.global_batch):
             raise RequestError(f"{where} has global_batch {plan.global_batch}, the request {self.config.global_batch}: change one of them")
-        kind, here = self.cluster.devices[0].kind, places(self.cluster, plan.world)
-        if (plan.device, plan.places) != (kind, here):
-            named = f"{show_places(here, plan.world, kind)} would be used: plan again here, or change --devices"
-            raise RequestError(f"{where} is for {show_places(plan.places, plan.world, plan.device)}, and {named}")
+        kind, here = self.cluster.devices[0].kind, assign_rank_devices(self.cluster, plan.world)
+        if (plan.device, plan.rank_devices) != (kind, here):
+            named = f"{show_rank_devices(here, plan.world, kind)} would be used: plan again here, or change --devices"
+            raise RequestError(f"{where} is for {show_rank_devices(plan.rank_devices, plan.world, plan.device)}, and {named}")
         if workload.precision != plan.memory.precision and self.config.precision not in ("auto", "best"):
             raise RequestError(f"{where} has precision {plan.memory.precision}, the request {self.config.precision}: change one of them")
 
     # -- run --
 
-    def train(self, prepared: Prepared, console: Console) -> dict[str, Any]:
+    def train(self, prepared: PreparedRun, console: Console) -> dict[str, Any]:
         """Launch the plan, show it live, write the folder; the result."""
         plan = prepared.plan
-        self._only_here()
+        self._require_local_cluster()
         if not prepared.estimate.fits:
             raise RequestError(prepared.why.replace("\n", " "))
-        folder = create(Path(self.config.run_dir), self.config.name, prefix=prepared.task.name)
-        write_run(folder.path, prepared)
-        nursery = self.nursery(plan.threads or None)
+        folder = create_run_folder(Path(self.config.run_dir), self.config.name, prefix=prepared.task.name)
+        write_run_inputs(folder.path, prepared)
+        fork_server = self.fork_server(plan.threads or None)
         logs = folder.path / "logs"
         logs.mkdir()
         try:
-            with Workers(nursery, plan.world, logs=logs) as workers, Live(folder, console, self.config.log_interval):
-                ranks = workers.call("meshwright.orchestrate.worker:train_rank", {"folder": str(folder.path.resolve())})
+            with WorkerPool(fork_server, plan.world, logs=logs) as workers, LiveMonitor(folder, console, self.config.log_interval):
+                ranks = workers.call("meshwright.orchestrate.rank_entrypoints:train_rank", {"folder": str(folder.path.resolve())})
         except RankFailure as failure:
-            self._record(folder, failure.fault)
+            self._record_fault(folder, failure.fault)
             raise
         except KeyboardInterrupt:
             with Recorder(folder.path, 0) as recorder:
@@ -282,42 +290,45 @@ class Orchestrator:
             write_report(folder)
             raise
         result = finish_run(folder, prepared, ranks)
-        self.learn(prepared, result, len(ranks[0]["times"]))
+        self.learn_from_run(prepared, result, len(ranks[0]["times"]))
         return result
 
     def run_script(self, script: str, arguments: list[str], console: Console) -> dict[str, Any]:
         """A user's own script on every device; `mw.prepare` inside it decides how."""
         if not Path(script).is_file():
             raise RequestError(f"{script}: no such file")
-        self._only_here()
-        told = {**told_to_script(self.config), **({PLACES: ",".join(where)} if (where := places(self.cluster, len(self.cluster.devices))) else {})}
+        self._require_local_cluster()
+        told = {
+            **script_environment(self.config),
+            **({DEVICES_VARIABLE: ",".join(where)} if (where := assign_rank_devices(self.cluster, len(self.cluster.devices))) else {}),
+        }
         ranks = Mesh.parse(self.config.mesh).size if self.config.mesh and not self.config.nproc else len(self.cluster.devices)
         self.calibration()
-        folder = create(Path(self.config.run_dir), self.config.name, prefix=Path(script).stem)
+        folder = create_run_folder(Path(self.config.run_dir), self.config.name, prefix=Path(script).stem)
         write_json(folder.path / "job.json", {"script": script, "arguments": arguments})
         write_json(folder.path / "cluster.json", self.cluster)
         logs = folder.path / "logs"
         logs.mkdir()
-        kwargs = {"script": script, "arguments": arguments, "folder": str(folder.path.resolve()), "told": told}
+        kwargs = {"script": script, "arguments": arguments, "folder": str(folder.path.resolve()), "environment": told}
         try:
-            with Workers(self.nursery(), ranks, logs=logs) as workers:
-                seconds = workers.call("meshwright.orchestrate.worker:run_script", kwargs)
+            with WorkerPool(self.fork_server(), ranks, logs=logs) as workers:
+                seconds = workers.call("meshwright.orchestrate.rank_entrypoints:run_script", kwargs)
         except RankFailure as failure:
-            self._record(folder, failure.fault)
+            self._record_fault(folder, failure.fault)
             raise
         return {"run": str(folder.path), "ranks": len(seconds), "seconds": max(seconds)}
 
-    def _only_here(self) -> None:
+    def _require_local_cluster(self) -> None:
         if self.config.cluster != "here":
             raise RequestError(f"--cluster {self.config.cluster} is to plan for, and this runs here: leave it out, or use plan or simulate")
 
-    def _record(self, folder: RunFolder, fault: Fault) -> None:
+    def _record_fault(self, folder: RunFolder, fault: Fault) -> None:
         with Recorder(folder.path, fault.rank) as recorder:
             recorder.fault(fault)
         write_report(folder)
 
 
-def write_run(path: Path, prepared: Prepared) -> None:
+def write_run_inputs(path: Path, prepared: PreparedRun) -> None:
     """The folder of a run that is about to begin: what was asked, what was decided, and on what."""
     resolved = {**prepared.config.model_dump(), "global_batch": prepared.plan.global_batch, "precision": prepared.plan.memory.precision}
     write_json(path / "job.json", resolved)
@@ -328,7 +339,7 @@ def write_run(path: Path, prepared: Prepared) -> None:
     write_json(path / "estimate.json", {"estimate": to_data(prepared.estimate), "why": prepared.why, "ranking": ranking_rows(prepared.ranking)})
 
 
-def ranking_rows(ranking: Ranking | None, most: int = 12) -> list[dict[str, Any]]:
+def ranking_rows(ranking: Ranking | None, max_rows: int = 12) -> list[dict[str, Any]]:
     return [
         {
             "summary": s.plan.summary(),
@@ -337,13 +348,13 @@ def ranking_rows(ranking: Ranking | None, most: int = 12) -> list[dict[str, Any]
             "fits": s.estimate.fits,
             "reason": s.estimate.reason,
         }
-        for s in (ranking.scored[:most] if ranking else ())
+        for s in (ranking.scored[:max_rows] if ranking else ())
     ]
 
 
-def finish_run(folder: RunFolder, prepared: Prepared, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def finish_run(folder: RunFolder, prepared: PreparedRun, rank_results: list[dict[str, Any]]) -> dict[str, Any]:
     """result.json and report.html from what the ranks measured."""
-    first = ranks[0]
+    first = rank_results[0]
     step, p95 = median_step(first["times"])  # None where too few steps were counted: JSON has no NaN
     found, plan, task = prepared.estimate, prepared.plan, prepared.task
     samples = plan.global_batch / step if step else None
@@ -356,7 +367,7 @@ def finish_run(folder: RunFolder, prepared: Prepared, ranks: list[dict[str, Any]
         "measured": {
             "step_s": step,
             "p95_step_s": p95,
-            "memory_bytes": [r["memory_bytes"] for r in ranks],
+            "memory_bytes": [r["memory_bytes"] for r in rank_results],
             "samples_per_s": samples,
             "tokens_per_s": samples * task.tokens_per_sample if samples and task.tokens_per_sample else None,
             "mfu": found.mfu * found.step_s / step if found.mfu and step else None,
@@ -380,20 +391,20 @@ def median_step(times: list[float]) -> tuple[float | None, float | None]:
     return statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
 
 
-class Live:
+class LiveMonitor:
     """Shows the run's folder on the console from a thread while the ranks work: as a view, or one line every `lines` steps."""
 
-    def __init__(self, folder: RunFolder, console: Console, lines: int = 0) -> None:
-        self._done = threading.Event()
-        target, extra = (follow_lines, (lines,)) if lines else (follow, ())
-        self._thread = threading.Thread(target=target, args=(folder, self._done.is_set, console, *extra), daemon=True)
+    def __init__(self, folder: RunFolder, console: Console, log_interval: int = 0) -> None:
+        self._stop_event = threading.Event()
+        target, extra = (follow_step_lines, (log_interval,)) if log_interval else (follow, ())
+        self._thread = threading.Thread(target=target, args=(folder, self._stop_event.is_set, console, *extra), daemon=True)
 
     def __enter__(self) -> None:
         self._thread.start()
 
     def __exit__(self, *_: object) -> None:
-        self._done.set()
+        self._stop_event.set()
         self._thread.join(timeout=3)
 
 
-__all__ = ["Orchestrator", "Prepared", "finish_run", "write_run"]
+__all__ = ["Orchestrator", "PreparedRun", "finish_run", "write_run_inputs"]

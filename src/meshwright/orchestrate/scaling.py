@@ -11,19 +11,19 @@ from typing import Any
 
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
-from meshwright.core.serial import write_json
-from meshwright.core.units import show_count
-from meshwright.observe.curves import Panel, curves_figure
-from meshwright.orchestrate.machines import Machine
-from meshwright.orchestrate.orchestrator import Say
-from meshwright.orchestrate.simulation import Subject, as_data, decide, run
+from meshwright.core.quantities import show_count
+from meshwright.core.serialization import write_json
+from meshwright.observe.curves_figure import Panel, curves_figure
+from meshwright.orchestrate.orchestrator import ProgressCallback
+from meshwright.orchestrate.simulation import SimulationJob, choose_plan, simulate_step, step_to_json
+from meshwright.orchestrate.simulation_target import SimulationTarget
 from meshwright.simulate import Disturbances
 
 _COLUMNS = ("ranks", "mesh", "global_batch", "step_s", "samples_per_s", "tokens_per_s", "mfu", "efficiency", "predicted_s", "reason")
-_MOST = 1 << 20
+_MAX_RANKS = 1 << 20
 
 
-def parse_sizes(text: str) -> list[int]:
+def parse_rank_counts(text: str) -> list[int]:
     """'8..4096' in powers of two from the first, or '8,24,64'."""
     span = re.fullmatch(r"(\d+)\.\.(\d+)", text)
     if span is not None:
@@ -33,23 +33,23 @@ def parse_sizes(text: str) -> list[int]:
         sizes = [int(part) for part in text.split(",")]
     else:
         sizes = []
-    if not sizes or min(sizes) < 1 or max(sizes) > _MOST:
-        raise RequestError(f"--scale {text}: write it like 8..4096 or 8,24,64, from 1 to {_MOST:,} ranks")
+    if not sizes or min(sizes) < 1 or max(sizes) > _MAX_RANKS:
+        raise RequestError(f"--scale {text}: write it like 8..4096 or 8,24,64, from 1 to {_MAX_RANKS:,} ranks")
     return sorted(set(sizes))
 
 
 @dataclass(frozen=True)
-class Growth:
+class ScalingSpec:
     """How the job grows: `weak` keeps a rank's part of the batch, otherwise the global batch stays."""
 
-    sizes: Sequence[int]
+    rank_counts: Sequence[int]
     weak: bool = False
 
-    def batch(self, batch: int, ranks: int) -> int:
-        return max(batch * ranks // self.sizes[0], 1) if self.weak else batch
+    def global_batch(self, batch: int, ranks: int) -> int:
+        return max(batch * ranks // self.rank_counts[0], 1) if self.weak else batch
 
 
-def stretched(mesh: Mesh, ranks: int) -> Mesh:
+def scale_mesh(mesh: Mesh, ranks: int) -> Mesh:
     """The mesh on more ranks: replicas are added, or shards where it has shards alone; tp, cp, ep and pp stay."""
     outer = "dp" if mesh.dp > 1 or mesh.shard == 1 else "shard"
     inner = mesh.size // mesh.degree(outer)
@@ -58,21 +58,23 @@ def stretched(mesh: Mesh, ranks: int) -> Mesh:
     return replace(mesh, dp=ranks // inner) if outer == "dp" else replace(mesh, shard=ranks // inner)
 
 
-def scale(subject: Subject, machine: Machine, growth: Growth, disturbed: Disturbances, say: Say) -> list[dict[str, Any]]:
+def simulate_scaling(
+    job: SimulationJob, target: SimulationTarget, spec: ScalingSpec, disturbances: Disturbances, log_progress: ProgressCallback
+) -> list[dict[str, Any]]:
     """One row for each number of ranks. Where no plan is legal the row says why, and the curve goes on."""
-    if subject.given is not None:
-        raise RequestError(f"--scale plans for every number of ranks, and {subject.config.plan} is for {subject.given.world}: name the model instead")
-    config, rows = subject.config, []
-    for number, ranks in enumerate(growth.sizes):
-        say(f"{ranks:,} ranks ({number + 1} of {len(growth.sizes)})")
-        batch = growth.batch(subject.batch, ranks)
+    if job.given_plan is not None:
+        raise RequestError(f"--scale plans for every number of ranks, and {job.config.plan} is for {job.given_plan.world}: name the model instead")
+    config, rows = job.config, []
+    for number, ranks in enumerate(spec.rank_counts):
+        log_progress(f"{ranks:,} ranks ({number + 1} of {len(spec.rank_counts)})")
+        batch = spec.global_batch(job.global_batch, ranks)
         row: dict[str, Any] = dict.fromkeys(_COLUMNS)
         row |= {"ranks": ranks, "global_batch": batch}
         try:
-            mesh = str(stretched(Mesh.parse(config.mesh), ranks)) if config.mesh else None
-            subject.config = config.model_copy(update={"mesh": mesh, "nproc": None})
-            decided = decide(subject, machine.of(ranks), say, batch=batch, ranks=ranks)
-            found = as_data(subject, run(subject, decided, disturbed, say), disturbed)
+            mesh = str(scale_mesh(Mesh.parse(config.mesh), ranks)) if config.mesh else None
+            job.config = config.model_copy(update={"mesh": mesh, "nproc": None})
+            decided = choose_plan(job, target.with_ranks(ranks), log_progress, batch=batch, ranks=ranks)
+            found = step_to_json(job, simulate_step(job, decided, disturbances, log_progress), disturbances)
             row |= {key: found[key] for key in _COLUMNS if key in found and key != "global_batch"}
             row |= {
                 "predicted_s": decided.estimate.step_s,
@@ -83,12 +85,12 @@ def scale(subject: Subject, machine: Machine, growth: Growth, disturbed: Disturb
         except RequestError as error:
             row["reason"] = str(error)
         finally:
-            subject.config = config
+            job.config = config
         rows.append(row)
-    return _efficiencies(rows)
+    return _add_efficiency(rows)
 
 
-def _efficiencies(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _add_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Samples a second and rank, against the smallest number of ranks that ran."""
     first = next((row for row in rows if row["samples_per_s"]), None)
     for row in rows:

@@ -1,31 +1,31 @@
 """Level 3, no torch: which plans are legal, what each would cost, which is best, and why."""
 
+from meshwright.plan.cp_planner import choose_cp_policies
+from meshwright.plan.expert_planner import choose_expert_parallel
 from meshwright.plan.explain import explain
-from meshwright.plan.memory import check_keeping, check_precision
-from meshwright.plan.owners import choose_owners
-from meshwright.plan.pipeline import cut_stages
-from meshwright.plan.positions import share_positions
-from meshwright.plan.precision import best_precision
-from meshwright.plan.remedy import Retrace, too_big
-from meshwright.plan.search import Ranking, Scored, rank_plans
-from meshwright.plan.space import Wishes, refuse_unused
-from meshwright.plan.tensor import choose_grid, refuse_if_nothing
+from meshwright.plan.memory_planner import check_precision, check_selective_recompute
+from meshwright.plan.oom_advice import RetraceOptions, explain_oom
+from meshwright.plan.pipeline_planner import cut_stages
+from meshwright.plan.precision_planner import best_precision
+from meshwright.plan.search import Ranking, ScoredPlan, rank_plans
+from meshwright.plan.search_space import Constraints, refuse_unused
+from meshwright.plan.tensor_planner import choose_tensor_grid, reject_if_unsharded
 
 __all__ = [
+    "Constraints",
     "Ranking",
-    "Retrace",
-    "Scored",
-    "Wishes",
+    "RetraceOptions",
+    "ScoredPlan",
     "best_precision",
-    "check_keeping",
     "check_precision",
-    "choose_grid",
-    "choose_owners",
+    "check_selective_recompute",
+    "choose_cp_policies",
+    "choose_expert_parallel",
+    "choose_tensor_grid",
     "cut_stages",
     "explain",
+    "explain_oom",
     "rank_plans",
-    "refuse_if_nothing",
     "refuse_unused",
-    "share_positions",
-    "too_big",
+    "reject_if_unsharded",
 ]

@@ -10,37 +10,39 @@ from itertools import accumulate, pairwise
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import BalancePolicy
 
-Pace = Callable[[int], float]  # seconds of so many samples; more never take less
+TimeModel = Callable[[int], float]  # seconds of so many samples; more never take less
 
 
-def nearly_equal(batch: int, mesh: Mesh) -> BalancePolicy:
+def equal_balance(batch: int, mesh: Mesh) -> BalancePolicy:
     """Equal shares, and one sample more for the first ranks where they do not divide. A pipeline's are equal or refused."""
-    width = mesh.data_width
+    width = mesh.data_parallel_size
     if mesh.pp > 1 or width == 1 or batch < width:
         return BalancePolicy()
     return BalancePolicy(tuple(batch // width + (rank < batch % width) for rank in range(width)))
 
 
-def deal(samples: int, paces: Sequence[Pace], least: int = 1, most: Sequence[int] = ()) -> tuple[int, ...] | None:
+def distribute_samples(
+    samples: int, time_models: Sequence[TimeModel], min_samples: int = 1, max_samples: Sequence[int] = ()
+) -> tuple[int, ...] | None:
     """Shares that end soonest, where rank i has room for `most[i]`: each further sample goes to the rank that would be done first with it. No
     exchange of a sample can then make the last one end sooner. None where there is no room."""
-    shares = [least] * len(paces)
-    rooms = most or [samples] * len(paces)
-    if min(rooms) < least or sum(min(room, samples) for room in rooms) < samples or samples < least * len(paces):
+    shares = [min_samples] * len(time_models)
+    rooms = max_samples or [samples] * len(time_models)
+    if min(rooms) < min_samples or sum(min(room, samples) for room in rooms) < samples or samples < min_samples * len(time_models):
         return None
-    heap = [(pace(least + 1), i) for i, pace in enumerate(paces) if rooms[i] > least]
+    heap = [(pace(min_samples + 1), i) for i, pace in enumerate(time_models) if rooms[i] > min_samples]
     heapq.heapify(heap)
-    for _ in range(samples - least * len(paces)):
+    for _ in range(samples - min_samples * len(time_models)):
         _, i = heap[0]
         shares[i] += 1
         if shares[i] < rooms[i]:
-            heapq.heapreplace(heap, (paces[i](shares[i] + 1), i))
+            heapq.heapreplace(heap, (time_models[i](shares[i] + 1), i))
         else:
             heapq.heappop(heap)
     return tuple(shares)
 
 
-def rising(points: Sequence[tuple[int, float]]) -> Pace:
+def monotone_interpolation(points: Sequence[tuple[int, float]]) -> TimeModel:
     """Straight lines between points, and on beyond the last. Where fewer samples would take longer than more do, they take as long."""
     sizes = [size for size, _ in points]
     ends = list(accumulate((seconds for _, seconds in reversed(points)), min))[::-1]
@@ -53,18 +55,18 @@ def rising(points: Sequence[tuple[int, float]]) -> Pace:
     return seconds
 
 
-def fill(weights: Sequence[float], most: Sequence[float]) -> tuple[float, ...] | None:
+def capped_fractions(weights: Sequence[float], max_fractions: Sequence[float]) -> tuple[float, ...] | None:
     """Parts of one whole as the weights are to each other, but none above what there is room for: what is too much goes to the others. None
     where all rooms together are too small."""
-    if sum(most) < 1.0:
+    if sum(max_fractions) < 1.0:
         return None
     parts = [0.0] * len(weights)
     full: set[int] = set()
     while True:
-        left = 1.0 - sum(most[i] for i in full)
+        left = 1.0 - sum(max_fractions[i] for i in full)
         among = sum(w for i, w in enumerate(weights) if i not in full)
-        parts = [most[i] if i in full else left * w / among if among else 0.0 for i, w in enumerate(weights)]
-        over = {i for i, part in enumerate(parts) if i not in full and part > most[i]}
+        parts = [max_fractions[i] if i in full else left * w / among if among else 0.0 for i, w in enumerate(weights)]
+        over = {i for i, part in enumerate(parts) if i not in full and part > max_fractions[i]}
         if not over:
             break
         full |= over

@@ -16,20 +16,20 @@ from dataclasses import replace
 from typing import TypeVar
 
 from meshwright.core.calibration import Rates
-from meshwright.core.plan import Compile, Plan
-from meshwright.cost.compute import ComputeCost
-from meshwright.cost.pipeline import Stage, least_seconds
-from meshwright.plan.amounts import Layers, Same, Sum
+from meshwright.core.plan import CompileMode, Plan
+from meshwright.cost.compute_cost import ComputeCost
+from meshwright.cost.pipeline_cost import StageTime, lower_bound_seconds
 from meshwright.plan.comm_bounds import CommBounds
+from meshwright.plan.layer_totals import IdentityKey, LayerTotals, StageLayers
 from meshwright.plan.memory_bounds import MemoryBounds
+from meshwright.plan.planning_problem import PlanningProblem
 from meshwright.plan.point_totals import PointTotals
-from meshwright.plan.problem import PlanningProblem
 from meshwright.plan.search_point import SearchPoint, is_basic_mesh
 
 T = TypeVar("T")
 
 
-class Bounds:
+class LowerBounds:
     """Lower bounds for the points of one search: of the time of a step, and apart from it of memory and of communication."""
 
     def __init__(self, problem: PlanningProblem) -> None:
@@ -37,72 +37,86 @@ class Bounds:
         self.memory, self.comm = MemoryBounds(problem, self._totals), CommBounds(problem, self._totals)
         self._units = frozenset(problem.units)
 
-    def seconds(self, point: SearchPoint, cut: Plan, compiled: Compile, travel: bool = True, stages: Layers = ()) -> float:
+    def seconds(
+        self, point: SearchPoint, sharding: Plan, compile_mode: CompileMode, with_communication: bool = True, stages: StageLayers = ()
+    ) -> float:
         """Computation of the slowest pipeline rank (of the mean one where `stages`, the layers of each stage, are not known), its way in and
-        out, the optimizer and, with `travel`, what takes the wires. Without it ZeRO's stage is still open, which may leave little to update."""
+        out, the optimizer and, with `with_communication`, what takes the wires. Without it ZeRO's stage is still open, which may leave little to
+        update."""
         mesh, rates, micro = point.mesh, self._problem.rates(point.mesh.size), point.micro_batches
-        parts = self._totals.of_stages(point, cut, compiled, stages)
+        parts = self._totals.of_stages(point, sharding, compile_mode, stages)
         ranks = self._totals.of_ranks(point, parts, stages)
-        price = ComputeCost(rates, self._problem.workload.precision, compiled != "none", self._units)
-        owners = mesh.dp * mesh.shard if not travel else mesh.shard if point.zero else 1
-        stepped = min(part.trained for part in ranks) / 4 / owners
-        update = price.optimizer(stepped, self._problem.workload.optimizer, 4, self._problem.offloads_optimizer)
-        added, in_stages = self._added(point, parts, ranks, stages)
-        each = max(rank.forward + rank.backward + rank.again[point.recompute] + more for rank, more in zip(ranks, added, strict=True))
+        price = ComputeCost(rates, self._problem.workload.precision, compile_mode != "none", self._units)
+        owners = mesh.dp * mesh.shard if not with_communication else mesh.shard if point.zero else 1
+        stepped = min(part.trainable_bytes for part in ranks) / 4 / owners
+        update = price.optimizer_seconds(stepped, self._problem.workload.optimizer, 4, self._problem.offloads_optimizer)
+        added, in_stages = self._added_recompute(point, parts, ranks, stages)
+        each = max(rank.forward + rank.backward + rank.recompute_seconds[point.recompute] + more for rank, more in zip(ranks, added, strict=True))
         computed = micro * each + update
         way = 0.0
         stolen = 1.0 - self._overlap(rates)
-        moved = _each(ranks, lambda rank: self.comm.gradient_seconds(point, rank, cut)) if travel else [0.0] * len(ranks)
+        moved = _map_unique(ranks, lambda rank: self.comm.gradient_seconds(point, rank, sharding)) if with_communication else [0.0] * len(ranks)
         if stages:
-            met = _each(parts, lambda part: self.comm.stage_seconds(point, part)) if travel else [(0.0, 0.0)] * len(parts)
+            met = _map_unique(parts, lambda part: self.comm.stage_seconds(point, part)) if with_communication else [(0.0, 0.0)] * len(parts)
             turns = [
-                Stage(p.forward + on, p.backward + p.again[point.recompute] + least + back)
+                StageTime(p.forward + on, p.backward + p.recompute_seconds[point.recompute] + least + back)
                 for p, least, (on, back) in zip(parts, in_stages, met, strict=True)
             ]
-            besides = [max(more - sum(in_stages[s] for s in point.order.stages(rank)), 0.0) for rank, more in enumerate(added)]
+            besides = [max(more - sum(in_stages[s] for s in point.pipeline_spec.stages(rank)), 0.0) for rank, more in enumerate(added)]
             after = [update if point.zero < 2 else 0.0] * len(ranks)  # what zero=2 and zero=3 move within a turn may be all that there is besides
             sums = after if point.zero < 2 else besides
             for rank, sent in enumerate(moved):
                 sums[rank] += stolen * sent / (1 if point.zero < 2 else micro)
-            least, way = least_seconds(point.order, turns, besides, after)
+            least, way = lower_bound_seconds(point.pipeline_spec, turns, besides, after)
             computed = max(computed, least)
-            way += 0.0 if is_basic_mesh(mesh) or not travel else self.comm.layer_seconds(point, cut)
-        if not travel:
+            way += 0.0 if is_basic_mesh(mesh) or not with_communication else self.comm.layer_seconds(point, sharding)
+        if not with_communication:
             return computed
-        mean = sum(rank.forward + rank.backward + rank.again[point.recompute] + more for rank, more in zip(ranks, added, strict=True)) / len(ranks)
-        sent, all_met = sum(moved) / len(ranks), self.comm.layer_seconds(point, cut)
+        mean = sum(
+            rank.forward + rank.backward + rank.recompute_seconds[point.recompute] + more for rank, more in zip(ranks, added, strict=True)
+        ) / len(ranks)
+        sent, all_met = sum(moved) / len(ranks), self.comm.layer_seconds(point, sharding)
         return max(computed, way, micro * mean + update + stolen * sent + all_met, sent)
 
-    def _added(self, point: SearchPoint, parts: Sequence[Sum], ranks: Sequence[Sum], stages: Layers) -> tuple[list[float], list[float]]:
+    def _added_recompute(
+        self, point: SearchPoint, stage_totals: Sequence[LayerTotals], rank_totals: Sequence[LayerTotals], stages: StageLayers
+    ) -> tuple[list[float], list[float]]:
         """What recomputation adds at least to a micro-batch where units differ in it, by rank and by stage: as much as saves what is too much,
         taken where a second of it saves most, which is where the most micro-batches are under way."""
-        alone, none = [0.0] * len(ranks), [0.0] * len(parts)
+        alone, none = [0.0] * len(rank_totals), [0.0] * len(stage_totals)
         if point.recompute != "mixed" or (point.mesh.pp > 1 and not stages):
             return alone, none
         plain, limit = replace(point, recompute="none"), self.memory.room(point)
-        ways = _each(parts, lambda part: sorted(self._ways(point, part), reverse=True))
-        for rank, (whole, moments) in enumerate(zip(ranks, self.memory.peak_moments(point.order, Same(parts), "none"), strict=True)):
-            mine = point.order.stages(rank) if stages else (0,)
+        ways = _map_unique(stage_totals, lambda part: sorted(self._recompute_savings(point, part), reverse=True))
+        for rank, (whole, moments) in enumerate(
+            zip(rank_totals, self.memory.peak_moments(point.pipeline_spec, IdentityKey(stage_totals), "none"), strict=True)
+        ):
+            mine = point.pipeline_spec.stages(rank) if stages else (0,)
             for counts, kept in moments:
                 excess = self.memory.rank_bytes(plain, whole, kept) - limit
                 if excess <= 0:
                     continue
                 every = {stage: [(n * rate, n * most) for rate, most in ways[stage]] for n, stage in zip(counts, mine, strict=True) if n}
-                alone[rank] = max(alone[rank], _least_time(excess, sorted((way for found in every.values() for way in found), reverse=True)))
+                alone[rank] = max(
+                    alone[rank], _min_recompute_seconds(excess, sorted((way for found in every.values() for way in found), reverse=True))
+                )
                 room = sum(most for found in every.values() for _, most in found)
                 for stage, found in every.items():
                     here = sum(most for _, most in found)
-                    none[stage] = max(none[stage], _least_time(excess - (room - here), found))
+                    none[stage] = max(none[stage], _min_recompute_seconds(excess - (room - here), found))
         return alone, none
 
-    def _ways(self, point: SearchPoint, part: Sum) -> list[tuple[float, float]]:
+    def _recompute_savings(self, point: SearchPoint, totals: LayerTotals) -> list[tuple[float, float]]:
         """How recomputation saves what a micro-batch keeps: bytes a second, and bytes in all. What a unit's dearer mode saves more than its
         cheaper one comes after it, at what it costs more."""
-        op, met = "all_gather" if point.sequence else "all_reduce", is_basic_mesh(point.mesh)
+        op, met = "all_gather" if point.sequence_parallel else "all_reduce", is_basic_mesh(point.mesh)
         found: list[tuple[float, float]] = []
-        for modes, count in part.savers:
+        for modes, count in totals.recompute_options:
             done, spent = 0.0, 0.0
-            costs = [(s.bytes, s.seconds + (self.comm.seconds(op, "tp", point.mesh, s.calls, s.met) if met else 0.0)) for s in modes]
+            costs = [
+                (s.bytes, s.seconds + (self.comm.seconds(op, "tp", point.mesh, s.collective_calls, s.collective_bytes) if met else 0.0))
+                for s in modes
+            ]
             while left := [(size - done, seconds - spent) for size, seconds in costs if size > done]:
                 more, extra = max(left, key=lambda way: way[0] / way[1] if way[1] > 0 else math.inf)
                 found.append((more / extra if extra > 0 else math.inf, count * more))
@@ -110,25 +124,25 @@ class Bounds:
         return found
 
     def _overlap(self, rates: Rates) -> float:
-        if rates.busy:  # what a call takes from computation goes by its size
+        if rates.core_busy_curves:  # what a call takes from computation goes by its size
             return 1.0
-        overlaps = self._problem.wishes.overlap
+        overlaps = self._problem.constraints.overlap
         return rates.overlap if overlaps is None or "gradients" in overlaps else 0.0
 
 
-def _each(rows: Sequence[Sum], find: Callable[[Sum], T]) -> list[T]:
+def _map_unique(totals_list: Sequence[LayerTotals], compute: Callable[[LayerTotals], T]) -> list[T]:
     """What is found of each; once for those that are one object."""
     found: dict[int, T] = {}
-    for row in rows:
+    for row in totals_list:
         if id(row) not in found:
-            found[id(row)] = find(row)
-    return [found[id(row)] for row in rows]
+            found[id(row)] = compute(row)
+    return [found[id(row)] for row in totals_list]
 
 
-def _least_time(excess: float, ways: Sequence[tuple[float, float]]) -> float:
+def _min_recompute_seconds(excess: float, savings: Sequence[tuple[float, float]]) -> float:
     """Seconds that it takes to save so many bytes: (bytes a second, the most bytes), the quickest first."""
     spent = 0.0
-    for rate, most in ways:
+    for rate, most in savings:
         if excess <= 0:
             break
         spent += min(excess, most) / rate

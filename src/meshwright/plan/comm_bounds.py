@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from functools import cache
 
-from meshwright.core.calibration import Line
+from meshwright.core.calibration import AlphaBetaModel
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action, wire_factor
-from meshwright.core.tensor import TensorPolicy
-from meshwright.core.workload import ITEM_BYTES, LOW
-from meshwright.cost.collective import between, line_of
-from meshwright.plan.amounts import Same, Sum
-from meshwright.plan.meetings import all_meetings, owned_bytes
+from meshwright.core.tensor_policy import TensorPolicy
+from meshwright.core.workload import ITEM_BYTES, LOW_PRECISION_DTYPES
+from meshwright.cost.collective_cost import alpha_beta_of, group_link
+from meshwright.plan.collective_totals import collective_totals, expert_parameter_bytes
+from meshwright.plan.layer_totals import IdentityKey, LayerTotals
+from meshwright.plan.planning_problem import PlanningProblem
 from meshwright.plan.point_totals import PointTotals
-from meshwright.plan.problem import PlanningProblem
 from meshwright.plan.search_point import SearchPoint, is_basic_mesh
 from meshwright.schedule import local_profile
 
@@ -26,9 +26,9 @@ class CommBounds:
         profile, units = problem.profile, frozenset(problem.units)
         self._problem, self._totals = problem, totals
         self._tensor_collectives = cache(self._count_tensor_collectives)
-        self._collective_totals = cache(lambda sharding: all_meetings(sharding.value, profile, units))
+        self._collective_totals = cache(lambda sharding: collective_totals(sharding.value, profile, units))
         self._min_output_bytes = cache(self._compute_min_output_bytes)
-        self._expert_bytes = cache(lambda sharding: owned_bytes(sharding.value, profile))
+        self._expert_bytes = cache(lambda sharding: expert_parameter_bytes(sharding.value, profile))
         self._alpha_beta, self._p2p_line = cache(self._compute_alpha_beta), cache(self._compute_p2p_line)
 
     def seconds(self, op: str, axis: str, mesh: Mesh, calls: float, size: float) -> float:
@@ -42,7 +42,7 @@ class CommBounds:
         if ranks == 1:
             return 0.0, 0.0
         action = Action("", op, axis=axis)  # type: ignore[arg-type]
-        line = line_of(op, ranks, problem.backend, problem.rates(mesh.size), between(problem.cluster, action, mesh))
+        line = alpha_beta_of(op, ranks, problem.backend, problem.rates(mesh.size), group_link(problem.cluster, action, mesh))
         return line.alpha_s, wire_factor(op, ranks) / line.bytes_per_s
 
     # -- pipelines --
@@ -52,28 +52,28 @@ class CommBounds:
         mesh = point.mesh
         if mesh.pp == 1:
             return 0.0
-        size = self._min_output_bytes(Same(sharding)) * (self._problem.workload.global_batch // mesh.data_width)
+        size = self._min_output_bytes(IdentityKey(sharding)) * (self._problem.workload.global_batch // mesh.data_parallel_size)
         line = self._p2p_line(mesh)
-        each = 2 * point.order.chunks
+        each = 2 * point.pipeline_spec.chunks
         return each * (point.micro_batches * line.alpha_s + size / line.bytes_per_s)
 
-    def _compute_p2p_line(self, mesh: Mesh) -> Line:
+    def _compute_p2p_line(self, mesh: Mesh) -> AlphaBetaModel:
         """Between neighbours in a pipeline."""
-        link = between(self._problem.cluster, Action("", "send", axis="pp", group=2), mesh)
-        return line_of("send", 2, self._problem.backend, self._problem.rates(mesh.size), link)
+        link = group_link(self._problem.cluster, Action("", "send", axis="pp", group_size=2), mesh)
+        return alpha_beta_of("send", 2, self._problem.backend, self._problem.rates(mesh.size), link)
 
-    def _compute_min_output_bytes(self, sharding: Same[Plan]) -> float:
+    def _compute_min_output_bytes(self, sharding: IdentityKey[Plan]) -> float:
         """Of the units, a sample's."""
         profile, units = self._problem.profile, frozenset(self._problem.units)
-        return min((x.output_bytes for x in local_profile(sharding.value, profile.at(1), 0).layers if x.name in units), default=0.0)
+        return min((x.output_bytes for x in local_profile(sharding.value, profile.at_batch(1), 0).layers if x.name in units), default=0.0)
 
     # -- gradients --
 
-    def gradient_seconds(self, point: SearchPoint, rank: Sum, sharding: Plan) -> float:
+    def gradient_seconds(self, point: SearchPoint, rank: LayerTotals, sharding: Plan) -> float:
         """What a rank's gradients and, under ZeRO, its parameters take, by their bytes and calls. Experts are reduced among fewer ranks."""
-        mesh, micro, trained, precision = point.mesh, point.micro_batches, rank.trained, self._problem.workload.precision
-        common = max(trained - self._expert_bytes(Same(sharding)) / mesh.pp, 0.0)
-        calls = rank.scattered if point.zero == 3 else rank.alone if mesh.ep == 1 else 0.0
+        mesh, micro, trained, precision = point.mesh, point.micro_batches, rank.trainable_bytes, self._problem.workload.precision
+        common = max(trained - self._expert_bytes(IdentityKey(sharding)) / mesh.pp, 0.0)
+        calls = rank.scattered_units if point.zero == 3 else rank.own_bucket_grads if mesh.ep == 1 else 0.0
         if point.zero == 0:
             return self.seconds("all_reduce", "replica", mesh, calls, common)
         often = micro if point.zero > 1 else 1
@@ -81,42 +81,51 @@ class CommBounds:
         back += self.seconds("all_reduce", "replica", mesh, often * calls, often * common / mesh.shard)
         if point.zero < 3:
             return back + self.seconds("all_gather", "shard", mesh, calls, trained)
-        item = ITEM_BYTES[precision] / 4 if precision in LOW else 1.0
-        return back + self.seconds("all_gather", "shard", mesh, 2 * micro * rank.gathered, 2 * micro * rank.parameters * min(item, 1.0))
+        item = ITEM_BYTES[precision] / 4 if precision in LOW_PRECISION_DTYPES else 1.0
+        return back + self.seconds("all_gather", "shard", mesh, 2 * micro * rank.gathered_units, 2 * micro * rank.parameters * min(item, 1.0))
 
     # -- inside layers --
 
-    def stage_seconds(self, point: SearchPoint, stage: Sum) -> tuple[float, float]:
+    def stage_seconds(self, point: SearchPoint, stage: LayerTotals) -> tuple[float, float]:
         """Of a micro-batch in a stage, forward and backward: what tensor-parallel ranks in a line reduce. All that comes after waits for it."""
         mesh = point.mesh
         if not is_basic_mesh(mesh):
             return 0.0, 0.0
-        if not point.sequence:
-            return self.seconds("all_reduce", "tp", mesh, *stage.sums), self.seconds("all_reduce", "tp", mesh, *stage.enters)
-        scatter, gather = ([self.seconds(op, "tp", mesh, *met) for met in (stage.sums, stage.enters)] for op in ("reduce_scatter", "all_gather"))
+        if not point.sequence_parallel:
+            return self.seconds("all_reduce", "tp", mesh, *stage.output_collectives), self.seconds("all_reduce", "tp", mesh, *stage.input_collectives)
+        scatter, gather = (
+            [self.seconds(op, "tp", mesh, *met) for met in (stage.output_collectives, stage.input_collectives)]
+            for op in ("reduce_scatter", "all_gather")
+        )
         return scatter[0] + gather[1], gather[0] + scatter[1]
 
     def layer_seconds(self, point: SearchPoint, sharding: Plan) -> float:
         """Of collectives inside layers: what tensor-parallel ranks reduce, in its two halves under sequence parallelism, and other axes'."""
         mesh, tensor, full = point.mesh, sharding.tensor, point.recompute == "full"
-        samples = self._problem.workload.global_batch // mesh.data_width // point.micro_batches
+        samples = self._problem.workload.global_batch // mesh.data_parallel_size // point.micro_batches
         often = point.micro_batches / mesh.pp
         if not is_basic_mesh(mesh):
-            met = self._collective_totals(Same(sharding))
+            met = self._collective_totals(IdentityKey(sharding))
             return sum(self.seconds(m.op, m.axis, mesh, often * m.calls(full), often * m.bytes(samples, full)) for m in met)
         if mesh.degree("tp") == 1:
             return 0.0
-        count, size, again = self._tensor_collectives(Same(tensor), samples)
+        count, size, again = self._tensor_collectives(IdentityKey(tensor), samples)
         repeated = often * (size + (again if full else 0.0))
-        if not tensor.sequence:
+        if not tensor.is_sequence_parallel:
             return self.seconds("all_reduce", "tp", mesh, often * count, repeated)
         there = self.seconds("reduce_scatter", "tp", mesh, often * count, often * size)
         return there + self.seconds("all_gather", "tp", mesh, often * count, repeated)
 
-    def _count_tensor_collectives(self, tensor: Same[TensorPolicy], samples: int) -> tuple[int, float, float]:
+    def _count_tensor_collectives(self, tensor: IdentityKey[TensorPolicy], samples: int) -> tuple[int, float, float]:
         """How many, their bytes, and the bytes of those that a unit which is computed again repeats."""
         policy = tensor.value
-        found = [meet.at(samples) for meet in (*policy.sums, *policy.enters) if bool(meet.along) == policy.sequence]
-        forward = policy.enters if policy.sequence else tuple(m for m in policy.sums if not m.final_in)
-        again = [m.at(samples) for m in forward if bool(m.along) == policy.sequence and self._totals.is_in_unit(m.module)]
+        found = [
+            site.bytes_for(samples)
+            for site in (*policy.reduce_sites, *policy.copy_sites)
+            if bool(site.sequence_layout) == policy.is_sequence_parallel
+        ]
+        forward = policy.copy_sites if policy.is_sequence_parallel else tuple(m for m in policy.reduce_sites if not m.skipped_in_recompute)
+        again = [
+            m.bytes_for(samples) for m in forward if bool(m.sequence_layout) == policy.is_sequence_parallel and self._totals.is_in_unit(m.module)
+        ]
         return len(found), sum(found), sum(again)

@@ -7,59 +7,75 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from meshwright.core.calibration import Line, Rates
+from meshwright.core.calibration import AlphaBetaModel, Rates
 from meshwright.core.cluster import Cluster, Link
 from meshwright.core.cluster_changes import map_links, map_network_links
-from meshwright.core.collector import uncollected
 from meshwright.core.errors import RequestError
-from meshwright.core.hybrid import places
+from meshwright.core.gc_control import gc_disabled
+from meshwright.core.group_bandwidth import GroupBandwidth
 from meshwright.core.plan import Plan
-from meshwright.core.reach import Reach
-from meshwright.core.units import show_bytes, show_seconds
+from meshwright.core.quantities import show_bytes, show_seconds
+from meshwright.core.rank_devices import assign_rank_devices
 from meshwright.core.workload import Workload
-from meshwright.cost.alike import alike
-from meshwright.cost.collective import between, collective_seconds
-from meshwright.cost.memory import peak_bytes
-from meshwright.cost.step import HEADROOM, in_flight
-from meshwright.plan.remedy import Retrace, grown, too_big, units_of, with_memory
-from meshwright.plan.search import Ranking, Scored, best_again, rank_plans
-from meshwright.plan.space import Cutter
-from meshwright.plan.uneven import in_parts
-from meshwright.schedule import Place, local_profile, program
+from meshwright.cost.collective_cost import collective_seconds, group_link
+from meshwright.cost.equivalent_stages import equivalent_pipeline_ranks
+from meshwright.cost.memory_cost import peak_bytes
+from meshwright.cost.step_cost import HEADROOM, in_flight_by_layer
+from meshwright.plan.heterogeneous_planner import describe_shares
+from meshwright.plan.oom_advice import RetraceOptions, cluster_units, explain_oom, resize_cluster, with_memory
+from meshwright.plan.search import Ranking, ScoredPlan, rank_plans, rescore_best
+from meshwright.plan.search_space import PartitionCache
+from meshwright.schedule import MeshCoordinate, build_program, local_profile
 
-_BUDGET_S = 1.0  # of computing time for questions that each take another search
-_LONG_S = 3.0  # a search that took longer is not done again for one of them
-_TIGHT = 0.85  # of what may be used of a device's memory, above which it is said to bind
-_WHO = {"dp": "data ranks", "shard": "data ranks", "data": "data ranks", "replica": "data ranks", "tp": "tensor-parallel ranks", "pp": "stages",
-        "cp": "ranks that share positions", "ep": "owners"}  # fmt: skip
+_TIME_BUDGET_S = 1.0  # of computing time for questions that each take another search
+_MAX_SEARCH_S = 3.0  # a search that took longer is not done again for one of them
+_MEMORY_BOUND_FRACTION = 0.85  # of what may be used of a device's memory, above which it is said to bind
+_AXIS_RANK_NAMES = {
+    "dp": "data ranks",
+    "shard": "data ranks",
+    "data": "data ranks",
+    "replica": "data ranks",
+    "tp": "tensor-parallel ranks",
+    "pp": "stages",
+    "cp": "ranks that share positions",
+    "ep": "owners",
+}
 
 
-@uncollected
-def explain(ranking: Ranking, retrace: Retrace | None = None) -> str:
+@gc_disabled
+def explain(ranking: Ranking, retrace: RetraceOptions | None = None) -> str:
     """A few sentences, one a line; where nothing fits, one that says what would help."""
     best = ranking.best
     if not best.estimate.fits:
-        return too_big(ranking, retrace)
-    clock = _Budget(_BUDGET_S)
-    lines = [_choice(best), *_why(ranking, clock), *_unequal(ranking), _time(best), _binds(ranking), _memory(ranking), *ranking.tuned]
+        return explain_oom(ranking, retrace)
+    clock = _TimeBudget(_TIME_BUDGET_S)
+    lines = [
+        _describe_choice(best),
+        *_explain_mechanisms(ranking, clock),
+        *_describe_unequal_split(ranking),
+        _describe_breakdown(best),
+        _describe_bottleneck(ranking),
+        _describe_memory(ranking),
+        *ranking.tuning_notes,
+    ]
     second = ranking.runner_up
     if second is not None:
-        lines.append(_second(best, second))
-    return "\n".join([*lines, *_what_if(ranking, clock), _uncertain(ranking)])
+        lines.append(_describe_runner_up(best, second))
+    return "\n".join([*lines, *_describe_what_ifs(ranking, clock), _describe_uncertainty(ranking)])
 
 
-class _Budget:
+class _TimeBudget:
     """Computing time that may still be spent; waiting for other processes does not count."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.process_time() + seconds
 
     @property
-    def left(self) -> bool:
+    def has_time(self) -> bool:
         return time.process_time() < self._end
 
 
-def _choice(best: Scored) -> str:
+def _describe_choice(best: ScoredPlan) -> str:
     found = best.estimate
     rate = f", {found.tokens_per_s:,.0f} tokens/s" if found.tokens_per_s else f", {found.samples_per_s:,.0f} samples/s"
     return f"Chosen: {best.plan.summary()}: {show_seconds(found.step_s)} a step (± {found.error:.0%}){rate}."
@@ -68,45 +84,49 @@ def _choice(best: Scored) -> str:
 # -- why this one --
 
 
-def _why(ranking: Ranking, clock: _Budget) -> list[str]:
+def _explain_mechanisms(ranking: Ranking, budget: _TimeBudget) -> list[str]:
     """What each mechanism of the plan is for: the best plan without it, or that none fits."""
-    reasons = [f"{words} {_lack(ranking, other)}" for words, has, wish in _mechanisms(ranking) if (other := _without(ranking, has, wish, clock))]
+    reasons = [
+        f"{words} {_describe_ablation(ranking, other)}"
+        for words, has, constraint in _used_mechanisms(ranking)
+        if (other := _best_without(ranking, has, constraint, budget))
+    ]
     return ["Why: " + "; ".join(reasons) + "."] if reasons else []
 
 
-def _mechanisms(ranking: Ranking) -> Iterator[tuple[str, Callable[[Plan], bool], dict[str, Any]]]:
+def _used_mechanisms(ranking: Ranking) -> Iterator[tuple[str, Callable[[Plan], bool], dict[str, Any]]]:
     """(how to say that it is left out, who has it, the wish that leaves it out on a large cluster), for each that the best plan has."""
-    plan, wishes = ranking.best.plan, ranking.wishes
-    if wishes.mesh is not None:
+    plan, constraints = ranking.best.plan, ranking.constraints
+    if constraints.mesh is not None:
         return
-    devices = wishes.world or len(ranking.cluster.devices)
+    devices = constraints.world or len(ranking.cluster.devices)
     if plan.world == devices > 1:
         yield "on one device", lambda p: p.world > 1, {"world": 1}
     elif plan.world < devices:
         yield f"on all {devices} devices", lambda p: p.world < devices, {"world": devices}
     if plan.mesh.pp > 1 or plan.mesh.degree("tp") > 1:
         yield "with every model whole on its device", lambda p: p.mesh.pp > 1 or p.mesh.degree("tp") > 1, {"flow": None}
-    if plan.memory.zero and wishes.zero is None:
+    if plan.memory.zero and constraints.zero is None:
         yield "without ZeRO", lambda p: p.memory.zero > 0, {"zero": 0}
-    if plan.memory.modes and wishes.recompute is None:
-        yield "without recomputation", lambda p: bool(p.memory.modes), {"recompute": "none"}
+    if plan.memory.recompute_modes and constraints.recompute is None:
+        yield "without recomputation", lambda p: bool(p.memory.recompute_modes), {"recompute": "none"}
 
 
-def _without(ranking: Ranking, has: Callable[[Plan], bool], wish: dict[str, Any], clock: _Budget) -> Scored | None:
+def _best_without(ranking: Ranking, uses_mechanism: Callable[[Plan], bool], constraint: dict[str, Any], budget: _TimeBudget) -> ScoredPlan | None:
     """The best plan that does without; None where that was not worked out."""
-    found = next((s for s in ranking.scored if not has(s.plan)), None)
-    if found is not None and (found.estimate.fits or not ranking.considered):
+    found = next((s for s in ranking.scored if not uses_mechanism(s.plan)), None)
+    if found is not None and (found.estimate.fits or not ranking.num_considered):
         return found
-    if not ranking.considered or not clock.left:
+    if not ranking.num_considered or not budget.has_time:
         return None
     try:
-        wishes = replace(ranking.wishes, **wish)
-        return rank_plans(ranking.profile, ranking.cluster, ranking.workload, ranking.calibration, wishes, _like(ranking)).best
+        constraints = replace(ranking.constraints, **constraint)
+        return rank_plans(ranking.profile, ranking.cluster, ranking.workload, ranking.calibration, constraints, _with_partition_cache(ranking)).best
     except RequestError:
         return None
 
 
-def _lack(ranking: Ranking, other: Scored) -> str:
+def _describe_ablation(ranking: Ranking, other: ScoredPlan) -> str:
     if not other.estimate.fits:
         return f"nothing fits ({other.estimate.reason})"
     ratio = other.estimate.step_s / ranking.best.estimate.step_s
@@ -115,21 +135,26 @@ def _lack(ranking: Ranking, other: Scored) -> str:
     return "a step is as long" if ratio >= 0.995 else f"a step would take {ratio:.2f}×, less than its complications are worth"
 
 
-def _unequal(ranking: Ranking) -> list[str]:
+def _describe_unequal_split(ranking: Ranking) -> list[str]:
     """How unlike devices share the work, and what dealing everything out equally would cost."""
-    best, equal = ranking.best, ranking.equal
+    best, equal = ranking.best, ranking.best_equal_split
     if equal is None:
         return []
-    told = f"Unequal devices: {in_parts(best.plan, ranking.cluster)}."
-    if ranking.gain is None:
+    told = f"Unequal devices: {describe_shares(best.plan, ranking.cluster)}."
+    if ranking.speedup_over_equal is None:
         return [f"{told} Dealt out equally nothing fits ({equal.estimate.reason})."]
-    return [f"{told} The best equal split, {equal.plan.summary()}, takes {ranking.gain:.2f}× ({show_seconds(equal.estimate.step_s)} a step)."]
+    return [
+        (
+            f"{told} The best equal split, {equal.plan.summary()}, takes "
+            f"{ranking.speedup_over_equal:.2f}× ({show_seconds(equal.estimate.step_s)} a step)."
+        )
+    ]
 
 
 # -- what binds --
 
 
-def parts_of(best: Scored) -> dict[str, float]:
+def step_breakdown(best: ScoredPlan) -> dict[str, float]:
     """Seconds of the step: computation, communication that nothing hides, the pipeline's bubble and the optimizer."""
     plan, found = best.plan, best.estimate.breakdown
     compute = sum(found.get(name, 0.0) for name in ("forward", "backward", "recompute"))
@@ -141,107 +166,109 @@ def parts_of(best: Scored) -> dict[str, float]:
     return {"computation": compute, "communication": waiting, "bubble": bubble, "optimizer": found.get("optimizer", 0.0)}
 
 
-def _time(best: Scored) -> str:
+def _describe_breakdown(best: ScoredPlan) -> str:
     step = best.estimate.step_s or 1.0
     whole = sorted(best.estimate.breakdown.items(), key=lambda item: -item[1])
-    bubble = parts_of(best)["bubble"]
+    bubble = step_breakdown(best)["bubble"]
     told = [(name, seconds - (bubble if name == "communication" and "bubble" not in best.estimate.breakdown else 0.0)) for name, seconds in whole]
     told += [("the pipeline's bubble", bubble)] if bubble and "bubble" not in best.estimate.breakdown else []
     return "Where the time goes: " + ", ".join(f"{name} {seconds / step:.0%}" for name, seconds in told if seconds > 0.005 * step) + "."
 
 
-def _binds(ranking: Ranking) -> str:
+def _describe_bottleneck(ranking: Ranking) -> str:
     best = ranking.best
-    parts = parts_of(best)
+    parts = step_breakdown(best)
     step = best.estimate.step_s or 1.0
     name, seconds = max(parts.items(), key=lambda item: item[1])
-    used = _used(ranking) / HEADROOM
-    said = {"computation": "computation", "optimizer": "the optimizer's update", "bubble": "the pipeline's bubble"}.get(name) or _slow_wire(ranking)
+    used = _peak_memory_fraction(ranking) / HEADROOM
+    said = {"computation": "computation", "optimizer": "the optimizer's update", "bubble": "the pipeline's bubble"}.get(
+        name
+    ) or _describe_slowest_axis(ranking)
     text = f"What binds: {said} ({seconds / step:.0%} of the step)"
     if name != "communication" and parts["communication"] > 0.1 * step:
-        text += f", then {_slow_wire(ranking)} ({parts['communication'] / step:.0%})"
+        text += f", then {_describe_slowest_axis(ranking)} ({parts['communication'] / step:.0%})"
     if name != "bubble" and parts["bubble"] > 0.1 * step:
         text += (
             f", then the pipeline's bubble ({parts['bubble'] / step:.0%}: {best.plan.micro_batches} micro-batches over {best.plan.mesh.pp} stages)"
         )
-    if used > _TIGHT:
-        text += f"; memory{_fullest(ranking)} is {used:.0%} full"
+    if used > _MEMORY_BOUND_FRACTION:
+        text += f"; memory{_describe_fullest_stage(ranking)} is {used:.0%} full"
     return text + "."
 
 
-def _used(ranking: Ranking) -> float:
+def _peak_memory_fraction(ranking: Ranking) -> float:
     """Of the memory of the device that is fullest."""
     best = ranking.best
-    if ranking.equal is None:
+    if ranking.best_equal_split is None:
         return max(best.estimate.memory_bytes) / ranking.cluster.least_memory(best.plan.world)
-    devices = ranking.cluster.seated(best.plan.seats).devices
+    devices = ranking.cluster.in_device_order(best.plan.device_order).devices
     return max(need / device.memory_bytes for need, device in zip(best.estimate.memory_bytes, devices, strict=False))
 
 
-def _slow_wire(ranking: Ranking) -> str:
+def _describe_slowest_axis(ranking: Ranking) -> str:
     """The axis whose calls take longest, and the link that decides."""
-    plan, profile = ranking.best.plan, ranking.profile.at(ranking.best.plan.largest_micro_batch)
-    rates = ranking.calibration.layout(plan.world)
+    plan, profile = ranking.best.plan, ranking.profile.at_batch(ranking.best.plan.max_micro_batch_size)
+    rates = ranking.calibration.rates_for(plan.world)
     taken: dict[str, float] = {}
     links: dict[str, str] = {}
-    for action in program(plan, profile, Place(), micro_batches=1):
-        if action.communicates and action.ranks(plan.mesh) > 1:
+    for action in build_program(plan, profile, MeshCoordinate(), micro_batches=1):
+        if action.is_communication and action.num_ranks(plan.mesh) > 1:
             taken[action.axis] = taken.get(action.axis, 0.0) + collective_seconds(action, plan, ranking.cluster, rates)
-            joined = between(ranking.cluster, action, plan.mesh)
-            across = isinstance(joined, Reach) and joined.nodes > 1
-            links[action.axis] = f"{joined.slowest if isinstance(joined, Reach) else joined.name}{' between nodes' if across else ''}"
+            joined = group_link(ranking.cluster, action, plan.mesh)
+            across = isinstance(joined, GroupBandwidth) and joined.nodes > 1
+            links[action.axis] = f"{joined.slowest if isinstance(joined, GroupBandwidth) else joined.name}{' between nodes' if across else ''}"
     if not taken:
         return "communication"
     axis = max(taken, key=lambda a: taken[a])
-    return f"communication among {_WHO.get(axis, 'ranks')} over {links[axis]}"
+    return f"communication among {_AXIS_RANK_NAMES.get(axis, 'ranks')} over {links[axis]}"
 
 
-def _fullest(ranking: Ranking) -> str:
+def _describe_fullest_stage(ranking: Ranking) -> str:
     """The stage that needs most."""
     plan = ranking.best.plan
     if plan.mesh.pp == 1:
         return ""
-    rates, micro = ranking.calibration.layout(plan.world), ranking.profile.at(plan.largest_micro_batch)
+    rates, micro = ranking.calibration.rates_for(plan.world), ranking.profile.at_batch(plan.max_micro_batch_size)
 
-    every = alike(plan, ranking.profile, range(plan.mesh.pp))
+    every = equivalent_pipeline_ranks(plan, ranking.profile, range(plan.mesh.pp))
 
-    def need(stage: int) -> int:
-        under_way = in_flight(plan, stage, every[stage])
+    def stage_peak_bytes(stage: int) -> int:
+        under_way = in_flight_by_layer(plan, stage, every[stage])
         return sum(peak_bytes(plan, local_profile(plan, micro, 0, stage), ranking.workload.optimizer, rates, under_way).values())
 
-    return f" on stage {max(every, key=need)}"
+    return f" on stage {max(every, key=stage_peak_bytes)}"
 
 
-def _memory(ranking: Ranking) -> str:
+def _describe_memory(ranking: Ranking) -> str:
     best = ranking.best
     kinds = sorted(best.estimate.memory_kinds.items(), key=lambda item: -item[1])
     most = ", ".join(f"{name} {show_bytes(size)}" for name, size in kinds[:3] if size)
     tight = [s for s in ranking.scored if not s.estimate.fits]
     binding = f"It rules out {len(tight)} of {len(ranking.scored)} plans" if tight else "It is no constraint: every legal plan fits"
-    if ranking.considered:
-        binding = f"{ranking.considered:,} plans were weighed; {len(ranking.scored)} that bounds let through were priced, {len(tight)} too large"
+    if ranking.num_considered:
+        binding = f"{ranking.num_considered:,} plans were weighed; {len(ranking.scored)} that bounds let through were priced, {len(tight)} too large"
     return f"Memory: {best.estimate.reason} (mostly {most}). {binding}."
 
 
-def _second(best: Scored, second: Scored) -> str:
-    ratio = second.estimate.step_s / best.estimate.step_s
-    if not second.estimate.fits:
-        return f"Runner-up: {second.plan.summary()}: {second.estimate.reason}."
+def _describe_runner_up(best: ScoredPlan, runner_up: ScoredPlan) -> str:
+    ratio = runner_up.estimate.step_s / best.estimate.step_s
+    if not runner_up.estimate.fits:
+        return f"Runner-up: {runner_up.plan.summary()}: {runner_up.estimate.reason}."
     slower = "about as fast, and more complicated" if 0.995 <= ratio < 1.005 else f"{ratio:.2f}× the time"
-    saved = 1 - max(second.estimate.memory_bytes) / max(best.estimate.memory_bytes)
+    saved = 1 - max(runner_up.estimate.memory_bytes) / max(best.estimate.memory_bytes)
     memory = f"{saved:.0%} less memory" if saved > 0.02 else f"{-saved:.0%} more memory" if saved < -0.02 else "the same memory"
-    return f"Runner-up: {second.plan.summary()}: {show_seconds(second.estimate.step_s)} a step, {slower}, {memory}."
+    return f"Runner-up: {runner_up.plan.summary()}: {show_seconds(runner_up.estimate.step_s)} a step, {slower}, {memory}."
 
 
 # -- what would change it --
 
 
-def _what_if(ranking: Ranking, clock: _Budget) -> list[str]:
+def _describe_what_ifs(ranking: Ranking, budget: _TimeBudget) -> list[str]:
     """Ask the planner again with one thing changed; report the changes that change the strategy."""
     first = ranking.best.plan
     found, same, untried = [], [], []
-    for words, ask, quick in _changes(ranking):
-        if not (quick or (clock.left and ranking.took_s <= _LONG_S)):
+    for words, ask, quick in _what_if_changes(ranking):
+        if not (quick or (budget.has_time and ranking.search_s <= _MAX_SEARCH_S)):
             untried.append(words)
             continue
         try:
@@ -250,7 +277,7 @@ def _what_if(ranking: Ranking, clock: _Budget) -> list[str]:
             continue
         if not other.estimate.fits:
             found.append(f"{words} → nothing fits")
-        elif _differs(other.plan, first, ranking):
+        elif _is_other_strategy(other.plan, first, ranking):
             found.append(f"{words} → {other.plan.summary()} ({show_seconds(other.estimate.step_s)} a step)")
         else:
             same.append(words)
@@ -259,72 +286,78 @@ def _what_if(ranking: Ranking, clock: _Budget) -> list[str]:
     return lines + ([f"Not tried, for lack of time: {', '.join(untried)}."] if untried else [])
 
 
-def _differs(plan: Plan, first: Plan, ranking: Ranking) -> bool:
+def _is_other_strategy(plan: Plan, current: Plan, ranking: Ranking) -> bool:
     """Another strategy or recomputation; another number of ranks, but for the devices that came or went."""
     devices = len(ranking.cluster.devices)
-    worlds = plan.world != first.world and not (first.world == devices and plan.world not in (1, first.world) and plan.strategy == first.strategy)
-    return plan.strategy != first.strategy or plan.memory.recompute != first.memory.recompute or worlds
+    worlds = plan.world != current.world and not (
+        current.world == devices and plan.world not in (1, current.world) and plan.strategy == current.strategy
+    )
+    return plan.strategy != current.strategy or plan.memory.recompute != current.memory.recompute or worlds
 
 
-def _changes(ranking: Ranking) -> Iterator[tuple[str, Callable[[], Scored], bool]]:
+def _what_if_changes(ranking: Ranking) -> Iterator[tuple[str, Callable[[], ScoredPlan], bool]]:
     """(what changes, how to ask, whether that is quick)."""
     cluster, workload = ranking.cluster, ranking.workload
     network = "network between nodes" if len(cluster.nodes) > 1 else "network"
 
-    def machine(**change: Any) -> Callable[[], Scored]:
-        return lambda: best_again(ranking, change.get("cluster", cluster), change.get("calibration", ranking.calibration))
+    def rescore_on(**change: Any) -> Callable[[], ScoredPlan]:
+        return lambda: rescore_best(ranking, change.get("cluster", cluster), change.get("calibration", ranking.calibration))
 
     if len(cluster.devices) > 1:
         for times, words in ((4.0, "four times faster"), (2.0, "twice as fast"), (0.5, "half as fast"), (0.25, "four times slower")):
-            yield f"a {network} {words}", machine(**_network(ranking, times)), True
+            yield f"a {network} {words}", rescore_on(**_scale_network(ranking, times)), True
     twice = with_memory(cluster, lambda size: 2 * size)
-    yield "twice the memory", lambda: best_again(ranking, twice, ranking.calibration, as_quick=True), True
+    yield "twice the memory", lambda: rescore_best(ranking, twice, ranking.calibration, memory_only=True), True
     half = with_memory(cluster, lambda size: size // 2)
-    near = best_again(ranking, half, ranking.calibration, as_quick=True)
-    if near.estimate.fits or not ranking.considered:
+    near = rescore_best(ranking, half, ranking.calibration, memory_only=True)
+    if near.estimate.fits or not ranking.num_considered:
         yield "half the memory", lambda: near, True
     else:  # what fits there was too slow here to be looked at
-        yield "half the memory", lambda: _searched(ranking, cluster=half), False
+        yield "half the memory", lambda: _search_again(ranking, cluster=half), False
     yield (
         f"a global batch of {2 * workload.global_batch}",
-        lambda: _searched(ranking, workload=replace(workload, global_batch=2 * workload.global_batch)),
+        lambda: _search_again(ranking, workload=replace(workload, global_batch=2 * workload.global_batch)),
         False,
     )
-    if ranking.wishes.mesh is None and ranking.wishes.world is None and not places(cluster, len(cluster.devices)):
-        count, unit = units_of(cluster)
+    if ranking.constraints.mesh is None and ranking.constraints.world is None and not assign_rank_devices(cluster, len(cluster.devices)):
+        count, unit = cluster_units(cluster)
         if count > 1:
-            yield f"one {unit} less", lambda: _searched(ranking, cluster=grown(cluster, count - 1)), False
-        yield f"one {unit} more", lambda: _searched(ranking, cluster=grown(cluster, count + 1)), False
+            yield f"one {unit} less", lambda: _search_again(ranking, cluster=resize_cluster(cluster, count - 1)), False
+        yield f"one {unit} more", lambda: _search_again(ranking, cluster=resize_cluster(cluster, count + 1)), False
 
 
-def _searched(ranking: Ranking, cluster: Cluster | None = None, workload: Workload | None = None) -> Scored:
+def _search_again(ranking: Ranking, cluster: Cluster | None = None, workload: Workload | None = None) -> ScoredPlan:
     """The best plan of another search: other numbers of devices or samples have other plans."""
-    inputs = (ranking.profile, cluster or ranking.cluster, workload or ranking.workload, ranking.calibration, ranking.wishes)
-    return rank_plans(*inputs, _like(ranking)).best
+    inputs = (ranking.profile, cluster or ranking.cluster, workload or ranking.workload, ranking.calibration, ranking.constraints)
+    return rank_plans(*inputs, _with_partition_cache(ranking)).best
 
 
-def _like(ranking: Ranking) -> Ranking:
+def _with_partition_cache(ranking: Ranking) -> Ranking:
     """With what takes the model apart, so that it is not found out for every question."""
-    return ranking if ranking.cutter else replace(ranking, cutter=Cutter(ranking.profile, ranking.workload, ranking.wishes))
+    return (
+        ranking
+        if ranking.partition_cache
+        else replace(ranking, partition_cache=PartitionCache(ranking.profile, ranking.workload, ranking.constraints))
+    )
 
 
-def _network(ranking: Ranking, factor: float) -> dict[str, Any]:
+def _scale_network(ranking: Ranking, factor: float) -> dict[str, Any]:
     """Links between nodes, and within the only one; measured collectives cross the slowest of them: where nothing was measured, links are priced."""
 
-    def link(found: Link) -> Link:
-        return replace(found, latency_s=found.latency_s / factor, bandwidth=found.bandwidth * factor)
+    def scale_link(link: Link) -> Link:
+        return replace(link, latency_s=link.latency_s / factor, bandwidth=link.bandwidth * factor)
 
     cluster = ranking.cluster
     return {
-        "cluster": map_network_links(cluster, link) if len(cluster.nodes) > 1 else map_links(cluster, link),
-        "calibration": replace(ranking.calibration, layouts=tuple(_faster(r, factor) for r in ranking.calibration.layouts)),
+        "cluster": map_network_links(cluster, scale_link) if len(cluster.nodes) > 1 else map_links(cluster, scale_link),
+        "calibration": replace(ranking.calibration, layouts=tuple(_scale_rates(r, factor) for r in ranking.calibration.layouts)),
     }
 
 
-def _faster(rates: Rates, factor: float) -> Rates:
+def _scale_rates(rates: Rates, factor: float) -> Rates:
     return replace(
         rates,
-        collectives={k: Line(v.alpha_s / factor, v.bytes_per_s * factor) for k, v in rates.collectives.items()},
+        collectives={k: AlphaBetaModel(v.alpha_s / factor, v.bytes_per_s * factor) for k, v in rates.collectives.items()},
         curves={k: tuple((sent, seconds / factor) for sent, seconds in points) for k, points in rates.curves.items()},
     )
 
@@ -332,14 +365,14 @@ def _faster(rates: Rates, factor: float) -> Rates:
 # -- how sure --
 
 
-def _uncertain(ranking: Ranking) -> str:
+def _describe_uncertainty(ranking: Ranking) -> str:
     calibration = ranking.calibration
     basis = calibration.basis or {"probe": "a quick probe of this machine"}.get(calibration.source, calibration.source)
     text = f"How sure: ± {ranking.best.estimate.error:.0%}, from {basis}"
     if calibration.source != "probe" and ranking.cluster.name == "here":
         text += "; `meshwright describe cluster --probe` would measure this machine"
     world = ranking.best.plan.world
-    measured = calibration.layout(world)
+    measured = calibration.rates_for(world)
     if calibration.source == "probe" and measured.ranks != world:
         text += f"; measured with {measured.ranks} ranks, not {world}"
     return text + "."

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from functools import cache
 from operator import itemgetter
 
-from meshwright.core.plan import Compile, Plan
+from meshwright.core.plan import CompileMode, Plan
 from meshwright.core.workload import OPTIMIZER_STATES
-from meshwright.cost.pipeline import Order, held, largest
-from meshwright.cost.step import HEADROOM
-from meshwright.plan.amounts import Choice, Layers, Same, Sum
+from meshwright.cost.pipeline_cost import PipelineSpec, in_flight_by_stage, pareto_maxima
+from meshwright.cost.step_cost import HEADROOM
+from meshwright.plan.layer_totals import IdentityKey, LayerTotals, RecomputeChoice, StageLayers
+from meshwright.plan.planning_problem import PlanningProblem
 from meshwright.plan.point_totals import PointTotals
-from meshwright.plan.problem import PlanningProblem
 from meshwright.plan.search_point import SearchPoint
 
 
@@ -25,14 +25,14 @@ class MemoryBounds:
         self._min_device_memory = cache(problem.cluster.least_memory)
         self.peak_moments, self._in_flight_bytes = cache(self._compute_peak_moments), cache(self._compute_in_flight_bytes)
 
-    def bytes(self, point: SearchPoint, sharding: Plan, compile_mode: Compile, stages: Layers = ()) -> float:
+    def bytes(self, point: SearchPoint, sharding: Plan, compile_mode: CompileMode, stages: StageLayers = ()) -> float:
         """What the mean pipeline rank holds: parameters, states, and of one micro-batch what is kept for backward. With `stages`, the
         largest rank, and all micro-batches that it has under way."""
         rates = self._problem.rates(point.mesh.size)
         stage_totals = self._totals.of_stages(point, sharding, compile_mode, stages)
-        return min(rates.held, 1.0) * (rates.base_bytes + self._max_rank_bytes(point, stage_totals, stages))
+        return min(rates.memory_correction, 1.0) * (rates.base_bytes + self._max_rank_bytes(point, stage_totals, stages))
 
-    def fits(self, point: SearchPoint, sharding: Plan, compile_mode: Compile, stages: Layers = ()) -> bool:
+    def fits(self, point: SearchPoint, sharding: Plan, compile_mode: CompileMode, stages: StageLayers = ()) -> bool:
         return self.bytes(point, sharding, compile_mode, stages) <= self.limit(point)
 
     def limit(self, point: SearchPoint) -> float:
@@ -43,36 +43,40 @@ class MemoryBounds:
         """What of that is left for tensors."""
         return self.limit(point) - self._problem.rates(point.mesh.size).base_bytes
 
-    def _max_rank_bytes(self, point: SearchPoint, stage_totals: Sequence[Sum], stages: Layers) -> float:
+    def _max_rank_bytes(self, point: SearchPoint, stage_totals: Sequence[LayerTotals], stages: StageLayers) -> float:
         ranks = self._totals.of_ranks(point, stage_totals, stages)
         if not stages:
-            return self.rank_bytes(point, ranks[0], ranks[0].kept[point.recompute])
-        kept = self._in_flight_bytes(point.order, Same(stage_totals), point.recompute)
+            return self.rank_bytes(point, ranks[0], ranks[0].activation_bytes[point.recompute])
+        kept = self._in_flight_bytes(point.pipeline_spec, IdentityKey(stage_totals), point.recompute)
         return max(self.rank_bytes(point, rank, most) for rank, most in zip(ranks, kept, strict=True))
 
-    def _compute_in_flight_bytes(self, order: Order, stage_totals: Same[Sequence[Sum]], recompute: Choice) -> list[float]:
+    def _compute_in_flight_bytes(
+        self, order: PipelineSpec, stage_totals: IdentityKey[Sequence[LayerTotals]], recompute: RecomputeChoice
+    ) -> list[float]:
         """Bytes that all the micro-batches which a rank has under way keep at most, by rank."""
         return [max(kept for _, kept in moments) for moments in self.peak_moments(order, stage_totals, recompute)]
 
     def _compute_peak_moments(
-        self, order: Order, stage_totals: Same[Sequence[Sum]], recompute: Choice
+        self, order: PipelineSpec, stage_totals: IdentityKey[Sequence[LayerTotals]], recompute: RecomputeChoice
     ) -> list[list[tuple[tuple[int, ...], float]]]:  # fmt: skip
         """By rank, when it has most under way: how many micro-batches of each of its stages, and the bytes that they keep."""
-        kept = [stage.kept[recompute] for stage in stage_totals.value]
+        kept = [stage.activation_bytes[recompute] for stage in stage_totals.value]
         found: list[list[tuple[tuple[int, ...], float]]] = []
         for rank in range(order.ranks):
             mine = order.stages(rank) if len(kept) > 1 else (0,)
-            most = _dominant_counts(held(order, rank), [id(stage_totals.value[stage]) for stage in mine])
+            most = _dominant_counts(in_flight_by_stage(order, rank), [id(stage_totals.value[stage]) for stage in mine])
             found.append([(counts, sum(n * kept[stage] for n, stage in zip(counts, mine, strict=True))) for counts in most])
         return found
 
-    def rank_bytes(self, point: SearchPoint, rank: Sum, kept: float) -> float:
+    def rank_bytes(self, point: SearchPoint, rank: LayerTotals, kept: float) -> float:
         """Parameters, gradients, states, and what is `kept` for backward."""
         mesh, states, shards = point.mesh, self._states, point.mesh.shard
-        whole, trained = rank.parameters, rank.trained
+        whole, trained = rank.parameters, rank.trainable_bytes
         if mesh.group_size("data") == 1:  # gradients appear as activations go
             return whole + states * trained + max(trained, kept)
-        kept = max(kept, rank.unit) if point.zero == 3 and mesh.pp == 1 else kept  # the largest unit's gradients, when little else is kept
+        kept = (
+            max(kept, rank.largest_unit_bytes) if point.zero == 3 and mesh.pp == 1 else kept
+        )  # the largest unit's gradients, when little else is kept
         come = trained if point.micro_batches == 1 and point.zero < 2 else 0.0  # those that are a bucket each take the place of activations
         if point.zero == 2 and (point.micro_batches == 1 or mesh.pp > 1):
             come = trained / shards  # so do a rank's shards, in the first backward
@@ -97,5 +101,5 @@ def _dominant_counts(every: Sequence[tuple[int, ...]], kinds: Sequence[int]) -> 
     for counts in every:
         together = tuple(sum(n for n, kind in zip(counts, kinds, strict=True) if kind == one) for one in known)
         alike.setdefault(together, []).append(counts)
-    most = [alike[together] for together in largest(set(alike))]
+    most = [alike[together] for together in pareto_maxima(set(alike))]
     return [*{max(same, key=itemgetter(stage)): None for same in most for stage in range(len(kinds))}]

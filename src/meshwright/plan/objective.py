@@ -5,14 +5,25 @@ from __future__ import annotations
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.pipeline_schedules import schedule_traits
-from meshwright.core.units import show_bytes, show_seconds
+from meshwright.core.quantities import show_bytes, show_seconds
 from meshwright.core.workload import Workload
 
 # What each mechanism that a plan adds must gain, relatively: predictions are not finer, and simple plans break less. Cutting a batch
 # into pieces or computing twice never makes a real device quicker by much; where a prediction says so, it is noise in a curve.
-_ADDED_COST = {"zero": 0.004, "hybrid": 0.004, "tensor": 0.02, "grid": 0.02, "sequence": 0.01, "context": 0.03, "owners": 0.02, "order": 0.01,
-               "pipeline": 0.03, "micro_batches": 0.04, "recompute": 0.04}  # fmt: skip
-_HOUR = 3600.0
+_MECHANISM_PENALTIES = {
+    "zero": 0.004,
+    "hybrid": 0.004,
+    "tensor": 0.02,
+    "grid": 0.02,
+    "sequence": 0.01,
+    "context": 0.03,
+    "owners": 0.02,
+    "order": 0.01,
+    "pipeline": 0.03,
+    "micro_batches": 0.04,
+    "recompute": 0.04,
+}
+_SECONDS_PER_HOUR = 3600.0
 
 
 def check_objective(workload: Workload) -> None:
@@ -23,36 +34,38 @@ def check_objective(workload: Workload) -> None:
         raise RequestError("objective=energy needs the power of a device in watts: --set watts=700")
 
 
-def burden(mesh: Mesh, zero: int, micro_batches: int, sequence: bool, recomputes: bool, schedule: str = "1f1b", each: int = 2) -> float:
-    """By what factor a plan's time is judged longer than it is; `each` is how many stages a pipeline's rank has."""
+def complexity_penalty(
+    mesh: Mesh, zero: int, micro_batches: int, sequence_parallel: bool, recomputes: bool, schedule: str = "1f1b", stages_per_rank: int = 2
+) -> float:
+    """By what factor a plan's time is judged longer than it is; `stages_per_rank` is how many stages a pipeline's rank has."""
     added = {
         "zero": zero,
         "hybrid": mesh.dp > 1 < mesh.shard,
         "pipeline": mesh.pp > 1,
         "tensor": mesh.degree("tp") > 1,
         "grid": len(mesh.tp) > 1,
-        "sequence": sequence,
+        "sequence": sequence_parallel,
         "context": mesh.cp > 1,
         "owners": mesh.ep > 1,
         "order": bool(mesh.order),
         "micro_batches": micro_batches.bit_length() - 1,
         "recompute": recomputes,
     }
-    staged = schedule_traits(schedule).added_cost * (each.bit_length() - 1) if mesh.pp > 1 else 0.0
-    return 1.0 + sum([*(_ADDED_COST[name] * count for name, count in added.items()), staged])
+    staged = schedule_traits(schedule).added_cost * (stages_per_rank.bit_length() - 1) if mesh.pp > 1 else 0.0
+    return 1.0 + sum([*(_MECHANISM_PENALTIES[name] * count for name, count in added.items()), staged])
 
 
-def cost(workload: Workload, step_s: float, world: int, memory: float) -> float:
+def objective_cost(workload: Workload, step_s: float, world: int, memory: float) -> float:
     """What the workload wants little of: seconds, device-seconds, bytes, money or joules, for one step."""
     if workload.objective == "memory":
         return memory
-    each = {"time": 1.0 / world, "throughput": 1.0, "money": workload.price / _HOUR, "energy": workload.watts}[workload.objective]
+    each = {"time": 1.0 / world, "throughput": 1.0, "money": workload.price / _SECONDS_PER_HOUR, "energy": workload.watts}[workload.objective]
     return step_s * world * each
 
 
 def show_cost(workload: Workload, step_s: float, world: int, memory: float) -> str:
     """The same in words."""
-    found = cost(workload, step_s, world, memory)
+    found = objective_cost(workload, step_s, world, memory)
     if workload.objective == "throughput":
         return f"{workload.global_batch / found:,.4g} samples/s a device"
     if workload.objective == "money":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Stage
 
-_SHARE = 0.05  # a layer that holds less of the parameters than this is not worth a collective of its own
+_MIN_UNIT_SHARE = 0.05  # a layer that holds less of the parameters than this is not worth a collective of its own
 
 
 def choose_units(profile: ModelProfile) -> tuple[str, ...]:
@@ -13,10 +13,10 @@ def choose_units(profile: ModelProfile) -> tuple[str, ...]:
     blocks = tuple(layer.name for layer in profile.layers if layer.block)
     if blocks:
         return blocks
-    least = _SHARE * profile.parameters
+    least = _MIN_UNIT_SHARE * profile.parameters
     names = [layer.name for layer in profile.layers if layer.parameters > least and layer.name not in ("", "(model)")]
     return tuple(name for name in names if not any(other.startswith(f"{name}.") for other in names))  # units do not nest
 
 
-def one_stage(profile: ModelProfile) -> tuple[Stage, ...]:
+def single_stage(profile: ModelProfile) -> tuple[Stage, ...]:
     return (Stage(tuple(layer.name for layer in profile.layers)),)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwright.core.plan import Compile, Plan, SyncPolicy
-from meshwright.plan.amounts import Amounts, Layers, Sum
-from meshwright.plan.problem import PlanningProblem
+from meshwright.core.plan import CompileMode, Plan, SyncPolicy
+from meshwright.plan.layer_totals import LayerTotals, LayerTotalsCache, StageLayers
+from meshwright.plan.planning_problem import PlanningProblem
 from meshwright.plan.search_point import SearchPoint
 
 
@@ -15,19 +15,19 @@ class PointTotals:
 
     def __init__(self, problem: PlanningProblem) -> None:
         self._problem = problem
-        bucket_bytes = problem.wishes.bucket_bytes or SyncPolicy.bucket_bytes
-        self._amounts = Amounts.of(problem.profile, problem.workload.precision, problem.units, bucket_bytes)
+        bucket_bytes = problem.constraints.bucket_bytes or SyncPolicy.bucket_bytes
+        self._amounts = LayerTotalsCache.of(problem.profile, problem.workload.precision, problem.units, bucket_bytes)
 
-    def of_stages(self, point: SearchPoint, sharding: Plan, compile_mode: Compile, stages: Layers) -> list[Sum]:
+    def of_stages(self, point: SearchPoint, sharding: Plan, compile_mode: CompileMode, stages: StageLayers) -> list[LayerTotals]:
         """By stage; the whole model where `stages`, the layers of each, are not known. `sharding` says what a rank has of every layer."""
-        share = self._problem.workload.global_batch // point.mesh.data_width
+        share = self._problem.workload.global_batch // point.mesh.data_parallel_size
         rates = self._problem.rates(point.mesh.size)
-        return self._amounts.sums(-(-share // point.micro_batches), compile_mode, rates, sharding, stages)
+        return self._amounts.stage_totals(-(-share // point.micro_batches), compile_mode, rates, sharding, stages)
 
-    def of_ranks(self, point: SearchPoint, stage_totals: Sequence[Sum], stages: Layers) -> list[Sum]:
+    def of_ranks(self, point: SearchPoint, stage_totals: Sequence[LayerTotals], stages: StageLayers) -> list[LayerTotals]:
         """By pipeline rank; the mean one where its stages are not known."""
-        mine = [point.order.stages(rank) for rank in range(point.mesh.pp)] if stages else ()
-        return self._amounts.ranks(stage_totals, point.schedule, mine, point.mesh.pp)
+        mine = [point.pipeline_spec.stages(rank) for rank in range(point.mesh.pp)] if stages else ()
+        return self._amounts.rank_totals(stage_totals, point.schedule, mine, point.mesh.pp)
 
     def is_in_unit(self, module: str) -> bool:
-        return self._amounts.in_unit(module)
+        return self._amounts.is_inside_unit(module)

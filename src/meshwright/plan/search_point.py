@@ -7,8 +7,8 @@ from functools import cached_property
 
 from meshwright.core.mesh import Mesh
 from meshwright.core.pipeline_schedules import PipelineSchedule, schedule_traits
-from meshwright.cost.pipeline import Order
-from meshwright.plan.amounts import Choice
+from meshwright.cost.pipeline_cost import PipelineSpec
+from meshwright.plan.layer_totals import RecomputeChoice
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,14 @@ class SearchPoint:
     mesh: Mesh
     zero: int
     micro_batches: int
-    recompute: Choice
-    sequence: bool = False
+    recompute: RecomputeChoice
+    sequence_parallel: bool = False
     schedule: PipelineSchedule = "1f1b"
-    stages_each: int = 0  # stages a rank; 0: as many as is usual
+    stages_per_rank: int = 0  # stages a rank; 0: as many as is usual
 
     @cached_property
-    def order(self) -> Order:
-        return Order(self.schedule, self.mesh.pp, self.micro_batches, self.stages_each or schedule_traits(self.schedule).stages_per_rank)
+    def pipeline_spec(self) -> PipelineSpec:
+        return PipelineSpec(self.schedule, self.mesh.pp, self.micro_batches, self.stages_per_rank or schedule_traits(self.schedule).stages_per_rank)
 
 
 def is_basic_mesh(mesh: Mesh) -> bool:

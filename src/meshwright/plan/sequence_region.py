@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from meshwright.core.dataflow import ModuleCall, Operation
 from meshwright.core.errors import RequestError
-from meshwright.core.strand import ModuleCall, Operation
-from meshwright.core.tensor import Along, Dealt, Meet, TensorPolicy
-from meshwright.plan.reader import Reader
+from meshwright.core.tensor_policy import CollectiveSite, SequenceLayout, ShardedDim, TensorPolicy
+from meshwright.plan.dataflow_index import DataflowIndex
 
 _SEQUENCE_DIM_NAME = "sequence"
 _MASKING_OPS = frozenset(("mul", "mul_", "div", "div_", "where", "_to_copy", "clone", "native_dropout"))  # a product with what is no input
@@ -23,7 +23,7 @@ class SequenceParallelError(Exception):
 class SequenceRegion:
     """Follows one logical dim of positions from the sums that begin the region to the sharded parts that end it."""
 
-    dataflow_index: Reader
+    dataflow_index: DataflowIndex
     policy: TensorPolicy
     logical_dim: int
     sharded_dims: frozenset[int]
@@ -33,15 +33,15 @@ class SequenceRegion:
     stop_ops: set[int] = field(default_factory=set)  # operations that could go on with some positions, but what they make is needed whole
 
     def __post_init__(self) -> None:
-        flow = self.dataflow_index.flow
-        self.dim_name = next((s.name for s in self.policy.strands if not s.cuts and self._is_this_dim(s)), "")
-        taken = sum(not s.cuts for s in self.policy.strands)
+        flow = self.dataflow_index.dataflow
+        self.dim_name = next((s.name for s in self.policy.sharded_dims if not s.parameter_shards and self._is_this_dim(s)), "")
+        taken = sum(not s.parameter_shards for s in self.policy.sharded_dims)
         self.dim_name = self.dim_name or (f"{_SEQUENCE_DIM_NAME}.{taken}" if taken else _SEQUENCE_DIM_NAME)
-        sums = {m.module for m in self.policy.sums if m.along is None or m.along.strand == self.dim_name}
+        sums = {m.module for m in self.policy.reduce_sites if m.sequence_layout is None or m.sequence_layout.logical_dim == self.dim_name}
         self.reduced_outputs = {c.outputs[0]: c for c in flow.modules if c.module in sums and self.has_dim(c.outputs[0])}
         self.entry_calls: dict[int, list[ModuleCall]] = {}
         self.moved_entries: dict[tuple[str, int], tuple[str, int]] = {}  # where a value entered before → where it enters now
-        positions = {(m.module, m.position) for m in self.policy.enters}
+        positions = {(m.module, m.position) for m in self.policy.copy_sites}
         for call in flow.modules:
             for at, value in enumerate(call.inputs):
                 if (call.module, at) in positions and self.has_dim(value):
@@ -53,36 +53,48 @@ class SequenceRegion:
         """The largest module around a cut part that is given the same value for nothing else: code in it that asks for the value's sizes
         is told those of the whole."""
         users = self.dataflow_index.consumers.get(value, [])
-        mine = [i for i in users if call.first <= i < call.last]
-        around = [c for c in self.dataflow_index.doors(value) if c.first <= call.first and call.last <= c.last]
-        return [c for c in (call, *around) if [i for i in users if c.first <= i < c.last] == mine][-1]
+        mine = [i for i in users if call.first_op <= i < call.end_op]
+        around = [c for c in self.dataflow_index.input_calls(value) if c.first_op <= call.first_op and call.end_op <= c.end_op]
+        return [c for c in (call, *around) if [i for i in users if c.first_op <= i < c.end_op] == mine][-1]
 
-    def _is_this_dim(self, strand: Dealt) -> bool:
+    def _is_this_dim(self, strand: ShardedDim) -> bool:
         """Is it this one, in a policy that has been settled?"""
-        marked = [m for m in (*self.policy.sums, *self.policy.deals) if m.along is not None and m.along.strand == strand.name]
+        marked = [
+            m
+            for m in (*self.policy.reduce_sites, *self.policy.sequence_scatter_sites)
+            if m.sequence_layout is not None and m.sequence_layout.logical_dim == strand.name
+        ]
         return any(logical_dim_of(self.dataflow_index, self.policy, m) == self.logical_dim for m in marked)
 
     def has_dim(self, value: int) -> bool:
-        return self.logical_dim in self.dataflow_index.carried[value]
+        return self.logical_dim in self.dataflow_index.value_dims[value]
 
     def restore_from_policy(self) -> None:
         """What an earlier reading has settled, from the policy itself."""
-        for meet in (m for m in (*self.policy.deals, *self.policy.collects) if m.along is not None and m.along.strand == self.dim_name):
-            for call in self.dataflow_index.calls_of[meet.module]:
-                if meet.at_output:
-                    self.gathered_outputs.add(call.outputs[meet.position])
+        for site in (
+            m
+            for m in (*self.policy.sequence_scatter_sites, *self.policy.sequence_gather_sites)
+            if m.sequence_layout is not None and m.sequence_layout.logical_dim == self.dim_name
+        ):
+            for call in self.dataflow_index.calls_by_module[site.module]:
+                if site.at_output:
+                    self.gathered_outputs.add(call.outputs[site.position])
                 else:
-                    (self.scatters if meet in self.policy.deals else self.gathers)[call.inputs[meet.position], call.first] = call
+                    (self.scatters if site in self.policy.sequence_scatter_sites else self.gathers)[call.inputs[site.position], call.first_op] = call
 
     def _is_sharded_at(self, value: int, index: int) -> bool:
         """Does a rank have some positions of the value where operation `index` uses it? The innermost door on the way decides."""
         return self.is_sharded_within(value, index, index + 1)
 
     def is_sharded_within(self, value: int, first: int, last: int) -> bool:
-        doors = [(c, True) for (v, _), c in self.scatters.items() if v == value]
-        doors += [(c, False) for (v, _), c in self.gathers.items() if v == value]
-        doors += [(c, False) for c in self.entry_calls.get(value, [])]
-        inside = [(c.last - c.first, shared) for c, shared in doors if c.first <= first and last <= c.last and (c.first, c.last) != (first, last)]
+        boundaries = [(c, True) for (v, _), c in self.scatters.items() if v == value]
+        boundaries += [(c, False) for (v, _), c in self.gathers.items() if v == value]
+        boundaries += [(c, False) for c in self.entry_calls.get(value, [])]
+        inside = [
+            (c.end_op - c.first_op, shared)
+            for c, shared in boundaries
+            if c.first_op <= first and last <= c.end_op and (c.first_op, c.end_op) != (first, last)
+        ]
         if inside:
             return min(inside)[1]
         return value in self.sharded_values and value not in self.gathered_outputs
@@ -90,24 +102,24 @@ class SequenceRegion:
     def sharded_entries(self) -> list[tuple[int, ModuleCall]]:
         """Values that come sharded to a tensor-parallel part, which gathers them, and the calls of those parts."""
         every = ((v, c) for v, calls in self.entry_calls.items() for c in calls)
-        return [(v, c) for v, c in every if self.is_sharded_within(v, c.first, c.last)]
+        return [(v, c) for v, c in every if self.is_sharded_within(v, c.first_op, c.end_op)]
 
     def propagate(self) -> None:
         """Through all operations, with the scatters and gathers that are placed so far."""
-        flow = self.dataflow_index.flow
+        flow = self.dataflow_index.dataflow
         self.sharded_values: set[int] = set(self.reduced_outputs)
         self.dropout_modules: dict[str, int] = {}  # modules that multiply by random numbers, and what they give
         self.partial_parameters: dict[str, None] = {}
         self.needs_gather: dict[int, set[int]] = {}  # sharded values, and operations that need them whole
         self.needs_scatter: dict[int, set[int]] = {}  # whole values, and operations that need their positions alone
-        calls = {c.first: c for c in sorted(flow.modules, key=lambda c: c.first - c.last) if len(c.inputs) == len(c.outputs) == 1}
+        calls = {c.first_op: c for c in sorted(flow.modules, key=lambda c: c.first_op - c.end_op) if len(c.inputs) == len(c.outputs) == 1}
         skip = 0
         for index, op in enumerate(flow.operations):
             call = calls.get(index)
             if index >= skip and call is not None and self._is_sharded_at(call.inputs[0], index) and _is_dropout_like(self.dataflow_index, call):
                 self.sharded_values.add(call.outputs[0])
                 self.dropout_modules[call.module] = call.outputs[0]
-                skip = call.last
+                skip = call.end_op
             if index >= skip:
                 self._propagate_op(index, op)
         for value in self.sharded_values.intersection(flow.outputs) - self.gathered_outputs:
@@ -117,14 +129,19 @@ class SequenceRegion:
         mine = [v for v in op.inputs if self._is_sharded_at(v, index)]
         if not mine:
             return
-        held = [self.dataflow_index.origin[v] for v in op.inputs if v in self.dataflow_index.origin]
-        if index in self.stop_ops or not self._is_position_wise(op) or any(self.has_dim(v) for v in op.inputs if v in self.dataflow_index.origin):
+        held = [self.dataflow_index.parameter_of[v] for v in op.inputs if v in self.dataflow_index.parameter_of]
+        if (
+            index in self.stop_ops
+            or not self._is_position_wise(op)
+            or any(self.has_dim(v) for v in op.inputs if v in self.dataflow_index.parameter_of)
+        ):
             for value in mine:
                 self.needs_gather.setdefault(value, set()).add(index)
             return
         if op.name in ("bernoulli_", "native_dropout"):
             raise SequenceParallelError(
-                f"the code of {self.dataflow_index.place(index)} draws random numbers itself ({op.name}), not through a module such as nn.Dropout"
+                f"the code of {self.dataflow_index.describe_location(index)} draws random "
+                f"numbers itself ({op.name}), not through a module such as nn.Dropout"
             )
         for value in op.inputs:
             if self.has_dim(value) and value not in mine:
@@ -135,49 +152,56 @@ class SequenceRegion:
     def _is_position_wise(self, op: Operation) -> bool:
         """Does an operation treat positions alike, outside of what is cut?"""
         touched = [*op.inputs, *op.outputs]
-        if self.logical_dim in (*op.sums, *op.binds) or any(self.sharded_dims & self.dataflow_index.carried[v] for v in touched):
+        if self.logical_dim in (*op.contracted_dims, *op.indivisible_dims) or any(
+            self.sharded_dims & self.dataflow_index.value_dims[v] for v in touched
+        ):
             return False
         return all(map(self.has_dim, op.outputs))
 
-    def position_layout(self, value: int) -> Along:
+    def position_layout(self, value: int) -> SequenceLayout:
         """Where positions lie in a value."""
-        strands = self.dataflow_index.flow.values[value].strands
-        dim = next(d for d, found in enumerate(strands) if self.logical_dim in found)
-        at = strands[dim].index(self.logical_dim)
-        sizes = self.dataflow_index.flow.sizes
-        return Along(
-            self.dim_name, dim, math.prod(sizes[s] for s in strands[dim][at + 1 :]), mixed=math.prod(sizes[s] for s in strands[dim][:at]) > 1
+        logical_dims = self.dataflow_index.dataflow.values[value].logical_dims
+        dim = next(d for d, found in enumerate(logical_dims) if self.logical_dim in found)
+        at = logical_dims[dim].index(self.logical_dim)
+        sizes = self.dataflow_index.dataflow.sizes
+        return SequenceLayout(
+            self.dim_name,
+            dim,
+            math.prod(sizes[s] for s in logical_dims[dim][at + 1 :]),
+            has_outer_dims=math.prod(sizes[s] for s in logical_dims[dim][:at]) > 1,
         )
 
 
-def _is_dropout_like(reader: Reader, call: ModuleCall) -> bool:
+def _is_dropout_like(reader: DataflowIndex, call: ModuleCall) -> bool:
     """Does a module multiply what it is given by random numbers of its own, and do nothing else? Then its output for ones is those."""
-    flow, (given,), (made,) = reader.flow, call.inputs, call.outputs
-    if given == made or flow.values[given].strands != flow.values[made].strands:
+    flow, (given,), (made,) = reader.dataflow, call.inputs, call.outputs
+    if given == made or flow.values[given].logical_dims != flow.values[made].logical_dims:
         return False
     on_the_way = {given}
     draws = False
-    for op in flow.operations[call.first : call.last]:
+    for op in flow.operations[call.first_op : call.end_op]:
         met = on_the_way.intersection(op.inputs)
         draws |= op.name in ("bernoulli_", "native_dropout", "arange") or op.name in _LIKE_OPS
         if not met or op.name in _LIKE_OPS:
             continue
-        if len([v for v in op.inputs if v in on_the_way]) > 1 or op.name not in _MASKING_OPS or any(v in reader.origin for v in op.inputs):
+        if len([v for v in op.inputs if v in on_the_way]) > 1 or op.name not in _MASKING_OPS or any(v in reader.parameter_of for v in op.inputs):
             return False
         on_the_way.update(op.outputs)
     return draws and made in on_the_way
 
 
-def logical_dim_of(reader: Reader, policy: TensorPolicy, meet: Meet) -> int:
+def logical_dim_of(reader: DataflowIndex, policy: TensorPolicy, meet: CollectiveSite) -> int:
     """The logical dim of the positions that a collective is along."""
-    call = reader.calls_of[meet.module][0]
-    assert meet.along is not None
-    value = call.outputs[0] if meet in policy.sums else call.inputs[meet.position]
-    names = {s.name: s.size for s in policy.strands}
-    dim = reader.flow.values[value].strands[meet.along.dim]
+    call = reader.calls_by_module[meet.module][0]
+    assert meet.sequence_layout is not None
+    value = call.outputs[0] if meet in policy.reduce_sites else call.inputs[meet.position]
+    names = {s.name: s.size for s in policy.sharded_dims}
+    dim = reader.dataflow.values[value].logical_dims[meet.sequence_layout.dim]
     inner = 1
-    for strand in reversed(dim):
-        if inner == meet.along.inner and reader.flow.sizes[strand] == names[meet.along.strand]:
-            return strand
-        inner *= reader.flow.sizes[strand]
-    raise RequestError(f"plan: tensor.sums says that positions lie in dim {meet.along.dim} of {meet.module}'s output, and they do not: plan again")
+    for logical_dim in reversed(dim):
+        if inner == meet.sequence_layout.inner and reader.dataflow.sizes[logical_dim] == names[meet.sequence_layout.logical_dim]:
+            return logical_dim
+        inner *= reader.dataflow.sizes[logical_dim]
+    raise RequestError(
+        f"plan: tensor.sums says that positions lie in dim {meet.sequence_layout.dim} of {meet.module}'s output, and they do not: plan again"
+    )

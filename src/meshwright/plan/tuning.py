@@ -6,45 +6,45 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from meshwright.core.calibration import Rates
-from meshwright.core.compression import Compression
+from meshwright.core.compression_policy import Compression
 from meshwright.core.errors import RequestError
 from meshwright.core.estimate import Estimate
 from meshwright.core.plan import Plan
-from meshwright.core.units import show_bytes, show_seconds
-from meshwright.plan.space import Wishes
+from meshwright.core.quantities import show_bytes, show_seconds
+from meshwright.plan.search_space import Constraints
 
-BUCKETS = (2**20, 4 * 2**20, 25 * 2**20, 100 * 2**20, 400 * 2**20)
-_GAIN = 0.01  # predictions are not finer
+BUCKET_SIZES = (2**20, 4 * 2**20, 25 * 2**20, 100 * 2**20, 400 * 2**20)
+_MIN_GAIN = 0.01  # predictions are not finer
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TunedPlan:
     """A plan, what it would cost, and what was chosen and why."""
 
     plan: Plan
     estimate: Estimate
-    said: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
-def tune(plan: Plan, found: Estimate, wishes: Wishes, rates: Rates, price: Callable[[Plan], Estimate]) -> Tuned:
+def tune(plan: Plan, base_estimate: Estimate, constraints: Constraints, rates: Rates, price: Callable[[Plan], Estimate]) -> TunedPlan:
     """Leaves alone what the user has fixed, what has no gradient buckets, and a backend that was not measured where others were."""
     measured = [line for name, line in rates.collectives.items() if name in (f"{plan.backend}/all_reduce", f"{plan.backend}/reduce_scatter")]
-    if plan.mesh.group_size("data") == 1 or plan.memory.zero == 3 or bool(rates.collectives) > bool(measured) or not found.fits:
-        return Tuned(plan, found)
+    if plan.mesh.group_size("data") == 1 or plan.memory.zero == 3 or bool(rates.collectives) > bool(measured) or not base_estimate.fits:
+        return TunedPlan(plan, base_estimate)
     said: list[str] = []
-    if wishes.allow and wishes.compression is None:
-        plan, found, why = _compressed(plan, found, wishes.allow, price)
+    if constraints.allow and constraints.compression is None:
+        plan, base_estimate, why = _tune_compression(plan, base_estimate, constraints.allow, price)
         said.append(why)
-    if wishes.bucket_bytes is None:
-        plan, found, why = _bucketed(plan, found, measured[0].alpha_s if measured else None, price)
+    if constraints.bucket_bytes is None:
+        plan, base_estimate, why = _tune_buckets(plan, base_estimate, measured[0].alpha_s if measured else None, price)
         said += [why] if why else []
-    return Tuned(plan, found, tuple(said))
+    return TunedPlan(plan, base_estimate, tuple(said))
 
 
-def _compressed(
-    plan: Plan, found: Estimate, allowed: tuple[Compression, ...], price: Callable[[Plan], Estimate]
+def _tune_compression(
+    plan: Plan, base_estimate: Estimate, allowed: tuple[Compression, ...], price: Callable[[Plan], Estimate]
 ) -> tuple[Plan, Estimate, str]:  # fmt: skip
-    tried: dict[str, tuple[Plan, Estimate]] = {"none": (plan, found)}
+    tried: dict[str, tuple[Plan, Estimate]] = {"none": (plan, base_estimate)}
     refused = []
     for kind in allowed:
         try:
@@ -54,22 +54,22 @@ def _compressed(
             refused.append(str(error).removeprefix("plan: "))
     times = ", ".join(f"{kind} {show_seconds(estimate.step_s)}" for kind, (_, estimate) in tried.items())
     best = min((k for k in tried if tried[k][1].fits), key=lambda k: tried[k][1].step_s)
-    chosen = best if tried[best][1].step_s < (1 - _GAIN) * found.step_s else "none"
+    chosen = best if tried[best][1].step_s < (1 - _MIN_GAIN) * base_estimate.step_s else "none"
     exact = "" if chosen == "none" else " The run is then not exact."
     return *tried[chosen], f"Compression of gradients: {chosen} (predicted: {times}).{exact}" + "".join(f" Not {reason}." for reason in refused)
 
 
-def _bucketed(plan: Plan, found: Estimate, call_s: float | None, price: Callable[[Plan], Estimate]) -> tuple[Plan, Estimate, str]:
+def _tune_buckets(plan: Plan, base_estimate: Estimate, call_s: float | None, price: Callable[[Plan], Estimate]) -> tuple[Plan, Estimate, str]:
     usual = plan.sync.bucket_bytes
-    tried: dict[int, tuple[Plan, Estimate]] = {usual: (plan, found)}
-    for size in BUCKETS:
+    tried: dict[int, tuple[Plan, Estimate]] = {usual: (plan, base_estimate)}
+    for size in BUCKET_SIZES:
         if size != usual:
             other = replace(plan, sync=replace(plan.sync, bucket_bytes=size, first_bucket_bytes=min(plan.sync.first_bucket_bytes, size)))
             tried[size] = other, price(other)
     if len({estimate.step_s for _, estimate in tried.values()}) == 1:
-        return plan, found, ""  # all gradients fit into one bucket of any of these sizes
+        return plan, base_estimate, ""  # all gradients fit into one bucket of any of these sizes
     best = min((s for s in tried if tried[s][1].fits), key=lambda s: (tried[s][1].step_s, -s))  # as few calls as that takes
-    chosen = best if tried[best][1].step_s < (1 - _GAIN) * found.step_s else usual
+    chosen = best if tried[best][1].step_s < (1 - _MIN_GAIN) * base_estimate.step_s else usual
     times = ", ".join(f"{show_bytes(size)} {show_seconds(tried[size][1].step_s)}" for size in sorted(tried))
     call = f"a call costs {show_seconds(call_s)}" if call_s is not None else "each is a call"
     why = f"{call}, and what the last bucket holds travels after backward"

@@ -8,32 +8,32 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshwright.core.plan import Plan
-from meshwright.core.shares import cut
+from meshwright.core.shares import split_proportionally
 
 ALIGN_BYTES = 16  # vectorised kernels want their operands so
-ALONE = 4  # parameters of at least one in so many of a bucket's bytes stand alone
-START_BYTES = 2**28  # start-up sends values in runs of about this size, so that it never doubles the model
+OWN_BUCKET_DIVISOR = 4  # parameters of at least one in so many of a bucket's bytes stand alone
+INIT_BROADCAST_BYTES = 2**28  # start-up sends values in runs of about this size, so that it never doubles the model
 
 
-class Kind(NamedTuple):
+class ParamReplication(NamedTuple):
     """Of a parameter on one rank: how many ranks along `tp` and `ep` hold the same, does this rank count it in sums over a pipeline, and is
     it owned, so that ranks along `ep` hold other ones? A bucket never mixes kinds: their gradients meet, or their squares count, otherwise."""
 
     copies: int = 1
-    counted: bool = True
-    owned: bool = False
+    in_grad_norm: bool = True
+    is_expert_parallel: bool = False
 
 
-def replication_of(plan: Plan) -> Callable[[str, bool], Kind]:
+def replication_of(plan: Plan) -> Callable[[str, bool], ParamReplication]:
     """The kind of a parameter, by its name and by whether this rank counts it in sums over a pipeline."""
     mesh = plan.mesh
-    experts = plan.owners.parameters if mesh.ep > 1 else frozenset()
+    experts = plan.expert.parameters if mesh.ep > 1 else frozenset()
     everywhere = mesh.degree("tp") * mesh.ep  # ranks that hold a parameter which is neither sharded nor an expert's
     copies = dict.fromkeys(experts, mesh.degree("tp"))
-    for axis, policy in plan.tensors:
-        for name in {c.parameter for s in policy.strands for c in s.cuts}:
+    for axis, policy in plan.tensor_policies:
+        for name in {c.parameter for s in policy.sharded_dims for c in s.parameter_shards}:
             copies[name] = copies.get(name, everywhere) // mesh.degree(axis)
-    return lambda name, counted: Kind(copies.get(name, everywhere), counted, name in experts)
+    return lambda name, counted: ParamReplication(copies.get(name, everywhere), counted, name in experts)
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ class Bucket:
     itemsize: int
 
     @property
-    def kind(self) -> Kind:
+    def replication(self) -> ParamReplication:
         """Keys end with the kind where there are kinds."""
         last = self.key[-1] if isinstance(self.key, tuple) and self.key else None
-        return last if isinstance(last, Kind) else Kind()
+        return last if isinstance(last, ParamReplication) else ParamReplication()
 
     @property
     def bytes(self) -> int:
@@ -90,7 +90,7 @@ def assign_buckets(
         done.append(Bucket(key, tuple(open_slots.pop(key)), padded(filled.pop(key), itemsize), itemsize))
 
     for index, (numel, itemsize, key) in enumerate(zip(numels, itemsizes, keys, strict=True)):
-        if numel * itemsize * ALONE >= bytes_cap:
+        if numel * itemsize * OWN_BUCKET_DIVISOR >= bytes_cap:
             done.append(Bucket(key, (Slot(index, 0, numel),), padded(numel, itemsize), itemsize))
             continue
         align = max(ALIGN_BYTES // itemsize, 1)
@@ -109,25 +109,29 @@ def unit_buckets(numels: Sequence[int], itemsizes: Sequence[int], keys: Sequence
     return assign_buckets(numels, itemsizes, keys, first_bytes=sys.maxsize, bytes_cap=sys.maxsize, shards=shards)
 
 
-def shard_sizes(bucket: Bucket, shards: int, states: Sequence[float] = ()) -> tuple[int, ...]:
+def shard_sizes(bucket: Bucket, shards: int, state_fractions: Sequence[float] = ()) -> tuple[int, ...]:
     """Elements of a bucket for each rank of the shard axis: as many, or in these parts of it."""
-    return cut(bucket.numel, states, max(ALIGN_BYTES // bucket.itemsize, 1)) if states else (bucket.numel // shards,) * shards
+    return (
+        split_proportionally(bucket.numel, state_fractions, max(ALIGN_BYTES // bucket.itemsize, 1))
+        if state_fractions
+        else (bucket.numel // shards,) * shards
+    )
 
 
-def own_size(bucket: Bucket, shards: int, states: Sequence[float], shard: int) -> int:
+def shard_size(bucket: Bucket, shards: int, state_fractions: Sequence[float], shard: int) -> int:
     """Those of one rank: there may be thousands."""
-    return shard_sizes(bucket, shards, states)[shard] if states else bucket.numel // shards
+    return shard_sizes(bucket, shards, state_fractions)[shard] if state_fractions else bucket.numel // shards
 
 
-def start_runs(sizes: Sequence[int], keys: Sequence[Hashable], most: int = START_BYTES) -> Iterator[list[int]]:
-    """Indices of tensors, given by their bytes, that start-up sends as one: of one key, closed by the one that reaches `most` bytes."""
+def init_broadcast_groups(sizes: Sequence[int], keys: Sequence[Hashable], max_bytes: int = INIT_BROADCAST_BYTES) -> Iterator[list[int]]:
+    """Indices of tensors, given by their bytes, that start-up sends as one: of one key, closed by the one that reaches `max_bytes` bytes."""
     for key in dict.fromkeys(keys):
         run: list[int] = []
         held = 0
         for index in (i for i, k in enumerate(keys) if k == key and sizes[i]):
             run.append(index)
             held += sizes[index]
-            if held >= most:
+            if held >= max_bytes:
                 yield run
                 run, held = [], 0
         if run:

@@ -1,12 +1,26 @@
 """Level 3, no torch: a schedule run event by event on a network that exists only as numbers."""
 
-from meshwright.simulate.cores import Cores, Curve, Taken
-from meshwright.simulate.disturb import Degraded, Disturbances
-from meshwright.simulate.engine import Lost, Simulation, simulate
-from meshwright.simulate.network import Fabric, Habits, Ideal, Linked, Network
-from meshwright.simulate.topology import Flat, Hop, Topology
+from meshwright.simulate.core_network import CallTiming, CoreNetwork, TimeCurve
+from meshwright.simulate.disturbances import Disturbances, LinkDegradation
+from meshwright.simulate.engine import LostStep, Simulation, simulate
+from meshwright.simulate.network_model import AlphaBetaNetwork, FabricNetwork, IdealNetwork, Network, OverlapBehavior
+from meshwright.simulate.network_topology import DirectedLink, NonBlockingTopology, Topology
 
 __all__ = [
-    "Cores", "Curve", "Degraded", "Disturbances", "Fabric", "Flat", "Habits", "Hop", "Ideal", "Linked", "Lost", "Network", "Simulation", "Taken",
-    "Topology", "simulate",
+    "AlphaBetaNetwork",
+    "CallTiming",
+    "CoreNetwork",
+    "DirectedLink",
+    "Disturbances",
+    "FabricNetwork",
+    "IdealNetwork",
+    "LinkDegradation",
+    "LostStep",
+    "Network",
+    "NonBlockingTopology",
+    "OverlapBehavior",
+    "Simulation",
+    "TimeCurve",
+    "Topology",
+    "simulate",
 ]  # fmt: skip

@@ -16,24 +16,35 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.core.errors import RequestError
-from meshwright.core.schedule import COLLECTIVES, COMPUTES, MESSAGES, Action, Schedule
+from meshwright.core.schedule import COLLECTIVE_OPS, COMPUTE_OPS, P2P_OPS, Action, Schedule
 from meshwright.core.span import Span
 from meshwright.simulate.call_matching import CallMatcher
-from meshwright.simulate.disturb import Disturbances
-from meshwright.simulate.flight import Changes, Deferred, Dies, EventQueue, Flight, Flown, Flows, Freed, Rank, Starts
-from meshwright.simulate.fold import Fold, fold
-from meshwright.simulate.jitter import factors
-from meshwright.simulate.network import Network
+from meshwright.simulate.disturbances import Disturbances
+from meshwright.simulate.engine_state import (
+    DeferredCall,
+    EventQueue,
+    InFlightCall,
+    LinkChangeEvent,
+    PortsFreedEvent,
+    RankFailureEvent,
+    RankState,
+    StartEvent,
+    TransferEndEvent,
+    TransferStartEvent,
+)
+from meshwright.simulate.jitter import jitter_factors
+from meshwright.simulate.network_model import Network
+from meshwright.simulate.rank_partition import RankPartition, partition_ranks
 from meshwright.simulate.transfers import Transfers
 
 
 @dataclass(frozen=True)
-class Lost:
+class LostStep:
     """A step that does not end: a device died, or a link is down that nothing goes around."""
 
-    since: float  # the first rank that others keep waiting for ever stands still from here on
-    ranks: int  # how many stand still, or are dead
-    waits_for: str
+    since_s: float  # the first rank that others keep waiting for ever stands still from here on
+    num_stuck: int  # how many stand still, or are dead
+    waiting_on: str
 
 
 @dataclass(frozen=True)
@@ -41,189 +52,207 @@ class Simulation:
     """One simulated step. Ranks that are alike share one list of spans."""
 
     step_s: float  # of a step that is lost: until nothing happens any more
-    ends: tuple[float, ...]  # by class
+    end_times: tuple[float, ...]  # by class
     spans: tuple[tuple[Span, ...], ...]  # by class, in order of their ends
-    fold: Fold
-    lost: Lost | None = None
+    rank_partition: RankPartition
+    lost: LostStep | None = None
 
-    def of(self, rank: int) -> tuple[Span, ...]:
-        return self.spans[self.fold.of[rank]]
+    def spans_of(self, rank: int) -> tuple[Span, ...]:
+        return self.spans[self.rank_partition.class_of[rank]]
 
 
-def simulate(schedule: Schedule, network: Network, disturbed: Disturbances | None = None, *, folded: bool = True) -> Simulation:
+def simulate(schedule: Schedule, network: Network, disturbances: Disturbances | None = None, *, merge_ranks: bool = True) -> Simulation:
     """Run one step. With jitter no two ranks are alike; all else sets apart only those that it reaches."""
-    faults = disturbed or Disturbances()
-    found = fold(schedule, network, faults, apart=bool(faults.jitter) or not folded)
+    faults = disturbances or Disturbances()
+    found = partition_ranks(schedule, network, faults, separate=bool(faults.jitter) or not merge_ranks)
     return _Engine(schedule, network, found, faults).run()
 
 
 class _Engine:
     """One run; made, run and dropped."""
 
-    def __init__(self, schedule: Schedule, network: Network, found: Fold, faults: Disturbances) -> None:
-        self.schedule, self.network, self.fold, self.faults = schedule, network, found, faults
+    def __init__(self, schedule: Schedule, network: Network, rank_partition: RankPartition, disturbances: Disturbances) -> None:
+        self.schedule, self.network, self.rank_partition, self.disturbances = schedule, network, rank_partition, disturbances
         self.events = EventQueue()
-        self.matcher = CallMatcher(network, found)
-        self.transfers = transfers = Transfers(network, found, self.events)
-        self.acts: dict[type, Callable[[Any, float], None]] = {
-            Rank: lambda rank, _: self._advance(rank), Flight: self._land, Dies: self._die,
-            Starts: transfers.start, Flows: transfers.start_flow, Flown: transfers.end_flow, Changes: transfers.change_links,
-            Freed: lambda freed, now: transfers.release_ports(freed.flight, now),
-        }  # fmt: skip
+        self.matcher = CallMatcher(network, rank_partition)
+        self.transfers = transfers = Transfers(network, rank_partition, self.events)
+        self.handlers: dict[type, Callable[[Any, float], None]] = {
+            RankState: lambda rank, _: self._advance(rank),
+            InFlightCall: self._complete_call,
+            RankFailureEvent: self._fail_rank,
+            StartEvent: transfers.start,
+            TransferStartEvent: transfers.start_flow,
+            TransferEndEvent: transfers.end_flow,
+            LinkChangeEvent: transfers.change_links,
+            PortsFreedEvent: lambda freed, now: transfers.release_ports(freed.call, now),
+        }
 
     def run(self) -> Simulation:
-        speeds, deaths, seed, jitter = self.faults.speeds, self.faults.deaths, self.faults.seed, self.faults.jitter
+        speeds, deaths, seed, jitter = self.disturbances.slowdowns, self.disturbances.failure_times, self.disturbances.seed, self.disturbances.jitter
         ranks = [
-            Rank(number, self.schedule.of(first), factors(seed, first, 0, jitter), speeds.get(first, 1.0), self.network.habits(first))
-            for number, first in enumerate(self.fold.first)
+            RankState(
+                number,
+                self.schedule.program_for(first),
+                jitter_factors(seed, first, 0, jitter),
+                speeds.get(first, 1.0),
+                self.network.overlap_behavior(first),
+            )
+            for number, first in enumerate(self.rank_partition.representatives)
         ]
-        for rank, first in zip(ranks, self.fold.first, strict=True):
+        for rank, first in zip(ranks, self.rank_partition.representatives, strict=True):
             if first in deaths:
-                self.events.push(deaths[first], Dies(rank))
-        for moment in range(1, len(self.fold.links)):
-            self.events.push(self.fold.links[moment].at, Changes(moment))
+                self.events.push(deaths[first], RankFailureEvent(rank))
+        for moment in range(1, len(self.rank_partition.link_epochs)):
+            self.events.push(self.rank_partition.link_epochs[moment].start_s, LinkChangeEvent(moment))
         for rank in ranks:
             self.events.push(0.0, rank)
         while self.events:
             now, what = self.events.pop()
-            self.acts[type(what)](what, now)
-        lost = self._lost(ranks)
-        return Simulation(max(r.now for r in ranks), tuple(r.now for r in ranks), tuple(tuple(r.spans) for r in ranks), self.fold, lost)
+            self.handlers[type(what)](what, now)
+        lost = self._find_lost_step(ranks)
+        return Simulation(max(r.clock for r in ranks), tuple(r.clock for r in ranks), tuple(tuple(r.spans) for r in ranks), self.rank_partition, lost)
 
     # -- ranks --
 
-    def _advance(self, rank: Rank) -> None:
+    def _advance(self, rank: RankState) -> None:
         """On through the program, until it must wait or computes."""
-        while rank.at < len(rank.program) and not rank.dead:
-            action = rank.program[rank.at]
-            flies = action.op in COLLECTIVES or action.op in MESSAGES
-            if action.waits and not (flies and rank.habits.queued) and self._hold(rank, [rank.flights.get(w) for w in action.waits]):
+        while rank.program_counter < len(rank.program) and not rank.failed:
+            action = rank.program[rank.program_counter]
+            flies = action.op in COLLECTIVE_OPS or action.op in P2P_OPS
+            if (
+                action.depends_on
+                and not (flies and rank.overlap.stream_ordered)
+                and self._block_on(rank, [rank.calls_by_name.get(w) for w in action.depends_on])
+            ):
                 return
-            rank.at += 1
+            rank.program_counter += 1
             if flies:
-                if self._hand_over(rank, action):
+                if self._launch(rank, action):
                     return
-            elif action.op in COMPUTES and action.seconds > 0:
+            elif action.op in COMPUTE_OPS and action.seconds > 0:
                 self._compute(rank, action)
                 return
-        rank.over = not rank.dead and not self._hold(rank, list(rank.flights.values()))
+        rank.finished = not rank.failed and not self._block_on(rank, list(rank.calls_by_name.values()))
 
-    def _compute(self, rank: Rank, action: Action) -> None:
+    def _compute(self, rank: RankState, action: Action) -> None:
         """Calls under way take their part of the time, as long as they are: what they cost this rank is paid while it computes."""
-        begun, alone, steals = rank.now, action.seconds * rank.slow * next(rank.factor), rank.habits.steals
-        stolen = min(rank.debt, alone * steals / (1.0 - steals)) if rank.debt else 0.0
-        rank.debt -= stolen
-        rank.now += alone + stolen
-        rank.spans.append(Span(action.name, action.op, "", 0, 0, begun, rank.now, stolen))
-        self.events.push(rank.now, rank)
+        begun, alone, steals = rank.clock, action.seconds * rank.slowdown * next(rank.factor), rank.overlap.interference
+        stolen = min(rank.interference_debt, alone * steals / (1.0 - steals)) if rank.interference_debt else 0.0
+        rank.interference_debt -= stolen
+        rank.clock += alone + stolen
+        rank.spans.append(Span(action.name, action.op, "", 0, 0, begun, rank.clock, stolen))
+        self.events.push(rank.clock, rank)
 
-    def _hand_over(self, rank: Rank, action: Action) -> bool:
+    def _launch(self, rank: RankState, action: Action) -> bool:
         """Does the rank stand still for it?"""
-        flight = self._join(rank, action)
-        if action.blocks:
-            return self._hold(rank, [flight])
-        steals = rank.habits.steals
+        flight = self._join_call(rank, action)
+        if action.is_blocking:
+            return self._block_on(rank, [flight])
+        steals = rank.overlap.interference
         if not steals or action.op == "recv":
             return False
         stolen = steals * self.transfers.seconds_alone(flight)
         if steals < 1:
-            rank.debt += stolen
+            rank.interference_debt += stolen
             return False
-        flight.held[rank.number] = flight.held.get(rank.number, 0.0) + stolen
-        rank.now += stolen
-        self.events.push(rank.now, rank)
+        flight.exposed_s[rank.rank_class] = flight.exposed_s.get(rank.rank_class, 0.0) + stolen
+        rank.clock += stolen
+        self.events.push(rank.clock, rank)
         return True
 
-    def _hold(self, rank: Rank, flights: list[Flight | None]) -> bool:
+    def _block_on(self, rank: RankState, calls: list[InFlightCall | None]) -> bool:
         """Does the rank have to wait for any of these?"""
-        open_ones = [f for f in flights if f is not None and not f.done]
+        open_ones = [f for f in calls if f is not None and not f.done]
         for flight in open_ones:
-            flight.waiting.append(rank)
-        rank.pending, rank.since = len(open_ones), rank.now
+            flight.waiters.append(rank)
+        rank.pending, rank.blocked_since = len(open_ones), rank.clock
         return bool(open_ones)
 
-    def _join(self, rank: Rank, action: Action) -> Flight:
+    def _join_call(self, rank: RankState, action: Action) -> InFlightCall:
         flight = self.matcher.match(rank, action)
-        rank.flights[action.name] = flight
-        before = [f for w in action.waits if (f := rank.flights.get(w)) is not None and not f.done] if rank.habits.queued else []
+        rank.calls_by_name[action.name] = flight
+        before = [f for w in action.depends_on if (f := rank.calls_by_name.get(w)) is not None and not f.done] if rank.overlap.stream_ordered else []
         if before:  # left to the device: it joins when what it waits for is over
-            later = Deferred(rank, action, flight, len(before))
+            later = DeferredCall(rank, action, flight, len(before))
             for other in before:
-                other.waiting.append(later)
+                other.waiters.append(later)
         else:
-            self._arrive(flight, rank, action, rank.now)
+            self._arrive(flight, rank, action, rank.clock)
         return flight
 
-    def _arrive(self, flight: Flight, rank: Rank, action: Action, now: float) -> None:
-        if rank.dead:
+    def _arrive(self, call: InFlightCall, rank: RankState, action: Action, now: float) -> None:
+        if rank.failed:
             return
-        flight.joined.append((rank, now, action))
-        flight.missing -= 1
-        if not flight.missing:
-            flight.ready = now
-            self.events.request_start(flight, now)
+        call.participants.append((rank, now, action))
+        call.missing -= 1
+        if not call.missing:
+            call.ready = now
+            self.events.request_start(call, now)
 
     # -- calls --
 
-    def _land(self, flight: Flight, now: float) -> None:
-        if flight.lost:
+    def _complete_call(self, call: InFlightCall, now: float) -> None:
+        if call.failed:
             return
-        flight.done = True
-        for rank in flight.waiting:
-            if isinstance(rank, Rank):
-                flight.held[rank.number] = flight.held.get(rank.number, 0.0) + now - rank.since
-                flight.waited[rank.number] = flight.waited.get(rank.number, 0.0) + max(flight.ready - rank.since, 0.0)
-                rank.debt = max(rank.debt - rank.habits.steals * (now - rank.since), 0.0)  # a rank that stands still has nothing to lose
-        for rank, begun, action in flight.joined:
-            count = 2 if action.op in MESSAGES else len(flight.ranks)
-            held, waited = flight.held.get(rank.number, 0.0), flight.waited.get(rank.number, 0.0)
+        call.done = True
+        for rank in call.waiters:
+            if isinstance(rank, RankState):
+                call.exposed_s[rank.rank_class] = call.exposed_s.get(rank.rank_class, 0.0) + now - rank.blocked_since
+                call.peer_wait_s[rank.rank_class] = call.peer_wait_s.get(rank.rank_class, 0.0) + max(call.ready - rank.blocked_since, 0.0)
+                rank.interference_debt = max(
+                    rank.interference_debt - rank.overlap.interference * (now - rank.blocked_since), 0.0
+                )  # a rank that stands still has nothing to lose
+        for rank, begun, action in call.participants:
+            count = 2 if action.op in P2P_OPS else len(call.ranks)
+            held, waited = call.exposed_s.get(rank.rank_class, 0.0), call.peer_wait_s.get(rank.rank_class, 0.0)
             rank.spans.append(Span(action.name, action.op, action.axis, count, action.bytes, begun, now, held, waited))
-        self.transfers.release_ports(flight, now)
-        for waiter in flight.waiting:
+        self.transfers.release_ports(call, now)
+        for waiter in call.waiters:
             waiter.pending -= 1
-            waiter.since = now
+            waiter.blocked_since = now
             if not waiter.pending:
-                waiter.now = now
-                if isinstance(waiter, Rank):
+                waiter.clock = now
+                if isinstance(waiter, RankState):
                     self._advance(waiter)
                 else:
-                    self._arrive(waiter.flight, waiter.rank, waiter.action, now)
+                    self._arrive(waiter.call, waiter.rank, waiter.action, now)
 
     # -- what goes wrong --
 
-    def _die(self, event: Dies, now: float) -> None:
+    def _fail_rank(self, event: RankFailureEvent, now: float) -> None:
         """What the rank takes part in is never done; what it has not joined waits for ever."""
         rank = event.rank
-        if rank.over:
+        if rank.finished:
             return
-        rank.dead, rank.since, rank.now = True, now, now
-        rank.spans[:] = [span if span.ended <= now else _cut_short(span, now) for span in rank.spans if span.begun < now]
-        for flight in rank.flights.values():
+        rank.failed, rank.blocked_since, rank.clock = True, now, now
+        rank.spans[:] = [span if span.end_s <= now else _truncate_span(span, now) for span in rank.spans if span.start_s < now]
+        for flight in rank.calls_by_name.values():
             if not flight.done:
                 self.transfers.fail(flight, now)
 
-    def _lost(self, ranks: list[Rank]) -> Lost | None:
-        stuck = [rank for rank in ranks if not rank.over]
+    def _find_lost_step(self, ranks: list[RankState]) -> LostStep | None:
+        stuck = [rank for rank in ranks if not rank.finished]
         if not stuck:
             return None
-        if not (self.faults.fail or self.faults.degrade):
+        if not (self.disturbances.fail or self.disturbances.degrade):
             raise self._deadlock(stuck[0])
-        alive = [rank for rank in stuck if not rank.dead]
-        sizes = self.fold.sizes
-        first = min(alive or stuck, key=lambda rank: rank.since)
-        return Lost(first.since, sum(sizes[rank.number] for rank in stuck), next(_unfinished_calls(first), ""))
+        alive = [rank for rank in stuck if not rank.failed]
+        sizes = self.rank_partition.class_sizes
+        first = min(alive or stuck, key=lambda rank: rank.blocked_since)
+        return LostStep(first.blocked_since, sum(sizes[rank.rank_class] for rank in stuck), next(_unfinished_calls(first), ""))
 
-    def _deadlock(self, rank: Rank) -> RequestError:
+    def _deadlock(self, rank: RankState) -> RequestError:
         return RequestError(
-            f"schedule {self.schedule.name or ''}: rank {self.fold.first[rank.number]} waits for ever at '{next(_unfinished_calls(rank), '?')}', "
-            f"action {rank.at} of {len(rank.program)}: what it waits for is never done".replace("  ", " ")
+            f"schedule {self.schedule.name or ''}: rank {self.rank_partition.representatives[rank.rank_class]} "
+            f"waits for ever at '{next(_unfinished_calls(rank), '?')}', "
+            f"action {rank.program_counter} of {len(rank.program)}: what it waits for is never done".replace("  ", " ")
         )
 
 
-def _unfinished_calls(rank: Rank) -> Iterator[str]:
+def _unfinished_calls(rank: RankState) -> Iterator[str]:
     """Their names, the last that it joined first."""
-    return (name for name, flight in reversed(rank.flights.items()) if not flight.done)
+    return (name for name, flight in reversed(rank.calls_by_name.items()) if not flight.done)
 
 
-def _cut_short(span: Span, now: float) -> Span:
-    return Span(span.name, span.op, span.axis, span.group, span.bytes, span.begun, now, span.held, span.waited)
+def _truncate_span(span: Span, now: float) -> Span:
+    return Span(span.name, span.op, span.axis, span.group_size, span.bytes, span.start_s, now, span.exposed_s, span.waiting_s)

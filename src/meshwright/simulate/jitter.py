@@ -6,11 +6,11 @@ import random
 from collections.abc import Iterator
 
 
-def factors(seed: int, rank: int, run: int, spread: float) -> Iterator[float]:
+def jitter_factors(seed: int, rank: int, step_index: int, sigma: float) -> Iterator[float]:
     """What to multiply each computation of one rank's step by: normal around 1, never below a tenth."""
-    if not spread:
+    if not sigma:
         while True:
             yield 1.0
-    draw = random.Random(f"{seed}/{rank}/{run}")
+    draw = random.Random(f"{seed}/{rank}/{step_index}")
     while True:
-        yield max(0.1, draw.gauss(1.0, spread))
+        yield max(0.1, draw.gauss(1.0, sigma))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshwright.zoo.keyed import KeyedDropout
+from meshwright.zoo.keyed_random import KeyedDropout
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ DLRM_CONFIGS: dict[str, DLRMConfig] = {
 }
 
 
-def _perceptron(widths: tuple[int, ...], last_relu: bool) -> nn.Sequential:
+def _mlp(widths: tuple[int, ...], last_relu: bool) -> nn.Sequential:
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -51,8 +51,8 @@ class DLRM(nn.Module):
         super().__init__()
         self.config = config
         self.tables = nn.ModuleList(nn.Embedding(config.rows, config.width) for _ in range(config.tables))
-        self.bottom = _perceptron(config.bottom_widths, last_relu=True)
-        self.top = _perceptron(config.top_widths, last_relu=False)
+        self.bottom = _mlp(config.bottom_widths, last_relu=True)
+        self.top = _mlp(config.top_widths, last_relu=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -68,10 +68,10 @@ class DLRM(nn.Module):
     def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
         bottom = self.bottom(dense)
         vectors = torch.stack([bottom, *(table(sparse[:, i]) for i, table in enumerate(self.tables))], dim=1)
-        top: Tensor = self.top(torch.cat((bottom, self._interact(vectors)), dim=1))
+        top: Tensor = self.top(torch.cat((bottom, self._pairwise_interaction(vectors)), dim=1))
         return top.squeeze(1)
 
-    def _interact(self, vectors: Tensor) -> Tensor:
+    def _pairwise_interaction(self, vectors: Tensor) -> Tensor:
         """The dot product of each pair of vectors, once."""
         products = torch.bmm(vectors, vectors.transpose(1, 2))
         count = self.config.tables + 1

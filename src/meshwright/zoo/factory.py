@@ -28,15 +28,15 @@ def load(reference: str) -> Task:
         raise RequestError(f"{reference}: {reference.rpartition(':')[0]} has no '{attribute}'")
     if not callable(factory):
         raise RequestError(f"{reference}: '{attribute}' is a {type(factory).__name__}, not a function that returns a Task or a module")
-    made = _call(factory, reference)
+    made = _call_factory(factory, reference)
     if isinstance(made, Task):
         return made
     if isinstance(made, nn.Module):
-        return _from_module(made, factory, reference)
+        return _task_from_module(made, factory, reference)
     raise RequestError(f"{reference}: returned {type(made).__name__}; it must return a meshwright Task, or a module with loss(batch) and fields")
 
 
-def carried_loss(model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
+def module_loss(model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
     """The loss that the module carries. It should call `self(...)`, not `self.forward(...)`, so that hooks run."""
     loss: Tensor | tuple[Tensor, Tensor] = model.loss(batch)  # type: ignore[operator]
     return loss
@@ -55,14 +55,14 @@ def import_reference(reference: str) -> tuple[ModuleType, str]:
 
 def _import_module(name: str) -> ModuleType:
     # The console script's path starts at its own folder; a user's package is usually in the current one.
-    _look_in(Path.cwd())
+    _add_to_sys_path(Path.cwd())
     return importlib.import_module(name)
 
 
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise RequestError(f"{path}: no such file")
-    _look_in(path.resolve().parent)
+    _add_to_sys_path(path.resolve().parent)
     # A name of its own: a file called random.py must not stand in for the standard library's module.
     spec = importlib.util.spec_from_file_location(f"meshwright_user_{path.stem}", path)
     assert spec is not None
@@ -73,12 +73,12 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _look_in(folder: Path) -> None:
+def _add_to_sys_path(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
 
-def _call(factory: Callable[[], Any], reference: str) -> Any:
+def _call_factory(factory: Callable[[], Any], reference: str) -> Any:
     """What the factory returns, without memory for weights where possible: a module is first made on the meta device."""
     try:
         with torch.device("meta"):
@@ -93,14 +93,14 @@ def _call(factory: Callable[[], Any], reference: str) -> Any:
         raise RequestError(f"{reference}: the factory raised {type(error).__name__}: {_one_line(error)}") from error
 
 
-def _from_module(module: nn.Module, factory: Callable[[], nn.Module], reference: str) -> Task:
+def _task_from_module(module: nn.Module, factory: Callable[[], nn.Module], reference: str) -> Task:
     kind = type(module).__name__
     if not callable(getattr(module, "loss", None)):
         raise RequestError(f"{reference}: {kind} has no loss(batch) method: add one, or return a meshwright Task")
     fields = getattr(module, "fields", None)
     if not isinstance(fields, Mapping) or not fields or not all(isinstance(f, Field) for f in fields.values()):
         raise RequestError(f"{reference}: {kind} has no fields, a mapping of names to meshwright Field: add it, or return a meshwright Task")
-    return Task(name=reference, build=factory, loss=carried_loss, fields=dict(fields))
+    return Task(name=reference, build=factory, loss=module_loss, fields=dict(fields))
 
 
 def _one_line(error: Exception) -> str:

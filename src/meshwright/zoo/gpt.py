@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshwright.zoo.keyed import KeyedDropout
-from meshwright.zoo.precision import aligned_head, at_compute_precision
+from meshwright.zoo.autocast import padded_head, to_autocast_dtype
+from meshwright.zoo.keyed_random import KeyedDropout
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ GPT_CONFIGS: dict[str, GPTConfig] = {
 }
 
 
-class Embedding(nn.Module):
+class TokenPositionEmbedding(nn.Module):
     """Tokens and their positions to vectors."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -112,7 +112,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = Embedding(config)
+        self.embedding = TokenPositionEmbedding(config)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
@@ -135,7 +135,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.layers))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = at_compute_precision(self.embedding(tokens))
+        x = to_autocast_dtype(self.embedding(tokens))
         for block in self.blocks:
             x = block(x)
-        return aligned_head(self.norm(x), self.head)
+        return padded_head(self.norm(x), self.head)

@@ -15,27 +15,27 @@ from torch._subclasses.fake_tensor import FakeTensor
 from meshwright.core.errors import RequestError
 from meshwright.core.task import Batch, Field, Task
 from meshwright.zoo.losses import counted_cross_entropy
-from meshwright.zoo.published import published_config, published_names
+from meshwright.zoo.published_configs import published_config, published_names
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-_DEFAULT_SEQ = 1024
-_BYTES = 256  # the smallest vocabulary that the built-in corpus of bytes fits in
+_DEFAULT_SEQ_LENGTH = 1024
+_BYTE_VOCAB_SIZE = 256  # the smallest vocabulary that the built-in corpus of bytes fits in
 
 
 def load(path: str, *, seq: int | None, dropout: float, random_init: bool = False) -> Task:
     """The task for `hf:PATH`, or for the name of a published model. Reads the configuration only; weights come when `build` is called."""
-    config = _configuration(Path(path))
+    config = _load_config(Path(path))
     folder = Path(path) if not random_init and has_weights(Path(path)) else None
-    length = _sequence(config, path, seq)
+    length = _sequence_length(config, path, seq)
     _set_dropout(config, dropout)
     return Task(
         name=f"hf:{path}",
-        build=partial(_build, config, path, folder),
+        build=partial(_build_model, config, path, folder),
         loss=causal_loss,
         fields={"tokens": Field((length,), "int64", config.vocab_size)},
-        data="source" if config.vocab_size >= _BYTES else "synthetic",
+        data="source" if config.vocab_size >= _BYTE_VOCAB_SIZE else "synthetic",
         global_batch=32,
         learning_rate=3e-4,
         tokens_per_sample=length,
@@ -51,7 +51,7 @@ def causal_loss(model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
-def answer_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+def answer_token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """(sum, count) over the targets that count. Padding comes after all that is predicted, so causal attention needs no mask for it."""
     return counted_cross_entropy(model(input_ids=batch["tokens"], use_cache=False).logits, batch["targets"])
 
@@ -61,14 +61,14 @@ def has_weights(path: Path) -> bool:
     return path.is_dir() and any(path.glob("*.safetensors"))
 
 
-def _transformers() -> Any:
+def _import_transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError:
         raise RequestError("hf: models need the transformers package: pip install 'meshwright[hf]'") from None
 
 
-def _configuration(path: Path) -> Any:
+def _load_config(path: Path) -> Any:
     file = path / "config.json" if path.is_dir() else path
     if not path.exists():
         file = published_config(str(path)) or file
@@ -76,7 +76,7 @@ def _configuration(path: Path) -> Any:
         known = ", ".join(published_names())
         raise RequestError(f"hf:{path}: there is no {file}: give a local folder that holds config.json, that file, or one of {known}")
     try:
-        config = _transformers().AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
+        config = _import_transformers().AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError) as error:
         raise RequestError(f"hf:{path}: not a configuration that transformers reads: {_one_line(error)}") from error
     if not isinstance(getattr(config, "vocab_size", None), int):
@@ -84,11 +84,11 @@ def _configuration(path: Path) -> Any:
     return config
 
 
-def _sequence(config: Any, path: str, seq: int | None) -> int:
+def _sequence_length(config: Any, path: str, seq: int | None) -> int:
     limit = getattr(config, "max_position_embeddings", None)
     rotary = getattr(config, "rope_parameters", None) is not None or hasattr(config, "rope_theta")
     if seq is None:
-        return min(limit or _DEFAULT_SEQ, _DEFAULT_SEQ)
+        return min(limit or _DEFAULT_SEQ_LENGTH, _DEFAULT_SEQ_LENGTH)
     if limit is not None and seq > limit and not rotary:
         raise RequestError(f"--seq {seq} is longer than the context of hf:{path}: use --seq {limit} or less")
     if seq < 2:
@@ -104,24 +104,26 @@ def _set_dropout(config: Any, dropout: float) -> None:
             setattr(config, key, dropout)
 
 
-def _build(config: Any, path: str, folder: Path | None) -> nn.Module:
+def _build_model(config: Any, path: str, folder: Path | None) -> nn.Module:
     """The model on torch's current device. Weights are read only into memory that exists: a trace on fakes needs their shapes alone."""
     probe = torch.empty(0)
     if folder is not None and not probe.is_meta and not isinstance(probe, FakeTensor):
-        return _pretrained(config, folder).to(probe.device)
+        return _load_pretrained(config, folder).to(probe.device)
     try:
-        model: nn.Module = _transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: nn.Module = _import_transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except ValueError as error:
         raise RequestError(f"hf:{path}: no causal language model for this configuration: {_one_line(error)}") from error
     return model
 
 
-def _pretrained(config: Any, folder: Path) -> nn.Module:
+def _load_pretrained(config: Any, folder: Path) -> nn.Module:
     """The model with the folder's weights, in fp32 on the host. A tensor that the files lack is an error: it would be random."""
     options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True, "dtype": torch.float32}
     try:
-        with torch.device("cpu"), _without_bars():
-            model, found = _transformers().AutoModelForCausalLM.from_pretrained(str(folder), config=config, output_loading_info=True, **options)
+        with torch.device("cpu"), _progress_bars_disabled():
+            model, found = _import_transformers().AutoModelForCausalLM.from_pretrained(
+                str(folder), config=config, output_loading_info=True, **options
+            )
     except Exception as error:  # safetensors and transformers have kinds of their own for files that are broken, cut short or of another model
         raise RequestError(f"hf:{folder}: its weights cannot be loaded: {_one_line(error)}; mend them, or --set random_init=true") from error
     if missing := sorted(found["missing_keys"]):
@@ -133,9 +135,9 @@ def _pretrained(config: Any, folder: Path) -> nn.Module:
 
 
 @contextmanager
-def _without_bars() -> Iterator[None]:
+def _progress_bars_disabled() -> Iterator[None]:
     """Every rank would draw its own progress bar."""
-    logging = _transformers().utils.logging
+    logging = _import_transformers().utils.logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshwright.zoo.precision import at_compute_precision
+from meshwright.zoo.autocast import to_autocast_dtype
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class LlamaConfig:
     kv_heads: int
     width: int
     ffn: int
-    theta: float = 500000.0
+    rope_theta: float = 500000.0
     rope_factor: float = 1.0  # Llama 3.1's stretching of slow rotations beyond 8192 positions; 1 is none
-    tied: bool = False
+    tied_embeddings: bool = False
     eps: float = 1e-5
 
     def __post_init__(self) -> None:
@@ -38,20 +38,24 @@ class LlamaConfig:
 
 
 LLAMA_CONFIGS: dict[str, LlamaConfig] = {
-    "llama-tiny": LlamaConfig(vocab=256, context=64, layers=2, heads=4, kv_heads=2, width=64, ffn=176, theta=10000.0),
-    "smollm2": LlamaConfig(vocab=49152, context=2048, layers=30, heads=9, kv_heads=3, width=576, ffn=1536, theta=100000.0, tied=True),
-    "llama3-1b": LlamaConfig(vocab=128256, context=8192, layers=16, heads=32, kv_heads=8, width=2048, ffn=8192, rope_factor=32.0, tied=True),
-    "llama3-3b": LlamaConfig(vocab=128256, context=8192, layers=28, heads=24, kv_heads=8, width=3072, ffn=8192, rope_factor=32.0, tied=True),
+    "llama-tiny": LlamaConfig(vocab=256, context=64, layers=2, heads=4, kv_heads=2, width=64, ffn=176, rope_theta=10000.0),
+    "smollm2": LlamaConfig(vocab=49152, context=2048, layers=30, heads=9, kv_heads=3, width=576, ffn=1536, rope_theta=100000.0, tied_embeddings=True),
+    "llama3-1b": LlamaConfig(
+        vocab=128256, context=8192, layers=16, heads=32, kv_heads=8, width=2048, ffn=8192, rope_factor=32.0, tied_embeddings=True
+    ),
+    "llama3-3b": LlamaConfig(
+        vocab=128256, context=8192, layers=28, heads=24, kv_heads=8, width=3072, ffn=8192, rope_factor=32.0, tied_embeddings=True
+    ),
     "llama3-8b": LlamaConfig(vocab=128256, context=8192, layers=32, heads=32, kv_heads=8, width=4096, ffn=14336),
     "llama3-70b": LlamaConfig(vocab=128256, context=8192, layers=80, heads=64, kv_heads=8, width=8192, ffn=28672),
     "llama3-405b": LlamaConfig(vocab=128256, context=8192, layers=126, heads=128, kv_heads=8, width=16384, ffn=53248, rope_factor=8.0),
 }
 
 
-def frequencies(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -> Tensor:
+def rope_frequencies(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Radians a position for each pair of features."""
     pairs = torch.arange(0, config.head_width, 2, device=device).to(dtype)
-    base = config.theta ** (-pairs / config.head_width)
+    base = config.rope_theta ** (-pairs / config.head_width)
     if config.rope_factor == 1.0:
         return base
     # Llama 3.1: rotations that turn at least 4 times in 8192 positions stay, those that turn less than once are slowed, between them a blend.
@@ -60,7 +64,7 @@ def frequencies(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -
     return base * (kept + (1.0 - kept) / config.rope_factor)
 
 
-class Rotary(nn.Module):
+class RotaryEmbedding(nn.Module):
     """Cosines and sines of positions 0…S−1, (2, S, head width / 2). Computed afresh for each forward pass: a table in a
     buffer would be lost by `to_empty`, and would bound the length."""
 
@@ -71,11 +75,11 @@ class Rotary(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
         positions = torch.arange(x.shape[1], device=x.device).to(dtype)
-        angles = torch.outer(positions, frequencies(self.config, x.device, dtype))
+        angles = torch.outer(positions, rope_frequencies(self.config, x.device, dtype))
         return torch.stack((angles.cos(), angles.sin()))
 
 
-def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, rotary: Tensor) -> Tensor:
     """Turn feature i with feature i + half by its position's angle; x is (B, heads, S, head width)."""
     cos, sin = rotary[0], rotary[1]
     left, right = x.chunk(2, dim=-1)
@@ -95,14 +99,14 @@ class Attention(nn.Module):
         self.value = nn.Linear(config.width, kv_width, bias=False)
         self.output = nn.Linear(config.width, config.width, bias=False)
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def _split_heads(self, x: Tensor) -> Tensor:
         # The number of heads is inferred, since a tensor-parallel rank holds only some of them.
         return x.view(x.shape[0], x.shape[1], -1, self.head_width).transpose(1, 2)
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
-        query = rotate(self._heads(self.query(x)), rotary)
-        key = rotate(self._heads(self.key(x)), rotary)
-        value = self._heads(self.value(x))
+        query = apply_rotary(self._split_heads(self.query(x)), rotary)
+        key = apply_rotary(self._split_heads(self.key(x)), rotary)
+        value = self._split_heads(self.value(x))
         y = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.grouped)
         out: Tensor = self.output(y.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1))
         return out
@@ -145,7 +149,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.width)
-        self.rotary = Rotary(config)
+        self.rotary = RotaryEmbedding(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=config.eps)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
@@ -153,7 +157,7 @@ class Llama(nn.Module):
 
     def reset_parameters(self) -> None:
         """Tie the head if the configuration says so and draw the weights; also after `to_empty`, which unties."""
-        if self.config.tied:
+        if self.config.tied_embeddings:
             self.head.weight = self.embedding.weight
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
@@ -163,7 +167,7 @@ class Llama(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.layers) if branch else 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = at_compute_precision(self.embedding(tokens))
+        x = to_autocast_dtype(self.embedding(tokens))
         rotary = self.rotary(x)
         for block in self.blocks:
             x = block(x, rotary)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from meshwright.zoo.keyed import KeyedNormal
+from meshwright.zoo.keyed_random import KeyedNormal
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ VAE_CONFIGS: dict[str, VAEConfig] = {
 }
 
 
-def _dense_halves(config: VAEConfig) -> tuple[nn.Sequential, nn.Sequential]:
+def _dense_encoder_decoder(config: VAEConfig) -> tuple[nn.Sequential, nn.Sequential]:
     pixels = math.prod(config.image)
     encoder = nn.Sequential(nn.Flatten(), nn.Linear(pixels, config.hidden), nn.ReLU(), nn.Linear(config.hidden, 2 * config.latent))
     decoder = nn.Sequential(nn.Linear(config.latent, config.hidden), nn.ReLU(), nn.Linear(config.hidden, pixels), nn.Unflatten(1, config.image))
     return encoder, decoder
 
 
-def _convolutional_halves(config: VAEConfig) -> tuple[nn.Sequential, nn.Sequential]:
+def _conv_encoder_decoder(config: VAEConfig) -> tuple[nn.Sequential, nn.Sequential]:
     channels, height, width = config.image
     inner = (config.hidden, height // 4, width // 4)
     encoder = nn.Sequential(
@@ -67,7 +67,7 @@ class VAE(nn.Module):
     def __init__(self, config: VAEConfig) -> None:
         super().__init__()
         self.config = config
-        self.encoder, self.decoder = _convolutional_halves(config) if config.convolutional else _dense_halves(config)
+        self.encoder, self.decoder = _conv_encoder_decoder(config) if config.convolutional else _dense_encoder_decoder(config)
         self.noise = KeyedNormal(site=0)
 
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 
-class _Creator:
+class _ProcessGroupFactory:
     """What torch calls for backend `mpi`: every member of a group calls `create` with the group's ranks; none means everyone."""
 
     @staticmethod
     def create(ranks: list[int]) -> dist.ProcessGroup:
-        from meshwright.comm.mpi.backend import make_group
+        from meshwright.comm.mpi.mpi_group import make_group
 
         return make_group(ranks)
 
@@ -27,18 +27,18 @@ def register(timeout_s: float = 600.0) -> None:
 
     A torch that was built with MPI is left as it is.
     """
-    from meshwright.comm.mpi import library
+    from meshwright.comm.mpi import mpi_library
 
-    library.timeout_s = timeout_s
+    mpi_library.timeout_s = timeout_s
     module: Any = distributed_c10d
     if not dist.is_mpi_available():
-        module.ProcessGroupMPI = _Creator
+        module.ProcessGroupMPI = _ProcessGroupFactory
         module._MPI_AVAILABLE = True
 
 
-def is_ours() -> bool:
+def is_registered() -> bool:
     """Whether backend `mpi` of this process is this one."""
-    return getattr(distributed_c10d, "ProcessGroupMPI", None) is _Creator
+    return getattr(distributed_c10d, "ProcessGroupMPI", None) is _ProcessGroupFactory
 
 
-__all__ = ["is_ours", "register"]
+__all__ = ["is_registered", "register"]

@@ -11,88 +11,88 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from meshwright.comm.mpi import library
+from meshwright.comm.mpi import mpi_library
 
-most = 2**31 - 1  # elements or bytes in one count of MPI's; tests lower it
-_at, _BYTE = MPI.buffer.fromaddress, MPI.BYTE
-_UNIT = 2**24  # bytes in a piece of a type that holds more than `most`
+max_count = 2**31 - 1  # elements or bytes in one count of MPI's; tests lower it
+_memory_at, _BYTE = MPI.buffer.fromaddress, MPI.BYTE
+_CHUNK_BYTES = 2**24  # bytes in a piece of a type that holds more than `max_count`
 
-Spec = Sequence[Any]
-Pieces = tuple[tuple[list[int], list[int]], MPI.Datatype]  # counts, where each begins, and of what type
+BufferSpec = Sequence[Any]
+CountsAndDisplacements = tuple[tuple[list[int], list[int]], MPI.Datatype]  # counts, where each begins, and of what type
 
 
-def ready(tensor: torch.Tensor) -> bool:
+def is_mpi_ready(tensor: torch.Tensor) -> bool:
     """Whether MPI can work on it where it is."""
-    return tensor.is_contiguous() and (tensor.is_cpu or (tensor.is_cuda and library.cuda_aware()))
+    return tensor.is_contiguous() and (tensor.is_cpu or (tensor.is_cuda and mpi_library.is_cuda_aware()))
 
 
-def outgoing(tensor: torch.Tensor) -> torch.Tensor:
+def send_buffer(tensor: torch.Tensor) -> torch.Tensor:
     """What is sent: the tensor, or a copy that MPI can work on."""
-    if ready(tensor):
+    if is_mpi_ready(tensor):
         return tensor
-    return made(tensor.contiguous()) if tensor.is_cpu or (tensor.is_cuda and library.cuda_aware()) else tensor.cpu().contiguous()
+    return synchronized(tensor.contiguous()) if tensor.is_cpu or (tensor.is_cuda and mpi_library.is_cuda_aware()) else tensor.cpu().contiguous()
 
 
-def made(tensor: torch.Tensor) -> torch.Tensor:
+def synchronized(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor once its device has done all that it was given to do: MPI, which knows nothing of streams, would read or write its memory before."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
     return tensor
 
 
-def incoming(tensor: torch.Tensor) -> torch.Tensor:
-    """Where it arrives: the tensor, or memory that `settle` copies from."""
-    if ready(tensor):
+def receive_buffer(tensor: torch.Tensor) -> torch.Tensor:
+    """Where it arrives: the tensor, or memory that `copy_back` copies from."""
+    if is_mpi_ready(tensor):
         return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu" if tensor.is_cuda and not library.cuda_aware() else tensor.device)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu" if tensor.is_cuda and not mpi_library.is_cuda_aware() else tensor.device)
 
 
-def settle(tensor: torch.Tensor, arrived: torch.Tensor) -> None:
+def copy_back(tensor: torch.Tensor, arrived: torch.Tensor) -> None:
     if arrived is not tensor:
         tensor.copy_(arrived)
 
 
-def memory(tensor: torch.Tensor) -> Any:
+def raw_memory(tensor: torch.Tensor) -> Any:
     """The tensor's bytes, without a copy and without its type: half and quarter precision have no name in MPI. The caller keeps the tensor."""
-    return _at(tensor.data_ptr(), tensor.nbytes)
+    return _memory_at(tensor.data_ptr(), tensor.nbytes)
 
 
-def as_bytes(tensor: torch.Tensor) -> Spec:
+def as_bytes(tensor: torch.Tensor) -> BufferSpec:
     """All of it, as one message."""
     size = tensor.nbytes
-    where = _at(tensor.data_ptr(), size)
-    return (where, _BYTE) if size <= most else (where, 1, of_bytes(size))
+    where = _memory_at(tensor.data_ptr(), size)
+    return (where, _BYTE) if size <= max_count else (where, 1, byte_datatype(size))
 
 
-def in_pieces(tensor: torch.Tensor, elements: Sequence[int]) -> Spec:
+def pieces_per_rank(tensor: torch.Tensor, elements: Sequence[int]) -> BufferSpec:
     """One piece for each rank, one after the other, with so many elements each."""
-    return [memory(tensor), *_pieces(tuple(elements), tensor.element_size(), most)]
+    return [raw_memory(tensor), *_counts_and_displacements(tuple(elements), tensor.element_size(), max_count)]
 
 
 @lru_cache(256)
-def rows(shape: torch.Size, width: int, splits: tuple[int, ...], ranks: int, limit: int) -> Pieces:
+def rows_per_rank(shape: torch.Size, itemsize: int, splits: tuple[int, ...], ranks: int, limit: int) -> CountsAndDisplacements:
     """So many rows for each rank; equally many where it is not said."""
     count = shape[0] if shape else 1
     if not splits and count % ranks:
-        raise unfit("all_to_all", shape, f"a multiple of {ranks} rows")
+        raise shape_error("all_to_all", shape, f"a multiple of {ranks} rows")
     splits = splits or (count // ranks,) * ranks
     if sum(splits) != count:
-        raise unfit("all_to_all", shape, f"the splits' {sum(splits)} rows")
+        raise shape_error("all_to_all", shape, f"the splits' {sum(splits)} rows")
     row = math.prod(shape[1:])
-    return _pieces(tuple(n * row for n in splits), width, limit)
+    return _counts_and_displacements(tuple(n * row for n in splits), itemsize, limit)
 
 
-def unfit(operation: str, shape: torch.Size, wanted: str) -> ValueError:
+def shape_error(operation: str, shape: torch.Size, wanted: str) -> ValueError:
     return ValueError(f"{operation}: a tensor of shape {list(shape)} does not hold {wanted}")
 
 
 @lru_cache(256)
-def _pieces(elements: tuple[int, ...], width: int, limit: int) -> Pieces:
-    counts = [n * width for n in elements]
+def _counts_and_displacements(elements: tuple[int, ...], itemsize: int, limit: int) -> CountsAndDisplacements:
+    counts = [n * itemsize for n in elements]
     unit, kind = 1, MPI.BYTE
     if sum(counts) > limit:
         unit = math.gcd(*counts)
-        kind = of_bytes(unit)
+        kind = byte_datatype(unit)
         counts = [n // unit for n in counts]
         if sum(counts) > limit:
             raise ValueError(f"pieces of {list(elements)} elements are more than MPI can count: make their sizes multiples of a larger number")
@@ -100,30 +100,30 @@ def _pieces(elements: tuple[int, ...], width: int, limit: int) -> Pieces:
 
 
 @cache
-def of_bytes(size: int) -> MPI.Datatype:
+def byte_datatype(size: int) -> MPI.Datatype:
     """A type that is `size` bytes long, however many these are."""
-    if size <= most:
+    if size <= max_count:
         made = MPI.BYTE.Create_contiguous(size)
     else:
-        whole, rest = divmod(size, _UNIT)
-        unit = MPI.BYTE.Create_contiguous(_UNIT)
-        made = MPI.Datatype.Create_struct([whole, rest], [0, whole * _UNIT], [unit, MPI.BYTE])
+        whole, rest = divmod(size, _CHUNK_BYTES)
+        unit = MPI.BYTE.Create_contiguous(_CHUNK_BYTES)
+        made = MPI.Datatype.Create_struct([whole, rest], [0, whole * _CHUNK_BYTES], [unit, MPI.BYTE])
     return made.Commit()
 
 
 _streams: dict[torch.device, Any] = {}
 
 
-def beside(tensor: torch.Tensor, run: Callable[[], object]) -> Callable[[], object]:
+def on_side_stream(tensor: torch.Tensor, run: Callable[[], object]) -> Callable[[], object]:
     """`run` for a CUDA tensor: on a stream of its own, after what the caller's stream has been given so far."""
     device = tensor.device
     event = torch.cuda.current_stream(device).record_event()
 
-    def there() -> None:
+    def run_there() -> None:
         stream = _streams.get(device) or _streams.setdefault(device, torch.cuda.Stream(device))
         with torch.cuda.device(device), torch.cuda.stream(stream):
             event.synchronize()  # MPI knows nothing of streams
             run()
             stream.synchronize()
 
-    return there
+    return run_there

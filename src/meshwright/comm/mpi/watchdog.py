@@ -10,21 +10,21 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.comm.mpi import library
+from meshwright.comm.mpi import mpi_library
 from meshwright.comm.work_queue import WorkQueue
 
-_LOOK_EVERY_S = 0.5
+_POLL_S = 0.5
 _GRACE_S = 3.0  # ranks that wait for the same one notice it within this of each other
-_TAG = 1
+_WAITING_TAG = 1
 
 
 @dataclass
-class _Watched:
+class _WatchedQueue:
     queue: weakref.ref[WorkQueue]
     ranks: tuple[int, ...]  # in the world
     name: str
-    number: int = -1  # of the operation that was seen last, and since when: the queue does not look at the clock
-    since: float = 0.0
+    sequence_number: int = -1  # of the operation that was seen last, and since when: the queue does not look at the clock
+    unchanged_since: float = 0.0
 
 
 class Watchdog:
@@ -32,23 +32,23 @@ class Watchdog:
 
     def __init__(self, control: Any) -> None:
         self._control = control
-        self._watched: list[_Watched] = []
+        self._watched: list[_WatchedQueue] = []
         self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="mpi watchdog", daemon=True)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch_loop, name="mpi watchdog", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Before MPI ends."""
-        self._over.set()
+        self._stopped.set()
         self._thread.join()
 
     def watch(self, queue: WorkQueue, ranks: tuple[int, ...]) -> None:
         with self._lock:
-            self._watched.append(_Watched(weakref.ref(queue), ranks, queue.name))
+            self._watched.append(_WatchedQueue(weakref.ref(queue), ranks, queue.name))
 
-    def _look(self) -> None:
-        while not self._over.wait(_LOOK_EVERY_S):
+    def _watch_loop(self) -> None:
+        while not self._stopped.wait(_POLL_S):
             self._control.iprobe()  # moves on what nobody waits for
             with self._lock:
                 self._watched = [w for w in self._watched if w.queue() is not None]
@@ -58,21 +58,21 @@ class Watchdog:
                 if queue is None:
                     continue
                 number, operation = queue.sequence_number, queue.current
-                if number != one.number or not operation:
-                    one.number, one.since = number, now
-                elif now - one.since > library.timeout_s:
-                    self._end(one, operation, number)
+                if number != one.sequence_number or not operation:
+                    one.sequence_number, one.unchanged_since = number, now
+                elif now - one.unchanged_since > mpi_library.timeout_s:
+                    self._abort_job(one, operation, number)
 
-    def _end(self, watched: _Watched, operation: str, number: int) -> None:
+    def _abort_job(self, watched: _WatchedQueue, operation: str, sequence_number: int) -> None:
         """Tell the others of the group that we wait; whoever does not say the same has not come."""
         me = self._control.Get_rank()
-        word = (watched.name, number)
-        requests = [self._control.isend(word, dest=r, tag=_TAG) for r in watched.ranks if r != me]
+        word = (watched.name, sequence_number)
+        requests = [self._control.isend(word, dest=r, tag=_WAITING_TAG) for r in watched.ranks if r != me]
         came = {me}
         until = time.monotonic() + _GRACE_S
         while time.monotonic() < until:
             for rank in watched.ranks:
-                if rank != me and self._control.iprobe(source=rank, tag=_TAG) and self._control.recv(source=rank, tag=_TAG) == word:
+                if rank != me and self._control.iprobe(source=rank, tag=_WAITING_TAG) and self._control.recv(source=rank, tag=_WAITING_TAG) == word:
                     came.add(rank)
             time.sleep(0.01)
         missing = [r for r in watched.ranks if r not in came]
@@ -82,7 +82,10 @@ class Watchdog:
                 if missing
                 else "no rank is missing: the network stands still, and nobody"
             )
-            line = f"{who} did not arrive at {operation} number {number} of {watched.name} within {library.timeout_s:.0f} s; {len(came)} ranks waited"
+            line = (
+                f"{who} did not arrive at {operation} number {sequence_number} of "
+                f"{watched.name} within {mpi_library.timeout_s:.0f} s; {len(came)} ranks waited"
+            )
             print(f"meshwright: {line}", file=sys.stderr, flush=True)
         del requests
         time.sleep(0.5)  # let the line out before mpirun ends everybody

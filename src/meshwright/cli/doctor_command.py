@@ -1,0 +1,31 @@
+"""`doctor`: what is wrong with this environment, and the command that mends it."""
+
+from __future__ import annotations
+
+import os
+
+import typer
+from rich.table import Table
+
+from meshwright.cli.common import JsonFlag, print_json, stdout
+from meshwright.core.serialization import to_data
+
+
+def doctor(as_json: JsonFlag = False) -> None:
+    """Check Python, torch, devices, memory, disk and ports. Exits with 1 if something must be mended.
+
+    Example: meshwright doctor
+    """
+    from meshwright.describe.environment_checks import run_checks
+
+    found = run_checks(os.environ)
+    if as_json:
+        print_json({"checks": to_data(found), "ok": all(c.ok for c in found)})
+    else:
+        table = Table(box=None, show_header=False)
+        for check in found:
+            mark = "[red]✗[/red]" if not check.ok else "[dim]·[/dim]" if check.mend else "[green]✓[/green]"
+            table.add_row(mark, check.name, check.found, f"→ {check.mend}" if check.mend else "")
+        stdout.print(table)
+    if not all(c.ok for c in found):
+        raise typer.Exit(1)

@@ -1,0 +1,40 @@
+"""The counting ledger: which collectives ran, over how many ranks, how often and with how many bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.core.schedule import wire_factor
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """All calls of one name since the ledger was last emptied. `bytes` is the whole tensor's size, summed over calls."""
+
+    name: str
+    op: str
+    group: int
+    calls: int
+    bytes: int
+
+    @property
+    def bytes_sent(self) -> float:
+        """What a rank must put on the wire for it by the bandwidth-optimal algorithm."""
+        return self.bytes * wire_factor(self.op, self.group)
+
+
+class Ledger:
+    """Counts at the calls; one ledger serves all groups of a rank."""
+
+    def __init__(self) -> None:
+        self._totals: dict[tuple[str, str, int], tuple[int, int]] = {}
+
+    def add(self, name: str, op: str, group: int, size: int) -> None:
+        calls, total = self._totals.get((name, op, group), (0, 0))
+        self._totals[name, op, group] = (calls + 1, total + size)
+
+    def drain(self) -> tuple[LedgerEntry, ...]:
+        """What was counted so far, in order of first call; the ledger starts again from nothing."""
+        lines = tuple(LedgerEntry(name, op, group, calls, size) for (name, op, group), (calls, size) in self._totals.items())
+        self._totals.clear()
+        return lines

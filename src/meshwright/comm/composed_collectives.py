@@ -1,0 +1,159 @@
+"""Collectives through memory that ranks of one node share, instead of the backend's own: calls of `core.comm.Comm` over `shared_collectives.py`.
+
+[Note: algorithms]
+  flat       the backend's own collective.
+  shared     all ranks of the group are on one node: they add up straight from shared memory, with no messages.
+  two-level  all-reduce over several nodes with equally many ranks: a reduce-scatter in each node's shared memory, the backend's own all-reduce
+             between the ranks that have the same place on every node, and an all-gather in each node's shared memory. Between nodes a rank
+             sends 1/k of what it sends in a flat ring, for k ranks a node.
+
+The ledger counts a composed call as the one operation that it is, with its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from meshwright.comm import shared_collectives
+from meshwright.comm.async_comm import AsyncComm, ChainedWork
+from meshwright.comm.comm_ledger import Ledger
+from meshwright.comm.shared_memory_window import SharedMemoryWindow
+from meshwright.comm.wire_format import Finish, WireFormat
+from meshwright.comm.work_queue import COMPLETED, WorkQueue
+from meshwright.core.comm import Comm, Work
+
+_REDUCE_FNS: dict[str, shared_collectives.Combine] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
+_SUMMABLE = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64,
+             torch.complex64, torch.complex128}  # fmt: skip
+
+
+class SharedMemoryGroup:
+    """One group's shared memory and the work queue of its calls: `window` where all ranks are on one node; otherwise `node_window` for the ranks of
+    this node and `across` for the ranks with this rank's place on every node."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        backend: str,
+        window: SharedMemoryWindow | None = None,
+        node_window: SharedMemoryWindow | None = None,
+        across: Comm | None = None,
+    ) -> None:
+        self.comm, self.backend = comm, backend
+        self.window, self.node_window, self.across = window, node_window, across
+        self.queue = WorkQueue(backend, kind="composed")
+
+    def has(self, algorithm: str) -> bool:
+        return self.window is not None if algorithm == "shared" else self.node_window is not None and self.across is not None
+
+
+class ComposedComm(AsyncComm):
+    """The collectives of one group by one algorithm."""
+
+    def __init__(self, group: SharedMemoryGroup, algorithm: str, ledger: Ledger) -> None:
+        self._group, self._algorithm, self.ledger = group, algorithm, ledger
+        self.rank, self.size = group.comm.rank, group.comm.size
+        self._wire_format = WireFormat(f"{group.backend} {algorithm}", self.rank, _SUMMABLE)
+
+    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Work:
+        if tensor.device.type != "cpu":
+            host = tensor.cpu()
+            return ChainedWork(self.all_reduce(host, name, op, factor), lambda: tensor.copy_(host))
+        work, op, finish = self._wire_format.reduction_tensor(tensor, op)
+        combine, scale = _reduce_fn_and_scale(work, op, factor, self.size)
+        before, after = _pre_and_post_scale(work, scale)
+
+        def run() -> None:
+            before(work)
+            if self._algorithm == "two-level":
+                self._all_reduce_by_levels(work.view(-1), combine, op, name)
+                after(work)
+            else:
+                shared_collectives.all_reduce(self._window, work.view(-1), combine, after, name)
+
+        return self._submit(name, "all_reduce", tensor, run, finish)
+
+    def _all_reduce_by_levels(self, whole: torch.Tensor, combine: shared_collectives.Combine, op: str, name: str) -> None:
+        window, across = self._group.node_window, self._group.across
+        assert window is not None and across is not None, "two-level needs memory that is shared on the node"
+        parts = whole.tensor_split(window.size)
+        own = parts[window.rank]
+        shared_collectives.reduce_scatter(window, shared_collectives.address_ranges(parts), own, own, combine, name)
+        across.sync.all_reduce(own, name, "sum" if op == "mean" else op).wait()
+        shared_collectives.all_gather(window, shared_collectives.address_ranges(parts), own.data_ptr(), name)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, tensor: torch.Tensor, name: str, op: str = "sum", sizes: Sequence[int] | None = None
+    ) -> Work:  # fmt: skip
+        if tensor.device.type != "cpu":
+            host = torch.empty(output.shape, dtype=output.dtype)
+            return ChainedWork(self.reduce_scatter(host, tensor.cpu(), name, op, sizes), lambda: output.copy_(host))
+        work, op, _ = self._wire_format.reduction_tensor(tensor, op)
+        own = output if output.is_contiguous() and output.dtype == work.dtype else work.new_empty(output.shape)
+        combine, scale = _reduce_fn_and_scale(work, op, None, self.size)
+        before, after = _pre_and_post_scale(work, scale)
+
+        def run() -> None:
+            before(work)
+            parts = work.view(-1).split(_part_sizes(work, sizes, self.size))
+            shared_collectives.reduce_scatter(self._window, shared_collectives.address_ranges(parts), parts[self.rank], own.view(-1), combine, name)
+            after(own)
+
+        return self._submit(name, "reduce_scatter", tensor, run, None if own is output else lambda: output.copy_(own))
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str, sizes: Sequence[int] | None = None) -> Work:
+        if tensor.device.type != "cpu":
+            host = torch.empty(output.shape, dtype=output.dtype)
+            return ChainedWork(self.all_gather(host, tensor.cpu(), name, sizes), lambda: output.copy_(host))
+        whole = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype, device=output.device)
+
+        def run() -> None:
+            parts = whole.view(-1).split(_part_sizes(whole, sizes, self.size))
+            if parts[self.rank].data_ptr() != tensor.data_ptr():
+                parts[self.rank].copy_(tensor.reshape(-1))
+            shared_collectives.all_gather(self._window, shared_collectives.address_ranges(parts), parts[self.rank].data_ptr(), name)
+
+        return self._submit(name, "all_gather", output, run, None if whole is output else lambda: output.copy_(whole))
+
+    @property
+    def _window(self) -> SharedMemoryWindow:
+        assert self._group.window is not None, "memory is shared only where a window could be opened"
+        return self._group.window
+
+    def _submit(self, name: str, op: str, counted: torch.Tensor, run: Callable[[], None], finish: Finish | None) -> Work:
+        self.ledger.add(name, op, self.size, counted.numel() * counted.element_size())
+
+        def execute() -> None:
+            with torch.no_grad():
+                run()
+                if finish is not None:
+                    finish()
+
+        return self._group.queue.submit(name, [counted], counted, self._async_op, execute) or COMPLETED
+
+
+def _reduce_fn_and_scale(work: torch.Tensor, op: str, factor: float | None, ranks: int) -> tuple[shared_collectives.Combine, float | None]:
+    """How two values become one, and by what the result is multiplied."""
+    if op == "mean" and not (work.is_floating_point() or work.is_complex()):
+        raise ValueError(f"the mean of {work.dtype} is not a whole number: convert it, or take the sum")
+    if op == "mean":
+        return torch.add, (1.0 if factor is None else factor) / ranks
+    return _REDUCE_FNS[op], factor
+
+
+def _pre_and_post_scale(work: torch.Tensor, scale: float | None) -> tuple[Callable[[torch.Tensor], object], Callable[[torch.Tensor], object]]:
+    """What is done before and after a sum. A sum's parts are scaled where they were summed, which costs least; in half precision the sum may
+    overflow where the scaled one does not, so there every rank scales first."""
+    scaled: Callable[[torch.Tensor], object] = (lambda t: t) if scale is None else (lambda t: t.mul_(scale))
+    nothing: Callable[[torch.Tensor], object] = lambda t: t  # noqa: E731
+    return (scaled, nothing) if work.dtype == torch.float16 else (nothing, scaled)
+
+
+def _part_sizes(whole: torch.Tensor, sizes: Sequence[int] | None, ranks: int) -> list[int]:
+    """Elements for each rank."""
+    if sizes is None:
+        return [whole.numel() // ranks] * ranks
+    rows = sum(sizes)
+    return [n * (whole.numel() // rows if rows else 0) for n in sizes]

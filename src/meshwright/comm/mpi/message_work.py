@@ -1,0 +1,101 @@
+"""Sends and receives: MPI's requests as `Work`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+
+_POLL_S = 50e-6
+
+
+class MessageWork(dist.Work):
+    """One request. MPI moves it on whenever this rank is inside an MPI call; `wait` completes it. `_lock` lets one thread at a time ask MPI."""
+
+    def __init__(self, request: Any, tensor: torch.Tensor, buffer: torch.Tensor, source: int) -> None:
+        """`buffer` is the memory that MPI works on: the tensor's own, or memory that is copied to the tensor on arrival."""
+        super().__init__()
+        self.done = False
+        self.error: Exception | None = None
+        self._request, self._tensor, self._buffer, self._source = request, tensor, buffer, source
+        self._lock = threading.Lock()
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+
+    def is_completed(self) -> bool:
+        if self._lock.acquire(blocking=False):
+            try:
+                self._complete_by(self._request.Test)
+            finally:
+                self._lock.release()
+        return self.done
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if timeout is not None and timeout.total_seconds() > 0:
+            self._poll_until(time.monotonic() + timeout.total_seconds())
+        with self._lock:
+            self._complete_by(self._request.Wait)
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def _poll_until(self, deadline: float) -> None:
+        while not self.is_completed():
+            if time.monotonic() > deadline:
+                raise TimeoutError("a message was not sent or received in time")
+            time.sleep(_POLL_S)
+
+    def _complete_by(self, ask: Callable[[Any], Any]) -> None:
+        """Called with the lock held. An error of MPI's is raised by `wait`, whichever thread met it."""
+        if self.done:
+            return
+        status = MPI.Status() if self._source == MPI.ANY_SOURCE else None
+        try:
+            if not ask(status):
+                return
+            if status is not None:
+                self._source = status.Get_source()
+            if self._buffer is not self._tensor:
+                self._tensor.copy_(self._buffer)
+                self._buffer = self._tensor  # frees the other memory
+        except MPI.Exception as error:
+            self.error = error
+        self.done = True
+
+    def is_success(self) -> bool:
+        return self.done and self.error is None
+
+    def exception(self) -> Any:
+        return self.error
+
+    def result(self) -> list[torch.Tensor]:
+        return [self._tensor]
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def source_rank(self) -> int:
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A thread of its own waits for the message: whoever waits for a future does not call MPI."""
+        if self._future is None:
+            self._future = torch.futures.Future()
+            threading.Thread(target=self._complete_future, args=(self._future,), name="mpi message", daemon=True).start()
+        return self._future
+
+    def _complete_future(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
+        try:
+            while not self.is_completed():
+                time.sleep(_POLL_S)
+            self.wait()
+            future.set_result([self._tensor])
+        except Exception as error:
+            future.set_exception(error)  # type: ignore[arg-type]  # torch's stub wants a type

@@ -1,0 +1,287 @@
+"""The process group: torch's collectives over MPI. The methods are torch's; each submits one operation to the group's work queue and returns
+a `Work`, or None where a sync call is complete.
+
+torch calls some methods from Python and some from C++ (DDP's reducer, DTensor's functional collectives), and renamed some in 2.13: both
+names are here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.comm.mpi import mpi_library
+
+mpi_library.load()  # before mpi4py is imported by anybody else: it must not initialise MPI in its own way
+
+from mpi4py import MPI  # noqa: E402
+
+from meshwright.comm.mpi import buffers  # noqa: E402
+from meshwright.comm.mpi.blocking_collectives import BlockingCollectives, Tensors  # noqa: E402
+from meshwright.comm.mpi.message_work import MessageWork  # noqa: E402
+from meshwright.comm.mpi.mpi_reductions import find_reduction  # noqa: E402
+from meshwright.comm.mpi.watchdog import Watchdog  # noqa: E402
+from meshwright.comm.work_queue import WorkQueue  # noqa: E402
+
+_c10d: Any = torch._C._distributed_c10d
+_ProcessGroup: Any = dist.ProcessGroup
+_CREATE_GROUP_TAG = 1  # of making groups
+_watchdog: Watchdog | None = None
+_watchdog_lock = threading.Lock()
+
+
+def make_group(ranks: Sequence[int]) -> MpiGroup:
+    """A group of these ranks of the world, in this order; of everyone if there are none. Only members call it."""
+    global _watchdog
+    world = MPI.COMM_WORLD
+    with _watchdog_lock:
+        if _watchdog is None:
+            _watchdog = Watchdog(world.Dup())
+            atexit.register(_watchdog.close)
+    members = tuple(ranks) or tuple(range(world.Get_size()))
+    if not ranks:
+        return MpiGroup(world.Dup(), members)
+    group = world.Get_group().Incl(list(members))
+    return MpiGroup(world.Create_group(group, _CREATE_GROUP_TAG), members)
+
+
+class MpiGroup(_ProcessGroup):  # type: ignore[misc]  # torch's stubs know only their own overloads
+    """A communicator. Its work queue runs collectives in order; sends and receives are requests of their own."""
+
+    supports_splitting = False
+    supports_coalescing = False
+
+    def __init__(self, comm: Any, world_ranks: tuple[int, ...]) -> None:
+        super().__init__(comm.Get_rank(), comm.Get_size())
+        self._comm, self._world_ranks = comm, world_ranks
+        self._collectives = BlockingCollectives(comm)
+        self._group_rank, self._group_size = comm.Get_rank(), comm.Get_size()
+        self._queue = WorkQueue(f"the group of ranks {_format_ranks(world_ranks)}", on_stream=buffers.on_side_stream)
+        self._coalesced: list[dist.Work] | None = None  # works since _start_coalescing
+        self._group_name = self._group_desc = ""
+        assert _watchdog is not None
+        _watchdog.watch(self._queue, world_ranks)
+
+    # -- who we are --
+
+    def getBackendName(self) -> str:
+        return "mpi"
+
+    _get_backend_name = name = getBackendName
+
+    def getGroupName(self) -> str:
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:
+        self._group_name = name
+
+    def getGroupDesc(self) -> str:
+        return self._group_desc
+
+    def setGroupDesc(self, note: str) -> None:
+        self._group_desc = note
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+
+    def _get_backend(self, device: torch.device) -> MpiGroup:
+        return self
+
+    def _set_sequence_number_for_group(self) -> None:
+        """The work queue counts by itself."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._queue.sequence_number
+
+    def shutdown(self) -> None:
+        if self._comm != MPI.COMM_NULL:
+            self._queue.close()
+            self._comm.Free()
+
+    def abort(self) -> None:
+        MPI.COMM_WORLD.Abort(1)
+
+    def split_group(self, ranks: Sequence[int], *_: Any, **__: Any) -> MpiGroup:
+        """A group of some of our ranks, made by its members alone."""
+        return make_group([self._world_ranks[r] for r in ranks])
+
+    # -- reductions --
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work | None:
+        opts = opts or _c10d.AllreduceOptions()
+        (tensor,) = tensors
+        reduce = find_reduction(opts.reduceOp, tensor.dtype, self._group_size)
+        return self._submit("all_reduce", tensors, tensor, opts.asyncOp, self._collectives.all_reduce, tensor, reduce)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work | None:
+        opts = opts or _c10d.AllreduceCoalescedOptions()
+        reductions = [find_reduction(opts.reduceOp, t.dtype, self._group_size) for t in tensors]
+
+        def run() -> None:
+            for tensor, reduce in zip(tensors, reductions, strict=True):
+                self._collectives.all_reduce(tensor, reduce)
+
+        return self._submit("all_reduce", tensors, tensors[0], opts.asyncOp, run)
+
+    def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work | None:
+        opts = opts or _c10d.ReduceOptions()
+        (tensor,) = tensors
+        reduce = find_reduction(opts.reduceOp, tensor.dtype, self._group_size)
+        return self._submit("reduce", tensors, tensor, opts.asyncOp, self._collectives.reduce, tensor, reduce, opts.rootRank)
+
+    def reduce_scatter(self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None) -> dist.Work | None:
+        opts = opts or _c10d.ReduceScatterOptions()
+        (output,), (inputs,) = output_tensors, input_tensors
+        reduce = find_reduction(opts.reduceOp, output.dtype, self._group_size)
+        sizes = [t.numel() for t in inputs]
+        if output.numel() != sizes[self._group_rank]:
+            raise buffers.shape_error("reduce_scatter", output.shape, f"what the list says, {sizes[self._group_rank]}")
+        run = lambda: self._collectives.reduce_scatter(output, buffers.synchronized(torch.cat([t.reshape(-1) for t in inputs])), reduce, sizes)  # noqa: E731
+        return self._submit("reduce_scatter", output_tensors, output, opts.asyncOp, run)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work | None:
+        opts = opts or _c10d.ReduceScatterOptions()
+        reduce = find_reduction(opts.reduceOp, output.dtype, self._group_size)
+        self._check_shapes("reduce_scatter", input, output)
+        return self._submit("reduce_scatter", (output,), output, opts.asyncOp, self._collectives.reduce_scatter, output, input, reduce)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work | None:
+        opts = opts or _c10d.ReduceScatterOptions()
+        reductions = [find_reduction(opts.reduceOp, t.dtype, self._group_size) for t in outputs]
+        for output, whole in zip(outputs, inputs, strict=True):
+            self._check_shapes("reduce_scatter", whole, output)
+
+        def run() -> None:
+            for output, whole, reduce in zip(outputs, inputs, reductions, strict=True):
+                self._collectives.reduce_scatter(output, whole, reduce)
+
+        return self._submit("reduce_scatter", outputs, outputs[0], opts.asyncOp, run)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # -- movements --
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work | None:
+        opts = opts or _c10d.BroadcastOptions()
+        (tensor,) = tensors
+        return self._submit("broadcast", tensors, tensor, opts.asyncOp, self._collectives.broadcast, tensor, opts.rootRank)
+
+    def allgather(self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None) -> dist.Work | None:
+        (outputs,), (tensor,) = output_tensors, input_tensors
+        return self._submit("all_gather", outputs, tensor, opts is None or opts.asyncOp, self._collectives.all_gather_list, outputs, tensor)
+
+    def allgather_coalesced(self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None) -> dist.Work | None:
+        """`output_lists[i]` is what the i-th input's copies of all ranks go to."""
+
+        def run() -> None:
+            for outputs, tensor in zip(output_lists, input_list, strict=True):
+                self._collectives.all_gather_list(outputs, tensor)
+
+        every = [t for outputs in output_lists for t in outputs]
+        return self._submit("all_gather", every, input_list[0], opts is None or opts.asyncOp, run)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work | None:
+        self._check_shapes("all_gather", output, input)
+        return self._submit("all_gather", (output,), output, opts is None or opts.asyncOp, self._collectives.all_gather, output, input)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work | None:
+        for output, part in zip(outputs, inputs, strict=True):
+            self._check_shapes("all_gather", output, part)
+
+        def run() -> None:
+            for output, part in zip(outputs, inputs, strict=True):
+                self._collectives.all_gather(output, part)
+
+        return self._submit("all_gather", outputs, outputs[0], opts is None or opts.asyncOp, run)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None) -> dist.Work | None:
+        opts = opts or _c10d.GatherOptions()
+        (tensor,) = input_tensors
+        outputs = output_tensors[0] if output_tensors else ()
+        return self._submit("gather", outputs, tensor, opts.asyncOp, self._collectives.gather, outputs, tensor, opts.rootRank)
+
+    def scatter(self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None) -> dist.Work | None:
+        opts = opts or _c10d.ScatterOptions()
+        (tensor,) = output_tensors
+        inputs = input_tensors[0] if input_tensors else ()
+        return self._submit("scatter", output_tensors, tensor, opts.asyncOp, self._collectives.scatter, tensor, inputs, opts.rootRank)
+
+    def all_to_all_single(
+        self, output: torch.Tensor, input: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
+    ) -> dist.Work | None:  # fmt: skip
+        receives = buffers.rows_per_rank(output.shape, output.itemsize, tuple(output_splits), self._group_size, buffers.max_count)
+        sends = buffers.rows_per_rank(input.shape, input.itemsize, tuple(input_splits), self._group_size, buffers.max_count)
+        later = opts is None or opts.asyncOp
+        return self._submit("all_to_all", (output,), output, later, self._collectives.all_to_all, output, input, receives, sends)
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> dist.Work | None:
+        opts = opts or _c10d.AllToAllOptions()
+        run = self._collectives.all_to_all_lists
+        return self._submit("all_to_all", output_tensors, output_tensors[0], opts.asyncOp, run, output_tensors, input_tensors)
+
+    def barrier(self, opts: Any = None) -> dist.Work | None:
+        return self._submit("barrier", (), None, opts is None or opts.asyncOp, self._comm.Barrier)
+
+    # -- messages --
+
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
+        (tensor,) = tensors
+        buffer = buffers.send_buffer(buffers.synchronized(tensor))
+        return self._message(self._comm.Isend(buffers.as_bytes(buffer), dst, tag), buffer, buffer, self._group_rank)
+
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
+        (tensor,) = tensors
+        buffer = buffers.receive_buffer(buffers.synchronized(tensor))
+        return self._message(self._comm.Irecv(buffers.as_bytes(buffer), src, tag), tensor, buffer, src)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
+        return self.recv(tensors, MPI.ANY_SOURCE, tag)
+
+    def _message(self, request: Any, tensor: torch.Tensor, buffer: torch.Tensor, source: int) -> dist.Work:
+        return self._coalesce(MessageWork(request, tensor, buffer, source))
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work | None:
+        works, self._coalesced = self._coalesced or [], None
+        return self._submit("coalesced", (), None, True, lambda: [work.wait() for work in works])
+
+    # -- submission and checks --
+
+    def _submit(
+        self, name: str, outputs: Tensors, tensor: torch.Tensor | None, async_op: bool, call: Callable[..., object], *args: Any
+    ) -> dist.Work | None:  # fmt: skip
+        work = self._queue.submit(name, outputs, tensor, async_op, partial(call, *args))
+        return self._coalesce(work) if work is not None else None
+
+    def _coalesce(self, work: dist.Work) -> dist.Work:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _check_shapes(self, operation: str, whole: torch.Tensor, part: torch.Tensor) -> None:
+        if whole.dtype != part.dtype:
+            raise ValueError(f"{operation}: tensors of {whole.dtype} and {part.dtype}: make them alike")
+        if whole.numel() != self._group_size * part.numel():
+            raise buffers.shape_error(operation, whole.shape, f"{self._group_size} times {part.numel()}")
+
+
+def _format_ranks(ranks: tuple[int, ...]) -> str:
+    """0–3 for a run of ranks; otherwise their numbers."""
+    whole = ranks == tuple(range(ranks[0], ranks[0] + len(ranks))) and len(ranks) > 2
+    return f"{ranks[0]}–{ranks[-1]}" if whole else ", ".join(map(str, ranks))

@@ -1,0 +1,72 @@
+"""One group over several backends and by several algorithms: each call goes the way that was measured quickest for its operation and size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from meshwright.comm.async_comm import AsyncComm
+from meshwright.comm.composed_collectives import ComposedComm
+from meshwright.core.comm import Comm, PeerTensors, Work
+
+if TYPE_CHECKING:
+    import torch
+
+RouteChooser = Callable[[str, int], str]  # (operation, bytes of the whole tensor) → backend, or backend:algorithm
+
+
+class RoutedComm(AsyncComm):
+    """`core.comm.Comm` that hands every call on. All ranks must choose alike, so a choice may depend on operation and size only: where sizes
+    differ from rank to rank (all-to-all, unequal parts, messages) the choice is that of the largest size."""
+
+    def __init__(self, routes: Mapping[str, Comm], choose: RouteChooser, composed_routes: Mapping[str, ComposedComm] | None = None) -> None:
+        self._routes, self._choose = dict(routes), choose
+        self._composed_routes = dict(composed_routes or {})
+        self.default_comm = next(iter(self._routes.values()))
+        self.rank, self.size = self.default_comm.rank, self.default_comm.size
+        self._resolved: dict[tuple[str, int, bool], Comm | ComposedComm] = {}  # shared with the twin, whose calls are not put off
+
+    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Work:
+        return self._comm_for("all_reduce", tensor.nbytes).all_reduce(tensor, name, op, factor)
+
+    def reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", root: int = 0) -> Work:
+        return self._comm_for("reduce", tensor.nbytes).reduce(tensor, name, op, root)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, tensor: torch.Tensor, name: str, op: str = "sum", sizes: Sequence[int] | None = None
+    ) -> Work:  # fmt: skip
+        return self._comm_for("reduce_scatter", tensor.nbytes).reduce_scatter(output, tensor, name, op, sizes)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str, sizes: Sequence[int] | None = None) -> Work:
+        return self._comm_for("all_gather", output.nbytes).all_gather(output, tensor, name, sizes)
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, name: str, recv_counts: Sequence[int], send_counts: Sequence[int]) -> Work:
+        return self._comm_for("all_to_all", _UNEVEN_BYTES).all_to_all(output, tensor, name, recv_counts, send_counts)
+
+    def broadcast(self, tensor: torch.Tensor, name: str, source: int = 0) -> Work:
+        return self._comm_for("broadcast", tensor.nbytes).broadcast(tensor, name, source)
+
+    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, name: str, root: int = 0) -> Work:
+        return self._comm_for("gather", tensor.nbytes * self.size).gather(output, tensor, name, root)
+
+    def scatter(self, output: torch.Tensor, tensor: torch.Tensor | None, name: str, root: int = 0) -> Work:
+        return self._comm_for("scatter", output.nbytes * self.size).scatter(output, tensor, name, root)
+
+    def exchange(self, sends: PeerTensors, receives: PeerTensors, name: str) -> Work:
+        return self._comm_for("send", _UNEVEN_BYTES).exchange(sends, receives, name)
+
+    def barrier(self) -> None:
+        self.default_comm.barrier()
+
+    def _comm_for(self, op: str, size: int) -> Any:
+        """What takes the call: all operations are `Comm`'s, and `ComposedComm` has those that are routed to it."""
+        return self._resolved.get((op, size, self._async_op)) or self._resolve(op, size)
+
+    def _resolve(self, op: str, size: int) -> Any:
+        route = self._choose(op, size)
+        comm = self._composed_routes[route] if route in self._composed_routes else self._routes[route]
+        self._resolved[op, size, self._async_op] = taken = comm if self._async_op else comm.sync
+        return taken
+
+
+_UNEVEN_BYTES = 1 << 22  # bytes that stand for sizes which the ranks do not share

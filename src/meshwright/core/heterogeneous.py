@@ -1,0 +1,94 @@
+"""Clusters whose devices are not alike: what tells them apart, in which orders ranks may be put on them, and what an average of them is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import permutations
+
+from meshwright.core.calibration import Calibration, scale_rates
+from meshwright.core.cluster import Cluster, Device
+from meshwright.core.cluster_changes import map_nodes
+
+_MEMORY_TOLERANCE = 1.1  # devices whose memory is within this factor are of one size: a card's free memory differs by what others use of it
+_LARGE_MATMUL_FLOPS = 1e12  # FLOPs
+_MAX_PERMUTED_KINDS = 3  # kinds of devices up to which all their orders are tried
+
+
+def device_labels(cluster: Cluster, calibration: Calibration, world: int) -> tuple[str, ...]:
+    """By rank, under which name the calibration has the rates of its device: its own name, or else its kind. Empty where the
+    calibration is of one kind of device."""
+    known = {rates.device for rates in calibration.layouts}
+    if known == {""}:
+        return ()
+    found = tuple(device.name if device.name in known else device.kind if device.kind in known else "" for device in cluster.devices[:world])
+    return found if any(found) else ()
+
+
+def device_memories(cluster: Cluster, world: int) -> tuple[int, ...]:
+    """By rank the memory of its device; empty where they are all about the same."""
+    least, most = cluster.least_memory(world), max(d.memory_bytes for node in cluster.distinct_nodes for d in node.devices)
+    return tuple(device.memory_bytes for device in cluster.devices[:world]) if most > _MEMORY_TOLERANCE * max(least, 1) else ()
+
+
+def is_heterogeneous(cluster: Cluster, calibration: Calibration, world: int = 0) -> bool:
+    ranks = world or len(cluster.devices)
+    return ranks > 1 and (len(set(device_labels(cluster, calibration, ranks))) > 1 or bool(device_memories(cluster, ranks)))
+
+
+def _device_key(device: Device) -> tuple[str, str, int]:
+    return device.kind, device.name, round(device.memory_bytes, -9)
+
+
+def matmul_speed(device: Device, calibration: Calibration, precision: str) -> float:
+    """What a device reaches in a large product, for telling fast from slow."""
+    known = {rates.device for rates in calibration.layouts}
+    label = device.name if device.name in known else device.kind if device.kind in known else ""
+    rates = calibration.rates_for(2, label)
+    return rates.compute_rate("matmul", precision, _LARGE_MATMUL_FLOPS) / rates.oversubscription
+
+
+def device_orders(cluster: Cluster, calibration: Calibration, precision: str) -> Iterator[tuple[int, ...]]:
+    """Orders in which ranks may be put on devices, one for each order of the kinds of devices (of the kinds of nodes, where there are several
+    nodes): the given one, which is empty, the fastest first, the largest first and, where kinds are few, all others. Devices of a kind stay
+    in their order."""
+    if len(cluster.nodes) > 1:
+        blocks = [(tuple(map(_device_key, node.devices)), node.devices[0]) for node in cluster.nodes]
+        members = [range(end - len(node.devices), end) for node, end in zip(cluster.nodes, cluster.rank_ends, strict=True)]
+    else:
+        blocks = [((_device_key(device),), device) for device in cluster.devices]
+        members = [range(at, at + 1) for at in range(len(cluster.devices))]
+    kinds = dict(reversed(blocks))
+    by_speed = sorted(kinds, key=lambda kind: -matmul_speed(kinds[kind], calibration, precision))
+    by_size = sorted(kinds, key=lambda kind: -kinds[kind].memory_bytes)
+    orders = [by_speed, by_speed[::-1], by_size, by_size[::-1], *(permutations(by_speed) if len(kinds) <= _MAX_PERMUTED_KINDS else ())]
+    found = dict.fromkeys([tuple(range(len(cluster.devices)))])
+    for order in orders:
+        at = sorted(range(len(blocks)), key=lambda block: (order.index(blocks[block][0]), block))
+        found[tuple(rank for block in at for rank in members[block])] = None
+    yield from ((), *list(found)[1:])
+
+
+def homogeneous_average(cluster: Cluster, calibration: Calibration, precision: str) -> tuple[Cluster, Calibration]:
+    """The same cluster of devices that are all as large as the mean one, and as quick. Work that is dealt out by what devices can do takes about as
+    long there, so plans that are good on it are good once each device has its part."""
+    devices = cluster.devices
+    mean = sum(d.memory_bytes for d in devices) // len(devices)
+    speeds = [matmul_speed(d, calibration, precision) for d in devices]
+    slowest = min(range(len(devices)), key=lambda at: speeds[at])
+    faster = sum(speeds) / len(speeds) / max(speeds[slowest], 1e-9)
+    like = devices[slowest]
+    equal = map_nodes(cluster, lambda n: replace(n, devices=tuple(replace(like, index=d.index, memory_bytes=mean) for d in n.devices)))
+    label = device_labels(cluster, calibration, len(devices))
+    layouts = [r for r in calibration.layouts if not label or r.device == label[slowest]]
+    return equal, replace(calibration, layouts=tuple(scale_rates(replace(r, device=""), faster) for r in layouts))
+
+
+def with_measured_names(cluster: Cluster, calibration: Calibration) -> Cluster:
+    """With devices called as a probe has told them apart, where ranks of one kind turned out unlike."""
+    most = max(rates.ranks for rates in calibration.layouts)
+    names = {rank: rates.device for rates in calibration.layouts if rates.ranks == most for rank in rates.members}
+    if len(names) < len(cluster.devices):
+        return cluster
+    called = iter([names[rank] for rank in range(len(cluster.devices))])
+    return replace(cluster, nodes=tuple(replace(n, devices=tuple(replace(d, name=next(called)) for d in n.devices)) for n in cluster.nodes))

@@ -1,0 +1,38 @@
+"""What a unit keeps for backward: everything, what is dear to compute, or its input alone. The words, and which of them go together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Literal, get_args
+
+from meshwright.core.errors import RequestError, unknown_name_error
+from meshwright.core.pipeline_schedules import schedule_traits
+
+RecomputeMode = Literal["none", "selective", "full"]
+RECOMPUTE_MODES: tuple[str, ...] = get_args(RecomputeMode)
+
+
+def check_recompute_modes(default: str, layers: Mapping[str, str], units: tuple[str, ...]) -> None:
+    """Every mode is one of the three, and every layer that has its own is a unit."""
+    if default not in RECOMPUTE_MODES:
+        raise RequestError(f"plan: memory.recompute={default} must be none, selective or full")
+    for name, mode in layers.items():
+        if name not in units:
+            if not units:
+                raise RequestError(f"plan: recompute.{name}: this model has no unit to recompute: leave it out")
+            raise unknown_name_error("layer", name, units, "recompute")
+        if mode not in RECOMPUTE_MODES:
+            raise RequestError(f"plan: recompute.{name}={mode} must be none, selective or full")
+
+
+def check_recompute(modes: Collection[str], tp_degree: int, compile_mode: str, schedule: str) -> None:
+    """What cannot go together, for a plan whose units have these modes; `schedule` is a pipeline's."""
+    if modes and schedule and schedule_traits(schedule).splits_backward:
+        raise RequestError(
+            f"plan: {schedule} takes each weight's gradient apart, and each would compute its unit again: set recompute=none or use interleaved"
+        )
+    if "selective" in modes and compile_mode != "none" and tp_degree > 1:
+        raise RequestError(
+            f"plan: recompute=selective with compile={compile_mode} needs each unit in one graph, and tensor parallelism (tp={tp_degree}) breaks it: "
+            "set compile=none or recompute=full"
+        )

@@ -1,0 +1,124 @@
+"""Frozen dataclasses to JSON and back, strictly: a key that is not a field is an error that names the nearest field."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin
+
+from meshwright.core.errors import RequestError, unknown_name_error
+
+T = TypeVar("T")
+
+
+def to_data(value: Any) -> Any:
+    """A dataclass (nested, with tuples and mappings) as plain JSON data. Fields at their default stay: a reader sees all."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_data(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): to_data(v) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [to_data(v) for v in value]
+    return value
+
+
+def from_data(kind: type[T], data: Any, where: str) -> T:
+    """Build `kind` from JSON data; `where` names the file or field for the error line."""
+    return typing.cast(T, _convert(kind, data, where))
+
+
+def read_json(path: Path) -> Any:
+    """The JSON in `path`; a missing or broken file is the user's to mend, so it is a RequestError."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RequestError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise RequestError(f"{path}: not a text file") from None
+    except json.JSONDecodeError as error:
+        raise RequestError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write whole or not at all: a reader never sees half a file."""
+    if path.is_dir():
+        raise RequestError(f"{path} is a folder: name a file in it")
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(to_data(value), indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def _convert(kind: Any, data: Any, where: str) -> Any:
+    origin = get_origin(kind)
+    if kind is Any:
+        return data
+    if origin in (Union, types.UnionType):
+        options = [a for a in get_args(kind) if a is not type(None)]
+        return None if data is None and len(options) < len(get_args(kind)) else _convert(_select_variant(options, data, where), data, where)
+    if origin is typing.Literal:
+        if not any(type(data) is type(choice) and data == choice for choice in get_args(kind)):
+            raise unknown_name_error(f"value for {where}:", str(data), map(str, get_args(kind)))
+        return data
+    if origin is tuple:
+        return _convert_tuple(get_args(kind), data, where)
+    if origin in (dict, Mapping):
+        _expect(isinstance(data, dict), "an object", data, where)
+        value_kind = get_args(kind)[1]
+        return {k: _convert(value_kind, v, f"{where}.{k}") for k, v in data.items()}
+    if dataclasses.is_dataclass(kind):
+        return _convert_dataclass(kind, data, where)
+    if kind is float:
+        _expect(isinstance(data, (int, float)) and not isinstance(data, bool), "a number", data, where)
+        return float(data)
+    if kind in (int, str, bool):
+        _expect(isinstance(data, kind) and not (kind is int and isinstance(data, bool)), kind.__name__, data, where)
+        return data
+    raise AssertionError(f"no JSON form for {kind} at {where}")
+
+
+def _select_variant(options: list[Any], data: Any, where: str) -> Any:
+    """Of several dataclasses the one whose `kind` the data has; else the first."""
+    kinds = {
+        field.default: option
+        for option in options
+        if dataclasses.is_dataclass(option)
+        for field in dataclasses.fields(option)
+        if field.name == "kind"
+    }
+    if len(kinds) < 2:
+        return options[0]
+    _expect(isinstance(data, dict) and "kind" in data, f"an object with a kind ({', '.join(map(str, kinds))})", data, where)
+    if data["kind"] not in kinds:
+        raise unknown_name_error("kind", str(data["kind"]), map(str, kinds), where)
+    return kinds[data["kind"]]
+
+
+def _convert_tuple(items: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
+    _expect(isinstance(data, list), "a list", data, where)
+    if len(items) == 2 and items[1] is Ellipsis:
+        return tuple(_convert(items[0], v, f"{where}[{i}]") for i, v in enumerate(data))
+    _expect(len(data) == len(items), f"{len(items)} items", data, where)
+    return tuple(_convert(k, v, f"{where}[{i}]") for i, (k, v) in enumerate(zip(items, data, strict=True)))
+
+
+def _convert_dataclass(kind: Any, data: Any, where: str) -> Any:
+    _expect(isinstance(data, dict), "an object", data, where)
+    hints = typing.get_type_hints(kind)
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    for key in data:
+        if key not in fields:
+            raise unknown_name_error("key", key, fields, where)
+    for name, field in fields.items():
+        optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        if name not in data and not optional:
+            raise RequestError(f"{where}: the key '{name}' is missing")
+    return kind(**{k: _convert(hints[k], v, f"{where}.{k}") for k, v in data.items()})
+
+
+def _expect(condition: bool, expected: str, data: Any, where: str) -> None:
+    if not condition:
+        raise RequestError(f"{where}: expected {expected}, found {json.dumps(data)[:60]}")

@@ -1,0 +1,253 @@
+"""The spatial part of a plan: ranks share every sample's positions, each takes a block of them, and neighbours exchange borders.
+
+[Note: blocks and halos]
+The ranks of a cp group stand on a grid. A dim of N positions is dealt out over the grid's extent along it in runs, as evenly as it
+goes, and by N alone: tensors of one size are cut alike, whoever made them. Whatever slides (a convolution, a pooling) gives a rank its
+run of the output, and for that the rank needs a range of the input: its own run, more of it where the window hangs over (a halo, which
+neighbours send), less where it does not reach, padding beyond the outer border. Borders are exchanged dim after dim, so that the
+second exchange carries the corners of the first. Run and prediction read the same `HaloExchange`s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from meshwright.core.dataflow import SlidingWindow
+from meshwright.core.errors import RequestError
+from meshwright.core.tensor_policy import shard_range
+
+HaloPhase = Literal["forward", "backward"]
+Box = tuple[tuple[int, int], ...]  # (start, stop) of each spatial dim
+
+
+def grid_coordinates(rank: int, grid: tuple[int, ...]) -> tuple[int, ...]:
+    """Where a rank stands; the last dim holds neighbouring ranks."""
+    found = []
+    for ways in reversed(grid):
+        rank, at = divmod(rank, ways)
+        found.append(at)
+    return tuple(reversed(found))
+
+
+def local_box(sizes: tuple[int, ...], grid: tuple[int, ...], rank: int) -> Box:
+    """The positions that a rank holds."""
+    runs = [shard_range(n, at, ways) for n, at, ways in zip(sizes, grid_coordinates(rank, grid), grid, strict=True)]
+    return tuple((first, first + count) for first, count in runs)
+
+
+def volume(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
+@dataclass(frozen=True)
+class SpatialInput:
+    """Where whole samples are cut into blocks: a tensor among those that the model is given, with its spatial sizes."""
+
+    position: int
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WindowOp:
+    """A window that slides over cut positions and needs others than a rank's own: which call in which module, and from what to what."""
+
+    module: str
+    function: str
+    window: SlidingWindow
+    sizes: tuple[int, ...]
+    output_sizes: tuple[int, ...]  # spatial sizes of the result
+    bytes: float  # of one position of one sample
+    needs_grad: bool = True  # a gradient goes back to the input
+
+
+@dataclass(frozen=True)
+class SpatialNorm:
+    """Statistics over cut positions, which ranks must have in common: `num_statistics` of each kind, a sample or (`is_batch_independent`) at all."""
+
+    module: str
+    function: str
+    sizes: tuple[int, ...]
+    num_statistics: int
+    itemsize: int
+    is_batch_independent: bool
+    needs_grad: bool = True
+
+
+@dataclass(frozen=True)
+class SpatialGather:
+    """Where blocks become whole again: an output of a module whose dims `dims` are cut."""
+
+    module: str
+    position: int
+    dims: tuple[int, ...]
+    sizes: tuple[int, ...]
+    bytes: float  # of one position of one sample
+    skipped_in_recompute: tuple[str, ...] = ()  # modules in which nothing after it is kept for backward: recomputing those stops before it
+
+    @property
+    def name(self) -> str:
+        return f"gather/{self.module or 'model'}"
+
+
+@dataclass(frozen=True)
+class SpatialPolicy:
+    """Spatial parallelism of one model over a grid of ranks. Empty: nothing is cut."""
+
+    grid: tuple[int, ...] = ()
+    inputs: tuple[SpatialInput, ...] = ()
+    window_ops: tuple[WindowOp, ...] = ()
+    norms: tuple[SpatialNorm, ...] = ()
+    gathers: tuple[SpatialGather, ...] = ()
+    sharded_modules: tuple[str, ...] = ()  # modules that work on blocks
+    layer_notes: Mapping[str, str] = field(default_factory=dict)  # layer → how it is cut, or why it is not
+
+    @property
+    def num_parts(self) -> int:
+        """Ranks that share a sample; all of them compute its loss."""
+        return math.prod(self.grid)
+
+
+@dataclass(frozen=True)
+class HaloExchange:
+    """One message each way with a neighbour: boxes of the buffer (see `HaloPlan`), None where nothing goes that way."""
+
+    dim: int
+    peer: int
+    send_box: Box | None
+    recv_box: Box | None
+
+
+@dataclass(frozen=True)
+class HaloPlan:
+    """What one rank does before a window slides. Its buffer spans its own block, the halos and the padding, in the buffer's own numbering."""
+
+    shape: tuple[int, ...]
+    own_box: Box  # where the rank's block lies in the buffer
+    window_box: Box  # what the window is given of it
+    exchanges: tuple[HaloExchange, ...]
+
+
+def input_range(window_op: WindowOp, dim: int, coordinate: int, num_parts: int) -> tuple[int, int]:
+    """(start, stop) of the input positions behind one rank's run of the output; below 0 and beyond the size is padding."""
+    w = window_op.window
+    first, count = shard_range(window_op.output_sizes[dim], coordinate, num_parts)
+    start = first * w.stride[dim] - w.padding[dim]
+    return start, start + (count - 1) * w.stride[dim] + w.dilation[dim] * (w.kernel[dim] - 1) + 1
+
+
+def plan_halo(window_op: WindowOp, grid: tuple[int, ...], rank: int) -> HaloPlan:
+    """A dim that is not cut keeps the operation's own padding, so there the block is the whole."""
+    places = grid_coordinates(rank, grid)
+    own = local_box(window_op.sizes, grid, rank)
+    need = [input_range(window_op, d, places[d], ways) if ways > 1 else own[d] for d, ways in enumerate(grid)]
+    spans = [(min(n[0], o[0]), max(n[1], o[1])) for n, o in zip(need, own, strict=True)]
+    filled = [(max(s, 0), min(e, n)) for (s, e), n in zip(spans, window_op.sizes, strict=True)]
+
+    def in_buffer(box: list[tuple[int, int]]) -> Box:
+        return tuple((start - span[0], stop - span[0]) for (start, stop), span in zip(box, spans, strict=True))
+
+    def slab(dim: int, run: tuple[int, int]) -> Box | None:
+        if run[0] >= run[1]:
+            return None
+        return in_buffer([*filled[:dim], run, *own[dim + 1 :]])
+
+    found = []
+    for dim, ways in enumerate(grid):
+        stride = math.prod(grid[dim + 1 :])
+        for step in (-1, 1):
+            other = places[dim] + step
+            if not 0 <= other < ways:
+                continue
+            theirs = input_range(window_op, dim, other, ways)
+            if step < 0:
+                send, receive = (own[dim][0], min(theirs[1], own[dim][1])), (filled[dim][0], own[dim][0])
+            else:
+                send, receive = (max(theirs[0], own[dim][0]), own[dim][1]), (own[dim][1], filled[dim][1])
+            if slab(dim, send) or slab(dim, receive):
+                found.append(HaloExchange(dim, rank + step * stride, slab(dim, send), slab(dim, receive)))
+    return HaloPlan(box_shape(tuple(spans)), in_buffer(list(own)), in_buffer(need), tuple(found))
+
+
+def halo_obstacle(window_op: WindowOp, grid: tuple[int, ...]) -> str:
+    """Why this window cannot slide over blocks; empty if it can."""
+    for dim, ways in enumerate(grid):
+        if min(window_op.sizes[dim], window_op.output_sizes[dim]) < ways:
+            return f"a dim of {min(window_op.sizes[dim], window_op.output_sizes[dim])} cannot be dealt out over {ways} ranks"
+        for at in range(ways):
+            start, stop = input_range(window_op, dim, at, ways)
+            before, after = shard_range(window_op.sizes[dim], max(at - 1, 0), ways), shard_range(window_op.sizes[dim], min(at + 1, ways - 1), ways)
+            if ways > 1 and (max(start, 0) < before[0] or min(stop, window_op.sizes[dim]) > sum(after)):
+                return f"its window reaches past the neighbour, who has {min(before[1], after[1])} of {window_op.sizes[dim]} positions"
+    return ""
+
+
+def is_local(window_op: WindowOp, grid: tuple[int, ...]) -> bool:
+    """Every rank needs what it holds, from its first position on, and a convolution may leave a rest over: nothing is to be done."""
+    rest = window_op.window.stride if window_op.window.kind == "conv" else (1,) * len(grid)
+    for dim, ways in enumerate(grid):
+        for at in range(ways) if ways > 1 else ():
+            first, count = shard_range(window_op.sizes[dim], at, ways)
+            start, stop = input_range(window_op, dim, at, ways)
+            if window_op.window.padding[dim] or start != first or not 0 <= first + count - stop < rest[dim]:
+                return False
+    return True
+
+
+def halo_widths(window_op: WindowOp, grid: tuple[int, ...]) -> tuple[int, ...]:
+    """For each dim, the most that a rank is sent from one side."""
+    every = [(e.dim, e.recv_box) for rank in range(math.prod(grid)) for e in plan_halo(window_op, grid, rank).exchanges]
+    return tuple(max((box_shape(box)[dim] for d, box in every if d == dim and box is not None), default=0) for dim in range(len(grid)))
+
+
+def halo_messages(window_op: WindowOp, grid: tuple[int, ...], rank: int) -> Iterator[tuple[HaloPhase, int, float]]:
+    """(phase, to whom, bytes a sample) of every message that a rank sends: borders forward, and the gradients of those it was sent backward."""
+    for exchange in plan_halo(window_op, grid, rank).exchanges:
+        if exchange.send_box is not None:
+            yield "forward", exchange.peer, volume(exchange.send_box) * window_op.bytes
+        if exchange.recv_box is not None and window_op.needs_grad:
+            yield "backward", exchange.peer, volume(exchange.recv_box) * window_op.bytes
+
+
+def largest_block(sizes: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...]:
+    """The largest block of any rank: what a gather pads the others to."""
+    return box_shape(local_box(sizes, grid, 0))
+
+
+def choose_grid(num_parts: int, dims: int) -> tuple[int, ...]:
+    """As square as it goes over the last of `dims` spatial dims: 4 is 2×2, 2 is 2×1, 8 is 2×2×2 in a volume and 4×2 in an image."""
+    best = min(_factorizations(num_parts, dims), key=lambda f: (max(f), sum(f)))
+    used = [n for n in best if n > 1]
+    grid = [*used, *[1] * (min(2, dims) - len(used))]
+    return (1,) * (dims - len(grid)) + tuple(grid)
+
+
+def _factorizations(number: int, num_factors: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as a product of so many, largest first."""
+    if num_factors == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            yield from ((first, *rest) for rest in _factorizations(number // first, num_factors - 1) if first >= rest[0])
+
+
+def parse_grid(text: str) -> tuple[int, ...]:
+    """'4x1' → (4, 1)."""
+    try:
+        grid = tuple(int(part) for part in text.split("x"))
+    except ValueError:
+        grid = ()
+    if not grid or min(grid) < 1:
+        raise RequestError(f"spatial={text}: write ranks for each dim, like 2x2 or 4x1")
+    return grid
+
+
+def show_grid(grid: tuple[int, ...]) -> str:
+    return "x".join(map(str, grid))

@@ -1,0 +1,63 @@
+"""What one action of a plan's schedule computes, in seconds and in FLOPs."""
+
+from __future__ import annotations
+
+from meshwright.core.calibration import Rates
+from meshwright.core.model import LayerProfile, ModelProfile
+from meshwright.core.plan import Plan
+from meshwright.core.schedule import Action
+from meshwright.cost.compute_cost import ComputeCost
+from meshwright.schedule.step_actions import gradient_buckets
+
+
+class ActionCost:
+    """Prices computation of one plan at one set of rates; equal layers are priced once."""
+
+    def __init__(self, plan: Plan, optimizer: str, rates: Rates, shard: int = 0) -> None:
+        self._plan, self._optimizer = plan, optimizer
+        self._state_share = plan.state_fraction(shard)
+        self._compute_cost = ComputeCost(rates, plan.memory.precision, plan.compile != "none", frozenset(plan.memory.units))
+        self._oversubscription = rates.oversubscription
+        self._steps_bucket_slices = plan.memory.zero in (1, 2) and plan.mesh.group_size("data") > 1  # the optimizer steps a slice of each bucket
+        self._splits_backward = plan.splits_backward
+        self._layer_seconds: dict[tuple[int, int, str, bool, bool], float] = {}  # micro-batches repeat each other
+
+    def seconds(self, profile: ModelProfile, action: Action) -> float:
+        """`profile` is one rank's part of the model. Ranks that share a core have a part of it each (see [Note: crowded cores] in the probe)."""
+        if action.op == "optimizer":
+            return self._oversubscription * self._step(profile)
+        key = (id(profile), action.layer, action.op, action.skips_expensive, action.name.startswith("recompute/"))
+        if key not in self._layer_seconds:
+            self._layer_seconds[key] = self._oversubscription * self._layer(profile, *key[1:])
+        return self._layer_seconds[key]
+
+    def _layer(self, profile: ModelProfile, index: int, op: str, cheap: bool, again: bool) -> float:
+        layer = profile.layers[index]
+        more = self._compute_cost.recompute_overhead(layer, cheap) if again else 0.0
+        more += (
+            self._gradient_overhead(layer) + (self._compute_cost.split_backward_overhead(layer) if self._splits_backward else 0.0)
+            if op == "backward"
+            else 0.0
+        )
+        return self._compute_cost.layer_seconds(layer, op, self._compute_cost.memo(profile), cheap, profile.batch == 1) + more
+
+    def _step(self, profile: ModelProfile) -> float:
+        """The optimizer's."""
+        item = profile.tensors[0].itemsize if profile.tensors else 4
+        trained = sum(t.numel for t in profile.tensors if t.trainable)
+        tensors = len(gradient_buckets(self._plan, profile)) if self._steps_bucket_slices else sum(t.trainable for t in profile.tensors)
+        offload = self._plan.memory.offload == "optimizer"
+        return self._compute_cost.optimizer_seconds(trained * self._state_share, self._optimizer, item, offload, tensors)
+
+    def _gradient_overhead(self, layer: LayerProfile) -> float:
+        """Only where it was measured what handing a gradient over takes: a GPU does it beside the rest."""
+        if "hook" not in self._compute_cost.rates.fixed:
+            return 0.0
+        count, sites = self._plan.micro_batches, self._plan.mesh.group_size("data") > 1
+        return sum(self._compute_cost.gradient_seconds(t.numel, t.itemsize, count, sites) for t in layer.tensors if t.trainable)
+
+    def flops(self, profile: ModelProfile, action: Action) -> float:
+        if action.op == "optimizer" or action.skips_expensive:
+            return 0.0
+        layer = profile.layers[action.layer]
+        return layer.flops_forward if action.op == "forward" else layer.flops_backward

@@ -1,0 +1,148 @@
+"""Computation: a roofline over measured rates. Each kernel takes the longer of its arithmetic and its memory traffic, plus a call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from meshwright.core.calibration import Rates, interpolate
+from meshwright.core.model import EXPENSIVE_KINDS, Kernel, LayerProfile, ModelProfile
+from meshwright.core.workload import OPTIMIZER_STATES
+
+# What compilation leaves of the bandwidth-bound work and of the calls, by fusing element-wise chains into one pass.
+# From GPT-2 124M on one H200 (docs/measured/training-speed.md): compiled against eager step time.
+FUSED_TRAFFIC_SHARE = 0.35
+FUSED_CALL_SHARE = 0.25
+# What finding scales, converting to fp8 and turning operands over moves through memory, for each byte that the product would move in bf16;
+# compiled, or not. From a 1.2B stack of blocks on one H200 (docs/measured/training-speed.md): fp8 against bf16 step time.
+FP8_CAST_TRAFFIC = {True: 2.2, False: 8.4}
+_FALLBACK_KINDS = {"conv2": "conv", "conv3": "conv", "batched": "matmul"}  # what each is, where it was not measured apart
+_ADAM_MEMORY_PASSES = 7  # times that a parameter's bytes are read or written in AdamW's step
+
+
+# A slot of PCIe 4, and an optimizer's pass over the memory of a host that several GPUs share, where neither was measured: bytes/s.
+DEFAULT_HOST_LINK_RATE, DEFAULT_HOST_STEP_RATE = 2.2e10, 1.5e10
+
+
+@dataclass(frozen=True)
+class ComputeCost:
+    """Prices layers of one profile at one set of rates."""
+
+    rates: Rates
+    precision: str
+    compiled: bool = False
+    fp8_layers: frozenset[str] = frozenset()  # the layers whose products are in fp8, where that is the precision
+    fp8_cast_traffic: float | None = None  # what FP8_CASTS says, where it was measured for these kernels
+
+    def memo(self, profile: ModelProfile) -> dict[tuple[int, str, bool], float]:
+        """The layers of a profile that were priced at these rates, whichever plan asked."""
+        rates, how = (
+            self.rates,
+            (self.rates.op_overhead_s, self.rates.async_dispatch, self.precision, self.compiled, self.fp8_layers, self.fp8_cast_traffic),
+        )
+        return profile.memo.get_or_compute("priced", (rates.compute, rates.memory, rates.fixed), how, dict[tuple[int, str, bool], float])
+
+    def layer_seconds(
+        self, layer: LayerProfile, phase: str, memo: dict[tuple[int, str, bool], float], cheap_only: bool = False, single_sample: bool = False
+    ) -> float:  # fmt: skip
+        """Seconds of one layer's forward or backward, or of what is `cheap_only` in it; repeated layers share their kernels, so they are priced once.
+        `single_sample`: the micro-batch is one sample."""
+        key = (id(layer.kernels), phase, cheap_only)
+        if key not in memo:
+            precision = "bf16" if self.precision == "fp8" and layer.name not in self.fp8_layers else self.precision
+            kernels = [k for k in layer.kernels if k.phase == phase and not (cheap_only and k.kind in EXPENSIVE_KINDS)]
+            memo[key] = max(
+                sum(self._kernel_seconds(k, precision, single_sample, conv_kernel_of(layer, k)) for k in kernels), self._host_launch_seconds(kernels)
+            )
+        return memo[key]
+
+    def _host_launch_seconds(self, kernels: list[Kernel]) -> float:
+        """What the host takes to start these, where that is known to be slower than a device that has little to do in each."""
+        each = self.rates.fixed.get("host", 0.0) * (FUSED_CALL_SHARE if self.compiled else 1.0)
+        return each * sum(k.count for k in kernels) if each else 0.0
+
+    def recompute_overhead(self, layer: LayerProfile, cheap_only: bool) -> float:
+        """What computing a forward again adds to its operations, or to keeping those that are dear."""
+        each = self.rates.fixed.get("selective" if cheap_only else "full", 0.0)
+        return each * sum(k.count for k in layer.kernels if k.phase == "forward") if each else 0.0
+
+    def split_backward_overhead(self, layer: LayerProfile) -> float:
+        """What it adds to a backward that gradients of weights are made apart from those of inputs, module by module."""
+        each = self.rates.fixed.get("parted", 0.0)
+        return each * len({t.name.rpartition(".")[0] for t in layer.tensors if t.trainable}) if each else 0.0
+
+    def _kernel_seconds(self, kernel: Kernel, precision: str, single_sample: bool = False, conv: ConvKernel | None = None) -> float:
+        fused = self.compiled and kernel.kind in ("memory", "special")
+        arithmetic = 0.0
+        if kernel.flops:
+            rate = self._kernel_rate(kernel, precision, single_sample, conv)
+            set_up = self.rates.fixed.get(conv.name, 0.0) if conv and not single_sample else 0.0
+            arithmetic = kernel.flops / rate + set_up if rate else 0.0
+        bandwidth = interpolate(self.rates.memory, max(kernel.bytes, 1.0))
+        traffic = kernel.bytes * (FUSED_TRAFFIC_SHARE if fused else 1.0) / bandwidth if bandwidth else 0.0
+        if precision == "fp8" and kernel.kind == "matmul" and bandwidth:
+            arithmetic += (FP8_CAST_TRAFFIC[self.compiled] if self.fp8_cast_traffic is None else self.fp8_cast_traffic) * kernel.bytes / bandwidth
+        call = self.rates.op_overhead_s * (FUSED_CALL_SHARE if fused else 1.0)
+        return kernel.count * (max(arithmetic, traffic, call) if self.rates.async_dispatch else max(arithmetic, traffic) + call)
+
+    def _kernel_rate(self, kernel: Kernel, precision: str, single_sample: bool, conv: ConvKernel | None) -> float:
+        """FLOP/s of one call: of convolutions by the channels that they make, of many small products by what they compute for each byte, where
+        that was measured so (see `convolutions` and `products` in the probe); of others by their size."""
+        kind = _FALLBACK_KINDS.get(kernel.kind, kernel.kind)
+        if conv and (measured := self.rates.compute.get(f"{conv.name}-channels{'-alone' * single_sample}/{precision}")):
+            return interpolate(measured, conv.channels)
+        if kind != kernel.kind:
+            names = [f"{kernel.kind}-{kernel.phase}-alone"] * single_sample + [f"{kernel.kind}-{kernel.phase}", kernel.kind]
+            measured = next((found for name in names if (found := self.rates.compute.get(f"{name}/{precision}"))), None)
+            if measured:
+                return interpolate(measured, kernel.flops / max(kernel.bytes, 1.0))
+        if kind == "causal":
+            return 2 * self._kernel_rate(replace(kernel, kind="attention", flops=kernel.flops / 2), precision, single_sample, None)
+        apart = kind == "special" or (kind == "attention" and kernel.phase == "backward")
+        return self.rates.compute_rate(f"{kind}-{kernel.phase}" if apart else kind, precision, kernel.flops)
+
+    def gradient_seconds(self, numel: int, itemsize: int, micro_batches: int, synced: bool) -> float:
+        """What a parameter's gradient takes in each backward beyond being computed: it is added to those before, and where ranks are to meet,
+        handed over and copied to where they do."""
+        size = numel * itemsize
+        bandwidth = interpolate(self.rates.memory, max(2.0 * size, 1.0))
+        passes, calls = 3.0 * (1 - 1 / micro_batches) + (2.0 / micro_batches if synced else 0.0), 1 if synced else 1 - 1 / micro_batches
+        bare = self.rates.fixed.get("hook", 0.0)
+        return (passes * size / bandwidth if bandwidth else 0.0) + bare * (calls + synced)
+
+    def optimizer_seconds(self, elements: float, name: str, itemsize: int, offload: bool = False, tensors: int = 1) -> float:
+        """One fused pass: read parameter, gradient and states, write parameter and states. Where that was measured (AdamW's), by its rate. In
+        host memory gradients go there first, and parameters come back."""
+        moves = 3 + 2 * OPTIMIZER_STATES.get(name, 2)
+        moved = elements * itemsize * moves
+        if offload:
+            link, step = (self.rates.host.get(key, usual) for key, usual in (("link", DEFAULT_HOST_LINK_RATE), ("step", DEFAULT_HOST_STEP_RATE)))
+            return 2 * elements * itemsize / link + moved / step
+        if rate := interpolate(self.rates.compute.get("optimizer/fp32", ()), max(elements / max(tensors, 1), 1.0)):
+            fixed = self.rates.fixed.get("optimizer", 0.0) + tensors * self.rates.fixed.get("tensor", 0.0)
+            return elements / rate * (moves / _ADAM_MEMORY_PASSES) * (itemsize / 4) + fixed
+        bandwidth = interpolate(self.rates.memory, max(moved, 1.0))
+        return moved / bandwidth if bandwidth else 0.0
+
+
+class ConvKernel(NamedTuple):
+    """A convolution: what is computed, and how many channels it makes."""
+
+    name: str  # like conv2-forward, conv3-backward, or conv3-weights: gradients of weights alone
+    channels: float
+
+
+def conv_kernel_of(layer: LayerProfile, kernel: Kernel) -> ConvKernel | None:
+    """What a kernel of a rank's layer does if it is a convolution of known shape: with as many channels as the layer's make on average."""
+    dims = {"conv2": 4, "conv3": 5}.get(kernel.kind)
+    found = [t.shape[0] for t in layer.tensors if len(t.shape) == dims] if dims else []
+    if not found:
+        return None
+    whole = max((k.flops for k in layer.kernels if k.kind == kernel.kind and k.phase == "forward"), default=0.0)
+    part = "weights" if kernel.phase == "backward" and kernel.flops <= 1.01 * whole else kernel.phase
+    return ConvKernel(f"{kernel.kind}-{part}", sum(found) / len(found))
+
+
+def model_flops(profile: ModelProfile) -> float:
+    """FLOPs that a step of one micro-batch needs; recomputation is not among them, so MFU does not reward it."""
+    return profile.flops_forward + profile.flops_backward

@@ -1,0 +1,88 @@
+"""Rates from data sheets, for devices that nobody measured: GPUs by constants that were fitted to published runs, CPUs by a rule of thumb.
+
+[Note: links on data sheets]
+What collectives reach of a link is stated with the link (`Link.efficiency`, fitted to tables of NCCL in the catalog), so the fitted shares of links
+(`CostConstants.intra`, `inter`) are not applied again here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from meshwright.core.calibration import Calibration, Rates, SizeCurve, monotone_rates
+from meshwright.core.cluster import Cluster, Device
+from meshwright.cost.closed_form_step import matmul_rate_curve, rates_from_datasheet
+from meshwright.cost.constants import FITTED_ARCHITECTURES, NEWEST_GENERATION, device_architecture, load_fitted_constants
+
+# Of a device whose kind was never fitted (a CPU): the share of its peak that one product of so many FLOPs reaches, and of the bandwidth that one pass
+# over so many bytes does. Small calls are bound by their start; the figures are rounded.
+_COMPUTE_SHARE = ((1e7, 0.02), (1e8, 0.10), (1e9, 0.30), (1e10, 0.50), (1e11, 0.62), (1e12, 0.70))
+_BANDWIDTH_SHARE = ((1e5, 0.10), (1e6, 0.35), (1e7, 0.65), (1e8, 0.80))
+_UNKNOWN_FLOPS, _UNKNOWN_BANDWIDTH = 2e10, 1e10  # of a device without a sheet: one core
+_CALL_S = 5e-6
+_OVERLAP = 0.8
+_BASE_BYTES = 300_000_000  # an interpreter with torch
+DEFAULT_ERROR = 0.4  # relative, one sigma, where nothing was fitted
+_TRACED_LAUNCH_SHARE = (
+    0.5  # of the time that the host has for a kernel of the closed form, what it has for one that was traced, which are twice as many
+)
+_SIGMA_PER_MEAN_ERROR = 1.25  # one sigma over the mean of absolute errors, where these are normal
+_PLAN_ERROR = 0.12  # what plans of traced models were off by the constants of the framework that ran them, on 33 published runs (bench/planned.py)
+_UNSEEN_DEVICE_ERROR = 0.2  # more, for a kind of device that no published run is of
+
+
+def datasheet_calibration(cluster: Cluster, generation: str = NEWEST_GENERATION) -> Calibration:
+    """What the slowest of its devices should reach, for all wait for it; and each device by its name where there are several."""
+    nodes = cluster.distinct_nodes
+    devices = [device for node in nodes for device in node.devices]
+    layouts = [device_rates(_slowest_device(devices), generation)]
+    unlike = dict.fromkeys(device.name for device in devices)
+    if len(unlike) > 1:
+        layouts += [replace(device_rates(_slowest_device([d for d in devices if d.name == name]), generation), device=name) for name in unlike]
+    names = " and ".join(unlike)
+    error, basis = _error_estimate(devices)
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    return Calibration(cluster.name, names, when, tuple(layouts), source="data sheets", error=error, basis=basis)
+
+
+def device_rates(device: Device, generation: str = NEWEST_GENERATION) -> Rates:
+    if device.kind != "cuda" or not device.peak_flops or not device.memory_bandwidth:
+        return _rule_of_thumb_rates(device)
+    constants = load_fitted_constants().constants(device_architecture(device.name), generation)
+    found = rates_from_datasheet(device, constants)
+    shapes = (constants.matmul, constants.matmul_half_s, constants.matmul_power)
+    others = {f"matmul/{p}": matmul_rate_curve(peak, *shapes) for p, peak in device.peak_flops.items() if f"matmul/{p}" not in found.compute}
+    overlap = 1.0 - min(constants.exposed_dp, 1.0)
+    compute = {name: monotone_rates(points) for name, points in {**found.compute, **others}.items()}
+    fixed = {"host": _TRACED_LAUNCH_SHARE * constants.host_s}
+    return replace(found, threads=0, compute=compute, overlap=overlap, base_bytes=int(constants.base_bytes), fixed=fixed)
+
+
+def _rule_of_thumb_rates(device: Device) -> Rates:
+    peaks = device.peak_flops or {"fp32": _UNKNOWN_FLOPS}
+    compute: dict[str, SizeCurve] = {f"matmul/{p}": tuple((size, share * peak) for size, share in _COMPUTE_SHARE) for p, peak in peaks.items()}
+    memory = tuple((size, share * (device.memory_bandwidth or _UNKNOWN_BANDWIDTH)) for size, share in _BANDWIDTH_SHARE)
+    return Rates(1, 0, compute, memory, _CALL_S, overlap=_OVERLAP, base_bytes=_BASE_BYTES, async_dispatch=device.kind == "cuda")
+
+
+def _error_estimate(devices: list[Device]) -> tuple[float, str]:
+    """One sigma, and where it comes from: what the constants were off on runs that they were not fitted to, what plans were off beyond that, and
+    more where no run was of such a device."""
+    if any(d.kind != "cuda" or not d.peak_flops for d in devices):
+        return DEFAULT_ERROR, "data sheets and a rule of thumb"
+    file = load_fitted_constants()
+    off = file.errors.get(NEWEST_GENERATION, file.errors[""])
+    unseen = sorted({d.name for d in devices if device_architecture(d.name) not in FITTED_ARCHITECTURES})
+    sigma = math.hypot(_SIGMA_PER_MEAN_ERROR * off, _PLAN_ERROR, _UNSEEN_DEVICE_ERROR if unseen else 0.0)
+    basis = f"data sheets and constants fitted to published runs, which are off by {off:.0%} in the mean on those left out, plans by more"
+    return sigma, basis + (f"; none of them is of {unseen[0]}" if unseen else "")
+
+
+def _slowest_device(devices: list[Device]) -> Device:
+    """A device with the least of every figure that all of them have."""
+    shared = set.intersection(*(set(device.peak_flops) for device in devices))
+    peaks = {p: min(device.peak_flops[p] for device in devices) for p in devices[0].peak_flops if p in shared}
+    last = min(devices, key=lambda d: max(d.peak_flops.values(), default=0.0))
+    return Device(last.kind, last.name, 0, 0, peaks, min(device.memory_bandwidth for device in devices))

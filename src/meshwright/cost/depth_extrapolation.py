@@ -1,0 +1,121 @@
+"""Deep models priced by few of their blocks: once a step has settled, each further block of a kind adds the same.
+
+[Note: folding a step]
+Computation and communication are two streams that wait for each other. After some equal blocks the one is ahead of the other by as much as before,
+and from there on a block adds what the last one did. Three depths are run; where the third adds what the second did, all others are added on. Where
+it does not (buckets that end in the middle of a block), the whole step is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import replace
+
+from meshwright.core.model import ModelProfile
+from meshwright.core.plan import Plan
+from meshwright.core.tensor_policy import ShardedDim, TensorPolicy
+from meshwright.schedule import local_profile
+from meshwright.schedule.step_actions import gradient_buckets
+
+_MIN_BLOCKS = 14  # blocks from which on folding pays
+SAMPLED_DEPTHS = (3, 4, 5)
+_COLLECTIVE_FIELDS = (
+    "copy_sites",
+    "reduce_sites",
+    "gather_sites",
+    "embedding_sites",
+    "norm_sites",
+    "sequence_scatter_sites",
+    "sequence_gather_sites",
+)
+
+
+def removable_blocks(plan: Plan, profile: ModelProfile, local_layers: Collection[str]) -> tuple[int, ...]:
+    """Layers that repeat the ones before them, by index, in the order in which they may be left out: of the longest run of equal blocks among
+    the layers of one rank, but for its ends, which may be special. None where that would not pay."""
+    if plan.spatial.grid or plan.expert.tables or plan.placements:
+        return ()
+    longest: list[int] = []
+    run: list[int] = []
+    before: Hashable = None
+    stages = {name: index for index, stage in enumerate(plan.stages) for name in stage.layers}
+    for index, layer in enumerate(profile.layers):
+        there = layer.block and layer.name in local_layers
+        kind = (layer.block, id(layer.kernels), plan.memory.recompute_mode(layer.name), stages.get(layer.name)) if there else None
+        run = [*run, index] if kind is not None and kind == before else [index] if kind is not None else []
+        longest, before = max(longest, run, key=len), kind
+    return tuple(longest[2:-2]) if len(longest) >= _MIN_BLOCKS else ()
+
+
+def truncate_blocks(plan: Plan, profile: ModelProfile, removable: Sequence[int], depth: int) -> tuple[Plan, ModelProfile]:
+    """The same with `depth` of the spare blocks."""
+    gone = set(removable[depth:])
+    kept = [index for index in range(len(profile.layers)) if index not in gone]
+
+    def truncated_profile() -> ModelProfile:
+        layers = tuple(profile.layers[index] for index in kept)
+        return replace(profile, layers=layers, per_sample_layers=tuple(profile.per_sample_layers[index] for index in kept))
+
+    return without_layers(plan, profile, {profile.layers[index].name for index in gone}), profile.memo.get_or_compute(
+        "few", (), tuple(kept), truncated_profile
+    )
+
+
+def buckets_repeat(plan: Plan, full_profile: ModelProfile, truncated: Sequence[tuple[Plan, ModelProfile]], extra_blocks: int, pp_rank: int) -> bool:
+    """Whether each further block adds the same buckets of gradients. Full ones must be the same; what stays open to the end only grows."""
+    if plan.memory.zero == 3 or plan.mesh.group_size("data") == 1:
+        return True
+    buckets = [gradient_buckets(p, local_profile(p, model, 0, pp_rank)) for p, model in (*truncated, (plan, full_profile))]
+    counts = [len(found) for found in buckets]
+    full = [{b.bytes for b in found if b.bytes >= plan.sync.bucket_bytes} for found in buckets]
+    added = counts[2] - counts[1]
+    return added == counts[1] - counts[0] and counts[3] == counts[2] + extra_blocks * added and full[2] == full[3]
+
+
+def without_layers(plan: Plan, profile: ModelProfile, removed: Collection[str]) -> Plan:
+    """The plan with no word about the tensor parallelism, positions and experts of some layers: what ranks do elsewhere is the same."""
+    if not (plan.tensor_policies or plan.context.attention_sites or plan.expert.moe_layers):
+        return plan
+    gone = frozenset(removed)
+    same, equal = plan.partition_key
+    changes = profile.memo.get_or_compute("narrowed", same, (*equal, gone), lambda: _changes_without_layers(plan, gone))
+    return replace(plan, **changes)  # type: ignore[arg-type]
+
+
+def _changes_without_layers(plan: Plan, removed: frozenset[str]) -> dict[str, object]:
+    def is_kept(module: str) -> bool:
+        while module and module not in removed:
+            module = module.rpartition(".")[0]
+        return not module
+
+    borrowed = {b.parameter for stage in plan.stages for b in stage.tied_parameters}  # what several stages use stays as it is
+
+    def restrict_policy(policy: TensorPolicy) -> TensorPolicy:
+        sites = {kind: tuple(m for m in getattr(policy, kind) if is_kept(m.module)) for kind in _COLLECTIVE_FIELDS}
+        named = {
+            name
+            for kind in sites.values()
+            for m in kind
+            for name in (m.logical_dim, m.other_axis_dim, m.sequence_layout.logical_dim if m.sequence_layout else "")
+        }
+
+        def is_needed(strand: ShardedDim) -> bool:
+            return (
+                strand.name in named
+                or not strand.parameter_shards
+                or any(is_kept(c.parameter) or c.parameter in borrowed for c in strand.parameter_shards)
+            )
+
+        return replace(
+            policy,
+            sharded_dims=tuple(filter(is_needed, policy.sharded_dims)),
+            partial_grad_parameters=tuple(filter(is_kept, policy.partial_grad_parameters)),
+            **sites,  # type: ignore[arg-type]
+        )
+
+    found: dict[str, object] = {"tensor": restrict_policy(plan.tensor), "tensor_y": restrict_policy(plan.tensor_y)} if plan.tensor_policies else {}
+    if plan.context.attention_sites:
+        found["context"] = replace(plan.context, attention_sites=tuple(a for a in plan.context.attention_sites if is_kept(a.module)))
+    if plan.expert.moe_layers:
+        found["expert"] = replace(plan.expert, moe_layers=tuple(m for m in plan.expert.moe_layers if is_kept(m.module)))
+    return found

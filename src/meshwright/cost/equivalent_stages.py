@@ -1,0 +1,39 @@
+"""Pipeline ranks that do the same: of those one is priced, so that sixty-four stages cost what three do."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from meshwright.core.model import LayerProfile, ModelProfile
+from meshwright.core.plan import Plan, Stage
+
+
+def equivalent_pipeline_ranks(plan: Plan, profile: ModelProfile, ranks: Sequence[int]) -> dict[int, list[int]]:
+    """Pipeline ranks whose layers and messages are alike, by the first of them."""
+    if plan.mesh.pp <= 2 or not plan.stages or plan.placements:
+        return {rank: [rank] for rank in ranks}
+    layers = {layer.name: _layer_key(plan, layer) for layer in profile.layers}
+    kinds: dict[Hashable, list[int]] = {}
+    for rank in ranks:
+        key = tuple(_stage_key(plan, stage, layers) for stage in range(len(plan.stages)) if plan.stage_rank(stage) == rank)
+        kinds.setdefault(key, []).append(rank)
+    return {found[0]: found for found in kinds.values()}
+
+
+def _layer_key(plan: Plan, layer: LayerProfile) -> Hashable:
+    """What tells a layer from others: equal blocks have a name in common, and their kernels."""
+    return layer.block or layer.name, id(layer.kernels), layer.activation_bytes, plan.memory.recompute_mode(layer.name)
+
+
+def _stage_key(plan: Plan, index: int, layers: dict[str, Hashable]) -> Hashable:
+    stage, rank = plan.stages[index], plan.stage_rank(index)
+    near = [plan.stages[i] if 0 <= i < len(plan.stages) and plan.stage_rank(i) != rank else None for i in (index - 1, index + 1)]
+    sent = [_boundary_key(stage) if near[0] else None, _boundary_key(near[1]) if near[1] else None]
+    return tuple(layers.get(name, name) for name in stage.layers), *sent, stage.tied_parameters
+
+
+def _boundary_key(stage: Stage) -> Hashable:
+    return tuple(
+        (activation.bytes, activation.is_batch_independent, activation.needs_grad, bool(activation.logical_dim))
+        for activation in stage.boundary_activations
+    )

@@ -1,0 +1,179 @@
+"""Peak bytes of a rank, by kind. The formulas follow what `execute` allocates, not what a paper counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from meshwright.core.calibration import Rates
+from meshwright.core.model import LayerProfile, ModelProfile
+from meshwright.core.plan import Plan
+from meshwright.core.workload import OPTIMIZER_STATES
+from meshwright.cost.compression_cost import compression_bytes
+from meshwright.cost.sync_memory import SyncMemory, sync_memory
+from meshwright.schedule.buckets import Bucket, shard_size
+from meshwright.schedule.step_actions import MeshCoordinate, gradient_buckets, pipeline_sends, unit_buffers
+
+_CPU_RNG_STATE_BYTES = 5056  # what torch's generator on CPUs looks like: a unit that is computed again keeps it
+EXACT_KINDS = ("parameters", "gradients", "optimizer", "batch")  # kinds that follow from sizes alone: runs correct the others
+
+
+def model_state_bytes(plan: Plan, profile: ModelProfile, optimizer: str, shard: int = 0) -> dict[str, int]:
+    """Parameters, gradients and optimizer state a rank's device holds after backward, padding included: ZeRO's arithmetic for these storage types.
+    `shard` is the rank's coordinate along that axis, which matters where the plan cuts unevenly."""
+    found = _all_model_states(plan, profile, optimizer, shard)
+    return found if plan.memory.offload == "none" else {**found, "optimizer": 0}
+
+
+def offloaded_bytes(plan: Plan, profile: ModelProfile, optimizer: str, shard: int = 0) -> int:
+    """What a rank holds in host memory instead: states, and copies of what it steps and of the gradients for it."""
+    if plan.memory.offload == "none":
+        return 0
+    held = _all_model_states(plan, profile, optimizer, shard)
+    stepped = held["optimizer"] // OPTIMIZER_STATES[optimizer] if OPTIMIZER_STATES[optimizer] else held["gradients"]
+    return held["optimizer"] + 2 * stepped
+
+
+def _all_model_states(plan: Plan, profile: ModelProfile, optimizer: str, shard: int) -> dict[str, int]:
+    whole = sum(t.bytes for t in profile.tensors)
+    trained = sum(t.bytes for t in profile.tensors if t.trainable)
+    states = OPTIMIZER_STATES[optimizer]
+    if plan.mesh.group_size("data") == 1:
+        return {"parameters": whole, "gradients": trained, "optimizer": states * trained}
+    if plan.memory.zero == 3:
+        buffers = [buffer for found in unit_buffers(plan, profile).values() for buffer in found]
+        pieces = [(_shard_numel(plan, b.layout, shard) * b.itemsize, b.trainable) for b in buffers]
+        piece = sum(size for size, trainable in pieces if trainable)
+        return {"parameters": sum(size for size, _ in pieces), "gradients": piece, "optimizer": states * piece}
+    buckets = gradient_buckets(plan, profile)
+    flat = sum(b.bytes for b in buckets)
+    if plan.memory.zero == 0:
+        return {"parameters": whole, "gradients": flat, "optimizer": states * trained}
+    piece = sum(_shard_numel(plan, b, shard) * b.itemsize for b in buckets)
+    return {"parameters": flat + whole - trained, "gradients": flat if plan.memory.zero == 1 else piece, "optimizer": states * piece}
+
+
+def _shard_numel(plan: Plan, bucket: Bucket, shard: int) -> int:
+    return shard_size(bucket, plan.mesh.shard, plan.balance.state_fractions, shard)
+
+
+def peak_bytes(
+    plan: Plan, profile: ModelProfile, optimizer: str, rates: Rates, in_flight: Sequence[Mapping[str, int]] = ({},), shard: int = 0, pp_rank: int = 0
+) -> dict[str, int]:
+    """The largest rank's peak by kind; `profile` is at the largest micro-batch. Of a pipeline, `in_flight` says how many micro-batches are under
+    way in each layer, at the moments that may need most; `shard` is the rank's coordinate along that axis."""
+    held = model_state_bytes(plan, profile, optimizer, shard)
+    moments = []
+    for counts, first in (turn for under_way in in_flight for turn in _backward_passes(plan, under_way)):
+        beside, own = sync_memory(plan, profile, first), first and plan.mesh.group_size("data") == 1
+        moment = peak_live_memory(plan, profile, counts, beside, own)
+        moments.append(moment if own else replace(moment, gradients=moment.gradients + held["gradients"] - beside.allocated_gradients))
+    fullest = max(moments, key=lambda moment: moment.bytes)
+    crossing, received = _stage_boundary_bytes(plan, profile, pp_rank, max(max(counts.values(), default=1) for counts in in_flight))
+    kinds = {
+        "parameters": held["parameters"],
+        "optimizer": held["optimizer"],
+        "activations": int(fullest.activations + crossing) + max(_rng_state_bytes(plan, profile, counts) for counts in in_flight),
+        "batch": int(profile.sample_bytes * plan.max_share),
+        "workspace": int(fullest.workspace),
+        "communication": int(fullest.communication + received) + compression_bytes(plan, held["gradients"]),
+        "framework": rates.base_bytes,
+        "gradients": int(fullest.gradients),
+    }
+    return {kind: size if kind in EXACT_KINDS else int(size * rates.memory_correction) for kind, size in kinds.items()}
+
+
+def _rng_state_bytes(plan: Plan, profile: ModelProfile, counts: Mapping[str, int]) -> int:
+    """What units that are computed again keep of torch's generator, for each micro-batch under way. A GPU's is a few bytes, and not on it."""
+    if plan.device != "cpu":
+        return 0
+    return _CPU_RNG_STATE_BYTES * sum(counts.get(layer.name, 1) for layer in profile.layers if plan.memory.recompute_mode(layer.name) != "none")
+
+
+def _stage_boundary_bytes(plan: Plan, profile: ModelProfile, pp_rank: int, in_flight: int) -> tuple[float, float]:
+    """What a pipeline rank holds of what crosses stages: what it has sent, until it has gone back through it; buffers to receive into, one for
+    each micro-batch, of which layers that have one under way count theirs as kept."""
+    if plan.mesh.pp == 1 or not plan.stages:
+        return 0.0, 0.0
+    same, equal = plan.partition_key
+    on, back = profile.memo.get_or_compute(
+        "crossing", same, (*equal, pp_rank), lambda: [_sent_boundary_bytes(plan, profile, pp_rank, p) for p in ("forward", "backward")]
+    )
+    return float(in_flight * on), float(plan.micro_batches * on + max(plan.micro_batches - in_flight, 0) * back)
+
+
+def _sent_boundary_bytes(plan: Plan, profile: ModelProfile, pp_rank: int, phase: str) -> int:
+    return sum(action.bytes for action in pipeline_sends(plan, profile, MeshCoordinate(pp=pp_rank), phase, 0))
+
+
+@dataclass(frozen=True)
+class LiveMemory:
+    """What is alive beside parameters and states."""
+
+    activations: float
+    workspace: float
+    gradients: float = 0.0  # that backward has made so far, where they are made anew in each step
+    communication: float = 0.0
+
+    @property
+    def bytes(self) -> float:
+        return self.activations + self.workspace + self.gradients + self.communication
+
+
+def peak_live_memory(
+    plan: Plan, profile: ModelProfile, in_flight: Mapping[str, int] | None = None, sync: SyncMemory | None = None, fresh_gradients: bool | None = None
+) -> LiveMemory:
+    """When forward and backward hold the most.
+
+    While a layer works, in forward or backward, there is what the layers before it keep, all that it needs itself (recomputation brings that
+    back for one unit at a time), its workspace and, in backward, gradients of the layers after it and what travels. When it is done, what is
+    complete is sent. Other micro-batches under way keep theirs: `in_flight` says how many there are in each layer, the one at work among them.
+    `fresh_gradients`: gradients are made in this backward (see `_backward_passes`)."""
+    fresh_gradients = _gradients_are_transient(plan) if fresh_gradients is None else fresh_gradients
+    kept = [saved_activation_bytes(plan, layer, plan.memory.recompute_mode(layer.name)) for layer in profile.layers]
+    counts = [(in_flight or {}).get(layer.name, 1) for layer in profile.layers]
+    before = sum(max(count - 1, 0) * keeps for count, (keeps, _) in zip(counts, kept, strict=True))
+    sync, none = sync or SyncMemory(), (0.0,) * len(profile.layers)
+    fresh, working, leaving = sync.new_gradients or (*none, 0.0), sync.during_layer or none, sync.after_layer or none
+    later = float(sum(t.bytes for t in profile.tensors if t.trainable)) if fresh_gradients else 0.0
+    fullest = (0.0, 0.0, later + sync.allocated_gradients, sync.end)  # the end of backward, or the optimizer's step
+    most, given, fused = sum(fullest), 0.0, plan.compile == "model"
+    for at, (layer, (keeps, back), count) in enumerate(zip(profile.layers, kept, counts, strict=True)):
+        if before + fresh[at] + leaving[at] > most:
+            fullest = (before, 0.0, fresh[at], leaving[at])
+            most = before + fresh[at] + leaving[at]
+        later -= sum(t.bytes for t in layer.tensors if t.trainable) if fresh_gradients else 0.0
+        # Of fused code there are left the largest product's operands, or the gradients that it is given and gives: these in what it has kept.
+        workspace = max(layer.matmul_workspace_bytes, layer.output_bytes + max(given - keeps, 0.0)) if fused else layer.transient_bytes
+        total = before + keeps + back + workspace + later + fresh[at + 1] + working[at]
+        if total > most:
+            fullest, most = (before + keeps + back, workspace, later + fresh[at + 1], working[at]), total
+        before, given = before + (keeps if count else 0.0), layer.output_bytes
+    return LiveMemory(*fullest)
+
+
+def _gradients_are_transient(plan: Plan) -> bool:
+    """On one device gradients appear as activations go; micro-batches after the first, and several ranks' buckets, find them there."""
+    return plan.mesh.group_size("data") == 1 and plan.micro_batches == 1
+
+
+def _backward_passes(plan: Plan, counts: Mapping[str, int]) -> list[tuple[Mapping[str, int], bool]]:
+    """Micro-batches under way, and whether backward then makes gradients anew. If all are under way before the first goes back, it does, and the
+    next one finds gradients there, and one micro-batch less. Buckets are there from the start, but for stage 2's."""
+    if plan.micro_batches == 1:
+        return [(counts, True)]
+    buckets = plan.mesh.group_size("data") > 1 and plan.memory.zero != 2
+    if buckets or min(counts.values(), default=0) < plan.micro_batches:
+        return [(counts, False)]
+    return [(counts, True), ({name: count - 1 for name, count in counts.items()}, False)]
+
+
+def saved_activation_bytes(plan: Plan, layer: LayerProfile, mode: str) -> tuple[float, float]:
+    """What a layer keeps of one micro-batch for backward, and what recomputing brings back of it."""
+    compiled = plan.compile == "model" or (plan.compile == "blocks" and layer.name in plan.memory.units)
+    remade = layer.compiler_recomputed_bytes if compiled else 0.0
+    saved = layer.activation_bytes - remade
+    if mode == "none":
+        return saved, 0.0
+    kept = layer.output_bytes + (layer.expensive_output_bytes if mode == "selective" else 0.0)  # a repeated block's input is as large as its output
+    return kept, saved if mode == "full" else max(layer.fusible_bytes - remade, 0.0)

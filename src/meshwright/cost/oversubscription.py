@@ -1,0 +1,87 @@
+"""Ranks that share cores: what a pipeline takes when those of its ranks that wait leave their core to the others.
+
+All ranks at work get as much of the cores as each other, and none more than one core. What is on its way needs none. So a step takes no less than
+with a core for each rank, no less than all work needs of the cores, and longer than both where ranks wait at one time and crowd at another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.cost.pipeline_cost import ActionGraph, PipelineSpec, StageTime, action_graph, action_times, schedule_period
+
+_NEVER = float("inf")
+_DONE_TOLERANCE = 1e-12  # relative: who has no more left than this is done
+_MIN_WORK_S = 1e-12  # seconds of a turn that takes none
+_SETTLING_ROUNDS = 4  # of micro-batches, after which the next is like the last
+
+
+def oversubscribed_ends(pipeline: PipelineSpec, stages: Sequence[StageTime], cores: float) -> list[float]:
+    """When each rank has done its last turn. Of many micro-batches a few are run, and the rest is added on as it grew last."""
+    step = schedule_period(pipeline)
+    less = _SETTLING_ROUNDS * step + pipeline.micro_batches % step
+    if pipeline.micro_batches <= less + step:
+        return _SharedCoreSimulation(action_graph(pipeline, pipeline.micro_batches), stages, cores).run()
+    one, two = (_SharedCoreSimulation(action_graph(pipeline, number), stages, cores).run() for number in (less, less + step))
+    more = (pipeline.micro_batches - less) / step
+    return [a + more * (b - a) for a, b in zip(one, two, strict=True)]
+
+
+@dataclass(slots=True)
+class _RankProgress:
+    rows: tuple[int, ...]
+    next_action: int = 0
+    free_at: float = 0.0  # when the turn before was done
+    ready_at: float = _NEVER  # when what the turn needs is here
+    work_left: float = 0.0  # of the turn's work; 0: not begun
+
+
+class _SharedCoreSimulation:
+    """One run; made, run and dropped."""
+
+    def __init__(self, graph: ActionGraph, stages: Sequence[StageTime], cores: float) -> None:
+        self.graph, self.cores = graph, cores
+        self.work = [*(s.forward for s in stages), *(s.backward for s in stages), *(s.weight_grad for s in stages)]
+        _, self.send_leads = action_times(stages)
+        self.receive_times = [*(s.receive_times[0] for s in stages), *(s.receive_times[1] for s in stages), *[0.0] * len(stages)]
+        self.end_times = [0.0, *[_NEVER] * len(graph.rows)]
+        self.ranks = [_RankProgress(rows) for rows in graph.rank_rows]
+
+    def run(self) -> list[float]:
+        now, working = 0.0, [rank for rank in self.ranks if rank.rows]
+        for rank in working:
+            self._schedule_next(rank, now)
+        while working:
+            busy = [rank for rank in working if rank.work_left]
+            pace = min(1.0, self.cores / len(busy)) if busy else 1.0
+            least = min((rank.work_left for rank in busy), default=_NEVER)
+            starts = min((rank.ready_at for rank in working if not rank.work_left), default=_NEVER)
+            then = min(now + least / pace, starts)
+            worked = min(least, (starts - now) * pace)
+            for rank in busy:
+                rank.work_left -= worked
+                if rank.work_left <= _DONE_TOLERANCE * worked:
+                    rank.work_left = 0.0
+                    self._finish_action(rank, then)
+            now = then
+            for rank in working:
+                if not rank.work_left and rank.ready_at <= now:
+                    rank.work_left = max(self.work[self.graph.rows[rank.rows[rank.next_action] - 1][2]], _MIN_WORK_S)
+                    rank.ready_at = _NEVER
+            working = [rank for rank in working if rank.next_action < len(rank.rows)]
+        return [rank.free_at for rank in self.ranks]
+
+    def _finish_action(self, rank: _RankProgress, now: float) -> None:
+        self.end_times[rank.rows[rank.next_action]] = rank.free_at = now
+        rank.next_action += 1
+        for other in self.ranks:
+            if not other.work_left and other.ready_at == _NEVER:
+                self._schedule_next(other, now)
+
+    def _schedule_next(self, rank: _RankProgress, now: float) -> None:
+        """A message takes its time from when both ends are there."""
+        if rank.next_action < len(rank.rows):
+            _, needs, kind = self.graph.rows[rank.rows[rank.next_action] - 1]
+            if (came := self.end_times[needs]) < _NEVER:
+                rank.ready_at = max(max(rank.free_at, came - self.send_leads[kind]) + self.receive_times[kind], now)

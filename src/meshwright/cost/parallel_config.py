@@ -1,0 +1,94 @@
+"""How a transformer's step is spread over equal nodes, and what such nodes are: the two inputs of the closed form besides the model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from meshwright.core.cluster import Device, Link
+from meshwright.cost.transformer_kernels import TransformerConfig, TransformerRecompute, TransformerShard
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How a step is cut. Ranks of `tp` are neighbours, then those of `cp`, `dp` and `pp`; `ep` cuts experts over the `dp` ranks."""
+
+    micro_batch: int
+    global_batch: int
+    tp: int = 1
+    pp: int = 1
+    virtual_stages: int = 1  # of layers on a pipeline rank: 1 is 1F1B, more is interleaved
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    zero: int = 0
+    shard: int = 1  # of the `dp` times `cp` ranks, how many share one copy of what ZeRO cuts
+    sequence_parallel: bool = False
+    recompute: TransformerRecompute = "none"
+    recomputed_share: float = 1.0  # share of the blocks of which that is true
+    precision: str = "bf16"
+    flash_attention: bool = True
+    dropout: bool = False
+    fused: bool = False  # element-wise chains run as one kernel: compiled, or written so
+    frozen: bool = False  # only adapters are trained
+    fp32_grads: bool = False  # gradients travel in fp32
+
+    @property
+    def micro_batches(self) -> int:
+        return max(math.ceil(self.global_batch / (self.dp * self.micro_batch)), 1)
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.dp * self.cp
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same part of the model, unless ZeRO cuts it: their gradients meet."""
+        return self.dp * self.cp
+
+    def rank_shard(self, unfused_passes: float = 1.0) -> TransformerShard:
+        return TransformerShard(
+            samples=self.micro_batch,
+            tp=self.tp,
+            cp=self.cp,
+            ep=self.ep,
+            sequence_parallel=self.sequence_parallel,
+            flash_attention=self.flash_attention,
+            dropout=self.dropout,
+            frozen=self.frozen,
+            fp8=self.precision == "fp8",
+            unfused_passes=unfused_passes,
+        )
+
+    def layers_by_stage(self, layers: int) -> list[int]:
+        """As even as can be; what is over goes to the first stages, since the last has the head."""
+        return [layers // self.pp + (i < layers % self.pp) for i in range(self.pp)]
+
+    def parameters_by_stage(self, model: TransformerConfig) -> list[float]:
+        """A rank's own part of the weights that all replicas hold, before ZeRO; the embedding lies on the first stage, the head on the last."""
+        block = (model.attention_parameters + (0.0 if model.experts else model.ffn_parameters)) / self.tp
+        found = [n * block for n in self.layers_by_stage(model.layers)]
+        words = model.vocab * model.hidden / self.tp
+        found[0] += words
+        found[-1] += 0.0 if self.pp == 1 and model.tied_embeddings else words
+        return found
+
+    def experts_by_stage(self, model: TransformerConfig) -> list[float]:
+        """The same of experts: only one in `ep` replicas holds them, so only so many fewer exchange their gradients or share them under ZeRO."""
+        own = model.ffn_parameters * model.experts / self.ep / self.tp
+        return [n * own for n in self.layers_by_stage(model.layers)]
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same experts."""
+        return max(self.replicas // self.ep, 1)
+
+
+@dataclass(frozen=True)
+class UniformCluster:
+    """Equal nodes: their devices, the link between these, and the network between nodes (its bandwidth is a whole node's, one way)."""
+
+    device: Device
+    per_node: int
+    link: Link
+    network: Link

@@ -1,0 +1,192 @@
+"""A transformer that nobody has built yet, as numbers: its block and head as the same `LayerProfile`s of `Kernel`s that tracing a model gives.
+
+In: the model's dimensions and how a rank's part is cut. Out: what one rank computes, moves and keeps for one micro-batch of one block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from meshwright.core.model import Kernel, KernelKind, LayerProfile
+
+TransformerRecompute = Literal["none", "attention", "full"]
+ACTIVATION_ITEMSIZE = 2  # bytes of an activation: bf16 and fp16, and what surrounds products in fp8
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Dimensions of a decoder. `experts` is 0 for a dense one; then `ffn` is every block's, else `expert_ffn` is each expert's."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    seq: int
+    vocab: int
+    glu: bool = False  # three matrices in a feed-forward part, not two
+    tied_embeddings: bool = True  # the head is the embedding
+    experts: int = 0
+    topk: int = 0
+    expert_ffn: int = 0
+    head_dim: int = 0  # of one head; 0 where all together are as wide as the model
+
+    @property
+    def query_hidden(self) -> float:
+        return self.heads * self.head_dim if self.head_dim else self.hidden
+
+    @property
+    def kv_hidden(self) -> float:
+        return self.query_hidden * self.kv_heads / self.heads
+
+    @property
+    def attention_parameters(self) -> float:
+        return 2 * self.hidden * (self.query_hidden + self.kv_hidden)
+
+    @property
+    def ffn_parameters(self) -> float:
+        """Of one feed-forward part: the dense one, or one expert."""
+        return self.hidden * (self.expert_ffn if self.experts else self.ffn) * (3 if self.glu else 2)
+
+    @property
+    def block_parameters(self) -> float:
+        return self.attention_parameters + self.ffn_parameters * max(self.experts, 1)
+
+    @property
+    def parameters(self) -> float:
+        return self.layers * self.block_parameters + self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
+
+    def model_flops(self, samples: float, causal: bool = True) -> float:
+        """Forward and backward of `samples` sequences, nothing recomputed; attention by its triangle, or by its square where not `causal`."""
+        active = self.attention_parameters + self.ffn_parameters * (self.topk if self.experts else 1)
+        products = 6 * self.seq * (self.layers * active + self.vocab * self.hidden)
+        return samples * (products + 12 * self.layers * self.seq**2 * self.query_hidden * (0.5 if causal else 1.0))
+
+
+@dataclass(frozen=True)
+class TransformerShard:
+    """What one rank sees of one micro-batch: `samples` sequences, its share of every matrix and of every sequence."""
+
+    samples: float
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+    flash_attention: bool = True
+    dropout: bool = False
+    frozen: bool = False  # weights stay as they are (adapters are trained beside them): no gradients of weights are computed
+    fp8: bool = False  # products in fp8: each micro-batch casts its activations, and a weight's cast is kept
+    unfused_passes: float = 1.0  # passes over memory for each that the list below counts: how far element-wise work is from fused
+
+
+@lru_cache(maxsize=4096)
+def block_profile(model: TransformerConfig, shard: TransformerShard) -> LayerProfile:
+    """One block on one rank."""
+    tokens = shard.samples * model.seq / shard.cp
+    kernels = (*_attention_kernels(model, shard, tokens), *_feed_forward_kernels(model, shard, tokens), *_elementwise_kernels(model, shard, tokens))
+    plain = tokens * model.hidden * ACTIVATION_ITEMSIZE / (shard.tp if shard.sequence_parallel else 1)
+    return _layer_profile("block", kernels, _saved_bytes(model, shard, tokens), plain, _score_bytes(model, shard, tokens))
+
+
+@lru_cache(maxsize=4096)
+def head_profile(model: TransformerConfig, shard: TransformerShard) -> LayerProfile:
+    """The product with the vocabulary and the loss over it; the look-up at the other end costs next to nothing."""
+    tokens = shard.samples * model.seq / shard.cp
+    logits = tokens * model.vocab / shard.tp
+    kernels = (
+        *_matmul_kernels(shard, tokens, model.vocab / shard.tp, model.hidden),
+        _memory_kernel("forward", logits * 12),
+        _memory_kernel("backward", logits * 10),
+    )
+    return _layer_profile("head", kernels, logits * (ACTIVATION_ITEMSIZE + 4), logits * ACTIVATION_ITEMSIZE, logits * 4)
+
+
+def _layer_profile(name: str, kernels: tuple[Kernel, ...], saved_bytes: float, output: float, scores: float) -> LayerProfile:
+    forward = sum(k.flops * k.count for k in kernels if k.phase == "forward")
+    backward = sum(k.flops * k.count for k in kernels if k.phase == "backward")
+    return LayerProfile(name, name, 0, forward, backward, saved_bytes, output, transient_bytes=scores, kernels=kernels)
+
+
+def _matmul_kernels(shard: TransformerShard, rows: float, columns: float, inner: float, count: int = 1) -> tuple[Kernel, ...]:
+    """A matrix product forward, and backward the one or two that give the gradients of what went in."""
+    flops = 2 * rows * columns * inner
+    moved = ACTIVATION_ITEMSIZE * (rows * columns + rows * inner + (0.0 if shard.fp8 else columns * inner))
+    one = Kernel("matmul", "forward", flops, moved, count)
+    return one, Kernel("matmul", "backward", flops, moved, count if shard.frozen else 2 * count)
+
+
+def _memory_kernel(phase: Literal["forward", "backward"], bytes_moved: float, count: int = 1, kind: KernelKind = "memory") -> Kernel:
+    return Kernel(kind, phase, 0.0, bytes_moved, count)
+
+
+def _attention_kernels(model: TransformerConfig, shard: TransformerShard, tokens: float) -> tuple[Kernel, ...]:
+    wide = model.query_hidden / shard.tp
+    qkv = _matmul_kernels(shard, tokens, wide + 2 * model.kv_hidden / shard.tp, model.hidden)
+    out = _matmul_kernels(shard, tokens, model.hidden, wide)
+    square = 2 * tokens * model.seq * wide  # FLOPs of one product over every pair of positions
+    if shard.flash_attention:
+        traffic = 4 * tokens * wide * ACTIVATION_ITEMSIZE
+        core = (Kernel("attention", "forward", square, traffic), Kernel("attention", "backward", 2.5 * square, 2 * traffic))
+        return (*qkv, *core, *out)
+    scores = ACTIVATION_ITEMSIZE * tokens * model.seq * model.heads / shard.tp
+    moved = scores + 2 * tokens * wide * ACTIVATION_ITEMSIZE
+    products = (Kernel("matmul", "forward", square, moved, 2), Kernel("matmul", "backward", square, moved, 4))
+    # Scaled, masked, softmax and dropout: read and written once each where fused, with a mask of one byte.
+    passes = (_memory_kernel("forward", 4.5 * scores * shard.unfused_passes, 1), _memory_kernel("backward", 4.5 * scores * shard.unfused_passes, 1))
+    return (*qkv, *products, *passes, *out)
+
+
+def _feed_forward_kernels(model: TransformerConfig, shard: TransformerShard, tokens: float) -> tuple[Kernel, ...]:
+    gates = 2 if model.glu else 1
+    if not model.experts:
+        wide = model.ffn / shard.tp
+        return (*_matmul_kernels(shard, tokens, gates * wide, model.hidden), *_matmul_kernels(shard, tokens, model.hidden, wide))
+    own = max(model.experts // shard.ep, 1)
+    each = tokens * model.topk * shard.ep / model.experts
+    wide = model.expert_ffn / shard.tp
+    route = _matmul_kernels(shard, tokens, model.experts, model.hidden)
+    shuffled = tuple(_memory_kernel(phase, 4 * tokens * model.topk * model.hidden * ACTIVATION_ITEMSIZE, 2) for phase in ("forward", "backward"))
+    experts = (*_matmul_kernels(shard, each, gates * wide, model.hidden, own), *_matmul_kernels(shard, each, model.hidden, wide, own))
+    return (*route, *shuffled, *experts)  # type: ignore[arg-type]
+
+
+def _elementwise_kernels(model: TransformerConfig, shard: TransformerShard, tokens: float) -> tuple[Kernel, ...]:
+    """Two norms, two sums with the residual stream (and dropout), the activation function, rotations of q and k."""
+    plain = tokens * model.hidden * ACTIVATION_ITEMSIZE / (shard.tp if shard.sequence_parallel else 1) * shard.unfused_passes
+    wide = tokens * _ffn_width(model) / shard.tp * ACTIVATION_ITEMSIZE * shard.unfused_passes
+    rotated = tokens * (model.query_hidden + model.kv_hidden) / shard.tp * ACTIVATION_ITEMSIZE * shard.unfused_passes if model.glu else 0.0
+    masks = 0.5 * plain if shard.dropout else 0.0
+    gates = 3 if model.glu else 2
+    forward = (_memory_kernel("forward", 2 * plain, 2), _memory_kernel("forward", 3 * plain + masks, 2), _memory_kernel("forward", gates * wide))
+    backward = (
+        _memory_kernel("backward", 4 * plain, 2),
+        _memory_kernel("backward", 2 * plain + masks, 2),
+        _memory_kernel("backward", (gates + 1) * wide),
+    )
+    return (*forward, *backward, _memory_kernel("forward", 2 * rotated), _memory_kernel("backward", 2 * rotated))
+
+
+def _ffn_width(model: TransformerConfig) -> float:
+    return model.expert_ffn * model.topk if model.experts else model.ffn
+
+
+def _saved_bytes(model: TransformerConfig, shard: TransformerShard, tokens: float) -> float:
+    """Bytes saved for backward, after Korthikanti et al. (2022): what tensor parallelism does not cut, what it does, and the scores."""
+    entering = 1 if shard.fp8 else ACTIVATION_ITEMSIZE  # bytes of what enters a product
+    whole = (
+        tokens * model.hidden * (2 * ACTIVATION_ITEMSIZE + 2 * entering + (2 if shard.dropout else 0)) / (shard.tp if shard.sequence_parallel else 1)
+    )
+    passing = (2 if shard.fp8 else 3) if model.glu else 1  # between the two products; kernels for fp8 fuse the gate
+    wide = _ffn_width(model) * (ACTIVATION_ITEMSIZE * passing + entering)
+    routed = 2 * model.topk * model.hidden * ACTIVATION_ITEMSIZE * tokens if model.experts else 0.0
+    share = tokens * (ACTIVATION_ITEMSIZE * (model.query_hidden + 2 * model.kv_hidden) + entering * model.query_hidden + wide) / shard.tp
+    return whole + share + routed + _score_bytes(model, shard, tokens)
+
+
+def _score_bytes(model: TransformerConfig, shard: TransformerShard, tokens: float) -> float:
+    """Softmax, dropout's mask and its result over every pair of positions; a flash kernel keeps none of them."""
+    if shard.flash_attention:
+        return 0.0
+    return (ACTIVATION_ITEMSIZE + (ACTIVATION_ITEMSIZE + 1 if shard.dropout else 0)) * tokens * model.seq * model.heads / shard.tp

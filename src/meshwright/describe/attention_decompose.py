@@ -1,0 +1,115 @@
+"""torch's own attention module, composed of calls that a trace can follow and tensor parallelism can cut.
+
+`nn.MultiheadAttention` computes inside one function, which a trace sees as one call and which counts samples times heads in one dim.
+Here the same is done by plain calls that leave the number of heads open, so that a rank may hold some of them. What cannot be done so
+(attention weights are asked for, learned extra keys) goes the way it always went, and stays whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+_Qkv = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def decompose_attention(model: nn.Module) -> None:
+    """Every attention module of `model` is composed of plain calls from now on. torch's encoder layers, which compute in one call when
+    nothing is trained, go through their modules then too: what those do for a plan must not be passed by."""
+    for module in _standard_attentions(model):
+        module.forward = MethodType(_decomposed_forward, module)
+    for layer in model.modules():
+        if isinstance(layer, nn.TransformerEncoderLayer):
+            layer.activation_relu_or_gelu = 0  # the one condition of the short cut that decides nothing else
+        elif isinstance(layer, nn.TransformerEncoder):
+            layer.use_nested_tensor = False
+
+
+@contextmanager
+def decomposed_attention(model: nn.Module) -> Iterator[None]:
+    """As `decompose_attention`, for the time of a trace, in which something is trained."""
+    changed = _standard_attentions(model)
+    for module in changed:
+        module.forward = MethodType(_decomposed_forward, module)
+    try:
+        yield
+    finally:
+        for module in changed:
+            del module.forward
+
+
+def _standard_attentions(model: nn.Module) -> list[Any]:
+    """Those that run torch's code: not a subclass with its own, nor one that somebody has changed."""
+    found = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
+    return [m for m in found if type(m).forward is nn.MultiheadAttention.forward and "forward" not in vars(m)]
+
+
+def _decomposed_forward(
+    module: nn.MultiheadAttention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_padding_mask: torch.Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: torch.Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if need_weights or module.bias_k is not None or module.add_zero_attn or query.is_nested or (is_causal and attn_mask is None):
+        given = (query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+        return nn.MultiheadAttention.forward(module, *given)
+    alone = query.dim() == 2
+    turned = not module.batch_first and not alone
+    q, k, v = _project_qkv(module, query, key, value)
+    q, k, v = (_heads_first(x, turned, alone) for x in (q, k, v))
+    hint = is_causal and key_padding_mask is None  # then the mask says no more than the hint
+    mask = None if hint else _merge_masks(attn_mask, key_padding_mask, q)
+    out = F.scaled_dot_product_attention(q, k, v, mask, module.dropout if module.training else 0.0, hint)
+    out = module.out_proj(out.transpose(1, 2).flatten(2))
+    return (out.squeeze(0) if alone else out.transpose(0, 1) if turned else out), None
+
+
+def _project_qkv(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> _Qkv:
+    """Queries, keys and values with their heads in a dim of their own; one product where all three are of the same."""
+    if module._qkv_same_embed_dim and key is query and value is query:
+        every = F.linear(query, module.in_proj_weight, module.in_proj_bias).unflatten(-1, (3, -1, module.head_dim))
+        q, k, v = every.unbind(-3)
+        return q, k, v
+    weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    if module._qkv_same_embed_dim:
+        weights = module.in_proj_weight.unflatten(0, (3, -1)).unbind(0)
+    biases = module.in_proj_bias.unflatten(0, (3, -1)).unbind(0) if module.in_proj_bias is not None else (None, None, None)
+    given = zip((query, key, value), weights, biases, strict=True)
+    q, k, v = (F.linear(x, w, b).unflatten(-1, (-1, module.head_dim)) for x, w, b in given)
+    return q, k, v
+
+
+def _heads_first(x: torch.Tensor, sequence_first: bool, unbatched: bool) -> torch.Tensor:
+    """(sample, head, position, width), whichever way the positions and samples came."""
+    if unbatched:
+        return x.transpose(0, 1).unsqueeze(0)
+    return x.permute(1, 2, 0, 3) if sequence_first else x.transpose(1, 2)
+
+
+def _merge_masks(attn_mask: torch.Tensor | None, padding: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """What is added to the scores. A mask of three dims has one for each sample's heads, one after the other."""
+    found = None
+    if attn_mask is not None:
+        found = _additive_mask(attn_mask, query)
+        found = found.unflatten(0, (query.shape[0], -1)) if found.dim() == 3 else found
+    if padding is not None:
+        keys = _additive_mask(padding, query).reshape(query.shape[0], 1, 1, padding.shape[-1])
+        found = keys if found is None else found + keys
+    return found
+
+
+def _additive_mask(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    if mask.is_floating_point():
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, float("-inf"))

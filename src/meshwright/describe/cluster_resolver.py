@@ -1,0 +1,74 @@
+"""`--cluster`, everywhere: `here`, a machine of the catalog with a number of nodes, `ideal[:N]`, or a file. One function resolves them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from meshwright.core.cluster import Cluster, Link, Node
+from meshwright.core.errors import RequestError, unknown_name_error
+from meshwright.core.serialization import from_data, read_json
+from meshwright.describe.cluster_file import load_cluster, parse_cluster
+from meshwright.describe.discover import discover
+
+IDEAL_LINK = Link("ideal", 0.0, 1e18)  # costs nothing that could be seen
+
+
+def resolve_cluster(text: str, environ: Mapping[str, str], *, ranks: int | None = None) -> Cluster:
+    """The cluster that `text` names; a file's with so many nodes like its first, where a number follows. `ranks`: no more devices than these,
+    and for `ideal_cluster` without a number as many."""
+    name, _, number = text.partition(":")
+    if text == "here":
+        return discover(environ, ranks=ranks)
+    if name.endswith((".json", ".toml")):
+        found = _cluster_from_file(Path(name), _parse_count(text, number, f"{name}:4"))
+    elif name == "ideal":
+        return ideal_cluster(_parse_count(text, number, "ideal:64") or ranks, environ)
+    else:
+        if name not in machine_names():
+            raise unknown_name_error("cluster", name, ["here", "ideal", *machine_names(), "a file's name in .toml or .json"])
+        found = catalog_cluster(name, _parse_count(text, number, f"{name}:4"))
+    return found.first_devices(ranks) if ranks is not None else found
+
+
+def _cluster_from_file(path: Path, nodes: int | None) -> Cluster:
+    found = load_cluster(path) if path.suffix == ".toml" else from_data(Cluster, read_json(path), str(path))
+    if not found.devices:
+        raise RequestError(f"{path}: a cluster without devices runs nothing: give its nodes devices")
+    node = found.nodes[0]
+    return replace(found, nodes=tuple(replace(node, name=f"{node.name}-{i}") for i in range(nodes))) if nodes is not None else found
+
+
+@cache
+def machine_names() -> tuple[str, ...]:
+    """The names of the catalog's machines."""
+    folder = files("meshwright.describe.catalog").joinpath("machines")
+    return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
+
+
+def catalog_cluster(name: str, nodes: int | None = None) -> Cluster:
+    """A machine of the catalog, with as many nodes; by default all it has, or one where it is sold by the node."""
+    if name not in machine_names():
+        raise unknown_name_error("cluster", name, machine_names())
+    text = files("meshwright.describe.catalog").joinpath("machines", f"{name}.toml").read_text(encoding="utf-8")
+    return parse_cluster(text, f"{name}.toml", name, nodes)
+
+
+def ideal_cluster(count: int | None, environ: Mapping[str, str]) -> Cluster:
+    """`count` devices like this machine's first, by default as many as it has, on a network that costs nothing."""
+    here = discover(environ)
+    device, node = here.devices[0], here.nodes[0]
+    count = count or len(here.devices)
+    devices = tuple(replace(device, index=index) for index in range(count))
+    return Cluster("ideal", (Node("ideal", devices, node.cores, node.memory_bytes, node.cpu, link=IDEAL_LINK),), IDEAL_LINK, source="no network")
+
+
+def _parse_count(text: str, number: str, example: str) -> int | None:
+    if ":" not in text:
+        return None
+    if not number.isdigit() or not int(number):
+        raise RequestError(f"--cluster {text}: write it like {example}")
+    return int(number)

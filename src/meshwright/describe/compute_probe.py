@@ -1,0 +1,251 @@
+"""What one rank reaches by itself, while the others do the same: arithmetic by kind, size and precision, memory, and what each call costs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from meshwright.core.calibration import SizeCurve
+from meshwright.core.cluster import FP8_MIN_CAPABILITY
+from meshwright.describe.op_classification import is_compute_intensive, is_zero_cost
+from meshwright.describe.stopwatch import Stopwatch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MATMUL_SIZES = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192)}
+_MEMORY_SIZES = {"cpu": (2**14, 2**17, 2**20, 2**23, 2**26), "cuda": (2**16, 2**20, 2**24, 2**28, 2**30)}
+_ATTENTION_LENGTHS = {"cpu": (64, 256, 512), "cuda": (256, 1024, 4096)}
+_ELEMENTWISE_SIZES = {"cpu": (2**14, 2**20), "cuda": (2**16, 2**20, 2**26)}
+_CONV_SAMPLES = (2, 6)  # of a convolution: they tell what a call takes from what a sample does
+_LONG_CALL_S = 0.03  # a call that takes longer than this tells enough by itself; larger ones are left out
+
+
+def compute_rates(device: torch.device, stopwatch: Stopwatch) -> dict[str, SizeCurve]:
+    found: dict[str, SizeCurve] = {}
+    for precision, dtype in DTYPES.items():
+        if precision == "fp16" and device.type == "cpu":
+            continue
+        found[f"matmul/{precision}"] = _rate_curve(_MATMUL_SIZES[device.type], stopwatch, partial(_matmul, device=device, dtype=dtype))
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_MIN_CAPABILITY:
+        found["matmul/fp8"] = _rate_curve(_MATMUL_SIZES["cuda"], stopwatch, partial(_matmul_fp8, device=device))
+    low = "bf16" if device.type == "cuda" else "fp32"
+    found["conv/fp32"] = _rate_curve((8, 32, 64), stopwatch, partial(_conv, device=device))
+    found[f"attention/{low}"] = _rate_curve(
+        _ATTENTION_LENGTHS[device.type], stopwatch, partial(_attention, device=device, dtype=DTYPES[low], backward=False)
+    )
+    if device.type == "cpu":
+        found[f"attention-backward/{low}"] = _rate_curve(
+            _ATTENTION_LENGTHS["cpu"], stopwatch, partial(_attention, device=device, dtype=DTYPES[low], backward=True)
+        )
+        found["batched/fp32"] = batched_matmul_rates(stopwatch)
+    for phase in ("forward", "backward"):
+        found[f"special-{phase}/fp32"] = _rate_curve(
+            _ELEMENTWISE_SIZES[device.type], stopwatch, partial(_gelu, device=device, backward=phase == "backward")
+        )
+    return found
+
+
+def _rate_curve(sizes: tuple[int, ...], stopwatch: Stopwatch, make: Callable[[int], tuple[float, Callable[[], object]]]) -> SizeCurve:
+    points = []
+    for size in sizes:
+        flops, work = make(size)
+        seconds = stopwatch(work)
+        points.append((flops, flops / seconds))
+        if seconds > _LONG_CALL_S:
+            break
+    return tuple(points)
+
+
+def _matmul(n: int, device: torch.device, dtype: torch.dtype) -> tuple[float, Callable[[], object]]:
+    a, b = torch.randn(n, n, device=device).to(dtype), torch.randn(n, n, device=device).to(dtype)
+    return 2.0 * n**3, lambda: torch.mm(a, b)
+
+
+def _matmul_fp8(n: int, device: torch.device) -> tuple[float, Callable[[], object]]:
+    a = torch.randn(n, n, device=device).to(torch.float8_e4m3fn)
+    one = torch.ones((), device=device)
+    return 2.0 * n**3, lambda: torch._scaled_mm(a, a.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def _conv(channels: int, device: torch.device) -> tuple[float, Callable[[], object]]:
+    x, w = torch.randn(8, channels, 16, 16, device=device), torch.randn(channels, channels, 3, 3, device=device)
+    return 2.0 * 8 * 16 * 16 * channels * channels * 9, lambda: F.conv2d(x, w, padding=1)
+
+
+def batched_matmul_rates(stopwatch: Stopwatch) -> SizeCurve:
+    """FLOP/s on a CPU of many small products, by FLOPs for each byte that goes in and out: what one of them is decides, and not how many."""
+    found = []
+    for n in (4, 8, 16, 32, 64):
+        x = torch.randn(64, n, n)
+        found.append((n / 6, 2.0 * 64 * n**3 / stopwatch(partial(torch.bmm, x, x))))
+    return tuple(found)
+
+
+def convolution_rates(stopwatch: Stopwatch) -> tuple[dict[str, SizeCurve], dict[str, float]]:
+    """Convolutions over images and volumes on a CPU: FLOP/s by the channels that they make, which decide more than those that go in, and the
+    seconds that a call takes however few samples it has. One sample alone takes another way, which is often quicker; and gradients of weights
+    alone, as of a first layer, take more than half as long as all. Shapes are as in networks: what has few channels has many places."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    fixed: dict[str, list[float]] = {}
+    for dims, finest in ((2, 32), (3, 16)):
+        for made, given, edge in ((4, 4, finest), (8, 4, finest), (16, 4, finest), (32, 16, finest // 2), (64, 32, finest // 4)):
+            flops = 2.0 * edge**dims * given * made * 3**dims
+            make = partial(_convolution, in_channels=given, out_channels=made, spatial_sizes=[edge] * dims)
+            for phase, passes in (("forward", 1), ("backward", 2), ("weights", 1)):
+                few, more = (stopwatch(make(samples, phase=phase)) for samples in _CONV_SAMPLES)
+                each = max(more - few, 0.1 * more) / (_CONV_SAMPLES[1] - _CONV_SAMPLES[0])
+                found.setdefault(f"conv{dims}-{phase}-channels/fp32", []).append((made, passes * flops / each))
+                fixed.setdefault(f"conv{dims}-{phase}", []).append(max(few - _CONV_SAMPLES[0] * each, 0.0))
+                alone = stopwatch(make(1, phase=phase))
+                found.setdefault(f"conv{dims}-{phase}-channels-alone/fp32", []).append((made, passes * flops / alone))
+    return {key: tuple(points) for key, points in found.items()}, {key: statistics.median(every) for key, every in fixed.items()}
+
+
+def _convolution(samples: int, in_channels: int, out_channels: int, spatial_sizes: list[int], phase: str) -> Callable[[], object]:
+    ones = [1] * len(spatial_sizes)
+    x, w, out = (
+        torch.randn(samples, in_channels, *spatial_sizes),
+        torch.randn(out_channels, in_channels, *[3] * len(spatial_sizes)),
+        torch.randn(samples, out_channels, *spatial_sizes),
+    )
+    how: Any = (ones, ones, ones, False, [0] * len(spatial_sizes), 1)
+    if phase == "forward":
+        return partial(torch.ops.aten.convolution, x, w, None, *how)
+    return partial(torch.ops.aten.convolution_backward, out, x, w, [out_channels], *how, [phase == "backward", True, True])
+
+
+def _attention(length: int, device: torch.device, dtype: torch.dtype, backward: bool) -> tuple[float, Callable[[], object]]:
+    q = torch.randn(4, 4, length, 64, device=device, dtype=dtype)
+    flops = 2.0 * 16 * length * length * 64  # of every pair 4 for each feature, and half of the pairs
+    if not backward:
+        return flops, lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.0, True)
+    return 2.5 * flops, lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(q, q, q, q, out, sums, 0.0, True)
+
+
+def _gelu(elements: int, device: torch.device, backward: bool) -> tuple[float, Callable[[], object]]:
+    x = torch.randn(elements, device=device)
+    if backward:
+        return float(elements), lambda: torch.ops.aten.gelu_backward(x, x, approximate="tanh")
+    return float(elements), lambda: F.gelu(x, approximate="tanh")
+
+
+def _bare_call_seconds(device: torch.device) -> float:
+    small = torch.ones(16, device=device)
+    return Stopwatch(device, 0.08)(lambda: [small.add_(1.0) for _ in range(64)]) / 64
+
+
+def memory_bandwidth(device: torch.device, stopwatch: Stopwatch) -> SizeCurve:
+    """Bytes a second of an addition, by size; the time of the bare call is counted apart."""
+    points = []
+    call_s = _bare_call_seconds(device)
+    for size in _MEMORY_SIZES[device.type]:
+        a, b = torch.ones(size // 12, device=device), torch.ones(size // 12, device=device)
+        out = torch.empty_like(a)
+        seconds = stopwatch(lambda a=a, b=b, out=out: torch.add(a, b, out=out))  # type: ignore[misc]
+        if device.type == "cpu":  # on a GPU the call is queued while the one before still runs
+            seconds = max(seconds - call_s, seconds * 0.1)
+        points.append((float(size), size / seconds))
+    return tuple(points)
+
+
+def op_overhead_seconds(device: torch.device, stopwatch: Stopwatch) -> float:
+    """What an operation takes however small it is. On a CPU with what autograd, modules and views add to it in a block."""
+    if device.type != "cpu":
+        return _bare_call_seconds(device)
+    block = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True)
+    x = torch.ones(2, 4, 8, requires_grad=True)
+
+    def run() -> None:
+        block(x).sum().backward()
+
+    with _OpCounter() as counted:
+        run()
+    return stopwatch(run) / counted.calls
+
+
+class _OpCounter(TorchDispatchMode):
+    """How many operations run that a trace would count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += not is_zero_cost(func)
+        return func(*args, **(kwargs or {}))
+
+
+def optimizer_rates(stopwatch: Stopwatch) -> tuple[SizeCurve, dict[str, float]]:
+    """Elements a second of AdamW's fused step, by the size of a tensor, and the seconds that a step and each tensor take however small."""
+
+    def seconds(tensors: int, elements: int) -> float:
+        params = [torch.nn.Parameter(torch.zeros(elements)) for _ in range(tensors)]
+        optimizer = torch.optim.AdamW(params, fused=True)
+        for p in params:
+            p.grad = torch.ones(elements)
+        return stopwatch(optimizer.step)
+
+    few, many = seconds(8, 16), seconds(72, 16)
+    each = max((many - few) / 64, 0.0)
+    step = max(few - 8 * each, 0.0)
+    points = tuple((float(size), 8 * size / max(seconds(8, size) - few, 8e-12 * size)) for size in (2**14, 2**18))
+    return points, {"optimizer": step, "tensor": each}
+
+
+def recompute_seconds(stopwatch: Stopwatch) -> dict[str, float]:
+    """What computing again adds to each operation of a forward, beyond the operation: torch packs, unpacks and, to keep some, looks at each."""
+    layers = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(16)))
+    x = torch.ones(8, 8, requires_grad=True)
+
+    def policy(_: Any, func: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if is_compute_intensive(func) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def run(**how: Any) -> None:
+        checkpoint(layers, x, use_reentrant=False, **how).sum().backward()
+
+    plain, forward = stopwatch(lambda: layers(x).sum().backward()), stopwatch(lambda: layers(x))
+    full, some = stopwatch(run), stopwatch(lambda: run(context_fn=partial(create_selective_checkpoint_contexts, policy)))
+    operations = 2 * 16
+    return {"full": max((full - plain - forward) / operations, 0.0), "selective": max((some - plain - forward / 2) / operations, 0.0)}
+
+
+def split_backward_seconds(stopwatch: Stopwatch) -> float:
+    """What a pipeline that makes gradients of inputs first and those of weights later adds to each module with parameters of its own: torch looks
+    through the graph for what leads to them, and runs that by itself. Operations without any add next to nothing."""
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight  # takes a second where no rank runs
+
+    layers = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(8)))
+    x = torch.ones(8, 8, requires_grad=True)
+
+    def run() -> None:
+        out = layers(x)
+        _, groups = stage_backward_input([out], [torch.ones_like(out)], [x], layers.parameters())
+        stage_backward_weight(layers.parameters(), groups)
+
+    plain, parted = stopwatch(lambda: layers(x).sum().backward()), stopwatch(run)
+    return max((parted - plain) / len(layers), 0.0)
+
+
+def grad_hook_seconds(stopwatch: Stopwatch) -> float:
+    """What it adds to a parameter's gradient that somebody is told of it and has a place for it."""
+    params, flat = [torch.nn.Parameter(torch.ones(8, 8)) for _ in range(32)], torch.zeros(32 * 64)
+
+    def run() -> None:
+        torch.stack([p.sum() for p in params]).sum().backward()
+
+    def on_grad_accumulated(param: torch.Tensor) -> None:
+        if param.grad is not None and param.grad.data_ptr() != flat[64:128].view_as(param).data_ptr():
+            arrivals.discard(id(param))
+
+    arrivals: set[int] = set()
+    plain = stopwatch(run)
+    for p in params:
+        p.register_post_accumulate_grad_hook(on_grad_accumulated)
+    return max((stopwatch(run) - plain) / len(params), 0.0)

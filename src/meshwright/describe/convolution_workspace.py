@@ -1,0 +1,45 @@
+"""What a convolution on a CPU takes beside its operands and results: memory that torch's libraries have while they work.
+
+Most go to oneDNN, which multiplies by matrices: of one sample at a time it lays the columns out that a kernel sees. A result is made in a layout of
+its own and copied. For a weight's gradient it has room for four, in which partial sums meet. torch's own convolutions, which it takes for a single
+small sample and for fp64, lay out the columns of all samples, and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+
+_WEIGHT_GRAD_BUFFERS = 4  # weights' gradients in the making
+ConvWorkspace = tuple[float, float]  # bytes of a call, and what more a single sample takes than the line of several says
+
+
+def convolution_workspace(func: Any, args: Any, out: Any) -> ConvWorkspace:
+    """Of one call on one thread."""
+    of = partial(_workspace_bytes, func, args, out)
+    samples = args[1 if "backward" in func.name() else 0].shape[0]
+    return of(samples), of(1) - (2 * of(2) - of(3))
+
+
+def _workspace_bytes(func: Any, args: Any, out: Any, samples: int) -> float:
+    """Bytes, had it so many."""
+    backward = "backward" in func.name()
+    given, weight = args[1 if backward else 0], args[2 if backward else 1]
+    made = args[0] if backward else out
+    kernel, item = math.prod(weight.shape[2:]), given.element_size()
+    columns = float(kernel * given.shape[1] * math.prod(made.shape[2:]) * item)
+    if not _uses_onednn(given, weight, args[4:10] if backward else args[3:9], samples):
+        return columns * samples if kernel > 1 else 0.0
+    if backward:
+        return columns + _WEIGHT_GRAD_BUFFERS * weight.numel() * item
+    return max(columns, float(samples * math.prod(made.shape[1:]) * item))
+
+
+def _uses_onednn(x: torch.Tensor, weight: torch.Tensor, conv_args: Any, samples: int) -> bool:
+    if x.dim() != weight.dim():  # one sample without a dimension for samples
+        return True
+    chosen = torch._C._select_conv_backend(x.new_empty((samples, *x.shape[1:])), weight, None, *conv_args, None)  # type: ignore[attr-defined]
+    return "Mkldnn" in str(chosen)

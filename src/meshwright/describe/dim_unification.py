@@ -1,0 +1,104 @@
+"""Strands while they are being found: union-find nodes that can be tied together and split into factors (see [Note: strands])."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+class LogicalDim:
+    """An index of some length. `parent` points to what it was tied to; `factors` are its factors, outermost first, once a view split it."""
+
+    __slots__ = ("factors", "parent", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.parent: LogicalDim | None = None
+        self.factors: tuple[LogicalDim, ...] = ()
+
+    def root(self) -> LogicalDim:
+        node = self
+        while node.parent is not None:
+            node = node.parent
+        return node
+
+    def split(self, outer: int) -> None:
+        self.factors = (LogicalDim(outer), LogicalDim(self.size // outer))
+
+
+Dim = Sequence[LogicalDim]
+
+
+class DimMismatchError(Exception):
+    """Two dims have no common factors: nothing can be said about what runs through them."""
+
+
+def factors_of(dim: Dim) -> list[LogicalDim]:
+    """The strands that a dim is a product of, as far as is known now."""
+    found: list[LogicalDim] = []
+    for logical_dim in dim:
+        root = logical_dim.root()
+        found += factors_of(root.factors) if root.factors else [root]
+    return found
+
+
+def new_dim(size: int) -> list[LogicalDim]:
+    """A dim about which nothing is known; a dim of one element carries nothing."""
+    return [LogicalDim(size)] if size > 1 else []
+
+
+def unify(first: Dim, second: Dim) -> None:
+    """From now on the two dims are the same: their strands are matched up, split where their factors differ."""
+    a, b = factors_of(first), factors_of(second)
+    while a and b:
+        x, y = a[0], b[0]
+        if x is not y and x.size != y.size:
+            big, small = (x, y) if x.size > y.size else (y, x)
+            if big.size % small.size:
+                raise DimMismatchError
+            big.split(small.size)
+        else:
+            if x is not y:
+                x.parent = y
+            a, b = a[1:], b[1:]
+        a, b = factors_of(a), factors_of(b)
+    if a or b:
+        raise DimMismatchError
+
+
+def reshape_dims(dims: Sequence[Dim], sizes: Sequence[int]) -> list[list[LogicalDim]]:
+    """The same elements in the same order under other sizes: which strands each new dim is made of."""
+    rest = [s for dim in dims for s in dim]
+    found: list[list[LogicalDim]] = []
+    for size in sizes:
+        taken: list[LogicalDim] = []
+        need = size
+        while need > 1:
+            rest = factors_of(rest)
+            if not rest:
+                raise DimMismatchError
+            head = rest[0]
+            if need % head.size == 0:
+                taken.append(head)
+                need //= head.size
+                rest = rest[1:]
+            elif head.size % need == 0:
+                head.split(need)
+            else:
+                raise DimMismatchError
+        found.append(taken)
+    if factors_of(rest):
+        raise DimMismatchError
+    return found
+
+
+def split_evenly(dim: Dim, size: int, piece_size: int) -> tuple[list[LogicalDim], list[LogicalDim]]:
+    """A dim of `size` as (which of the equal pieces, place in a piece of `piece_size`)."""
+    if not piece_size or size % piece_size:
+        raise DimMismatchError
+    which, place = reshape_dims([dim], (size // piece_size, piece_size))
+    return which, place
+
+
+def dim_size(dim: Dim) -> int:
+    return math.prod(s.size for s in factors_of(dim))

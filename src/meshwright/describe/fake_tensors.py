@@ -1,0 +1,157 @@
+"""Models and batches on fake tensors, which have shapes and no memory: what every trace starts from."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import init
+from torch.nn.modules import transformer
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils import _pytree as pytree
+
+from meshwright.core.errors import RequestError
+from meshwright.core.task import Batch, Task
+
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}  # what autocast computes in
+
+
+def example_batch(task: Task, batch: int, precision: str = "fp32") -> Batch:
+    """A batch of a task's shapes. Under a fake mode it takes no memory."""
+    kinds = {name: _parse_dtype(f.dtype, f"field '{name}' of {task.name}", precision) for name, f in task.fields.items()}
+    return {name: torch.zeros((batch, *f.shape), dtype=kinds[name]) for name, f in task.fields.items()}
+
+
+def example_batch_like(like: Batch, batch: int) -> Batch:
+    """A batch of the shapes of another, with another number of samples."""
+    return pytree.tree_map(lambda t: torch.zeros((batch, *t.shape[1:]), dtype=t.dtype) if torch.is_tensor(t) and t.dim() else t, like)
+
+
+def cached_fake_model(task: Task) -> tuple[nn.Module, FakeTensorMode]:
+    """A task's model, and the mode that its tensors belong to; once for whoever asks."""
+
+    def make() -> tuple[nn.Module, FakeTensorMode]:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        return build_fake_model(task, mode), mode
+
+    return task.memo.get_or_compute("fakes", (), (), make)
+
+
+@contextmanager
+def _skip_initialization() -> Iterator[None]:
+    """Fakes have no values, and giving them some takes as long as all the rest of a constructor."""
+    theirs = {name: getattr(init, name) for name in dir(init) if name.endswith("_") and not name.startswith("_")}
+    for name in theirs:
+        setattr(init, name, lambda tensor, *_, **__: tensor)
+    try:
+        yield
+    finally:
+        for name, function in theirs.items():
+            setattr(init, name, function)
+
+
+def build_fake_model(task: Task, mode: FakeTensorMode) -> nn.Module:
+    try:
+        with mode, _skip_initialization():
+            return task.build()
+    except RequestError:
+        raise
+    except Exception as error:
+        first = error
+    try:
+        with torch.device("meta"):
+            return task.build()
+    except Exception:
+        reason = str(first).strip().splitlines() or [type(first).__name__]
+        raise RequestError(f"model {task.name}: its constructor needs real tensors, so it cannot be profiled: {reason[0][:160]}") from first
+
+
+def _parse_dtype(name: str, where: str, precision: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise RequestError(f"{where}: torch has no dtype '{name}': write float32, int64, …")
+    return torch.float64 if precision == "fp64" and found.is_floating_point else found
+
+
+@contextmanager
+def fake_parameters(model: nn.Module, precision: str = "fp32", device: str = "cpu") -> Iterator[dict[str, torch.Tensor]]:
+    """Inside, the model's parameters and buffers are fakes on `device`; the model itself is not touched. Needs an active fake mode."""
+    named = [*model.named_parameters(remove_duplicate=True), *model.named_buffers(remove_duplicate=True)]
+    fakes = {name: _fake_like(tensor, precision, device) for name, tensor in named}
+    with _reparametrize_module(model, fakes, tie_weights=True), _shape_only_experts(model), _shape_only_masks():
+        yield fakes
+
+
+@contextmanager
+def _shape_only_experts(model: nn.Module) -> Iterator[None]:
+    """transformers' mixtures run a loop over the experts that were hit, which fake tensors cannot know; one of its other ways to compute
+    the same takes all tokens at once."""
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None and hasattr(c, "_experts_implementation")}
+    before = {key: config._experts_implementation for key, config in configs.items()}
+    for config in configs.values():
+        config._experts_implementation = "batched_mm"
+    try:
+        yield
+    finally:
+        for key, config in configs.items():
+            config._experts_implementation = before[key]
+
+
+@contextmanager
+def _shape_only_masks() -> Iterator[None]:
+    """torch's transformers look into a mask to see whether it is causal, which fake tensors cannot say; it is no more than a hint."""
+    theirs = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = theirs
+
+
+@contextmanager
+def assume_unpacked_sequences() -> Iterator[None]:
+    """transformers looks at the values of positions to see whether several sequences are packed into one, and builds a mask if it cannot
+    look, as on fakes. A batch of a flow is one sequence a sample, so the answer is no."""
+    masks = sys.modules.get("transformers.masking_utils")
+    find = getattr(masks, "find_packed_sequence_indices", None)
+    if find is None:
+        yield
+        return
+
+    def find_and_ignore(position_ids: torch.Tensor) -> None:
+        find(position_ids)  # its operations are part of the dataflow
+
+    masks.find_packed_sequence_indices = find_and_ignore  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = find  # type: ignore[union-attr]
+
+
+def _fake_like(tensor: torch.Tensor, precision: str, device: str) -> torch.Tensor:
+    kind = torch.float64 if precision == "fp64" and tensor.is_floating_point() else tensor.dtype
+    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=kind, device=device)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def silence_torch_logging() -> Iterator[None]:
+    """torch logs a traceback of its own when shapes do not match; ours says it in a line. It also warns that a norm is computed in two precisions,
+    which is what autocast asks for."""
+    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch._subclasses", "torch")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,156 @@
+"""What layers did in two traced steps of different batches, and the profiles that follow: two points fix a line."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.core.model import Kernel, KernelKind, LayerProfile, Phase, TensorSpec
+from meshwright.describe.layers import Layer, module_signature
+from meshwright.describe.storage_lifetimes import AffineBytes, upper_envelope
+
+PROBED_BATCHES = (2, 3)  # one sample alone takes special paths in some kernels
+
+
+@dataclass
+class LayerTrace:
+    """What one layer did in one traced step."""
+
+    kernels: list[tuple[KernelKind, Phase, float, float]] = field(default_factory=list)
+    saved_bytes: float = 0.0
+    saved_by: Counter[str] = field(default_factory=Counter)  # of that, by the module with parameters of its own that was at work
+    fusible: float = 0.0
+    rematerialized_bytes: float = 0.0
+    output: float = 0.0
+    live_bytes: list[float] = field(default_factory=list)  # at each operation: bytes alive that no other layer has saved
+    single_sample_extra: dict[int, float] = field(
+        default_factory=dict
+    )  # of these, where a single sample is not on the line of several: what it has more
+    product_bytes: float = 0.0
+    compute_intensive_bytes: float = 0.0
+    overwrites: bool = False
+
+
+def with_missing_layers(traces: dict[str, LayerTrace], layers: list[Layer]) -> dict[str, LayerTrace]:
+    return {**traces, **{layer.name: LayerTrace() for layer in layers if layer.name not in traces}}
+
+
+def layer_profiles(
+    model: nn.Module, layers: list[Layer], first: dict[str, LayerTrace], second: dict[str, LayerTrace], *, slope: bool = False, fp64: bool = False
+) -> tuple[LayerProfile, ...]:
+    """Layer profiles at the first probed batch, or (slope) what one more sample adds."""
+    owner_of = _parameters_by_layer(model, layers)
+    places = {id(p): i for i, p in enumerate(model.parameters())}
+    # Tallies were opened in the order in which layers ran; what never ran stays where it was registered.
+    ran = {name: i for i, name in enumerate(first)}
+    entries = sorted(layers, key=lambda layer: ran.get(layer.name, -1))
+    if any(t.kernels for name, t in first.items() if name == "") and all(layer.name for layer in layers):
+        entries.append(Layer("", model, own_parameters_only=True))  # work done in the model's own forward, such as the loss
+    kinds = {layer.name: module_signature(layer.module) for layer in entries}
+    repeated = {s for s in kinds.values() if list(kinds.values()).count(s) > 1} if len(kinds) < 2000 else set()
+    representative: dict[str, str] = {}
+    shared: dict[tuple[Kernel, ...], tuple[Kernel, ...]] = {}
+    profiles = []
+    for layer in entries:
+        a, b = first.get(layer.name, LayerTrace()), second.get(layer.name, LayerTrace())
+        tensors = tuple(_tensor_spec(n, p, places[id(p)], fp64) for n, p in owner_of.get(layer.name, []))
+        kernels = _merge_kernels(a, b, slope)
+        kernels = shared.setdefault(kernels, kernels)
+        sign = kinds[layer.name]
+        block = representative.setdefault(sign, layer.name) if sign in repeated and list(layer.module.children()) else ""
+        profiles.append(
+            LayerProfile(
+                name=layer.name or "(model)",
+                kind=type(layer.module).__name__,
+                parameters=sum(t.numel for t in tensors),
+                flops_forward=_flops(kernels, "forward"),
+                flops_backward=_flops(kernels, "backward"),
+                activation_bytes=b.saved_bytes - a.saved_bytes if slope else a.saved_bytes,
+                output_bytes=b.output - a.output if slope else a.output,
+                fusible_bytes=b.fusible - a.fusible if slope else a.fusible,
+                compiler_recomputed_bytes=b.rematerialized_bytes - a.rematerialized_bytes if slope else a.rematerialized_bytes,
+                transient_bytes=_workspace_bytes(a, b, slope),
+                matmul_workspace_bytes=b.product_bytes - a.product_bytes if slope else a.product_bytes,
+                expensive_output_bytes=b.compute_intensive_bytes - a.compute_intensive_bytes if slope else a.compute_intensive_bytes,
+                has_inplace_ops=a.overwrites,
+                tensors=tensors,
+                kernels=kernels,
+                block=block,
+                transient_lines=_workspace_lines(a, b),
+                single_sample_bytes=_single_sample_workspace(a, b),
+                saved_by=_saved_share_by_module(a, b),
+            )
+        )
+    return tuple(profiles)
+
+
+def buffer_specs(model: nn.Module, fp64: bool = False) -> tuple[TensorSpec, ...]:
+    return tuple(_tensor_spec(name, buffer, index, fp64) for index, (name, buffer) in enumerate(model.named_buffers()))
+
+
+def _tensor_spec(name: str, tensor: torch.Tensor, order: int, fp64: bool) -> TensorSpec:
+    """As it will be stored: where arithmetic is in fp64, so is everything that is not whole numbers."""
+    kind = torch.float64 if fp64 and tensor.is_floating_point() else tensor.dtype
+    return TensorSpec(name, tuple(tensor.shape), kind.itemsize, order, tensor.requires_grad, dtype=str(kind).removeprefix("torch."))
+
+
+def _flops(kernels: tuple[Kernel, ...], phase: Phase) -> float:
+    return sum(k.flops * k.count for k in kernels if k.phase == phase and k.kind != "special")
+
+
+def _merge_kernels(a: LayerTrace, b: LayerTrace, slope: bool) -> tuple[Kernel, ...]:
+    """Equal calls become one entry with a count. Both traces run the same operations in the same order, or costs go by proportion."""
+    same = len(a.kernels) == len(b.kernels) and all(x[:2] == y[:2] for x, y in zip(a.kernels, b.kernels, strict=True))
+    low = PROBED_BATCHES[0]
+    pairs = zip(a.kernels, b.kernels, strict=True) if same else ((k, (*k[:2], k[2] * (low + 1) / low, k[3] * (low + 1) / low)) for k in a.kernels)
+    counts: dict[tuple[Any, ...], int] = {}
+    for (kind, phase, flops, moved), (_, _, flops_b, moved_b) in pairs:
+        key = (kind, phase, flops, moved, flops_b - flops, moved_b - moved)
+        counts[key] = counts.get(key, 0) + 1
+    return tuple(Kernel(k[0], k[1], k[4] if slope else k[2], k[5] if slope else k[3], n) for k, n in counts.items())
+
+
+def _saved_share_by_module(a: LayerTrace, b: LayerTrace) -> tuple[tuple[str, float], ...]:
+    """Of what one more sample saves, the share of each module."""
+    more = b.saved_bytes - a.saved_bytes
+    if more <= 0:
+        return ()
+    return tuple((name, (saved - a.saved_by[name]) / more) for name, saved in sorted(b.saved_by.items()) if saved > a.saved_by[name])
+
+
+def _workspace_lines(a: LayerTrace, b: LayerTrace) -> tuple[AffineBytes, ...]:
+    """What is alive at each operation beyond what its layer has saved in the end, as lines over the number of samples."""
+    same, low = len(a.live_bytes) == len(b.live_bytes), PROBED_BATCHES[0]
+    pairs = zip(a.live_bytes, b.live_bytes, strict=True) if same else [(max(a.live_bytes, default=0.0), max(b.live_bytes, default=0.0))]
+    both = [(x - a.saved_bytes, y - b.saved_bytes) for x, y in pairs]
+    return upper_envelope([(x - low * (y - x), y - x) for x, y in both])
+
+
+def _single_sample_workspace(a: LayerTrace, b: LayerTrace) -> float | None:
+    """What a single sample needs, where something is done with it in another way than with several."""
+    if not a.single_sample_extra or len(a.live_bytes) != len(b.live_bytes):
+        return None
+    more = PROBED_BATCHES[0] - 1
+    alive = [x - more * (y - x) + a.single_sample_extra.get(at, 0.0) for at, (x, y) in enumerate(zip(a.live_bytes, b.live_bytes, strict=True))]
+    return max(max(alive) - (a.saved_bytes - more * (b.saved_bytes - a.saved_bytes)), 0.0)
+
+
+def _workspace_bytes(a: LayerTrace, b: LayerTrace, slope: bool) -> float:
+    low, high = (max(max(t.live_bytes, default=0.0) - t.saved_bytes, 0.0) for t in (a, b))
+    return high - low if slope else low
+
+
+def _parameters_by_layer(model: nn.Module, layers: list[Layer]) -> dict[str, list[tuple[str, nn.Parameter]]]:
+    """Each parameter under the one layer it counts for; a tied one under the first that registers it."""
+    found: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    taken: set[int] = set()
+    for layer in layers:
+        for name, param in layer.module.named_parameters(recurse=not layer.own_parameters_only):
+            if id(param) not in taken:
+                taken.add(id(param))
+                found.setdefault(layer.name, []).append((f"{layer.name}.{name}" if layer.name else name, param))
+    return found

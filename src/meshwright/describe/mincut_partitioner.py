@@ -1,0 +1,137 @@
+"""What a compiler keeps of a layer for backward, where eager execution keeps whatever each operation asks for.
+
+[Note: made again]
+A compiler sees forward and backward of a layer at once, and need not keep what element-wise work makes: its kernels in backward can make that again
+from what is there. What a product or attention of backward reads it keeps as it is, since that has to lie in memory for it anyhow. The rest it keeps
+wherever that is smallest: a norm that widens its input keeps the narrow one. So of all ways to cut what backward needs off from what only forward can
+make (products, random numbers, what comes from other layers) it takes the one of the fewest bytes, which a largest flow finds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+_INFINITE_CAPACITY = float("inf")
+
+
+@dataclass
+class _StorageNode:
+    """A storage that forward made, or that was there before."""
+
+    bytes: int
+    layer: str | None  # that made it; None: it was there
+    recomputable: bool = False  # whether backward can make it once more
+    sources: tuple[int, ...] = ()  # of these, and of what is always there
+    saved_by: str | None = None
+    read_by_matmul: bool = False  # read by a product of backward
+
+
+class MinCutPartitioner:
+    """The values of one traced step; addresses are their names while they live."""
+
+    def __init__(self, constants: Iterable[int]) -> None:
+        self._constants = frozenset(constants)  # parameters, buffers, the batch: always there
+        self._values: list[_StorageNode] = []
+        self._index_by_address: dict[int, int] = {}
+
+    def record_op(self, storages: Iterable[Any], sources: Iterable[Any], layer: str, recomputable: bool) -> None:
+        """An operation of forward; `recomputable`: a compiler would do it once more in backward."""
+        inputs = (
+            tuple(self._node_index(s) for s in {s._cdata: s for s in sources}.values() if s._cdata not in self._constants) if recomputable else ()
+        )
+        for storage in storages:
+            if storage._cdata not in self._index_by_address and storage._cdata not in self._constants:
+                self._index_by_address[storage._cdata] = len(self._values)
+                self._values.append(_StorageNode(storage.nbytes(), layer, recomputable, inputs))
+
+    def mark_saved(self, storage: Any, layer: str) -> None:
+        """Eager execution keeps it, for this layer."""
+        self._values[self._node_index(storage)].saved_by = layer
+
+    def reassign_saver(self, address: int, layer: str) -> None:
+        if address in self._index_by_address:
+            self._values[self._index_by_address[address]].saved_by = layer
+
+    def mark_read_by_matmul(self, storages: Iterable[Any]) -> None:
+        """By a product of backward."""
+        for storage in storages:
+            if storage._cdata in self._index_by_address:
+                self._values[self._index_by_address[storage._cdata]].read_by_matmul = True
+
+    def forget(self, address: int) -> None:
+        self._index_by_address.pop(address, None)
+
+    def rematerialized_bytes(self) -> dict[str, int]:
+        """By layer: of what eager execution keeps, the bytes that a compiler does not."""
+        found: dict[str, list[int]] = {}
+        for number, value in enumerate(self._values):
+            if value.saved_by is not None and not value.read_by_matmul:
+                found.setdefault(value.saved_by, []).append(number)
+        return {layer: max(sum(self._values[n].bytes for n in needed) - self._min_cut_bytes(layer, needed), 0) for layer, needed in found.items()}
+
+    def _node_index(self, storage: Any) -> int:
+        if storage._cdata not in self._index_by_address:
+            self._index_by_address[storage._cdata] = len(self._values)
+            self._values.append(_StorageNode(storage.nbytes(), None))
+        return self._index_by_address[storage._cdata]
+
+    def _min_cut_bytes(self, layer: str, needed: list[int]) -> int:
+        """The fewest bytes from which all that is needed can be made in this layer."""
+        room: dict[int, dict[int, float]] = {}  # from each node of the flow's graph to others; a value is two, what enters and what leaves it
+        todo, seen = deque(needed), set(needed)
+        start, end = -1, -2
+
+        def add_edge(a: int, b: int, size: float) -> None:
+            room.setdefault(a, {})[b] = size
+            room.setdefault(b, {}).setdefault(a, 0.0)
+
+        while todo:
+            number = todo.popleft()
+            value = self._values[number]
+            add_edge(2 * number, 2 * number + 1, 0.0 if value.read_by_matmul else float(value.bytes))
+            if value.read_by_matmul:
+                continue  # it is kept anyhow
+            if not value.recomputable or value.layer not in (layer, ""):
+                add_edge(start, 2 * number, _INFINITE_CAPACITY)
+                continue
+            for source in value.sources:
+                add_edge(2 * source + 1, 2 * number, _INFINITE_CAPACITY)
+                if source not in seen:
+                    seen.add(source)
+                    todo.append(source)
+        for number in needed:
+            add_edge(2 * number + 1, end, _INFINITE_CAPACITY)
+        return int(_max_flow(room, start, end))
+
+
+def _max_flow(capacity: dict[int, dict[int, float]], source: int, sink: int) -> float:
+    """By the shortest ways that are left; `capacity` is used up."""
+    total = 0.0
+    while (way := _augmenting_path(capacity, source, sink)) is not None:
+        least = min(capacity[a][b] for a, b in way)
+        for a, b in way:
+            capacity[a][b] -= least
+            capacity[b][a] += least
+        total += least
+    return total
+
+
+def _augmenting_path(capacity: dict[int, dict[int, float]], source: int, sink: int) -> list[tuple[int, int]] | None:
+    before: dict[int, int] = {source: source}
+    todo = deque([source])
+    while todo and sink not in before:
+        here = todo.popleft()
+        for there, left in capacity.get(here, {}).items():
+            if left > 0 and there not in before:
+                before[there] = here
+                todo.append(there)
+    if sink not in before:
+        return None
+    way, at = list[tuple[int, int]](), sink
+    while at != source:
+        way.append((before[at], at))
+        at = before[at]
+    return way

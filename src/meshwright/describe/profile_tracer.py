@@ -1,0 +1,421 @@
+"""From an nn.Module to a ModelProfile: run its loss once on fake tensors, which have shapes and no memory, and write down every operation.
+
+[Note: attributing backward]
+A forward operation belongs to the layer whose forward is running. Autograd numbers the nodes it creates, so each layer owns the
+numbers handed out while it ran; a backward operation belongs to the layer that owns the node being executed.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+
+from meshwright.core.errors import RequestError
+from meshwright.core.gc_control import gc_disabled
+from meshwright.core.model import KernelKind, ModelProfile, Phase
+from meshwright.core.task import Batch, Loss, Task
+from meshwright.describe.convolution_workspace import ConvWorkspace, convolution_workspace
+from meshwright.describe.cuda_autocast import CudaAutocast
+from meshwright.describe.fake_tensors import (
+    AUTOCAST_DTYPES,
+    cached_fake_model,
+    example_batch,
+    example_batch_like,
+    fake_parameters,
+    silence_torch_logging,
+)
+from meshwright.describe.layer_profiles import PROBED_BATCHES, LayerTrace, buffer_specs, layer_profiles, with_missing_layers
+from meshwright.describe.layers import Layer, find_layers, tied_parameter_names
+from meshwright.describe.mincut_partitioner import MinCutPartitioner
+from meshwright.describe.op_classification import flops_of, is_zero_cost, kernel_kind
+from meshwright.describe.repeated_blocks import skip_repeated_blocks
+from meshwright.describe.storage_lifetimes import StorageLifetimes
+
+# These read only the rows or elements that they pick, not the whole table.
+_GATHER_OPS = {torch.ops.aten.embedding, torch.ops.aten.index_select, torch.ops.aten.gather, torch.ops.aten.index, torch.ops.aten.nll_loss_forward}
+
+
+@gc_disabled
+def trace_task(task: Task, *, precision: str = "fp32", attention: str = "flash", device: str = "cpu") -> ModelProfile:
+    """Profile a task's model without allocating it, as it would run on a kind of `device`."""
+    model, mode = cached_fake_model(task)
+    profile = _trace_profile(model, task.loss, lambda batch: example_batch(task, batch, precision), mode, task.name, precision, attention, device)
+    return replace(profile, tokens_per_sample=task.tokens_per_sample)
+
+
+@gc_disabled
+def trace_module(
+    model: nn.Module, loss: Loss, batch: Batch, *, name: str, precision: str = "fp32", attention: str = "flash", device: str = "cpu"
+) -> ModelProfile:
+    """Profile a live model on the shapes of one of its batches. Neither is touched."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    return _trace_profile(model, loss, lambda size: example_batch_like(batch, size), mode, name, precision, attention, device)
+
+
+def profile_parameters_only(model: nn.Module, name: str) -> ModelProfile:
+    """A profile of a live model whose loss is not known yet: parameters are exact, everything else is zero."""
+    layers = layer_profiles(model, find_layers(model), {}, {})
+    return ModelProfile(name, layers, 1, layers, attention="unknown", buffers=buffer_specs(model))
+
+
+def _trace_profile(
+    model: nn.Module, loss: Loss, make_batch: Callable[[int], Batch], mode: FakeTensorMode, name: str, precision: str, attention: str, device: str
+) -> ModelProfile:
+    layers = find_layers(model)
+    runs = [_trace_step(model, layers, loss, make_batch, batch, mode, precision, attention, device) for batch in PROBED_BATCHES]
+    first, second = (with_missing_layers(run, layers) for run, _ in runs)
+    doubled = precision == "fp64"
+    low = layer_profiles(model, layers, first, second, fp64=doubled)
+    slopes = layer_profiles(model, layers, first, second, slope=True, fp64=doubled)
+    return ModelProfile(
+        name,
+        low,
+        PROBED_BATCHES[0],
+        slopes,
+        precision,
+        attention,
+        None,
+        tied_parameter_names(model),
+        runs[0][1],
+        buffer_specs(model, doubled),
+        _sample_bytes(make_batch, mode),
+    )
+
+
+def _trace_step(
+    model: nn.Module, layers: list[Layer], loss: Loss, make_batch: Callable[[int], Batch], batch: int,
+    mode: FakeTensorMode, precision: str, attention: str, device: str,
+) -> tuple[dict[str, LayerTrace], bool]:  # fmt: skip
+    """One forward and backward on fakes; what each layer did, and whether the loss came with a count."""
+    with ExitStack() as stack:
+        stack.enter_context(mode)
+        fakes = stack.enter_context(fake_parameters(model, precision))
+        inputs = make_batch(batch)
+        recorder = _ProfileRecorder([*fakes.values(), *(t for t in pytree.tree_leaves(inputs) if torch.is_tensor(t))], device)
+        stack.enter_context(_layer_hooks(layers, recorder))
+        stack.enter_context(_release_finished_grads(fakes.values(), recorder.lifetimes))
+        stands_for: dict[str, str] = {}
+        stack.enter_context(skip_repeated_blocks(layers, stands_for, recorder.make_marker))
+        stack.enter_context(silence_torch_logging())
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.on_saved_tensor, lambda t: t))
+        stack.enter_context(recorder)
+        stack.enter_context(_patched_attention(recorder) if attention == "flash" else sdpa_kernel(SDPBackend.MATH))
+        try:
+            with ExitStack() as casts:
+                if precision in AUTOCAST_DTYPES:
+                    casts.enter_context(torch.autocast("cpu", dtype=AUTOCAST_DTYPES[precision]))
+                    casts.enter_context(CudaAutocast() if device == "cuda" else nullcontext())
+                value = loss(model, inputs)
+            recorder.counted_loss = isinstance(value, tuple)
+            total = value[0] if isinstance(value, tuple) else value
+            recorder.phase = "backward"
+            total.backward()
+        except RequestError:
+            raise
+        except Exception as error:
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise RequestError(f"model {type(model).__name__} could not be traced on a batch of {batch}: {reason[0][:200]}") from error
+    for name, size in recorder.partitioner.rematerialized_bytes().items():
+        recorder.layer_traces[name].rematerialized_bytes = float(size)
+    for name, speaker in stands_for.items():
+        recorder.layer_traces[name] = recorder.layer_traces[speaker]
+    return recorder.layer_traces, recorder.counted_loss
+
+
+class _ProfileRecorder(TorchDispatchMode):
+    """Sees every operation that reaches a kernel, and files it under the layer it belongs to."""
+
+    def __init__(self, constants: Any, device: str) -> None:
+        super().__init__()
+        self.device = device
+        self.phase: Phase = "forward"
+        self.counted_loss = False
+        self.layer_traces: dict[str, LayerTrace] = {"": LayerTrace()}
+        self.stack: list[str] = [""]
+        self.modules: list[str] = []  # at work, of those with parameters of their own
+        self._sequence_starts: list[int] = [0]  # first autograd number of each run of nodes …
+        self._node_layers: list[str] = [""]  # … and the layer that owns it …
+        self._activation_layers: list[str] = [""]  # … and the one whose activations it works on (see `_assign_loose_saved`)
+        self._constants = {t.untyped_storage()._cdata for t in constants}
+        self._counted_storages = set(self._constants)
+        self._pointwise: set[int] = set()  # storages that element-wise work wrote
+        self._product_storages: set[int] = set()  # storages that products, convolutions and attention gave in forward
+        self._last_layer = ""  # the layer that was left last
+        self._loose_saved: list[tuple[int, int, int]] = []  # what was saved since outside of all layers: storage, bytes, of these fusible
+        self._loose_ops_start = 0  # and how many operations outside of all layers there had been
+        self.lifetimes, self.partitioner = StorageLifetimes(self._on_free), MinCutPartitioner(self._constants)
+
+    def enter_layer(self, name: str) -> None:
+        self.stack.append(name)
+        self.layer_traces.setdefault(name, LayerTrace())
+        self._assign_loose_saved()
+        self._start_node_run()
+
+    def leave_layer(self, output: Any) -> None:
+        self._last_layer = self.stack.pop()
+        self.layer_traces[self._last_layer].output += sum(_bytes(t) for t in pytree.tree_leaves(output) if torch.is_tensor(t))
+        self._loose_ops_start = len(self.layer_traces[""].live_bytes)
+        self._start_node_run()
+
+    def enter_module(self, name: str, *_: object) -> None:
+        self.modules.append(name)
+
+    def leave_module(self, *_: object) -> None:
+        self.modules.pop()
+
+    def _assign_loose_saved(self) -> None:
+        """What the model's own code saved between two layers counts for the one before: there it is cut, and there backward is done with it.
+        What comes after the last, such as the loss, stays by itself."""
+        own, then = self.layer_traces[""], self.layer_traces[self._last_layer]
+        if own is not then:
+            then.live_bytes += [there + then.saved_bytes for there in own.live_bytes[self._loose_ops_start :]]
+            del own.live_bytes[self._loose_ops_start :]
+            for storage, size, fusible in self._loose_saved:
+                own.saved_bytes, own.fusible = own.saved_bytes - size, own.fusible - fusible
+                then.saved_bytes, then.fusible = then.saved_bytes + size, then.fusible + fusible
+                self.lifetimes.reassign_saver(storage, self._last_layer)
+                self.partitioner.reassign_saver(storage, self._last_layer)
+            self._activation_layers[-1] = self._last_layer
+        self._loose_saved = []
+
+    def _start_node_run(self) -> None:
+        self._sequence_starts.append(torch._C._autograd._get_sequence_nr())
+        self._node_layers.append(self.stack[-1])
+        self._activation_layers.append(self.stack[-1])
+
+    def _on_free(self, storage: int) -> None:
+        for known in (self._counted_storages, self._pointwise, self._product_storages):
+            known.discard(storage)
+        self.partitioner.forget(storage)
+
+    def _current_layer(self, layers: list[str] | None = None) -> str:
+        """The layer at work."""
+        layers = layers or self._node_layers
+        if self.phase == "forward":
+            return self.stack[-1]
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        at = bisect_right(self._sequence_starts, node._sequence_nr()) - 1
+        return layers[min(at, len(layers) - 1)]
+
+    def make_marker(self, known: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        """What to do with tensors that stand for what a folded block would have made, which is like `known`."""
+        pointwise = known.untyped_storage()._cdata in self._pointwise
+
+        def mark(made: torch.Tensor) -> None:
+            if pointwise:
+                self.lifetimes.track(made.untyped_storage())
+                self._pointwise.add(made.untyped_storage()._cdata)
+
+        return mark
+
+    def on_saved_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is not torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._counted_storages:
+            layer = self._current_layer()
+            self.lifetimes.mark_saved(storage, layer)
+            self.partitioner.mark_saved(storage, layer)
+            self._counted_storages.add(storage._cdata)
+            fusible = storage.nbytes() if storage._cdata in self._pointwise else 0
+            self.layer_traces[layer].saved_bytes += storage.nbytes()
+            self.layer_traces[layer].fusible += fusible
+            if self.modules:
+                self.layer_traces[layer].saved_by[self.modules[-1]] += storage.nbytes()
+            if not layer and self.phase == "forward":
+                self._loose_saved.append((storage._cdata, storage.nbytes(), fusible))
+        return tensor
+
+    def record_kernel(
+        self, kind: KernelKind, flops: float, bytes_moved: float, tensors: Iterable[torch.Tensor] = (), workspace: ConvWorkspace = (0.0, 0.0)
+    ) -> None:
+        """One call. What it needs beyond parameters and saved activations is its workspace, and so is what its library takes meanwhile."""
+        layer = self._current_layer()
+        tally = self.layer_traces[layer]
+        tally.kernels.append((kind, self.phase, flops, bytes_moved))
+        holder = self._current_layer(self._activation_layers)
+        held = self.layer_traces[holder]
+        if workspace[1]:
+            held.single_sample_extra[len(held.live_bytes)] = workspace[1]
+        held.live_bytes.append(float(self.lifetimes.live_bytes_for(holder)) + workspace[0])
+        if kind not in ("memory", "special"):
+            fresh = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors) if s._cdata not in self._counted_storages}
+            tally.product_bytes = max(tally.product_bytes, float(sum(fresh.values())))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        storages = [t.untyped_storage() for t in pytree.tree_leaves(out) if torch.is_tensor(t) and t.layout is torch.strided]
+        for storage in storages:
+            if storage._cdata not in self._constants:
+                self.lifetimes.track(storage)
+        if not is_zero_cost(func):
+            tensors = [t for t in pytree.tree_leaves((args, kwargs, out)) if torch.is_tensor(t) and t.layout is torch.strided]
+            flops = flops_of(func, args, kwargs, out)
+            kind = kernel_kind(str(func._overloadpacket), flops, max((t.dim() for t in tensors), default=0))
+            if kind == "special":
+                flops = float(max(t.numel() for t in tensors))
+            read = pytree.tree_leaves(out) if func._overloadpacket in _GATHER_OPS else tensors
+            scratch = (0.0, 0.0)
+            if kind.startswith("conv"):
+                read = _conv_activations(func, args, tensors)
+                scratch = convolution_workspace(func, args, out) if self.device == "cpu" else scratch
+            self.record_kernel(kind, flops, float(sum({id(t): _bytes(t) for t in read if torch.is_tensor(t)}.values())), tensors, scratch)
+            inputs = [t.untyped_storage() for t in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(t) and t.layout is torch.strided]
+            soft = kind in ("memory", "special")
+            if self.phase == "forward":
+                self.partitioner.record_op(storages, inputs, self._current_layer(), soft and torch.Tag.nondeterministic_seeded not in func.tags)
+            elif not soft:
+                self.partitioner.mark_read_by_matmul(inputs)
+            made = {s._cdata for s in storages}
+            self._pointwise = self._pointwise | made if soft else self._pointwise - made
+            if func._schema.is_mutable and self._product_storages & made:
+                self.layer_traces[self._current_layer()].overwrites = True
+            elif not soft:
+                self.record_product_outputs(storages)
+        return out
+
+    def record_product_outputs(self, storages: Iterable[Any]) -> None:
+        """A product's results: what selective recomputation would keep."""
+        if self.phase == "forward":
+            fresh = {s._cdata: s.nbytes() for s in storages if s._cdata not in self._product_storages}
+            self._product_storages.update(fresh)
+            self.layer_traces[self._current_layer()].compute_intensive_bytes += sum(fresh.values())
+
+
+def _conv_activations(func: Any, args: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What a convolution reads and writes sample by sample: not the weight, which stays in the cache, nor its gradient."""
+    weight = args[2 if "backward" in func.name() else 1]
+    return [t for t in tensors if t.dim() > 1 and t.shape != weight.shape]
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+class _FlashAttention(TorchFunctionMode):
+    """Costs scaled_dot_product_attention as the kernel that never holds the S² scores, which is what a device will run."""
+
+    def __init__(self, recorder: _ProfileRecorder, original: Any) -> None:
+        super().__init__()
+        self.recorder, self.original = recorder, original
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not self.original:
+            return func(*args, **kwargs)
+        return _flash_attention(self.recorder, *args, **kwargs)
+
+
+def _flash_attention(
+    recorder: _ProfileRecorder, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
+    is_causal: bool = False, **_: Any,
+) -> Any:  # fmt: skip
+    return _FlashCost.apply(query, key, value, recorder, is_causal)
+
+
+class _FlashCost(torch.autograd.Function):
+    """Saves what a flash kernel saves (q, k, v, output, log-sum-exp) and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recorder: _ProfileRecorder, causal: bool) -> torch.Tensor:
+        # Kernels lay their output out as the query is, so that merging heads afterwards copies nothing.
+        out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty((*q.shape[:-1], v.shape[-1]))
+        sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, sums)
+        ctx.recorder, ctx.kind = recorder, "causal" if causal else "attention"
+        recorder.record_product_outputs(t.untyped_storage() for t in (out, sums))
+        recorder.partitioner.record_op([t.untyped_storage() for t in (out, sums)], (), recorder._current_layer(), recomputable=False)
+        recorder.record_kernel(ctx.kind, float(sdpa_flop_count(*_repeat_kv_shapes(q, k, v))), float(sum(map(_bytes, (q, k, v, out, sums)))))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        q, k, v, out, sums = ctx.saved_tensors
+        ctx.recorder.partitioner.mark_read_by_matmul(t.untyped_storage() for t in (q, k, v, out, sums))
+        flops = sdpa_backward_flop_count(_as_4d(tuple(out.shape)), *_repeat_kv_shapes(q, k, v))
+        ctx.recorder.record_kernel(ctx.kind, float(flops), 2.0 * sum(map(_bytes, (q, k, v, out))))
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None
+
+
+def _repeat_kv_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, ...], ...]:
+    """Shapes with key and value heads repeated to the query's: older counters know no grouped heads."""
+    return _as_4d(tuple(q.shape)), _as_4d((*q.shape[:-2], *k.shape[-2:])), _as_4d((*q.shape[:-2], *v.shape[-2:]))
+
+
+def _as_4d(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Batch, heads, positions, width: what the counters want. Attention may have fewer or more leading dimensions."""
+    lead = shape[:-2]
+    return (math.prod(lead[:-1]), lead[-1], *shape[-2:]) if lead else (1, 1, *shape[-2:])
+
+
+@contextmanager
+def _patched_attention(recorder: _ProfileRecorder) -> Iterator[None]:
+    """A function mode is off inside the functions that it sees, so torch's own modules are given the stand-in by name."""
+
+    theirs = F.scaled_dot_product_attention
+    with _FlashAttention(recorder, theirs):
+        F.scaled_dot_product_attention = partial(_flash_attention, recorder)
+        try:
+            yield
+        finally:
+            F.scaled_dot_product_attention = theirs
+
+
+@contextmanager
+def _layer_hooks(layers: list[Layer], recorder: _ProfileRecorder) -> Iterator[None]:
+    """Tell the recorder when each layer's forward begins and ends, and that of each module in it with parameters of its own."""
+    with ExitStack() as stack:
+        for layer in layers:
+            for name, module in [] if layer.own_parameters_only else layer.module.named_modules():
+                if any(True for _ in module.parameters(recurse=False)):
+                    begins = module.register_forward_pre_hook(partial(recorder.enter_module, name))
+                    ends = module.register_forward_hook(recorder.leave_module)
+                    stack.callback(begins.remove)
+                    stack.callback(ends.remove)
+            if not layer.own_parameters_only:
+                before = layer.module.register_forward_pre_hook(lambda *_, name=layer.name: recorder.enter_layer(name))
+                after = layer.module.register_forward_hook(lambda _m, _a, output: recorder.leave_layer(output))
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+        yield
+
+
+@contextmanager
+def _release_finished_grads(fakes: Iterable[torch.Tensor], lifetimes: StorageLifetimes) -> Iterator[None]:
+    """A gradient that is complete is its parameter's: nothing of a step's workspace."""
+
+    def on_grad_accumulated(param: torch.Tensor) -> None:
+        assert param.grad is not None
+        if param.grad.layout is torch.strided:
+            lifetimes.stop_counting(param.grad.untyped_storage())
+
+    hooks = [t.register_post_accumulate_grad_hook(on_grad_accumulated) for t in fakes if t.requires_grad]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _sample_bytes(make_batch: Callable[[int], Batch], mode: FakeTensorMode) -> float:
+    with mode:
+        few, more = (sum(_bytes(t) for t in pytree.tree_leaves(make_batch(n)) if torch.is_tensor(t)) for n in PROBED_BATCHES)
+    return float(more - few)

@@ -1,0 +1,56 @@
+"""Which of a tensor's sizes a model's code looks at: on a piece of the tensor it would be told another number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+OnSizeRead = Callable[[torch.Tensor, Iterable[int]], None]
+
+
+def record_size_reads(func: Any, args: Any, out: Any, on_read: OnSizeRead) -> Any:
+    """What a call in the model's code gave, with every look at a size noted. Only data with positions is of interest."""
+    name = getattr(func, "__name__", "")
+    whole = getattr(func, "__self__", None) is torch.Tensor.shape or (name == "size" and isinstance(out, tuple))
+    if not whole and name not in ("size", "numel", "nelement"):
+        return out
+    with torch._C.DisableTorchFunction():
+        tensor, rank = args[0], args[0].dim()
+        if not tensor.is_floating_point() or rank < 3:
+            return out
+    if whole:
+        return _RecordedShape(out, lambda dims: on_read(tensor, dims))
+    on_read(tensor, [args[1] % rank] if name == "size" and len(args) > 1 and isinstance(args[1], int) else range(rank))
+    return out
+
+
+class _RecordedShape(tuple[int, ...]):
+    """A tensor's shape that tells which of its numbers are looked at."""
+
+    on_read: Callable[[Iterable[int]], None]
+
+    def __new__(cls, sizes: Iterable[int], on_read: Callable[[Iterable[int]], None]) -> _RecordedShape:
+        made = super().__new__(cls, sizes)
+        made.on_read = on_read
+        return made
+
+    def __getitem__(self, index: Any) -> Any:
+        places = range(len(self))[index]
+        self.on_read([places] if isinstance(places, int) else places)
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Iterator[int]:
+        self.on_read(range(len(self)))
+        return super().__iter__()
+
+    def __add__(self, other: Any) -> tuple[int, ...]:
+        return (*self, *other)
+
+    def __radd__(self, other: Any) -> tuple[int, ...]:
+        return (*other, *self)
+
+    def numel(self) -> int:
+        return math.prod(self)

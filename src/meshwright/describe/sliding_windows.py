@@ -1,0 +1,45 @@
+"""What slides over positions: the windows of convolutions and poolings, from the arguments with which they reach a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshwright.core.dataflow import SlidingWindow, WindowKind
+
+_IntTuple = tuple[int, ...]
+
+
+def conv_window(kernel: _IntTuple, args: Sequence[Any]) -> SlidingWindow | None:
+    """A transposed one has a window if its results do not overlap: else positions need what their neighbours add."""
+    stride, padding, dilation, more = (tuple(args[i]) for i in (3, 4, 5, 7))
+    if not args[6]:
+        return SlidingWindow("conv", kernel, stride, padding, dilation)
+    apart = kernel == stride and not any(padding) and not any(more) and set(dilation) == {1}
+    return SlidingWindow("grow", kernel, stride, padding, dilation) if apart else None
+
+
+def pool_window(arguments: Mapping[str, Any], kind: WindowKind, rank: int) -> SlidingWindow:
+    def int_tuple(key: str, default: Any) -> _IntTuple:
+        found = arguments.get(key) or default
+        found = tuple(found) if isinstance(found, (list, tuple)) else (found,)
+        return found * rank if len(found) == 1 else found
+
+    kernel = int_tuple("kernel_size", 1)
+    return SlidingWindow(kind, kernel, int_tuple("stride", kernel), int_tuple("padding", 0), int_tuple("dilation", 1))
+
+
+def avg_pool_window(arguments: Mapping[str, Any], rank: int) -> SlidingWindow | None:
+    """At the border a mean may count what is there alone; only those that count the padding too are the same everywhere."""
+    window = pool_window(arguments, "mean", rank)
+    alike = not arguments.get("ceil_mode", False) and (arguments.get("count_include_pad", True) or not any(window.padding))
+    return window if alike else None
+
+
+def upsample_window(arguments: Mapping[str, Any], rank: int) -> SlidingWindow | None:
+    """By a whole factor that the code names every position becomes so many. Where it names a size instead, all positions are needed."""
+    scales = [arguments.get(key) or 0.0 for key in ("scales_d", "scales_h", "scales_w")[-rank:]]
+    if not all(scale >= 1 and float(scale).is_integer() for scale in scales):
+        return None
+    factors = tuple(int(scale) for scale in scales)
+    return SlidingWindow("grow", factors, factors, (0,) * rank, (1,) * rank)

@@ -1,0 +1,94 @@
+"""How long a traced step's tensors live: how many bytes are alive at each operation beyond what others have saved for backward.
+
+Fake tensors are let go exactly when real ones would be, so a trace can be asked what it holds. A storage's address is its name while it lives,
+and is used again afterwards: whoever remembers addresses is told of every death.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+AffineBytes = tuple[float, float]  # bytes at no samples, and for each sample
+
+
+@dataclass
+class _LiveStorage:
+    bytes: int
+    finalizer: Any  # the weak reference whose callback says so
+    saved_by: str | None = None
+
+
+class StorageLifetimes:
+    """What is alive, and who has saved it."""
+
+    def __init__(self, on_free: Callable[[int], None]) -> None:
+        self._on_free = on_free
+        self._storages: dict[int, _LiveStorage] = {}
+        self._live = self._saved_bytes = 0
+        self._by_layer: dict[str, int] = {}
+
+    def track(self, storage: Any) -> None:
+        key = storage._cdata
+        if key not in self._storages:
+            self._storages[key] = _LiveStorage(storage.nbytes(), weakref.ref(storage, lambda _: self._freed(key)))
+            self._live += self._storages[key].bytes
+
+    def mark_saved(self, storage: Any, layer: str) -> None:
+        """A layer keeps it for backward; what keeps it first counts it."""
+        self.track(storage)
+        one = self._storages[storage._cdata]
+        if one.saved_by is None:
+            one.saved_by = layer
+            self._saved_bytes += one.bytes
+            self._by_layer[layer] = self._by_layer.get(layer, 0) + one.bytes
+
+    def reassign_saver(self, address: int, layer: str) -> None:
+        """What is saved counts for another layer from here on."""
+        one = self._storages.get(address)
+        if one is not None and one.saved_by is not None:
+            self._by_layer[one.saved_by] -= one.bytes
+            self._by_layer[layer] = self._by_layer.get(layer, 0) + one.bytes
+            one.saved_by = layer
+
+    def stop_counting(self, storage: Any) -> None:
+        """It is somebody else's from here on, as a finished gradient is its parameter's."""
+        one = self._storages.get(storage._cdata)
+        if one is not None and one.saved_by is None:
+            self._live -= one.bytes
+            one.bytes = 0
+
+    def live_bytes_for(self, layer: str) -> int:
+        """Bytes alive that no other layer has saved."""
+        return self._live - self._saved_bytes + self._by_layer.get(layer, 0)
+
+    def _freed(self, address: int) -> None:
+        one = self._storages.pop(address)
+        self._live -= one.bytes
+        if one.saved_by is not None:
+            self._saved_bytes -= one.bytes
+            self._by_layer[one.saved_by] -= one.bytes
+        self._on_free(address)
+
+
+def upper_envelope(lines: Iterable[AffineBytes]) -> tuple[AffineBytes, ...]:
+    """Of lines over the number of samples, those that are the highest somewhere, from one sample on."""
+    found: list[AffineBytes] = []
+    for base, slope in sorted(set(lines), key=lambda line: (line[1], line[0])):
+        while found and (found[-1][1] == slope or not _still_highest(found, (base, slope))):
+            found.pop()
+        found.append((base, slope))
+    return tuple(found)
+
+
+def _still_highest(hull: list[AffineBytes], new: AffineBytes) -> bool:
+    """Whether the last of the lines is still the highest anywhere once a steeper one is there."""
+    (base, slope), ends = hull[-1], _crossing(hull[-1], new)
+    begins = _crossing(hull[-2], hull[-1]) if len(hull) > 1 else 1.0
+    return ends > max(begins, 1.0) and base + slope > 0
+
+
+def _crossing(shallow: AffineBytes, steep: AffineBytes) -> float:
+    return (shallow[0] - steep[0]) / (steep[1] - shallow[1])

@@ -1,0 +1,61 @@
+"""What a trace of the dataflow writes down, while strands may still be tied and split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from meshwright.core.dataflow import LayerKind, ModuleCall, SizedCallSite, SizeRead, SlidingWindow
+from meshwright.describe.dim_unification import LogicalDim
+from meshwright.describe.propagation_rules import TensorDims
+
+__all__ = ["DataflowTrace", "ModuleFrame", "TensorDims", "TracedOp", "TracedTensor"]
+
+
+@dataclass
+class TracedOp:
+    """An operation while strands may still change."""
+
+    name: str
+    module: str
+    inputs: list[int]
+    outputs: list[int]
+    contracted_dims: list[LogicalDim]
+    unsharded_dims: list[LogicalDim]
+    call_site: tuple[int, str, tuple[int, ...]]  # the call that holds its sizes, the function in the code, its numbers
+    window: SlidingWindow | None
+
+
+@dataclass
+class ModuleFrame:
+    """A module whose forward is running."""
+
+    module: str
+    kind: LayerKind
+    inputs: list[int]
+    first_op: int
+    last_saved_op: int = -1
+
+
+@dataclass
+class TracedTensor:
+    """What is known of one tensor."""
+
+    shape: tuple[int, ...]
+    dims: TensorDims
+    itemsize: int = 4
+    floating: bool = True
+    parameter: str = ""
+    needs_grad: bool = False
+
+
+@dataclass
+class DataflowTrace:
+    """Everything that was seen, in order."""
+
+    values: list[TracedTensor] = field(default_factory=list)
+    ops: list[TracedOp] = field(default_factory=list)
+    modules: list[ModuleCall] = field(default_factory=list)
+    calls: list[SizedCallSite] = field(default_factory=list)
+    outputs: tuple[int, ...] = ()
+    loss: tuple[int, ...] = ()
+    reads: set[SizeRead] = field(default_factory=set)

@@ -1,0 +1,50 @@
+"""An all-to-all that gradients go back through: rows travel to their owners and results home, in backward the other way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from meshwright.core.comm import Comm
+from meshwright.execute.recompute_runtime import RecomputeCache
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, comm: Comm, name: str, recv_counts: Sequence[int], send_counts: Sequence[int], recompute_cache: RecomputeCache
+    ) -> torch.Tensor:
+        ctx.comm, ctx.name, ctx.receives, ctx.sends = comm, name, recv_counts, send_counts
+        # Recomputing stops after the last tensor that was kept. One is kept here on every rank alike, or some would stop before
+        # the exchange that others wait in.
+        ctx.save_for_backward(x.new_empty(0))
+        return recompute_cache.run_or_replay(lambda: _run_all_to_all(x, comm, name, recv_counts, send_counts))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return _run_all_to_all(grad, ctx.comm, ctx.name, ctx.sends, ctx.receives), None, None, None, None, None
+
+
+def all_to_all(
+    x: torch.Tensor, comm: Comm, name: str, recv_counts: Sequence[int], send_counts: Sequence[int], recompute_cache: RecomputeCache
+) -> torch.Tensor:
+    """`sends[r]` rows of `x` go to rank r; what comes back holds `receives[r]` rows from it. Collective, and so is its backward: every
+    rank takes part in that, whether its own rows have a gradient or not."""
+    if torch.is_grad_enabled() and not x.requires_grad:
+        x = x.detach().requires_grad_()
+    return _AllToAll.apply(x, comm, name, recv_counts, send_counts, recompute_cache)  # type: ignore[no-any-return]
+
+
+def all_to_all_no_grad(
+    x: torch.Tensor, comm: Comm, name: str, recv_counts: Sequence[int], send_counts: Sequence[int], recompute_cache: RecomputeCache
+) -> torch.Tensor:
+    """The same for indices and counts, which have no gradient."""
+    return recompute_cache.run_or_replay(lambda: _run_all_to_all(x, comm, name, recv_counts, send_counts))
+
+
+def _run_all_to_all(x: torch.Tensor, comm: Comm, name: str, recv_counts: Sequence[int], send_counts: Sequence[int]) -> torch.Tensor:
+    out = x.new_empty((sum(recv_counts), *x.shape[1:]))
+    comm.sync.all_to_all(out, x.contiguous(), name, recv_counts, send_counts).wait()
+    return out

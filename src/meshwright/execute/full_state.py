@@ -1,0 +1,114 @@
+"""A run's state in a form that does not depend on how it was spread: whole tensors under the model's own names, and their digest."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.core.comm import Comm
+from meshwright.execute.apply import AppliedPlan
+from meshwright.execute.data_parallel import ShardedBuffer
+from meshwright.execute.process_groups import process_group
+from meshwright.execute.shard_layout import ShardLayout
+
+
+def full_state(applied: AppliedPlan) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter, then every tensor of optimizer state, whole, on the CPU, in the model's order. Collective."""
+    mine = _stage_state(applied)
+    if applied.pipeline is None and applied.expert_parallel is None:
+        yield from mine
+        return
+    held = dict(mine)
+    names = (
+        [name for name, _, _ in applied.pipeline.all_parameters] if applied.pipeline is not None else [n for n, _ in applied.model.named_parameters()]
+    )
+    for keys in (lambda name: [name], lambda name: sorted(k for k in held if k.startswith(f"{name}/"))):
+        for name in names:
+            comm, holder = _group_and_holder(applied, name)
+            found: list[Any] = [[(k, held[k]) for k in keys(name)] if holder in (None, comm.rank) else None]
+            if holder is not None:
+                dist.broadcast_object_list(found, group=process_group(comm), group_src=holder)
+            yield from found[0]
+
+
+def _group_and_holder(applied: AppliedPlan, name: str) -> tuple[Comm, int | None]:
+    """The one rank of a pipeline, or of the owners, that holds a parameter; None where this rank has it anyway."""
+    if applied.pipeline is not None:
+        return applied.groups.pp, applied.plan.stage_rank(applied.pipeline.stages_of_param[name][0])
+    return applied.groups.ep, applied.expert_parallel.holder_rank(name) if applied.expert_parallel is not None else None
+
+
+def _stage_state(applied: AppliedPlan) -> Iterator[tuple[str, torch.Tensor]]:
+    """The state of what this rank's pipeline stages hold: all of it where there is no pipeline."""
+    names = {id(p): name for name, p in applied.model.named_parameters()}
+    for name, value in _parameter_values(applied):
+        yield name, _unshard(name, value, applied)
+    if applied.gradient_sync is not None and applied.plan.memory.zero:
+        for name, value in _sharded_states(applied, applied.gradient_sync.buckets, names):
+            yield name, _unshard(name.rpartition("/")[0], value, applied)
+        return
+    for param in applied.optimizer_parameters():
+        for key, value in sorted(applied.optimizer_state(param).items()):
+            yield f"{names[id(param)]}/{key}", _unshard(names[id(param)], _as_tensor(value).detach().cpu(), applied)
+
+
+def _parameter_values(applied: AppliedPlan) -> Iterator[tuple[str, torch.Tensor]]:
+    if applied.gradient_sync is not None:
+        return applied.gradient_sync.full_parameters(applied.model)
+    return ((name, param.detach().cpu()) for name, param in applied.model.named_parameters())
+
+
+def _unshard(name: str, shard: torch.Tensor, applied: AppliedPlan) -> torch.Tensor:
+    """The whole of a tensor-parallel or an owner's piece; what has no dims (a step count) is the same everywhere."""
+    if (applied.tensor_parallel is None and applied.expert_parallel is None) or not shard.dim():
+        return shard
+    shard = shard.to(applied.plan.device)
+    shard = applied.tensor_parallel.unshard(name, shard) if applied.tensor_parallel is not None else shard
+    return (applied.expert_parallel.unshard(name, shard) if applied.expert_parallel is not None else shard).cpu()
+
+
+def _sharded_states(applied: AppliedPlan, buckets: Sequence[ShardedBuffer], names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """ZeRO keeps the state of flat slices: gather it, and cut it into the parameters it belongs to. All ranks have the same keys."""
+    found: dict[str, torch.Tensor] = {}
+    for bucket in buckets:
+        states = [(shard, applied.optimizer_state(shard.param)) for shard in bucket.optimizer_shards]
+        for key in sorted({key for _, state in states for key in state}):
+            held = [(shard, _as_tensor(state[key]).detach()) for shard, state in states if key in state]
+            flat = _gather_flat(bucket.slices, [(shard.start, value) for shard, value in held if value.dim()], applied.groups.shard)
+            for shard, value in held:
+                for at in shard.slots:
+                    slot, param = bucket.layout.slots[at], bucket.params[at]
+                    whole = flat[slot.offset : slot.offset + slot.numel].view(param.shape) if value.dim() else value
+                    found[f"{names[id(param)]}/{key}"] = whole.cpu()
+    order = {name: i for i, name in enumerate(names.values())}
+    yield from sorted(found.items(), key=lambda item: (order[item[0].rpartition("/")[0]], item[0]))
+
+
+def _gather_flat(shard_layout: ShardLayout, parts: list[tuple[int, torch.Tensor]], comm: Comm) -> torch.Tensor:
+    """All ranks' slices of a flat buffer, each made of parts that begin at some place in it; nothing without any."""
+    if not parts:
+        return torch.empty(0)
+    mine = parts[0][1].new_zeros(shard_layout.size)
+    for start, part in parts:
+        mine[start : start + part.numel()] = part
+    flat = mine.new_empty(sum(shard_layout.sizes))
+    comm.all_gather(flat, mine, "state", shard_layout.uneven_sizes).wait()
+    return flat
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    return value if torch.is_tensor(value) else torch.tensor(float(value))
+
+
+def state_digest(applied: AppliedPlan) -> str:
+    """A hash of the final parameters and optimizer state: equal for any layout of the same values. Collective."""
+    digest = hashlib.sha256()
+    for name, tensor in full_state(applied):
+        digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}".encode())
+        # Through bytes, not numpy, because numpy has no bfloat16.
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+    return digest.hexdigest()[:32]

@@ -1,0 +1,256 @@
+"""Synchronization Manager, acting half: gradients meet in flat buckets while backward goes on (data parallel, ZeRO-1, ZeRO-2).
+
+[Note: one engine for zero = 0, 1, 2]
+A gradient is copied into its bucket as soon as autograd has it; a large one is a bucket by itself. A full bucket is reduced at once, in
+a fixed order, beside the rest of backward. The three stages differ only in what happens to the bucket:
+  0  all-reduce; every rank keeps the whole bucket and steps every parameter.
+  1  reduce-scatter into the rank's own slice of the bucket; the optimizer steps a flat slice; all-gather brings the parameters back.
+  2  as 1, but the bucket is released once it is reduced, so a rank holds gradients for its own slice alone.
+An all-reduce is a reduce-scatter and an all-gather, so all three put the same bytes on the wire.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from meshwright.core.comm import Comm
+from meshwright.core.plan import Plan, SyncPolicy
+from meshwright.execute.bucket_state import BucketState
+from meshwright.execute.compression_runtime import make_compressor
+from meshwright.execute.data_parallel import check_shardable, full_gradient
+from meshwright.execute.memory_runtime import storage_bytes
+from meshwright.execute.process_groups import ProcessGroups
+from meshwright.execute.shard_layout import make_shard_layout
+from meshwright.schedule.buckets import ParamReplication, assign_buckets
+
+
+class BucketReducer:
+    """The collectives of buckets: reduces gradients over data ranks, as ZeRO's stage says, and gathers parameters that were stepped."""
+
+    def __init__(self, groups: ProcessGroups, policy: SyncPolicy, zero: int, frees_buckets: bool) -> None:
+        self.groups, self.zero, self.frees_buckets = groups, zero, frees_buckets
+        self.op = "mean"
+        self._compressor = make_compressor(policy)
+        self._in_flight: deque[BucketState] = deque()  # buckets that are freed once they are reduced
+
+    def launch(self, bucket: BucketState) -> None:
+        grads = bucket.grads
+        assert grads is not None
+        if self.frees_buckets:
+            self._in_flight.append(bucket)
+        if self.zero:
+            own, sizes = bucket.slices.local_shard(grads), bucket.slices.uneven_sizes
+            bucket.pending = self._compressor.reduce_scatter(self.groups.shard, own, grads, f"grads/{bucket.name}", self.op, sizes)
+        else:
+            views = lambda: [bucket.grad_view(slot) for slot in range(len(bucket.params))]  # noqa: E731
+            bucket.pending = self._compressor.all_reduce(self._replica_group(bucket), grads, f"grads/{bucket.name}", self.op, bucket.name, views)
+
+    def wait(self, buckets: Sequence[BucketState]) -> None:
+        """Until the gradients of all these, which were launched, are final."""
+        if self.frees_buckets:
+            self.drain(0)
+            return
+        for bucket in buckets if self.zero else ():
+            self._reduce_over_replicas(bucket)
+        for bucket in buckets:
+            self._finish(bucket)
+
+    def drain(self, max_in_flight: int) -> None:
+        """Finish buckets in flight and free them, but for the last few."""
+        while len(self._in_flight) > max_in_flight:
+            bucket = self._in_flight.popleft()
+            self._reduce_over_replicas(bucket)
+            self._finish(bucket)
+
+    def _reduce_over_replicas(self, bucket: BucketState) -> None:
+        assert bucket.pending is not None and bucket.grads is not None
+        bucket.pending.wait()
+        own = bucket.slices.local_shard(bucket.grads)
+        bucket.pending = self._compressor.all_reduce(self._replica_group(bucket), own, f"replicas/{bucket.name}", self.op)
+
+    def _finish(self, bucket: BucketState) -> None:
+        assert bucket.pending is not None
+        bucket.pending.wait()
+        if self.zero:
+            bucket.store_shard_gradient()
+
+    def _replica_group(self, bucket: BucketState) -> Comm:
+        return self.groups.owned if bucket.layout.replication.is_expert_parallel else self.groups.replica
+
+    def average_expert_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """An expert's rank has the sum over what all ranks along `ep` sent it; where ranks are averaged, that is so many times too much."""
+        return grad / self.groups.ep.size if self.op == "mean" else grad
+
+    def gather_parameters(self, buckets: Sequence[BucketState]) -> None:
+        """After the optimizer's step: bring every rank's shard of the parameters to every rank (stages 1 and 2)."""
+        works = []
+        for bucket in buckets:
+            assert bucket.flat_params is not None and bucket.shard is not None
+            works.append(self.groups.shard.all_gather(bucket.flat_params, bucket.shard.data, f"params/{bucket.name}", bucket.slices.uneven_sizes))
+        for work in works:
+            work.wait()
+
+
+class GradientBuckets:
+    """Attached to a model's parameters by hooks; `finish` makes the gradients final. Works under `backward()` of any loop."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, groups: ProcessGroups, replication: Mapping[int, ParamReplication]
+    ) -> None:
+        self.zero = zero = plan.memory.zero
+        self.buckets = _make_buckets(_params_by_arrival(model, optimizer, zero), plan, groups, replication)
+        # Ranks along `ep` have other buckets of experts: whoever waits for one before all are sent may wait for a rank that waits for it.
+        frees_buckets = zero == 2 and not any(b.layout.replication.is_expert_parallel for b in self.buckets)
+        self._reducer = BucketReducer(groups, plan.sync, zero, frees_buckets)
+        self._overlaps = "gradients" in plan.sync.overlap
+        self._sync_enabled = True
+        self._backward_started = False
+        self._slot_of_param: dict[int, tuple[BucketState, int]] = {}
+        self._send_queues: tuple[deque[BucketState], ...] = ()  # buckets that were not sent yet: replicated ones, and experts'
+        self._reset_queues()
+        self._register_hooks()
+        if zero:
+            check_shardable(optimizer, zero)
+            _shard_parameters(self.buckets, optimizer)
+            optimizer.register_step_post_hook(lambda *_: self._reducer.gather_parameters(self.buckets))
+        optimizer.register_step_pre_hook(lambda *_: self.finish())
+
+    # -- set-up --
+
+    def _reset_queues(self) -> None:
+        """In each queue buckets go in order. Experts' buckets have their own, since other ranks have other experts and other buckets."""
+        self._send_queues = tuple(deque(b for b in self.buckets if b.layout.replication.is_expert_parallel is owned) for owned in (False, True))
+
+    def _register_hooks(self) -> None:
+        for bucket in self.buckets:
+            for slot, param in enumerate(bucket.params):
+                self._slot_of_param[id(param)] = (bucket, slot)
+                param.register_post_accumulate_grad_hook(self._on_gradient_ready)
+                if bucket.layout.replication.is_expert_parallel:
+                    param.register_hook(self._reducer.average_expert_gradient)
+
+    @property
+    def reduce_op(self) -> str:
+        return self._reducer.op
+
+    @reduce_op.setter
+    def reduce_op(self, op: str) -> None:
+        self._reducer.op = op
+
+    # -- during backward --
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Inside, backward adds gradients up locally and sends nothing (stages 0 and 1; stage 2 holds no place to add up in)."""
+        before, self._sync_enabled = self._sync_enabled, self.zero == 2
+        try:
+            yield
+        finally:
+            self._sync_enabled = before
+
+    def _on_gradient_ready(self, param: torch.Tensor) -> None:
+        bucket, slot = self._slot_of_param[id(param)]
+        if not self._backward_started and self._sync_enabled:
+            self._backward_started = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        bucket.take_gradient(slot)
+        if self._sync_enabled:
+            bucket.awaited_slots.discard(slot)
+            if self._overlaps:
+                self._launch_ready()
+
+    def _launch_ready(self) -> None:
+        for queue in self._send_queues:
+            while queue and not queue[0].awaited_slots:
+                self._reducer.launch(queue.popleft())
+                self._reducer.drain(1)
+
+    # -- after backward --
+
+    def finish(self) -> None:
+        """Reduce what is still open and wait. Runs by itself at the end of each backward; calling it again does nothing."""
+        if not self._sync_enabled or (not self._backward_started and not self._has_unsent_gradients()):
+            return
+        for bucket in (b for queue in self._send_queues for b in queue):
+            bucket.fill_missing_gradients()
+            self._reducer.launch(bucket)
+        self._reducer.wait(self.buckets)
+        for bucket in self.buckets:
+            bucket.await_all()
+        self._backward_started = False
+        self._reset_queues()
+
+    def reduce_all(self) -> None:
+        """Reduce everything that was added up, whichever way it got there. Under stage 2 every backward has sent its own."""
+        if self.zero < 2:
+            self._backward_started = True
+            self.finish()
+
+    def _has_unsent_gradients(self) -> bool:
+        """Gradients were added up under `accumulate` and no backward has sent them since."""
+        return any(p.grad is not None for b in self.buckets for p in b.params) if self.zero else False
+
+    def clear(self) -> None:
+        for bucket in self.buckets:
+            bucket.clear()
+
+    # -- what it holds --
+
+    def tied_gradient(self, param: nn.Parameter) -> torch.Tensor:
+        return full_gradient(param)
+
+    def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, param.detach().cpu()) for name, param in model.named_parameters())
+
+    def parameter_bytes(self, model: nn.Module) -> int:
+        return storage_bytes(list(model.parameters()))
+
+    def gradient_bytes(self) -> int:
+        return sum(bucket.gradient_bytes() for bucket in self.buckets)
+
+
+def _params_by_arrival(model: nn.Module, optimizer: torch.optim.Optimizer, zero: int) -> list[tuple[nn.Parameter, int]]:
+    """Trainable parameters with their optimizer group, last registered first: about the order in which gradients arrive."""
+    group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    found = [(p, group_of.get(id(p), -1)) for p in model.parameters() if p.requires_grad and p.numel()]  # another rank's table is empty here
+    if zero == 0:
+        return [(p, 0) for p, _ in reversed(found)]
+    return [(p, group) for p, group in reversed(found) if group >= 0]
+
+
+def _make_buckets(
+    params_with_group: Sequence[tuple[nn.Parameter, int]], plan: Plan, groups: ProcessGroups, kinds: Mapping[int, ParamReplication]
+) -> list[BucketState]:
+    zero, params = plan.memory.zero, [p for p, _ in params_with_group]
+    layouts = assign_buckets(
+        [p.numel() for p in params],
+        [p.element_size() for p in params],
+        [(group, str(p.dtype), _bucket_kind(kinds.get(id(p), ParamReplication()), zero)) for p, group in params_with_group],
+        first_bytes=plan.sync.first_bucket_bytes,
+        bytes_cap=plan.sync.bucket_bytes,
+        shards=groups.shard.size if zero else 1,
+    )
+    slices = [make_shard_layout(layout, groups.shard, plan.balance.state_fractions) for layout in layouts]
+    return [
+        BucketState(layout, tuple(params[s.index] for s in layout.slots), f"bucket{i}", zero, slices[i]) for i, layout in enumerate(layouts)
+    ]  # fmt: skip
+
+
+def _bucket_kind(kind: ParamReplication, zero: int) -> ParamReplication:
+    """Squares are summed kind by kind over shards alone; experts' gradients are reduced elsewhere at every stage. What tensor-parallel ranks
+    hold alike never shares a bucket with their shards, which may differ in size: sums would be made in another order, and copies drift apart."""
+    return kind if zero else kind._replace(in_grad_norm=True)
+
+
+def _shard_parameters(buckets: Sequence[BucketState], optimizer: torch.optim.Optimizer) -> None:
+    """Move parameters into flat buffers and give the optimizer this rank's shards instead."""
+    shards: dict[int, list[nn.Parameter]] = {}
+    for bucket in buckets:
+        shards.setdefault(bucket.param_group, []).append(bucket.shard_parameters())
+    for index, group in enumerate(optimizer.param_groups):
+        group["params"] = shards.get(index, [])

@@ -1,0 +1,427 @@
+"""Pipeline parallelism, acting half: each rank keeps its stages of the model and runs micro-batches through them.
+
+[Note: a stage of any model]
+The model's forward is left as it is, and every stage runs it, with the loss around it. Modules whose work an earlier stage has done
+give stand-ins of the right shapes at once; where the stage begins, what was received takes the stand-ins' place; where the next stage
+begins, the run is left, with the values that go on. What does not depend on parameters (masks, position tables) each stage so makes
+for itself from the samples, and only what was learned travels. The schedules and the exchange are torch's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import pipelining
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.utils import _pytree as pytree
+
+from meshwright.comm import Ledger, NullComm
+from meshwright.comm.null_comm import NullWork
+from meshwright.core.backends import backend_traits
+from meshwright.core.comm import Comm
+from meshwright.core.errors import RequestError
+from meshwright.core.pipeline_schedules import schedule_traits
+from meshwright.core.plan import BoundaryActivation, Plan
+from meshwright.core.task import Batch, Loss
+from meshwright.core.tied_parameters import stages_holding
+from meshwright.describe.fake_tensors import assume_unpacked_sequences, fake_parameters, silence_torch_logging
+from meshwright.execute.context_parallel import ContextParallelRuntime
+from meshwright.execute.module_hooks import map_tensor_at
+from meshwright.execute.process_groups import ProcessGroups, new_subgroup, process_group
+from meshwright.execute.recompute_runtime import RecomputeCache
+from meshwright.execute.zero_bubble_runtime import depend_on_inputs
+
+_SCHEDULES: dict[str, Any] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zero_bubble": pipelining.ScheduleZBVZeroBubble,
+}
+# What torch says when the two halves of a backward would need the same nodes (T5's position bias, under recomputation or tensor parallelism)
+# and, in 2.11, when not all that a stage gives is learned, or not all that it is given is used.
+_SPLIT_BACKWARD_ERRORS = (
+    "backward through the graph a second time",
+    "different number of tensors was saved",
+    "does not require grad and does not have a grad_fn",
+    "appears to not have been used in the graph",
+)
+_MAX_CACHED_SHAPES = 16  # sizes of samples whose schedules, with the buffers that they receive into, are kept
+
+
+class _StageEndError(BaseException):
+    """The run of a stage ends here. Not an Exception, so that no handler in a model's code keeps it."""
+
+
+class _FakeComm(NullComm):
+    """A group of ranks for a run on fake tensors, in which nobody says anything."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.rank, self.size = comm.rank, comm.size
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str, sizes: Sequence[int] | None = None) -> NullWork:
+        return NullWork()
+
+
+class PipelineRuntime:
+    """This rank's stages. Made when a plan is applied; `run` needs a loss and samples, and looks at the first of each size to learn shapes."""
+
+    def __init__(self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, groups: ProcessGroups) -> None:
+        self.plan, self.model, self.groups = plan, model, groups
+        self.local_stages = [s for s in range(len(plan.stages)) if plan.stage_rank(s) == groups.pp.rank]
+        self.all_parameters = [(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
+        holders = stages_holding(plan.stages)
+        self.stages_of_param = {name: holders(name) for name, _, _ in self.all_parameters}
+        self._meta_model = _meta_copy(model)
+        self._meta_context = (
+            ContextParallelRuntime(self._meta_model, plan.context, _FakeComm(groups.cp), RecomputeCache()) if groups.cp.size > 1 else None
+        )
+        self._drop_remote_parameters(optimizer)
+        sendable = backend_traits(dist.get_backend(process_group(groups.pp))).devices
+        self._p2p_device = plan.device if plan.device in sendable else "cpu"  # gloo sends host memory only
+        self._current = -1  # the stage that is running
+        self._boundary_values: dict[str, torch.Tensor] = {}  # values that cross stages, by name
+        self._shape_cache: dict[Hashable, _StageShapes] = {}  # by what samples look like: buffers are of one size, and nothing else may meet them
+        self._shapes = _StageShapes()
+        self.tied_groups = [(name, new_subgroup(plan.mesh, "pp", ranks, groups.ledger)) for name, ranks in self.tied_parameters()]
+
+    # -- set-up --
+
+    def _drop_remote_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Parameters of other ranks' stages are let go."""
+        known = {id(p): name for name, p in self.model.named_parameters()}
+        keep = {name for name, stages in self.stages_of_param.items() if set(stages) & set(self.local_stages)}
+        for module in self.model.modules():
+            for key, param in list(module._parameters.items()):
+                if param is not None and known[id(param)] not in keep:
+                    del module._parameters[key]
+                    vars(module)[key] = torch.empty(0, dtype=param.dtype, device=param.device)  # code may ask what type it is
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if known.get(id(p)) in keep or id(p) not in known]
+
+    def tied_parameters(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Parameters that stages on several ranks use, with those ranks: their gradients must meet."""
+        found = []
+        for name, stages in self.stages_of_param.items():
+            ranks = tuple(sorted({self.plan.stage_rank(s) for s in stages}))
+            if len(ranks) > 1:
+                found.append((name, ranks))
+        return found
+
+    def in_grad_norm(self, name: str) -> bool:
+        """Of the ranks that hold a parameter, one counts it in sums over all."""
+        return self.plan.stage_rank(self.stages_of_param[name][0]) == self.groups.pp.rank
+
+    def attach_hooks(self) -> None:
+        """Put the doors in. After everything else that hooks into modules, since a stand-in must come before all of it."""
+        modules = dict(self.model.named_modules())
+        for name in {n for s in self.local_stages for n in self.plan.stages[s].skipped_modules}:
+            self._skip_module(modules[name], name)
+        for index, stage in enumerate(self.plan.stages):
+            if index in self.local_stages:
+                for activation in stage.boundary_activations:
+                    for sink in activation.consumers:
+                        hook = self._inject_received(index, activation, sink.position)
+                        modules[sink.module].register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+            if index and index - 1 in self.local_stages:
+                boundary = lambda _m, args, kwargs, at=index - 1: self._end_stage(at, (args, kwargs))  # noqa: E731
+                modules[stage.entry].register_forward_pre_hook(boundary, with_kwargs=True, prepend=True)
+                for activation in (c for c in stage.boundary_activations if not c.at_module_input):
+                    modules[activation.source].register_forward_hook(lambda _m, _a, out, c=activation: self._capture_output(c, out))
+
+    def _skip_module(self, module: Any, name: str) -> None:
+        """A call of the module goes through here first: past its hooks too, if its work is done already."""
+        plain = module._compiled_call_impl or module._call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._current < 0 or name not in self.plan.stages[self._current].skipped_modules:
+                return plain(*args, **kwargs)
+            leaves, spec = self._shapes.skipped_outputs[name]
+            return pytree.tree_unflatten([leaf() if callable(leaf) else leaf for leaf in leaves], spec)
+
+        module._compiled_call_impl = call
+
+    def _end_stage(self, stage: int, inputs: Any) -> None:
+        if self._current == stage:
+            for activation in (c for c in self.plan.stages[stage + 1].boundary_activations if c.at_module_input):
+                self._boundary_values[activation.name] = _tensor_leaves(inputs)[activation.position]
+            raise _StageEndError
+
+    def _capture_output(self, activation: BoundaryActivation, output: Any) -> None:
+        if self._current >= 0 and activation.source not in self.plan.stages[self._current].skipped_modules:
+            self._boundary_values[activation.name] = _tensor_leaves(output)[activation.position]
+
+    def _inject_received(self, stage: int, activation: BoundaryActivation, position: int) -> Any:
+        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            if self._current != stage:
+                return None
+            return map_tensor_at((args, kwargs), position, lambda _: self._boundary_values[activation.name])
+
+        return before
+
+    # -- the first samples of a size --
+
+    @property
+    def loss_has_count(self) -> bool:
+        """Whether the loss is a (sum, count)."""
+        return self._shapes.loss_has_count
+
+    def _shapes_for(self, micro_batch: Batch, loss_fn: Loss, autocast: Any, *, training: bool) -> _StageShapes:
+        """What is known about samples of this size: learned when they first come. Every rank of the pipeline sees the same ones."""
+        key = (training, tuple((tuple(t.shape), t.dtype) for t in _tensor_leaves(micro_batch)))
+        found = self._shape_cache.pop(key, None)
+        if found is None:
+            found = self._infer_shapes(loss_fn, micro_batch, autocast)
+            if training:
+                found.schedule = self._build_schedule(found)
+        self._shape_cache[key] = found
+        if len(self._shape_cache) > _MAX_CACHED_SHAPES:
+            del self._shape_cache[next(iter(self._shape_cache))]
+        return found
+
+    def _infer_shapes(self, loss_fn: Loss, micro_batch: Batch, autocast: Any) -> _StageShapes:
+        """Shapes and types of what crosses, and of what skipped modules give: one forward on fake tensors."""
+        found = _StageShapes()
+        wanted = {n for s in self.local_stages for n in self.plan.stages[s].skipped_modules}
+        activations = {c.name: c for stage in self.plan.stages for c in stage.boundary_activations}
+        modules = dict(self._meta_model.named_modules())
+        device = self.plan.device
+
+        def note(name: str, output: Any) -> None:
+            leaves, spec = pytree.tree_flatten(output)
+            found.skipped_outputs[name] = ([_zeros_factory(leaf, device) if torch.is_tensor(leaf) else leaf for leaf in leaves], spec)
+
+        handles = [modules[n].register_forward_hook(lambda _m, _a, out, n=n: note(n, out)) for n in wanted]
+
+        def take(carry: BoundaryActivation, tree: Any) -> None:
+            found.boundary_metas[carry.name] = self._local_meta(carry, _meta_of(_tensor_leaves(tree)[carry.position]))
+
+        for carry in activations.values():
+            source = modules[carry.source]
+            if carry.at_module_input:
+                handles.append(source.register_forward_pre_hook(lambda _m, a, k, c=carry: take(c, (a, k)), with_kwargs=True))
+            else:
+                handles.append(source.register_forward_hook(lambda _m, _a, out, c=carry: take(c, out)))
+        for copied, module in zip(self._meta_model.modules(), self.model.modules(), strict=True):
+            copied.training = module.training
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with (
+            mode,
+            fake_parameters(self._meta_model, self.plan.memory.precision, device),
+            silence_torch_logging(),
+            assume_unpacked_sequences(),
+            autocast(),
+        ):
+            fakes = pytree.tree_map(lambda t: torch.zeros(t.shape, dtype=t.dtype, device=t.device) if torch.is_tensor(t) else t, micro_batch)
+            value = (self._meta_context.wrap_loss(loss_fn) if self._meta_context is not None else loss_fn)(self._meta_model, fakes)
+            found.loss_has_count = isinstance(value, tuple)
+            found.loss = _meta_of(value[0] if isinstance(value, tuple) else value)
+        for handle in handles:
+            handle.remove()
+        return found
+
+    def _local_meta(self, activation: BoundaryActivation, full: _TensorMeta) -> _TensorMeta:
+        """What this rank has of a value that the model's code would make whole."""
+        if not activation.logical_dim:
+            return full
+        held, every = self.plan.logical_dim_shards[self.plan.mesh.coordinate(self.groups.rank, "tp")][activation.logical_dim]
+        return replace(full, shape=tuple(n // every * held if d == activation.dim else n for d, n in enumerate(full.shape)))
+
+    def _build_schedule(self, shapes: _StageShapes) -> _PipelineSchedule:
+        stages = []
+        device = torch.device("cuda", torch.cuda.current_device()) if self._p2p_device == "cuda" else torch.device("cpu")
+        for index in self.local_stages:
+            takes = tuple(_meta_tensor(shapes.boundary_metas[c.name]) for c in self.plan.stages[index].boundary_activations)
+            last = index == len(self.plan.stages) - 1
+            gives = (
+                (_meta_tensor(shapes.loss),)
+                if last
+                else tuple(_meta_tensor(shapes.boundary_metas[c.name]) for c in self.plan.stages[index + 1].boundary_activations)
+            )
+            part = _StageModule(self, index)
+            stages.append(_RecordedStage(part, index, len(self.plan.stages), device, takes, gives, process_group(self.groups.pp), self.groups.ledger))
+        kind = _SCHEDULES[self.plan.schedule]
+        several = schedule_traits(self.plan.schedule).stages_per_rank > 1
+        made: _PipelineSchedule = kind(stages if several else stages[0], self.plan.micro_batches, loss_fn=lambda out, _: out, scale_grads=False)
+        return made
+
+    # -- running --
+
+    def run(self, micro_batches: list[Batch], run_stage: Any, loss_fn: Loss, autocast: Any) -> list[torch.Tensor]:
+        """Forward and backward of all micro-batches; the losses, on the rank of the last stage. `run_stage(piece, index)` computes a loss."""
+        self._shapes = self._shapes_for(micro_batches[0], loss_fn, autocast, training=True)
+        self._run_stage = run_stage
+        schedule: Any = self._shapes.schedule
+        stages = getattr(schedule, "_stages", None) or [schedule._stage]
+        for stage in stages:
+            stage.has_backward = True
+            stage.clear_runtime_states()
+        losses: list[torch.Tensor] = []
+        count = len(micro_batches)
+        kwargs = [{"index": torch.tensor(i)} for i in range(count)]  # torch 2.11 takes everything that it hands on for a tensor
+        try:
+            schedule._step_microbatches([()] * count, kwargs, [None] * count, losses, False)
+        except RuntimeError as error:
+            if self.plan.splits_backward and any(words in str(error) for words in _SPLIT_BACKWARD_ERRORS):
+                reason = f"schedule={self.plan.schedule} cuts backward in two, which torch cannot do with this model: use interleaved"
+                raise RequestError(reason) from error
+            raise
+        return losses
+
+    def evaluate(self, batch: Batch, run_stage: Any, loss_fn: Loss, autocast: Any) -> Any:
+        """One batch forward through all stages, one after the other; the loss on the rank of the last."""
+        self._shapes = self._shapes_for(batch, loss_fn, autocast, training=False)
+        self._run_stage = run_stage
+        out: Any = None
+        passed: tuple[torch.Tensor, ...] = ()
+        for index, stage in enumerate(self.plan.stages):
+            if index not in self.local_stages:
+                continue
+            if index and self.plan.stage_rank(index - 1) != self.groups.pp.rank:
+                shapes = [self._shapes.boundary_metas[c.name] for c in stage.boundary_activations]
+                passed = tuple(torch.empty(s.shape, dtype=s.dtype, device=self._p2p_device) for s in shapes)
+                for tensor in passed:
+                    dist.recv(tensor, group=process_group(self.groups.pp), group_src=self.plan.stage_rank(index - 1))
+            out = self.forward(index, passed, 0)
+            if index + 1 < len(self.plan.stages):
+                passed = out
+                if self.plan.stage_rank(index + 1) != self.groups.pp.rank:
+                    for tensor in out:
+                        dist.send(tensor.contiguous(), group=process_group(self.groups.pp), group_dst=self.plan.stage_rank(index + 1))
+        return out if len(self.plan.stages) - 1 in self.local_stages else None
+
+    def forward(self, stage: int, received: tuple[torch.Tensor, ...], index: int) -> Any:
+        """One micro-batch through one stage: the loss from the last, what crosses from the others."""
+        self._boundary_values = {c.name: t.to(self.plan.device) for c, t in zip(self.plan.stages[stage].boundary_activations, received, strict=True)}
+        self._current = stage
+        if self.plan.splits_backward and stage and torch.is_grad_enabled() and not any(t.requires_grad for t in received):
+            raise RequestError(f"schedule={self.plan.schedule} cuts backward in two, and stage {stage} passes no gradient on: use interleaved")
+        try:
+            return self._run_stage(index)
+        except _StageEndError:
+            out = tuple(self._to_send_buffer(self._boundary_values[c.name]) for c in self.plan.stages[stage + 1].boundary_activations)
+            return depend_on_inputs(out, received) if self.plan.splits_backward else out
+        finally:
+            self._current = -1
+            self._boundary_values = {}
+
+    def _to_send_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Where backward is cut in two, torch detaches what a stage gives in place, which a view does not allow."""
+        inner = self.plan.splits_backward and tensor._is_view()
+        whole = tensor.clone(memory_format=torch.contiguous_format) if inner else tensor.contiguous()
+        return whole.to(self._p2p_device)
+
+    def stage_parameters(self, stage: int) -> Iterator[nn.Parameter]:
+        return (p for name, p in self.model.named_parameters() if stage in self.stages_of_param[name])
+
+
+class _StageModule(nn.Module):
+    """What torch's schedules call: the model's forward, from where this stage begins to where it ends."""
+
+    def __init__(self, runtime: PipelineRuntime, index: int) -> None:
+        super().__init__()
+        self._runtime, self._index = [runtime], index  # in a list: the model is not a part of this module
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return self._runtime[0].stage_parameters(self._index)
+
+    def forward(self, *received: torch.Tensor, index: torch.Tensor) -> Any:
+        return self._runtime[0].forward(self._index, received, int(index))
+
+
+class _RecordedStage(pipelining.PipelineStage):
+    """torch's stage, with static shapes, whose sends are named and counted."""
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        index: int,
+        count: int,
+        device: torch.device,
+        input_specs: tuple[torch.Tensor, ...],
+        output_specs: tuple[torch.Tensor, ...],
+        group: Any,
+        ledger: Ledger,
+    ) -> None:
+        super().__init__(submodule, index, count, device, input_args=input_specs, output_args=output_specs, group=group)
+        self._ledger, self._input_specs = ledger, input_specs
+        self._needs_grad = [t.requires_grad for t in input_specs], [t.requires_grad for t in output_specs]
+
+    def _get_init_p2p_neighbors_ops(self) -> Any:
+        """torch 2.11 greets a neighbour on its own rank too, which gloo has no connection for."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
+        ops = super().get_fwd_send_ops(fwd_chunk_id)
+        self._record_sends(ops, f"activations/{self.stage_index}")
+        return ops
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
+        if bwd_chunk_id in self.bwd_cache and not hasattr(self, "_get_grad_send_meta"):  # torch 2.11 refuses to send what nothing was made of
+            pairs = zip(self.bwd_cache[bwd_chunk_id], self._input_specs, strict=False)  # gradients of keywords come after
+            self.bwd_cache[bwd_chunk_id] = tuple(torch.zeros(t.shape, dtype=t.dtype, device=self.device) if g is None else g for g, t in pairs)
+        ops = _only_with_grad(super().get_bwd_send_ops(bwd_chunk_id), self._needs_grad[0])
+        self._record_sends(ops, f"gradients/{self.stage_index}")
+        return ops
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        return _only_with_grad(super().get_bwd_recv_ops(bwd_chunk_id), self._needs_grad[1])
+
+    def _record_sends(self, ops: Any, name: str) -> None:
+        for op in ops:
+            self._ledger.add(name, "send", 2, op.tensor.numel() * op.tensor.element_size())
+
+
+def _only_with_grad(ops: Any, needs_grad: list[bool]) -> Any:
+    """torch 2.11 sends a gradient back for everything that was received, for the stage before to throw away; later ones for what is learned."""
+    return [op for op, wanted in zip(ops, needs_grad, strict=True) if wanted] if len(ops) == len(needs_grad) else ops
+
+
+def _tensor_leaves(tree: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(tree) if torch.is_tensor(t)]
+
+
+@dataclass(frozen=True)
+class _TensorMeta:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass
+class _StageShapes:
+    """What samples of one size make of the stages."""
+
+    skipped_outputs: dict[str, Any] = field(default_factory=dict)  # module → what its stand-in gives, as (leaves, structure)
+    boundary_metas: dict[str, _TensorMeta] = field(default_factory=dict)
+    loss: _TensorMeta = _TensorMeta((), torch.float32, True)
+    loss_has_count: bool = False
+    schedule: _PipelineSchedule | None = None  # for training
+
+
+def _meta_of(tensor: torch.Tensor) -> _TensorMeta:
+    return _TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+def _meta_tensor(meta: _TensorMeta) -> torch.Tensor:
+    return torch.empty(meta.shape, dtype=meta.dtype, device="meta").requires_grad_(meta.requires_grad)
+
+
+def _zeros_factory(tensor: torch.Tensor, device: str) -> Any:
+    shape, dtype = tuple(tensor.shape), tensor.dtype
+    return lambda: torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _meta_copy(model: nn.Module) -> nn.Module:
+    """A copy of the model's structure whose parameters and buffers have shapes only."""
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    return copy.deepcopy(model, memo)

@@ -1,0 +1,146 @@
+"""From a mesh to live communication: one `Comm` for each axis that has more than one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from meshwright.comm import ComposedComm, Ledger, NullComm, RoutedComm, SharedMemoryGroup, TorchComm, mpi, open_window
+from meshwright.core.backends import backend_traits
+from meshwright.core.comm import Comm
+from meshwright.core.errors import RequestError
+from meshwright.core.mesh import GROUP_AXES, Mesh
+from meshwright.core.plan import SyncPolicy
+from meshwright.core.rank_devices import group_backend
+from meshwright.core.routes import Route, applicable_routes, choose_route, group_by_node, has_two_levels, is_applicable
+from meshwright.core.schedule import wire_factor
+
+_DEFAULT_SYNC = SyncPolicy()
+_REGISTERED: dict[str, Callable[[float], object]] = {"mpi": mpi.register}  # backends that torch learns from us
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """This rank's groups: everyone, and one for each name in `GROUP_AXES`."""
+
+    rank: int
+    world: Comm
+    batch: Comm
+    data: Comm
+    replica: Comm
+    owned: Comm
+    pp: Comm
+    dp: Comm
+    shard: Comm
+    cp: Comm
+    ep: Comm
+    tp: Comm
+    tpx: Comm
+    tpy: Comm
+    ledger: Ledger = field(default_factory=Ledger)
+
+    def get(self, name: str) -> Comm:
+        found: Comm = getattr(self, name)
+        return found
+
+
+def register_backend(backend: str, timeout_s: float) -> None:
+    """Before ranks meet: torch's wheels know `mpi` by name only, and learn the rest here."""
+    if (register := _REGISTERED.get(backend)) is not None:
+        register(timeout_s)
+
+
+def make_process_groups(mesh: Mesh, sync: SyncPolicy = _DEFAULT_SYNC, rank_devices: Sequence[str] = ()) -> ProcessGroups:
+    """Collective: every rank of the default process group calls it with the same mesh, policy and devices of unlike ranks."""
+    ledger = Ledger()
+    if mesh.size == 1:
+        alone = NullComm()
+        return ProcessGroups(0, alone, **dict.fromkeys(GROUP_AXES, alone), ledger=ledger)
+    if dist.get_world_size() != mesh.size:
+        raise RequestError(f"the plan's mesh {mesh} has {mesh.size} ranks, {dist.get_world_size()} were started: use --nproc {mesh.size}")
+    maker = _GroupFactory(ledger, sync, rank_devices)
+    comms = {name: maker.comm_for(mesh.groups(*axes)) for name, axes in GROUP_AXES.items()}
+    return ProcessGroups(dist.get_rank(), maker.comm_for([list(range(mesh.size))]), **comms, ledger=ledger)
+
+
+def process_group(comm: Comm) -> dist.ProcessGroup:
+    """For what torch itself sends: the group over the backend that ranks meet by."""
+    own = comm.default_comm if isinstance(comm, RoutedComm) else comm
+    assert isinstance(own, TorchComm)
+    return own.group
+
+
+class _GroupFactory:
+    """Makes the group that this rank is in, over every backend that the policy routes calls to; axes that join the same ranks share one."""
+
+    def __init__(self, ledger: Ledger, sync: SyncPolicy, rank_devices: Sequence[str]) -> None:
+        self._ledger, self._sync, self._rank_devices = ledger, sync, rank_devices
+        self._comms: dict[tuple[tuple[int, ...], ...], Comm] = {}
+        self._others = tuple(dict.fromkeys(r.backend for r in sync.routes if r.backend != dist.get_backend()))
+        for backend in self._others:
+            register_backend(backend, sync.timeout_s)
+
+    def comm_for(self, rank_groups: list[list[int]]) -> Comm:
+        key = tuple(map(tuple, rank_groups))
+        if key not in self._comms:
+            self._comms[key] = self._make_comm(rank_groups) if len(rank_groups[0]) > 1 else NullComm()
+        return self._comms[key]
+
+    def _make_comm(self, rank_groups: list[list[int]]) -> Comm:
+        own = TorchComm(self._new_group(rank_groups), self._ledger)
+        if not self._sync.routes or not backend_traits(own.backend).routable:
+            return own
+        others = {b: TorchComm(dist.new_subgroups_by_enumeration(rank_groups, backend=b)[0], self._ledger) for b in self._others}
+        mine = _my_group(rank_groups)
+        routes = applicable_routes(self._sync.routes, mine, self._sync.ranks_per_node)
+        memories = {b: shared_memory_group(rank_groups, b, self._sync) for b in self._composed_backends()}
+        routes = tuple(r for r in routes if r.algorithm == "flat" or memories[r.backend].has(r.algorithm))
+        choose = lambda op, size: choose_route(routes, op, size * wire_factor(op, own.size), own.backend)  # noqa: E731
+        return RoutedComm({own.backend: own, **others}, choose, composed_routes(memories, routes, self._ledger))
+
+    def _composed_backends(self) -> list[str]:
+        return list(dict.fromkeys(r.backend for r in self._sync.routes if r.algorithm != "flat"))
+
+    def _new_group(self, rank_groups: list[list[int]]) -> dist.ProcessGroup:
+        """This rank's group; where ranks are on unlike devices, each group has the backend of its own."""
+        if len(rank_groups) == 1:
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        usual = dist.get_backend()
+        found = [dist.new_group(group, backend=group_backend(self._rank_devices, group, usual)) for group in rank_groups]
+        return found[next(i for i, group in enumerate(rank_groups) if dist.get_rank() in group)]
+
+
+def shared_memory_group(ranks: list[list[int]], backend: str, sync: SyncPolicy) -> SharedMemoryGroup:
+    """The shared memory that the policy's routes over one backend need, for this rank's group among `ranks`. Collective: every rank of the world
+    takes part."""
+    comm = TorchComm(dist.new_subgroups_by_enumeration(ranks, backend=backend)[0], Ledger())
+    mine = _my_group(ranks)
+    algorithms = {r.algorithm for r in sync.routes if r.backend == backend}
+    on_one_node = "shared" in algorithms and is_applicable("shared", mine, sync.ranks_per_node)
+    window = open_window(comm, mine, sync.timeout_s) if on_one_node else None
+    if "two-level" not in algorithms or not all(has_two_levels(group, sync.ranks_per_node) for group in ranks):
+        return SharedMemoryGroup(comm, backend, window)
+    nodes = [[[group[place] for place in node] for node in group_by_node(group, sync.ranks_per_node)] for group in ranks]
+    within = [node for group in nodes for node in group]
+    across = [list(place) for group in nodes for place in zip(*group, strict=True)]
+    inside, outside = (TorchComm(dist.new_subgroups_by_enumeration(some, backend=backend)[0], Ledger()) for some in (within, across))
+    return SharedMemoryGroup(comm, backend, window, open_window(inside, _my_group(within), sync.timeout_s), outside)
+
+
+def _my_group(groups: list[list[int]]) -> list[int]:
+    return next(group for group in groups if dist.get_rank() in group)
+
+
+def composed_routes(memories: Mapping[str, SharedMemoryGroup], routes: Sequence[Route], ledger: Ledger) -> dict[str, ComposedComm]:
+    """Routes that do not go by the backend's own collectives, by name."""
+    return {r.route_name: ComposedComm(memories[r.backend], r.algorithm, ledger) for r in routes if r.algorithm != "flat"}
+
+
+def new_subgroup(mesh: Mesh, axis: str, coordinates: tuple[int, ...], ledger: Ledger) -> Comm | None:
+    """A group of the ranks at some coordinates of one axis; None where this rank is not among them. Collective."""
+    ranks = [[r for r in group if mesh.coordinate(r, axis) in coordinates] for group in mesh.groups(axis)]
+    group, _ = dist.new_subgroups_by_enumeration(ranks)
+    return TorchComm(group, ledger) if group is not None else None

@@ -1,0 +1,117 @@
+"""A single-device script's loader, cut for one rank: its batch is the global batch, and each rank gets its share of the same one."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, IterableDataset
+
+from meshwright.core.plan import Plan
+from meshwright.core.task import Batch
+from meshwright.execute.session import sample_count
+
+
+def sample_range(plan: Plan, data_rank: int, global_batch: int) -> tuple[int, int]:
+    """(first sample, count) of a global batch of `global_batch` samples; a short last batch is cut in proportion."""
+    first, count = plan.sample_range(data_rank)
+    if global_batch == plan.global_batch:
+        return first, count
+    start, end = first * global_batch // plan.global_batch, (first + count) * global_batch // plan.global_batch
+    return start, end - start
+
+
+class RankLoader:
+    """Iterates this rank's share. `global_batch` says how many samples the global batch of the current item has.
+
+    A share will be taken in `num_micro_batches`: as many as the plan has micro-batches, or one where nothing is trained.
+    """
+
+    def __init__(
+        self, loader: Iterable[Batch], plan: Plan, rank: int, *, seed: int, device: torch.device, num_micro_batches: int | None = None
+    ) -> None:
+        self.plan, self.seed, self.device = plan, seed, device
+        self.num_micro_batches = num_micro_batches or plan.micro_batches
+        self.rank, self.data_rank = rank, plan.mesh.data_rank(rank)
+        self.global_batch = plan.global_batch
+        self.epoch = 0
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Batch]:
+        loader = self._loader
+        by_index = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
+        for total, batch in self._iter_by_index(loader) if by_index else self._iter_by_slice(loader):  # type: ignore[arg-type]
+            self.global_batch = total
+            yield pytree.tree_map(lambda t: t.to(self.device, non_blocking=True) if torch.is_tensor(t) else t, batch)
+        self.epoch += 1
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def _can_split(self, global_batch: int) -> bool:
+        """A last batch too small to give every rank a micro-batch is left out, on every rank alike; so is one that a pipeline, whose
+        micro-batches are of one size, cannot cut evenly."""
+        width, pieces = self.plan.mesh.data_parallel_size, self.num_micro_batches
+        shares = [sample_range(self.plan, r, global_batch)[1] for r in range(width)]
+        uneven = self.plan.mesh.pp > 1 and any(share % pieces for share in shares)
+        enough = min(shares) >= pieces and not uneven
+        if not enough and self.rank == 0:
+            parts = f"{pieces} equal micro-batches each" if uneven else f"{pieces} micro-batches each"
+            print(f"meshwright: a batch of {global_batch} samples is left out: it cannot be cut for {width} ranks, {parts}", file=sys.stderr)
+        return enough
+
+    def _iter_by_index(self, loader: DataLoader[Any]) -> Iterator[tuple[int, Batch]]:
+        """Only this rank's samples are read: the same batches of indices, cut before anything is loaded."""
+        sampler = _RankBatchSampler(self, loader.batch_sampler)
+        cut: DataLoader[Any] = DataLoader(
+            loader.dataset,
+            batch_sampler=sampler,
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            prefetch_factor=loader.prefetch_factor,
+        )
+        for batch in cut:
+            yield sampler.global_batches.popleft(), batch
+
+    def _iter_by_slice(self, loader: Iterable[Batch]) -> Iterator[tuple[int, Batch]]:
+        """A stream has no indices: every rank reads the whole batch and keeps its part."""
+        for batch in loader:
+            total = sample_count(batch)
+            if self._can_split(total):
+                first, count = sample_range(self.plan, self.data_rank, total)
+                yield total, pytree.tree_map(lambda t, a=first, n=count: t[a : a + n] if torch.is_tensor(t) and t.dim() else t, batch)
+
+
+class _RankBatchSampler:
+    """The user's own batch sampler, in the same order on every rank, cut to this rank's part."""
+
+    def __init__(self, loader: RankLoader, batch_sampler: Iterable[list[Any]] | None) -> None:
+        assert batch_sampler is not None
+        self.loader, self.batch_sampler = loader, batch_sampler
+        self.global_batches: deque[int] = deque()
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        iterator = iter(self.batch_sampler)
+        while True:
+            # torch's samplers draw their order from the global generator: give every rank the same one for a moment.
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.loader.seed * 1_000_003 + self.loader.epoch)
+                try:
+                    indices = list(next(iterator))
+                except StopIteration:
+                    return
+            if self.loader._can_split(len(indices)):
+                first, count = sample_range(self.loader.plan, self.loader.data_rank, len(indices))
+                self.global_batches.append(len(indices))
+                yield indices[first : first + count]

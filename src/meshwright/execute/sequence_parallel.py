@@ -1,0 +1,196 @@
+"""Positions that tensor-parallel ranks share outside of cut parts, as autograd sees them (see [Note: sequence])."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.core.comm import Comm, Work
+from meshwright.core.tensor_policy import SequenceLayout, TensorPolicy, shard_range
+from meshwright.execute.autograd_collectives import all_gather_uneven
+from meshwright.execute.module_hooks import TensorFn, at_module_input, at_module_output
+from meshwright.execute.recompute_runtime import RecomputeCache
+
+
+class SequenceLength:
+    """How many positions the sequence has that runs now; all regions of one strand share it. A batch may be shorter than the planner's."""
+
+    def __init__(self, comm: Comm, length: int) -> None:
+        self.comm, self.length = comm, length
+
+    @property
+    def shard_lengths(self) -> list[int]:
+        return [shard_range(self.length, rank, self.comm.size)[1] for rank in range(self.comm.size)]
+
+
+class SequenceShard:
+    """Positions along one dim of one kind of tensor: from all of them to this rank's, and back."""
+
+    def __init__(self, sequence: SequenceLength, sequence_layout: SequenceLayout, name: str) -> None:
+        self.sequence, self.comm, self.sequence_layout, self.name = sequence, sequence.comm, sequence_layout, name
+
+    def record_length(self, full: torch.Tensor) -> None:
+        """A whole tensor tells how long its sequence is."""
+        if not self.sequence_layout.has_outer_dims:
+            self.sequence.length = full.shape[self.sequence_layout.dim] // self.sequence_layout.inner
+
+    def snapshot(self) -> SequenceShard:
+        """The same for the sequence that runs now, whatever runs before backward comes."""
+        return SequenceShard(SequenceLength(self.comm, self.sequence.length), self.sequence_layout, self.name)
+
+    def local_shard(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's positions of a whole tensor."""
+        first, count = shard_range(self.sequence.length, self.comm.rank, self.comm.size)
+        return self._flatten_positions(
+            self._unflatten_positions(full, self.sequence.length).narrow(self.sequence_layout.dim + 1, first, count)
+        ).contiguous()
+
+    def full_shape(self, shard: torch.Tensor) -> list[int]:
+        mine = self.sequence.shard_lengths[self.comm.rank]
+        return [n // mine * self.sequence.length if d == self.sequence_layout.dim else n for d, n in enumerate(shard.shape)]
+
+    def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
+        """All positions, of which every rank has given its own."""
+        counts, dim = self.sequence.shard_lengths, self.sequence_layout.dim + 1
+        pieces = all_gather_uneven(self._unflatten_positions(shard, counts[self.comm.rank]), self.comm, dim, counts, self.name)
+        return self._flatten_positions(torch.cat(pieces, dim))
+
+    def reduce_scatter(self, partial: torch.Tensor, comm: Comm | None = None) -> PendingReduceScatter:
+        """Partial sums of all positions are under way to become the sums of this rank's; over another `comm` of the group if there is one."""
+        counts = self.sequence.shard_lengths
+        most, front = max(counts), self._unflatten_positions(partial, self.sequence.length).movedim(self.sequence_layout.dim + 1, 0)
+        if min(counts) < most:  # backends scatter equal pieces only
+            padded = front.new_zeros((len(counts) * most, *front.shape[1:]))
+            for rank, run in enumerate(front.split(counts)):
+                padded[rank * most : rank * most + len(run)] = run
+            front = padded
+        out = front.new_empty((most, *front.shape[1:]))
+        sent = front.contiguous()
+        sent = sent.clone() if sent.data_ptr() == partial.data_ptr() else sent  # others may use it still
+        return PendingReduceScatter(self, out, sent, (comm or self.comm).reduce_scatter(out, sent, self.name))
+
+    def _unflatten_positions(self, x: torch.Tensor, length: int) -> torch.Tensor:
+        return x.unflatten(self.sequence_layout.dim, (-1, length, self.sequence_layout.inner))
+
+    def _flatten_positions(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(self.sequence_layout.dim, self.sequence_layout.dim + 2)
+
+    def unpad(self, padded: torch.Tensor) -> torch.Tensor:
+        count = self.sequence.shard_lengths[self.comm.rank]
+        return self._flatten_positions(padded.narrow(0, 0, count).movedim(0, self.sequence_layout.dim + 1)).contiguous()
+
+
+class PendingReduceScatter:
+    """A reduce-scatter under way; it keeps what is sent alive."""
+
+    def __init__(self, sequence_shard: SequenceShard, out: torch.Tensor, sent_buffer: torch.Tensor, pending: Work) -> None:
+        self._sequence_shard, self._out, self._sent_buffer, self._pending = sequence_shard, out, sent_buffer, pending
+
+    def wait(self) -> torch.Tensor:
+        self._pending.wait()
+        return self._sequence_shard.unpad(self._out)
+
+
+class ReduceScatterToSequence(torch.autograd.Function):
+    """Partial sums of all positions going in; the sums of this rank's come out. Each rank has the gradient of its own; all are needed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sequence_shard: SequenceShard, recompute_cache: RecomputeCache) -> torch.Tensor:
+        sequence_shard.record_length(x)
+        ctx.share = sequence_shard.snapshot()
+        return recompute_cache.run_or_replay(lambda: sequence_shard.reduce_scatter(x, sequence_shard.comm.sync).wait())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.share.all_gather(grad), None, None
+
+
+class GatherFromSequence(torch.autograd.Function):
+    """This rank's positions going in, all of them coming out, for a cut part; the gradients of its pieces are summed for their owners."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sequence_shard: SequenceShard, recompute_cache: RecomputeCache) -> torch.Tensor:
+        ctx.share = sequence_shard.snapshot()
+        return recompute_cache.run_or_replay(lambda: sequence_shard.all_gather(x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.share.reduce_scatter(grad, ctx.share.comm.sync).wait(), None, None
+
+
+class ScatterToSequence(torch.autograd.Function):
+    """All positions going in, this rank's coming out; their gradients come back from all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sequence_shard: SequenceShard) -> torch.Tensor:
+        sequence_shard.record_length(x)
+        ctx.share = sequence_shard.snapshot()
+        return sequence_shard.local_shard(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.share.all_gather(grad), None
+
+
+class GatherToReplicated(GatherFromSequence):
+    """The same for what every rank does alike: of the gradient, it keeps its own."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.share.local_shard(grad), None, None
+
+
+class SequenceParallelRegion:
+    """All that one axis of ranks shares the positions of."""
+
+    def __init__(self, policy: TensorPolicy, comm: Comm) -> None:
+        self._sequences = {s.name: SequenceLength(comm, s.size) for s in policy.sharded_dims if not s.parameter_shards}
+
+    def sequence_shard(self, sequence_layout: SequenceLayout, name: str) -> SequenceShard:
+        return SequenceShard(self._sequences[sequence_layout.logical_dim], sequence_layout, name)
+
+    def install(
+        self, modules: dict[str, nn.Module], policy: TensorPolicy, compiler_disabled: Callable[..., Any], recompute_cache: RecomputeCache
+    ) -> None:
+        """Values that are dealt out and collected at modules' doors, and random numbers that must not depend on ranks."""
+        for site in policy.sequence_scatter_sites:
+            assert site.sequence_layout is not None
+            at_module_input(
+                modules[site.module], site.position, _scatter_fn(self.sequence_shard(site.sequence_layout, f"deal/{site.module}")), compiler_disabled
+            )
+        for site in policy.sequence_gather_sites:
+            assert site.sequence_layout is not None
+            place = at_module_output if site.at_output else at_module_input
+            place(
+                modules[site.module],
+                site.position,
+                _gather_fn(self.sequence_shard(site.sequence_layout, f"collect/{site.module}"), recompute_cache),
+                compiler_disabled,
+            )
+        for mask in policy.dropout_sites:
+            _shard_dropout_mask(modules[mask.module], self.sequence_shard(mask.sequence_layout, mask.module), compiler_disabled)
+
+
+def _scatter_fn(sequence_shard: SequenceShard) -> TensorFn:
+    return lambda x: ScatterToSequence.apply(x, sequence_shard)  # type: ignore[no-any-return]
+
+
+def _gather_fn(sequence_shard: SequenceShard, recompute_cache: RecomputeCache) -> TensorFn:
+    return lambda x: GatherToReplicated.apply(x, sequence_shard, recompute_cache)  # type: ignore[no-any-return]
+
+
+def _shard_dropout_mask(module: nn.Module, sequence_shard: SequenceShard, compiler_disabled: Callable[..., Any]) -> None:
+    """A module that multiplies by random numbers draws them for all positions, as one device would, and uses this rank's."""
+    inner = module.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if not module.training:
+            return inner(x)  # type: ignore[no-any-return]
+        with torch.no_grad():
+            mask = sequence_shard.local_shard(inner(torch.ones(sequence_shard.full_shape(x), dtype=x.dtype, device=x.device)))
+        return x * mask
+
+    module.forward = compiler_disabled(forward)

@@ -1,0 +1,39 @@
+"""A rank's slice of a flat buffer that ZeRO cuts over the shard axis, in equal parts or as the plan's `balance.states` says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.core.comm import Comm
+from meshwright.schedule.buckets import Bucket, shard_sizes
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """Elements of each rank, and which rank this is."""
+
+    sizes: tuple[int, ...]
+    rank: int
+
+    @property
+    def start(self) -> int:
+        return sum(self.sizes[: self.rank])
+
+    @property
+    def size(self) -> int:
+        return self.sizes[self.rank]
+
+    @property
+    def uneven_sizes(self) -> tuple[int, ...] | None:
+        """What a collective is told: nothing where parts are equal, which every backend does quickest."""
+        return self.sizes if len(set(self.sizes)) > 1 else None
+
+    def local_shard(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[self.start : self.start + self.size]
+
+
+def make_shard_layout(bucket: Bucket, shard: Comm, state_fractions: Sequence[float]) -> ShardLayout:
+    return ShardLayout(shard_sizes(bucket, shard.size, state_fractions), shard.rank)

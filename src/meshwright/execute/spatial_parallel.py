@@ -1,0 +1,351 @@
+"""Spatial parallelism, acting half: cut samples into blocks at the model's door, let neighbours exchange borders where a window slides
+over them, share the statistics of norms, and put blocks together again where the plan says so.
+
+The model's code stays as it is. While a module runs whose windows need borders, torch's own convolutions and poolings in it are given
+their block with the borders around it, and no padding of their own along the dims that are cut. See [Note: blocks and halos].
+
+[Note: what each rank differentiates]
+After a gather every rank of the group computes the same loss. A session weights each by 1/ways and sums gradients over the group; a
+user's own loop sums nothing and averages: either way a gradient behind the gather comes out once. Before it each rank has a part of the
+gradient, and parts must add up, so the gather's backward multiplies by `ways` what the weight or the average divides by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from meshwright.core.comm import Comm
+from meshwright.core.errors import RequestError
+from meshwright.core.spatial_policy import (
+    Box,
+    HaloExchange,
+    HaloPlan,
+    SpatialGather,
+    SpatialInput,
+    SpatialNorm,
+    SpatialPolicy,
+    WindowOp,
+    box_shape,
+    largest_block,
+    local_box,
+    plan_halo,
+    show_grid,
+    volume,
+)
+
+_Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+_CallKey = tuple[str, tuple[int, ...], tuple[int, ...]]  # function, kernel, the block's sizes
+
+
+def shard_spatial(model: nn.Module, policy: SpatialPolicy, comm: Comm, compiled: bool = False) -> None:
+    """Make `model` work on this rank's blocks, in place. Meetings are kept out of compiled graphs."""
+    apart: _Decorator = torch.compiler.disable if compiled else lambda function: function
+    modules = dict(model.named_modules())
+    tables: dict[str, dict[_CallKey, Callable[..., Any]]] = {}
+    for slide in policy.window_ops:
+        table = tables.setdefault(slide.module, {})
+        table[slide.function, slide.window.kernel, _local_sizes(slide.sizes, policy, comm)] = _with_halo(slide, policy.grid, comm)
+    for norm in policy.norms:
+        table = tables.setdefault(norm.module, {})
+        table[norm.function, (), _local_sizes(norm.sizes, policy, comm)] = _NORM_REPLACEMENTS[norm.function](_NormStatistics(norm, policy, comm))
+    for name, table in tables.items():
+        modules[name].forward = apart(_with_mode(modules[name].forward, table))
+    for gather in {(g.module, g.position): g for g in policy.gathers}.values():
+        modules[gather.module].register_forward_hook(apart(_gather_output_hook(gather, policy, comm)))
+    model.register_forward_pre_hook(_shard_inputs(policy.inputs, policy, comm), with_kwargs=True)
+
+
+def _local_sizes(sizes: tuple[int, ...], policy: SpatialPolicy, comm: Comm) -> tuple[int, ...]:
+    return box_shape(local_box(sizes, policy.grid, comm.rank))
+
+
+def _shard_inputs(spatial_inputs: tuple[SpatialInput, ...], policy: SpatialPolicy, comm: Comm) -> Callable[..., Any]:
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)]
+        for boundary in spatial_inputs:
+            whole = leaves[places[boundary.position]]
+            if tuple(whole.shape[2:]) != boundary.sizes:
+                asked, given = show_grid(boundary.sizes), show_grid(tuple(whole.shape[2:]))
+                raise RequestError(f"this plan cuts inputs of {asked} positions, and one of {given} came: give {asked}, or plan for {given}")
+            leaves[places[boundary.position]] = whole[_box_index(local_box(boundary.sizes, policy.grid, comm.rank))].contiguous()
+        return pytree.tree_unflatten(leaves, spec)
+
+    return before
+
+
+def _box_index(box: Box) -> tuple[Any, ...]:
+    """An index into (sample, channel, positions …)."""
+    return (slice(None), slice(None), *(slice(start, stop) for start, stop in box))
+
+
+# -- windows --
+
+
+class _SpatialMode(TorchFunctionMode):
+    """While a module runs, calls that slide over blocks or take statistics of them are made the way the plan says."""
+
+    def __init__(self, replacements: Mapping[_CallKey, Callable[..., Any]]) -> None:
+        super().__init__()
+        self.replacements = replacements
+        self.functions = {key[0] for key in replacements}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name not in self.functions:
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            named = _named_arguments(name, args, kwargs)
+            found = self.replacements.get((name, _kernel_size(named), tuple(named["input"].shape[2:])))
+            if found is not None:
+                return found(func, **named)
+        return func(*args, **kwargs)
+
+
+def _with_mode(original_forward: Callable[..., Any], replacements: Mapping[_CallKey, Callable[..., Any]]) -> Callable[..., Any]:
+    mode = _SpatialMode(replacements)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return original_forward(*args, **kwargs)
+
+    return forward
+
+
+_ARGUMENT_NAMES = {
+    "conv": ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
+    "max_pool": ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices"),
+    "avg_pool": ("input", "kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override"),
+    "batch_norm": ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    "group_norm": ("input", "num_groups", "weight", "bias", "eps"),
+}
+
+
+def _named_arguments(function: str, args: Any, kwargs: Any) -> dict[str, Any]:
+    names = _ARGUMENT_NAMES[function.rstrip("123d") if function[-1] == "d" else function]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _kernel_size(named: Mapping[str, Any]) -> tuple[int, ...]:
+    if "kernel_size" in named:
+        size, dims = named["kernel_size"], named["input"].dim() - 2
+        return (size,) * dims if isinstance(size, int) else tuple(size) * (dims if len(size) == 1 else 1)
+    return tuple(named["weight"].shape[2:]) if named.get("weight") is not None else ()
+
+
+def _with_halo(window_op: WindowOp, grid: tuple[int, ...], comm: Comm) -> Callable[..., Any]:
+    """The call on this rank's block with its borders. Along dims that are not cut the call pads for itself, as it would have."""
+    mine = plan_halo(window_op, grid, comm.rank)
+    fill = -math.inf if window_op.window.kind == "max" else 0.0
+    padding = tuple(0 if ways > 1 else n for ways, n in zip(grid, window_op.window.padding, strict=True))
+
+    def call(func: Any, input: torch.Tensor, **named: Any) -> Any:
+        if window_op.window.kind == "conv" and torch.is_autocast_enabled(input.device.type):
+            input = input.to(torch.get_autocast_dtype(input.device.type))  # as the convolution would; less travels so
+        return func(_ExchangeHalos.apply(input, mine, comm, f"halo/{window_op.module or 'model'}", fill), **{**named, "padding": padding})
+
+    return call
+
+
+class _ExchangeHalos(torch.autograd.Function):
+    """A block going in; the block with its neighbours' borders and the padding around it comes out, and borders' gradients go back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, halo_plan: HaloPlan, comm: Comm, name: str, pad_value: float) -> torch.Tensor:
+        ctx.mine, ctx.comm, ctx.name = halo_plan, comm, name
+        buffer = x.new_empty((*x.shape[:2], *halo_plan.shape))
+        for border in _border_boxes(halo_plan):
+            buffer[_box_index(border)] = pad_value
+        buffer[_box_index(halo_plan.own_box)] = x
+        for exchanges in _group_by_dim(halo_plan.exchanges):
+            arrived = _exchange_slabs(buffer, [(e, e.send_box, e.recv_box) for e in exchanges], comm, name)
+            for exchange, slab in arrived:
+                assert exchange.recv_box is not None
+                buffer[_box_index(exchange.recv_box)] = slab
+        return buffer[_box_index(halo_plan.window_box)].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        mine, steps = ctx.mine, _group_by_dim(ctx.mine.exchanges)[::-1]
+        if box_shape(mine.window_box) != mine.shape:
+            buffer = grad.new_zeros((*grad.shape[:2], *mine.shape))
+            buffer[_box_index(mine.window_box)] = grad
+        else:
+            buffer = grad.clone(memory_format=torch.contiguous_format) if len(steps) > 1 else grad
+        for exchanges in steps[:-1]:
+            for exchange, slab in _exchange_slabs(buffer, [(e, e.recv_box, e.send_box) for e in exchanges], ctx.comm, ctx.name):
+                assert exchange.send_box is not None
+                buffer[_box_index(exchange.send_box)] += slab
+        last = _exchange_slabs(buffer, [(e, e.recv_box, e.send_box) for e in steps[-1]], ctx.comm, ctx.name) if steps else []
+        out = buffer[_box_index(mine.own_box)].clone(memory_format=torch.contiguous_format)
+        for exchange, slab in last:  # what comes last lies in the rank's own block, whatever dims were exchanged before
+            assert exchange.send_box is not None
+            out[_box_index(_relative_box(exchange.send_box, mine.own_box))] += slab
+        return out, None, None, None, None
+
+
+def _group_by_dim(exchanges: tuple[HaloExchange, ...]) -> list[list[HaloExchange]]:
+    """Those of one dim are under way together; one dim goes after the other, so that corners come along."""
+    return [list(both) for _, both in groupby(exchanges, key=lambda e: e.dim)]
+
+
+def _border_boxes(halo_plan: HaloPlan) -> Iterator[Box]:
+    """The parts of a buffer before and behind the rank's own block, dim by dim: to fill all of it first costs a pass over memory."""
+    whole = tuple((0, n) for n in halo_plan.shape)
+    for dim, (start, stop) in enumerate(halo_plan.own_box):
+        for run in ((0, start), (stop, halo_plan.shape[dim])):
+            if run[0] < run[1]:
+                yield (*whole[:dim], run, *whole[dim + 1 :])
+
+
+def _relative_box(box: Box, origin: Box) -> Box:
+    """A box of the buffer, counted from where a block begins."""
+    return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(box, origin, strict=True))
+
+
+def _exchange_slabs(
+    buffer: torch.Tensor, messages: list[tuple[HaloExchange, Box | None, Box | None]], comm: Comm, name: str
+) -> list[tuple[HaloExchange, torch.Tensor]]:
+    """Send boxes of the buffer to neighbours and take in theirs: (exchange, send, receive) each."""
+    sends = [(e.peer, buffer[_box_index(out)].contiguous()) for e, out, _ in messages if out is not None]
+    arriving = [(e, buffer.new_empty((*buffer.shape[:2], *box_shape(into)))) for e, _, into in messages if into is not None]
+    comm.exchange(sends, [(e.peer, slab) for e, slab in arriving], name).wait()
+    return arriving
+
+
+# -- norms --
+
+
+class _NormStatistics:
+    """Statistics over the blocks of all ranks: how much each rank's count."""
+
+    def __init__(self, norm: SpatialNorm, policy: SpatialPolicy, comm: Comm) -> None:
+        self.comm, self.name = comm, f"statistics/{norm.module or 'model'}"
+        self.num_positions = math.prod(norm.sizes)
+        self.weights = [volume(local_box(norm.sizes, policy.grid, rank)) / self.num_positions for rank in range(comm.size)]
+        self.weight = self.weights[comm.rank]
+
+    def moments(self, x: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(mean, variance) over `dims` here and the same dims on all ranks. Means of squares would lose what squares of means hold."""
+        variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
+        mine = torch.stack([mean, variance])
+        every = mine.new_empty((self.comm.size, *mine.shape))
+        self.comm.sync.all_gather(every.view(-1), mine.view(-1), self.name).wait()
+        weights = every.new_tensor(self.weights).view(-1, *[1] * mean.dim())
+        whole = (weights * every[:, 0]).sum(0)
+        return whole, (weights * (every[:, 1] + (every[:, 0] - whole).square())).sum(0)
+
+
+class _SpatialNormalize(torch.autograd.Function):
+    """(x − mean) / deviation over blocks; also gives mean and variance, which carry no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, dims: tuple[int, ...], eps: float, statistics: _NormStatistics
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        mean, variance = statistics.moments(x, dims)
+        inverse = torch.rsqrt(variance + eps)
+        out = (x - mean) * inverse
+        ctx.dims, ctx.shared = dims, statistics
+        ctx.save_for_backward(out, inverse)
+        ctx.mark_non_differentiable(mean, variance)
+        return out, mean, variance
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:  # type: ignore[override]
+        out, inverse = ctx.saved_tensors
+        sums = torch.stack([grad.mean(ctx.dims, keepdim=True), (grad * out).mean(ctx.dims, keepdim=True)]) * ctx.shared.weight
+        ctx.shared.comm.sync.all_reduce(sums, ctx.shared.name).wait()
+        return (grad - sums[0] - out * sums[1]) * inverse, None, None, None
+
+
+def _upcast(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _batch_norm(statistics: _NormStatistics) -> Callable[..., Any]:
+    def call(
+        func: Any, input: torch.Tensor, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
+        training: bool = False, momentum: float = 0.1, eps: float = 1e-5, **rest: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        if not training:
+            return func(input, running_mean, running_var, weight, bias, training, momentum, eps, **rest)  # type: ignore[no-any-return]
+        out, mean, variance = _SpatialNormalize.apply(_upcast(input), (0, *range(2, input.dim())), eps, statistics)
+        if running_mean is not None:
+            count = input.shape[0] * statistics.num_positions
+            running_mean.lerp_(mean.flatten().to(running_mean.dtype), momentum)
+            running_var.lerp_((variance * (count / max(count - 1, 1))).flatten().to(running_var.dtype), momentum)
+        return _affine(out, weight, bias).to(input.dtype)
+
+    return call
+
+
+def _group_norm(statistics: _NormStatistics) -> Callable[..., Any]:
+    def call(func: Any, input: torch.Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> torch.Tensor:
+        grouped = _upcast(input).unflatten(1, (num_groups, -1))
+        out = _SpatialNormalize.apply(grouped, tuple(range(2, grouped.dim())), eps, statistics)[0].flatten(1, 2)
+        kind = out.dtype if torch.is_autocast_enabled(input.device.type) else input.dtype
+        return _affine(out, weight, bias).to(kind)
+
+    return call
+
+
+_NORM_REPLACEMENTS: dict[str, Callable[[_NormStatistics], Callable[..., Any]]] = {"batch_norm": _batch_norm, "group_norm": _group_norm}
+
+
+def _affine(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    x = x * weight.to(x.dtype).view(shape) if weight is not None else x
+    return x + bias.to(x.dtype).view(shape) if bias is not None else x
+
+
+# -- whole again --
+
+
+class _GatherBlocks(torch.autograd.Function):
+    """Blocks going in; the whole comes out. See [Note: what each rank differentiates]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gather: SpatialGather, policy: SpatialPolicy, comm: Comm) -> torch.Tensor:
+        ctx.dims, ctx.ways = gather.dims, comm.size
+        ctx.box = local_box(gather.sizes, policy.grid, comm.rank)
+        front = x.movedim(gather.dims, tuple(range(len(gather.dims))))
+        most = largest_block(gather.sizes, policy.grid)
+        padded = front.new_zeros((*most, *front.shape[len(most) :]))
+        padded[_leading_slices(box_shape(ctx.box))] = front
+        every = padded.new_empty((comm.size, *padded.shape))
+        comm.sync.all_gather(every.view(-1), padded.view(-1), gather.name).wait()
+        whole = padded.new_empty((*gather.sizes, *front.shape[len(most) :]))
+        for rank in range(comm.size):
+            box = local_box(gather.sizes, policy.grid, rank)
+            whole[tuple(slice(*run) for run in box)] = every[rank][_leading_slices(box_shape(box))]
+        return whole.movedim(tuple(range(len(gather.dims))), gather.dims).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        for dim, (start, stop) in zip(ctx.dims, ctx.box, strict=True):
+            grad = grad.narrow(dim, start, stop - start)
+        return grad * ctx.ways, None, None, None
+
+
+def _leading_slices(counts: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(0, n) for n in counts)
+
+
+def _gather_output_hook(gather: SpatialGather, policy: SpatialPolicy, comm: Comm) -> Callable[..., Any]:
+    def after(_: nn.Module, args: Any, output: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(output)
+        places = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)]
+        at = places[gather.position]
+        leaves[at] = _GatherBlocks.apply(leaves[at], gather, policy, comm)
+        return pytree.tree_unflatten(leaves, spec)
+
+    return after

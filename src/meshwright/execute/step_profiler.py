@@ -1,0 +1,90 @@
+"""One step under torch's profiler: a timeline to look at, and how much of the communication nothing hid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from meshwright.core.backends import BACKENDS
+
+T = TypeVar("T")
+Spans = list[tuple[float, float]]
+# How calls of backends begin in a profile, and what the names of their kernels contain.
+_CALLS = tuple(f"{name}:" for name in BACKENDS)
+_KERNELS = tuple(traits.kernels for traits in BACKENDS.values() if traits.kernels)
+
+
+def profile_step(step: Callable[[], T], device: torch.device, trace: Path | None) -> tuple[T, dict[str, float]]:
+    """Run `step` once; its result, and seconds of communication in all and exposed. Writes a Chrome trace to `trace`."""
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # a lane's calls are made by a thread that was there before
+    with profile(activities=kinds, experimental_config=every) as profiler:
+        result = step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    if trace is not None:
+        profiler.export_chrome_trace(str(trace))
+    events = profiler.events() or []
+    # A name that we gave to a stretch of work shows on the GPU too, and is no work itself.
+    kernels = [e for e in events if not getattr(e, "is_user_annotation", False)]
+    on_gpu = [e for e in kernels if device.type == "cuda" and str(e.device_type).endswith("CUDA")]
+    talk, work_spans = _split_spans(on_gpu or events, gpu=bool(on_gpu))
+    return result, {"communication_s": total_length(talk), "exposed_s": total_length(talk) - total_length(intersect_spans(talk, work_spans))}
+
+
+def _split_spans(events: Iterable[Any], *, gpu: bool) -> tuple[Spans, Spans]:
+    """(communication, computation) as merged spans of seconds. What a thread computes inside a call of its own is part of the call: ranks that
+    share memory add up there."""
+    talk: dict[int, Spans] = {}
+    work: dict[int, Spans] = {}
+    for event in events:
+        span = (event.time_range.start * 1e-6, event.time_range.end * 1e-6)
+        name = event.name.lower()
+        if name.startswith(_CALLS) or any(part in name for part in _KERNELS):
+            talk.setdefault(event.thread, []).append(span)
+        elif gpu or name.startswith("aten::"):
+            work.setdefault(event.thread, []).append(span)
+    if not gpu:
+        work = {thread: subtract_spans(merge_spans(spans), merge_spans(talk.get(thread, []))) for thread, spans in work.items()}
+    return merge_spans([span for spans in talk.values() for span in spans]), merge_spans([span for spans in work.values() for span in spans])
+
+
+def merge_spans(spans: Spans) -> Spans:
+    """Overlapping spans become one."""
+    merged: Spans = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def intersect_spans(a: Spans, b: Spans) -> Spans:
+    """Where both lists of merged spans are active."""
+    found: Spans = []
+    i = j = 0
+    while i < len(a) and j < len(b):
+        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < end:
+            found.append((start, end))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def subtract_spans(a: Spans, b: Spans) -> Spans:
+    """What of the merged spans `a` is in none of the merged spans `b`."""
+    edges = [-math.inf, *(edge for span in b for edge in span), math.inf]
+    return intersect_spans(a, list(zip(edges[::2], edges[1::2], strict=True)))
+
+
+def total_length(spans: Spans) -> float:
+    return sum(end - start for start, end in spans)

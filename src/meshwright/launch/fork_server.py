@@ -1,0 +1,158 @@
+"""The nursery: a process that has imported torch and nothing else has happened in, from which workers are forked in milliseconds.
+
+[Note: why a process of its own]
+A fork copies only the calling thread. The command line's process has threads by the time ranks are needed (progress display,
+autograd, OpenMP), and CUDA must not be touched before a fork; so ranks are forked from a clean process that does nothing but
+import. It starts while the command line is still planning. Workers die with it (PR_SET_PDEATHSIG), and it ends when the
+command line's end of the control socket closes, however that happens: no orphan is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# torch._dynamo: every optimizer imports it when it is made.
+_PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "meshwright.launch.worker_process")
+# What ranks are started with unless somebody has said otherwise. The profiler's library announces each start and stop on stderr; torch's
+# allocator on GPUs loses 5 to 20% of their memory to gaps unless its segments may grow (docs/measured/memory.md).
+RANK_DEFAULTS = {"KINETO_LOG_LEVEL": "99", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+# Imports make very many objects and few cycles, which Python's collector would look for again and again; `run_fork_server` switches it on after them.
+_ENTRY_POINT = "import gc; gc.disable(); from meshwright.launch.fork_server import run_fork_server; run_fork_server()"
+_MAX_MESSAGE_BYTES = 1 << 16
+
+
+class ForkServer:
+    """The command line's side: starts the nursery, asks it for workers, hears of their ends."""
+
+    def __init__(self, threads: int, environ: Mapping[str, str], preload: Sequence[str] = ()) -> None:
+        self.threads = threads
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        env = {**RANK_DEFAULTS, **environ, "OMP_NUM_THREADS": str(threads)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _ENTRY_POINT, str(theirs.fileno()), *preload],
+            pass_fds=(theirs.fileno(),),
+            env=env,
+            start_new_session=True,  # Ctrl-C in the terminal reaches the command line alone, which ends the rest in order
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        self.control = ours
+
+    def spawn(self, rank: int, environ: Mapping[str, str], log: str | None) -> tuple[int, socket.socket]:
+        """Fork one worker; its pid and the socket to talk to it."""
+        ours, theirs = socket.socketpair()
+        request = json.dumps({"number": rank, "environ": dict(environ), "log": log}).encode()
+        socket.send_fds(self.control, [request], [theirs.fileno()])
+        theirs.close()
+        reply = self.next_report()
+        while "pid" not in reply:
+            reply = self.next_report()
+        return int(reply["pid"]), ours
+
+    def next_report(self) -> dict[str, Any]:
+        """Blocks for {'pid': …} or {'ended': pid, 'status': …}; empty when the nursery is gone."""
+        data = self.control.recv(_MAX_MESSAGE_BYTES)
+        if not data:
+            raise ConnectionError("the nursery process ended")
+        return json.loads(data)  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        self.control.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def run_fork_server() -> None:
+    """The nursery process: import, then fork on request until the control socket closes."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in (*_PRELOAD, *sys.argv[2:]):
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what is imported stays shared between workers
+    gc.enable()
+    children: set[int] = set()
+    wake, bell = os.pipe()
+    os.set_blocking(bell, False)
+    signal.set_wakeup_fd(bell)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        sources: list[Any] = [control, wake]
+        ready, _, _ = select.select(sources, [], [])
+        if wake in ready:
+            os.read(wake, 4096)
+            _reap_workers(children, control)
+        if control in ready:
+            message, descriptors, _, _ = socket.recv_fds(control, _MAX_MESSAGE_BYTES, 1)
+            if not message:
+                break
+            _fork_worker(json.loads(message), descriptors[0], control, children)
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _reap_workers(children: set[int], control: socket.socket) -> None:
+    for pid in list(children):
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            children.discard(pid)
+            with contextlib.suppress(OSError):
+                control.send(json.dumps({"ended": pid, "status": os.waitstatus_to_exitcode(status)}).encode())
+
+
+def _fork_worker(request: dict[str, Any], descriptor: int, control: socket.socket, children: set[int]) -> None:
+    fork_server = os.getpid()
+    pid = os.fork()
+    if pid:
+        os.close(descriptor)
+        children.add(pid)
+        control.send(json.dumps({"pid": pid}).encode())
+        return
+    code = 1
+    try:
+        control.close()
+        die_with_parent(fork_server)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.environ.update(request["environ"])
+        if request["log"]:
+            _redirect_output(request["log"])
+        from meshwright.launch.worker_process import serve_calls
+
+        code = serve_calls(socket.socket(fileno=descriptor))
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _redirect_output(log: str) -> None:
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+
+
+def die_with_parent(parent: int) -> None:
+    """Linux ends this process when its parent dies. Elsewhere workers notice when their socket closes."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)

@@ -1,0 +1,79 @@
+"""Ranks that somebody else started: torchrun, srun or mpirun say who we are through the environment, which is read here and only here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwright.core.backends import BACKENDS, backend_for
+from meshwright.core.errors import RequestError
+
+
+@dataclass(frozen=True)
+class LaunchedRank:
+    """This process among the ranks of a job, and where they meet."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    init_method: str  # an init_method for torch.distributed
+    launcher: str
+    run: str = ""  # the run's folder, when our own supervisor started us
+    plan: str = ""  # "auto" or a plan.json, likewise
+
+
+# launcher → variables for rank, world, local rank, local world
+_LAUNCHER_VARIABLES = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+
+
+def detect_launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
+    """Who we are, if a launcher started us; None for a plain process. A batch script's own shell is not a rank (no step id)."""
+    for launcher, (rank, world, local, local_world) in _LAUNCHER_VARIABLES.items():
+        if launcher == "srun" and ("SLURM_STEP_ID" not in environ or environ.get("PMI_SIZE", environ.get(world)) != environ.get(world)):
+            continue  # the latter: MPICH's mpiexec, which uses srun to start its own helpers
+        if rank in environ and world in environ:
+            numbers = {
+                name: _int_variable(environ, name, launcher, default)
+                for name, default in ((rank, 0), (world, 1), (local, environ[rank]), (local_world, environ[world]))
+            }
+            if not 0 <= numbers[rank] < numbers[world]:
+                raise RequestError(f"{rank}={environ[rank]} is outside {world}={environ[world]}: {launcher}'s variables disagree")
+            place = (numbers[rank], numbers[world], numbers[local], numbers[local_world])
+            ours = environ.get("MESHWRIGHT_RUN", ""), environ.get("MESHWRIGHT_PLAN", "")
+            return LaunchedRank(*place, _init_method(environ, launcher), launcher, *ours)
+    return None
+
+
+def default_backend(launched_rank: LaunchedRank | None, device: str) -> str:
+    """The default for the device; on CPUs the launcher's own, where it has one and the package for it is there (MPI under mpirun)."""
+    usual = backend_for(device)
+    if device == "cuda" or launched_rank is None or launched_rank.world == 1:
+        return usual
+    return next((name for name, traits in BACKENDS.items() if launched_rank.launcher in traits.launchers and traits.is_installed), usual)
+
+
+def _int_variable(environ: Mapping[str, str], name: str, launcher: str, default: int | str) -> int:
+    text = environ.get(name, str(default))
+    try:
+        return int(text.partition("(")[0])  # Slurm writes 2(x4) for four nodes alike
+    except ValueError:
+        raise RequestError(f"{name}={text}: {launcher}'s variable is not a number") from None
+
+
+def _init_method(environ: Mapping[str, str], launcher: str) -> str:
+    """Our supervisor's file; MASTER_ADDR and MASTER_PORT when given; else one derived from the job, the same on every rank of one machine."""
+    if "MESHWRIGHT_MEETING" in environ:
+        return environ["MESHWRIGHT_MEETING"]
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return "env://"  # torchrun's agent holds the store at that address already
+    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+        return f"tcp://{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+    job = environ.get("SLURM_JOB_ID") or environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_orte_hnp_uri") or environ.get("PMI_JOBID") or launcher
+    port = 20000 + sum(ord(c) * (i + 1) for i, c in enumerate(job)) % 20000
+    return f"tcp://127.0.0.1:{port}"

@@ -1,0 +1,164 @@
+"""The supervisor: a set of workers that carry out calls together, and fail together with one clear cause."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.core.errors import MeshwrightError, RequestError
+from meshwright.core.event import Fault
+from meshwright.launch.fork_server import ForkServer
+from meshwright.launch.worker_process import receive_message, send_message
+
+_ROOT_CAUSE_GRACE_S = 2.0  # after a rank complains of a lost peer: how long to wait for the peer's own story
+_STOP_GRACE_S = 3.0
+
+
+class RankFailure(MeshwrightError):
+    """A call failed. `fault` is the cause; ranks that only lost their peer are left out."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(f"rank {fault.rank} failed: {fault.kind}: {fault.message}")
+        self.fault = fault
+        if fault.kind == "RequestError":
+            self.exit_code = RequestError.exit_code
+
+
+@dataclass
+class _Worker:
+    rank: int
+    pid: int
+    peer: socket.socket
+    alive: bool = True
+
+
+class WorkerPool:
+    """`count` workers forked from a nursery. Use as a context: leaving it ends them all."""
+
+    def __init__(self, fork_server: ForkServer, count: int, *, logs: Path | None = None, environ: Mapping[str, str] | None = None) -> None:
+        self._fork_server = fork_server
+        self._rendezvous_dir = Path(tempfile.mkdtemp(prefix="meshwright-"))  # rendezvous files of this set
+        self._call_count = 0
+        self._workers: list[_Worker] = []
+        for rank in range(count):
+            log = str(logs / f"rank-{rank}.log") if logs and rank else None  # rank 0 speaks on our own streams
+            pid, peer = fork_server.spawn(rank, environ or {}, log)
+            self._workers.append(_Worker(rank, pid, peer))
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        return [w.pid for w in self._workers]
+
+    def call(
+        self,
+        target: str,
+        kwargs: Mapping[str, Any],
+        *,
+        world: int | None = None,
+        timeout_s: float | None = None,
+        tick: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        """Run `target(rank=…, world=…, init_method=…, **kwargs)` on the first `world` workers; their results in rank order.
+
+        `tick` runs a few times a second meanwhile. RankFailure names the first cause; these workers are then good for `close` alone.
+        """
+        world = world or len(self._workers)
+        self._call_count += 1
+        site = f"file://{self._rendezvous_dir / f'call-{self._call_count}'}"
+        chosen = self._workers[:world]
+        for worker in chosen:
+            send_message(worker.peer, (target, {"rank": worker.rank, "world": world, "init_method": site, **kwargs}))
+        return self._collect_results(chosen, timeout_s, tick)
+
+    def _collect_results(self, workers: list[_Worker], timeout_s: float | None, tick: Callable[[], None] | None) -> list[Any]:
+        results: dict[int, Any] = {}
+        faults: list[Fault] = []
+        deadline = time.monotonic() + timeout_s if timeout_s else None
+        while len(results) < len(workers):
+            waiting = [w for w in workers if w.rank not in results and w.alive]
+            ready, _, _ = select.select([*(w.peer for w in waiting), self._fork_server.control], [], [], 0.1)
+            for worker in waiting:
+                if worker.peer in ready:
+                    self._receive_result(worker, results, faults)
+            if self._fork_server.control in ready:
+                self._handle_report(faults)
+            if tick:
+                tick()
+            if faults:
+                raise RankFailure(self._root_cause(workers, results, faults))
+            if deadline and time.monotonic() > deadline:
+                late = [w.rank for w in workers if w.rank not in results]
+                raise RankFailure(Fault(time.time(), late[0], "Timeout", f"no answer from ranks {late} within {timeout_s:.0f} s"))
+        return [results[w.rank] for w in workers]
+
+    def _receive_result(self, worker: _Worker, results: dict[int, Any], faults: list[Fault]) -> None:
+        try:
+            state, value = receive_message(worker.peer)
+        except (EOFError, OSError):
+            worker.alive = False  # the nursery reports how it ended
+            return
+        if state == "done":
+            results[worker.rank] = value
+        else:
+            faults.append(value)
+
+    def _handle_report(self, faults: list[Fault]) -> None:
+        report = self._fork_server.next_report()
+        for worker in self._workers:
+            if worker.pid == report.get("ended"):
+                worker.alive = False
+                code = int(report["status"])
+                kind = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
+                hint = "; the kernel may have ended it for lack of memory" if code == -signal.SIGKILL else ""
+                faults.append(Fault(time.time(), worker.rank, kind, f"the worker process ended{hint}"))
+
+    def _root_cause(self, workers: list[_Worker], results: dict[int, Any], faults: list[Fault]) -> Fault:
+        """The first fault that is not a consequence; wait a little for it when only consequences are known."""
+        until = time.monotonic() + _ROOT_CAUSE_GRACE_S
+        while all(f.secondary for f in faults) and time.monotonic() < until:
+            waiting = [w for w in workers if w.alive and w.rank not in results and w.rank not in {f.rank for f in faults}]
+            ready, _, _ = select.select([*(w.peer for w in waiting), self._fork_server.control], [], [], 0.1)
+            for worker in waiting:
+                if worker.peer in ready:
+                    self._receive_result(worker, results, faults)
+            if self._fork_server.control in ready:
+                self._handle_report(faults)
+        primary = [f for f in faults if not f.secondary]
+        return min(primary or faults, key=lambda f: f.time)
+
+    def close(self) -> None:
+        """End every worker: ask, wait a little, then insist."""
+        for worker in self._workers:
+            worker.peer.close()
+            if worker.alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.pid, signal.SIGTERM)
+        until = time.monotonic() + _STOP_GRACE_S
+        while any(w.alive for w in self._workers) and time.monotonic() < until:
+            ready, _, _ = select.select([self._fork_server.control], [], [], 0.05)
+            if ready:
+                try:
+                    self._handle_report([])
+                except (ConnectionError, OSError):
+                    break
+        for worker in self._workers:
+            if worker.alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.pid, signal.SIGKILL)
+        shutil.rmtree(self._rendezvous_dir, ignore_errors=True)

@@ -1,0 +1,82 @@
+"""A worker's side: take a call, do it, send back what it returned or what broke, wait for the next."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from typing import Any
+
+from meshwright.core.errors import MeshwrightError
+from meshwright.core.event import Fault
+
+# Errors that only say that somebody else has gone: another rank has the cause.
+_SECONDARY_ERRORS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Application timeout caused",
+    "Timed out waiting",
+    "recvValue failed",
+    "has ended while others waited",
+)
+
+
+def send_message(peer: socket.socket, value: Any) -> None:
+    data = pickle.dumps(value)
+    peer.sendall(struct.pack("!Q", len(data)) + data)
+
+
+def receive_message(peer: socket.socket) -> Any:
+    """The next value; EOFError when the other side has closed."""
+    (size,) = struct.unpack("!Q", _receive_exactly(peer, 8))
+    return pickle.loads(_receive_exactly(peer, size))
+
+
+def _receive_exactly(peer: socket.socket, size: int) -> bytes:
+    parts = []
+    while size:
+        part = peer.recv(min(size, 1 << 20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def serve_calls(peer: socket.socket) -> int:
+    """Answer calls until the supervisor closes the socket. The exit code is 0 unless the last call failed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    while True:
+        try:
+            target, kwargs = receive_message(peer)
+        except EOFError:
+            return 0
+        try:
+            module, _, name = target.partition(":")
+            answer = ("done", getattr(importlib.import_module(module), name)(**kwargs))
+        except Exception as error:
+            answer = ("failed", describe_fault(error, int(kwargs.get("rank", 0))))
+        sys.stdout.flush()
+        try:
+            send_message(peer, answer)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            send_message(peer, ("failed", describe_fault(error, int(kwargs.get("rank", 0)))))
+
+
+def describe_fault(error: BaseException, rank: int) -> Fault:
+    text = str(error)
+    return Fault(
+        time=time.time(),
+        rank=rank,
+        kind=type(error).__name__,
+        message=next((line for line in text.splitlines() if line.strip()), type(error).__name__),
+        # A mistake of the user's needs no traceback; anything else does.
+        traceback="" if isinstance(error, MeshwrightError) else "".join(traceback.format_exception(error)),
+        secondary=any(mark in text for mark in _SECONDARY_ERRORS),
+    )

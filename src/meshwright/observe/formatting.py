@@ -1,0 +1,68 @@
+"""Numbers of a run as text for people. What is absent or not finite becomes a dash, because a report must not fail on a NaN."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from meshwright.core.quantities import show_bytes, show_count, show_seconds
+
+DASH = "–"
+
+
+def finite_or_none(value: Any) -> float | None:
+    """`value` as a float, or None when it is absent, not a number, or not finite."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def format_seconds(value: Any) -> str:
+    number = finite_or_none(value)
+    return DASH if number is None else "0 s" if number <= 0 else show_seconds(number)
+
+
+def format_bytes(value: Any) -> str:
+    number = finite_or_none(value)
+    return DASH if number is None else re.sub(r"\.0+(?= )", "", show_bytes(number))  # 612 MB, not 612.0 MB
+
+
+def format_number(value: Any) -> str:
+    """Loss, learning rate and other bare numbers; a NaN is shown as such, since here it is the news."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    number = finite_or_none(value)
+    return DASH if number is None else f"{number:.4g}"
+
+
+def format_rate(value: Any, unit: str) -> str:
+    """rate(812.4, 'samples/s') → '812 samples/s'."""
+    number = finite_or_none(value)
+    if number is None:
+        return DASH
+    if number >= 999_999.5:
+        return f"{show_count(number)} {unit}"
+    return f"{number:,.0f} {unit}" if number >= 99.95 else f"{number:.3g} {unit}"
+
+
+def format_percent(value: Any, digits: int = 0) -> str:
+    """0.312 → '31 %'."""
+    number = finite_or_none(value)
+    return DASH if number is None else f"{100 * number:.{digits}f} %"
+
+
+def relative_error(measured: Any, predicted: Any) -> float | None:
+    """(measured - predicted) / predicted, or None when either is unknown."""
+    real, expected = finite_or_none(measured), finite_or_none(predicted)
+    if real is None or expected is None or expected <= 0:
+        return None
+    return (real - expected) / expected
+
+
+def format_signed_percent(value: Any) -> str:
+    """0.042 → '+4.2 %'; beyond ±10 % without decimals."""
+    number = finite_or_none(value)
+    if number is None:
+        return DASH
+    return f"{100 * number:+.1f} %".replace("-", "−") if abs(number) < 0.0995 else f"{100 * number:+.0f} %".replace("-", "−")

@@ -1,0 +1,66 @@
+"""Incremental reading of JSONL files that another process is still writing: each call returns the lines that are new and whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+JsonRecord = dict[str, Any]
+
+
+def parse_lines(data: bytes) -> Iterator[JsonRecord]:
+    """The JSON objects among complete lines. A line cut short by a killed writer is skipped: the others are still good."""
+    for line in data.splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:  # UnicodeDecodeError and JSONDecodeError both
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+class JsonlTail:
+    """One growing file. A partial last line stays unread until its newline is there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+
+    def read(self) -> list[JsonRecord]:
+        """Records written since the last call; none when the file is not there yet."""
+        try:
+            with self.path.open("rb") as file:
+                if file.seek(0, 2) < self._offset:
+                    self._offset = 0  # the file was replaced by a shorter one: read it from its beginning
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return []
+        whole = data.rfind(b"\n") + 1
+        self._offset += whole
+        return list(parse_lines(data[:whole]))
+
+
+class JsonlTails:
+    """All files of a folder that match a pattern; files that appear later are picked up."""
+
+    def __init__(self, folder: Path, pattern: str) -> None:
+        self._folder = folder
+        self._pattern = pattern
+        self._tails: dict[Path, JsonlTail] = {}
+
+    def read(self) -> list[JsonRecord]:
+        """New records of all files, each file's in its order."""
+        for path in sorted(self._folder.glob(self._pattern)):
+            self._tails.setdefault(path, JsonlTail(path))
+        return [record for tail in self._tails.values() for record in tail.read()]
+
+
+def read_records(path: Path) -> list[JsonRecord]:
+    """Every whole record of a file, and a last line without newline if it happens to be complete JSON."""
+    try:
+        return list(parse_lines(path.read_bytes()))
+    except OSError:
+        return []

@@ -1,0 +1,127 @@
+"""Everything a report tells about a run, gathered once from its folder, whatever is missing."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import RequestError
+from meshwright.core.estimate import Estimate
+from meshwright.core.event import Event, Fault
+from meshwright.core.plan import Plan
+from meshwright.observe.formatting import finite_or_none
+from meshwright.observe.jsonl_tail import JsonRecord
+from meshwright.observe.run_folder import Decision, RunFolder, collect_faults
+from meshwright.observe.run_status import RunStatus
+
+T = TypeVar("T")
+CurvePoints = list[tuple[float, float]]
+
+DEFAULT_TOLERANCE = 0.15  # the error that a prediction is graded by when it states none
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run as read. `unreadable` says which files were there and could not be used."""
+
+    name: str
+    status: RunStatus
+    job: dict[str, Any] = field(default_factory=dict)
+    plan: Plan | None = None
+    decision: Decision | None = None
+    cluster: Cluster | None = None
+    result: dict[str, Any] = field(default_factory=dict)
+    steps: tuple[JsonRecord, ...] = ()
+    validation: tuple[JsonRecord, ...] = ()
+    events: tuple[Event, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    has_trace: bool = False
+    unreadable: tuple[str, ...] = ()
+
+    @property
+    def model(self) -> str:
+        return str(self.job.get("model") or (self.plan.model if self.plan else self.name))
+
+    @property
+    def estimate(self) -> Estimate | None:
+        return self.decision.estimate if self.decision else None
+
+    @property
+    def tolerance(self) -> float:
+        return (self.estimate.error if self.estimate else 0.0) or DEFAULT_TOLERANCE
+
+    def curve(self, key: str) -> CurvePoints:
+        """(step, value) for every step that has the key; null counts as absent, NaN does not."""
+        return [(float(r["step"]), float(r[key])) for r in self.steps if isinstance(r.get(key), (int, float))]
+
+    def validation_curve(self) -> CurvePoints:
+        return [(float(r["step"]), float(r["validation_loss"])) for r in self.validation if isinstance(r["validation_loss"], (int, float))]
+
+    def measured_metric(self, key: str) -> float | None:
+        """What the result says; before there is one, the median of the steps so far."""
+        given = finite_or_none(_dict_or_empty(self.result.get("measured")).get(key))
+        values = [v for r in self.steps if (v := finite_or_none(r.get(key))) is not None]
+        return given if given is not None else statistics.median(values) if values else None
+
+    def measured_memory(self) -> list[float | None]:
+        """Peak by rank: from the result, or else from the ranks' last words and rank 0's metrics."""
+        listed = _dict_or_empty(self.result.get("measured")).get("memory_bytes")
+        if isinstance(listed, list):
+            return [finite_or_none(v) for v in listed]
+        peaks = {e.rank: finite_or_none(e.data.get("memory_bytes")) for e in self.events if e.kind == "end" and e.rank >= 0}
+        own = [v for r in self.steps if (v := finite_or_none(r.get("memory_bytes"))) is not None]
+        if own:
+            peaks.setdefault(0, max(own))
+        return [peaks.get(rank) for rank in range(max(peaks, default=-1) + 1)]
+
+    def predicted_memory(self) -> list[float | None]:
+        return list(self.estimate.memory_bytes) if self.estimate else []
+
+    def duration_s(self) -> float | None:
+        """How long the run took: as it says itself, or from its first sign of life to its last."""
+        times = [e.time for e in self.events] + [v for r in self.steps if (v := finite_or_none(r.get("time"))) is not None]
+        given = finite_or_none(self.result.get("seconds"))
+        return given if given is not None else max(times) - min(times) if times else None
+
+
+def read_run_summary(folder: RunFolder) -> RunSummary:
+    """Read every file of the run. One that is broken is named in `unread`; the others are still told."""
+    unread: list[str] = []
+
+    def attempt(read: Callable[[], T | None]) -> T | None:
+        try:
+            return read()
+        except RequestError as error:
+            unread.append(str(error))
+            return None
+
+    metrics, events = folder.metrics(), folder.events()
+    job, result = attempt(folder.job) or {}, attempt(folder.result)
+    return RunSummary(
+        name=folder.name,
+        job=job,
+        plan=attempt(folder.plan),
+        decision=attempt(folder.decision),
+        cluster=attempt(folder.cluster),
+        result=result or {},
+        status=folder.status_from(events, result, job),
+        steps=_by_step(metrics, "loss"),
+        validation=_by_step(metrics, "validation_loss"),
+        events=tuple(events),
+        faults=tuple(collect_faults(events, result)),
+        has_trace=(folder.path / "trace.json").exists(),
+        unreadable=tuple(unread),
+    )
+
+
+def _by_step(metrics: list[JsonRecord], key: str) -> tuple[JsonRecord, ...]:
+    """Records that have `key`, in order of step; a step done twice (a resumed run) counts as it was done last."""
+    found = {r["step"]: r for r in metrics if key in r and isinstance(r.get("step"), int)}
+    return tuple(found[step] for step in sorted(found))
+
+
+def _dict_or_empty(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,48 @@
+"""`--backend auto`: plans whose calls go over whichever backend was measured quickest for their operation and size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from meshwright.core.backends import BACKENDS, backend_for
+from meshwright.core.calibration import Calibration
+from meshwright.core.cluster import Cluster
+from meshwright.core.plan import Plan
+from meshwright.cost.route_selection import choose_routes, explain_routes, keep_used_routes, measured_routes
+from meshwright.orchestrate.bench_comm import OPERATIONS, available_backends
+from meshwright.orchestrate.config import RunConfig
+from meshwright.plan import Constraints, Ranking, ScoredPlan
+from meshwright.schedule import plan_ledgers
+
+
+def add_measured_routes(constraints: Constraints, cluster: Cluster, calibration: Calibration) -> tuple[Constraints, str]:
+    """The wishes, with every route that pays on this machine; or as they were, and the reason."""
+    ranks, kind = constraints.world or len(cluster.devices), cluster.devices[0].kind
+    usual = backend_for(kind)
+    if not BACKENDS[usual].routable:
+        return constraints, f"Backend: {usual}, which alone reaches GPUs without a copy, and which chooses between rings and trees itself."
+    rates = calibration.rates_for(ranks)
+    there = [name for name in available_backends(kind, None) if BACKENDS[name].routable]
+    nodes = tuple(len(node.devices) for node in cluster.first_devices(ranks).nodes) if len(cluster.nodes) > 1 else ()
+    if not any(len(measured_routes(rates, there, op, nodes)) > 1 for op in OPERATIONS):
+        absent = [(name.upper(), traits.install) for name, traits in BACKENDS.items() if traits.routable and name not in there]
+        missing = "".join(f"{name} is not installed ({how}) and " for name, how in absent)
+        return constraints, f"Backend: {usual}, since {missing}no other way was measured on {ranks} ranks: meshwright bench comm --nproc {ranks}."
+    return replace(constraints, routes=choose_routes(rates, there, OPERATIONS, nodes), nodes=nodes), ""
+
+
+def select_routes(ranking: Ranking, clip: bool) -> tuple[Ranking, str]:
+    """The best plan with the routes that its own calls take, and what was chosen and why."""
+    best = ranking.best
+    lines = [line for of_ranks in plan_ledgers(best.plan, ranking.profile, clip=clip).values() for line in of_ranks]
+    plan = keep_used_routes(best.plan, lines)
+    said = explain_routes(plan, ranking.calibration.rates_for(plan.world)) or [
+        "gloo's own collectives were measured quickest for every call of this plan."
+    ]
+    return replace(ranking, scored=(ScoredPlan(plan, best.estimate), *ranking.scored[1:])), " ".join(["Backends:", *said])
+
+
+def has_several_backends(config: RunConfig) -> bool:
+    """Whether the plan that is given sends some calls over another backend."""
+    return config.plan != "auto" and len(Plan.load(Path(config.plan)).backends) > 1

@@ -1,0 +1,93 @@
+"""Ranks that torchrun, srun or mpirun started: rank 0 decides, tells the others, and all of them train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+
+from meshwright.core.backends import backend_for, backend_traits
+from meshwright.core.errors import MeshwrightError, RequestError
+from meshwright.execute.process_groups import register_backend
+from meshwright.launch import LaunchedRank, Rendezvous, default_backend, join_process_group, leave_process_group
+from meshwright.observe import RunFolder, create_run_folder
+from meshwright.orchestrate.backend_selection import has_several_backends
+from meshwright.orchestrate.config import RunConfig
+from meshwright.orchestrate.orchestrator import LiveMonitor, Orchestrator, ProgressCallback, finish_run, write_run_inputs
+from meshwright.orchestrate.rank_entrypoints import train_rank
+
+
+def train_on_launched_ranks(
+    config: RunConfig, launched_rank: LaunchedRank, environ: Mapping[str, str], console: Console, log_progress: ProgressCallback
+) -> dict[str, Any] | None:
+    """This rank's part; rank 0 gets the result. A decision that fails on rank 0 fails everywhere with the same line."""
+    if config.nproc not in (None, launched_rank.world):
+        raise RequestError(f"--nproc {config.nproc}, but {launched_rank.launcher} started {launched_rank.world} ranks: leave --nproc out")
+    config = config.model_copy(update={"nproc": launched_rank.world})
+    orchestrator = Orchestrator(config, _without_launcher_env(environ), log_progress)
+    orchestrator.launches_ranks = False
+    device = orchestrator.cluster.devices[0].kind
+    backend = _resolve_backend(config, launched_rank, device)
+    orchestrator.config = config = config.model_copy(update={"backend": backend})
+    backend = backend if backend != "auto" else backend_for("cpu")  # by which ranks meet; MPI beside it knows its ranks
+    register_backend(backend, config.timeout_s)
+    message: list[Any] = [None]
+    prepared = None
+    with orchestrator:
+        if launched_rank.rank == 0:
+            try:
+                prepared = orchestrator.prepare()
+                if not prepared.estimate.fits:
+                    raise RequestError(prepared.why.replace("\n", " "))
+                folder = create_run_folder(Path(config.run_dir), config.name, prefix=prepared.task.name)
+                write_run_inputs(folder.path, prepared)
+                message = [str(folder.path.resolve())]
+            except MeshwrightError as error:
+                message = [error]
+    join_process_group(
+        Rendezvous(launched_rank.rank, launched_rank.world, launched_rank.init_method, backend, device, launched_rank.local_rank, config.timeout_s)
+    )
+    try:
+        if launched_rank.world > 1:
+            dist.broadcast_object_list(message, src=0)
+        if isinstance(message[0], MeshwrightError):
+            if launched_rank.rank > 0:
+                raise SystemExit(message[0].exit_code)  # rank 0 says it, once
+            raise message[0]
+        lines = config.log_interval if launched_rank.rank == 0 else 0
+        with LiveMonitor(RunFolder(Path(message[0])), console, lines) if lines else nullcontext():
+            measured = train_rank(launched_rank.rank, launched_rank.world, launched_rank.init_method, message[0], launched_rank.local_rank)
+        every: list[Any] = [measured]
+        if launched_rank.world > 1:
+            every = [None] * launched_rank.world
+            dist.all_gather_object(every, measured)
+    finally:
+        leave_process_group()
+    if prepared is None:
+        return None
+    result = finish_run(RunFolder(Path(message[0])), prepared, every)
+    orchestrator.learn_from_run(prepared, result, len(every[0]["times"]))
+    return result
+
+
+def _resolve_backend(config: RunConfig, launched_rank: LaunchedRank, device: str) -> str:
+    """What was asked for, or the launcher's own; `auto` where gloo and MPI are both there to choose from."""
+    usual = default_backend(launched_rank, device)
+    own = backend_traits(usual).launchers
+    if has_several_backends(config) and not own:
+        raise RequestError(
+            f"{config.plan} sends some calls over mpi, and {launched_rank.launcher} started the ranks: use mpirun, with mpi4py installed"
+        )
+    if has_several_backends(config) or config.backend == "auto":
+        return "auto" if own else usual
+    return config.backend or usual
+
+
+def _without_launcher_env(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for our own probe workers, which must not think that they are ranks of the outer job."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+    return {k: v for k, v in environ.items() if k not in names and not k.startswith(("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_"))}

@@ -1,0 +1,68 @@
+"""What a pipeline's messages cost ranks in processor time, measured with the executor that runs them.
+
+A bare message between two ranks costs less: here stages are entered and left, autograd goes back through each micro-batch by itself, and the next
+message is waited for. All of that is so for any model, and grows with nothing but the number of messages.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.core.comm import Comm
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import Plan
+from meshwright.core.task import Batch, Field, Task
+from meshwright.describe.dataflow_tracer import trace_dataflow
+from meshwright.describe.profile_tracer import trace_task
+from meshwright.execute.session import Session
+from meshwright.plan.pipeline_planner import cut_stages
+
+_WIDTH = 32
+_EXTRA_MICRO_BATCHES = 8  # micro-batches than ranks, which is the fewest: what these add is theirs, and not the step's
+_WARMUP_STEPS, _TIMED_STEPS = 2, 9
+
+
+def measure_p2p_overhead(comm: Comm, backend: str) -> float:
+    """Of all ranks together, for one message of a pipeline over them. Every rank calls it at the same time."""
+    task = make_chain_task(comm.size)
+    few, many = (_step_cpu_seconds(plan, task, comm) for plan in make_pipeline_plans(task, comm.size, backend))
+    total = torch.tensor([many - few], dtype=torch.float64)
+    comm.all_reduce(total, "probe").wait()
+    return max(float(total) / (2 * (comm.size - 1) * _EXTRA_MICRO_BATCHES), 0.0)
+
+
+def make_chain_task(layers: int) -> Task:
+    """A model that computes next to nothing."""
+    return Task("chain", partial(_build_chain, layers), _loss, {"x": Field((_WIDTH,))})
+
+
+def make_pipeline_plans(task: Task, ranks: int, backend: str) -> list[Plan]:
+    """A layer on each rank, with as few micro-batches as fill it, and with more."""
+    stages = cut_stages(trace_dataflow(task), trace_task(task), ranks)
+    return [Plan(task.name, micro, Mesh(pp=ranks), micro, stages, "1f1b", backend=backend) for micro in (ranks, ranks + _EXTRA_MICRO_BATCHES)]
+
+
+def _step_cpu_seconds(plan: Plan, task: Task, comm: Comm) -> float:
+    model = task.build()
+    session = Session(plan, model, torch.optim.SGD(model.parameters(), lr=0.0))
+    batch, found = {"x": torch.zeros(plan.global_batch, _WIDTH)}, []
+    for _ in range(_WARMUP_STEPS + _TIMED_STEPS):
+        comm.barrier()
+        begun = time.process_time()
+        session.step(batch, task.loss)
+        found.append(time.process_time() - begun)
+    return statistics.median(found[_WARMUP_STEPS:])
+
+
+def _build_chain(layers: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(layers)))
+
+
+def _loss(model: nn.Module, batch: Batch) -> Tensor:
+    found: Tensor = model(batch["x"]).square().mean()
+    return found

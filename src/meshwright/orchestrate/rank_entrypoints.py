@@ -1,0 +1,289 @@
+"""What a rank does: probe, train the built-in way, or run a user's script. Called by the supervisor, or by adopted ranks."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright import data
+from meshwright.comm import Ledger, NullComm, TorchComm
+from meshwright.core.calibration import Rates
+from meshwright.core.errors import RequestError
+from meshwright.core.estimate import Estimate
+from meshwright.core.plan import Plan
+from meshwright.core.rank_devices import device_index
+from meshwright.core.serialization import from_data, read_json
+from meshwright.core.task import Task
+from meshwright.describe.probe import host_copy_rates, measure_rates, slowest_rates
+from meshwright.describe.speed_groups import rates_by_speed_group
+from meshwright.execute.full_state import state_digest
+from meshwright.execute.session import Session
+from meshwright.execute.step_profiler import profile_step
+from meshwright.launch import Rendezvous, join_process_group, leave_process_group
+from meshwright.observe import Recorder, open_sinks, peak_resident_bytes, reset_peak_resident, resident_bytes
+from meshwright.orchestrate.config import RunConfig
+from meshwright.orchestrate.job import load_dataset, load_task
+from meshwright.orchestrate.lr_schedule import learning_rate
+from meshwright.orchestrate.p2p_overhead_probe import measure_p2p_overhead
+from meshwright.orchestrate.step_log import StepLog, StepRecord
+from meshwright.schedule import LedgerLine, ledger_differences
+
+_WARMUP_STEPS = 3  # first steps allocate, fault pages in and compile: left out of the measured step time
+_PROFILED_STEP = 5
+_METRICS_INTERVAL_S = 0.5
+
+
+def probe_rank(
+    rank: int, world: int, init_method: str, device: str, backend: str, threads: int, quick: bool, rank_devices: Sequence[str] = ()
+) -> tuple[list[Rates], Mapping[str, float]]:  # fmt: skip
+    """One rank of a probe; rank 0 hears what the slowest reached, of each kind of device where there are several."""
+    place = rank_devices[rank] if rank_devices else device if device == "cpu" else f"{device}:{rank}"
+    where = _setup_device(place, threads)
+    join_process_group(Rendezvous(rank, world, init_method, backend, where.type, rank))
+    comm = TorchComm(torch.distributed.group.WORLD, Ledger()) if world > 1 else NullComm()  # type: ignore[arg-type]
+    rates = measure_rates(
+        comm,
+        where,
+        backend=backend,
+        threads=threads,
+        read_memory=torch.cuda.memory_allocated if where.type == "cuda" else resident_bytes,
+        quick=quick,
+        mixed_devices=bool(rank_devices),
+        pair_comm=_make_pair_comm(world),
+        log_progress=lambda _: None,
+    )
+    every: list[Any] = [rates]
+    if world > 1 and where.type == "cpu" and not rank_devices:
+        rates = replace(rates, fixed={**rates.fixed, "handing": measure_p2p_overhead(comm, backend)})
+    if world > 1:
+        every = [None] * world
+        torch.distributed.all_gather_object(every, rates)
+    copies = host_copy_rates(where) if rank == 0 else {}
+    leave_process_group()
+    if not rank_devices and where.type == "cpu":
+        return rates_by_speed_group(every), copies
+    kinds = dict.fromkeys(r.device for r in every)
+    return [slowest_rates([r for r in every if r.device == kind]) for kind in kinds], copies
+
+
+def _make_pair_comm(world: int) -> TorchComm | None:
+    """This rank's group with its neighbour, where all ranks have one. Collective."""
+    if world < 2 or world % 2:
+        return None
+    group, _ = torch.distributed.new_subgroups_by_enumeration([[r, r + 1] for r in range(0, world, 2)])
+    return TorchComm(group, Ledger())
+
+
+def _setup_device(device_name: str, threads: int) -> torch.device:
+    """The device that a place such as 'cuda:0' or 'cpu' names, made ready."""
+    if device_name != "cpu":
+        torch.cuda.set_device(device_index(device_name))
+        torch.set_float32_matmul_precision("high")
+        return torch.device(device_name)
+    if threads:
+        torch.set_num_threads(threads)
+    # A CPU without bf16 computes it another way; torch says so with a page of C++ frames from every rank.
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
+    return torch.device("cpu")
+
+
+def train_rank(rank: int, world: int, init_method: str, folder: str, local_rank: int | None = None) -> dict[str, Any]:
+    """One rank of a run described by its folder; what it measured."""
+    home = Path(folder)
+    job = RunConfig(**read_json(home / "job.json"))
+    plan = Plan.load(home / "plan.json")
+    estimate = from_data(Estimate, read_json(home / "estimate.json")["estimate"], "estimate.json")
+    joined = torch.distributed.is_initialized()
+    if plan.device_order and joined:
+        raise RequestError("plan: seats put ranks on devices in another order than theirs, and these ranks were started already: leave seats out")
+    local = local_rank if local_rank is not None else plan.device_order[rank] if plan.device_order else rank
+    sinks = open_sinks(home, job.tensorboard, job.prometheus_port) if rank == 0 else ()
+    with Recorder(home, rank, sinks) as recorder:
+        device = _setup_device(plan.device_of(rank, local), plan.threads)
+        recorder.event("start", pid=os.getpid(), device=str(device), world=world)
+        if not joined:
+            join_process_group(Rendezvous(rank, world, init_method, plan.backend, device.type, local, plan.sync.timeout_s))
+        try:
+            return _TrainingLoop(job, plan, estimate, recorder, device, rank).run(home)
+        finally:
+            if not joined:
+                leave_process_group()
+
+
+class _TrainingLoop:
+    """The loop of one rank: batches in, metrics out."""
+
+    def __init__(self, job: RunConfig, plan: Plan, estimate: Estimate, recorder: Recorder, device: torch.device, rank: int) -> None:
+        self.job, self.plan, self.estimate, self.recorder, self.device, self.rank = job, plan, estimate, recorder, device, rank
+        self.task = load_task(job)
+        self.losses: list[float] = []
+        self.times: list[float] = []
+        self.validations: list[dict[str, float]] = []
+        every = 1 if device.type == "cpu" else max(1, round(_METRICS_INTERVAL_S / max(estimate.step_s, 1e-4)))
+        self.log = StepLog(device, every, self._write_metrics)
+
+    def run(self, folder: Path) -> dict[str, Any]:
+        begun = time.perf_counter()
+        session = self._make_session()
+        self._compare_ledger(session, folder, "start-up")
+        train, validation = self._make_loaders()
+        self.recorder.event("applied", seconds=round(time.perf_counter() - begun, 3), held=session.applied.memory_bytes())
+        if self.plan.memory.precision == "fp8":
+            self.recorder.event("fp8", layers=len(session.applied.fp8.converted), in_bf16=dict(session.applied.fp8.skipped))
+        rate = self._make_lr_function()
+        exposed: dict[str, float] = {}
+        profile_at = _PROFILED_STEP if self.job.profile and self.job.steps > _PROFILED_STEP + 2 else -1
+        self._reset_peak_memory()
+        self.log.restart_clock()
+        for step, batch in enumerate(train):
+            for group in session.optimizer.param_groups:
+                group["lr"] = rate(step)
+            there = {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}
+            if step == profile_at and self.rank == 0:
+                self.log.drain()
+                work = lambda b=there: session.step(b, self.task.loss)  # noqa: E731
+                result, exposed = profile_step(work, self.device, folder / "trace.json")
+            else:
+                session.applied.groups.ledger.drain()
+                result = session.step(there, self.task.loss)
+            if step == _WARMUP_STEPS - 1:
+                self._compare_ledger(session, folder, "step")
+            self.log.add(step, result, rate(step))
+            if step in (profile_at, _WARMUP_STEPS - 1):
+                self.log.close_interval(is_timed=False)
+            if self.job.validate_every and (step + 1) % self.job.validate_every == 0 and step + 1 < self.job.steps:
+                self._validate(session, validation, step)
+        self.log.drain()
+        self._validate(session, validation, self.job.steps - 1)
+        memory = self._peak_memory()
+        digest = state_digest(session.applied)
+        self.recorder.event("end", memory_bytes=memory, seconds=round(time.perf_counter() - begun, 3))
+        return {
+            "losses": self.losses,
+            "times": self.times,
+            "validation": self.validations,
+            "memory_bytes": memory,
+            "state_digest": digest,
+            "exposed": exposed,
+            "seconds": time.perf_counter() - begun,
+        }
+
+    def _compare_ledger(self, session: Session, folder: Path, phase: str) -> None:
+        """Start-up, or the first steady step, against the ledger of the plan: a difference is an event that names it."""
+        done = [(line.name, line.op, line.group, line.calls, line.bytes) for line in session.applied.groups.ledger.drain()]
+        planned = read_json(folder / "ledger.json")
+        mine = next(lines for ranks, lines in planned.items() if str(self.rank) in ranks.split(","))
+        found = ledger_differences([from_data(LedgerLine, line, "ledger.json") for line in mine], done, phase)
+        self.recorder.event("ledger", phase=phase, lines=len(done), differences=found)
+        if found:
+            print(f"meshwright: rank {self.rank}: the {phase} communicated otherwise than planned: {found[0]}", file=sys.stderr)
+
+    def _make_session(self) -> Session:
+        torch.manual_seed(self.job.seed)
+        with self.device:
+            model = self.task.build()
+        if self.plan.memory.precision == "fp64":
+            model = model.double()
+        optimizer = make_optimizer(self.job, self.task, model)
+        return Session(self.plan, model, optimizer, seed=self.job.seed, clip=self.job.clip or None)
+
+    def _make_loaders(self) -> tuple[Iterator[dict[str, torch.Tensor]], Callable[[], Iterator[dict[str, torch.Tensor]]]]:
+        first, count = self.plan.sample_range(self.plan.mesh.data_rank(self.rank))
+        batch = self.plan.global_batch
+
+        def loader(split: Any, steps: int) -> Iterator[dict[str, torch.Tensor]]:
+            dataset = load_dataset(self.job, self.task, split)
+            sampler = data.GlobalSampler(len(dataset), batch, self.job.seed, shuffle=split == "train")
+            return iter(data.Loader(dataset, sampler, first, count, steps, pin_memory=self.device.type == "cuda"))
+
+        return loader("train", self.job.steps), lambda: loader("validation", self.job.validate_batches)
+
+    def _make_lr_function(self) -> Callable[[int], float]:
+        job, peak = self.job, self.job.learning_rate or self.task.learning_rate
+        return lambda step: learning_rate(step, peak=peak, warmup=job.warmup_steps, steps=job.steps, schedule=job.lr_schedule)
+
+    def _validate(self, session: Session, make_batches: Callable[[], Iterator[dict[str, torch.Tensor]]], step: int) -> None:
+        if not self.job.validate_batches:
+            return
+        self.log.drain()
+        there = ({k: v.to(self.device) for k, v in b.items()} for b in islice(make_batches(), self.job.validate_batches))
+        loss = session.validate(there, self.task.loss)
+        self.validations.append({"step": step, "loss": loss})
+        self.recorder.event("validation", step=step, loss=loss)
+        self.recorder.metrics({"step": step, "time": time.time(), "validation_loss": loss})
+        self.log.restart_clock()
+
+    # -- measuring --
+
+    def _write_metrics(self, records: list[StepRecord]) -> None:
+        """Metrics of finished steps."""
+        memory = self._peak_memory()
+        for record in records:
+            self.losses.append(record.loss)
+            if record.is_timed and record.step >= _WARMUP_STEPS:
+                self.times.append(record.seconds)
+            samples = self.plan.global_batch / record.seconds
+            self.recorder.metrics(
+                {
+                    "step": record.step,
+                    "time": time.time(),
+                    "loss": record.loss,
+                    "step_s": record.seconds,
+                    "samples_per_s": samples,
+                    "tokens_per_s": samples * self.task.tokens_per_sample if self.task.tokens_per_sample else None,
+                    "mfu": self.estimate.mfu * self.estimate.step_s / record.seconds if self.estimate.mfu else None,
+                    "memory_bytes": memory,
+                    "grad_norm": record.grad_norm,
+                    "learning_rate": record.learning_rate,
+                }
+            )
+
+    def _reset_peak_memory(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            reset_peak_resident()
+
+    def _peak_memory(self) -> int:
+        return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else peak_resident_bytes()
+
+
+def make_optimizer(job: RunConfig, task: Task, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer by name. Adam's fused form updates in one pass and keeps no temporaries."""
+    rate, decay = job.learning_rate or task.learning_rate, job.weight_decay
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if job.optimizer in ("adam", "adamw"):
+        kind = torch.optim.AdamW if job.optimizer == "adamw" else torch.optim.Adam
+        decay = decay if job.optimizer == "adamw" else 0.0
+        return kind(parameters, lr=rate, betas=job.betas, eps=job.adam_eps, weight_decay=decay, fused=True)
+    return torch.optim.SGD(parameters, lr=rate, momentum=0.9 if job.optimizer == "momentum" else 0.0, weight_decay=decay)
+
+
+def run_script(rank: int, world: int, init_method: str, script: str, arguments: list[str], folder: str, environment: Mapping[str, str]) -> float:
+    """A user's own script as one rank; `prepare` inside it finds its place through the environment, as under any launcher."""
+    begun = time.perf_counter()
+    place = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+    before = dict(os.environ)
+    os.environ.update(place, MESHWRIGHT_MEETING=init_method, MESHWRIGHT_RUN=folder, **environment)
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise RequestError(f"{script} exited with {error.code}") from None
+    finally:
+        leave_process_group()
+        os.environ.clear()
+        os.environ.update(before)  # a worker may be used again, and must not think that it is still that rank
+    return time.perf_counter() - begun

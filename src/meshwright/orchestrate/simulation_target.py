@@ -1,0 +1,98 @@
+"""What `--cluster` names: the machines, what they reach, and the network between them as the simulator wants it. The one place that decides this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from meshwright.core.backends import backend_for
+from meshwright.core.calibration import Calibration
+from meshwright.core.cluster import Cluster, Link, Node
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import Plan
+from meshwright.cost.datasheet_rates import datasheet_calibration
+from meshwright.cost.rank_classes import rates_labels
+from meshwright.describe.cluster_resolver import resolve_cluster
+from meshwright.orchestrate.config import RunConfig
+from meshwright.orchestrate.orchestrator import Orchestrator, ProgressCallback
+from meshwright.simulate import AlphaBetaNetwork, FabricNetwork, IdealNetwork, Network, OverlapBehavior
+
+_IDEAL_LINK = Link("ideal", 0.0, float("inf"))
+
+
+@dataclass(frozen=True)
+class SimulationTarget:
+    """A cluster with its measurements or figures; `make_network(plan)` is what a plan's ranks would meet on."""
+
+    cluster: Cluster
+    calibration: Calibration
+    make_network: Callable[[Plan], Network]
+
+    def with_ranks(self, ranks: int) -> SimulationTarget:
+        """The same for so many ranks: the first of its devices, or, where there are fewer, the same nodes over again."""
+        if ranks <= len(self.cluster.devices):
+            return replace(self, cluster=self.cluster.first_devices(ranks))
+        if self.cluster.name == "ideal":
+            return _ideal_target(self.cluster.nodes[0], ranks, self.calibration)
+        rounds = -(-ranks // len(self.cluster.devices))
+        named = (replace(node, name=f"{node.name}-{number}") for number, node in enumerate(self.cluster.nodes * rounds))
+        return target_from_datasheets(replace(self.cluster, nodes=tuple(named)).first_devices(ranks))
+
+
+def resolve_target(name: str, config: RunConfig, environ: Mapping[str, str], log_progress: ProgressCallback) -> SimulationTarget:
+    """`here`, `ideal[:N]`, a machine such as dgx-h100:16, or a cluster's file, `FILE:N` for N nodes like its first."""
+    if name != "here" and name.partition(":")[0] != "ideal":
+        return target_from_datasheets(resolve_cluster(name, environ))
+    ideal = resolve_cluster(name, environ, ranks=requested_ranks(config)) if name != "here" else None
+    alone = config.model_copy(update={"mesh": None, "nproc": None, "plan": "auto"}) if ideal is not None else config
+    with Orchestrator(alone, environ, log_progress) as orchestrator:
+        here, measured = orchestrator.cluster, orchestrator.calibration()
+    if ideal is not None:
+        return _ideal_target(here.nodes[0], len(ideal.devices), measured)
+    kind = here.devices[0].kind
+
+    def network(plan: Plan) -> Network:
+        placed, rates = here.in_device_order(plan.device_order), measured.rates_for(plan.world)
+        return AlphaBetaNetwork(
+            placed, rates, backend_for(kind), duplex=kind == "cuda" or len(here.nodes) > 1, overlap_by_rank=_call_behaviours(plan, placed, measured)
+        )
+
+    return SimulationTarget(here, measured, network)
+
+
+def requested_ranks(config: RunConfig) -> int | None:
+    """How many ranks were asked for, by number, mesh or plan."""
+    if config.plan != "auto":
+        return Plan.load(Path(config.plan)).world
+    return Mesh.parse(config.mesh).size if config.mesh is not None else config.nproc
+
+
+def _ideal_target(node: Node, ranks: int, calibration: Calibration) -> SimulationTarget:
+    """So many devices like this machine's, and a network that costs nothing and takes nothing from them."""
+    one = node.devices[0]
+    devices = tuple(replace(one, index=i) for i in range(ranks))
+    layouts = tuple(replace(rates, collectives={}, overlap=1.0) for rates in calibration.layouts)
+    cluster = Cluster("ideal", (replace(node, devices=devices, memory_bytes=ranks * one.memory_bytes, link=_IDEAL_LINK),), _IDEAL_LINK)
+    return SimulationTarget(cluster, replace(calibration, layouts=layouts), lambda _: IdealNetwork())
+
+
+def target_from_datasheets(cluster: Cluster) -> SimulationTarget:
+    figures = datasheet_calibration(cluster)
+    backend = backend_for(cluster.devices[0].kind)
+
+    def network(plan: Plan) -> Network:
+        placed = cluster.in_device_order(plan.device_order)
+        return FabricNetwork.from_cluster(
+            placed, figures.rates_for(plan.world), backend=backend, overlap_by_rank=_call_behaviours(plan, placed, figures)
+        )
+
+    return SimulationTarget(cluster, figures, network)
+
+
+def _call_behaviours(plan: Plan, ordered_cluster: Cluster, calibration: Calibration) -> list[OverlapBehavior]:
+    """By rank; one for all where they are of one kind."""
+    names = rates_labels(plan, ordered_cluster, calibration)
+    rates = {name: calibration.rates_for(plan.world, name) for name in names or ("",)}
+    found = {name: OverlapBehavior(of.async_dispatch, 1.0 - of.overlap) for name, of in rates.items()}
+    return [found[name] for name in names] if len(found) > 1 else list(found.values())

@@ -1,0 +1,122 @@
+"""Metering: what each step took and gave, written to the run's folder without making the device wait.
+
+[Note: reading a GPU's loss]
+A GPU works behind the program that feeds it. Reading a loss waits until the GPU has caught up, and then the GPU waits for the program.
+So losses are copied to the host in the GPU's own order, with an event behind them, and read one interval later, when they are long there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwright.execute.session import StepResult
+
+
+class HostTimestamp:
+    """Now, for devices that are waited for anyway."""
+
+    def __init__(self) -> None:
+        self.time = time.perf_counter()
+
+    def seconds_since(self, earlier: HostTimestamp) -> float:
+        return self.time - earlier.time
+
+
+class CudaTimestamp:
+    """An event in the current stream."""
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record()
+
+    def seconds_since(self, earlier: CudaTimestamp) -> float:
+        self.event.synchronize()
+        return earlier.event.elapsed_time(self.event) / 1000
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step, measured."""
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    learning_rate: float
+    seconds: float
+    is_timed: bool  # False for steps that were profiled or interrupted: they say nothing about speed
+
+
+@dataclass
+class _Interval:
+    steps: list[tuple[int, float]]
+    losses: torch.Tensor
+    grad_norms: torch.Tensor | None
+    start: Any
+    end: Any
+    is_timed: bool
+
+
+class StepLog:
+    """Collects steps and hands finished records to `write`, in order. On a GPU one interval is always left in flight."""
+
+    def __init__(self, device: torch.device, interval_steps: int, write: Callable[[list[StepRecord]], None]) -> None:
+        self._cuda = device.type == "cuda"
+        self._interval_steps, self._write = interval_steps, write
+        self._pending_steps: list[tuple[int, StepResult, float]] = []
+        self._in_flight: _Interval | None = None
+        self._interval_start: Any = self._timestamp()
+
+    def _timestamp(self) -> Any:
+        return CudaTimestamp() if self._cuda else HostTimestamp()
+
+    def restart_clock(self) -> None:
+        """Forget the time since the last step: something else was done in between."""
+        self.drain()
+        self._interval_start = self._timestamp()
+
+    def add(self, step: int, result: StepResult, learning_rate: float) -> None:
+        self._pending_steps.append((step, result, learning_rate))
+        if len(self._pending_steps) >= self._interval_steps:
+            self.close_interval()
+
+    def close_interval(self, is_timed: bool = True) -> None:
+        """End the current interval."""
+        if not self._pending_steps:
+            return
+        losses = torch.stack([result.loss.detach() for _, result, _ in self._pending_steps])
+        found = [result.grad_norm for _, result, _ in self._pending_steps if result.grad_norm is not None]
+        norms = torch.stack(found) if len(found) == len(self._pending_steps) else None
+        host = [None if t is None else t.to("cpu", non_blocking=self._cuda) for t in (losses, norms)]
+        ended = self._timestamp()
+        assert host[0] is not None
+        now = _Interval([(step, rate) for step, _, rate in self._pending_steps], host[0], host[1], self._interval_start, ended, is_timed)
+        self._pending_steps.clear()
+        self._interval_start = ended
+        before, self._in_flight = self._in_flight, now
+        if before is not None:
+            self._write_interval(before)
+        if not self._cuda:
+            self.drain()
+
+    def drain(self) -> None:
+        """Everything that has begun is written."""
+        self.close_interval()
+        if self._in_flight is not None:
+            last, self._in_flight = self._in_flight, None
+            self._write_interval(last)
+
+    def _write_interval(self, interval: _Interval) -> None:
+        each = interval.end.seconds_since(interval.start) / len(interval.steps)
+        losses = interval.losses.tolist()
+        norms = interval.grad_norms.tolist() if interval.grad_norms is not None else [None] * len(losses)
+        self._write(
+            [
+                StepRecord(step, loss, norm, rate, each, interval.is_timed)
+                for (step, rate), loss, norm in zip(interval.steps, losses, norms, strict=True)
+            ]
+        )

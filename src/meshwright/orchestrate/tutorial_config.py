@@ -1,0 +1,238 @@
+"""Configurations of the distributed-training tutorial, as they are: recognised by their keys and translated into a run's configuration.
+
+They say a strategy and a model's id where ours say a mesh and a path, and leave the number of ranks and the recipe of training to the
+program. Both are filled in here: what is translated is a complete run, and every field of it can be overridden."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, ValidationError, field_validator
+
+from meshwright import zoo
+from meshwright.core.errors import RequestError, unknown_name_error
+from meshwright.core.mesh import Mesh
+
+_PRECISION_NAMES = {"32": "fp32", "32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16", "64": "fp64", "64-true": "fp64"}
+_TUTORIAL_ONLY_KEYS = frozenset({"model_id", "global_batch_size", "gradient_acc_steps", "tp_dimensions", "dataset_id", "num_epochs"})
+_TRAINING_KEYS = ("global_batch_size", "gradient_acc_steps", "dataset_id", "num_epochs", "log_interval")
+_SEQUENCE_LENGTH = 256
+# How the tutorial trains: AdamW without decay, 100 steps of warm-up and a cosine, every block checkpointed, no validation.
+_RECIPE: dict[str, Any] = {
+    "optimizer": "adamw",
+    "learning_rate": 1e-5,
+    "betas": (0.9, 0.95),
+    "adam_eps": 1e-5,
+    "weight_decay": 0.0,
+    "warmup_steps": 100,
+    "lr_schedule": "cosine",
+    "clip": 1.0,
+    "recompute": "full",
+    "seq": _SEQUENCE_LENGTH,
+    "validate_batches": 0,
+}
+
+RankCounter = Callable[[int | None, tuple[int, ...] | None], int]  # (--nproc, --devices) → how many ranks there would be
+TutorialStrategy = Literal["single_device", "ddp", "fsdp", "axonn"]
+PositiveInt = Annotated[StrictInt, Field(ge=1)]
+
+
+class TutorialConfig(BaseModel):
+    """The tutorial's fields and defaults."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model_id: str = "TinyLlama-1.1B"
+    strategy: TutorialStrategy = "axonn"
+    precision: str = "32"
+    global_batch_size: PositiveInt = 4
+    gradient_acc_steps: PositiveInt = 1
+    tp_dimensions: tuple[PositiveInt, ...] = ()
+    compile: StrictBool = False
+    dataset_id: str = "alpaca"
+    seed: Annotated[StrictInt, Field(ge=0)] = 123456
+    log_interval: PositiveInt = 1
+    num_epochs: PositiveInt = 1
+    random_init: StrictBool = False
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _check_precision(cls, value: Any) -> str:
+        text = str(value)
+        if isinstance(value, bool) or text not in _PRECISION_NAMES:
+            raise ValueError(f"use one of {', '.join(_PRECISION_NAMES)}")
+        return text
+
+    @field_validator("tp_dimensions")
+    @classmethod
+    def _check_tp_dimensions(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if len(value) not in (0, 3):
+            raise ValueError("write three numbers, like [2, 1, 1]")
+        return value
+
+    @property
+    def tp_degree(self) -> int:
+        return math.prod(self.tp_dimensions)
+
+
+KEYS = frozenset(TutorialConfig.model_fields)
+
+
+def is_tutorial_config(data: Mapping[str, Any]) -> bool:
+    """Whether a file is one of the tutorial's: it has a key that only those have, or one of their strategies."""
+    return not _TUTORIAL_ONLY_KEYS.isdisjoint(data) or data.get("strategy") in get_args(TutorialStrategy)
+
+
+def translate(
+    data: Mapping[str, Any], file: Path, settings: Mapping[str, Any], count_ranks: RankCounter
+) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
+    """(a run's fields, what remains of `settings` for them). Settings may use the tutorial's words or ours."""
+    theirs = {key: value for key, value in settings.items() if _is_tutorial_setting(key, value)}
+    ours = {key: value for key, value in settings.items() if key not in theirs}
+    asked = _parse(data, file, theirs)
+    if not any(key in data or key in settings for key in _TRAINING_KEYS) and not {"global_batch", "epochs", "steps"} & set(ours):
+        raise RequestError(
+            f"{file} says nothing of training (no global_batch_size): it is for `meshwright generate`, which comes later; "
+            "to train with it all the same, add --global-batch 4"
+        )
+    fields = {
+        **_RECIPE,
+        "model": _find_model(asked, file),
+        "random_init": asked.random_init,
+        "data": ours.get("data") or _find_dataset(asked, file),
+        "precision": _PRECISION_NAMES[asked.precision],
+        "global_batch": asked.global_batch_size,
+        "micro_batches": asked.gradient_acc_steps,
+        "seed": asked.seed,
+        "log_interval": asked.log_interval,
+        **({} if "steps" in ours else {"epochs": asked.num_epochs}),
+        **_parallel_settings(asked, file, ours, count_ranks),
+    }
+    return fields, ours
+
+
+def first_error(error: ValidationError) -> tuple[str, str]:
+    """(key, one line) of what is wrong first."""
+    first = error.errors()[0]
+    key = str(first["loc"][0]) if first["loc"] else ""
+    reason = first["msg"].removeprefix("Value error, ")
+    if not key:
+        return key, reason
+    return key, f"{'.'.join(map(str, first['loc']))}={json.dumps(first.get('input'), default=str)}: {reason[0].lower()}{reason[1:]}"
+
+
+def _is_tutorial_setting(key: str, value: Any) -> bool:
+    """precision, compile and strategy (a function's name, in ours) are keys of both; the value tells whose is meant."""
+    if key == "precision":
+        return str(value) in _PRECISION_NAMES
+    if key == "strategy":
+        return ":" not in str(value)
+    return isinstance(value, bool) if key == "compile" else key in KEYS
+
+
+def _parse(data: Mapping[str, Any], file: Path, settings: Mapping[str, Any]) -> TutorialConfig:
+    for key in data:
+        if key not in KEYS:
+            raise unknown_name_error("key", key, KEYS, str(file))
+    try:
+        return TutorialConfig(**{**data, **settings})
+    except ValidationError as error:
+        key, reason = first_error(error)
+        raise RequestError(f"{'--set' if key in settings else f'{file}:'} {reason}") from None
+
+
+# -- how many ranks, and what each holds --
+
+
+def _parallel_settings(tutorial: TutorialConfig, file: Path, run_settings: Mapping[str, Any], count_ranks: RankCounter) -> dict[str, Any]:
+    """Mesh, ZeRO and compilation. A mesh that was asked for by hand stands."""
+    if tutorial.strategy != "axonn" and tutorial.tp_degree > 1:
+        raise RequestError(f"{file}: tp_dimensions {list(tutorial.tp_dimensions)} is for strategy axonn, not {tutorial.strategy}: change one of them")
+    if run_settings.get("mesh") is not None:
+        return {"zero": 3 if tutorial.strategy == "fsdp" else 0, "compile": "blocks" if tutorial.compile else "none"}
+    world = _world_size(tutorial, file, run_settings, count_ranks)
+    mesh = Mesh(dp=world // tutorial.tp_degree, tp=tutorial.tp_dimensions or (1,)).canonical()
+    _check_batch(tutorial, file, run_settings, mesh.data_parallel_size)
+    compiled = ("model" if world == 1 else "blocks") if tutorial.compile else "none"
+    if tutorial.strategy == "fsdp" and world > 1:
+        return {"mesh": f"shard={world}", "zero": 3, "compile": compiled}
+    return {"mesh": str(mesh), "zero": 3 if mesh.shard > 1 else 0, "compile": compiled}
+
+
+def _world_size(tutorial: TutorialConfig, file: Path, run_settings: Mapping[str, Any], count_ranks: RankCounter) -> int:
+    if tutorial.strategy == "single_device":
+        if run_settings.get("nproc") not in (None, 1):
+            raise RequestError(
+                f"{file}: strategy single_device is 1 rank, and --nproc asks for {run_settings['nproc']}: change strategy to ddp or fsdp"
+            )
+        return 1
+    number, devices = run_settings.get("nproc"), run_settings.get("devices")
+    world = count_ranks(number if isinstance(number, int) else None, tuple(devices) if isinstance(devices, (list, tuple)) else None)
+    needed, dimensions = tutorial.tp_degree, list(tutorial.tp_dimensions)
+    if needed > world:
+        there = f"--nproc is {world}" if run_settings.get("nproc") else f"this machine has {world} device{'s' * (world > 1)}"
+        raise RequestError(
+            f"{file}: tp_dimensions {dimensions} needs {needed} ranks, and {there}: change tp_dimensions to a product of {world} or less"
+        )
+    if world % needed:
+        raise RequestError(
+            f"{file}: tp_dimensions {dimensions} takes {needed} ranks at a time, which do not divide {world}: use --nproc {world // needed * needed}"
+        )
+    return world
+
+
+def _check_batch(tutorial: TutorialConfig, file: Path, run_settings: Mapping[str, Any], data_parallel_size: int) -> None:
+    """Micro-batch = global batch / accumulation / ranks that take samples: all whole."""
+    batch, pieces = run_settings.get("global_batch", tutorial.global_batch_size), run_settings.get("micro_batches", tutorial.gradient_acc_steps)
+    if not isinstance(batch, int) or not isinstance(pieces, int) or pieces < 1 or batch < 1:
+        return  # said by the run's own configuration
+    step = pieces * data_parallel_size
+    if batch % step:
+        better = " or ".join(str(n * step) for n in sorted({max(batch // step, 1), batch // step + 1}))
+        raise RequestError(
+            f"{file}: global_batch_size {batch} does not divide into {pieces} gradient_acc_steps × {data_parallel_size} ranks: "
+            f"change global_batch_size to {better}"
+        )
+
+
+# -- models and data at hand --
+
+
+def _find_model(tutorial: TutorialConfig, file: Path) -> str:
+    """'hf:FOLDER' for a folder at hand, 'hf:NAME' for published sizes; weights must be there unless random ones are wanted."""
+    name = tutorial.model_id
+    folder = _find_path(name, file, lambda path: (path / "config.json").is_file())
+    if tutorial.random_init:
+        if folder is None and zoo.published_config(name) is None:
+            if Path(name).is_dir():
+                raise RequestError(f"{file}: model_id {name} holds no config.json: give a folder that does")
+            raise unknown_name_error("model_id", name.rpartition("/")[2], zoo.published_names(), str(file))
+        return f"hf:{folder or name}"
+    if folder is None:
+        raise RequestError(
+            f"{file}: no folder here holds the weights of {name}: give a local one with --set model_id=PATH, "
+            "or train random weights with --set random_init=true"
+        )
+    if not zoo.has_weights(folder):
+        raise RequestError(f"{file}: {folder} holds no weights (*.safetensors): put them there, or train random ones with --set random_init=true")
+    return f"hf:{folder}"
+
+
+def _find_dataset(tutorial: TutorialConfig, file: Path) -> str:
+    found = _find_path(tutorial.dataset_id, file, lambda path: path.suffix == ".json" and path.is_file(), suffix=".json")
+    if found is None:
+        raise RequestError(
+            f"{file}: no file of the data set {tutorial.dataset_id} is here: give it with --data PATH, a JSON list of {{instruction, input, output}}"
+        )
+    return str(found)
+
+
+def _find_path(name: str, file: Path, is_valid: Callable[[Path], bool], suffix: str = "") -> Path | None:
+    """A path as it is, or something of that name, or of its last part, in the current folder or next to the file."""
+    last = name.rstrip("/").rpartition("/")[2]
+    places = [Path(name), Path(last), file.parent / name, file.parent / last]
+    return next((path for place in places for path in (place, place.with_name(place.name + suffix)) if path.name and is_valid(path)), None)

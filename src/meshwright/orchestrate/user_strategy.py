@@ -1,0 +1,76 @@
+"""A user's own strategy in the planner's hands: found by reference, applied to the best plan, priced like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from inspect import isfunction
+
+from meshwright.core.dataflow import Dataflow
+from meshwright.core.errors import RequestError, unknown_name_error
+from meshwright.core.model import ModelProfile
+from meshwright.core.pipeline_schedules import schedule_traits
+from meshwright.core.plan import Plan
+from meshwright.core.plan_strategy import Strategy, as_strategy, differences
+from meshwright.core.quantities import show_seconds
+from meshwright.cost import estimate
+from meshwright.plan import Ranking, ScoredPlan, choose_cp_policies, choose_expert_parallel, choose_tensor_grid, cut_stages, reject_if_unsharded
+from meshwright.zoo.factory import import_reference
+
+
+def load_strategy(reference: str) -> Strategy:
+    """`path/to/file.py:name` or `package.module:name`, where the name is the decorator's or the function's."""
+    place, colon, _ = reference.rpartition(":")
+    if not colon or not place:
+        raise RequestError(f"strategy={reference}: write it as FILE.py:NAME or package.module:NAME")
+    module, wanted = import_reference(reference)
+    named = {value.name: value for value in vars(module).values() if isinstance(value, Strategy)}
+    found = named.get(wanted, getattr(module, wanted, None))
+    if found is None:
+        own = [n for n, v in vars(module).items() if isinstance(v, Strategy) or (isfunction(v) and v.__module__ == module.__name__)]
+        raise unknown_name_error("strategy", wanted, [*named, *own], place) if own else RequestError(f"{reference}: {place} has no '{wanted}'")
+    return as_strategy(found, reference)
+
+
+def apply_strategy(ranking: Ranking, strategy: Strategy, trace_dataflow: Callable[[Plan], Dataflow | None]) -> tuple[Ranking, str]:
+    """The ranking led by what the strategy makes of its best plan, and a line that says what that changed and what it costs."""
+    best, profile, cluster = ranking.best, ranking.profile, ranking.cluster
+    plan = strategy.apply(best.plan, profile, cluster)
+    if needs_partitioning(plan):
+        plan = fill_partitioning(plan, trace_dataflow(plan), profile)
+    found = estimate(plan, profile, ranking.workload, cluster, ranking.calibration)
+    changed = ", ".join(differences(best.plan, plan))
+    if not changed:
+        return ranking, f"Strategy {strategy.name} left the best plan as it was."
+    fits = "" if found.fits else f", and does not fit: {found.reason}"
+    cost = f"{show_seconds(found.step_s)} a step instead of {show_seconds(best.estimate.step_s)}{fits}"
+    line = f"Strategy {strategy.name} changed {changed}: {plan.summary()}, {cost}. What follows is about the plan it was given."
+    return replace(ranking, scored=(ScoredPlan(plan, found), *ranking.scored)), line
+
+
+def needs_partitioning(plan: Plan) -> bool:
+    """Does the mesh ask for pieces of the model that the plan does not name?"""
+    uncut = plan.mesh.pp > 1 and not any(stage.entry for stage in plan.stages)
+    uncut |= plan.mesh.ep > 1 and not plan.expert
+    uncut |= plan.mesh.cp > 1 and not plan.context.attention_sites and not plan.spatial.grid
+    return uncut or (plan.mesh.degree("tp") > 1 and not plan.tensor.sharded_dims)
+
+
+def fill_partitioning(plan: Plan, dataflow: Dataflow | None, profile: ModelProfile) -> Plan:
+    """A plan written by hand or by a strategy may leave its cuts, and who owns what, to us."""
+    pp = plan.mesh.pp
+    if dataflow is None:
+        raise RequestError(f"mesh {plan.mesh} needs the model's dataflow, and this model's loss is not known: pass loss_fn")
+    if plan.mesh.degree("tp") > 1 and not plan.tensor.sharded_dims:
+        grid = choose_tensor_grid(dataflow, plan.mesh.tp, plan.placements, profile.layer_names if pp > 1 else ())
+        reject_if_unsharded(grid, plan.mesh.tp)
+        plan = replace(plan, tensor=grid[0], tensor_y=grid[1])
+    if plan.mesh.ep > 1 and not plan.expert:
+        plan = replace(plan, expert=choose_expert_parallel(dataflow, plan.mesh.ep))
+    if plan.mesh.cp > 1 and not plan.context.attention_sites and not plan.spatial.grid:
+        (tensor, across), context, spatial = choose_cp_policies(plan.mesh, dataflow, (plan.tensor, plan.tensor_y), plan.memory.precision)
+        plan = replace(plan, tensor=tensor, tensor_y=across, context=context, spatial=spatial)
+    if pp > 1 and not any(stage.entry for stage in plan.stages):
+        count = pp * schedule_traits(plan.schedule).stages_per_rank
+        plan = replace(plan, stages=cut_stages(dataflow, profile, count, plan.tensor, plan.tensor_y, plan.mesh.cp))
+    return plan

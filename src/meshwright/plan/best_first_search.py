@@ -1,0 +1,288 @@
+"""Search among more plans than can be priced one by one: best first, by bounds, until nothing that is left can be better.
+
+[Note: best first]
+A point stands for a plan. It waits in a queue under what it costs at least, and is looked at more closely whenever it is the best that is left:
+first its kind (mesh and micro-batches) by what it computes, cut into stages if it is a pipeline, then with ZeRO's stage and recomputation by memory
+and gradients too, then as the estimate that decides. Every look can only raise the cost. Once `TOP_K` estimates are cheaper than all that waits,
+they are the best there are: the search has left out nothing that could have been among them (tests compare it with all plans on small clusters).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from meshwright.core.errors import RequestError
+from meshwright.core.estimate import Estimate
+from meshwright.core.mesh import Mesh
+from meshwright.core.pipeline_schedules import PipelineSchedule, schedule_traits
+from meshwright.core.plan import CompileMode, Plan
+from meshwright.plan.bounds import LowerBounds
+from meshwright.plan.layer_totals import RecomputeChoice, StageLayers
+from meshwright.plan.memory_planner import RECOMPUTE_MODES
+from meshwright.plan.mesh_proposals import MeshProposer
+from meshwright.plan.objective import complexity_penalty, objective_cost
+from meshwright.plan.planning_problem import PlanningProblem
+from meshwright.plan.recompute_planner import choose_mixed_recompute
+from meshwright.plan.search_point import SearchPoint, is_basic_mesh
+from meshwright.plan.search_space import (
+    PartitionCache,
+    divisors,
+    is_schedule_eligible,
+    make_plan,
+    micro_batch_counts,
+    schedule_choices,
+    sequence_parallel_choices,
+    world_sizes,
+)
+
+TOP_K = 3  # so many of the best are exact
+_MAX_TOO_LARGE = 6  # where nothing fits, so many of those that need the least are priced
+_MAX_OTHER_STRATEGIES = 2  # so many plans of other strategies are priced, where the best all have one
+_MAX_STAGES = 128
+_EXTRA_STAGES_PER_RANK = (4,)  # of a rank, beside the usual number, where a schedule takes any
+_COARSE, _COARSE_STAGED, _REFINED, _REFINED_STAGED = range(4)  # looks
+
+CoarsePoints = Sequence[tuple[float, SearchPoint]]
+
+
+@dataclass(frozen=True)
+class _PricedPlan:
+    plan: Plan
+    estimate: Estimate
+    key: float
+
+
+class BestFirstSearch:
+    """One search."""
+
+    def __init__(
+        self,
+        problem: PlanningProblem,
+        partition_cache: PartitionCache | None = None,
+        top_k: int = TOP_K,
+        cost_limit: float = math.inf,
+        coarse_points: CoarsePoints = (),
+    ) -> None:
+        """What costs at least `cost_limit` is not looked for. `coarse_points` are those that another search of the same inputs has found, which
+        had no more to update."""
+        self._problem, self._bounds = problem, LowerBounds(problem)
+        self._profile, self._cluster, self._workload, self._constraints = problem.profile, problem.cluster, problem.workload, problem.constraints
+        self.partition_cache = partition_cache or PartitionCache(self._profile, self._workload, self._constraints)
+        self._mesh_proposer = MeshProposer(self._cluster, self._workload, self._constraints, self.partition_cache, self._bounds)
+        self._top_k, self._cost_limit = top_k, cost_limit
+        self._push_counter = itertools.count()
+        self._queue: list[tuple[float, int, int, SearchPoint]] = []
+        self._too_large: list[tuple[float, int, SearchPoint]] = []  # what does not fit, by what it needs at least
+        self._first_error: RequestError | None = None
+        self._stage_layers_by_key: dict[tuple[int, int, tuple[int, ...], bool, str, int], StageLayers] = {}
+        self._with_shard = cache(lambda mesh, shard: replace(mesh, dp=mesh.dp // shard, shard=shard))
+        self._known_points = coarse_points
+        self.coarse_points: list[tuple[float, SearchPoint]] = []  # with what each costs at least
+        self.num_considered = 0
+
+    def search(self) -> list[tuple[Plan, Estimate]]:
+        """The best plans and their estimates, and whatever else was priced on the way; unsorted. None, where none can cost less than `below`."""
+        for least, point in self._known_points or ((0.0, point) for point in self._enumerate_coarse()):
+            if least < self._cost_limit:
+                self._push(point, _COARSE, least)
+        self.coarse_points = [(least, point) for least, _, _, point in self._queue]
+        found: list[_PricedPlan] = []
+        best: list[float] = []
+        while self._queue and self._queue[0][0] < (best[self._top_k - 1] if len(best) >= self._top_k else self._cost_limit):
+            priced = self._refine_next()
+            if priced is None:
+                continue
+            found.append(priced)
+            if priced.estimate.fits:
+                best = sorted([*best, priced.key])
+        if best and self._top_k > 1:
+            found += self._price_other_strategies(found)
+        if not best and self._cost_limit == math.inf:
+            found += self._closest_to_fitting()
+        if not found and self._cost_limit == math.inf:
+            raise self._first_error or RequestError("no plan is legal here: relax --mesh, --nproc or --set")
+        return [(f.plan, f.estimate) for f in found]
+
+    def _refine_next(self) -> _PricedPlan | None:
+        """Look more closely at the best that waits: the plan, if that was the last look."""
+        least, _, look, point = heapq.heappop(self._queue)
+        if look == _COARSE:
+            for grid in (
+                self._mesh_proposer.meshes_2d_tensor(point.mesh) if not point.sequence_parallel else ()
+            ):  # computes as much as the line, so its turn comes now
+                self._push(replace(point, mesh=grid), _COARSE)
+        if look in (_COARSE, _REFINED) and point.mesh.pp > 1:
+            self._push(point, look + 1, least)
+        elif look < _REFINED:
+            for finer in self._refinements(point):
+                seconds = self._push(finer, _REFINED, least)
+                for other in self._mesh_proposer.reordered_points(finer, seconds) if seconds is not None else ():
+                    self._push(other, _REFINED, least)
+        else:
+            return self._price_point(point)
+        return None
+
+    def _price_other_strategies(self, priced_plans: Sequence[_PricedPlan]) -> list[_PricedPlan]:
+        """A plan of another strategy, where all that were priced have the same: the best of those that bounds put first."""
+        known = {(f.plan.strategy, f.plan.world) for f in priced_plans if f.estimate.fits}
+        tried: list[_PricedPlan] = []
+        seen = {_strategy_key(f.plan.mesh, f.plan.memory.zero) for f in priced_plans}
+        while len(known) == 1 and self._queue and len(tried) < _MAX_OTHER_STRATEGIES:
+            if self._queue[0][2] >= _REFINED and _strategy_key(self._queue[0][3].mesh, self._queue[0][3].zero) in seen:
+                heapq.heappop(self._queue)
+                continue
+            priced = self._refine_next()
+            if priced is not None:
+                tried.append(priced)
+                seen |= {_strategy_key(priced.plan.mesh, priced.plan.memory.zero)}
+        return tried
+
+    # -- points --
+
+    def _enumerate_coarse(self) -> Iterator[SearchPoint]:
+        """Meshes without ZeRO, with every number of micro-batches and every schedule; tensor parallelism stays within a node."""
+        near = max(len(node.devices) for node in self._cluster.nodes[:1])
+        for mesh in self._meshes(near) or self._meshes():
+            for sequence in sequence_parallel_choices(mesh, self._constraints):
+                for micro in micro_batch_counts(self._workload.global_batch, mesh, self._constraints):
+                    for schedule, each in self._schedule_choices(mesh, micro):
+                        if self._workload.global_batch % (mesh.data_parallel_size * micro) == 0:
+                            yield SearchPoint(mesh, 0, micro, self._constraints.recompute or "none", sequence, schedule, each)
+
+    def _meshes(self, max_tensor_degree: int = 0) -> list[Mesh]:
+        """With at most so many tensor-parallel ranks, if a number is given."""
+        sizes = world_sizes(len(self._cluster.devices), self._constraints)
+        return [mesh for world in sizes for mesh in self._mesh_proposer.meshes_1d_tensor(world, _MAX_STAGES, max_tensor_degree or world)]
+
+    def _schedule_choices(self, mesh: Mesh, micro_batches: int) -> Iterator[tuple[PipelineSchedule, int]]:
+        """With the number of stages a rank: the shorter they are, the sooner all ranks have something to do, and the more is sent."""
+        for schedule in schedule_choices(mesh, self._constraints) if micro_batches >= mesh.pp or self._constraints.schedule is not None else ():
+            yield schedule, 0
+            if schedule_traits(schedule).any_stages_per_rank and mesh.pp > 1:
+                yield from ((schedule, each) for each in _EXTRA_STAGES_PER_RANK if each * mesh.pp <= len(self._profile.layers))
+
+    def _refinements(self, coarse: SearchPoint) -> Iterator[SearchPoint]:
+        """The same with every stage of ZeRO and way to recompute."""
+        mesh = coarse.mesh
+        for zero in (self._constraints.zero,) if self._constraints.zero is not None else (0, 1, 2, 3):
+            for shard in self._shard_degrees(mesh, zero):
+                spread = self._with_shard(mesh, shard)
+                for recompute in self._recompute_choices():
+                    finer = replace(coarse, mesh=spread, zero=zero, recompute=recompute)
+                    if self._is_legal(finer):
+                        yield finer
+
+    def _recompute_choices(self) -> tuple[RecomputeChoice, ...]:
+        """As asked. Else what is mixed takes no more time than what all units do alike; it may need more memory."""
+        if self._constraints.recompute:
+            return (self._constraints.recompute,)
+        return RECOMPUTE_MODES if self._workload.objective == "memory" else ("none", "mixed")
+
+    def _is_legal(self, point: SearchPoint) -> bool:
+        """False where a plan would refuse itself, as far as that can be told from here."""
+        tensor, piped, traits = point.mesh.degree("tp") > 1, point.mesh.pp > 1, schedule_traits(point.schedule)
+        if point.recompute == "selective" and tensor and self._compile_mode(point) != "none":
+            return False
+        if piped and traits.splits_backward and (point.recompute != "none" or point.zero == 3):
+            return False
+        if piped and traits.stages_per_rank > 1 and point.zero == 2:
+            return False
+        return is_basic_mesh(point.mesh) or self._mesh_proposer.is_legal(point)
+
+    def _shard_degrees(self, mesh: Mesh, zero: int) -> list[int]:
+        """Over how many ranks ZeRO may cut: all, or a power of two times a node's."""
+        if zero == 0 or mesh.dp == 1:
+            return [1] if zero == 0 else []
+        near = len(self._cluster.nodes[0].devices)
+        return [d for d in divisors(mesh.dp) if d > 1 and (d == mesh.dp or mesh.dp <= near or _is_power_of_two(d))]
+
+    # -- looks --
+
+    def _compile_mode(self, point: SearchPoint, sharding: Plan | None = None) -> CompileMode:
+        eager = point.mesh.pp > 1 and schedule_traits(point.schedule).splits_backward
+        return "none" if eager and self._constraints.compile is None else self._mesh_proposer.compile_mode(point.mesh, sharding)
+
+    def _push(self, point: SearchPoint, level: int, known_bound: float = 0.0) -> float | None:
+        """Into the queue, if it may be legal and fit: the seconds that it takes at least. It costs no less than what is `known_bound` of it."""
+        try:
+            cut = self.partition_cache.sharding(point.mesh, point.sequence_parallel)
+        except RequestError as error:
+            self._first_error = self._first_error or error
+            return None
+        self.num_considered += level in (_COARSE, _REFINED)
+        compiled, workload = self._compile_mode(point, cut), self._workload
+        staged, plan = level in (_COARSE_STAGED, _REFINED_STAGED), level >= _REFINED
+        stages = self._stage_layers(point) if staged else ()
+        if staged and not stages:
+            return None
+        need = self._bounds.memory.bytes(point, cut, compiled, stages) if plan else 0.0
+        if plan and need > self._bounds.memory.limit(point):
+            heapq.heappush(self._too_large, (need, next(self._push_counter), point))
+            return None
+        seconds = self._bounds.seconds(point, cut, compiled, plan, stages)
+        least = objective_cost(workload, seconds, point.mesh.size, need) * self._complexity_penalty(
+            point, point.sequence_parallel, point.recompute != "none"
+        )
+        heapq.heappush(self._queue, (max(least, known_bound), next(self._push_counter), level, point))
+        return seconds
+
+    def _stage_layers(self, point: SearchPoint) -> StageLayers:
+        """The layers of each stage; none where the model cannot be cut so, or torch would not run it."""
+        key = (point.mesh.pp, point.mesh.cp, point.mesh.tp, point.sequence_parallel, point.schedule, point.stages_per_rank)
+        if key not in self._stage_layers_by_key:
+            try:
+                stages = self.partition_cache.partition(point.mesh, point.sequence_parallel, point.schedule, point.stages_per_rank).stages
+                stages = stages if is_schedule_eligible(point.schedule, stages, self._constraints) else ()
+            except RequestError as error:
+                self._first_error, stages = self._first_error or error, ()
+            self._stage_layers_by_key[key] = tuple(stage.layers for stage in stages)
+        return self._stage_layers_by_key[key]
+
+    def _price_point(self, point: SearchPoint) -> _PricedPlan | None:
+        """The plan and its estimate; None where it turns out not to be legal."""
+        try:
+            cuts = self.partition_cache.partition(point.mesh, point.sequence_parallel, point.schedule, point.stages_per_rank)
+            alike = replace(point, recompute="none") if point.recompute == "mixed" else point
+            plan = make_plan(self._profile, self._cluster, self._workload, self._constraints, alike, cuts)
+        except RequestError as error:
+            self._first_error = self._first_error or error
+            return None
+        if point.recompute == "mixed":
+            found = choose_mixed_recompute(plan, self._profile, self._workload, self._cluster, self._problem.calibration)
+            if found is None:
+                heapq.heappush(self._too_large, (0.0, next(self._push_counter), point))
+                return None
+            plan = found
+        priced, workload = self._problem.estimate(plan), self._workload
+        extra = self._complexity_penalty(point, plan.tensor.is_sequence_parallel, bool(plan.memory.recompute_modes))
+        return _PricedPlan(plan, priced, objective_cost(workload, priced.step_s, plan.world, max(priced.memory_bytes[:1])) * extra)
+
+    def _complexity_penalty(self, point: SearchPoint, sequence_parallel: bool, recomputes: bool) -> float:
+        if self._workload.objective == "memory":
+            return 1.0
+        return complexity_penalty(
+            point.mesh, point.zero, point.micro_batches, sequence_parallel, recomputes, point.schedule, point.pipeline_spec.chunks
+        )
+
+    def _closest_to_fitting(self) -> list[_PricedPlan]:
+        """Nothing fits: those that need the least."""
+        found: list[_PricedPlan] = []
+        while self._too_large and len(found) < (_MAX_TOO_LARGE if self._top_k > 1 else 1):
+            point = heapq.heappop(self._too_large)[2]
+            priced = self._price_point(replace(point, recompute="full") if point.recompute == "mixed" else point)
+            found += [priced] if priced is not None else []
+        return found
+
+
+def _strategy_key(mesh: Mesh, zero: int) -> tuple[object, ...]:
+    """What makes a strategy, roughly."""
+    return mesh.size, mesh.pp, mesh.cp, mesh.ep, mesh.tp, zero
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0

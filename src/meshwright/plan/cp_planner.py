@@ -1,0 +1,33 @@
+"""How ranks along cp share the positions of every sample: of a sequence that attention runs over, or of the space that convolutions do."""
+
+from __future__ import annotations
+
+import math
+
+from meshwright.core.context_policy import ContextPolicy
+from meshwright.core.dataflow import Dataflow
+from meshwright.core.errors import RequestError
+from meshwright.core.mesh import Mesh
+from meshwright.core.spatial_policy import SpatialPolicy
+from meshwright.core.tensor_policy import TensorPolicy
+from meshwright.plan.context_planner import choose_context, scale_sites_for_cp
+from meshwright.plan.spatial_planner import choose_spatial
+
+TensorGrid = tuple[TensorPolicy, TensorPolicy]
+
+
+def choose_cp_policies(
+    mesh: Mesh, dataflow: Dataflow | None, tensor_grid: TensorGrid, precision: str, grid: tuple[int, ...] = ()
+) -> tuple[TensorGrid, ContextPolicy, SpatialPolicy]:  # fmt: skip
+    """Positions of sequences where the model attends, of space where it does not, or where a grid is asked for; and tensor parallelism
+    on what is left of them."""
+    if mesh.cp == 1:
+        if grid:
+            raise RequestError(f"spatial is the grid of the ranks of cp, and mesh {mesh} has none: use --mesh cp={math.prod(grid)}")
+        return tensor_grid, ContextPolicy(), SpatialPolicy()
+    if dataflow is None:
+        raise RequestError(f"mesh {mesh}: sharing positions needs the model's dataflow, and this model's loss is not known: pass loss_fn")
+    if grid or not any(op.name == "attention" for op in dataflow.operations):
+        return tensor_grid, ContextPolicy(), choose_spatial(dataflow, mesh.cp, grid)
+    context = choose_context(dataflow, mesh.cp, tensor_grid[0], precision)
+    return (scale_sites_for_cp(dataflow, tensor_grid[0], mesh.cp), scale_sites_for_cp(dataflow, tensor_grid[1], mesh.cp)), context, SpatialPolicy()

@@ -1,0 +1,206 @@
+"""Who owns what along the `ep` axis: mixtures of experts and embedding tables, found in a model's dataflow, and dealt out over owners."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+from meshwright.core.dataflow import Dataflow, ModuleCall
+from meshwright.core.errors import RequestError
+from meshwright.core.expert_policy import EmbeddingTable, ExpertPolicy, MoELayer, TableLookup
+from meshwright.core.tensor_policy import ShardedDim
+from meshwright.plan.dataflow_index import DataflowIndex
+
+_SELECT_OPS = ("index", "index_select", "embedding")  # operations that pick entries of dim 0
+
+
+def choose_expert_parallel(dataflow: Dataflow, ep_degree: int) -> ExpertPolicy:
+    """Experts dealt out by number, tables by bytes; refused where there is too little to own."""
+    reader = DataflowIndex.of(dataflow)
+    calls = list(_find_moe_layers(reader))
+    mixtures = [_make_moe_layer(reader, call, size, ep_degree) for call, size in calls]
+    tables = _find_tables(reader, {name for m in mixtures for name in m.parameters})
+    if not mixtures and not tables:
+        raise RequestError(f"ep={ep_degree}: this model has neither experts nor embedding tables {_why_no_tables(reader)}: use --mesh dp={ep_degree}")
+    most = min((m.num_experts for m in mixtures), default=len(tables))
+    if most < ep_degree:
+        what = f"{most} experts in {mixtures[0].module}" if mixtures else f"{most} embedding tables" if most > 1 else "one embedding table"
+        instead = f"use --mesh ep={most} or less" if most > 1 else f"use --mesh dp={ep_degree}"
+        raise RequestError(f"ep={ep_degree}: this model has {what}, and an owner holds at least one: {instead}")
+    last = max((c.end_op for _, calls in tables for c in calls), default=0)
+    early = any(call.first_op < last for call, _ in calls)  # its tokens would travel in the dry run that asks for the lookups, too
+    owned = _assign_tables(reader, tables, ep_degree) if len(tables) >= ep_degree and not early else ()
+    return ExpertPolicy(tuple(mixtures), owned, *_lookup_container(reader, owned))
+
+
+# -- mixtures --
+
+
+def _find_moe_layers(dataflow_index: DataflowIndex) -> Iterator[tuple[ModuleCall, int]]:
+    """Calls of modules whose every parameter is picked from by the choices that the call is given; with the number of experts.
+    Modules are noted when their calls end, so of two around the same parameters the inner one is found."""
+    called = Counter(call.module for call in dataflow_index.dataflow.modules)
+    taken: set[int] = set()
+    for call in dataflow_index.dataflow.modules:
+        if not call.module or called[call.module] > 1 or _input_roles(dataflow_index, call) is None:
+            continue
+        values = {w.value for w in dataflow_index.parameters if w.name.startswith(f"{call.module}.")}
+        sizes = {dataflow_index.dataflow.values[v].shape[:1] for v in values}
+        if len(sizes) == 1 and taken.isdisjoint(values) and _is_moe_layer(dataflow_index, call, values):
+            taken |= values
+            yield call, sizes.pop()[0]
+
+
+def _is_moe_layer(dataflow_index: DataflowIndex, call: ModuleCall, weights: set[int]) -> bool:
+    """Tokens [T, d] and integer choices [T, k] in, [T, d] out, and all parameters picked from by choice."""
+    roles = _input_roles(dataflow_index, call)
+    if roles is None or len(call.outputs) != 1:
+        return False
+    values = dataflow_index.dataflow.values
+    if values[call.outputs[0]].shape != values[call.inputs[roles[0]]].shape:
+        return False
+    chosen = _values_derived_from(dataflow_index, call, call.inputs[roles[1]])
+
+    def is_selected_by_choice(index: int) -> bool:
+        op = dataflow_index.op(index)
+        return call.first_op <= index < call.end_op and op.name in _SELECT_OPS and len(op.inputs) == 2 and op.inputs[1] in chosen
+
+    return all(dataflow_index.consumers.get(w) and all(map(is_selected_by_choice, dataflow_index.consumers[w])) for w in weights)
+
+
+def _input_roles(dataflow_index: DataflowIndex, call: ModuleCall) -> tuple[int, int, int | None] | None:
+    """Which of the given tensors are tokens, choices and weights; None where that is not clear."""
+    given = [dataflow_index.dataflow.values[v] for v in call.inputs]
+    choices = [i for i, v in enumerate(given) if not v.floating and len(v.shape) == 2]
+    if len(choices) != 1 or not 2 <= len(given) <= 3:
+        return None
+    shape = given[choices[0]].shape
+    floats = [i for i, v in enumerate(given) if v.floating and len(v.shape) == 2 and v.shape[0] == shape[0]]
+    if len(floats) != len(given) - 1:
+        return None
+    if len(floats) == 1:
+        return floats[0], choices[0], None
+    weights = [i for i in floats if given[i].shape == shape]
+    if len(weights) != 1:  # as many features as choices: tokens come first, as everywhere
+        weights = floats[1:]
+    return next(i for i in floats if i not in weights), choices[0], weights[0]
+
+
+def _values_derived_from(dataflow_index: DataflowIndex, call: ModuleCall, value: int) -> set[int]:
+    """A value, and what is made of it alone, inside a call."""
+    found = {value}
+    for op in dataflow_index.dataflow.operations[call.first_op : call.end_op]:
+        if op.inputs and found.issuperset(op.inputs):
+            found.update(op.outputs)
+    return found
+
+
+def _make_moe_layer(dataflow_index: DataflowIndex, call: ModuleCall, experts: int, ep_degree: int) -> MoELayer:
+    roles = _input_roles(dataflow_index, call)
+    assert roles is not None
+    tokens, choices = (dataflow_index.dataflow.values[call.inputs[i]] for i in roles[:2])
+    sharded = ShardedDim(call.module, experts, ())
+    return MoELayer(
+        call.module,
+        tuple(w.name for w in dataflow_index.parameters if w.name.startswith(f"{call.module}.")),
+        tuple(sharded.shard_range(owner, ep_degree)[1] for owner in range(ep_degree)),
+        math.prod(choices.shape) / dataflow_index.dataflow.batch,
+        tokens.shape[1],
+        tokens.shape[1] * tokens.itemsize,
+        *roles,
+    )
+
+
+# -- tables --
+
+
+def _find_tables(dataflow_index: DataflowIndex, experts: set[str]) -> list[tuple[int, list[ModuleCall]]]:
+    """Tables (the parameter's value, and its calls) that only their own module reads, at places that the samples give; none unless they
+    outweigh the rest of the model."""
+    known = _parameter_free_values(dataflow_index)
+    found = []
+    for weight in dataflow_index.parameters:
+        readers = [dataflow_index.innermost_call.get(i) for i in dataflow_index.consumers.get(weight.value, [])]
+        calls = [c for c in readers if c is not None and c.kind in ("embedding", "bag") and weight.name.startswith(f"{c.module}.")]
+        if calls and len(calls) == len(readers) and all(_is_table_lookup(dataflow_index, c, known) for c in calls):
+            found.append((weight.value, calls))
+    tables = {v for v, _ in found}
+    kinds = {dataflow_index.dataflow.values[v].itemsize for v in tables}
+    rest = sum(w.numel for w in dataflow_index.parameters if w.value not in tables and w.name not in experts)
+    return found if len(kinds) == 1 and sum(w.numel for w in dataflow_index.parameters if w.value in tables) > rest else []
+
+
+def _why_no_tables(dataflow_index: DataflowIndex) -> str:
+    bag = next((c.module for c in dataflow_index.dataflow.modules if c.kind == "bag" and not _has_single_index_input(dataflow_index, c)), None)
+    if bag is not None:
+        return f"that can be owned ({bag} takes offsets or weights: give it indices of shape [samples, n] alone)"
+    return "that outweigh the rest of it"
+
+
+def _parameter_free_values(dataflow_index: DataflowIndex) -> set[int]:
+    """Values that depend on samples and on no parameter: they can be had before anything is looked up."""
+    values = dataflow_index.dataflow.values
+    learned = {v for v, value in enumerate(values) if value.parameter and value.needs_grad}
+    known = {
+        v
+        for v, value in enumerate(values)
+        if v not in dataflow_index.producer and dataflow_index.dataflow.sample_dims & dataflow_index.value_dims[v] and not value.parameter
+    }
+    for op in dataflow_index.dataflow.operations:
+        if learned.intersection(op.inputs):
+            learned.update(op.outputs)
+        elif known.intersection(op.inputs):
+            known.update(op.outputs)
+    return known - learned
+
+
+def _is_table_lookup(dataflow_index: DataflowIndex, call: ModuleCall, known_values: set[int]) -> bool:
+    """One tensor of indices, of which every sample gives as many; bags are whole rows of it, without offsets or weights."""
+    return (
+        _has_single_index_input(dataflow_index, call)
+        and call.inputs[0] in known_values
+        and math.prod(dataflow_index.dataflow.values[call.inputs[0]].shape) % dataflow_index.dataflow.batch == 0
+    )
+
+
+def _has_single_index_input(dataflow_index: DataflowIndex, call: ModuleCall) -> bool:
+    shape = dataflow_index.dataflow.values[call.inputs[0]].shape
+    return len(call.inputs) == len(call.outputs) == 1 and (call.kind == "embedding" or len(shape) == 2)
+
+
+def _assign_tables(dataflow_index: DataflowIndex, tables: list[tuple[int, list[ModuleCall]]], ep_degree: int) -> tuple[EmbeddingTable, ...]:
+    """The largest first, each to the owner that has least."""
+    held = [0] * ep_degree
+    made = {}
+    for value, calls in sorted(tables, key=lambda item: -math.prod(dataflow_index.dataflow.values[item[0]].shape)):
+        noted = dataflow_index.dataflow.values[value]
+        owner = min(range(ep_degree), key=lambda i: held[i])
+        held[owner] += math.prod(noted.shape) * noted.itemsize
+        made[value] = EmbeddingTable(calls[0].module, noted.parameter, noted.shape[0], owner)
+    return tuple(made[value] for value, _ in tables)
+
+
+def _lookup_container(dataflow_index: DataflowIndex, tables: tuple[EmbeddingTable, ...]) -> tuple[str, tuple[TableLookup, ...]]:
+    """The smallest module whose one call holds all lookups, and these in order."""
+    if not tables:
+        return "", ()
+    names = {t.module for t in tables}
+    calls = sorted((c for c in dataflow_index.dataflow.modules if c.module in names), key=lambda c: c.first_op)
+    modules = [c.module for c in dataflow_index.dataflow.modules]
+    around = [
+        c
+        for c in dataflow_index.dataflow.modules
+        if c.first_op <= calls[0].first_op and calls[-1].end_op <= c.end_op and modules.count(c.module) == 1
+    ]
+    around = [c for c in around if c.module not in names]
+    if not around:
+        raise RequestError("ep: the embedding tables are looked up outside any one module's forward, so their lookups cannot travel together: use dp")
+    return min(around, key=lambda c: (c.end_op - c.first_op, -len(c.module))).module, tuple(_make_lookup(dataflow_index, c) for c in calls)
+
+
+def _make_lookup(dataflow_index: DataflowIndex, call: ModuleCall) -> TableLookup:
+    given, made = dataflow_index.dataflow.values[call.inputs[0]], dataflow_index.dataflow.values[call.outputs[0]]
+    return TableLookup(
+        call.module, math.prod(given.shape) / dataflow_index.dataflow.batch, math.prod(made.shape) * made.itemsize / dataflow_index.dataflow.batch
+    )

@@ -1,0 +1,153 @@
+"""The plan that needs the least memory: whether anything fits at all, and what would make it fit, follow from this one.
+
+What keeps more is left out (micro-batches are one, or as many as there are samples; ZeRO cuts over all ranks), so there is far less to look at than
+in a search for the fastest. Points are priced in the order of what they need at least (`plan/bounds.py`), until nothing that is left can need less.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import replace
+
+from meshwright.core.calibration import Calibration
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import RequestError
+from meshwright.core.model import ModelProfile
+from meshwright.core.rank_devices import assign_rank_devices
+from meshwright.core.recompute_policy import RecomputeMode
+from meshwright.core.workload import Workload
+from meshwright.cost import estimate
+from meshwright.plan.bounds import LowerBounds
+from meshwright.plan.layer_totals import StageLayers
+from meshwright.plan.mesh_proposals import MeshProposer
+from meshwright.plan.planning_problem import PlanningProblem
+from meshwright.plan.search import ScoredPlan, needs_bounded_search, rank_plans
+from meshwright.plan.search_point import SearchPoint
+from meshwright.plan.search_space import Constraints, PartitionCache, divisors, make_plan, micro_batch_counts, sequence_parallel_choices, world_sizes
+
+_MODES_LEAST_MEMORY_FIRST: tuple[RecomputeMode, ...] = ("full", "selective", "none")  # which keeps less depends on what a block's products give
+
+
+class LeastMemorySearch:
+    """Asks for one model and workload under one set of wishes; `partition_cache` may come from another search of the model. Meshes are those
+    that a search weighs."""
+
+    def __init__(
+        self,
+        profile: ModelProfile,
+        workload: Workload,
+        calibration: Calibration,
+        constraints: Constraints,
+        partition_cache: PartitionCache | None = None,
+    ) -> None:
+        self._profile, self._workload, self._calibration, self._constraints = profile, workload, calibration, constraints
+        self.partition_cache = partition_cache or PartitionCache(profile, workload, constraints)
+        self._plans_by_key: dict[tuple[int, int], ScoredPlan | None] = {}  # by number of ranks, and the memory of the smallest device
+
+    def smallest_plan(self, cluster: Cluster, largest_worlds_only: bool = False) -> ScoredPlan | None:
+        """The plan for this cluster that needs the least memory on its largest rank; None where no plan is legal. With `largest_worlds_only`,
+        among those that use (nearly) all devices: the more there are, the less each holds."""
+        if self._constraints.mesh is not None or assign_rank_devices(cluster, len(cluster.devices)):
+            return self._smallest_of_all(cluster)
+        found = [
+            best
+            for world in world_sizes(len(cluster.devices), self._constraints)[-2 if largest_worlds_only else 0 :]
+            if (best := self._smallest_for_world(cluster, world)) is not None
+        ]
+        return min(found, key=_memory_sort_key, default=None)
+
+    def fits(self, cluster: Cluster) -> bool:
+        found = self.smallest_plan(cluster, largest_worlds_only=True)
+        return found is not None and found.estimate.fits
+
+    @property
+    def min_total_bytes(self) -> float:
+        """Bytes of parameters and gradients, which all devices together must hold whatever the plan."""
+        return 2.0 * sum(t.bytes for t in self._profile.tensors if t.trainable)
+
+    def _offload_variants(self, cluster: Cluster) -> tuple[Constraints, ...]:
+        """The wishes, and the same with states in host memory where that is not the device's own and nobody minds."""
+        if self._constraints.offload is not None or cluster.devices[0].kind != "cuda":
+            return (self._constraints,)
+        return self._constraints, replace(self._constraints, offload="optimizer")
+
+    def _smallest_of_all(self, cluster: Cluster) -> ScoredPlan | None:
+        """Where the mesh is given, or ranks are not alike, there are few plans."""
+        try:
+            return rank_plans(self._profile, cluster, replace(self._workload, objective="memory"), self._calibration, self._constraints).best
+        except RequestError:
+            return None
+
+    def _smallest_for_world(self, cluster: Cluster, world: int) -> ScoredPlan | None:
+        if world > len(cluster.devices):
+            return None
+        key = (world, cluster.least_memory(world))
+        if key not in self._plans_by_key:
+            found = [self._search(cluster, world, constraints) for constraints in self._offload_variants(cluster)]
+            self._plans_by_key[key] = min((s for s in found if s is not None), key=_memory_sort_key, default=None)
+        return self._plans_by_key[key]
+
+    def _search(self, cluster: Cluster, world: int, constraints: Constraints) -> ScoredPlan | None:
+        bounds = LowerBounds(PlanningProblem(self._profile, cluster, self._workload, self._calibration, constraints))
+        axes = MeshProposer(cluster, self._workload, constraints, self.partition_cache, bounds)
+        queue: list[tuple[float, int, bool, SearchPoint]] = []
+
+        def push(insertion_order: int, point: SearchPoint, stages: StageLayers = ()) -> None:
+            try:
+                cut = self.partition_cache.sharding(point.mesh, point.sequence_parallel)
+            except RequestError:
+                return
+            heapq.heappush(queue, (bounds.memory.bytes(point, cut, axes.compile_mode(point.mesh, cut), stages), insertion_order, bool(stages), point))
+
+        for number, point in enumerate(self._search_points(cluster, world, axes)):
+            push(number, point)
+        best: ScoredPlan | None = None
+        while queue and (best is None or queue[0][0] < _peak_bytes(best)):
+            _, number, looked, point = heapq.heappop(queue)
+            if point.mesh.pp > 1 and not looked:
+                push(number, point, self._stage_layers(point))
+                continue
+            found = self._price_point(cluster, point, constraints)
+            best = min((s for s in (best, found) if s is not None), key=_peak_bytes, default=None)
+        return best
+
+    def _stage_layers(self, point: SearchPoint) -> StageLayers:
+        """The layers of each stage; of a model that cannot be cut so, any: it is refused when it is made."""
+        try:
+            return tuple(stage.layers for stage in self.partition_cache.partition(point.mesh, point.sequence_parallel, point.schedule).stages)
+        except RequestError:
+            return (self._profile.layer_names,) * point.mesh.pp * point.pipeline_spec.chunks
+
+    def _search_points(self, cluster: Cluster, world: int, mesh_proposer: MeshProposer) -> Iterator[SearchPoint]:
+        """Of all meshes that a search would weigh."""
+        constraints = self._constraints
+        near = len(cluster.nodes[0].devices) if needs_bounded_search(self._profile, cluster, replace(constraints, world=world)) else world
+        lines = mesh_proposer.meshes_1d_tensor(world, world, near)
+        for wide in (*lines, *(grid for mesh in lines for grid in mesh_proposer.meshes_2d_tensor(mesh))):
+            for sequence in sequence_parallel_choices(wide, constraints):
+                counts = micro_batch_counts(self._workload.global_batch, wide, constraints)
+                for micro in dict.fromkeys((counts[-1], counts[0])):  # small ones, or one for which no gradients are kept
+                    for zero in (constraints.zero,) if constraints.zero is not None else (0, 1, 2, 3):
+                        shards = [d for d in divisors(wide.dp) if d > 1] if zero and wide.dp > 1 else [1]
+                        for shard in shards[-1:]:  # cut over all, each holds the least
+                            if (zero > 0) == (shard > 1) or world == 1:
+                                mesh = replace(wide, dp=wide.dp // shard, shard=shard)
+                                for recompute in (constraints.recompute,) if constraints.recompute else _MODES_LEAST_MEMORY_FIRST:
+                                    yield SearchPoint(mesh, zero, micro, recompute, sequence, constraints.schedule or "1f1b")
+
+    def _price_point(self, cluster: Cluster, point: SearchPoint, constraints: Constraints) -> ScoredPlan | None:
+        try:
+            cuts = self.partition_cache.partition(point.mesh, point.sequence_parallel, point.schedule)
+            plan = make_plan(self._profile, cluster, self._workload, constraints, point, cuts)
+        except RequestError:
+            return None
+        return ScoredPlan(plan, estimate(plan, self._profile, self._workload, cluster, self._calibration, with_time=False))
+
+
+def _memory_sort_key(scored: ScoredPlan) -> tuple[bool, int]:
+    return not scored.estimate.fits, _peak_bytes(scored)
+
+
+def _peak_bytes(scored: ScoredPlan) -> int:
+    return max(scored.estimate.memory_bytes)

@@ -1,0 +1,48 @@
+"""Memory Manager, deciding half: what each unit keeps for backward, and the precision that the devices have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshwright.core.cluster import Cluster
+from meshwright.core.errors import RequestError
+from meshwright.core.model import ModelProfile
+from meshwright.core.plan import MemoryPolicy, Offload
+from meshwright.core.recompute_policy import RecomputeMode
+from meshwright.core.workload import Precision
+from meshwright.plan.partition import choose_units
+
+RECOMPUTE_MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")  # in the order in which they cost time, and save memory
+
+
+def choose_memory(
+    profile: ModelProfile,
+    cluster: Cluster,
+    precision: Precision,
+    zero: int,
+    recompute: RecomputeMode,
+    layers: Mapping[str, RecomputeMode],
+    offload: Offload = "none",
+) -> MemoryPolicy:
+    """The policy, or why these devices or this model cannot have it."""
+    check_precision(precision, cluster)
+    memory = MemoryPolicy(zero, choose_units(profile), recompute, precision, layers, offload)  # type: ignore[arg-type]
+    check_selective_recompute(memory, profile)
+    return memory
+
+
+def check_precision(precision: str, cluster: Cluster) -> None:
+    """Not every device multiplies in fp8."""
+    without = next((d for d in cluster.devices if not d.fp8), None) if precision == "fp8" else None
+    if without is not None:
+        raise RequestError(f"precision=fp8 needs GPUs of compute capability 8.9 or newer, and this machine has {without.name}: use bf16")
+
+
+def check_selective_recompute(memory: MemoryPolicy, profile: ModelProfile) -> None:
+    """A result that is kept must stay as it was."""
+    for layer in profile.layers:
+        if layer.has_inplace_ops and memory.recompute_mode(layer.name) == "selective":
+            raise RequestError(
+                f"recompute=selective keeps the products of {layer.name}, whose code changes one in place (like relu_): "
+                f"set recompute.{layer.name}=full, or change the code"
+            )

@@ -1,0 +1,77 @@
+"""The precision of the arithmetic, where a user leaves it open: the same search in each that the devices are known to have, and the best of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from meshwright.core.calibration import Calibration
+from meshwright.core.cluster import Cluster
+from meshwright.core.dataflow import Dataflow
+from meshwright.core.errors import RequestError
+from meshwright.core.model import ModelProfile
+from meshwright.core.workload import Precision
+from meshwright.plan.memory_planner import check_precision
+from meshwright.plan.objective import objective_cost, show_cost
+from meshwright.plan.search import Ranking, rank_plans
+
+TraceInPrecision = Callable[[Precision], tuple[ModelProfile, Dataflow | None]]
+PRECISIONS_WIDEST_FIRST: tuple[Precision, ...] = (
+    "fp32",
+    "bf16",
+    "fp8",
+)  # each has the range of the one before; fp16 has not, and loses small gradients
+_MIN_GAIN = 0.01  # predictions are not finer, and more digits do no harm
+
+
+def available_precisions(cluster: Cluster, calibration: Calibration) -> tuple[Precision, ...]:
+    """fp32, and those in which products were measured or are on the data sheet of every device: of others nothing is known."""
+    known = set.intersection(*({key.partition("/")[2] for key in rates.compute if key.startswith("matmul/")} for rates in calibration.layouts))
+    return tuple(p for p in PRECISIONS_WIDEST_FIRST if p == "fp32" or (p in known and _supports(p, cluster)))
+
+
+def _supports(precision: Precision, cluster: Cluster) -> bool:
+    try:
+        check_precision(precision, cluster)
+    except RequestError:
+        return False
+    return True
+
+
+def best_precision(ranking: Ranking, retrace: TraceInPrecision) -> Ranking:
+    """The ranking in the precision whose best plan costs least, and a line that says what the others would cost. The widest wins a tie."""
+    tried: dict[Precision, Ranking] = {}
+    for precision in available_precisions(ranking.cluster, ranking.calibration):
+        if precision == ranking.workload.precision:
+            tried[precision] = ranking
+            continue
+        profile, flow = retrace(precision)
+        inputs = (ranking.cluster, replace(ranking.workload, precision=precision), ranking.calibration, replace(ranking.constraints, flow=flow))
+        try:
+            tried[precision] = rank_plans(profile, *inputs)
+        except RequestError:
+            continue  # a plan that only other precisions can have
+    chosen = next(iter(tried))
+    for precision, found in tried.items():
+        if _is_better(found, tried[chosen]):
+            chosen = precision
+    others = ", ".join(f"{precision} {_describe_cost(found)}" for precision, found in tried.items())
+    best = tried[chosen]
+    return replace(best, tuning_notes=(f"Precision: {chosen} (predicted: {others}).", *best.tuning_notes))
+
+
+def _ranking_cost(ranking: Ranking) -> float:
+    best = ranking.best
+    return objective_cost(ranking.workload, best.estimate.step_s, best.plan.world, max(best.estimate.memory_bytes))
+
+
+def _is_better(candidate: Ranking, current: Ranking) -> bool:
+    if candidate.best.estimate.fits != current.best.estimate.fits:
+        return candidate.best.estimate.fits
+    return _ranking_cost(candidate) < (1 - _MIN_GAIN) * _ranking_cost(current)
+
+
+def _describe_cost(ranking: Ranking) -> str:
+    best = ranking.best
+    text = show_cost(ranking.workload, best.estimate.step_s, best.plan.world, max(best.estimate.memory_bytes))
+    return text if best.estimate.fits else f"does not fit ({text})"

@@ -1,0 +1,351 @@
+"""The space of legal plans: every combination that `execute` can run on this cluster and that the user's wishes leave open."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from typing import get_args
+
+from meshwright.core.backends import backend_for
+from meshwright.core.cluster import Cluster
+from meshwright.core.compression_policy import Compression
+from meshwright.core.context_policy import ContextPolicy
+from meshwright.core.dataflow import Dataflow
+from meshwright.core.errors import RequestError
+from meshwright.core.expert_policy import ExpertPolicy
+from meshwright.core.mesh import Mesh, check_runnable
+from meshwright.core.model import ModelProfile
+from meshwright.core.pipeline_schedules import PipelineSchedule, schedule_traits
+from meshwright.core.plan import BalancePolicy, CompileMode, Offload, Overlap, Plan, Stage, SyncPolicy
+from meshwright.core.rank_devices import assign_rank_devices, device_kind
+from meshwright.core.recompute_policy import RecomputeMode
+from meshwright.core.routes import Route, routes_for_world
+from meshwright.core.spatial_policy import SpatialPolicy
+from meshwright.core.tensor_policy import TensorPolicy
+from meshwright.core.tied_parameters import check_tied_parameters
+from meshwright.core.workload import Workload
+from meshwright.plan.axis_order import alternative_axis_orders
+from meshwright.plan.balance import equal_balance
+from meshwright.plan.cp_planner import TensorGrid, choose_cp_policies
+from meshwright.plan.expert_planner import choose_expert_parallel
+from meshwright.plan.memory_planner import RECOMPUTE_MODES, choose_memory
+from meshwright.plan.partition import single_stage
+from meshwright.plan.pipeline_planner import StageBoundaries, balanced_stages, find_stage_boundaries
+from meshwright.plan.search_point import SearchPoint
+from meshwright.plan.tensor_planner import check_placements, choose_tensor_grid, reject_if_unsharded
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What the user has fixed; None leaves it to the planner."""
+
+    mesh: Mesh | None = None
+    world: int | None = None
+    zero: int | None = None
+    recompute: RecomputeMode | None = None
+    recompute_layers: Mapping[str, RecomputeMode] = field(default_factory=dict)  # of single units, by name
+    offload: Offload | None = None
+    compile: CompileMode | None = None
+    micro_batches: int | None = None
+    backend: str | None = None
+    routes: tuple[Route, ...] | None = None  # other ways than that one's own
+    nodes: tuple[int, ...] | None = None  # ranks on each node, where routes tell them apart
+    compression: Compression | None = None
+    allow: tuple[Compression, ...] = ()  # compressions that may be chosen where they are quicker
+    compression_rank: int | None = None
+    bucket_bytes: int | None = None
+    overlap: tuple[Overlap, ...] | None = None
+    timeout_s: float | None = None
+    schedule: PipelineSchedule | None = None
+    placements: Mapping[str, str] = field(default_factory=dict)
+    sequence: bool | None = None  # whether tensor-parallel ranks share positions between cut parts
+    spatial: tuple[int, ...] = ()  # the grid of cp's ranks; empty: as square as it goes
+    order: tuple[str, ...] = ()  # which axes of the mesh are farthest apart; empty: as is best
+    reorder: bool = False  # whether ranks may be on devices in another order than these are in: where they are still to be started
+    flow: Dataflow | None = None  # the model's dataflow; without it no tensor parallelism is considered
+
+
+# Constraints that a plan's SyncPolicy takes over by name; routes depend on the number of ranks too (see `_sync_policy`).
+_SYNC_FIELDS = {f.name for f in fields(SyncPolicy)} & {f.name for f in fields(Constraints)} - {"routes", "nodes"}
+
+
+@dataclass(frozen=True)
+class ModelPartition:
+    """How a mesh takes one model apart."""
+
+    tensor_grid: TensorGrid
+    context: ContextPolicy
+    spatial: SpatialPolicy
+    expert: ExpertPolicy
+    stages: tuple[Stage, ...]
+
+
+MeshEnumerator = Callable[[int], list[Mesh]]  # for so many devices: meshes whose dp is all that the other axes leave
+
+
+def candidates(
+    profile: ModelProfile,
+    cluster: Cluster,
+    workload: Workload,
+    constraints: Constraints,
+    partition_cache: PartitionCache | None = None,
+    enumerate_meshes: MeshEnumerator | None = None,
+) -> Iterator[Plan]:
+    """Legal plans. If the wishes allow none, the last reason is raised: it says what to change."""
+    check_constraints(constraints, len(cluster.devices))
+    reason: RequestError | None = None
+    found = False
+    partition_cache = partition_cache or PartitionCache(profile, workload, constraints)
+    every = mesh_layouts(cluster, constraints, enumerate_meshes or (lambda world: model_parallel_meshes(world, constraints)))
+    for mesh, zero in ((ordered, zero) for found, zero in every for ordered in _axis_order_variants(found, cluster, constraints)):
+        for sequence in sequence_parallel_choices(mesh, constraints):
+            for schedule in schedule_choices(mesh, constraints):
+                try:
+                    check_runnable(mesh)
+                    cuts = partition_cache.partition(mesh, sequence, schedule)
+                except RequestError as error:
+                    reason = reason or error
+                    continue
+                for micro in (
+                    micro_batch_counts(workload.global_batch, mesh, constraints) if is_schedule_eligible(schedule, cuts.stages, constraints) else ()
+                ):
+                    for recompute in (constraints.recompute,) if constraints.recompute else RECOMPUTE_MODES:
+                        try:
+                            yield make_plan(
+                                profile, cluster, workload, constraints, SearchPoint(mesh, zero, micro, recompute, sequence, schedule), cuts
+                            )
+                            found = True
+                        except RequestError as error:
+                            reason = reason or error  # the first is about the simplest plan
+    if not found:
+        raise reason or RequestError("no plan is legal here: relax --mesh, --nproc or --set")
+
+
+def _axis_order_variants(mesh: Mesh, cluster: Cluster, constraints: Constraints) -> Iterator[Mesh]:
+    """In the usual order and in others; a mesh that is asked for is as it was asked for."""
+    yield mesh
+    if constraints.mesh is None:
+        yield from alternative_axis_orders(mesh, cluster)
+
+
+def check_constraints(constraints: Constraints, devices: int) -> None:
+    """What no mesh could make right is said at once, rather than as the reason why each of them was left out."""
+    if constraints.mesh is not None:
+        refuse_unused(constraints.mesh, constraints.schedule, constraints.placements, constraints.sequence)
+    elif constraints.flow is None or (constraints.world or devices) == 1:
+        refuse_unused(Mesh(), constraints.schedule, constraints.placements, constraints.sequence)
+    if (
+        constraints.mesh is not None
+        and Mesh(order=constraints.order).order
+        and sum(constraints.mesh.degree(axis) > 1 for axis in constraints.order) < 2
+    ):
+        raise RequestError(
+            f"order={','.join(constraints.order)} is for axes that a mesh has, and {constraints.mesh} has fewer than two of them: leave it out"
+        )
+    if constraints.flow is not None:
+        check_placements(constraints.flow, constraints.placements)
+    if constraints.compression_rank is not None and "powersgd" not in (constraints.compression, *constraints.allow):
+        raise RequestError(f"compression_rank={constraints.compression_rank} is powersgd's: set compression=powersgd, or leave it out")
+
+
+def refuse_unused(mesh: Mesh, schedule: str | None, placements: Mapping[str, str], sequence_parallel: bool | None = None) -> None:
+    """Nothing that a user asks for is ignored."""
+    if schedule is not None and mesh.pp == 1:
+        raise RequestError(f"schedule={schedule} orders a pipeline's micro-batches, and mesh {mesh} has none: use --mesh pp=2, or leave it out")
+    if placements and mesh.degree("tp") == 1:
+        raise RequestError(f"placements say how tensor parallelism cuts layers, and mesh {mesh} has none: use --mesh tp=2, or leave them out")
+    if sequence_parallel and mesh.degree("tp") == 1:
+        raise RequestError(f"sequence=true is for tensor-parallel ranks, and mesh {mesh} has none: use --mesh tp=2, or leave it out")
+
+
+def sequence_parallel_choices(mesh: Mesh, constraints: Constraints) -> tuple[bool, ...]:
+    """Whether to share positions between cut parts: as asked, or both ways where it may be of use."""
+    if constraints.sequence is not None:
+        return (constraints.sequence,)
+    return (False, True) if len(mesh.tp) == 1 < mesh.degree("tp") and mesh.cp == mesh.ep == 1 else (False,)
+
+
+def schedule_choices(mesh: Mesh, constraints: Constraints) -> tuple[PipelineSchedule, ...]:
+    """In which orders a pipeline may go: as asked, or all that are worth a search."""
+    if constraints.schedule is not None or mesh.pp == 1:
+        return (constraints.schedule or "1f1b",)
+    return tuple(schedule for schedule in get_args(PipelineSchedule) if schedule_traits(schedule).searched)
+
+
+def is_schedule_eligible(schedule: str, stages: tuple[Stage, ...], constraints: Constraints) -> bool:
+    """Whether a schedule may be chosen unasked. torch splits backward where each stage hands on one learned value."""
+    if not schedule_traits(schedule).splits_backward or constraints.schedule is not None:
+        return True
+    return all(len(s.boundary_activations) == 1 and s.boundary_activations[0].needs_grad for s in stages[1:])
+
+
+UNSHARDED: TensorGrid = (TensorPolicy(), TensorPolicy())
+
+
+class PartitionCache:
+    """Takes a model apart for one mesh after another; what several of them share is reasoned out once."""
+
+    def __init__(self, profile: ModelProfile, workload: Workload, constraints: Constraints) -> None:
+        self.profile, self.workload, self.constraints = profile, workload, constraints
+        self.tensor_grid = cache(self._choose_tensor)
+        self._stages = cache(self._choose_stages)
+        self._cached_sharding = cache(self._choose_sharding)
+        self.expert_policy = cache(lambda ep: choose_expert_parallel(self._require_dataflow(f"ep={ep}: owners need"), ep))
+        self._chosen_tensor: dict[tuple[int, bool, bool], TensorGrid] = {}
+        self._boundaries: dict[tuple[int, int], tuple[TensorGrid, StageBoundaries]] = {}
+        self._single_stage = single_stage(profile)
+
+    def partition(self, mesh: Mesh, sequence_parallel: bool, schedule: str = "1f1b", stages_per_rank: int = 0) -> ModelPartition:
+        parts = self.sharding(mesh, sequence_parallel)
+        count = mesh.pp * (stages_per_rank or schedule_traits(schedule).stages_per_rank)
+        stages = self._stages(count, mesh.tp, mesh.cp, sequence_parallel) if mesh.pp > 1 else self._single_stage
+        return ModelPartition((parts.tensor, parts.tensor_y), parts.context, parts.spatial, parts.expert, stages)
+
+    def sharding(self, mesh: Mesh, sequence_parallel: bool) -> Plan:
+        """As much of a plan as says what a rank has of every layer: tensor parallelism, shared positions, owners."""
+        return self._cached_sharding(Mesh(cp=mesh.cp, ep=mesh.ep, tp=mesh.tp), mesh.pp > 1, sequence_parallel)
+
+    def _choose_sharding(self, mesh: Mesh, pipelined: bool, sequence_parallel: bool) -> Plan:
+        grid = self.tensor_grid(mesh.tp, pipelined, sequence_parallel) if mesh.degree("tp") > 1 else UNSHARDED
+        (tensor, across), context, spatial = choose_cp_policies(mesh, self.constraints.flow, grid, self.workload.precision, self.constraints.spatial)
+        owners = self.expert_policy(mesh.ep) if mesh.ep > 1 else ExpertPolicy()
+        return Plan("", mesh.ep, mesh, tensor=tensor, tensor_y=across, context=context, spatial=spatial, expert=owners)
+
+    def _require_dataflow(self, requirement: str) -> Dataflow:
+        if self.constraints.flow is None:
+            raise RequestError(f"{requirement} the model's dataflow, and this model's loss is not known: pass loss_fn")
+        return self.constraints.flow
+
+    def _choose_tensor(self, tp_degrees: tuple[int, ...], pipelined: bool, sequence_parallel: bool) -> TensorGrid:
+        flow = self._require_dataflow(f"mesh {Mesh(tp=tp_degrees)}: tensor parallelism needs")
+        known = self._chosen_tensor.get((len(tp_degrees), pipelined, sequence_parallel))
+        if known is not None and all(
+            logical_dim.size >= n for policy, n in zip(known, tp_degrees, strict=False) for logical_dim in policy.sharded_dims
+        ):
+            return known  # what fewer ranks chose goes over these too, and nothing else was better
+        found = choose_tensor_grid(
+            flow, tp_degrees, self.constraints.placements, self.profile.layer_names if pipelined else (), sequence_parallel=sequence_parallel
+        )
+        reject_if_unsharded(found, tp_degrees)
+        self._chosen_tensor.setdefault((len(tp_degrees), pipelined, sequence_parallel), found)
+        return found
+
+    def _choose_stages(self, count: int, tp_degrees: tuple[int, ...], cp: int, sequence_parallel: bool) -> tuple[Stage, ...]:
+        return balanced_stages(self.stage_boundaries(count, tp_degrees, cp, sequence_parallel), self.profile, count)
+
+    def stage_boundaries(self, count: int, tp_degrees: tuple[int, ...], cp: int, sequence_parallel: bool) -> StageBoundaries:
+        """Where the model can be cut into stages."""
+        tensor = self.tensor_grid(tp_degrees, True, sequence_parallel) if math.prod(tp_degrees) > 1 else UNSHARDED
+        if (id(tensor), cp) not in self._boundaries:
+            flow = self._require_dataflow(f"mesh {Mesh(pp=count)}: a pipeline needs")
+            self._boundaries[id(tensor), cp] = tensor, find_stage_boundaries(flow, self.profile, *tensor, cp=cp)
+        return self._boundaries[id(tensor), cp][1]
+
+
+def mesh_layouts(cluster: Cluster, constraints: Constraints, enumerate_meshes: MeshEnumerator) -> Iterator[tuple[Mesh, int]]:
+    if constraints.mesh is not None:
+        mesh = replace(constraints.mesh.canonical(), order=constraints.order or constraints.mesh.order)
+        if mesh.shard > constraints.mesh.shard and constraints.zero not in (None, 3):
+            depth = f"mesh {constraints.mesh}: the depth of tensor parallelism gathers weights before use, which is zero=3"
+            raise RequestError(f"{depth}: leave zero={constraints.zero} out")
+        every = [3] if mesh.shard > constraints.mesh.shard else [1, 2, 3] if mesh.shard > 1 else [0]
+        yield from ((mesh, zero) for zero in ([constraints.zero] if constraints.zero is not None else every))
+        return
+    for world in world_sizes(len(cluster.devices), constraints):
+        for mesh in enumerate_meshes(world):
+            for zero in (constraints.zero,) if constraints.zero is not None else (0, 1, 2, 3):
+                if zero == 0:
+                    yield mesh, 0
+                elif mesh.dp == 1:
+                    if constraints.zero is not None:
+                        yield mesh, zero
+                else:
+                    yield from ((replace(mesh, dp=mesh.dp // shard, shard=shard), zero) for shard in divisors(mesh.dp) if shard > 1)
+
+
+def model_parallel_meshes(world: int, constraints: Constraints) -> list[Mesh]:
+    """Degrees of pipeline and tensor parallelism that divide the world; without the dataflow, none. Who asks for a schedule asks for a
+    pipeline, and who places layers for tensor parallelism."""
+    if constraints.flow is None:
+        return [Mesh(dp=world, order=constraints.order)]
+    every = [(pp, ways) for pp in divisors(world) for ways in divisors(world // pp)]
+    tensor = bool(constraints.placements or constraints.sequence)
+    wanted = [(pp, ways) for pp, ways in every if (pp > 1 or constraints.schedule is None) and (ways > 1 or not tensor)]
+    return [Mesh(pp=pp, dp=world // pp // ways, tp=(ways,), order=constraints.order) for pp, ways in wanted]
+
+
+def world_sizes(devices: int, constraints: Constraints) -> list[int]:
+    if constraints.world is not None:
+        return [constraints.world]
+    return sorted({1, devices, *(2**k for k in range(1, devices.bit_length()) if 2**k <= devices)})
+
+
+def divisors(number: int) -> list[int]:
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})
+
+
+def micro_batch_counts(batch: int, mesh: Mesh, constraints: Constraints) -> list[int]:
+    if constraints.micro_batches is not None:
+        return [constraints.micro_batches]
+    share = max(batch // mesh.data_parallel_size, 1)
+    return [2**k for k in range(share.bit_length()) if share % 2**k == 0] or [1]
+
+
+def make_plan(
+    profile: ModelProfile, cluster: Cluster, workload: Workload, constraints: Constraints, point: SearchPoint, partition: ModelPartition
+) -> Plan:
+    """The plan of a point at which all units recompute alike."""
+    mesh, world, recompute = point.mesh, point.mesh.size, point.recompute
+    assert recompute != "mixed"
+    if world > len(cluster.devices):
+        raise RequestError(f"mesh {mesh} needs {world} devices, this cluster has {len(cluster.devices)}: use --nproc {len(cluster.devices)} or less")
+    device, where = cluster.devices[0].kind, assign_rank_devices(cluster, world)
+    plan = Plan(
+        model=profile.name,
+        global_batch=workload.global_batch,
+        mesh=mesh,
+        micro_batches=point.micro_batches,
+        stages=partition.stages,
+        schedule=point.schedule,
+        memory=choose_memory(
+            profile, cluster, workload.precision, point.zero, recompute, constraints.recompute_layers, constraints.offload or "none"
+        ),
+        sync=_sync_policy(constraints, world),
+        balance=equal_balance(workload.global_batch, mesh) if len(set(map(device_kind, where))) > 1 else BalancePolicy(),
+        placements=constraints.placements,
+        tensor=partition.tensor_grid[0],
+        tensor_y=partition.tensor_grid[1],
+        context=partition.context,
+        spatial=partition.spatial,
+        expert=partition.expert,
+        compile=_compile_mode(
+            constraints, device, world, partition.context.attention_sites or where or schedule_traits(point.schedule).splits_backward
+        ),
+        device=device,
+        rank_devices=where,
+        backend=constraints.backend or backend_for(device, where),
+        threads=cluster.threads_per_rank(world),
+    )
+    check_tied_parameters(plan, profile.tied_parameters)
+    return plan
+
+
+def _sync_policy(constraints: Constraints, world: int) -> SyncPolicy:
+    routes, nodes = routes_for_world(constraints.routes or (), constraints.nodes or (), world)
+    told = {name: value for name in _SYNC_FIELDS if (value := getattr(constraints, name)) is not None}
+    return SyncPolicy(**told, routes=routes, ranks_per_node=nodes)
+
+
+def _compile_mode(constraints: Constraints, device: str, world: int, eager: object) -> CompileMode:
+    """`eager` where no graph may span a unit: its backward is cut in two, or it works on the model's own calls."""
+    return constraints.compile if constraints.compile is not None else "none" if eager else default_compile(device, world)
+
+
+def default_compile(device: str, world: int) -> CompileMode:
+    """On GPUs compiling pays within a minute; the whole model on one, block by block on several so that gradients leave early."""
+    if device == "cpu":
+        return "none"
+    return "model" if world == 1 else "blocks"

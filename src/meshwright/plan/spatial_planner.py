@@ -1,0 +1,337 @@
+"""Spatial parallelism, deciding half: follow the positions of a sample through the dataflow, and say of each layer whether it can work
+on a block of them, which neighbours' borders it needs for that, and where blocks must become whole again.
+
+The walk goes through the operations once. What has no way to work on blocks sends it back: the blocks are gathered at the output of the
+last module before it, and the walk begins again. After a gather every rank does the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshwright.core.dataflow import Dataflow, ModuleCall, Operation
+from meshwright.core.errors import RequestError
+from meshwright.core.spatial_policy import (
+    SpatialGather,
+    SpatialInput,
+    SpatialNorm,
+    SpatialPolicy,
+    WindowOp,
+    box_shape,
+    choose_grid,
+    halo_obstacle,
+    halo_widths,
+    is_local,
+    largest_block,
+    local_box,
+    show_grid,
+)
+from meshwright.plan.dataflow_index import DataflowIndex
+
+_RANDOM_OPS = frozenset(("native_dropout", "dropout", "bernoulli", "bernoulli_", "rand_like", "randn_like", "uniform_", "normal_", "exponential_"))
+_HALO_FUNCTIONS = {"conv": "conv{}d", "max": "max_pool{}d", "mean": "avg_pool{}d"}  # the calls that the run can give a halo
+_NORM_FUNCTIONS = ("batch_norm", "group_norm")
+_MIN_SHARDED_SHARE = 0.1  # of all activations: with less of them cut, ranks would mostly do the same work
+GridDims = tuple[int, ...]  # for each dim of a value, the grid's dim that it is cut along, or -1
+
+
+def choose_spatial(dataflow: Dataflow, cp_degree: int, grid: tuple[int, ...] = ()) -> SpatialPolicy:
+    """How `cp_degree` ranks share the positions of a model's samples. Raises a RequestError with the reason if they cannot."""
+    dims = next((len(op.window.kernel) for op in dataflow.operations if op.window is not None and op.window.kind == "conv"), 0)
+    instead = f"use --mesh dp={cp_degree}"
+    if not dims:
+        raise RequestError(
+            f"cp={cp_degree}: no convolution here whose positions could be cut: use context parallelism of sequences, or --mesh dp={cp_degree}"
+        )
+    grid = _check_grid(grid, cp_degree, dims) if grid else choose_grid(cp_degree, dims)
+    reader = DataflowIndex.of(dataflow)
+    roots = [call for call in dataflow.modules if not call.module]
+    boundaries = {p for p, v in enumerate(roots[0].inputs) if _is_splittable(dataflow, v, grid)} if roots else set()
+    gathers: dict[tuple[str, int], str] = {}
+    reason = "its input has too few positions, or none"
+    while boundaries:
+        walk = _SpatialPropagation(reader, grid, boundaries, gathers)
+        try:
+            walk.propagate()
+        except _NeedsGatherError as need:
+            reason = need.reason
+            found = walk.gather_sites().before(need.values, need.op_index)
+            boundaries -= {place for place in found if isinstance(place, int)}
+            gathers.update({place: need.reason for place in found if not isinstance(place, int) and place not in gathers})
+            continue
+        if walk.result.share < _MIN_SHARDED_SHARE:
+            raise RequestError(f"cp={cp_degree}: blocks would hold {walk.result.share:.0%} of this model's activations ({reason}): {instead}")
+        return walk.policy()
+    raise RequestError(f"cp={cp_degree}: nothing in this model can be cut over positions ({reason}): {instead}")
+
+
+def _check_grid(grid: tuple[int, ...], cp_degree: int, dims: int) -> tuple[int, ...]:
+    """A grid that was asked for, over the last dims."""
+    if math.prod(grid) != cp_degree or len(grid) > dims:
+        better = show_grid(choose_grid(cp_degree, dims)[-2:])
+        raise RequestError(f"spatial={show_grid(grid)} is not a grid of cp={cp_degree} ranks over at most {dims} dims: use {better}")
+    return (1,) * (dims - len(grid)) + grid
+
+
+def _is_splittable(dataflow: Dataflow, value: int, grid: tuple[int, ...]) -> bool:
+    noted = dataflow.values[value]
+    sizes = noted.shape[2:]
+    return noted.floating and len(sizes) == len(grid) and all(n >= ways for n, ways in zip(sizes, grid, strict=True))
+
+
+def _is_norm(op: Operation) -> bool:
+    """The operation that a norm of torch's comes down to; it may cast and count beside it."""
+    return op.function in _NORM_FUNCTIONS and op.function in op.name
+
+
+class _NeedsGatherError(Exception):
+    """An operation cannot work on blocks of these values."""
+
+    def __init__(self, values: Iterable[int], op_index: int, reason: str) -> None:
+        super().__init__(reason)
+        self.values, self.op_index, self.reason = tuple(values), op_index, reason
+
+
+@dataclass
+class _PropagationResult:
+    """What one walk has found."""
+
+    window_ops: list[WindowOp] = field(default_factory=list)  # one for each call
+    norms: list[SpatialNorm] = field(default_factory=list)
+    gathers: list[SpatialGather] = field(default_factory=list)
+    decisions: dict[str, str] = field(default_factory=dict)  # module → how its window or norm works on blocks
+    block_modules: dict[str, None] = field(default_factory=dict)  # all modules that do
+    whole_calls: dict[tuple[str, str], set[tuple[int, ...]]] = field(default_factory=dict)  # (module, function) → sizes it is called with, whole
+    block_inputs: dict[int, list[int]] = field(default_factory=dict)  # operation → its inputs that were blocks
+    block_elements: float = 0.0  # elements made in blocks, and in all
+    total_elements: float = 0.0
+
+    @property
+    def share(self) -> float:
+        return self.block_elements / max(self.total_elements, 1.0)
+
+
+class _SpatialPropagation:
+    """One pass over the operations, with blocks made at the doors and gathered where earlier passes found that they must be."""
+
+    def __init__(
+        self, dataflow_index: DataflowIndex, grid: tuple[int, ...], split_inputs: set[int], required_gathers: Mapping[tuple[str, int], str]
+    ) -> None:
+        self.dataflow_index, self.dataflow, self.grid, self.split_inputs, self.required_gathers = (
+            dataflow_index,
+            dataflow_index.dataflow,
+            grid,
+            split_inputs,
+            required_gathers,
+        )
+        self.model_calls = [call for call in self.dataflow.modules if not call.module]
+        self.block_dims: dict[int, GridDims] = {}  # values that are blocks
+        self.result = _PropagationResult()
+
+    def propagate(self) -> None:
+        reads, ends = list(self.dataflow.size_reads), list(self.dataflow.modules)
+        for index, op in enumerate(self.dataflow.operations):
+            self._enter_model(index)
+            while ends and ends[0].end_op <= index:
+                self._exit_module(ends.pop(0))
+            while reads and reads[0].before_operation <= index:
+                read = reads.pop(0)
+                if self.block_dims.get(read.value, (-1,) * (read.dim + 1))[read.dim] >= 0:
+                    raise _NeedsGatherError([read.value], index, f"the code of {op.module or 'the model'} reads the size of a block")
+            self._propagate_op(index, op)
+        for call in ends:
+            self._exit_module(call)
+        self._check_calls_distinct()
+
+    def _enter_model(self, index: int) -> None:
+        whole = (-1, -1, *range(len(self.grid)))
+        for root in self.model_calls:
+            if root.first_op == index:
+                self.block_dims.update({root.inputs[p]: whole for p in self.split_inputs})
+
+    def _exit_module(self, call: ModuleCall) -> None:
+        """At a module's end some of its outputs become whole; at the model's end all of them, since the loss is everybody's."""
+        for position, value in enumerate(call.outputs):
+            if value not in self.block_dims:
+                continue
+            if (call.module, position) in self.required_gathers:
+                self._record_gather(call, position, value)
+            elif not call.module:
+                raise _NeedsGatherError([value], call.end_op, "the loss needs all positions")
+        if not call.module:
+            for position in self.split_inputs:
+                self.block_dims.pop(call.inputs[position], None)
+
+    def _record_gather(self, call: ModuleCall, position: int, value: int) -> None:
+        axes, noted = self.block_dims.pop(value), self.dataflow.values[value]
+        dims = tuple(axes.index(a) for a in range(len(self.grid)))
+        sizes = tuple(noted.shape[d] for d in dims)
+        around = [m for m in self.dataflow.modules if m.first_op <= call.first_op and call.end_op <= m.end_op]
+        final = tuple(m.module for m in around if m.module and m.ops_before_last_save < call.end_op)
+        size = math.prod(noted.shape) * noted.itemsize / math.prod(sizes) / self.dataflow.batch
+        self.result.gathers.append(SpatialGather(call.module, position, dims, sizes, size, final))
+
+    # -- operations --
+
+    def _propagate_op(self, index: int, op: Operation) -> None:
+        made = sum(math.prod(self.dataflow.values[v].shape) for v in op.outputs)
+        self.result.total_elements += made
+        parts = [v for v in op.inputs if v in self.block_dims]
+        if not parts:
+            if op.window is not None or _is_norm(op):
+                self.result.whole_calls.setdefault((op.module, op.function), set()).add(self.dataflow.values[op.inputs[0]].shape[2:])
+            return
+        self.result.block_elements += made
+        self.result.block_inputs[index] = parts
+        self.result.block_modules[op.module or "(model)"] = None
+        if op.name in _RANDOM_OPS:
+            raise self._needs_gather(index, "draws random numbers, which depend on the layout")
+        if op.window is not None:
+            self._propagate_window(index, op)
+        elif _is_norm(op):
+            self._propagate_norm(index, op)
+        else:
+            self._propagate_pointwise(index, op)
+
+    def _needs_gather(self, index: int, why: str) -> _NeedsGatherError:
+        op = self.dataflow.operations[index]
+        return _NeedsGatherError(self.result.block_inputs[index], index, f"{op.name} in {op.module or 'the model'} {why}")
+
+    def _spatial_sizes(self, index: int, op: Operation) -> tuple[int, ...]:
+        """The spatial sizes of an input laid out as (sample, channel, positions …), cut along the positions."""
+        axes = self.block_dims.get(op.inputs[0], ())
+        if axes != (-1, -1, *range(len(self.grid))) or any(v in self.block_dims for v in op.inputs[1:]):
+            raise self._needs_gather(index, "takes positions in another order")
+        return self.dataflow.values[op.inputs[0]].shape[2:]
+
+    def _propagate_window(self, index: int, op: Operation) -> None:
+        sizes, window = self._spatial_sizes(index, op), op.window
+        assert window is not None
+        given, out = self.dataflow.values[op.inputs[0]], op.outputs[0]
+        if len(op.outputs) > 1 and self._is_used(op.outputs[1]):
+            raise self._needs_gather(index, "gives indices into all positions")
+        made = self.dataflow.values[out].shape[2:]
+        slide = WindowOp(op.module, op.function, window, sizes, made, given.shape[1] * given.itemsize, given.needs_grad)
+        if window.kind == "grow":
+            if any(n % ways for n, ways in zip(sizes, self.grid, strict=True)):
+                raise self._needs_gather(index, f"grows {show_grid(sizes)} positions, which {show_grid(self.grid)} ranks do not share evenly")
+        elif halo_obstacle(slide, self.grid):
+            raise self._needs_gather(index, f"cannot work on blocks: {halo_obstacle(slide, self.grid)}")
+        elif not is_local(slide, self.grid):
+            if op.function != _HALO_FUNCTIONS[window.kind].format(len(window.kernel)):
+                raise self._needs_gather(index, f"is called by {op.function}, which cannot be given a halo")
+            self.result.window_ops.append(slide)
+        self.block_dims[out] = self.block_dims[op.inputs[0]]
+        self._record_decision(op.module, sizes, slide)
+
+    def _is_used(self, value: int) -> bool:
+        return bool(self.dataflow_index.consumers.get(value)) or any(value in call.outputs for call in self.dataflow.modules)
+
+    def _propagate_norm(self, index: int, op: Operation) -> None:
+        sizes, given = self._spatial_sizes(index, op), self.dataflow.values[op.inputs[0]]
+        fixed = op.function == "batch_norm"
+        # A group norm's statistics come out of the operation too, a number for each sample and group.
+        numbers = given.shape[1] if fixed else math.prod(self.dataflow.values[op.outputs[1]].shape) // self.dataflow.batch
+        self.result.norms.append(SpatialNorm(op.module, op.function, sizes, numbers, max(given.itemsize, 4), fixed, given.needs_grad))
+        self.block_dims[op.outputs[0]] = self.block_dims[op.inputs[0]]
+        self._record_decision(op.module, sizes)
+
+    def _record_decision(self, module: str, sizes: tuple[int, ...], window_op: WindowOp | None = None) -> None:
+        halo = f", halo {show_grid(halo_widths(window_op, self.grid))}" if window_op in self.result.window_ops else ""
+        self.result.decisions[module or "(model)"] = f"{show_grid(sizes)} positions in blocks of {show_grid(largest_block(sizes, self.grid))}{halo}"
+
+    def _propagate_pointwise(self, index: int, op: Operation) -> None:
+        """Whatever treats all positions alike: the dims that are cut come out as they went in, and nothing is needed whole."""
+        kept: dict[tuple[int, ...], int] = {}
+        for value in self.result.block_inputs[index]:
+            for logical_dims, axis in zip(self.dataflow.values[value].logical_dims, self.block_dims[value], strict=True):
+                if axis >= 0 and kept.setdefault(logical_dims, axis) != axis:
+                    raise self._needs_gather(index, "mixes one spatial dim with another")
+        touched = {s for logical_dims in kept for s in logical_dims}
+        if touched.intersection(op.contracted_dims) or touched.intersection(op.indivisible_dims):
+            raise self._needs_gather(index, "needs all positions")
+        if op.call_index >= 0 and not self._splits_unsharded_dim(op, kept):
+            raise self._needs_gather(index, "is given sizes by the code")
+        for value in op.inputs:
+            if value not in self.block_dims and any(logical_dims in kept for logical_dims in self.dataflow.values[value].logical_dims):
+                raise self._needs_gather(index, "takes in something whole, position by position")
+        for value in op.outputs:
+            axes = tuple(kept.get(logical_dims, -1) for logical_dims in self.dataflow.values[value].logical_dims)
+            if sorted(a for a in axes if a >= 0) != list(range(len(self.grid))):
+                raise self._needs_gather(index, "lays positions out anew")
+            self.block_dims[value] = axes
+
+    def _splits_unsharded_dim(self, op: Operation, sharded_dims: Mapping[tuple[int, ...], int]) -> bool:
+        """A split by sizes along a dim that is not cut."""
+        call = self.dataflow.sized_calls[op.call_index]
+        return call.function.startswith("split") and self.dataflow.values[op.inputs[0]].logical_dims[call.dim] not in sharded_dims
+
+    def _check_calls_distinct(self) -> None:
+        """The run tells calls inside a module apart by function, kernel and the block's sizes; where those do not tell, all is whole."""
+        told: dict[tuple[str, str, tuple[int, ...], tuple[int, ...]], WindowOp | SpatialNorm] = {}
+        every: list[WindowOp | SpatialNorm] = [*self.result.window_ops, *self.result.norms]
+        for found in every:
+            kernel = found.window.kernel if isinstance(found, WindowOp) else ()
+            for rank in range(math.prod(self.grid)):
+                local = box_shape(local_box(found.sizes, self.grid, rank))
+                alike = told.setdefault((found.module, found.function, kernel, local), found) != found
+                inside = (m for (m, f), sizes in self.result.whole_calls.items() if f == found.function and local in sizes)
+                if alike or any(m == found.module or not found.module or m.startswith(f"{found.module}.") for m in inside):
+                    index = next(i for i in self.result.block_inputs if self.dataflow.operations[i].module == found.module)
+                    raise self._needs_gather(index, "is called on blocks and on other tensors of a block's size")
+
+    # -- what came of it --
+
+    def gather_sites(self) -> _GatherSites:
+        return _GatherSites(self.dataflow, self.model_calls, self.split_inputs, self.required_gathers, self.result.block_inputs)
+
+    def policy(self) -> SpatialPolicy:
+        seen, roots = self.result, self.model_calls
+        boundaries = tuple(SpatialInput(p, self.dataflow.values[roots[0].inputs[p]].shape[2:]) for p in sorted(self.split_inputs))
+        after = next((f"{self.required_gathers[g.module, g.position]}; gathered after {g.module or 'the model'}" for g in seen.gathers), "")
+        owners = [w.name.rpartition(".")[0] for w in self.dataflow_index.parameters]
+        layers = dict.fromkeys([*(op.module for op in self.dataflow.operations if op.window is not None), *owners])
+        fates = {
+            n: seen.decisions.get(n, "on blocks" if n in seen.block_modules else f"whole: {after}") for n in (name or "(model)" for name in layers)
+        }
+        return SpatialPolicy(self.grid, boundaries, tuple(seen.window_ops), tuple(seen.norms), tuple(seen.gathers), tuple(seen.block_modules), fates)
+
+
+@dataclass(frozen=True)
+class _GatherSites:
+    """Where blocks may become whole again: at the outputs of modules, or nowhere, so that an input of the model is not split."""
+
+    flow: Dataflow
+    model_calls: Sequence[ModuleCall]
+    split_inputs: Collection[int]
+    known: Collection[tuple[str, int]]  # gathers that earlier passes have asked for
+    block_inputs: Mapping[int, Sequence[int]]  # by operation: its inputs that are blocks
+
+    def before(self, values: Iterable[int], op_index: int) -> set[tuple[str, int] | int]:
+        """Where to gather so that these values are whole at an operation: (module, output), or the number of an input that is not to be split."""
+        found: set[tuple[str, int] | int] = set()
+        for value in values:
+            site = self._last_output(value, op_index)
+            maker = max((i for i in range(op_index) if value in self.flow.operations[i].outputs), default=-1)
+            if site is not None:
+                found.add(site)
+            elif maker >= 0 and maker in self.block_inputs:
+                found |= self.before(self.block_inputs[maker], maker)
+            else:
+                found |= {p for call in self.model_calls for p in self.split_inputs if call.inputs[p] == value} or set(self.split_inputs)
+        return found
+
+    def _last_output(self, value: int, op_index: int) -> tuple[str, int] | None:
+        """The last module to have given the value out, the outermost of those; one that is called once, so that its other calls stay cut."""
+        calls = [c for c in self.flow.modules if value in c.outputs and c.end_op <= op_index and self._is_inside_model(c)]
+        often = {c.module: sum(m.module == c.module for m in self.flow.modules) > len(self.model_calls) for c in calls}
+        fresh = [c for c in calls if not often[c.module] and (c.module, c.outputs.index(value)) not in self.known]
+        if not fresh:
+            return None
+        last = max(fresh, key=lambda c: (c.end_op, c.end_op - c.first_op))
+        return last.module, last.outputs.index(value)
+
+    def _is_inside_model(self, call: ModuleCall) -> bool:
+        return any(model.first_op <= call.first_op and call.end_op <= model.end_op for model in self.model_calls)

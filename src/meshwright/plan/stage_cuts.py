@@ -1,0 +1,36 @@
+"""Stages for unlike devices: where to cut a chain of layers when each stage has its own pace and its own room."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+PerLayer = Sequence[float]
+
+
+def best_stage_cuts(
+    seconds: Sequence[PerLayer], layer_bytes: Sequence[PerLayer], memory_limits: Sequence[float], cut_positions: Sequence[int]
+) -> list[int] | None:
+    """The places, in order, at which to cut so that the slowest stage is as quick as can be and each fits. Of stage s, `seconds[s]` and `sizes[s]`
+    say what each layer takes there, and `rooms[s]` what its device has; None where no cut fits. Dynamic programming over stages and places."""
+    layers = len(seconds[0])
+    ends = [*cut_positions, layers]
+    time = [list(accumulate(row, initial=0.0)) for row in seconds]
+    need = [list(accumulate(row, initial=0.0)) for row in layer_bytes]
+
+    def stage_seconds(stage: int, start: int, end: int) -> float:
+        fits = need[stage][end] - need[stage][start] <= memory_limits[stage] + 1e-12 * need[stage][-1]  # differences of sums are a little off
+        return time[stage][end] - time[stage][start] if fits else math.inf
+
+    row: list[tuple[float, tuple[int, ...]]] = [(stage_seconds(0, 0, end), ()) for end in ends]
+    for stage in range(1, len(seconds)):
+        row = [
+            min(
+                ((max(row[cut][0], stage_seconds(stage, ends[cut], ends[end])), (*row[cut][1], ends[cut])) for cut in range(stage - 1, end)),
+                default=(math.inf, ()),
+            )
+            for end in range(len(ends))
+        ]
+    slowest, cuts = row[-1]
+    return list(cuts) if math.isfinite(slowest) else None

@@ -1,0 +1,347 @@
+"""Which strands to deal out over tensor-parallel ranks, and where the ranks must meet then. Pure reasoning over a model's dataflow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from meshwright.core.dataflow import Dataflow, ModuleCall, Operation
+from meshwright.core.errors import RequestError, unknown_name_error
+from meshwright.core.tensor_policy import CollectiveSite, ParameterShard, ShardedDim, SizeRewrite, TensorPolicy
+from meshwright.plan.copy_sites import CollectiveSiteBuilder, ShardingBlockedError, find_copy_sites
+from meshwright.plan.dataflow_index import DataflowIndex, ParameterValue
+from meshwright.plan.sequence_planner import add_sequence_parallel
+from meshwright.plan.size_arguments import SLICE_OPS
+
+PLACEMENTS = ("auto", "column", "whole")
+NORM_OPS = ("native_layer_norm", "_fused_rms_norm", "rms_norm", "mean")
+# A layer that only a gather could cut is cut when it holds at least the first share of the model, or the second of the largest matrix that is cut
+# without one: the vocabulary of a deep model is little of it, and yet the most that a stage has.
+_MIN_GATHER_SHARE, _MIN_RELATIVE_SIZE = 0.02, 0.3
+
+
+def choose_tensor_grid(
+    dataflow: Dataflow,
+    tp_degrees: Sequence[int],
+    placements: Mapping[str, str] | None = None,
+    layers: Collection[str] = (),
+    *,
+    sequence_parallel: bool = False,
+) -> tuple[TensorPolicy, TensorPolicy]:
+    """Along each axis of a grid of one or two: the strands that cover most of the model, at most one for each parameter, and every meeting that
+    they cause. Where a pipeline will cut the model between its `layers`, ranks meet inside them; with `sequence_parallel`, positions are shared out.
+
+    [Note: a grid]
+    A product of two matrices sums over one strand and keeps two. On a line of ranks one of a matrix's two strands is dealt out. On a grid
+    the first axis deals out the same strands, and the second one their partners: the features between layers, that all blocks share.
+    Every activation is then cut, layers swap the roles of rows and columns by themselves, and norms, which need all features, meet over
+    their statistics. The two axes know nothing of each other: what either must complete, it completes among its own ranks.
+    """
+    reader = DataflowIndex.of(dataflow, layers)
+    asked = dict(placements or {})
+    check_placements(dataflow, asked)
+    first = _TensorAxis(tp_degrees[0])
+    policy = _choose_axis_policy(reader, first, asked)
+    if len(tp_degrees) == 1:
+        shared = (
+            add_sequence_parallel(reader, policy, frozenset(first.chosen_dims), tp_degrees[0])
+            if sequence_parallel and policy.sharded_dims
+            else policy
+        )
+        return shared, TensorPolicy()
+    if sequence_parallel:
+        raise RequestError(f"sequence=true goes with one dimension of tensor parallelism, not with tp={tp_degrees[0]}x{tp_degrees[1]}: leave it out")
+    taken = {c.parameter: c.dim for s in policy.sharded_dims for c in s.parameter_shards}
+    second = _TensorAxis(tp_degrees[1], first.sharded_dim_names(reader), taken, {m.module: m.logical_dim for m in policy.gather_sites})
+    across = _choose_axis_policy(reader, second, asked)
+    first.other_axis_dims = second.sharded_dim_names(reader)
+    return _build_policy(reader, first, asked), across
+
+
+@dataclass
+class _TensorAxis:
+    """One axis of the grid: over how many ranks, what cannot be dealt out along it and why, what is, and what the other axis deals out."""
+
+    degree: int
+    other_axis_dims: Mapping[int, str] = field(default_factory=dict)  # strands of the other axis
+    first_axis_cuts: Mapping[str, int] | None = None  # the second axis: parameters that the first has cut, and along which dim
+    gathered_layers: Mapping[str, str] = field(default_factory=dict)  # and layers whose outputs it gathers
+    blocked_dims: dict[int, str] = field(default_factory=dict)
+    chosen_dims: list[int] = field(default_factory=list)
+
+    def sharded_dim_names(self, dataflow_index: DataflowIndex) -> dict[int, str]:
+        return {s: _logical_dim_name(dataflow_index, s) for s in self.chosen_dims}
+
+
+def _choose_axis_policy(dataflow_index: DataflowIndex, axis: _TensorAxis, placements: Mapping[str, str]) -> TensorPolicy:
+    for _ in range(len(dataflow_index.dataflow.sizes) + 1):  # each round may find one more strand that cannot be cut after all
+        axis.chosen_dims = _choose_logical_dims(dataflow_index, axis, placements)
+        try:
+            return _build_policy(dataflow_index, axis, placements)
+        except ShardingBlockedError as found:
+            axis.blocked_dims[found.logical_dim] = found.reason
+    raise AssertionError("every round blocks a strand")
+
+
+def check_placements(dataflow: Dataflow, placements: Mapping[str, str]) -> None:
+    """Every name must be a module of the model, every word one that is known here."""
+    names = {call.module for call in dataflow.modules}
+    for name, placement in placements.items():
+        if name not in names:
+            raise unknown_name_error("layer", name, names, "placements")
+        if placement not in PLACEMENTS:
+            raise unknown_name_error("placement", placement, PLACEMENTS, f"placements: {name}")
+
+
+def _placement_override(placements: Mapping[str, str], parameter: str) -> str | None:
+    """The override that keeps a parameter out of every strand, if there is one."""
+    for name, placement in placements.items():
+        if placement != "auto" and parameter.startswith(f"{name}."):
+            return placement
+    return None
+
+
+# -- choosing --
+
+
+def _choose_logical_dims(dataflow_index: DataflowIndex, axis: _TensorAxis, placements: Mapping[str, str]) -> list[int]:
+    weight: dict[int, int] = {}
+    for w in dataflow_index.parameters:
+        for logical_dim in dataflow_index.value_dims[w.value]:
+            weight[logical_dim] = weight.get(logical_dim, 0) + w.numel
+    taken: set[str] = set()
+    chosen: list[int] = []
+    blocked = axis.blocked_dims
+    for logical_dim in sorted(weight, key=lambda s: (-weight[s], s)):
+        if logical_dim in blocked:
+            continue
+        reason = _blocking_reason(dataflow_index, logical_dim, axis, placements)
+        if reason:
+            blocked[logical_dim] = reason
+            continue
+        names = [cut.parameter for cut in dataflow_index.parameter_shards(logical_dim)]
+        if len(names) != len(set(names)):
+            blocked[logical_dim] = "runs through one parameter twice"
+        elif taken.isdisjoint(names):
+            chosen.append(logical_dim)
+            taken.update(names)
+    return chosen
+
+
+def _blocking_reason(dataflow_index: DataflowIndex, logical_dim: int, axis: _TensorAxis, placements: Mapping[str, str]) -> str:
+    """Why a strand cannot be dealt out; empty when it can."""
+    flow, size = dataflow_index.dataflow, dataflow_index.dataflow.sizes[logical_dim]
+    if size < axis.degree:
+        return f"{size} pieces do not go over {axis.degree} ranks"
+    if logical_dim in axis.other_axis_dims or any(
+        (axis.first_axis_cuts or {}).get(cut.parameter) == cut.dim for cut in dataflow_index.parameter_shards(logical_dim)
+    ):
+        return "the grid's other dimension deals it out"
+    for cut in dataflow_index.parameter_shards(logical_dim):
+        placement = _placement_override(placements, cut.parameter)
+        if placement:
+            return f"placements ask for {placement} at {cut.parameter.rpartition('.')[0]}"
+    for index, op in ((i, flow.operations[i]) for i in dataflow_index.constraining_ops.get(logical_dim, [])):
+        if logical_dim in op.indivisible_dims and not (axis.first_axis_cuts is not None and _is_norm(dataflow_index, op, logical_dim)):
+            return f"{op.name} in {op.module or 'the loss'} needs all of it"
+        if logical_dim in op.contracted_dims and dataflow_index.find_reduction_site(index, logical_dim) is None:
+            return f"{op.name} in {op.module or 'the loss'} sums over it outside a layer"
+        if op.name in SLICE_OPS and op.call_index < 0 and _slices_dim(dataflow_index, op, logical_dim):
+            return f"the code of {op.module or 'the model'} slices it by number"
+    if any(logical_dim in dataflow_index.value_dims[v] for v in flow.outputs):
+        return "the model returns it"
+    if logical_dim in dataflow_index.input_dims:
+        return "the data carries it"
+    return ""
+
+
+def _is_norm(dataflow_index: DataflowIndex, op: Operation, logical_dim: int) -> bool:
+    """A norm over this strand alone, inside a module: ranks that hold pieces of it can meet over its statistics."""
+    given = dataflow_index.dataflow.values[op.inputs[0]]
+    return op.name in NORM_OPS and bool(op.module) and set(op.indivisible_dims) == {logical_dim} and given.logical_dims[-1] == (logical_dim,)
+
+
+def _slices_dim(dataflow_index: DataflowIndex, op: Operation, logical_dim: int) -> bool:
+    given, made = dataflow_index.dataflow.values[op.inputs[0]], dataflow_index.dataflow.values[op.outputs[0]]
+    return any(a != b and logical_dim in s for a, b, s in zip(given.shape, made.shape, given.logical_dims, strict=True))
+
+
+# -- consequences --
+
+
+def _build_policy(dataflow_index: DataflowIndex, axis: _TensorAxis, placements: Mapping[str, str]) -> TensorPolicy:
+    chosen, blocked, site = axis.chosen_dims, axis.blocked_dims, CollectiveSiteBuilder(dataflow_index, axis.other_axis_dims, axis.gathered_layers)
+    sharded = {
+        s: ShardedDim(_logical_dim_name(dataflow_index, s), dataflow_index.dataflow.sizes[s], tuple(dataflow_index.parameter_shards(s)))
+        for s in chosen
+    }
+    cut = {c.parameter for d in sharded.values() for c in d.parameter_shards}
+    alone, gathers, lookups = _gathered_layers(dataflow_index, site, cut, axis.degree, placements) if axis.first_axis_cuts is None else ([], [], [])
+    cut |= {c.parameter for d in alone for c in d.parameter_shards}
+    enters, partial = find_copy_sites(dataflow_index, site, set(chosen), {m.module for m in gathers})
+    policy = TensorPolicy(
+        sharded_dims=(*sharded.values(), *alone),
+        copy_sites=tuple(enters),
+        reduce_sites=tuple(_reduce_sites(dataflow_index, site, set(chosen))),
+        gather_sites=tuple(gathers),
+        embedding_sites=tuple(lookups),
+        norm_sites=tuple(_norm_sites(dataflow_index, site, set(chosen))),
+        partial_grad_parameters=tuple(partial),
+        size_rewrites=tuple(_size_rewrites(dataflow_index, {s: d.name for s, d in sharded.items()})),
+    )
+    return replace(policy, unsharded_reasons=_unsharded_reasons(dataflow_index, cut, placements, blocked))
+
+
+def _logical_dim_name(dataflow_index: DataflowIndex, logical_dim: int) -> str:
+    first = dataflow_index.parameter_shards(logical_dim)[0]
+    return f"{first.parameter}:{first.dim}"
+
+
+def _reduce_sites(dataflow_index: DataflowIndex, site_builder: CollectiveSiteBuilder, sharded_dims: set[int]) -> Iterable[CollectiveSite]:
+    found: dict[str, CollectiveSite] = {}
+    for index, op in enumerate(dataflow_index.dataflow.operations):
+        for logical_dim in sharded_dims.intersection(op.contracted_dims):
+            done = dataflow_index.find_reduction_site(index, logical_dim)
+            assert done is not None
+            found.setdefault(done[0].module, site_builder.at_output(done[0]))
+    yield from found.values()
+
+
+def _norm_sites(dataflow_index: DataflowIndex, site_builder: CollectiveSiteBuilder, sharded_dims: set[int]) -> Iterable[CollectiveSite]:
+    """One number for each row that is normed, at least in single precision; a layer norm has two of them."""
+    for op in dataflow_index.dataflow.operations:
+        for logical_dim in sharded_dims.intersection(op.indivisible_dims):
+            found = site_builder.build(op.module, op.inputs[0])
+            width = max(dataflow_index.dataflow.values[op.inputs[0]].itemsize, 4) / dataflow_index.dataflow.values[op.inputs[0]].itemsize
+            size = found.bytes / dataflow_index.dataflow.sizes[logical_dim] * width
+            yield replace(
+                found,
+                bytes=size,
+                num_statistics=2 if op.name == "native_layer_norm" else 1,
+                logical_dim=_logical_dim_name(dataflow_index, logical_dim),
+                other_axis_dim="",
+            )
+
+
+def _gathered_layers(
+    dataflow_index: DataflowIndex, site_builder: CollectiveSiteBuilder, sharded_parameters: set[str], tp_degree: int, placements: Mapping[str, str]
+) -> tuple[list[ShardedDim], list[CollectiveSite], list[CollectiveSite]]:
+    """Layers that no strand covers but that are large, or asked for: cut by their own outputs, which are gathered at once."""
+    logical_dims: dict[str, ShardedDim] = {}
+    gathers: list[CollectiveSite] = []
+    lookups: list[CollectiveSite] = []
+    usual = max((w.numel for w in dataflow_index.parameters if w.name in sharded_parameters), default=dataflow_index.total_numel)
+    for call in dataflow_index.dataflow.modules:
+        if call.kind not in ("linear", "embedding"):
+            continue
+        weight, bias = _layer_parameters(dataflow_index, call)
+        if weight is None or weight.name in sharded_parameters or not _is_worth_gather(dataflow_index, call, weight, placements, usual):
+            continue
+        dim = _feature_dim(dataflow_index, call, weight)
+        size = dataflow_index.dataflow.values[weight.value].shape[dim]
+        if size < tp_degree:
+            continue
+        extra = (ParameterShard(bias.name, 0),) if bias is not None else ()
+        before = logical_dims.get(
+            weight.name, ShardedDim(f"{weight.name}:{dim}", size, (ParameterShard(weight.name, dim),))
+        )  # a tied matrix has several layers
+        logical_dims[weight.name] = replace(
+            before, parameter_shards=(*before.parameter_shards, *(c for c in extra if c not in before.parameter_shards))
+        )
+        site = replace(site_builder.at_output(call), logical_dim=logical_dims[weight.name].name)
+        (lookups if call.kind == "embedding" else gathers).append(site)
+    return list(logical_dims.values()), gathers, lookups
+
+
+def _is_worth_gather(
+    dataflow_index: DataflowIndex, call: ModuleCall, weight: ParameterValue, placements: Mapping[str, str], largest_sharded: int
+) -> bool:
+    placement = placements.get(call.module) or _placement_override(placements, weight.name)
+    if placement in ("whole", "column"):
+        return placement == "column"
+    return weight.numel >= min(_MIN_GATHER_SHARE * dataflow_index.total_numel, _MIN_RELATIVE_SIZE * largest_sharded)
+
+
+def _layer_parameters(dataflow_index: DataflowIndex, call: ModuleCall) -> tuple[ParameterValue | None, ParameterValue | None]:
+    """The matrix and the bias that a layer's own operations read; a tied matrix has the name of its first owner."""
+    read = {v for op in range(call.first_op, call.end_op) for v in dataflow_index.op(op).inputs}
+    mine = [
+        dataflow_index.parameters[at] for at in sorted(dataflow_index.parameter_position[v] for v in read if v in dataflow_index.parameter_position)
+    ]
+    matrix = next((w for w in mine if len(dataflow_index.dataflow.values[w.value].shape) == 2), None)
+    bias = next((w for w in mine if len(dataflow_index.dataflow.values[w.value].shape) == 1), None)
+    return matrix, bias
+
+
+def _feature_dim(dataflow_index: DataflowIndex, call: ModuleCall, weight: ParameterValue) -> int:
+    """The dim of a matrix that becomes the layer's output; for an embedding the dim of its rows."""
+    shape, out = dataflow_index.dataflow.values[weight.value].shape, dataflow_index.dataflow.values[call.outputs[0]].shape[-1]
+    if call.kind == "embedding":
+        return 0
+    logical_dims = dataflow_index.dataflow.values[call.outputs[0]].logical_dims[-1]
+    return next((d for d in (0, 1) if dataflow_index.dataflow.values[weight.value].logical_dims[d] == logical_dims and shape[d] == out), 0)
+
+
+# -- sizes in the model's code --
+
+
+def _size_rewrites(dataflow_index: DataflowIndex, dim_names: Mapping[int, str]) -> list[SizeRewrite]:
+    found, unclear, uneven = dataflow_index.size_rewrites(dim_names)
+    logical_dims = {name: logical_dim for logical_dim, name in dim_names.items()}
+    for rewrite in uneven:
+        where = f"the code of {rewrite.module or 'the model'} slices it by number ({rewrite.original_size} of {rewrite.length})"
+        raise ShardingBlockedError(logical_dims[rewrite.logical_dim], where)
+    for rewrite in unclear:
+        raise ShardingBlockedError(
+            logical_dims[rewrite.logical_dim], f"the code of {rewrite.module} uses the size {rewrite.original_size} for other things too"
+        )
+    return found
+
+
+def _unsharded_reasons(
+    dataflow_index: DataflowIndex, sharded_parameters: set[str], placements: Mapping[str, str], blocked_dims: Mapping[int, str]
+) -> dict[str, str]:
+    """For every parameter left whole, why: what was asked, what its own module does, or what stands in the way elsewhere."""
+    binds: dict[str, list[tuple[str, frozenset[int]]]] = {}
+    for op in dataflow_index.dataflow.operations:
+        if op.indivisible_dims:
+            binds.setdefault(op.module, []).append((op.name, frozenset(op.indivisible_dims)))
+    found = {}
+    for w in dataflow_index.parameters:
+        if w.name in sharded_parameters:
+            continue
+        module, carried = w.name.rpartition(".")[0], dataflow_index.value_dims[w.value]
+        placement = _placement_override(placements, w.name)
+        here = [f"{name} in {module} needs all of it" for name, logical_dims in binds.get(module, []) if logical_dims & carried]
+        there = [blocked_dims[s] for s in sorted(carried) if s in blocked_dims]
+        asked_for = [f"placements ask for {placement}"] if placement else []
+        found[w.name] = [*asked_for, *here, *there, "its partner is cut along the other dim"][0]
+    return found
+
+
+def reject_if_unsharded(grid: tuple[TensorPolicy, TensorPolicy], tp_degrees: tuple[int, ...]) -> None:
+    asked = "x".join(map(str, tp_degrees))
+    for policy, line in zip(grid, ("", " along the second dimension"), strict=False):
+        if not policy.sharded_dims and (len(tp_degrees) > 1 or not line):
+            reason = next(iter(policy.unsharded_reasons.values()), "it has no parameters")
+            other = f"dp={math.prod(tp_degrees)}" if not line else f"tp={math.prod(tp_degrees)}"
+            raise RequestError(f"tp={asked}: nothing in this model can be cut{line} ({reason}): use --mesh {other}")
+
+
+def sharded_logical_dims(dataflow: Dataflow, policy: TensorPolicy | None) -> dict[int, str]:
+    """The strands of a flow that a policy deals out, and their names; not those that are gathered where they are made."""
+    if policy is None:
+        return {}
+    values = {v.parameter: v for v in dataflow.values if v.parameter}
+    at_once = {m.logical_dim for m in (*policy.gather_sites, *policy.embedding_sites)}
+    found = {}
+    for sharded in policy.sharded_dims:
+        if sharded.name not in at_once and sharded.parameter_shards:
+            logical_dims = values[sharded.parameter_shards[0].parameter].logical_dims[sharded.parameter_shards[0].dim]
+            outer = 1
+            for logical_dim in logical_dims:
+                if outer == sharded.parameter_shards[0].outer and dataflow.sizes[logical_dim] == sharded.size:
+                    found[logical_dim] = sharded.name
+                outer *= dataflow.sizes[logical_dim]
+    return found

@@ -1,0 +1,128 @@
+"""From spans to figures: for each collective of a rank, and over ranks, how often, how much, how long, how much of it hidden."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.core.schedule import wire_factor
+from meshwright.core.span import Span
+from meshwright.schedule.planned_ledger import ledger_name
+
+
+@dataclass
+class CallStats:
+    """All calls of one name, operation and group on one rank. Lists hold one entry a call, or one a step."""
+
+    name: str
+    op: str
+    axis: str
+    group: int
+    calls: int = 0  # in one step
+    bytes: int = 0  # in one step
+    call_seconds: list[float] = field(default_factory=list)  # a call
+    step_seconds: list[float] = field(default_factory=list)  # a step
+    exposed_seconds: list[float] = field(default_factory=list)  # a step
+
+
+@dataclass
+class RankStats:
+    """One rank, or several that are alike."""
+
+    ranks: list[int]
+    steps: list[float]
+    compute: list[float]  # a step
+    call_stats: list[CallStats]
+
+
+def collect_stats(ranks: Sequence[int], steps: Iterable[Sequence[Span]]) -> RankStats:
+    """Sum up the steps of one rank."""
+    found: dict[tuple[str, str, str, int], CallStats] = {}
+    times, compute = [], []
+    for spans in steps:
+        times.append(max((s.end_s for s in spans), default=0.0))
+        compute.append(sum(s.seconds for s in spans if not s.group_size))
+        now: dict[tuple[str, str, str, int], list[Span]] = {}
+        for span in spans:
+            if span.group_size:
+                now.setdefault((ledger_name(span.name), span.op, span.axis, span.group_size), []).append(span)
+        for key, mine in now.items():
+            kept = found.setdefault(key, CallStats(*key))
+            kept.calls, kept.bytes = len(mine), sum(s.bytes for s in mine)
+            kept.call_seconds += [s.seconds for s in mine]
+            kept.step_seconds.append(sum(s.seconds for s in mine))
+            kept.exposed_seconds.append(sum(s.exposed_s for s in mine))
+    return RankStats(list(ranks), times, compute, list(found.values()))
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """Median, 95th percentile and largest."""
+    ordered = sorted(values) or [0.0]
+    return {"median": statistics.median(ordered), "p95": ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))], "max": ordered[-1]}
+
+
+def collective_row(stats: Sequence[CallStats], weights: Sequence[int], step_s: float) -> dict[str, Any]:
+    """One collective over the ranks that make it: calls and bytes of the one that makes most, times over all calls, sums as a mean over ranks."""
+    first = stats[0]
+    times = percentiles([t for part in stats for t in part.call_seconds])
+    most = max(stats, key=lambda p: p.bytes)
+    each = most.bytes / most.calls
+    spent = _weighted_mean([statistics.median(p.step_seconds) for p in stats], weights)
+    held = _weighted_mean([statistics.median(p.exposed_seconds) for p in stats], weights)
+    median = times["median"]
+    return {
+        "name": first.name,
+        "op": first.op,
+        "axis": first.axis,
+        "group": first.group,
+        "calls": most.calls,
+        "bytes": most.bytes,
+        "median_s": median,
+        "p95_s": times["p95"],
+        "max_s": times["max"],
+        "bandwidth": each / median if median else None,
+        "bus_bandwidth": each * wire_factor(first.op, first.group) / median if median else None,
+        "share": spent / step_s if step_s else 0.0,
+        "exposed_s": held,
+        "overlapped_s": max(spent - held, 0.0),
+    }
+
+
+def summarize(rank_stats: Sequence[RankStats]) -> dict[str, Any]:
+    """The whole: a step takes as long as its slowest rank."""
+    steps = [max(times) for times in zip(*(r.steps for r in rank_stats), strict=True)]
+    step = percentiles(steps)
+    keys = dict.fromkeys((t.name, t.op, t.axis, t.group) for r in rank_stats for t in r.call_stats)
+    everyone = []
+    for key in keys:
+        mine = [(t, len(r.ranks)) for r in rank_stats for t in r.call_stats if (t.name, t.op, t.axis, t.group) == key]
+        everyone.append(collective_row([t for t, _ in mine], [n for _, n in mine], step["median"]))
+    return {
+        "step_s": step,
+        "compute_s": max((statistics.median(r.compute) for r in rank_stats if r.compute), default=0.0),
+        "collectives": everyone,
+        "ranks": [
+            {
+                "ranks": r.ranks if len(r.ranks) <= 8 else [*r.ranks[:8], f"… {len(r.ranks)} in all"],
+                "step_s": percentiles(r.steps),
+                "compute_s": statistics.median(r.compute) if r.compute else 0.0,
+                "collectives": [collective_row([t], [1], step["median"]) for t in r.call_stats],
+            }
+            for r in rank_stats
+        ],
+    }
+
+
+def csv_rows(result: dict[str, Any]) -> list[list[Any]]:
+    """A header, the collectives over all ranks, and those of each rank (the first of those alike)."""
+    columns = list(result["collectives"][0]) if result["collectives"] else ["name"]
+    rows = [["rank", *columns], *(["all", *line.values()] for line in result["collectives"])]
+    for rank in result["ranks"]:
+        rows += [[rank["ranks"][0], *line.values()] for line in rank["collectives"]]
+    return rows
+
+
+def _weighted_mean(values: Sequence[float], weights: Sequence[int]) -> float:
+    return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)

@@ -1,0 +1,187 @@
+"""CosmoFlow (spatial shards) and DLRM (tables at owners, dense parts everywhere)."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from meshwright.core.errors import RequestError
+from meshwright.core.schedule import Schedule
+from meshwright.proxies.proxy_program import ProgramBuilder, ProxyConfig, build_schedule, require_multiple, world_group
+
+
+@dataclass(frozen=True)
+class CosmoFlowProxyConfig(ProxyConfig):
+    """Five convolutions on blocks of space and three dense layers, cut over `shards` ranks; lists are in the order in which they are run."""
+
+    shards: int = 4  # a power of two: halves of each dim in turn
+    batch: int = 8  # of a group of shards
+    forward_us: tuple[float, ...] = (6567, 13135, 6567, 3283, 1641, 5, 3, 1)
+    backward_us: tuple[float, ...] = (2, 6, 10, 3283, 6567, 13135, 26270, 13135)
+    forward_halos: tuple[int, ...] = (2097152, 1048576, 524288, 262144)  # floats to each neighbour, before convolutions 1 to 4
+    gathers: tuple[int, ...] = (65536, 256, 128)  # floats of a rank, before dense layers
+    scatters: tuple[int, ...] = (128, 256, 65536)  # floats left on a rank, after them
+    backward_halos: tuple[int, ...] = (131072, 262144, 524288, 1048576)
+    dense_gradient: int = 1_050_737  # floats that ranks with the same shard sum
+    gradients_of: tuple[int, ...] = (3539456, 884992, 221312, 55360, 3488)  # of convolutions, summed by everybody
+
+
+# Forward FLOPs of a sample by layer: convolutions of 3³ on 128³ to 8³ positions with 4-32-64-128-256-512 channels, dense 32768-128-64-4.
+_CONVOLUTIONS = tuple(54.0 * (4 if i == 0 else 16 * 2**i) * 32 * 2**i * (128 / 2**i) ** 3 for i in range(5))
+_COSMOFLOW_FLOPS = (*_CONVOLUTIONS, 2.0 * 32768 * 128, 2.0 * 128 * 64, 2.0 * 64 * 4)
+_COSMOFLOW_DENSE = (1_048_576, 32, 2048, 16, 64, 1)
+
+
+def cosmoflow(config: CosmoFlowProxyConfig, world: int) -> Schedule:
+    """A rank's neighbours differ from it in one bit of its number: one for two shards, two for four, three for eight."""
+    shards = config.shards
+    if shards < 1 or shards & (shards - 1):
+        raise RequestError(f"cosmoflow: shards={shards} is not a power of two: use {max(1, 1 << max(shards, 1).bit_length() - 1)}")
+    _check_lists(config)
+    require_multiple("cosmoflow", world, shards, "shards")
+    groups = {
+        "shards": tuple(tuple(range(g, g + shards)) for g in range(0, world, shards)),
+        "dp": tuple(tuple(range(s, world, shards)) for s in range(shards)),
+        **world_group(world),
+    }
+    programs = [_CosmoFlowProgramBuilder(config, place, world).program() for place in range(shards)]
+    return build_schedule("cosmoflow", world, groups, programs, lambda rank: rank % shards)
+
+
+class _CosmoFlowProgramBuilder:
+    """Writes the program of one shard."""
+
+    def __init__(self, config: CosmoFlowProxyConfig, shard_index: int, world: int) -> None:
+        self.config, self.world, self.builder = config, world, ProgramBuilder()
+        self.neighbours = [shard_index ^ (1 << bit) for bit in range(config.shards.bit_length() - 1)]
+
+    def program(self) -> ProgramBuilder:
+        dims, out = self.config, self.builder
+        convolutions = len(dims.gradients_of)
+        layers = len(dims.forward_us)
+        for layer, wait in enumerate(dims.forward_us):
+            if 1 <= layer < convolutions:
+                self._exchange_halo(f"forward/{layer}", dims.forward_halos[layer - 1])
+            elif layer >= convolutions and self.neighbours:
+                out.collective(f"gather/{layer}", "all_gather", "shards", dims.float_bytes(dims.gathers[layer - convolutions]) * dims.shards)
+            out.compute(f"forward/{layer}", dims.scaled_seconds(wait), self._flops(layer))
+        dense = layers - convolutions
+        launched: list[str] = []
+        for step, wait in enumerate(dims.backward_us):
+            out.compute(f"backward/{step}", dims.scaled_seconds(wait), 2 * self._flops(layers - 1 - step), op="backward")
+            if step < dense and self.neighbours:
+                out.collective(f"scatter/{step}", "reduce_scatter", "shards", dims.float_bytes(dims.scatters[step]) * dims.shards)
+            elif dense <= step < layers - 1:
+                self._exchange_halo(f"backward/{step}", dims.backward_halos[step - dense])
+            launched += self._reduce_gradients(step, dense)
+        out.wait("wait/gradients", launched)
+        return out
+
+    def _flops(self, layer: int) -> float:
+        known = _COSMOFLOW_FLOPS[layer] if layer < len(_COSMOFLOW_FLOPS) else 0.0
+        return self.config.scaled_flops(known * self.config.batch / self.config.shards)
+
+    def _exchange_halo(self, tag: str, floats: int) -> None:
+        size = self.config.float_bytes(floats)
+        names = [self.builder.send(f"halo/{tag}/{n}", "shards", n, size) for n in self.neighbours]
+        names += [self.builder.receive(f"halo/{tag}/{n}/in", "shards", n, size) for n in self.neighbours]
+        self.builder.wait(f"wait/{tag}", names)
+
+    def _reduce_gradients(self, step: int, dense: int) -> list[str]:
+        """All dense layers together after the last of them, then each convolution, beside what follows."""
+        dims = self.config
+        if step == dense - 1 and self.world > dims.shards:
+            sizes: tuple[int, ...] = _COSMOFLOW_DENSE if dims.gradients == "tensor" else (dims.dense_gradient,)
+            return [self.builder.collective(f"grads/dense/{i}", "all_reduce", "dp", dims.float_bytes(n), blocks=False) for i, n in enumerate(sizes)]
+        if step >= dense and self.world > 1:
+            number = len(dims.gradients_of) - 1 - (step - dense)
+            whole = dims.gradients_of[step - dense]
+            sizes = (whole - 32 * 2**number, 32 * 2**number) if dims.gradients == "tensor" else (whole,)
+            return [
+                self.builder.collective(f"grads/conv{number}/{i}", "all_reduce", "world", dims.float_bytes(n), blocks=False)
+                for i, n in enumerate(sizes)
+            ]
+        return []
+
+
+def _check_lists(config: CosmoFlowProxyConfig) -> None:
+    convolutions, layers = len(config.gradients_of), len(config.forward_us)
+    wanted = {
+        "backward_us": layers, "forward_halos": convolutions - 1, "backward_halos": convolutions - 1,
+        "gathers": layers - convolutions, "scatters": layers - convolutions,
+    }  # fmt: skip
+    for name, count in wanted.items():
+        if len(getattr(config, name)) != count:
+            raise RequestError(
+                f"cosmoflow: {name} has {len(getattr(config, name))} entries, {layers} layers with {convolutions} convolutions need {count}"
+            )
+
+
+@dataclass(frozen=True)
+class DLRMProxyConfig(ProxyConfig):
+    """Embedding tables at owners, two MLPs everywhere. Microseconds are for the whole step of a rank, whatever the world."""
+
+    batch: int = 2048  # global
+    features: int = 128  # of an embedding
+    bottom: tuple[int, ...] = (128, 128, 128, 128)
+    top: tuple[int, ...] = (138, 512, 512, 512, 256, 1)
+    embedding_us: float = 95.0
+    bottom_us: float = 341.0
+    interaction_us: float = 209.0
+    top_us: float = 455.0
+
+    @property
+    def exchanged_floats(self) -> int:
+        """Floats of a rank's all-to-all: the batch's embeddings of one table."""
+        return self.batch * self.features
+
+
+def mlp_tensors(widths: tuple[int, ...]) -> list[int]:
+    """Matrices and biases, in order."""
+    return [n for a, b in itertools.pairwise(widths) for n in (a * b, b)]
+
+
+def dlrm(config: DLRMProxyConfig, world: int) -> Schedule:
+    if world < 1 or config.exchanged_floats % world:
+        raise RequestError(
+            f"dlrm: {world} ranks do not divide {config.exchanged_floats} = batch × features: use a power of two, or change one of these"
+        )
+    out = ProgramBuilder()
+    local = config.batch / world
+    launched: list[str] = []
+
+    def compute(name: str, microseconds: float, num_weights: float = 0.0, times: int = 1) -> None:
+        """Forward, or backward at twice the cost; `num_weights` is the number of weights that a sample meets."""
+        out.compute(
+            name,
+            config.scaled_seconds(times * microseconds),
+            config.scaled_flops(2.0 * num_weights * local * times),
+            op="forward" if times == 1 else "backward",
+        )
+
+    def exchange(name: str) -> None:
+        if world > 1:
+            out.collective(name, "all_to_all", "world", config.float_bytes(config.exchanged_floats / world) * world)
+
+    def reduce(name: str, widths: tuple[int, ...]) -> None:
+        sizes = mlp_tensors(widths) if config.gradients == "tensor" else [sum(mlp_tensors(widths))]
+        if world > 1:
+            launched.extend(
+                out.collective(f"grads/{name}/{i}", "all_reduce", "world", config.float_bytes(n), blocks=False) for i, n in enumerate(sizes)
+            )
+
+    bottom, top = sum(mlp_tensors(config.bottom)), sum(mlp_tensors(config.top))
+    compute("embedding/forward", config.embedding_us)
+    exchange("embeddings/forward")
+    compute("bottom/forward", config.bottom_us, bottom)
+    compute("interaction/forward", config.interaction_us)
+    compute("top/forward", config.top_us, top)
+    compute("top/backward", config.top_us, top, 2)
+    reduce("top", config.top)
+    compute("interaction/backward", config.interaction_us)
+    compute("bottom/backward", config.bottom_us, bottom, 2)
+    reduce("bottom", config.bottom)
+    exchange("embeddings/backward")
+    compute("embedding/backward", config.embedding_us, 0.0, 2)
+    out.wait("wait/gradients", launched)
+    return build_schedule("dlrm", world, world_group(world), [out], lambda _: 0)

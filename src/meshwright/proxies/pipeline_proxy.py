@@ -1,0 +1,138 @@
+"""A pipeline of micro-batches with whatever a layer communicates on the way: what the GPT and BERT proxies and the hybrids share.
+
+[Note: two names for one pipeline]
+Activations go over the group `pp`, gradients over `pp_back`, which joins the same ranks. Messages of one group between two ranks arrive in the
+order in which they were sent; in 1F1B and interleaved orders both directions are under way at once, and one group would mix them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from meshwright.core.errors import RequestError
+from meshwright.core.pipeline_schedules import SCHEDULES, schedule_traits
+from meshwright.core.schedule import Op, Schedule
+from meshwright.proxies.proxy_program import ProgramBuilder, RankGrid, build_schedule
+from meshwright.schedule.pipeline_actions import PipelineAction, check_pipeline_order, pipeline_schedule
+
+LayerCollective = tuple[str, Op, int]  # name, operation, bytes: blocking, among the shards of a stage
+GradientReduction = tuple[str, str, int]  # name, group, bytes: an all-reduce
+
+
+def two_per_layer(name: str, op: Op, size: int) -> tuple[LayerCollective, ...]:
+    """A layer meets after attention and after its feed-forward part."""
+    return ((name, op, size), (name, op, size))
+
+
+@dataclass(frozen=True)
+class LayerPass:
+    """One layer in one direction."""
+
+    seconds: float = 0.0
+    flops: float = 0.0
+    collectives: tuple[LayerCollective, ...] = ()
+
+
+@dataclass(frozen=True)
+class PipelineProxySpec:
+    """Everything that decides the schedule. `gradients(layer)` lists what a layer of the model reduces."""
+
+    name: str
+    grid: RankGrid
+    layers: int  # of the whole model
+    micro_batches: int
+    boundary_bytes: int  # bytes between stages
+    forward: LayerPass
+    backward: LayerPass
+    gradients: Callable[[int], Sequence[GradientReduction]]
+    schedule: str = "gpipe"
+    chunks: int = 1
+    data_dependent: bool = True  # a stage sends what it made of what it received; the proxies of communication alone exchange both at once
+    overlap: bool = False  # gradients are reduced while the backward pass of earlier layers goes on
+
+
+def build_pipeline(spec: PipelineProxySpec) -> Schedule:
+    """One program for each stage of the grid; replicas and shards run the same."""
+    stages = spec.grid.stages * spec.chunks
+    if spec.layers % stages:
+        fewer = max(spec.layers // stages, 1) * stages
+        raise RequestError(f"{spec.name}: {spec.layers} layers do not divide over {stages} stages: use {fewer} layers, or other stages and chunks")
+    if schedule_traits(spec.schedule).splits_backward:
+        whole = ", ".join(name for name, traits in SCHEDULES.items() if not traits.splits_backward)
+        raise RequestError(f"{spec.name}: order {spec.schedule} splits backward, and a proxy's is whole: use one of {whole}")
+    check_pipeline_order(spec.schedule, spec.grid.stages, spec.micro_batches, spec.chunks)
+    groups = spec.grid.groups()
+    makers = [_StageProgramBuilder(spec, place, {axis for axis, lists in groups.items() if len(lists[0]) > 1}) for place in range(spec.grid.stages)]
+    world = spec.grid.replicas * spec.grid.shards * spec.grid.stages
+    return build_schedule(spec.name, world, groups, [m.program() for m in makers], spec.grid.stage)
+
+
+class _StageProgramBuilder:
+    """Writes the program of one place in the pipeline."""
+
+    def __init__(self, spec: PipelineProxySpec, stage_index: int, axes: set[str]) -> None:
+        self.spec, self.stage_index, self.axes = spec, stage_index, axes
+        self.layers_per_chunk = spec.layers // (spec.grid.stages * spec.chunks)
+        self.builder = ProgramBuilder()
+        self.last_sent: dict[str, str] = {}
+        self.async_reductions: list[str] = []
+
+    def program(self) -> ProgramBuilder:
+        pipe = self.spec
+        for action in pipeline_schedule(pipe.schedule, pipe.grid.stages, self.stage_index, pipe.micro_batches, pipe.chunks):
+            (self._receive_compute_send if pipe.data_dependent else self._exchange_at_once)(action)
+        self.builder.wait("wait/crossings", self.last_sent.values())
+        if not pipe.overlap:
+            for chunk in reversed(range(pipe.chunks)):
+                for layer in reversed(range(self.layers_per_chunk)):
+                    self._reduce_layer(chunk, layer, blocks=True)
+        self.builder.wait("wait/gradients", self.async_reductions)
+        return self.builder
+
+    def _neighbours(self, action: PipelineAction) -> tuple[int, int, str]:
+        """Where a turn's input comes from and its output goes to, as places in the pipeline (-1: nowhere), and over which group."""
+        stage = action.chunk * self.spec.grid.stages + self.stage_index
+        last = self.spec.grid.stages * self.spec.chunks - 1
+        before, after = (stage - 1, stage + 1) if action.phase == "forward" else (stage + 1, stage - 1)
+        places = [s % self.spec.grid.stages if 0 <= s <= last and self.spec.grid.stages > 1 else -1 for s in (before, after)]
+        return places[0], places[1], "pp" if action.phase == "forward" else "pp_back"
+
+    def _exchange_at_once(self, action: PipelineAction) -> None:
+        """Send and receive at once, and wait for both."""
+        source, target, axis = self._neighbours(action)
+        names = []
+        if target >= 0:
+            names.append(self.builder.send(f"p2p/{action.phase}/{action.micro_batch}", axis, target, self.spec.boundary_bytes))
+        if source >= 0:
+            names.append(self.builder.receive(f"p2p/{action.phase}/{action.micro_batch}/in", axis, source, self.spec.boundary_bytes))
+        self.builder.wait(f"wait/{action.phase}/{action.micro_batch}", names)
+
+    def _receive_compute_send(self, action: PipelineAction) -> None:
+        """Receive; wait for the send before this one, whose buffer is used again; compute; send on; meet."""
+        source, target, axis = self._neighbours(action)
+        tag = f"{action.phase}/{action.micro_batch}" + (f"/{action.chunk}" if self.spec.chunks > 1 else "")
+        if source >= 0:
+            self.builder.receive(f"p2p/{tag}/in", axis, source, self.spec.boundary_bytes, blocks=True)
+        work = self.spec.forward if action.phase == "forward" else self.spec.backward
+        waits = [name] if target >= 0 and (name := self.last_sent.get(action.phase)) else []
+        ends = action.phase == "backward" and self.spec.overlap and action.micro_batch == self.spec.micro_batches - 1
+        for number in range(self.layers_per_chunk):
+            if work.seconds or waits:
+                self.builder.compute(
+                    f"{action.phase}/{number}/{tag}", work.seconds, work.flops, op="forward" if action.phase == "forward" else "backward", waits=waits
+                )
+            waits = []
+            if ends:
+                self._reduce_layer(action.chunk, self.layers_per_chunk - 1 - number, blocks=False)
+            if number == self.layers_per_chunk - 1 and target >= 0:
+                self.last_sent[action.phase] = self.builder.send(f"p2p/{tag}", axis, target, self.spec.boundary_bytes)
+            for at, (name, op, size) in enumerate(work.collectives if "tp" in self.axes else ()):
+                self.builder.collective(f"{name}/{tag}/{number}/{at}", op, "tp", size)
+
+    def _reduce_layer(self, chunk: int, layer: int, *, blocks: bool) -> None:
+        number = (chunk * self.spec.grid.stages + self.stage_index) * self.layers_per_chunk + layer
+        for at, (name, axis, size) in enumerate(self.spec.gradients(number)):
+            if axis in self.axes:
+                made = self.builder.collective(f"{name}/{number}/{at}", "all_reduce", axis, size, blocks=blocks)
+                self.async_reductions += [] if blocks else [made]

@@ -1,0 +1,117 @@
+"""From a schedule to a result: on ranks of our own, on ranks that mpirun, srun or torchrun started, or on no rank at all (simulated)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.core.errors import RequestError
+from meshwright.core.quantities import show_bytes
+from meshwright.core.schedule import Schedule
+from meshwright.core.span import Span
+from meshwright.execute.process_groups import register_backend
+from meshwright.launch import ForkServer, LaunchedRank, Rendezvous, WorkerPool, join_process_group, leave_process_group
+from meshwright.proxies.call_stats import RankStats, collect_stats, summarize
+from meshwright.proxies.schedule_runner import LogCallback, RunPolicy, ScheduleRunner, buffer_bytes, run_steps
+from meshwright.schedule.schedule_check import check_schedule
+from meshwright.simulate import Disturbances, Network, simulate
+
+
+@dataclass(frozen=True)
+class ProxyOutcome:
+    """Figures, and one step's spans by rank (by the first of those alike)."""
+
+    result: dict[str, Any]
+    spans: Mapping[str, Sequence[Span]]
+    ledgers: tuple[tuple[Any, ...], ...] = ()  # by rank: what the communication layer counted over the timed steps
+
+
+def simulate_schedule(schedule: Schedule, network: Network, *, jitter: float = 0.0, seed: int = 0) -> ProxyOutcome:
+    """What the step would take."""
+    found = simulate(schedule, network, Disturbances(jitter=jitter, seed=seed))
+    tallies = [collect_stats(found.rank_partition.ranks_in(number), [spans]) for number, spans in enumerate(found.spans)]
+    names = {_rank_label(t.ranks): spans for t, spans in zip(tallies, found.spans, strict=True)}
+    return ProxyOutcome(summarize(tallies), names)
+
+
+def _rank_label(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" + (f" and {len(ranks) - 1} alike" if len(ranks) > 1 else "")
+
+
+def launch_and_run(schedule: Schedule, policy: RunPolicy, environ: Mapping[str, str], log_progress: LogCallback) -> ProxyOutcome:
+    """On workers of our own, one thread each."""
+    check_schedule(schedule)
+    fork_server = ForkServer(1, environ, ("meshwright.proxies.proxy_launch",))
+    try:
+        log_progress(f"{schedule.world} ranks over {policy.backend}: {policy.warm} steps to warm up, {policy.runs} timed")
+        with WorkerPool(fork_server, schedule.world) as workers:
+            answers = workers.call("meshwright.proxies.proxy_launch:run_rank", {"schedule": schedule, "policy": policy})
+    finally:
+        fork_server.close()
+    return _merge_ranks(answers)
+
+
+def run_under_launcher(schedule: Schedule, policy: RunPolicy, launched_rank: LaunchedRank, log_progress: LogCallback) -> ProxyOutcome | None:
+    """This rank's part; rank 0 gets the outcome."""
+    check_schedule(schedule)
+    if launched_rank.rank == 0:
+        log_progress(
+            f"{launched_rank.world} ranks from {launched_rank.launcher} over {policy.backend}: {policy.warm} steps to warm up, {policy.runs} timed"
+        )
+    answer = run_rank(
+        launched_rank.rank, launched_rank.world, launched_rank.init_method, schedule, policy, local_rank=launched_rank.local_rank, gather=True
+    )
+    return _merge_ranks(answer) if launched_rank.rank == 0 else None
+
+
+def run_rank(
+    rank: int, world: int, init_method: str, schedule: Schedule, policy: RunPolicy, *, local_rank: int | None = None, gather: bool = False
+) -> Any:
+    """One rank: its tally, the last step's spans and what was counted; all ranks' of these on every rank with `gather`."""
+    local = rank if local_rank is None else local_rank
+    device = torch.device("cuda", local % max(torch.cuda.device_count(), 1)) if policy.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    joined = dist.is_initialized()
+    if not joined:
+        register_backend(policy.backend, policy.timeout_s)
+        join_process_group(Rendezvous(rank, world, init_method, policy.backend, policy.device, local, policy.timeout_s))
+    try:
+        runner = ScheduleRunner(schedule, rank, device, policy)
+        steps = run_steps(runner, policy, _print_progress if rank == 0 else lambda _: None)
+        mine = (collect_stats([rank], steps), steps[-1], runner.ledger.drain())
+        if not gather:
+            return mine
+        every: list[Any] = [mine] * world
+        if world > 1:
+            dist.all_gather_object(every, mine)
+        return every
+    finally:
+        if not joined:
+            leave_process_group()
+
+
+def _print_progress(text: str) -> None:
+    print(f"· {text}", file=sys.stderr, flush=True)
+
+
+def _merge_ranks(answers: Sequence[tuple[RankStats, list[Span], tuple[Any, ...]]]) -> ProxyOutcome:
+    tallies = [a[0] for a in answers]
+    return ProxyOutcome(summarize(tallies), {f"rank {t.ranks[0]}": a[1] for t, a in zip(tallies, answers, strict=True)}, tuple(a[2] for a in answers))
+
+
+def check_memory(schedule: Schedule, available: int, ranks: int) -> None:
+    """Refuse sizes beyond memory before anything is allocated. `ranks` of them share what is available."""
+    programs = {schedule.program_of_rank.get(str(rank), 0): rank for rank in range(schedule.world)}
+    need = max(buffer_bytes(schedule, rank) for rank in programs.values()) * ranks
+    if need > 0.9 * available:
+        factor = -(-need // int(0.9 * available))
+        raise RequestError(
+            f"{schedule.name}: its buffers need {show_bytes(need)} for {ranks} ranks and {show_bytes(available)} are free: "
+            f"use --scale-down {factor} or more, or --backend sim"
+        )

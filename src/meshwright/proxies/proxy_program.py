@@ -1,0 +1,113 @@
+"""What proxies are built from: sizes and waits scaled down together, programs that name their actions, grids of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from meshwright.core.errors import RequestError
+from meshwright.core.schedule import Action, GroupRanks, Op, Schedule
+
+FLOAT_BYTES = 4  # the originals communicate single precision
+
+
+@dataclass(frozen=True)
+class ProxyConfig:
+    """What every proxy can be told."""
+
+    scale_down: float = 1.0  # sizes and waits are divided by this
+    gradients: Literal["bucketed", "tensor"] = "bucketed"  # aggregated as the originals do by default, or a call for each parameter
+
+    def __post_init__(self) -> None:
+        if self.scale_down < 1:
+            raise RequestError(f"scale_down={self.scale_down:g}: sizes and waits are divided by it; give 1 or more")
+        for name, value in vars(self).items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0:
+                raise RequestError(f"{name}={value}: give 0 or more")
+
+    def float_bytes(self, number: float) -> int:
+        """Bytes of so many floats, scaled down; never nothing."""
+        return FLOAT_BYTES * max(1, round(number / self.scale_down))
+
+    def scaled_seconds(self, microseconds: float) -> float:
+        return microseconds * 1e-6 / self.scale_down
+
+    def scaled_flops(self, number: float) -> float:
+        return number / self.scale_down
+
+
+@dataclass
+class ProgramBuilder:
+    """The actions of one rank, in the making."""
+
+    actions: list[Action] = field(default_factory=list)
+
+    def compute(self, name: str, seconds: float, flops: float = 0.0, *, op: Op = "forward", waits: Sequence[str] = ()) -> None:
+        self.actions.append(Action(name, op, seconds=seconds, flops=flops, depends_on=tuple(waits)))
+
+    def collective(self, name: str, op: Op, axis: str, size: int, *, blocks: bool = True, waits: Sequence[str] = ()) -> str:
+        self.actions.append(Action(name, op, bytes=size, axis=axis, is_blocking=blocks, depends_on=tuple(waits)))
+        return name
+
+    def send(self, name: str, axis: str, peer: int, size: int, *, blocks: bool = False, waits: Sequence[str] = ()) -> str:
+        self.actions.append(Action(name, "send", bytes=size, axis=axis, group_size=2, peer=peer, is_blocking=blocks, depends_on=tuple(waits)))
+        return name
+
+    def receive(self, name: str, axis: str, peer: int, size: int, *, blocks: bool = False) -> str:
+        self.actions.append(Action(name, "recv", bytes=size, axis=axis, group_size=2, peer=peer, is_blocking=blocks))
+        return name
+
+    def wait(self, name: str, waits: Iterable[str]) -> None:
+        names = tuple(waits)
+        if names:
+            self.actions.append(Action(name, "wait", depends_on=names))
+
+
+def build_schedule(name: str, world: int, groups: GroupRanks, programs: Sequence[ProgramBuilder], program_of: Callable[[int], int]) -> Schedule:
+    """A schedule from programs and who runs which; groups of one rank are left out, and nothing may use them."""
+    several = {axis: tuple(lists) for axis, lists in groups.items() if any(len(g) > 1 for g in lists)}
+    ranks = {str(rank): program_of(rank) for rank in range(world)} if len(programs) > 1 else {}
+    return Schedule(tuple(tuple(p.actions) for p in programs), ranks, several, world, name)
+
+
+def require_multiple(name: str, world: int, unit: int, why: str) -> None:
+    """Refuse a world that a proxy cannot be spread over."""
+    if world < 1 or world % unit:
+        nearest = max(world // unit, 1) * unit
+        raise RequestError(f"{name}: {world} ranks are not a multiple of {why} = {unit}: use {nearest} ranks, or change one of these")
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """Ranks over replicas, shards (or experts) and stages. The originals put the stages of a pipeline on neighbouring ranks; the other
+    order puts the shards there, where most is said."""
+
+    replicas: int
+    shards: int
+    stages: int
+    rank_order: Literal["pipeline", "tensor"] = "pipeline"
+
+    def rank(self, replica: int, shard: int, stage: int) -> int:
+        if self.rank_order == "pipeline":
+            return (replica * self.shards + shard) * self.stages + stage
+        return (replica * self.stages + stage) * self.shards + shard
+
+    def stage(self, rank: int) -> int:
+        return rank % self.stages if self.rank_order == "pipeline" else rank // self.shards % self.stages
+
+    def groups(self) -> GroupRanks:
+        """dp: the same shard of the same stage; tp: the shards of a stage; pp: the stages, once for each direction; replica: all of a stage."""
+        replicas, shards, stages = range(self.replicas), range(self.shards), range(self.stages)
+        pipelines = tuple(tuple(self.rank(r, t, s) for s in stages) for r in replicas for t in shards)
+        return {
+            "dp": tuple(tuple(self.rank(r, t, s) for r in replicas) for t in shards for s in stages),
+            "tp": tuple(tuple(self.rank(r, t, s) for t in shards) for r in replicas for s in stages),
+            "pp": pipelines,
+            "pp_back": pipelines,
+            "replica": tuple(tuple(self.rank(r, t, s) for r in replicas for t in shards) for s in stages),
+        }
+
+
+def world_group(world: int) -> GroupRanks:
+    return {"world": (tuple(range(world)),)}

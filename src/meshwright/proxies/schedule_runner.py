@@ -1,0 +1,322 @@
+"""One runner for any schedule: this rank's program, action by action, over torch.distributed, with the clock read around everything.
+
+Computation is a wait, as in the original proxies, or matrix products of as many FLOPs. A collective is handed over and looked at again where
+the program waits for it; the time that the rank stands still there is what is exposed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from meshwright.comm import Ledger, TorchComm
+from meshwright.core.comm import Comm, Work
+from meshwright.core.schedule import COLLECTIVE_OPS, COMPUTE_OPS, P2P_OPS, Action, Schedule
+from meshwright.core.span import Span
+from meshwright.schedule.planned_ledger import ledger_name
+from meshwright.simulate.jitter import jitter_factors
+
+_SPIN_S = 2e-5  # at the end of a wait, spent asking for the time
+_PR_SET_TIMERSLACK = 29  # PR_SET_TIMERSLACK: by how many nanoseconds Linux may wake a thread late
+_START_DELAY_S = 0.01  # before a step
+_MATMUL_SIZE = {"cpu": 256, "cuda": 2048}  # side of the matrices of a real computation
+_DTYPES = {4: torch.float32, 2: torch.bfloat16, 1: torch.uint8}
+_ALIGNMENT_BYTES = 64  # bytes that tensors begin at multiples of
+_MIN_BUFFER_BYTES = 1 << 26  # bytes of memory that calls go along, at least: all ranks' together are more than caches hold
+
+
+@dataclass(frozen=True)
+class RunPolicy:
+    """How a schedule is run. `jitter` varies computation by that share, the same for a seed."""
+
+    warm: int = 8
+    runs: int = 128
+    seed: int = 0
+    jitter: float = 0.0
+    compute: Literal["wait", "real"] = "wait"
+    backend: str = "gloo"
+    device: Literal["cpu", "cuda"] = "cpu"
+    timeout_s: float = 300.0
+
+
+class ScheduleRunner:
+    """One rank of one schedule. Made after the process group; every rank makes it, since groups are made together."""
+
+    def __init__(self, schedule: Schedule, rank: int, device: torch.device, policy: RunPolicy, groups: GroupComms | None = None) -> None:
+        self.rank, self.policy, self.device = rank, policy, device
+        self.program = schedule.program_for(rank)
+        groups = groups or GroupComms()
+        self.ledger = groups.ledger
+        self._comms = groups.comms_for(schedule, rank)
+        self._buffer = groups.buffer
+        self._buffer.reserve(buffer_bytes(schedule, rank), device)
+        self._kernel = _MatmulKernel(device) if policy.compute == "real" else None
+
+    def run_step(self, step_index: int) -> list[Span]:
+        """One step, from when everybody is here; its spans in order of their ends."""
+        self.align_ranks()
+        return self.run_step_now(step_index)
+
+    def run_step_now(self, step_index: int) -> list[Span]:
+        """One step, from now."""
+        return _StepRun(self, step_index).spans
+
+    def align_ranks(self) -> None:
+        """Ranks leave a barrier milliseconds apart where they share cores, and the last one's delay would be in everybody's step: rank 0 names
+        a moment soon after, for which all wait who share its clock."""
+        if not dist.is_initialized():
+            return
+        dist.barrier()
+        moment = torch.tensor([time.time() + _START_DELAY_S], dtype=torch.float64, device=self.device)
+        dist.broadcast(moment, 0)
+        left = moment.item() - time.time()
+        if 0 < left <= _START_DELAY_S:
+            precise_sleep(left)
+
+    def launch(self, action: Action) -> Work:
+        """Hand one call over."""
+        comm, name = self._comms[action.axis], ledger_name(action.name)
+        whole, part = self._buffer.tensors_for(action, comm.size)
+        comm = comm.sync if action.is_blocking else comm
+        match action.op:
+            case "all_reduce":
+                return comm.all_reduce(whole, name)
+            case "all_gather":
+                return comm.all_gather(whole, part, name)
+            case "reduce_scatter":
+                return comm.reduce_scatter(part, whole, name)
+            case "broadcast":
+                return comm.broadcast(whole, name)
+            case "all_to_all":
+                rows = _split_evenly(whole.numel(), comm.size)
+                return comm.all_to_all(part, whole, name, rows, rows)
+            case "send":
+                return comm.exchange([(action.peer, whole)], [], name)
+            case _:
+                return comm.exchange([], [(action.peer, part)], name)
+
+    def compute(self, action: Action, factor: float) -> None:
+        if self._kernel is None:
+            precise_sleep(action.seconds * factor)
+        else:
+            self._kernel(action.flops * factor)
+
+
+class _StepRun:
+    """The walk through one step."""
+
+    def __init__(self, runner: ScheduleRunner, step_index: int) -> None:
+        self.runner = runner
+        self.spans: list[Span] = []
+        self.in_flight: dict[str, _TimedCall] = {}
+        self.started_at = time.perf_counter()
+        vary = jitter_factors(runner.policy.seed, runner.rank, step_index, runner.policy.jitter)
+        for action in runner.program:
+            self._poll()
+            for name in action.depends_on:
+                self._complete(name)
+            if action.op in COMPUTE_OPS:
+                start = time.perf_counter()
+                runner.compute(action, next(vary))
+                self.spans.append(Span(action.name, action.op, "", 0, 0, start - self.started_at, time.perf_counter() - self.started_at))
+            elif action.op != "wait":
+                start = time.perf_counter()
+                self.in_flight[action.name] = _TimedCall(action, runner._comms[action.axis].size, runner.launch(action), start)
+                if action.is_blocking:
+                    self._complete(action.name)
+        for name in list(self.in_flight):
+            self._complete(name)
+
+    def _poll(self) -> None:
+        """Ask the calls that do not tell whether they are over; the originals test their requests here too, to keep MPI going."""
+        for flight in self.in_flight.values():
+            flight.poll()
+
+    def _complete(self, name: str) -> None:
+        flight = self.in_flight.pop(name, None)
+        if flight is not None:
+            self.spans.append(flight.complete(self.started_at, self.runner.device))
+
+
+class _TimedCall:
+    """A call under way. Its end is taken where a backend says so by itself, otherwise when it is waited for."""
+
+    def __init__(self, action: Action, group: int, work: Work, started: float) -> None:
+        self.action, self.group, self.work = action, 2 if action.op in P2P_OPS else group, work
+        self.started_at = started if action.is_blocking else time.perf_counter()  # what blocks may be over already; the rest is handed over now
+        self.ended_at = 0.0
+        future = None if action.is_blocking else _future(work)
+        self._needs_polling = future is None and hasattr(work, "is_completed")
+        if future is not None:
+            future.add_done_callback(self._on_done)
+
+    def _on_done(self, _: object) -> None:
+        self.ended_at = time.perf_counter()
+
+    def poll(self) -> None:
+        if self._needs_polling and not self.ended_at and self.work.is_completed():  # type: ignore[attr-defined]
+            self._on_done(None)
+
+    def complete(self, step_start: float, device: torch.device) -> Span:
+        asked = self.started_at if self.action.is_blocking else time.perf_counter()
+        self.work.wait()
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # NCCL's wait only orders streams
+        now = time.perf_counter()
+        ended = min(self.ended_at, now) if self.ended_at and device.type == "cpu" else now
+        action = self.action
+        return Span(
+            action.name,
+            action.op,
+            action.axis,
+            self.group,
+            _payload_bytes(action),
+            self.started_at - step_start,
+            ended - step_start,
+            max(now - asked, 0.0),
+        )
+
+
+def _future(work: Any) -> Any:
+    """What a backend's work promises; some have none."""
+    try:
+        return work.get_future()
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return None
+
+
+def precise_sleep(seconds: float) -> None:
+    """Stand still for exactly so long, and leave the core to others meanwhile. Linux wakes sleepers 50 µs late unless it is asked not to."""
+    until = time.perf_counter() + seconds
+    if seconds > _SPIN_S:
+        _prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1))
+        time.sleep(seconds - _SPIN_S)
+        _prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(0))  # what is usual again
+    while time.perf_counter() < until:
+        pass
+
+
+_prctl: Callable[..., object] = getattr(ctypes.CDLL(None), "prctl", lambda *_: None)
+
+
+class _MatmulKernel:
+    """Matrix products that add up to a number of FLOPs: a tall matrix, as tall as it takes, times a square one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.size, self.device = _MATMUL_SIZE[device.type], device
+        self.square = torch.ones(self.size, self.size, device=device)
+        self.tall = torch.zeros(16 * self.size, self.size, device=device)
+        self.out = torch.empty_like(self.tall)
+
+    def __call__(self, flops: float) -> None:
+        rows = round(flops / (2.0 * self.size**2))
+        while rows > 0:
+            now = min(rows, self.tall.shape[0])
+            torch.mm(self.tall[:now], self.square, out=self.out[:now])
+            rows -= now
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+class _CommBuffer:
+    """What calls communicate, one after the other along a stretch that no cache holds, and from its start again. A job's tensors lie like that: one
+    that a call before left in the caches would be a lucky one, and how much of it is left depends on what else is run. What is in it does not matter,
+    only that it is real; calls under way at once may share some."""
+
+    def __init__(self) -> None:
+        self._views: dict[int, torch.Tensor] = {}  # one stretch as numbers of so many bytes each
+        self._capacity = self._offset = 0
+
+    def reserve(self, length: int, device: torch.device) -> None:
+        if length > self._capacity:
+            stretch = torch.zeros(_align_up(length), dtype=torch.uint8, device=device)
+            self._views, self._capacity, self._offset = {item: stretch.view(dtype) for item, dtype in _DTYPES.items()}, length, 0
+
+    def tensors_for(self, action: Action, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The whole tensor, and this rank's part of it, or as much again where the whole is exchanged; otherwise the whole is both."""
+        item, whole, part = _tensor_sizes(action.op, _payload_bytes(action), group)
+        end = self._offset + _align_up(whole * item) + _align_up(part * item)
+        if end > self._capacity:
+            self._offset, end = 0, end - self._offset
+        numbers, first, second = self._views[item], self._offset // item, (self._offset + _align_up(whole * item)) // item
+        self._offset = end
+        tensor = numbers[first : first + whole]
+        return tensor, numbers[second : second + part] if part else tensor
+
+
+@cache
+def _tensor_sizes(op: str, size: int, group: int) -> tuple[int, int, int]:
+    """Bytes of a number, numbers of the whole and of the part: the widest type that divides. A gather of what does not divide is rounded up, as it
+    would be padded."""
+    parts = group if op in ("all_gather", "reduce_scatter") else 1
+    item = next((i for i in (4, 2) if size % (i * parts) == 0), 1)
+    part = -(-size // (item * parts))
+    return item, part * parts, part if parts > 1 or op == "all_to_all" else 0
+
+
+def _align_up(length: int) -> int:
+    return -(-length // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _payload_bytes(action: Action) -> int:
+    return action.bytes if action.expected_bytes is None else action.expected_bytes
+
+
+def buffer_bytes(schedule: Schedule, rank: int) -> int:
+    """What a rank's memory for calls will take."""
+    members = schedule.groups_of(rank)
+    calls = ((a, len(members[a.axis])) for a in schedule.program_for(rank) if a.op in COLLECTIVE_OPS or a.op in P2P_OPS)
+    shapes = {_tensor_sizes(a.op, _payload_bytes(a), group) for a, group in calls}
+    return max([_MIN_BUFFER_BYTES, *(_align_up(whole * item) + _align_up(part * item) for item, whole, part in shapes)])
+
+
+def _split_evenly(rows: int, parts: int) -> Sequence[int]:
+    return [rows // parts + (1 if i < rows % parts else 0) for i in range(parts)]
+
+
+class GroupComms:
+    """A Comm for each name and list of ranks, and the memory that calls go along. Names that join the same ranks have one each all the same, so
+    that their calls do not mix; schedules that are run by turns share them."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self.buffer = _CommBuffer()
+        self._comms: dict[tuple[str, tuple[int, ...]], Comm | None] = {}
+
+    def comms_for(self, schedule: Schedule, rank: int) -> dict[str, Comm]:
+        """Collective: every rank asks for the same schedules in the same order."""
+        found: dict[str, Comm] = {}
+        for axis, groups in sorted(schedule.groups.items()):
+            for ranks in groups:
+                if len(ranks) > 1 and (axis, ranks) not in self._comms:
+                    group = dist.new_group(list(ranks))
+                    self._comms[axis, ranks] = TorchComm(group, self.ledger) if rank in ranks else None
+                if rank in ranks and (comm := self._comms.get((axis, ranks))) is not None:
+                    found[axis] = comm
+        return found
+
+
+LogCallback = Callable[[str], None]
+
+
+def run_steps(runner: ScheduleRunner, policy: RunPolicy, log_progress: LogCallback) -> list[list[Span]]:
+    """Warm up, then run; every timed step's spans. `log_progress` hears about it once a second."""
+    found = []
+    told = time.monotonic()
+    for run in range(-policy.warm, policy.runs):
+        spans = runner.run_step(max(run, 0))
+        if run < 0:
+            runner.ledger.drain()
+        else:
+            found.append(spans)
+        if time.monotonic() - told > 1.0:
+            told = time.monotonic()
+            log_progress(f"warm-up {run + policy.warm + 1} of {policy.warm}" if run < 0 else f"run {run + 1} of {policy.runs}")
+    return found

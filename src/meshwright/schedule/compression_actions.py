@@ -1,0 +1,46 @@
+"""What a gradient bucket puts on the wire under a plan's compression: the same functions of its shapes as `execute/compression_runtime.py` goes
+by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.core.compression_policy import low_rank_shape
+from meshwright.core.plan import SyncPolicy
+from meshwright.schedule.buckets import Bucket
+
+_BF16_BYTES = 2  # bytes of a bf16 element
+
+
+@dataclass(frozen=True)
+class BucketCollective:
+    """One call for a bucket: `suffix` is added to the bucket's; one that `after_previous` leaves when what was sent before it has arrived."""
+
+    suffix: str
+    bytes: int
+    padding: int = 0
+    after_previous: bool = False
+
+
+def bucket_collectives(sync: SyncPolicy, bucket: Bucket, shapes: Sequence[Sequence[int]]) -> list[BucketCollective]:
+    """`shapes` are those of all parameters, as the bucket's slots number them."""
+    if sync.compression == "bf16":
+        return [BucketCollective("", bucket.numel * _BF16_BYTES, bucket.padding // bucket.itemsize * _BF16_BYTES)]
+    if sync.compression != "powersgd":
+        return [BucketCollective("", bucket.bytes, bucket.padding)]
+    factors = {slot: low_rank_shape(shapes[slot.index], sync.compression_rank) for slot in bucket.slots}
+    whole = sum(slot.numel for slot, shape in factors.items() if shape is None)
+    kept = [shape for shape in factors.values() if shape is not None]
+    lefts, rights = (sum(shape[side] * shape[2] for shape in kept) for side in (0, 1))
+    every = (
+        BucketCollective("", whole * bucket.itemsize),
+        BucketCollective(".p", lefts * bucket.itemsize),
+        BucketCollective(".q", rights * bucket.itemsize, after_previous=True),
+    )
+    return [sent for sent in every if sent.bytes]
+
+
+def replica_bytes(sync: SyncPolicy, bucket: Bucket, shard_numel: int) -> int:
+    """Of a rank's slice of a bucket, so many elements, which replicas of it reduce."""
+    return shard_numel * (_BF16_BYTES if sync.compression == "bf16" else bucket.itemsize)

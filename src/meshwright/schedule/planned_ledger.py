@@ -1,0 +1,109 @@
+"""The communication ledger before a run: what a schedule's steady step and the start-up before it will send, call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from meshwright.core.model import ModelProfile
+from meshwright.core.plan import Plan
+from meshwright.core.schedule import Action, wire_factor
+from meshwright.schedule.buckets import init_broadcast_groups
+from meshwright.schedule.step_actions import build_schedule
+
+_RNG_STATE_BYTES = {"cpu": 5056, "cuda": 16}  # the states of torch's generators
+
+
+@dataclass(frozen=True)
+class LedgerLine:
+    """All calls of one name in one step. `bytes` is the whole tensor, summed over calls; `sent` is what a rank must put on the wire."""
+
+    phase: str  # start-up or step
+    name: str
+    op: str
+    axis: str
+    group: int
+    calls: int
+    bytes: int
+    padding: int
+    sent: float
+    bound: bool = False  # the data decides how many bytes there are, and `bytes` is the most that it can be
+
+
+def plan_ledger(plan: Plan, profile: ModelProfile, *, clip: bool = True, rank: int = 0) -> tuple[LedgerLine, ...]:
+    """What one rank will do, under the names that the run counts by."""
+    return _ledger_lines(
+        plan.for_rank(rank), profile, build_schedule(plan, profile.at_batch(_micro_batch_samples(plan, rank)), clip=clip).program_for(rank)
+    )
+
+
+def plan_ledgers(plan: Plan, profile: ModelProfile, *, clip: bool = True) -> dict[str, list[LedgerLine]]:
+    """The ledger of every rank; ranks that do the same are named together, like "0,1"."""
+    samples = [_micro_batch_samples(plan, rank) for rank in range(plan.world)]
+    schedules = {count: build_schedule(plan, profile.at_batch(count), clip=clip) for count in set(samples)}
+    groups: dict[tuple[int, int, str], list[int]] = {}
+    for rank, count in enumerate(samples):
+        groups.setdefault((count, schedules[count].program_of_rank.get(str(rank), 0), plan.for_rank(rank).device), []).append(rank)
+    every = ((ranks, schedules[count].program_for(ranks[0])) for (count, _, _), ranks in groups.items())
+    return {",".join(map(str, ranks)): list(_ledger_lines(plan.for_rank(ranks[0]), profile, program)) for ranks, program in every}
+
+
+def _micro_batch_samples(plan: Plan, rank: int) -> int:
+    """Of its micro-batch; what owners are sent, and send back, is of the others' samples too."""
+    return plan.micro_batch_size(rank) if plan.mesh.ep == 1 else plan.max_micro_batch_size
+
+
+def _ledger_lines(plan: Plan, profile: ModelProfile, program: Sequence[Action]) -> tuple[LedgerLine, ...]:
+    found: dict[tuple[str, str, str, int], list[int]] = {}
+    bounds = set()
+    for action in program:
+        if action.is_communication and action.num_ranks(plan.mesh) > 1:
+            key = (ledger_name(action.name), action.op, action.axis, action.num_ranks(plan.mesh))
+            bounds |= {key} if action.expected_bytes is not None else set()
+            sums = found.setdefault(key, [0, 0, 0])
+            for i, more in enumerate((1, action.bytes, action.padding)):
+                sums[i] += more
+    steps = (
+        LedgerLine("step", *key, calls, size, padding, size * wire_factor(key[1], key[3]), key in bounds)
+        for key, (calls, size, padding) in found.items()
+    )
+    return (*_startup_lines(plan, profile), *steps)
+
+
+def _startup_lines(plan: Plan, profile: ModelProfile) -> Iterator[LedgerLine]:
+    """Rank 0's values go to everybody, and ranks that compute the same on the same samples share a random state. Left out are the few
+    bytes with which a backend and torch's pipeline schedules greet their neighbours."""
+
+    def line(name: str, axis: str, calls: int, size: int) -> LedgerLine:
+        return LedgerLine("start-up", name, "broadcast", axis, plan.mesh.group_size(axis), calls, size, 0, size * 1.0)
+
+    if plan.world > 1:
+        held = [*sorted(profile.tensors, key=lambda t: t.registration_index), *profile.buffers]
+        runs = list(init_broadcast_groups([t.bytes for t in held], [t.dtype for t in held]))
+        yield line("start/values", "world", len(runs), sum(t.bytes for t in held))
+    states = [_RNG_STATE_BYTES["cpu"]] + [_RNG_STATE_BYTES["cuda"]] * (plan.device == "cuda")
+    if plan.mesh.degree("tp") > 1:
+        yield line("start/random", "tp", len(states), sum(states))
+    if plan.spatial.grid:
+        yield line("start/random", "cp", len(states), sum(states))
+
+
+def ledger_name(name: str) -> str:
+    """A schedule tells micro-batches and phases apart; the run counts them under one name."""
+    return "/".join(name.split("/")[:2])
+
+
+def ledger_differences(expected: Iterable[LedgerLine], measured: Iterable[tuple[str, str, int, int, int]], phase: str = "step") -> list[str]:
+    """What a step, or start-up, did otherwise than the ledger says; `measured` is (name, operation, ranks, calls, bytes). Empty when they
+    are equal, and where bytes are a bound, when it holds."""
+    lines = [line for line in expected if line.phase == phase]
+    planned = {(line.name, line.op, line.group): (line.calls, line.bytes) for line in lines}
+    bounds = {(line.name, line.op, line.group) for line in lines if line.bound}
+    done = {(name, op, group): (calls, size) for name, op, group, calls, size in measured}
+    found = []
+    for key in dict.fromkeys([*planned, *done]):
+        (calls, size), (did, sent) = planned.get(key, (0, 0)), done.get(key, (0, 0))
+        if calls != did or (sent > size if key in bounds else sent != size):
+            most = "at most " if key in bounds else ""
+            found.append(f"{key[1]} {key[0]} over {key[2]} ranks: {calls} calls, {most}{size} bytes planned; {did} calls, {sent} bytes done")
+    return found

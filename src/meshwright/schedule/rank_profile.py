@@ -1,0 +1,166 @@
+"""What one rank holds and computes of a model: its pieces of the parameters, its part of the work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshwright.core.model import EXPENSIVE_KINDS, Kernel, LayerProfile, ModelProfile, TensorSpec
+from meshwright.core.plan import Plan
+from meshwright.core.tied_parameters import stages_holding
+from meshwright.schedule.context_actions import context_profile
+from meshwright.schedule.expert_actions import expert_profile
+from meshwright.schedule.spatial_actions import spatial_profile
+
+
+def local_profile(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int = 0, ep_rank: int = 0) -> ModelProfile:
+    """The profile as one rank sees it. Parameters are exact; work and activations shrink with the layer's cut parameters."""
+    same, equal = plan.partition_key
+    return profile.memo.get_or_compute(
+        "local", same, (*equal, tp_rank, pp_rank, ep_rank), lambda: _build_local_profile(plan, profile, tp_rank, pp_rank, ep_rank)
+    )
+
+
+def _build_local_profile(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int, ep_rank: int) -> ModelProfile:
+    if plan.mesh.pp > 1 and len(plan.stages) > 1:
+        profile = _stage_profile(plan, profile, pp_rank)
+    if plan.mesh.cp > 1 and plan.context.sequence_length:
+        profile = context_profile(plan, profile)
+    profile = spatial_profile(plan.spatial, profile)
+    if plan.mesh.ep > 1:
+        profile = expert_profile(plan, profile, ep_rank)
+    if plan.mesh.degree("tp") == 1:
+        return profile
+    pieces = _TensorParallelScaling(plan, profile, tp_rank)
+    given = [0.0, *(layer.output_bytes for layer in profile.layers)]
+    layers = (
+        pieces.local_layer(layer, slope, enters) for layer, slope, enters in zip(profile.layers, profile.per_sample_layers, given[:-1], strict=True)
+    )
+    return replace(profile, layers=tuple(layers))
+
+
+class _TensorParallelScaling:
+    """What tensor parallelism leaves a rank of each layer."""
+
+    def __init__(self, plan: Plan, profile: ModelProfile, tp_rank: int) -> None:
+        self._batch, self._num_parts, self._sequence_parallel = profile.batch, plan.mesh.degree("tp"), bool(plan.tensor.is_sequence_parallel)
+        self._tied_tensors = _tied_tensors_by_layer(profile)
+        self._memo: dict[tuple[int, float], tuple[Kernel, ...]] = {}  # equal blocks share their kernels, not always what is cut of them
+        self._policies = [policy for _, policy in plan.tensor_policies]
+        self._lengths = [
+            policy.shard_lengths(plan.mesh.grid_coordinate(tp_rank, axis), plan.mesh.degree(axis)) for axis, policy in plan.tensor_policies
+        ]
+
+    def local_layer(self, layer: LayerProfile, slope: LayerProfile, input_bytes: float) -> LayerProfile:
+        """What a rank has of it; `input_bytes` are the bytes that the layer before gives."""
+        tensors = tuple(self._shard(t) for t in layer.tensors)
+        used = {t.name: (t, cut) for t, cut in zip(layer.tensors, tensors, strict=True)}
+        used |= {t.name: (t, self._shard(t)) for t in self._tied_tensors.get(layer.name, ())}
+        share = sum(cut.numel for _, cut in used.values()) / max(sum(t.numel for t, _ in used.values()), 1) if used else 1.0
+        kept = self._activation_fraction(layer, slope, share, min(input_bytes / layer.activation_bytes, 1.0) if layer.activation_bytes else 0.0)
+        return replace(
+            layer,
+            parameters=sum(t.numel for t in tensors),
+            tensors=tensors,
+            flops_forward=layer.flops_forward * share,
+            flops_backward=layer.flops_backward * share,
+            activation_bytes=layer.activation_bytes * kept,
+            fusible_bytes=layer.fusible_bytes * kept,
+            compiler_recomputed_bytes=layer.compiler_recomputed_bytes * kept,
+            output_bytes=layer.output_bytes / (self._num_parts if self._sequence_parallel else 1),
+            expensive_output_bytes=layer.expensive_output_bytes * kept + self._gathered_bytes(layer.name),
+            transient_bytes=layer.transient_bytes * share,
+            matmul_workspace_bytes=layer.matmul_workspace_bytes * share,
+            kernels=self._kernels(layer.kernels, slope.kernels, share),
+        )
+
+    def _gathered_bytes(self, name: str) -> float:
+        """Positions of all ranks that enter a layer's cut parts: what is kept of its products is kept of these meetings too."""
+        return float(sum(site.bytes_for(self._batch) for policy in self._policies for site in policy.sequence_gathers_in.get(name, ())))
+
+    def _activation_fraction(self, layer: LayerProfile, slope: LayerProfile, share: float, input_fraction: float) -> float:
+        """The part of its activations that is left. One that is cut where it gives has all of what entered, and its piece of the rest; one that
+        sums over cut inputs has a piece of these alone. One with both has all of what enters the parts that are cut where they give, and what
+        whole parts save; where ranks share positions, most of that is shared too."""
+        if self._sequence_parallel:
+            return (0.4 + 0.6 / self._num_parts + share) / 2
+        dims = {dim for t in layer.tensors if len(t.shape) > 1 for found in self._lengths for dim in found.get(t.name, ())}
+        summed = bool(self._reduced_modules(layer.name))
+        if dims == {0} and not summed:
+            return input_fraction + (1.0 - input_fraction) * share
+        if dims == {1} and summed:
+            return input_fraction * share + 1.0 - input_fraction
+        if not layer.saved_by or not layer.activation_bytes:
+            return (1.0 + share) / 2
+        whole = sum(part for name, part in layer.saved_by if f"{layer.name}.{name}" not in self._reduced_modules(f"{layer.name}.{name}"))
+        samples = min(self._batch * slope.activation_bytes / layer.activation_bytes, 1.0)  # the rest is of parameters, such as casts
+        return share + samples * whole * (1.0 - share)
+
+    def _reduced_modules(self, module: str) -> list[str]:
+        """Modules in it that sum, itself among them."""
+        return [site.module for policy in self._policies for site in policy.reduce_sites_in.get(module, ())]
+
+    def _shard(self, tensor: TensorSpec) -> TensorSpec:
+        pieces = [found[tensor.name] for found in self._lengths if tensor.name in found]
+        if not pieces:
+            return tensor
+        lengths = {dim: length for piece in pieces for dim, length in piece.items()}
+        return replace(tensor, shape=tuple(lengths.get(d, n) for d, n in enumerate(tensor.shape)))
+
+    def _kernels(self, kernels: tuple[Kernel, ...], slopes: tuple[Kernel, ...], share: float) -> tuple[Kernel, ...]:
+        key = (id(kernels), share)
+        if key not in self._memo:
+            self._memo[key] = tuple(
+                replace(k, flops=k.flops * share, bytes=k.bytes * share)
+                if k.kind in EXPENSIVE_KINDS
+                else replace(k, bytes=self._moved_bytes(k, s, share))
+                for k, s in zip(kernels, slopes, strict=True)
+            )
+        return self._memo[key]
+
+    def _moved_bytes(self, kernel: Kernel, slope: Kernel, share: float) -> float:
+        """Passes over parameters (casts, dense gradients of look-ups), which are as long for any batch, shrink as these do; of those over
+        activations half are between cut parts."""
+        fixed = max(kernel.bytes - self._batch * slope.bytes, 0.0)
+        whole = 1 / self._num_parts if self._sequence_parallel else 1.0
+        return fixed * share + (kernel.bytes - fixed) * (whole + share) / 2
+
+
+def _tied_tensors_by_layer(profile: ModelProfile) -> dict[str, list[TensorSpec]]:
+    """By layer: parameters that it computes with and another one holds, since they are tied."""
+    known, found = {t.name: t for t in profile.tensors}, dict[str, list[TensorSpec]]()
+    for first, *others in profile.tied_parameters:
+        for layer in (layer.name for layer in profile.layers if first in known and any(name.startswith(f"{layer.name}.") for name in others)):
+            found.setdefault(layer, []).append(known[first])
+    return found
+
+
+def _holding_ranks(plan: Plan, profile: ModelProfile) -> dict[str, list[int]]:
+    """The pipeline ranks that have each parameter."""
+    holders = stages_holding(plan.stages)
+    return {t.name: [plan.stage_rank(stage) for stage in holders(t.name)] for t in profile.tensors}
+
+
+def _stage_profile(plan: Plan, profile: ModelProfile, pp_rank: int) -> ModelProfile:
+    """The layers of one pipeline rank, and the parameters of other ranks' layers that it uses too."""
+    mine = {name for i, stage in enumerate(plan.stages) if plan.stage_rank(i) == pp_rank for name in stage.layers}
+    holders = profile.memo.get_or_compute(
+        "holders",
+        (plan.stages,),
+        (plan.mesh.pp, plan.schedule),
+        lambda: _holding_ranks(plan, profile),
+    )
+
+    def held(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+        return tuple(
+            replace(t, in_grad_norm=holders[t.name][0] == pp_rank, pipeline_ranks=tuple(sorted(set(holders[t.name]))))
+            for t in tensors
+            if pp_rank in holders[t.name]
+        )
+
+    kept = [i for i, layer in enumerate(profile.layers) if layer.name in mine]
+    layers = [replace(profile.layers[i], tensors=held(profile.layers[i].tensors)) for i in kept]
+    users = {b.parameter: b.layer for i, stage in enumerate(plan.stages) if plan.stage_rank(i) == pp_rank for b in stage.tied_parameters}
+    for tensor in (t for layer in profile.layers if layer.name not in mine for t in held(layer.tensors)):
+        at = next((i for i, layer in enumerate(layers) if layer.name == users.get(tensor.name)), 0)
+        layers[at] = replace(layers[at], tensors=(*layers[at].tensors, tensor))
+    return replace(profile, layers=tuple(layers), per_sample_layers=tuple(profile.per_sample_layers[i] for i in kept))

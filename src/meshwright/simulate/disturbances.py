@@ -1,0 +1,116 @@
+"""What goes wrong in a simulated step, as input: slow ranks, jitter, links that lose bandwidth or fail, devices that die."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from meshwright.core.errors import RequestError, unknown_name_error
+
+
+@dataclass(frozen=True)
+class LinkDegradation:
+    """From `at` seconds on a link has this part of its bandwidth; at 0 it is down, and what crossed it goes around or waits."""
+
+    link: str  # a key, or the beginning of several: network/3, network
+    factor: float
+    at: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.factor) and self.factor >= 0):
+            raise RequestError(f"degrade {self.link}={self.factor:g}: what is left of a link's bandwidth is 0 (down) or more")
+        if not (math.isfinite(self.at) and self.at >= 0):
+            raise RequestError(f"degrade {self.link}: @{self.at:g} is no time in a step: give seconds from 0 on")
+
+    def matches(self, key: str) -> bool:
+        return key == self.link or key.startswith(f"{self.link}/")
+
+
+@dataclass(frozen=True)
+class Disturbances:
+    """None by default. `jitter` draws from `seed`; everything else is as it is said."""
+
+    slow: Mapping[str, float] = field(default_factory=dict)  # rank → its computation takes so many times as long
+    jitter: float = 0.0  # every computation varies by this share, one sigma
+    seed: int = 0
+    degrade: tuple[LinkDegradation, ...] = ()
+    fail: Mapping[str, float] = field(default_factory=dict)  # rank → when its device dies, in seconds of the step
+
+    def __post_init__(self) -> None:
+        for rank, factor in self.slow.items():
+            if not (math.isfinite(factor) and factor > 0):
+                raise RequestError(f"slow {rank}={factor:g}: a rank takes so many times as long: give a factor above 0, like {rank}=1.5")
+        for rank, at in self.fail.items():
+            if not (math.isfinite(at) and at >= 0):
+                raise RequestError(f"fail {rank}@{at:g}: give seconds from 0 on, like {rank}@0.5")
+        if not 0 <= self.jitter <= 1:
+            raise RequestError(f"jitter {self.jitter:g}: a share of each computation, from 0 to 1")
+
+    def __bool__(self) -> bool:
+        return bool(self.slow or self.jitter or self.degrade or self.fail)
+
+    def check(self, world: int, links: Iterable[str] | None) -> None:
+        """Refuse a rank or link that is not there; `links` is None where the network has none of its own."""
+        for what, ranks in (("slow", self.slow), ("fail", self.fail)):
+            for rank in ranks:
+                if not rank.isdigit() or int(rank) >= world:
+                    raise RequestError(f"{what} {rank}: there is no such rank: ranks are 0 to {world - 1}")
+        if not self.degrade:
+            return
+        if links is None:
+            raise RequestError("degrade: this network is known as a whole, by what was measured on it: links are those of a cluster's file")
+        every = list(links)
+        for one in self.degrade:
+            if not any(one.matches(key) for key in every):
+                wholes = {key.rpartition("/")[0] for key in every}
+                raise unknown_name_error("link", one.link, {*every, *wholes, *(w.partition("/")[0] for w in wholes)} if world <= 64 else wholes)
+
+    @property
+    def slowdowns(self) -> dict[int, float]:
+        return {int(rank): factor for rank, factor in self.slow.items()}
+
+    @property
+    def failure_times(self) -> dict[int, float]:
+        return {int(rank): at for rank, at in self.fail.items()}
+
+    @property
+    def link_change_times(self) -> list[float]:
+        """When links change, the beginning first."""
+        return sorted({0.0, *(d.at for d in self.degrade)})
+
+    def bandwidth_factor(self, key: str, time: float) -> float:
+        """What a link has of its bandwidth at a moment; of several that say so, all hold."""
+        return math.prod(d.factor for d in self.degrade if d.at <= time and d.matches(key))
+
+    def down_links(self, keys: Iterable[str], time: float) -> frozenset[str]:
+        gone = [d for d in self.degrade if d.factor == 0 and d.at <= time]
+        return frozenset(key for key in keys for d in gone if d.matches(key)) if gone else frozenset()
+
+
+def parse_flags(
+    slow: Iterable[str], degrade: Iterable[str], fail: Iterable[str]
+) -> tuple[dict[str, float], tuple[LinkDegradation, ...], dict[str, float]]:
+    """`RANK=FACTOR`, `LINK=FACTOR[@T]` and `RANK@T` as they are written on a command line."""
+    slowed = {rank: _parse_number("--slow", text, factor) for text in slow for rank, _, factor in [text.partition("=")]}
+    died = {rank: _parse_number("--fail", text, at) for text in fail for rank, _, at in [text.partition("@")]}
+    links = []
+    for text in degrade:
+        link, _, rest = text.rpartition("=")
+        factor, sign, at = rest.partition("@")
+        links.append(LinkDegradation(link, _parse_number("--degrade", text, factor), _parse_number("--degrade", text, at) if sign else 0.0))
+    return slowed, tuple(links), died
+
+
+_FLAG_FORMATS = {
+    "--slow": "RANK=FACTOR, like 3=1.5",
+    "--degrade": "LINK=FACTOR@SECONDS, like network/3=0.5@0.1",
+    "--fail": "RANK@SECONDS, like 3@0.5",
+}
+
+
+def _parse_number(flag: str, text: str, number: str) -> float:
+    try:
+        return float(number)
+    except ValueError:
+        raise RequestError(f"{flag} {text}: write it as {_FLAG_FORMATS[flag]}") from None

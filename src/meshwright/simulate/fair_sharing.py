@@ -1,0 +1,112 @@
+"""Links shared by the calls that cross them, max–min fairly: nobody can be given more without taking from one that has no more than it has.
+
+Rates are found by filling up: all flows grow together until a link is full or a flow has what it can use; those stop, the others go on. When a flow
+starts or ends, only those are looked at again that are joined to it by links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from meshwright.simulate.rank_partition import LinkClasses
+
+_RELATIVE_TOLERANCE = 1e-12  # relative: two limits nearer than this are one
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    """Bytes on their way. `version` tells a foreseen end that still holds from one that does not."""
+
+    call_class: int  # class of calls, which says what links it crosses
+    bytes_left: float  # bytes that a rank still has to send
+    max_rate: float  # bytes/s that it can use
+    rate: float = 0.0
+    updated_at: float = 0.0  # `bytes_left` is as of here
+    version: int = 0
+
+    @property
+    def end_time(self) -> float:
+        return self.updated_at + self.bytes_left / self.rate if self.rate else float("inf")
+
+
+class FairSharing:
+    """The flows under way. Whatever changes, what comes back are the flows whose end is now another."""
+
+    def __init__(self, link_epochs: Sequence[LinkClasses]) -> None:
+        self.link_epochs = link_epochs
+        self._current_links = link_epochs[0]
+        self._flows_on_link: dict[int, dict[Flow, float]] = {}  # link → its flows, with what each puts on it
+
+    def add(self, flow: Flow, now: float) -> list[Flow]:
+        flow.updated_at = now
+        self._attach(flow)
+        return self._update_rates(self._connected([flow]), now)
+
+    def remove(self, flow: Flow, now: float) -> list[Flow]:
+        near = [other for link, _ in self._loads_of(flow) for other in self._flows_on_link[link]]
+        self._detach(flow)
+        return self._update_rates(self._connected(other for other in near if other is not flow), now)
+
+    def change_links(self, epoch: int, now: float) -> list[Flow]:
+        """Links are as they are from this moment on: flows go other ways, and links carry more or less."""
+        every = list(dict.fromkeys(flow for flows in self._flows_on_link.values() for flow in flows))
+        self._flows_on_link.clear()
+        self._current_links = self.link_epochs[epoch]
+        for flow in every:
+            self._attach(flow)
+        return self._update_rates(every, now)
+
+    def _loads_of(self, flow: Flow) -> tuple[tuple[int, float], ...]:
+        return self._current_links.loads.get(flow.call_class, ())
+
+    def _attach(self, flow: Flow) -> None:
+        for link, load in self._loads_of(flow):
+            self._flows_on_link.setdefault(link, {})[flow] = load
+
+    def _detach(self, flow: Flow) -> None:
+        for link, _ in self._loads_of(flow):
+            del self._flows_on_link[link][flow]
+
+    def _connected(self, flows: Iterable[Flow]) -> list[Flow]:
+        """These, and all that share a link with one of them, or with one of those."""
+        found = dict.fromkeys(flows)
+        waiting = list(found)
+        while waiting:
+            for link, _ in self._loads_of(waiting.pop()):
+                for other in self._flows_on_link[link]:
+                    if other not in found:
+                        found[other] = None
+                        waiting.append(other)
+        return list(found)
+
+    def _update_rates(self, flows: list[Flow], now: float) -> list[Flow]:
+        changed = []
+        for flow, rate in self._max_min_rates(flows).items():
+            if rate != flow.rate or not flow.version:
+                flow.bytes_left = max(flow.bytes_left - flow.rate * (now - flow.updated_at), 0.0)
+                flow.rate, flow.updated_at = rate, now
+                flow.version += 1
+                changed.append(flow)
+        return changed
+
+    def _max_min_rates(self, flows: list[Flow]) -> dict[Flow, float]:
+        found: dict[Flow, float] = {}
+        room = {link: self._current_links.capacity[link] for flow in flows for link, _ in self._loads_of(flow)}
+        growing = dict.fromkeys(flows)
+        while growing:
+            weight = dict.fromkeys(room, 0.0)
+            for flow in growing:
+                for link, load in self._loads_of(flow):
+                    weight[link] += load
+            level = min((room[link] / weight[link] for link in room if weight[link]), default=float("inf"))
+            level = min(level, *(flow.max_rate for flow in growing))
+            limit = level * (1 + _RELATIVE_TOLERANCE)
+            full = {link for link in room if weight[link] and room[link] <= limit * weight[link]}
+            stopped = [f for f in growing if f.max_rate <= limit or any(link in full for link, _ in self._loads_of(f))]
+            for flow in stopped:
+                found[flow] = level
+                del growing[flow]
+                for link, load in self._loads_of(flow):
+                    room[link] = max(room[link] - level * load, 0.0)
+        return found

@@ -1,0 +1,120 @@
+"""Ranks that do the same at the same time: found once, simulated once.
+
+[Note: which ranks are alike]
+Ranks start out alike if they share a program, a speed, a fate and how their devices make calls. They stay alike only if, in each group that the
+program uses, they meet ranks that are alike, over links that are alike; for messages also in the same places. Links are alike if they are equally
+fast and carry as many calls of groups that are alike. Refining all three until nothing changes gives classes whose members get the same times in
+any deterministic run: replicas and tensor-parallel ranks fall together, stages do not, and a straggler sets apart those that it meets, and no
+others. Since all links of a class carry the same, fair shares are the same in all of them, and one of each class is enough to find them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from meshwright.core.schedule import Schedule
+from meshwright.simulate.call_graph import CallGraph, IntArray, LinkUsage, canonical_ids, find_link_usage, hash_values, splitmix64
+from meshwright.simulate.disturbances import Disturbances
+from meshwright.simulate.network_model import Network
+
+LinkLoads = Mapping[int, tuple[tuple[int, float], ...]]  # class of calls → classes of links, with bytes across one for each byte a rank sends
+
+
+@dataclass(frozen=True)
+class LinkClasses:
+    """Classes of links from one moment on: what each can carry, and what calls put on them."""
+
+    start_s: float
+    capacity: tuple[float, ...]
+    loads: LinkLoads
+
+
+@dataclass(frozen=True)
+class RankPartition:
+    """`of[rank]` is a rank's class; `first[class]` the rank that stands for it."""
+
+    class_of: tuple[int, ...]
+    representatives: tuple[int, ...]
+    call_graph: CallGraph
+    call_classes: IntArray = field(repr=False)  # meeting → its class
+    link_epochs: tuple[LinkClasses, ...] = ()  # moment by moment; none where nothing is shared
+
+    def ranks_in(self, rank_class: int) -> list[int]:
+        return [rank for rank, mine in enumerate(self.class_of) if mine == rank_class]
+
+    @property
+    def class_sizes(self) -> list[int]:
+        """How many ranks each class has."""
+        return np.bincount(np.array(self.class_of), minlength=len(self.representatives)).tolist()
+
+
+def partition_ranks(schedule: Schedule, network: Network, disturbances: Disturbances, *, separate: bool = False) -> RankPartition:
+    """The classes of a schedule's ranks; `separate` keeps every rank to itself."""
+    sites = CallGraph(schedule, network)
+    crossed = find_link_usage(sites, network, disturbances)
+    if separate:
+        ranks, edges, links = (np.arange(n) for n in (schedule.world, sites.num_calls, len(crossed.directed_links)))
+    else:
+        ranks, edges, links = _refine(sites, crossed, _initial_classes(sites, network, disturbances))
+    first = np.unique(ranks, return_index=True)[1]
+    shared = _link_epochs(crossed, edges, links, disturbances) if crossed.directed_links else ()
+    return RankPartition(tuple(ranks.tolist()), tuple(first.tolist()), sites, edges, shared)
+
+
+def _initial_classes(call_graph: CallGraph, network: Network, disturbances: Disturbances) -> IntArray:
+    speeds, deaths = disturbances.slowdowns, disturbances.failure_times
+    alike = {rank: (speeds.get(rank, 1.0), deaths.get(rank)) for rank in {*speeds, *deaths}}
+    numbers = {sign: at + 1 for at, sign in enumerate(dict.fromkeys(alike.values()))}
+    found = call_graph.programs * (len(numbers) + 1)
+    for rank, sign in alike.items():
+        found[rank] += numbers[sign]
+    behaviour = hash_values([network.overlap_behavior(rank) for rank in range(len(found))])
+    return canonical_ids(splitmix64(found) + behaviour)
+
+
+def _refine(call_graph: CallGraph, link_usage: LinkUsage, rank_classes: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    edges, links = canonical_ids(hash_values(call_graph.call_signatures)), canonical_ids(hash_values(link_usage.link_signatures))
+    known = -1
+    while True:
+        met = call_graph.sum_by_call.reduce(splitmix64(splitmix64(rank_classes)[call_graph.edge_ranks] + call_graph.edge_roles))
+        edges = canonical_ids(
+            splitmix64(splitmix64(edges) + met)
+            + link_usage.sum_by_call.reduce(splitmix64(splitmix64(links)[link_usage.use_links] + link_usage.use_hashes))
+        )
+        signs = splitmix64(edges)
+        rank_classes = canonical_ids(
+            splitmix64(splitmix64(rank_classes) + call_graph.sum_by_rank.reduce(splitmix64(signs[call_graph.edge_calls] + call_graph.edge_roles)))
+        )
+        links = canonical_ids(
+            splitmix64(splitmix64(links) + link_usage.sum_by_link.reduce(splitmix64(signs[link_usage.use_calls] + link_usage.use_hashes)))
+        )
+        count = sum(int(x.max(initial=-1)) for x in (rank_classes, edges, links))
+        if count == known:
+            return rank_classes, edges, links
+        known = count
+
+
+def _link_epochs(link_usage: LinkUsage, call_classes: IntArray, link_classes: IntArray, disturbances: Disturbances) -> tuple[LinkClasses, ...]:
+    """One link of each class, with all that crosses it."""
+    first = np.unique(link_classes, return_index=True)[1]
+    stands = np.zeros(len(link_classes), dtype=bool)
+    stands[first] = True
+    found = []
+    for number, at in enumerate(disturbances.link_change_times):
+        hops = [link_usage.directed_links[i] for i in first]
+        capacity = tuple(hop.bandwidth * disturbances.bandwidth_factor(hop.key, at) for hop in hops)
+        mine = stands[link_usage.use_links] & (link_usage.use_epochs == number)
+        loads: dict[int, dict[int, float]] = {}
+        for edge, link, share in zip(
+            call_classes[link_usage.use_calls[mine]].tolist(),
+            link_classes[link_usage.use_links[mine]].tolist(),
+            link_usage.use_loads[mine].tolist(),
+            strict=True,
+        ):
+            on = loads.setdefault(edge, {})
+            on[link] = on.get(link, 0.0) + share
+        found.append(LinkClasses(at, capacity, {edge: tuple(on.items()) for edge, on in loads.items()}))
+    return tuple(found)

@@ -1,0 +1,45 @@
+"""Where the time of a simulated step goes, as a mean over ranks: what each does or waits for at any moment, so that the parts are the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.core.span import Span
+from meshwright.simulate.engine import Simulation
+
+_PIPELINE_AXES = ("pp", "pp_back")
+
+
+def breakdown(simulation: Simulation) -> dict[str, float]:
+    """Seconds of forward, recompute, backward and optimizer; of communication that ranks stood still for, by axis, and of
+    computation that was slower for what ran beside it (slowing); of waiting for another stage
+    (bubble, the pipeline's filling and draining among it) and for others of a group (waiting). What a rank has left at the end is the same wait."""
+    total: dict[str, float] = dict.fromkeys(("forward", "recompute", "backward", "optimizer", "bubble", "waiting"), 0.0)
+    world = len(simulation.rank_partition.class_of)
+    for number, size in enumerate(simulation.rank_partition.class_sizes):
+        spans = simulation.spans[number]
+        piped = any(span.axis in _PIPELINE_AXES for span in spans)
+        parts = [part for span in spans for part in _span_parts(span)]
+        parts.append(("bubble" if piped else "waiting", simulation.step_s - simulation.end_times[number]))
+        for name, seconds in parts:
+            total[name] = total.get(name, 0.0) + seconds * size / world
+    return {name: seconds for name, seconds in total.items() if seconds or not name.startswith("communication")}
+
+
+def _span_parts(span: Span) -> Iterator[tuple[str, float]]:
+    if not span.group_size:
+        yield ("recompute" if span.name.startswith("recompute/") else span.op), span.seconds - span.exposed_s
+        yield "communication/slowing", span.exposed_s
+        return
+    axis = "pp" if span.axis in _PIPELINE_AXES or span.axis.startswith("pp: ") else span.axis
+    yield f"communication/{axis}", span.exposed_s - span.waiting_s
+    yield ("bubble" if span.axis in _PIPELINE_AXES else "waiting"), span.waiting_s
+
+
+def closed_form_parts(parts: dict[str, float]) -> dict[str, float]:
+    """The same in the closed form's words, in which a pipeline's bubble and every wait count as communication."""
+    found = dict.fromkeys(("forward", "backward", "optimizer", "communication"), 0.0)
+    for name, seconds in parts.items():
+        kind = "forward" if name == "recompute" else name if name in found else "communication"
+        found[kind] += seconds
+    return found

@@ -1,0 +1,28 @@
+"""How language models meet the hardware: the residual stream's precision under autocast, and a head as wide as tensor cores like."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def padded_head(x: Tensor, head: nn.Linear) -> Tensor:
+    """Logits. Tensor cores and the loss's kernels want a width that is a multiple of 64, and GPT-2's vocabulary (50,257) is odd: while
+    training on a GPU the product is padded, and the padding's logits are so low that no probability or gradient reaches them."""
+    vocab = head.weight.shape[0]
+    short = -vocab % 64
+    if not short or not head.training or type(head) is not nn.Linear or head.weight.device.type == "cpu":
+        out: Tensor = head(x)
+        return out
+    logits = F.linear(x, F.pad(head.weight, (0, 0, 0, short)))
+    real = torch.arange(vocab + short, device=x.device) < vocab
+    return torch.where(real, logits, torch.finfo(logits.dtype).min / 2)
+
+
+def to_autocast_dtype(x: Tensor) -> Tensor:
+    """Under autocast the residual stream travels in the low precision too: half the memory traffic, and what ZeRO-3 does as well."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))

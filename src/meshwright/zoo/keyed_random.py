@@ -1,0 +1,105 @@
+"""Random numbers keyed by (seed, step, global sample, call site), so that they do not depend on how a batch is cut over ranks.
+
+Nothing here draws from torch's generators: bits are a hash of the key and the element's index inside its sample. Recomputing a
+forward pass gives the same bits, and so does any other layout of the same global batch.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+_TWO_POW_64 = 1 << 64
+_MASK_32 = 0xFFFFFFFF
+
+
+def _to_int64(value: int) -> int:
+    """The int64 with the same 64 bits: torch has no unsigned 64-bit arithmetic."""
+    value %= _TWO_POW_64
+    return value - _TWO_POW_64 if value >= _TWO_POW_64 // 2 else value
+
+
+# The constants of splitmix64: an odd step whose multiples spread evenly, and the two multipliers of its finaliser.
+_GOLDEN_GAMMA = _to_int64(0x9E3779B97F4A7C15)
+_MIX_MULTIPLIER_1 = _to_int64(0xBF58476D1CE4E5B9)
+_MIX_MULTIPLIER_2 = _to_int64(0x94D049BB133111EB)
+
+
+def _logical_shift_right(bits: Tensor, count: int) -> Tensor:
+    """Logical right shift. `>>` on int64 copies the sign bit, so the copies are masked away."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+def splitmix64(bits: Tensor) -> Tensor:
+    """The finaliser of splitmix64: each input bit flips each output bit with probability near one half."""
+    bits = (bits ^ _logical_shift_right(bits, 30)) * _MIX_MULTIPLIER_1
+    bits = (bits ^ _logical_shift_right(bits, 27)) * _MIX_MULTIPLIER_2
+    return bits ^ _logical_shift_right(bits, 31)
+
+
+class _KeyedModule(nn.Module):
+    """Holds the key in a tensor, not in Python numbers: a compiled graph stays valid when the step changes."""
+
+    key: Tensor
+
+    def __init__(self, site: int) -> None:
+        super().__init__()
+        self.site = site
+        # The fourth is a constant: a compiler would fold it into the numbers of elements, and overflow.
+        self.register_buffer("key", torch.tensor([0, 0, 0, _GOLDEN_GAMMA]), persistent=False)
+
+    def set_key(self, seed: int, step: int, first_sample: int) -> None:
+        """Before each micro-batch: the run's seed, the step, and the global number of the first sample."""
+        # Filling one element with a number needs no copy from the host, so a GPU is not made to wait.
+        for slot, value in enumerate((seed, step, first_sample, _GOLDEN_GAMMA)):
+            self.key[slot] = _to_int64(value)
+
+    def _random_bits(self, like: Tensor) -> Tensor:
+        """64 random bits for each element of `like`, whose first dimension counts samples."""
+        samples = self.key[2] + torch.arange(like.shape[0], device=like.device)
+        elements = torch.arange(math.prod(like.shape[1:]), device=like.device)
+        state = splitmix64(self.key[0] + _to_int64((self.site + 1) * _GOLDEN_GAMMA))
+        state = splitmix64(state + self.key[1] * _GOLDEN_GAMMA)
+        state = splitmix64(state + samples * _GOLDEN_GAMMA)
+        return splitmix64(state.unsqueeze(1) + elements * self.key[3]).view(like.shape)
+
+
+class KeyedDropout(_KeyedModule):
+    """Dropout whose mask depends on the key alone. `site` tells call sites of one model apart: give each its own."""
+
+    def __init__(self, p: float, site: int) -> None:
+        if not 0.0 <= p < 1.0:
+            raise ValueError(f"dropout p={p} must be at least 0 and less than 1")
+        super().__init__(site)
+        self.p = p
+        if p == 0.0:
+            del self.key  # a model without dropout carries no key buffers at all
+
+    def set_key(self, seed: int, step: int, first_sample: int) -> None:
+        if self.p > 0.0:
+            super().set_key(seed, step, first_sample)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.p == 0.0 or not self.training:
+            return x
+        keep = _logical_shift_right(self._random_bits(x), 32) >= round(self.p * (_MASK_32 + 1))
+        return torch.where(keep, x * (1.0 / (1.0 - self.p)), 0.0)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, site={self.site}"
+
+
+class KeyedNormal(_KeyedModule):
+    """Standard normal noise in the shape, type and place of its argument, by Box and Muller's method."""
+
+    def forward(self, like: Tensor) -> Tensor:
+        bits = self._random_bits(like)
+        # In float64 whatever `like` is: then a vectorised logarithm's last bit cannot reach a float32 result.
+        radius = (_logical_shift_right(bits, 32).double() + 0.5) / (_MASK_32 + 1)
+        angle = (bits & _MASK_32).double() * (2.0 * math.pi / (_MASK_32 + 1))
+        return (torch.sqrt(-2.0 * torch.log(radius)) * torch.cos(angle)).to(like.dtype)
+
+    def extra_repr(self) -> str:
+        return f"site={self.site}"

@@ -1,0 +1,32 @@
+"""Published architectures by name, without their weights: the sizes of well-known models, from configs/ beside this file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_CONFIG_DIR = Path(__file__).parent / "configs"
+# The same sizes under the names that hubs use.
+_ALIASES = {
+    "llama-2-7b-hf": "Llama-2-7b",
+    "llama-2-7b-chat": "Llama-2-7b",
+    "llama-2-7b-chat-hf": "Llama-2-7b",
+    "llama-3-8b": "Llama-3-8B-Instruct",
+    "meta-llama-3-8b": "Llama-3-8B-Instruct",
+    "meta-llama-3-8b-instruct": "Llama-3-8B-Instruct",
+    "tinyllama-1.1b-chat-v1.0": "TinyLlama-1.1B",
+    "tinyllama-1.1b-intermediate-step-1431k-3t": "TinyLlama-1.1B",
+}
+
+
+def published_names() -> tuple[str, ...]:
+    """The models whose sizes are known."""
+    return tuple(sorted((path.stem for path in _CONFIG_DIR.glob("*.json")), key=str.lower))
+
+
+def published_config(model_id: str) -> Path | None:
+    """The config.json of 'phi-1_5' or 'microsoft/phi-1_5', in any case; None for a model that is not known, and for paths."""
+    if model_id.startswith((".", "/", "~")) or model_id.count("/") > 1:
+        return None
+    word = model_id.rpartition("/")[2].lower()
+    known = {name.lower(): name for name in published_names()} | _ALIASES
+    return _CONFIG_DIR / f"{known[word]}.json" if word in known else None
