@@ -16,7 +16,7 @@ __all__ = [
     "strategy",
 ]  # fmt: skip
 
-# Looked up on first use, so that `import meshwright` and the command line's --help do not wait for torch.
+# Imported on first use, so that `import meshwright` and `meshwright --help` do not wait for torch.
 _EXPORT_MODULES = {
     "Field": "core.task",
     "MemoryPolicy": "core.plan",

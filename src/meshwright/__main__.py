@@ -1,4 +1,4 @@
-"""`python -m meshwright`, for machines where the command itself is not on the path."""
+"""`python -m meshwright`: the command line, for machines where `meshwright` is not on the PATH."""
 
 from meshwright.cli.main import main
 

@@ -1,4 +1,4 @@
-"""What a user's own script calls: prepare(), parallelize(), plan_for(), connect()."""
+"""The API for a user's own script: prepare(), parallelize(), plan_for(), connect()."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from meshwright.orchestrate.knobs import config_from_environment, constraints_fr
 from meshwright.orchestrate.user_strategy import apply_strategy, load_strategy
 from meshwright.plan import Constraints, Ranking, explain, rank_plans
 
-_INIT_TIMEOUT_S = 600.0  # with a rank that keeps the others waiting
+_INIT_TIMEOUT_S = 600.0  # longest wait for a slow rank
 
 
 class Run:
-    """A prepared run: iterate `loader`, call `step`. Everything else of the user's script stays as it was."""
+    """A prepared run: iterate `loader` and call `step`. The rest of the user's script stays unchanged."""
 
     def __init__(self, session: Session, loader: RankLoader, why: str) -> None:
         self.session, self.loader, self.why = session, loader, why
@@ -61,11 +61,11 @@ class Run:
         return self.rank == 0
 
     def step(self, batch: Batch, loss_fn: Loss) -> torch.Tensor:
-        """Forward, backward, synchronise, optimizer step. Returns the mean loss over the global batch, the same on every rank."""
+        """Forward, backward, gradient synchronisation, optimizer step. Returns the mean loss over the global batch, the same on every rank."""
         return self.session.step(batch, loss_fn, total=self.loader.global_batch).loss
 
     def validate(self, batches: Iterable[Batch], loss_fn: Loss) -> float:
-        """Mean loss without gradients, reduced over ranks; `batches` are global, each rank takes its share."""
+        """The mean loss without gradients, reduced over ranks; `batches` are global batches, of which each rank takes its share."""
         cut = RankLoader(batches, self.plan, self.rank, seed=self.session.seed, device=self.loader.device, num_micro_batches=1)
         return self.session.validate(cut, loss_fn)
 
@@ -81,9 +81,9 @@ def prepare(
     seed: int = 0,
     clip: float | None = None,
 ) -> Run:
-    """Plan (or take the launcher's plan) and apply it in place. Give `loss_fn` to let the planner see activations too.
+    """Plan (or take the launcher's plan) and apply the plan to the model in place. With `loss_fn` the planner also accounts for activations.
 
-    `strategy` changes the plan that was found: a function `(plan, profile, cluster) -> Plan`, or FILE.py:NAME where it is.
+    `strategy` changes the plan that was found: a function `(plan, profile, cluster) -> Plan`, or its reference FILE.py:NAME.
     """
     place = _init_process_group()
     device = _rank_device(place)
@@ -96,13 +96,13 @@ def prepare(
 
 
 def parallelize(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan | str | Path) -> AppliedPlan:
-    """Apply a plan in place; then your own loop: `model(x)`, `loss.backward()`, `optimizer.step()`. Gradients are averaged over ranks."""
+    """Apply a plan in place, for your own loop of `model(x)`, `loss.backward()`, `optimizer.step()`. Gradients are averaged over ranks."""
     _init_process_group()
     return apply(plan if isinstance(plan, Plan) else Plan.load(Path(plan)), model, optimizer)
 
 
 def plan_for(model: nn.Module, batch: Batch, loss_fn: Loss, *, world: int | None = None, **constraints: Any) -> Ranking:
-    """Ranked plans for a live model on this machine, best first; `explain` tells why. `batch` is a global batch."""
+    """Ranked plans for a live model on this machine, best first; `explain` gives the reasons. `batch` is a global batch."""
     cluster = discover(os.environ, ranks=world)
     workload = Workload(sample_count(batch))
     profile = trace_module(model, loss_fn, batch, name=type(model).__name__, device=cluster.devices[0].kind)
@@ -114,10 +114,10 @@ def plan_for(model: nn.Module, batch: Batch, loss_fn: Loss, *, world: int | None
 
 
 def connect(mesh: Mesh | str | None = None, *, backend: str | None = None) -> ProcessGroups:
-    """This rank's groups, to communicate by hand: `world`, and `data`, `dp`, `shard`, `tp`, `pp` of a mesh such as "dp=2,tp=2".
+    """This rank's process groups, for explicit communication: `world`, and `data`, `dp`, `shard`, `tp`, `pp` of a mesh such as "dp=2,tp=2".
 
-    Every rank calls it with the same mesh; a degree of * takes what the others leave ("dp=*,tp=2"), and no mesh means data parallel. The
-    ranks are those that a launcher started. In a script that runs alone every group has one rank and costs nothing, whatever the mesh.
+    Collective: every rank passes the same mesh. A degree of * takes the remaining ranks ("dp=*,tp=2"); no mesh means data parallel. The ranks
+    are those that a launcher started. In a script that runs without a launcher every group has one rank and costs nothing, whatever the mesh.
     """
     place = _init_process_group(backend)
     return make_process_groups(_resolve_mesh(mesh, place.world), rank_devices=rank_devices_from_env(os.environ))
@@ -135,7 +135,7 @@ def _resolve_mesh(mesh: Mesh | str | None, world: int) -> Mesh:
 
 
 def _trace_dataflow(model: nn.Module, loss_fn: Loss, batch: Batch, mesh: Mesh | None = None) -> Dataflow | None:
-    """What tensor parallelism, pipelines and owners are found by. A model that cannot be followed does without, unless the mesh asks for them."""
+    """The dataflow that tensor, pipeline and expert parallelism need. None for a model that cannot be traced, unless the mesh requires it."""
     try:
         return trace_module_dataflow(model, loss_fn, batch)
     except RequestError:
@@ -145,7 +145,7 @@ def _trace_dataflow(model: nn.Module, loss_fn: Loss, batch: Batch, mesh: Mesh | 
 
 
 def _init_process_group(backend: str | None = None) -> LaunchedRank:
-    """Our place among the ranks; makes the process group unless the script already did."""
+    """This process's rank and world; initialises the process group unless the script already did."""
     if backend is not None and "cpu" not in backend_traits(backend).devices and not torch.cuda.is_available():
         raise RequestError(f"backend {backend} needs a CUDA device, and there is none: use gloo")
     if dist.is_available() and dist.is_initialized():
@@ -163,7 +163,7 @@ def _init_process_group(backend: str | None = None) -> LaunchedRank:
 
 
 def _rank_device(launched_rank: LaunchedRank) -> torch.device:
-    """What the launcher put this rank on, or the card of its number on this machine, or else the CPU."""
+    """The device that the launcher assigned to this rank, or the GPU of its local rank, or the CPU."""
     where = rank_devices_from_env(os.environ)
     if where:
         return torch.device(where[launched_rank.rank])
@@ -195,7 +195,7 @@ def _plan_on_rank_zero(
     model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[Batch], loss_fn: Loss | None,
     strategy: Strategy | PlanTransform | str | None, world: int,
 ) -> tuple[Plan, str] | RequestError:  # fmt: skip
-    """Rank 0's decision, or the reason why there is none: the others must hear of it rather than wait."""
+    """Rank 0's plan and reasons, or the error: returned, not raised, so that it is broadcast and no rank waits forever."""
     try:
         own = load_strategy(strategy) if isinstance(strategy, str) else as_strategy(strategy, "strategy") if strategy is not None else None
         cluster = discover(os.environ, ranks=world, devices=device_selection(rank_devices_from_env(os.environ)) or None)
@@ -211,7 +211,7 @@ def _plan_on_rank_zero(
         name = type(optimizer).__name__.lower()
         workload = Workload(size, "train", "fp32", name if name in ("sgd", "adam", "adamw") else "adamw")
         calibration = calibrate.load_cached(cluster, os.environ) or datasheet_calibration(cluster)
-        # A script may do with its model what a compiler cannot follow, so it is compiled only when the script says so.
+        # A script may use its model in ways that torch.compile cannot trace, so the model is compiled only on request.
         config = config_from_environment(os.environ)
         flow = _trace_dataflow(model, loss_fn, batch, Mesh.parse(config.mesh) if config.mesh else None) if loss_fn is not None and world > 1 else None
         asked = replace(
@@ -230,7 +230,7 @@ def _plan_on_rank_zero(
 
 
 def _example_batch(loader: Iterable[Batch]) -> Batch:
-    """A batch to look at. Taken past the sampler where that is possible: a draw on one rank alone would change its order of samples."""
+    """A batch to trace with. It bypasses the sampler where possible: a draw on one rank alone would change its order of samples."""
     if isinstance(loader, DataLoader) and hasattr(loader.dataset, "__len__") and loader.batch_size:
         count = min(loader.batch_size, len(loader.dataset))
         return loader.collate_fn([loader.dataset[i] for i in range(count)])

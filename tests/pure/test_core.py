@@ -506,7 +506,7 @@ def test_shares_lie_end_to_end(shares: list[int], data: st.DataObject) -> None:
         (lambda: Plan("m", 8, Mesh(dp=2), memory=MemoryPolicy(2)), "zero=2 cuts over the shard axis, and mesh dp=2 has none: use --mesh shard=2"),
         (lambda: Plan("m", 8, Mesh(shard=2)), "mesh shard=2 has a shard axis but zero=0: set zero=1, 2 or 3, or use --mesh dp=2"),
         (lambda: Plan("m", 8, micro_batches=0), "micro_batches=0 must be at least 1"),
-        (lambda: Plan("m", 8, version=2), "plan version 2"),
+        (lambda: Plan("m", 8, version=3), "plan version 3"),
     ],
 )
 def test_an_illegal_plan_says_what_to_change(make: Any, says: str) -> None:

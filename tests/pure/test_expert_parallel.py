@@ -111,7 +111,7 @@ class _Offsets(nn.Module):
         (_Tied(), 2, "ep=2: this model has neither experts nor embedding tables that outweigh the rest of it: use --mesh dp=2"),
         (_Offsets(), 2, r"ep=2: .* \(bag takes offsets or weights: give it indices of shape .* alone\): use --mesh dp=2"),
         (_Asks(), 2, "ep=2: this model has neither experts nor embedding tables that outweigh"),
-        (_Pair(), 3, "ep=3: this model has 2 embedding tables, and an owner holds at least one: use --mesh ep=2 or less"),
+        (_Pair(), 3, "ep=3: this model has 2 embedding tables, and an ep rank holds at least one: use --mesh ep=2 or less"),
     ],
 )
 def test_what_cannot_be_owned_is_refused(model: nn.Module, owners: int, line: str) -> None:
@@ -138,10 +138,10 @@ def test_a_plan_with_owners_keeps_its_word_in_json() -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"mesh": Mesh(pp=2, ep=2)}, "a stage of a pipeline cannot look up at owners"),
+        ({"mesh": Mesh(pp=2, ep=2)}, "a pipeline stage cannot look up rows on other ep ranks"),
         ({"mesh": Mesh(shard=2, ep=2), "memory": MemoryPolicy(3)}, "use zero=1 or zero=2"),
-        ({"mesh": Mesh(ep=2, tp=(2,))}, "tables at owners do not go with tensor parallelism"),
-        ({"mesh": Mesh(ep=4)}, "leave owners out"),
+        ({"mesh": Mesh(ep=2, tp=(2,))}, "table parallelism does not go with tensor parallelism"),
+        ({"mesh": Mesh(ep=4)}, "leave expert out"),
         ({"compile": "model"}, "use compile=blocks"),
         ({"memory": MemoryPolicy(units=("words",), recompute="full")}, "set recompute=none"),
     ],
@@ -156,10 +156,10 @@ def test_what_owners_do_not_go_with(changes: dict[str, Any], line: str) -> None:
 
 def test_owners_in_words() -> None:
     plan, _ = spread(MIXTURE, Mesh(ep=2), 8)
-    assert any("a rank owns 2 to 3 experts; tokens travel" in line for line in describe_plan(plan))
-    assert ("owned", "3 + 2 experts × 2", "by each of 2 owners") in plan_setting_rows(plan)
+    assert any("a rank holds 2 to 3 experts; all-to-alls take tokens" in line for line in describe_plan(plan))
+    assert ("experts and tables", "3 + 2 experts × 2", "on each of 2 ep ranks") in plan_setting_rows(plan)
     plan, _ = spread(TABLES, Mesh(ep=2), 8)
-    assert any("4 embedding tables have 2 owners" in line for line in describe_plan(plan))
+    assert any("4 embedding tables are spread over 2 ep ranks" in line for line in describe_plan(plan))
 
 
 # -- what it costs --
@@ -275,5 +275,5 @@ def test_asking_leaves_no_trace() -> None:
         made[1].sum().backward()
         results.append([given, *made, *model.buffers(), model.a.weight.grad, model.b.weight.grad])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    with pytest.raises(RunError, match="its owner was not asked"):
+    with pytest.raises(RunError, match="its rows were not requested"):
         model.a(torch.arange(2))

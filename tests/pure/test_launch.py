@@ -131,7 +131,7 @@ def test_without_one_all_ranks_of_a_job_find_the_same_and_other_jobs_another(lau
 
 
 def test_our_own_supervisor_says_where_and_what() -> None:
-    ours = {"MESHWRIGHT_MEETING": "file:///tmp/x", "MESHWRIGHT_RUN": "/runs/a", "MESHWRIGHT_PLAN": "auto"}
+    ours = {"MESHWRIGHT_INIT_METHOD": "file:///tmp/x", "MESHWRIGHT_RUN": "/runs/a", "MESHWRIGHT_PLAN": "auto"}
     place = detect_launched_rank({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", **ours})
     assert place == LaunchedRank(0, 2, 0, 2, "file:///tmp/x", "torchrun", "/runs/a", "auto")
 

@@ -111,7 +111,7 @@ def test_memory_is_shared_on_one_node() -> None:
 @pytest.mark.parametrize(
     ("sync", "said"),
     [
-        (SyncPolicy(routes=(Route("all_reduce", "gloo", 0, "two-level"),)), "sync.nodes"),
+        (SyncPolicy(routes=(Route("all_reduce", "gloo", 0, "two-level"),)), "sync.ranks_per_node"),
         (SyncPolicy(routes=(Route("all_gather", "gloo", 0, "two-level"),)), "unknown algorithm 'two-level'"),
         (SyncPolicy(ranks_per_node=(2, 2)), "the mesh has 2"),
     ],

@@ -1,1 +1,1 @@
-"""Level 5: one small file a verb; each parses, calls, prints."""
+"""Level 5, the command line: one small file per command, which parses its flags, calls the orchestrator and prints."""

@@ -1,4 +1,4 @@
-"""`bench comm`: measure this machine's collectives over every backend, and keep what they cost."""
+"""`bench comm`: measures this machine's collectives over every backend, and stores the fitted costs in its calibration."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def comm(
     keep: Annotated[bool, typer.Option("--keep/--no-keep", help="Put what was fitted into this machine's calibration.")] = True,
     as_json: JsonFlag = False,
 ) -> None:
-    """Every collective by size, over every backend and by every algorithm: bandwidth, median, p95, p99, checked; fits what a call and a byte cost.
+    """Measure every collective by size, backend and algorithm: bandwidth, median, p95, p99; checks results and fits latency and cost per byte.
 
     Examples:
       meshwright bench comm
@@ -65,7 +65,7 @@ def comm(
         kept = None
         if keep:
             learned = bench_comm.with_measured_collectives(orchestrator.calibration(), nproc, lines, bench_comm.timing_curves(points))
-            kept = calibrate.save_to_cache(replace(learned, records=()), cluster, os.environ)  # runs were measured against other lines
+            kept = calibrate.save_to_cache(replace(learned, records=()), cluster, os.environ)  # records compare runs with the old fits
     result: dict[str, Any] = {
         "points": [vars(p) for p in points],
         "lines": {name: {"alpha_s": line.alpha_s, "bytes_per_s": line.bytes_per_s} for name, line in lines.items()},
@@ -82,7 +82,7 @@ def comm(
 
 
 def _free_memory_bytes() -> int:
-    """Memory that can be had now."""
+    """Host memory that is available, in bytes."""
     from meshwright.describe.discover import available_memory
 
     return available_memory()

@@ -1,7 +1,8 @@
-"""What every verb shares: the flags that mean the same everywhere, where output goes, and how failure is said."""
+"""What all commands share: common flags, the output consoles, error exit, the torch check, and RunConfig from flags."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import sys
@@ -12,6 +13,7 @@ import typer
 from rich.console import Console
 
 from meshwright.core.errors import RequestError
+from meshwright.core.gc_control import gc_disabled
 
 if TYPE_CHECKING:
     from meshwright.orchestrate import RunConfig
@@ -39,7 +41,7 @@ def fail(message: str, code: int) -> NoReturn:
 
 
 def log_progress(text: str) -> None:
-    """Progress, on stderr."""
+    """Print a progress line on stderr."""
     stderr.print(f"· {text}", style="dim", markup=False, soft_wrap=True)
 
 
@@ -47,8 +49,9 @@ def print_json(value: Any) -> None:
     print(json.dumps(value))
 
 
+@gc_disabled
 def require_torch() -> None:
-    """Say what is wrong with torch before a traceback does."""
+    """Import torch; RequestError if it is missing or its version unsupported, instead of a traceback later."""
     try:
         found = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -56,6 +59,7 @@ def require_torch() -> None:
     numbers = tuple(int(p) for p in found.split("+")[0].split(".")[:2] if p.isdigit())
     if not (2, 11) <= numbers < (2, 15):
         raise RequestError(f"torch {found} is outside 2.11 to 2.14: pip install 'torch>=2.11,<2.15'")
+    importlib.import_module("torch")
 
 
 def parse_devices(text: str | None) -> list[int | Literal["cpu"]] | None:
@@ -71,7 +75,7 @@ def make_config(
     file: Path | None = None, settings: list[str] | None = None, count_ranks: RankCounter | None = None, **flags: Any
 ) -> RunConfig:  # fmt: skip
     """A RunConfig from a file, `--set` pairs and flags; a flag wins over `--set`, which wins over the file.
-    `count_ranks` counts what there is to run on, for files that mean all of it."""
+    `count_ranks` gives the number of ranks, for tutorial files, which do not state it."""
     from meshwright.orchestrate.config import load_config, parse_setting
 
     chosen = dict(parse_setting(text) for text in settings or [])

@@ -1,4 +1,4 @@
-"""`describe cluster --cluster NAME`: what is known of a cluster that is not this machine, and what groups of ranks get of its wires."""
+"""`describe cluster --cluster NAME`: prints a named cluster's nodes and devices, and the bandwidth that typical rank groups get."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def show_named_cluster(name: str, as_json: bool) -> None:
 
 
 def count_equal_nodes(cluster: Cluster) -> list[tuple[Node, int]]:
-    """Its nodes, those alike once, with how many there are."""
+    """Each run of equal neighbouring nodes as one node with its count."""
     return [(node, len(list(alike))) for node, alike in groupby(cluster.nodes)]
 
 
 def typical_rank_groups(cluster: Cluster) -> dict[str, tuple[int, ...]]:
-    """Groups that meshes commonly make: within a node, one rank a node, and everybody."""
+    """Rank groups that meshes commonly make: the ranks of a node, one rank per node, all ranks."""
     first = len(cluster.nodes[0].devices)
     starts = [0]
     for node in cluster.nodes[:-1]:

@@ -1,4 +1,4 @@
-"""`describe cluster` and `describe model`: what this machine is, and what a model costs."""
+"""`describe cluster` and `describe model`: prints this machine's hardware, and a model's cost by layer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def cluster(
     name: ClusterFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Devices, cores, memory, NUMA, network and scheduler of this machine, or what is known of another.
+    """Show devices, cores, memory, NUMA, network and scheduler of this machine, or what is known of another cluster.
 
     Example: meshwright describe cluster --probe
 
@@ -127,7 +127,7 @@ def model(
     settings: SetFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Parameters, FLOPs and memory of each layer, traced without allocating the model.
+    """Show parameters, FLOPs and memory of each layer, traced without allocating the model.
 
     Example: meshwright describe model gpt2-124m --global-batch 8
     """
@@ -147,7 +147,7 @@ def model(
 
 
 def _tied_names(profile: ModelProfile) -> list[str]:
-    """Names beside the one that a shared parameter is counted under."""
+    """The further names of tied parameters, beside the name each is counted under."""
     return [name for names in profile.tied_parameters for name in names[1:]]
 
 

@@ -1,4 +1,4 @@
-"""`doctor`: what is wrong with this environment, and the command that mends it."""
+"""`doctor`: prints what is wrong with this environment, and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.core.serialization import to_data
 
 
 def doctor(as_json: JsonFlag = False) -> None:
-    """Check Python, torch, devices, memory, disk and ports. Exits with 1 if something must be mended.
+    """Check Python, torch, devices, memory, disk and ports. Exits with 1 if something must be fixed.
 
     Example: meshwright doctor
     """

@@ -1,4 +1,4 @@
-"""The command line's entry: collects the verbs, and turns every mistake into one line and the right exit code."""
+"""The entry point of the command line: registers the commands, and turns every error into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ app.command("doctor")(doctor_command.doctor)
 
 def main(arguments: list[str] | None = None) -> None:
     """Run one command line and exit: 0 done, 1 the run failed, 2 the request was wrong, 130 interrupted."""
-    _collect_less()
+    atexit.register(gc.freeze)  # the collector does not look through all of torch once more at exit
     command = typer.main.get_command(app)
     try:
         code = command.main(args=arguments, prog_name="meshwright", standalone_mode=False)
@@ -84,12 +84,6 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _collect_less() -> None:
-    """Imports and plans make very many objects and few cycles: Python's collector looks for these seldom, and not at all at the end."""
-    gc.set_threshold(50_000)
-    atexit.register(gc.freeze)
-
-
 def _show_traceback(error: MeshwrightError) -> None:
     fault = getattr(error, "fault", None)
     if fault is not None and fault.traceback:
@@ -97,7 +91,7 @@ def _show_traceback(error: MeshwrightError) -> None:
 
 
 def _format_usage_error(error: Any) -> str:
-    """A usage error as one line, with the nearest flag or verb where one is misspelt."""
+    """A usage error as one line, with the closest flag or command if one is misspelt."""
     text = " ".join(error.format_message().split())
     command = error.ctx.command if error.ctx is not None else None
     if type(error).__name__ == "NoSuchOption":

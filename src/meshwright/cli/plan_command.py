@@ -1,4 +1,4 @@
-"""`plan MODEL`: ranked plans with estimates, why the first won, and what would change it."""
+"""`plan MODEL`: prints ranked plans with estimates, why the first won, and what would change it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def plan(
     settings: SetFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Every legal plan for this machine, priced and ranked, and why the first won.
+    """Estimate and rank every legal plan for this machine or another cluster, and explain why the first won.
 
     Example: meshwright plan gpt2-124m --global-batch 8 -o plan.json
 
@@ -109,7 +109,7 @@ def plan(
 
 
 def equal_split(ranking: Ranking) -> dict[str, Any]:
-    """Where devices are not alike: the best plan that deals everything out equally, and how many times as long its step takes."""
+    """For unequal devices: the best plan with an equal split, and its step time relative to the best plan; otherwise empty."""
     equal = ranking.best_equal_split
     if equal is None:
         return {}
@@ -119,7 +119,7 @@ def equal_split(ranking: Ranking) -> dict[str, Any]:
 
 
 def tensor_parallel_table(plan: Plan, profile: ModelProfile) -> Table:
-    """What tensor parallelism cuts, and each layer that stays whole with the reason; equal blocks are one row."""
+    """The parameters that tensor parallelism shards, and those it does not with the reason; repeated blocks are one row."""
     sizes = {t.name: t.numel for t in profile.tensors}
     table = Table(box=None, header_style="bold", title="tensor parallelism", title_justify="left")
     for column in ("parameters", "cut along", "pieces of", "number"):
@@ -140,7 +140,7 @@ def tensor_parallel_table(plan: Plan, profile: ModelProfile) -> Table:
 
 
 def spatial_parallel_table(plan: Plan) -> Table:
-    """Which layers work on blocks of positions, and why the others do not; layers of one fate are one row."""
+    """The layers that run on blocks of positions, and why the others do not; layers with the same note are one row."""
     table = Table(box=None, header_style="bold", title="spatial parallelism", title_justify="left")
     for column in ("layers", "positions"):
         table.add_column(column, overflow="fold")
@@ -153,9 +153,9 @@ def spatial_parallel_table(plan: Plan) -> Table:
 
 
 def expert_parallel_table(plan: Plan, profile: ModelProfile) -> Table:
-    """Who owns what: experts by number, tables by name."""
+    """The experts (by number) and embedding tables (by name) on each rank of the ep axis."""
     sizes = {t.name: t.bytes for t in profile.tensors}
-    table = Table(box=None, header_style="bold", title="owners", title_justify="left")
+    table = Table(box=None, header_style="bold", title="experts and tables", title_justify="left")
     for column in ("rank of ep", "owns", "size"):
         table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
     for owner in range(plan.mesh.ep):
@@ -178,7 +178,7 @@ def ledger_table(lines: tuple[LedgerLine, ...]) -> Table:
     for column in ("ranks", "calls", "bytes", "padding", "sent by a rank"):
         table.add_column(column, justify="right")
     for line in lines:
-        most = "≤ " if line.bound else ""  # the data decides
+        most = "≤ " if line.bound else ""  # an upper bound: the amount depends on the data
         sums = (
             str(line.group),
             str(line.calls),

@@ -1,4 +1,4 @@
-"""`proxy NAME`: run or simulate the communication of a training step, without the model."""
+"""`proxy NAME`: runs or simulates the communication of a training step, without the model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from meshwright.proxies.proxy_launch import ProxyOutcome
     from meshwright.simulate import Network
 
-_TABLE_WIDTH = 124  # a narrower terminal wraps it; figures cut short would tell nothing
-_MAX_DEFAULT_RANKS = 16  # that are started unasked, however many a proxy would need
+_TABLE_WIDTH = 124  # a narrower terminal wraps the table; truncated numbers would be useless
+_MAX_DEFAULT_RANKS = 16  # most ranks started without --nproc
 
 
 def proxy(
@@ -49,7 +49,7 @@ def proxy(
     settings: SetFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """The communication of a training step, with computation as a wait: gpt2, bert, resnet50, resnet152, resnet152-strong, cosmoflow, dlrm,
+    """Run the communication of a training step, with computation as a wait: gpt2, bert, resnet50, resnet152, resnet152-strong, cosmoflow, dlrm,
     gpt3, gpt3-moe, gpt3-one-pipe-step, gpt3-moe-one-pipe-step, fsdp, hybrid-2d, hybrid-3d, hybrid-3d-moe, or any plan's.
 
     Example: meshwright proxy gpt3 --backend sim --cluster ideal
@@ -80,7 +80,7 @@ def proxy(
         }  # fmt: skip
         outcome = _simulate(job, constraint, policy) if backend == "sim" else _run_on_ranks(job, constraint, policy)
     except MeshwrightError:
-        if quiet:  # every rank finds the same mistake, and one says it
+        if quiet:  # every rank finds the same error; rank 0 alone prints it
             raise typer.Exit(RequestError.exit_code) from None
         raise
     if outcome is not None:
@@ -89,7 +89,7 @@ def proxy(
 
 @dataclass(frozen=True)
 class _ProxyJob:
-    """What is to be run, and how often the original does."""
+    """The schedule to run, and how many warm-up and timed steps the original runs."""
 
     schedule: Schedule
     warmup_steps: int
@@ -98,7 +98,7 @@ class _ProxyJob:
 
 @dataclass(frozen=True)
 class _ProxyRequest:
-    """What was asked for on the command line."""
+    """The request of the command line."""
 
     name: str | None
     arguments: list[str]
@@ -137,7 +137,7 @@ class _ProxyRequest:
         return _ProxyJob(chosen.build(dims, self._resolve_world(chosen.name, chosen.min_world(dims))), chosen.warm, chosen.runs)
 
     def _resolve_world(self, name: str, min_world: int) -> int:
-        """As many ranks as there are; as were asked for; or the fewest that will do, unless these are too many to start unasked."""
+        """The launched or requested number of ranks, or the fewest that the proxy needs (if few enough to start unasked), or one per device."""
         given = self.requested_world()
         if given is not None or self.backend == "sim":
             return given or min_world
@@ -173,7 +173,7 @@ class _ProxyRequest:
         return schedule
 
     def _schedule_from_plan(self) -> Schedule:
-        """The plan's own schedule, with computation priced on this machine."""
+        """The plan's schedule, with compute times estimated for this machine."""
         from meshwright import zoo
         from meshwright.core.plan import Plan
         from meshwright.cost.priced_schedule import priced_schedule
@@ -196,7 +196,7 @@ class _ProxyRequest:
 
 
 def _run_on_ranks(job: _ProxyJob, request: _ProxyRequest, policy: dict[str, Any]) -> ProxyOutcome | None:
-    """Over real ranks: those that a launcher started, or our own."""
+    """Run on real ranks: those that a launcher started, or newly launched ones."""
     import torch
 
     from meshwright.describe.discover import available_memory
@@ -288,7 +288,7 @@ def _report_outcome(
 
 
 def collectives_table(rows: list[dict[str, Any]]) -> Table:
-    """One line a collective, over all ranks."""
+    """One row per collective, aggregated over all ranks."""
     table = Table(box=None, header_style="bold", caption="exposed: ranks stood still for it; hidden: they did not", caption_justify="left")
     for column in ("name", "operation"):
         table.add_column(column, overflow="fold")

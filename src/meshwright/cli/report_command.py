@@ -1,4 +1,4 @@
-"""`report RUN`: the story of a run as one self-contained page."""
+"""`report RUN`: writes the summary of a run as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def report(
     run_dir: Annotated[str, typer.Option("--run-dir", help="Folder that holds runs.")] = "runs",
     as_json: JsonFlag = False,
 ) -> None:
-    """Write report.html for a run, finished or not, and say where it is.
+    """Write report.html for a run, finished or not, and print its path.
 
     Example: meshwright report last
     """

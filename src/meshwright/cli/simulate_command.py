@@ -1,4 +1,4 @@
-"""`simulate MODEL|plan.json`: the predicted step on any cluster, event by event; what goes wrong in it; how it scales; what failures leave of it."""
+"""`simulate MODEL|plan.json`: simulates a step on any cluster, with disturbances, as a scaling curve, or as goodput under failures."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def simulate(
     settings: SetFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """The step that a model or plan would take: time, MFU, memory, where the time goes, and the closed form's estimate beside it.
+    """Simulate a training step of a model or plan: step time, MFU, memory, time breakdown, and the closed-form estimate for comparison.
 
     Example: meshwright simulate gpt-tiny --cluster ideal:4 --mesh pp=2,dp=2 --trace trace.json
 
@@ -114,7 +114,7 @@ def _make_run_config(source: str, settings: list[str] | None, **flags: Any) -> R
 
 
 def _parse_disturbances(file: Path | None, slow: list[str], degrade: list[str], fail: list[str], jitter: float, seed: int | None) -> Disturbances:
-    """A file's, and those of the command line on top."""
+    """The disturbances of a file, overridden and extended by those of the command line."""
     from meshwright.core.serialization import from_data, read_json
     from meshwright.simulate import Disturbances
     from meshwright.simulate.disturbances import parse_flags
@@ -127,7 +127,7 @@ def _parse_disturbances(file: Path | None, slow: list[str], degrade: list[str], 
 
 @dataclass(frozen=True)
 class _FailureOptions:
-    """What was asked about failures."""
+    """The flags for goodput under failures."""
 
     hours: float
     mtbf_unit: str

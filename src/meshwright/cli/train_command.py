@@ -1,4 +1,4 @@
-"""`train`: plan and train. With no argument, the built-in model on everything in this machine."""
+"""`train`: plans and trains. With no argument, trains the built-in model on all devices of this machine."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def train(
     settings: SetFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Plan and train on everything in this machine; or a plan, a configuration or a script of yours.
+    """Plan and train a model on all devices of this machine; or run a given plan, configuration file or script.
 
     Examples:
       meshwright train
@@ -126,7 +126,7 @@ def _print_result(result: dict[str, Any], prepared: PreparedRun | None, as_json:
 
 
 def comparison_table(result: dict[str, Any]) -> Table:
-    """Predicted against measured, and how far off it was."""
+    """Predicted and measured step time and memory, with the relative error of the prediction."""
     predicted, measured = result["predicted"], result["measured"]
     table = Table(box=None, header_style="bold")
     table.add_column("")

@@ -1,4 +1,4 @@
-"""`watch RUN`: the live view of a run, from its folder alone."""
+"""`watch RUN`: shows the live view of a run, read from its folder alone."""
 
 from __future__ import annotations
 

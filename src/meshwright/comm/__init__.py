@@ -1,4 +1,4 @@
-"""Level 1: collectives on tensors, each call named and counted (the protocol is `core.comm.Comm`)."""
+"""Level 1: collectives on tensors. Every call has a name and is counted in a ledger; the protocol is `core.comm.Comm`."""
 
 from meshwright.comm.async_comm import ChainedWork
 from meshwright.comm.comm_ledger import Ledger, LedgerEntry

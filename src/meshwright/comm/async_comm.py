@@ -1,4 +1,4 @@
-"""What a call hands back: something to wait for."""
+"""Base class of comms with async calls, and a `Work` that runs a continuation when it is waited for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 class AsyncComm:
-    """A comm whose calls are put off, and its twin, made once, whose are not: `core.comm.Comm.at_once`. What both have they share."""
+    """A comm whose calls are async. `sync` is a shallow copy, made once, whose calls block (`core.comm.Comm.sync`); the two share their state."""
 
     _async_op = True
     _sync_twin: Self | None = None
@@ -24,7 +24,7 @@ class AsyncComm:
 
 
 class ChainedWork(dist.Work):
-    """A call after which something is left to do: done by the first wait."""
+    """A call with a continuation, which the first `wait` runs."""
 
     def __init__(self, work: Any, finish: Callable[[], object]) -> None:
         super().__init__()

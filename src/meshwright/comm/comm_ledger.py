@@ -1,4 +1,4 @@
-"""The counting ledger: which collectives ran, over how many ranks, how often and with how many bytes."""
+"""A ledger of communication: which collectives a rank called, over how many ranks, how often and with how many bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshwright.core.schedule import wire_factor
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """All calls of one name since the ledger was last emptied. `bytes` is the whole tensor's size, summed over calls."""
+    """All calls of one name, op and group size since the ledger was last drained. `bytes` is the size of the whole tensor, summed over calls."""
 
     name: str
     op: str
@@ -19,12 +19,12 @@ class LedgerEntry:
 
     @property
     def bytes_sent(self) -> float:
-        """What a rank must put on the wire for it by the bandwidth-optimal algorithm."""
+        """Bytes that a rank sends for these calls with the bandwidth-optimal algorithm."""
         return self.bytes * wire_factor(self.op, self.group)
 
 
 class Ledger:
-    """Counts at the calls; one ledger serves all groups of a rank."""
+    """Counts the calls of all groups of one rank."""
 
     def __init__(self) -> None:
         self._totals: dict[tuple[str, str, int], tuple[int, int]] = {}
@@ -34,7 +34,7 @@ class Ledger:
         self._totals[name, op, group] = (calls + 1, total + size)
 
     def drain(self) -> tuple[LedgerEntry, ...]:
-        """What was counted so far, in order of first call; the ledger starts again from nothing."""
+        """Return the entries counted so far, in order of first call, and empty the ledger."""
         lines = tuple(LedgerEntry(name, op, group, calls, size) for (name, op, group), (calls, size) in self._totals.items())
         self._totals.clear()
         return lines

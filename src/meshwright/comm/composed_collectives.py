@@ -1,13 +1,13 @@
-"""Collectives through memory that ranks of one node share, instead of the backend's own: calls of `core.comm.Comm` over `shared_collectives.py`.
+"""Collectives of `core.comm.Comm` through the shared memory of a node (`shared_collectives.py`), instead of the backend's own collectives.
 
 [Note: algorithms]
   flat       the backend's own collective.
-  shared     all ranks of the group are on one node: they add up straight from shared memory, with no messages.
+  shared     all ranks of the group are on one node: they reduce directly from shared memory, with no messages.
   two-level  all-reduce over several nodes with equally many ranks: a reduce-scatter in each node's shared memory, the backend's own all-reduce
-             between the ranks that have the same place on every node, and an all-gather in each node's shared memory. Between nodes a rank
-             sends 1/k of what it sends in a flat ring, for k ranks a node.
+             between the ranks at the same position on every node, and an all-gather in each node's shared memory. With k ranks per node,
+             a rank sends 1/k of the bytes between nodes that it sends in a flat ring.
 
-The ledger counts a composed call as the one operation that it is, with its bytes.
+The ledger counts a composed call as one operation, with the bytes of its tensor.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _SUMMABLE = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.
 
 
 class SharedMemoryGroup:
-    """One group's shared memory and the work queue of its calls: `window` where all ranks are on one node; otherwise `node_window` for the ranks of
-    this node and `across` for the ranks with this rank's place on every node."""
+    """One group's shared memory and the work queue of its calls. `window` is set if all ranks are on one node; otherwise `node_window` is for the
+    group's ranks on this node, and `across` for the ranks at this rank's position on every node."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class SharedMemoryGroup:
 
 
 class ComposedComm(AsyncComm):
-    """The collectives of one group by one algorithm."""
+    """The collectives of one group with one algorithm."""
 
     def __init__(self, group: SharedMemoryGroup, algorithm: str, ledger: Ledger) -> None:
         self._group, self._algorithm, self.ledger = group, algorithm, ledger
@@ -135,7 +135,7 @@ class ComposedComm(AsyncComm):
 
 
 def _reduce_fn_and_scale(work: torch.Tensor, op: str, factor: float | None, ranks: int) -> tuple[shared_collectives.Combine, float | None]:
-    """How two values become one, and by what the result is multiplied."""
+    """The function that combines two tensors, and the factor for the result."""
     if op == "mean" and not (work.is_floating_point() or work.is_complex()):
         raise ValueError(f"the mean of {work.dtype} is not a whole number: convert it, or take the sum")
     if op == "mean":
@@ -144,15 +144,15 @@ def _reduce_fn_and_scale(work: torch.Tensor, op: str, factor: float | None, rank
 
 
 def _pre_and_post_scale(work: torch.Tensor, scale: float | None) -> tuple[Callable[[torch.Tensor], object], Callable[[torch.Tensor], object]]:
-    """What is done before and after a sum. A sum's parts are scaled where they were summed, which costs least; in half precision the sum may
-    overflow where the scaled one does not, so there every rank scales first."""
+    """What to apply before and after the reduction. Scaling the reduced parts costs least. In fp16 the unscaled sum may overflow although the
+    scaled one does not, so there every rank scales its input."""
     scaled: Callable[[torch.Tensor], object] = (lambda t: t) if scale is None else (lambda t: t.mul_(scale))
     nothing: Callable[[torch.Tensor], object] = lambda t: t  # noqa: E731
     return (scaled, nothing) if work.dtype == torch.float16 else (nothing, scaled)
 
 
 def _part_sizes(whole: torch.Tensor, sizes: Sequence[int] | None, ranks: int) -> list[int]:
-    """Elements for each rank."""
+    """Elements of each rank's part; `sizes` are in rows."""
     if sizes is None:
         return [whole.numel() // ranks] * ranks
     rows = sum(sizes)

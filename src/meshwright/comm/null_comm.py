@@ -1,4 +1,4 @@
-"""A group of one: every collective is already done. It is what a single-device run uses, so such a run has no special case."""
+"""A group of one rank, where every collective completes at once. A single-device run uses it, so such a run needs no special case."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class NullWork:
-    """A collective that has finished before it began."""
+    """A collective that is already complete."""
 
     def wait(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""One group over several backends and by several algorithms: each call goes the way that was measured quickest for its operation and size."""
+"""A comm over several backends and algorithms: each call takes the route that was measured fastest for its operation and size."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ RouteChooser = Callable[[str, int], str]  # (operation, bytes of the whole tenso
 
 
 class RoutedComm(AsyncComm):
-    """`core.comm.Comm` that hands every call on. All ranks must choose alike, so a choice may depend on operation and size only: where sizes
-    differ from rank to rank (all-to-all, unequal parts, messages) the choice is that of the largest size."""
+    """`core.comm.Comm` that forwards every call to another comm. All ranks must choose the same route, so the choice depends only on operation and
+    size. Where sizes may differ from rank to rank (all-to-all, messages), one large size (`_UNEVEN_BYTES`) stands for all."""
 
     def __init__(self, routes: Mapping[str, Comm], choose: RouteChooser, composed_routes: Mapping[str, ComposedComm] | None = None) -> None:
         self._routes, self._choose = dict(routes), choose
         self._composed_routes = dict(composed_routes or {})
         self.default_comm = next(iter(self._routes.values()))
         self.rank, self.size = self.default_comm.rank, self.default_comm.size
-        self._resolved: dict[tuple[str, int, bool], Comm | ComposedComm] = {}  # shared with the twin, whose calls are not put off
+        self._resolved: dict[tuple[str, int, bool], Comm | ComposedComm] = {}  # by operation, bytes and async; shared with `sync`
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Work:
         return self._comm_for("all_reduce", tensor.nbytes).all_reduce(tensor, name, op, factor)
@@ -59,7 +59,7 @@ class RoutedComm(AsyncComm):
         self.default_comm.barrier()
 
     def _comm_for(self, op: str, size: int) -> Any:
-        """What takes the call: all operations are `Comm`'s, and `ComposedComm` has those that are routed to it."""
+        """The comm for a call. `ComposedComm` has only the operations that are routed to it."""
         return self._resolved.get((op, size, self._async_op)) or self._resolve(op, size)
 
     def _resolve(self, op: str, size: int) -> Any:
@@ -69,4 +69,4 @@ class RoutedComm(AsyncComm):
         return taken
 
 
-_UNEVEN_BYTES = 1 << 22  # bytes that stand for sizes which the ranks do not share
+_UNEVEN_BYTES = 1 << 22  # size by which calls are routed whose sizes may differ between ranks

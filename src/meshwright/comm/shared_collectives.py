@@ -1,16 +1,16 @@
-"""Collectives of ranks that share memory: everyone adds up straight from the others' slots of a window. Blocking: a work queue runs them.
+"""Collectives through a shared-memory window: each rank reduces directly from the slots of the other ranks. All calls block; a work queue runs them.
 
 [Note: slots]
-A tensor goes through in steps. In step k a rank writes a piece of every other rank's part into its slot k, and says that it is full; reads the
-others' sums of step k-2; adds the pieces of its own part of step k-1 from all slots, puts the sum into its slot in turn, and says so. So nobody
-waits for what was begun only now, and slots are small enough for what one rank writes to be in a cache when another reads it. Every part is
-summed by one rank, so all end with the same bits.
+A tensor is processed in steps. Each rank owns one part of it, and in step k a rank does three things: it writes one chunk of every other rank's
+part into its slot k and signals SLOT_FILLED; it copies the sums of step k-2 from the other ranks' slots; it reduces the chunks of its own part of
+step k-1 from all slots, writes the sum into its slot and signals SLOT_REDUCED. So no rank waits for data that was written in the same step, and a
+chunk is small enough to be still in the cache when another rank reads it. One rank reduces each part, so all ranks get the same bits.
 
-In every step everybody tells everybody and hears everybody, even a rank that has nothing to give: who has heard step k from another one knows
-that it has read all of step k-2, and of step k-1 all but sums. So four slots are enough and nobody has to say what it has read, in a call and
-from one call to the next.
+In every step each rank signals every peer and waits for every peer, even if it has no data to send. SLOT_FILLED of step k implies that its sender
+has read the chunks of step k-2, and SLOT_REDUCED of step k that it has read the sums of step k-1. So four slots are enough, within a call and from
+one call to the next, and no rank needs to acknowledge what it has read.
 
-Memory is copied by address: of what a small call costs, tensors made for pieces were the most.
+Chunks are copied by address, because creating a tensor for each chunk was the largest cost of a small call.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import torch
 
 from meshwright.comm.shared_memory_window import SLOT_FILLED, SLOT_REDUCED, SharedMemoryWindow
 
-Combine = Callable[..., object]  # (a, b, out=…): torch.add and the like
+Combine = Callable[..., object]  # called as (a, b, out=…), such as torch.add
 PostReduce = Callable[[torch.Tensor], object]
-AddressRange = tuple[int, int]  # an address and bytes from there on
+AddressRange = tuple[int, int]  # start address, number of bytes
 _byte_count = itemgetter(1)
-_ONE_SHOT_MAX_BYTES = 1 << 21  # bytes to add up from all others, up to which everyone adds up everything: one turn instead of two
-# Bytes of a piece where one rank writes and others read: a sixteenth of all, so that they do it at the same time, but worth a signal, and in a cache.
+_ONE_SHOT_MAX_BYTES = 1 << 21  # bytes read from peers up to which each rank reduces the whole tensor: one phase, not two
+# Smallest and largest chunk of an all-gather: 1/16 of all bytes, so that writing and reading overlap, but worth a signal and within a cache.
 _STREAM_CHUNK_BYTES = 1 << 18, 1 << 20
 
 
 def all_reduce(window: SharedMemoryWindow, whole: torch.Tensor, reduce_fn: Combine, post_reduce: PostReduce, operation: str) -> None:
-    """In place, of a flat tensor; `post_reduce` is done to what is summed."""
+    """All-reduce a flat tensor in place and apply `post_reduce` to the result."""
     if window.size == 1:
         post_reduce(whole)
     elif whole.nbytes * (window.size - 1) <= _ONE_SHOT_MAX_BYTES and whole.nbytes <= window.chunk_bytes * window.size:
@@ -46,7 +46,7 @@ def all_reduce(window: SharedMemoryWindow, whole: torch.Tensor, reduce_fn: Combi
 def reduce_scatter(
     window: SharedMemoryWindow, ranges: Sequence[AddressRange], own: torch.Tensor, out: torch.Tensor, reduce_fn: Combine, operation: str
 ) -> None:
-    """The sum of everybody's part of this rank into `out`, which may be `own`, this rank's own part; other parts are left as they are."""
+    """Reduce this rank's part over all ranks into `out`, which may be `own`, the local copy of that part. The other parts are not changed."""
     room = window.chunk_bytes
     if window.size == 1:
         out.copy_(own)
@@ -62,7 +62,7 @@ def reduce_scatter(
 
 
 def all_gather(window: SharedMemoryWindow, ranges: Sequence[AddressRange], source: int, operation: str) -> None:
-    """Everyone's own part, which lies at `source`, to its place among all."""
+    """Copy every rank's part, which is at address `source` on that rank, to its range in `ranges` on all ranks."""
     room, (own, length) = _stream_chunk_bytes(window, sum(map(_byte_count, ranges))), ranges[window.rank]
     steps = _num_steps(ranges, room)
     if steps == 1:
@@ -84,7 +84,7 @@ def all_gather(window: SharedMemoryWindow, ranges: Sequence[AddressRange], sourc
 
 
 def _one_step_all_gather(window: SharedMemoryWindow, ranges: Sequence[AddressRange], source: int, operation: str) -> None:
-    """The same in one step: a tenth of 1 MB among four was what Python did for pieces."""
+    """All-gather without chunks: the Python code for chunks took a tenth of the time of 1 MB among four ranks."""
     step, copy, slot, (own, length) = window.reserve_steps(1), window.memcpy, window.slot_address, ranges[window.rank]
     copy(slot(window.rank, step), source, length)
     window.signal_peers(SLOT_FILLED)
@@ -97,13 +97,13 @@ def _one_step_all_gather(window: SharedMemoryWindow, ranges: Sequence[AddressRan
 
 
 def _one_shot_all_reduce(window: SharedMemoryWindow, whole: torch.Tensor, reduce_fn: Combine, post_reduce: PostReduce, operation: str) -> None:
-    """In the order of ranks, so that all come to the same bits."""
+    """Every rank reduces the whole tensor, in rank order, so that all ranks get the same bits."""
     step = window.reserve_steps(1)
     window.memcpy(window.slot_address(window.rank, step), whole.data_ptr(), whole.nbytes)
     window.signal_peers(SLOT_FILLED)
     window.await_peers(SLOT_FILLED, operation)
     every = [window.view(rank, step, 0, whole.numel(), whole.dtype) for rank in range(window.size)]
-    if window.rank < 2:  # what is ours is in a cache, and read before it is written over
+    if window.rank < 2:  # the local tensor is in a cache; it is an operand of the first call, so it is read before `out` overwrites it
         every[window.rank] = whole
     reduce_fn(every[0], every[1], out=whole)
     for other in every[2:]:
@@ -120,7 +120,7 @@ def _two_shot_all_reduce(
     post_reduce: PostReduce,
     operation: str,
 ) -> None:
-    """Everybody's part of this rank is summed, and the sums come back to everyone."""
+    """Each rank reduces its own part, then all ranks gather the reduced parts ([Note: slots])."""
     me, room = window.rank, window.chunk_bytes
     steps = _num_steps(ranges, room)
     first = window.reserve_steps(steps)
@@ -135,7 +135,7 @@ def _two_shot_all_reduce(
         if 0 < step <= steps:
             window.await_peers(SLOT_FILLED, operation)
             at, size = _chunk_range(ranges[me], step - 1, room)
-            place = window.view(me, first + step - 1, me * room, size // own.element_size(), own.dtype)  # first where others wait for it
+            place = window.view(me, first + step - 1, me * room, size // own.element_size(), own.dtype)  # slot first: peers wait for it
             _reduce_into(window, first + step - 1, step - 1, own, place, reduce_fn)
             post_reduce(place)
             window.signal_peers(SLOT_REDUCED)
@@ -143,7 +143,7 @@ def _two_shot_all_reduce(
 
 
 def _fill_slot(window: SharedMemoryWindow, slot: int, step: int, ranges: Sequence[AddressRange], chunk_bytes: int) -> None:
-    """This rank's slot with a piece of every other rank's part."""
+    """Write one chunk of every other rank's part into this rank's slot, and signal the peers."""
     here = window.slot_address(window.rank, slot)
     for peer in window.peers:
         start, size = _chunk_range(ranges[peer], step, chunk_bytes)
@@ -171,7 +171,7 @@ def address_ranges(parts: Sequence[torch.Tensor]) -> list[AddressRange]:
 
 
 def split_sizes(numel: int, parts: int) -> list[int]:
-    """Nearly equal; the first ones are longer by one."""
+    """Nearly equal sizes; the first ones may be larger by one."""
     least, more = divmod(numel, parts)
     return [least + (i < more) for i in range(parts)]
 
@@ -186,7 +186,7 @@ def split_ranges(whole: torch.Tensor, sizes: Sequence[int]) -> list[AddressRange
 
 
 def _chunk_range(address_range: AddressRange, step: int, chunk_bytes: int) -> AddressRange:
-    """What goes in one step; a part that is shorter than others has nothing left in the last."""
+    """The chunk of `address_range` for one step. It is empty in the last steps of a part that is shorter than others."""
     start, size = address_range
     at = step * chunk_bytes
     return start + at, max(min(size - at, chunk_bytes), 0)
@@ -198,5 +198,5 @@ def _stream_chunk_bytes(window: SharedMemoryWindow, size: int) -> int:
 
 
 def _num_steps(ranges: Sequence[AddressRange], chunk_bytes: int) -> int:
-    """At least one, so that ranks meet."""
+    """Steps that the longest part needs; at least one, so that the ranks always synchronize."""
     return max(-(-max(map(_byte_count, ranges)) // chunk_bytes), 1)

@@ -1,12 +1,12 @@
-"""A window: memory that the ranks of a group share because they lie on one node, and the signals by which they take turns in it.
+"""A shared-memory window: memory shared by the ranks of a group on one node, and the semaphores that synchronize access to it.
 
 [Note: windows]
-The memory has no name. The first rank makes it (memfd) and the others open it through /proc while everyone waits, so it is gone with the last
-process that maps it, however that one ends; and it is not counted against /dev/shm, which containers keep small. Signals are POSIX semaphores in
-that memory, one from each rank to each other one: they order memory between processors as locks do, and who waits long sleeps.
+The memory is anonymous. Rank 0 creates it (memfd) and the others open it through /proc while all ranks wait. So the kernel frees it with the last
+process that maps it, however that process ends, and it does not count against /dev/shm, which containers keep small. Signals are POSIX semaphores
+in that memory, one for each ordered pair of ranks and kind: they are memory barriers as locks are, and a rank that waits long sleeps.
 
-A rank that ends, in whichever way, loses the lock that it holds on a byte of the window; who waits for it sees that. Locks of this kind are a
-process's own: what it forks, such as the workers of a data loader, does not keep them.
+Each rank holds a file lock on one byte of the window. The kernel releases the lock when the process ends for any reason, which waiting ranks check.
+These locks belong to the process: its forked children, such as data-loader workers, do not keep them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from meshwright.comm.wire_format import warn_fallback
 from meshwright.core.comm import Comm
 from meshwright.core.errors import RunError
 
-SLOTS = 4  # of each rank: one is filled, one summed, one read, and one may still be read by others ([Note: slots])
-SIGNAL_KINDS = SLOT_FILLED, SLOT_REDUCED = 0, 1  # signals: my slot holds my parts, my slot holds a sum
-_MAX_CHUNK_BYTES, _MAX_WINDOW_BYTES = 1 << 21, 1 << 26  # bytes of one rank's part of a slot, and of the whole window
-_CACHE_LINE_BYTES = 64  # bytes between semaphores, so that no two share a line of the cache
-_SPIN_S, _LIVENESS_CHECK_S = 300e-6, 0.25  # how long a rank looks before it sleeps; how long until it sees whether the other is still there
-_MAX_CACHED_VIEWS = 4096  # kept
+SLOTS = 4  # per rank: one being filled, one being reduced, one being read, and one that peers may still be reading ([Note: slots])
+SIGNAL_KINDS = SLOT_FILLED, SLOT_REDUCED = 0, 1  # signals: the sender's slot holds its chunks; it holds a sum
+_MAX_CHUNK_BYTES, _MAX_WINDOW_BYTES = 1 << 21, 1 << 26  # bytes of one rank's chunk in a slot, and of all slots
+_CACHE_LINE_BYTES = 64  # bytes from one semaphore to the next, so that no two share a cache line
+_SPIN_S, _LIVENESS_CHECK_S = 300e-6, 0.25  # how long a rank polls before it sleeps; how often it then checks that the peer is alive
+_MAX_CACHED_VIEWS = 4096
 _PAGE_BYTES = 4096
-_OPENED, _NOT_OPENED = b"\1", b"\0"  # whether a rank could open it
+_OPENED, _NOT_OPENED = b"\1", b"\0"  # whether a rank could open the window
 
 
 class _Timespec(ctypes.Structure):
@@ -46,7 +46,7 @@ class _Timespec(ctypes.Structure):
 
 
 class SharedMemoryWindow:
-    """As one rank sees it. Signals are counted: each one sent is heard once."""
+    """One rank's mapping of the window. Signals are counted: each one sent is received once."""
 
     def __init__(self, fd: int, world_ranks: Sequence[int], rank: int, timeout_s: float) -> None:
         self.size, self.rank, self._world_ranks, self._timeout_s = len(world_ranks), rank, tuple(world_ranks), timeout_s
@@ -60,8 +60,8 @@ class SharedMemoryWindow:
         self._base_address = ctypes.addressof(self._buffer)
         self._bytes = torch.frombuffer(self._mmap, dtype=torch.uint8)
         first, length = _semaphore_bytes(self.size), self.chunk_bytes * self.size
-        self._slots = [[first + (rank * SLOTS + slot) * length for slot in range(SLOTS)] for rank in range(self.size)]  # where each begins
-        self.memcpy: Callable[[int, int, int], object] = self._libc.memcpy  # to an address from another, so many bytes; without Python's lock
+        self._slots = [[first + (rank * SLOTS + slot) * length for slot in range(SLOTS)] for rank in range(self.size)]  # byte offset of each slot
+        self.memcpy: Callable[[int, int, int], object] = self._libc.memcpy  # (destination, source, bytes); releases the GIL
         self.peers = [(rank + step) % self.size for step in range(1, self.size)]
         self._outgoing_semaphores = [[self._semaphore_address(kind, peer, rank) for peer in self.peers] for kind in SIGNAL_KINDS]
         self._incoming_semaphores = [[(peer, self._semaphore_address(kind, rank, peer)) for peer in self.peers] for kind in SIGNAL_KINDS]
@@ -70,7 +70,7 @@ class SharedMemoryWindow:
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     def reserve_steps(self, steps: int) -> int:
-        """The number of the first of so many steps; all ranks count alike, from the first call on."""
+        """Reserve `steps` step numbers and return the first. All ranks count in the same way, from the first call on."""
         first = self._steps
         self._steps += steps
         return first
@@ -80,7 +80,7 @@ class SharedMemoryWindow:
         return self._base_address + self._slots[rank][step % SLOTS]
 
     def view(self, rank: int, step: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A place in a rank's slot as a tensor. Tensors are kept: making one costs more than a small one's sum."""
+        """A range of a rank's slot as a tensor. Tensors are cached: creating one costs more than reducing a small one."""
         at = self._slots[rank][step % SLOTS] + offset
         found = self._views.get((at, numel, dtype))
         if found is None:
@@ -90,7 +90,7 @@ class SharedMemoryWindow:
         return found
 
     def init_semaphores(self) -> None:
-        """By the rank that made it, before others look."""
+        """Initialise all semaphores. Called by the rank that created the memory, before the other ranks use it."""
         for kind in SIGNAL_KINDS:
             for to in range(self.size):
                 for sender in range(self.size):
@@ -98,20 +98,20 @@ class SharedMemoryWindow:
                         raise OSError("it has no semaphores between processes")
 
     def signal_peers(self, kind: int) -> None:
-        """Every other rank."""
+        """Signal every other rank."""
         post = self._libc.sem_post
         for signal in self._outgoing_semaphores[kind]:
             post(signal)
 
     def await_peers(self, kind: int, operation: str) -> None:
-        """Every other rank."""
+        """Wait for a signal from every other rank."""
         trywait = self._libc.sem_trywait
         for peer, signal in self._incoming_semaphores[kind]:
             if trywait(signal):
                 self._await_peer(peer, signal, operation)
 
     def _await_peer(self, peer: int, semaphore: int, operation: str) -> None:
-        """A moment awake, in which whoever needs the core may have it; then asleep."""
+        """Poll for a moment, yielding the core, then sleep. Raises RunError if the peer has exited or the timeout has passed."""
         trywait, give, now = self._libc.sem_trywait, os.sched_yield, time.monotonic
         end_s = now() + _SPIN_S
         while now() < end_s:
@@ -120,7 +120,7 @@ class SharedMemoryWindow:
                 return
         until = time.monotonic() + self._timeout_s
         while not self._failure:
-            gone = self._has_exited(peer)  # before we look: what it sent before it ended still counts
+            gone = self._has_exited(peer)  # checked before the wait: a signal that it sent before it exited still counts
             end = time.time() + _LIVENESS_CHECK_S
             if not self._libc.sem_timedwait(semaphore, ctypes.byref(_Timespec(int(end), int(end % 1 * 1e9)))):
                 return
@@ -144,7 +144,7 @@ class SharedMemoryWindow:
 
 @cache
 def _libc() -> Any:
-    """With the types of what is called, so that numbers are handed over as they are."""
+    """The C library, with argument types declared so that integers pass as addresses and sizes."""
     libc: Any = ctypes.CDLL(None)
     address, count = ctypes.c_void_p, ctypes.c_size_t
     libc.memcpy.argtypes, libc.memcpy.restype = (address, address, count), None
@@ -155,7 +155,7 @@ def _libc() -> Any:
 
 
 def chunk_bytes_for(ranks: int) -> int:
-    """So that all slots together stay within bounds; whole pages."""
+    """Bytes of a chunk, in whole pages, such that all slots together stay within `_MAX_WINDOW_BYTES`."""
     return max(min(_MAX_CHUNK_BYTES, _MAX_WINDOW_BYTES // (SLOTS * ranks * ranks)) // _PAGE_BYTES, 1) * _PAGE_BYTES
 
 
@@ -169,7 +169,7 @@ def _semaphore_bytes(ranks: int) -> int:
 
 
 def open_window(comm: Comm, world_ranks: Sequence[int], timeout_s: float) -> SharedMemoryWindow | None:
-    """The window of a group, `world_ranks` being its ranks in the world; None where they cannot share memory, which one line says. Collective."""
+    """Open the window of a group whose global ranks are `world_ranks`. None, with a warning, if the ranks cannot share memory. Collective."""
 
     def gather(message: bytes) -> list[bytes]:
         every = torch.zeros(comm.size * len(message), dtype=torch.uint8)
@@ -194,7 +194,7 @@ def open_window(comm: Comm, world_ranks: Sequence[int], timeout_s: float) -> Sha
 
 
 def create_shared_memory(ranks: int) -> tuple[int, str]:
-    """Memory and no complaint, or the other way round. Allotted now: what is missing would end the process when it is first written."""
+    """A file descriptor and "", or -1 and the reason. The memory is allocated here: if it were missing, the first write would kill the process."""
     if not sys.platform.startswith("linux"):
         return -1, "it takes Linux"
     memory = os.memfd_create("meshwright")
@@ -218,7 +218,7 @@ def _map_window(fd: int, path: str, world_ranks: Sequence[int], rank: int, timeo
 
 
 def _handshake(fd: int, failed: bool) -> bytes:
-    """Where a rank is, hashed, and where it keeps the memory if it made it. Ranks of one node see the same processes."""
+    """A hash of the rank's host and PID namespace, its pid, and its file descriptor if it created the memory. Ranks of one node have equal hashes."""
     facts = [socket.gethostname(), _read_text("/proc/sys/kernel/random/boot_id"), _read_link("/proc/self/ns/pid"), str(os.geteuid())]
     place = hashlib.sha256("\0".join(facts).encode()).digest()
     return place + os.getpid().to_bytes(8, "little") + (0 if failed or fd < 0 else fd).to_bytes(8, "little")

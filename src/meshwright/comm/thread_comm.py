@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, for tests: every collective against plain tensors, no process group, no sockets."""
+"""`core.comm.Comm` among threads of one process, for tests: collectives on plain tensors without a process group or sockets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TIMEOUT_S = 60.0
 
 
 class ThreadWorld:
-    """Where the threads of one world leave what they send. What is posted is a copy, so nobody waits for a reader."""
+    """The mailbox of a world of threads. Messages are copies, so a sender never waits for a reader."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -24,7 +24,7 @@ class ThreadWorld:
         self._changed = threading.Condition()
 
     def run(self, job: Callable[[ThreadComm], Any]) -> list[Any]:
-        """`job` on every rank at once; results in rank order, or the first error."""
+        """Run `job` on every rank concurrently; return the results in rank order, or raise the first error."""
         with ThreadPoolExecutor(self.size) as pool:
             return [f.result() for f in [pool.submit(job, ThreadComm(self, rank, tuple(range(self.size)))) for rank in range(self.size)]]
 
@@ -41,7 +41,7 @@ class ThreadWorld:
 
 
 class _LazyWork:
-    """A call whose result is made when it is waited for."""
+    """A call whose result is computed by `wait`."""
 
     def __init__(self, finish: Callable[[], object]) -> None:
         self._finish: Callable[[], object] | None = finish
@@ -54,7 +54,7 @@ class _LazyWork:
 
 
 class ThreadComm:
-    """`core.comm.Comm` for one thread of a `ThreadWorld`; `subgroup` gives the group of some of its ranks."""
+    """`core.comm.Comm` for one thread of a `ThreadWorld`; `subgroup` makes the comm of a subset of its ranks."""
 
     def __init__(self, world: ThreadWorld, rank: int, ranks: tuple[int, ...], ledger: Ledger | None = None) -> None:
         self._world, self._ranks = world, ranks
@@ -69,7 +69,7 @@ class ThreadComm:
         return self
 
     def subgroup(self, ranks: Sequence[int]) -> ThreadComm:
-        """A group of these ranks, of which this one is one."""
+        """The comm of these ranks, which include this one."""
         return ThreadComm(self._world, list(ranks).index(self.rank), tuple(self._ranks[r] for r in ranks), self.ledger)
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> _LazyWork:
@@ -137,7 +137,7 @@ class ThreadComm:
         return self._post_to_all(value.clone() if isinstance(value, torch.Tensor) else value)
 
     def _post_to_all(self, value: Any) -> Callable[[], list[Any]]:
-        """Leave `value` for everyone in the group, a copy of its own for each; what they left comes from what is returned."""
+        """Post `value` once for each rank of the group; return a function that fetches the values that all ranks posted, in rank order."""
         self._call_count += 1
         call = self._call_count
         for reader in range(self.size):
@@ -146,7 +146,7 @@ class ThreadComm:
 
 
 def _reduce_parts(parts: list[torch.Tensor], op: str) -> torch.Tensor:
-    """In rank order; narrow floating-point types in fp32."""
+    """Reduce in rank order; floating-point types of 16 bits and fewer in fp32."""
     kind = parts[0].dtype
     narrow = kind in (torch.float16, torch.bfloat16) or (kind.is_floating_point and kind.itemsize == 1)
     stacked = torch.stack([p.float() if narrow else p.to(torch.uint8) if kind == torch.bool else p for p in parts])

@@ -1,6 +1,6 @@
 """`core.comm.Comm` over a torch.distributed process group: NCCL, Gloo, MPI, or any backend registered with torch.
 
-What a backend lacks is composed: see `wire_format.py` for types, and below for gathers of unequal parts (padded over gloo) and scaled sums.
+Features that a backend lacks are emulated: dtypes in `wire_format.py`, gathers of unequal parts (padded over gloo) and scaled sums here.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from meshwright.comm.work_queue import COMPLETED
 from meshwright.core.backends import SCALED_SUM, UNEVEN_GATHER, backend_traits
 from meshwright.core.comm import PeerTensors, Work
 
-# torch 2.13 renamed the two; 2.11 knows only the old names.
+# torch 2.13 renamed these two functions; 2.11 has only the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "product": dist.ReduceOp.PRODUCT}
 
 
 class TorchComm(AsyncComm):
-    """One process group. Calls are asynchronous: `wait()` on the result, which on CUDA orders streams and does not block.
+    """One process group. Calls are asynchronous: call `wait()` on the result; on CUDA it orders streams and does not block the host.
 
-    A call shows under its name in a torch profiler's timeline, and so does the wait for it; with NCCL it is an NVTX range too.
+    A call and the wait for it appear under the call's name in a torch profiler's timeline; with NCCL the call is an NVTX range too.
     """
 
     def __init__(self, group: dist.ProcessGroup, ledger: Ledger) -> None:
@@ -42,7 +42,7 @@ class TorchComm(AsyncComm):
 
     @property
     def sync(self) -> Self:
-        """Only MPI gains by it: gloo's calls are made by its own threads, NCCL's by the device."""
+        """A comm whose calls block, for MPI only: gloo runs its calls in its own threads, NCCL on the device."""
         return super().sync if self._traits.sync_on_caller else self
 
     # -- reductions --
@@ -123,7 +123,7 @@ class TorchComm(AsyncComm):
         return self._launch(name, call, finish)
 
     def exchange(self, sends: PeerTensors, receives: PeerTensors, name: str) -> Work:
-        """Messages with single ranks, all under way at once; each one sent is counted."""
+        """Send to and receive from single ranks, all concurrently; each send is counted."""
         for _, tensor in sends:
             self.ledger.add(name, "send", 2, tensor.numel() * tensor.element_size())
         landings = [(r, *self._wire_format.host_receive_tensor(t)) for r, t in receives]
@@ -138,7 +138,7 @@ class TorchComm(AsyncComm):
     def _padded_all_gather(
         self, whole: torch.Tensor, own: torch.Tensor, rows: list[int], name: str, output: torch.Tensor, finish: Finish | None
     ) -> Work:  # fmt: skip
-        """Every part as long as the longest, cut to its own length on arrival."""
+        """Pad every part to the longest one for the gather, and trim it on arrival."""
         warn_fallback(self.backend, *UNEVEN_GATHER, dist.get_rank())
         most = max(rows)
         padded = own.new_zeros((most, *own.shape[1:]))
@@ -156,7 +156,7 @@ class TorchComm(AsyncComm):
         )
 
     def _count_and_launch(self, name: str, op: str, counted_tensor: torch.Tensor, call: Callable[[], Any], finish: Finish | None = None) -> Work:
-        """Count a call and make it under its name. Unless somebody is profiling, naming costs a look at two flags."""
+        """Count a call and launch it under its name. Without a profiler the name costs two flag checks."""
         self.ledger.add(name, op, self.size, counted_tensor.numel() * counted_tensor.element_size())
         return self._launch(name, call, finish)
 
@@ -169,7 +169,7 @@ class TorchComm(AsyncComm):
                 work = _launch_profiled(name, call) if profiler._is_profiler_enabled else call()
             finally:
                 torch.cuda.nvtx.range_pop()
-        work = COMPLETED if work is None else work  # what was made at once is over
+        work = COMPLETED if work is None else work  # a sync call returns None and is complete
         return work if finish is None else ChainedWork(work, finish)  # type: ignore[no-any-return]
 
     def _reduce_op(self, op: str, tensor: torch.Tensor, factor: float | None = None) -> Any:
@@ -190,7 +190,7 @@ class TorchComm(AsyncComm):
 
 
 def _compute_shape(output: torch.Tensor, work: torch.Tensor) -> tuple[int, ...]:
-    """The output's shape in the type that is worked in: complex numbers are pairs there."""
+    """The output's shape in the dtype of `work`, where complex numbers may be pairs of reals."""
     return (*output.shape, 2) if output.is_complex() and not work.is_complex() else tuple(output.shape)
 
 
@@ -199,7 +199,7 @@ def _copy_result(output: torch.Tensor, own: torch.Tensor) -> None:
 
 
 class _WorkList:
-    """Several calls under way, waited for together."""
+    """Several works, waited for together."""
 
     def __init__(self, works: list[Any]) -> None:
         self._works = works
@@ -214,7 +214,7 @@ class _WorkList:
 
 
 class _ProfiledWork(dist.Work):
-    """A call that was made under a profiler: the wait for it shows under its name too. A `Work`, since FSDP2 waits for nothing else."""
+    """A call made under a profiler; the wait for it is recorded under its name too. It is a `dist.Work` because FSDP2 waits for nothing else."""
 
     def __init__(self, work: Any, name: str) -> None:
         super().__init__()

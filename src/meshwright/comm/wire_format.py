@@ -1,4 +1,4 @@
-"""How a tensor travels over a backend that cannot take it as it is: as bytes, in a wider type, or as a contiguous copy. Each way is said once."""
+"""Converts tensors that a backend cannot take directly: to bytes, to a wider dtype, or to a contiguous copy. Each fallback is reported once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _warned: set[str] = set()
 
 
 def warn_fallback(backend: str, missing: str, fallback: str, rank: int) -> None:
-    """Once in a process, and on the first rank only."""
+    """Print a fallback once per process, and only on rank 0."""
     text = f"meshwright: {backend} has no {missing}: {fallback}"
     if text not in _warned:
         _warned.add(text)
@@ -25,7 +25,7 @@ def warn_fallback(backend: str, missing: str, fallback: str, rank: int) -> None:
 
 
 class WireFormat:
-    """One backend's side of it."""
+    """The conversions that one backend needs, by the dtypes and devices that it supports."""
 
     def __init__(self, backend: str, rank: int, dtypes: set[torch.dtype] | None = None) -> None:
         self._backend, self._rank = backend, rank
@@ -34,21 +34,21 @@ class WireFormat:
         self._by_host = "cuda" not in traits.devices
 
     def accepts(self, tensor: torch.Tensor) -> bool:
-        """Whether it can be handed over as it is; nearly always so."""
+        """Whether the backend takes the tensor without conversion, as it nearly always does."""
         return tensor.is_contiguous() and (self._dtypes is None or tensor.dtype in self._dtypes)
 
     def supports_dtype(self, dtype: torch.dtype) -> bool:
         return self._dtypes is None or dtype in self._dtypes
 
     def send_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What leaves, where it is only moved."""
+        """The tensor to send in an operation that only moves data."""
         if self.accepts(tensor):
             return tensor
         whole = tensor.contiguous()
         return whole if self.supports_dtype(tensor.dtype) else self._as_bytes(whole)
 
     def receive_tensor(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Finish | None]:
-        """Where it arrives, and what is left to do then."""
+        """The tensor to receive into, and what to call once the data has arrived."""
         if self.accepts(tensor):
             return tensor, None
         whole = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -56,7 +56,7 @@ class WireFormat:
         return wire, None if whole is tensor else lambda: tensor.copy_(whole)
 
     def host_send_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What leaves in a message: gloo's are in the host's memory, wherever its collectives may be."""
+        """The tensor to send point to point. Gloo sends only from host memory, even if its collectives take device memory."""
         own = self.send_tensor(tensor)
         if not self._needs_host(own):
             return own
@@ -64,7 +64,7 @@ class WireFormat:
         return own.cpu()
 
     def host_receive_tensor(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Finish | None]:
-        """Where a message arrives, and what is left to do then."""
+        """The tensor to receive a point-to-point message into, and what to call once it has arrived."""
         if not self._needs_host(tensor):
             return self.receive_tensor(tensor)
         there = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -74,16 +74,16 @@ class WireFormat:
         return self._by_host and tensor.is_cuda
 
     def rows_on_wire(self, tensor: torch.Tensor) -> int:
-        """Rows on the wire for one of the tensor's."""
+        """Rows of the converted tensor for one row of the tensor."""
         if self.supports_dtype(tensor.dtype):
             return 1
         return tensor.element_size() * (tensor.numel() // tensor.shape[0] if tensor.shape[0] else 1)
 
     def reduction_tensor(self, tensor: torch.Tensor, op: str) -> tuple[torch.Tensor, str, Finish | None]:
-        """What is reduced in the tensor's place, by which operation, and what is left to do then."""
+        """The tensor to reduce instead, the operation to reduce it with, and what to call once it is reduced."""
         if self.accepts(tensor) and tensor.dtype != torch.bool:
             return tensor, op, None
-        if tensor.dtype == torch.bool:  # bytes of 0 and 1: any of them is their largest, all of them their smallest
+        if tensor.dtype == torch.bool:  # as bytes of 0 and 1, `any` is their maximum and `all` their minimum
             if op == "mean":
                 raise ValueError("the mean of truth values has no meaning: convert them to numbers")
             work = tensor.to(torch.uint8, memory_format=torch.contiguous_format)

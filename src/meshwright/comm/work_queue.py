@@ -1,16 +1,16 @@
 """A work queue: the operations of one communicator, run one at a time in the order of their calls.
 
-MPI's collectives run on such a queue, and so do collectives through shared memory (`shared_memory.py`).
+MPI's collectives run on such a queue, and so do collectives through shared memory (`composed_collectives.py`).
 
 [Note: sync and async calls]
 All operations here are blocking functions. A sync call runs in the caller's thread, after everything that was queued before it. An async
-call is queued and runs in the queue's own thread, without Python's lock, while the caller computes; that is how gradients overlap with
-backward. If `wait` comes before the thread has begun it, the waiting thread runs what is left of the queue itself, so that a small message
-does not pay for a thread switch. Queues are independent of each other (MPI_THREAD_MULTIPLE), so ranks may use several groups in
+call is queued and runs in the queue's own thread, without the GIL, while the caller computes; that is how gradient reduction overlaps with
+backward. If `wait` is called before the thread has begun the operation, the waiting thread runs the rest of the queue itself, so that a small
+message does not pay for a thread switch. Queues are independent of each other (MPI_THREAD_MULTIPLE), so ranks may use several groups in
 different orders.
 
-Open MPI's blocking collectives are up to 2.5 times as fast as its non-blocking ones (`tuned` against `libnbc`), and MPI forbids to mix the
-two on one communicator: so asynchrony comes from the thread, not from MPI.
+Open MPI's blocking collectives are up to 2.5 times as fast as its non-blocking ones (`tuned` against `libnbc`), and MPI forbids mixing
+the two on one communicator: so asynchrony comes from the thread, not from MPI.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ StreamWrapper = Callable[[torch.Tensor, Operation], Operation]
 
 
 class QueuedWork(dist.Work):
-    """One queued operation, with a future for callers that ask for one, as DDP does."""
+    """One queued operation, with a future for callers such as DDP that ask for one."""
 
     def __init__(self, owner: WorkQueue, name: str, run: Operation, outputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class QueuedWork(dist.Work):
         self._lock = threading.Lock()
 
     def execute(self) -> None:
-        """Called once, by the thread that holds the queue's lock."""
+        """Run the operation. Called once, by the thread that holds the queue's lock."""
         assert self._run is not None
         try:
             self._run()
@@ -56,7 +56,7 @@ class QueuedWork(dist.Work):
         self.done = True
 
     def complete_future(self) -> None:
-        """Never called with the queue's lock held: a callback of the future may call another collective."""
+        """Set the future's result or error. Never called with the queue's lock held: a callback of the future may call another collective."""
         with self._lock:
             if self._future is None or not self.done or self._future.done():
                 return
@@ -123,14 +123,14 @@ COMPLETED = CompletedWork()
 
 
 class WorkQueue:
-    """Call `submit`; the rest is for works and for the watchdog.
+    """The operations of one communicator. Callers use `submit`; the rest is for `QueuedWork` and the watchdog.
 
-    `on_stream` wraps an operation on a CUDA tensor so that it starts after the work that the caller's stream has been given so far.
+    `on_stream` wraps an operation on a CUDA tensor so that it starts after the work already enqueued on the caller's stream.
     """
 
     def __init__(self, name: str, kind: str = "mpi", on_stream: StreamWrapper | None = None) -> None:
         self.name, self.kind, self._on_stream = name, kind, on_stream
-        self.sequence_number = 0  # of operations begun: the same on every rank that keeps up
+        self.sequence_number = 0  # operations begun; equal on all ranks that are at the same point
         self.current = ""  # the operation under way
         self._running = threading.Lock()  # held while an operation runs
         self._pending: deque[QueuedWork] = deque()
@@ -142,7 +142,7 @@ class WorkQueue:
     ) -> QueuedWork | None:  # fmt: skip
         """Queue `run` and return its work; or, for a sync call, run it after everything queued before it and return None.
 
-        `tensor` tells on which device the operation works.
+        `tensor` determines the operation's device.
         """
         if tensor is not None and tensor.is_cuda and self._on_stream is not None:
             run = self._on_stream(tensor, run)
@@ -151,7 +151,7 @@ class WorkQueue:
         if not async_op:
             work.wait()
             return None
-        if threading.current_thread() is self._thread:  # a future's callback calls a collective: nobody else would run it
+        if threading.current_thread() is self._thread:  # called from a future's callback: no other thread would run it
             self.run_until(work)
             return work
         if self._thread is None:
@@ -161,7 +161,7 @@ class WorkQueue:
         return work
 
     def run_until(self, wanted: QueuedWork, timeout_s: float = 0.0) -> None:
-        """Run queued operations in the calling thread until `wanted` is done. TimeoutError if another thread's operation takes longer."""
+        """Run queued operations in the calling thread until `wanted` is done. Raises TimeoutError if another thread's operation takes longer."""
         while not wanted.done:
             if not self._running.acquire(timeout=timeout_s if timeout_s > 0 else -1):
                 raise TimeoutError(f"{wanted.name} was not done within {timeout_s:.1f} s")
@@ -173,7 +173,7 @@ class WorkQueue:
                 finished.complete_future()
 
     def close(self) -> None:
-        """Run what is queued, and end the thread."""
+        """Run all queued operations and stop the thread."""
         while self._pending:
             with contextlib.suppress(IndexError):  # the thread was faster
                 self.run_until(self._pending[-1])
@@ -191,7 +191,7 @@ class WorkQueue:
                     finished.complete_future()
 
     def _run_next(self) -> QueuedWork | None:
-        """Called with `_running` held."""
+        """Run the first queued operation, if there is one, and return it. Called with `_running` held."""
         if not self._pending:
             return None
         work = self._pending.popleft()

@@ -1,5 +1,5 @@
-"""What tells one process-group backend from another, one entry each: what it serves, needs and lacks. Its own code is in `comm/`; everybody else
-asks these fields, and nobody for a backend by its name."""
+"""The traits of each process-group backend, one table entry each: what it supports, needs and lacks. Its implementation is in `comm/`; all other
+code reads these traits instead of comparing names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from meshwright.core.cluster import DeviceKind
 
 Backend = Literal["gloo", "mpi", "nccl"]
-Fallback = tuple[str, str]  # what a backend lacks, and what is done instead: said when it first happens, and by `bench comm`
+Fallback = tuple[str, str]  # (what a backend lacks, what is done instead): reported at its first use, and by `bench comm`
 SCALED_SUM: Fallback = ("scaled sum (PREMUL_SUM)", "a product, then a sum")
 UNEVEN_GATHER: Fallback = ("all-gather of unequal parts", "padded to the longest")
 _COMMON_DTYPES = frozenset({"float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64"})
@@ -20,25 +20,25 @@ _COMMON_DTYPES = frozenset({"float32", "float64", "float16", "bfloat16", "int8",
 
 @dataclass(frozen=True)
 class BackendTraits:
-    """The defaults are those of a backend that torch knows and this table does not."""
+    """The traits of one backend. The defaults are for a backend that torch knows and this table does not."""
 
-    default_for: DeviceKind | None = None  # ranks on such devices use it unless another is asked for
-    devices: tuple[DeviceKind, ...] = ("cpu", "cuda")  # whose memory its messages leave from and arrive in; buffers are on the first by default
+    default_for: DeviceKind | None = None  # ranks on such devices use it unless another is requested
+    devices: tuple[DeviceKind, ...] = ("cpu", "cuda")  # devices whose tensors it sends and receives; buffers are on the first by default
     shares_gpus: bool = True  # ranks may share a GPU, or have none
-    launchers: tuple[str, ...] = ()  # one of these must start its ranks, and tells it who they are: there is no rendezvous
+    launchers: tuple[str, ...] = ()  # one of these must start its ranks, and numbers them: there is no rendezvous
     package: str = ""  # the Python package that it needs
     install: str = ""  # the command that installs it
-    dtypes: frozenset[str] | None = None  # what it takes as it is, by torch's names; None: everything
+    dtypes: frozenset[str] | None = None  # what it supports natively, by torch's names; None: everything
     fallbacks: tuple[Fallback, ...] = (SCALED_SUM,)
-    routable: bool = False  # single calls may be routed to it, and its messages may make other algorithms
-    sync_on_caller: bool = False  # a blocking call is quicker from the calling thread than from the backend's own
-    copies_input: bool = False  # holds a copy of what is reduce-scattered or gathered until the call is waited for
+    routable: bool = False  # single calls may be routed to it, and other algorithms may be composed of its messages
+    sync_on_caller: bool = False  # a blocking call is faster from the calling thread than from the backend's own
+    copies_input: bool = False  # holds a copy of a reduce-scatter's or all-gather's buffer until the call is waited for
     kernels: str = ""  # its calls run as GPU kernels, whose names contain this
-    priced_like: str = ""  # whose measurements stand for its own until there are some
+    priced_like: str = ""  # the backend whose measurements are used until its own exist
 
     @property
     def is_installed(self) -> bool:
-        """Whether the Python package that it needs is there."""
+        """Whether the Python package that it needs is installed."""
         return not self.package or importlib.util.find_spec(self.package) is not None
 
 
@@ -75,7 +75,7 @@ def backend_traits(backend: str) -> BackendTraits:
 
 
 def backend_for(kind: str, rank_devices: Sequence[str] = ()) -> str:
-    """The default backend of ranks on such devices. `rank_devices` are given where ranks are on unlike devices or share a GPU: then it is that of
-    CPUs, which serves them all."""
+    """The default backend of ranks on such devices. `rank_devices` are given where ranks are on mixed devices or share a GPU: then it is the
+    CPU backend, which supports them all."""
     wanted = "cpu" if rank_devices else kind
     return next(name for name, traits in BACKENDS.items() if traits.default_for == wanted)

@@ -1,4 +1,4 @@
-"""Where what was found out once is kept for the user's next runs. It may go at any time, which costs finding it out again."""
+"""The folder that caches measurements and other results between runs. It may be deleted at any time; results are then computed again."""
 
 from __future__ import annotations
 

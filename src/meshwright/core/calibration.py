@@ -1,4 +1,4 @@
-"""Constants fitted from measurement, with where and when. A plan is only as good as these."""
+"""Constants fitted from measurement, with the machine and the date. Predictions are only as good as these."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def interpolate(points: SizeCurve, size: float) -> float:
 
 
 def monotone_seconds(points: SizeCurve) -> SizeCurve:
-    """Seconds by size, so that no call takes less than a smaller one: where the measured ones say so, both are disturbed, and their mean is taken."""
+    """Seconds by size, made non-decreasing: where a call measured faster than a smaller one, both are noisy and get their mean."""
     pools: list[list[float]] = []
     for _, seconds in points:
         pools.append([seconds])
@@ -37,7 +37,7 @@ def monotone_seconds(points: SizeCurve) -> SizeCurve:
 
 
 def monotone_rates(points: SizeCurve) -> SizeCurve:
-    """Rates by the size of a call, so that none takes longer than a larger one: a point that says so was disturbed, or lies beyond a fit."""
+    """Rates by call size, raised so that no call takes longer than a larger one: a point that does is noisy, or lies beyond a fit."""
     least, found = math.inf, []
     for size, rate in reversed(points):
         least = min(least, size / rate)
@@ -47,8 +47,8 @@ def monotone_rates(points: SizeCurve) -> SizeCurve:
 
 @dataclass(frozen=True)
 class AlphaBetaModel:
-    """α–β: seconds to start, and bytes a second after that (over the bytes that a rank must send). `gap_s` is the part of α that calls under
-    way at once cannot share, where that was measured; without it they share nothing."""
+    """The α–β model of a call: latency, and bytes per second (of the bytes that a rank must send). `gap_s` is the part of α that concurrent
+    calls cannot overlap, where that was measured; None: they overlap none of it."""
 
     alpha_s: float
     bytes_per_s: float
@@ -60,30 +60,30 @@ class AlphaBetaModel:
 
 @dataclass(frozen=True)
 class Rates:
-    """What one rank reaches while all ranks of its layout work at once."""
+    """The rates of one rank while all ranks of its layout work at the same time."""
 
     ranks: int
     threads: int
-    compute: Mapping[str, SizeCurve]  # "matmul/fp32" → (flops a call, flop/s)
-    memory: SizeCurve  # (bytes a call, bytes/s)
-    op_overhead_s: float  # time an operation takes however small it is
-    collectives: Mapping[str, AlphaBetaModel] = field(default_factory=dict)  # "gloo/all_reduce" → line; "gloo/all_reduce/2" → among two
-    overlap: float = 0.0  # share of a collective that is hidden when there is enough to compute: 0 none, 1 all
-    base_bytes: int = 0  # memory a rank holds before it has a model
-    device: str = ""  # where ranks of several kinds worked together: the kind that this is about
-    async_dispatch: bool = False  # calls are queued ahead of the device (GPUs): a call costs only where the work is shorter than it
-    host: Mapping[str, float] = field(default_factory=dict)  # of a GPU: "link", bytes/s each way; "step", bytes/s of an optimizer in host memory
+    compute: Mapping[str, SizeCurve]  # "matmul/fp32" → (FLOPs per call, FLOP/s)
+    memory: SizeCurve  # (bytes per call, bytes/s)
+    op_overhead_s: float  # fixed time of an operation, whatever its size
+    collectives: Mapping[str, AlphaBetaModel] = field(default_factory=dict)  # "gloo/all_reduce" → α–β; "gloo/all_reduce/2": between two ranks
+    overlap: float = 0.0  # fraction of a collective that sufficient computation hides: 0 none, 1 all
+    base_bytes: int = 0  # memory of a rank before it has a model
+    device: str = ""  # the kind of device, where devices of several kinds were measured together
+    async_dispatch: bool = False  # kernels are queued ahead of the device (GPUs): a call's overhead counts only where its kernel is shorter
+    host: Mapping[str, float] = field(default_factory=dict)  # of a GPU: "link", bytes/s each direction; "step", bytes/s of a host-memory optimizer
     curves: Mapping[str, SizeCurve] = field(default_factory=dict)  # "gloo:shared/all_reduce" → (bytes that a rank must send, seconds) as measured
-    memory_correction: float = 1.0  # memory that runs held beside parameters, gradients and states, over what was predicted
-    oversubscription: float = 1.0  # ranks at work for each core that they have: all others are of a rank that has its core to itself
-    members: tuple[int, ...] = ()  # where ranks of one kind were found unlike: those that this is about
-    fixed: Mapping[str, float] = field(default_factory=dict)  # seconds however small the work: "tensor" (of an optimizer's step), "handing" (on), …
+    memory_correction: float = 1.0  # measured over predicted memory, excluding parameters, gradients and optimizer states
+    oversubscription: float = 1.0  # ranks per core; rates of computation are those of a rank with a core to itself
+    members: tuple[int, ...] = ()  # the ranks of this entry, where ranks of one kind of device differ in speed
+    fixed: Mapping[str, float] = field(default_factory=dict)  # fixed seconds of: "tensor" (in an optimizer step), "handing" (a p2p message), …
     core_busy_curves: Mapping[str, SizeCurve] = field(
         default_factory=dict
-    )  # like `curves`: how long a rank's call keeps a core, which its computation lacks
+    )  # like `curves`: seconds for which a call occupies the core that the rank computes on
 
     def measured_seconds(self, name: str, sent_bytes: float) -> float | None:
-        """Seconds of one call: between measured sizes along them, beyond them along the line. None where no size was measured by itself."""
+        """Seconds of one call: interpolated between measured sizes, beyond them by the α–β bandwidth. None where no sizes were measured."""
         points = self.curves.get(name)
         if not points or name not in self.collectives:
             return None
@@ -91,7 +91,7 @@ class Rates:
         return seconds + (sent_bytes - last) / self.collectives[name].bytes_per_s if sent_bytes > last else interpolate(points, sent_bytes)
 
     def core_busy_seconds(self, name: str, sent_bytes: float) -> float | None:
-        """Seconds for which one call keeps a core; None where that was not measured."""
+        """Seconds for which one call occupies a core; None where that was not measured."""
         points = self.core_busy_curves.get(name)
         if not points:
             return None
@@ -100,8 +100,8 @@ class Rates:
 
     @cached_property
     def without_oversubscription(self) -> Rates:
-        """What a rank reaches while those who share its core leave it to it: a call takes less by as long as they have kept the core from it,
-        where that was measured, else in proportion."""
+        """The rates of a rank while the other ranks on its core are idle: a call is shorter by the time for which they occupied the core, where
+        that was measured, else in proportion."""
         if self.oversubscription <= 1.0:
             return self
         times = self.oversubscription
@@ -129,10 +129,10 @@ class Rates:
     def compute_rate(self, kind: str, precision: str, flops: float) -> float:
         """Flop/s of one call of this size; 0 when nothing like it was measured (then memory decides)."""
         if precision == "fp8" and (kind != "matmul" or "matmul/fp8" not in self.compute):
-            precision = "bf16"  # what surrounds products in fp8, and the nearest to them
+            precision = "bf16"  # the precision of everything around fp8 matmuls, and the nearest to fp8
         alike = () if kind.startswith("special") else (f"matmul/{precision}", "matmul/fp32")
         if kind.endswith("-backward") and f"{kind}/{precision}" not in self.compute and alike:
-            kind = kind.removesuffix("-backward")  # not measured apart
+            kind = kind.removesuffix("-backward")  # not measured separately
         for key in (f"{kind}/{precision}", *alike[:1], f"{kind}/fp32", *alike[1:]):
             if key in self.compute:
                 return interpolate(self.compute[key], flops)
@@ -140,7 +140,7 @@ class Rates:
 
 
 def scale_rates(rates: Rates, factor: float) -> Rates:
-    """Of a device that computes so many times as fast."""
+    """The rates of a device that computes `factor` times as fast."""
     compute = {key: tuple((size, rate * factor) for size, rate in points) for key, points in rates.compute.items()}
     memory = tuple((size, rate * factor) for size, rate in rates.memory)
     fixed = {key: seconds / factor for key, seconds in rates.fixed.items()}
@@ -149,23 +149,23 @@ def scale_rates(rates: Rates, factor: float) -> Rates:
 
 @dataclass(frozen=True)
 class CalibrationRecord:
-    """One run: measured over predicted by the rates that are kept with it, uncorrected."""
+    """One run: measured over predicted values, predicted by the calibration's uncorrected rates."""
 
     when: str
     model: str
-    kind: str  # its make-up, which like models share
+    kind: str  # its layer kinds, the key that similar models share
     precision: str
     strategy: str
     ranks: int
     step: float
     compute: float
-    network: float | None  # None where communication was not told apart, or was next to none
-    memory: float  # of what is held beside parameters, gradients and states
+    network: float | None  # None where communication was not measured separately, or was negligible
+    memory: float  # excluding parameters, gradients and optimizer states
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measurements of one machine. `layouts` holds one entry for each way of cutting it into ranks that was tried."""
+    """Measurements of one machine. `layouts` has one entry for each measured division of it into ranks."""
 
     machine: str
     device: str
@@ -174,12 +174,12 @@ class Calibration:
     copies: Mapping[str, float] = field(default_factory=dict)  # "host_to_device" → bytes/s
     source: str = "probe"
     error: float = 0.15  # relative, one sigma, of step times predicted from it
-    basis: str = ""  # where that comes from, in words
+    basis: str = ""  # what `error` is based on, in words
     records: tuple[CalibrationRecord, ...] = ()  # runs that were measured against it
 
     def rates_for(self, ranks: int, device: str = "") -> Rates:
-        """The entry measured at `ranks`, or the nearest one, for a kind of device where there are several; several ranks are never priced
-        by one alone, which has no collectives."""
+        """The entry measured at `ranks`, or the nearest one, for the kind of device where there are several; several ranks never get the entry
+        of a single rank, which has no collectives."""
         alike = [r for r in self.layouts if r.device == device] or self.layouts
         several = [r for r in alike if r.ranks > 1] if ranks > 1 else []
         return min(several or alike, key=lambda r: (abs(r.ranks - ranks), -r.ranks))

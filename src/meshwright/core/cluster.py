@@ -23,7 +23,7 @@ FP8_MIN_CAPABILITY = (8, 9)  # the first compute capability of GPUs that multipl
 
 @dataclass(frozen=True)
 class Device:
-    """One thing that computes. A CPU device is a share of a node's cores that one rank gets."""
+    """One device that runs a rank. A CPU device is one rank's share of a node's cores."""
 
     kind: DeviceKind
     name: str
@@ -46,7 +46,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class Node:
-    """One machine: its devices, cores, memory and what joins its devices."""
+    """One machine: its devices, cores, memory and the links between its devices."""
 
     name: str
     devices: tuple[Device, ...]
@@ -56,19 +56,19 @@ class Node:
     numa: tuple[tuple[int, ...], ...] = ()  # cores by NUMA domain
     interfaces: tuple[Interface, ...] = ()
     link: Link = Link("shared memory", 5e-6, 5e9)
-    inside: NodeTopology | None = None  # how its devices are joined; None: any two by `link`, without getting in each other's way
+    inside: NodeTopology | None = None  # how its devices are connected; None: any two by `link`, without contention
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines at hand. Ranks are numbered through the nodes in order, one a device. Nodes that are alike may be one object many times:
-    what is asked often is worked out once for each of them, so that a hundred thousand devices cost little more than eight."""
+    """The available machines. Ranks are numbered through the nodes in order, one per device. Identical nodes may be one object, repeated:
+    frequent queries run once per distinct object, so that a hundred thousand devices cost little more than eight."""
 
     name: str
     nodes: tuple[Node, ...]
     link: Link = Link("network", 2e-5, 1.25e9)
-    scheduler: str = "none"  # slurm, mpi, ray, kubernetes, torchrun: who started us
-    fabric: Fabric | None = None  # how its nodes are joined; None: any two by `link`, without getting in each other's way
+    scheduler: str = "none"  # slurm, mpi, ray, kubernetes, torchrun: what started this process
+    fabric: Fabric | None = None  # how its nodes are connected; None: any two by `link`, without contention
     source: str = ""  # where the figures come from, for a cluster that was not discovered
 
     @cached_property
@@ -77,7 +77,7 @@ class Cluster:
 
     @cached_property
     def distinct_nodes(self) -> tuple[Node, ...]:
-        """Each node that is another object, once."""
+        """Each distinct node object, once."""
         return tuple({id(node): node for node in self.nodes}.values())
 
     @cached_property
@@ -90,30 +90,30 @@ class Cluster:
         return {}
 
     def in_device_order(self, device_order: tuple[int, ...]) -> Cluster:
-        """The cluster as ranks see it that are put on its devices in this order (see `Plan.device_order`): nodes, and devices in a node, change
-        places."""
+        """The cluster as seen by ranks that are assigned to its devices in this order (see `Plan.device_order`): nodes, and devices within a
+        node, are permuted."""
         if not device_order or device_order in self._reordered:
             return self._reordered[device_order] if device_order else self
         if sorted(set(device_order)) != sorted(device_order) or max(device_order) >= len(self.devices):
-            raise RequestError(f"plan: seats are {len(device_order)} different devices of this cluster's {len(self.devices)}: plan again here")
+            raise RequestError(f"plan: device_order has {len(device_order)} different devices of this cluster's {len(self.devices)}: plan again here")
         nodes: list[Node] = []
         for index, mine in groupby(device_order, key=self.node_index):
             nodes.append(replace(self.nodes[index], devices=tuple(self.devices[at] for at in mine)))
         if len({self.node_index(at) for at in device_order}) < len(nodes):
-            raise RequestError("plan: seats leave a node and come back to it: keep the ranks of a node together")
+            raise RequestError("plan: device_order leaves a node and comes back to it: keep the ranks of a node together")
         self._reordered[device_order] = replace(self, nodes=tuple(nodes))
         return self._reordered[device_order]
 
     @cached_property
     def link_cache(self) -> dict[Hashable, Link | GroupBandwidth]:
-        """What joins groups of its ranks, by what tells the groups apart: prices ask for it again and again."""
+        """Cached links and bandwidths of groups of ranks, by a key of the group: cost models ask for them repeatedly."""
         return {}
 
     def node_of(self, rank: int) -> Node:
         return self.nodes[self.node_index(rank)]
 
     def location(self, rank: int) -> DeviceLocation:
-        """The rank's node, and its number there."""
+        """The rank's node index, and its index within the node."""
         node = self.node_index(rank)
         return DeviceLocation(node, rank - self.rank_ends[node] + len(self.nodes[node].devices))
 
@@ -124,11 +124,11 @@ class Cluster:
 
     def link_between(self, ranks: Sequence[int]) -> Link:
         """The slowest link that a collective among `ranks` must cross."""
-        first, last = self.node_index(min(ranks)), self.node_index(max(ranks))  # nodes hold neighbouring ranks
+        first, last = self.node_index(min(ranks)), self.node_index(max(ranks))  # a node holds consecutive ranks
         return self.link if first != last else self.nodes[first].link
 
     def threads_per_rank(self, world: int) -> int:
-        """CPU threads for each rank on a CPU when the first `world` devices are used; 0 where all are on GPUs. A GPU's rank has a core."""
+        """CPU threads for each CPU rank when the first `world` devices are used; 0 where all are GPUs. A GPU rank takes one core."""
         node = self.nodes[0]
         used = node.devices[:world]
         on_cpu = sum(d.kind == "cpu" for d in used)
@@ -139,21 +139,21 @@ class Cluster:
         return ClusterTopology(self)
 
     def path(self, source: int, target: int) -> LinkPath:
-        """The wires from one rank to another, in order."""
+        """The links from one rank to another, in order."""
         return self._topology.path(source, target)
 
     @property
     def has_topology(self) -> bool:
-        """Whether anything is known of its wires but one figure for all."""
+        """Whether it describes a topology, beyond one link figure for all pairs."""
         return self.fabric is not None or any(node.inside is not None for node in self.nodes[:1])
 
     def group_bandwidth(self, ranks: Sequence[int], pattern: TrafficPattern = "ring", all_groups_active: bool = True) -> GroupBandwidth:
-        """What each of `ranks` gets of the wires in a collective; `all_groups_active`: while all other ranks are at it too, in groups like this
+        """The bandwidth of each of `ranks` in a collective; `all_groups_active`: while all other ranks communicate too, in groups like this
         one, as with the groups of a mesh axis."""
         return self._topology.group_bandwidth(ranks, pattern, all_groups_active)
 
     def least_memory(self, ranks: int) -> int:
-        """Of the first `ranks` devices, the memory of the one with the least."""
+        """The smallest memory among the first `ranks` devices."""
         whole = bisect_right(self.rank_ends, ranks)
         nodes = {id(node): node for node in self.nodes[:whole]}
         part = self.devices[self.rank_ends[whole - 1] if whole else 0 : ranks]

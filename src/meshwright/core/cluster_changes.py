@@ -1,4 +1,4 @@
-"""The same cluster with other nodes or links: what would a better network give?"""
+"""Copies of a cluster with other nodes or links, for questions such as the gain from a faster network."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from meshwright.core.node_topology import Link
 
 
 def map_nodes(cluster: Cluster, change: Callable[[Node], Node]) -> Cluster:
-    """Every node changed; `change` is asked once for each that differs."""
+    """The cluster with every node changed; `change` is called once per distinct node."""
     changed = {id(node): change(node) for node in cluster.distinct_nodes}
     return replace(cluster, nodes=tuple(changed[id(node)] for node in cluster.nodes))
 
 
 def map_links(cluster: Cluster, change: Callable[[Link], Link]) -> Cluster:
-    """Every link changed."""
+    """The cluster with every link changed."""
     nodes = map_nodes(cluster, lambda node: replace(node, link=change(node.link), inside=_map_topology_links(node.inside, change)))
     return map_network_links(nodes, change)
 
 
 def map_network_links(cluster: Cluster, change: Callable[[Link], Link]) -> Cluster:
-    """The links between nodes changed."""
+    """The cluster with the links between nodes changed."""
     return replace(cluster, link=change(cluster.link), fabric=_map_topology_links(cluster.fabric, change))
 
 

@@ -1,4 +1,4 @@
-"""The links between any two ranks of a cluster, inside nodes and between them, and what a group of ranks gets of them."""
+"""Paths of links between any two ranks of a cluster, within and between nodes, and the bandwidth that a group of ranks gets on them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ClusterTopology:
-    """What was worked out for a group is kept: it is asked for again and again."""
+    """Path and bandwidth queries on one cluster. A group's bandwidth is cached: cost models ask for it repeatedly."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -22,7 +22,7 @@ class ClusterTopology:
         self._group_bandwidths: dict[tuple[TrafficPattern, bool, Sequence[int]], GroupBandwidth] = {}
 
     def path(self, source: int, target: int) -> LinkPath:
-        """The wires from one rank to another, in order."""
+        """The links from one rank to another, in order."""
         cluster, fabric = self._cluster, self._cluster.fabric
         a, b = cluster.location(source), cluster.location(target)
         if source == target:
@@ -41,7 +41,7 @@ class ClusterTopology:
         return node.inside.path(a, b, self._shape) if node.inside is not None else (_dedicated_hop("inside", a, node.link),)
 
     def group_bandwidth(self, ranks: Sequence[int], pattern: TrafficPattern, all_groups_active: bool) -> GroupBandwidth:
-        """What each of `ranks` gets of the wires in a collective, alone or while all other ranks communicate too, in groups like this one."""
+        """The bandwidth of each of `ranks` in a collective: alone, or while all other ranks communicate too, in groups like this one."""
         key = (pattern, all_groups_active, ranks)
         if key not in self._group_bandwidths:
             ways = TopologyQueries(self.path, self._cluster.node_index, self._rings_in_node, self._shape.nodes * self._shape.ranks_per_node)
@@ -54,5 +54,5 @@ class ClusterTopology:
 
 
 def _dedicated_hop(kind: str, a: DeviceLocation, link: Link) -> PathHop:
-    """A wire that nobody else uses."""
+    """A hop that no other path shares."""
     return PathHop((kind, *a), link.name, link.latency_s, link.effective_bandwidth, 1, 1 << 62)

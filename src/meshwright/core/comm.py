@@ -1,4 +1,4 @@
-"""The communication protocol: collectives on tensors, each call named. Implementations are in `comm/`."""
+"""The communication protocol: collectives on tensors, in which each call has a name. Implementations are in `comm/`."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 if TYPE_CHECKING:
     import torch
 
-PeerTensors: TypeAlias = "Sequence[tuple[int, torch.Tensor]]"  # (rank in the group, what is sent to it or arrives from it)
+PeerTensors: TypeAlias = "Sequence[tuple[int, torch.Tensor]]"  # (rank in the group, the tensor sent to it or received from it)
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A collective in flight."""
 
     def wait(self) -> object: ...
 
 
 class Comm(Protocol):
-    """One group of ranks. Every call is in place or into `output`, returns at once, and is recorded under its name with its group and bytes.
+    """One group of ranks. Every call works in place or writes to `output`, is asynchronous, and is recorded under its name with group and bytes.
 
-    To block, wait: `comm.at_once.all_reduce(tensor, "name").wait()`. Any dtype, any strides; what a backend lacks is composed. `sizes` are rows
-    from or for each rank, where they differ. A call's bytes are those of the whole tensor: the larger of what goes in and what comes out.
+    To block: `comm.sync.all_reduce(tensor, "name").wait()`. Any dtype, any strides; what a backend lacks is composed from other calls. `sizes` are
+    the rows from or for each rank, where they differ. A call's bytes are those of the whole tensor: the larger of input and output.
     """
 
     @property
@@ -32,37 +32,37 @@ class Comm(Protocol):
 
     @property
     def sync(self) -> Comm:
-        """The same group, for calls that are waited for at once: over MPI the caller then makes them itself, small ones in a third of the time."""
+        """The same group, for calls that are waited for immediately: over MPI the calling thread makes them, small ones in a third of the time."""
         ...
 
     def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Work:
-        """With `factor`, every rank's tensor is multiplied by it first."""
+        """Reduce to all ranks. With `factor`, every rank's tensor is multiplied by it first."""
         ...
 
     def reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", root: int = 0) -> Work:
-        """Elsewhere than at the root the tensor's values are undefined afterwards."""
+        """Reduce to the root. On other ranks the tensor is undefined afterwards."""
         ...
 
     def reduce_scatter(
         self, output: torch.Tensor, tensor: torch.Tensor, name: str, op: str = "sum", sizes: Sequence[int] | None = None
     ) -> Work:  # fmt: skip
-        """What is scattered may be overwritten on the way."""
+        """Reduce `tensor` and scatter the result into `output`. `tensor` may be overwritten."""
         ...
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str, sizes: Sequence[int] | None = None) -> Work: ...
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, name: str, recv_counts: Sequence[int], send_counts: Sequence[int]) -> Work:
-        """`sends[r]` rows of `tensor` go to rank r, and `receives[r]` rows of `output` come from it; counted by what is handed in."""
+        """Send `send_counts[r]` rows of `tensor` to rank r, receive `recv_counts[r]` rows of `output`; recorded with `tensor`'s bytes."""
         ...
 
     def broadcast(self, tensor: torch.Tensor, name: str, source: int = 0) -> Work: ...
 
     def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, name: str, root: int = 0) -> Work:
-        """All tensors, of one shape, one after the other into the root's `output`; others give None."""
+        """Concatenate all ranks' tensors, of one shape, into the root's `output`; other ranks pass None."""
         ...
 
     def scatter(self, output: torch.Tensor, tensor: torch.Tensor | None, name: str, root: int = 0) -> Work:
-        """Equal parts of the root's `tensor`; others give None."""
+        """Distribute the root's `tensor` in equal parts; other ranks pass None."""
         ...
 
     def exchange(self, sends: PeerTensors, receives: PeerTensors, name: str) -> Work: ...

@@ -1,10 +1,10 @@
-"""Compression of gradients on their way between data ranks: what it does to a bucket, and which plans it cannot be right for.
+"""Compression of gradients that are reduced over data ranks: what it does to a bucket, and which plans it cannot be used in.
 
 [Note: compression]
-  bf16      a bucket is rounded to bf16, reduced in it, and read back: half the bytes, and an error of about 2^-8 of the largest term.
+  bf16      a bucket is rounded to bf16, reduced in bf16, and converted back: half the bytes, and an error of about 2^-8 of the largest term.
   powersgd  every matrix M of a bucket (n × m) is sent as two factors of rank r, P = M·Q and, once P is orthogonal, Q = Mᵀ·P; what P·Qᵀ
-            leaves out is kept and added to the next step's gradient (error feedback). Vectors and small matrices go whole.
-A compressed run is not exact: it is another optimizer, and the planner takes it only where it was allowed.
+            omits is kept and added to the next step's gradient (error feedback). Vectors and small matrices are sent uncompressed.
+Compressed training is not exact: it changes the optimizer, and the planner uses it only where the user allows it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Compression = Literal["none", "bf16", "powersgd"]
 
 
 def low_rank_shape(shape: Sequence[int], rank: int) -> tuple[int, int, int] | None:
-    """(rows, columns, rank) of a tensor that travels as two factors; None for one that goes whole since factors would not be smaller."""
+    """(rows, columns, rank) of a tensor that is sent as two factors; None for one that is sent whole, since factors would not be smaller."""
     if len(shape) < 2 or not math.prod(shape):
         return None
     rows, columns = shape[0], math.prod(shape[1:])

@@ -1,10 +1,10 @@
-"""The context-parallel part of a plan: how the positions of a sequence are shared by ranks, and where a model's code must be told which are whose.
+"""The context-parallel part of a plan: how the positions of a sequence are sharded over ranks, and which calls in the model's code that changes.
 
 [Note: positions]
-Ranks along `cp` take the same samples and other positions of them. Everything that works position by position (embeddings, norms,
-projections, losses) then needs nothing from the others; attention needs the keys and values of all positions, which are gathered.
-In causal attention a later position does more work, so the sequence is cut in 2·cp chunks and a rank takes one from the front and one
-from the back. The code of the model counts positions itself (`arange(S)`, `table[:S]`): such calls give this rank's positions instead.
+Ranks along `cp` take the same samples and different positions of them. Everything that works position by position (embeddings, norms,
+projections, losses) needs no communication; attention needs the keys and values of all positions, which are all-gathered.
+In causal attention a later position does more work, so the sequence is split into 2·cp chunks and a rank takes one from the front and one
+from the back. The model's code counts positions itself (`arange(S)`, `table[:S]`): such calls are rewritten to return this rank's positions.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from meshwright.core.tensor_policy import ParameterShard, SizeRewrite
 
-LOSS_MODULE = "(loss)"  # stands for a module where the code is the loss's own
-POSITIONS_DIM = "positions"  # what rewritten sizes count
+LOSS_MODULE = "(loss)"  # the module name for calls in the loss function's own code
+POSITIONS_DIM = "positions"  # the logical dim of rewritten sizes
 
 
 @dataclass(frozen=True)
 class ShardedField:
-    """A tensor of the batch, by its place among the batch's leaves, and the dim that counts positions."""
+    """A tensor of the batch, by its index among the batch's leaves, and its dim of positions."""
 
     leaf: int
     name: str
@@ -28,9 +28,9 @@ class ShardedField:
 
 @dataclass(frozen=True)
 class PositionGenerator:
-    """A call in the code of `module` that makes positions: a range from `start`, or the slice from `start` of a dim that is `source_length` long.
-    A range is `outer` × positions × `inner` long. What is not `is_sharded` is needed whole, however short the tensors are that its size is read
-    off."""
+    """A call in the code of `module` that produces positions: a range from `start`, or the slice from `start` of a dim of length `source_length`.
+    A range is `outer` × positions × `inner` long. Without `is_sharded` the result must cover all positions, although the code reads its size
+    off a sharded tensor."""
 
     module: str
     function: str  # arange or slice
@@ -44,7 +44,7 @@ class PositionGenerator:
 
 @dataclass(frozen=True)
 class PositionSplit:
-    """Positions that are whole outside `module` and cut where it is given them, as the tensor at `position` of its inputs."""
+    """The input tensor at `position` of `module`, which holds all positions outside the module and is split on entry."""
 
     module: str
     position: int
@@ -55,30 +55,30 @@ class PositionSplit:
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """One attention over positions: whose code calls it, and the bytes a sample of all its keys and values."""
+    """One attention over positions: the module whose code calls it, and the bytes per sample of all its keys and values."""
 
     module: str
     bytes: float
-    logical_dim: str = ""  # what tensor parallelism deals out of them
-    needs_grad: bool = True  # their gradients travel back
+    logical_dim: str = ""  # their logical dim that tensor parallelism shards
+    needs_grad: bool = True  # their gradients are communicated in backward
 
 
 @dataclass(frozen=True)
 class ContextPolicy:
     """Context parallelism of one model over `cp` ranks. Empty: sequences stay whole."""
 
-    sequence_length: int = 0  # in one sample
-    chunks: int = 0  # that these are cut in: one or two for each rank
+    sequence_length: int = 0  # positions in one sample
+    chunks: int = 0  # that a sequence is split into: one or two per rank
     fields: tuple[ShardedField, ...] = ()
     attention_sites: tuple[AttentionSite, ...] = ()
     position_generators: tuple[PositionGenerator, ...] = ()
     position_splits: tuple[PositionSplit, ...] = ()
     position_tables: tuple[ParameterShard, ...] = ()  # parameters and buffers with an entry for each position
-    mean_loss_modules: tuple[str, ...] = ()  # modules whose code takes the mean of a cross entropy over the targets that count
+    mean_loss_modules: tuple[str, ...] = ()  # modules whose code computes a mean cross entropy over the targets that are not ignored
     size_rewrites: tuple[SizeRewrite, ...] = ()
 
     def position_ranges(self, rank: int, num_parts: int) -> tuple[tuple[int, int], ...]:
-        """(first, number) of the runs of positions that one rank holds, in order."""
+        """(first, number) of the contiguous ranges of positions that one rank holds, in order."""
         size = self.sequence_length // self.chunks
         mine = (rank,) if self.chunks == num_parts else (rank, self.chunks - 1 - rank)
         return tuple((chunk * size, size) for chunk in mine)

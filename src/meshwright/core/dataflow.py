@@ -1,11 +1,11 @@
-"""Strands: the indices that run through a model (heads, hidden features, vocabulary entries, channels), and what each operation does to them.
+"""A model's dataflow: its logical dims (heads, hidden features, vocabulary entries, channels), and what each operation does to them.
 
-[Note: strands]
-A dim of a tensor is a product of strands. `qkv(x).view(B, S, 3, 12, 64)` says that the 2304 features of `qkv` are three strands of 3, 12
-and 64; the dim of 12 then runs through attention untouched and is summed away in the output projection. Whatever dims are tied to each
-other by element-wise work, products or views carry one strand. To cut a model by tensor parallelism is to deal one strand out over
-ranks: every parameter that carries it is cut along it, products that sum over it give partial sums, and an operation that needs all
-of it at once (a softmax, a norm) stands in the way. Nothing here looks at names, and nothing needs torch.
+[Note: logical dims]
+A dim of a tensor is a product of logical dims. `qkv(x).view(B, S, 3, 12, 64)` shows that the 2304 features of `qkv` are three logical dims of
+3, 12 and 64; the one of 12 then passes through attention unchanged and is contracted in the output projection. Tensor dims that element-wise
+operations, products or views relate to each other have the same logical dim. Tensor parallelism shards one logical dim over ranks: every
+parameter that has it is sharded along it, products that contract it give partial sums, and an operation that needs all of it at once (a softmax,
+a norm) prevents sharding. Nothing here depends on names, and nothing needs torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WindowKind = Literal["conv", "max", "mean", "grow"]
 
 @dataclass(frozen=True)
 class Value:
-    """One tensor of a traced forward pass; `logical_dims` holds, dim by dim, the strands it is a product of, outermost first."""
+    """One tensor of a traced forward pass; `logical_dims` lists, for each tensor dim, the logical dims it is a product of, outermost first."""
 
     shape: tuple[int, ...]
     logical_dims: tuple[tuple[int, ...], ...]
@@ -34,19 +34,19 @@ class Value:
 
 @dataclass(frozen=True)
 class SizedCallSite:
-    """A call in the model's code whose arguments hold sizes: `function`, and the sizes by position (-1 where the code leaves one open)."""
+    """A call in the model's code with sizes among its arguments: `function`, and the sizes by position (-1 where the code leaves one open)."""
 
     module: str
     function: str
     sizes: tuple[int, ...]
-    dim: int = 0  # for those that cut one dim
-    dims: tuple[int, ...] = ()  # for slices: the dim that each size is a place in
+    dim: int = 0  # for calls that split one dim
+    dims: tuple[int, ...] = ()  # for slices, whose sizes are bounds: the dim of each bound
 
 
 @dataclass(frozen=True)
 class SlidingWindow:
-    """What slides over the last dims of an operation's input, a number a dim. `grow` is the other way round: every position becomes
-    `stride` positions that depend on it alone."""
+    """The window that an operation slides over the last dims of its input, with one number per dim. `grow` is the inverse: every position
+    becomes `stride` positions that depend on it alone."""
 
     kind: WindowKind
     kernel: tuple[int, ...]
@@ -57,7 +57,7 @@ class SlidingWindow:
 
 @dataclass(frozen=True)
 class SizeRead:
-    """The model's own code asked for a size of a value: of dim `dim`, before operation `before_operation`."""
+    """The model's own code read the size of dim `dim` of a value, before operation `before_operation`."""
 
     value: int
     dim: int
@@ -66,8 +66,8 @@ class SizeRead:
 
 @dataclass(frozen=True)
 class Operation:
-    """What one operation did: `contracted_dims` strands were contracted away, `indivisible_dims` strands were needed whole; all others passed
-    freely."""
+    """One traced operation: it contracted the logical dims `contracted_dims` and needs `indivisible_dims` whole; all others it treats
+    index by index."""
 
     name: str
     module: str
@@ -75,15 +75,15 @@ class Operation:
     outputs: tuple[int, ...]
     contracted_dims: tuple[int, ...] = ()
     indivisible_dims: tuple[int, ...] = ()
-    call_index: int = -1  # index into Flow.calls
-    function: str = ""  # the call in the code that led to it
-    int_args: tuple[int, ...] = ()  # of a slice its dim, start and step; of a range its start and step; of a loss how it reduces
+    call_index: int = -1  # index into Dataflow.sized_calls
+    function: str = ""  # the function in the model's code that issued it
+    int_args: tuple[int, ...] = ()  # slice: dim, start and step; range: start and step; loss: its reduction
     window: SlidingWindow | None = None
 
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """One call of a module: the values that went in and came out, and the operations in between (first to last, exclusive)."""
+    """One call of a module: its input and output values, and its operations (from `first_op` up to, not including, `end_op`)."""
 
     module: str
     kind: LayerKind
@@ -91,12 +91,12 @@ class ModuleCall:
     outputs: tuple[int, ...]
     first_op: int
     end_op: int
-    ops_before_last_save: int = -1  # how many operations had run when autograd last kept a tensor for backward inside it
+    ops_before_last_save: int = -1  # how many operations had run when autograd last saved a tensor for backward inside it
 
 
 @dataclass(frozen=True)
 class BatchTensor:
-    """One tensor of the batch: its place among the batch's leaves, a name to call it by, and its value, -1 if nothing looked at it."""
+    """One tensor of the batch: its index among the batch's leaves, a display name, and its value, -1 if nothing used it."""
 
     leaf: int
     name: str
@@ -105,7 +105,7 @@ class BatchTensor:
 
 @dataclass(frozen=True)
 class Dataflow:
-    """A model's forward pass and loss, as dataflow. `sizes` are the strands' lengths."""
+    """A model's forward pass and loss, as dataflow. `sizes` are the lengths of the logical dims."""
 
     batch: int
     sizes: tuple[int, ...]
@@ -115,25 +115,25 @@ class Dataflow:
     sized_calls: tuple[SizedCallSite, ...]
     outputs: tuple[int, ...] = ()  # what the model returned
     batch_tensors: tuple[BatchTensor, ...] = ()  # the batch
-    loss: tuple[int, ...] = ()  # what the loss returned: a mean, or a sum and a count; -1 for what is no tensor
+    loss: tuple[int, ...] = ()  # what the loss returned: a mean, or a sum and a count; -1 for a non-tensor
     size_reads: tuple[SizeRead, ...] = ()
 
     @cached_property
     def memo(self) -> Memo:
-        """What was found out about it."""
+        """Results derived from this dataflow."""
         return Memo()
 
     @cached_property
     def inputs(self) -> tuple[int, ...]:
-        """Values that no operation made and that are no parameters: the data, and constants."""
+        """Values that are neither an operation's output nor a parameter: the data, and constants."""
         made = {v for op in self.operations for v in op.outputs}
         return tuple(i for i, value in enumerate(self.values) if i not in made and not value.parameter)
 
     @cached_property
     def sample_dims(self) -> frozenset[int]:
-        """The strands that count samples; a value that carries none of them is of one size however many there are."""
+        """The logical dims that count samples; a value without any of them has the same size for every batch size."""
         found = {s for v in self.inputs if self.values[v].shape[:1] == (self.batch,) for s in self.values[v].logical_dims[0]}
-        for op in self.operations:  # one without a rule makes samples of samples, and nobody has said so
+        for op in self.operations:  # one without a rule does not relate its outputs' sample dim to its inputs'
             if not found.isdisjoint(op.indivisible_dims):
                 found.update(s for v in op.outputs if self.values[v].shape[:1] == (self.batch,) for s in self.values[v].logical_dims[0])
         return frozenset(found)

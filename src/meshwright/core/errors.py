@@ -1,4 +1,4 @@
-"""What goes wrong, in a form a user can act on: one line that says what, where, and what to change."""
+"""Errors that a user can act on: one line that says what failed, where, and what to change."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class MeshwrightError(Exception):
 
 
 class RequestError(MeshwrightError):
-    """The request was wrong: the user can mend it. The command line prints it as one line and exits with 2."""
+    """The request is invalid, and the user can fix it. The command line prints it as one line and exits with 2."""
 
     exit_code = 2
 
 
 class RunError(MeshwrightError):
-    """The run failed: the request was sound, something broke while it was carried out."""
+    """A valid request failed while it ran."""
 
 
 def unknown_name_error(kind: str, name: str, choices: Iterable[str], where: str = "") -> RequestError:

@@ -1,4 +1,4 @@
-"""What happened, in the order each rank saw it; and what broke."""
+"""Events of a run, in the order in which each rank records them, and faults."""
 
 from __future__ import annotations
 
@@ -27,4 +27,4 @@ class Fault:
     kind: str  # exception class, "killed by SIGKILL", "exit 3"
     message: str
     traceback: str = ""
-    secondary: bool = False  # a peer's connection closed: look at the other rank
+    secondary: bool = False  # a peer's connection closed: the cause is on another rank

@@ -1,4 +1,4 @@
-"""The owners' part of a plan: which experts and which embedding tables each rank of the `ep` axis holds, and what travels to them."""
+"""The expert-parallel part of a plan: which experts and which embedding tables each rank of the `ep` axis holds, and what is sent to them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MoELayer:
-    """A module of experts, stacked along dim 0 of its parameters. Owner `i` holds `counts[i]` of them, in order.
+    """A module of experts, stacked along dim 0 of its parameters. Rank `i` of `ep` holds `experts_per_rank[i]` of them, in order.
 
-    It is called with tokens, which experts each of them chose, and the weights of these choices (`None` where it is given none): the
-    places of the three among the tensors that it is given. `token_expert_pairs` is how many (token, expert) there are in one sample.
+    The `*_input` fields are the positions of tokens, chosen expert ids and routing weights among the module's input tensors (`None` where it
+    has no routing weights). `token_expert_pairs` is the number of (token, expert) pairs in one sample.
     """
 
     module: str
@@ -18,7 +18,7 @@ class MoELayer:
     experts_per_rank: tuple[int, ...]
     token_expert_pairs: float
     hidden_size: int  # features of a token
-    row_bytes: int  # of one token, and of one result
+    row_bytes: int  # of one token's input, and of its output
     tokens_input: int = 0
     expert_ids_input: int = 1
     routing_weights_input: int | None = 2
@@ -33,7 +33,7 @@ class MoELayer:
 
 @dataclass(frozen=True)
 class EmbeddingTable:
-    """An embedding table, whole on one owner."""
+    """An embedding table, held whole by one rank of `ep`."""
 
     module: str
     parameter: str
@@ -43,7 +43,7 @@ class EmbeddingTable:
 
 @dataclass(frozen=True)
 class TableLookup:
-    """One call of a table: how many indices a sample gives it, and the bytes of what comes back for them."""
+    """One lookup in a table: its indices per sample, and the bytes of their results."""
 
     module: str
     indices: float
@@ -52,7 +52,7 @@ class TableLookup:
 
 @dataclass(frozen=True)
 class ExpertPolicy:
-    """Everything that is owned. Tables are looked up in one exchange, at the call of `lookup_module`, in the order of `lookups`."""
+    """All expert-parallel modules. Tables are looked up in one all-to-all, at the call of `lookup_module`, in the order of `lookups`."""
 
     moe_layers: tuple[MoELayer, ...] = ()
     tables: tuple[EmbeddingTable, ...] = ()
@@ -63,7 +63,7 @@ class ExpertPolicy:
         return bool(self.moe_layers or self.tables)
 
     def rows_per_rank(self, ep_size: int) -> dict[str, tuple[int, ...]]:
-        """For every owned parameter, how much of its dim 0 each of so many owners holds."""
+        """For every expert-parallel parameter, how many rows of its dim 0 each of `ep_size` ranks holds."""
         found = {name: m.experts_per_rank for m in self.moe_layers for name in m.parameters}
         return found | {t.parameter: tuple(t.rows if t.ep_rank == owner else 0 for owner in range(ep_size)) for t in self.tables}
 
@@ -72,6 +72,6 @@ class ExpertPolicy:
         return frozenset((*(name for m in self.moe_layers for name in m.parameters), *(t.parameter for t in self.tables)))
 
     def lookups_on(self, ep_rank: int) -> tuple[TableLookup, ...]:
-        """The lookups that one owner answers, in order."""
+        """The lookups that one rank of `ep` answers, in order."""
         mine = {t.module for t in self.tables if t.ep_rank == ep_rank}
         return tuple(lookup for lookup in self.lookups if lookup.module in mine)

@@ -1,6 +1,6 @@
-"""What joins nodes: flat switches, fat trees, rails, dragonflies, tori and HammingMesh, each with its minimal routes.
+"""Network topologies between nodes: flat switches, fat trees, rails, dragonflies, tori and HammingMesh, each with its minimal routes.
 
-A node's network cards are one bundle: a hop's bandwidth is that of all its wires, and a group of few ranks gets as many as it has members there.
+A node's network cards form one bundle: a hop has the bandwidth of all its links, and a small group gets as many links as it has ranks on the node.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from meshwright.core.node_topology import ClusterShape, DeviceLocation, Link, Li
 
 
 def _nic_hop(kind: str, location: DeviceLocation, link: Link, ports: int, cluster_shape: ClusterShape) -> PathHop:
-    """A node's cards together, in one direction. Where there are more cards than ranks, a rank uses several."""
+    """The bundle of a node's cards, in one direction. Where there are more cards than ranks, a rank uses several."""
     speed = ports * link.effective_bandwidth
     return PathHop(
         (kind, location.node),
@@ -28,7 +28,7 @@ def _nic_hop(kind: str, location: DeviceLocation, link: Link, ports: int, cluste
 
 @dataclass(frozen=True)
 class SingleSwitch:
-    """One switch that never blocks; a node has `ports` links to it."""
+    """One non-blocking switch; a node has `ports` links to it."""
 
     link: Link
     ports: int = 1
@@ -40,18 +40,18 @@ class SingleSwitch:
 
 @dataclass(frozen=True)
 class FatTree:
-    """Leaf switches below a core, or below pods below a core. `taper`: how much more comes into a leaf from its nodes than it passes up.
+    """Leaf switches below a core, or below pods below a core. `taper`: a leaf's bandwidth from its nodes over its bandwidth upwards.
 
-    With `rails`, card i of every node goes to leaf i of a pod of `leaf` nodes, so neighbours by number within the pod meet in one switch; who is
-    not a neighbour hands its data to the card that is (through `Cluster.path`)."""
+    With `rails`, card i of every node connects to leaf i of a pod of `leaf` nodes, so devices of one local index within the pod share a switch;
+    traffic to another local index first moves to that device within the sender's node (see `ClusterTopology.path`)."""
 
     link: Link
-    leaf: int  # nodes a leaf switch; with rails, nodes a set of leaves
+    leaf: int  # nodes per leaf switch; with rails, nodes per set of leaves
     ports: int = 1
-    pod: int = 0  # leaves a pod; 0: two tiers
+    pod: int = 0  # leaves per pod; 0: two tiers
     taper: float = 1.0
-    pod_taper: float = 1.0  # the same between pods and core, on top
-    hop_s: float = 3e-7  # that one more switch takes
+    pod_taper: float = 1.0  # the additional taper between pods and core
+    hop_s: float = 3e-7  # latency of one more switch
     rails: bool = False
     kind: Literal["fat-tree"] = "fat-tree"
 
@@ -85,13 +85,13 @@ class FatTree:
 
 @dataclass(frozen=True)
 class Dragonfly:
-    """Groups of switches, every two switches of a group joined, and every two groups. Minimal routes: at most one link within the first group,
-    one between groups and one within the last. With `spines` it is a dragonfly+: a group is a tree of leaves and spines, and groups are joined
+    """Groups of switches: any two switches of a group are linked, and any two groups. Minimal routes: at most one link within the first group,
+    one between groups and one within the last. With `spines` it is a dragonfly+: a group is a tree of leaves and spines, and groups are linked
     from spine to spine."""
 
     link: Link
-    switch: int  # nodes a switch
-    group: int  # switches a group, leaves of a dragonfly+
+    switch: int  # nodes per switch
+    group: int  # switches per group; of a dragonfly+, leaves per group
     local: Link  # one link between switches of a group
     between: Link  # one link between groups
     ports: int = 1
@@ -111,7 +111,7 @@ class Dragonfly:
             return (up, climb, *((self._global_hop(out, into, cluster_shape),) if out != into else ()), fall, down)
         if out == into:
             return up, self._local_hop(first, last, cluster_shape), down
-        leave, enter = out * self.group + into % self.group, into * self.group + out % self.group  # who holds the link between these groups
+        leave, enter = out * self.group + into % self.group, into * self.group + out % self.group  # the switches that hold this link
         before = (self._local_hop(first, leave, cluster_shape),) if first != leave else ()
         after = (self._local_hop(enter, last, cluster_shape),) if enter != last else ()
         return (up, *before, self._global_hop(out, into, cluster_shape), *after, down)
@@ -144,7 +144,7 @@ class Dragonfly:
 
 @dataclass(frozen=True)
 class Torus:
-    """A grid of nodes with wires to the neighbours in each direction, ends joined. Routes go along the last dim first, each the shorter way."""
+    """A grid of nodes with links to the neighbours in each direction, with wraparound. Routes take the last dim first, in the shorter direction."""
 
     link: Link
     shape: tuple[int, ...]
@@ -170,13 +170,13 @@ class Torus:
 
 @dataclass(frozen=True)
 class HammingMesh:
-    """Boards of `board` = (rows, columns) nodes in a mesh; the ends of each row of boards' wires meet in a switch, and so those of each column.
-    Nodes are numbered along the rows of the whole grid. Routes go along the row first, over the board's nearer edge where it must be left."""
+    """Boards of `board` = (rows, columns) nodes in a mesh; the edge links of each row of boards connect to a switch, and so do those of each column.
+    Nodes are numbered along the rows of the whole grid. Routes go along the row first, and leave a board by its nearer edge."""
 
     link: Link
     board: tuple[int, int]
     boards: tuple[int, int]
-    taper: float = 1.0  # of the row's and column's switches
+    taper: float = 1.0  # of the row and column switches
     kind: Literal["hammingmesh"] = "hammingmesh"
 
     @property
@@ -208,7 +208,7 @@ class HammingMesh:
 
     def _switch_hop(self, kind: str, line: int, edge: int, cluster_shape: ClusterShape) -> PathHop:
         dim = 1 if kind.startswith("row") else 0
-        ranks = max(self.board[dim] // 2, 1) * cluster_shape.ranks_per_node  # those that are nearer to this edge than to the other
+        ranks = max(self.board[dim] // 2, 1) * cluster_shape.ranks_per_node  # ranks that are nearer to this edge than to the other
         many = math.prod(self.shape) * cluster_shape.ranks_per_node // ranks
         return PathHop(
             (kind, line, edge), self.link.name, self.link.latency_s, self.link.effective_bandwidth / self.taper, ranks, many, switches=True

@@ -1,4 +1,4 @@
-"""Python's collector of cycles, held while something short makes very many objects and no cycles to speak of."""
+"""Disabling Python's cyclic garbage collector during short work that creates very many objects and hardly any cycles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ R = TypeVar("R")
 
 
 def gc_disabled(work: Callable[P, R]) -> Callable[P, R]:
-    """The same without the collector looking through all objects again and again: a sixth to a quarter of the time of tracing and planning."""
+    """Decorator that runs `work` with garbage collection disabled: it saves a sixth to a quarter of the time of tracing and planning."""
 
     @functools.wraps(work)
     def held(*args: P.args, **kwargs: P.kwargs) -> R:

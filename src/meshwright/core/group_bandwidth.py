@@ -1,9 +1,9 @@
-"""What a group of ranks gets of the wires between them: bandwidth for a ring and for an all-to-all, latency, and the wire that decides.
+"""The bandwidth of a group of ranks on the links between them, for a ring and for an all-to-all, its latency, and the bottleneck link.
 
-[Note: counting by sort]
-A group's ring is walked once, and its hops are counted by sort: node uplinks, leaf uplinks, wires along a torus's first dim. If every other
-rank is in a group like this one, as with the groups of a mesh axis, all of them together use a sort's wires as this one does: a wire by which r
-ranks leave carries r × visits / members rings. So contention among a hundred thousand ranks follows from one group.
+[Note: counting by kind]
+A group's ring is walked once, and its hops are counted by kind: node uplinks, leaf uplinks, links along a torus's first dim. If every other
+rank is in a group like this one, as with the groups of a mesh axis, all groups together load the links of a kind as this one does: a link that
+carries the outgoing traffic of r ranks is part of r × visits / members rings. So contention among a hundred thousand ranks follows from one group.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Literal
 from meshwright.core.calibration import AlphaBetaModel
 from meshwright.core.node_topology import Link, LinkPath, PathHop
 
-_MAX_EDGES = 1024  # edges that are looked at one by one; of more, as many evenly scattered ones
-_LOW_DISCREPANCY = (0.7548776662466927, 0.5698402909980532)  # their multiples, modulo 1, scatter evenly over a square
-_TREE_OPS = ("all_reduce", "broadcast")  # short messages of these go along trees, of the others around
+_MAX_EDGES = 1024  # more edges than this are sampled evenly
+_LOW_DISCREPANCY = (0.7548776662466927, 0.5698402909980532)  # their multiples, modulo 1, are evenly distributed over a square
+_TREE_OPS = ("all_reduce", "broadcast")  # short messages of these go along trees, of the others around rings
 COLLECTIVE_LAUNCH_S = 3e-5  # before the first byte moves. Fitted, with the efficiencies of the catalog: docs/decisions/016-clusters.md
 
 Edge = tuple[int, int]
@@ -28,26 +28,26 @@ TrafficPattern = Literal["ring", "all_to_all"]
 
 @dataclass(frozen=True)
 class GroupBandwidth:
-    """A group's share of the wires in one pattern of communication."""
+    """A group's bandwidth and latency in one traffic pattern."""
 
     pattern: TrafficPattern
     ranks: int
     nodes: int
     hops: int  # of the longest path
-    switch_hops: int  # of these, between two switches
-    inside_s: float  # latency between two of one node
-    between_s: float  # and of two nodes
+    switch_hops: int  # of `hops`, those between two switches
+    inside_s: float  # latency between two ranks of one node
+    between_s: float  # latency between ranks of two nodes
     rate: float  # bytes/s that each rank sends
-    slowest: str  # the link that decides it
-    sharing: float  # of that link's bandwidth, one rank's share is one in so many
+    slowest: str  # the bottleneck link
+    sharing: float  # by how many that link's bandwidth is shared
 
     @property
     def link(self) -> Link:
-        """As if one link joined them all."""
+        """One link with this group's latency and bandwidth."""
         return Link(self.slowest, max(self.inside_s, self.between_s), self.rate)
 
     def alpha_beta(self, op: str) -> AlphaBetaModel:
-        """α–β of one collective among them."""
+        """The α–β model of one collective of the group."""
         if op in _TREE_OPS:
             way = (self.ranks / self.nodes - 1) * self.inside_s + (self.nodes - 1).bit_length() * self.between_s
         else:
@@ -57,17 +57,17 @@ class GroupBandwidth:
 
 @dataclass(frozen=True)
 class TopologyQueries:
-    """What reach() asks of a cluster."""
+    """The queries that `compute_group_bandwidth` makes on a cluster."""
 
     path: Callable[[int, int], LinkPath]
     node: Callable[[int], int]
-    rings: Callable[[int, int], int]  # (node, members) → rings that run side by side within it
-    world: int  # ranks in all
+    rings: Callable[[int, int], int]  # (node, members) → rings that run in parallel within it
+    world: int  # number of ranks
 
 
 @dataclass
 class _HopUsage:
-    """The hops of one sort that were seen; `hop` is one of them."""
+    """The use of hops of one kind by a group's paths; `hop` is one of these hops."""
 
     hop: PathHop
     visits: float = 0.0
@@ -78,7 +78,7 @@ class _HopUsage:
 def compute_group_bandwidth(
     topology: TopologyQueries, ranks: Sequence[int], pattern: TrafficPattern = "ring", all_groups_active: bool = True
 ) -> GroupBandwidth:
-    """What `ranks` get. `all_groups_active`: all other ranks are at it too, in groups like this one; else these are alone on the network."""
+    """The bandwidth of `ranks`. `all_groups_active`: all other ranks communicate too, in groups like this one; else the network is idle."""
     order = sorted(ranks)
     nodes = {rank: topology.node(rank) for rank in order}
     held = Counter(nodes.values())
@@ -106,7 +106,7 @@ def compute_group_bandwidth(
 
 
 def _ring_bandwidth(usage: _HopUsage, group_size: int, min_ranks_per_node: int, rings: int, all_groups_active: bool) -> tuple[float, float, str]:
-    """(bytes/s of one group's rings, rings on one wire, the wire's name)."""
+    """(bytes/s of one group's rings, rings on one link, the link's name)."""
     hop, load = usage.hop, float(max(usage.keys.values()))
     if all_groups_active:
         load = max(load, hop.source_ranks * usage.visits / group_size)
@@ -115,18 +115,18 @@ def _ring_bandwidth(usage: _HopUsage, group_size: int, min_ranks_per_node: int, 
 
 
 def _all_to_all_bandwidth(usage: _HopUsage, group_size: int, size: int, all_groups_active: bool) -> tuple[float, float, str]:
-    """The same while all send to all, as much to each: of a rank's bytes, how many pass such a wire, and how many ranks have it."""
+    """The same for a uniform all-to-all, from the fraction of a rank's bytes that crosses links of this kind, and the ranks that share one."""
     hop, pairs = usage.hop, group_size * (group_size - 1)
     crossing = usage.visits / pairs
     wires, places = (_estimate_distinct(seen, usage) for seen in (len(usage.keys), len(usage.source_keys)))
     load = crossing * group_size / wires
-    if all_groups_active:  # as the group's own wires have it, or as all wires of the sort do
+    if all_groups_active:  # load on the group's own links, or on all links of the kind
         load = max(load, crossing * hop.source_ranks * places / wires, crossing * size / hop.kind_count)
     return min(hop.bandwidth / load, hop.lane_bandwidth / crossing) if hop.lane_bandwidth else hop.bandwidth / load, load, hop.link_name
 
 
 def _estimate_distinct(sampled: int, usage: _HopUsage) -> float:
-    """How many different ones there are, where `sampled` were among those looked at: draws from w give w (1 - exp(-draws / w)) different ones."""
+    """The number of distinct links, where the sample has `sampled`: draws from w links give w (1 - exp(-draws / w)) distinct ones."""
     draws = usage.keys.total()
     if usage.visits <= draws or sampled >= usage.hop.kind_count:
         return sampled
@@ -138,7 +138,7 @@ def _estimate_distinct(sampled: int, usage: _HopUsage) -> float:
 
 
 def _usage_by_kind(paths: Sequence[LinkPath], weights: Sequence[float]) -> list[_HopUsage]:
-    """The hops of `paths` by sort; each path stands for so many like it."""
+    """The hops of `paths` by kind; each path counts `weights` times."""
     found: dict[str | int, _HopUsage] = {}
     for path, weight in zip(paths, weights, strict=True):
         for hop in path:
@@ -150,7 +150,7 @@ def _usage_by_kind(paths: Sequence[LinkPath], weights: Sequence[float]) -> list[
 
 
 def _ring_edges(ranks: Sequence[int], nodes: Mapping[int, int]) -> tuple[list[Edge], list[float]]:
-    """The ring's edges, within nodes and between them, and how many each stands for."""
+    """The ring's edges (or a sample), within nodes and between them, and how many edges each represents."""
     edges: list[Edge] = []
     weights: list[float] = []
     both: tuple[list[Edge], list[Edge]] = ([], [])
@@ -168,7 +168,7 @@ def _ring_edges(ranks: Sequence[int], nodes: Mapping[int, int]) -> tuple[list[Ed
 
 
 def _all_to_all_edges(ranks: Sequence[int]) -> tuple[list[Edge], list[float]]:
-    """Who sends to whom, and how many such pairs each stands for."""
+    """Pairs of (sender, receiver) (or a sample), and how many pairs each represents."""
     count = len(ranks)
     if count * (count - 1) <= _MAX_EDGES:
         edges = [(a, b) for a in ranks for b in ranks if a != b]

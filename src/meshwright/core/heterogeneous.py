@@ -1,4 +1,4 @@
-"""Clusters whose devices are not alike: what tells them apart, in which orders ranks may be put on them, and what an average of them is."""
+"""Clusters of different devices: which devices differ, candidate orders of ranks on them, and a homogeneous average of the cluster."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from meshwright.core.calibration import Calibration, scale_rates
 from meshwright.core.cluster import Cluster, Device
 from meshwright.core.cluster_changes import map_nodes
 
-_MEMORY_TOLERANCE = 1.1  # devices whose memory is within this factor are of one size: a card's free memory differs by what others use of it
+_MEMORY_TOLERANCE = 1.1  # memory within this factor counts as equal: a card's free memory varies with what other processes use
 _LARGE_MATMUL_FLOPS = 1e12  # FLOPs
-_MAX_PERMUTED_KINDS = 3  # kinds of devices up to which all their orders are tried
+_MAX_PERMUTED_KINDS = 3  # up to this number of kinds of devices, all orders are tried
 
 
 def device_labels(cluster: Cluster, calibration: Calibration, world: int) -> tuple[str, ...]:
-    """By rank, under which name the calibration has the rates of its device: its own name, or else its kind. Empty where the
-    calibration is of one kind of device."""
+    """By rank, the label of its device's rates in the calibration: the device's name, or else its kind. Empty where the calibration
+    covers a single kind of device."""
     known = {rates.device for rates in calibration.layouts}
     if known == {""}:
         return ()
@@ -26,7 +26,7 @@ def device_labels(cluster: Cluster, calibration: Calibration, world: int) -> tup
 
 
 def device_memories(cluster: Cluster, world: int) -> tuple[int, ...]:
-    """By rank the memory of its device; empty where they are all about the same."""
+    """By rank, the memory of its device; empty where all are about the same."""
     least, most = cluster.least_memory(world), max(d.memory_bytes for node in cluster.distinct_nodes for d in node.devices)
     return tuple(device.memory_bytes for device in cluster.devices[:world]) if most > _MEMORY_TOLERANCE * max(least, 1) else ()
 
@@ -41,7 +41,7 @@ def _device_key(device: Device) -> tuple[str, str, int]:
 
 
 def matmul_speed(device: Device, calibration: Calibration, precision: str) -> float:
-    """What a device reaches in a large product, for telling fast from slow."""
+    """A device's FLOP/s in a large matmul, for ordering devices by speed."""
     known = {rates.device for rates in calibration.layouts}
     label = device.name if device.name in known else device.kind if device.kind in known else ""
     rates = calibration.rates_for(2, label)
@@ -49,9 +49,9 @@ def matmul_speed(device: Device, calibration: Calibration, precision: str) -> fl
 
 
 def device_orders(cluster: Cluster, calibration: Calibration, precision: str) -> Iterator[tuple[int, ...]]:
-    """Orders in which ranks may be put on devices, one for each order of the kinds of devices (of the kinds of nodes, where there are several
-    nodes): the given one, which is empty, the fastest first, the largest first and, where kinds are few, all others. Devices of a kind stay
-    in their order."""
+    """Candidate device orders, one for each order of the kinds of devices (of the kinds of nodes, where there are several nodes): the
+    default one, which is empty, the fastest first or last, the largest first or last and, where kinds are few, all others. Devices of a kind
+    keep their order."""
     if len(cluster.nodes) > 1:
         blocks = [(tuple(map(_device_key, node.devices)), node.devices[0]) for node in cluster.nodes]
         members = [range(end - len(node.devices), end) for node, end in zip(cluster.nodes, cluster.rank_ends, strict=True)]
@@ -70,8 +70,8 @@ def device_orders(cluster: Cluster, calibration: Calibration, precision: str) ->
 
 
 def homogeneous_average(cluster: Cluster, calibration: Calibration, precision: str) -> tuple[Cluster, Calibration]:
-    """The same cluster of devices that are all as large as the mean one, and as quick. Work that is dealt out by what devices can do takes about as
-    long there, so plans that are good on it are good once each device has its part."""
+    """The cluster with every device at the mean memory and the mean speed. Work that is distributed in proportion to device speed takes about as
+    long there, so a plan that is good on it is good on the real cluster once the work is balanced."""
     devices = cluster.devices
     mean = sum(d.memory_bytes for d in devices) // len(devices)
     speeds = [matmul_speed(d, calibration, precision) for d in devices]
@@ -85,7 +85,7 @@ def homogeneous_average(cluster: Cluster, calibration: Calibration, precision: s
 
 
 def with_measured_names(cluster: Cluster, calibration: Calibration) -> Cluster:
-    """With devices called as a probe has told them apart, where ranks of one kind turned out unlike."""
+    """The cluster with the device names that a probe assigned, where ranks of one kind of device differ in speed."""
     most = max(rates.ranks for rates in calibration.layouts)
     names = {rank: rates.device for rates in calibration.layouts if rates.ranks == most for rank in rates.members}
     if len(names) < len(cluster.devices):

@@ -1,4 +1,4 @@
-"""What was worked out once, so that plans which differ in something else need not work it out again."""
+"""A cache of derived results that is keyed by object identity and values, shared by plans that differ only in other respects."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ T = TypeVar("T")
 
 
 class Memo:
-    """Results by what they were made of: objects that must be the very same, which are kept alive so that no other takes their identity,
-    and values that must be equal."""
+    """Results by what they were computed from: objects that must be identical (kept alive, so that their ids stay unique), and values that
+    must be equal."""
 
     def __init__(self) -> None:
         self._results: dict[Hashable, tuple[tuple[object, ...], Any]] = {}
@@ -23,5 +23,5 @@ class Memo:
         return found[1]  # type: ignore[no-any-return]
 
     def __reduce__(self) -> tuple[type[Memo], tuple[()]]:
-        """Elsewhere nothing is known: identities do not travel."""
+        """Pickle as empty: object ids are meaningless in another process."""
         return Memo, ()

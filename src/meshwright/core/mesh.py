@@ -1,4 +1,4 @@
-"""The mesh: named axes and their degrees. It holds no live process group; `execute` makes those from it."""
+"""The mesh: named axes and their degrees. It holds no live process group; `execute` creates those from it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from meshwright.core.errors import RequestError, unknown_name_error
 
 @dataclass(frozen=True)
 class Mesh:
-    """Degrees by axis, outermost first; the last axis holds neighbouring ranks. `tp` may have one to three dimensions.
+    """Degrees by axis, outermost first; consecutive ranks are neighbours along the last axis. `tp` may have one to three dimensions.
 
-    `order` names axes that change places, outermost first: of the places that they have by default, each gets its own in this order, and all
-    other axes stay. ('dp', 'pp') puts the stages of a pipeline next to each other and replicas apart.
+    `order` permutes the axes that it names, outermost first, among the positions that they have by default; all other axes stay.
+    ('dp', 'pp') makes the stages of a pipeline consecutive ranks, and moves replicas further away from each other.
     """
 
     pp: int = 1
@@ -38,23 +38,23 @@ class Mesh:
                 raise RequestError(f"order={','.join(self.order)}: the axis {axis} is given twice: leave one out")
 
     def degree(self, axis: str) -> int:
-        """Of an axis, or of one dimension of tensor parallelism's grid."""
+        """The degree of an axis, or of one dimension of the tensor-parallel grid."""
         return self._degrees[axis]
 
     @cached_property
     def _degrees(self) -> dict[str, int]:
-        """Searches ask for these all the time."""
+        """Degrees by axis; cached, since searches read them very often."""
         grid = dict(zip(TP_GRID_AXES, (*self.tp, 1, 1), strict=False))
         return {"pp": self.pp, "dp": self.dp, "shard": self.shard, "cp": self.cp, "ep": self.ep, "tp": math.prod(self.tp), **grid}
 
     @property
     def tp_axes(self) -> tuple[str, ...]:
-        """The axes over which tensor parallelism cuts: one, or the two of a grid."""
+        """The axes over which tensor parallelism shards: one, or the two of a grid."""
         return ("tp",) if len(self.tp) == 1 else TP_GRID_AXES[:2]
 
     def canonical(self) -> Mesh:
-        """The same with no dimension of length 1 in tensor parallelism's grid, and its depth where it belongs: ranks along the depth
-        take their own samples and gather weights before use, which is what the shard axis does under zero=3."""
+        """The mesh with no dimension of length 1 in the tensor-parallel grid, and the grid's depth moved to the shard axis: ranks along the
+        depth take their own samples and gather weights before use, which is what the shard axis does under zero=3."""
         depth = self.tp[2] if len(self.tp) > 2 else 1
         return replace(self, shard=self.shard * depth, tp=tuple(n for n in self.tp[:2] if n > 1) or (1,))
 
@@ -64,11 +64,11 @@ class Mesh:
 
     @property
     def data_parallel_size(self) -> int:
-        """How many ways a global batch is cut into samples: replicas, ZeRO shards and owners of experts all take their own."""
+        """How many parts a global batch is split into: replicas, ZeRO shards and expert-parallel ranks all take their own samples."""
         return self.dp * self.shard * self.ep
 
     def group_size(self, name: str) -> int:
-        """Ranks in one group: of an axis, of `data`, or the `world`."""
+        """The number of ranks in one group: of an axis, of an entry of `GROUP_AXES`, or the `world`."""
         if name not in self._group_sizes:
             self._group_sizes[name] = self.size if name == "world" else math.prod(self.degree(a) for a in GROUP_AXES.get(name, (name,)))
         return self._group_sizes[name]
@@ -79,13 +79,13 @@ class Mesh:
 
     @cached_property
     def ordered_axes(self) -> tuple[str, ...]:
-        """All axes from the outermost to that of neighbouring ranks, with those of tensor parallelism's grid for `tp`."""
+        """All axes from the outermost to the innermost, with those of the tensor-parallel grid for `tp`."""
         moved = iter(self.order)
         axes = [next(moved) if axis in self.order else axis for axis in AXES]
         return tuple(part for axis in axes for part in (TP_GRID_AXES if axis == "tp" else (axis,)))
 
     def stride(self, axis: str) -> int:
-        """How many ranks lie between two that are neighbours along an axis."""
+        """The difference in rank between two neighbours along an axis."""
         last = TP_GRID_AXES[-1] if axis == "tp" else axis
         return math.prod(self.degree(a) for a in self.ordered_axes[self.ordered_axes.index(last) + 1 :])
 
@@ -93,7 +93,7 @@ class Mesh:
         return rank // self.stride(axis) % self.degree(axis)
 
     def grid_coordinate(self, tp_rank: int, axis: str) -> int:
-        """Along one dimension of tensor parallelism's grid, or along all of it, the coordinate of the rank whose coordinate of `tp` is `tp_rank`."""
+        """The coordinate along one dimension of the tensor-parallel grid (or along all of `tp`) of the rank at coordinate `tp_rank` of `tp`."""
         inner = math.prod(self.degree(a) for a in TP_GRID_AXES[TP_GRID_AXES.index(axis) + 1 :]) if axis in TP_GRID_AXES else 1
         return tp_rank // inner % self.degree(axis)
 
@@ -104,7 +104,7 @@ class Mesh:
 
     def groups(self, *axes: str) -> list[list[int]]:
         """The rank lists that differ only along `axes`; each collective on those axes runs in one of them."""
-        every, inside = [0], [0]  # the first rank of each group, and how far from it its members are
+        every, inside = [0], [0]  # the first rank of each group, and its members' offsets from it
         stride = self.size
         for axis in self.ordered_axes:
             stride //= self.degree(axis)
@@ -142,19 +142,19 @@ class Mesh:
 
     @property
     def nondefault_order(self) -> str:
-        """Its axes, outermost first, where that is not the usual order."""
+        """Its axes, outermost first; empty where they are in the default order."""
         found = [a for a in dict.fromkeys("tp" if a in TP_GRID_AXES else a for a in self.ordered_axes) if self.degree(a) > 1]
         return ",".join(found) if found != [a for a in AXES if self.degree(a) > 1] else ""
 
 
-AXES: tuple[str, ...] = tuple(f.name for f in fields(Mesh) if f.name != "order")  # tp is the last, so the ranks of its grid are neighbours
+AXES: tuple[str, ...] = tuple(f.name for f in fields(Mesh) if f.name != "order")  # tp is the last, so its ranks are consecutive
 TP_GRID_AXES = ("tpx", "tpy", "tpz")
-INTRA_LAYER_AXES = ("tp", "tpx", "tpy", "cp", "ep")  # axes whose ranks meet in the middle of layers: what comes after a meeting waits for it
+INTRA_LAYER_AXES = ("tp", "tpx", "tpy", "cp", "ep")  # axes with collectives inside layers, which the layer's next operation waits for
 GROUP_AXES: dict[str, tuple[str, ...]] = {
-    "batch": ("pp", "dp", "shard", "cp", "ep"),  # all that a global batch passes through
-    "data": ("dp", "shard", "cp", "ep"),  # whose gradients meet
-    "replica": ("dp", "cp", "ep"),  # those of them that hold the same parameters
-    "owned": ("dp", "cp"),  # those of them that own the same experts and tables
+    "batch": ("pp", "dp", "shard", "cp", "ep"),  # ranks that work on one global batch
+    "data": ("dp", "shard", "cp", "ep"),  # ranks whose gradients are reduced together
+    "replica": ("dp", "cp", "ep"),  # of these, ranks that hold the same parameters
+    "owned": ("dp", "cp"),  # of these, ranks that hold the same experts and embedding tables
     "pp": ("pp",),
     "dp": ("dp",),
     "shard": ("shard",),

@@ -1,4 +1,4 @@
-"""What a model costs, layer by layer, as numbers that no longer need the model."""
+"""A model's cost, layer by layer, as plain numbers: using a profile needs neither the model nor torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Literal
 from meshwright.core.memo import Memo
 
 # "special" is element-wise work with exponentials (GELU, softmax), and pooling: slower than memory on CPUs. Its `flops` counts elements.
-# "batched" is many small products in one call; "conv2" and "conv3" are convolutions over images and over volumes. "causal" is attention to what
-# came before: its `flops` counts every pair of positions, as counters do, and half of them are computed.
+# "batched" is a batched matmul of many small matrices; "conv2" and "conv3" are 2-D and 3-D convolutions. "causal" is causal attention: its
+# `flops` counts every pair of positions, as FLOP counters do, although only half of them are computed.
 KernelKind = Literal["matmul", "batched", "conv", "conv2", "conv3", "attention", "causal", "special", "memory"]
 EXPENSIVE_KINDS = ("matmul", "batched", "conv", "conv2", "conv3", "attention", "causal")
 Phase = Literal["forward", "backward"]
@@ -19,7 +19,7 @@ Phase = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Kernel:
-    """`count` calls of one operation of one size: what it computes and what it moves through memory, a call."""
+    """`count` calls of one operation at one size; `flops` and `bytes` (memory traffic) are per call."""
 
     kind: KernelKind
     phase: Phase
@@ -30,14 +30,14 @@ class Kernel:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One parameter or buffer: its name in the model, its shape, bytes an element in storage, and its place in the order of registration."""
+    """One parameter or buffer: its name in the model, its shape, bytes per element in storage, and its index in registration order."""
 
     name: str
     shape: tuple[int, ...]
     itemsize: int = 4
     registration_index: int = 0
     trainable: bool = True
-    in_grad_norm: bool = True  # False on a pipeline rank whose copy of a shared parameter another rank counts
+    in_grad_norm: bool = True  # False on a pipeline rank whose copy of a shared parameter is counted by another rank
     pipeline_ranks: tuple[int, ...] = ()  # the pipeline ranks that share it
     dtype: str = "float32"  # in storage
 
@@ -64,25 +64,25 @@ class LayerProfile:
     flops_backward: float
     activation_bytes: float  # saved for backward
     output_bytes: float
-    fusible_bytes: float = 0.0  # of those saved, what element-wise work made
-    compiler_recomputed_bytes: float = 0.0  # of those saved, what a compiler makes again in backward instead (see describe/mincut_partitioner.py)
-    transient_bytes: float = 0.0  # most that is alive while it works, in forward or backward, beyond what it and others have saved
-    matmul_workspace_bytes: float = 0.0  # what one matrix product, convolution or attention touches that is not saved: what fusion leaves
-    expensive_output_bytes: float = 0.0  # what these products give in forward: kept by selective recomputation
-    has_inplace_ops: bool = False  # its code changes such a result in place, so it cannot be kept
+    fusible_bytes: float = 0.0  # of `activation_bytes`, outputs of element-wise operations
+    compiler_recomputed_bytes: float = 0.0  # of `activation_bytes`, what a compiler recomputes in backward (see describe/mincut_partitioner.py)
+    transient_bytes: float = 0.0  # peak of live bytes during its forward or backward, beyond all saved activations
+    matmul_workspace_bytes: float = 0.0  # unsaved bytes that one matmul, convolution or attention touches: fusion cannot remove them
+    expensive_output_bytes: float = 0.0  # outputs of these operations in forward: selective recomputation keeps them
+    has_inplace_ops: bool = False  # its code modifies such an output in place, so it cannot be kept
     tensors: tuple[TensorSpec, ...] = ()
     kernels: tuple[Kernel, ...] = ()
-    block: str = ""  # name shared by repeated blocks of the same structure; "" when it stands alone
-    # Where it was traced: `transient_bytes` as lines over the number of samples (bytes at none, bytes a sample), of which the highest holds.
+    block: str = ""  # name shared by repeated blocks of the same structure; "" for a layer in none
+    # Where it was traced: `transient_bytes` is the maximum of these lines over the number of samples: (bytes at 0 samples, bytes per sample).
     transient_lines: tuple[tuple[float, float], ...] = ()
-    # Of what a sample saves, what is saved while each module works that has parameters of its own; by its name in the layer.
+    # By the name (in the layer) of each module with parameters of its own: its fraction of the activation bytes that a sample saves.
     saved_by: tuple[tuple[str, float], ...] = ()
-    single_sample_bytes: float | None = None  # `transient_bytes` of a single sample, where that is on none of these lines
+    single_sample_bytes: float | None = None  # `transient_bytes` at one sample, where the lines do not give it
 
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """A traced model at `batch` samples; `per_sample_layers` is what one more sample adds, so that `at_batch` needs no second trace."""
+    """A traced model at `batch` samples; `per_sample_layers` is the increment per sample, so that `at_batch` needs no second trace."""
 
     name: str
     layers: tuple[LayerProfile, ...]
@@ -92,9 +92,9 @@ class ModelProfile:
     attention: str = "flash"
     tokens_per_sample: int | None = None
     tied_parameters: tuple[tuple[str, ...], ...] = ()  # the names of each parameter that several layers share; it is counted under the first
-    counted_loss: bool = False  # the loss is a (sum, count), and both are reduced
-    buffers: tuple[TensorSpec, ...] = ()  # what the model holds beside parameters: running statistics, tables
-    sample_bytes: float = 0.0  # of a batch, for each of its samples
+    counted_loss: bool = False  # the loss is (sum, count), and both are reduced over ranks
+    buffers: tuple[TensorSpec, ...] = ()  # the model's buffers: running statistics, tables
+    sample_bytes: float = 0.0  # bytes of one sample of a batch
 
     @property
     def parameters(self) -> int:
@@ -137,12 +137,12 @@ class ModelProfile:
 
     @cached_property
     def memo(self) -> Memo:
-        """What plans have worked out of it."""
+        """Results that planning has derived from this profile."""
         return Memo()
 
     @cached_property
     def _by_batch(self) -> dict[int, ModelProfile]:
-        """The same at other batches, as they were asked for."""
+        """Profiles at other batch sizes, filled by `at_batch`."""
         return {}
 
 

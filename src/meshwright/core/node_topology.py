@@ -1,7 +1,7 @@
-"""Wires as values: links, the hops of a path, and what may join the devices of one node. Between nodes: `core/fabric.py`.
+"""Links, the hops of a path, and the topologies that connect the devices of one node. Topologies between nodes: `core/fabric.py`.
 
-A topology is a small frozen description that answers one question, the path between two places, by arithmetic on their numbers. Nothing is
-built or kept, so a hundred thousand devices cost no more than eight.
+A topology is a small frozen description that answers one question, the path between two locations, by arithmetic on their indices. Nothing is
+built or stored, so a hundred thousand devices cost no more than eight.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Literal, NamedTuple
 
 @dataclass(frozen=True)
 class Link:
-    """What joins two devices: how long a message takes to start, and how fast it then goes."""
+    """A connection between two devices: its latency and its bandwidth."""
 
     name: str
     latency_s: float
-    bandwidth: float  # bytes/s, one way
-    efficiency: float = 1.0  # of the bandwidth, what collectives reach
+    bandwidth: float  # bytes/s in one direction
+    efficiency: float = 1.0  # fraction of the bandwidth that collectives reach
 
     @property
     def effective_bandwidth(self) -> float:
@@ -25,32 +25,32 @@ class Link:
 
 
 class DeviceLocation(NamedTuple):
-    """Where a rank is: its node's number, and its own within the node."""
+    """A rank's node index, and its index within the node."""
 
     node: int
     local_index: int
 
 
 class ClusterShape(NamedTuple):
-    """How large the whole is: nodes, and ranks on each."""
+    """The number of nodes, and of ranks on each."""
 
     nodes: int
     ranks_per_node: int
 
 
 class PathHop(NamedTuple):
-    """One wire of a path, in one direction. Two paths that have a key in common share that wire."""
+    """One link of a path, in one direction. Two paths with a common `key` share that link."""
 
-    key: tuple[str | int, ...]  # its sort, and which of these it is
+    key: tuple[str | int, ...]  # its kind, and the indices that identify it among links of that kind
     link_name: str
     latency_s: float
     bandwidth: float  # bytes/s that collectives reach
-    source_ranks: int  # on its near side: whoever they are, they leave by it
-    kind_count: int  # how many of its sort there are
-    lane_bandwidth: float = 0.0  # of a bundle: one link's bandwidth, and a group has no more of these than members there; 0: no bundle
-    num_target_coordinates: int = 0  # how many of the key's last numbers name the other side
-    switches: bool = False  # joins two switches
-    is_dedicated: bool = False  # joins two devices and nobody else, so that several rings may pass side by side
+    source_ranks: int  # ranks on its source side: their outgoing traffic passes this link
+    kind_count: int  # how many links of its kind the cluster has
+    lane_bandwidth: float = 0.0  # of a bundle: one link's bandwidth; a group gets at most one link per member on the node; 0: no bundle
+    num_target_coordinates: int = 0  # how many of the key's last indices identify the target
+    switches: bool = False  # connects two switches
+    is_dedicated: bool = False  # connects two devices exclusively, so that several rings can run in parallel on disjoint links
 
     @property
     def kind(self) -> str | int:
@@ -58,7 +58,7 @@ class PathHop(NamedTuple):
 
     @property
     def source_key(self) -> tuple[str | int, ...]:
-        """Where it begins."""
+        """The key without the target's indices: where the link begins."""
         return self.key[: len(self.key) - self.num_target_coordinates]
 
 
@@ -67,7 +67,7 @@ LinkPath = tuple[PathHop, ...]
 
 @dataclass(frozen=True)
 class NodeSwitch:
-    """Devices around a switch that never blocks: an NVSwitch island. `link` is one device's, all its ports together."""
+    """Devices around a non-blocking switch: an NVSwitch island. `link` is one device's, all its ports together."""
 
     link: Link
     kind: Literal["switched"] = "switched"
@@ -83,7 +83,7 @@ class NodeSwitch:
 
 @dataclass(frozen=True)
 class FullyConnected:
-    """Every two devices have a wire of their own, as the four A100 of one board; `link` is one such wire."""
+    """Every pair of devices has a link of its own, as the four A100 of one board; `link` is one such link."""
 
     link: Link
     kind: Literal["wired"] = "wired"
@@ -104,17 +104,17 @@ class FullyConnected:
         )
 
     def parallel_rings(self, group_size: int) -> int:
-        """As many rings as each has neighbours, none in the way of another: a collective uses all wires."""
+        """One ring per neighbour of a device, on disjoint links: a collective uses all links."""
         return max(group_size - 1, 1)
 
 
 @dataclass(frozen=True)
 class PcieTree:
-    """Cards below PCIe switches below sockets. `link` is a card's, and a switch's towards its socket; `bridge` joins sockets."""
+    """Cards below PCIe switches below sockets. `link` connects a card to its switch, and a switch to its socket; `bridge` connects sockets."""
 
     link: Link
-    switch: int  # cards a switch
-    socket: int = 0  # cards a socket; 0: one socket holds all
+    switch: int  # cards per switch
+    socket: int = 0  # cards per socket; 0: one socket holds all
     bridge: Link | None = None
     kind: Literal["pcie"] = "pcie"
 

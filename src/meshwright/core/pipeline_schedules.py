@@ -1,5 +1,5 @@
-"""What tells one pipeline schedule from another, one entry each. `schedule/pipeline_actions.py` builds their orders,
-`execute/pipeline_parallel.py` names torch's classes for them, and nobody else asks for a schedule by its name."""
+"""The traits of each pipeline schedule, one table entry each. `schedule/pipeline_actions.py` builds their actions,
+`execute/pipeline_parallel.py` maps them to torch's classes, and all other code reads these traits instead of comparing names."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 @dataclass(frozen=True)
 class ScheduleTraits:
-    """A rank's virtual stages, how its backward goes, and which numbers of micro-batches it takes."""
+    """A schedule's virtual stages per rank, the form of its backward, and the numbers of micro-batches that it accepts."""
 
     stages_per_rank: int = 1  # unless a plan says otherwise
     any_stages_per_rank: bool = False  # a plan may say otherwise
-    v_shaped: bool = False  # every second stage of a rank is on the way back from the last rank to the first, instead of round robin
+    v_shaped: bool = False  # every second chunk of stages runs from the last rank back to the first, instead of round robin
     forward_first: bool = False  # all forwards come before the first backward
-    splits_backward: bool = False  # the gradients of inputs come first, those of weights later
-    in_rounds: bool = False  # a stage takes a round of micro-batches before the rank's next stage takes the same ones
+    splits_backward: bool = False  # gradients of inputs are computed first, those of weights later
+    in_rounds: bool = False  # a stage runs a round of micro-batches before the rank's next stage runs the same ones
     fills_ranks: bool = False  # needs at least as many micro-batches as ranks
-    in_flight: Callable[[int, int, int], int] | None = None  # (ranks, rank, micro-batches) → how many a stage holds; None: count along the order
-    searched: bool = True  # the planner considers it unasked
-    added_cost: float = 0.0  # what it must gain, relatively, for each doubling of the stages a rank (see plan/objective.py)
+    in_flight: Callable[[int, int, int], int] | None = None  # (ranks, rank, micro-batches) → how many a stage holds; None: counted from the order
+    searched: bool = True  # the planner considers it without being asked
+    added_cost: float = 0.0  # relative gain required for each doubling of the stages per rank (see plan/objective.py)
 
     def micro_batches_per_round(self, ranks: int, micro_batches: int) -> int:
-        """How many micro-batches a stage takes before the rank's next stage does."""
+        """How many micro-batches a stage runs before the rank's next stage runs."""
         return micro_batches // max(1, micro_batches // ranks) if self.in_rounds else 1
 
     def accepted_micro_batches(self, ranks: int, micro_batches: int) -> int:
-        """The same number if it makes whole rounds, otherwise the next multiple of the ranks, which does."""
+        """`micro_batches` if it makes whole rounds, otherwise the next multiple of `ranks`, which does."""
         whole = not self.in_rounds or micro_batches % max(1, micro_batches // ranks) == 0
         return micro_batches if whole else -(-micro_batches // ranks) * ranks
 
@@ -48,7 +48,7 @@ class ScheduleTraits:
 
 
 SCHEDULES: Mapping[str, ScheduleTraits] = {
-    "gpipe": ScheduleTraits(forward_first=True, in_flight=lambda _ranks, _rank, micro: micro, searched=False),  # no quicker than 1f1b, holds more
+    "gpipe": ScheduleTraits(forward_first=True, in_flight=lambda _ranks, _rank, micro: micro, searched=False),  # no faster than 1f1b, more memory
     "1f1b": ScheduleTraits(fills_ranks=True, in_flight=lambda ranks, rank, micro: min(micro, ranks - rank)),
     "interleaved": ScheduleTraits(stages_per_rank=2, any_stages_per_rank=True, in_rounds=True, added_cost=0.01),
     "zero_bubble": ScheduleTraits(stages_per_rank=2, v_shaped=True, splits_backward=True, fills_ranks=True, added_cost=0.02),

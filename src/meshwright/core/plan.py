@@ -1,4 +1,4 @@
-"""The plan: everything a rank must know to do its part. Frozen data that validates itself; `execute` applies it."""
+"""The plan: everything a rank needs to know for its part of the training. Frozen data that validates itself; `execute` applies it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.core.context_policy import ContextPolicy
 from meshwright.core.expert_policy import ExpertPolicy
 from meshwright.core.mesh import Mesh
 from meshwright.core.pipeline_schedules import PipelineSchedule, schedule_traits
-from meshwright.core.plan_checks import check_plan
+from meshwright.core.plan_checks import VERSION, check_plan
 from meshwright.core.rank_devices import device_kind, show_rank_devices
 from meshwright.core.recompute_policy import RecomputeMode
 from meshwright.core.routes import Route
@@ -27,15 +27,15 @@ CompileMode = Literal["none", "blocks", "model"]
 Offload = Literal["none", "optimizer"]
 
 Overlap = Literal["gradients", "inputs", "gathers", "scatters"]
-# What may travel beside computation: full buckets of gradients beside the rest of backward; under tensor parallelism the gradient of a
-# layer's input beside the product that gives its weight's gradient; under zero=3 the next unit's weights beside this one's forward, and a
-# unit's reduced gradients beside the next one's backward.
+# Communication that may overlap computation: gradient buckets with the rest of backward; under tensor parallelism, the all-reduce of a
+# layer's input gradient with the matmul of its weight gradient; under zero=3, the all-gather of the next unit's weights with this unit's
+# forward, and the reduce-scatter of a unit's gradients with the next unit's backward.
 OVERLAPS: tuple[Overlap, ...] = ("gradients", "inputs", "gathers", "scatters")
 
 
 @dataclass(frozen=True)
 class ModuleInput:
-    """Where a value is taken in: among the tensors that a module is given."""
+    """One input of a module, by its position among the module's input tensors."""
 
     module: str
     position: int
@@ -43,9 +43,9 @@ class ModuleInput:
 
 @dataclass(frozen=True)
 class BoundaryActivation:
-    """A value that crosses from one stage to the next: which output of which module it is (or, `at_module_input`, which input of the stage's
-    first module), where it is used, its bytes a sample (or, `is_batch_independent`, for any number of them: T5's position bias); on a grid of
-    tensor-parallel ranks, the strand along `dim` that is dealt out."""
+    """A value that one pipeline stage sends to the next: the output of module `source` at `position` (or, `at_module_input`, the input of the
+    stage's first module), its consumers, its bytes per sample (or, `is_batch_independent`, for any batch: T5's position bias); on a
+    tensor-parallel grid, the logical dim along `dim` that is sharded."""
 
     source: str
     position: int
@@ -55,7 +55,7 @@ class BoundaryActivation:
     logical_dim: str = ""
     dim: int = 0
     is_batch_independent: bool = False
-    needs_grad: bool = True  # whether its gradient comes back: not for a mask that a module has made
+    needs_grad: bool = True  # whether its gradient is sent back: not for a mask that a module created
 
     def bytes_for(self, samples: int) -> float:
         return self.bytes if self.is_batch_independent else self.bytes * samples
@@ -67,7 +67,7 @@ class BoundaryActivation:
 
 @dataclass(frozen=True)
 class TiedParameter:
-    """A parameter that a stage uses although another stage's layer holds it (a tied embedding), and the layer that uses it."""
+    """A parameter of another stage's layer that this stage uses too (a tied embedding), and the layer that uses it."""
 
     parameter: str
     layer: str
@@ -75,28 +75,28 @@ class TiedParameter:
 
 @dataclass(frozen=True)
 class Stage:
-    """The layers of one piece of the model, in execution order; what it needs from the piece before it, and how its code is entered."""
+    """One pipeline stage: its layers in execution order, its boundary activations, and the module at which its code begins."""
 
     layers: tuple[str, ...]
-    entry: str = ""  # the module with which it begins; the piece before it ends there
+    entry: str = ""  # the stage's first module, before which the previous stage ends
     boundary_activations: tuple[BoundaryActivation, ...] = ()
-    skipped_modules: tuple[str, ...] = ()  # modules whose work earlier pieces have done
+    skipped_modules: tuple[str, ...] = ()  # modules that earlier stages have computed
     tied_parameters: tuple[TiedParameter, ...] = ()
 
 
 @dataclass(frozen=True)
 class MemoryPolicy:
-    """What is kept where: `zero` says which states are cut over the shard axis, `units` what is gathered as one."""
+    """How memory is saved: `zero` is the ZeRO stage over the shard axis, `units` are the modules that are unsharded as one."""
 
     zero: Literal[0, 1, 2, 3] = 0
     units: tuple[str, ...] = ()  # modules that ZeRO-3 gathers and that recompute and compile wrap
     recompute: RecomputeMode = "none"
     precision: Precision = "fp32"  # of the arithmetic; parameters are stored in fp32 unless this is fp64
-    layers: Mapping[str, RecomputeMode] = field(default_factory=dict)  # units that recompute otherwise than the rest, by name
-    offload: Offload = "none"  # what is kept in host memory
+    layers: Mapping[str, RecomputeMode] = field(default_factory=dict)  # units with a mode other than `recompute`, by name
+    offload: Offload = "none"  # states that are kept in host memory
 
     def recompute_mode(self, name: str) -> RecomputeMode:
-        """How the unit of this name recomputes; what is no unit keeps everything."""
+        """The recompute mode of the unit of this name; "none" for a module that is not a unit."""
         chosen = self.layers.get(name, self.recompute)
         return chosen if chosen == "none" or name in self._unit_names else "none"
 
@@ -106,66 +106,66 @@ class MemoryPolicy:
 
     @cached_property
     def recompute_modes(self) -> Mapping[str, RecomputeMode]:
-        """The units that recompute, and how."""
+        """The units that recompute, with their modes."""
         found = {name: self.layers.get(name, self.recompute) for name in self.units}
         return {name: mode for name, mode in found.items() if mode != "none"}
 
 
 @dataclass(frozen=True)
 class SyncPolicy:
-    """How ranks meet: bucket sizes, what travels beside computation, how long a call may take, what goes over another backend."""
+    """How ranks communicate: bucket sizes, overlap with computation, timeout, routes over other backends, gradient compression."""
 
     bucket_bytes: int = 25 * 2**20
     first_bucket_bytes: int = 2**20
     overlap: tuple[Overlap, ...] = OVERLAPS
     timeout_s: float = 120.0
-    routes: tuple[Route, ...] = ()  # none: everything goes over the plan's backend, by its own collectives
-    ranks_per_node: tuple[int, ...] = ()  # how many ranks each node has, where routes tell nodes apart
-    compression: Compression = "none"  # of gradients on their way between data ranks
+    routes: tuple[Route, ...] = ()  # empty: all calls use the collectives of the plan's backend
+    ranks_per_node: tuple[int, ...] = ()  # the number of ranks on each node, where routes depend on nodes
+    compression: Compression = "none"  # of gradients that are reduced over data ranks
     compression_rank: int = 4  # of powersgd's matrices
 
 
 @dataclass(frozen=True)
 class BalancePolicy:
-    """What unequal ranks have of a whole; empty means equal. What is computed and what is held are two decisions."""
+    """The shares of unequal ranks; empty means equal. Samples (compute) and states (memory) are shared independently."""
 
     shares: tuple[int, ...] = ()  # samples of the global batch, for each data rank
-    state_fractions: tuple[float, ...] = ()  # of what ZeRO cuts, the part of each rank along the shard axis; they sum to 1
+    state_fractions: tuple[float, ...] = ()  # of the states that ZeRO shards, for each rank along the shard axis; they sum to 1
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How one model is spread over one set of ranks."""
+    """How one model is trained on one set of ranks."""
 
     model: str
     global_batch: int
     mesh: Mesh = Mesh()
     micro_batches: int = 1
     stages: tuple[Stage, ...] = ()
-    schedule: PipelineSchedule = "1f1b"  # in which order a pipeline takes micro-batches forward and backward
+    schedule: PipelineSchedule = "1f1b"  # the order of a pipeline's forwards and backwards
     memory: MemoryPolicy = MemoryPolicy()
     sync: SyncPolicy = SyncPolicy()
     balance: BalancePolicy = BalancePolicy()
-    placements: Mapping[str, str] = field(default_factory=dict)  # layers whose tensor parallelism a user has decided, by name
+    placements: Mapping[str, str] = field(default_factory=dict)  # layers whose tensor parallelism the user chose, by name
     tensor: TensorPolicy = TensorPolicy()
-    tensor_y: TensorPolicy = TensorPolicy()  # the second dimension, when tensor parallelism has a grid
+    tensor_y: TensorPolicy = TensorPolicy()  # the second dimension of a tensor-parallel grid
     context: ContextPolicy = ContextPolicy()
     spatial: SpatialPolicy = SpatialPolicy()
     expert: ExpertPolicy = ExpertPolicy()
     compile: CompileMode = "none"
     device: DeviceKind = "cpu"
-    rank_devices: tuple[str, ...] = ()  # what each rank is on ('cuda:0', 'cpu'), where they are not all alike or share a card
-    device_order: tuple[int, ...] = ()  # which of the cluster's devices each rank is on, where that is not in their order
+    rank_devices: tuple[str, ...] = ()  # each rank's device ('cuda:0', 'cpu'), where these differ in kind or ranks share a card
+    device_order: tuple[int, ...] = ()  # the index in the cluster of each rank's device, where not in the cluster's order
     backend: str = "gloo"
-    threads: int = 0  # CPU threads a rank; 0 leaves the environment's setting
-    version: int = 1
+    threads: int = 0  # CPU threads per rank; 0 leaves the environment's setting
+    version: int = VERSION
 
     def __post_init__(self) -> None:
         check_plan(self)
 
     @property
     def partition_key(self) -> tuple[tuple[object, ...], tuple[object, ...]]:
-        """All that says what each rank has of the model, as objects and as values: plans that share it share much else (see `Memo`)."""
+        """All that determines each rank's part of the model, as objects and as values: plans with the same key share cached results (see `Memo`)."""
         mesh = self.mesh
         same = (self.stages, self.tensor, self.tensor_y, self.context, self.spatial, self.expert)
         return same, (mesh.pp, mesh.cp, mesh.ep, mesh.tp, self.schedule)
@@ -176,7 +176,7 @@ class Plan:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether a pipeline takes the gradients of inputs and those of weights apart."""
+        """Whether a pipeline computes the gradients of inputs and those of weights separately."""
         return self.mesh.pp > 1 and schedule_traits(self.schedule).splits_backward
 
     @property
@@ -184,26 +184,26 @@ class Plan:
         return self.mesh.size
 
     def for_rank(self, rank: int) -> Plan:
-        """The plan with the kind of device that one rank is on."""
+        """The plan with `device` set to the kind of device of one rank."""
         return replace(self, device=device_kind(self.rank_devices[rank])) if self.rank_devices else self
 
     def device_of(self, rank: int, local_rank: int) -> str:
-        """Which device a rank is on: its node's cards go to its ranks in order, unless the plan says otherwise."""
+        """The device of a rank: a node's cards are assigned to its ranks in order, unless the plan says otherwise."""
         return self.rank_devices[rank] if self.rank_devices else self.device if self.device == "cpu" else f"{self.device}:{local_rank}"
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """The one that ranks meet by, and those that some calls go over."""
+        """The process-group backend, then those that some calls are routed over."""
         return tuple(dict.fromkeys([self.backend, *(r.backend for r in self.sync.routes)]))
 
     @property
     def tensor_policies(self) -> tuple[tuple[str, TensorPolicy], ...]:
-        """Tensor parallelism, axis by axis."""
+        """The tensor-parallel policy of each axis that shards something."""
         return tuple((axis, policy) for axis, policy in zip(self.mesh.tp_axes, (self.tensor, self.tensor_y), strict=False) if policy.sharded_dims)
 
     @cached_property
     def logical_dim_shards(self) -> tuple[Mapping[str, tuple[int, int]], ...]:
-        """By coordinate of `tp` and strand that tensor parallelism deals out: how much of it that rank holds, and of how much."""
+        """By coordinate of `tp` and name of the sharded logical dim: (length of that rank's shard, length of the whole dim)."""
         return tuple(
             {
                 s.name: (s.shard_range(self.mesh.grid_coordinate(place, axis), self.mesh.degree(axis))[1], s.size)
@@ -220,7 +220,7 @@ class Plan:
         return (sum(shares[:data_rank]), shares[data_rank]) if shares else (data_rank * each, each)
 
     def state_fraction(self, shard_rank: int) -> float:
-        """Of what ZeRO cuts, the part of the rank at a coordinate of the shard axis; all of it where nothing is cut."""
+        """The fraction of the states sharded by ZeRO that a coordinate of the shard axis holds; 1 where nothing is sharded."""
         return self.balance.state_fractions[shard_rank] if self.balance.state_fractions else 1.0 / (self.mesh.shard if self.memory.zero else 1)
 
     def micro_batch_size(self, rank: int) -> int:
@@ -229,17 +229,17 @@ class Plan:
 
     @property
     def max_micro_batch_size(self) -> int:
-        """Samples in the largest micro-batch of any rank: what memory must hold."""
+        """Samples in the largest micro-batch of any rank, which must fit in memory."""
         return -(-self.max_share // self.micro_batches)
 
     @property
     def max_share(self) -> int:
-        """Samples of the data rank that has the most."""
+        """Samples per global batch of the data rank with the most."""
         return max(self.balance.shares, default=self.global_batch // self.mesh.data_parallel_size)
 
     @property
     def strategy(self) -> str:
-        """The name people know this plan by."""
+        """The usual name of this plan's parallelism, such as 'ZeRO-3' or 'tensor parallel 2 × data parallel'."""
         if self.mesh.size == 1:
             return "single device"
         parts = [f"pipeline {self.mesh.pp} ({self.schedule})"] * (self.mesh.pp > 1)
@@ -273,7 +273,7 @@ class Plan:
 
     @staticmethod
     def load(path: Path) -> Plan:
-        return from_data(Plan, read_json(path), str(path))
+        return replace(from_data(Plan, read_json(path), str(path)), version=VERSION)
 
 
 def _recompute_summary(memory: MemoryPolicy) -> str:

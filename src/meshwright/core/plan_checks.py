@@ -1,4 +1,4 @@
-"""What makes a plan legal, each with the reason and what to change. A plan asks when it is made; what does not go together is in
+"""Validity checks that a plan runs when it is created; each error gives the reason and what to change. Incompatible features are in
 plan_compatibility.py."""
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from meshwright.core.shares import check_state_fractions
 if TYPE_CHECKING:
     from meshwright.core.plan import Plan
 
+VERSION = 2  # of the format of plan.json; version 1 is read too (format_version_1.py)
 OFFLOADS = ("none", "optimizer")
 
 
 def check_plan(plan: Plan) -> None:
     mesh, zero = plan.mesh, plan.memory.zero
-    if plan.version != 1:
-        raise RequestError(f"plan version {plan.version} is newer than this Meshwright, which reads version 1: upgrade it")
+    if not 1 <= plan.version <= VERSION:
+        raise RequestError(f"plan version {plan.version} is newer than this Meshwright, which reads up to version {VERSION}: upgrade it")
     if plan.micro_batches < 1:
         raise RequestError(f"plan: micro_batches={plan.micro_batches} must be at least 1")
     if zero and mesh.shard == 1 and mesh.size > 1:
@@ -56,7 +57,7 @@ def _check_memory(plan: Plan) -> None:
 
 def _check_devices(plan: Plan) -> None:
     if plan.device_order and len(plan.device_order) != plan.world:
-        raise RequestError(f"plan: seats has {len(plan.device_order)} entries for mesh {plan.mesh} of {plan.world} ranks: give {plan.world}")
+        raise RequestError(f"plan: device_order has {len(plan.device_order)} entries for mesh {plan.mesh} of {plan.world} ranks: give {plan.world}")
     if plan.threads < 0:
         raise RequestError(f"plan: threads={plan.threads} must be 0 (as the environment says) or more")
 
@@ -70,7 +71,7 @@ def _check_sync(plan: Plan) -> None:
     check_routes(sync.routes, plan.backend, sync.ranks_per_node, plan.world)
     check_compression(sync.compression, sync.compression_rank, plan.mesh, plan.memory.zero, precision)
     if plan.rank_devices and sync.routes:
-        raise RequestError("plan: sync.routes are for ranks on like devices, and places names others: leave sync.routes out")
+        raise RequestError("plan: sync.routes are for ranks on like devices, and rank_devices names others: leave sync.routes out")
     if plan.rank_devices:
         check_rank_devices(plan.rank_devices, plan.mesh, plan.backend, precision)
 

@@ -1,4 +1,4 @@
-"""What does not go together in a plan, each with the reason and what to change."""
+"""Checks for incompatible features of a plan; each error gives the reason and what to change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_compatibility(plan: Plan) -> None:
 
 
 def _check_pipeline(plan: Plan) -> None:
-    """The stages and micro-batches that a schedule takes, and what it does not go with."""
+    """Check the numbers of stages and micro-batches that a schedule accepts, and what it is incompatible with."""
     pp, count, micro = plan.mesh.pp, len(plan.stages), plan.micro_batches
     schedule, traits = plan.schedule, schedule_traits(plan.schedule)
     if plan.compile == "model":
@@ -60,7 +60,7 @@ def _check_context(plan: Plan) -> None:
 
 
 def _check_sequence(plan: Plan) -> None:
-    """Tensor-parallel ranks share positions where no other ranks have some of them already."""
+    """Sequence parallelism needs positions that no other axis shards."""
     for axis in ("cp", "ep"):
         if plan.mesh.degree(axis) > 1:
             raise RequestError(f"plan: sequence=true does not go with {axis} yet (mesh {plan.mesh}): set sequence=false")
@@ -74,22 +74,22 @@ def _check_spatial(plan: Plan) -> None:
         if mesh.degree(axis) > 1:
             raise RequestError(f"plan: blocks of positions do not go with {axis} yet (mesh {mesh}): use dp or shard beside cp={ways}")
     if plan.compile == "model":
-        raise RequestError("plan: compile=model does not go with cp: neighbours meet inside the model; use compile=blocks")
+        raise RequestError("plan: compile=model does not go with cp: ranks exchange halos inside the model; use compile=blocks")
 
 
 def _check_expert(plan: Plan) -> None:
-    """What owners of experts and tables do not go with; each with its reason."""
+    """Check what expert-parallel experts and embedding tables are incompatible with."""
     ep, owners = plan.mesh.ep, plan.expert
     if plan.mesh.pp > 1 and owners.tables:
-        raise RequestError(f"plan: mesh {plan.mesh}: a stage of a pipeline cannot look up at owners yet: use --mesh ep={ep} with dp")
+        raise RequestError(f"plan: mesh {plan.mesh}: a pipeline stage cannot look up rows on other ep ranks yet: use --mesh ep={ep} with dp")
     if plan.memory.zero == 3 and owners.tables:
         raise RequestError(f"plan: zero=3 would gather tables that others own, in mesh {plan.mesh}: use zero=1 or zero=2")
     if plan.compile == "model":
         raise RequestError("plan: compile=model does not go with ep, whose exchanges no one graph can hold: use compile=blocks")
     if any(len(m.experts_per_rank) != ep for m in owners.moe_layers) or not all(0 <= t.ep_rank < ep for t in owners.tables):
-        raise RequestError(f"plan: owners are listed for another number of ranks than ep={ep}: leave owners out and they are chosen again")
+        raise RequestError(f"plan: expert is made for another number of ranks than ep={ep}: leave expert out and it is chosen again")
     if owners.tables and plan.mesh.degree("tp") > 1:
-        raise RequestError(f"plan: mesh {plan.mesh}: tables at owners do not go with tensor parallelism yet: use --mesh ep={ep} with dp")
+        raise RequestError(f"plan: mesh {plan.mesh}: table parallelism does not go with tensor parallelism yet: use --mesh ep={ep} with dp")
     around = [u for u in plan.memory.units for t in owners.tables if t.module.startswith(f"{u}.")]
     if plan.memory.recompute == "full" and around:
         raise RequestError(f"plan: recompute=full would look tables up again in the backward of {around[0]}: set recompute=none")

@@ -1,4 +1,4 @@
-"""A user's own strategy: a function that turns the planner's plan into another one. Data to data; nothing runs."""
+"""A user's own strategy: a pure function from the planner's plan to another plan, and the checks of its result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FIXED_FIELDS = {
 
 @dataclass(frozen=True)
 class Strategy:
-    """A named change of plans. Calling it calls the function, so a decorated one can still be tested by itself."""
+    """A named function from plan to plan. Calling it calls the function, so a decorated function can be tested directly."""
 
     name: str
     function: PlanTransform
@@ -32,10 +32,10 @@ class Strategy:
         return self.function(plan, profile, cluster)
 
     def apply(self, plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
-        """The changed plan, checked: whatever is wrong with it is one line that names the strategy."""
+        """The changed plan, checked: any error is one line that names the strategy."""
         try:
             made = self.function(plan, profile, cluster)
-        except RequestError as error:  # plans check themselves when they are made
+        except RequestError as error:  # plans validate themselves on construction
             raise RequestError(f"strategy {self.name}: {error}") from error
         except Exception as error:  # it is the user's code, which may raise anything
             said = " ".join(str(error).split())[:200]
@@ -51,12 +51,12 @@ class Strategy:
 
 
 def strategy(name: str) -> Callable[[PlanTransform], Strategy]:
-    """Decorate a function `(plan, profile, cluster) -> Plan`; the name is how it is asked for and how `why` calls it."""
+    """Decorate a function `(plan, profile, cluster) -> Plan`; users select it by the name, and `why` shows it."""
     return lambda function: Strategy(name, function)
 
 
 def as_strategy(candidate: Any, where: str) -> Strategy:
-    """A strategy as it is; any other function under its own name."""
+    """`candidate` if it is a Strategy; any other function as a Strategy under its own name."""
     if isinstance(candidate, Strategy):
         return candidate
     if not callable(candidate):
@@ -65,7 +65,7 @@ def as_strategy(candidate: Any, where: str) -> Strategy:
 
 
 def differences(before: Plan, after: Plan) -> list[str]:
-    """'memory.recompute none → full' for each field that differs; long values are left out."""
+    """'memory.recompute none → full' for each field that differs; long values are omitted."""
     return list(_field_differences(to_data(before), to_data(after), ""))
 
 

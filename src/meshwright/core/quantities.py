@@ -1,4 +1,4 @@
-"""Quantities as people write them: bytes, seconds, counts and rates, to text and back."""
+"""Formatting and parsing of quantities: bytes, seconds, counts and rates."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_rate(text: str) -> float:
-    """Bytes a second: '300 GB/s' → 3e11, '200 Gb/s' and '200 Gbit/s' → 2.5e10."""
+    """Bytes per second: '300 GB/s' → 3e11, '200 Gb/s' and '200 Gbit/s' → 2.5e10."""
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([kKMGTP]?)(i?)(B|b|bit)/s\s*", text)
     if match is None:
         raise RequestError(f"'{text}' is not a bandwidth; write it like 300 GB/s (bytes) or 200 Gb/s (bits)")
@@ -67,7 +67,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_flops(text: str) -> float:
-    """Operations a second: '312 TFLOP/s' → 3.12e14."""
+    """Operations per second: '312 TFLOP/s' → 3.12e14."""
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([MGTPE])FLOP/?[sS]\s*", text)
     if match is None:
         raise RequestError(f"'{text}' is not a rate of arithmetic; write it like 312 TFLOP/s")

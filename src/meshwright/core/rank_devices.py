@@ -1,4 +1,4 @@
-"""Ranks on unlike devices: a GPU rank and CPU ranks in one job, or several ranks that share a card."""
+"""Assigning ranks to mixed devices: GPU and CPU ranks in one job, or several ranks that share a card."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from meshwright.core.cluster import Cluster, Device, DeviceKind
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 
-DEVICES_VARIABLE = "MESHWRIGHT_DEVICES"  # where a script's ranks find what each of them is on, like "cuda:0,cpu"
-_SAME_RNG_AXES = ("tp", "cp", "ep")  # axes whose ranks draw the same random numbers, which a CPU and a GPU do not
+DEVICES_VARIABLE = "MESHWRIGHT_DEVICES"  # the devices of a script's ranks, like "cuda:0,cpu"
+_SAME_RNG_AXES = ("tp", "cp", "ep")  # axes whose ranks must draw the same random numbers, which a CPU and a GPU do not
 
 
 def device_kind(device: str) -> DeviceKind:
@@ -21,15 +21,15 @@ def device_kind(device: str) -> DeviceKind:
 
 
 def device_index(device: str) -> int:
-    """Which card, of those that the job uses."""
+    """The index of the card among those that the job uses; 0 for a CPU."""
     return int(device.partition(":")[2] or 0)
 
 
 def assign_rank_devices(cluster: Cluster, world: int) -> tuple[str, ...]:
-    """What the first `world` ranks are on, one entry each, cards counted in each node; nothing where all are alike and have their devices to
-    themselves."""
+    """The devices of the first `world` ranks, one entry each, with cards numbered within each node; empty where all are of one kind and no two
+    ranks share a card."""
     if len(cluster.distinct_nodes) == 1 and not node_rank_devices(cluster.nodes[0].devices):
-        return ()  # of a large cluster's nodes there is one
+        return ()  # avoids a loop over the nodes of a large cluster
     nodes, left = [], world
     for node in cluster.nodes:
         if left <= 0:
@@ -44,7 +44,7 @@ def assign_rank_devices(cluster: Cluster, world: int) -> tuple[str, ...]:
 
 
 def node_rank_devices(devices: Sequence[Device]) -> tuple[str, ...]:
-    """The same for one node."""
+    """`assign_rank_devices` for one node."""
     cards = list(dict.fromkeys(d.index for d in devices if d.kind == "cuda"))
     on_cards = sum(d.kind == "cuda" for d in devices)
     if on_cards == len(cards) in (0, len(devices)):
@@ -53,24 +53,24 @@ def node_rank_devices(devices: Sequence[Device]) -> tuple[str, ...]:
 
 
 def rank_devices_from_env(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """What a launcher said that ranks are on; nothing where they are alike."""
+    """The devices of ranks, as set by the launcher; empty where all are of one kind."""
     return tuple(filter(None, environ.get(DEVICES_VARIABLE, "").split(",")))
 
 
 def device_selection(rank_devices: Sequence[str]) -> tuple[int | Literal["cpu"], ...]:
-    """Places as one names devices: the number of a card, or cpu."""
+    """The devices as a user selects them: the index of a card, or cpu."""
     return tuple("cpu" if place == "cpu" else device_index(place) for place in rank_devices)
 
 
 def check_rank_devices(rank_devices: Sequence[str], mesh: Mesh, backend: str, precision: str) -> None:
-    """What ranks on unlike devices cannot do, with the reason."""
+    """Check that mesh, backend and precision support these devices."""
     if len(rank_devices) != mesh.size:
-        raise RequestError(f"plan: places has {len(rank_devices)} entries for mesh {mesh} of {mesh.size} ranks: give {mesh.size}")
+        raise RequestError(f"plan: rank_devices has {len(rank_devices)} entries for mesh {mesh} of {mesh.size} ranks: give {mesh.size}")
     for place in rank_devices:
         if place != "cpu" and not (place.startswith("cuda:") and place[5:].isdigit()):
-            raise RequestError(f"plan: places: '{place}' is no place for a rank: write cpu or cuda:0")
+            raise RequestError(f"plan: rank_devices: '{place}' is no device: write cpu or cuda:0")
     if not backend_traits(backend).shares_gpus:
-        raise RequestError(f"plan: {backend.upper()} needs a card for every rank, and places has CPUs or a card twice: use backend=gloo")
+        raise RequestError(f"plan: {backend.upper()} needs a card for every rank, and rank_devices has CPUs or a card twice: use backend=gloo")
     if precision == "fp8" and "cpu" in rank_devices:
         raise RequestError("plan: precision=fp8 needs a GPU for every rank, and some are on CPUs: use bf16")
     for axis in (a for a in _SAME_RNG_AXES if mesh.degree(a) > 1):
@@ -82,7 +82,7 @@ def check_rank_devices(rank_devices: Sequence[str], mesh: Mesh, backend: str, pr
 
 
 def group_backend(rank_devices: Sequence[str], group: Sequence[int], backend: str) -> str:
-    """That of GPUs where every rank of a group has one to itself, else what all ranks meet by."""
+    """The GPU backend for a group whose ranks all have a GPU to themselves, else the plan's process-group backend."""
     mine = [rank_devices[rank] for rank in group] if rank_devices else []
     return backend_for("cuda") if mine and "cpu" not in mine and len(set(mine)) == len(mine) else backend
 

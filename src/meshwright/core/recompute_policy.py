@@ -1,4 +1,4 @@
-"""What a unit keeps for backward: everything, what is dear to compute, or its input alone. The words, and which of them go together."""
+"""What a unit saves for backward: everything (none), outputs of expensive operations (selective) or its input (full); and checks of these modes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RECOMPUTE_MODES: tuple[str, ...] = get_args(RecomputeMode)
 
 
 def check_recompute_modes(default: str, layers: Mapping[str, str], units: tuple[str, ...]) -> None:
-    """Every mode is one of the three, and every layer that has its own is a unit."""
+    """Check that every mode is one of the three, and that every layer with a mode of its own is a unit."""
     if default not in RECOMPUTE_MODES:
         raise RequestError(f"plan: memory.recompute={default} must be none, selective or full")
     for name, mode in layers.items():
@@ -26,7 +26,7 @@ def check_recompute_modes(default: str, layers: Mapping[str, str], units: tuple[
 
 
 def check_recompute(modes: Collection[str], tp_degree: int, compile_mode: str, schedule: str) -> None:
-    """What cannot go together, for a plan whose units have these modes; `schedule` is a pipeline's."""
+    """Check that a plan whose units have these modes can be run; `schedule` is a pipeline's."""
     if modes and schedule and schedule_traits(schedule).splits_backward:
         raise RequestError(
             f"plan: {schedule} takes each weight's gradient apart, and each would compute its unit again: set recompute=none or use interleaved"

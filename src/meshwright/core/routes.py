@@ -1,4 +1,4 @@
-"""Routes: which calls of a plan go another way than the backend's own that its ranks meet by: over another backend, by another algorithm."""
+"""Routes: which calls of a plan use another backend than the plan's process group, or another algorithm than that backend's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshwright.core.backends import backend_traits
 from meshwright.core.errors import RequestError, unknown_name_error
 
 Algorithm = Literal["flat", "two-level", "shared"]
-# What there is beside "flat", the backend's own. See [Note: algorithms] in comm/composed_collectives.py.
+# Algorithms other than "flat", the backend's own. See [Note: algorithms] in comm/composed_collectives.py.
 ALGORITHMS: dict[str, tuple[Algorithm, ...]] = {
     "all_reduce": ("two-level", "shared"),
     "all_gather": ("shared",),
@@ -20,8 +20,8 @@ ALGORITHMS: dict[str, tuple[Algorithm, ...]] = {
 
 @dataclass(frozen=True)
 class Route:
-    """Calls of `op` in which a rank sends at least `min_sent_bytes` bytes go over `backend`, by `algorithm`, up to where the operation's next
-    route begins."""
+    """Calls of `op` in which a rank sends at least `min_sent_bytes` bytes use `backend` and `algorithm`, up to the size at which the operation's
+    next route begins."""
 
     op: str
     backend: str
@@ -34,7 +34,7 @@ class Route:
 
 
 def route_name(backend: str, algorithm: str) -> str:
-    """'gloo' for its own collectives, 'gloo:shared' for those through shared memory; measurements have such names too."""
+    """'gloo' for the backend's own collectives, 'gloo:shared' for those through shared memory; measurements have the same names."""
     return backend if algorithm == "flat" else f"{backend}:{algorithm}"
 
 
@@ -44,13 +44,13 @@ def parse_route_name(route: str) -> tuple[str, str]:
 
 
 def choose_route(routes: Sequence[Route], op: str, sent_bytes: float, backend: str) -> str:
-    """The way of one call; `backend` itself unless a route says otherwise. It depends on what all ranks know, so they choose alike."""
+    """The route of one call; `backend` itself unless a route applies. It depends only on what all ranks know, so they choose the same."""
     begun = [r for r in routes if r.op == op and r.min_sent_bytes <= sent_bytes]
     return max(begun, key=lambda r: r.min_sent_bytes).route_name if begun else backend
 
 
 def group_by_node(ranks: Sequence[int], ranks_per_node: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The places of a group's ranks, node by node; `ranks_per_node` says how many ranks of the world each node has."""
+    """The group indices of a group's ranks, node by node; `ranks_per_node` is how many ranks of the world each node has."""
     starts = [sum(ranks_per_node[:i]) for i in range(1, len(ranks_per_node))]
     found: dict[int, list[int]] = {}
     for place, rank in enumerate(ranks):
@@ -65,19 +65,19 @@ def has_two_levels(ranks: Sequence[int], ranks_per_node: Sequence[int]) -> bool:
 
 
 def is_applicable(algorithm: str, ranks: Sequence[int], ranks_per_node: Sequence[int]) -> bool:
-    """Whether a group can go by it: two levels need two, and memory is shared on one node alone."""
+    """Whether a group can use the algorithm: two-level needs two levels, and shared memory a single node."""
     if algorithm == "two-level":
         return has_two_levels(ranks, ranks_per_node)
     return algorithm != "shared" or len(group_by_node(ranks, ranks_per_node)) == 1
 
 
 def applicable_routes(routes: Sequence[Route], ranks: Sequence[int], ranks_per_node: Sequence[int]) -> tuple[Route, ...]:
-    """Those that a group can take."""
+    """The routes that a group can use."""
     return tuple(r for r in routes if is_applicable(r.algorithm, ranks, ranks_per_node))
 
 
 def routes_for_world(routes: Sequence[Route], ranks_per_node: Sequence[int], world: int) -> tuple[tuple[Route, ...], tuple[int, ...]]:
-    """Both for the first ranks of those that they were made for."""
+    """Routes and ranks per node, reduced to the first `world` ranks of those they were made for."""
     cut = [min(n, max(world - sum(ranks_per_node[:i]), 0)) for i, n in enumerate(ranks_per_node)]
     kept = tuple(n for n in cut if n) if sum(ranks_per_node) >= world else ()
     return applicable_routes(routes, range(world), kept), kept
@@ -92,8 +92,12 @@ def check_routes(routes: Sequence[Route], backend: str, ranks_per_node: Sequence
         if route.algorithm != "flat" and route.algorithm not in ALGORITHMS.get(route.op, ()):
             raise unknown_name_error("algorithm", route.algorithm, ("flat", *ALGORITHMS.get(route.op, ())), f"plan: sync.routes for {route.op}")
         if route.algorithm == "two-level" and not ranks_per_node:
-            raise RequestError("plan: sync.routes has two-level, and sync.nodes does not say how many ranks each node has: give them, like [2, 2]")
+            raise RequestError(
+                "plan: sync.routes has two-level, and sync.ranks_per_node does not say how many ranks each node has: give them, like [2, 2]"
+            )
     if routes and backend_traits(backend).launchers:
-        raise RequestError(f"plan: sync.routes need ranks that meet by gloo, and the plan's backend is {backend}: set backend=gloo")
+        raise RequestError(f"plan: sync.routes need process groups over gloo, and the plan's backend is {backend}: set backend=gloo")
     if ranks_per_node and (sum(ranks_per_node) != world or min(ranks_per_node) < 1):
-        raise RequestError(f"plan: sync.nodes {list(ranks_per_node)} are {sum(ranks_per_node)} ranks, and the mesh has {world}: give as many")
+        raise RequestError(
+            f"plan: sync.ranks_per_node {list(ranks_per_node)} are {sum(ranks_per_node)} ranks, and the mesh has {world}: give as many"
+        )

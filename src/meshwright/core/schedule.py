@@ -1,4 +1,4 @@
-"""A schedule: the ordered actions of one step, as data. It can be run, priced, counted or drawn; it does none of that itself."""
+"""A schedule: the ordered actions of one step, as data. Other packages run, price, count or draw it."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ GroupRanks = Mapping[str, tuple[tuple[int, ...], ...]]
 
 @dataclass(frozen=True)
 class Action:
-    """One thing a rank does. A collective runs beside computation from where it stands; `depends_on` names what must be over first."""
+    """One action of a rank. A collective runs asynchronously from its place in the program; `depends_on` names actions that must end before."""
 
     name: str
     op: Op
     layer: int = -1  # index into the profile's layers, for computation
     bytes: int = 0  # size of the whole tensor that a collective works on, padding included
-    padding: int = 0  # of these, bytes that carry nothing
-    expected_bytes: int | None = None  # where the data decides and `bytes` is the most that it can be: what an even spread of it gives
+    padding: int = 0  # of `bytes`, padding
+    expected_bytes: int | None = None  # where the data decides the size and `bytes` is its upper bound: the size for evenly spread data
     axis: str = ""
-    group_size: int = 0  # ranks that take part, where they are not all of the axis's: two for a send
+    group_size: int = 0  # participating ranks, where not all of the axis's group: two for a send
     depends_on: tuple[str, ...] = ()
-    skips_expensive: bool = False  # of a layer's forward only what is neither product, convolution nor attention: selective recomputation
-    seconds: float = 0.0  # of computation, where that is settled: a schedule that carries its times needs no profile
-    flops: float = 0.0  # likewise, for those who would rather compute than wait
-    peer: int = -1  # of a message: the other's place in the group of `axis`, so that ranks alike share a program
-    is_blocking: bool = False  # the rank goes on only when this is over
+    skips_expensive: bool = False  # a layer's forward without matmuls, convolutions and attention: selective recomputation
+    seconds: float = 0.0  # of computation, where given: a schedule with its own times needs no profile
+    flops: float = 0.0  # likewise, for a runner that computes instead of sleeping
+    peer: int = -1  # of a message: the peer's index in the group of `axis`, so that equivalent ranks share a program
+    is_blocking: bool = False  # the rank continues only when this has finished
 
     @property
     def is_collective(self) -> bool:
@@ -40,25 +40,25 @@ class Action:
 
     @property
     def is_communication(self) -> bool:
-        return self.is_collective or self.op == "send"  # what is received was counted where it was sent
+        return self.is_collective or self.op == "send"  # a recv is counted at its send
 
     def renamed(self, name: str, depends_on: tuple[str, ...] = ()) -> Action:
-        """The same under another name, after other things. A search makes millions of them, and `replace` takes ten times as long."""
+        """A copy with another name and other dependencies. A search makes millions of them, and `replace` takes ten times as long."""
         made = object.__new__(Action)
         made.__dict__.update(self.__dict__, name=name, depends_on=depends_on)
         return made
 
     def num_ranks(self, mesh: Mesh) -> int:
-        """How many ranks take part."""
+        """The number of participating ranks."""
         return self.group_size or mesh.group_size(self.axis)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steady step of every rank. Ranks that do the same share one entry: `program_of_rank` maps a rank to its program.
+    """The steady-state step of every rank. Ranks with the same actions share one program: `program_of_rank` maps a rank to its program.
 
-    A plan's schedule names groups by the axes of its mesh and leaves `groups` empty. One that stands by itself, as a proxy's does, lists
-    them: for each name the ranks of every group, in the order in which `peer` counts them; a rank is in at most one group of a name.
+    A plan's schedule names groups by the axes of its mesh and leaves `groups` empty. A standalone schedule, such as a proxy's, lists
+    them: for each name the ranks of every group, in the order that `peer` indexes; a rank is in at most one group of each name.
     """
 
     programs: tuple[tuple[Action, ...], ...]
@@ -71,12 +71,12 @@ class Schedule:
         return self.programs[self.program_of_rank.get(str(rank), 0)]
 
     def groups_of(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """The group that a rank is in, for each name."""
+        """By name, the group that a rank is in."""
         return {name: group for name, groups in self.groups.items() for group in groups if rank in group}
 
 
 def wire_factor(op: str, group_size: int) -> float:
-    """Bytes a rank must send for each byte of the tensor, by the bandwidth-optimal algorithm; an all-reduce is both halves."""
+    """Bytes that a rank must send per byte of the tensor, by the bandwidth-optimal algorithm; an all-reduce is reduce-scatter plus all-gather."""
     share = (group_size - 1) / group_size
     several = float(group_size > 1)
     return {"all_reduce": 2 * share, "broadcast": several, "reduce": several, "send": 1.0, "recv": 1.0}.get(op, share)

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin
 
 from meshwright.core.errors import RequestError, unknown_name_error
+from meshwright.core.format_version_1 import VERSION_1_KEYS
 
 T = TypeVar("T")
 
 
 def to_data(value: Any) -> Any:
-    """A dataclass (nested, with tuples and mappings) as plain JSON data. Fields at their default stay: a reader sees all."""
+    """A dataclass (nested, with tuples and mappings) as plain JSON data. Fields at their default are written too."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_data(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -32,7 +33,7 @@ def from_data(kind: type[T], data: Any, where: str) -> T:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON in `path`; a missing or broken file is the user's to mend, so it is a RequestError."""
+    """The JSON in `path`; a missing or broken file is the user's to fix, so it raises RequestError."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -81,7 +82,7 @@ def _convert(kind: Any, data: Any, where: str) -> Any:
 
 
 def _select_variant(options: list[Any], data: Any, where: str) -> Any:
-    """Of several dataclasses the one whose `kind` the data has; else the first."""
+    """Of several dataclasses, the one whose `kind` the data names; otherwise the first."""
     kinds = {
         field.default: option
         for option in options
@@ -109,6 +110,7 @@ def _convert_dataclass(kind: Any, data: Any, where: str) -> Any:
     _expect(isinstance(data, dict), "an object", data, where)
     hints = typing.get_type_hints(kind)
     fields = {f.name: f for f in dataclasses.fields(kind)}
+    data = _with_current_keys(kind.__name__, data, where)
     for key in data:
         if key not in fields:
             raise unknown_name_error("key", key, fields, where)
@@ -117,6 +119,15 @@ def _convert_dataclass(kind: Any, data: Any, where: str) -> Any:
         if name not in data and not optional:
             raise RequestError(f"{where}: the key '{name}' is missing")
     return kind(**{k: _convert(hints[k], v, f"{where}.{k}") for k, v in data.items()})
+
+
+def _with_current_keys(kind: str, data: dict[str, Any], where: str) -> dict[str, Any]:
+    """The data with keys of format version 1 replaced by today's."""
+    renamed = VERSION_1_KEYS.get(kind, {})
+    for old, new in renamed.items():
+        if old in data and new in data:
+            raise RequestError(f"{where}: '{old}' is the old name of '{new}', and both are given: leave '{old}' out")
+    return {renamed.get(key, key): value for key, value in data.items()}
 
 
 def _expect(condition: bool, expected: str, data: Any, where: str) -> None:

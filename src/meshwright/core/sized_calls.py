@@ -1,6 +1,6 @@
-"""Calls in a model's code that spell sizes out, such as `view(B, S, 12, 64)` or `x[..., :64]`: which they hold, and the same call with others.
+"""Calls in a model's code with explicit sizes, such as `view(B, S, 12, 64)` or `x[..., :64]`: reading the sizes, and replacing them.
 
-The trace notes what `sized_call` finds, and the run rewrites through it, so the two cannot disagree about what a call says.
+The tracer records what `sized_call` finds and the runtime rewrites calls through it, so the two cannot disagree about a call's sizes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ _SIZE_KEYWORDS = ("size", "shape", "sizes", "split_size_or_sections", "split_siz
 
 @dataclass(frozen=True)
 class SizedCall:
-    """`sizes` as the code gives them (-1 where it leaves one open); `dim` is where they apply, for calls that work on one dim."""
+    """The sizes in one call: `sizes` as written (-1 where the code leaves one open); `dim` is their dim, for calls that work on one dim."""
 
     sizes: tuple[int, ...]
     dim: int
-    with_sizes: Callable[[Sequence[int]], tuple[Any, Any]]  # other sizes → the arguments of the call that has them
-    dims: tuple[int, ...] = ()  # for slices, whose sizes are places: the dim that each of them lies in
+    with_sizes: Callable[[Sequence[int]], tuple[Any, Any]]  # other sizes → (args, kwargs) of the call with those
+    dims: tuple[int, ...] = ()  # for slices, whose sizes are bounds: the dim of each bound
 
 
 def sized_call(name: str, args: Any, kwargs: Any) -> SizedCall | None:
-    """The sizes in a call of `name`; None if it takes none, or takes them from somewhere else than the code."""
+    """The sizes in a call of `name`; None if it has none, or they are not plain integers."""
     if name not in SIZED_FUNCTIONS:
         return None
     if name in ("__getitem__", "narrow"):
@@ -47,7 +47,7 @@ def sized_call(name: str, args: Any, kwargs: Any) -> SizedCall | None:
 
 
 def _sized_slice(args: Any) -> SizedCall | None:
-    """`x[:, 2:4]` and `x[..., :4]`: from where to where, dim by dim. With numbers, masks or new dims among them it is something else."""
+    """The bounds of `x[:, 2:4]` or `x[..., :4]`, dim by dim; None for an index with integers, masks or new dims."""
     items = args[1] if isinstance(args[1], tuple) else (args[1],)
     cuts = [i for i in items if isinstance(i, slice)]
     others = [i for i in items if not isinstance(i, slice)]
@@ -67,7 +67,7 @@ def _sized_slice(args: Any) -> SizedCall | None:
 
 
 def _sized_narrow(args: Any, kwargs: Any) -> SizedCall | None:
-    """`x.narrow(dim, start, length)`."""
+    """The start and length of `x.narrow(dim, start, length)`."""
     given = {**dict(zip(("input", "dim", "start", "length"), args, strict=False)), **kwargs}
     if not all(_is_size(given.get(k)) for k in ("dim", "start", "length")):
         return None
@@ -82,7 +82,7 @@ def _call_dim(name: str, args: Any, kwargs: Any) -> int:
 
 
 def _as_sized_call(sizes: Any, dim: int, with_sizes: Callable[[Any], tuple[Any, Any]]) -> SizedCall | None:
-    if _is_size(sizes):  # one number, as `split(x, 768)` has it
+    if _is_size(sizes):  # a single number, as in `split(x, 768)`
         return SizedCall((sizes,), dim, lambda new: with_sizes(new[0]))
     if not isinstance(sizes, (tuple, list)) or not sizes or not all(map(_is_size, sizes)):
         return None

@@ -1,11 +1,11 @@
-"""The spatial part of a plan: ranks share every sample's positions, each takes a block of them, and neighbours exchange borders.
+"""The spatial part of a plan: the positions of every sample are sharded, each rank holds a block of them, and neighbours exchange halos.
 
 [Note: blocks and halos]
-The ranks of a cp group stand on a grid. A dim of N positions is dealt out over the grid's extent along it in runs, as evenly as it
-goes, and by N alone: tensors of one size are cut alike, whoever made them. Whatever slides (a convolution, a pooling) gives a rank its
-run of the output, and for that the rank needs a range of the input: its own run, more of it where the window hangs over (a halo, which
-neighbours send), less where it does not reach, padding beyond the outer border. Borders are exchanged dim after dim, so that the
-second exchange carries the corners of the first. Run and prediction read the same `HaloExchange`s.
+The ranks of a cp group form a grid. A dim of N positions is split over the grid's extent along it into contiguous ranges, as evenly as
+possible and by N alone: tensors of one size are split the same, whichever operation produced them. A sliding-window operation (convolution,
+pooling) computes each rank's range of the output, which depends on a range of the input: the rank's own range, plus a halo sent by the
+neighbour where the window overlaps its block, minus what the window does not reach, plus padding beyond the outer border. Halos are exchanged
+one dim after another, so that the second exchange carries the corners of the first. Runtime and cost model read the same `HaloExchange`s.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) of each spatial dim
 
 
 def grid_coordinates(rank: int, grid: tuple[int, ...]) -> tuple[int, ...]:
-    """Where a rank stands; the last dim holds neighbouring ranks."""
+    """A rank's coordinates on the grid; consecutive ranks are neighbours along the last dim."""
     found = []
     for ways in reversed(grid):
         rank, at = divmod(rank, ways)
@@ -33,7 +33,7 @@ def grid_coordinates(rank: int, grid: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def local_box(sizes: tuple[int, ...], grid: tuple[int, ...], rank: int) -> Box:
-    """The positions that a rank holds."""
+    """The block of positions that a rank holds."""
     runs = [shard_range(n, at, ways) for n, at, ways in zip(sizes, grid_coordinates(rank, grid), grid, strict=True)]
     return tuple((first, first + count) for first, count in runs)
 
@@ -48,7 +48,7 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class SpatialInput:
-    """Where whole samples are cut into blocks: a tensor among those that the model is given, with its spatial sizes."""
+    """A model input whose samples are split into blocks: its position among the input tensors, and its spatial sizes."""
 
     position: int
     sizes: tuple[int, ...]
@@ -56,20 +56,20 @@ class SpatialInput:
 
 @dataclass(frozen=True)
 class WindowOp:
-    """A window that slides over cut positions and needs others than a rank's own: which call in which module, and from what to what."""
+    """A sliding-window call over sharded positions that needs those of other ranks: its module and function, input and output sizes."""
 
     module: str
     function: str
     window: SlidingWindow
     sizes: tuple[int, ...]
-    output_sizes: tuple[int, ...]  # spatial sizes of the result
+    output_sizes: tuple[int, ...]  # spatial sizes of the output
     bytes: float  # of one position of one sample
-    needs_grad: bool = True  # a gradient goes back to the input
+    needs_grad: bool = True  # the input needs a gradient
 
 
 @dataclass(frozen=True)
 class SpatialNorm:
-    """Statistics over cut positions, which ranks must have in common: `num_statistics` of each kind, a sample or (`is_batch_independent`) at all."""
+    """Statistics over sharded positions, reduced over ranks: `num_statistics` of each kind, per sample or (`is_batch_independent`) per batch."""
 
     module: str
     function: str
@@ -82,14 +82,14 @@ class SpatialNorm:
 
 @dataclass(frozen=True)
 class SpatialGather:
-    """Where blocks become whole again: an output of a module whose dims `dims` are cut."""
+    """An all-gather of blocks: an output of a module, sharded along `dims`, becomes whole."""
 
     module: str
     position: int
     dims: tuple[int, ...]
     sizes: tuple[int, ...]
     bytes: float  # of one position of one sample
-    skipped_in_recompute: tuple[str, ...] = ()  # modules in which nothing after it is kept for backward: recomputing those stops before it
+    skipped_in_recompute: tuple[str, ...] = ()  # modules that save nothing for backward after it: their recompute stops before it
 
     @property
     def name(self) -> str:
@@ -98,15 +98,15 @@ class SpatialGather:
 
 @dataclass(frozen=True)
 class SpatialPolicy:
-    """Spatial parallelism of one model over a grid of ranks. Empty: nothing is cut."""
+    """Spatial parallelism of one model over a grid of ranks. Empty: nothing is sharded."""
 
     grid: tuple[int, ...] = ()
     inputs: tuple[SpatialInput, ...] = ()
     window_ops: tuple[WindowOp, ...] = ()
     norms: tuple[SpatialNorm, ...] = ()
     gathers: tuple[SpatialGather, ...] = ()
-    sharded_modules: tuple[str, ...] = ()  # modules that work on blocks
-    layer_notes: Mapping[str, str] = field(default_factory=dict)  # layer → how it is cut, or why it is not
+    sharded_modules: tuple[str, ...] = ()  # modules that compute on blocks
+    layer_notes: Mapping[str, str] = field(default_factory=dict)  # layer → how it is sharded, or why it is not
 
     @property
     def num_parts(self) -> int:
@@ -116,7 +116,7 @@ class SpatialPolicy:
 
 @dataclass(frozen=True)
 class HaloExchange:
-    """One message each way with a neighbour: boxes of the buffer (see `HaloPlan`), None where nothing goes that way."""
+    """One message in each direction with a neighbour: boxes of the buffer (see `HaloPlan`); None for a direction without a message."""
 
     dim: int
     peer: int
@@ -126,16 +126,16 @@ class HaloExchange:
 
 @dataclass(frozen=True)
 class HaloPlan:
-    """What one rank does before a window slides. Its buffer spans its own block, the halos and the padding, in the buffer's own numbering."""
+    """One rank's halo exchange before a sliding-window operation. Boxes are in coordinates of a buffer of its own block, halos and padding."""
 
     shape: tuple[int, ...]
-    own_box: Box  # where the rank's block lies in the buffer
-    window_box: Box  # what the window is given of it
+    own_box: Box  # the rank's block in the buffer
+    window_box: Box  # the part of the buffer that is the operation's input
     exchanges: tuple[HaloExchange, ...]
 
 
 def input_range(window_op: WindowOp, dim: int, coordinate: int, num_parts: int) -> tuple[int, int]:
-    """(start, stop) of the input positions behind one rank's run of the output; below 0 and beyond the size is padding."""
+    """(start, stop) of the input positions that one rank's range of the output depends on; below 0 and beyond the size is padding."""
     w = window_op.window
     first, count = shard_range(window_op.output_sizes[dim], coordinate, num_parts)
     start = first * w.stride[dim] - w.padding[dim]
@@ -143,7 +143,7 @@ def input_range(window_op: WindowOp, dim: int, coordinate: int, num_parts: int) 
 
 
 def plan_halo(window_op: WindowOp, grid: tuple[int, ...], rank: int) -> HaloPlan:
-    """A dim that is not cut keeps the operation's own padding, so there the block is the whole."""
+    """One rank's halo exchange. A dim that is not sharded keeps the operation's own padding, so the block spans it whole."""
     places = grid_coordinates(rank, grid)
     own = local_box(window_op.sizes, grid, rank)
     need = [input_range(window_op, d, places[d], ways) if ways > 1 else own[d] for d, ways in enumerate(grid)]
@@ -176,10 +176,10 @@ def plan_halo(window_op: WindowOp, grid: tuple[int, ...], rank: int) -> HaloPlan
 
 
 def halo_obstacle(window_op: WindowOp, grid: tuple[int, ...]) -> str:
-    """Why this window cannot slide over blocks; empty if it can."""
+    """Why this operation cannot run on blocks; empty if it can."""
     for dim, ways in enumerate(grid):
         if min(window_op.sizes[dim], window_op.output_sizes[dim]) < ways:
-            return f"a dim of {min(window_op.sizes[dim], window_op.output_sizes[dim])} cannot be dealt out over {ways} ranks"
+            return f"a dim of {min(window_op.sizes[dim], window_op.output_sizes[dim])} cannot be split over {ways} ranks"
         for at in range(ways):
             start, stop = input_range(window_op, dim, at, ways)
             before, after = shard_range(window_op.sizes[dim], max(at - 1, 0), ways), shard_range(window_op.sizes[dim], min(at + 1, ways - 1), ways)
@@ -189,7 +189,7 @@ def halo_obstacle(window_op: WindowOp, grid: tuple[int, ...]) -> str:
 
 
 def is_local(window_op: WindowOp, grid: tuple[int, ...]) -> bool:
-    """Every rank needs what it holds, from its first position on, and a convolution may leave a rest over: nothing is to be done."""
+    """Whether every rank needs only positions it holds, from its first on (a convolution may leave the last ones unused): no exchange."""
     rest = window_op.window.stride if window_op.window.kind == "conv" else (1,) * len(grid)
     for dim, ways in enumerate(grid):
         for at in range(ways) if ways > 1 else ():
@@ -201,13 +201,13 @@ def is_local(window_op: WindowOp, grid: tuple[int, ...]) -> bool:
 
 
 def halo_widths(window_op: WindowOp, grid: tuple[int, ...]) -> tuple[int, ...]:
-    """For each dim, the most that a rank is sent from one side."""
+    """For each dim, the widest halo that any rank receives from one side."""
     every = [(e.dim, e.recv_box) for rank in range(math.prod(grid)) for e in plan_halo(window_op, grid, rank).exchanges]
     return tuple(max((box_shape(box)[dim] for d, box in every if d == dim and box is not None), default=0) for dim in range(len(grid)))
 
 
 def halo_messages(window_op: WindowOp, grid: tuple[int, ...], rank: int) -> Iterator[tuple[HaloPhase, int, float]]:
-    """(phase, to whom, bytes a sample) of every message that a rank sends: borders forward, and the gradients of those it was sent backward."""
+    """(phase, destination, bytes per sample) of every message that a rank sends: halos in forward, gradients of received halos in backward."""
     for exchange in plan_halo(window_op, grid, rank).exchanges:
         if exchange.send_box is not None:
             yield "forward", exchange.peer, volume(exchange.send_box) * window_op.bytes
@@ -216,12 +216,12 @@ def halo_messages(window_op: WindowOp, grid: tuple[int, ...], rank: int) -> Iter
 
 
 def largest_block(sizes: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, ...]:
-    """The largest block of any rank: what a gather pads the others to."""
+    """The largest block of any rank: an all-gather pads the others to it."""
     return box_shape(local_box(sizes, grid, 0))
 
 
 def choose_grid(num_parts: int, dims: int) -> tuple[int, ...]:
-    """As square as it goes over the last of `dims` spatial dims: 4 is 2×2, 2 is 2×1, 8 is 2×2×2 in a volume and 4×2 in an image."""
+    """The most nearly square grid over the last of `dims` spatial dims: 4 is 2×2, 2 is 2×1, 8 is 2×2×2 in a volume and 4×2 in an image."""
     best = min(_factorizations(num_parts, dims), key=lambda f: (max(f), sum(f)))
     used = [n for n in best if n > 1]
     grid = [*used, *[1] * (min(2, dims) - len(used))]
@@ -229,7 +229,7 @@ def choose_grid(num_parts: int, dims: int) -> tuple[int, ...]:
 
 
 def _factorizations(number: int, num_factors: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as a product of so many, largest first."""
+    """All ways to write a number as a product of `num_factors` factors, largest first."""
     if num_factors == 1:
         yield (number,)
         return

@@ -1,4 +1,4 @@
-"""What to train: a model factory, its loss, and the shape of the samples it eats. Torch appears only in annotations."""
+"""What to train: a model factory, its loss, and the fields of its samples. Torch appears only in annotations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Task:
-    """A model together with what training it means. `loss(model, batch)` gives a mean, or (sum, count)."""
+    """A model with its loss, data and training defaults. `loss(model, batch)` returns a mean, or (sum, count)."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -42,13 +42,13 @@ class Task:
 
     @cached_property
     def memo(self) -> Memo:
-        """What was worked out of it: its model is built for the profile, and not again for the dataflow."""
+        """Results derived from this task: the model built for the profile is reused for the dataflow."""
         return Memo()
 
 
 @runtime_checkable
 class KeyedRandomModule(Protocol):
-    """A module whose randomness depends on what is computed, not on who computes it (see zoo/keyed_random.py)."""
+    """A module whose random numbers depend on the step and sample, not on the rank that computes them (see zoo/keyed_random.py)."""
 
     def set_key(self, seed: int, step: int, first_sample: int) -> None:
-        """Before each micro-batch: the run's seed, the step, and the global number of the first sample."""
+        """Set the run's seed, the step, and the global index of the first sample; called before each micro-batch."""

@@ -1,4 +1,4 @@
-"""Parameters that several layers share, and which pipeline stages have them."""
+"""Parameters that several layers share, and which pipeline stages hold them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from meshwright.core.plan import Plan, Stage
 
 
 def check_tied_parameters(plan: Plan, tied_names: Iterable[Sequence[str]]) -> None:
-    """In a pipeline ZeRO-3 gathers layer by layer, so layers of one rank cannot share a parameter. `tied_names` are the names of one parameter
-    each."""
+    """Reject tied layers on one pipeline rank under ZeRO-3, which unshards layer by layer. Each entry of `tied_names` is the names of one
+    parameter."""
     if plan.mesh.pp == 1 or plan.memory.zero != 3:
         return
     ranks = {layer: plan.stage_rank(i) for i, stage in enumerate(plan.stages) for layer in stage.layers}
@@ -23,7 +23,7 @@ def check_tied_parameters(plan: Plan, tied_names: Iterable[Sequence[str]]) -> No
 
 
 def stages_holding(stages: Sequence[Stage]) -> Callable[[str], tuple[int, ...]]:
-    """By a parameter's name, the stages that have it: the one of the layer that it belongs to, and those that also use it."""
+    """A function from a parameter's name to the stages that hold it: the stage of its layer, and those that use it as a tied parameter."""
     owners: dict[str, list[int]] = {}
     users: dict[str, list[int]] = {}
     for index, stage in enumerate(stages):

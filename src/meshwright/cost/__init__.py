@@ -1,4 +1,4 @@
-"""Level 2, no torch: what a schedule costs on a cluster, in seconds and bytes, from measured constants."""
+"""Level 2, no torch: predicts the seconds and bytes of a schedule on a cluster, from measured constants."""
 
 from meshwright.cost.step_cost import estimate
 

@@ -1,4 +1,4 @@
-"""What one action of a plan's schedule computes, in seconds and in FLOPs."""
+"""Prices one action of a plan's schedule: its compute time in seconds and its FLOPs, from a profile and measured rates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.schedule.step_actions import gradient_buckets
 
 
 class ActionCost:
-    """Prices computation of one plan at one set of rates; equal layers are priced once."""
+    """Prices the computation of one plan at one set of rates; each distinct layer is priced once."""
 
     def __init__(self, plan: Plan, optimizer: str, rates: Rates, shard: int = 0) -> None:
         self._plan, self._optimizer = plan, optimizer
@@ -20,10 +20,11 @@ class ActionCost:
         self._oversubscription = rates.oversubscription
         self._steps_bucket_slices = plan.memory.zero in (1, 2) and plan.mesh.group_size("data") > 1  # the optimizer steps a slice of each bucket
         self._splits_backward = plan.splits_backward
-        self._layer_seconds: dict[tuple[int, int, str, bool, bool], float] = {}  # micro-batches repeat each other
+        self._layer_seconds: dict[tuple[int, int, str, bool, bool], float] = {}  # memo: micro-batches repeat the same actions
 
     def seconds(self, profile: ModelProfile, action: Action) -> float:
-        """`profile` is one rank's part of the model. Ranks that share a core have a part of it each (see [Note: crowded cores] in the probe)."""
+        """Seconds of one action. `profile` is one rank's part of the model. Ranks that share a core slow each other down by the oversubscription
+        factor (see [Note: oversubscribed cores] in describe/stopwatch.py)."""
         if action.op == "optimizer":
             return self._oversubscription * self._step(profile)
         key = (id(profile), action.layer, action.op, action.skips_expensive, action.name.startswith("recompute/"))
@@ -42,7 +43,7 @@ class ActionCost:
         return self._compute_cost.layer_seconds(layer, op, self._compute_cost.memo(profile), cheap, profile.batch == 1) + more
 
     def _step(self, profile: ModelProfile) -> float:
-        """The optimizer's."""
+        """Seconds of the optimizer step."""
         item = profile.tensors[0].itemsize if profile.tensors else 4
         trained = sum(t.numel for t in profile.tensors if t.trainable)
         tensors = len(gradient_buckets(self._plan, profile)) if self._steps_bucket_slices else sum(t.trainable for t in profile.tensors)
@@ -50,7 +51,8 @@ class ActionCost:
         return self._compute_cost.optimizer_seconds(trained * self._state_share, self._optimizer, item, offload, tensors)
 
     def _gradient_overhead(self, layer: LayerProfile) -> float:
-        """Only where it was measured what handing a gradient over takes: a GPU does it beside the rest."""
+        """Seconds of gradient accumulation and hooks in one backward. Counted only where the hook cost was measured: on a GPU this overlaps with
+        other work."""
         if "hook" not in self._compute_cost.rates.fixed:
             return 0.0
         count, sites = self._plan.micro_batches, self._plan.mesh.group_size("data") > 1

@@ -1,9 +1,9 @@
-"""Self-correction: what earlier runs on this machine measured against what was predicted for them, and rates that take it into account.
+"""Self-correction of a calibration: compares earlier runs on this machine with their predictions and returns rates scaled accordingly.
 
 [Note: corrections]
-A record keeps a run's prediction under the rates as they were measured by the probe, never under corrected ones, and the file keeps those rates: so
-a correction is worked out anew from all records each time, and is never applied to itself. A new probe or new lines of a network are other rates,
-and the records of the old ones are dropped with them.
+A record stores a run's measurement over its prediction under the uncorrected rates of the probe, and the file keeps those rates: so a
+correction is recomputed from all records each time and never compounds. A new probe or newly measured α–β lines of a network are different
+rates; the records of the old ones are dropped with them.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import replace
 
 from meshwright.core.calibration import AlphaBetaModel, Calibration, CalibrationRecord, Rates
 
-_MAX_FACTOR = 3.0  # a single run counts no more than this factor, and neither does a correction
-_FACTOR_PRIOR_RUNS = 0.5  # runs' worth of doubt: one run of the same model moves a prediction two thirds of the way
-_ERROR_PRIOR_RUNS = 2.0  # runs' worth of the error that was stated before any
+_MAX_FACTOR = 3.0  # upper limit of a single run's ratio and of a correction
+_FACTOR_PRIOR_RUNS = 0.5  # weight of the prior (factor 1), in runs: one run of the same model moves a prediction two thirds of the way
+_ERROR_PRIOR_RUNS = 2.0  # weight of the error stated before any run, in runs
 _MIN_ERROR = 0.03
-_MIN_COMMUNICATION_SHARE = 0.05  # of a step: communication below that says nothing about the network
-MAX_RECORDS = 64  # records that a file holds
+_MIN_COMMUNICATION_SHARE = 0.05  # share of a step: communication below it says nothing about the network
+MAX_RECORDS = 64  # most records that a file keeps
 
 
 def correct_calibration(calibration: Calibration, model: str, kind: str, precision: str) -> Calibration:
-    """The calibration with rates as runs of this precision suggest, most of all runs of this model, and the error that is left."""
+    """The calibration with rates scaled by what runs at this precision measured, runs of this model weighted most, and with the remaining error."""
     found = [(r, _record_weight(r, model, kind)) for r in calibration.records if r.precision == precision]
     if not found:
         return calibration
@@ -34,7 +34,7 @@ def correct_calibration(calibration: Calibration, model: str, kind: str, precisi
     runs = sum(w for _, w in found)
     spread = (
         _weighted_median([(abs(math.log(_clip_ratio(r.step)) - _median_log_ratio([(r.step, w) for r, w in found])), w) for r, w in found]) * 1.48
-    )  # as of a normal one
+    )  # 1.48 × median absolute deviation: sigma of a normal distribution
     error = math.sqrt((runs * spread**2 + _ERROR_PRIOR_RUNS * calibration.error**2) / (runs + _ERROR_PRIOR_RUNS))
     off = 1.0 / math.exp(_median_log_ratio([(r.step, w) for r, w in found])) - 1.0
     names = ", ".join(dict.fromkeys(r.model for r, _ in sorted(found, key=lambda item: -item[1])))
@@ -44,8 +44,8 @@ def correct_calibration(calibration: Calibration, model: str, kind: str, precisi
 
 
 def _record_weight(record: CalibrationRecord, model: str, kind: str) -> float:
-    """Most for the same model, less for one of the same make, next to none for others: small steps are late for reasons that large ones do not have
-    (docs/measured/planner.md: two runs of small models, at a quarter each, put a larger one's prediction 50% off)."""
+    """Weight of a record: 1 for the same model, less for the same kind, next to none for others, because small steps are slow for reasons that
+    large ones do not have (docs/measured/planner.md: two runs of small models, weighted a quarter each, put a larger one's prediction 50% off)."""
     return 1.0 if record.model == model else 0.25 if record.kind == kind else 0.05
 
 
@@ -54,7 +54,7 @@ def _clip_ratio(ratio: float) -> float:
 
 
 def _median_log_ratio(weighted: Sequence[tuple[float, float]]) -> float:
-    """The weighted median of logarithms: one run on a busy machine among several does not move it."""
+    """The weighted median of the log ratios: a single run on a busy machine does not move it."""
     return _weighted_median([(math.log(_clip_ratio(ratio)), weight) for ratio, weight in weighted])
 
 
@@ -71,7 +71,7 @@ def _weighted_median(weighted: Sequence[tuple[float, float]]) -> float:
 
 
 def _correction_factor(weighted: Sequence[tuple[float, float]]) -> float:
-    """The median, drawn towards 1 where runs are few."""
+    """The median ratio, shrunk towards 1 where runs are few."""
     runs = sum(w for _, w in weighted)
     return math.exp(_median_log_ratio(weighted) * runs / (runs + _FACTOR_PRIOR_RUNS)) if weighted else 1.0
 
@@ -92,13 +92,13 @@ def _scale_rates(rates: Rates, compute: float, network: float, memory: float) ->
 
 
 def add_record(calibration: Calibration, record: CalibrationRecord) -> Calibration:
-    """One run more; the oldest go."""
+    """The calibration with one more record; the oldest are dropped beyond MAX_RECORDS."""
     return replace(calibration, records=(*calibration.records, record)[-MAX_RECORDS:])
 
 
 def measured_over_predicted(predicted: tuple[float, float], measured: tuple[float, float | None]) -> tuple[float, float | None]:
-    """(computation, network) of a run over their prediction, from (step, exposed communication) of both. Where the run did not tell
-    communication apart, or there is next to none, all of the difference is computation's."""
+    """Measured over predicted (computation, network), from (step, exposed communication) of each. Where the run did not measure communication
+    separately, or there is next to none, the whole difference is attributed to computation."""
     (step, waited), (took, exposed) = predicted, measured
     if exposed is None or waited < _MIN_COMMUNICATION_SHARE * step or exposed < _MIN_COMMUNICATION_SHARE * took:
         return _clip_ratio(max(took - waited, 0.1 * took) / max(step - waited, 1e-12)), None

@@ -1,4 +1,5 @@
-"""What ranks send each other in a step of a transformer, in seconds before anything hides it: within blocks, between stages, between replicas."""
+"""Communication of one transformer training step in the closed form: seconds within blocks, between stages and between replicas, and how much is
+exposed."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from meshwright.cost.transformer_kernels import ACTIVATION_ITEMSIZE, Transformer
 
 @dataclass(frozen=True)
 class TransformerCommunication:
-    """Prices one spread of one model on one machine."""
+    """Prices the communication of one parallel configuration of one model on one cluster."""
 
     model: TransformerConfig
     parallel: ParallelConfig
@@ -20,7 +21,7 @@ class TransformerCommunication:
     constants: CostConstants
 
     def block_seconds(self) -> float:
-        """One micro-batch through one block, one way, of what computation waits for."""
+        """Exposed communication of one micro-batch through one block, in one direction (forward or backward)."""
         spread, model = self.parallel, self.model
         tokens = spread.micro_batch * model.seq / spread.cp
         wide = tokens * model.hidden * ACTIVATION_ITEMSIZE
@@ -30,11 +31,12 @@ class TransformerCommunication:
         return (tensor + context) * self.constants.exposed_tp + self._expert_all_to_all(wide)
 
     def calls_per_block(self) -> int:
-        """Collectives within a block, one way."""
+        """Collectives within a block, in one direction."""
         return 2 * (self.parallel.tp > 1) + (self.parallel.cp > 1) + 2 * (self.parallel.ep > 1)
 
     def _expert_all_to_all(self, activation_bytes: float) -> float:
-        """Tokens to their experts and back. One that goes to several experts of a node crosses to that node once."""
+        """Seconds of dispatching tokens to their experts and combining them. A token routed to several experts of one node crosses to that node
+        once."""
         spread, model = self.parallel, self.model
         if not model.experts:
             return 0.0
@@ -44,7 +46,7 @@ class TransformerCommunication:
         return 2 * self._collective_seconds("all_to_all", activation_bytes * min(places, model.topk), ring)
 
     def p2p_seconds(self) -> float:
-        """One micro-batch handed to the next stage."""
+        """Seconds to send one micro-batch's boundary activation to the next stage."""
         spread = self.parallel
         if spread.pp == 1:
             return 0.0
@@ -53,7 +55,7 @@ class TransformerCommunication:
         return self._collective_seconds("send", size / (spread.tp if spread.sequence_parallel else 1), ring) * self.constants.exposed_pp
 
     def data_parallel_seconds(self, forward: float, backward: float) -> float:
-        """Gradients and gathered parameters of a step that computation waits for; `forward` and `backward` are a rank's, of one micro-batch."""
+        """Exposed gradient reductions and parameter all-gathers of a step; `forward` and `backward` are one rank's seconds for one micro-batch."""
         gather, reduce, across = self._data_parallel_parts()
         count = self.parallel.micro_batches
         if self.parallel.zero < 3 and not (self.parallel.zero == 2 and self.parallel.pp == 1):
@@ -63,7 +65,7 @@ class TransformerCommunication:
         return count * each + self._exposed(across, backward)
 
     def _data_parallel_parts(self) -> tuple[float, float, float]:
-        """One gathering of the parameters, one reduction of the gradients within those who share a copy, and one across the copies."""
+        """Seconds of one parameter all-gather, one gradient reduce-scatter within a shard group, and one gradient all-reduce across shard groups."""
         spread = self.parallel
         shared = self._exchange_seconds(max(spread.parameters_by_stage(self.model)), spread.replicas, spread.tp)
         owned = self._exchange_seconds(max(spread.experts_by_stage(self.model)), spread.expert_replicas, spread.tp * spread.cp * spread.ep)
@@ -83,7 +85,7 @@ class TransformerCommunication:
         return gather, reduce, across
 
     def _exposed(self, seconds: float, overlapping_s: float) -> float:
-        """What is left over of traffic that runs beside computation, at least the share that never hides."""
+        """The exposed part of communication that overlaps with computation: at least the share that is never hidden."""
         return max(seconds - overlapping_s, seconds * min(self.constants.exposed_dp, 1.0))
 
     def _collective_seconds(self, op: str, size: float, ring: Ring, messages: float = 1.0) -> float:

@@ -1,4 +1,4 @@
-"""The closed form's other half: peak bytes of a transformer's largest rank, by kind, before there is a model to trace."""
+"""Closed-form memory: peak bytes of a transformer's largest rank, by kind, from its dimensions alone (no model to trace)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from meshwright.cost.transformer_kernels import ACTIVATION_ITEMSIZE, Transformer
 
 
 def closed_form_peak(model: TransformerConfig, parallel: ParallelConfig, constants: CostConstants) -> dict[str, float]:
-    """The first or the last stage's, whichever is larger: the first holds most micro-batches, the last the head."""
+    """Peak bytes by kind of the first or the last stage, whichever is larger: the first holds most micro-batches, the last holds the head."""
     stages = {0, parallel.pp - 1}
     return max((_stage_bytes(model, parallel, constants, s) for s in stages), key=lambda kinds: sum(kinds.values()))
 
@@ -21,7 +21,7 @@ def _stage_bytes(model: TransformerConfig, parallel: ParallelConfig, constants: 
     in_use = {
         **_model_state_bytes(model, parallel, constants, stage),
         "activations": kept,
-        # A block that is computed again has given its memory back by the time the head needs it, and the other way round.
+        # The recomputed block's activations and the logits are never live at the same time.
         "workspace": max(once, logits),
         "communication": _gathered_bytes(model, parallel),
     }
@@ -29,7 +29,8 @@ def _stage_bytes(model: TransformerConfig, parallel: ParallelConfig, constants: 
 
 
 def _model_state_bytes(model: TransformerConfig, parallel: ParallelConfig, constants: CostConstants, stage: int) -> dict[str, float]:
-    """ZeRO's arithmetic: 1 cuts the optimizer's state, 2 the gradients too, 3 the weights too; experts are cut among those who own the same."""
+    """ZeRO's arithmetic: stage 1 shards optimizer state, 2 also gradients, 3 also weights; experts are sharded among the ranks that hold the same
+    experts."""
     held = ((parallel.parameters_by_stage(model)[stage], parallel.replicas), (parallel.experts_by_stage(model)[stage], parallel.expert_replicas))
 
     def sharded_from(level: int) -> float:
@@ -44,7 +45,7 @@ def _model_state_bytes(model: TransformerConfig, parallel: ParallelConfig, const
 
 
 def _activation_bytes(model: TransformerConfig, parallel: ParallelConfig, constants: CostConstants, stage: int) -> tuple[float, float]:
-    """What waits for backward, and what one block brings back when it is computed again."""
+    """Bytes saved for backward, and bytes that recomputing one block makes live again."""
     one = block_profile(model, parallel.rank_shard())
     whole = one.activation_bytes * constants.kept
     input_only = one.output_bytes
@@ -61,7 +62,7 @@ def _activation_bytes(model: TransformerConfig, parallel: ParallelConfig, consta
 
 
 def in_flight_micro_batches(parallel: ParallelConfig, stage: int) -> float:
-    """Micro-batches whose activations a stage holds at once. Interleaved chunks hold some more (Korthikanti et al., 2022)."""
+    """Micro-batches whose activations a stage holds at once. Interleaved schedules hold a few more (Korthikanti et al., 2022)."""
     most = float(parallel.pp - stage)
     if parallel.virtual_stages > 1:
         most += (parallel.pp - 1) / parallel.virtual_stages
@@ -69,7 +70,7 @@ def in_flight_micro_batches(parallel: ParallelConfig, stage: int) -> float:
 
 
 def _gathered_bytes(model: TransformerConfig, parallel: ParallelConfig) -> float:
-    """Under ZeRO-3, two blocks' whole weights and the gradient of one; otherwise nothing that is not counted already."""
+    """Bytes of ZeRO-3's unsharded buffers: two blocks' whole weights and one block's gradient. 0 otherwise: the rest is counted elsewhere."""
     if parallel.zero < 3 or parallel.replicas == 1:
         return 0.0
     shared = model.attention_parameters + (0.0 if model.experts else model.ffn_parameters)

@@ -1,8 +1,8 @@
-"""The closed form: one training step of a transformer on a machine that may not exist, without a model to trace or a schedule to run.
+"""The closed form: predicts one training step of a transformer on a hypothetical cluster, without a model to trace or a schedule to run.
 
-In: dimensions (`TransformerConfig`), how it is spread (`ParallelConfig`), the machine (`UniformCluster`), constants. Out: seconds by part.
-Blocks are the same kernels that a traced model has and are priced by the same roofline (`ComputeCost`); what is closed is the rest: pipelines,
-collectives, what hides what.
+In: dimensions (`TransformerConfig`), parallel degrees (`ParallelConfig`), the machine (`UniformCluster`), constants. Out: seconds by part.
+A block consists of the same kernels as a traced model's and is priced by the same roofline (`ComputeCost`); only pipelines, collectives and overlap
+have closed-form formulas.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from meshwright.cost.constants import CostConstants
 from meshwright.cost.parallel_config import ParallelConfig, UniformCluster
 from meshwright.cost.transformer_kernels import TransformerConfig, TransformerShard, block_profile, head_profile
 
-ADAM_BYTES_PER_PARAMETER = 30.0  # a parameter, in one fused pass: fp32 copy and two states read and written, gradient read, low copy written
-CURVE_FLOPS = tuple(10.0 ** (6 + i / 4) for i in range(41))  # sizes of products, in FLOPs, at which their rate is laid down
+ADAM_BYTES_PER_PARAMETER = 30.0  # bytes moved by one fused pass: fp32 copy and two states read and written, gradient read, 16-bit copy written
+CURVE_FLOPS = tuple(10.0 ** (6 + i / 4) for i in range(41))  # FLOPs of one matmul at which the rate curve is sampled
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step by part. `bubble` is what stages wait for each other; `communication` is what nothing hides."""
+    """Seconds of one step by part. `bubble` is the time stages wait for each other; `communication` is the exposed part."""
 
     compute: float
     communication: float
@@ -40,7 +40,7 @@ class StepTime:
 
 
 def closed_form_step(model: TransformerConfig, parallel: ParallelConfig, cluster: UniformCluster, constants: CostConstants) -> StepTime:
-    """Predict one step: a pipeline of stages, the last with the head, then gradients, then the optimizer."""
+    """Predict one step: a pipeline of stages, the last with the head, then the gradient reduction, then the optimizer."""
     price = ComputeCost(rates_from_datasheet(cluster.device, constants), parallel.precision, parallel.fused, frozenset({"block"}), constants.casts)
     traffic = TransformerCommunication(model, parallel, cluster, constants)
     cut = parallel.rank_shard(constants.unfused)
@@ -76,12 +76,12 @@ def _cached_rates(peaks: tuple[tuple[str, float], ...], bandwidth: float, consta
 
 
 def rates_from_datasheet(device: Device, constants: CostConstants) -> Rates:
-    """A data sheet and the constants as the rates that a probe would have measured."""
+    """The rates that a probe would measure, derived from a device's data sheet and the fitted constants."""
     return _cached_rates(tuple(sorted(device.peak_flops.items())), device.memory_bandwidth, constants)
 
 
 def matmul_rate_curve(peak: float, efficiency: float, half_s: float, power: float) -> SizeCurve:
-    """Small products fill a device badly: the share of the peak rises with a product's size."""
+    """Matmul rate by size: the reached share of the peak rises with the matmul's FLOPs, because small ones underutilise the device."""
     return tuple((size, peak * efficiency / (1 + (half_s * peak / size) ** power)) for size in CURVE_FLOPS)
 
 
@@ -93,7 +93,7 @@ def _block_seconds(
     shard: TransformerShard,
     communication: TransformerCommunication,
 ) -> tuple[float, float, float]:
-    """One micro-batch through one block: seconds forward, backward with what is recomputed, and sent."""
+    """Seconds of one micro-batch through one block: forward, backward with recomputation, and communication."""
     profile, inside = block_profile(model, shard), communication.block_seconds()
     forward, backward = (
         _launch_bound_seconds(profile, phase, compute_cost, constants, inside, communication.calls_per_block()) for phase in ("forward", "backward")
@@ -108,13 +108,15 @@ def _block_seconds(
 def _launch_bound_seconds(
     profile: LayerProfile, phase: str, compute_cost: ComputeCost, constants: CostConstants, communication_s: float, collectives: int
 ) -> float:
-    """Computation of the device, stretched where it and the traffic inside the block end before the host has started everything."""
+    """Device compute time of one phase, or the host's launch time where the device and the block's communication would finish before all kernels
+    are launched."""
     calls = sum(k.count for k in profile.kernels if k.phase == phase) + collectives
     return max(compute_cost.layer_seconds(profile, phase, {}), calls * constants.host_s - communication_s)
 
 
 def _attention_core_seconds(profile: LayerProfile, compute_cost: ComputeCost) -> float:
-    """Forward of what is between q, k, v and the projection where it is written out: two products over pairs and the passes between them."""
+    """Forward seconds of unfused attention between the q, k, v and output projections: two matmuls over all pairs of positions and the passes
+    between."""
     kernels = tuple(k for k in profile.kernels if k.phase == "forward")[1:3]
     return compute_cost.layer_seconds(LayerProfile("core", "core", 0, 0.0, 0.0, 0.0, 0.0, kernels=kernels), "forward", {})
 

@@ -1,4 +1,4 @@
-"""Communication: α–β lines, measured where they were, from the link's figures where they were not."""
+"""Seconds of communication actions: measured curves and α–β lines where they exist, the link's data-sheet figures otherwise."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from meshwright.core.schedule import Action, wire_factor
 
 
 def sent_bytes(action: Action, plan: Plan) -> float:
-    """What a rank puts on the wire for one call; where the data decides, what an even spread of it gives."""
+    """Bytes a rank puts on the wire for one call; where the amount depends on the data, the bytes expected under an even distribution."""
     size = action.bytes if action.expected_bytes is None else action.expected_bytes
     return size * wire_factor(action.op, action.num_ranks(plan.mesh))
 
 
 def collective_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rates) -> float:
-    """One call; where tensor-parallel ranks wait for each other inside a layer, also what they take to come to it, if that is known."""
+    """Seconds of one call; for tensor-parallel collectives inside a layer, plus the measured time ranks take to synchronise before it."""
     group = action.num_ranks(plan.mesh)
     if group == 1:
         return 0.0
@@ -31,8 +31,8 @@ def collective_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rate
 
 
 def contention_seconds(action: Action, plan: Plan, rates: Rates, seconds: float) -> float:
-    """What a call beside computation takes from it: for as long as it keeps a core that ranks share, where that was measured; else the part of
-    it that is not hidden."""
+    """Compute time lost to an overlapped collective: the time it keeps a core that ranks share, where that was measured; otherwise its exposed
+    part."""
     if "gradients" not in plan.sync.overlap:
         return seconds
     sent, taken, names = _measured_route(action, plan, rates)
@@ -48,22 +48,23 @@ def _call_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rates, gr
 
 
 def _measured_route(action: Action, plan: Plan, rates: Rates) -> tuple[float, str, list[str]]:
-    """What a rank sends, by which way, and under which names that was measured, the nearest first."""
+    """Bytes a rank sends, the route taken, and the names under which that was measured, most specific first."""
     group, sent = action.num_ranks(plan.mesh), sent_bytes(action, plan) * padding_factor(action, plan)
-    routes = plan.sync.routes if action.axis != "pp" else ()  # stages meet by the plan's backend
+    routes = plan.sync.routes if action.axis != "pp" else ()  # pipeline sends use the plan's backend
     anyhow = [action.op] if rates.ranks == group or action.op == "send" else []
     return sent, choose_route(routes, action.op, sent, plan.backend), [f"{action.op}/{group}", *anyhow]
 
 
 def padding_factor(action: Action, plan: Plan) -> float:
-    """By how much more a call takes for its uneven parts, where they are gathered padded to the longest."""
+    """Factor on the bytes of an all-gather with uneven shards, where the backend pads them to the longest."""
     uneven = plan.balance.state_fractions and action.op == "all_gather" and action.axis == "shard"
     padded = uneven and UNEVEN_GATHER in backend_traits(plan.backend).fallbacks
     return max(plan.balance.state_fractions) * plan.mesh.shard if padded else 1.0
 
 
 def p2p_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rates, source: int, target: int) -> float:
-    """What stages send each other takes the link between two pipeline ranks, which are not all as far apart."""
+    """Seconds of one boundary message between two pipeline ranks, over the link between those two: pipeline ranks are not equally far from each
+    other."""
     stride = plan.mesh.stride("pp")
     ends = min(source, target) * stride, max(source, target) * stride
     key = ("message", ends)
@@ -74,7 +75,7 @@ def p2p_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rates, sour
 
 
 def group_link(cluster: Cluster, action: Action, mesh: Mesh) -> Link | GroupBandwidth:
-    """What joins the action's group. Groups of one shape are asked about once, whatever mesh they belong to."""
+    """The link or bandwidth that connects the action's group. Cached by the group's shape, so equal groups of different meshes are resolved once."""
     key = (mesh, action.axis, action.group_size, action.op == "all_to_all")
     if key not in cluster.link_cache:
         shape = (group_strides(action.axis, mesh), *key[2:])
@@ -85,7 +86,7 @@ def group_link(cluster: Cluster, action: Action, mesh: Mesh) -> Link | GroupBand
 
 
 def group_strides(axis: str, mesh: Mesh) -> tuple[tuple[int, int], ...]:
-    """(stride, degree) of the axes that a group runs along, outermost first; neighbouring axes are one."""
+    """(stride, degree) of the axes that a group spans, outermost first; adjacent axes are merged."""
     found = [(1, mesh.size)] if axis == "world" else []
     axes = [a for part in GROUP_AXES.get(axis, (axis,)) for a in (TP_GRID_AXES if part == "tp" else (part,))]
     for name in sorted(axes, key=mesh.ordered_axes.index) if axis != "world" else ():
@@ -99,7 +100,7 @@ def group_strides(axis: str, mesh: Mesh) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=4096)
 def group_ranks(axis: str, count: int, mesh: Mesh) -> Sequence[int]:
-    """The ranks that meet in rank 0's group of an axis, or the first `count` of them. Those of the other groups are as far apart."""
+    """The ranks of rank 0's group along an axis, or the first `count` of them. The axis' other groups have the same spacing."""
     if axis == "world":
         return range(mesh.size)
     found = [0]
@@ -110,12 +111,12 @@ def group_ranks(axis: str, count: int, mesh: Mesh) -> Sequence[int]:
         found = [rank + place for rank in found for place in places]
     found = found[: count or None]
     even = range(0, found[-1] + 1, found[1]) if len(found) > 1 else range(1)
-    return even if len(even) == len(found) else tuple(found)  # a range is looked up at once, however long it is
+    return even if len(even) == len(found) else tuple(found)  # lookups in a range take constant time
 
 
 def effective_link(cluster: Cluster, ranks: Sequence[int], op: str) -> Link | GroupBandwidth:
-    """What a call among `ranks` gets while others like it are under way, by the cluster's wires; where these are not known, the slowest link.
-    More ranks than devices are as far apart as devices are."""
+    """The bandwidth of a call among `ranks` while its sibling groups communicate too, from the cluster's topology; the slowest link where the
+    topology is unknown. With more ranks than devices, the link that spans all devices."""
     devices = len(cluster.devices)
     if max(ranks) >= devices:
         return cluster.link_between((0, devices - 1)) if devices > 1 else cluster.nodes[0].link
@@ -124,8 +125,8 @@ def effective_link(cluster: Cluster, ranks: Sequence[int], op: str) -> Link | Gr
 
 
 def alpha_beta_of(op: str, group: int, route: str, rates: Rates, link: Link | GroupBandwidth) -> AlphaBetaModel:
-    """α–β of one operation among `group` ranks by the way that is taken: measured among as many, or among others, or from the link's figures."""
-    ops = ("all_to_all", "all_gather") if op == "all_to_all" else (op,)  # both hand every other rank its share of as many bytes
+    """α–β of one collective among `group` ranks on a route: measured at this group size, scaled from another size, or from the link's figures."""
+    ops = ("all_to_all", "all_gather") if op == "all_to_all" else (op,)  # both send every other rank its share of as many bytes
     backend = parse_route_name(route)[0]
     nearest = dict.fromkeys(filter(None, (route, backend, backend_traits(backend).priced_like)))
     for name in (f"{known}/{like}" for known in nearest for like in ops):
@@ -134,7 +135,7 @@ def alpha_beta_of(op: str, group: int, route: str, rates: Rates, link: Link | Gr
         if (line := rates.collectives.get(name)) is not None:
             if rates.ranks in (1, group) or op == "send":
                 return line
-            # Latency grows with the ring's length; bandwidth was measured with every rank at work.
+            # Latency grows with the ring's length; bandwidth was measured with all ranks sending.
             longer = max(group - 1, 1) / max(rates.ranks - 1, 1)
             return replace(line, alpha_s=line.alpha_s * longer, gap_s=None if line.gap_s is None else line.gap_s * longer)
     if isinstance(link, GroupBandwidth):

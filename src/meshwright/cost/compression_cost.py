@@ -1,4 +1,4 @@
-"""What compressing gradients costs a rank, in seconds and in bytes that it holds: casts, or the products and orthogonal factors of powersgd."""
+"""What gradient compression costs a rank, in seconds and bytes: casts to bf16, or PowerSGD's matmuls and orthogonalisation."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from meshwright.core.compression_policy import low_rank_shape
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
 
-_CAST_TRAFFIC = 2 * 1.5  # there and back: bytes moved for each byte of a gradient, of which bf16 has half
-_POWERSGD_PASSES = 9  # over a matrix, in powersgd: added to what was left out, multiplied three times, subtracted, copied
-_POWERSGD_CALLS = 12  # for one matrix
+_CAST_TRAFFIC = 2 * 1.5  # bytes moved per gradient byte by the cast to bf16 and the cast back (bf16 is half as large)
+_POWERSGD_PASSES = 9  # over a matrix in PowerSGD: error feedback added, three matmuls, subtracted, copied
+_POWERSGD_CALLS = 12  # kernel launches per matrix
 
 
 def compression_seconds(plan: Plan, profile: ModelProfile, rates: Rates) -> float:
-    """In one step; `profile` is one rank's part."""
+    """Seconds of compression in one step; `profile` is one rank's part."""
     if plan.sync.compression == "none":
         return 0.0
     trained = [t for t in profile.tensors if t.trainable]
@@ -35,7 +35,7 @@ def compression_seconds(plan: Plan, profile: ModelProfile, rates: Rates) -> floa
 
 
 def compression_bytes(plan: Plan, gradients: int) -> int:
-    """Beside as many bytes of gradients: their rounded copies, or what was left out of them."""
+    """Bytes held beside `gradients` bytes of gradients: their bf16 copies, or PowerSGD's error feedback."""
     return {"none": 0, "bf16": gradients // 2, "powersgd": gradients}[plan.sync.compression]
 
 

@@ -1,4 +1,5 @@
-"""Computation: a roofline over measured rates. Each kernel takes the longer of its arithmetic and its memory traffic, plus a call."""
+"""Compute time of layers: a roofline over measured rates. Each kernel takes the longer of its arithmetic and its memory traffic, plus a call
+overhead."""
 
 from __future__ import annotations
 
@@ -9,18 +10,18 @@ from meshwright.core.calibration import Rates, interpolate
 from meshwright.core.model import EXPENSIVE_KINDS, Kernel, LayerProfile, ModelProfile
 from meshwright.core.workload import OPTIMIZER_STATES
 
-# What compilation leaves of the bandwidth-bound work and of the calls, by fusing element-wise chains into one pass.
+# Share of the memory-bound traffic and of the calls that remain after compilation, which fuses element-wise chains into one pass.
 # From GPT-2 124M on one H200 (docs/measured/training-speed.md): compiled against eager step time.
 FUSED_TRAFFIC_SHARE = 0.35
 FUSED_CALL_SHARE = 0.25
-# What finding scales, converting to fp8 and turning operands over moves through memory, for each byte that the product would move in bf16;
-# compiled, or not. From a 1.2B stack of blocks on one H200 (docs/measured/training-speed.md): fp8 against bf16 step time.
+# Memory traffic of computing scales, casting to fp8 and transposing operands, per byte that the matmul would move in bf16; by whether compiled.
+# From a 1.2B stack of blocks on one H200 (docs/measured/training-speed.md): fp8 against bf16 step time.
 FP8_CAST_TRAFFIC = {True: 2.2, False: 8.4}
-_FALLBACK_KINDS = {"conv2": "conv", "conv3": "conv", "batched": "matmul"}  # what each is, where it was not measured apart
+_FALLBACK_KINDS = {"conv2": "conv", "conv3": "conv", "batched": "matmul"}  # the kind whose rate is used where this one was not measured separately
 _ADAM_MEMORY_PASSES = 7  # times that a parameter's bytes are read or written in AdamW's step
 
 
-# A slot of PCIe 4, and an optimizer's pass over the memory of a host that several GPUs share, where neither was measured: bytes/s.
+# Bytes/s assumed where unmeasured: a PCIe 4 slot, and an optimizer's pass over the memory of a host that several GPUs share.
 DEFAULT_HOST_LINK_RATE, DEFAULT_HOST_STEP_RATE = 2.2e10, 1.5e10
 
 
@@ -31,11 +32,11 @@ class ComputeCost:
     rates: Rates
     precision: str
     compiled: bool = False
-    fp8_layers: frozenset[str] = frozenset()  # the layers whose products are in fp8, where that is the precision
-    fp8_cast_traffic: float | None = None  # what FP8_CASTS says, where it was measured for these kernels
+    fp8_layers: frozenset[str] = frozenset()  # layers whose matmuls run in fp8, where that is the precision
+    fp8_cast_traffic: float | None = None  # overrides FP8_CAST_TRAFFIC, where it was measured for these kernels
 
     def memo(self, profile: ModelProfile) -> dict[tuple[int, str, bool], float]:
-        """The layers of a profile that were priced at these rates, whichever plan asked."""
+        """The profile's cache of layer times at these rates, shared by all plans."""
         rates, how = (
             self.rates,
             (self.rates.op_overhead_s, self.rates.async_dispatch, self.precision, self.compiled, self.fp8_layers, self.fp8_cast_traffic),
@@ -45,8 +46,8 @@ class ComputeCost:
     def layer_seconds(
         self, layer: LayerProfile, phase: str, memo: dict[tuple[int, str, bool], float], cheap_only: bool = False, single_sample: bool = False
     ) -> float:  # fmt: skip
-        """Seconds of one layer's forward or backward, or of what is `cheap_only` in it; repeated layers share their kernels, so they are priced once.
-        `single_sample`: the micro-batch is one sample."""
+        """Seconds of one layer's forward or backward, or only of its kernels that are not expensive (`cheap_only`); repeated layers share their
+        kernels, so they are priced once. `single_sample`: the micro-batch is one sample."""
         key = (id(layer.kernels), phase, cheap_only)
         if key not in memo:
             precision = "bf16" if self.precision == "fp8" and layer.name not in self.fp8_layers else self.precision
@@ -57,17 +58,17 @@ class ComputeCost:
         return memo[key]
 
     def _host_launch_seconds(self, kernels: list[Kernel]) -> float:
-        """What the host takes to start these, where that is known to be slower than a device that has little to do in each."""
+        """Seconds the host takes to launch these kernels, where that rate is known: it is the bound when each kernel is short."""
         each = self.rates.fixed.get("host", 0.0) * (FUSED_CALL_SHARE if self.compiled else 1.0)
         return each * sum(k.count for k in kernels) if each else 0.0
 
     def recompute_overhead(self, layer: LayerProfile, cheap_only: bool) -> float:
-        """What computing a forward again adds to its operations, or to keeping those that are dear."""
+        """Overhead of recomputing a layer's forward, per operation; with `cheap_only`, the overhead of selective checkpointing."""
         each = self.rates.fixed.get("selective" if cheap_only else "full", 0.0)
         return each * sum(k.count for k in layer.kernels if k.phase == "forward") if each else 0.0
 
     def split_backward_overhead(self, layer: LayerProfile) -> float:
-        """What it adds to a backward that gradients of weights are made apart from those of inputs, module by module."""
+        """Overhead of computing weight gradients separately from input gradients in backward, per module."""
         each = self.rates.fixed.get("parted", 0.0)
         return each * len({t.name.rpartition(".")[0] for t in layer.tensors if t.trainable}) if each else 0.0
 
@@ -86,8 +87,8 @@ class ComputeCost:
         return kernel.count * (max(arithmetic, traffic, call) if self.rates.async_dispatch else max(arithmetic, traffic) + call)
 
     def _kernel_rate(self, kernel: Kernel, precision: str, single_sample: bool, conv: ConvKernel | None) -> float:
-        """FLOP/s of one call: of convolutions by the channels that they make, of many small products by what they compute for each byte, where
-        that was measured so (see `convolutions` and `products` in the probe); of others by their size."""
+        """FLOP/s of one call: for convolutions by their output channels, for batched matmuls by their FLOPs per byte, where measured that way
+        (`convolution_rates` and `batched_matmul_rates` in the probe); for others by their FLOPs."""
         kind = _FALLBACK_KINDS.get(kernel.kind, kernel.kind)
         if conv and (measured := self.rates.compute.get(f"{conv.name}-channels{'-alone' * single_sample}/{precision}")):
             return interpolate(measured, conv.channels)
@@ -102,8 +103,8 @@ class ComputeCost:
         return self.rates.compute_rate(f"{kind}-{kernel.phase}" if apart else kind, precision, kernel.flops)
 
     def gradient_seconds(self, numel: int, itemsize: int, micro_batches: int, synced: bool) -> float:
-        """What a parameter's gradient takes in each backward beyond being computed: it is added to those before, and where ranks are to meet,
-        handed over and copied to where they do."""
+        """Seconds of a parameter's gradient per backward beyond computing it: accumulation over micro-batches and, where it is reduced across
+        ranks, the hook and the copy into its bucket."""
         size = numel * itemsize
         bandwidth = interpolate(self.rates.memory, max(2.0 * size, 1.0))
         passes, calls = 3.0 * (1 - 1 / micro_batches) + (2.0 / micro_batches if synced else 0.0), 1 if synced else 1 - 1 / micro_batches
@@ -111,8 +112,8 @@ class ComputeCost:
         return (passes * size / bandwidth if bandwidth else 0.0) + bare * (calls + synced)
 
     def optimizer_seconds(self, elements: float, name: str, itemsize: int, offload: bool = False, tensors: int = 1) -> float:
-        """One fused pass: read parameter, gradient and states, write parameter and states. Where that was measured (AdamW's), by its rate. In
-        host memory gradients go there first, and parameters come back."""
+        """Seconds of one fused pass: read parameter, gradient and states, write parameter and states; at the measured rate of AdamW where there is
+        one. With offload, plus copying gradients to host memory and parameters back."""
         moves = 3 + 2 * OPTIMIZER_STATES.get(name, 2)
         moved = elements * itemsize * moves
         if offload:
@@ -126,14 +127,14 @@ class ComputeCost:
 
 
 class ConvKernel(NamedTuple):
-    """A convolution: what is computed, and how many channels it makes."""
+    """A convolution: which pass it computes, and its output channels."""
 
-    name: str  # like conv2-forward, conv3-backward, or conv3-weights: gradients of weights alone
+    name: str  # conv2-forward, conv3-backward, or conv3-weights (weight gradients alone)
     channels: float
 
 
 def conv_kernel_of(layer: LayerProfile, kernel: Kernel) -> ConvKernel | None:
-    """What a kernel of a rank's layer does if it is a convolution of known shape: with as many channels as the layer's make on average."""
+    """The `ConvKernel` of a kernel if it is a convolution of known shape, with the mean output channels of the layer's convolutions."""
     dims = {"conv2": 4, "conv3": 5}.get(kernel.kind)
     found = [t.shape[0] for t in layer.tensors if len(t.shape) == dims] if dims else []
     if not found:
@@ -144,5 +145,5 @@ def conv_kernel_of(layer: LayerProfile, kernel: Kernel) -> ConvKernel | None:
 
 
 def model_flops(profile: ModelProfile) -> float:
-    """FLOPs that a step of one micro-batch needs; recomputation is not among them, so MFU does not reward it."""
+    """FLOPs of one micro-batch's forward and backward; recomputation is excluded, so MFU does not reward it."""
     return profile.flops_forward + profile.flops_backward

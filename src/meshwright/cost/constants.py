@@ -1,6 +1,8 @@
-"""Constants of the closed form: what a kind of device and a generation of frameworks reach, fitted to published runs (fitted.json, beside this file).
+"""Constants of the closed form: the efficiency that a device architecture and a framework generation reach, fitted to published runs (fitted.json,
+beside this file).
 
-A value is a common one times a factor of the device kind times a factor of the generation; what was never seen keeps the factor 1.
+A value is a common base times a factor of the architecture times a factor of the generation; the factor is 1 for an architecture or generation
+without runs.
 """
 
 from __future__ import annotations
@@ -18,65 +20,65 @@ Factors = Mapping[str, float]
 
 @dataclass(frozen=True)
 class CostConstants:
-    """For one device kind and one generation of frameworks. Shares are of the data sheet's figure."""
+    """Constants of one device architecture and one framework generation. Shares are of the data sheet's figure."""
 
-    matmul: float  # share of the peak that large products reach
-    matmul_half_s: float  # a product that would take this long at the peak reaches half of that share
-    matmul_power: float  # how fast it gets there
-    fp8: float  # the same share for products in fp8, over that for bf16
-    casts: float  # passes over a product's operands to convert them to fp8
-    attention: float  # share of the peak that a flash kernel reaches
+    matmul: float  # share of the peak that large matmuls reach
+    matmul_half_s: float  # a matmul that would take this long at the peak reaches half of that share
+    matmul_power: float  # exponent of that saturation curve
+    fp8: float  # share of the peak for fp8 matmuls, over that for bf16
+    casts: float  # passes over a matmul's operands to convert them to fp8
+    attention: float  # share of the peak that a flash-attention kernel reaches
     memory: float  # share of the memory bandwidth that element-wise work reaches
-    unfused: float  # passes over memory for each that perfectly fused code makes
-    kernel_s: float  # the shortest kernel
-    host_s: float  # what the host needs to start a kernel, in a block that runs as written
-    micro_s: float  # the same for what surrounds a micro-batch
-    step_s: float  # for what surrounds a step: data, norms of gradients, logging
-    optimizer: float  # passes of the optimizer, for each of one fused kernel
-    intra: float  # share of the node's link that a collective reaches
-    inter: float  # share of the node's network
-    hop_s: float  # a step of a ring among many nodes, for each message
-    exposed_tp: float  # share of tensor parallelism's traffic that computation waits for
-    exposed_dp: float  # the same for gradients and gathered parameters
-    exposed_pp: float  # the same for what stages hand on
+    unfused: float  # memory passes for each that perfectly fused code makes
+    kernel_s: float  # seconds of the shortest kernel
+    host_s: float  # host seconds to launch a kernel of an eager block
+    micro_s: float  # host seconds around a micro-batch
+    step_s: float  # seconds around a step: data loading, gradient norms, logging
+    optimizer: float  # optimizer passes for each of one fused kernel
+    intra: float  # share of the intra-node link's bandwidth that a collective reaches
+    inter: float  # share of the node's network bandwidth
+    hop_s: float  # seconds per ring step among many nodes, for each message
+    exposed_tp: float  # exposed share of tensor-parallel communication
+    exposed_dp: float  # exposed share of gradient reductions and parameter all-gathers
+    exposed_pp: float  # exposed share of sends between pipeline stages
     jitter: float  # slowdown with each doubling of the nodes
-    grad_bytes: float  # a gradient, on the wire
-    held_bytes: float  # of weight and gradient, a parameter, until ZeRO cuts them
-    state_bytes: float  # of the optimizer's state, a parameter, fp32 copy included
-    kept: float  # activations saved, over the formula's
-    buffered: float  # micro-batches that a pipeline's stage holds, over what its schedule needs
-    logit_bytes: float  # an element of the logits, with what the loss makes of it
-    slack: float  # what the allocator holds, over what is in use
-    base_bytes: float  # context, libraries and communication buffers
+    grad_bytes: float  # bytes of a gradient element on the wire
+    held_bytes: float  # bytes of weight and gradient per parameter, before ZeRO shards them
+    state_bytes: float  # bytes of optimizer state per parameter, fp32 copy included
+    kept: float  # saved activations over the formula's
+    buffered: float  # micro-batches that a pipeline stage holds, over what its schedule needs
+    logit_bytes: float  # bytes per logit, with the loss's intermediates
+    slack: float  # memory the allocator reserves, over what is in use
+    base_bytes: float  # CUDA context, libraries and communication buffers
 
 
-# How devices' names begin, by kind: what one kind reaches of its data sheet, another of the kind does too.
+# Device-name prefixes by architecture: devices of one architecture reach the same shares of their data sheets.
 ARCHITECTURES = (
     ("volta", ("V100", "T4")), ("ampere", ("A100", "A800", "A10", "A40", "GeForce RTX 3", "RTX A")),
     ("hopper", ("H100", "H800", "H20", "H200", "GH200")),
     ("blackwell", ("B200", "B300", "GB200", "GB300")), ("ada", ("L4", "GeForce RTX 4", "RTX 6000")), ("cdna", ("MI",)),
 )  # fmt: skip
-FITTED_ARCHITECTURES = ("volta", "ampere", "hopper")  # kinds of which there are published runs enough to be held to
+FITTED_ARCHITECTURES = ("volta", "ampere", "hopper")  # architectures with enough published runs for a fit
 NEWEST_GENERATION = (
-    "fsdp2"  # the newest generation of frameworks that work as this one does: torch's own kernels, compiled, parameters gathered layer by layer
+    "fsdp2"  # the newest framework generation that works as this one does: torch's own kernels, compiled, parameters all-gathered layer by layer
 )
 
 
 def device_architecture(name: str) -> str:
-    """The kind of a device by its name; empty for one of no known kind."""
+    """The architecture of a device by its name; empty if unknown."""
     return next((kind for kind, starts in ARCHITECTURES if name.startswith(starts)), "")
 
 
 @dataclass(frozen=True)
 class FittedConstants:
-    """The file: common values, factors by device kind and by generation, and where they come from."""
+    """The contents of fitted.json: common values, factors by architecture and by framework generation, and their origin."""
 
     how: str
     when: str
     base: Factors
     devices: Mapping[str, Factors]
     generations: Mapping[str, Factors]
-    errors: Mapping[str, float]  # mean relative error of step times on rows that were not fitted, by generation ("" = all)
+    errors: Mapping[str, float]  # mean relative step-time error on held-out runs, by generation ("" = all)
 
     def constants(self, architecture: str, generation: str) -> CostConstants:
         kinds = (self.devices.get(architecture, {}), self.generations.get(generation, {}))
@@ -86,6 +88,6 @@ class FittedConstants:
 
 @cache
 def load_fitted_constants() -> FittedConstants:
-    """What this version ships."""
+    """The constants that this version ships."""
     text = files(__package__).joinpath("fitted.json").read_text(encoding="utf-8")
     return from_data(FittedConstants, json.loads(text), "fitted.json")

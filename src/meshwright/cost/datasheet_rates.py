@@ -1,8 +1,8 @@
-"""Rates from data sheets, for devices that nobody measured: GPUs by constants that were fitted to published runs, CPUs by a rule of thumb.
+"""Rates from data sheets, for devices that were not measured: GPUs by constants fitted to published runs, CPUs by a rule of thumb.
 
 [Note: links on data sheets]
-What collectives reach of a link is stated with the link (`Link.efficiency`, fitted to tables of NCCL in the catalog), so the fitted shares of links
-(`CostConstants.intra`, `inter`) are not applied again here.
+The share of a link's bandwidth that collectives reach is stated with the link (`Link.efficiency`, fitted to NCCL tables in the catalog), so the
+fitted shares of links (`CostConstants.intra`, `inter`) are not applied again here.
 """
 
 from __future__ import annotations
@@ -16,25 +16,24 @@ from meshwright.core.cluster import Cluster, Device
 from meshwright.cost.closed_form_step import matmul_rate_curve, rates_from_datasheet
 from meshwright.cost.constants import FITTED_ARCHITECTURES, NEWEST_GENERATION, device_architecture, load_fitted_constants
 
-# Of a device whose kind was never fitted (a CPU): the share of its peak that one product of so many FLOPs reaches, and of the bandwidth that one pass
-# over so many bytes does. Small calls are bound by their start; the figures are rounded.
+# For a device whose architecture has no fit (a CPU): (FLOPs of a matmul, share of the peak it reaches) and (bytes of a pass, share of the bandwidth).
+# Small calls are bound by their launch; the figures are rounded.
 _COMPUTE_SHARE = ((1e7, 0.02), (1e8, 0.10), (1e9, 0.30), (1e10, 0.50), (1e11, 0.62), (1e12, 0.70))
 _BANDWIDTH_SHARE = ((1e5, 0.10), (1e6, 0.35), (1e7, 0.65), (1e8, 0.80))
-_UNKNOWN_FLOPS, _UNKNOWN_BANDWIDTH = 2e10, 1e10  # of a device without a sheet: one core
+_UNKNOWN_FLOPS, _UNKNOWN_BANDWIDTH = 2e10, 1e10  # for a device without a data sheet: one core
 _CALL_S = 5e-6
 _OVERLAP = 0.8
 _BASE_BYTES = 300_000_000  # an interpreter with torch
 DEFAULT_ERROR = 0.4  # relative, one sigma, where nothing was fitted
-_TRACED_LAUNCH_SHARE = (
-    0.5  # of the time that the host has for a kernel of the closed form, what it has for one that was traced, which are twice as many
-)
-_SIGMA_PER_MEAN_ERROR = 1.25  # one sigma over the mean of absolute errors, where these are normal
-_PLAN_ERROR = 0.12  # what plans of traced models were off by the constants of the framework that ran them, on 33 published runs (bench/planned.py)
-_UNSEEN_DEVICE_ERROR = 0.2  # more, for a kind of device that no published run is of
+_TRACED_LAUNCH_SHARE = 0.5  # launch time of a traced kernel over that of a closed-form kernel: a traced block has twice as many
+_SIGMA_PER_MEAN_ERROR = 1.25  # one sigma over the mean absolute error of a normal distribution
+_PLAN_ERROR = 0.12  # relative error of plans of traced models with the framework's own constants, on 33 published runs (bench/planned.py)
+_UNSEEN_DEVICE_ERROR = 0.2  # added for an architecture without a published run
 
 
 def datasheet_calibration(cluster: Cluster, generation: str = NEWEST_GENERATION) -> Calibration:
-    """What the slowest of its devices should reach, for all wait for it; and each device by its name where there are several."""
+    """The calibration of a cluster from data sheets: the slowest device's rates, which bound the step, and each device's by name where there are
+    several."""
     nodes = cluster.distinct_nodes
     devices = [device for node in nodes for device in node.devices]
     layouts = [device_rates(_slowest_device(devices), generation)]
@@ -68,8 +67,8 @@ def _rule_of_thumb_rates(device: Device) -> Rates:
 
 
 def _error_estimate(devices: list[Device]) -> tuple[float, str]:
-    """One sigma, and where it comes from: what the constants were off on runs that they were not fitted to, what plans were off beyond that, and
-    more where no run was of such a device."""
+    """One sigma and its basis: the constants' error on held-out runs, the further error of plans, and an addition for devices without published
+    runs."""
     if any(d.kind != "cuda" or not d.peak_flops for d in devices):
         return DEFAULT_ERROR, "data sheets and a rule of thumb"
     file = load_fitted_constants()
@@ -81,7 +80,7 @@ def _error_estimate(devices: list[Device]) -> tuple[float, str]:
 
 
 def _slowest_device(devices: list[Device]) -> Device:
-    """A device with the least of every figure that all of them have."""
+    """A synthetic device with the minimum of every figure that all of them have."""
     shared = set.intersection(*(set(device.peak_flops) for device in devices))
     peaks = {p: min(device.peak_flops[p] for device in devices) for p in devices[0].peak_flops if p in shared}
     last = min(devices, key=lambda d: max(d.peak_flops.values(), default=0.0))

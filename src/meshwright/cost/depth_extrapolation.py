@@ -1,9 +1,9 @@
-"""Deep models priced by few of their blocks: once a step has settled, each further block of a kind adds the same.
+"""Prices deep models from a few of their blocks: once a step is in steady state, each further block of a kind adds the same time.
 
-[Note: folding a step]
-Computation and communication are two streams that wait for each other. After some equal blocks the one is ahead of the other by as much as before,
-and from there on a block adds what the last one did. Three depths are run; where the third adds what the second did, all others are added on. Where
-it does not (buckets that end in the middle of a block), the whole step is run.
+[Note: depth extrapolation]
+Computation and communication are two streams that wait for each other. After some equal blocks the lag between them is constant, and each further
+block adds as much time as the last. Three depths are simulated; where the third adds as much as the second, the remaining blocks are extrapolated.
+Where it does not (bucket boundaries in the middle of a block), the whole step is simulated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshwright.core.tensor_policy import ShardedDim, TensorPolicy
 from meshwright.schedule import local_profile
 from meshwright.schedule.step_actions import gradient_buckets
 
-_MIN_BLOCKS = 14  # blocks from which on folding pays
+_MIN_BLOCKS = 14  # fewest equal blocks for which extrapolation pays
 SAMPLED_DEPTHS = (3, 4, 5)
 _COLLECTIVE_FIELDS = (
     "copy_sites",
@@ -31,8 +31,8 @@ _COLLECTIVE_FIELDS = (
 
 
 def removable_blocks(plan: Plan, profile: ModelProfile, local_layers: Collection[str]) -> tuple[int, ...]:
-    """Layers that repeat the ones before them, by index, in the order in which they may be left out: of the longest run of equal blocks among
-    the layers of one rank, but for its ends, which may be special. None where that would not pay."""
+    """Indices of layers that repeat the ones before them, in the order in which they may be removed: the longest run of equal blocks among one
+    rank's layers, except its ends, which may be special. Empty where removal would not pay."""
     if plan.spatial.grid or plan.expert.tables or plan.placements:
         return ()
     longest: list[int] = []
@@ -48,7 +48,7 @@ def removable_blocks(plan: Plan, profile: ModelProfile, local_layers: Collection
 
 
 def truncate_blocks(plan: Plan, profile: ModelProfile, removable: Sequence[int], depth: int) -> tuple[Plan, ModelProfile]:
-    """The same with `depth` of the spare blocks."""
+    """The plan and profile with only the first `depth` of the removable blocks."""
     gone = set(removable[depth:])
     kept = [index for index in range(len(profile.layers)) if index not in gone]
 
@@ -62,7 +62,7 @@ def truncate_blocks(plan: Plan, profile: ModelProfile, removable: Sequence[int],
 
 
 def buckets_repeat(plan: Plan, full_profile: ModelProfile, truncated: Sequence[tuple[Plan, ModelProfile]], extra_blocks: int, pp_rank: int) -> bool:
-    """Whether each further block adds the same buckets of gradients. Full ones must be the same; what stays open to the end only grows."""
+    """Whether each further block adds the same gradient buckets. Full buckets must be the same; the last, partial one only grows."""
     if plan.memory.zero == 3 or plan.mesh.group_size("data") == 1:
         return True
     buckets = [gradient_buckets(p, local_profile(p, model, 0, pp_rank)) for p, model in (*truncated, (plan, full_profile))]
@@ -73,7 +73,7 @@ def buckets_repeat(plan: Plan, full_profile: ModelProfile, truncated: Sequence[t
 
 
 def without_layers(plan: Plan, profile: ModelProfile, removed: Collection[str]) -> Plan:
-    """The plan with no word about the tensor parallelism, positions and experts of some layers: what ranks do elsewhere is the same."""
+    """The plan without the tensor-, context- and expert-parallel policies of the removed layers; the other layers are unaffected."""
     if not (plan.tensor_policies or plan.context.attention_sites or plan.expert.moe_layers):
         return plan
     gone = frozenset(removed)
@@ -88,7 +88,7 @@ def _changes_without_layers(plan: Plan, removed: frozenset[str]) -> dict[str, ob
             module = module.rpartition(".")[0]
         return not module
 
-    borrowed = {b.parameter for stage in plan.stages for b in stage.tied_parameters}  # what several stages use stays as it is
+    borrowed = {b.parameter for stage in plan.stages for b in stage.tied_parameters}  # tied parameters, which several stages use, keep their shards
 
     def restrict_policy(policy: TensorPolicy) -> TensorPolicy:
         sites = {kind: tuple(m for m in getattr(policy, kind) if is_kept(m.module)) for kind in _COLLECTIVE_FIELDS}

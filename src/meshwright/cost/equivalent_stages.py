@@ -1,4 +1,4 @@
-"""Pipeline ranks that do the same: of those one is priced, so that sixty-four stages cost what three do."""
+"""Groups pipeline ranks that do the same work, so that only one of each group is priced: sixty-four stages cost as much as three."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshwright.core.plan import Plan, Stage
 
 
 def equivalent_pipeline_ranks(plan: Plan, profile: ModelProfile, ranks: Sequence[int]) -> dict[int, list[int]]:
-    """Pipeline ranks whose layers and messages are alike, by the first of them."""
+    """Pipeline ranks with equal layers and messages, by the first rank of each group."""
     if plan.mesh.pp <= 2 or not plan.stages or plan.placements:
         return {rank: [rank] for rank in ranks}
     layers = {layer.name: _layer_key(plan, layer) for layer in profile.layers}
@@ -21,7 +21,7 @@ def equivalent_pipeline_ranks(plan: Plan, profile: ModelProfile, ranks: Sequence
 
 
 def _layer_key(plan: Plan, layer: LayerProfile) -> Hashable:
-    """What tells a layer from others: equal blocks have a name in common, and their kernels."""
+    """The key of a layer: repeated blocks share their block name and their kernels."""
     return layer.block or layer.name, id(layer.kernels), layer.activation_bytes, plan.memory.recompute_mode(layer.name)
 
 

@@ -1,4 +1,4 @@
-"""Peak bytes of a rank, by kind. The formulas follow what `execute` allocates, not what a paper counts."""
+"""Peak bytes of a rank, by kind, from a plan and a profile. The formulas follow what `execute` allocates, not what a paper counts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from meshwright.cost.sync_memory import SyncMemory, sync_memory
 from meshwright.schedule.buckets import Bucket, shard_size
 from meshwright.schedule.step_actions import MeshCoordinate, gradient_buckets, pipeline_sends, unit_buffers
 
-_CPU_RNG_STATE_BYTES = 5056  # what torch's generator on CPUs looks like: a unit that is computed again keeps it
-EXACT_KINDS = ("parameters", "gradients", "optimizer", "batch")  # kinds that follow from sizes alone: runs correct the others
+_CPU_RNG_STATE_BYTES = 5056  # size of torch's CPU generator state, which every recomputed unit saves
+EXACT_KINDS = ("parameters", "gradients", "optimizer", "batch")  # kinds that follow from sizes alone; measured runs correct the others
 
 
 def model_state_bytes(plan: Plan, profile: ModelProfile, optimizer: str, shard: int = 0) -> dict[str, int]:
-    """Parameters, gradients and optimizer state a rank's device holds after backward, padding included: ZeRO's arithmetic for these storage types.
-    `shard` is the rank's coordinate along that axis, which matters where the plan cuts unevenly."""
+    """Bytes of parameters, gradients and optimizer state on a rank's device after backward, padding included: ZeRO's arithmetic for these storage
+    types. `shard` is the rank's coordinate along that axis, which matters where the plan shards unevenly."""
     found = _all_model_states(plan, profile, optimizer, shard)
     return found if plan.memory.offload == "none" else {**found, "optimizer": 0}
 
 
 def offloaded_bytes(plan: Plan, profile: ModelProfile, optimizer: str, shard: int = 0) -> int:
-    """What a rank holds in host memory instead: states, and copies of what it steps and of the gradients for it."""
+    """Bytes a rank holds in host memory instead: optimizer states, and copies of the parameters it steps and of their gradients."""
     if plan.memory.offload == "none":
         return 0
     held = _all_model_states(plan, profile, optimizer, shard)
@@ -60,8 +60,8 @@ def _shard_numel(plan: Plan, bucket: Bucket, shard: int) -> int:
 def peak_bytes(
     plan: Plan, profile: ModelProfile, optimizer: str, rates: Rates, in_flight: Sequence[Mapping[str, int]] = ({},), shard: int = 0, pp_rank: int = 0
 ) -> dict[str, int]:
-    """The largest rank's peak by kind; `profile` is at the largest micro-batch. Of a pipeline, `in_flight` says how many micro-batches are under
-    way in each layer, at the moments that may need most; `shard` is the rank's coordinate along that axis."""
+    """The largest rank's peak by kind; `profile` is at the largest micro-batch. For a pipeline, `in_flight` says how many micro-batches each layer
+    holds, at the moments that may need most; `shard` is the rank's coordinate along that axis."""
     held = model_state_bytes(plan, profile, optimizer, shard)
     moments = []
     for counts, first in (turn for under_way in in_flight for turn in _backward_passes(plan, under_way)):
@@ -84,15 +84,15 @@ def peak_bytes(
 
 
 def _rng_state_bytes(plan: Plan, profile: ModelProfile, counts: Mapping[str, int]) -> int:
-    """What units that are computed again keep of torch's generator, for each micro-batch under way. A GPU's is a few bytes, and not on it."""
+    """RNG states that recomputed units save, per micro-batch in flight. 0 on a GPU: its state is a few bytes, held on the host."""
     if plan.device != "cpu":
         return 0
     return _CPU_RNG_STATE_BYTES * sum(counts.get(layer.name, 1) for layer in profile.layers if plan.memory.recompute_mode(layer.name) != "none")
 
 
 def _stage_boundary_bytes(plan: Plan, profile: ModelProfile, pp_rank: int, in_flight: int) -> tuple[float, float]:
-    """What a pipeline rank holds of what crosses stages: what it has sent, until it has gone back through it; buffers to receive into, one for
-    each micro-batch, of which layers that have one under way count theirs as kept."""
+    """(sent, received) bytes of boundary activations and gradients on a pipeline rank: a sent activation is kept until its backward; there is one
+    receive buffer per micro-batch, and the layers of micro-batches in flight already count theirs as saved."""
     if plan.mesh.pp == 1 or not plan.stages:
         return 0.0, 0.0
     same, equal = plan.partition_key
@@ -108,11 +108,11 @@ def _sent_boundary_bytes(plan: Plan, profile: ModelProfile, pp_rank: int, phase:
 
 @dataclass(frozen=True)
 class LiveMemory:
-    """What is alive beside parameters and states."""
+    """Live bytes beside parameters and optimizer states."""
 
     activations: float
     workspace: float
-    gradients: float = 0.0  # that backward has made so far, where they are made anew in each step
+    gradients: float = 0.0  # gradients accumulated so far in this backward, where each step allocates them anew
     communication: float = 0.0
 
     @property
@@ -123,12 +123,12 @@ class LiveMemory:
 def peak_live_memory(
     plan: Plan, profile: ModelProfile, in_flight: Mapping[str, int] | None = None, sync: SyncMemory | None = None, fresh_gradients: bool | None = None
 ) -> LiveMemory:
-    """When forward and backward hold the most.
+    """The moment in forward and backward at which most bytes are live.
 
-    While a layer works, in forward or backward, there is what the layers before it keep, all that it needs itself (recomputation brings that
-    back for one unit at a time), its workspace and, in backward, gradients of the layers after it and what travels. When it is done, what is
-    complete is sent. Other micro-batches under way keep theirs: `in_flight` says how many there are in each layer, the one at work among them.
-    `fresh_gradients`: gradients are made in this backward (see `_backward_passes`)."""
+    While a layer runs, live are: what the earlier layers saved for backward, everything the layer needs itself (recomputation restores that for
+    one unit at a time), its workspace and, in backward, the gradients of later layers and the buffers in flight. When it ends, complete buckets
+    are sent. Other micro-batches in flight keep their saved activations: `in_flight` counts them by layer, including the running one.
+    `fresh_gradients`: this backward allocates the gradients (see `_backward_passes`)."""
     fresh_gradients = _gradients_are_transient(plan) if fresh_gradients is None else fresh_gradients
     kept = [saved_activation_bytes(plan, layer, plan.memory.recompute_mode(layer.name)) for layer in profile.layers]
     counts = [(in_flight or {}).get(layer.name, 1) for layer in profile.layers]
@@ -136,14 +136,15 @@ def peak_live_memory(
     sync, none = sync or SyncMemory(), (0.0,) * len(profile.layers)
     fresh, working, leaving = sync.new_gradients or (*none, 0.0), sync.during_layer or none, sync.after_layer or none
     later = float(sum(t.bytes for t in profile.tensors if t.trainable)) if fresh_gradients else 0.0
-    fullest = (0.0, 0.0, later + sync.allocated_gradients, sync.end)  # the end of backward, or the optimizer's step
+    fullest = (0.0, 0.0, later + sync.allocated_gradients, sync.end)  # the end of backward, or the optimizer step
     most, given, fused = sum(fullest), 0.0, plan.compile == "model"
     for at, (layer, (keeps, back), count) in enumerate(zip(profile.layers, kept, counts, strict=True)):
         if before + fresh[at] + leaving[at] > most:
             fullest = (before, 0.0, fresh[at], leaving[at])
             most = before + fresh[at] + leaving[at]
         later -= sum(t.bytes for t in layer.tensors if t.trainable) if fresh_gradients else 0.0
-        # Of fused code there are left the largest product's operands, or the gradients that it is given and gives: these in what it has kept.
+        # Fused code needs the largest matmul's operands, or the gradients it receives and produces; the received ones reuse the memory of saved
+        # tensors.
         workspace = max(layer.matmul_workspace_bytes, layer.output_bytes + max(given - keeps, 0.0)) if fused else layer.transient_bytes
         total = before + keeps + back + workspace + later + fresh[at + 1] + working[at]
         if total > most:
@@ -153,13 +154,15 @@ def peak_live_memory(
 
 
 def _gradients_are_transient(plan: Plan) -> bool:
-    """On one device gradients appear as activations go; micro-batches after the first, and several ranks' buckets, find them there."""
+    """Whether gradients are allocated as activations are freed: with one data-parallel rank and one micro-batch. Later micro-batches, and buckets
+    of several ranks, find them allocated."""
     return plan.mesh.group_size("data") == 1 and plan.micro_batches == 1
 
 
 def _backward_passes(plan: Plan, counts: Mapping[str, int]) -> list[tuple[Mapping[str, int], bool]]:
-    """Micro-batches under way, and whether backward then makes gradients anew. If all are under way before the first goes back, it does, and the
-    next one finds gradients there, and one micro-batch less. Buckets are there from the start, but for stage 2's."""
+    """(micro-batches in flight by layer, whether backward allocates gradients) of the passes to consider. If all micro-batches are in flight
+    before the first backward, that backward allocates the gradients; the next finds them allocated and one micro-batch less. Buckets are allocated
+    from the start, except under ZeRO-2."""
     if plan.micro_batches == 1:
         return [(counts, True)]
     buckets = plan.mesh.group_size("data") > 1 and plan.memory.zero != 2
@@ -169,7 +172,7 @@ def _backward_passes(plan: Plan, counts: Mapping[str, int]) -> list[tuple[Mappin
 
 
 def saved_activation_bytes(plan: Plan, layer: LayerProfile, mode: str) -> tuple[float, float]:
-    """What a layer keeps of one micro-batch for backward, and what recomputing brings back of it."""
+    """Bytes a layer saves for backward per micro-batch, and bytes that recomputation restores."""
     compiled = plan.compile == "model" or (plan.compile == "blocks" and layer.name in plan.memory.units)
     remade = layer.compiler_recomputed_bytes if compiled else 0.0
     saved = layer.activation_bytes - remade

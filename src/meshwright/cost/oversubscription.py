@@ -1,7 +1,7 @@
-"""Ranks that share cores: what a pipeline takes when those of its ranks that wait leave their core to the others.
+"""Simulates a pipeline whose ranks share CPU cores: in, a pipeline, its stage times and the number of cores; out, when each rank finishes.
 
-All ranks at work get as much of the cores as each other, and none more than one core. What is on its way needs none. So a step takes no less than
-with a core for each rank, no less than all work needs of the cores, and longer than both where ranks wait at one time and crowd at another.
+All busy ranks get equal shares of the cores, none more than one core; messages in flight need none. So a step takes no less than with a core per
+rank, no less than the total work divided by the cores, and more than both where ranks idle at one time and compete at another.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from meshwright.cost.pipeline_cost import ActionGraph, PipelineSpec, StageTime, action_graph, action_times, schedule_period
 
 _NEVER = float("inf")
-_DONE_TOLERANCE = 1e-12  # relative: who has no more left than this is done
-_MIN_WORK_S = 1e-12  # seconds of a turn that takes none
-_SETTLING_ROUNDS = 4  # of micro-batches, after which the next is like the last
+_DONE_TOLERANCE = 1e-12  # relative: work left below this counts as done
+_MIN_WORK_S = 1e-12  # seconds of work of an action that takes none
+_SETTLING_ROUNDS = 4  # of micro-batches, after which the pipeline is in steady state
 
 
 def oversubscribed_ends(pipeline: PipelineSpec, stages: Sequence[StageTime], cores: float) -> list[float]:
-    """When each rank has done its last turn. Of many micro-batches a few are run, and the rest is added on as it grew last."""
+    """When each rank finishes its last action. With many micro-batches only a few are simulated, and the rest is extrapolated from the last
+    increment."""
     step = schedule_period(pipeline)
     less = _SETTLING_ROUNDS * step + pipeline.micro_batches % step
     if pipeline.micro_batches <= less + step:
@@ -32,13 +33,13 @@ def oversubscribed_ends(pipeline: PipelineSpec, stages: Sequence[StageTime], cor
 class _RankProgress:
     rows: tuple[int, ...]
     next_action: int = 0
-    free_at: float = 0.0  # when the turn before was done
-    ready_at: float = _NEVER  # when what the turn needs is here
-    work_left: float = 0.0  # of the turn's work; 0: not begun
+    free_at: float = 0.0  # when the previous action ended
+    ready_at: float = _NEVER  # when the action's inputs have arrived
+    work_left: float = 0.0  # seconds left of the current action; 0: not started
 
 
 class _SharedCoreSimulation:
-    """One run; made, run and dropped."""
+    """One simulation: build it, call `run` once, discard it."""
 
     def __init__(self, graph: ActionGraph, stages: Sequence[StageTime], cores: float) -> None:
         self.graph, self.cores = graph, cores
@@ -80,7 +81,7 @@ class _SharedCoreSimulation:
                 self._schedule_next(other, now)
 
     def _schedule_next(self, rank: _RankProgress, now: float) -> None:
-        """A message takes its time from when both ends are there."""
+        """Set when the rank's next action may start: a transfer starts when both its sender and its receiver are ready."""
         if rank.next_action < len(rank.rows):
             _, needs, kind = self.graph.rows[rank.rows[rank.next_action] - 1]
             if (came := self.end_times[needs]) < _NEVER:

@@ -1,4 +1,4 @@
-"""How a transformer's step is spread over equal nodes, and what such nodes are: the two inputs of the closed form besides the model."""
+"""How a transformer's step is parallelised, and over which equal nodes: the two inputs of the closed form besides the model."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from meshwright.cost.transformer_kernels import TransformerConfig, TransformerRe
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How a step is cut. Ranks of `tp` are neighbours, then those of `cp`, `dp` and `pp`; `ep` cuts experts over the `dp` ranks."""
+    """Parallel degrees and options of a step. Ranks of `tp` are adjacent, then those of `cp`, `dp` and `pp`; `ep` shards experts over the `dp`
+    ranks."""
 
     micro_batch: int
     global_batch: int
     tp: int = 1
     pp: int = 1
-    virtual_stages: int = 1  # of layers on a pipeline rank: 1 is 1F1B, more is interleaved
+    virtual_stages: int = 1  # stages per pipeline rank: 1 is 1F1B, more is interleaved
     dp: int = 1
     cp: int = 1
     ep: int = 1
     zero: int = 0
-    shard: int = 1  # of the `dp` times `cp` ranks, how many share one copy of what ZeRO cuts
+    shard: int = 1  # of the `dp` times `cp` ranks, how many share one copy of what ZeRO shards
     sequence_parallel: bool = False
     recompute: TransformerRecompute = "none"
-    recomputed_share: float = 1.0  # share of the blocks of which that is true
+    recomputed_share: float = 1.0  # share of the blocks that are recomputed
     precision: str = "bf16"
     flash_attention: bool = True
     dropout: bool = False
-    fused: bool = False  # element-wise chains run as one kernel: compiled, or written so
+    fused: bool = False  # element-wise chains run as one kernel: compiled, or hand-fused
     frozen: bool = False  # only adapters are trained
-    fp32_grads: bool = False  # gradients travel in fp32
+    fp32_grads: bool = False  # gradients are reduced in fp32
 
     @property
     def micro_batches(self) -> int:
@@ -43,7 +44,7 @@ class ParallelConfig:
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same part of the model, unless ZeRO cuts it: their gradients meet."""
+        """Ranks that hold the same part of the model, unless ZeRO shards it: their gradients are reduced together."""
         return self.dp * self.cp
 
     def rank_shard(self, unfused_passes: float = 1.0) -> TransformerShard:
@@ -61,11 +62,11 @@ class ParallelConfig:
         )
 
     def layers_by_stage(self, layers: int) -> list[int]:
-        """As even as can be; what is over goes to the first stages, since the last has the head."""
+        """Layers per stage, as even as possible; the first stages get the remainder, since the last has the head."""
         return [layers // self.pp + (i < layers % self.pp) for i in range(self.pp)]
 
     def parameters_by_stage(self, model: TransformerConfig) -> list[float]:
-        """A rank's own part of the weights that all replicas hold, before ZeRO; the embedding lies on the first stage, the head on the last."""
+        """A rank's parameters by stage that all replicas hold, before ZeRO; the embedding is on the first stage, the head on the last."""
         block = (model.attention_parameters + (0.0 if model.experts else model.ffn_parameters)) / self.tp
         found = [n * block for n in self.layers_by_stage(model.layers)]
         words = model.vocab * model.hidden / self.tp
@@ -74,7 +75,8 @@ class ParallelConfig:
         return found
 
     def experts_by_stage(self, model: TransformerConfig) -> list[float]:
-        """The same of experts: only one in `ep` replicas holds them, so only so many fewer exchange their gradients or share them under ZeRO."""
+        """A rank's expert parameters by stage: one in `ep` replicas holds them, so their gradients are reduced, and ZeRO shards them, in groups
+        smaller by that factor."""
         own = model.ffn_parameters * model.experts / self.ep / self.tp
         return [n * own for n in self.layers_by_stage(model.layers)]
 
@@ -86,7 +88,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class UniformCluster:
-    """Equal nodes: their devices, the link between these, and the network between nodes (its bandwidth is a whole node's, one way)."""
+    """Equal nodes: their devices, the intra-node link, and the network between nodes (its bandwidth is a whole node's, one way)."""
 
     device: Device
     per_node: int

@@ -1,11 +1,11 @@
-"""A pipeline's time and what it holds, from the order in which its ranks really take their turns.
+"""A pipeline's step time and the micro-batches it holds in flight, from the schedule that its ranks execute.
 
-[Note: turns in time]
-A turn begins when the rank has done the one before it and what the neighbouring stage sends has come; a message leaves when both ends are there, so
-that it takes its time at the receiver. The longest way through all turns is the time. Of many micro-batches only as many are run as show how it
-goes on: until each rank's turns are as much later than those of some micro-batches before as every other rank's, or until time grows by what the
-rank with the most to do does, than which it will not grow faster. The rest is added on. GPipe's ranks do not wait for those after them, so there
-the slowest forward and the slowest backward are added for each.
+[Note: pipeline step time]
+An action starts when the rank's previous action has ended and the neighbouring stage's message has arrived; a transfer starts when both ends are
+ready, so its time is counted at the receiver. The step time is the longest path through all actions. With many micro-batches, only enough are
+simulated to reach a steady state: until every rank's actions are later by the same amount than those some micro-batches before, or until the time per
+micro-batch equals the busiest rank's work, beyond which it does not grow. The rest is extrapolated. GPipe's ranks do not wait for later ones, so each
+further micro-batch adds the slowest forward and the slowest backward.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from meshwright.core.pipeline_schedules import ScheduleTraits, schedule_traits
 from meshwright.schedule.pipeline_actions import PipelineAction, pipeline_schedule
 
 _PHASE_INDEX = {"forward": 0, "backward": 1, "weights": 2}
-_MAX_FORWARD_ACTIONS = 40_000  # turns forward: for more of them the rest is added on as it grew last
-_REPEATS_REQUIRED = 4  # micro-batches over which turns must repeat, where the order does so with each
+_MAX_FORWARD_ACTIONS = 40_000  # forward actions: beyond this many, the rest is extrapolated from the last increment
+_REPEATS_REQUIRED = 4  # micro-batches over which actions must repeat, where the schedule repeats with every micro-batch
 
 
 class PipelineSpec(NamedTuple):
-    """What says in which order the ranks of a pipeline take their turns."""
+    """Determines the order of each pipeline rank's actions."""
 
     schedule: str
     ranks: int
     micro_batches: int
-    chunks: int = 1  # stages a rank
+    chunks: int = 1  # stages per rank
 
     @property
     def traits(self) -> ScheduleTraits:
@@ -43,17 +43,17 @@ class PipelineSpec(NamedTuple):
 
 
 class StageTime(NamedTuple):
-    """One micro-batch through one stage, in seconds; backward is cut in two where the schedule splits it."""
+    """Seconds of one micro-batch in one stage; backward is split in two where the schedule splits it."""
 
     forward: float
     backward: float
     weight_grad: float = 0.0
-    receive_times: tuple[float, float] = (0.0, 0.0)  # messages: activations from the stage before, gradients from the one after
-    send_overheads: tuple[float, float] = (0.0, 0.0)  # what handing them over costs the rank, within `forward` and `backward`: they leave before
+    receive_times: tuple[float, float] = (0.0, 0.0)  # messages: activations from the previous stage, gradients from the next one
+    send_overheads: tuple[float, float] = (0.0, 0.0)  # the rank's cost of a send, within `forward` and `backward`; the message leaves before it
 
 
 def finish_times(pipeline: PipelineSpec, stages: Sequence[StageTime]) -> list[float]:
-    """When each rank has done its last turn."""
+    """When each rank finishes its last action (see [Note: pipeline step time])."""
     if pipeline.traits.forward_first:
         return _gpipe_finish_times(pipeline, stages)
     unit, few = _repeat_period(pipeline), _initial_micro_batches(pipeline)
@@ -78,8 +78,8 @@ def finish_times(pipeline: PipelineSpec, stages: Sequence[StageTime]) -> list[fl
 def lower_bound_seconds(
     pipeline: PipelineSpec, stages: Sequence[StageTime], extra: Sequence[float] = (), after_last: Sequence[float] = ()
 ) -> tuple[float, float]:
-    """What no run is below: some rank's work, with what it has to do besides for each micro-batch and after the last, after the way in to it and,
-    where gradients of weights do not come last, before the way out. And the mean of that over the ranks."""
+    """Lower bounds on the step time, as (maximum, mean) over the ranks: a rank's fill time, its work with `extra` seconds per micro-batch, and
+    `after_last` seconds; plus its drain time, unless weight gradients come last."""
     into = [0.0, *accumulate(stage.forward for stage in stages[: pipeline.ranks])]
     out = [0.0, *accumulate(stage.backward for stage in stages[: pipeline.ranks])]
     rest = after_last or [0.0] * pipeline.ranks
@@ -90,14 +90,14 @@ def lower_bound_seconds(
 
 
 def in_flight_by_stage(pipeline: PipelineSpec, rank: int) -> tuple[tuple[int, ...], ...]:
-    """How many micro-batches each of a rank's stages holds at once, at the moments at which no other holds as many of all: whatever a stage
-    keeps of one, the most that a rank keeps is among them."""
+    """Micro-batches that each of a rank's stages holds, at the Pareto-maximal moments: whatever the bytes per micro-batch of each stage, the
+    rank's peak is among them."""
     if pipeline.ranks == 1:
         return ((1,),)
     if (in_flight := pipeline.traits.in_flight) is not None:
         return ((in_flight(pipeline.ranks, rank, pipeline.micro_batches),),)
     period = _repeat_period(pipeline)
-    most = min(pipeline.micro_batches, 3 * -(-pipeline.ranks // period) * period)  # from there on it only repeats
+    most = min(pipeline.micro_batches, 3 * -(-pipeline.ranks // period) * period)  # from there on the counts repeat
     return _in_flight_by_stage(pipeline._replace(micro_batches=most), rank, period)
 
 
@@ -115,9 +115,9 @@ def _in_flight_by_stage(pipeline: PipelineSpec, rank: int, period: int) -> tuple
 
 
 def pareto_maxima(counts: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Those that no other one is at least as large as in everything."""
+    """The tuples that no other tuple dominates (is at least as large in every entry)."""
     found: list[tuple[int, ...]] = []
-    for count in sorted(counts, reverse=True):  # one that is at least as large in everything comes before
+    for count in sorted(counts, reverse=True):  # a dominating tuple comes earlier in this order
         if not any(all(map(ge, other, count)) for other in found):
             found.append(count)
     return tuple(found)
@@ -128,12 +128,12 @@ def _rank_actions(pipeline: PipelineSpec, rank: int, period: int) -> list[Pipeli
 
 
 def _repeat_period(pipeline: PipelineSpec) -> int:
-    """After how many micro-batches a rank's order repeats itself."""
+    """Number of micro-batches after which a rank's order of actions repeats."""
     return pipeline.traits.micro_batches_per_round(pipeline.ranks, pipeline.micro_batches)
 
 
 def _initial_micro_batches(pipeline: PipelineSpec) -> int:
-    """As many micro-batches as it takes for a pipeline to fill, and to repeat itself; as many are left over as repeat."""
+    """Micro-batches to simulate first: enough to fill the pipeline and repeat; the number left is a multiple of the period."""
     if pipeline.traits.in_rounds:
         return 5 * _repeat_period(pipeline)
     few = (3 if pipeline.traits.splits_backward else 2) * pipeline.ranks + _REPEATS_REQUIRED + 2
@@ -148,15 +148,16 @@ def _gpipe_finish_times(pipeline: PipelineSpec, stages: Sequence[StageTime]) -> 
 
 @dataclass(frozen=True)
 class ActionGraph:
-    """All turns so that each comes after those that it waits for: (the rank's one before, the neighbour's, what it does). 0 is the start."""
+    """All actions in topological order, each as (row of the rank's previous action, row of the neighbour's action it needs, kind). Row 0 is the
+    start."""
 
     rows: tuple[tuple[int, int, int], ...]
-    rank_rows: tuple[tuple[int, ...], ...]  # each rank's turns, as numbers of rows from 1 on
+    rank_rows: tuple[tuple[int, ...], ...]  # each rank's actions, as row numbers from 1
     rank_actions: tuple[list[PipelineAction], ...]
     stages: int
 
     def end_times(self, stages: Sequence[StageTime]) -> list[float]:
-        """The end of each turn; the start is the first."""
+        """The end of each action; the first entry is the start."""
         seconds, early = action_times(stages)
         found = [0.0]
         for before, needs, kind in self.rows:
@@ -168,13 +169,13 @@ class ActionGraph:
         return [ends[rows[-1]] for rows in self.rank_rows]
 
     def steady_increment(self, ends: Sequence[float], lag: int) -> float | None:
-        """By how much all that ranks do is later than it was `lag` micro-batches before: None if not by the same everywhere."""
+        """How much later all ranks' actions are than `lag` micro-batches before; None if not by the same amount everywhere."""
         found = self._rank_increment(ends, lag, 0)
         others = (self._rank_increment(ends, lag, rank) for rank in range(1, len(self.rank_rows)))
         return found if found is not None and all(o is not None and abs(o - found) <= 1e-9 * ends[-1] for o in others) else None
 
     def _rank_increment(self, ends: Sequence[float], lag: int, rank: int) -> float | None:
-        """By how much the last turns of a rank that repeat come later than those `lag` micro-batches before, if all do by as much."""
+        """How much later a rank's last repeating actions are than those `lag` micro-batches before; None if not all by the same amount."""
         rows, window = self.rank_rows[rank], _repeating_window(self.rank_actions[rank], lag)
         if window is None:
             return None
@@ -184,7 +185,7 @@ class ActionGraph:
 
 
 def _repeating_window(actions: Sequence[PipelineAction], lag: int) -> tuple[int, int, int] | None:
-    """(first, end, how far apart) of the last turns of a rank's order to come again `lag` micro-batches later, if they are enough to tell."""
+    """(first, end, distance in actions) of the last actions in a rank's order that recur `lag` micro-batches later; None if there are too few."""
     apart = lag * len(actions) // (1 + max(action.micro_batch for action in actions))
     need = max(apart, _REPEATS_REQUIRED * apart // lag)
 
@@ -198,7 +199,7 @@ def _repeating_window(actions: Sequence[PipelineAction], lag: int) -> tuple[int,
 
 
 def action_times(stages: Sequence[StageTime]) -> tuple[list[float], list[float]]:
-    """By phase and stage: what a turn takes with the message before it, and how long before its neighbour's end that message has left."""
+    """By phase and stage: seconds of an action including the message it receives, and how long before the neighbour's end that message left."""
     forward = [stage.receive_times[0] + stage.forward for stage in stages]
     backward = [stage.receive_times[1] + stage.backward for stage in stages]
     ahead = [0.0, *(before.send_overheads[0] for before, _ in pairwise(stages))]
@@ -207,12 +208,12 @@ def action_times(stages: Sequence[StageTime]) -> tuple[list[float], list[float]]
 
 
 def action_graph(pipeline: PipelineSpec, micro_batches: int) -> ActionGraph:
-    """Of so many micro-batches, taken in rounds as the order's own are."""
+    """The graph of `micro_batches` micro-batches, in rounds of the schedule's own size."""
     return _build_graph(pipeline._replace(micro_batches=micro_batches), _repeat_period(pipeline))
 
 
 def schedule_period(pipeline: PipelineSpec) -> int:
-    """After so many micro-batches all ranks' turns repeat themselves."""
+    """Number of micro-batches after which all ranks' actions repeat."""
     return _repeat_period(pipeline) if pipeline.traits.in_rounds else pipeline.ranks
 
 
@@ -221,7 +222,7 @@ def _build_graph(pipeline: PipelineSpec, period: int) -> ActionGraph:
     count = pipeline.ranks * pipeline.chunks
     orders = [_rank_actions(pipeline, rank, period) for rank in range(pipeline.ranks)]
     todo = [list(_action_keys(actions, pipeline.stages(rank), count, pipeline.micro_batches)) for rank, actions in enumerate(orders)]
-    numbers = [0] * (3 * count * pipeline.micro_batches + 1)  # of the rows, by key; the last key is of what needs nothing
+    numbers = [0] * (3 * count * pipeline.micro_batches + 1)  # rows by key; the last key stands for no dependency
     numbers[-1] = -1
     waiting = [-1] * len(numbers)
     rows: list[tuple[int, int, int]] = []
@@ -244,8 +245,8 @@ def _build_graph(pipeline: PipelineSpec, period: int) -> ActionGraph:
 
 
 def _action_keys(actions: Sequence[PipelineAction], rank_stages: Sequence[int], stages: int, micro_batches: int) -> Iterator[tuple[int, int, int]]:
-    """Of each turn its key, the key of what must come from another stage before it (activations from the one before, gradients from the one
-    after), and what it does."""
+    """For each action: its key, the key of the action on another stage that it needs (the previous stage's activations or the next one's
+    gradients), and its kind."""
     nothing = 3 * stages * micro_batches
     for phase, chunk, number in actions:
         stage, place = rank_stages[chunk], _PHASE_INDEX[phase]
@@ -256,5 +257,5 @@ def _action_keys(actions: Sequence[PipelineAction], rank_stages: Sequence[int], 
 
 
 def max_in_flight(pipeline: PipelineSpec, ranks: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The same as `in_flight_by_stage` of several ranks whose stages are alike."""
+    """`in_flight_by_stage` over several ranks with equivalent stages."""
     yield from pareto_maxima({counts for rank in ranks for counts in in_flight_by_stage(pipeline, rank)})

@@ -1,4 +1,4 @@
-"""A plan's schedule with the time that each rank takes: by the kind of its own device, its own samples and its own part of the state."""
+"""A plan's schedule with the seconds of every rank: each by its own device kind, samples and share of the sharded state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.schedule.lower import PricedRankClass, lower
 
 
 def priced_schedule(plan: Plan, profile: ModelProfile, optimizer: str, cluster: Cluster, calibration: Calibration, *, clip: bool = False) -> Schedule:
-    """The plan's steady step on a cluster; calls with uneven parts have the bytes that they take on the way."""
+    """The plan's steady-state step on a cluster; collectives with uneven parts carry the padded bytes."""
     found = lower(plan, profile, priced_rank_classes(plan, optimizer, cluster, calibration), clip=clip)
     if not plan.balance.state_fractions:
         return found
@@ -24,7 +24,7 @@ def priced_schedule(plan: Plan, profile: ModelProfile, optimizer: str, cluster: 
 
 
 def priced_rank_classes(plan: Plan, optimizer: str, cluster: Cluster, calibration: Calibration) -> list[PricedRankClass]:
-    """Ranks that are priced together. All of them where nothing tells them apart, which is not asked of each: there may be a hundred thousand."""
+    """Ranks that are priced together. One class where nothing distinguishes the ranks, without looking at each: there may be a hundred thousand."""
     names, mesh, parts = rates_labels(plan, cluster.in_device_order(plan.device_order), calibration), plan.mesh, plan.balance
     if len(set(names)) <= 1 and not parts.shares and not parts.state_fractions:
         price = ActionCost(plan, optimizer, calibration.rates_for(plan.world, names[0] if names else ""))

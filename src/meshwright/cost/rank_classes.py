@@ -1,4 +1,4 @@
-"""Classes of ranks that are priced together: on devices of one kind and size, with as many samples and as much of the state that ZeRO cuts."""
+"""Groups ranks that are priced together: same device kind and memory, same number of samples, same share of the state that ZeRO shards."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from meshwright.core.rank_devices import device_kind
 
 @dataclass(frozen=True)
 class RankClass:
-    """Ranks of one kind of device, which the first of them stands for; all ranks, of no kind in particular, where they are alike."""
+    """Ranks of one device kind, represented by the first; where all ranks are alike, one class of all of them."""
 
     rates_label: str
     ranks: Sequence[int]
-    samples: int  # samples of the largest
-    pipeline_ranks: Sequence[int]  # the pipeline ranks among them
-    shard: int = 0  # the coordinate of one that has as much of the state as any of them
+    samples: int  # the largest rank's samples
+    pipeline_ranks: Sequence[int]  # their coordinates along `pp`
+    shard: int = 0  # coordinate along that axis of a rank with the largest share of the state
 
     def micro_batch(self, plan: Plan) -> int:
         return -(-self.samples // plan.micro_batches)
 
 
 def find_rank_classes(plan: Plan, cluster: Cluster, calibration: Calibration) -> list[RankClass]:
-    """`cluster` is as the plan's ranks are seated on it."""
+    """The plan's rank classes; `cluster` must be in the plan's device order."""
     mesh, world = plan.mesh, plan.world
     few = min(world, len(cluster.devices))
     names = rates_labels(plan, cluster, calibration)
@@ -46,12 +46,12 @@ def find_rank_classes(plan: Plan, cluster: Cluster, calibration: Calibration) ->
 
 
 def rates_labels(plan: Plan, cluster: Cluster, calibration: Calibration) -> tuple[str, ...]:
-    """By rank, as far as there are devices, under which name the calibration has its rates; empty where it has one name for all."""
+    """By rank, up to the number of devices, the name under which the calibration has its rates; empty where one name covers all."""
     return device_labels(cluster, calibration, min(plan.world, len(cluster.devices))) or tuple(map(device_kind, plan.rank_devices))
 
 
 def memory_capacity(cluster: Cluster, plan: Plan, rank_class: RankClass) -> int:
-    """Memory for a rank. CPU ranks share what is free of their node's memory, however few of its devices are used."""
+    """Memory per rank. The CPU ranks of a node divide all of its free memory, however few of its devices are used."""
     devices = cluster.devices
     if devices[rank_class.ranks[0]].kind != "cpu" or device_memories(cluster, min(plan.world, len(devices))):
         alike = len(rank_class.ranks) == plan.world

@@ -1,4 +1,4 @@
-"""Collectives among ranks that a numbering spreads over equal nodes: α–β lines of what the group crosses, shared with the groups beside it."""
+"""Closed-form collectives over equal nodes: α–β of the links that a group crosses, shared with its sibling groups."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from meshwright.core.schedule import wire_factor
 from meshwright.cost.constants import CostConstants
 from meshwright.cost.parallel_config import UniformCluster
 
-# Seconds to start a collective of 1 MB or more, at one rank or node, and for each doubling: all-reduce by NCCL among 2 to 8 A100s
-# of one node and among 2 to 16 nodes (bench/fit_published.py prints the fit).
+# Seconds to start a collective of 1 MB or more, at one rank or node, and for each doubling: NCCL all-reduce among 2 to 8 A100s of one node and among
+# 2 to 16 nodes (bench/fit_published.py prints the fit).
 INTRA_NODE_START_S, INTRA_NODE_DOUBLING_S = 40e-6, 11.5e-6
 INTER_NODE_START_S, INTER_NODE_DOUBLING_S = 60e-6, 33e-6
 
 
 @dataclass(frozen=True)
 class Ring:
-    """One group: so many ranks, each so far from the next in the numbering."""
+    """One process group: its number of ranks and the stride between their rank numbers."""
 
     ranks: int
     stride: int = 1
 
     def ranks_per_node(self, per_node: int) -> int:
-        """Members on one node."""
+        """The group's ranks on one node."""
         return max(min(self.ranks, per_node // self.stride), 1)
 
 
 def ring_alpha_beta(op: str, ring: Ring, cluster: UniformCluster, constants: CostConstants) -> AlphaBetaModel:
-    """What a rank of the group gets while every other group of its kind works too: groups side by side share a node's network."""
+    """α–β per rank while all sibling groups communicate too: groups side by side share a node's network."""
     within = cluster.link.bandwidth * constants.intra
     local = ring.ranks_per_node(cluster.per_node)
     if local == ring.ranks:
         return AlphaBetaModel(INTRA_NODE_START_S + INTRA_NODE_DOUBLING_S * math.log2(max(ring.ranks, 1)), within)
     nodes = ring.ranks / local
-    # A ring enters and leaves a node once, by all the network cards of its members; pairs that exchange have one card each.
+    # A ring enters and leaves a node once, over all the NICs of its members; in pairwise exchanges each rank has one NIC.
     cards = 1 if op in ("all_to_all", "send") else local
     across = cluster.network.bandwidth * constants.inter * min(cards / cluster.per_node, 1.0)
     if op == "all_to_all":
@@ -44,7 +44,7 @@ def ring_alpha_beta(op: str, ring: Ring, cluster: UniformCluster, constants: Cos
 
 
 def ring_seconds(op: str, size: float, ring: Ring, cluster: UniformCluster, constants: CostConstants, messages: float = 1.0) -> float:
-    """Seconds for `size` bytes of a tensor, in so many messages; gathers and scatters go round the whole ring in each of them."""
+    """Seconds for `size` bytes of a tensor in `messages` calls; each all-gather or reduce-scatter goes around the whole ring."""
     if ring.ranks <= 1 or size <= 0:
         return 0.0
     line = ring_alpha_beta(op, ring, cluster, constants)

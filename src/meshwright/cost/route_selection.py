@@ -1,9 +1,9 @@
-"""Which way is quickest for an operation of a given size, by what was measured: a plan's routes, and why they are as they are.
+"""Chooses the fastest measured route (backend and algorithm) for each collective by message size, and explains the choice.
 
-[Note: chosen from points]
-A line through measured sizes is off by half where a backend changes its own algorithm. So where sizes were measured one by one (`bench comm`) the
-choice is made from their medians: at each measured size the quickest way, and between two of them the quickest by what lies between. Beyond the
-largest size, and where there are lines alone, the lines decide.
+[Note: routes from measured sizes]
+An α–β line through measured sizes is off by half where a backend switches its own algorithm. So where sizes were measured one by one (`bench
+comm`) the choice uses their medians: at each measured size the fastest route, and between two sizes the fastest by interpolation. Beyond the
+largest size, and where only lines exist, the lines decide.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from meshwright.core.quantities import show_bytes, show_rate, show_seconds
 from meshwright.core.routes import ALGORITHMS, Route, choose_route, is_applicable, parse_route_name
 from meshwright.schedule import LedgerLine
 
-LINE_MARGIN = 0.05  # by lines: a lead smaller than this is noise, and the first backend keeps the call
-POINT_MARGIN = 0.02  # by points: the same for who had the size before
+LINE_MARGIN = 0.05  # by lines: a smaller lead is noise, and the first backend keeps the call
+POINT_MARGIN = 0.02  # by points: a smaller lead does not replace the route of the next smaller size
 SHARED_MEMORY_BONUS = (
-    0.025  # what memory that ranks share is given: who waits in it sleeps, while MPI's waiting takes the core that computes. With both, 5%
+    0.025  # credit to shared memory: its waiting ranks sleep, while MPI's busy-waiting takes the core that computes. With both margins, 5%
 )
-_MAX_BYTES = 1 << 40  # bytes beyond which no crossing is looked for
-_STEPS_BETWEEN_SIZES = 8  # steps from one measured size to the next
+_MAX_BYTES = 1 << 40  # largest size at which a crossover is considered
+_STEPS_BETWEEN_SIZES = 8  # interpolation steps between two measured sizes
 
 
 def choose_routes(rates: Rates, backends: Sequence[str], operations: Iterable[str], nodes: Sequence[int] = ()) -> tuple[Route, ...]:
-    """Where calls go that are quicker another way than by the first backend's own collectives. A way that was not measured is not chosen."""
+    """Routes for the calls that are faster than on the first backend's own collectives. Only measured routes are chosen."""
     found: list[Route] = []
     for op in operations:
         routes = measured_routes(rates, backends, op, nodes)
@@ -45,9 +45,10 @@ def choose_routes(rates: Rates, backends: Sequence[str], operations: Iterable[st
 
 
 def measured_routes(rates: Rates, backends: Sequence[str], op: str, nodes: Sequence[int] = ()) -> list[str]:
-    """The first backend's own first. Memory that ranks share is the same whichever backend opened it: the first one's stands for all."""
+    """Measured routes of an operation, the first backend's own first. Shared memory performs the same under every backend: only the first one's is
+    listed."""
     named = [name.removesuffix(f"/{op}") for name in rates.collectives if name.endswith(f"/{op}")]
-    known = ("flat", *ALGORITHMS.get(op, ()))  # a calibration may hold algorithms that are gone
+    known = ("flat", *ALGORITHMS.get(op, ()))  # a calibration may name algorithms that this version lacks
     fitting = [
         w
         for w in named
@@ -59,7 +60,7 @@ def measured_routes(rates: Rates, backends: Sequence[str], op: str, nodes: Seque
 
 
 def _choose_by_points(rates: Rates, route_names: Sequence[str], op: str) -> list[tuple[float, str]]:
-    """(from how many bytes on, which way)."""
+    """(size from which the route holds, route)."""
     sizes = sorted({sent for w in route_names for sent, _ in rates.curves[f"{w}/{op}"]})
     steps = [0.0, *(a * (b / a) ** (i / _STEPS_BETWEEN_SIZES) for a, b in pairwise(sizes) for i in range(_STEPS_BETWEEN_SIZES)), *sizes[-1:]]
     steps += [size for size in (sizes[-1] * 2**k for k in range(1, 8)) if size < _MAX_BYTES]
@@ -85,7 +86,7 @@ def _choose_by_lines(rates: Rates, route_names: Sequence[str], op: str) -> list[
 
 
 def keep_used_routes(plan: Plan, ledger_lines: Iterable[LedgerLine]) -> Plan:
-    """The plan with those routes alone that its own calls take: where none leaves the plan's backend, there is nothing to route."""
+    """The plan with only the routes that its own calls take; none if all calls stay on the plan's backend."""
     calls = [line for line in ledger_lines if line.axis != "pp"]
     routes = {line.op for line in calls if choose_route(plan.sync.routes, line.op, line.sent / line.calls, plan.backend) != plan.backend}
     kept = tuple(r for r in plan.sync.routes if r.op in routes)
@@ -94,7 +95,7 @@ def keep_used_routes(plan: Plan, ledger_lines: Iterable[LedgerLine]) -> Plan:
 
 
 def explain_routes(plan: Plan, rates: Rates) -> list[str]:
-    """A sentence for each operation that is routed."""
+    """A sentence for each routed operation."""
     said = []
     for op in dict.fromkeys(r.op for r in plan.sync.routes):
         turns = [r for r in plan.sync.routes if r.op == op]
@@ -108,7 +109,7 @@ def explain_routes(plan: Plan, rates: Rates) -> list[str]:
 
 
 def _describe_measurements(rates: Rates, route_names: Sequence[str], op: str) -> str:
-    """What the choice was made from."""
+    """The measurements behind the choice, as text."""
     if not all(f"{w}/{op}" in rates.curves for w in route_names):
         lines = {w: rates.collectives[f"{w}/{op}"] for w in route_names}
         return "; ".join(f"{w} {show_seconds(line.alpha_s)} a call and {show_rate(line.bytes_per_s, 'B/s')}" for w, line in lines.items())
@@ -123,6 +124,6 @@ def _with_margin(line: AlphaBetaModel) -> AlphaBetaModel:
 
 
 def _crossover_bytes(a: AlphaBetaModel, b: AlphaBetaModel) -> float:
-    """Bytes at which both take as long; 0 where they never do."""
+    """Bytes at which both take equally long; 0 where they never do."""
     slope = 1 / a.bytes_per_s - 1 / b.bytes_per_s
     return (b.alpha_s - a.alpha_s) / slope if slope else 0.0

@@ -1,4 +1,4 @@
-"""The step: run a schedule on two streams, computation and communication, with measured rates, and sum up an Estimate."""
+"""Prices a training step: runs a plan's schedule on two streams, computation and communication, at measured rates, and sums up an `Estimate`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from meshwright.cost.rank_classes import RankClass, find_rank_classes, memory_ca
 from meshwright.schedule import MeshCoordinate, build_program, local_profile
 from meshwright.schedule.step_actions import pipeline_sends
 
-HEADROOM = 0.92  # of a device's memory; the rest is for fragmentation and what others hold
+HEADROOM = 0.92  # share of a device's memory; the rest is for fragmentation and other processes
 
 
 def estimate(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, calibration: Calibration, with_time: bool = True) -> Estimate:
-    """Predict one plan. `profile` may be at any batch: it is moved to the plan's micro-batch. What is not `with_time` tells of memory alone."""
+    """Predict one plan. `profile` may be at any batch: it is rescaled to the plan's micro-batch. Without `with_time`, only memory is estimated."""
     cluster = cluster.in_device_order(plan.device_order)
     every = find_rank_classes(plan, cluster, calibration)
     clock = _slowest_clock(plan, profile, workload, cluster, calibration, every) if with_time else _StreamClock()
@@ -61,7 +61,7 @@ def estimate(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Clu
 
 
 def rank_class_peak(plan: Plan, profile: ModelProfile, workload: Workload, calibration: Calibration, rank_class: RankClass) -> dict[str, int]:
-    """The most memory that a rank of a class needs, by kind."""
+    """Peak memory of a class's largest rank, by kind."""
     micro, rates = profile.at_batch(rank_class.micro_batch(plan)), calibration.rates_for(plan.world, rank_class.rates_label)
     places = [(p, ranks, e) for p, ranks in equivalent_pipeline_ranks(plan, profile, rank_class.pipeline_ranks).items() for e in range(plan.mesh.ep)]
     every = [
@@ -73,12 +73,12 @@ def rank_class_peak(plan: Plan, profile: ModelProfile, workload: Workload, calib
 
 @dataclass(frozen=True)
 class ActivationBudget:
-    """What a pipeline rank has for activations: the bytes, its part of the model, and how many micro-batches of which layer are under way."""
+    """A pipeline rank's memory for activations: the bytes, its part of the model, and its micro-batches in flight by layer."""
 
     rank: int
     bytes: int
-    local_profile: ModelProfile  # of the first rank that is like this one
-    layer_names: Sequence[str]  # what this rank's layers are called
+    local_profile: ModelProfile  # of the first rank equivalent to this one
+    layer_names: Sequence[str]  # names of this rank's layers
     rates: Rates
     in_flight: Sequence[dict[str, int]]
 
@@ -86,8 +86,8 @@ class ActivationBudget:
 def activation_budgets(
     plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, calibration: Calibration
 ) -> Iterator[ActivationBudget]:
-    """Of every pipeline rank, on every kind of device."""
-    late = "gradients" if plan.mesh.group_size("data") == 1 else ""  # they take the place of activations
+    """Budgets of every pipeline rank, on every device kind."""
+    late = "gradients" if plan.mesh.group_size("data") == 1 else ""  # allocated while activations are freed
     cluster = cluster.in_device_order(plan.device_order)
     for of in find_rank_classes(plan, cluster, calibration):
         micro, rates = profile.at_batch(of.micro_batch(plan)), calibration.rates_for(plan.world, of.rates_label)
@@ -112,7 +112,7 @@ def activation_budgets(
 
 
 def _local_layer_names(plan: Plan, profile: ModelProfile, rank: int) -> list[str]:
-    """A pipeline rank's layers, in the order of the model's."""
+    """A pipeline rank's layers, in model order."""
     here = {name for index, stage in enumerate(plan.stages) if plan.stage_rank(index) == rank for name in stage.layers}
     return [name for name in profile.layer_names if name in here or not here]
 
@@ -128,7 +128,7 @@ def _memory_by_rank(plan: Plan, peaks: Sequence[tuple[RankClass, dict[str, int]]
 
 
 def _peak_flops(plan: Plan, cluster: Cluster, calibration: Calibration, rank_class: RankClass) -> float:
-    """What a device could do at most: by its data sheet, or else the best that was measured."""
+    """A device's peak FLOP/s: from its data sheet, or else the best measured rate."""
     curves = calibration.rates_for(plan.world, rank_class.rates_label).compute.items()
     measured = (rate for key, points in curves if key.endswith(plan.memory.precision) for _, rate in points)
     return cluster.devices[rank_class.ranks[0]].peak_flops.get(plan.memory.precision) or max(measured, default=0.0)
@@ -145,7 +145,7 @@ def _fits_device(need: int, capacity: int) -> tuple[bool, str]:
 
 
 def _fits_host(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster) -> tuple[bool, str]:
-    """Whether a node's memory holds what its ranks have moved there."""
+    """Whether a node's memory holds what its ranks offload."""
     most = max(
         offloaded_bytes(plan, local_profile(plan, profile, 0, p), workload.optimizer)
         for p in equivalent_pipeline_ranks(plan, profile, range(plan.mesh.pp))
@@ -159,21 +159,21 @@ def _fits_host(plan: Plan, profile: ModelProfile, workload: Workload, cluster: C
 
 @dataclass
 class _StreamClock:
-    """Two streams of one rank. Where they compete for the same cores, a collective also costs computation."""
+    """The two streams of one rank. Where they compete for the same cores, a collective also costs compute time."""
 
     compute: float = 0.0
     network: float = 0.0
     traffic: float = 0.0
     end_times: dict[str, float] = field(default_factory=dict)
     breakdown: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("forward", "backward", "optimizer", "communication"), 0.0))
-    stage_seconds: dict[tuple[str, int], float] = field(default_factory=dict)  # of a pipeline: by phase and stage, what is computed and stolen
+    stage_seconds: dict[tuple[str, int], float] = field(default_factory=dict)  # in a pipeline: computation and contention by phase and stage
 
     @property
     def now(self) -> float:
         return max(self.compute, self.network)
 
     def extrapolate(self, before: _StreamClock, more: int) -> _StreamClock:
-        """With as many more of what is between `before` and this one."""
+        """This clock advanced by `more` times the difference from `before`."""
         return _StreamClock(
             compute=self.compute + more * (self.compute - before.compute),
             network=self.network + more * (self.network - before.network),
@@ -183,7 +183,7 @@ class _StreamClock:
         )
 
     def is_steady(self, before: _StreamClock, first: _StreamClock) -> bool:
-        """Whether the last step of three was as long as the one before, in all that is counted."""
+        """Whether the last two increments of the three clocks are equal in every figure."""
 
         def figures(clock: _StreamClock) -> list[float]:
             return [clock.compute, clock.network, clock.traffic, *clock.breakdown.values(), *clock.stage_seconds.values()]
@@ -191,12 +191,12 @@ class _StreamClock:
         return all(abs((c - b) - (b - a)) <= 1e-9 * abs(c) for a, b, c in zip(figures(first), figures(before), figures(self), strict=True))
 
     def add_contention(self, seconds: float) -> None:
-        """What a call beside computation takes from it."""
+        """Add the compute time that an overlapped collective takes."""
         self.breakdown["communication"] += seconds
         self.compute += seconds
 
     def end_at(self, until: float) -> None:
-        """End then: wait, or, where others left more of a shared core than was thought, with all in proportion."""
+        """End at `until`: wait, or scale everything down, where other ranks left more of a shared core than was assumed."""
         if until < self.now:
             self.breakdown = {k: v * until / self.now for k, v in self.breakdown.items()}
             self.compute = self.network = until
@@ -213,8 +213,7 @@ def pipeline_spec(plan: Plan) -> PipelineSpec:
 
 
 def in_flight_by_layer(plan: Plan, rank: int, equivalent_ranks: Sequence[int]) -> list[dict[str, int]]:
-    """Micro-batches whose activations a pipeline rank holds at once, by layer, at the moments that may need most; `equivalent_ranks` ranks have
-    such layers."""
+    """Micro-batches whose activations a pipeline rank holds at once, by layer, at the moments that may need most, over all `equivalent_ranks`."""
     if plan.mesh.pp == 1 or not plan.stages:
         return [{}]
     order = pipeline_spec(plan)
@@ -225,8 +224,8 @@ def in_flight_by_layer(plan: Plan, rank: int, equivalent_ranks: Sequence[int]) -
 def _slowest_clock(
     plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, calibration: Calibration, rank_classes: Sequence[RankClass]
 ) -> _StreamClock:  # fmt: skip
-    """The slowest pipeline rank, with the time for which it waits for the others (see [Note: turns in time]). Ranks that wait leave their core to
-    those who share it (`oversubscription.py`)."""
+    """The slowest pipeline rank's clock, including the time it waits for others (see [Note: pipeline step time]). On shared cores, waiting ranks
+    leave their core to the others (`oversubscription.py`)."""
     rates = {of.rates_label: calibration.rates_for(plan.world, of.rates_label) for of in rank_classes}
     clocks, stages = _rank_clocks(plan, profile, workload, cluster, rates, rank_classes)
     slowest = max(clocks.values(), key=lambda c: c.now)
@@ -247,7 +246,7 @@ def _slowest_clock(
 def _rank_clocks(
     plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Mapping[str, Rates], rank_classes: Sequence[RankClass]
 ) -> tuple[dict[int, _StreamClock], list[StageTime]]:  # fmt: skip
-    """What each of its ranks does, and what a micro-batch takes in each stage."""
+    """The clock of each pipeline rank, and the seconds of a micro-batch in each stage."""
     clocks: dict[int, _StreamClock] = {}
     stages: dict[int, StageTime] = {}
     for of in rank_classes:
@@ -264,7 +263,8 @@ def _rank_clocks(
 def _stage_times(
     plan: Plan, profile: ModelProfile, cluster: Cluster, rates: Rates, clock: _StreamClock, representative: int, rank: int
 ) -> dict[int, StageTime]:
-    """What one micro-batch takes in a rank's stages, which are like those of `representative`, whose clock this is, and on the way to them."""
+    """Seconds of one micro-batch in a rank's stages and of the messages to them; the stages are equivalent to those of `representative`, whose
+    clock is given."""
     if plan.mesh.pp == 1 or not plan.stages:
         return {}
     order, found = pipeline_spec(plan), {}
@@ -283,7 +283,7 @@ def _stage_times(
 
 
 def _boundary_seconds(plan: Plan, profile: ModelProfile, cluster: Cluster, rates: Rates, source: int, target: int) -> float:
-    """Seconds of what a stage sends to a neighbour for one micro-batch; neighbours on one rank send nothing."""
+    """Seconds of the messages from a stage to a neighbour for one micro-batch; neighbours on one rank send nothing."""
     if not (0 <= source < len(plan.stages) and 0 <= target < len(plan.stages)):
         return 0.0
     ranks = plan.stage_rank(source), plan.stage_rank(target)
@@ -297,8 +297,8 @@ def _overlap_share(plan: Plan, rates: Rates) -> float:
 
 
 def _p2p_overhead(plan: Plan, rates: Rates, message: float) -> float:
-    """What a message of so many seconds takes from the sender's computation: as measured, or else what a call does not hide. A GPU's copy engines
-    and network cards do it beside."""
+    """Compute time that sending a message of `message` seconds costs the sender: as measured, or else its exposed part. 0 on a GPU, whose copy
+    engines and NICs do it."""
     if rates.async_dispatch or not message:
         return 0.0
     return rates.fixed.get("handing", (1.0 - _overlap_share(plan, rates)) * message)
@@ -307,7 +307,8 @@ def _p2p_overhead(plan: Plan, rates: Rates, message: float) -> float:
 def _step_clock(
     plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates, pp_rank: int = 0, shard: int = 0
 ) -> _StreamClock:
-    """The whole step. Of a deep model some blocks are run and the rest is added on, where these add the same (see [Note: folding a step])."""
+    """One rank's step. For a deep model a few blocks are simulated and the rest extrapolated, where each adds the same (see
+    [Note: depth extrapolation])."""
     here = set(_local_layer_names(plan, profile, pp_rank))
     if plan.mesh.pp > 1:
         plan = without_layers(plan, profile, {name for stage in plan.stages for name in stage.layers} - here)
@@ -323,7 +324,7 @@ def _step_clock(
 def _micro_batches_clock(
     plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, rates: Rates, pp_rank: int, shard: int = 0
 ) -> _StreamClock:
-    """Micro-batches after the second repeat each other, so only three are run and the rest is added on."""
+    """The clock of all micro-batches. Those after the second repeat, so three are simulated and the rest is extrapolated."""
     if plan.micro_batches <= 3 and plan.mesh.pp == 1:
         return _run_actions(plan, profile, workload, cluster, rates, pp_rank, shard)
     two, three = (_run_actions(plan, profile, workload, cluster, rates, pp_rank, shard, count) for count in (2, 3))
@@ -345,7 +346,7 @@ def _run_actions(
     actions = build_program(plan, profile, MeshCoordinate(pp=pp_rank, shard=shard), micro_batches=micro_batches)
     profile = local_profile(plan, profile, 0, pp_rank)
     turned = _StageTimer(plan, profile, pp_rank)
-    calls: dict[tuple[str, str, int, int, int | None], tuple[float, float, float]] = {}  # equal calls are priced once
+    calls: dict[tuple[str, str, int, int, int | None], tuple[float, float, float]] = {}  # memo: equal calls are priced once
     for action in actions:
         start = max((clock.end_times.get(w, 0.0) for w in action.depends_on), default=0.0)
         before = clock.compute
@@ -373,7 +374,7 @@ def _run_actions(
 
 
 class _StageTimer:
-    """Which turn of a pipeline rank an action's time belongs to: that of the last layer that was computed, but for messages, which are named."""
+    """Attributes an action's time to a phase and stage of a pipeline rank: those of the last computed layer; for messages, those in their name."""
 
     def __init__(self, plan: Plan, profile: ModelProfile, pp_rank: int) -> None:
         self._plan, self._pp_rank = plan, pp_rank
@@ -392,7 +393,7 @@ class _StageTimer:
             self._current = None
         if self._current is None:
             return
-        later = computed / 2 if action.op == "backward" and self._plan.splits_backward else 0.0  # a product's two are alike
+        later = computed / 2 if action.op == "backward" and self._plan.splits_backward else 0.0  # a matmul's two gradients cost the same
         clock.stage_seconds[self._current] = clock.stage_seconds.get(self._current, 0.0) + seconds - later
         if later:
             weights = "weights", self._current[1]
@@ -410,7 +411,7 @@ class _StageTimer:
 
 
 def _run_collective(clock: _StreamClock, action: Action, start: float, seconds: float, contention_s: float) -> None:
-    if action.axis in INTRA_LAYER_AXES:  # another group's call: it does not queue behind what travels beside computation
+    if action.axis in INTRA_LAYER_AXES:  # another process group: not queued behind the overlapped collectives
         clock.wait_until(start)
         clock.end_times[action.name] = clock.compute + seconds
         clock.add_contention(contention_s)

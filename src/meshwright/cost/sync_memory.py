@@ -1,9 +1,9 @@
-"""What the exchange of gradients and parameters holds while backward goes through the layers, as `execute` allocates it.
+"""Bytes of the buffers for gradient reduction and parameter all-gather during backward, layer by layer, as `execute` allocates them.
 
-[Note: what gloo holds]
-Gloo reduce-scatters a copy of what it is given, and lets go of it with the call: such a buffer is there twice until it is waited for. It
-gathers into memory of its own too, which is gone when all has arrived: of what is fetched ahead, that is before the unit at work is done, unless
-this has so little to compute that the gather lasts longer.
+[Note: gloo buffers]
+Gloo reduce-scatters a copy of its input and frees it with the call: such a buffer exists twice until the call is waited for. Its all-gather also uses
+a buffer of its own, freed when all data has arrived: for a prefetched unit that is before the running unit ends, unless the running unit has so
+little to compute that the all-gather takes longer.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from meshwright.core.plan import Plan
 from meshwright.schedule.buckets import Bucket
 from meshwright.schedule.step_actions import gradient_arrival_order, gradient_buckets, unit_buffers
 
-_FLOPS_PER_GLOO_BYTE = 30  # operations that a CPU does while gloo moves a byte, about
+_FLOPS_PER_GLOO_BYTE = 30  # operations that a CPU performs while gloo moves a byte, about
 
 
 @dataclass(frozen=True)
 class SyncMemory:
-    """Bytes by layer: there while it is at work, and when it is done and sends what is complete."""
+    """Bytes by layer: while it runs, and when it has ended and complete buckets are sent."""
 
-    new_gradients: tuple[float, ...] = ()  # gradients that later layers have made and that had no place before
+    new_gradients: tuple[float, ...] = ()  # allocated by later layers in this backward
     during_layer: tuple[float, ...] = ()
     after_layer: tuple[float, ...] = ()
-    end: float = 0.0  # when backward has ended
-    final_gradients: float = 0.0  # gradients that are there by then, and not before
+    end: float = 0.0  # at the end of backward
+    final_gradients: float = 0.0  # gradients allocated only at the end of backward
 
     @property
     def allocated_gradients(self) -> float:
-        """Of the gradients held in the end, those that this backward makes anew."""
+        """Bytes of the final gradients that this backward allocates."""
         return (self.new_gradients[0] if self.new_gradients else 0.0) + self.final_gradients
 
 
 def sync_memory(plan: Plan, profile: ModelProfile, first_backward: bool = False) -> SyncMemory:
-    """Of one rank, whose `profile` this is; in the `first_backward` backward of a step gradients have no place yet."""
+    """Sync buffers of the rank whose `profile` is given; in the `first_backward` of a step gradients are not allocated yet."""
     if plan.mesh.group_size("data") == 1:
         return SyncMemory()
     same, equal = plan.partition_key
@@ -50,7 +50,7 @@ def sync_memory(plan: Plan, profile: ModelProfile, first_backward: bool = False)
 
 
 def _buffer_copies(plan: Plan) -> int:
-    """How often a buffer that is reduce-scattered is there (see [Note: what gloo holds])."""
+    """Copies of a reduce-scattered buffer (see [Note: gloo buffers])."""
     return 2 if backend_traits(plan.backend).copies_input else 1
 
 
@@ -66,12 +66,12 @@ def _is_single_gradient(bucket: Bucket) -> bool:
 
 
 def _suffix_sums(by_layer: Sequence[float]) -> tuple[float, ...]:
-    """For each layer, the sum over those after it; the first is over all."""
+    """For each layer, the sum over later layers; the first entry is the total."""
     return tuple(accumulate(reversed(by_layer), initial=0.0))[::-1]
 
 
 def _zero_0_1_memory(plan: Plan, profile: ModelProfile, first_backward: bool) -> SyncMemory:
-    """Stages 0 and 1: buckets lie there from the start, but for gradients that are one by themselves; what was sent waits for the end."""
+    """ZeRO-0 and 1: buckets are allocated from the start, except single gradients without padding; sent buffers are held until the end."""
     buckets, count = gradient_buckets(plan, profile), len(profile.layers)
     alone, sent = [0.0] * count, [0.0] * count
     for bucket, (at, _) in zip(buckets, _bucket_layers(profile, buckets), strict=True):
@@ -80,24 +80,24 @@ def _zero_0_1_memory(plan: Plan, profile: ModelProfile, first_backward: bool) ->
         if plan.memory.zero == 1:
             sent[at] += (_buffer_copies(plan) - 1) * bucket.bytes
     fresh, copied = _suffix_sums(alone), _suffix_sums(sent)
-    if plan.mesh.pp > 1:  # sent when the pipeline has drained
+    if plan.mesh.pp > 1:  # buckets are sent after the pipeline has drained
         return SyncMemory(fresh, (0.0,) * count, (0.0,) * count, copied[0])
     return SyncMemory(fresh, copied[1:], copied[:-1], copied[0])
 
 
 def _zero_2_memory(plan: Plan, profile: ModelProfile, first_backward: bool) -> SyncMemory:
-    """Stage 2: a bucket is there from its first gradient until it was reduced; one travels while the next is filled. A rank's slice of it is
-    kept from then on, in the first backward; later ones add to that."""
+    """ZeRO-2: a bucket exists from its first gradient until its reduction; one is in flight while the next is filled. In the first backward a
+    rank's shard of it is kept from then on; later backwards accumulate into that."""
     buckets, times, count = gradient_buckets(plan, profile), _buffer_copies(plan), len(profile.layers)
     working, leaving, kept = [0.0] * count, [0.0] * count, [0.0] * count
     before, late, own = 0.0, 0.0, 0.0
     for bucket, (start, last) in zip(buckets, _bucket_layers(profile, buckets), strict=True):
-        filled = 0 if _is_single_gradient(bucket) else bucket.bytes  # until then, a gradient that is a bucket is its layer's workspace
+        filled = 0 if _is_single_gradient(bucket) else bucket.bytes  # a single-gradient bucket is its layer's workspace until it is sent
         for at in range(start, last + 1):
             working[at] += before + filled
         leaving[start] = max(leaving[start], before + times * bucket.bytes)
         if first_backward and start:
-            kept[start - 1] += own  # of the bucket before: taken in when this one has left
+            kept[start - 1] += own  # the previous bucket's shard: allocated when this bucket has been sent
         elif first_backward:
             late += own
         before, own = float(times * bucket.bytes), bucket.bytes / plan.mesh.shard
@@ -108,21 +108,21 @@ def _zero_2_memory(plan: Plan, profile: ModelProfile, first_backward: bool) -> S
 
 @dataclass(frozen=True)
 class _UnitMemory:
-    first_layer: int  # layer
+    first_layer: int  # index of a layer
     last_layer: int
     parameter_bytes: float
     gradient_bytes: float
-    dominant_gradient: float  # a gradient that is most of the unit's: no other comes before it, and with it the buffer
+    dominant_gradient: float  # bytes of a gradient that is over half of the unit's: it is computed first, and the buffer is allocated with it
 
 
 def _zero_3_memory(plan: Plan, profile: ModelProfile, first_backward: bool) -> SyncMemory:
-    """Stage 3: the values of the root, of a unit and of the one that is fetched ahead; their gradients, of which one travels while the next is
-    filled."""
+    """ZeRO-3: the unsharded parameters of the root, the running unit and the prefetched one; their gradients, of which one is in flight while the
+    next is filled."""
     units = _unit_memory(plan, profile)
     root, others = units.pop("root", None), sorted(units.values(), key=lambda u: -u.first_layer)
-    every = sorted([*others, *([root] if root else [])], key=lambda u: -u.first_layer)  # as they are complete
+    every = sorted([*others, *([root] if root else [])], key=lambda u: -u.first_layer)  # in the order of completion
     times, ahead = _buffer_copies(plan), "gathers" in plan.sync.overlap and plan.mesh.pp == 1
-    again = plan.micro_batches > 1  # what arrives is added to what there is
+    again = plan.micro_batches > 1  # reduced shards are accumulated into existing ones
     working, leaving = [], []
     for at in range(len(profile.layers)):
         mine = next((u for u in others if u.first_layer <= at <= u.last_layer), None)
@@ -142,7 +142,7 @@ def _zero_3_memory(plan: Plan, profile: ModelProfile, first_backward: bool) -> S
 
 
 def _prefetch_in_flight(plan: Plan, profile: ModelProfile, current: _UnitMemory | None, layer_index: int, prefetched: _UnitMemory) -> bool:
-    """Whether gloo's own copy of what is fetched is there when the unit at work is done (see [Note: what gloo holds])."""
+    """Whether gloo's own copy of the prefetched unit is still allocated when the running unit ends (see [Note: gloo buffers])."""
     layers = profile.layers[current.first_layer : current.last_layer + 1] if current else profile.layers[layer_index : layer_index + 1]
     return (
         backend_traits(plan.backend).copies_input

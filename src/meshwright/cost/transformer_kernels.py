@@ -1,6 +1,6 @@
-"""A transformer that nobody has built yet, as numbers: its block and head as the same `LayerProfile`s of `Kernel`s that tracing a model gives.
+"""The closed form's transformer: its block and head as `LayerProfile`s of `Kernel`s, the same that tracing a model gives.
 
-In: the model's dimensions and how a rank's part is cut. Out: what one rank computes, moves and keeps for one micro-batch of one block.
+In: the model's dimensions and a rank's shard. Out: what one rank computes, moves and saves for one micro-batch of one block.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Literal
 from meshwright.core.model import Kernel, KernelKind, LayerProfile
 
 TransformerRecompute = Literal["none", "attention", "full"]
-ACTIVATION_ITEMSIZE = 2  # bytes of an activation: bf16 and fp16, and what surrounds products in fp8
+ACTIVATION_ITEMSIZE = 2  # bytes of an activation: bf16 and fp16, and the tensors around fp8 matmuls
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Dimensions of a decoder. `experts` is 0 for a dense one; then `ffn` is every block's, else `expert_ffn` is each expert's."""
+    """Dimensions of a decoder. `experts` is 0 for a dense model, with `ffn` the width of every block's MLP; otherwise `expert_ffn` is each
+    expert's."""
 
     layers: int
     hidden: int
@@ -26,12 +27,12 @@ class TransformerConfig:
     ffn: int
     seq: int
     vocab: int
-    glu: bool = False  # three matrices in a feed-forward part, not two
+    glu: bool = False  # three matrices in the MLP, not two
     tied_embeddings: bool = True  # the head is the embedding
     experts: int = 0
     topk: int = 0
     expert_ffn: int = 0
-    head_dim: int = 0  # of one head; 0 where all together are as wide as the model
+    head_dim: int = 0  # width of one head; 0 where all heads together are as wide as the model
 
     @property
     def query_hidden(self) -> float:
@@ -47,7 +48,7 @@ class TransformerConfig:
 
     @property
     def ffn_parameters(self) -> float:
-        """Of one feed-forward part: the dense one, or one expert."""
+        """Parameters of one MLP: the dense one, or one expert."""
         return self.hidden * (self.expert_ffn if self.experts else self.ffn) * (3 if self.glu else 2)
 
     @property
@@ -59,7 +60,8 @@ class TransformerConfig:
         return self.layers * self.block_parameters + self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
 
     def model_flops(self, samples: float, causal: bool = True) -> float:
-        """Forward and backward of `samples` sequences, nothing recomputed; attention by its triangle, or by its square where not `causal`."""
+        """FLOPs of forward and backward of `samples` sequences without recomputation; attention as half the score matrix, or all of it if not
+        `causal`."""
         active = self.attention_parameters + self.ffn_parameters * (self.topk if self.experts else 1)
         products = 6 * self.seq * (self.layers * active + self.vocab * self.hidden)
         return samples * (products + 12 * self.layers * self.seq**2 * self.query_hidden * (0.5 if causal else 1.0))
@@ -67,7 +69,7 @@ class TransformerConfig:
 
 @dataclass(frozen=True)
 class TransformerShard:
-    """What one rank sees of one micro-batch: `samples` sequences, its share of every matrix and of every sequence."""
+    """One rank's shard of one micro-batch: `samples` sequences, its share of every matrix and of every sequence."""
 
     samples: float
     tp: int = 1
@@ -76,9 +78,9 @@ class TransformerShard:
     sequence_parallel: bool = False
     flash_attention: bool = True
     dropout: bool = False
-    frozen: bool = False  # weights stay as they are (adapters are trained beside them): no gradients of weights are computed
-    fp8: bool = False  # products in fp8: each micro-batch casts its activations, and a weight's cast is kept
-    unfused_passes: float = 1.0  # passes over memory for each that the list below counts: how far element-wise work is from fused
+    frozen: bool = False  # weights are frozen (adapters are trained beside them): no weight gradients are computed
+    fp8: bool = False  # matmuls in fp8: each micro-batch casts its activations; a weight's cast is kept
+    unfused_passes: float = 1.0  # memory passes for each that the formulas below count: how far element-wise work is from fully fused
 
 
 @lru_cache(maxsize=4096)
@@ -92,7 +94,7 @@ def block_profile(model: TransformerConfig, shard: TransformerShard) -> LayerPro
 
 @lru_cache(maxsize=4096)
 def head_profile(model: TransformerConfig, shard: TransformerShard) -> LayerProfile:
-    """The product with the vocabulary and the loss over it; the look-up at the other end costs next to nothing."""
+    """The output projection and the loss over the vocabulary; the embedding lookup costs next to nothing."""
     tokens = shard.samples * model.seq / shard.cp
     logits = tokens * model.vocab / shard.tp
     kernels = (
@@ -110,7 +112,7 @@ def _layer_profile(name: str, kernels: tuple[Kernel, ...], saved_bytes: float, o
 
 
 def _matmul_kernels(shard: TransformerShard, rows: float, columns: float, inner: float, count: int = 1) -> tuple[Kernel, ...]:
-    """A matrix product forward, and backward the one or two that give the gradients of what went in."""
+    """A matmul's forward, and the one or two matmuls of its backward."""
     flops = 2 * rows * columns * inner
     moved = ACTIVATION_ITEMSIZE * (rows * columns + rows * inner + (0.0 if shard.fp8 else columns * inner))
     one = Kernel("matmul", "forward", flops, moved, count)
@@ -125,7 +127,7 @@ def _attention_kernels(model: TransformerConfig, shard: TransformerShard, tokens
     wide = model.query_hidden / shard.tp
     qkv = _matmul_kernels(shard, tokens, wide + 2 * model.kv_hidden / shard.tp, model.hidden)
     out = _matmul_kernels(shard, tokens, model.hidden, wide)
-    square = 2 * tokens * model.seq * wide  # FLOPs of one product over every pair of positions
+    square = 2 * tokens * model.seq * wide  # FLOPs of one matmul over all pairs of positions
     if shard.flash_attention:
         traffic = 4 * tokens * wide * ACTIVATION_ITEMSIZE
         core = (Kernel("attention", "forward", square, traffic), Kernel("attention", "backward", 2.5 * square, 2 * traffic))
@@ -133,7 +135,7 @@ def _attention_kernels(model: TransformerConfig, shard: TransformerShard, tokens
     scores = ACTIVATION_ITEMSIZE * tokens * model.seq * model.heads / shard.tp
     moved = scores + 2 * tokens * wide * ACTIVATION_ITEMSIZE
     products = (Kernel("matmul", "forward", square, moved, 2), Kernel("matmul", "backward", square, moved, 4))
-    # Scaled, masked, softmax and dropout: read and written once each where fused, with a mask of one byte.
+    # Scaling, mask, softmax and dropout: read and written once each where fused, with a mask of one byte.
     passes = (_memory_kernel("forward", 4.5 * scores * shard.unfused_passes, 1), _memory_kernel("backward", 4.5 * scores * shard.unfused_passes, 1))
     return (*qkv, *products, *passes, *out)
 
@@ -153,7 +155,7 @@ def _feed_forward_kernels(model: TransformerConfig, shard: TransformerShard, tok
 
 
 def _elementwise_kernels(model: TransformerConfig, shard: TransformerShard, tokens: float) -> tuple[Kernel, ...]:
-    """Two norms, two sums with the residual stream (and dropout), the activation function, rotations of q and k."""
+    """Two norms, two residual additions (and dropout), the activation function, rotary embedding of q and k."""
     plain = tokens * model.hidden * ACTIVATION_ITEMSIZE / (shard.tp if shard.sequence_parallel else 1) * shard.unfused_passes
     wide = tokens * _ffn_width(model) / shard.tp * ACTIVATION_ITEMSIZE * shard.unfused_passes
     rotated = tokens * (model.query_hidden + model.kv_hidden) / shard.tp * ACTIVATION_ITEMSIZE * shard.unfused_passes if model.glu else 0.0
@@ -173,12 +175,12 @@ def _ffn_width(model: TransformerConfig) -> float:
 
 
 def _saved_bytes(model: TransformerConfig, shard: TransformerShard, tokens: float) -> float:
-    """Bytes saved for backward, after Korthikanti et al. (2022): what tensor parallelism does not cut, what it does, and the scores."""
-    entering = 1 if shard.fp8 else ACTIVATION_ITEMSIZE  # bytes of what enters a product
+    """Bytes saved for backward, after Korthikanti et al. (2022): what tensor parallelism does not shard, what it does, and the scores."""
+    entering = 1 if shard.fp8 else ACTIVATION_ITEMSIZE  # bytes per element of a matmul's input
     whole = (
         tokens * model.hidden * (2 * ACTIVATION_ITEMSIZE + 2 * entering + (2 if shard.dropout else 0)) / (shard.tp if shard.sequence_parallel else 1)
     )
-    passing = (2 if shard.fp8 else 3) if model.glu else 1  # between the two products; kernels for fp8 fuse the gate
+    passing = (2 if shard.fp8 else 3) if model.glu else 1  # tensors saved between the two matmuls; fp8 kernels fuse the gate
     wide = _ffn_width(model) * (ACTIVATION_ITEMSIZE * passing + entering)
     routed = 2 * model.topk * model.hidden * ACTIVATION_ITEMSIZE * tokens if model.experts else 0.0
     share = tokens * (ACTIVATION_ITEMSIZE * (model.query_hidden + 2 * model.kv_hidden) + entering * model.query_hidden + wide) / shard.tp
@@ -186,7 +188,7 @@ def _saved_bytes(model: TransformerConfig, shard: TransformerShard, tokens: floa
 
 
 def _score_bytes(model: TransformerConfig, shard: TransformerShard, tokens: float) -> float:
-    """Softmax, dropout's mask and its result over every pair of positions; a flash kernel keeps none of them."""
+    """Bytes of softmax, dropout mask and dropout result over all pairs of positions; a flash-attention kernel saves none of them."""
     if shard.flash_attention:
         return 0.0
     return (ACTIVATION_ITEMSIZE + (ACTIVATION_ITEMSIZE + 1 if shard.dropout else 0)) * tokens * model.seq * model.heads / shard.tp

@@ -1,4 +1,4 @@
-"""The bytes of the Python standard library's own source: a real text corpus that every installation has."""
+"""The bytes of the Python standard library's source code: a real text corpus that every installation has."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_tes
 
 
 class TokenWindows:
-    """Windows of `width` bytes that overlap by one: each byte but the first is predicted exactly once."""
+    """Windows of `length` bytes that overlap by one: each byte but the first is predicted exactly once."""
 
     def __init__(self, field: str, text: Tensor, length: int) -> None:
         self._field = field
@@ -34,7 +34,7 @@ class TokenWindows:
 
 
 def load(fields: Mapping[str, Field], split: str) -> TokenWindows:
-    """The corpus cut for a language model; the last 5% is the validation part."""
+    """The corpus as windows for a language model; the last 5% is the validation part."""
     name, width = _token_field(fields)
     text = torch.frombuffer(_read_corpus(Path(sysconfig.get_paths()["stdlib"])), dtype=torch.uint8)
     border = int(text.numel() * (1.0 - _VALIDATION_FRACTION))

@@ -23,7 +23,7 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, indices: Tensor) -> dict[str, Tensor]:
-        """The samples at `indices`, gathered at once: one tensor a field, first dimension as long as `indices`."""
+        """The samples at `indices` as one batch: one tensor per field, whose first dim is as long as `indices`."""
         ...
 
 
@@ -36,8 +36,8 @@ def load(
     name: str, fields: Mapping[str, Field], *, split: Split = "train", folder: Path | None = None, seed: int = 0,
     tokenizer: Path | None = None, hold_out: bool = True,
 ) -> Dataset:  # fmt: skip
-    """A data set in the shape a task asks for. `folder` holds the files of mnist and cifar10; `seed` is for synthetic; for a JSON file of
-    instructions, `tokenizer` is the folder of a tokenizer and `hold_out` keeps a part back for validation."""
+    """The data set of this name, in the shapes of a task's fields. `folder` holds the files of mnist and cifar10; `seed` is for synthetic; for a
+    JSON file of instructions, `tokenizer` is the folder of a tokenizer and `hold_out` reserves a part for validation."""
     if split not in ("train", "validation"):
         raise unknown_name_error("split", split, ("train", "validation"))
     if is_instruction_file(name):

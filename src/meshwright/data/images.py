@@ -1,4 +1,4 @@
-"""Image data sets: scikit-learn's digits, and MNIST and CIFAR-10 from local files. No file is trusted to run code."""
+"""Image data sets: scikit-learn's digits, and MNIST and CIFAR-10 from local files. Reading a file never runs code from it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _NUM_CLASSES = 10
 
 
 class ImageDataset:
-    """Images kept as bytes; a batch is scaled to [0, 1] and fitted to the shape that the model wants."""
+    """Images stored as bytes; a batch is scaled to [0, 1] and resized to the model's image shape."""
 
     def __init__(self, name: str, images: Array, labels: Array, max_value: float, fields: Mapping[str, Field]) -> None:
         self._shape, self._field_names = _image_shape(name, fields), tuple(fields)
-        self._images = torch.from_numpy(np.require(images, requirements=["C", "W"]))  # torch warns of read-only memory
+        self._images = torch.from_numpy(np.require(images, requirements=["C", "W"]))  # torch warns about read-only memory
         self._labels = torch.from_numpy(labels.astype(np.int64))
         self._max_value = max_value
 
@@ -64,7 +64,7 @@ def _fit_to_shape(images: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def load_digits(fields: Mapping[str, Field], split: str) -> ImageDataset:
-    """1797 digits of 8×8 pixels, shuffled once and for all; the last 15% is the validation part."""
+    """1797 digits of 8×8 pixels, in one fixed random order; the last 15% is the validation part."""
     try:
         digits = importlib.import_module("sklearn.datasets").load_digits()
     except ImportError:
@@ -148,16 +148,16 @@ def _read_cifar(path: Path) -> tuple[Array, Array]:
 
 
 def _encode_latin1(text: str, encoding: str) -> bytes:
-    """How Python 3 spells bytes in an old pickle; no other codec is needed, so no other is allowed."""
+    """Stands in for `_codecs.encode`, by which old pickles encode bytes: latin1 is the only codec needed, so no other is allowed."""
     if encoding not in ("latin1", "latin-1"):
         raise pickle.UnpicklingError(f"codec {encoding} is not allowed")
     return text.encode("latin1")
 
 
 class ArrayUnpickler(pickle.Unpickler):
-    """Reads plain containers and numpy arrays. Any other class or function, which a pickle could call, is refused."""
+    """Reads plain containers and numpy arrays. Any other class or function that a pickle could call is refused."""
 
-    # The function that rebuilds an array, taken from an array: numpy has moved the module that its pickles name.
+    # The function that rebuilds an array, taken from an array, since its module differs between numpy versions.
     _REBUILD = np.zeros(0).__reduce__()[0]
     _ALLOWED: Mapping[tuple[str, str], Any] = {
         ("numpy.core.multiarray", "_reconstruct"): _REBUILD,

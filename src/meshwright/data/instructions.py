@@ -1,6 +1,6 @@
-"""Instructions and answers from a JSON file in Alpaca's format, as tokens and targets: only the answer's tokens are to be predicted.
+"""Instructions and answers from a JSON file in Alpaca's format, as tokens and targets: only the answer's tokens are predicted.
 
-A sample is made when it is asked for, and has a fixed length, so that a plan's predicted time and memory hold for every batch."""
+A sample is tokenized on access, and has a fixed length, so that a plan's predicted time and memory hold for every batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.core.errors import RequestError
 from meshwright.core.serialization import read_json
 from meshwright.core.task import Field
 
-IGNORE_INDEX = -100  # torch's own mark for a place without a target
+IGNORE_INDEX = -100  # the default ignore_index of torch's cross entropy
 _VALIDATION_FRACTION = 0.05
 _PROMPT_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
@@ -33,7 +33,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 @dataclass(frozen=True)
 class InstructionRecord:
-    """One exercise. Most have no input."""
+    """One instruction with its answer. Most have no input."""
 
     instruction: str
     output: str
@@ -45,7 +45,7 @@ class InstructionRecord:
 
 
 class Tokenizer(Protocol):
-    """Text to numbers below `vocab_size`; `eos_id` closes an answer."""
+    """Text to token ids below `vocab_size`; `eos_id` ends an answer."""
 
     vocab_size: int
     eos_id: int
@@ -54,7 +54,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Where there is no tokenizer: each byte is a token. Zero, which no text holds, is the end."""
+    """The fallback without a tokenizer: each byte is a token. Zero, which no text contains, is the end of text."""
 
     vocab_size = 256
     eos_id = 0
@@ -85,14 +85,14 @@ class PretrainedTokenizer:
 
 
 def find_tokenizer(folder: Path | None) -> Tokenizer:
-    """The folder's own tokenizer, or bytes."""
+    """The folder's tokenizer, or a ByteTokenizer."""
     if folder is not None and any((folder / name).exists() for name in _TOKENIZER_FILES):
         return PretrainedTokenizer(folder)
     return ByteTokenizer()
 
 
 class InstructionDataset:
-    """Samples of `width` tokens: prompt, answer, end, padding. `targets` holds the next token at each place, IGNORED outside the answer."""
+    """Samples of `length` tokens: prompt, answer, end, padding. `targets` holds the next token at each position, IGNORE_INDEX outside the answer."""
 
     def __init__(self, records: Sequence[InstructionRecord], tokenizer: Tokenizer, length: int) -> None:
         self._records, self._tokenizer, self._length = records, tokenizer, length
@@ -105,7 +105,7 @@ class InstructionDataset:
         return {"tokens": torch.tensor([s[0] for s in samples]), "targets": torch.tensor([s[1] for s in samples])}
 
     def tokenize(self, record: InstructionRecord) -> tuple[list[int], list[int]]:
-        """(tokens, targets). A long answer loses its end; a prompt that leaves no room for any answer loses its beginning."""
+        """(tokens, targets). A long answer is truncated at its end; a prompt that leaves no room for an answer, at its beginning."""
         full = [*self._tokenizer.encode(record.prompt + record.output), self._tokenizer.eos_id]
         prompt = min(len(self._tokenizer.encode(record.prompt)), len(full) - 1)
         spare = max(prompt + 1 - self._length, 0)
@@ -116,7 +116,7 @@ class InstructionDataset:
 
 
 def load(path: Path, fields: Mapping[str, Field], split: str, *, tokenizer: Path | None = None, hold_out: bool = True) -> InstructionDataset:
-    """The file's records for a task that wants tokens and targets. With `hold_out`, the last 5% are the validation part."""
+    """The file's records for a task with the fields tokens and targets. With `hold_out`, the last 5% are the validation part."""
     if set(fields) != {"tokens", "targets"}:
         raise RequestError(f"{path}: instructions and answers are tokens and targets; this model wants {', '.join(fields) or 'nothing'}")
     records = read_records(path)
@@ -136,7 +136,7 @@ def load(path: Path, fields: Mapping[str, Field], split: str, *, tokenizer: Path
 
 
 def read_records(path: Path) -> list[InstructionRecord]:
-    """The list in the file; the first record that is not one is named."""
+    """The list in the file; the error names the first invalid record."""
     data = read_json(path)
     if not isinstance(data, list) or not data:
         raise RequestError(f"{path}: expected a JSON list of objects with instruction, input and output")

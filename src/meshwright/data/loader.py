@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
     from meshwright.data.dataset import Dataset
 
-_PREFETCH_BATCHES = 2  # batches prepared before they are asked for: one may be late without a wait
+_PREFETCH_BATCHES = 2  # batches prepared ahead: one may be late without a stall
 
 
 class Loader:
     """Batches of samples [first, first + count) of each global batch, from the sampler's position on.
 
-    The state counts batches handed out, not those prepared: after a batch is received, `state_dict` points behind it.
-    `steps` bounds one iteration; the next one goes on where it stopped.
+    The state counts batches yielded, not those prefetched: after a batch is yielded, `state_dict` points to the next one.
+    `steps` limits one iteration; the next iteration continues where it stopped.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class Loader:
         self.pin_memory = pin_memory
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        # An executor rather than a queue: nobody blocks on a full queue, so leaving early needs no signal, and a
-        # result carries the thread's exception to whoever takes it.
+        # An executor rather than a queue: no thread blocks on a full queue, so stopping early needs no signal, and a
+        # future passes the thread's exception to the consumer.
         pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
         ready: deque[tuple[int, Future[dict[str, Tensor]]]] = deque()
         due, asked, given = self.sampler.position, 0, 0

@@ -15,8 +15,8 @@ from meshwright.core.errors import RequestError
 class GlobalSampler:
     """Global batches over `length` samples, a new permutation each epoch, the incomplete batch at an epoch's end dropped.
 
-    All epochs laid end to end form one endless stream; `position` is the place in it, counted in samples, where the next
-    batch begins. It does not mention the batch size, so a run may go on with another one and misses and repeats nothing.
+    All epochs concatenated form one endless stream; `position` is the offset in it, in samples, at which the next batch
+    begins. It does not depend on the batch size, so a run may continue with another one without skipping or repeating samples.
     """
 
     def __init__(self, length: int, global_batch: int, seed: int, shuffle: bool = True) -> None:
@@ -32,7 +32,7 @@ class GlobalSampler:
         self._permutations: dict[int, Tensor] = {}
 
     def indices(self, step: int) -> Tensor:
-        """The whole global batch of `step` in a run that has kept to this batch size from the start."""
+        """The whole global batch of `step` in a run with this batch size from the start."""
         return self.indices_from(self.position_of(step), self.global_batch)
 
     def batch_slice(self, step: int, first: int, count: int) -> Tensor:
@@ -40,17 +40,17 @@ class GlobalSampler:
         return self.indices(step)[first : first + count]
 
     def position_of(self, step: int) -> int:
-        """Where the batch of `step` begins in a run that has kept to this batch size."""
+        """The position at which the batch of `step` begins in a run with this batch size from the start."""
         if self.global_batch > self.length:
             return step * self.global_batch
         epoch, within = divmod(step, self.length // self.global_batch)
         return epoch * self.length + within * self.global_batch
 
     def indices_from(self, position: int, count: int) -> Tensor:
-        """The `count` samples of a batch that is due at `position`."""
+        """The `count` samples of the batch due at `position`."""
         position = self._batch_start(position, count)
         parts = []
-        while count > 0:  # more than one turn only for a batch larger than the data set
+        while count > 0:  # more than one iteration only for a batch larger than the data set
             epoch, offset = divmod(position, self.length)
             taken = min(count, self.length - offset)
             parts.append(self._permutation(epoch)[offset : offset + taken] if self.shuffle else torch.arange(offset, offset + taken))
@@ -58,14 +58,14 @@ class GlobalSampler:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def position_after(self, position: int, count: int) -> int:
-        """The position once a batch of `count` that was due at `position` is consumed."""
+        """The position after the batch of `count` samples due at `position`."""
         return self._batch_start(position, count) + count
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position, "seed": self.seed, "length": self.length, "shuffle": self.shuffle}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved position; the stream must be the same one, the batch size need not be."""
+        """Continue from a saved position; the stream must be the same, the batch size may differ."""
         for key in ("length", "seed", "shuffle"):
             here = getattr(self, key)
             if state[key] != here:
@@ -73,12 +73,12 @@ class GlobalSampler:
         self.position = int(state["position"])
 
     def _batch_start(self, position: int, count: int) -> int:
-        """An epoch's rest that is too short for a batch is skipped; a batch larger than the data set runs over epochs."""
+        """Skip to the next epoch where the rest of this one is too short for a batch; a batch larger than the data set spans epochs."""
         rest = self.length - position % self.length
         return position + rest if rest < count <= self.length else position
 
     def _permutation(self, epoch: int) -> Tensor:
-        # The dictionary is replaced, never changed, so that a loader's thread and the main one may both ask.
+        # The dictionary is replaced, never modified, so that a loader's thread and the main thread can both read it.
         found = self._permutations.get(epoch)
         if found is None:
             digest = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=7).digest()

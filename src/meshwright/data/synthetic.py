@@ -1,4 +1,4 @@
-"""Made-up samples for any fields, each a hash of (seed, index), with targets that a model can learn from the inputs."""
+"""Synthetic samples for any fields, each a hash of (seed, index), with targets that a model can learn from the inputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 _SPLIT_SIZES = {"train": 4096, "validation": 512}
 _TARGET_NAMES = ("label", "labels", "target", "targets")
-_NUM_LEVELS = 16  # an input is cut into this many stretches, each with its own mean; targets are a function of the means
+_NUM_LEVELS = 16  # an input has this many segments, each with its own mean; targets are a function of the means
 _NOISE_PERIOD = 1 << 16  # distinct noise values in a sample; larger inputs repeat them, since hashing a 128³ volume takes longer than training on it
 _ALPHABET_SIZE = 64  # tokens in use, so that a short run sees each of them often
 
@@ -33,7 +33,7 @@ def _splitmix64(bits: Array) -> Array:
 def _uniform(*key: Array) -> Array:
     """Numbers in [0, 1) for each combination of the keys, which broadcast."""
     state: Array = np.zeros((), np.uint64)
-    with np.errstate(over="ignore"):  # wrapping around is what a hash wants
+    with np.errstate(over="ignore"):  # a hash relies on wraparound
         for part in key:
             state = _splitmix64(state + (part.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
     return (state >> np.uint64(11)) * 2.0**-53
@@ -74,7 +74,7 @@ class SyntheticDataset:
         return _uniform(self._seed, np.array(zlib.crc32(name.encode())), *key)
 
     def _input_field(self, name: str, field: Field, samples: Array) -> tuple[Array, Array]:
-        """(values, what a target may depend on) of one input field."""
+        """(values, features that targets may depend on) of one input field."""
         if _is_float(field):
             return self._float_input(name, field, samples)
         if self._targets:
@@ -84,7 +84,7 @@ class SyntheticDataset:
     def _float_input(self, name: str, field: Field, samples: Array) -> tuple[Array, Array]:
         """Values in [0, 1): noise around a mean that changes along the sample."""
         size = math.prod(field.shape)
-        # Volumes get one mean a channel: a network that pools them to a point cannot tell where in the volume it is.
+        # Volumes get one mean per channel: a network that pools them to a point loses the position within the volume.
         count = field.shape[0] if len(field.shape) == 4 else min(_NUM_LEVELS, size)
         levels = self._uniform_draw(f"{name} level", samples, np.arange(count))
         stretches = np.diff(np.arange(levels.shape[1] + 1) * size // levels.shape[1])
@@ -96,13 +96,13 @@ class SyntheticDataset:
         return values, levels - 0.5
 
     def _categorical_input(self, name: str, field: Field, samples: Array) -> tuple[Array, Array]:
-        """Indices below `high`, small ones far more often as in real logs; each has a hidden weight."""
+        """Indices below `high`, small ones far more frequent, as in real logs; each has a hidden weight that targets depend on."""
         column = np.arange(math.prod(field.shape))
         chosen = (field.high * self._uniform_draw(name, samples, column) ** 4).astype(np.int64)
         return chosen, self._uniform_draw(f"{name} weight", column, chosen) - 0.5
 
     def _token_input(self, name: str, field: Field, samples: Array) -> Array:
-        """Tokens that count upwards by a fixed stride, one in ten replaced by a random one: the next follows from the last."""
+        """Tokens that count upwards by a fixed stride, one in ten replaced by a random one: each token is predictable from the previous one."""
         alphabet = min(field.high, _ALPHABET_SIZE)
         place = np.arange(math.prod(field.shape))
         start = (alphabet * self._uniform_draw(f"{name} start", samples)).astype(np.int64)

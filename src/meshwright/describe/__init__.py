@@ -1,1 +1,1 @@
-"""Level 1: models and machines as values: what there is, and what it can do."""
+"""Level 1: describes models and machines as values: what there is, and what it can do."""

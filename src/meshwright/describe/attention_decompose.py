@@ -1,8 +1,8 @@
-"""torch's own attention module, composed of calls that a trace can follow and tensor parallelism can cut.
+"""Replaces `nn.MultiheadAttention`'s forward with plain calls that a trace can follow and tensor parallelism can shard.
 
-`nn.MultiheadAttention` computes inside one function, which a trace sees as one call and which counts samples times heads in one dim.
-Here the same is done by plain calls that leave the number of heads open, so that a rank may hold some of them. What cannot be done so
-(attention weights are asked for, learned extra keys) goes the way it always went, and stays whole.
+`nn.MultiheadAttention` computes inside one function, which a trace sees as one call and which merges samples and heads into one dim. The decomposed
+forward does not fix the number of heads, so a rank may hold some of them. Cases that it does not cover (attention weights are requested, learned
+extra keys) run torch's own forward and stay unsharded.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _Qkv = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def decompose_attention(model: nn.Module) -> None:
-    """Every attention module of `model` is composed of plain calls from now on. torch's encoder layers, which compute in one call when
-    nothing is trained, go through their modules then too: what those do for a plan must not be passed by."""
+    """Decompose every attention module of `model`, in place. torch's encoder layers, which run a fused fast path when nothing is trained, then go
+    through their modules too: the fast path would skip the hooks that a plan puts on them."""
     for module in _standard_attentions(model):
         module.forward = MethodType(_decomposed_forward, module)
     for layer in model.modules():
         if isinstance(layer, nn.TransformerEncoderLayer):
-            layer.activation_relu_or_gelu = 0  # the one condition of the short cut that decides nothing else
+            layer.activation_relu_or_gelu = 0  # the only condition of the fast path that affects nothing else
         elif isinstance(layer, nn.TransformerEncoder):
             layer.use_nested_tensor = False
 
 
 @contextmanager
 def decomposed_attention(model: nn.Module) -> Iterator[None]:
-    """As `decompose_attention`, for the time of a trace, in which something is trained."""
+    """`decompose_attention` for the duration of a trace, in which something is trained."""
     changed = _standard_attentions(model)
     for module in changed:
         module.forward = MethodType(_decomposed_forward, module)
@@ -45,7 +45,7 @@ def decomposed_attention(model: nn.Module) -> Iterator[None]:
 
 
 def _standard_attentions(model: nn.Module) -> list[Any]:
-    """Those that run torch's code: not a subclass with its own, nor one that somebody has changed."""
+    """Attention modules that run torch's own forward: no subclass with its own, no module with a patched one."""
     found = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
     return [m for m in found if type(m).forward is nn.MultiheadAttention.forward and "forward" not in vars(m)]
 
@@ -68,7 +68,7 @@ def _decomposed_forward(
     turned = not module.batch_first and not alone
     q, k, v = _project_qkv(module, query, key, value)
     q, k, v = (_heads_first(x, turned, alone) for x in (q, k, v))
-    hint = is_causal and key_padding_mask is None  # then the mask says no more than the hint
+    hint = is_causal and key_padding_mask is None  # then the mask adds nothing to the hint
     mask = None if hint else _merge_masks(attn_mask, key_padding_mask, q)
     out = F.scaled_dot_product_attention(q, k, v, mask, module.dropout if module.training else 0.0, hint)
     out = module.out_proj(out.transpose(1, 2).flatten(2))
@@ -76,7 +76,7 @@ def _decomposed_forward(
 
 
 def _project_qkv(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> _Qkv:
-    """Queries, keys and values with their heads in a dim of their own; one product where all three are of the same."""
+    """Queries, keys and values with heads as a separate dim; one matmul where all three are projections of the same tensor."""
     if module._qkv_same_embed_dim and key is query and value is query:
         every = F.linear(query, module.in_proj_weight, module.in_proj_bias).unflatten(-1, (3, -1, module.head_dim))
         q, k, v = every.unbind(-3)
@@ -91,14 +91,14 @@ def _project_qkv(module: Any, query: torch.Tensor, key: torch.Tensor, value: tor
 
 
 def _heads_first(x: torch.Tensor, sequence_first: bool, unbatched: bool) -> torch.Tensor:
-    """(sample, head, position, width), whichever way the positions and samples came."""
+    """The tensor as (sample, head, position, width), from either layout of positions and samples."""
     if unbatched:
         return x.transpose(0, 1).unsqueeze(0)
     return x.permute(1, 2, 0, 3) if sequence_first else x.transpose(1, 2)
 
 
 def _merge_masks(attn_mask: torch.Tensor | None, padding: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """What is added to the scores. A mask of three dims has one for each sample's heads, one after the other."""
+    """The mask to add to the scores. In a mask of three dims the first is samples × heads."""
     found = None
     if attn_mask is not None:
         found = _additive_mask(attn_mask, query)

@@ -1,9 +1,9 @@
-"""Folding the dataflow: of a run of equal blocks the first two are traced; of the others the second's entries are copied, with their own
-parameters, values and strands.
+"""Traces only the first two of a run of equal blocks; for the others, copies the second's trace entries with their own parameters, values and logical
+dims.
 
-A block is copied only if its inputs have the shapes and carry the strands that its representative's had, and if all that the representative
-gave out carries strands which something outside of it carries too. Then tracing it would have written exactly the copy: what it shares with
-the rest of the model it shares through its inputs, and everything else is its own.
+A block is copied only if its inputs have the shapes and logical dims of its representative's, and if the logical dims of the representative's outputs
+also occur outside it. Then tracing it would record exactly the copy: a block shares logical dims with the rest of the model only through its inputs,
+and all others are its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshwright.describe.trace_records import DataflowTrace, ModuleFrame, Tensor
 
 
 class TraceWriter(Protocol):
-    """Who writes the book."""
+    """The recorder that writes the trace."""
 
     trace: DataflowTrace
     frames: list[ModuleFrame]
@@ -37,7 +37,7 @@ class TraceWriter(Protocol):
 
 @dataclass(frozen=True)
 class _TracePosition:
-    """How far the book had got."""
+    """Lengths of the trace's lists at one moment."""
 
     values: int
     ops: int
@@ -51,19 +51,19 @@ class _TracePosition:
 
 @dataclass
 class _TracedBlock:
-    """A representative: what it was given and gave, and its entries in the book."""
+    """A traced representative: its inputs and outputs, and the range of its trace entries."""
 
     name: str
     shapes: tuple[Any, ...]
     inputs: list[int]
-    outputs: list[Any]  # a leaf each: the number of a tensor with the tensor itself, or any other value
+    outputs: list[Any]  # per leaf: (value index, tensor), or any other value
     spec: Any
     start: _TracePosition
     end: _TracePosition
     reads: set[SizeRead]
     last_saved_op: int
-    parameters: dict[str, int]  # its parameters and buffers, by their names inside of it
-    local_dims: set[int] | None = None  # strands that nothing outside of it carries, once that was asked
+    parameters: dict[str, int]  # its parameters and buffers, by name relative to the block
+    local_dims: set[int] | None = None  # logical dims that occur only inside it; computed on demand
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def _block_parameters(parameter_values: dict[str, int], block: str) -> dict[str,
 
 
 def _parameters_unshared(blocks: Sequence[Layer], parameter_values: dict[str, int]) -> bool:
-    """Each block has every one of its parameters to itself: a tied one is noted under its first name."""
+    """Whether no block shares a parameter: a tied one is recorded under its first name only."""
     return all(f"{b.name}.{name}" in parameter_values for b in blocks for name, _ in (*b.module.named_parameters(), *b.module.named_buffers()))
 
 
@@ -123,7 +123,7 @@ def _trace_representative(
     parameters: dict[str, int],
     signature_and_inputs: tuple[tuple[Any, ...], list[int]],
 ) -> Any:
-    """Run the representative, and remember which entries are its own."""
+    """Run the representative, and record which trace entries are its own."""
     book, first = writer.trace, _TracePosition.of(writer.trace)
     before, book.reads = book.reads, set()
     try:
@@ -150,7 +150,7 @@ def _trace_representative(
 
 
 def _input_signature(inputs: Sequence[Any]) -> tuple[Any, ...]:
-    with torch._C.DisableTorchFunction():  # what is asked here is not what the model's code asks
+    with torch._C.DisableTorchFunction():  # these reads are not the model's own size reads
         return tuple((tuple(t.shape), t.dtype, t.requires_grad) if torch.is_tensor(t) else repr(t)[:80] for t in inputs)
 
 
@@ -159,13 +159,13 @@ def _factor_ids(dims: TensorDims) -> list[list[int]]:
 
 
 def _can_copy(trace: DataflowTrace, block: _TracedBlock, name: str, shapes: tuple[Any, ...], inputs: list[int], parameters: dict[str, int]) -> bool:
-    """Whether copying says what tracing would."""
+    """Whether a copy would be identical to a trace."""
     if name == block.name or shapes != block.shapes or parameters.keys() != block.parameters.keys():
         return False
     if any(_factor_ids(trace.values[a].dims) != _factor_ids(trace.values[b].dims) for a, b in zip(block.inputs, inputs, strict=True)):
         return False
     if [block.inputs.index(n) for n in block.inputs] != [inputs.index(n) for n in inputs]:
-        return False  # what was one tensor for it is two for this one, or the other way round
+        return False  # two of the representative's inputs are one tensor and this block's are not, or the reverse
     if block.local_dims is None:
         block.local_dims = _local_dims(trace, block, parameters)
     out = {s for leaf in block.outputs if isinstance(leaf, tuple) for s in _dims_in(trace, (leaf[0],))}
@@ -173,7 +173,7 @@ def _can_copy(trace: DataflowTrace, block: _TracedBlock, name: str, shapes: tupl
 
 
 def _local_dims(trace: DataflowTrace, block: _TracedBlock, parameters: dict[str, int]) -> set[int]:
-    """The strands that nothing outside of the representative carries. That stays so: who does not have a strand cannot tie it later."""
+    """Logical dims that occur only inside the representative. The set is final: values that lack a logical dim cannot be unified with it later."""
     theirs = {*block.parameters.values(), *parameters.values(), *range(block.start.values, block.end.values)}
     inside = (*range(block.start.values, block.end.values), *block.parameters.values())
     return _dims_in(trace, inside) - _dims_in(trace, (n for n in range(len(trace.values)) if n not in theirs))
@@ -184,7 +184,7 @@ def _dims_in(trace: DataflowTrace, values: Iterable[int]) -> set[int]:
 
 
 def _copy_block(writer: TraceWriter, block: _TracedBlock, name: str, inputs: list[int], parameters: dict[str, int]) -> Any:
-    """Write the block's entries, and give what it gives."""
+    """Append the block's copied entries to the trace, and return its outputs."""
     copy = _BlockCopy(writer.trace, block, name, inputs, parameters)
     copy.write()
     for frame in writer.frames:
@@ -205,7 +205,7 @@ def _output_like(writer: TraceWriter, value: int, template: torch.Tensor) -> tor
 
 
 class _BlockCopy:
-    """One block's entries, made of its representative's."""
+    """One block's trace entries, derived from its representative's."""
 
     def __init__(self, trace: DataflowTrace, block: _TracedBlock, name: str, inputs: list[int], parameters: dict[str, int]) -> None:
         self.trace, self.block, self.name = trace, block, name
@@ -233,7 +233,7 @@ class _BlockCopy:
         return self.name + module[len(self.block.name) :] if inside else module
 
     def _map_dims(self, logical_dims: Sequence[LogicalDim]) -> list[LogicalDim]:
-        """The strands as this block has them: its own where they are its representative's own."""
+        """The logical dims for this block: new ones in place of the representative's local ones."""
         found = []
         for logical_dim in factors_of(logical_dims):
             if id(logical_dim) in self._local_dims:

@@ -1,6 +1,6 @@
-"""Cluster files: a few lines of TOML that say what machines there are and how they are joined. The catalog's machines are such files too.
+"""Cluster files: a few lines of TOML that describe machines and how they are connected. The catalog's machines are such files too.
 
-Whatever is wrong with one is said in one line: which line of the file, what was found, and what was expected."""
+Every error is reported in one line: the line of the file, what was found, and what was expected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SPECS_BY_KEY: dict[str, type[BaseModel]] = {
 
 
 def load_cluster(path: Path, nodes: int | None = None) -> Cluster:
-    """The cluster that a TOML file describes; `nodes` replaces how many there are."""
+    """The cluster that a TOML file describes; `nodes` overrides the number of nodes."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -53,7 +53,7 @@ def parse_cluster(text: str, where: str, name: str, nodes: int | None = None) ->
 
 
 def key_lines(text: str) -> dict[_KeyPath, int]:
-    """Which line each table and key of a TOML file begins in; what is inside a value belongs to its key's line."""
+    """The line in which each table and key of a TOML file begins; anything inside a value belongs to its key's line."""
     lines: dict[_KeyPath, int] = {(): 1}
     counts: dict[str, int] = {}
     table: _KeyPath = ()
@@ -65,7 +65,7 @@ def key_lines(text: str) -> dict[_KeyPath, int]:
             lines[table] = number
         elif found := re.match(r"\s*\[\s*([\w.-]+)\s*\]\s*(#|$)", line):
             first, *rest = found[1].split(".")
-            table = ((first, counts[first]) if first in counts else (first,)) + tuple(rest)  # of an array of tables, its latest
+            table = ((first, counts[first]) if first in counts else (first,)) + tuple(rest)  # in an array of tables, the latest entry
             lines[table] = number
         elif found := re.match(r"\s*([\w.-]+)\s*=", line):
             lines.setdefault(table + tuple(found[1].split(".")), number)
@@ -73,7 +73,7 @@ def key_lines(text: str) -> dict[_KeyPath, int]:
 
 
 def _first_error(error: ValidationError, text: str, where: str) -> RequestError:
-    """The first mistake. Its place, as Pydantic says it, has the kinds that were tried between the keys of the file."""
+    """The first error. Pydantic's location interleaves the attempted kinds with the keys of the file."""
     first = error.errors(include_url=False)[0]
     kinds = {kind for by_kind in _SPECS_BY_KIND.values() for kind in by_kind}
     loc = [part for part in first["loc"] if part not in kinds]
@@ -92,7 +92,7 @@ def _first_error(error: ValidationError, text: str, where: str) -> RequestError:
 
 
 def _known_keys(loc: tuple[str | int, ...]) -> list[str]:
-    """The keys that are known where an unknown one was found."""
+    """The keys that are valid where an unknown one was found."""
     model: type[BaseModel] = specs.ClusterSpec
     for before, part in zip(("", *loc), loc[:-1], strict=False):
         model = _SPECS_BY_KIND.get(str(before), {}).get(str(part)) or _SPECS_BY_KEY.get(str(part)) or model

@@ -1,4 +1,4 @@
-"""`--cluster`, everywhere: `here`, a machine of the catalog with a number of nodes, `ideal[:N]`, or a file. One function resolves them."""
+"""Resolves `--cluster` to a `Cluster`: `here`, a machine of the catalog with a number of nodes, `ideal[:N]`, or a file."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from meshwright.core.serialization import from_data, read_json
 from meshwright.describe.cluster_file import load_cluster, parse_cluster
 from meshwright.describe.discover import discover
 
-IDEAL_LINK = Link("ideal", 0.0, 1e18)  # costs nothing that could be seen
+IDEAL_LINK = Link("ideal", 0.0, 1e18)  # costs nothing noticeable
 
 
 def resolve_cluster(text: str, environ: Mapping[str, str], *, ranks: int | None = None) -> Cluster:
-    """The cluster that `text` names; a file's with so many nodes like its first, where a number follows. `ranks`: no more devices than these,
-    and for `ideal_cluster` without a number as many."""
+    """The cluster that `text` names; for a file with `:N`, N nodes like its first. `ranks` limits the number of devices, and sets it for `ideal`
+    without a number."""
     name, _, number = text.partition(":")
     if text == "here":
         return discover(environ, ranks=ranks)
@@ -50,7 +50,7 @@ def machine_names() -> tuple[str, ...]:
 
 
 def catalog_cluster(name: str, nodes: int | None = None) -> Cluster:
-    """A machine of the catalog, with as many nodes; by default all it has, or one where it is sold by the node."""
+    """A machine of the catalog with `nodes` nodes; by default all it has, or one where it is sold by the node."""
     if name not in machine_names():
         raise unknown_name_error("cluster", name, machine_names())
     text = files("meshwright.describe.catalog").joinpath("machines", f"{name}.toml").read_text(encoding="utf-8")
@@ -58,7 +58,7 @@ def catalog_cluster(name: str, nodes: int | None = None) -> Cluster:
 
 
 def ideal_cluster(count: int | None, environ: Mapping[str, str]) -> Cluster:
-    """`count` devices like this machine's first, by default as many as it has, on a network that costs nothing."""
+    """`count` devices like this machine's first (by default as many as it has), on a network that costs nothing."""
     here = discover(environ)
     device, node = here.devices[0], here.nodes[0]
     count = count or len(here.devices)

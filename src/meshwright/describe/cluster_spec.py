@@ -1,6 +1,6 @@
-"""What a cluster file may say, strictly, and the `Cluster` that it means. `describe/cluster_file.py` reads the file.
+"""The strict schema of a cluster file, and the `Cluster` built from it. `describe/cluster_file.py` reads the file.
 
-Quantities are written as people write them: '80 GB', '200 Gb/s', '2 us'."""
+Quantities are written with units: '80 GB', '200 Gb/s', '2 us'."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _StrictModel(BaseModel):
 
 
 class LinkSpec(_StrictModel):
-    """One link, one way."""
+    """A link; its bandwidth is one way."""
 
     name: str = ""
     bandwidth: Rate
@@ -157,7 +157,7 @@ NetworkSpec = Annotated[
 
 
 class DeviceSpec(_StrictModel):
-    """One device of the catalog, any of its figures replaced; or one that the catalog does not have."""
+    """A device of the catalog, with any of its figures overridden; or one that the catalog does not have."""
 
     device: str | None = None
     count: Count = 1
@@ -193,7 +193,7 @@ class DeviceSpec(_StrictModel):
         return find_datasheet(self.device) if self.device is not None else None
 
     def build_devices(self, first_index: int, default_memory: int) -> list[Device]:
-        """Its devices, numbered from `first_index`; `default_memory` is a CPU's memory, where the file does not say."""
+        """The devices, numbered from `first_index`; `default_memory` is a CPU's memory where the file does not give it."""
         known = self.datasheet
         peak = {**(known.peak_flops if known else {}), **self.peak}
         memory = self.memory or (known.memory_bytes if known else 0) or default_memory
@@ -204,7 +204,7 @@ class DeviceSpec(_StrictModel):
 
 
 class NodeSpec(_StrictModel):
-    """Machines that are alike."""
+    """A number of equal nodes."""
 
     name: str = "node"
     count: Count = 1
@@ -235,7 +235,7 @@ class ClusterSpec(_StrictModel):
 
     name: str | None = None
     source: str = ""
-    most: Annotated[int, Field(ge=0)] = 0  # nodes that there are; 0: as many as are asked for
+    most: Annotated[int, Field(ge=0)] = 0  # nodes that exist; 0: no limit
     nodes: list[NodeSpec] = Field(min_length=1)
     network: NetworkSpec | None = None
 

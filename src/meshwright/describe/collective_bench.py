@@ -1,4 +1,4 @@
-"""Collectives measured as nccl-tests and the OSU benchmarks do: every operation by size, timed call by call, results checked. Handed a Comm."""
+"""Benchmarks collectives on a given Comm as nccl-tests and the OSU benchmarks do: every operation by size, timed call by call, results checked."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from meshwright.core.schedule import wire_factor
 from meshwright.describe.collective_probe import fit_alpha_beta
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send")
-_MIN_CALLS, _MAX_CALLS = 5, 200  # calls of one size
+_MIN_CALLS, _MAX_CALLS = 5, 200  # calls per size
 _WARMUP_CALLS = 2
-BUFFERS_PER_RANK = 2.5  # tensors of the whole size that a rank holds meanwhile, with what a backend copies
+BUFFERS_PER_RANK = 2.5  # full-size tensors that a rank holds during a benchmark, with the backend's copies
 
 
 @dataclass(frozen=True)
 class RankTimings:
-    """One rank's calls of one operation and size."""
+    """One rank's timings of one operation and size."""
 
     op: str
     bytes: int
     seconds: tuple[float, ...]
     correct: bool
-    way: str = ""  # like gloo:shared, where several were measured
+    way: str = ""  # route such as gloo:shared, where several were measured
 
 
 @dataclass(frozen=True)
 class CollectiveResult:
-    """The same over all ranks: a call lasts until the slowest is done. Bandwidths as nccl-tests defines them."""
+    """Timings merged over all ranks: a call lasts until the slowest rank is done. Bandwidths as nccl-tests defines them."""
 
     backend: str  # or backend:algorithm
     op: str
@@ -50,14 +50,14 @@ class CollectiveResult:
 
 
 def measure_collectives(comm: Comm, device: torch.device, operations: Sequence[str], sizes: Sequence[int], budget_s: float) -> list[RankTimings]:
-    """Every rank calls it at the same time. `budget_s` is for one operation and size."""
+    """Time the operations by size; every rank calls this at the same time. `budget_s` is per operation and size."""
     return measure_routes({"": comm}, device, operations, sizes, budget_s)
 
 
 def measure_routes(
     routes: Mapping[str, Comm], device: torch.device, operations: Sequence[str], sizes: Sequence[int], budget_s: float
 ) -> list[RankTimings]:  # fmt: skip
-    """The same for several ways of one group, such as gloo and gloo:shared, by turns: what disturbs one disturbs all of them."""
+    """`measure_collectives` for several routes of one group, such as gloo and gloo:shared, interleaved, so that a disturbance affects all of them."""
     found: dict[str, list[RankTimings]] = {route: [] for route in routes}
     for op in operations:
         having = {w: comm for w, comm in routes.items() if parse_route_name(w)[1] in ("flat", *ALGORITHMS.get(op, ()))}
@@ -68,7 +68,7 @@ def measure_routes(
 
 
 def merge_ranks(backend: str, timings_by_rank: Sequence[Sequence[RankTimings]]) -> list[CollectiveResult]:
-    """What the ranks measured, put together."""
+    """The results over all ranks, from every rank's timings."""
     found = []
     for cells in zip(*timings_by_rank, strict=True):
         times = [max(call) for call in zip(*(cell.seconds for cell in cells), strict=True)]
@@ -94,7 +94,7 @@ def fit_by_operation(points: Sequence[CollectiveResult]) -> dict[str, AlphaBetaM
 
 
 def timing_curves(points: Sequence[CollectiveResult]) -> dict[str, SizeCurve]:
-    """'gloo:shared/all_reduce' → what each size took, over the bytes that a rank must send."""
+    """'gloo:shared/all_reduce' → seconds by size, over the bytes that a rank must send."""
     found: dict[str, list[tuple[float, float]]] = {}
     for p in points:
         found.setdefault(f"{p.backend}/{p.op}", []).append((p.bytes * wire_factor(p.op, p.ranks), p.median_s))
@@ -114,7 +114,7 @@ def _measure_size(routes: Mapping[str, Comm], device: torch.device, op: str, siz
             begun = time.perf_counter()
             case.start().wait()
         took.append(time.perf_counter() - begun)
-    # The same number of calls on every rank, or they would wait for each other for ever; quick ways make several in each of their turns.
+    # Every rank must make the same number of calls, or they would deadlock; fast routes make several calls in each round.
     slowest = torch.tensor(took, dtype=torch.float64, device=device)
     comm.all_reduce(slowest, "bench", "max").wait()
     each = {route: max(seconds, 1e-6) for route, seconds in zip(cases, slowest.tolist(), strict=True)}
@@ -134,7 +134,7 @@ def _measure_size(routes: Mapping[str, Comm], device: torch.device, op: str, siz
 
 
 class _CollectiveCase:
-    """Tensors of one size, the call on them, and what must come out: rank r gives r + 1 everywhere."""
+    """Buffers of one size, the collective on them, and the expected result: rank r contributes r + 1 everywhere."""
 
     def __init__(self, comm: Comm, device: torch.device, op: str, size: int) -> None:
         self._comm, self._op = comm.sync, op
@@ -177,7 +177,7 @@ class _CollectiveCase:
         return routes[self._op]()
 
     def is_correct(self) -> bool:
-        """After the first call."""
+        """Whether the result of the first call is as expected."""
         n, me = self._comm.size, self._comm.rank
         total, ranks = float(n * (n + 1) // 2), torch.arange(1.0, n + 1, device=self._full_buffer.device)
         everyone = ranks.repeat_interleave(self._split_sizes[0]) if self._op in ("all_gather", "gather", "all_to_all") else ranks

@@ -1,4 +1,4 @@
-"""What ranks reach together: collectives and messages by size, how much of one disappears behind arithmetic, and how many share a core."""
+"""Measures ranks together: seconds of collectives and messages by size, the share hidden behind computation, and the number of ranks per core."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from meshwright.core.schedule import wire_factor
 from meshwright.describe.stopwatch import Stopwatch
 
 _MESSAGE_SIZES = {"cpu": (2**12, 2**17, 2**20, 2**22, 2**24), "cuda": (2**12, 2**18, 2**22, 2**26, 2**28)}
-_CALLS_PER_SIZE = 12  # of one operation and size
-_LARGE_MESSAGE_BYTES = 2**22  # bytes from which on a third as many calls tell as much
-_CHAIN_LAYERS, _CHAIN_WIDTH, _CHAIN_RUNS = 6, 64, 4  # of the chain in which ranks meet; how often it is run
-_WORK_BETWEEN_CALLS_S = 0.001  # between two of them: ranks of a step come to a call from some work, and not all at once
-_OVERSUBSCRIPTION_S = 0.1  # of work, while all ranks are at it
+_CALLS_PER_SIZE = 12  # per operation and size
+_LARGE_MESSAGE_BYTES = 2**22  # from this size on, a third as many calls is enough
+_CHAIN_LAYERS, _CHAIN_WIDTH, _CHAIN_RUNS = 6, 64, 4  # a chain of layers with an all-reduce after each; how often it is run
+_WORK_BETWEEN_CALLS_S = 0.001  # CPU work before each call: in a step, ranks arrive from computation, and not simultaneously
+_OVERSUBSCRIPTION_S = 0.1  # seconds of work, on all ranks at once
 
 
 def measure_oversubscription(comm: Comm, stopwatch: Stopwatch) -> float:
-    """Ranks for each core, by what the clock on the wall says of work that had its own clock, while all ranks are at work."""
+    """Ranks per core: wall-clock time over CPU time of the same work, while all ranks are busy."""
     if stopwatch.clock is time.perf_counter:
         return 1.0
     a = torch.randn(128, 128)
@@ -41,8 +41,8 @@ def measure_oversubscription(comm: Comm, stopwatch: Stopwatch) -> float:
 def collective_curves(
     comm: Comm, pair_comm: Comm | None, device: torch.device, backend: str, device_type: str
 ) -> tuple[dict[str, SizeCurve], dict[str, SizeCurve]]:
-    """Every operation among all ranks by what a rank must send; among the two of each pair, and messages between them, while all pairs are at it:
-    how long it takes, and how long it keeps a core."""
+    """(seconds, core-busy seconds) of every collective among all ranks by the bytes that a rank must send; also among the two ranks of each pair,
+    and of messages between them, while all pairs communicate."""
     found = {f"{backend}/{op}": points for op, points in _measure_collectives(comm, device, device_type).items()}
     if pair_comm is not None and pair_comm.size == 2:
         if comm.size > 2:
@@ -53,7 +53,7 @@ def collective_curves(
 
 
 class _AllReduceBothWays(torch.autograd.Function):
-    """Where tensor-parallel ranks sum up what they have, in forward and in backward."""
+    """An all-reduce in forward and in backward, as tensor parallelism does."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, all_reduce: Callable[[torch.Tensor], object]) -> torch.Tensor:
@@ -70,7 +70,7 @@ class _AllReduceBothWays(torch.autograd.Function):
 
 
 def in_layer_overhead(comm: Comm) -> float:
-    """What a meeting inside a layer takes beyond the bare call: ranks come to it through autograd, each at its own pace."""
+    """Seconds that a collective inside a layer takes beyond the bare call: ranks reach it through autograd, each at its own pace."""
     weights = [torch.randn(_CHAIN_WIDTH, _CHAIN_WIDTH).div_(_CHAIN_WIDTH).requires_grad_() for _ in range(_CHAIN_LAYERS)]
     given = torch.randn(8 * _CHAIN_WIDTH, _CHAIN_WIDTH)
 
@@ -107,8 +107,8 @@ def _measure_collectives(comm: Comm, device: torch.device, device_type: str) -> 
 
 
 def _seconds_between_work(call: Callable[[], Work], device: torch.device, size: int) -> tuple[float, float]:
-    """Seconds of a call that ranks come to from some work, as in a step: the mean, with what they wait for each other; and for how long a rank's
-    process was at work in it. The same number of calls on every rank, or they would wait for each other for ever."""
+    """Mean seconds of a call that follows CPU work, as in a step, including the wait for other ranks; and the CPU time that a rank's process spent
+    in it. Every rank must make the same number of calls, or they would deadlock."""
     a = torch.randn(64, 64, device=device)
     calls = _CALLS_PER_SIZE if size < _LARGE_MESSAGE_BYTES else _CALLS_PER_SIZE // 3
     total, kept = 0.0, 0.0
@@ -126,7 +126,7 @@ def _seconds_between_work(call: Callable[[], Work], device: torch.device, size: 
 
 
 def _measure_p2p(pair_comm: Comm, device: torch.device, device_type: str) -> list[tuple[float, float, float]]:
-    """There and back: half of it is a message."""
+    """A message's time is half of a ping-pong."""
     points = []
     for size in _MESSAGE_SIZES[device_type]:
         message = [(1 - pair_comm.rank, torch.ones(size // 4, device=device))]
@@ -166,11 +166,11 @@ def fit_alpha_beta(samples: list[tuple[float, float]]) -> AlphaBetaModel:
 
 
 def measure_overlap(comm: Comm, device: torch.device, device_type: str) -> float:
-    """Run a collective beside arithmetic of about the same length: how much of it disappears?"""
+    """The share of a collective that is hidden when it runs beside computation of about the same length."""
     whole = torch.ones(2**20 if device_type == "cpu" else 2**26, device=device)
     n = 256 if device.type == "cpu" else 2048
     a = torch.randn(n, n, device=device)
-    watch = Stopwatch(device, 0.0)  # by the wall: ranks that share a core hide nothing
+    watch = Stopwatch(device, 0.0)  # wall-clock time: ranks that share a core hide nothing
 
     def times(work: Callable[[], object]) -> float:
         comm.barrier()
@@ -178,7 +178,7 @@ def measure_overlap(comm: Comm, device: torch.device, device_type: str) -> float
 
     alone = times(lambda: comm.all_reduce(whole, "probe").wait())
     one = times(lambda: torch.mm(a, a))
-    count = min(max(int(alone / max(one, 1e-7)), 1), 1000)  # each rank's own: one may compute far quicker than another
+    count = min(max(int(alone / max(one, 1e-7)), 1), 1000)  # per rank: one may compute far faster than another
 
     def compute() -> None:
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""What one rank reaches by itself, while the others do the same: arithmetic by kind, size and precision, memory, and what each call costs."""
+"""Measures one rank's compute while all ranks do the same: rates by kind, size and precision, memory bandwidth, and overheads per call."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _MATMUL_SIZES = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1
 _MEMORY_SIZES = {"cpu": (2**14, 2**17, 2**20, 2**23, 2**26), "cuda": (2**16, 2**20, 2**24, 2**28, 2**30)}
 _ATTENTION_LENGTHS = {"cpu": (64, 256, 512), "cuda": (256, 1024, 4096)}
 _ELEMENTWISE_SIZES = {"cpu": (2**14, 2**20), "cuda": (2**16, 2**20, 2**26)}
-_CONV_SAMPLES = (2, 6)  # of a convolution: they tell what a call takes from what a sample does
-_LONG_CALL_S = 0.03  # a call that takes longer than this tells enough by itself; larger ones are left out
+_CONV_SAMPLES = (2, 6)  # sample counts of a convolution: their difference separates the cost per call from the cost per sample
+_LONG_CALL_S = 0.03  # a longer call is a sufficient measurement; larger sizes are skipped
 
 
 def compute_rates(device: torch.device, stopwatch: Stopwatch) -> dict[str, SizeCurve]:
@@ -79,7 +79,7 @@ def _conv(channels: int, device: torch.device) -> tuple[float, Callable[[], obje
 
 
 def batched_matmul_rates(stopwatch: Stopwatch) -> SizeCurve:
-    """FLOP/s on a CPU of many small products, by FLOPs for each byte that goes in and out: what one of them is decides, and not how many."""
+    """FLOP/s of batched small matmuls on a CPU, by FLOPs per byte read and written: the shape of one matmul decides, not their number."""
     found = []
     for n in (4, 8, 16, 32, 64):
         x = torch.randn(64, n, n)
@@ -88,9 +88,9 @@ def batched_matmul_rates(stopwatch: Stopwatch) -> SizeCurve:
 
 
 def convolution_rates(stopwatch: Stopwatch) -> tuple[dict[str, SizeCurve], dict[str, float]]:
-    """Convolutions over images and volumes on a CPU: FLOP/s by the channels that they make, which decide more than those that go in, and the
-    seconds that a call takes however few samples it has. One sample alone takes another way, which is often quicker; and gradients of weights
-    alone, as of a first layer, take more than half as long as all. Shapes are as in networks: what has few channels has many places."""
+    """2-d and 3-d convolutions on a CPU: FLOP/s by output channels, which decide more than input channels, and the seconds per call independent of
+    the number of samples. A single sample takes another code path, which is often faster; weight gradients alone, as in a first layer, take more
+    than half as long as the whole backward. Shapes are as in networks: few channels come with many positions."""
     found: dict[str, list[tuple[float, float]]] = {}
     fixed: dict[str, list[float]] = {}
     for dims, finest in ((2, 32), (3, 16)):
@@ -122,7 +122,7 @@ def _convolution(samples: int, in_channels: int, out_channels: int, spatial_size
 
 def _attention(length: int, device: torch.device, dtype: torch.dtype, backward: bool) -> tuple[float, Callable[[], object]]:
     q = torch.randn(4, 4, length, 64, device=device, dtype=dtype)
-    flops = 2.0 * 16 * length * length * 64  # of every pair 4 for each feature, and half of the pairs
+    flops = 2.0 * 16 * length * length * 64  # 4 per pair of positions and feature, for half of the pairs
     if not backward:
         return flops, lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True)
     out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.0, True)
@@ -142,21 +142,21 @@ def _bare_call_seconds(device: torch.device) -> float:
 
 
 def memory_bandwidth(device: torch.device, stopwatch: Stopwatch) -> SizeCurve:
-    """Bytes a second of an addition, by size; the time of the bare call is counted apart."""
+    """Bytes per second of an addition, by size; the call overhead is measured separately."""
     points = []
     call_s = _bare_call_seconds(device)
     for size in _MEMORY_SIZES[device.type]:
         a, b = torch.ones(size // 12, device=device), torch.ones(size // 12, device=device)
         out = torch.empty_like(a)
         seconds = stopwatch(lambda a=a, b=b, out=out: torch.add(a, b, out=out))  # type: ignore[misc]
-        if device.type == "cpu":  # on a GPU the call is queued while the one before still runs
+        if device.type == "cpu":  # on a GPU the call is queued while the previous one runs
             seconds = max(seconds - call_s, seconds * 0.1)
         points.append((float(size), size / seconds))
     return tuple(points)
 
 
 def op_overhead_seconds(device: torch.device, stopwatch: Stopwatch) -> float:
-    """What an operation takes however small it is. On a CPU with what autograd, modules and views add to it in a block."""
+    """Minimum seconds per operation. On a CPU including what autograd, modules and views add to it in a block."""
     if device.type != "cpu":
         return _bare_call_seconds(device)
     block = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True)
@@ -171,7 +171,7 @@ def op_overhead_seconds(device: torch.device, stopwatch: Stopwatch) -> float:
 
 
 class _OpCounter(TorchDispatchMode):
-    """How many operations run that a trace would count."""
+    """Counts the operations that a trace would count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class _OpCounter(TorchDispatchMode):
 
 
 def optimizer_rates(stopwatch: Stopwatch) -> tuple[SizeCurve, dict[str, float]]:
-    """Elements a second of AdamW's fused step, by the size of a tensor, and the seconds that a step and each tensor take however small."""
+    """Elements per second of AdamW's fused step, by tensor size, and the fixed seconds per step and per tensor."""
 
     def seconds(tensors: int, elements: int) -> float:
         params = [torch.nn.Parameter(torch.zeros(elements)) for _ in range(tensors)]
@@ -200,7 +200,8 @@ def optimizer_rates(stopwatch: Stopwatch) -> tuple[SizeCurve, dict[str, float]]:
 
 
 def recompute_seconds(stopwatch: Stopwatch) -> dict[str, float]:
-    """What computing again adds to each operation of a forward, beyond the operation: torch packs, unpacks and, to keep some, looks at each."""
+    """Overhead of recomputation per forward operation, beyond the operation itself: torch packs, unpacks and, for selective checkpointing,
+    dispatches each through a policy."""
     layers = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(16)))
     x = torch.ones(8, 8, requires_grad=True)
 
@@ -217,9 +218,10 @@ def recompute_seconds(stopwatch: Stopwatch) -> dict[str, float]:
 
 
 def split_backward_seconds(stopwatch: Stopwatch) -> float:
-    """What a pipeline that makes gradients of inputs first and those of weights later adds to each module with parameters of its own: torch looks
-    through the graph for what leads to them, and runs that by itself. Operations without any add next to nothing."""
-    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight  # takes a second where no rank runs
+    """Overhead per module with its own parameters of computing input gradients first and weight gradients later (pipeline schedules with split
+    backward): torch searches the graph for the nodes that lead to the weights, and runs them separately. Operations without parameters add next to
+    nothing."""
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight  # a one-second import that only ranks need
 
     layers = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(8)))
     x = torch.ones(8, 8, requires_grad=True)
@@ -234,7 +236,7 @@ def split_backward_seconds(stopwatch: Stopwatch) -> float:
 
 
 def grad_hook_seconds(stopwatch: Stopwatch) -> float:
-    """What it adds to a parameter's gradient that somebody is told of it and has a place for it."""
+    """Overhead per parameter gradient of a post-accumulate hook and its bucket lookup."""
     params, flat = [torch.nn.Parameter(torch.ones(8, 8)) for _ in range(32)], torch.zeros(32 * 64)
 
     def run() -> None:

@@ -1,8 +1,8 @@
-"""What a convolution on a CPU takes beside its operands and results: memory that torch's libraries have while they work.
+"""Workspace bytes of a convolution on a CPU: memory that torch's libraries allocate besides operands and results.
 
-Most go to oneDNN, which multiplies by matrices: of one sample at a time it lays the columns out that a kernel sees. A result is made in a layout of
-its own and copied. For a weight's gradient it has room for four, in which partial sums meet. torch's own convolutions, which it takes for a single
-small sample and for fp64, lay out the columns of all samples, and nothing else.
+Most convolutions run in oneDNN as matmuls: it unfolds (im2col) one sample at a time. A result is made in a layout of oneDNN's own and copied. For a
+weight gradient it allocates four buffers of partial sums. torch's own convolutions, used for a single small sample and for fp64, unfold all samples
+and allocate nothing else.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 
 import torch
 
-_WEIGHT_GRAD_BUFFERS = 4  # weights' gradients in the making
-ConvWorkspace = tuple[float, float]  # bytes of a call, and what more a single sample takes than the line of several says
+_WEIGHT_GRAD_BUFFERS = 4  # partial weight gradients
+ConvWorkspace = tuple[float, float]  # bytes of a call, and the extra bytes of a single sample over the line through several
 
 
 def convolution_workspace(func: Any, args: Any, out: Any) -> ConvWorkspace:
-    """Of one call on one thread."""
+    """Workspace of one call on one thread."""
     of = partial(_workspace_bytes, func, args, out)
     samples = args[1 if "backward" in func.name() else 0].shape[0]
     return of(samples), of(1) - (2 * of(2) - of(3))
 
 
 def _workspace_bytes(func: Any, args: Any, out: Any, samples: int) -> float:
-    """Bytes, had it so many."""
+    """Workspace bytes of the call with `samples` samples."""
     backward = "backward" in func.name()
     given, weight = args[1 if backward else 0], args[2 if backward else 1]
     made = args[0] if backward else out
@@ -39,7 +39,7 @@ def _workspace_bytes(func: Any, args: Any, out: Any, samples: int) -> float:
 
 
 def _uses_onednn(x: torch.Tensor, weight: torch.Tensor, conv_args: Any, samples: int) -> bool:
-    if x.dim() != weight.dim():  # one sample without a dimension for samples
+    if x.dim() != weight.dim():  # unbatched input
         return True
     chosen = torch._C._select_conv_backend(x.new_empty((samples, *x.shape[1:])), weight, None, *conv_args, None)  # type: ignore[attr-defined]
     return "Mkldnn" in str(chosen)

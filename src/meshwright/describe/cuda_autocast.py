@@ -1,7 +1,8 @@
-"""CUDA's rules of autocast on a machine without CUDA: a trace runs under those of the CPU, which differ in what they widen.
+"""Applies CUDA's autocast rules to a trace on a machine without CUDA, which runs under the CPU's rules; the two differ in which operations run in
+fp32.
 
-Products are low on both. What CUDA computes in single precision and a CPU does not saves a wider copy of its input (norms above all), and
-pooling, which a CPU widens, stays low on CUDA: on GPT-2 that is 4% of a step's memory, on CosmoFlow 40%.
+Matmuls run in low precision on both. Operations that CUDA runs in fp32 and a CPU does not (norms above all) save a wider copy of their input, and
+pooling, which a CPU runs in fp32, stays low on CUDA: on GPT-2 that is 4% of a step's memory, on CosmoFlow 40%.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-# By the names that torch's documentation of autocast lists; operators of tensors (**) have names of their own.
+# Names as in torch's autocast documentation; tensor operators (**) have names of their own.
 _FP32_OPS = frozenset((
     "acos", "asin", "cosh", "cosine_similarity", "cumprod", "cumsum", "dist", "erfinv", "exp", "expm1", "group_norm", "layer_norm", "log", "log10",
     "log1p", "log2", "logsumexp", "norm", "pow", "__pow__", "__rpow__", "prod", "reciprocal", "renorm", "rsqrt", "__rtruediv__", "sinh", "softplus",
     "tan", "cross_entropy", "nll_loss", "l1_loss", "smooth_l1_loss", "mse_loss", "huber_loss",
 ))  # fmt: skip
-_FP32_OUTPUT_OPS = frozenset(("softmax", "log_softmax", "sum"))  # these widen as they read: no copy of what they are given
+_FP32_OUTPUT_OPS = frozenset(("softmax", "log_softmax", "sum"))  # these cast while reading: no copy of the input
 _NO_CAST_OPS = frozenset((
     "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d", "interpolate", "upsample", "grid_sample",
     "pad",
@@ -26,7 +27,7 @@ _NO_CAST_OPS = frozenset((
 
 
 class CudaAutocast(TorchFunctionMode):
-    """Inside an autocast of the CPU: as CUDA's would do it."""
+    """Within a CPU autocast context, casts as CUDA's autocast would."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")

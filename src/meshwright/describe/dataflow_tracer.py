@@ -1,4 +1,4 @@
-"""From an nn.Module to its dataflow: run its loss once on fake tensors and follow every strand (see [Note: strands])."""
+"""From an nn.Module to its `Dataflow`: runs its loss once on fake tensors and follows every logical dim (see [Note: logical dims])."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from meshwright.describe.trace_records import DataflowTrace, ModuleFrame, Traced
 
 _TRACED_BATCH = 2
 _OPAQUE_FUNCTION = (
-    "multi_head_attention_forward"  # composed in Python of calls that a function mode does not see; here where it cannot be done plainly
+    "multi_head_attention_forward"  # runs Python calls that a function mode does not see; reached only where the attention cannot be decomposed
 )
 
 
@@ -49,7 +49,7 @@ def trace_dataflow(task: Task, precision: str = "fp32", *, copy_repeated: bool =
 
 
 def trace_module_dataflow(model: nn.Module, loss: Loss, batch: Batch, precision: str = "fp32", *, copy_repeated: bool = True) -> Dataflow:
-    """The dataflow of a live model on the shapes of one of its batches. Neither is touched."""
+    """The dataflow of a live model on the shapes of one of its batches. Neither is modified."""
     return _trace_loss(
         model, loss, lambda: example_batch_like(batch, _TRACED_BATCH), FakeTensorMode(allow_non_fake_inputs=True), precision, copy_repeated
     )
@@ -84,17 +84,17 @@ def _trace_loss(
 
 
 class _DataflowRecorder(TorchDispatchMode):
-    """Sees every operation that reaches a kernel and applies its rule."""
+    """Records every operation that reaches a kernel, and applies its propagation rule."""
 
     def __init__(self, fakes: dict[str, torch.Tensor]) -> None:
         super().__init__()
         self.trace = DataflowTrace()
         self._ids: dict[int, int] = {}
-        self._kept_alive: list[torch.Tensor] = []  # alive, or their addresses would be used again
+        self._kept_alive: list[torch.Tensor] = []  # keeps ids unique: a freed tensor's id would be reused
         self.frames: list[ModuleFrame] = [ModuleFrame("", "other", [], 0)]
-        self.paused = False  # while the copy of a block makes what it gives
+        self.paused = False  # while a copied block allocates its outputs
         self.current_call = -1
-        self.opaque_name = ""  # the name of what is running, where its parts are not looked at
+        self.opaque_name = ""  # name of the running function whose inner operations have no rules
         self.function = ""
         for name, tensor in fakes.items():
             self.trace.values[self.value_index(tensor)].parameter = name
@@ -102,8 +102,8 @@ class _DataflowRecorder(TorchDispatchMode):
     # -- tensors --
 
     def value_index(self, tensor: torch.Tensor) -> int:
-        """Its place in the book; a tensor never seen before (an input, a constant) has dims of its own."""
-        with torch._C.DisableTorchFunction():  # what we ask of it is not what the model's code asks
+        """The tensor's index in the trace; a tensor not seen before (an input, a constant) gets new dims."""
+        with torch._C.DisableTorchFunction():  # these reads are not the model's own size reads
             found = self._ids.get(id(tensor))
             if found is None:
                 found = self._register(tensor, [new_dim(n) for n in tensor.shape])
@@ -117,7 +117,7 @@ class _DataflowRecorder(TorchDispatchMode):
         return self._ids[id(tensor)]
 
     def bind_value(self, tensor: torch.Tensor, value: int) -> None:
-        """A tensor made for a value that is in the book already."""
+        """Assign a newly allocated tensor to a value that the trace already contains."""
         self._kept_alive.append(tensor)
         self._ids[id(tensor)] = value
 
@@ -139,7 +139,7 @@ class _DataflowRecorder(TorchDispatchMode):
         rule = unknown_rule if self.opaque_name else find_rule(func)
         name = self.opaque_name or func._overloadpacket.__name__
         names = [argument.name for argument in func._schema.arguments]
-        named = {"reduction": 1} if "reduction" in names else {}  # losses are means unless they say otherwise
+        named = {"reduction": 1} if "reduction" in names else {}  # losses default to the mean
         named |= {**dict(zip(names, args, strict=False)), **kwargs}
         self.record_op(name, inputs, outs, lambda scene: rule(scene, args, kwargs, outs), given, named)
         return out
@@ -153,7 +153,7 @@ class _DataflowRecorder(TorchDispatchMode):
         input_tensors: Sequence[torch.Tensor],
         arguments: dict[str, Any],
     ) -> None:
-        """One operation under its rule. A rule that fails, or whose dims are not the output's, is as good as none."""
+        """Record one operation under its rule. If the rule fails or its dims do not match the output's, fall back to `unknown_rule`."""
         scene = RuleContext(self.dims_of, arguments)
         try:
             found = rule(scene)
@@ -172,12 +172,12 @@ class _DataflowRecorder(TorchDispatchMode):
         known = self._ids.get(id(tensor))
         if known is None:
             return self._register(tensor, dims)
-        for old, new in zip(self.trace.values[known].dims, dims, strict=True):  # in place: the same tensor, of which more is known now
+        for old, new in zip(self.trace.values[known].dims, dims, strict=True):  # in-place: the same tensor gets further constraints
             unify(old, new)
         return known
 
     def record_size_read(self, tensor: torch.Tensor, dims: Iterable[int]) -> None:
-        """The model's code looked at these of a tensor's sizes."""
+        """Record that the model's code read these sizes of a tensor."""
         value = self.value_index(tensor)
         self.trace.reads.update(SizeRead(value, dim, len(self.trace.ops)) for dim in dims)
 
@@ -248,7 +248,7 @@ class _DataflowRecorder(TorchDispatchMode):
 
 
 class _SizedCallRecorder(TorchFunctionMode):
-    """Notes the calls in the model's code that hold sizes, and keeps attention in one piece."""
+    """Records the calls in the model's code that contain sizes, and records attention as one operation."""
 
     def __init__(self, recorder: _DataflowRecorder) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ def _record_attention(
     *_: Any,
     **__: Any,
 ) -> torch.Tensor:
-    """One operation with a rule of its own, whatever kernel would run it."""
+    """Record attention as one operation with its own rule, whichever kernel would run it."""
     given = [t for t in (query, key, value, attn_mask) if t is not None]
     inputs = [recorder.value_index(t) for t in given]
     out = _ShapeOnlyAttention.apply(query, key, value)
@@ -306,7 +306,7 @@ class _ShapeOnlyAttention(torch.autograd.Function):
 
 
 def _op_constants(name: str, arguments: dict[str, Any]) -> tuple[int, ...]:
-    """What planners ask about an operation beyond its operands."""
+    """Arguments of an operation that planners need beyond its operands."""
     if name == "slice":
         dim, start, size = arguments.get("dim", 0), arguments.get("start") or 0, arguments["self"].shape
         dim %= len(size)
@@ -322,7 +322,8 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _layer_kind(module: nn.Module) -> LayerKind:
-    """Layers whose products the run knows how to complete over ranks, bias and all; and tables that it can look up elsewhere."""
+    """The layer's kind: linear and conv layers, whose partial results the runtime can complete across ranks, bias included; and embedding tables
+    that may be on other ranks."""
     if isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf")):
         return "linear"
     if isinstance(module, nn.modules.conv._ConvNd):

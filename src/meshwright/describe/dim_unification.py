@@ -1,4 +1,4 @@
-"""Strands while they are being found: union-find nodes that can be tied together and split into factors (see [Note: strands])."""
+"""Logical dims during tracing: union-find nodes that can be unified and split into factors (see [Note: logical dims])."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class LogicalDim:
-    """An index of some length. `parent` points to what it was tied to; `factors` are its factors, outermost first, once a view split it."""
+    """An index of some length. `parent` points to the one it was unified with; `factors` are its factors, outermost first, once a view split it."""
 
     __slots__ = ("factors", "parent", "size")
 
@@ -30,11 +30,11 @@ Dim = Sequence[LogicalDim]
 
 
 class DimMismatchError(Exception):
-    """Two dims have no common factors: nothing can be said about what runs through them."""
+    """Two dims have no common factors, so their logical dims cannot be matched."""
 
 
 def factors_of(dim: Dim) -> list[LogicalDim]:
-    """The strands that a dim is a product of, as far as is known now."""
+    """The logical dims that a dim is a product of, as far as known."""
     found: list[LogicalDim] = []
     for logical_dim in dim:
         root = logical_dim.root()
@@ -43,12 +43,12 @@ def factors_of(dim: Dim) -> list[LogicalDim]:
 
 
 def new_dim(size: int) -> list[LogicalDim]:
-    """A dim about which nothing is known; a dim of one element carries nothing."""
+    """A dim without known relations; a dim of size one has no logical dim."""
     return [LogicalDim(size)] if size > 1 else []
 
 
 def unify(first: Dim, second: Dim) -> None:
-    """From now on the two dims are the same: their strands are matched up, split where their factors differ."""
+    """Make the two dims equal: their logical dims are matched in order, and split where their factors differ."""
     a, b = factors_of(first), factors_of(second)
     while a and b:
         x, y = a[0], b[0]
@@ -67,7 +67,7 @@ def unify(first: Dim, second: Dim) -> None:
 
 
 def reshape_dims(dims: Sequence[Dim], sizes: Sequence[int]) -> list[list[LogicalDim]]:
-    """The same elements in the same order under other sizes: which strands each new dim is made of."""
+    """The logical dims of each new dim when the same elements, in the same order, get other sizes."""
     rest = [s for dim in dims for s in dim]
     found: list[list[LogicalDim]] = []
     for size in sizes:
@@ -93,7 +93,7 @@ def reshape_dims(dims: Sequence[Dim], sizes: Sequence[int]) -> list[list[Logical
 
 
 def split_evenly(dim: Dim, size: int, piece_size: int) -> tuple[list[LogicalDim], list[LogicalDim]]:
-    """A dim of `size` as (which of the equal pieces, place in a piece of `piece_size`)."""
+    """A dim of `size` as (index of the piece, position in a piece of `piece_size`)."""
     if not piece_size or size % piece_size:
         raise DimMismatchError
     which, place = reshape_dims([dim], (size // piece_size, piece_size))

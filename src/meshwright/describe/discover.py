@@ -1,6 +1,6 @@
-"""This machine as a `Cluster`: its GPUs, or else its cores, with what the kernel says of memory, CPU, NUMA and network.
+"""This machine as a `Cluster`: its GPUs, or else its cores, with memory, CPU, NUMA and network as the kernel reports them.
 
-Every file is read below `root`, so that a made-up /proc and /sys describe any machine; the environment is handed in."""
+Every file is read below `root`, so that a test's /proc and /sys can describe any machine; the environment is a parameter."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from meshwright.core.quantities import show_bytes
 from meshwright.describe import nvml
 from meshwright.describe.catalog import DeviceDatasheet, find_by_driver_name
 
-# Who started us, by what they leave in the environment. The first that fits is named, so the owner of an allocation (Slurm sets PMI_SIZE
-# too) comes before the tool that starts processes inside it. All variables of an entry must be there.
+# Which launcher started this process, by its environment variables. The first match wins, so the owner of an allocation (Slurm sets PMI_SIZE too)
+# comes before the tool that starts processes inside it. All variables of an entry must be set.
 _SCHEDULERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("slurm", ("SLURM_JOB_ID",)),
     ("mpi", ("OMPI_COMM_WORLD_SIZE",)),
@@ -35,7 +35,7 @@ _SCHEDULERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("torchrun", ("RANK", "WORLD_SIZE")),
 )
 
-# ARM cores say who they are by number only: (implementer, part) → name.
+# ARM cores identify themselves by number only: (implementer, part) → name.
 _ARM_CORES = {
     (0x41, 0xD03): "Arm Cortex-A53",
     (0x41, 0xD05): "Arm Cortex-A55",
@@ -57,10 +57,10 @@ _ARM_CORES = {
     (0xC0, 0xAC4): "AmpereOne A",
 }
 
-# Until a probe measures them: what a message between two GPUs of one node commonly takes to start, and a PCIe 3.0 path for an unknown card.
+# Assumed until a probe measures them: common latencies between two GPUs of one node, and a PCIe 3.0 path for an unknown card.
 _NVLINK_LATENCY_S, _PCIE_LATENCY_S = 5e-6, 1e-5
 _UNKNOWN_PCIE = Link("PCIe", _PCIE_LATENCY_S, 12e9)
-DeviceSelection = tuple[int | Literal["cpu"], ...]  # devices by index, and CPU devices beside GPUs
+DeviceSelection = tuple[int | Literal["cpu"], ...]  # GPUs by index, and "cpu" for CPU devices beside them
 _SIOCGIFADDR = 0xC0206921 if sys.platform == "darwin" else 0x8915
 # A cgroup without a limit reports a number near 2**63 (v1) or "max" (v2).
 _NO_LIMIT = 1 << 60
@@ -74,10 +74,10 @@ def discover(
     root: Path = Path("/"),
     gpus: Sequence[nvml.Gpu] | None = None,
 ) -> Cluster:
-    """This machine. `devices` picks by index and `ranks` says how many; `gpus` replaces what the driver reports.
+    """This machine. `devices` selects by index and `ranks` sets how many; `gpus` replaces what the driver reports.
 
-    With GPUs, one device each, and CPU devices where `devices` names them beside; without, one for each core that this process may use,
-    or `ranks` of them. A GPU that is named twice is shared by two ranks."""
+    With GPUs, one device each, plus CPU devices where `devices` names them; without, one for each core that this process may use, or `ranks` of
+    them. A GPU that is named twice is shared by two ranks."""
     if ranks is not None and ranks < 1:
         raise RequestError(f"--nproc {ranks}: at least 1 process is needed")
     found = nvml.list_gpus(environ.get("CUDA_VISIBLE_DEVICES")) if gpus is None else gpus
@@ -86,9 +86,9 @@ def discover(
         picked = _select_devices(len(found), ranks, devices, "GPUs")
         cards = [i for i in picked if i != "cpu"]
         chosen = _devices_in_order(picked, {i: _cuda_device(i, found[i], free) for i in cards}, cpu, free)
-        link = _gpu_link([found[i] for i in cards]) if len(set(cards)) == len(picked) else Node.link  # others meet in the host's memory
+        link = _gpu_link([found[i] for i in cards]) if len(set(cards)) == len(picked) else Node.link  # others communicate through host memory
     else:
-        # More ranks than cores is allowed: slow, but how a laptop tries out a large plan.
+        # More ranks than cores is allowed: slow, but it lets a laptop try out a large plan.
         asked = tuple(range(len(devices))) if devices and "cpu" in devices else devices
         picked = _select_devices(max(cores, ranks or 0, len(asked or ())), ranks, asked, "CPU devices")
         chosen, link = _cpu_devices(tuple(i for i in picked if i != "cpu"), cpu, free), Node.link
@@ -111,7 +111,7 @@ def scheduler(environ: Mapping[str, str]) -> str:
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may use: its affinity, and no more than its cgroup's CPU quota pays for."""
+    """Cores that this process may use: its affinity, limited by its cgroup's CPU quota."""
     allowed = _affinity()
     cores = len(allowed) if allowed else os.cpu_count() or 1
     quota = min(_cpu_quotas(root), default=float(cores))
@@ -119,9 +119,9 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that new processes can take now: the kernel's estimate, and no more than the cgroup still allows."""
+    """Bytes that new processes can allocate now: the kernel's estimate, limited by what the cgroup still allows."""
     info = _meminfo(root)
-    # Without a figure for what is free, the system and its other programs are taken to hold half.
+    # Without a figure for free memory, the system and its other programs are assumed to hold half.
     available = info.get("MemAvailable", info.get("MemFree", _physical_memory() // 2))
     return max(0, min([available, *(limit - used for limit, used in _memory_limits(root))]))
 
@@ -149,7 +149,7 @@ def cpu_model(root: Path = Path("/")) -> str:
 
 
 def numa_domains(root: Path = Path("/")) -> tuple[tuple[int, ...], ...]:
-    """The cores that this process may use, by NUMA domain; domains of memory alone are left out."""
+    """The cores that this process may use, by NUMA domain; domains without cores are omitted."""
     allowed = _affinity()
     folders = sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda folder: int(folder.name[4:]))
     lists = (cpu_list(_read_text(folder / "cpulist")) for folder in folders)
@@ -158,7 +158,7 @@ def numa_domains(root: Path = Path("/")) -> tuple[tuple[int, ...], ...]:
 
 
 def cpu_list(text: str) -> tuple[int, ...]:
-    """'0-3,8' → (0, 1, 2, 3, 8): how the kernel writes sets of cores."""
+    """'0-3,8' → (0, 1, 2, 3, 8): the kernel's notation for sets of cores."""
     cores: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -212,14 +212,14 @@ def _cuda_device(index: int, gpu: nvml.Gpu, host_memory: int) -> Device:
 
 
 def _devices_in_order(selection: DeviceSelection, gpus: Mapping[int, Device], cpu: str, memory: int) -> tuple[Device, ...]:
-    """Devices in the order they were named. Ranks that share a card share its memory, and CPU ranks the host's."""
+    """Devices in the order they were named. Ranks on one GPU divide its memory, and CPU ranks the host's."""
     shares = Counter(selection)
     hosts = iter(_cpu_devices(tuple(range(shares["cpu"])), cpu, memory))
     return tuple(next(hosts) if i == "cpu" else replace(gpus[i], memory_bytes=gpus[i].memory_bytes // shares[i]) for i in selection)
 
 
 def _gpu_link(gpus: Sequence[nvml.Gpu]) -> Link:
-    """The slowest way between two of `gpus`: their own links where all have them, else through the host."""
+    """The slowest link between two of `gpus`: NVLink where all have it, else PCIe through the host."""
     known = [find_by_driver_name(gpu.name) for gpu in gpus]
     sheets: list[DeviceDatasheet] = [sheet for sheet in known if sheet is not None]
     if len(sheets) < len(known):
@@ -236,7 +236,7 @@ def _cpu_devices(indices: tuple[int, ...], cpu: str, memory: int) -> tuple[Devic
 
 
 def _affinity() -> frozenset[int]:
-    """Cores the scheduler may put us on; empty where the system has no such notion (macOS)."""
+    """Cores the OS may schedule this process on; empty where the system has no affinity (macOS)."""
     return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
 
 
@@ -254,15 +254,15 @@ def _physical_memory() -> int:
 
 
 def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
-    """This process's cgroup and all above it, in v2 and in `controller`'s v1 tree: the tightest limit of them holds.
+    """This process's cgroup and its ancestors, in v2 and in `controller`'s v1 tree: the tightest limit of them applies.
 
-    Inside a container the path may be the host's and not exist here; the root, which always does, is then the container's own."""
+    Inside a container the path may be the host's and not exist here; the root, which always exists, is then the container's own."""
     for line in _read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
         mount = root / "sys/fs/cgroup" / (controller if controllers else "")
-        if not mount.is_dir():  # v1 mounts cpu and cpuacct together; the short name is a link that not every system makes
+        if not mount.is_dir():  # v1 mounts cpu and cpuacct together; the short name is a symlink that not every system has
             mount = mount.parent / controllers
         here = mount / path.strip().lstrip("/")
         while True:
@@ -283,14 +283,14 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, bytes used that cannot be given back) of each cgroup with a limit."""
+    """(limit, bytes in use that cannot be reclaimed) of each cgroup with a limit."""
     for folder in _cgroup_folders(root, "memory"):
         for limit_file, used_file in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             limit = _read_text(folder / limit_file).strip()
             if not limit.isdigit() or int(limit) >= _NO_LIMIT:
                 continue
             used = int(_read_text(folder / used_file).strip() or 0)
-            # Cached file pages count as used but are dropped as soon as a process asks for memory. v1 has a total_ for the whole subtree.
+            # Cached file pages count as used but are reclaimed as soon as a process needs memory. v1 has a total_ for the whole subtree.
             stat = dict(line.split() for line in _read_text(folder / "memory.stat").splitlines() if line.count(" ") == 1)
             yield int(limit), max(0, used - int(stat.get("total_inactive_file", stat.get("inactive_file", 0))))
 
@@ -313,7 +313,7 @@ def _ipv4(name: str) -> str:
 
 
 def _read_text(path: Path) -> str:
-    """The file's text; '' when it is missing or the kernel refuses, which on other systems is the normal case."""
+    """The file's text; '' when it is missing or unreadable, which is normal on other systems."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""What is wrong with this environment, and the command that mends it. Works without torch, and with a torch that crashes on import."""
+"""Checks this environment and gives the command that fixes each problem. Works without torch, and with a torch that crashes on import."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _TORCH_RANGE = ">=2.11,<2.15"
 _TORCH_LOW, _TORCH_HIGH = (2, 11), (2, 15)
 _INSTALL_TORCH = f"pip install 'torch{_TORCH_RANGE}'"
 _REINSTALL_TORCH = f"pip install --force-reinstall 'torch{_TORCH_RANGE}'"
-# Below these a run of the smallest built-in model is likely to fail: a rank's torch alone takes about 300 MB, a checkpoint and its
-# events some tens of MB. 64 MiB of /dev/shm is Docker's default, and too little for data-loader workers and NCCL.
+# Below these a run of the smallest built-in model is likely to fail: torch alone takes about 300 MB per rank, a checkpoint and its events some tens
+# of MB. 64 MiB of /dev/shm is Docker's default, and too little for data-loader workers and NCCL.
 _MIN_FREE_MEMORY, _MIN_FREE_DISK, _MIN_SHM = 1e9, 1e9, 256e6
-# Optional packages: the module, and what pip must be told; the first of these carries the version.
+# Optional packages: the module, and pip's arguments to install it; the first of these carries the version.
 _OPTIONAL_PACKAGES: tuple[tuple[str, str], ...] = (
     ("sklearn", "scikit-learn"),
     ("tensorboard", "tensorboard"),
@@ -44,17 +44,17 @@ print(json.dumps({"distributed": there, "gloo": there and dist.is_gloo_available
 
 @dataclass(frozen=True)
 class EnvironmentCheck:
-    """One thing looked at. `ok` with a `mend` is information: an optional part that is not there."""
+    """The result of one check. `ok` with a `mend` is information: an optional package is missing."""
 
     name: str
     ok: bool
     found: str
-    mend: str = ""  # the command that mends it; '' when there is nothing to mend or no one command does
+    mend: str = ""  # the command that fixes it; '' when there is nothing to fix or no single command does
 
 
 @dataclass(frozen=True)
 class TorchBuildInfo:
-    """What a torch says of itself when asked in a process of its own; `error` when it could not answer."""
+    """A torch build's features, as reported by a subprocess; `error` when it could not answer."""
 
     distributed: bool = False
     gloo: bool = False
@@ -67,9 +67,9 @@ class TorchBuildInfo:
 def run_checks(
     environ: Mapping[str, str], root: Path = Path("/"), folder: Path | None = None, gpus: Sequence[nvml.Gpu] | None = None
 ) -> list[EnvironmentCheck]:
-    """All checks in the order a user would mend them; `folder` is where runs are written, by default the working folder.
+    """All checks in the order a user would fix them; `folder` is where runs are written, by default the working folder.
 
-    Asking torch takes the seconds that importing it takes; `gpus` replaces what the driver reports."""
+    Querying torch takes as long as importing it, some seconds; `gpus` replaces what the driver reports."""
     folder = folder or Path.cwd()
     version = installed_version("torch")
     facts = query_torch(environ) if version else TorchBuildInfo(error="torch is not installed")
@@ -98,7 +98,7 @@ def installed_version(distribution: str) -> str:
 
 
 def query_torch(environ: Mapping[str, str], python: str = sys.executable, timeout_s: float = 120.0) -> TorchBuildInfo:
-    """Import torch in another process: one that is broken, or hangs, then costs an answer and not the doctor."""
+    """Import torch in a subprocess, so that a broken or hanging torch gives an error instead of ending the doctor."""
     # -P: a torch.py in the working folder is not what an installed `meshwright` would import.
     try:
         answer = subprocess.run(
@@ -130,7 +130,7 @@ def check_torch(version: str) -> EnvironmentCheck:
 
 
 def check_distributed(torch_info: TorchBuildInfo) -> list[EnvironmentCheck]:
-    """torch.distributed, and the backend that every machine can use."""
+    """Checks of torch.distributed and of gloo, the backend that every machine can use."""
     if torch_info.error:
         mend = _INSTALL_TORCH if "not installed" in torch_info.error else _REINSTALL_TORCH
         return [
@@ -142,7 +142,7 @@ def check_distributed(torch_info: TorchBuildInfo) -> list[EnvironmentCheck]:
 
 
 def check_cuda(torch_info: TorchBuildInfo, gpus: Sequence[nvml.Gpu], driver_loaded: bool, visible: str | None) -> EnvironmentCheck:
-    """Whether torch can use the GPUs that the driver has; `driver_loaded` says that its kernel module is loaded."""
+    """Whether torch can use the driver's GPUs; `driver_loaded`: its kernel module is loaded."""
     names = ", ".join(sorted({gpu.name for gpu in gpus})) or "a driver that reports no GPU"
     if not gpus and not driver_loaded:
         return EnvironmentCheck("GPU", True, "no NVIDIA driver: runs use the CPU")
@@ -188,7 +188,7 @@ def check_disk(folder: Path) -> EnvironmentCheck:
 
 
 def check_writable(folder: Path) -> EnvironmentCheck:
-    """By writing: permissions alone miss read-only mounts and quotas."""
+    """Checked by writing a file: permissions alone miss read-only mounts and quotas."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".meshwright-doctor-") as file:
             file.write(b"x" * 4096)
@@ -199,7 +199,7 @@ def check_writable(folder: Path) -> EnvironmentCheck:
 
 
 def check_loopback() -> EnvironmentCheck:
-    """Ranks on one machine meet at a port of 127.0.0.1: bind one, and connect to it."""
+    """Ranks on one machine rendezvous at a port of 127.0.0.1: bind one, and connect to it."""
     try:
         with socket.socket() as server:
             server.bind(("127.0.0.1", 0))
@@ -216,7 +216,7 @@ def check_shm(folder: Path) -> EnvironmentCheck:
     if not folder.is_dir() or not hasattr(os, "statvfs"):
         return EnvironmentCheck(name, True, "not used on this system")
     size = os.statvfs(folder).f_frsize * os.statvfs(folder).f_blocks
-    # In a container the mount is not ours to change: docker run --shm-size=2g does it from outside.
+    # In a container the mount cannot be changed from inside: docker run --shm-size=2g does it from outside.
     return _make_check(name, size >= _MIN_SHM, show_bytes(size), "mount -o remount,size=2G /dev/shm  # or docker run --shm-size=2g")
 
 
@@ -226,5 +226,5 @@ def check_optional_package(module: str, packages: str) -> EnvironmentCheck:
 
 
 def _make_check(name: str, ok: bool, found: str, mend: str) -> EnvironmentCheck:
-    """A check whose mend is only told when it fails."""
+    """A check that carries its fix only when it fails."""
     return EnvironmentCheck(name, ok, found, "" if ok else mend)

@@ -1,4 +1,4 @@
-"""Models and batches on fake tensors, which have shapes and no memory: what every trace starts from."""
+"""Builds models and batches of fake tensors, which have shapes and no memory: the input of every trace."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.b
 
 
 def example_batch(task: Task, batch: int, precision: str = "fp32") -> Batch:
-    """A batch of a task's shapes. Under a fake mode it takes no memory."""
+    """A batch with a task's field shapes. Under a fake mode it takes no memory."""
     kinds = {name: _parse_dtype(f.dtype, f"field '{name}' of {task.name}", precision) for name, f in task.fields.items()}
     return {name: torch.zeros((batch, *f.shape), dtype=kinds[name]) for name, f in task.fields.items()}
 
 
 def example_batch_like(like: Batch, batch: int) -> Batch:
-    """A batch of the shapes of another, with another number of samples."""
+    """A batch with the shapes of `like` and another number of samples."""
     return pytree.tree_map(lambda t: torch.zeros((batch, *t.shape[1:]), dtype=t.dtype) if torch.is_tensor(t) and t.dim() else t, like)
 
 
 def cached_fake_model(task: Task) -> tuple[nn.Module, FakeTensorMode]:
-    """A task's model, and the mode that its tensors belong to; once for whoever asks."""
+    """A task's model and the mode that its tensors belong to; built once per task."""
 
     def make() -> tuple[nn.Module, FakeTensorMode]:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -45,7 +45,7 @@ def cached_fake_model(task: Task) -> tuple[nn.Module, FakeTensorMode]:
 
 @contextmanager
 def _skip_initialization() -> Iterator[None]:
-    """Fakes have no values, and giving them some takes as long as all the rest of a constructor."""
+    """Skip weight initialisation: fake tensors have no values, and it takes as long as the rest of a constructor."""
     theirs = {name: getattr(init, name) for name in dir(init) if name.endswith("_") and not name.startswith("_")}
     for name in theirs:
         setattr(init, name, lambda tensor, *_, **__: tensor)
@@ -81,7 +81,7 @@ def _parse_dtype(name: str, where: str, precision: str) -> torch.dtype:
 
 @contextmanager
 def fake_parameters(model: nn.Module, precision: str = "fp32", device: str = "cpu") -> Iterator[dict[str, torch.Tensor]]:
-    """Inside, the model's parameters and buffers are fakes on `device`; the model itself is not touched. Needs an active fake mode."""
+    """While active, the model's parameters and buffers are fakes on `device`; the model itself is not modified. Needs an active fake mode."""
     named = [*model.named_parameters(remove_duplicate=True), *model.named_buffers(remove_duplicate=True)]
     fakes = {name: _fake_like(tensor, precision, device) for name, tensor in named}
     with _reparametrize_module(model, fakes, tie_weights=True), _shape_only_experts(model), _shape_only_masks():
@@ -90,8 +90,8 @@ def fake_parameters(model: nn.Module, precision: str = "fp32", device: str = "cp
 
 @contextmanager
 def _shape_only_experts(model: nn.Module) -> Iterator[None]:
-    """transformers' mixtures run a loop over the experts that were hit, which fake tensors cannot know; one of its other ways to compute
-    the same takes all tokens at once."""
+    """transformers' MoE layers loop over the experts that were hit, which is unknown on fake tensors; its "batched_mm" implementation takes all
+    tokens at once."""
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None and hasattr(c, "_experts_implementation")}
     before = {key: config._experts_implementation for key, config in configs.items()}
     for config in configs.values():
@@ -105,7 +105,8 @@ def _shape_only_experts(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _shape_only_masks() -> Iterator[None]:
-    """torch's transformers look into a mask to see whether it is causal, which fake tensors cannot say; it is no more than a hint."""
+    """torch's transformer modules read a mask's values to detect whether it is causal, which fake tensors cannot answer; the result is only a
+    hint."""
     theirs = transformer._detect_is_causal_mask
     transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
     try:
@@ -116,8 +117,8 @@ def _shape_only_masks() -> Iterator[None]:
 
 @contextmanager
 def assume_unpacked_sequences() -> Iterator[None]:
-    """transformers looks at the values of positions to see whether several sequences are packed into one, and builds a mask if it cannot
-    look, as on fakes. A batch of a flow is one sequence a sample, so the answer is no."""
+    """transformers reads the values of position ids to detect packed sequences, and builds a mask if it cannot read them, as on fakes. A traced
+    batch has one sequence per sample, so the answer is no."""
     masks = sys.modules.get("transformers.masking_utils")
     find = getattr(masks, "find_packed_sequence_indices", None)
     if find is None:
@@ -142,8 +143,8 @@ def _fake_like(tensor: torch.Tensor, precision: str, device: str) -> torch.Tenso
 
 @contextmanager
 def silence_torch_logging() -> Iterator[None]:
-    """torch logs a traceback of its own when shapes do not match; ours says it in a line. It also warns that a norm is computed in two precisions,
-    which is what autocast asks for."""
+    """torch logs a traceback of its own when shapes do not match; the RequestError says it in one line. It also warns that a norm is computed in
+    two precisions, which is what autocast requests."""
     loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch._subclasses", "torch")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,4 +1,4 @@
-"""What layers did in two traced steps of different batches, and the profiles that follow: two points fix a line."""
+"""Builds layer profiles from the traces of two steps with different batch sizes, assuming every figure is linear in the batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.core.model import Kernel, KernelKind, LayerProfile, Phase, Tenso
 from meshwright.describe.layers import Layer, module_signature
 from meshwright.describe.storage_lifetimes import AffineBytes, upper_envelope
 
-PROBED_BATCHES = (2, 3)  # one sample alone takes special paths in some kernels
+PROBED_BATCHES = (2, 3)  # a single sample takes special code paths in some kernels
 
 
 @dataclass
@@ -22,14 +22,14 @@ class LayerTrace:
 
     kernels: list[tuple[KernelKind, Phase, float, float]] = field(default_factory=list)
     saved_bytes: float = 0.0
-    saved_by: Counter[str] = field(default_factory=Counter)  # of that, by the module with parameters of its own that was at work
+    saved_by: Counter[str] = field(default_factory=Counter)  # those bytes by the running module that has parameters of its own
     fusible: float = 0.0
     rematerialized_bytes: float = 0.0
     output: float = 0.0
-    live_bytes: list[float] = field(default_factory=list)  # at each operation: bytes alive that no other layer has saved
+    live_bytes: list[float] = field(default_factory=list)  # at each operation: live bytes that no other layer has saved
     single_sample_extra: dict[int, float] = field(
         default_factory=dict
-    )  # of these, where a single sample is not on the line of several: what it has more
+    )  # by operation: extra live bytes of a single sample, where it is off the line of several
     product_bytes: float = 0.0
     compute_intensive_bytes: float = 0.0
     overwrites: bool = False
@@ -42,14 +42,14 @@ def with_missing_layers(traces: dict[str, LayerTrace], layers: list[Layer]) -> d
 def layer_profiles(
     model: nn.Module, layers: list[Layer], first: dict[str, LayerTrace], second: dict[str, LayerTrace], *, slope: bool = False, fp64: bool = False
 ) -> tuple[LayerProfile, ...]:
-    """Layer profiles at the first probed batch, or (slope) what one more sample adds."""
+    """Layer profiles at the first probed batch, or (slope) the increase per sample."""
     owner_of = _parameters_by_layer(model, layers)
     places = {id(p): i for i, p in enumerate(model.parameters())}
-    # Tallies were opened in the order in which layers ran; what never ran stays where it was registered.
+    # Traces are in execution order; layers that never ran keep their registration order.
     ran = {name: i for i, name in enumerate(first)}
     entries = sorted(layers, key=lambda layer: ran.get(layer.name, -1))
     if any(t.kernels for name, t in first.items() if name == "") and all(layer.name for layer in layers):
-        entries.append(Layer("", model, own_parameters_only=True))  # work done in the model's own forward, such as the loss
+        entries.append(Layer("", model, own_parameters_only=True))  # operations in the model's own forward, such as the loss
     kinds = {layer.name: module_signature(layer.module) for layer in entries}
     repeated = {s for s in kinds.values() if list(kinds.values()).count(s) > 1} if len(kinds) < 2000 else set()
     representative: dict[str, str] = {}
@@ -93,7 +93,7 @@ def buffer_specs(model: nn.Module, fp64: bool = False) -> tuple[TensorSpec, ...]
 
 
 def _tensor_spec(name: str, tensor: torch.Tensor, order: int, fp64: bool) -> TensorSpec:
-    """As it will be stored: where arithmetic is in fp64, so is everything that is not whole numbers."""
+    """The tensor as it will be stored: in fp64 runs, every floating-point tensor is fp64."""
     kind = torch.float64 if fp64 and tensor.is_floating_point() else tensor.dtype
     return TensorSpec(name, tuple(tensor.shape), kind.itemsize, order, tensor.requires_grad, dtype=str(kind).removeprefix("torch."))
 
@@ -103,7 +103,8 @@ def _flops(kernels: tuple[Kernel, ...], phase: Phase) -> float:
 
 
 def _merge_kernels(a: LayerTrace, b: LayerTrace, slope: bool) -> tuple[Kernel, ...]:
-    """Equal calls become one entry with a count. Both traces run the same operations in the same order, or costs go by proportion."""
+    """Merge equal calls into one entry with a count. If the two traces do not run the same operations in the same order, costs are scaled in
+    proportion."""
     same = len(a.kernels) == len(b.kernels) and all(x[:2] == y[:2] for x, y in zip(a.kernels, b.kernels, strict=True))
     low = PROBED_BATCHES[0]
     pairs = zip(a.kernels, b.kernels, strict=True) if same else ((k, (*k[:2], k[2] * (low + 1) / low, k[3] * (low + 1) / low)) for k in a.kernels)
@@ -115,7 +116,7 @@ def _merge_kernels(a: LayerTrace, b: LayerTrace, slope: bool) -> tuple[Kernel, .
 
 
 def _saved_share_by_module(a: LayerTrace, b: LayerTrace) -> tuple[tuple[str, float], ...]:
-    """Of what one more sample saves, the share of each module."""
+    """Each module's share of the bytes saved per sample."""
     more = b.saved_bytes - a.saved_bytes
     if more <= 0:
         return ()
@@ -123,7 +124,7 @@ def _saved_share_by_module(a: LayerTrace, b: LayerTrace) -> tuple[tuple[str, flo
 
 
 def _workspace_lines(a: LayerTrace, b: LayerTrace) -> tuple[AffineBytes, ...]:
-    """What is alive at each operation beyond what its layer has saved in the end, as lines over the number of samples."""
+    """Live bytes at each operation beyond what its layer saves by the end, as lines over the number of samples."""
     same, low = len(a.live_bytes) == len(b.live_bytes), PROBED_BATCHES[0]
     pairs = zip(a.live_bytes, b.live_bytes, strict=True) if same else [(max(a.live_bytes, default=0.0), max(b.live_bytes, default=0.0))]
     both = [(x - a.saved_bytes, y - b.saved_bytes) for x, y in pairs]
@@ -131,7 +132,7 @@ def _workspace_lines(a: LayerTrace, b: LayerTrace) -> tuple[AffineBytes, ...]:
 
 
 def _single_sample_workspace(a: LayerTrace, b: LayerTrace) -> float | None:
-    """What a single sample needs, where something is done with it in another way than with several."""
+    """Workspace of a single sample, where some operation treats it differently from several."""
     if not a.single_sample_extra or len(a.live_bytes) != len(b.live_bytes):
         return None
     more = PROBED_BATCHES[0] - 1
@@ -145,7 +146,7 @@ def _workspace_bytes(a: LayerTrace, b: LayerTrace, slope: bool) -> float:
 
 
 def _parameters_by_layer(model: nn.Module, layers: list[Layer]) -> dict[str, list[tuple[str, nn.Parameter]]]:
-    """Each parameter under the one layer it counts for; a tied one under the first that registers it."""
+    """Each parameter under the one layer it is counted in; a tied one under the first layer that registers it."""
     found: dict[str, list[tuple[str, nn.Parameter]]] = {}
     taken: set[int] = set()
     for layer in layers:

@@ -1,4 +1,4 @@
-"""Where a model is cut into layers: the blocks it repeats, and what stands around them."""
+"""Splits a model into layers: its repeated blocks, and the modules around them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer. `own_parameters_only` marks parameters that a container holds itself, outside all of its parts."""
+    """One layer. `own_parameters_only` marks parameters that a container holds directly, outside all of its children."""
 
     name: str
     module: nn.Module
@@ -34,13 +34,13 @@ def _collect_layers(name: str, module: nn.Module, layers: list[Layer]) -> None:
     for child_name, child in children:
         path = f"{name}.{child_name}" if name else child_name
         if repeats and list(child.children()):
-            layers.append(Layer(path, child))  # a repeated block stays whole
+            layers.append(Layer(path, child))  # a repeated block is one layer
         else:
             _collect_layers(path, child, layers)
 
 
 def _contains_blocks(module: nn.Module) -> bool:
-    """A list or sequence of parts somewhere inside: something to cut at."""
+    """Whether it contains a ModuleList or Sequential of several parts, to split at."""
     return any(isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1 for m in module.modules())
 
 
@@ -56,7 +56,7 @@ def module_signature(module: nn.Module) -> str:
 
 
 def behavior_signature(module: nn.Module) -> str:
-    """Equal for modules that do the same: the same parts with the same settings. A part's own number in the model is no setting."""
+    """Equal for modules that compute the same: the same submodules with the same settings. A submodule's index in the model is not a setting."""
     parts = []
     for name, part in module.named_modules():
         settings = {
@@ -74,7 +74,7 @@ _INDEX_SUFFIXES = ("idx", "index", "site", "layer_id", "layer_number")
 
 
 def tied_parameter_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """The names of each parameter that has several; the first is the one that it is counted under."""
+    """The names of each tied parameter; the first is the one that it is counted under."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)

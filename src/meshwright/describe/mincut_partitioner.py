@@ -1,10 +1,11 @@
-"""What a compiler keeps of a layer for backward, where eager execution keeps whatever each operation asks for.
+"""Predicts which activations torch.compile saves for backward, where eager execution saves whatever each operation asks for.
 
-[Note: made again]
-A compiler sees forward and backward of a layer at once, and need not keep what element-wise work makes: its kernels in backward can make that again
-from what is there. What a product or attention of backward reads it keeps as it is, since that has to lie in memory for it anyhow. The rest it keeps
-wherever that is smallest: a norm that widens its input keeps the narrow one. So of all ways to cut what backward needs off from what only forward can
-make (products, random numbers, what comes from other layers) it takes the one of the fewest bytes, which a largest flow finds.
+[Note: min-cut recomputation]
+A compiler sees forward and backward of a layer at once, and need not save the results of element-wise operations: its fused backward kernels can
+recompute them from other saved tensors. Inputs of backward's matmuls and attention are always saved, since they must be in memory anyway. The rest is
+saved where it is smallest: of a norm that casts its input up, the narrow input. So among all cuts that separate what backward needs from what only
+forward can compute (matmuls, random numbers, inputs from other layers) the compiler takes the one of fewest bytes: a minimum cut, found by maximum
+flow.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ _INFINITE_CAPACITY = float("inf")
 
 @dataclass
 class _StorageNode:
-    """A storage that forward made, or that was there before."""
+    """A storage that forward allocated, or that existed before."""
 
     bytes: int
-    layer: str | None  # that made it; None: it was there
-    recomputable: bool = False  # whether backward can make it once more
-    sources: tuple[int, ...] = ()  # of these, and of what is always there
+    layer: str | None  # the layer that allocated it; None: it existed before
+    recomputable: bool = False  # whether backward can recompute it
+    sources: tuple[int, ...] = ()  # nodes it is recomputed from, besides constants
     saved_by: str | None = None
-    read_by_matmul: bool = False  # read by a product of backward
+    read_by_matmul: bool = False  # read by a matmul in backward
 
 
 class MinCutPartitioner:
-    """The values of one traced step; addresses are their names while they live."""
+    """The storages of one traced step as a graph; addresses identify them while they are alive."""
 
     def __init__(self, constants: Iterable[int]) -> None:
-        self._constants = frozenset(constants)  # parameters, buffers, the batch: always there
+        self._constants = frozenset(constants)  # parameters, buffers, the batch: always in memory
         self._values: list[_StorageNode] = []
         self._index_by_address: dict[int, int] = {}
 
     def record_op(self, storages: Iterable[Any], sources: Iterable[Any], layer: str, recomputable: bool) -> None:
-        """An operation of forward; `recomputable`: a compiler would do it once more in backward."""
+        """Record a forward operation; `recomputable`: a compiler may recompute it in backward."""
         inputs = (
             tuple(self._node_index(s) for s in {s._cdata: s for s in sources}.values() if s._cdata not in self._constants) if recomputable else ()
         )
@@ -48,7 +49,7 @@ class MinCutPartitioner:
                 self._values.append(_StorageNode(storage.nbytes(), layer, recomputable, inputs))
 
     def mark_saved(self, storage: Any, layer: str) -> None:
-        """Eager execution keeps it, for this layer."""
+        """Record that eager execution saves the storage, for this layer."""
         self._values[self._node_index(storage)].saved_by = layer
 
     def reassign_saver(self, address: int, layer: str) -> None:
@@ -56,7 +57,7 @@ class MinCutPartitioner:
             self._values[self._index_by_address[address]].saved_by = layer
 
     def mark_read_by_matmul(self, storages: Iterable[Any]) -> None:
-        """By a product of backward."""
+        """Record that a matmul in backward reads these storages."""
         for storage in storages:
             if storage._cdata in self._index_by_address:
                 self._values[self._index_by_address[storage._cdata]].read_by_matmul = True
@@ -65,7 +66,7 @@ class MinCutPartitioner:
         self._index_by_address.pop(address, None)
 
     def rematerialized_bytes(self) -> dict[str, int]:
-        """By layer: of what eager execution keeps, the bytes that a compiler does not."""
+        """By layer: bytes that eager execution saves and a compiler does not."""
         found: dict[str, list[int]] = {}
         for number, value in enumerate(self._values):
             if value.saved_by is not None and not value.read_by_matmul:
@@ -79,8 +80,8 @@ class MinCutPartitioner:
         return self._index_by_address[storage._cdata]
 
     def _min_cut_bytes(self, layer: str, needed: list[int]) -> int:
-        """The fewest bytes from which all that is needed can be made in this layer."""
-        room: dict[int, dict[int, float]] = {}  # from each node of the flow's graph to others; a value is two, what enters and what leaves it
+        """The fewest bytes to save from which everything needed can be recomputed in this layer."""
+        room: dict[int, dict[int, float]] = {}  # residual capacities; a storage is two nodes, its input and its output side
         todo, seen = deque(needed), set(needed)
         start, end = -1, -2
 
@@ -93,7 +94,7 @@ class MinCutPartitioner:
             value = self._values[number]
             add_edge(2 * number, 2 * number + 1, 0.0 if value.read_by_matmul else float(value.bytes))
             if value.read_by_matmul:
-                continue  # it is kept anyhow
+                continue  # saved in any case
             if not value.recomputable or value.layer not in (layer, ""):
                 add_edge(start, 2 * number, _INFINITE_CAPACITY)
                 continue
@@ -108,7 +109,7 @@ class MinCutPartitioner:
 
 
 def _max_flow(capacity: dict[int, dict[int, float]], source: int, sink: int) -> float:
-    """By the shortest ways that are left; `capacity` is used up."""
+    """The maximum flow by shortest augmenting paths; modifies `capacity`."""
     total = 0.0
     while (way := _augmenting_path(capacity, source, sink)) is not None:
         least = min(capacity[a][b] for a, b in way)

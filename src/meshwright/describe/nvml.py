@@ -1,6 +1,6 @@
 """NVIDIA GPUs as the driver's management library (NVML) reports them, through ctypes.
 
-A process that asks here stays fit to fork workers that use CUDA: see [Note: NVML in a process of its own]."""
+A process that calls this can still fork workers that use CUDA: see [Note: NVML in a process of its own]."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 # [Note: NVML in a process of its own]
-# NVML makes no CUDA context, but nvmlInit starts a thread that nvmlShutdown does not end (seen on an H200, driver for CUDA 13). Forking
-# a process with threads can deadlock the child, and Python 3.12 warns of it. So this file runs itself as a script, which also means
-# that a driver that hangs costs a time-out and not the caller. It must therefore import nothing but the standard library.
+# NVML makes no CUDA context, but nvmlInit starts a thread that nvmlShutdown does not end (seen on an H200, driver for CUDA 13). Forking a process
+# with threads can deadlock the child, and Python 3.12 warns of it. So this file runs itself as a script; a driver that hangs then costs a time-out
+# and does not block the caller. It must therefore import nothing but the standard library.
 _TIMEOUT_S = 30.0
 _MAX_NVLINKS = 18  # NVML_NVLINK_MAX_LINKS, unchanged from Hopper to Blackwell
 _STRING_BUFFER_SIZE = 96  # longest name or UUID that NVML writes (NVML_DEVICE_NAME_V2_BUFFER_SIZE)
@@ -24,12 +24,12 @@ _STRING_BUFFER_SIZE = 96  # longest name or UUID that NVML writes (NVML_DEVICE_N
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. `index` is NVML's, in PCI bus order, whatever CUDA_VISIBLE_DEVICES says."""
+    """One GPU. `index` is NVML's, in PCI bus order, regardless of CUDA_VISIBLE_DEVICES."""
 
     index: int
     name: str
     uuid: str
-    memory_total: int  # bytes; 0 when the driver does not say (memory shared with the host)
+    memory_total: int  # bytes; 0 when the driver does not report it (memory shared with the host)
     memory_free: int
     compute_capability: tuple[int, int]
     nvlinks_active: int
@@ -42,13 +42,13 @@ class _NvmlMemory(ctypes.Structure):
 def list_gpus(visible: str | None = None, library: Any = None) -> tuple[Gpu, ...]:
     """The GPUs that CUDA will show, in its order; `visible` is the value of CUDA_VISIBLE_DEVICES, None when it is not set.
 
-    Empty without a driver. `library` stands in for libnvidia-ml in tests."""
+    Empty without a driver. `library` replaces libnvidia-ml in tests."""
     found = _read_in_subprocess() if library is None else _read_all(library)
     return tuple(found[at] for at in select_visible(visible, [gpu.uuid for gpu in found]))
 
 
 def select_visible(visible: str | None, uuids: Sequence[str]) -> list[int]:
-    """Positions in `uuids` that CUDA_VISIBLE_DEVICES=`visible` leaves, in its order, by CUDA's own rules.
+    """Positions in `uuids` that CUDA_VISIBLE_DEVICES=`visible` selects, in its order, by CUDA's own rules.
 
     The first entry that names no GPU ends the list, and a repeated one empties it. A MIG slice is not a GPU here."""
     if visible is None:
@@ -68,7 +68,7 @@ def _visible_index(entry: str, uuids: Sequence[str]) -> int | None:
     if entry.startswith("GPU-"):
         matches = [i for i, uuid in enumerate(uuids) if uuid.startswith(entry)]
         return matches[0] if len(matches) == 1 else None
-    # CUDA reads a number like strtoul does: "1gpu" is 1, "NoDevFiles" (Slurm's word for none) is not a number.
+    # CUDA parses a number like strtoul: "1gpu" is 1, "NoDevFiles" (Slurm's word for none) is not a number.
     digits = re.match(r"\+?(\d+)", entry)
     index = int(digits[1]) if digits else -1
     return index if 0 <= index < len(uuids) else None
@@ -82,7 +82,7 @@ def _load_library() -> Any:
 
 
 def _read_in_subprocess() -> list[Gpu]:
-    """All GPUs, read by a child process; loading the library is harmless and spares one where there is no driver."""
+    """All GPUs, read by a child process; loading the library here is harmless and avoids the child where there is no driver."""
     if _load_library() is None:
         return []
     try:
@@ -105,11 +105,11 @@ def _read_all(library: Any) -> list[Gpu]:
 
 
 def _read_gpu(library: Any, index: int) -> Gpu | None:
-    """One GPU, or None when its handle cannot be had: it fell off the bus, or this user may not see it."""
+    """One GPU, or None when its handle is unavailable: it fell off the bus, or this user may not see it."""
     handle = ctypes.c_void_p()
     if library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) != 0:
         return None
-    # A call that fails leaves its structure at zero: a field that the driver does not know is not worth losing the GPU for.
+    # A call that fails leaves its structure at zero: a field that the driver does not support is no reason to drop the GPU.
     memory = _NvmlMemory()
     major, minor = ctypes.c_int(0), ctypes.c_int(0)
     library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))

@@ -1,4 +1,4 @@
-"""What torch's operations are to us: which move memory only, which compute with exponentials, which are dear, and what the dear ones compute."""
+"""Classifies torch's operations: zero-cost, memory-bound, transcendental or compute-intensive, with the FLOPs and the kernel kind of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SPECIAL_OPS = ("gelu", "silu", "softmax", "tanh", "sigmoid", "exp", "erf", "log
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """What torch's counter says; for recurrent layers, which it does not know, two products with their weights at each position."""
+    """FLOPs by torch's counter; for recurrent layers, which it does not cover, two matmuls with their weights at each position."""
     packet = func._overloadpacket
     if packet in flop_registry:
         return float(flop_registry[packet](*args, **kwargs, out_val=out))
@@ -25,22 +25,22 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
 
 
 def kernel_kind(op_name: str, flops: float, dims: int = 0) -> KernelKind:
-    """`dims`: of the largest tensor that goes in or comes out."""
+    """The kernel kind of an operation; `dims` is the rank of its largest input or output."""
     if flops:
         if "conv" in op_name:
             return "conv3" if dims == 5 else "conv2" if dims == 4 else "conv"
         return "attention" if "attention" in op_name else "batched" if "bmm" in op_name else "matmul"
-    pools = "pool" in op_name and "backward" not in op_name  # looks at every window by itself
+    pools = "pool" in op_name and "backward" not in op_name  # pooling processes every window separately
     return "special" if pools or any(word in op_name for word in _SPECIAL_OPS) else "memory"
 
 
 def is_compute_intensive(func: Any) -> bool:
-    """Matrix products, convolutions, attention and recurrent layers: what the counter counts, and its relatives on CPUs."""
+    """Whether it is a matmul, convolution, attention or recurrent layer: what the counter covers, and its CPU variants."""
     return func._overloadpacket in flop_registry or any(word in func.name() for word in ("_attention", "rnn_layer"))
 
 
 def is_zero_cost(func: Any) -> bool:
-    """Views, bare allocations and questions about a tensor move nothing."""
+    """Whether it moves no data: views, bare allocations and metadata queries."""
     returns, name = func._schema.returns, func.name()
     aliases = [r.alias_info for r in returns]
     view = any(a is not None and not a.is_write for a in aliases) or name in ("aten::_unsafe_view", "aten::detach")

@@ -1,4 +1,4 @@
-"""Micro-benchmarks: what one rank reaches while all ranks work at once. It is handed a Comm and gives back Rates."""
+"""Micro-benchmarks one rank while all ranks work at once: takes a Comm and returns Rates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from meshwright.describe.compute_probe import (
 )
 from meshwright.describe.stopwatch import Stopwatch
 
-_ALLOCATOR_RELEASE_S = 0.15  # torch's own allocator on some CPUs (mimalloc) gives back what has been free for 0.1 s, when it is next asked for some
+_ALLOCATOR_RELEASE_S = 0.15  # torch's own allocator on some CPUs (mimalloc) releases memory that has been free for 0.1 s, at the next allocation
 
 
 def measure_rates(
@@ -42,8 +42,8 @@ def measure_rates(
     mixed_devices: bool = False,
     pair_comm: Comm | None = None,
 ) -> Rates:
-    """All rates of this rank; `read_memory` reads the memory it holds. Every rank calls it at the same time; collectives keep them in step.
-    Ranks on `mixed_devices` devices all use a CPU's sizes of messages. `pair_comm` joins every rank with one other."""
+    """All rates of this rank; `read_memory` returns the memory it holds. Every rank calls this at the same time; collectives keep them in step.
+    With `mixed_devices` all ranks use the CPU's message sizes. `pair_comm` connects every rank with one other."""
     sizes, kind = ("cpu", device.type) if mixed_devices else (device.type, "")
     watch = Stopwatch(device, 0.04 if quick else 0.4, threads)
     comm.barrier()
@@ -68,7 +68,7 @@ def measure_rates(
     if comm.size > 1:
         log_progress("collectives")
         curves, busy = collective_curves(comm, pair_comm, device, backend, sizes)
-        extra = in_layer_overhead(comm) if sizes == "cpu" else 0.0  # on all ranks or none: of a mixed job some have a GPU
+        extra = in_layer_overhead(comm) if sizes == "cpu" else 0.0  # a collective, so on all ranks or none: in a mixed job some have a GPU
         fixed |= {"meeting": extra} if device.type == "cpu" else {}
         overlap = measure_overlap(comm, device, sizes)
     lines = {name: fit_alpha_beta(list(points)) for name, points in curves.items()}
@@ -97,7 +97,7 @@ def measure_rates(
 
 
 def slowest_rates(all_rates: list[Rates]) -> Rates:
-    """What a step waits for: at each point the slowest rank's figure."""
+    """The rates that bound a step: at each point the slowest rank's figure."""
     first = all_rates[0]
     if len(all_rates) == 1:
         return first
@@ -106,7 +106,7 @@ def slowest_rates(all_rates: list[Rates]) -> Rates:
         return tuple((column[0][0], min(rate for _, rate in column)) for column in zip(*points, strict=False))
 
     keys = set.intersection(*(set(r.compute) for r in all_rates))
-    # Ranks leave a collective together: who came late waited less, and the mean is what it took beyond the mean rank's work before it.
+    # Ranks leave a collective together: a late rank waited less, so the mean is the time beyond the mean rank's arrival.
     curves = {name: _mean_points([r.curves[name] for r in all_rates]) for name in first.curves}
     lines = {name: fit_alpha_beta(list(points)) for name, points in curves.items()}
     return Rates(
@@ -122,7 +122,7 @@ def slowest_rates(all_rates: list[Rates]) -> Rates:
         first.async_dispatch,
         {key: min(r.host.get(key, 0.0) for r in all_rates) for key in first.host},
         curves,
-        oversubscription=statistics.harmonic_mean([r.oversubscription for r in all_rates]),  # what they had of the cores together
+        oversubscription=statistics.harmonic_mean([r.oversubscription for r in all_rates]),  # the ranks' combined share of the cores
         fixed={key: max(r.fixed[key] for r in all_rates) for key in first.fixed},
         core_busy_curves={
             name: _mean_points([r.core_busy_curves[name] for r in all_rates])
@@ -137,7 +137,7 @@ def _mean_points(curves: list[SizeCurve]) -> SizeCurve:
 
 
 def host_copy_rates(device: torch.device) -> Mapping[str, float]:
-    """Bytes a second between pinned host memory and the device; nothing to measure on a CPU."""
+    """Bytes per second between pinned host memory and the device; empty on a CPU."""
     if device.type != "cuda":
         return {}
     size = 2**28
@@ -148,7 +148,7 @@ def host_copy_rates(device: torch.device) -> Mapping[str, float]:
 
 
 def _host_offload_rates(device: torch.device) -> dict[str, float]:
-    """What an optimizer in host memory would reach, while all ranks do the same: the link each way, and its own pass."""
+    """Rates of an optimizer in host memory, while all ranks do the same: the link in each direction, and the optimizer's own pass."""
     elements = 2**24
     there = torch.zeros(elements, device=device)
     copy = torch.nn.Parameter(torch.zeros(elements, pin_memory=True))
@@ -161,7 +161,7 @@ def _host_offload_rates(device: torch.device) -> dict[str, float]:
 
 
 def _baseline_memory(device: torch.device, read_memory: Callable[[], int]) -> int:
-    """Memory after everything a step uses has been used once: libraries load their parts, and keep them, on first use."""
+    """Memory after one use of everything a step uses: libraries load their parts on first use, and keep them."""
     layer = torch.nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True, device=device)
     optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
     for _ in range(2):
@@ -171,7 +171,7 @@ def _baseline_memory(device: torch.device, read_memory: Callable[[], int]) -> in
     del layer, optimizer
     gc.collect()
     if device.type == "cpu":
-        with contextlib.suppress(OSError, AttributeError):  # glibc keeps freed memory until it is asked to give it back
+        with contextlib.suppress(OSError, AttributeError):  # glibc keeps freed memory until it is asked to release it
             ctypes.CDLL(None).malloc_trim(0)
         time.sleep(_ALLOCATOR_RELEASE_S)
         torch.empty(2**23)

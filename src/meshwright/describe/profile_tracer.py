@@ -1,8 +1,8 @@
-"""From an nn.Module to a ModelProfile: run its loss once on fake tensors, which have shapes and no memory, and write down every operation.
+"""From an nn.Module to a ModelProfile: runs its loss once on fake tensors, which have shapes and no memory, and records every operation.
 
 [Note: attributing backward]
-A forward operation belongs to the layer whose forward is running. Autograd numbers the nodes it creates, so each layer owns the
-numbers handed out while it ran; a backward operation belongs to the layer that owns the node being executed.
+A forward operation belongs to the layer whose forward is running. Autograd numbers the nodes it creates, so each layer owns the sequence numbers
+assigned while it ran; a backward operation belongs to the layer that owns the node being executed.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from meshwright.describe.op_classification import flops_of, is_zero_cost, kernel
 from meshwright.describe.repeated_blocks import skip_repeated_blocks
 from meshwright.describe.storage_lifetimes import StorageLifetimes
 
-# These read only the rows or elements that they pick, not the whole table.
+# These read only the selected rows or elements, not the whole table.
 _GATHER_OPS = {torch.ops.aten.embedding, torch.ops.aten.index_select, torch.ops.aten.gather, torch.ops.aten.index, torch.ops.aten.nll_loss_forward}
 
 
 @gc_disabled
 def trace_task(task: Task, *, precision: str = "fp32", attention: str = "flash", device: str = "cpu") -> ModelProfile:
-    """Profile a task's model without allocating it, as it would run on a kind of `device`."""
+    """Profile a task's model without allocating it, as it would run on the given `device` type."""
     model, mode = cached_fake_model(task)
     profile = _trace_profile(model, task.loss, lambda batch: example_batch(task, batch, precision), mode, task.name, precision, attention, device)
     return replace(profile, tokens_per_sample=task.tokens_per_sample)
@@ -62,13 +62,13 @@ def trace_task(task: Task, *, precision: str = "fp32", attention: str = "flash",
 def trace_module(
     model: nn.Module, loss: Loss, batch: Batch, *, name: str, precision: str = "fp32", attention: str = "flash", device: str = "cpu"
 ) -> ModelProfile:
-    """Profile a live model on the shapes of one of its batches. Neither is touched."""
+    """Profile a live model on the shapes of one of its batches. Neither is modified."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     return _trace_profile(model, loss, lambda size: example_batch_like(batch, size), mode, name, precision, attention, device)
 
 
 def profile_parameters_only(model: nn.Module, name: str) -> ModelProfile:
-    """A profile of a live model whose loss is not known yet: parameters are exact, everything else is zero."""
+    """A profile of a live model without a loss: parameters are exact, everything else is zero."""
     layers = layer_profiles(model, find_layers(model), {}, {})
     return ModelProfile(name, layers, 1, layers, attention="unknown", buffers=buffer_specs(model))
 
@@ -101,7 +101,7 @@ def _trace_step(
     model: nn.Module, layers: list[Layer], loss: Loss, make_batch: Callable[[int], Batch], batch: int,
     mode: FakeTensorMode, precision: str, attention: str, device: str,
 ) -> tuple[dict[str, LayerTrace], bool]:  # fmt: skip
-    """One forward and backward on fakes; what each layer did, and whether the loss came with a count."""
+    """Run one forward and backward on fakes; return each layer's trace, and whether the loss came with a count."""
     with ExitStack() as stack:
         stack.enter_context(mode)
         fakes = stack.enter_context(fake_parameters(model, precision))
@@ -138,7 +138,7 @@ def _trace_step(
 
 
 class _ProfileRecorder(TorchDispatchMode):
-    """Sees every operation that reaches a kernel, and files it under the layer it belongs to."""
+    """Records every operation that reaches a kernel under the layer it belongs to."""
 
     def __init__(self, constants: Any, device: str) -> None:
         super().__init__()
@@ -147,17 +147,17 @@ class _ProfileRecorder(TorchDispatchMode):
         self.counted_loss = False
         self.layer_traces: dict[str, LayerTrace] = {"": LayerTrace()}
         self.stack: list[str] = [""]
-        self.modules: list[str] = []  # at work, of those with parameters of their own
-        self._sequence_starts: list[int] = [0]  # first autograd number of each run of nodes …
-        self._node_layers: list[str] = [""]  # … and the layer that owns it …
-        self._activation_layers: list[str] = [""]  # … and the one whose activations it works on (see `_assign_loose_saved`)
+        self.modules: list[str] = []  # stack of running modules that have parameters of their own
+        self._sequence_starts: list[int] = [0]  # first autograd sequence number of each run of nodes …
+        self._node_layers: list[str] = [""]  # … the layer that owns the run …
+        self._activation_layers: list[str] = [""]  # … and the layer whose activations it works on (see `_assign_loose_saved`)
         self._constants = {t.untyped_storage()._cdata for t in constants}
         self._counted_storages = set(self._constants)
-        self._pointwise: set[int] = set()  # storages that element-wise work wrote
-        self._product_storages: set[int] = set()  # storages that products, convolutions and attention gave in forward
-        self._last_layer = ""  # the layer that was left last
-        self._loose_saved: list[tuple[int, int, int]] = []  # what was saved since outside of all layers: storage, bytes, of these fusible
-        self._loose_ops_start = 0  # and how many operations outside of all layers there had been
+        self._pointwise: set[int] = set()  # storages written by element-wise operations
+        self._product_storages: set[int] = set()  # storages that matmuls, convolutions and attention produced in forward
+        self._last_layer = ""  # the layer whose forward ended last
+        self._loose_saved: list[tuple[int, int, int]] = []  # saved outside all layers since then: (storage, bytes, fusible bytes)
+        self._loose_ops_start = 0  # operations outside all layers up to then
         self.lifetimes, self.partitioner = StorageLifetimes(self._on_free), MinCutPartitioner(self._constants)
 
     def enter_layer(self, name: str) -> None:
@@ -179,8 +179,8 @@ class _ProfileRecorder(TorchDispatchMode):
         self.modules.pop()
 
     def _assign_loose_saved(self) -> None:
-        """What the model's own code saved between two layers counts for the one before: there it is cut, and there backward is done with it.
-        What comes after the last, such as the loss, stays by itself."""
+        """Attribute what the model's own code saved between two layers to the earlier one: the pipeline cut is there, and backward frees it there.
+        What follows the last layer, such as the loss, stays separate."""
         own, then = self.layer_traces[""], self.layer_traces[self._last_layer]
         if own is not then:
             then.live_bytes += [there + then.saved_bytes for there in own.live_bytes[self._loose_ops_start :]]
@@ -204,7 +204,7 @@ class _ProfileRecorder(TorchDispatchMode):
         self.partitioner.forget(storage)
 
     def _current_layer(self, layers: list[str] | None = None) -> str:
-        """The layer at work."""
+        """The running layer."""
         layers = layers or self._node_layers
         if self.phase == "forward":
             return self.stack[-1]
@@ -215,7 +215,7 @@ class _ProfileRecorder(TorchDispatchMode):
         return layers[min(at, len(layers) - 1)]
 
     def make_marker(self, known: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        """What to do with tensors that stand for what a folded block would have made, which is like `known`."""
+        """A function that marks a skipped block's substitute outputs as the representative's output `known` is marked."""
         pointwise = known.untyped_storage()._cdata in self._pointwise
 
         def mark(made: torch.Tensor) -> None:
@@ -246,7 +246,7 @@ class _ProfileRecorder(TorchDispatchMode):
     def record_kernel(
         self, kind: KernelKind, flops: float, bytes_moved: float, tensors: Iterable[torch.Tensor] = (), workspace: ConvWorkspace = (0.0, 0.0)
     ) -> None:
-        """One call. What it needs beyond parameters and saved activations is its workspace, and so is what its library takes meanwhile."""
+        """Record one call. Its workspace is what it needs beyond parameters and saved activations, plus its library's scratch memory."""
         layer = self._current_layer()
         tally = self.layer_traces[layer]
         tally.kernels.append((kind, self.phase, flops, bytes_moved))
@@ -293,7 +293,7 @@ class _ProfileRecorder(TorchDispatchMode):
         return out
 
     def record_product_outputs(self, storages: Iterable[Any]) -> None:
-        """A product's results: what selective recomputation would keep."""
+        """Record a matmul's results: what selective activation checkpointing would save."""
         if self.phase == "forward":
             fresh = {s._cdata: s.nbytes() for s in storages if s._cdata not in self._product_storages}
             self._product_storages.update(fresh)
@@ -301,7 +301,7 @@ class _ProfileRecorder(TorchDispatchMode):
 
 
 def _conv_activations(func: Any, args: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What a convolution reads and writes sample by sample: not the weight, which stays in the cache, nor its gradient."""
+    """What a convolution reads and writes per sample: neither the weight, which stays in the cache, nor its gradient."""
     weight = args[2 if "backward" in func.name() else 1]
     return [t for t in tensors if t.dim() > 1 and t.shape != weight.shape]
 
@@ -311,7 +311,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 class _FlashAttention(TorchFunctionMode):
-    """Costs scaled_dot_product_attention as the kernel that never holds the S² scores, which is what a device will run."""
+    """Prices scaled_dot_product_attention as a flash kernel, which never stores the S² scores: that is what a device will run."""
 
     def __init__(self, recorder: _ProfileRecorder, original: Any) -> None:
         super().__init__()
@@ -336,7 +336,7 @@ class _FlashCost(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recorder: _ProfileRecorder, causal: bool) -> torch.Tensor:
-        # Kernels lay their output out as the query is, so that merging heads afterwards copies nothing.
+        # Kernels give the output the query's strides, so that merging heads afterwards copies nothing.
         out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty((*q.shape[:-1], v.shape[-1]))
         sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, out, sums)
@@ -356,19 +356,20 @@ class _FlashCost(torch.autograd.Function):
 
 
 def _repeat_kv_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, ...], ...]:
-    """Shapes with key and value heads repeated to the query's: older counters know no grouped heads."""
+    """Shapes with key and value heads repeated to the query's: older FLOP counters do not know grouped heads."""
     return _as_4d(tuple(q.shape)), _as_4d((*q.shape[:-2], *k.shape[-2:])), _as_4d((*q.shape[:-2], *v.shape[-2:]))
 
 
 def _as_4d(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Batch, heads, positions, width: what the counters want. Attention may have fewer or more leading dimensions."""
+    """The shape as batch, heads, positions, width, as the counters require. Attention may have fewer or more leading dims."""
     lead = shape[:-2]
     return (math.prod(lead[:-1]), lead[-1], *shape[-2:]) if lead else (1, 1, *shape[-2:])
 
 
 @contextmanager
 def _patched_attention(recorder: _ProfileRecorder) -> Iterator[None]:
-    """A function mode is off inside the functions that it sees, so torch's own modules are given the stand-in by name."""
+    """Replace scaled_dot_product_attention by name as well: a function mode is off inside the functions that it handles, such as torch's own
+    modules."""
 
     theirs = F.scaled_dot_product_attention
     with _FlashAttention(recorder, theirs):
@@ -381,7 +382,7 @@ def _patched_attention(recorder: _ProfileRecorder) -> Iterator[None]:
 
 @contextmanager
 def _layer_hooks(layers: list[Layer], recorder: _ProfileRecorder) -> Iterator[None]:
-    """Tell the recorder when each layer's forward begins and ends, and that of each module in it with parameters of its own."""
+    """Notify the recorder when the forward of each layer, and of each of its modules with parameters of its own, begins and ends."""
     with ExitStack() as stack:
         for layer in layers:
             for name, module in [] if layer.own_parameters_only else layer.module.named_modules():
@@ -400,7 +401,7 @@ def _layer_hooks(layers: list[Layer], recorder: _ProfileRecorder) -> Iterator[No
 
 @contextmanager
 def _release_finished_grads(fakes: Iterable[torch.Tensor], lifetimes: StorageLifetimes) -> Iterator[None]:
-    """A gradient that is complete is its parameter's: nothing of a step's workspace."""
+    """Stop counting accumulated gradients: they belong to their parameter, not to a step's workspace."""
 
     def on_grad_accumulated(param: torch.Tensor) -> None:
         assert param.grad is not None

@@ -1,7 +1,7 @@
-"""What each operation does to the strands of its operands: one small rule for each family of operations that reach a kernel.
+"""How each operation propagates the logical dims of its operands: one small rule for each family of operations that reach a kernel.
 
-A rule sees the dims of the inputs, says which strands are summed away or needed whole, and returns the dims of each output. An
-operation without a rule needs everything whole: nothing is ever assumed to pass through.
+A rule gets the dims of the inputs, states which logical dims are contracted or must be unsharded, and returns the dims of each output. An operation
+without a rule requires everything unsharded: nothing is assumed to propagate.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ TensorDims = list[list[LogicalDim]]
 
 
 class RuleContext:
-    """One operation under a rule: the dims of its operands, and what the rule says about them."""
+    """One operation under a rule: the dims of its operands, and what the rule states about them."""
 
     def __init__(self, dims_of: Callable[[torch.Tensor], TensorDims], arguments: dict[str, Any]) -> None:
-        self.dims, self.arguments = dims_of, arguments  # the arguments by the names that torch gives them
+        self.dims, self.arguments = dims_of, arguments  # arguments by their names in torch's schema
         self.contracted_dims: list[LogicalDim] = []
         self.unsharded_dims: list[LogicalDim] = []
         self.window: SlidingWindow | None = None
@@ -31,7 +31,7 @@ class RuleContext:
         self.unsharded_dims += [s for dim in dims for s in dim]
 
     def broadcast(self, operands: Sequence[tuple[TensorDims, Sequence[int]]]) -> TensorDims:
-        """Broadcasting: dims are aligned from the right; those longer than one are the same dim."""
+        """Broadcasting: dims are aligned from the right; those longer than one are unified."""
         rank = max(len(shape) for _, shape in operands)
         out: TensorDims = [[] for _ in range(rank)]
         for dims, _ in operands:
@@ -58,7 +58,7 @@ def register_rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def find_rule(func: Any) -> Rule:
-    """The rule for an operation: by name, or because torch itself says that it works element by element."""
+    """The rule for an operation: by name, or because torch tags it as pointwise."""
     found = RULES.get(func._overloadpacket.__name__)
     if found is not None:
         return found
@@ -79,7 +79,7 @@ def _normalize_dim(dim: int, rank: int) -> int:
     return dim % rank if rank else 0
 
 
-# -- element by element --
+# -- element-wise --
 
 
 @register_rule(
@@ -115,7 +115,7 @@ def _normalize_dim(dim: int, rank: int) -> int:
     "uniform_",
     "normal_",
     "exponential_",
-    # activations that torch (2.11 more of them than 2.13) does not mark as such
+    # activations that torch (2.11 more of them than 2.13) does not tag as pointwise
     "leaky_relu",
     "leaky_relu_",
     "gelu_",
@@ -142,11 +142,11 @@ def _same_or_new_dims(dims: TensorDims, out: torch.Tensor) -> TensorDims:
     return [new_dim(n) for n in out.shape]
 
 
-# -- products --
+# -- matmuls --
 
 
 def _matmul_dims(context: RuleContext, a: torch.Tensor, b: torch.Tensor) -> TensorDims:
-    """(…, m, k) × (…, k, n): k is summed, what leads is shared."""
+    """(…, m, k) × (…, k, n): k is contracted, leading dims are shared."""
     left, right = context.dims(a), context.dims(b)
     if b.dim() == 1:
         right = [right[0], []]
@@ -189,7 +189,7 @@ def _convolution(context: RuleContext, args: Any, kwargs: Any, outs: Sequence[to
         unify(given[1], into)
         context.contracted_dims += given[1]
     elif groups == x.shape[1] == outs[0].shape[1]:
-        unify(given[1], kernel[0])  # every channel for itself
+        unify(given[1], kernel[0])  # depthwise
         out = kernel[0]
     else:
         context.require_unsharded([given[1], into, out])
@@ -203,7 +203,7 @@ def _convolution(context: RuleContext, args: Any, kwargs: Any, outs: Sequence[to
 def attention_rule(
     context: RuleContext, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor
 ) -> list[TensorDims]:
-    """Batch and heads pass; positions and the width of a head are needed whole. Keys may have fewer heads, each for a run of queries'."""
+    """Batch and heads propagate; positions and head width must be unsharded. Keys may have fewer heads, each for a group of query heads."""
     query, key, value = (context.dims(t) for t in (q, k, v))
     for lead in range(q.dim() - 2):
         few, many = dim_size(key[lead]), dim_size(query[lead])
@@ -221,7 +221,7 @@ def attention_rule(
     return [[*query[:-1], value[-1]]]
 
 
-# -- what needs a dim whole --
+# -- operations that need a dim unsharded --
 
 
 def _reduce_over(context: RuleContext, x: torch.Tensor, dims: Sequence[int], keepdim: bool) -> TensorDims:
@@ -250,7 +250,7 @@ def _reduction(context: RuleContext, args: Any, kwargs: Any, outs: Sequence[torc
 
 
 def _mix_dims(context: RuleContext, x: torch.Tensor, mixed_dims: Sequence[int], outs: Sequence[torch.Tensor]) -> list[TensorDims]:
-    """Some dims are needed whole, and may change their length; the others pass."""
+    """`mixed_dims` must be unsharded and may change their length; the others propagate."""
     given = context.dims(x)
     context.require_unsharded([given[d] for d in mixed_dims])
     return [[(new_dim(out.shape[d]) if d in mixed_dims else given[d]) for d in range(x.dim())] for out in outs]
@@ -258,7 +258,7 @@ def _mix_dims(context: RuleContext, x: torch.Tensor, mixed_dims: Sequence[int], 
 
 @register_rule("_softmax", "_log_softmax", "softmax", "log_softmax", "_safe_softmax", "cumsum", "cumprod", "sort", "topk")
 def _softmax_like(context: RuleContext, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]) -> list[TensorDims]:
-    """What runs along one dim, the last unless it says otherwise."""
+    """Operations along one dim, the last by default."""
     return _mix_dims(context, args[0], _dims_argument(context, "dim", args[0].dim(), [args[0].dim() - 1]), outs)
 
 
@@ -274,7 +274,7 @@ def _triu_tril(context: RuleContext, args: Any, kwargs: Any, outs: Sequence[torc
 
 @register_rule("constant_pad_nd")
 def _pad(context: RuleContext, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]) -> list[TensorDims]:
-    """Two numbers a dim, the last dim's first; a shift that keeps the length moves elements too."""
+    """Two numbers per dim, the last dim's first; a shift that keeps the length moves elements too."""
     rank, pad = args[0].dim(), args[1]
     return _mix_dims(context, args[0], [rank - 1 - i // 2 for i, n in enumerate(pad) if n], outs)
 
@@ -331,7 +331,7 @@ def _pool(context: RuleContext, args: Any, kwargs: Any, outs: Sequence[torch.Ten
 
 @register_rule("nll_loss_forward", "nll_loss2d_forward")
 def _nll_loss(context: RuleContext, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]) -> list[TensorDims]:
-    """Scores of classes, and the class of each: (N, C, …) and (N, …). Reduced, it needs all of both."""
+    """Class scores and targets: (N, C, …) and (N, …). If reduced, both must be unsharded."""
     scores, targets = context.dims(args[0]), context.dims(args[1])
     places = [d for d in range(len(scores)) if d != (1 if len(scores) > 1 else 0)]
     for place, target in zip(places, targets, strict=True):
@@ -342,7 +342,7 @@ def _nll_loss(context: RuleContext, args: Any, kwargs: Any, outs: Sequence[torch
 
 @register_rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "soft_margin_loss")
 def _elementwise_loss(context: RuleContext, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]) -> list[TensorDims]:
-    """Element by element, and then all of it at once if it is reduced."""
+    """Element-wise; if reduced, everything must be unsharded."""
     joined = context.broadcast([(context.dims(t), t.shape) for t in _tensors((args, kwargs))])
     if outs[0].dim():
         return [joined]
@@ -386,7 +386,7 @@ def _repeat(context: RuleContext, args: Any, kwargs: Any, outs: Sequence[torch.T
 
 
 def _slice_dims(context: RuleContext, x: torch.Tensor, dim: int, start: int, size: int) -> TensorDims:
-    """A slice that is one of several equal pieces says that the dim is (piece, place in it); any other slice needs the dim whole."""
+    """A slice that is one of several equal pieces factors the dim into (piece, position in it); any other slice needs the dim unsharded."""
     given = context.dims(x)
     dim = _normalize_dim(dim, x.dim())
     if size == x.shape[dim]:
@@ -447,7 +447,7 @@ def _cat(context: RuleContext, args: Any, kwargs: Any, outs: Sequence[torch.Tens
     return [[*joined[:dim], new_dim(out.shape[dim]), *joined[dim + 1 :]]]
 
 
-# -- picking --
+# -- indexing --
 
 
 @register_rule("embedding")
@@ -466,7 +466,7 @@ def _index_select(context: RuleContext, args: Any, kwargs: Any, outs: Sequence[t
 
 @register_rule("gather")
 def _gather_along_dim(context: RuleContext, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]) -> list[TensorDims]:
-    """Every index picks for itself, so its dims pass; of what is picked from, the named dim is needed whole."""
+    """Each index selects independently, so the index's dims propagate; the table's indexed dim must be unsharded."""
     table, index, dim = context.dims(args[0]), context.dims(args[2]), _normalize_dim(args[1], args[0].dim())
     context.require_unsharded([table[dim]])
     for d in range(len(index)):
@@ -479,7 +479,7 @@ def _gather_along_dim(context: RuleContext, args: Any, kwargs: Any, outs: Sequen
 
 @register_rule("scatter", "scatter_add", "scatter_", "scatter_add_", "index_add", "index_add_", "index_copy", "index_fill")
 def _scatter_along_dim(context: RuleContext, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]) -> list[TensorDims]:
-    """The named dim is needed whole; operands of the output's length share the other dims with it."""
+    """The indexed dim must be unsharded; operands of the output's length share the other dims with it."""
     out, dim = outs[0], _normalize_dim(args[1], args[0].dim())
     operands = [t for t in _tensors((args, kwargs)) if t.dim() == out.dim()]
     context.require_unsharded([context.dims(t)[dim] for t in operands])

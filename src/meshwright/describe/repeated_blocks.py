@@ -1,7 +1,7 @@
-"""Folding: of a run of equal blocks only the first two are traced; the others cost what the second did.
+"""Traces only the first two of a run of equal blocks; the others are skipped and cost what the second did.
 
-The first may be special (its input needs no gradient), so the second stands for the rest. A block is folded only while its
-inputs have the same shapes as its representative's had.
+The first may be special (its input needs no gradient), so the second represents the rest. A block is skipped only while its inputs have the shapes of
+its representative's.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from meshwright.describe.layers import Layer, behavior_signature
 
 @dataclass
 class _Representative:
-    """What a representative took and gave, as shapes."""
+    """The signatures of a representative's inputs and outputs."""
 
     name: str
     inputs: tuple[Any, ...]
-    outputs: list[Any]  # a leaf each: ("input", position), ("like", what is known of a tensor) or ("value", anything)
+    outputs: list[Any]  # per leaf: ("input", position), ("like", signature of a tensor) or ("value", anything)
     spec: Any
 
 
@@ -33,9 +33,10 @@ MarkerFactory = Callable[[torch.Tensor], Callable[[torch.Tensor], None]]
 
 @contextmanager
 def skip_repeated_blocks(layers: list[Layer], representative_of: dict[str, str], make_marker: MarkerFactory) -> Iterator[None]:
-    """While active, blocks from the third of their kind on do nothing; `representative_of` learns which layer speaks for which.
+    """While active, blocks from the third of their kind on compute nothing; `representative_of` records which layer represents which.
 
-    `make_marker` is shown each output of a representative, and what it gives back each output that is made up after it: none is kept alive.
+    `make_marker` is called with each output of a representative; the function it returns is called with each substitute output. No tensor is kept
+    alive.
     """
     kinds: dict[str, list[Layer]] = {}
     for layer in layers:
@@ -52,9 +53,9 @@ def skip_repeated_blocks(layers: list[Layer], representative_of: dict[str, str],
         yield
     finally:
         for module, own in reversed(changed):
-            del module.forward  # back to the class's own …
+            del module.forward  # restores the class's own forward …
             if own is not None:
-                module.forward = own  # … or to what somebody had put there
+                module.forward = own  # … or the instance's previous one
 
 
 def _skipping_forward(
@@ -102,7 +103,7 @@ def _make_outputs(representative: _Representative, leaves: list[Any]) -> Any:
 
 
 class _SkipFunction(torch.autograd.Function):
-    """Gives tensors of the wanted shapes, and gradients of the inputs' shapes."""
+    """Returns tensors of the wanted shapes in forward, and gradients of the inputs' shapes in backward."""
 
     @staticmethod
     def forward(ctx: Any, output_specs: list[Any], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

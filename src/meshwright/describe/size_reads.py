@@ -1,4 +1,4 @@
-"""Which of a tensor's sizes a model's code looks at: on a piece of the tensor it would be told another number."""
+"""Records which sizes of a tensor a model's code reads: on a shard of the tensor it would read other numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OnSizeRead = Callable[[torch.Tensor, Iterable[int]], None]
 
 
 def record_size_reads(func: Any, args: Any, out: Any, on_read: OnSizeRead) -> Any:
-    """What a call in the model's code gave, with every look at a size noted. Only data with positions is of interest."""
+    """The call's result, with every read of a size reported. Only floating-point tensors with three or more dims are of interest."""
     name = getattr(func, "__name__", "")
     whole = getattr(func, "__self__", None) is torch.Tensor.shape or (name == "size" and isinstance(out, tuple))
     if not whole and name not in ("size", "numel", "nelement"):
@@ -28,7 +28,7 @@ def record_size_reads(func: Any, args: Any, out: Any, on_read: OnSizeRead) -> An
 
 
 class _RecordedShape(tuple[int, ...]):
-    """A tensor's shape that tells which of its numbers are looked at."""
+    """A tensor's shape that reports which of its entries are read."""
 
     on_read: Callable[[Iterable[int]], None]
 

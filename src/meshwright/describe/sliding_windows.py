@@ -1,4 +1,4 @@
-"""What slides over positions: the windows of convolutions and poolings, from the arguments with which they reach a kernel."""
+"""The sliding windows of convolutions and poolings, from the arguments with which they reach a kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ _IntTuple = tuple[int, ...]
 
 
 def conv_window(kernel: _IntTuple, args: Sequence[Any]) -> SlidingWindow | None:
-    """A transposed one has a window if its results do not overlap: else positions need what their neighbours add."""
+    """The window of a convolution. A transposed one has a window only if its outputs do not overlap; otherwise positions need their neighbours'
+    contributions."""
     stride, padding, dilation, more = (tuple(args[i]) for i in (3, 4, 5, 7))
     if not args[6]:
         return SlidingWindow("conv", kernel, stride, padding, dilation)
@@ -30,14 +31,14 @@ def pool_window(arguments: Mapping[str, Any], kind: WindowKind, rank: int) -> Sl
 
 
 def avg_pool_window(arguments: Mapping[str, Any], rank: int) -> SlidingWindow | None:
-    """At the border a mean may count what is there alone; only those that count the padding too are the same everywhere."""
+    """The window of an average pooling, or None if border windows differ: the mean must count the padding, or there must be none."""
     window = pool_window(arguments, "mean", rank)
     alike = not arguments.get("ceil_mode", False) and (arguments.get("count_include_pad", True) or not any(window.padding))
     return window if alike else None
 
 
 def upsample_window(arguments: Mapping[str, Any], rank: int) -> SlidingWindow | None:
-    """By a whole factor that the code names every position becomes so many. Where it names a size instead, all positions are needed."""
+    """The window of nearest upsampling by integer factors; None where the code gives a size instead, which needs all positions."""
     scales = [arguments.get(key) or 0.0 for key in ("scales_d", "scales_h", "scales_w")[-rank:]]
     if not all(scale >= 1 and float(scale).is_integer() for scale in scales):
         return None

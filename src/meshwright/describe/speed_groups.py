@@ -1,4 +1,4 @@
-"""Ranks of one kind that turn out unlike: a throttled core, an older card under the same name. A probe tells them apart by their pace."""
+"""Groups ranks of one device kind that a probe found to differ in speed: a throttled core, an older card under the same name."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import replace
 from meshwright.core.calibration import Rates, scale_rates
 from meshwright.describe.probe import slowest_rates
 
-_SPEED_GAP = 1.5  # a probe's figures of equal ranks differ by less than this factor, on a busy machine too
-_COMPARISON_FLOPS = 1e8  # of the product by which ranks are compared
+_SPEED_GAP = 1.5  # figures of equal ranks differ by less than this factor, on a busy machine too
+_COMPARISON_FLOPS = 1e8  # size of the matmul by which ranks are compared
 
 
 def rates_by_speed_group(rank_rates: list[Rates]) -> list[Rates]:
-    """What the slowest of all ranks reached and, where ranks differ, what each group of like ones did, under a name of its own. A rank that has
-    less of its core than the others (see [Note: crowded cores]) is a slower rank."""
+    """The slowest rates of all ranks and, where ranks differ, those of each speed group under its own name. A rank that gets less of its core than
+    others (see [Note: oversubscribed cores]) counts as slower."""
     paces = [rates.compute_rate("matmul", "fp32", _COMPARISON_FLOPS) / rates.oversubscription for rates in rank_rates]
     order = sorted(range(len(rank_rates)), key=lambda rank: -paces[rank])
     groups: list[list[int]] = []

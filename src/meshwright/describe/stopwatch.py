@@ -1,10 +1,10 @@
-"""How long a call takes, within a small budget.
+"""Measures the seconds of a call within a small time budget.
 
-[Note: crowded cores]
-Where there are more ranks than cores, a short call is done within a slice of time that its rank has a core to itself, and a long one is not: by the
-clock on the wall their rates would differ for no reason of their own. So work on a CPU is timed by the time that a rank had a core, with all ranks at
-work, and how many ranks share a core is measured once, as the time on the wall over that time. Who prices a plan multiplies where all ranks
-compute at once, and does not where some of them wait and leave their core to others, as in a pipeline.
+[Note: oversubscribed cores]
+With more ranks than cores, a short call ends within one time slice of its rank and a long one does not: by wall-clock time their rates would differ
+for no reason of their own. So CPU work is timed by thread CPU time, with all ranks busy, and the number of ranks per core is measured once, as
+wall-clock time over CPU time. The cost model multiplies by it where all ranks compute at once, and does not where some wait and leave their core to
+others, as in a pipeline.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Callable
 
 import torch
 
-_STABLE_RATIO = 1.02  # a median this near the lower quartile says that nothing disturbs
+_STABLE_RATIO = 1.02  # a median this close to the lower quartile means no disturbance
 _MIN_CALLS = 5  # calls that agree
 _MAX_CALLS = 200
 
 
 class Stopwatch:
-    """Seconds of a call, with the device waited for: the lower quartile, since what disturbs only adds. It is called until the calls agree or the
-    budget is spent. A rank of one thread on a CPU is timed by the time that it had a core (see [Note: crowded cores])."""
+    """Seconds of a call including device synchronisation: the lower quartile, since disturbances only add time. Calls repeat until they agree or
+    the budget is spent. A single-threaded CPU rank is timed by its CPU time (see [Note: oversubscribed cores])."""
 
     def __init__(self, device: torch.device, budget_s: float, threads: int = 0) -> None:
         self.device, self.budget_s = device, budget_s
@@ -29,9 +29,9 @@ class Stopwatch:
 
     def __call__(self, work: Callable[[], object]) -> float:
         first = self.time_once(work)
-        # A GPU runs behind: queue several calls and wait once, or the waiting would be measured.
+        # A GPU runs asynchronously: queue several calls and synchronise once, or the synchronisation would be measured.
         batch = 1 if self.device.type == "cpu" else max(2, min(100, int(0.002 / max(self.time_once(work), 1e-6))))
-        least = 1 if self.device.type == "cpu" and first > self.budget_s else 3  # a long call is not disturbed by little things
+        least = 1 if self.device.type == "cpu" and first > self.budget_s else 3  # small disturbances do not matter in a long call
         times: list[float] = []
         begun = time.perf_counter()
         while len(times) < least or not self._is_finished(times, time.perf_counter() - begun):

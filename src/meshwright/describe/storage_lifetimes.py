@@ -1,7 +1,7 @@
-"""How long a traced step's tensors live: how many bytes are alive at each operation beyond what others have saved for backward.
+"""Tracks the lifetimes of a traced step's storages: how many bytes are live at each operation beyond what other layers have saved for backward.
 
-Fake tensors are let go exactly when real ones would be, so a trace can be asked what it holds. A storage's address is its name while it lives,
-and is used again afterwards: whoever remembers addresses is told of every death.
+Fake tensors are freed exactly when real ones would be, so a trace knows its live memory. A storage's address identifies it while it is alive and is
+reused afterwards: `on_free` tells whoever stores addresses.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-AffineBytes = tuple[float, float]  # bytes at no samples, and for each sample
+AffineBytes = tuple[float, float]  # bytes at zero samples, and per sample
 
 
 @dataclass
 class _LiveStorage:
     bytes: int
-    finalizer: Any  # the weak reference whose callback says so
+    finalizer: Any  # the weak reference whose callback reports the free
     saved_by: str | None = None
 
 
 class StorageLifetimes:
-    """What is alive, and who has saved it."""
+    """Live storages, and the layers that saved them."""
 
     def __init__(self, on_free: Callable[[int], None]) -> None:
         self._on_free = on_free
@@ -37,7 +37,7 @@ class StorageLifetimes:
             self._live += self._storages[key].bytes
 
     def mark_saved(self, storage: Any, layer: str) -> None:
-        """A layer keeps it for backward; what keeps it first counts it."""
+        """Count the storage as saved for backward by `layer`; only the first saver counts it."""
         self.track(storage)
         one = self._storages[storage._cdata]
         if one.saved_by is None:
@@ -46,7 +46,7 @@ class StorageLifetimes:
             self._by_layer[layer] = self._by_layer.get(layer, 0) + one.bytes
 
     def reassign_saver(self, address: int, layer: str) -> None:
-        """What is saved counts for another layer from here on."""
+        """Count the saved storage for another layer."""
         one = self._storages.get(address)
         if one is not None and one.saved_by is not None:
             self._by_layer[one.saved_by] -= one.bytes
@@ -54,14 +54,14 @@ class StorageLifetimes:
             one.saved_by = layer
 
     def stop_counting(self, storage: Any) -> None:
-        """It is somebody else's from here on, as a finished gradient is its parameter's."""
+        """Exclude the storage: another owner accounts for it, as a parameter does for its finished gradient."""
         one = self._storages.get(storage._cdata)
         if one is not None and one.saved_by is None:
             self._live -= one.bytes
             one.bytes = 0
 
     def live_bytes_for(self, layer: str) -> int:
-        """Bytes alive that no other layer has saved."""
+        """Live bytes that no other layer has saved."""
         return self._live - self._saved_bytes + self._by_layer.get(layer, 0)
 
     def _freed(self, address: int) -> None:
@@ -74,7 +74,7 @@ class StorageLifetimes:
 
 
 def upper_envelope(lines: Iterable[AffineBytes]) -> tuple[AffineBytes, ...]:
-    """Of lines over the number of samples, those that are the highest somewhere, from one sample on."""
+    """The lines over the number of samples that are the highest somewhere, from one sample on."""
     found: list[AffineBytes] = []
     for base, slope in sorted(set(lines), key=lambda line: (line[1], line[0])):
         while found and (found[-1][1] == slope or not _still_highest(found, (base, slope))):
@@ -84,7 +84,7 @@ def upper_envelope(lines: Iterable[AffineBytes]) -> tuple[AffineBytes, ...]:
 
 
 def _still_highest(hull: list[AffineBytes], new: AffineBytes) -> bool:
-    """Whether the last of the lines is still the highest anywhere once a steeper one is there."""
+    """Whether the last line is still the highest anywhere once a steeper one is added."""
     (base, slope), ends = hull[-1], _crossing(hull[-1], new)
     begins = _crossing(hull[-2], hull[-1]) if len(hull) > 1 else 1.0
     return ends > max(begins, 1.0) and base + slope > 0

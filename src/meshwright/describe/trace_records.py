@@ -1,4 +1,4 @@
-"""What a trace of the dataflow writes down, while strands may still be tied and split."""
+"""Records of a dataflow trace in progress, while logical dims may still be unified and split."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["DataflowTrace", "ModuleFrame", "TensorDims", "TracedOp", "TracedTens
 
 @dataclass
 class TracedOp:
-    """An operation while strands may still change."""
+    """An operation, while its logical dims may still change."""
 
     name: str
     module: str
@@ -21,7 +21,7 @@ class TracedOp:
     outputs: list[int]
     contracted_dims: list[LogicalDim]
     unsharded_dims: list[LogicalDim]
-    call_site: tuple[int, str, tuple[int, ...]]  # the call that holds its sizes, the function in the code, its numbers
+    call_site: tuple[int, str, tuple[int, ...]]  # index of the call that contains its sizes, the function in the code, its constants
     window: SlidingWindow | None
 
 
@@ -38,7 +38,7 @@ class ModuleFrame:
 
 @dataclass
 class TracedTensor:
-    """What is known of one tensor."""
+    """A traced tensor: its shape, dims and properties."""
 
     shape: tuple[int, ...]
     dims: TensorDims
@@ -50,7 +50,7 @@ class TracedTensor:
 
 @dataclass
 class DataflowTrace:
-    """Everything that was seen, in order."""
+    """Everything recorded so far, in order."""
 
     values: list[TracedTensor] = field(default_factory=list)
     ops: list[TracedOp] = field(default_factory=list)

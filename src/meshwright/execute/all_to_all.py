@@ -1,4 +1,4 @@
-"""An all-to-all that gradients go back through: rows travel to their owners and results home, in backward the other way."""
+"""A differentiable all-to-all: forward sends rows to other ranks, backward sends their gradients back."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class _AllToAll(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, comm: Comm, name: str, recv_counts: Sequence[int], send_counts: Sequence[int], recompute_cache: RecomputeCache
     ) -> torch.Tensor:
         ctx.comm, ctx.name, ctx.receives, ctx.sends = comm, name, recv_counts, send_counts
-        # Recomputing stops after the last tensor that was kept. One is kept here on every rank alike, or some would stop before
-        # the exchange that others wait in.
+        # Recomputation stops after the last tensor saved for backward. Every rank saves one here, or some would stop before this collective while
+        # others wait in it.
         ctx.save_for_backward(x.new_empty(0))
         return recompute_cache.run_or_replay(lambda: _run_all_to_all(x, comm, name, recv_counts, send_counts))
 
@@ -30,8 +30,8 @@ class _AllToAll(torch.autograd.Function):
 def all_to_all(
     x: torch.Tensor, comm: Comm, name: str, recv_counts: Sequence[int], send_counts: Sequence[int], recompute_cache: RecomputeCache
 ) -> torch.Tensor:
-    """`sends[r]` rows of `x` go to rank r; what comes back holds `receives[r]` rows from it. Collective, and so is its backward: every
-    rank takes part in that, whether its own rows have a gradient or not."""
+    """Send `send_counts[r]` rows of `x` to rank r and receive `recv_counts[r]` rows from it. Collective, and so is its backward: every rank takes
+    part in it, whether or not its own rows have a gradient."""
     if torch.is_grad_enabled() and not x.requires_grad:
         x = x.detach().requires_grad_()
     return _AllToAll.apply(x, comm, name, recv_counts, send_counts, recompute_cache)  # type: ignore[no-any-return]
@@ -40,7 +40,7 @@ def all_to_all(
 def all_to_all_no_grad(
     x: torch.Tensor, comm: Comm, name: str, recv_counts: Sequence[int], send_counts: Sequence[int], recompute_cache: RecomputeCache
 ) -> torch.Tensor:
-    """The same for indices and counts, which have no gradient."""
+    """`all_to_all` for indices and counts, which have no gradient."""
     return recompute_cache.run_or_replay(lambda: _run_all_to_all(x, comm, name, recv_counts, send_counts))
 
 

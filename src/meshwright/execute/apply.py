@@ -37,13 +37,13 @@ from meshwright.schedule.buckets import ParamReplication, init_broadcast_groups,
 
 @dataclass
 class AppliedPlan:
-    """A model and optimizer that now follow a plan. Both are the objects that were handed in."""
+    """A model and an optimizer to which `apply` has applied a plan in place, with the runtime objects that carry it out."""
 
     plan: Plan
     model: nn.Module
     optimizer: torch.optim.Optimizer
     groups: ProcessGroups
-    gradient_sync: DataParallel | None  # None where one rank has all of the data
+    gradient_sync: DataParallel | None  # None without data parallelism
     random_keys: RandomKeys
     tensor_parallel: TensorParallelShards | None = None
     pipeline: PipelineRuntime | None = None
@@ -53,7 +53,8 @@ class AppliedPlan:
     optimizer_offload: OptimizerOffload | None = None
 
     def local(self, batch: Batch) -> Batch:
-        """For a loop of your own under context parallelism: this rank's positions of a batch. Any other plan leaves it as it is."""
+        """Return this rank's positions of `batch` under context parallelism, and `batch` itself under any other plan. For training loops other
+        than `Session`."""
         if self.context is None:
             return batch
         if self.context.loss_slices_positions:
@@ -61,26 +62,26 @@ class AppliedPlan:
         return self.context.shard_batch(batch)
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Around every backward but the last of a step: gradients add up and nothing is sent where the plan allows it."""
+        """Context for every backward of a step but the last: gradients accumulate and nothing is sent, where the plan allows it."""
         return self.gradient_sync.accumulate() if self.gradient_sync else nullcontext()
 
     def local_gradients(self) -> list[torch.Tensor]:
-        """The pieces of the gradient that this rank steps."""
+        """Gradients of the parameters or shards that this rank's optimizer steps."""
         return [p.grad for p in self.optimizer_parameters() if p.grad is not None]
 
     def optimizer_parameters(self) -> Iterator[nn.Parameter]:
-        """What this rank steps, on its device."""
+        """Parameters or shards that this rank's optimizer steps, on its device."""
         if self.optimizer_offload is not None:
             return iter(self.optimizer_offload.device_parameters)
         return (p for group in self.optimizer.param_groups for p in group["params"])
 
     def optimizer_state(self, param: nn.Parameter) -> dict[str, Any]:
-        """What the optimizer keeps for a stepped parameter, wherever that is."""
+        """The optimizer's state of a stepped parameter, on the device or on the host."""
         found: dict[str, Any] = self.optimizer.state.get(self.optimizer_offload.host_copy(param) if self.optimizer_offload is not None else param, {})
         return found
 
     def squared_norm(self) -> torch.Tensor:
-        """Sum of squares over the whole gradient, the same on every rank. What several ranks hold alike each counts for its part."""
+        """Return the sum of squares over the whole gradient, the same on every rank. A gradient that n ranks hold in copy counts 1/n on each."""
         kinds = self._replication()
         held: dict[int, list[torch.Tensor]] = {}
         for param in self.optimizer_parameters():
@@ -103,13 +104,13 @@ class AppliedPlan:
         return total
 
     def _replication(self) -> dict[int, ParamReplication]:
-        """The kind of each stepped parameter."""
+        """How each stepped parameter is replicated, by its id."""
         if self.gradient_sync is not None and self.plan.memory.zero:
             return {id(shard.param): b.layout.replication for b in self.gradient_sync.buckets for shard in b.optimizer_shards}
         return _param_replication(self.model, self.plan, self.pipeline)
 
     def all_reduce_tied_gradients(self) -> None:
-        """Gradients of parameters that several pipeline stages use are summed over those stages."""
+        """Sum the gradients of parameters that several pipeline stages use over those stages."""
         named = dict(self.model.named_parameters()) if self.pipeline is not None and self.pipeline.tied_groups else {}
         for name, comm in self.pipeline.tied_groups if self.pipeline is not None else ():
             param = named.get(name)
@@ -118,8 +119,8 @@ class AppliedPlan:
                 comm.sync.all_reduce(gradient, f"tied/{name}").wait()
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradient down to a norm of at most `max_norm`; its norm before that. Right under every plan, which
-        `torch.nn.utils.clip_grad_norm_` is not: under ZeRO-1 and 2 a rank holds its slice of the gradient alone."""
+        """Scale the gradient down to a norm of at most `max_norm` and return its norm before that. Correct under every plan, which
+        `torch.nn.utils.clip_grad_norm_` is not: under ZeRO-1 and 2 a rank holds only its shard of the gradient."""
         if self.gradient_sync:
             self.gradient_sync.finish()
         norm = self.squared_norm().sqrt()
@@ -134,7 +135,7 @@ class AppliedPlan:
             self.gradient_sync.clear()
 
     def memory_bytes(self) -> dict[str, int]:
-        """What this rank's device keeps between operations: parameters, gradients and optimizer state apart."""
+        """Bytes that this rank's device holds between operations: parameters, gradients and optimizer state."""
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         states = [v for s in self.optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.dim() > 0]
         return {
@@ -158,7 +159,7 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
         broadcast_initial_state(model, groups)
     keys = RandomKeys(model)
     if groups.pp.size > 1 or groups.tp.size > 1:
-        decompose_attention(model)  # as the dataflow was read from which the plan was made
+        decompose_attention(model)  # the plan was made from the dataflow of decomposed attention
     pipeline = PipelineRuntime(plan, model, optimizer, groups) if groups.pp.size > 1 else None
     recall = RecomputeCache()
     owners = shard_experts(model, optimizer, plan.expert, groups.ep, recall, plan.compile != "none") if groups.ep.size > 1 else None
@@ -190,9 +191,9 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
 def _check_plan(plan: Plan, model: nn.Module) -> None:
     check_runnable(plan.mesh)
     if plan.mesh.degree("tp") > 1 and not plan.tensor.sharded_dims:
-        raise RequestError(f"plan: mesh {plan.mesh} has a tp axis, but tensor.strands is empty: let `meshwright plan` or plan_for fill it in")
+        raise RequestError(f"plan: mesh {plan.mesh} has a tp axis, but tensor.sharded_dims is empty: let `meshwright plan` or plan_for fill it in")
     if plan.mesh.ep > 1 and not plan.expert:
-        raise RequestError(f"plan: mesh {plan.mesh} has an ep axis, but owners is empty: let `meshwright plan` or plan_for fill it in")
+        raise RequestError(f"plan: mesh {plan.mesh} has an ep axis, but expert is empty: let `meshwright plan` or plan_for fill it in")
     if plan.mesh.pp > 1 and not any(stage.entry for stage in plan.stages):
         raise RequestError(f"plan: mesh {plan.mesh} has a pp axis, but stages are not cut: let `meshwright plan` or plan_for fill them in")
     if plan.mesh.cp > 1 and not plan.context.attention_sites and not plan.spatial.grid:
@@ -209,7 +210,7 @@ def _check_plan(plan: Plan, model: nn.Module) -> None:
 
 
 def broadcast_initial_state(model: nn.Module, groups: ProcessGroups) -> None:
-    """Start every rank from rank 0's values, whatever seed a user's script built them with."""
+    """Broadcast rank 0's parameters and buffers to all ranks, whatever seed a user's script built them with."""
     every = [t.data for t in [*model.parameters(), *model.buffers()]]
     for run in init_broadcast_groups([t.numel() * t.element_size() for t in every], [t.dtype for t in every]):
         tensors = [every[i] for i in run]
@@ -222,7 +223,7 @@ def broadcast_initial_state(model: nn.Module, groups: ProcessGroups) -> None:
 
 
 def average_buffers(applied: AppliedPlan) -> None:
-    """Running statistics (BatchNorm's) differ between ranks; before they are used or kept, take their mean."""
+    """Average running statistics (BatchNorm's), which differ between data ranks, before they are used or saved."""
     if applied.groups.data.size > 1:
         for buffer in applied.model.buffers():
             if buffer.is_floating_point() and buffer.numel():
@@ -230,7 +231,7 @@ def average_buffers(applied: AppliedPlan) -> None:
 
 
 def autocast_factory(plan: Plan) -> Callable[[], AbstractContextManager[None]]:
-    """A factory of the context that forward runs in: lower-precision arithmetic where the plan says so."""
+    """Return a factory of the context that forward runs in: autocast where the plan's precision is low."""
     if plan.memory.precision in LOW_PRECISION_DTYPES:
         dtype = DTYPES[LOW_PRECISION_DTYPES[plan.memory.precision]]
         return lambda: torch.autocast(plan.device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Meetings as autograd sees them: what tensor-parallel ranks exchange in forward, and what that means for the gradient in backward."""
+"""Collectives of tensor parallelism as autograd functions: what ranks exchange in forward, and the gradient's collective in backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.execute.recompute_runtime import RecomputeCache
 
 
 class CopyToTensorParallel(torch.autograd.Function):
-    """Whole going in; the gradients of the ranks' parts are summed."""
+    """Forward is the identity; backward all-reduces the ranks' partial gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, comm: Comm, name: str) -> torch.Tensor:
@@ -26,14 +26,14 @@ class CopyToTensorParallel(torch.autograd.Function):
 
 
 class ReduceFromTensorParallel(torch.autograd.Function):
-    """Partial sums going in; the sum comes out, and its gradient is everybody's."""
+    """Forward all-reduces partial sums; backward is the identity."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, comm: Comm, name: str, recompute_cache: RecomputeCache) -> torch.Tensor:
         def make() -> torch.Tensor:
             out = x.contiguous()
             if recompute_cache.is_active:
-                out = out.data  # the product is kept: what is kept of it becomes the sum, and must not count as changed
+                out = out.data  # selective recompute has saved this tensor: it becomes the sum, and must not count as modified
             elif out is x:
                 ctx.mark_dirty(x)
             comm.sync.all_reduce(out, name).wait()
@@ -47,7 +47,7 @@ class ReduceFromTensorParallel(torch.autograd.Function):
 
 
 class AllReduceBothPasses(torch.autograd.Function):
-    """Partial sums going in; the sum comes out, and ranks use it for parts of what follows: its gradients are partial too."""
+    """Forward all-reduces partial sums; backward all-reduces the gradient too, because each rank uses the sum for a part of what follows."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, comm: Comm, name: str, recompute_cache: RecomputeCache) -> torch.Tensor:
@@ -60,7 +60,7 @@ class AllReduceBothPasses(torch.autograd.Function):
 
 
 class GatherFromTensorParallel(torch.autograd.Function):
-    """Pieces of the last dim going in; the whole comes out. Every rank has the same gradient of it and keeps its piece."""
+    """Forward all-gathers shards of the last dim; backward keeps this rank's shard of the gradient, which is the same on every rank."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, comm: Comm, sizes: list[int], name: str, recompute_cache: RecomputeCache) -> torch.Tensor:
@@ -73,8 +73,8 @@ class GatherFromTensorParallel(torch.autograd.Function):
 
 
 def all_gather_uneven(shard: torch.Tensor, comm: Comm, dim: int, sizes: list[int], name: str = "whole") -> list[torch.Tensor]:
-    """All ranks' pieces. Backends gather equal sizes only, so shorter ones travel padded. Each travels as it lies in memory: to turn a
-    large one round for a dim that is not its first costs more than the journey."""
+    """All ranks' shards. Backends gather equal sizes only, so shorter ones are padded. Each is sent in its own memory layout: transposing a large
+    one for a dim that is not its first costs more than the transfer."""
     mine, short = shard.detach(), max(sizes) - shard.shape[dim]
     if short:
         shape = [short if d == dim else n for d, n in enumerate(mine.shape)]

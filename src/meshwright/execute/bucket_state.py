@@ -1,5 +1,5 @@
-"""One gradient bucket at work: the flat gradient that its parameters' gradients are views of and, under ZeRO, its flat parameters and the shard
-of them that this rank's optimizer steps. Nothing here communicates."""
+"""State of one gradient bucket: the flat gradient, of which its parameters' gradients are views, and, under ZeRO, its flat parameters and the
+shard of them that this rank's optimizer steps. Nothing here communicates."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from meshwright.schedule.buckets import Bucket
 
 @dataclass
 class BucketState:
-    """Made with its layout; ZeRO's stages 1 and 2 then move the parameters into it."""
+    """A bucket's tensors. Created with its layout; ZeRO stages 1 and 2 then move the parameters into it."""
 
     layout: Bucket
     params: tuple[nn.Parameter, ...]
     name: str
     zero: int
-    slices: ShardLayout  # of the flat buffers; under stage 0 nobody asks
+    slices: ShardLayout  # of the flat buffers; unused under stage 0
     grads: torch.Tensor | None = None  # the flat gradient; None while released (stage 2)
     flat_params: torch.Tensor | None = None  # stages 1 and 2
-    shard: nn.Parameter | None = None  # this rank's slice of `flat_params`: what the optimizer steps
-    grad_views: list[torch.Tensor] = field(default_factory=list)  # of `grads`, one for each parameter
-    awaited_slots: set[int] = field(default_factory=set)  # whose gradient has not arrived in this backward
+    shard: nn.Parameter | None = None  # this rank's slice of `flat_params`, which the optimizer steps
+    grad_views: list[torch.Tensor] = field(default_factory=list)  # views of `grads`, one for each parameter
+    awaited_slots: set[int] = field(default_factory=set)  # slots whose gradient has not arrived in this backward
     pending: Work | None = None
     accumulated: torch.Tensor | None = None  # an earlier backward's reduced shard, when the user accumulates across backwards
 
@@ -39,12 +39,12 @@ class BucketState:
 
     @property
     def is_single_param(self) -> bool:
-        """One parameter without padding: its gradient, as autograd makes it, is the bucket."""
+        """Whether the bucket is one parameter without padding: then autograd's gradient is the flat gradient."""
         return len(self.params) == 1 and self.layout.numel == self.params[0].numel()
 
     @property
     def param_group(self) -> int:
-        """The optimizer's."""
+        """Index of the optimizer's param group."""
         key: Any = self.layout.key
         return int(key[0])
 
@@ -57,7 +57,7 @@ class BucketState:
         return torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
 
     def shard_parameters(self) -> nn.Parameter:
-        """Move the parameters into a flat buffer; this rank's shard of it."""
+        """Move the parameters into a flat buffer; return this rank's shard of it."""
         flat = self._new_flat_buffer()
         for slot, param in zip(self.layout.slots, self.params, strict=True):
             view = flat[slot.offset : slot.offset + slot.numel].view_as(param)
@@ -67,7 +67,7 @@ class BucketState:
         return self.shard
 
     def await_all(self) -> None:
-        """Before a backward: every gradient is still to come."""
+        """Before a backward: mark every gradient as awaited."""
         self.pending, self.awaited_slots = None, set(range(len(self.params)))
 
     def set_flat_grads(self, grads: torch.Tensor) -> None:
@@ -82,12 +82,12 @@ class BucketState:
         return self.grad_views[slot]
 
     def _save_accumulated(self) -> None:
-        """Before the flat gradient is written again: the shard's gradient, a slice of it, may hold an earlier backward's result."""
+        """Save the shard's gradient, a slice of the flat gradient, before that is overwritten: it may hold an earlier backward's result."""
         if self.zero == 1 and self.accumulated is None and self.shard is not None and self.shard.grad is not None:
             self.accumulated = self.shard.grad.clone()
 
     def take_gradient(self, slot: int) -> None:
-        """Autograd has a parameter's gradient: it becomes a view of the flat gradient, or is the flat gradient."""
+        """Make a parameter's new gradient a view of the flat gradient, or the flat gradient itself."""
         param = self.params[slot]
         assert param.grad is not None
         if self.is_single_param and param.grad.is_contiguous():
@@ -100,7 +100,7 @@ class BucketState:
                 param.grad = view
 
     def fill_missing_gradients(self) -> None:
-        """A parameter that this backward did not reach keeps what was accumulated before, or counts as zero."""
+        """Fill in gradients that this backward did not reach: with what was accumulated before, or zero."""
         for slot in self.awaited_slots:
             param, view = self.params[slot], self.grad_view(slot)
             if param.grad is None:
@@ -110,7 +110,7 @@ class BucketState:
             param.grad = view
 
     def store_shard_gradient(self) -> None:
-        """The flat gradient is reduced: its slice becomes the shard's gradient. Stage 2 gives the rest of the memory back."""
+        """Make a slice of the reduced flat gradient the shard's gradient. Stage 2 frees the rest of the memory."""
         assert self.grads is not None and self.shard is not None
         mine = self.slices.local_shard(self.grads)
         for param in self.params:

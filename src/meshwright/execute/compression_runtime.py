@@ -1,5 +1,5 @@
-"""How gradient buckets travel between data ranks. See [Note: compression] in core/compression_policy.py; schedule/compression_actions.py counts
-the same."""
+"""Gradient compression: how buckets are reduced over data ranks. See [Note: compression] in core/compression_policy.py;
+schedule/compression_actions.py predicts the same collectives."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from meshwright.core.compression_policy import low_rank_shape
 from meshwright.core.plan import SyncPolicy
 
 GetViews = Callable[[], Sequence[torch.Tensor]]
-SplitSizes = Sequence[int] | None  # elements for each rank, where they differ
+SplitSizes = Sequence[int] | None  # elements of each rank, if they differ
 
 
 class GradientCompressor(Protocol):
-    """How gradients go. `bucket` names what is kept from step to step; `parts` gives its tensors, which are views of `grads`."""
+    """Reduces gradients over ranks. `bucket` is the key of state kept between steps; `get_views` returns the bucket's tensors, views of `grads`."""
 
     def all_reduce(
         self, comm: Comm, grads: torch.Tensor, name: str, op: str, bucket: Hashable = "", get_views: GetViews = tuple
@@ -35,7 +35,7 @@ def make_compressor(policy: SyncPolicy) -> GradientCompressor:
 
 
 class NoCompression:
-    """As they are."""
+    """Reduces gradients in their own dtype."""
 
     def all_reduce(
         self, comm: Comm, grads: torch.Tensor, name: str, op: str, bucket: Hashable = "", get_views: GetViews = tuple
@@ -48,7 +48,7 @@ class NoCompression:
 
 @dataclass(frozen=True)
 class CastCompression:
-    """Rounded for the wire and reduced so."""
+    """Casts gradients to `dtype` and reduces them in it."""
 
     dtype: torch.dtype
 
@@ -69,24 +69,24 @@ class CastCompression:
 
 @dataclass
 class _PowerSgdMatrix:
-    """One tensor that travels as two factors, and what is kept of it."""
+    """A tensor that is reduced as two low-rank factors, and its state between steps."""
 
-    tensor_index: int  # among the bucket's tensors
+    tensor_index: int  # index among the bucket's tensors
     shape: tuple[int, int, int]  # rows, columns, rank
-    q_factor: torch.Tensor  # columns × rank: the last step's, which is where this step's begins
-    error_feedback: torch.Tensor  # rows × columns: by all steps so far
+    q_factor: torch.Tensor  # columns × rank: the last step's, which warm-starts this step's
+    error_feedback: torch.Tensor  # rows × columns: the compression error of all steps so far
 
 
 @dataclass
 class _PowerSgdState:
-    """Of one bucket, from step to step."""
+    """One bucket's state between steps."""
 
     matrices: list[_PowerSgdMatrix] = field(default_factory=list)
-    uncompressed: list[int] = field(default_factory=list)  # tensors that go as they are
+    uncompressed: list[int] = field(default_factory=list)  # indices of tensors that are reduced uncompressed
 
 
 class PowerSgd:
-    """Vogels et al., 2019, with error feedback and a warm start, as torch's DDP hook does it."""
+    """PowerSGD (Vogels et al., 2019), with error feedback and a warm start, as in torch's DDP hook."""
 
     def __init__(self, compression_rank: int) -> None:
         self._compression_rank = compression_rank
@@ -107,7 +107,7 @@ class PowerSgd:
         raise AssertionError("plans with powersgd have whole gradients on every rank")
 
     def _init_state(self, tensors: Sequence[torch.Tensor]) -> _PowerSgdState:
-        """The first right factors are drawn, the same on every rank."""
+        """Draw the first q factors, the same on every rank."""
         found = _PowerSgdState()
         made = torch.Generator().manual_seed(len(self.states))
         for at, part in enumerate(tensors):
@@ -122,7 +122,7 @@ class PowerSgd:
 
 
 class _PowerSgdWork:
-    """One bucket on its way: left factors and what goes whole leave at once; when they are there, right factors follow."""
+    """One bucket in flight: p factors and uncompressed tensors are reduced first, then q factors."""
 
     def __init__(
         self, comm: Comm, name: str, op: str, state: _PowerSgdState, tensors: Sequence[torch.Tensor], in_flight: list[_PowerSgdWork]
@@ -130,14 +130,14 @@ class _PowerSgdWork:
         self._comm, self._name, self._op, self._state, self._tensors, self._in_flight = comm, name, op, state, tensors, in_flight
         self._uncompressed = torch.cat([tensors[i].reshape(-1) for i in state.uncompressed]) if state.uncompressed else None
         for m in state.matrices:
-            m.error_feedback.add_(self._matrix_view(m))  # from here on it holds what is to be sent
+            m.error_feedback.add_(self._matrix_view(m))  # from here to `_reconstruct` it holds the matrix to compress
         self._p_factors = _flatten([m.error_feedback @ m.q_factor for m in state.matrices])
         self._q_factors: torch.Tensor | None = None
         self._p_work = [comm.all_reduce(t, n, op) for t, n in ((self._uncompressed, name), (self._p_factors, f"{name}.p")) if t is not None]
         self._q_work: Work | None = None
 
     def wait(self) -> bool:
-        for call in self._in_flight:  # everyone waits for them in the order in which they left
+        for call in self._in_flight:  # in launch order, which is the same on every rank
             call.send_q_factors()
         self._in_flight.clear()
         if self._q_work is not None:
@@ -147,7 +147,7 @@ class _PowerSgdWork:
         return True
 
     def send_q_factors(self) -> None:
-        """Left factors are there: make them orthogonal, and send the right ones."""
+        """Wait for the p factors, orthogonalize them, and launch the all-reduce of the q factors."""
         for pending in self._p_work:
             pending.wait()
         if self._uncompressed is not None:
@@ -163,7 +163,7 @@ class _PowerSgdWork:
             self._q_work = self._comm.all_reduce(self._q_factors, f"{self._name}.q", self._op)
 
     def _reconstruct(self) -> None:
-        """The product of both factors is the gradient; a rank keeps what its own differs from the mean by."""
+        """Write the product of both factors as the gradient; the error feedback keeps this rank's difference from the mean."""
         assert self._p_factors is not None and self._q_factors is not None
         lefts = _unflatten(self._p_factors, [(m.shape[0], m.shape[2]) for m in self._state.matrices])
         rights = _unflatten(self._q_factors, [(m.shape[1], m.shape[2]) for m in self._state.matrices])

@@ -1,7 +1,8 @@
-"""Context parallelism, acting half: this rank's positions of every sequence, and attention to those of all (see [Note: positions]).
+"""Context parallelism: each rank holds some positions of every sequence, and attention sees those of all ranks (see [Note: positions] in
+core/context_policy.py).
 
-The model's code stays as it is. While it runs, calls that make positions give this rank's, and attention gathers keys and values; all else
-works on whatever length it is given.
+The model's code is unchanged. While it runs, calls that generate positions return this rank's, and attention all-gathers keys and values; all
+other ops work on any sequence length.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from meshwright.execute.tensor_parallel import rewrite_sizes
 
 
 class ContextParallelRuntime:
-    """A model whose sequences this rank holds some positions of."""
+    """A model patched to process this rank's positions of every sequence."""
 
     def __init__(self, model: nn.Module, policy: ContextPolicy, comm: Comm, recompute_cache: RecomputeCache) -> None:
         self.policy, self.comm, self.recompute_cache = policy, comm, recompute_cache
         self.position_ranges = policy.position_ranges(comm.rank, comm.size)
         self.sequence_length, self.local_length = policy.sequence_length, policy.sequence_length // comm.size
         every = [p for r in range(comm.size) for first, count in policy.position_ranges(r, comm.size) for p in range(first, first + count)]
-        self.rank_order = torch.tensor(every)  # positions in the order in which ranks hold them …
-        self.position_order = self.rank_order.argsort()  # … and where each position is among them
+        self.rank_order = torch.tensor(every)  # positions, ordered by the rank that holds them
+        self.position_order = self.rank_order.argsort()  # where each position is in `rank_order`
         self.position_generators: dict[tuple[str, str], list[PositionGenerator]] = {}
         for made in policy.position_generators:
             self.position_generators.setdefault((made.module, made.function), []).append(made)
         self.attention_modules = {a.module for a in policy.attention_sites}
-        self._thread_state = threading.local()  # backward recomputes in a thread of its own
+        self._thread_state = threading.local()  # backward recomputes in autograd's own thread
         self._install(model)
 
     def _install(self, model: nn.Module) -> None:
@@ -61,7 +62,7 @@ class ContextParallelRuntime:
     # -- the batch and the loss --
 
     def shard_batch(self, batch: Batch) -> Batch:
-        """This rank's positions of the fields that have positions. The others, and those that the loss takes apart itself, stay whole."""
+        """This rank's positions of the fields that have positions. Other fields, and those that the loss slices itself, stay whole."""
         leaves, spec = pytree.tree_flatten(batch)
         for field in self.policy.fields:
             length = leaves[field.leaf].shape[field.dim]
@@ -73,7 +74,7 @@ class ContextParallelRuntime:
         return pytree.tree_unflatten(leaves, spec)
 
     def wrap_loss(self, loss_fn: Loss) -> Loss:
-        """The loss of this rank's positions, from a whole batch."""
+        """Return a loss that takes a full batch and computes the loss of this rank's positions."""
 
         def loss(model: nn.Module, batch: Batch) -> Any:
             with self._in_module(LOSS_MODULE):
@@ -83,10 +84,10 @@ class ContextParallelRuntime:
 
     @property
     def loss_slices_positions(self) -> bool:
-        """Does the loss make positions itself, by slicing fields of the batch?"""
+        """Whether the loss generates positions itself, by slicing fields of the batch."""
         return any(m.module == LOSS_MODULE for m in self.policy.position_generators)
 
-    # -- frames: whose code is running --
+    # -- module stack: whose code is running --
 
     @contextmanager
     def _in_module(self, name: str) -> Iterator[None]:
@@ -110,17 +111,17 @@ class ContextParallelRuntime:
 
         module.forward = forward
 
-    # -- cutting --
+    # -- sharding --
 
     def _local_positions(self, tensor: torch.Tensor, dim: int, outer: int = 1, inner: int = 1) -> torch.Tensor:
-        """This rank's positions of a dim that is outer × positions × inner long."""
-        with torch._C.DisableTorchFunction():  # it is called from inside the model's code, whose sizes are being rewritten
+        """This rank's positions of a dim of size outer × positions × inner."""
+        with torch._C.DisableTorchFunction():  # called from inside the model's code, whose sizes are being rewritten
             runs = tensor.unflatten(dim, (outer, self.sequence_length, inner))
             found = torch.cat([runs.narrow(dim + 1, first, count) for first, count in self.position_ranges], dim + 1)
             return found.flatten(dim, dim + 2)
 
     def _shard_parameter(self, module: nn.Module, parameter_shard: ParameterShard) -> None:
-        """What a module sees of a parameter or buffer during its forward are this rank's positions."""
+        """During the module's forward, replace a parameter or buffer by this rank's positions of it."""
         key, inner = parameter_shard.parameter.rpartition(".")[2], module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -133,10 +134,10 @@ class ContextParallelRuntime:
 
         module.forward = forward
 
-    # -- calls that make positions --
+    # -- position generators --
 
     def local_arange(self, position_generator: PositionGenerator, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """The range that a call is for; None if it is not the one that was meant."""
+        """The arange that this call should return; None if it is not the call that `position_generator` describes."""
         names = ("start", "end", "step") if len(args) > 1 or "end" in kwargs else ("end",)
         given = {"start": 0, "step": 1, **dict(zip(names, args, strict=False)), **kwargs}
         start, end, step = (given.pop(k) for k in ("start", "end", "step"))
@@ -152,7 +153,7 @@ class ContextParallelRuntime:
     def local_slice(
         self, position_generator: PositionGenerator, table: torch.Tensor, dim: int, start: int, stop: int
     ) -> tuple[torch.Tensor, slice] | None:
-        """What to slice instead, and how; None if this slice is not the one that was meant."""
+        """The tensor to slice instead, and the slice; None if this is not the slice that `position_generator` describes."""
         if (table.shape[dim], start) != (position_generator.source_length, position_generator.start) or stop - start not in (
             self.sequence_length,
             self.local_length,
@@ -168,7 +169,7 @@ class ContextParallelRuntime:
         self, module: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> torch.Tensor:  # fmt: skip
-        """Attention of this rank's queries to the keys of all positions that they may see."""
+        """Attention of this rank's queries to the keys of all positions that they may attend to."""
         if attn_mask is not None:
             raise RunError(f"{module} gave attention a mask, which it did not when the plan was made: context parallelism has none")
         if query.shape[-2] != self.local_length or key.shape[-2] != self.local_length:
@@ -190,30 +191,30 @@ class ContextParallelRuntime:
         return torch.cat(parts, -2) if len(parts) > 1 else parts[0]
 
     def all_gather(self, local: torch.Tensor, name: str) -> torch.Tensor:
-        """Rows of all positions, in their order, from this rank's."""
+        """Rows of all positions, in sequence order, from every rank's own."""
         whole = local.new_empty((self.sequence_length, *local.shape[1:]))
         self.comm.sync.all_gather(whole, local, name).wait()
         return whole.index_select(0, self._index_on("position_order", local.device))
 
     def reduce_scatter(self, full: torch.Tensor, name: str) -> torch.Tensor:
-        """This rank's rows of the sum over ranks of rows for all positions."""
+        """Sum rows of all positions over ranks; return this rank's rows."""
         out = full.new_empty((self.local_length, *full.shape[1:]))
         self.comm.sync.reduce_scatter(out, full.index_select(0, self._index_on("rank_order", full.device)), name).wait()
         return out
 
     def _index_on(self, name: str, device: torch.device) -> torch.Tensor:
-        """An index where it is used: copied once, since a copy for each layer would make a GPU wait."""
+        """An index tensor on `device`, copied once: a copy in each layer would stall the GPU."""
         found: torch.Tensor = getattr(self, name)
         if found.device != device:
             found = found.to(device)
             setattr(self, name, found)
         return found
 
-    # -- the mean over targets --
+    # -- mean loss --
 
     def global_mean_loss(self, function: Callable[..., torch.Tensor], module: str, args: Any, kwargs: Any) -> torch.Tensor:
-        """A cross entropy's mean is over the targets that count, which ranks have unequal numbers of: their sum by everybody's number, times
-        the ranks, so that the mean over ranks is the mean over targets."""
+        """Cross entropy averages over counted targets, whose number differs between ranks. Divide this rank's sum by the global count and
+        multiply by the number of ranks, so that the mean over ranks is the mean over targets."""
         names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if given.get("reduction", "mean") != "mean" or given["target"].is_floating_point():
@@ -228,16 +229,16 @@ class ContextParallelRuntime:
 
 
 def _causal_mask(rows: int, columns: int, device: torch.device) -> torch.Tensor:
-    """Causal attention for the last `rows` of `columns` positions. GPUs have kernels that need no mask for it."""
+    """The causal mask of the last `rows` of `columns` positions. On GPUs it selects kernels that need no mask tensor."""
     if device.type == "cuda":
-        from torch.nn.attention.bias import causal_lower_right  # brings the compiler with it, seconds of import that only this needs
+        from torch.nn.attention.bias import causal_lower_right  # imports the compiler, which takes seconds that only this needs
 
         return causal_lower_right(rows, columns)
     return torch.ones(rows, columns, dtype=torch.bool, device=device).tril(columns - rows)
 
 
 class _GatherKeyValue(torch.autograd.Function):
-    """Keys and values of this rank's positions going in, of all positions coming out; gradients are summed over ranks on the way back."""
+    """Forward all-gathers keys and values of all positions; backward reduce-scatters their gradients."""
 
     @staticmethod
     def forward(ctx: Any, key: torch.Tensor, value: torch.Tensor, runtime: ContextParallelRuntime, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -252,7 +253,7 @@ class _GatherKeyValue(torch.autograd.Function):
 
 
 def _pack_kv(*key_value: torch.Tensor) -> torch.Tensor:
-    """Keys and values side by side, a row for each position: one call moves both."""
+    """Keys and values side by side, one row per position, so that one collective moves both."""
     return torch.cat([t.movedim(-2, 0).flatten(1) for t in key_value], 1)
 
 
@@ -262,7 +263,7 @@ def _unpack_kv(rows: torch.Tensor, shapes: list[torch.Size]) -> list[torch.Tenso
 
 
 class _ContextParallelMode(TorchFunctionMode):
-    """Sees the calls of the model's code and of the loss."""
+    """Intercepts the torch calls of the model's code and of the loss."""
 
     def __init__(self, runtime: ContextParallelRuntime, module_stack: list[str]) -> None:
         super().__init__()
@@ -286,7 +287,7 @@ class _ContextParallelMode(TorchFunctionMode):
 
 
 def _rewrite_slice(runtime: ContextParallelRuntime, position_generator: PositionGenerator, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """A call that slices, with what this rank is to see of it."""
+    """The arguments of a slicing call, changed to this rank's positions if `position_generator` describes it."""
     table = args[0]
     if name == "narrow":
         dim, start, length = (args[1 + i] if len(args) > 1 + i else kwargs[k] for i, k in enumerate(("dim", "start", "length")))
@@ -309,7 +310,7 @@ def _rewrite_slice(runtime: ContextParallelRuntime, position_generator: Position
 
 
 def _slice_dims(index: list[Any], rank: int) -> Iterator[tuple[int, int]]:
-    """(place in an index, dim of the tensor) of each slice in it."""
+    """(place in `index`, dim of the tensor) of each slice."""
     dim, used = 0, sum(i is not None and i is not Ellipsis for i in index)
     for place, item in enumerate(index):
         if item is Ellipsis:

@@ -1,4 +1,4 @@
-"""What data parallelism offers the rest of a run: one interface of gradient buckets (ZeRO-0, 1 and 2) and of fully sharded units (ZeRO-3)."""
+"""The interface of data parallelism, implemented by gradient buckets (ZeRO-0, 1 and 2) and fully sharded units (ZeRO-3)."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from meshwright.core.errors import RequestError
 from meshwright.execute.shard_layout import ShardLayout
 from meshwright.schedule.buckets import Bucket
 
-# Optimizers whose update of one element depends on that element alone; only these may step a shard that is cut across tensors.
+# Optimizers whose update of one element depends on that element alone; only these may step flat shards, which cut through tensors.
 ELEMENTWISE_OPTIMIZERS = {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 
 
 @dataclass(frozen=True)
 class OptimizerShard:
-    """What the optimizer steps of a rank's shard of a flat buffer."""
+    """A part of a rank's shard of a flat buffer that the optimizer steps as one parameter."""
 
     param: nn.Parameter
-    start: int  # in the shard
-    param_group: int  # of the optimizer
-    slots: range  # the parameters that it is a part of
+    start: int  # offset in the shard
+    param_group: int  # index of the optimizer's param group
+    slots: range  # of the parameters that it is a part of
 
 
 class ShardedBuffer(Protocol):
-    """Parameters that lie in one flat buffer, and what the optimizer steps of it; nothing where its state is not sharded."""
+    """Parameters in one flat buffer, and the shards of it that the optimizer steps; none if optimizer state is not sharded."""
 
     @property
     def layout(self) -> Bucket: ...
@@ -45,17 +45,17 @@ class ShardedBuffer(Protocol):
 
 
 class DataParallel(Protocol):
-    """Attached to a model and its optimizer by hooks; works under `backward()` of any loop."""
+    """Synchronizes gradients by hooks on a model and its optimizer; works under `backward()` of any loop."""
 
     reduce_op: str  # "mean": a user's own loop averages over ranks; Session weights the loss itself and sets "sum"
 
     @property
     def buckets(self) -> Sequence[ShardedBuffer]:
-        """Those whose parameters are trained."""
+        """Buffers of trainable parameters."""
         ...
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Inside, backward adds gradients up and sends nothing, where there is a place to add them up in."""
+        """Context in which backward accumulates gradients and sends nothing, if there is a buffer to accumulate full gradients in."""
         ...
 
     def finish(self) -> None:
@@ -63,7 +63,7 @@ class DataParallel(Protocol):
         ...
 
     def reduce_all(self) -> None:
-        """Reduce everything that was added up, whichever way it got there: a pipeline's backward may go round autograd's hooks."""
+        """Reduce all accumulated gradients, however they were accumulated: a pipeline's backward may bypass autograd's hooks."""
         ...
 
     def clear(self) -> None:
@@ -71,7 +71,7 @@ class DataParallel(Protocol):
         ...
 
     def tied_gradient(self, param: nn.Parameter) -> torch.Tensor:
-        """What this rank has of the gradient of a parameter that pipeline stages share."""
+        """This rank's part of the gradient of a parameter that pipeline stages share."""
         ...
 
     def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -84,7 +84,7 @@ class DataParallel(Protocol):
 
 
 def full_gradient(param: nn.Parameter) -> torch.Tensor:
-    """A parameter's gradient; zeros where no backward has reached it."""
+    """A parameter's gradient; zeros if no backward has reached it."""
     if param.grad is None:
         param.grad = torch.zeros_like(param)
     return param.grad

@@ -1,11 +1,11 @@
-"""The gradient of a layer's input travels while the gradient of its weight is computed.
+"""Deferred weight gradients: the gradient of a layer's input is reduced over ranks while the gradient of its weight is computed.
 
-[Note: tickets]
-Autograd computes both gradients of a product in one node, so there is nothing to do while the first of them is summed over ranks. Here
-the weight goes through a node of its own, its ticket. The product's backward gives the input's gradient and leaves what the other
-product needs in the ticket's box. Autograd takes ready nodes in the reverse order of their making, so the making is arranged: wait,
-tickets, launch, products. Backward then runs the products, launches the sum, redeems the tickets, and waits. Were the order ever
-another one, less would overlap and nothing would be wrong.
+[Note: deferred weight gradients]
+Autograd computes both gradients of a matmul in one node, which leaves nothing to overlap with the reduction of the input gradient. Here the
+weight goes through a node of its own. The matmul's backward returns the input gradient and stores the operands of the weight gradient in a
+`DeferredWeightGrad`. Autograd runs ready nodes in the reverse order of their creation, so they are created in this order: wait, deferred weights,
+launch, matmuls. Backward then runs the matmuls, launches the reduction, computes the weight gradients, and waits. In another order less would
+overlap, and the results would be the same.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from meshwright.core.comm import Comm, Work
 from meshwright.execute.recompute_runtime import RecomputeCache
 from meshwright.execute.sequence_parallel import PendingReduceScatter, SequenceShard
 
-_LAYER_ATTRIBUTE = "_ticket"  # where a layer has its own, until the next call: recomputing a layer finds it there again
+_LAYER_ATTRIBUTE = "_ticket"  # a layer's DeferredWeightGrad, kept until its next call, so that recompute finds it
 
 
 class DeferredWeightGrad:
-    """A weight for one forward, and what its gradient will be made of."""
+    """A weight for one forward, and the operands of its gradient."""
 
     def __init__(self, weight: torch.Tensor, transposed: bool) -> None:
         self.operands: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.transposed = transposed  # a matrix of (inputs, outputs), as transformers' Conv1D has it
+        self.transposed = transposed  # the weight is (inputs, outputs), as in transformers' Conv1D
         self.weight: torch.Tensor = _ComputeWeightGrad.apply(weight, self)
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        """The product of an input and the weight, in the precision that autocast would choose."""
+        """The product of an input and the weight, in the dtype that autocast would choose."""
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
@@ -70,7 +70,7 @@ class _DeferringMatmul(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         matrix = weight.to(x.dtype)
         ctx.ticket.operands.append((x, grad) if ctx.ticket.transposed else (grad, x))
-        nothing = weight.new_zeros(()).expand_as(weight)  # the ticket knows; autograd asks for a shape
+        nothing = weight.new_zeros(()).expand_as(weight)  # `_ComputeWeightGrad` has the gradient; autograd only needs its shape
         return grad @ (matrix.t() if ctx.ticket.transposed else matrix), nothing, None
 
 
@@ -88,7 +88,7 @@ class _WaitInputGrad(torch.autograd.Function):
 
 
 class _GatherInputWaitGrad(torch.autograd.Function):
-    """The same where ranks have some positions each: all of them go in, and what comes back is the sum for this rank's."""
+    """`_WaitInputGrad` for sequence-sharded inputs: forward all-gathers positions, backward waits for the sum of this rank's positions."""
 
     @staticmethod
     def forward(
@@ -118,8 +118,8 @@ class _LaunchInputGrad(torch.autograd.Function):
 def copy_to_region_overlapped(
     x: torch.Tensor, reduce_over: SequenceShard | tuple[Comm, str], layers: list[nn.Module], recompute_cache: RecomputeCache
 ) -> torch.Tensor:
-    """An activation enters a cut part: its gradient is summed over ranks beside the products that give these layers' weights theirs. Every
-    rank has all of it, and sums over the ranks under a name; or its share."""
+    """Copy an activation into a tensor-parallel region; the reduction of its gradient overlaps with the weight gradients of `layers`.
+    `reduce_over` is the group and a name if every rank has the full activation, or its sequence shard."""
     sent: list[Any] = []
     reduce_over = reduce_over.snapshot() if isinstance(reduce_over, SequenceShard) else reduce_over
     x = _GatherInputWaitGrad.apply(x, sent, reduce_over, recompute_cache) if isinstance(reduce_over, SequenceShard) else _WaitInputGrad.apply(x, sent)
@@ -130,13 +130,13 @@ def copy_to_region_overlapped(
 
 
 def clear_deferred(layers: list[nn.Module]) -> None:
-    """The same where no gradient is wanted: no tickets."""
+    """Remove the layers' deferred weight gradients, where no gradient is needed."""
     for layer in layers:
         vars(layer).pop(_LAYER_ATTRIBUTE, None)
 
 
 def defer_weight_grad(layer: nn.Module) -> None:
-    """A layer whose product nobody completes adds its bias by itself when it has a ticket."""
+    """Make a layer whose output is not reduced use its DeferredWeightGrad, if it has one, and add its bias itself."""
     inner = layer.forward
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -151,7 +151,7 @@ def defer_weight_grad(layer: nn.Module) -> None:
 
 
 def deferrable_matmul(layer: nn.Module, matmul: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A layer's product, which uses the ticket that was made for this call, if there is one."""
+    """A layer's matmul, through the DeferredWeightGrad that was made for this call, if there is one."""
 
     def product(x: torch.Tensor) -> torch.Tensor:
         deferred: DeferredWeightGrad | None = vars(layer).get(_LAYER_ATTRIBUTE)

@@ -1,9 +1,9 @@
-"""Owners of experts and tables, acting half: each rank of the `ep` axis keeps its part of what is owned, and rows travel to it.
+"""Expert and table parallelism: each rank of the `ep` axis keeps its share of the experts and embedding tables, and rows go there by all-to-all.
 
-[Note: a mixture at its owners]
-Pairs of a token and an expert are sorted by expert, so that what goes to one owner lies together. How many go to each expert is told
-first; then the tokens travel. The module's own code runs on its owner's experts, with one choice of weight 1 a token, as if it had no
-others. What it gives travels home, and there the routing weights are applied and a token's results are added up.
+[Note: expert-parallel forward]
+Pairs of a token and an expert are sorted by expert, so that the pairs for one rank are contiguous. Ranks first exchange the number of tokens per
+expert, then the tokens. The module's own code runs on the local experts, with one choice of weight 1 per token, as if it had no other experts.
+The results go back by all-to-all; there the routing weights are applied and each token's results are summed.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ _Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class ExpertParallelShards:
-    """What was dealt out: by parameter name, how much of dim 0 each owner holds."""
+    """How expert-parallel parameters are sharded: by parameter name, the rows of dim 0 that each rank of the `ep` axis holds."""
 
     comm: Comm
     policy: ExpertPolicy
     rows_per_rank: dict[str, tuple[int, ...]]
 
     def shard(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole tensor: some rows, all, or none."""
+        """This rank's rows of a full tensor: some, all, or none."""
         mine = self.rows_per_rank[name]
         return full.narrow(0, sum(mine[: self.comm.rank]), mine[self.comm.rank]).clone()
 
     def unshard(self, name: str, shard: torch.Tensor) -> torch.Tensor:
-        """The whole of what several owners share. Collective over them. A table has one owner, who has all of it."""
+        """The full tensor of a parameter that several ranks share; collective over them. A table is on one rank, which has all of it."""
         shares = self.rows_per_rank.get(name, ())
         return torch.cat(all_gather_uneven(shard, self.comm, 0, list(shares))) if sum(map(bool, shares)) > 1 else shard
 
     def holder_rank(self, name: str) -> int | None:
-        """The one rank that has a parameter; None where all have it, or a part of it."""
+        """The one rank that has a parameter; None if all ranks have it, or a part of it."""
         shares = self.rows_per_rank.get(name, ())
         return next(i for i, n in enumerate(shares) if n) if sum(map(bool, shares)) == 1 else None
 
@@ -56,13 +56,13 @@ class ExpertParallelShards:
 def shard_experts(
     model: nn.Module, optimizer: torch.optim.Optimizer, policy: ExpertPolicy, comm: Comm, recompute_cache: RecomputeCache, compiled: bool = False
 ) -> ExpertParallelShards:  # fmt: skip
-    """Keep this rank's part, in place; `optimizer` steps that alone. Collective: every rank calls it with the same policy. Of a pipeline's
-    ranks each has the mixtures of its stages.
+    """Keep this rank's share of experts and tables, in place; `optimizer` steps that share only. Collective: every rank calls it with the same
+    policy. A pipeline rank has the MoE layers of its own stages.
 
-    If blocks will be `compiled`, exchanges are kept out of the graphs: how many rows travel is known only when they do.
+    If blocks will be `compiled`, all-to-alls are kept out of the graphs: the number of rows is known only at run time.
     """
     if optimizer.state:
-        raise RequestError("owners keep their part of the optimizer's state: apply the plan before the optimizer's first step")
+        raise RequestError("expert-parallel ranks keep their part of the optimizer's state: apply the plan before the optimizer's first step")
     apart: _Decorator = torch.compiler.disable if compiled else lambda function: function
     parts = ExpertParallelShards(comm, policy, policy.rows_per_rank(comm.size))
     modules = dict(model.named_modules())
@@ -79,7 +79,7 @@ def shard_experts(
 
 
 class _ExpertParallelForward:
-    """A mixture's forward on one rank (see [Note: a mixture at its owners])."""
+    """An MoE layer's forward on one rank (see [Note: expert-parallel forward])."""
 
     def __init__(
         self, module: nn.Module, moe_layer: MoELayer, comm: Comm, recompute_cache: RecomputeCache, expert_count_attrs: tuple[str, ...]
@@ -99,7 +99,7 @@ class _ExpertParallelForward:
         given = _MoEArguments(mixture, args, kwargs)
         tokens, choices = given.tokens, given.expert_ids
         flat = choices.reshape(-1)
-        counts = torch.bincount(flat, minlength=mixture.num_experts)[: mixture.num_experts]  # a choice past the last expert means none
+        counts = torch.bincount(flat, minlength=mixture.num_experts)[: mixture.num_experts]  # an id past the last expert means no expert
         told = all_to_all_no_grad(
             counts, comm, f"counts/{name}", [self.num_local_experts] * comm.size, mixture.experts_per_rank, self.recompute_cache
         )
@@ -116,7 +116,8 @@ class _ExpertParallelForward:
         return torch.zeros_like(tokens).index_add(0, home, results.to(tokens.dtype))
 
     def _run_local_experts(self, arguments: _MoEArguments, tokens: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """The module's own code on what came. When nothing did, its parameters have a gradient of zero, as everywhere else they have one."""
+        """Run the module's own code on the received tokens. Without any, its parameters get a zero gradient, because every parameter must get
+        one."""
         if not tokens.shape[0]:
             return _ZeroExpertGrad.apply(tokens, *(p for p in self.module.parameters() if p.requires_grad))  # type: ignore[no-any-return]
         args, kwargs = arguments.with_tokens(tokens, experts)
@@ -126,7 +127,7 @@ class _ExpertParallelForward:
 
 
 class _MoEArguments:
-    """A call's arguments, and which of their tensors are tokens, choices and weights."""
+    """A call's arguments, and which of their tensors are tokens, expert ids and routing weights."""
 
     def __init__(self, moe_layer: MoELayer, args: Any, kwargs: Any) -> None:
         self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
@@ -138,7 +139,7 @@ class _MoEArguments:
         self.tokens, self.expert_ids, self.routing_weights = found
 
     def with_tokens(self, tokens: torch.Tensor, experts: torch.Tensor) -> Any:
-        """The same call on other tokens, each with one choice of weight 1."""
+        """The same call on other tokens, each with one expert of weight 1."""
         leaves = list(self.leaves)
         ones = None if self.routing_weights is None else self.routing_weights.new_ones((tokens.shape[0], 1))
         for at, value in zip(self.leaf_indices, (tokens, experts.unsqueeze(1), ones), strict=True):
@@ -148,7 +149,7 @@ class _MoEArguments:
 
 
 class _ZeroExpertGrad(torch.autograd.Function):
-    """Experts that no token chose. Their gradients arrive all the same: buckets go in order, and others' are under way."""
+    """Gives zero gradients to experts that no token chose: buckets are reduced in order, and other ranks' are already in flight."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
@@ -160,11 +161,12 @@ class _ZeroExpertGrad(torch.autograd.Function):
         return grad, *(torch.zeros_like(p) for p in ctx.saved_tensors)
 
 
-# -- does the module do what is assumed of it? --
+# -- checks that a module can run on a part of its experts --
 
 
 class _MoEProbe:
-    """A few tokens through a mixture before and after it is cut: its code may count experts, and may weigh their results as it likes."""
+    """Runs a few tokens through an MoE layer before and after it is sharded: its code may depend on the number of experts, and may weight their
+    results in its own way."""
 
     def __init__(self, module: nn.Module, moe_layer: MoELayer, rank: int) -> None:
         self.module, self.moe_layer, self.num_local_experts = module, moe_layer, moe_layer.experts_per_rank[rank]
@@ -183,7 +185,7 @@ class _MoEProbe:
         self.tokens = self.tokens[first : first + self.num_local_experts]
 
     def find_expert_count_attrs(self) -> tuple[str, ...]:
-        """The module's own numbers that must count this rank's experts while it runs, now that it is cut."""
+        """The module's int attributes that must hold the number of local experts while the sharded module runs."""
         numbers = [key for key, value in vars(self.module).items() if type(value) is int and value == self.moe_layer.num_experts]
         choices = self.expert_ids[: self.num_local_experts].unsqueeze(1)
         for names in dict.fromkeys([*((n,) for n in numbers), tuple(numbers), ()]):
@@ -211,7 +213,7 @@ class _MoEProbe:
 
 
 def _allclose(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal but for rounding; other experts' results would be off by their own size."""
+    """Whether `a` and `b` are equal up to rounding; other experts' results would differ by their own size."""
     near = 0.05 if a.element_size() < 4 else 1e-3
     return a.shape == b.shape and bool((a - b).abs().nan_to_num().max() <= near * b.abs().nan_to_num().max())
 

@@ -1,6 +1,6 @@
-"""One flat buffer of a ZeRO-3 unit: its parameters lie one behind the other, and this rank keeps a shard of them.
+"""One flat buffer of a ZeRO-3 unit: it holds the unit's parameters one after the other, and this rank keeps a shard of it.
 
-Unsharded, parameters are views of all ranks' shards. Resharded, they have their shapes and no values, and the memory is free: reading one
+Unsharded, parameters are views of the all-gathered buffer. Resharded, they have their shapes and no values, and the memory is freed: reading one
 gives NaN, and writing it is an error.
 """
 
@@ -20,24 +20,24 @@ from meshwright.schedule.buckets import Bucket, ParamReplication, unit_buckets
 
 @dataclass
 class FlatBuffer:
-    """Parameters of one dtype and kind, trained or not, and their gradients while backward makes them."""
+    """Parameters of one dtype, `ParamReplication` and `requires_grad`, and their gradients during backward."""
 
     layout: Bucket
     params: tuple[nn.Parameter, ...]
     slices: ShardLayout
     local_shard: torch.Tensor  # in the storage dtype
-    full_params: torch.Tensor  # all ranks' shards, in the compute dtype; without memory unless unsharded
+    full_params: torch.Tensor  # all ranks' shards, in the compute dtype; its storage is empty unless unsharded
     param_views: tuple[torch.Tensor, ...]
-    placeholders: tuple[torch.Tensor, ...]  # what parameters show while they are resharded
+    placeholders: tuple[torch.Tensor, ...]  # the parameters' data while resharded
     padding: tuple[slice, ...]  # between parameters
-    optimizer_shards: tuple[OptimizerShard, ...] = ()  # of `local_shard`, by optimizer group; none of what is not trained
+    optimizer_shards: tuple[OptimizerShard, ...] = ()  # of `local_shard`, by optimizer param group; none for frozen parameters
     grads: torch.Tensor | None = None  # the reduce-scatter's input
-    awaited_slots: set[int] = field(default_factory=set)  # whose gradient has not arrived in this backward
-    is_sent: bool = False  # in this backward
+    awaited_slots: set[int] = field(default_factory=set)  # slots whose gradient has not arrived in this backward
+    is_sent: bool = False  # reduce-scattered in this backward
     pending_gather: Work | None = None
 
     def start_unshard(self, comm: Comm, unit: str) -> None:
-        """Launch the all-gather, unless it is under way."""
+        """Launch the all-gather, unless it is in flight."""
         if self.pending_gather is None:
             self.full_params.untyped_storage().resize_(self.full_params.nbytes)
             shard = self.local_shard.to(self.full_params.dtype)
@@ -51,13 +51,13 @@ class FlatBuffer:
             param.data = view
 
     def reshard(self) -> None:
-        """Free the memory of all ranks' shards."""
+        """Free the memory of the all-gathered buffer."""
         for param, placeholder in zip(self.params, self.placeholders, strict=True):
             param.data = placeholder
         self.full_params.untyped_storage().resize_(0)
 
     def grad_view(self, slot: int) -> torch.Tensor:
-        """Where a parameter's gradient belongs in the reduce-scatter's input."""
+        """The place of a parameter's gradient in the reduce-scatter's input."""
         if self.grads is None:
             self.grads = torch.empty(self.layout.numel, dtype=self.local_shard.dtype, device=self.local_shard.device)
             for gap in self.padding:
@@ -66,7 +66,7 @@ class FlatBuffer:
         return self.grads[place.offset : place.offset + place.numel].view_as(self.params[slot])
 
     def take_grads(self) -> torch.Tensor:
-        """The reduce-scatter's input, which is the caller's from here on. What backward did not reach counts as zero."""
+        """Pass the reduce-scatter's input to the caller. Gradients that backward did not reach are zero."""
         for slot in self.awaited_slots:
             self.grad_view(slot).zero_()
         assert self.grads is not None
@@ -74,17 +74,17 @@ class FlatBuffer:
         return grads
 
     def await_gradients(self) -> None:
-        """Before a backward: every gradient is still to come."""
+        """Before a backward: mark every gradient as awaited."""
         self.is_sent, self.awaited_slots = False, set(range(len(self.params)))
 
     def add_shard_gradient(self, reduced: torch.Tensor) -> None:
-        """Add a reduce-scatter's output to the gradients of what the optimizer steps."""
+        """Add a reduce-scatter's output to the gradients of the optimizer's shards."""
         for shard in self.optimizer_shards:
             new = reduced[shard.start : shard.start + shard.param.numel()]
             shard.param.grad = new if shard.param.grad is None else shard.param.grad.add_(new)
 
     def gather_full(self, comm: Comm, unit: str) -> dict[int, torch.Tensor]:
-        """Its parameters' values in the storage dtype, on the CPU, by the parameters' ids. Collective."""
+        """The parameters' full values in the storage dtype, on the CPU, by parameter id. Collective."""
         full = self.local_shard.new_empty(self.layout.numel)
         comm.sync.all_gather(full, self.local_shard, f"state/{unit}", self.slices.uneven_sizes).wait()
         slots = zip(self.layout.slots, self.params, strict=True)
@@ -96,13 +96,13 @@ class FlatBufferFactory:
     """Moves parameters into flat buffers and shards them."""
 
     shard_group: Comm
-    state_fractions: Sequence[float]  # of each rank of the group; none where they are equal
-    compute_dtype: torch.dtype | None  # of floating parameters once they are gathered; None: as they are stored
-    param_groups: Mapping[int, int]  # the optimizer's, by a parameter's id
-    kinds: Mapping[int, ParamReplication]  # by a parameter's id
+    state_fractions: Sequence[float]  # of each rank of the group; empty if they are equal
+    compute_dtype: torch.dtype | None  # of floating-point parameters once they are gathered; None: the storage dtype
+    param_groups: Mapping[int, int]  # index of the optimizer's param group, by parameter id
+    kinds: Mapping[int, ParamReplication]  # by parameter id
 
     def make(self, params: Sequence[nn.Parameter], tied_names: Mapping[int, str]) -> tuple[FlatBuffer, ...]:
-        """The buffers of one unit. A parameter that has a tied name lies in one of its own."""
+        """The buffers of one unit. A parameter with a tied name has a buffer of its own."""
         params = sorted(params, key=self._param_group)
         layouts = unit_buckets(
             [p.numel() for p in params],
@@ -149,7 +149,7 @@ def _padding(layout: Bucket) -> tuple[slice, ...]:
 
 
 def _split_by_param_group(flat: FlatBuffer, groups: Sequence[int]) -> Iterator[OptimizerShard]:
-    """This rank's shard, cut where the optimizer's group changes. A group's part of it may be empty."""
+    """Split this rank's shard where the optimizer's param group changes. A group's part of it may be empty."""
     start, size = flat.slices.start, flat.slices.size
     firsts = [i for i, group in enumerate(groups) if not i or group != groups[i - 1]]
     for first, last in zip(firsts, [*firsts[1:], len(groups)], strict=True):

@@ -1,10 +1,10 @@
-"""8-bit floating point, acting half: linear layers inside a model's units compute their three products in fp8, in place, from outside.
+"""FP8: linear layers inside a model's units compute their three matmuls in fp8; the layers are patched in place.
 
-[Note: one scale a tensor]
-Each operand is divided by its largest magnitude, found at that moment, so that it fills fp8's range: e4m3 for activations and weights,
-e5m2, which reaches further, for gradients. One scale serves a tensor in all of its products; scales by row would need every operand
-twice (its rows are the other product's columns), and their kernels are slower. A weight is converted anew for backward rather than kept:
-under ZeRO-3 a copy of every unit's weights would undo the sharding.
+[Note: one scale per tensor]
+Each operand is divided by its current largest magnitude, so that it fills fp8's range: e4m3 for activations and weights, e5m2, which has more
+range, for gradients. One scale serves a tensor in all of its matmuls; per-row scales would need every operand twice (its rows are the other
+matmul's columns), and their kernels are slower. A weight is converted again in backward instead of saved: under ZeRO-3 a saved copy of every
+unit's weights would undo the sharding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from meshwright.core.cluster import FP8_MIN_CAPABILITY
 
 FORWARD_DTYPE, BACKWARD_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
-SIZE_MULTIPLE = 16  # of every size, which the kernels ask for
+SIZE_MULTIPLE = 16  # the kernels need every size to be a multiple of this
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def has_fp8(device: str) -> bool:
 
 
 def to_fp8(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x in fp8, the number that it must be multiplied with). The largest magnitude lands on the type's largest number, which bf16 has too."""
+    """(x in fp8, the scale to multiply it by). The largest magnitude maps to the dtype's largest number, which bf16 can represent too."""
     low, high = torch.aminmax(x)  # one pass; a norm would be computed in float32 under autocast
     scale = torch.maximum(-low, high).float().clamp(min=1e-12) / torch.finfo(dtype).max
     return (x * scale.reciprocal()).to(dtype), scale
@@ -45,14 +45,14 @@ def to_fp8(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Ten
 def _scaled_matmul(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, out_dtype: torch.dtype, fast_accumulation: bool
 ) -> torch.Tensor:
-    """a (rows × inner) times b (columns × inner), both laid out with their inner dim last: how the kernels want them."""
+    """a (rows × inner) times b (columns × inner). The kernels need both contiguous, with the inner dim last."""
     a, b = a.contiguous(), b.contiguous()
     out: torch.Tensor = torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
     return out
 
 
 class Fp8Matmul(torch.autograd.Function):
-    """x @ weight.T in fp8, and both gradients of it. `x` is (rows, in), `weight` (out, in); what comes out has x's type."""
+    """x @ weight.T in fp8, and both of its gradients. `x` is (rows, in), `weight` (out, in); the output has x's dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -76,8 +76,8 @@ class Fp8Matmul(torch.autograd.Function):
 
 
 def convert_to_fp8(model: nn.Module, units: Iterable[str], dtype: torch.dtype = torch.bfloat16) -> Fp8Layers:
-    """Change the linear layers inside `units`, in place; around them arithmetic is in `dtype`. Before anything cuts the model: a layer
-    finds its sizes when it is called, and carries its product as `product` for those who complete it over ranks."""
+    """Convert the linear layers inside `units`, in place; arithmetic around them is in `dtype`. Call it before the model is sharded: a layer
+    reads its sizes when it is called, and has its matmul as `product` for code that reduces it over ranks."""
     used, kept = [], {}
     modules = dict(model.named_modules())
     for unit in units:
@@ -95,7 +95,7 @@ def convert_to_fp8(model: nn.Module, units: Iterable[str], dtype: torch.dtype = 
 
 
 def _is_transposed(layer: nn.Module) -> bool:
-    """transformers' Conv1D: a linear layer with its matrix the other way round."""
+    """Whether the layer is transformers' Conv1D: a linear layer with a transposed weight."""
     return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
 
 
@@ -117,7 +117,7 @@ def _convert_layer(layer: nn.Module, transposed: bool, dtype: torch.dtype) -> No
 
 
 def _fp8_matmul(layer: nn.Module, transposed: bool, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The layer without its bias. A tensor-parallel piece or a number of rows that fp8 cannot take is computed as it would be without it."""
+    """The layer without its bias. If fp8 does not support a tensor-parallel shard's sizes or the number of rows, the matmul runs without fp8."""
 
     def product(x: torch.Tensor) -> torch.Tensor:
         weight: Any = layer.weight

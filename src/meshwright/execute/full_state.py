@@ -1,4 +1,4 @@
-"""A run's state in a form that does not depend on how it was spread: whole tensors under the model's own names, and their digest."""
+"""A run's state, independent of its parallel layout: unsharded tensors under the model's own names, and their digest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.execute.shard_layout import ShardLayout
 
 
 def full_state(applied: AppliedPlan) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter, then every tensor of optimizer state, whole, on the CPU, in the model's order. Collective."""
+    """Yield every parameter, then every tensor of optimizer state, unsharded, on the CPU, in the model's order. Collective."""
     mine = _stage_state(applied)
     if applied.pipeline is None and applied.expert_parallel is None:
         yield from mine
@@ -36,14 +36,14 @@ def full_state(applied: AppliedPlan) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _group_and_holder(applied: AppliedPlan, name: str) -> tuple[Comm, int | None]:
-    """The one rank of a pipeline, or of the owners, that holds a parameter; None where this rank has it anyway."""
+    """(group, the one pipeline or expert-parallel rank in it that holds a parameter); None as rank if this rank has it anyway."""
     if applied.pipeline is not None:
         return applied.groups.pp, applied.plan.stage_rank(applied.pipeline.stages_of_param[name][0])
     return applied.groups.ep, applied.expert_parallel.holder_rank(name) if applied.expert_parallel is not None else None
 
 
 def _stage_state(applied: AppliedPlan) -> Iterator[tuple[str, torch.Tensor]]:
-    """The state of what this rank's pipeline stages hold: all of it where there is no pipeline."""
+    """The state that this rank's pipeline stages hold: all of it without a pipeline."""
     names = {id(p): name for name, p in applied.model.named_parameters()}
     for name, value in _parameter_values(applied):
         yield name, _unshard(name, value, applied)
@@ -63,7 +63,7 @@ def _parameter_values(applied: AppliedPlan) -> Iterator[tuple[str, torch.Tensor]
 
 
 def _unshard(name: str, shard: torch.Tensor, applied: AppliedPlan) -> torch.Tensor:
-    """The whole of a tensor-parallel or an owner's piece; what has no dims (a step count) is the same everywhere."""
+    """Gather the full tensor of a tensor- or expert-parallel shard. A tensor without dims (a step count) is the same on every rank."""
     if (applied.tensor_parallel is None and applied.expert_parallel is None) or not shard.dim():
         return shard
     shard = shard.to(applied.plan.device)
@@ -72,7 +72,7 @@ def _unshard(name: str, shard: torch.Tensor, applied: AppliedPlan) -> torch.Tens
 
 
 def _sharded_states(applied: AppliedPlan, buckets: Sequence[ShardedBuffer], names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """ZeRO keeps the state of flat slices: gather it, and cut it into the parameters it belongs to. All ranks have the same keys."""
+    """Gather the optimizer state of ZeRO's flat shards and split it by parameter. All ranks have the same keys."""
     found: dict[str, torch.Tensor] = {}
     for bucket in buckets:
         states = [(shard, applied.optimizer_state(shard.param)) for shard in bucket.optimizer_shards]
@@ -89,7 +89,7 @@ def _sharded_states(applied: AppliedPlan, buckets: Sequence[ShardedBuffer], name
 
 
 def _gather_flat(shard_layout: ShardLayout, parts: list[tuple[int, torch.Tensor]], comm: Comm) -> torch.Tensor:
-    """All ranks' slices of a flat buffer, each made of parts that begin at some place in it; nothing without any."""
+    """All-gather a flat buffer from every rank's shard; `parts` are (offset in this rank's shard, values). Empty if there are no parts."""
     if not parts:
         return torch.empty(0)
     mine = parts[0][1].new_zeros(shard_layout.size)

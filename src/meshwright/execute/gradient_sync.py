@@ -1,11 +1,11 @@
-"""Synchronization Manager, acting half: gradients meet in flat buckets while backward goes on (data parallel, ZeRO-1, ZeRO-2).
+"""Data parallelism with gradient buckets (ZeRO-0, 1 and 2): gradients are reduced in flat buckets while backward runs.
 
 [Note: one engine for zero = 0, 1, 2]
-A gradient is copied into its bucket as soon as autograd has it; a large one is a bucket by itself. A full bucket is reduced at once, in
-a fixed order, beside the rest of backward. The three stages differ only in what happens to the bucket:
+A gradient is copied into its bucket as soon as autograd has it; a large one is a bucket by itself. A full bucket is reduced at once, in a fixed
+order, overlapping with the rest of backward. The three stages differ only in what happens to the bucket:
   0  all-reduce; every rank keeps the whole bucket and steps every parameter.
-  1  reduce-scatter into the rank's own slice of the bucket; the optimizer steps a flat slice; all-gather brings the parameters back.
-  2  as 1, but the bucket is released once it is reduced, so a rank holds gradients for its own slice alone.
+  1  reduce-scatter into the rank's own slice of the bucket; the optimizer steps a flat shard; an all-gather restores the parameters.
+  2  as 1, but the bucket is freed once it is reduced, so a rank holds gradients for its own shard only.
 An all-reduce is a reduce-scatter and an all-gather, so all three put the same bytes on the wire.
 """
 
@@ -30,13 +30,13 @@ from meshwright.schedule.buckets import ParamReplication, assign_buckets
 
 
 class BucketReducer:
-    """The collectives of buckets: reduces gradients over data ranks, as ZeRO's stage says, and gathers parameters that were stepped."""
+    """The buckets' collectives: reduces gradients over data ranks, by ZeRO stage, and all-gathers stepped parameters."""
 
     def __init__(self, groups: ProcessGroups, policy: SyncPolicy, zero: int, frees_buckets: bool) -> None:
         self.groups, self.zero, self.frees_buckets = groups, zero, frees_buckets
         self.op = "mean"
         self._compressor = make_compressor(policy)
-        self._in_flight: deque[BucketState] = deque()  # buckets that are freed once they are reduced
+        self._in_flight: deque[BucketState] = deque()  # buckets that are freed once reduced
 
     def launch(self, bucket: BucketState) -> None:
         grads = bucket.grads
@@ -51,7 +51,7 @@ class BucketReducer:
             bucket.pending = self._compressor.all_reduce(self._replica_group(bucket), grads, f"grads/{bucket.name}", self.op, bucket.name, views)
 
     def wait(self, buckets: Sequence[BucketState]) -> None:
-        """Until the gradients of all these, which were launched, are final."""
+        """Wait until the gradients of these launched buckets are final."""
         if self.frees_buckets:
             self.drain(0)
             return
@@ -61,7 +61,7 @@ class BucketReducer:
             self._finish(bucket)
 
     def drain(self, max_in_flight: int) -> None:
-        """Finish buckets in flight and free them, but for the last few."""
+        """Finish buckets in flight and free them, all but the last `max_in_flight`."""
         while len(self._in_flight) > max_in_flight:
             bucket = self._in_flight.popleft()
             self._reduce_over_replicas(bucket)
@@ -83,11 +83,11 @@ class BucketReducer:
         return self.groups.owned if bucket.layout.replication.is_expert_parallel else self.groups.replica
 
     def average_expert_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """An expert's rank has the sum over what all ranks along `ep` sent it; where ranks are averaged, that is so many times too much."""
+        """Divide an expert's gradient by the size of `ep` where ranks are averaged: it sums over the tokens of all ranks along `ep`."""
         return grad / self.groups.ep.size if self.op == "mean" else grad
 
     def gather_parameters(self, buckets: Sequence[BucketState]) -> None:
-        """After the optimizer's step: bring every rank's shard of the parameters to every rank (stages 1 and 2)."""
+        """After the optimizer's step: all-gather every rank's shard of the parameters (stages 1 and 2)."""
         works = []
         for bucket in buckets:
             assert bucket.flat_params is not None and bucket.shard is not None
@@ -97,21 +97,21 @@ class BucketReducer:
 
 
 class GradientBuckets:
-    """Attached to a model's parameters by hooks; `finish` makes the gradients final. Works under `backward()` of any loop."""
+    """The `DataParallel` implementation of ZeRO-0, 1 and 2: hooks on a model's parameters; `finish` makes the gradients final."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, groups: ProcessGroups, replication: Mapping[int, ParamReplication]
     ) -> None:
         self.zero = zero = plan.memory.zero
         self.buckets = _make_buckets(_params_by_arrival(model, optimizer, zero), plan, groups, replication)
-        # Ranks along `ep` have other buckets of experts: whoever waits for one before all are sent may wait for a rank that waits for it.
+        # Ranks along `ep` have different expert buckets: waiting for one before all are launched can deadlock.
         frees_buckets = zero == 2 and not any(b.layout.replication.is_expert_parallel for b in self.buckets)
         self._reducer = BucketReducer(groups, plan.sync, zero, frees_buckets)
         self._overlaps = "gradients" in plan.sync.overlap
         self._sync_enabled = True
         self._backward_started = False
         self._slot_of_param: dict[int, tuple[BucketState, int]] = {}
-        self._send_queues: tuple[deque[BucketState], ...] = ()  # buckets that were not sent yet: replicated ones, and experts'
+        self._send_queues: tuple[deque[BucketState], ...] = ()  # unsent buckets: replicated ones, and experts'
         self._reset_queues()
         self._register_hooks()
         if zero:
@@ -123,7 +123,7 @@ class GradientBuckets:
     # -- set-up --
 
     def _reset_queues(self) -> None:
-        """In each queue buckets go in order. Experts' buckets have their own, since other ranks have other experts and other buckets."""
+        """Refill the queues, each of which is sent in order. Experts' buckets have their own, since other ranks have other experts and buckets."""
         self._send_queues = tuple(deque(b for b in self.buckets if b.layout.replication.is_expert_parallel is owned) for owned in (False, True))
 
     def _register_hooks(self) -> None:
@@ -146,7 +146,7 @@ class GradientBuckets:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Inside, backward adds gradients up locally and sends nothing (stages 0 and 1; stage 2 holds no place to add up in)."""
+        """Context in which backward accumulates gradients locally and sends nothing (stages 0 and 1; stage 2 has no buffer to accumulate in)."""
         before, self._sync_enabled = self._sync_enabled, self.zero == 2
         try:
             yield
@@ -173,7 +173,7 @@ class GradientBuckets:
     # -- after backward --
 
     def finish(self) -> None:
-        """Reduce what is still open and wait. Runs by itself at the end of each backward; calling it again does nothing."""
+        """Reduce unsent buckets and wait. Runs by itself at the end of each backward; calling it again does nothing."""
         if not self._sync_enabled or (not self._backward_started and not self._has_unsent_gradients()):
             return
         for bucket in (b for queue in self._send_queues for b in queue):
@@ -186,20 +186,20 @@ class GradientBuckets:
         self._reset_queues()
 
     def reduce_all(self) -> None:
-        """Reduce everything that was added up, whichever way it got there. Under stage 2 every backward has sent its own."""
+        """Reduce all accumulated gradients, however they were accumulated. Under stage 2 every backward has sent its own."""
         if self.zero < 2:
             self._backward_started = True
             self.finish()
 
     def _has_unsent_gradients(self) -> bool:
-        """Gradients were added up under `accumulate` and no backward has sent them since."""
+        """Whether gradients were accumulated under `accumulate` and no backward has sent them since."""
         return any(p.grad is not None for b in self.buckets for p in b.params) if self.zero else False
 
     def clear(self) -> None:
         for bucket in self.buckets:
             bucket.clear()
 
-    # -- what it holds --
+    # -- state --
 
     def tied_gradient(self, param: nn.Parameter) -> torch.Tensor:
         return full_gradient(param)
@@ -217,7 +217,7 @@ class GradientBuckets:
 def _params_by_arrival(model: nn.Module, optimizer: torch.optim.Optimizer, zero: int) -> list[tuple[nn.Parameter, int]]:
     """Trainable parameters with their optimizer group, last registered first: about the order in which gradients arrive."""
     group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    found = [(p, group_of.get(id(p), -1)) for p in model.parameters() if p.requires_grad and p.numel()]  # another rank's table is empty here
+    found = [(p, group_of.get(id(p), -1)) for p in model.parameters() if p.requires_grad and p.numel()]  # a table on another rank is empty here
     if zero == 0:
         return [(p, 0) for p, _ in reversed(found)]
     return [(p, group) for p, group in reversed(found) if group >= 0]
@@ -242,8 +242,9 @@ def _make_buckets(
 
 
 def _bucket_kind(kind: ParamReplication, zero: int) -> ParamReplication:
-    """Squares are summed kind by kind over shards alone; experts' gradients are reduced elsewhere at every stage. What tensor-parallel ranks
-    hold alike never shares a bucket with their shards, which may differ in size: sums would be made in another order, and copies drift apart."""
+    """The replication that separates buckets. The gradient norm counts by bucket only for shards (zero > 0); experts' gradients are reduced over
+    other groups at every stage. Replicated parameters never share a bucket with tensor-parallel shards, which may differ in size: sums would have
+    another order, and copies would drift apart."""
     return kind if zero else kind._replace(in_grad_norm=True)
 
 

@@ -1,4 +1,4 @@
-"""Memory Manager, acting half: the keys of randomness, and what a rank holds, in bytes. ZeRO-3 is in `zero3_runtime.py`."""
+"""Random keys of micro-batches, and the bytes that a rank's tensors hold. ZeRO-3 is in `zero3_runtime.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 
 class RandomKeys:
-    """The key of the micro-batch at hand, for modules whose randomness is keyed."""
+    """Sets the current micro-batch's key on modules whose randomness is keyed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [m for m in model.modules() if isinstance(m, KeyedRandomModule)]
@@ -27,7 +27,7 @@ class RandomKeys:
 
     @contextmanager
     def using(self, key: tuple[int, int, int]) -> Iterator[None]:
-        """For a while, the key of another micro-batch."""
+        """Context in which the key of another micro-batch is set."""
         before = self.current
         if before != key:
             self.set(*key)

@@ -1,4 +1,4 @@
-"""Tensors changed at a module's door: among what it is given, or among what it gives out."""
+"""Hooks that apply a function to one tensor of a module's inputs or outputs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ TensorFn = Callable[[torch.Tensor], torch.Tensor]
 
 
 def at_module_input(module: nn.Module, position: int, fn: TensorFn, compiler_disabled: Callable[..., Any] = lambda function: function) -> None:
-    """Among the tensors that a module is given, the one at `position` is changed, wherever else it is given too. `compiler_disabled` keeps the
-    hook out of compiled graphs."""
+    """Apply `fn` to the tensor at `position` among a module's inputs, and replace all its occurrences there. `compiler_disabled` keeps the hook
+    out of compiled graphs."""
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return map_tensor_at((args, kwargs), position, fn)

@@ -1,8 +1,8 @@
-"""Memory Manager, acting half: the optimizer's state in host memory.
+"""Optimizer offload: the optimizer's state in host memory.
 
-What the optimizer steps has a copy on the host, and the optimizer is given the copies. When it is asked for a step, the gradients are brought
-there first; the new values are brought back before anybody gathers or uses them. A device then holds parameters and gradients, and the host
-the states and the copies. Nothing else changes: which slices a rank steps is as ZeRO's stage says.
+Each stepped parameter has a copy on the host, and the optimizer is given the copies. Before a step, gradients are copied to the host; after it,
+new values are copied back before anything gathers or uses them. A device then holds parameters and gradients, and the host the states and the
+copies. Nothing else changes: ZeRO's stage decides which shards a rank steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshwright.core.errors import RequestError
 
 
 class OptimizerOffload:
-    """Stands between what a rank steps and an optimizer that works in host memory."""
+    """Connects the parameters that a rank steps with an optimizer that works on host copies of them."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer.state:
@@ -31,10 +31,10 @@ class OptimizerOffload:
         back = optimizer.register_step_post_hook(lambda *_: self._copy_params_to_device())
         hooks = optimizer._optimizer_step_post_hooks
         assert isinstance(hooks, OrderedDict)
-        hooks.move_to_end(back.id, last=False)  # before those that gather what was stepped
+        hooks.move_to_end(back.id, last=False)  # before the hooks that gather stepped parameters
 
     def host_copy(self, param: nn.Parameter) -> nn.Parameter:
-        """What the optimizer knows a stepped parameter by."""
+        """The host copy of a stepped parameter, by which the optimizer knows it."""
         return self._copies[id(param)]
 
     def _make_host_copy(self, param: nn.Parameter) -> nn.Parameter:
@@ -56,7 +56,7 @@ class OptimizerOffload:
         _synchronize(self.device_parameters)
 
     def _copy_params_to_device(self) -> None:
-        """Gradients have done their work: an optimizer's zero_grad would reach the copies' alone."""
+        """Copy new values back and drop the device's gradients: an optimizer's zero_grad would clear only the copies'."""
         for param, copy in self._pairs():
             param.data.copy_(copy.data, non_blocking=True)
             param.grad = None

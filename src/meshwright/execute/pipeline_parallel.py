@@ -1,10 +1,10 @@
-"""Pipeline parallelism, acting half: each rank keeps its stages of the model and runs micro-batches through them.
+"""Pipeline parallelism: each rank keeps its stages of the model and runs micro-batches through them.
 
 [Note: a stage of any model]
-The model's forward is left as it is, and every stage runs it, with the loss around it. Modules whose work an earlier stage has done
-give stand-ins of the right shapes at once; where the stage begins, what was received takes the stand-ins' place; where the next stage
-begins, the run is left, with the values that go on. What does not depend on parameters (masks, position tables) each stage so makes
-for itself from the samples, and only what was learned travels. The schedules and the exchange are torch's.
+Every stage runs the model's unchanged forward, with the loss around it. Modules that an earlier stage has computed are skipped and return
+placeholders of the right shapes; at the stage's entry, received boundary activations replace the placeholders; at the next stage's entry, the run
+ends and its boundary activations are captured. So each stage computes what does not depend on parameters (masks, position tables) from the
+samples itself, and only learned values are sent. The schedules and the communication are torch's.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ _SCHEDULES: dict[str, Any] = {
     "interleaved": pipelining.ScheduleInterleaved1F1B,
     "zero_bubble": pipelining.ScheduleZBVZeroBubble,
 }
-# What torch says when the two halves of a backward would need the same nodes (T5's position bias, under recomputation or tensor parallelism)
-# and, in 2.11, when not all that a stage gives is learned, or not all that it is given is used.
+# torch's errors when both halves of a split backward need the same nodes (T5's position bias, under recomputation or tensor parallelism) and, in
+# 2.11, when some output of a stage does not require grad or some input is unused.
 _SPLIT_BACKWARD_ERRORS = (
     "backward through the graph a second time",
     "different number of tensors was saved",
     "does not require grad and does not have a grad_fn",
     "appears to not have been used in the graph",
 )
-_MAX_CACHED_SHAPES = 16  # sizes of samples whose schedules, with the buffers that they receive into, are kept
+_MAX_CACHED_SHAPES = 16  # sample shapes whose schedules, with their receive buffers, are kept
 
 
 class _StageEndError(BaseException):
-    """The run of a stage ends here. Not an Exception, so that no handler in a model's code keeps it."""
+    """Ends the run of a stage. Not an Exception, so that no handler in a model's code catches it."""
 
 
 class _FakeComm(NullComm):
-    """A group of ranks for a run on fake tensors, in which nobody says anything."""
+    """A group of ranks for a run on fake tensors; it communicates nothing."""
 
     def __init__(self, comm: Comm) -> None:
         self.rank, self.size = comm.rank, comm.size
@@ -70,7 +70,7 @@ class _FakeComm(NullComm):
 
 
 class PipelineRuntime:
-    """This rank's stages. Made when a plan is applied; `run` needs a loss and samples, and looks at the first of each size to learn shapes."""
+    """This rank's stages. Created when a plan is applied; `run` needs a loss and micro-batches, and infers shapes from the first of each shape."""
 
     def __init__(self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, groups: ProcessGroups) -> None:
         self.plan, self.model, self.groups = plan, model, groups
@@ -85,28 +85,28 @@ class PipelineRuntime:
         self._drop_remote_parameters(optimizer)
         sendable = backend_traits(dist.get_backend(process_group(groups.pp))).devices
         self._p2p_device = plan.device if plan.device in sendable else "cpu"  # gloo sends host memory only
-        self._current = -1  # the stage that is running
-        self._boundary_values: dict[str, torch.Tensor] = {}  # values that cross stages, by name
-        self._shape_cache: dict[Hashable, _StageShapes] = {}  # by what samples look like: buffers are of one size, and nothing else may meet them
+        self._current = -1  # the running stage; -1: none
+        self._boundary_values: dict[str, torch.Tensor] = {}  # boundary activations by name
+        self._shape_cache: dict[Hashable, _StageShapes] = {}  # by sample shapes: a schedule's buffers fit one shape only
         self._shapes = _StageShapes()
         self.tied_groups = [(name, new_subgroup(plan.mesh, "pp", ranks, groups.ledger)) for name, ranks in self.tied_parameters()]
 
     # -- set-up --
 
     def _drop_remote_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """Parameters of other ranks' stages are let go."""
+        """Free the parameters of other ranks' stages."""
         known = {id(p): name for name, p in self.model.named_parameters()}
         keep = {name for name, stages in self.stages_of_param.items() if set(stages) & set(self.local_stages)}
         for module in self.model.modules():
             for key, param in list(module._parameters.items()):
                 if param is not None and known[id(param)] not in keep:
                     del module._parameters[key]
-                    vars(module)[key] = torch.empty(0, dtype=param.dtype, device=param.device)  # code may ask what type it is
+                    vars(module)[key] = torch.empty(0, dtype=param.dtype, device=param.device)  # code may read its dtype
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if known.get(id(p)) in keep or id(p) not in known]
 
     def tied_parameters(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Parameters that stages on several ranks use, with those ranks: their gradients must meet."""
+        """Parameters that stages on several ranks use, with those ranks: their gradients must be summed."""
         found = []
         for name, stages in self.stages_of_param.items():
             ranks = tuple(sorted({self.plan.stage_rank(s) for s in stages}))
@@ -115,11 +115,11 @@ class PipelineRuntime:
         return found
 
     def in_grad_norm(self, name: str) -> bool:
-        """Of the ranks that hold a parameter, one counts it in sums over all."""
+        """Whether this rank counts a parameter in sums over the pipeline: of the ranks that hold it, one does."""
         return self.plan.stage_rank(self.stages_of_param[name][0]) == self.groups.pp.rank
 
     def attach_hooks(self) -> None:
-        """Put the doors in. After everything else that hooks into modules, since a stand-in must come before all of it."""
+        """Register the hooks at stage boundaries. After all other hooks on modules, since a skipped module must bypass them."""
         modules = dict(self.model.named_modules())
         for name in {n for s in self.local_stages for n in self.plan.stages[s].skipped_modules}:
             self._skip_module(modules[name], name)
@@ -136,7 +136,7 @@ class PipelineRuntime:
                     modules[activation.source].register_forward_hook(lambda _m, _a, out, c=activation: self._capture_output(c, out))
 
     def _skip_module(self, module: Any, name: str) -> None:
-        """A call of the module goes through here first: past its hooks too, if its work is done already."""
+        """Intercept the module's calls, before its hooks: return placeholders if an earlier stage has computed it."""
         plain = module._compiled_call_impl or module._call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -165,7 +165,7 @@ class PipelineRuntime:
 
         return before
 
-    # -- the first samples of a size --
+    # -- shape inference --
 
     @property
     def loss_has_count(self) -> bool:
@@ -173,7 +173,7 @@ class PipelineRuntime:
         return self._shapes.loss_has_count
 
     def _shapes_for(self, micro_batch: Batch, loss_fn: Loss, autocast: Any, *, training: bool) -> _StageShapes:
-        """What is known about samples of this size: learned when they first come. Every rank of the pipeline sees the same ones."""
+        """The shapes for micro-batches of this shape, inferred when one first comes. Every rank of the pipeline sees the same ones."""
         key = (training, tuple((tuple(t.shape), t.dtype) for t in _tensor_leaves(micro_batch)))
         found = self._shape_cache.pop(key, None)
         if found is None:
@@ -186,7 +186,7 @@ class PipelineRuntime:
         return found
 
     def _infer_shapes(self, loss_fn: Loss, micro_batch: Batch, autocast: Any) -> _StageShapes:
-        """Shapes and types of what crosses, and of what skipped modules give: one forward on fake tensors."""
+        """Shapes and dtypes of boundary activations and of skipped modules' outputs, from one forward on fake tensors."""
         found = _StageShapes()
         wanted = {n for s in self.local_stages for n in self.plan.stages[s].skipped_modules}
         activations = {c.name: c for stage in self.plan.stages for c in stage.boundary_activations}
@@ -227,7 +227,7 @@ class PipelineRuntime:
         return found
 
     def _local_meta(self, activation: BoundaryActivation, full: _TensorMeta) -> _TensorMeta:
-        """What this rank has of a value that the model's code would make whole."""
+        """This rank's shape of a boundary activation, from its full shape."""
         if not activation.logical_dim:
             return full
         held, every = self.plan.logical_dim_shards[self.plan.mesh.coordinate(self.groups.rank, "tp")][activation.logical_dim]
@@ -254,7 +254,7 @@ class PipelineRuntime:
     # -- running --
 
     def run(self, micro_batches: list[Batch], run_stage: Any, loss_fn: Loss, autocast: Any) -> list[torch.Tensor]:
-        """Forward and backward of all micro-batches; the losses, on the rank of the last stage. `run_stage(piece, index)` computes a loss."""
+        """Run forward and backward of all micro-batches; return the losses, on the rank of the last stage. `run_stage(index)` computes a loss."""
         self._shapes = self._shapes_for(micro_batches[0], loss_fn, autocast, training=True)
         self._run_stage = run_stage
         schedule: Any = self._shapes.schedule
@@ -264,7 +264,7 @@ class PipelineRuntime:
             stage.clear_runtime_states()
         losses: list[torch.Tensor] = []
         count = len(micro_batches)
-        kwargs = [{"index": torch.tensor(i)} for i in range(count)]  # torch 2.11 takes everything that it hands on for a tensor
+        kwargs = [{"index": torch.tensor(i)} for i in range(count)]  # torch 2.11 expects every argument to be a tensor
         try:
             schedule._step_microbatches([()] * count, kwargs, [None] * count, losses, False)
         except RuntimeError as error:
@@ -275,7 +275,7 @@ class PipelineRuntime:
         return losses
 
     def evaluate(self, batch: Batch, run_stage: Any, loss_fn: Loss, autocast: Any) -> Any:
-        """One batch forward through all stages, one after the other; the loss on the rank of the last."""
+        """Run one batch forward through all stages, one after the other; return the loss on the rank of the last."""
         self._shapes = self._shapes_for(batch, loss_fn, autocast, training=False)
         self._run_stage = run_stage
         out: Any = None
@@ -297,7 +297,7 @@ class PipelineRuntime:
         return out if len(self.plan.stages) - 1 in self.local_stages else None
 
     def forward(self, stage: int, received: tuple[torch.Tensor, ...], index: int) -> Any:
-        """One micro-batch through one stage: the loss from the last, what crosses from the others."""
+        """Run one micro-batch through one stage; return the loss from the last stage, boundary activations from the others."""
         self._boundary_values = {c.name: t.to(self.plan.device) for c, t in zip(self.plan.stages[stage].boundary_activations, received, strict=True)}
         self._current = stage
         if self.plan.splits_backward and stage and torch.is_grad_enabled() and not any(t.requires_grad for t in received):
@@ -312,7 +312,8 @@ class PipelineRuntime:
             self._boundary_values = {}
 
     def _to_send_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Where backward is cut in two, torch detaches what a stage gives in place, which a view does not allow."""
+        """The tensor, contiguous and on the P2P device. To split backward, torch detaches a stage's outputs in place, which a view does not
+        allow."""
         inner = self.plan.splits_backward and tensor._is_view()
         whole = tensor.clone(memory_format=torch.contiguous_format) if inner else tensor.contiguous()
         return whole.to(self._p2p_device)
@@ -322,11 +323,11 @@ class PipelineRuntime:
 
 
 class _StageModule(nn.Module):
-    """What torch's schedules call: the model's forward, from where this stage begins to where it ends."""
+    """The module that torch's schedules call: the model's forward, from this stage's entry to its end."""
 
     def __init__(self, runtime: PipelineRuntime, index: int) -> None:
         super().__init__()
-        self._runtime, self._index = [runtime], index  # in a list: the model is not a part of this module
+        self._runtime, self._index = [runtime], index  # in a list: the model must not become a submodule
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return self._runtime[0].stage_parameters(self._index)
@@ -336,7 +337,7 @@ class _StageModule(nn.Module):
 
 
 class _RecordedStage(pipelining.PipelineStage):
-    """torch's stage, with static shapes, whose sends are named and counted."""
+    """torch's stage, with static shapes, whose sends are recorded in the ledger."""
 
     def __init__(
         self,
@@ -354,7 +355,7 @@ class _RecordedStage(pipelining.PipelineStage):
         self._needs_grad = [t.requires_grad for t in input_specs], [t.requires_grad for t in output_specs]
 
     def _get_init_p2p_neighbors_ops(self) -> Any:
-        """torch 2.11 greets a neighbour on its own rank too, which gloo has no connection for."""
+        """Drop torch 2.11's first messages to a neighbour stage on the same rank, for which gloo has no connection."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
@@ -363,8 +364,8 @@ class _RecordedStage(pipelining.PipelineStage):
         return ops
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
-        if bwd_chunk_id in self.bwd_cache and not hasattr(self, "_get_grad_send_meta"):  # torch 2.11 refuses to send what nothing was made of
-            pairs = zip(self.bwd_cache[bwd_chunk_id], self._input_specs, strict=False)  # gradients of keywords come after
+        if bwd_chunk_id in self.bwd_cache and not hasattr(self, "_get_grad_send_meta"):  # torch 2.11 refuses to send a missing gradient
+            pairs = zip(self.bwd_cache[bwd_chunk_id], self._input_specs, strict=False)  # gradients of keyword arguments come after
             self.bwd_cache[bwd_chunk_id] = tuple(torch.zeros(t.shape, dtype=t.dtype, device=self.device) if g is None else g for g, t in pairs)
         ops = _only_with_grad(super().get_bwd_send_ops(bwd_chunk_id), self._needs_grad[0])
         self._record_sends(ops, f"gradients/{self.stage_index}")
@@ -379,7 +380,8 @@ class _RecordedStage(pipelining.PipelineStage):
 
 
 def _only_with_grad(ops: Any, needs_grad: list[bool]) -> Any:
-    """torch 2.11 sends a gradient back for everything that was received, for the stage before to throw away; later ones for what is learned."""
+    """The ops of tensors that require grad. torch 2.11 sends a gradient back for every received tensor, and the previous stage drops it; later
+    versions send only these."""
     return [op for op, wanted in zip(ops, needs_grad, strict=True) if wanted] if len(ops) == len(needs_grad) else ops
 
 
@@ -396,9 +398,9 @@ class _TensorMeta:
 
 @dataclass
 class _StageShapes:
-    """What samples of one size make of the stages."""
+    """What one sample shape determines: shapes at stage boundaries, and the schedule."""
 
-    skipped_outputs: dict[str, Any] = field(default_factory=dict)  # module → what its stand-in gives, as (leaves, structure)
+    skipped_outputs: dict[str, Any] = field(default_factory=dict)  # module → its placeholder outputs, as (leaves, structure)
     boundary_metas: dict[str, _TensorMeta] = field(default_factory=dict)
     loss: _TensorMeta = _TensorMeta((), torch.float32, True)
     loss_has_count: bool = False

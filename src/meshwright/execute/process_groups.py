@@ -1,4 +1,4 @@
-"""From a mesh to live communication: one `Comm` for each axis that has more than one rank."""
+"""Process groups of a mesh: one `Comm` for each axis that has more than one rank."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from meshwright.core.routes import Route, applicable_routes, choose_route, group
 from meshwright.core.schedule import wire_factor
 
 _DEFAULT_SYNC = SyncPolicy()
-_REGISTERED: dict[str, Callable[[float], object]] = {"mpi": mpi.register}  # backends that torch learns from us
+_REGISTERED: dict[str, Callable[[float], object]] = {"mpi": mpi.register}  # backends that Meshwright registers with torch
 
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """This rank's groups: everyone, and one for each name in `GROUP_AXES`."""
+    """This rank's groups: the world, and one for each name in `GROUP_AXES`."""
 
     rank: int
     world: Comm
@@ -47,13 +47,14 @@ class ProcessGroups:
 
 
 def register_backend(backend: str, timeout_s: float) -> None:
-    """Before ranks meet: torch's wheels know `mpi` by name only, and learn the rest here."""
+    """Register a backend with torch before process groups are made: torch's wheels know `mpi` by name only."""
     if (register := _REGISTERED.get(backend)) is not None:
         register(timeout_s)
 
 
 def make_process_groups(mesh: Mesh, sync: SyncPolicy = _DEFAULT_SYNC, rank_devices: Sequence[str] = ()) -> ProcessGroups:
-    """Collective: every rank of the default process group calls it with the same mesh, policy and devices of unlike ranks."""
+    """Make this rank's groups. Collective: every rank of the default process group calls it with the same mesh, policy and, for unlike ranks,
+    devices."""
     ledger = Ledger()
     if mesh.size == 1:
         alone = NullComm()
@@ -66,14 +67,14 @@ def make_process_groups(mesh: Mesh, sync: SyncPolicy = _DEFAULT_SYNC, rank_devic
 
 
 def process_group(comm: Comm) -> dist.ProcessGroup:
-    """For what torch itself sends: the group over the backend that ranks meet by."""
+    """The torch process group over the default backend, for what torch itself sends."""
     own = comm.default_comm if isinstance(comm, RoutedComm) else comm
     assert isinstance(own, TorchComm)
     return own.group
 
 
 class _GroupFactory:
-    """Makes the group that this rank is in, over every backend that the policy routes calls to; axes that join the same ranks share one."""
+    """Makes this rank's groups, over every backend that the policy routes calls to; axes over the same ranks share one `Comm`."""
 
     def __init__(self, ledger: Ledger, sync: SyncPolicy, rank_devices: Sequence[str]) -> None:
         self._ledger, self._sync, self._rank_devices = ledger, sync, rank_devices
@@ -104,7 +105,7 @@ class _GroupFactory:
         return list(dict.fromkeys(r.backend for r in self._sync.routes if r.algorithm != "flat"))
 
     def _new_group(self, rank_groups: list[list[int]]) -> dist.ProcessGroup:
-        """This rank's group; where ranks are on unlike devices, each group has the backend of its own."""
+        """This rank's group; if ranks are on unlike devices, each group has the backend of its own devices."""
         if len(rank_groups) == 1:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
@@ -114,8 +115,7 @@ class _GroupFactory:
 
 
 def shared_memory_group(ranks: list[list[int]], backend: str, sync: SyncPolicy) -> SharedMemoryGroup:
-    """The shared memory that the policy's routes over one backend need, for this rank's group among `ranks`. Collective: every rank of the world
-    takes part."""
+    """The shared memory that the policy's routes over one backend need, for this rank's group among `ranks`. Collective over the world."""
     comm = TorchComm(dist.new_subgroups_by_enumeration(ranks, backend=backend)[0], Ledger())
     mine = _my_group(ranks)
     algorithms = {r.algorithm for r in sync.routes if r.backend == backend}
@@ -135,12 +135,12 @@ def _my_group(groups: list[list[int]]) -> list[int]:
 
 
 def composed_routes(memories: Mapping[str, SharedMemoryGroup], routes: Sequence[Route], ledger: Ledger) -> dict[str, ComposedComm]:
-    """Routes that do not go by the backend's own collectives, by name."""
+    """Comms of the routes that do not use the backend's own collectives, by route name."""
     return {r.route_name: ComposedComm(memories[r.backend], r.algorithm, ledger) for r in routes if r.algorithm != "flat"}
 
 
 def new_subgroup(mesh: Mesh, axis: str, coordinates: tuple[int, ...], ledger: Ledger) -> Comm | None:
-    """A group of the ranks at some coordinates of one axis; None where this rank is not among them. Collective."""
+    """A group of the ranks at `coordinates` of one axis; None if this rank is not among them. Collective."""
     ranks = [[r for r in group if mesh.coordinate(r, axis) in coordinates] for group in mesh.groups(axis)]
     group, _ = dist.new_subgroups_by_enumeration(ranks)
     return TorchComm(group, ledger) if group is not None else None

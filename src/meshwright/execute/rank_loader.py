@@ -1,4 +1,4 @@
-"""A single-device script's loader, cut for one rank: its batch is the global batch, and each rank gets its share of the same one."""
+"""A single-device script's loader for one rank: the script's batch is the global batch, and each rank gets its share of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.execute.session import sample_count
 
 
 def sample_range(plan: Plan, data_rank: int, global_batch: int) -> tuple[int, int]:
-    """(first sample, count) of a global batch of `global_batch` samples; a short last batch is cut in proportion."""
+    """(first sample, count) of a data rank in a global batch of `global_batch` samples; a short last batch is split in proportion."""
     first, count = plan.sample_range(data_rank)
     if global_batch == plan.global_batch:
         return first, count
@@ -26,9 +26,9 @@ def sample_range(plan: Plan, data_rank: int, global_batch: int) -> tuple[int, in
 
 
 class RankLoader:
-    """Iterates this rank's share. `global_batch` says how many samples the global batch of the current item has.
+    """Iterates over this rank's share. `global_batch` is the number of samples in the current item's global batch.
 
-    A share will be taken in `num_micro_batches`: as many as the plan has micro-batches, or one where nothing is trained.
+    A share will be split into `num_micro_batches`: the plan's number, or one when not training.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class RankLoader:
         return len(self._loader)  # type: ignore[arg-type]
 
     def _can_split(self, global_batch: int) -> bool:
-        """A last batch too small to give every rank a micro-batch is left out, on every rank alike; so is one that a pipeline, whose
-        micro-batches are of one size, cannot cut evenly."""
+        """Whether a batch is used. A last batch too small to give every rank its micro-batches is left out on every rank; so is one that a
+        pipeline, whose micro-batches have one size, cannot split evenly."""
         width, pieces = self.plan.mesh.data_parallel_size, self.num_micro_batches
         shares = [sample_range(self.plan, r, global_batch)[1] for r in range(width)]
         uneven = self.plan.mesh.pp > 1 and any(share % pieces for share in shares)
@@ -65,7 +65,7 @@ class RankLoader:
         return enough
 
     def _iter_by_index(self, loader: DataLoader[Any]) -> Iterator[tuple[int, Batch]]:
-        """Only this rank's samples are read: the same batches of indices, cut before anything is loaded."""
+        """Read only this rank's samples: batches of indices are the same on every rank, and are split before anything is loaded."""
         sampler = _RankBatchSampler(self, loader.batch_sampler)
         cut: DataLoader[Any] = DataLoader(
             loader.dataset,
@@ -91,7 +91,7 @@ class RankLoader:
 
 
 class _RankBatchSampler:
-    """The user's own batch sampler, in the same order on every rank, cut to this rank's part."""
+    """The user's own batch sampler, in the same order on every rank, restricted to this rank's share."""
 
     def __init__(self, loader: RankLoader, batch_sampler: Iterable[list[Any]] | None) -> None:
         assert batch_sampler is not None
@@ -104,7 +104,7 @@ class _RankBatchSampler:
     def __iter__(self) -> Iterator[list[Any]]:
         iterator = iter(self.batch_sampler)
         while True:
-            # torch's samplers draw their order from the global generator: give every rank the same one for a moment.
+            # torch's samplers draw their order from the global generator: seed it the same way on every rank while they do.
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.loader.seed * 1_000_003 + self.loader.epoch)
                 try:

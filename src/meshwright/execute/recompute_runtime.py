@@ -1,8 +1,9 @@
-"""Recomputation, acting half: a unit keeps its input alone, or also what is dear to compute, and makes the rest again during backward.
+"""Activation checkpointing: a unit saves only its input, or also the outputs of expensive ops (selective), and recomputes the rest during
+backward.
 
-[Note: meetings in a unit that keeps its products]
-A tensor-parallel product is completed over the ranks in place, so what selective recomputation has kept of it is the complete one. The
-meeting's result is kept with it (`RecomputeCache`): when the unit runs again, neither the product nor the communication is repeated.
+[Note: collectives in a unit that saves its matmuls]
+A tensor-parallel matmul's output is all-reduced in place, so what selective recomputation has saved of it is the reduced one. The collective's
+result is saved with it (`RecomputeCache`): recomputing the unit repeats neither the matmul nor the communication.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from meshwright.execute.memory_runtime import RandomKeys
 
 
 class RecomputeCache:
-    """What ranks made of their meetings in the unit that is running, if it keeps such results; nothing otherwise."""
+    """Results of collectives in the running unit, if it recomputes selectively; empty otherwise."""
 
     def __init__(self) -> None:
         self._results: deque[tuple[torch.Tensor, int]] | None = None
@@ -35,7 +36,7 @@ class RecomputeCache:
         return self._results is not None
 
     def run_or_replay(self, collective: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The result of a meeting: made now, or when the unit runs again, as it was."""
+        """Run a collective and save its result, or return the saved result when the unit is recomputed."""
         if self._results is None:
             return collective()
         if not self._replaying:
@@ -58,7 +59,7 @@ class RecomputeCache:
 
 
 class _ContextStack:
-    """Contexts around one run of a unit: entered in order, and as often as needed."""
+    """Contexts around one run of a unit: entered in order, and any number of times."""
 
     def __init__(self, *context_factories: Callable[[], AbstractContextManager[Any]]) -> None:
         self._context_factories = context_factories
@@ -76,7 +77,7 @@ class _ContextStack:
 
 @contextmanager
 def _autocast_cache_disabled() -> Iterator[None]:
-    """Whether autocast had cast a weight already would differ between the first run and the second."""
+    """Disable autocast's weight cache: whether a weight is cached already would differ between forward and recompute."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -86,13 +87,13 @@ def _autocast_cache_disabled() -> Iterator[None]:
 
 
 def _selective_policy(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Dear results are kept. Not attention with dropout: it draws random numbers, and what comes after it would draw others if it did not."""
+    """Save the outputs of expensive ops. Attention with dropout is recomputed: if it drew no random numbers, ops after it would draw others."""
     draws = "_attention" in func.name() and _argument_value(func, "dropout_p", args, kwargs)
     return CheckpointPolicy.MUST_SAVE if is_compute_intensive(func) and not draws else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _argument_value(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """The value of an operation's argument, however it was given."""
+    """The value of an op's argument: positional, keyword or default."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.name == name:
             return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
@@ -106,7 +107,7 @@ _COMPILED_CHECKPOINT_ARGS: dict[str, Any] = {
 
 
 def _checkpoint_contexts(mode: RecomputeMode, random_keys: RandomKeys, recompute_cache: RecomputeCache) -> tuple[Any, Any]:
-    """(around the first run, around the second). The second has the key of the first: in a pipeline other samples came between."""
+    """(context of the forward, context of the recompute). The recompute uses the forward's random key: in a pipeline other samples came between."""
     keyed = partial(random_keys.using, random_keys.current)
     if mode == "full":
         return nullcontext(), _ContextStack(keyed)
@@ -119,7 +120,7 @@ def _checkpoint_contexts(mode: RecomputeMode, random_keys: RandomKeys, recompute
 def recompute_units(
     model: nn.Module, modes: Mapping[str, RecomputeMode], random_keys: RandomKeys, recompute_cache: RecomputeCache, *, compiler_disabled: bool = False
 ) -> None:
-    """Wrap each unit in place. `compiler_disabled`: compiled graphs are broken inside of units, so they cannot hold this either."""
+    """Wrap each unit in place. `compiler_disabled`: compiled graphs break inside of units, so they cannot contain the checkpoint either."""
     for name, mode in modes.items():
         unit = model.get_submodule(name)
         outer = _checkpointed(unit.forward, mode, random_keys, recompute_cache)
@@ -130,7 +131,7 @@ def _checkpointed(forward: Callable[..., Any], mode: RecomputeMode, random_keys:
     def outer(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if torch.compiler.is_compiling():  # a graph takes its key in as a tensor, and its compiler knows torch's own contexts only
+        if torch.compiler.is_compiling():  # a graph takes its key as a tensor, and the compiler supports only torch's own contexts
             return checkpoint(forward, *args, use_reentrant=False, **_COMPILED_CHECKPOINT_ARGS[mode], **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_checkpoint_contexts, mode, random_keys, recompute_cache), **kwargs)
 

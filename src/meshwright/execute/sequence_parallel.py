@@ -1,4 +1,5 @@
-"""Positions that tensor-parallel ranks share outside of cut parts, as autograd sees them (see [Note: sequence])."""
+"""Sequence parallelism: autograd functions and hooks that shard positions over tensor-parallel ranks outside of tensor-parallel regions (see
+[Note: sequence] in core/tensor_policy.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from meshwright.execute.recompute_runtime import RecomputeCache
 
 
 class SequenceLength:
-    """How many positions the sequence has that runs now; all regions of one strand share it. A batch may be shorter than the planner's."""
+    """The sequence length of the current batch, shared by all regions of one logical dim. A batch may be shorter than the planned one."""
 
     def __init__(self, comm: Comm, length: int) -> None:
         self.comm, self.length = comm, length
@@ -27,22 +28,22 @@ class SequenceLength:
 
 
 class SequenceShard:
-    """Positions along one dim of one kind of tensor: from all of them to this rank's, and back."""
+    """Shards and gathers the positions along one dim of one kind of tensor."""
 
     def __init__(self, sequence: SequenceLength, sequence_layout: SequenceLayout, name: str) -> None:
         self.sequence, self.comm, self.sequence_layout, self.name = sequence, sequence.comm, sequence_layout, name
 
     def record_length(self, full: torch.Tensor) -> None:
-        """A whole tensor tells how long its sequence is."""
+        """Take the current sequence length from a full tensor."""
         if not self.sequence_layout.has_outer_dims:
             self.sequence.length = full.shape[self.sequence_layout.dim] // self.sequence_layout.inner
 
     def snapshot(self) -> SequenceShard:
-        """The same for the sequence that runs now, whatever runs before backward comes."""
+        """A copy that keeps the current sequence length for backward, whatever runs in between."""
         return SequenceShard(SequenceLength(self.comm, self.sequence.length), self.sequence_layout, self.name)
 
     def local_shard(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's positions of a whole tensor."""
+        """This rank's positions of a full tensor."""
         first, count = shard_range(self.sequence.length, self.comm.rank, self.comm.size)
         return self._flatten_positions(
             self._unflatten_positions(full, self.sequence.length).narrow(self.sequence_layout.dim + 1, first, count)
@@ -53,13 +54,14 @@ class SequenceShard:
         return [n // mine * self.sequence.length if d == self.sequence_layout.dim else n for d, n in enumerate(shard.shape)]
 
     def all_gather(self, shard: torch.Tensor) -> torch.Tensor:
-        """All positions, of which every rank has given its own."""
+        """All positions, from every rank's own."""
         counts, dim = self.sequence.shard_lengths, self.sequence_layout.dim + 1
         pieces = all_gather_uneven(self._unflatten_positions(shard, counts[self.comm.rank]), self.comm, dim, counts, self.name)
         return self._flatten_positions(torch.cat(pieces, dim))
 
     def reduce_scatter(self, partial: torch.Tensor, comm: Comm | None = None) -> PendingReduceScatter:
-        """Partial sums of all positions are under way to become the sums of this rank's; over another `comm` of the group if there is one."""
+        """Start summing partial sums of all positions over ranks; the result is this rank's positions of the sum. `comm` may be another
+        communicator of the same group."""
         counts = self.sequence.shard_lengths
         most, front = max(counts), self._unflatten_positions(partial, self.sequence.length).movedim(self.sequence_layout.dim + 1, 0)
         if min(counts) < most:  # backends scatter equal pieces only
@@ -69,7 +71,7 @@ class SequenceShard:
             front = padded
         out = front.new_empty((most, *front.shape[1:]))
         sent = front.contiguous()
-        sent = sent.clone() if sent.data_ptr() == partial.data_ptr() else sent  # others may use it still
+        sent = sent.clone() if sent.data_ptr() == partial.data_ptr() else sent  # `partial` may still be used elsewhere
         return PendingReduceScatter(self, out, sent, (comm or self.comm).reduce_scatter(out, sent, self.name))
 
     def _unflatten_positions(self, x: torch.Tensor, length: int) -> torch.Tensor:
@@ -84,7 +86,7 @@ class SequenceShard:
 
 
 class PendingReduceScatter:
-    """A reduce-scatter under way; it keeps what is sent alive."""
+    """A reduce-scatter in flight; it keeps the input buffer alive."""
 
     def __init__(self, sequence_shard: SequenceShard, out: torch.Tensor, sent_buffer: torch.Tensor, pending: Work) -> None:
         self._sequence_shard, self._out, self._sent_buffer, self._pending = sequence_shard, out, sent_buffer, pending
@@ -95,7 +97,7 @@ class PendingReduceScatter:
 
 
 class ReduceScatterToSequence(torch.autograd.Function):
-    """Partial sums of all positions going in; the sums of this rank's come out. Each rank has the gradient of its own; all are needed."""
+    """Forward reduce-scatters partial sums of all positions to this rank's positions; backward all-gathers the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sequence_shard: SequenceShard, recompute_cache: RecomputeCache) -> torch.Tensor:
@@ -109,7 +111,7 @@ class ReduceScatterToSequence(torch.autograd.Function):
 
 
 class GatherFromSequence(torch.autograd.Function):
-    """This rank's positions going in, all of them coming out, for a cut part; the gradients of its pieces are summed for their owners."""
+    """Forward all-gathers positions for a tensor-parallel region; backward reduce-scatters the partial gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sequence_shard: SequenceShard, recompute_cache: RecomputeCache) -> torch.Tensor:
@@ -122,7 +124,7 @@ class GatherFromSequence(torch.autograd.Function):
 
 
 class ScatterToSequence(torch.autograd.Function):
-    """All positions going in, this rank's coming out; their gradients come back from all."""
+    """Forward keeps this rank's positions of a full tensor; backward all-gathers the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sequence_shard: SequenceShard) -> torch.Tensor:
@@ -136,7 +138,7 @@ class ScatterToSequence(torch.autograd.Function):
 
 
 class GatherToReplicated(GatherFromSequence):
-    """The same for what every rank does alike: of the gradient, it keeps its own."""
+    """Forward all-gathers positions for code that every rank runs identically; backward keeps this rank's positions of the gradient."""
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
@@ -144,7 +146,7 @@ class GatherToReplicated(GatherFromSequence):
 
 
 class SequenceParallelRegion:
-    """All that one axis of ranks shares the positions of."""
+    """The sharded sequences of one tensor-parallel axis."""
 
     def __init__(self, policy: TensorPolicy, comm: Comm) -> None:
         self._sequences = {s.name: SequenceLength(comm, s.size) for s in policy.sharded_dims if not s.parameter_shards}
@@ -155,7 +157,7 @@ class SequenceParallelRegion:
     def install(
         self, modules: dict[str, nn.Module], policy: TensorPolicy, compiler_disabled: Callable[..., Any], recompute_cache: RecomputeCache
     ) -> None:
-        """Values that are dealt out and collected at modules' doors, and random numbers that must not depend on ranks."""
+        """Install scatters and gathers at module inputs and outputs, and dropout masks that do not depend on the rank."""
         for site in policy.sequence_scatter_sites:
             assert site.sequence_layout is not None
             at_module_input(
@@ -183,7 +185,7 @@ def _gather_fn(sequence_shard: SequenceShard, recompute_cache: RecomputeCache) -
 
 
 def _shard_dropout_mask(module: nn.Module, sequence_shard: SequenceShard, compiler_disabled: Callable[..., Any]) -> None:
-    """A module that multiplies by random numbers draws them for all positions, as one device would, and uses this rank's."""
+    """Make a dropout module draw its mask for all positions, as one device would, and use this rank's positions of it."""
     inner = module.forward
 
     def forward(x: torch.Tensor) -> torch.Tensor:

@@ -15,12 +15,12 @@ from meshwright.core.plan import Plan
 from meshwright.core.task import Batch, Loss
 from meshwright.execute.apply import AppliedPlan, apply, autocast_factory, average_buffers
 
-_MicroBatch = tuple[int, int, Batch]  # a micro-batch: its first sample, their number, the samples
+_MicroBatch = tuple[int, int, Batch]  # first sample, number of samples, samples
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Tensors stay on the device: nothing here forces a synchronisation until somebody reads it."""
+    """A step's loss and gradient norm. Tensors stay on the device: nothing forces a synchronisation until they are read."""
 
     loss: torch.Tensor  # mean over the global batch, the same on every rank
     grad_norm: torch.Tensor | None  # before clipping; None when nothing needed it
@@ -77,7 +77,7 @@ class Session:
         return self._finish_step(meter, total)
 
     def _run_pipeline(self, micro_batches: list[_MicroBatch], global_batch: int, loss_fn: Loss, loss_reducer: _LossReducer) -> None:
-        """All micro-batches through this rank's stages. Gradients add up; they are sent when the pipeline has drained."""
+        """Run all micro-batches through this rank's stages. Gradients accumulate, and are reduced when the pipeline has drained."""
         pipeline, buckets = self.applied.pipeline, self.applied.gradient_sync
         assert pipeline is not None
         if len({size for _, size, _ in micro_batches}) > 1:
@@ -95,14 +95,14 @@ class Session:
     def _forward_backward(self, micro_batch: _MicroBatch, global_batch: int, loss_fn: Loss, loss_reducer: _LossReducer, *, is_last: bool) -> None:
         loss = self._weighted_loss(micro_batch, global_batch, self._prepare_loss_fn(loss_fn), loss_reducer)
         if is_last:
-            loss_reducer.start_all_reduce()  # travels while backward runs
+            loss_reducer.start_all_reduce()  # overlaps with backward
             loss.backward()
         else:
             with self.applied.accumulate():
                 loss.backward()
 
     def _weighted_loss(self, micro_batch: _MicroBatch, global_batch: int, loss_fn: Loss, loss_reducer: _LossReducer) -> torch.Tensor:
-        """Forward of one micro-batch; its share of the global mean, scaled for fp16."""
+        """Run one micro-batch forward; return its share of the global mean loss, scaled for fp16."""
         start, size, samples = micro_batch
         self.applied.random_keys.set(self.seed, self.steps_done, self._first_sample + start)
         with self._autocast():
@@ -124,7 +124,7 @@ class Session:
         return StepResult(loss, norm, skipped)
 
     def _unscale_and_clip(self, correction: torch.Tensor | None) -> tuple[torch.Tensor | None, bool]:
-        """Unscale, weight by true counts and clip in one multiplication; say whether fp16 overflowed."""
+        """Unscale, weight by true counts and clip in one multiplication; return the norm, and whether fp16 overflowed."""
         if self.clip is None and self._loss_scaler is None and correction is None:
             return None, False
         factor: torch.Tensor | float = (correction if correction is not None else 1.0) / (self._loss_scaler.value if self._loss_scaler else 1.0)
@@ -143,7 +143,8 @@ class Session:
         return norm, False
 
     def _scale_gradients(self, factor: torch.Tensor | float) -> None:
-        """A fused optimizer divides by `grad_scale` while it reads the gradient anyway: one pass over memory less."""
+        """Multiply gradients by `factor`. A fused optimizer divides by `grad_scale` while it reads the gradient anyway: one pass over memory
+        less."""
         if self._fused and torch.is_tensor(factor):
             self.optimizer.grad_scale = 1.0 / factor  # type: ignore[attr-defined]
         elif grads := self.applied.local_gradients():
@@ -194,7 +195,7 @@ class Session:
 
 
 class _LossReducer:
-    """The global mean loss of one step, from pieces: weights them, reduces them over ranks beside backward."""
+    """Weights the losses of one step's micro-batches and reduces their sum over ranks, overlapping with backward."""
 
     def __init__(self, plan: Plan, applied: AppliedPlan) -> None:
         self._plan, self._applied = plan, applied
@@ -205,8 +206,8 @@ class _LossReducer:
         self._reduced: torch.Tensor | None = None
 
     def add(self, value: torch.Tensor | tuple[torch.Tensor, torch.Tensor], size: int, global_batch: int) -> torch.Tensor:
-        """Take one micro-batch's loss; give back what to differentiate: its share of the global mean, by samples.
-        Ranks that share positions all have the same loss, so each counts a part of it."""
+        """Take one micro-batch's loss; return what to differentiate: its share of the global mean, by samples. Spatial-parallel ranks all have
+        the same loss, so each counts a part of it."""
         parts = global_batch * self._plan.spatial.num_parts
         if isinstance(value, tuple):
             loss, count = value[0] / parts, torch.as_tensor(value[1], device=value[0].device)
@@ -219,7 +220,7 @@ class _LossReducer:
         return loss
 
     def start_all_reduce(self, has_counts: bool | None = None) -> None:
-        """Sum over all ranks that the batch passes through; a pipeline's ranks without the last stage have nothing to add to it."""
+        """Start the sum over all ranks that the batch passes through; pipeline ranks without the last stage add zero."""
         kind = torch.float64 if self._plan.memory.precision == "fp64" else torch.float32
         self._has_counts = bool(self._counts) if has_counts is None else has_counts
         empty = torch.zeros((), dtype=kind, device=self._plan.device)
@@ -241,7 +242,7 @@ class _LossReducer:
 
 
 def _split_micro_batches(batch: Batch, count: int, num_micro_batches: int) -> Iterable[_MicroBatch]:
-    """The micro-batches of a batch."""
+    """Split a batch into micro-batches."""
     start = 0
     for index in range(num_micro_batches):
         size = count // num_micro_batches + (index < count % num_micro_batches)

@@ -1,4 +1,4 @@
-"""A rank's slice of a flat buffer that ZeRO cuts over the shard axis, in equal parts or as the plan's `balance.states` says."""
+"""A rank's shard of a flat buffer that ZeRO splits over the shard axis, evenly or by the plan's `balance.state_fractions`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.schedule.buckets import Bucket, shard_sizes
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Elements of each rank, and which rank this is."""
+    """Elements of each rank's shard, and which rank this is."""
 
     sizes: tuple[int, ...]
     rank: int
@@ -28,7 +28,7 @@ class ShardLayout:
 
     @property
     def uneven_sizes(self) -> tuple[int, ...] | None:
-        """What a collective is told: nothing where parts are equal, which every backend does quickest."""
+        """Sizes for a collective; None if they are equal, which every backend does fastest."""
         return self.sizes if len(set(self.sizes)) > 1 else None
 
     def local_shard(self, flat: torch.Tensor) -> torch.Tensor:

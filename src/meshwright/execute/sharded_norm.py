@@ -1,4 +1,4 @@
-"""Norms over features that ranks share: each sums over its own piece, and the ranks meet over one or two numbers a row."""
+"""Norms over a sharded feature dim: each rank sums over its own shard, and a collective combines one or two numbers per row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.execute.recompute_runtime import RecomputeCache
 
 
 class NormCollective(NamedTuple):
-    """Over which ranks statistics are summed, under which name, and where results are kept that need not be made again."""
+    """The group that statistics are summed over, the name of its collectives, and the cache that replays their results during recompute."""
 
     comm: Comm
     name: str
@@ -26,7 +26,7 @@ class NormCollective(NamedTuple):
 def shard_norm(
     module: nn.Module, sharded_dim: ShardedDim, collective: NormCollective, compiler_disabled: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
-    """While the module runs, norms and means over its last dim, a piece of `sharded_dim`, are those of the whole."""
+    """Patch `module.forward` so that norms and means over its last dim, a shard of `sharded_dim`, are taken over the full dim."""
     pieces = [sharded_dim.shard_range(rank, collective.comm.size)[1] for rank in range(collective.comm.size)]
     mode, inner = _ShardedNormMode(pieces, collective), module.forward
 
@@ -58,7 +58,7 @@ class _ShardedNormMode(TorchFunctionMode):
         return x.shape[-1] == self.local_size and [d % x.dim() for d in dims] == [x.dim() - 1]
 
     def _mean(self, x: torch.Tensor, keepdim: bool = True) -> torch.Tensor:
-        """Over all ranks' pieces, in single precision at least."""
+        """The mean over all ranks' shards, in fp32 at least."""
         total: torch.Tensor = AllReduceBothPasses.apply(_upcast(x).sum(-1, keepdim=keepdim), *self.collective)
         return total / self.full_size
 
@@ -73,8 +73,8 @@ class _ShardedNormMode(TorchFunctionMode):
 
 
 class _ShardedLayerNorm(torch.autograd.Function):
-    """(x − mean) / deviation. Ranks tell each other the mean and variance of their pieces in one call, and put them together: sums of
-    squares would need one call only, too, and lose what the mean does not leave of them."""
+    """(x − mean) / deviation. Ranks all-gather the means and variances of their shards in one call and combine them. Sums of squares would need
+    one call too, but lose precision to cancellation."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, eps: float, shares: list[float], collective: NormCollective) -> torch.Tensor:
@@ -110,7 +110,7 @@ def _upcast(x: torch.Tensor) -> torch.Tensor:
 
 
 def _scale_and_shift(x: torch.Tensor, normalized: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
-    """In the type that torch's own norms give: autocast on CUDA runs them in single precision."""
+    """Apply weight and bias; return the dtype that torch's own norms return: autocast on CUDA runs them in fp32."""
     if weight is not None and bias is not None and weight.dtype == bias.dtype == normalized.dtype:
         normalized = torch.addcmul(bias, normalized, weight)
     else:

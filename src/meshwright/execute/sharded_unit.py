@@ -1,4 +1,4 @@
-"""Units of ZeRO-3: modules whose parameters are unsharded and resharded as one. Which parameters belong to which, and what follows what."""
+"""Units of ZeRO-3: modules whose parameters are unsharded and resharded together, and the order in which they run."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from meshwright.core.plan import Plan
 from meshwright.execute.flat_buffer import FlatBuffer, FlatBufferFactory
 from meshwright.execute.process_groups import ProcessGroups
 
-ROOT = "root"  # the unit of what is in no other
+ROOT = "root"  # the unit of parameters that are in no other unit
 
 
 @dataclass
 class ShardedUnit:
-    """A module whose parameters are gathered as one; the rest of the model is one too."""
+    """A module whose parameters are gathered together; the rest of the model is one unit too."""
 
     name: str
     flat_buffers: tuple[FlatBuffer, ...]
     is_expert_parallel: bool
-    is_unsharded: bool = False  # parameters show their values
+    is_unsharded: bool = False  # parameters are views of gathered values
     in_backward: bool = False
-    last_backward_id: int = -1  # torch's number of the last backward in which all its gradients have arrived
+    last_backward_id: int = -1  # autograd's graph task id of the last backward in which all its gradients have arrived
     prev_unit: ShardedUnit | None = None
     next_unit: ShardedUnit | None = None
 
     @property
     def has_frozen_params(self) -> bool:
-        """Whether backward may need values after the last gradient has arrived."""
+        """Whether some parameters are frozen: backward may then need values after the last gradient has arrived."""
         return any(not flat.optimizer_shards for flat in self.flat_buffers)
 
     def start_unshard(self, comm: Comm) -> None:
-        """Launch the all-gathers; nothing if the values are here, or on their way."""
+        """Launch the all-gathers, unless the values are gathered or in flight."""
         for flat in self.flat_buffers if not self.is_unsharded else ():
             flat.start_unshard(comm, self.name)
 
@@ -54,7 +54,7 @@ class ShardedUnit:
         self.is_unsharded = False
 
     def discard_prefetched(self, comm: Comm) -> None:
-        """After the optimizer's step, values that were gathered ahead and not used are old."""
+        """Drop values that were prefetched and not used: the optimizer's step has made them stale."""
         if any(flat.pending_gather is not None for flat in self.flat_buffers):
             self.unshard(comm)
         self.reshard()
@@ -69,7 +69,7 @@ class ShardedUnit:
 def make_units(
     model: nn.Module, plan: Plan, groups: ProcessGroups, factory: FlatBufferFactory, tied: Collection[str]
 ) -> Iterator[tuple[ShardedUnit, nn.Module]]:  # fmt: skip
-    """Every unit and its module, with each parameter in the first unit that has it. `tied` parameters are shared by pipeline stages."""
+    """Yield every unit with its module; a parameter is in the first unit that contains it. `tied` parameters are shared by pipeline stages."""
     names = {id(p): name for name, p in model.named_parameters()}
     experts = _expert_units(model, plan) if groups.ep.size > 1 else []
     units = _stage_units(model, plan, groups) if groups.pp.size > 1 else [*plan.memory.units, ""]
@@ -84,7 +84,7 @@ def make_units(
 
 
 def link_units(units: Sequence[ShardedUnit]) -> None:
-    """Say of each unit which one comes before and after it, so that it can be gathered ahead. The root's own code is around all others."""
+    """Set each unit's predecessor and successor, for prefetching. The root unit's code runs around all others."""
     chain = [unit for unit in units if not unit.is_expert_parallel and unit.name != ROOT]
     for unit, following in itertools.pairwise(chain):
         unit.next_unit, following.prev_unit = following, unit
@@ -94,7 +94,7 @@ def link_units(units: Sequence[ShardedUnit]) -> None:
 
 
 def _expert_units(model: nn.Module, plan: Plan) -> list[str]:
-    """Mixtures of which this rank holds experts: units of their own, since the ranks that hold the same are others than for the rest."""
+    """MoE layers of which this rank holds experts. They are units of their own, because other ranks hold their replicas than those of the rest."""
     found = {m.module: [n for n, _ in model.get_submodule(m.module).named_parameters()] for m in plan.expert.moe_layers}
     for module, names in found.items():
         for name in (n for n in names if f"{module}.{n}" not in plan.expert.parameters):
@@ -103,7 +103,7 @@ def _expert_units(model: nn.Module, plan: Plan) -> list[str]:
 
 
 def _stage_units(model: nn.Module, plan: Plan, groups: ProcessGroups) -> list[str]:
-    """A pipeline's stage leaves the model's forward half way, so there the model itself is no unit, and every layer of the stage is one."""
+    """Units of a pipeline rank. A stage leaves the model's forward midway, so the model itself is no unit, and every layer of the stage is one."""
     modules = dict(model.named_modules())
     mine = {n for i, stage in enumerate(plan.stages) if plan.stage_rank(i) == groups.pp.rank for n in stage.layers if n in modules}
-    return sorted(mine, key=lambda n: (-n.count("."), n))  # inner ones first
+    return sorted(mine, key=lambda n: (-n.count("."), n))  # inner modules first

@@ -1,13 +1,13 @@
-"""Spatial parallelism, acting half: cut samples into blocks at the model's door, let neighbours exchange borders where a window slides
-over them, share the statistics of norms, and put blocks together again where the plan says so.
+"""Spatial parallelism: shard samples into blocks at the model's input, exchange halos between neighbours where a window slides over blocks,
+combine the statistics of norms, and gather blocks where the plan says so.
 
-The model's code stays as it is. While a module runs whose windows need borders, torch's own convolutions and poolings in it are given
-their block with the borders around it, and no padding of their own along the dims that are cut. See [Note: blocks and halos].
+The model's code is unchanged. While a module runs whose windows need halos, its convolutions and poolings get their block with the halo around
+it, and no padding of their own along sharded dims. See [Note: blocks and halos] in core/spatial_policy.py.
 
 [Note: what each rank differentiates]
-After a gather every rank of the group computes the same loss. A session weights each by 1/ways and sums gradients over the group; a
-user's own loop sums nothing and averages: either way a gradient behind the gather comes out once. Before it each rank has a part of the
-gradient, and parts must add up, so the gather's backward multiplies by `ways` what the weight or the average divides by it.
+After a gather all n ranks of the group compute the same loss. `Session` weights each by 1/n and sums gradients over the group; a user's own loop
+averages them. Either way a gradient after the gather counts once. Before the gather each rank has a partial gradient, and these must add up, so
+the gather's backward multiplies by n, which cancels the weight or the average.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from meshwright.core.spatial_policy import (
 )
 
 _Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-_CallKey = tuple[str, tuple[int, ...], tuple[int, ...]]  # function, kernel, the block's sizes
+_CallKey = tuple[str, tuple[int, ...], tuple[int, ...]]  # function, kernel size, sizes of the block
 
 
 def shard_spatial(model: nn.Module, policy: SpatialPolicy, comm: Comm, compiled: bool = False) -> None:
-    """Make `model` work on this rank's blocks, in place. Meetings are kept out of compiled graphs."""
+    """Make `model` work on this rank's blocks, in place. Collectives are kept out of compiled graphs."""
     apart: _Decorator = torch.compiler.disable if compiled else lambda function: function
     modules = dict(model.named_modules())
     tables: dict[str, dict[_CallKey, Callable[..., Any]]] = {}
@@ -83,7 +83,7 @@ def _shard_inputs(spatial_inputs: tuple[SpatialInput, ...], policy: SpatialPolic
 
 
 def _box_index(box: Box) -> tuple[Any, ...]:
-    """An index into (sample, channel, positions …)."""
+    """A box as an index into (sample, channel, positions …)."""
     return (slice(None), slice(None), *(slice(start, stop) for start, stop in box))
 
 
@@ -91,7 +91,7 @@ def _box_index(box: Box) -> tuple[Any, ...]:
 
 
 class _SpatialMode(TorchFunctionMode):
-    """While a module runs, calls that slide over blocks or take statistics of them are made the way the plan says."""
+    """While a module runs, replaces calls that slide over blocks or compute their statistics."""
 
     def __init__(self, replacements: Mapping[_CallKey, Callable[..., Any]]) -> None:
         super().__init__()
@@ -142,21 +142,22 @@ def _kernel_size(named: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _with_halo(window_op: WindowOp, grid: tuple[int, ...], comm: Comm) -> Callable[..., Any]:
-    """The call on this rank's block with its borders. Along dims that are not cut the call pads for itself, as it would have."""
+    """Return a replacement that runs the call on this rank's block with its halo. Along unsharded dims the call pads for itself, as it would
+    have."""
     mine = plan_halo(window_op, grid, comm.rank)
     fill = -math.inf if window_op.window.kind == "max" else 0.0
     padding = tuple(0 if ways > 1 else n for ways, n in zip(grid, window_op.window.padding, strict=True))
 
     def call(func: Any, input: torch.Tensor, **named: Any) -> Any:
         if window_op.window.kind == "conv" and torch.is_autocast_enabled(input.device.type):
-            input = input.to(torch.get_autocast_dtype(input.device.type))  # as the convolution would; less travels so
+            input = input.to(torch.get_autocast_dtype(input.device.type))  # as the convolution would; the halo then has fewer bytes
         return func(_ExchangeHalos.apply(input, mine, comm, f"halo/{window_op.module or 'model'}", fill), **{**named, "padding": padding})
 
     return call
 
 
 class _ExchangeHalos(torch.autograd.Function):
-    """A block going in; the block with its neighbours' borders and the padding around it comes out, and borders' gradients go back."""
+    """Forward returns a block with its neighbours' halos and the padding around it; backward sends the halos' gradients back."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, halo_plan: HaloPlan, comm: Comm, name: str, pad_value: float) -> torch.Tensor:
@@ -186,19 +187,19 @@ class _ExchangeHalos(torch.autograd.Function):
                 buffer[_box_index(exchange.send_box)] += slab
         last = _exchange_slabs(buffer, [(e, e.recv_box, e.send_box) for e in steps[-1]], ctx.comm, ctx.name) if steps else []
         out = buffer[_box_index(mine.own_box)].clone(memory_format=torch.contiguous_format)
-        for exchange, slab in last:  # what comes last lies in the rank's own block, whatever dims were exchanged before
+        for exchange, slab in last:  # slabs of the last exchange lie in the rank's own block, whatever dims were exchanged before
             assert exchange.send_box is not None
             out[_box_index(_relative_box(exchange.send_box, mine.own_box))] += slab
         return out, None, None, None, None
 
 
 def _group_by_dim(exchanges: tuple[HaloExchange, ...]) -> list[list[HaloExchange]]:
-    """Those of one dim are under way together; one dim goes after the other, so that corners come along."""
+    """Group exchanges by dim. Those of one dim are in flight together; dims follow one another, so that corners are included."""
     return [list(both) for _, both in groupby(exchanges, key=lambda e: e.dim)]
 
 
 def _border_boxes(halo_plan: HaloPlan) -> Iterator[Box]:
-    """The parts of a buffer before and behind the rank's own block, dim by dim: to fill all of it first costs a pass over memory."""
+    """The parts of a buffer before and after the rank's own block, dim by dim: filling the whole buffer first would cost a pass over memory."""
     whole = tuple((0, n) for n in halo_plan.shape)
     for dim, (start, stop) in enumerate(halo_plan.own_box):
         for run in ((0, start), (stop, halo_plan.shape[dim])):
@@ -207,14 +208,14 @@ def _border_boxes(halo_plan: HaloPlan) -> Iterator[Box]:
 
 
 def _relative_box(box: Box, origin: Box) -> Box:
-    """A box of the buffer, counted from where a block begins."""
+    """A box of the buffer, relative to the start of `origin`."""
     return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(box, origin, strict=True))
 
 
 def _exchange_slabs(
     buffer: torch.Tensor, messages: list[tuple[HaloExchange, Box | None, Box | None]], comm: Comm, name: str
 ) -> list[tuple[HaloExchange, torch.Tensor]]:
-    """Send boxes of the buffer to neighbours and take in theirs: (exchange, send, receive) each."""
+    """Send boxes of the buffer to neighbours and return the received slabs; `messages` are (exchange, box to send, box to receive)."""
     sends = [(e.peer, buffer[_box_index(out)].contiguous()) for e, out, _ in messages if out is not None]
     arriving = [(e, buffer.new_empty((*buffer.shape[:2], *box_shape(into)))) for e, _, into in messages if into is not None]
     comm.exchange(sends, [(e.peer, slab) for e, slab in arriving], name).wait()
@@ -225,7 +226,7 @@ def _exchange_slabs(
 
 
 class _NormStatistics:
-    """Statistics over the blocks of all ranks: how much each rank's count."""
+    """Combines norm statistics over the blocks of all ranks, weighted by block size."""
 
     def __init__(self, norm: SpatialNorm, policy: SpatialPolicy, comm: Comm) -> None:
         self.comm, self.name = comm, f"statistics/{norm.module or 'model'}"
@@ -234,7 +235,7 @@ class _NormStatistics:
         self.weight = self.weights[comm.rank]
 
     def moments(self, x: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(mean, variance) over `dims` here and the same dims on all ranks. Means of squares would lose what squares of means hold."""
+        """(mean, variance) over `dims` on all ranks. Combining means of squares instead would lose precision to cancellation."""
         variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
         mine = torch.stack([mean, variance])
         every = mine.new_empty((self.comm.size, *mine.shape))
@@ -245,7 +246,7 @@ class _NormStatistics:
 
 
 class _SpatialNormalize(torch.autograd.Function):
-    """(x − mean) / deviation over blocks; also gives mean and variance, which carry no gradient."""
+    """(x − mean) / deviation over all blocks; also returns mean and variance, which have no gradient."""
 
     @staticmethod
     def forward(
@@ -307,11 +308,11 @@ def _affine(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | N
     return x + bias.to(x.dtype).view(shape) if bias is not None else x
 
 
-# -- whole again --
+# -- gathers --
 
 
 class _GatherBlocks(torch.autograd.Function):
-    """Blocks going in; the whole comes out. See [Note: what each rank differentiates]."""
+    """All-gathers blocks into the full tensor. See [Note: what each rank differentiates]."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, gather: SpatialGather, policy: SpatialPolicy, comm: Comm) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""One step under torch's profiler: a timeline to look at, and how much of the communication nothing hid."""
+"""One step under torch's profiler: a Chrome trace, and how much communication no computation hid."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from meshwright.core.backends import BACKENDS
 
 T = TypeVar("T")
 Spans = list[tuple[float, float]]
-# How calls of backends begin in a profile, and what the names of their kernels contain.
+# Prefixes of the backends' calls in a profile, and substrings of their kernels' names.
 _CALLS = tuple(f"{name}:" for name in BACKENDS)
 _KERNELS = tuple(traits.kernels for traits in BACKENDS.values() if traits.kernels)
 
 
 def profile_step(step: Callable[[], T], device: torch.device, trace: Path | None) -> tuple[T, dict[str, float]]:
-    """Run `step` once; its result, and seconds of communication in all and exposed. Writes a Chrome trace to `trace`."""
+    """Run `step` once; return its result and its seconds of communication, total and exposed. Writes a Chrome trace to `trace`."""
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-    every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # a lane's calls are made by a thread that was there before
+    every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # a work queue's thread exists before the profiler starts
     with profile(activities=kinds, experimental_config=every) as profiler:
         result = step()
         if device.type == "cuda":
@@ -30,7 +30,7 @@ def profile_step(step: Callable[[], T], device: torch.device, trace: Path | None
     if trace is not None:
         profiler.export_chrome_trace(str(trace))
     events = profiler.events() or []
-    # A name that we gave to a stretch of work shows on the GPU too, and is no work itself.
+    # User annotations appear on the GPU too, and are not work themselves.
     kernels = [e for e in events if not getattr(e, "is_user_annotation", False)]
     on_gpu = [e for e in kernels if device.type == "cuda" and str(e.device_type).endswith("CUDA")]
     talk, work_spans = _split_spans(on_gpu or events, gpu=bool(on_gpu))
@@ -38,8 +38,8 @@ def profile_step(step: Callable[[], T], device: torch.device, trace: Path | None
 
 
 def _split_spans(events: Iterable[Any], *, gpu: bool) -> tuple[Spans, Spans]:
-    """(communication, computation) as merged spans of seconds. What a thread computes inside a call of its own is part of the call: ranks that
-    share memory add up there."""
+    """(communication, computation) as merged spans of seconds. What a thread computes inside a collective call is part of the call: shared-memory
+    collectives add up there."""
     talk: dict[int, Spans] = {}
     work: dict[int, Spans] = {}
     for event in events:
@@ -55,7 +55,7 @@ def _split_spans(events: Iterable[Any], *, gpu: bool) -> tuple[Spans, Spans]:
 
 
 def merge_spans(spans: Spans) -> Spans:
-    """Overlapping spans become one."""
+    """Merge overlapping spans."""
     merged: Spans = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -66,7 +66,7 @@ def merge_spans(spans: Spans) -> Spans:
 
 
 def intersect_spans(a: Spans, b: Spans) -> Spans:
-    """Where both lists of merged spans are active."""
+    """Spans in which both lists of merged spans are active."""
     found: Spans = []
     i = j = 0
     while i < len(a) and j < len(b):
@@ -81,7 +81,7 @@ def intersect_spans(a: Spans, b: Spans) -> Spans:
 
 
 def subtract_spans(a: Spans, b: Spans) -> Spans:
-    """What of the merged spans `a` is in none of the merged spans `b`."""
+    """The parts of the merged spans `a` that are in none of the merged spans `b`."""
     edges = [-math.inf, *(edge for span in b for edge in span), math.inf]
     return intersect_spans(a, list(zip(edges[::2], edges[1::2], strict=True)))
 

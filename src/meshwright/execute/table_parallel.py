@@ -1,11 +1,12 @@
-"""Tables at their owners: all lookups of a forward pass travel together, indices there and rows back.
+"""Table parallelism: each embedding table is on one rank of the `ep` axis. All lookups of a forward pass share one all-to-all of indices and one
+of rows.
 
 [Note: lookups in one exchange]
-A model looks its tables up one by one. So the module around them is first run dry, with tables that only note what they are asked;
-when the last has been asked, that run is left. The questions travel to the owners in one exchange and the answers back in another,
-and the module is run again, in earnest, with tables that give these answers. What they are asked does not depend on anything
-learned (the planner sees to that), so a dry run without the tables' values asks the same. Nor need it compute anything else that is
-learned: of that it has shapes only, and costs next to nothing. Code that looks at such values all the same is run dry as it is.
+A model looks up its tables one by one. To batch the lookups, the module around all tables first does a dry run with table stubs that only record
+their indices; the last lookup ends the dry run. The queries go to the ranks that hold the tables in one all-to-all, and the rows come back in
+another. Then the module runs for real, with stubs that return these rows. Indices do not depend on anything learned (the planner checks this), so
+a dry run without the tables' values records the same indices. It needs no other learned values either: it uses meta tensors for them and costs
+next to nothing. If the code reads such values, the dry run uses real tensors.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from meshwright.execute.recompute_runtime import RecomputeCache
 
 
 class _QueriesCollectedError(BaseException):
-    """All questions are known. Not an Exception, so that no handler in a model's code keeps it."""
+    """Ends a dry run when all queries are recorded. Not an Exception, so that no handler in a model's code catches it."""
 
 
 @dataclass(frozen=True)
 class _LookupQuery:
-    """What one call of a table asked: rows of the answer, one an index, or one a bag of them."""
+    """One recorded call of a table. Its result has one row per index or, for an EmbeddingBag, one row per bag."""
 
     table: str
     indices: torch.Tensor
-    shape: tuple[int, ...]  # of the answer
+    shape: tuple[int, ...]  # of the result
 
     @property
     def num_rows(self) -> int:
@@ -57,11 +58,11 @@ class TableParallelForward:
         self.tables = {t.module: modules[t.module] for t in policy.tables}
         self.table_forwards = {name: table.forward for name, table in self.tables.items()}
         self._queries: list[_LookupQuery] | None = None
-        self._meta_suffices = True  # a dry run may have shapes alone of what is learned
+        self._meta_suffices = True  # the dry run may use meta tensors for learned values
         self._meta_mode = _MetaTensorMode()
         self._results: deque[tuple[str, torch.Tensor]] = deque()
         owners = {t.module: t.ep_rank for t in policy.tables}
-        self.lookups_by_rank = sorted(range(len(policy.lookups)), key=lambda i: owners[policy.lookups[i].module])  # the questions as they travel
+        self.lookups_by_rank = sorted(range(len(policy.lookups)), key=lambda i: owners[policy.lookups[i].module])  # queries in send order
         self.lookups_per_rank = [len(policy.lookups_on(owner)) for owner in range(comm.size)]
         for name, table in self.tables.items():
             table.forward = self._make_table_stub(name)
@@ -77,7 +78,7 @@ class TableParallelForward:
             self._results.clear()
 
     def _make_table_stub(self, name: str) -> Any:
-        def forward(input: torch.Tensor) -> torch.Tensor:  # named as torch's own is
+        def forward(input: torch.Tensor) -> torch.Tensor:  # torch's name of this argument
             if self._queries is None:
                 return self._pop_result(name)
             table: Any = self.tables[name]
@@ -91,17 +92,17 @@ class TableParallelForward:
 
     def _pop_result(self, name: str) -> torch.Tensor:
         if not self._results or self._results[0][0] != name:
-            raise RunError(f"{name} was looked up outside the forward of {self.name}, or in another order than at first: its owner was not asked")
+            raise RunError(f"{name} was looked up outside the forward of {self.name}, or in another order than at first: its rows were not requested")
         return self._results.popleft()[1]
 
-    # -- asking --
+    # -- queries --
 
     def _collect_queries(self, args: Any, kwargs: Any) -> list[_LookupQuery]:
         if self._meta_suffices:
             try:
                 asked = self._dry_run(args, kwargs, self._meta_mode)
                 self._meta_suffices = not any(q.indices.is_meta for q in asked)
-            except Exception:  # whatever it is: if it does not come from here, the next run has it too
+            except Exception:  # an error of the model's own recurs in the dry run on real tensors
                 self._meta_suffices = False
         if not self._meta_suffices:
             asked = self._dry_run(args, kwargs, nullcontext())
@@ -111,7 +112,7 @@ class TableParallelForward:
 
     def _dry_run(self, args: Any, kwargs: Any, mode: AbstractContextManager[Any]) -> list[_LookupQuery]:
         asked = self._queries = []
-        args, kwargs = pytree.tree_map(lambda t: t.clone() if torch.is_tensor(t) else t, (args, kwargs))  # code may change what it is given
+        args, kwargs = pytree.tree_map(lambda t: t.clone() if torch.is_tensor(t) else t, (args, kwargs))  # code may change its inputs in place
         try:
             with torch.no_grad(), _preserve_state(self.container), mode:
                 self.original_forward(*args, **kwargs)
@@ -122,7 +123,7 @@ class TableParallelForward:
         return asked
 
     def _exchange_lookups(self, queries: list[_LookupQuery]) -> list[torch.Tensor]:
-        """Questions in the order in which they travel; their answers."""
+        """Send queries, given in send order, to the ranks that hold their tables; return the rows that come back, in the same order."""
         comm, mine = self.comm, self.lookups_per_rank[self.comm.rank]
         device = queries[0].indices.device
         sizes = torch.tensor([(q.indices.numel(), q.num_rows) for q in queries], device=device)
@@ -132,7 +133,7 @@ class TableParallelForward:
         receives, sends = [sum(n for n, _ in r) for r in told], self._sum_by_rank([q.indices.numel() for q in queries])
         there = all_to_all_no_grad(indices, comm, f"indices/{self.name}", receives, sends, self.recompute_cache)
         pieces = iter(there.split([n for r in told for n, _ in r]))
-        parts = [[next(pieces) for _ in r] for r in told]  # by who asked, then by question
+        parts = [[next(pieces) for _ in r] for r in told]  # by the rank that asked, then by query
         first = sum(self.lookups_per_rank[: comm.rank])
         rows = [self._lookup_rows(q.table, [p[j] for p in parts], [r[j][1] for r in told]) for j, q in enumerate(queries[first : first + mine])]
         flat = [[row[r].reshape(-1) for row in rows] for r in range(comm.size)]
@@ -144,12 +145,13 @@ class TableParallelForward:
         return [t.view(q.shape) for t, q in zip(home.split(answers), queries, strict=True)]
 
     def _sum_by_rank(self, sizes: list[int]) -> list[int]:
-        """Sizes of questions, added up by owner."""
+        """Sum the queries' sizes by the rank that holds their table."""
         found = iter(sizes)
         return [sum(next(found) for _ in range(n)) for n in self.lookups_per_rank]
 
     def _lookup_rows(self, table: str, indices: list[torch.Tensor], row_counts: list[int]) -> list[torch.Tensor]:
-        """One table's answers to every rank: a single call where each index is a row, else one for each rank, whose bags may be longer."""
+        """One table's rows for every rank: a single call for an Embedding; for an EmbeddingBag one call per rank, since bags may differ in
+        length."""
         look_up = self.table_forwards[table]
         if not isinstance(self.tables[table], nn.EmbeddingBag):
             return list(look_up(torch.cat(indices)).split(row_counts))
@@ -157,8 +159,8 @@ class TableParallelForward:
 
 
 class _MetaTensorMode(TorchFunctionMode):
-    """While it runs, what is made of anything learned has a shape and no values. Shapes are found once for each call with the same ones:
-    torch takes as long for it as for a small product."""
+    """Runs ops on learned values, and on results of such ops, on the meta device. Output shapes are cached per call signature: inferring them
+    takes torch as long as a small matmul."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +188,7 @@ class _MetaTensorMode(TorchFunctionMode):
 
 @contextmanager
 def _preserve_state(module: nn.Module) -> Iterator[None]:
-    """Random states and buffers are afterwards what they were."""
+    """Restore RNG states and buffers on exit."""
     kept = [(b, b.clone()) for b in module.buffers()]
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     try:

@@ -1,7 +1,7 @@
-"""Tensor parallelism, acting half: cut a model's parameters along dealt strands, in place, and make its ranks meet where they must.
+"""Tensor parallelism: shard a model's parameters along sharded logical dims, in place, and install the collectives that this needs.
 
-The model's code stays as it is. A layer whose product sums over a cut strand completes its output over the ranks; a module that is
-given a whole activation for a cut part sums that input's gradient in backward; sizes that the code spells out are rewritten on the way.
+The model's code is unchanged. A layer that contracts a sharded dim reduces its output over ranks; a module that takes a full activation into a
+tensor-parallel region reduces that input's gradient in backward; literal sizes in the code are rewritten as it runs.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class _ShardPlacement:
-    """One cut of one parameter: the strand, where it lies in the dim, and the ranks that share it."""
+    """One sharding of one parameter: the logical dim, its place in the tensor's dim, and the ranks that share it."""
 
     sharded_dim: ShardedDim
     parameter_shard: ParameterShard
     comm: Comm
 
     def shard(self, full: torch.Tensor) -> torch.Tensor:
-        """A copy: where the cut is along the first dim, the piece would lie in the whole tensor and keep all of its memory."""
+        """A copy of this rank's shard: along the first dim a view would keep the full tensor's memory alive."""
         first, count = self.sharded_dim.shard_range(self.comm.rank, self.comm.size)
         dim, inner = self.parameter_shard.dim, self.parameter_shard.inner
         runs = full.unflatten(dim, (self.parameter_shard.outer, self.sharded_dim.size * inner))
@@ -62,18 +62,18 @@ class _ShardPlacement:
 
 @dataclass
 class TensorParallelShards:
-    """What was cut, by parameter name: along one dim, or along two of them on a grid of ranks."""
+    """The sharded parameters by name: along one dim, or along two on a grid of ranks."""
 
     placements: dict[str, list[_ShardPlacement]] = field(default_factory=dict)
 
     def shard(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of a whole tensor."""
+        """This rank's shard of a full tensor."""
         for layout in self.placements.get(name, ()):
             full = layout.shard(full)
         return full
 
     def unshard(self, name: str, shard: torch.Tensor) -> torch.Tensor:
-        """The whole tensor again. Collective over the tensor-parallel ranks."""
+        """The full tensor of a shard. Collective over the tensor-parallel ranks."""
         for layout in reversed(self.placements.get(name, [])):
             shard = layout.unshard(shard)
         return shard
@@ -82,9 +82,10 @@ class TensorParallelShards:
 def shard_model(
     model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, groups: ProcessGroups, recompute_cache: RecomputeCache
 ) -> TensorParallelShards:
-    """Cut `model` in place; `optimizer` steps the pieces from now on. Collective: every rank calls it with the same plan.
+    """Shard `model` in place; `optimizer` then steps the shards. Collective: every rank calls it with the same plan.
 
-    Units that recompute selectively keep what the ranks made of their meetings in `recompute_cache`."""
+    Units that recompute selectively save their collectives' results in `recompute_cache`.
+    """
     if optimizer.state:
         raise RequestError("tensor parallelism cuts the optimizer's state: apply the plan before the optimizer's first step")
     found = TensorParallelShards()
@@ -105,12 +106,12 @@ def shard_model(
 
 
 def _deferred_layers(model: nn.Module, plan: Plan) -> list[str]:
-    """Layers whose weights' gradients are computed while their input's travels. Not in a pipeline, which has an order of its own for
-    the two, not in compiled blocks, which keep them in one graph, and not in fp8, whose products are others."""
+    """Layers whose weight gradients are computed while their input gradient is reduced. None in a pipeline, which orders the two itself, in
+    compiled blocks, which keep both in one graph, or in fp8, whose matmuls are others."""
     if "inputs" not in plan.sync.overlap or plan.mesh.pp > 1 or plan.compile != "none" or plan.memory.precision == "fp8":
         return []
     pairs = [(site.module, name) for _, policy in plan.tensor_policies for site in policy.copy_sites for name in site.linear_layers]
-    if plan.memory.zero == 3:  # a weight is there while its unit runs, so the input must enter there too
+    if plan.memory.zero == 3:  # a weight is unsharded only while its unit runs, so the input must enter there too
         pairs = [(boundary, name) for boundary, name in pairs if _unit_of(boundary, plan) == _unit_of(name, plan)]
     names = dict.fromkeys(name for _, name in pairs)
     return [name for name in names if model.get_submodule(name).weight.requires_grad]
@@ -123,7 +124,7 @@ def _unit_of(module: str, plan: Plan) -> str:
 def _install_collectives(
     model: nn.Module, policy: TensorPolicy, comm: Comm, deferred_layers: Sequence[str], recompute_cache: RecomputeCache, compiled: bool
 ) -> None:
-    """Make the ranks of one axis meet. If blocks will be `compiled`, meetings are kept out of the graphs: a compiler would make a graph
+    """Install the collectives of one axis. If blocks will be `compiled`, collectives are kept out of the graphs: a compiler would make a graph
     for every layer's own name."""
     apart: _Decorator = torch.compiler.disable if compiled else lambda function: function
     modules = dict(model.named_modules())
@@ -153,7 +154,7 @@ def _install_collectives(
 
 
 def sync_rng_state(comm: Comm, device_type: str) -> None:
-    """The ranks of one group go on from the first one's random state: dropout on what they all hold must be the same for all."""
+    """Broadcast the first rank's RNG state within the group: dropout on replicated tensors must be the same on all ranks."""
     device = torch.device(device_type)
     state = torch.get_rng_state().to(device)
     comm.broadcast(state, "start/random").wait()
@@ -170,7 +171,7 @@ def sync_rng_state(comm: Comm, device_type: str) -> None:
 def shard_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, names: Container[str], shard_fn: Callable[[str, torch.Tensor], torch.Tensor]
 ) -> None:
-    """Every parameter and buffer among `names` becomes this rank's piece of it, wherever it is registered."""
+    """Replace every parameter and buffer among `names` by this rank's shard of it, wherever it is registered."""
     known = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
@@ -186,13 +187,13 @@ def shard_tensors(
         group["params"] = [made.get(id(p), p) for p in group["params"]]
 
 
-# -- meetings --
+# -- collectives --
 
 
 def _copy_to_region(
     comm: Comm, name: str, deferred_layers: list[nn.Module], sequence_shard: SequenceShard | None, recompute_cache: RecomputeCache
 ) -> TensorFn:
-    """What happens to an activation where it enters a cut part; `deferred_layers` are the layers in it that multiply it."""
+    """The function applied to an activation that enters a tensor-parallel region; `deferred_layers` are the layers in it that multiply it."""
 
     def enter(x: torch.Tensor) -> torch.Tensor:
         if not x.requires_grad:
@@ -206,14 +207,14 @@ def _copy_to_region(
 
 
 def _reduce_from_region(comm: Comm, name: str, sequence_shard: SequenceShard | None, recompute_cache: RecomputeCache) -> TensorFn:
-    """How partial sums are completed: for every rank, or each position for the rank that has it."""
+    """The function that completes partial sums: an all-reduce, or a reduce-scatter over positions."""
     if sequence_shard is None:
         return lambda x: ReduceFromTensorParallel.apply(x, comm, name, recompute_cache)  # type: ignore[no-any-return]
     return lambda x: ReduceScatterToSequence.apply(x, sequence_shard, recompute_cache)  # type: ignore[no-any-return]
 
 
 def _reduce_output(layer: nn.Module, reduce_fn: TensorFn, compiler_disabled: _Decorator) -> None:
-    """A layer that sums over a cut strand: its product is completed over the ranks, and its bias is added once, afterwards."""
+    """Make a layer that contracts a sharded dim reduce its matmul over ranks and add its bias once, afterwards."""
     product = _matmul_of(layer)
     if product is None:
         layer.register_forward_hook(compiler_disabled(lambda _m, _a, out: reduce_fn(out)))
@@ -232,7 +233,7 @@ def _reduce_output(layer: nn.Module, reduce_fn: TensorFn, compiler_disabled: _De
 
 
 def _matmul_of(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """The layer without its bias; None for a module that only passes partial sums on. One whose product is changed (fp8) carries it."""
+    """The layer without its bias; None for a module that only passes partial sums on. A layer with another matmul (fp8) has it as `product`."""
     if "product" in vars(layer):
         return layer.product  # type: ignore[return-value]
     if isinstance(layer, nn.Linear):
@@ -250,7 +251,7 @@ def _matmul_of(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | Non
         return transposed
     if isinstance(layer, nn.modules.conv._ConvNd):
         return lambda x: layer._conv_forward(x, layer.weight, None)  # type: ignore[operator,no-any-return]
-    if hasattr(layer, "nf"):  # transformers' Conv1D: a linear layer with its matrix the other way round
+    if hasattr(layer, "nf"):  # transformers' Conv1D: a linear layer with a transposed weight
         return deferrable_matmul(layer, lambda x: x @ layer.weight)  # type: ignore[operator]
     return None
 
@@ -258,7 +259,7 @@ def _matmul_of(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | Non
 def _shard_embedding(
     layer: nn.Module, sharded_dim: ShardedDim, comm: Comm, name: str, compiler_disabled: _Decorator, recompute_cache: RecomputeCache
 ) -> None:
-    """A table whose rows are dealt out: each rank looks up the rows it holds and adds nothing for the others."""
+    """Shard an embedding by rows: each rank looks up the rows it holds and adds zeros for the others."""
     first, count = sharded_dim.shard_range(comm.rank, comm.size)
     padding = getattr(layer, "padding_idx", None)
     padding = padding - first if padding is not None and first <= padding < first + count else None
@@ -279,7 +280,7 @@ def _gather_output(
 
 
 def _sum_parameter_gradient(module: nn.Module, key: str, comm: Comm, name: str) -> None:
-    """A whole parameter inside a cut part: what a module sees of it during its forward sums its gradient over the ranks."""
+    """Sum the gradient of a replicated parameter inside a tensor-parallel region over ranks, through what the module sees of it in forward."""
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -296,9 +297,9 @@ def _sum_parameter_gradient(module: nn.Module, key: str, comm: Comm, name: str) 
 
 
 class _SizeRewriteMode(TorchFunctionMode):
-    """While a module runs, sizes that count a dealt strand count this rank's piece of it. A slice is rewritten on tensors of the length
-    that its dim has on this rank alone: code that takes its numbers from a tensor's shape has the right ones already. Modules inside have
-    code of their own, which the same numbers may mean something else in: only the innermost of `mode_stack` rewrites."""
+    """While a module runs, replaces sizes of sharded dims in its calls by this rank's. A slice is rewritten only on tensors whose dim has this
+    rank's length: code that reads sizes from a tensor's shape has the right ones already. In submodules the same numbers may mean something else,
+    so only the innermost mode of `mode_stack` rewrites."""
 
     def __init__(self, rewrites: Mapping[tuple[str, int, int, int, int], int], mode_stack: list[_SizeRewriteMode | None]) -> None:
         super().__init__()
@@ -316,7 +317,7 @@ class _SizeRewriteMode(TorchFunctionMode):
 
 
 def rewrite_sizes(modules: Mapping[str, nn.Module], rewrites: Sequence[SizeRewrite], sharded_dims: Mapping[str, ShardedDim], comm: Comm) -> None:
-    """While a module runs, the sizes in its code that count a dealt strand are this rank's."""
+    """Patch modules so that, while they run, sizes of sharded dims in their code are this rank's."""
     tables: dict[str, dict[tuple[str, int, int, int, int], int]] = {}
     for r in rewrites:
         size, mine = sharded_dims[r.logical_dim].size, sharded_dims[r.logical_dim].shard_range(comm.rank, comm.size)[1]
@@ -332,7 +333,7 @@ def rewrite_sizes(modules: Mapping[str, nn.Module], rewrites: Sequence[SizeRewri
 
 
 def _custom_submodules(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules inside one, but for torch's own layers, whose code spells no sizes out."""
+    """Submodules except torch's own layers, whose code has no literal sizes."""
     for inner in module.modules():
         if inner is not module and (next(inner.children(), None) is not None or not type(inner).__module__.startswith("torch.nn.")):
             yield inner

@@ -18,10 +18,10 @@ from meshwright.execute.sharded_unit import ShardedUnit
 
 
 class ReduceScatterQueue:
-    """Gradients on their way to the ranks that step them."""
+    """Reduce-scatters of gradients in flight."""
 
     def __init__(self, groups: ProcessGroups, max_in_flight: int) -> None:
-        """At most so many buffers travel beside what follows: their memory is wanted."""
+        """At most `max_in_flight` buffers overlap with later computation, because they hold memory."""
         self.groups, self.op = groups, "mean"
         self._max_in_flight = max_in_flight
         self._in_flight: deque[tuple[ShardedUnit, FlatBuffer, torch.Tensor, torch.Tensor, Work]] = deque()
@@ -33,7 +33,7 @@ class ReduceScatterQueue:
         self.drain(self._max_in_flight)
 
     def drain(self, max_in_flight: int = 0) -> None:
-        """Finish what was launched, but for the last few."""
+        """Finish all launched reduce-scatters but the last `max_in_flight`."""
         while len(self._in_flight) > max_in_flight:
             unit, flat, reduced, _, work = self._in_flight.popleft()
             work.wait()
@@ -41,21 +41,21 @@ class ReduceScatterQueue:
             if replicas.size > 1:
                 replicas.sync.all_reduce(reduced, f"replicas/{unit.name}", self.op).wait()
             if unit.is_expert_parallel and self.op == "mean":
-                reduced.mul_(1.0 / self.groups.ep.size)  # an expert's rank has the sum over what all ranks along `ep` sent it
+                reduced.mul_(1.0 / self.groups.ep.size)  # an expert's gradient sums over the tokens of all ranks along `ep`
             flat.add_shard_gradient(reduced)
 
 
 class UnitHooks:
-    """Drives units through forward and backward, from their modules' and parameters' hooks."""
+    """Unshards and reshards units in forward and backward, from hooks on their modules and parameters."""
 
     def __init__(self, shard_group: Comm, scatters: ReduceScatterQueue, compute_dtype: torch.dtype | None) -> None:
         self._shard_group, self._scatters, self._compute_dtype = shard_group, scatters, compute_dtype
         self._units: list[ShardedUnit] = []
         self._slot_of_param: dict[int, tuple[ShardedUnit, FlatBuffer, int]] = {}
-        self._backward_id = -1  # torch's number of the backward that runs
+        self._backward_id = -1  # autograd's graph task id of the running backward
 
     def attach(self, unit: ShardedUnit, module: nn.Module) -> None:
-        """Hooks run outside of compiled graphs."""
+        """Register a unit's hooks, which run outside of compiled graphs."""
         self._units.append(unit)
         for flat in (f for f in unit.flat_buffers if f.optimizer_shards):
             for slot, param in enumerate(flat.params):
@@ -83,7 +83,7 @@ class UnitHooks:
 
     def _post_forward(self, unit: ShardedUnit, output: Any) -> None:
         wanted = [t for t in pytree.tree_leaves(output) if torch.is_tensor(t) and t.requires_grad] if torch.is_grad_enabled() else []
-        if _runs_backward():  # computed again: its own backward is next
+        if _runs_backward():  # recompute: the unit's own backward is next
             self._pre_backward(unit)
             return
         for tensor in wanted:
@@ -95,7 +95,7 @@ class UnitHooks:
     def _pre_backward(self, unit: ShardedUnit) -> None:
         self._start_backward()
         if unit.last_backward_id == self._backward_id:
-            return  # by the way of an output that was handed through
+            return  # its backward is over; the hook is on a tensor that the unit passed through
         unit.in_backward = True
         unit.unshard(self._shard_group)
         before = unit.prev_unit
@@ -121,7 +121,7 @@ class UnitHooks:
                 unit.end_backward(self._backward_id)
 
     def _end_backward(self) -> None:
-        """Units whose gradients have not all arrived send what they have."""
+        """Reduce-scatter units some of whose gradients have not arrived, and wait for all."""
         for unit in self._units:
             for flat in unit.flat_buffers if unit.in_backward else ():
                 if flat.optimizer_shards and not flat.is_sent:
@@ -130,13 +130,13 @@ class UnitHooks:
         self._scatters.drain()
 
     def discard_prefetched(self) -> None:
-        """After the optimizer's step."""
+        """Drop prefetched parameters after the optimizer's step."""
         for unit in self._units:
             unit.discard_prefetched(self._shard_group)
 
 
 class _AfterBackward(torch.autograd.Function):
-    """Tensors go in as they are; when their gradients have come out, backward has left."""
+    """Identity whose backward calls `callback` when it has the gradients of all tensors."""
 
     @staticmethod
     def forward(ctx: Any, callback: Callable[[], None], *tensors: torch.Tensor) -> Any:
@@ -150,7 +150,7 @@ class _AfterBackward(torch.autograd.Function):
 
 
 def _call_after_backward(callback: Callable[[], None], args: Any, kwargs: Any) -> Any:
-    """Backward has left a unit when it has all gradients of its inputs. Then parameters that are not trained are not needed any more."""
+    """Call `callback` when backward has the gradients of all of a unit's inputs. Frozen parameters are not needed after that."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     learned = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.requires_grad]
     if learned:

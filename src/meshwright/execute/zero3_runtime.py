@@ -1,15 +1,16 @@
-"""Memory Manager, acting half: ZeRO-3. Parameters lie in flat buffers, one or a few a unit, of which a rank keeps its slice.
+"""ZeRO-3 (fully sharded data parallelism). A unit's parameters live in one or a few flat buffers, of which each rank keeps its shard.
 
 [Note: a unit's life]
-Before a unit computes, its buffers are gathered and its parameters are views of them; afterwards the memory goes back. The same happens
-around its backward, where gradients are copied into a flat buffer as they arrive. With the last of them the buffer is reduce-scattered,
-and what arrives is the gradient of the rank's slice, which is what the optimizer steps. The next unit's buffers travel while this one
-computes. Nothing is copied into what is sent or out of what arrives, and the optimizer sees a few flat tensors: what FSDP2's parameters,
-which are cut one by one, cost. Between uses a parameter has its shape and no values: reading it gives NaN, and writing it is an error.
+Before a unit's forward its buffers are all-gathered and its parameters become views of them; afterwards the memory is freed. The same happens
+around its backward, where gradients are copied into a flat buffer as they arrive. The last gradient launches a reduce-scatter of that buffer,
+whose output is the gradient of the rank's shard, which the optimizer steps. The next unit's all-gather overlaps with this unit's computation.
+Unlike FSDP2, which shards parameters one by one, this copies nothing into or out of the collectives' buffers, and the optimizer sees a few flat
+tensors. While resharded, a parameter has its shape and no values: reading it gives NaN, and writing it is an error.
 
 [Note: several buffers in a unit]
-A buffer holds what is of one type, trained or not, and of one kind (`schedule.buckets.Kind`). A parameter that pipeline stages share has
-one of its own, so that all of them cut it alike. Optimizer groups share a buffer: each gets its part of the slice, which may be empty.
+The parameters of a buffer have one dtype, one `requires_grad` and one `schedule.buckets.ParamReplication`. A parameter that pipeline stages share
+has a buffer of its own, so that all of them shard it the same way. Optimizer param groups share a buffer: each steps its part of the shard, which
+may be empty.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from meshwright.schedule.buckets import ParamReplication
 
 
 class FullyShardedUnits:
-    """Attached to a model by hooks, like `GradientBuckets`, and used like it."""
+    """The `DataParallel` implementation of ZeRO-3: hooks on a model's units, and an optimizer that steps this rank's shards."""
 
     zero = 3
 
@@ -69,7 +70,7 @@ class FullyShardedUnits:
         optimizer.register_step_post_hook(lambda *_: hooks.discard_prefetched())
 
     def _give_shards_to(self, optimizer: torch.optim.Optimizer) -> None:
-        """Of what is sharded the optimizer steps this rank's shards."""
+        """Replace sharded parameters in the optimizer's param groups by this rank's shards."""
         for index, group in enumerate(optimizer.param_groups):
             mine = [shard.param for flat in self.buckets for shard in flat.optimizer_shards if shard.param_group == index]
             group["params"] = mine + [p for p in group["params"] if id(p) not in self._unit_of]
@@ -83,13 +84,13 @@ class FullyShardedUnits:
         self._scatters.op = op
 
     def finish(self) -> None:
-        """Gradients are final when a backward ends; nothing is left to do."""
+        """Do nothing: gradients are final when a backward ends."""
 
     def reduce_all(self) -> None:
-        """Every backward has sent its own."""
+        """Do nothing: every backward has reduce-scattered its own gradients."""
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """There is no place to add whole gradients up in: every backward sends its own."""
+        """Change nothing: without a buffer to accumulate full gradients in, every backward reduce-scatters its own."""
         return nullcontext()
 
     def clear(self) -> None:
@@ -97,15 +98,15 @@ class FullyShardedUnits:
             for shard in flat.optimizer_shards:
                 shard.param.grad = None
 
-    # -- what it holds --
+    # -- state --
 
     def tied_gradient(self, param: nn.Parameter) -> torch.Tensor:
-        """This rank's part of the gradient of a parameter that has a buffer of its own."""
+        """This rank's shard of the gradient of a parameter that has a buffer of its own."""
         (shard,) = self._unit_of[id(param)][1].optimizer_shards
         return full_gradient(shard.param)
 
     def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gathered buffer by buffer."""
+        """Yield every parameter's values on the CPU, all-gathered one buffer at a time."""
         found: dict[int, torch.Tensor] = {}
         for name, param in model.named_parameters():
             if id(param) not in self._unit_of:
@@ -133,5 +134,5 @@ def _forbid_state_dict(*_: Any) -> None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether parameters have shapes and no values."""
+    """Whether any parameter has a shape but no values."""
     return any(p.untyped_storage().nbytes() < p.nbytes for p in model.parameters())

@@ -1,4 +1,4 @@
-"""Backward in two halves (zero bubble): what torch needs to find every parameter's part of it."""
+"""Split backward (zero bubble): makes every parameter of a stage visible to torch when it splits backward into input and weight gradients."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 class _DependOnInputs(torch.autograd.Function):
-    """A stage's outputs as they are, made to follow from its inputs. Where backward is cut in two, torch finds a parameter's part of it on
-    the way from inputs to outputs, and would lose parameters of what no input leads to: a decoder's beginning beside the encoder's end.
-    All outputs at once: torch's groups of parameters must not meet in two places."""
+    """Identity on a stage's outputs that makes them depend on its inputs. To split backward, torch searches parameters between inputs and
+    outputs, and would miss those that no input leads to, such as a decoder's beginning beside the encoder's end. It takes all outputs at once,
+    because torch's parameter groups must not intersect in two places."""
 
     @staticmethod
     def forward(ctx: Any, num_outputs: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Level 1: start ranks, watch them, end them. On this machine by a supervisor of our own; elsewhere by adopting the ranks we find."""
+"""Level 1: start, monitor and stop ranks. On this machine by Meshwright's own supervisor; elsewhere by adopting ranks that a launcher started."""
 
 from meshwright.launch.fork_server import ForkServer
 from meshwright.launch.launch_environment import LaunchedRank, default_backend, detect_launched_rank

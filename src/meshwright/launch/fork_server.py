@@ -1,10 +1,10 @@
-"""The nursery: a process that has imported torch and nothing else has happened in, from which workers are forked in milliseconds.
+"""The fork server: a process that only imports torch, and from which worker processes are forked in milliseconds.
 
-[Note: why a process of its own]
+[Note: why a separate process]
 A fork copies only the calling thread. The command line's process has threads by the time ranks are needed (progress display,
-autograd, OpenMP), and CUDA must not be touched before a fork; so ranks are forked from a clean process that does nothing but
-import. It starts while the command line is still planning. Workers die with it (PR_SET_PDEATHSIG), and it ends when the
-command line's end of the control socket closes, however that happens: no orphan is left.
+autograd, OpenMP), and CUDA must not be initialized before a fork; so ranks are forked from a clean process that does nothing but
+import. It starts while the command line is still planning. Workers die with it (PR_SET_PDEATHSIG), and it exits when the
+command line's end of the control socket closes, for whatever reason: no orphan is left.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# torch._dynamo: every optimizer imports it when it is made.
+# torch._dynamo: every optimizer imports it on construction.
 _PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "meshwright.launch.worker_process")
-# What ranks are started with unless somebody has said otherwise. The profiler's library announces each start and stop on stderr; torch's
-# allocator on GPUs loses 5 to 20% of their memory to gaps unless its segments may grow (docs/measured/memory.md).
+# Environment defaults of ranks. Kineto logs each start and stop of the profiler on stderr; torch's GPU allocator loses 5 to 20% of the memory
+# to fragmentation unless its segments are expandable (docs/measured/memory.md).
 RANK_DEFAULTS = {"KINETO_LOG_LEVEL": "99", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-# Imports make very many objects and few cycles, which Python's collector would look for again and again; `run_fork_server` switches it on after them.
+# Imports create very many objects and few cycles, so garbage collection would only cost time; `run_fork_server` enables it after them.
 _ENTRY_POINT = "import gc; gc.disable(); from meshwright.launch.fork_server import run_fork_server; run_fork_server()"
 _MAX_MESSAGE_BYTES = 1 << 16
 
 
 class ForkServer:
-    """The command line's side: starts the nursery, asks it for workers, hears of their ends."""
+    """The client of a fork server process: starts it, requests workers, and receives reports of their exits."""
 
     def __init__(self, threads: int, environ: Mapping[str, str], preload: Sequence[str] = ()) -> None:
         self.threads = threads
@@ -44,14 +44,14 @@ class ForkServer:
             [sys.executable, "-c", _ENTRY_POINT, str(theirs.fileno()), *preload],
             pass_fds=(theirs.fileno(),),
             env=env,
-            start_new_session=True,  # Ctrl-C in the terminal reaches the command line alone, which ends the rest in order
+            start_new_session=True,  # Ctrl-C in the terminal reaches only the command line, which stops the rest in order
             stdin=subprocess.DEVNULL,
         )
         theirs.close()
         self.control = ours
 
     def spawn(self, rank: int, environ: Mapping[str, str], log: str | None) -> tuple[int, socket.socket]:
-        """Fork one worker; its pid and the socket to talk to it."""
+        """Fork one worker; returns its pid and the socket connected to it."""
         ours, theirs = socket.socketpair()
         request = json.dumps({"number": rank, "environ": dict(environ), "log": log}).encode()
         socket.send_fds(self.control, [request], [theirs.fileno()])
@@ -62,10 +62,10 @@ class ForkServer:
         return int(reply["pid"]), ours
 
     def next_report(self) -> dict[str, Any]:
-        """Blocks for {'pid': …} or {'ended': pid, 'status': …}; empty when the nursery is gone."""
+        """Block for {'pid': …} or {'ended': pid, 'status': …}; ConnectionError when the fork server has exited."""
         data = self.control.recv(_MAX_MESSAGE_BYTES)
         if not data:
-            raise ConnectionError("the nursery process ended")
+            raise ConnectionError("the fork server ended")
         return json.loads(data)  # type: ignore[no-any-return]
 
     def close(self) -> None:
@@ -78,13 +78,13 @@ class ForkServer:
 
 
 def run_fork_server() -> None:
-    """The nursery process: import, then fork on request until the control socket closes."""
+    """The main loop of the fork server process: import, then fork on request until the control socket closes."""
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in (*_PRELOAD, *sys.argv[2:]):
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # what is imported stays shared between workers
+    gc.freeze()  # memory of imported modules stays shared between workers
     gc.enable()
     children: set[int] = set()
     wake, bell = os.pipe()
@@ -151,7 +151,7 @@ def _redirect_output(log: str) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Linux ends this process when its parent dies. Elsewhere workers notice when their socket closes."""
+    """On Linux, have the kernel kill this process when its parent dies. Elsewhere workers exit when their socket closes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         if os.getppid() != parent:

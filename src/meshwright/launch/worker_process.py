@@ -1,4 +1,4 @@
-"""A worker's side: take a call, do it, send back what it returned or what broke, wait for the next."""
+"""The worker process: receives a call, executes it, sends back its result or a Fault, and waits for the next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from meshwright.core.errors import MeshwrightError
 from meshwright.core.event import Fault
 
-# Errors that only say that somebody else has gone: another rank has the cause.
+# Errors that only report a lost peer: the cause is on another rank.
 _SECONDARY_ERRORS = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -33,7 +33,7 @@ def send_message(peer: socket.socket, value: Any) -> None:
 
 
 def receive_message(peer: socket.socket) -> Any:
-    """The next value; EOFError when the other side has closed."""
+    """The next value; EOFError when the peer has closed."""
     (size,) = struct.unpack("!Q", _receive_exactly(peer, 8))
     return pickle.loads(_receive_exactly(peer, size))
 
@@ -76,7 +76,7 @@ def describe_fault(error: BaseException, rank: int) -> Fault:
         rank=rank,
         kind=type(error).__name__,
         message=next((line for line in text.splitlines() if line.strip()), type(error).__name__),
-        # A mistake of the user's needs no traceback; anything else does.
+        # A user's mistake needs no traceback; anything else does.
         traceback="" if isinstance(error, MeshwrightError) else "".join(traceback.format_exception(error)),
         secondary=any(mark in text for mark in _SECONDARY_ERRORS),
     )

@@ -1,4 +1,4 @@
-"""Level 1, the Monitoring Subsystem: a run writes its folder with `Recorder`; everything that looks at a run reads it with `RunFolder`."""
+"""Level 1, the Monitoring Subsystem: a run writes its folder with `Recorder`; views and reports read it with `RunFolder`."""
 
 from meshwright.observe.jsonl_tail import JsonlTail, JsonlTails
 from meshwright.observe.live_view import follow

@@ -1,4 +1,4 @@
-"""Bandwidth by size as one SVG file: a panel for each operation, a line for each backend, both axes logarithmic."""
+"""Draws bandwidth by message size as one SVG file: a panel for each operation, a line for each backend, both axes logarithmic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STYLE = "text{font:11px sans-serif;fill:#374151}.t{font-weight:600;fill:#111827
 
 
 def bandwidth_figure(panels: Mapping[str, Mapping[str, Sequence[BandwidthPoint]]], title: str) -> str:
-    """`panels[operation][backend]` is (bytes, bytes a second), ascending. The axes are shared, so that panels can be compared."""
+    """The SVG text. `panels[operation][backend]` is (bytes, bytes per second), ascending. All panels share their axes for comparison."""
     points = [p for lines in panels.values() for line in lines.values() for p in line]
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
     x0, x1 = _log_range(p[0] for p in points)

@@ -1,4 +1,4 @@
-"""Charts as inline SVG and bars as HTML: no library, no network, colours from the page's style sheet."""
+"""Draws charts as inline SVG and bars as HTML for the report: no library, no network, colours from the page's style sheet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.observe.markup import Html, join, tag
 
 WIDTH, HEIGHT = 560.0, 250.0
 LEFT, RIGHT, TOP, BOTTOM = 70.0, 14.0, 12.0, 38.0
-MAX_POINTS = 500  # a line 480 pixels wide shows no more, and a long run's report stays small
+MAX_POINTS = 500  # a curve 480 pixels wide shows no more detail, and a long run's report stays small
 
 ChartPoint = tuple[float, float]
 
@@ -39,7 +39,7 @@ class ReferenceLine:
 
 @dataclass(frozen=True)
 class Chart:
-    """What to draw; `format_value` writes a value with its unit."""
+    """A line chart; `format_value` formats a value with its unit."""
 
     title: str
     series: Sequence[Series]
@@ -50,7 +50,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class _PlotArea:
-    """Where values lie on the drawing."""
+    """The value ranges of a chart, and their mapping to SVG coordinates."""
 
     x0: float
     x1: float
@@ -66,7 +66,7 @@ class _PlotArea:
 
 
 def line_chart(chart: Chart) -> Html:
-    """A figure with title, legend, drawing and, where something could not be drawn, a note that says so."""
+    """A figure with title, legend, curves and, for values that could not be drawn, a note."""
     drawn = [s for s in chart.series if any(math.isfinite(v) for _, v in s.points)]
     title = tag("span", chart.title, class_="title")
     if not drawn:
@@ -91,7 +91,7 @@ def line_chart(chart: Chart) -> Html:
 
 
 def downsample(points: Sequence[ChartPoint], max_points: int = MAX_POINTS) -> list[ChartPoint]:
-    """At most about `max_points` points, keeping the lowest and highest of each stretch so that no spike is lost."""
+    """At most about `max_points` points, keeping the lowest and highest of each interval so that no spike is lost."""
     if len(points) <= max_points:
         return list(points)
     kept: list[ChartPoint] = []
@@ -118,7 +118,7 @@ def ticks(low: float, high: float, count: int, integers_only: bool = False) -> l
 
 
 def stacked_bar(parts: Mapping[str, float], format_value: Callable[[float], str]) -> Html:
-    """One bar cut into its parts, with a legend that has the numbers. Parts that are nothing stay in the legend only."""
+    """One bar split into its parts, with the numbers in a legend. Parts of zero appear in the legend only."""
     known = {name: max(formatting.finite_or_none(value) or 0.0, 0.0) for name, value in parts.items()}
     total = sum(known.values())
     if total <= 0:
@@ -165,7 +165,7 @@ def _make_plot_area(chart: Chart, visible_series: Sequence[Series]) -> tuple[_Pl
     steps = [x for s in visible_series for x, _ in s.points]
     low, high = values[0], values[-1]
     usual = values[int(0.95 * (len(values) - 1))]
-    # One warm-up step ten times as long as the rest would press the curve flat: draw it at the edge and say so.
+    # One warm-up step ten times as long as the rest would flatten the curve: clip it at the edge and add a note.
     clipped = len(values) >= 8 and usual > 0 and high > 3 * usual
     high = 1.3 * usual if clipped else high
     if chart.reference:
@@ -207,7 +207,7 @@ def _draw_curve(series: Series, area: _PlotArea) -> Html:
         else:
             runs.append([])
     parts = [tag("polyline", points=" ".join(run)) for run in runs if len(run) > 1]
-    alone = {run[0] for run in runs if len(run) == 1}  # a line needs two points: one between gaps is drawn as a dot
+    alone = {run[0] for run in runs if len(run) == 1}  # a line needs two points: a single one between gaps is drawn as a dot
     every = [p for run in runs for p in run]
     for point in every if series.dots else sorted(alone):
         x, _, y = point.partition(",")
@@ -216,7 +216,7 @@ def _draw_curve(series: Series, area: _PlotArea) -> Html:
 
 
 def _hover_data(chart: Chart, series: Sequence[Series], area: _PlotArea) -> str:
-    """What the page's script needs to answer the pointer: for each step, its place and its values as text."""
+    """The JSON that the page's script shows on hover: for each step, its coordinates and its values as text."""
     steps = sorted({x for s in series for x, _ in s.points})
     rows: list[dict[str, object]] = []
     for s in series:

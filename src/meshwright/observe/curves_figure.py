@@ -1,4 +1,4 @@
-"""Curves as one SVG file: panels side by side, axes plain or logarithmic, lines or dots, no library."""
+"""Draws curves as one SVG file: panels side by side, linear or logarithmic axes, lines or dots, no library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STYLE = "text{font:11px sans-serif;fill:#374151}.t{font-weight:600;fill:#111827
 
 @dataclass(frozen=True)
 class Panel:
-    """One drawing: curves by name, ascending in x; those named in `dots` are drawn as points, in `dashed` as broken lines."""
+    """One plot: curves by name, ascending in x; those named in `dots` are drawn as points, in `dashed` as dashed lines."""
 
     title: str
     x_label: str

@@ -1,4 +1,4 @@
-"""Numbers of a run as text for people. What is absent or not finite becomes a dash, because a report must not fail on a NaN."""
+"""Formats a run's numbers as text. An absent or non-finite value becomes a dash, because a report must not fail on a NaN."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def format_bytes(value: Any) -> str:
 
 
 def format_number(value: Any) -> str:
-    """Loss, learning rate and other bare numbers; a NaN is shown as such, since here it is the news."""
+    """Format a loss, learning rate or other number without unit; a NaN is shown as such, since here it is what the reader must see."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     number = finite_or_none(value)
@@ -37,7 +37,7 @@ def format_number(value: Any) -> str:
 
 
 def format_rate(value: Any, unit: str) -> str:
-    """rate(812.4, 'samples/s') → '812 samples/s'."""
+    """format_rate(812.4, 'samples/s') → '812 samples/s'."""
     number = finite_or_none(value)
     if number is None:
         return DASH

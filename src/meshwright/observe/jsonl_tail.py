@@ -1,4 +1,4 @@
-"""Incremental reading of JSONL files that another process is still writing: each call returns the lines that are new and whole."""
+"""Incremental reading of JSONL files that another process is still writing: each call returns the new complete lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ JsonRecord = dict[str, Any]
 
 
 def parse_lines(data: bytes) -> Iterator[JsonRecord]:
-    """The JSON objects among complete lines. A line cut short by a killed writer is skipped: the others are still good."""
+    """The JSON objects among complete lines. A line truncated by a killed writer is skipped: the others are still valid."""
     for line in data.splitlines():
         try:
             record = json.loads(line)
@@ -22,14 +22,14 @@ def parse_lines(data: bytes) -> Iterator[JsonRecord]:
 
 
 class JsonlTail:
-    """One growing file. A partial last line stays unread until its newline is there."""
+    """Reads one growing file. A partial last line stays unread until its newline is written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = 0
 
     def read(self) -> list[JsonRecord]:
-        """Records written since the last call; none when the file is not there yet."""
+        """Records written since the last call; empty if the file does not exist yet."""
         try:
             with self.path.open("rb") as file:
                 if file.seek(0, 2) < self._offset:
@@ -44,7 +44,7 @@ class JsonlTail:
 
 
 class JsonlTails:
-    """All files of a folder that match a pattern; files that appear later are picked up."""
+    """Reads all files of a folder that match a pattern, including files that appear later."""
 
     def __init__(self, folder: Path, pattern: str) -> None:
         self._folder = folder
@@ -52,14 +52,14 @@ class JsonlTails:
         self._tails: dict[Path, JsonlTail] = {}
 
     def read(self) -> list[JsonRecord]:
-        """New records of all files, each file's in its order."""
+        """The new records of all files, each file's in order."""
         for path in sorted(self._folder.glob(self._pattern)):
             self._tails.setdefault(path, JsonlTail(path))
         return [record for tail in self._tails.values() for record in tail.read()]
 
 
 def read_records(path: Path) -> list[JsonRecord]:
-    """Every whole record of a file, and a last line without newline if it happens to be complete JSON."""
+    """Every complete record of a file, including a last line without newline if it is complete JSON."""
     try:
         return list(parse_lines(path.read_bytes()))
     except OSError:

@@ -1,4 +1,4 @@
-"""The live view of a run in a terminal, fed only from its folder; on a pipe or in CI, one plain line now and then."""
+"""The live view of a run in a terminal, read only from its folder; on a pipe or in CI, one plain line every few seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 PLAIN_INTERVAL_S = 2.0
-# A run that failed or vanished may be put back by its supervisor: this long it gets before the view gives up on it.
+# A supervisor may restart a run that failed or vanished: the view waits this long before it ends.
 RESTART_GRACE_S = 5.0
 MAX_EVENTS_SHOWN = 4
 STATE_COLOURS = {"running": "cyan", "done": "green", "stopped": "yellow", "failed": "red", "interrupted": "red", "waiting": "bright_black"}
@@ -26,7 +26,7 @@ EVENT_COLOURS = {"fault": "red", "stop": "yellow", "end": "green", "validation":
 
 
 def follow(folder: RunFolder, stop: Callable[[], bool], console: Console, interval: float = 0.25) -> None:
-    """Show the run until `stop()` is true or the run is over, whichever is first."""
+    """Show the run until `stop()` is true or the run is over."""
     show = _show_live if console.is_terminal and not console.is_dumb_terminal else _show_plain
     show(_poll_snapshots(folder, stop, interval), console)
 
@@ -47,10 +47,10 @@ def format_plain_line(snapshot: ProgressSnapshot) -> str:
 
 
 def _poll_snapshots(folder: RunFolder, stop: Callable[[], bool], interval: float) -> Iterator[tuple[ProgressSnapshot, bool]]:
-    """Snapshots until the end, each with whether it is the last."""
+    """Yield snapshots until the run ends or `stop()` is true, each with whether it is the last."""
     progress = ProgressTracker(folder)
     while True:
-        asked = stop()  # before reading: what was written until the caller said stop must still be shown
+        asked = stop()  # before reading: records written before the stop must still be shown
         progress.poll()
         now = progress.snapshot()
         if asked or _has_ended(now, folder):
@@ -89,7 +89,7 @@ def _show_live(snapshots: Iterator[tuple[ProgressSnapshot, bool]], console: Cons
 
 
 def render_view(snapshot: ProgressSnapshot, width: int) -> RenderableType:
-    """One frame, `width` columns wide."""
+    """One frame of the live view, `width` columns wide."""
     from rich import box
     from rich.console import Group
     from rich.panel import Panel
@@ -153,7 +153,7 @@ def _metrics_table(snapshot: ProgressSnapshot, width: int) -> Table:
     table.add_row(
         "step time", _measured_vs_predicted(formatting.format_seconds, snapshot.step_s, snapshot.estimate.step_s if snapshot.estimate else None)
     )
-    peak = next(iter(snapshot.estimate.memory_bytes), None) if snapshot.estimate else None  # rank 0's, whose memory the metrics tell
+    peak = next(iter(snapshot.estimate.memory_bytes), None) if snapshot.estimate else None  # of rank 0, whose memory is in the metrics
     table.add_row("memory", _measured_vs_predicted(formatting.format_bytes, snapshot.last_metrics.get("memory_bytes"), peak, gauge=True))
     table.add_row("time spent", _format_whole_seconds(snapshot.elapsed_s))
     return table
@@ -170,7 +170,7 @@ def _loss_text(snapshot: ProgressSnapshot, width: int) -> Text:
 
 
 def _measured_vs_predicted(format_value: Callable[[Any], str], measured: Any, predicted: float | None, gauge: bool = False) -> Text:
-    """'118 ms  predicted 121 ms (−2.5 %)'; a gauge shows how much of the predicted peak is reached."""
+    """'118 ms  predicted 121 ms (−2.5 %)'; `gauge` adds a bar with the fraction of the predicted peak."""
     from rich.text import Text
 
     text = Text(format_value(measured))
@@ -203,7 +203,7 @@ def _events_table(snapshot: ProgressSnapshot) -> Table:
 
 
 def _group_events(events: Sequence[Event]) -> list[list[Event]]:
-    """Neighbours that are the same thing on several ranks, together: what each rank says once should take one line."""
+    """Consecutive events that are the same on different ranks, grouped: they are shown as one line."""
     groups: list[list[Event]] = []
     for event in events[-64 * MAX_EVENTS_SHOWN :]:
         last = groups[-1] if groups else []
@@ -216,5 +216,5 @@ def _group_events(events: Sequence[Event]) -> list[list[Event]]:
 
 
 def _format_whole_seconds(value: float) -> str:
-    """Whole seconds: digits that change at every look only distract."""
+    """Format as whole seconds: decimals that change at every refresh only distract."""
     return formatting.format_seconds(round(value)) if value >= 1 else f"{max(value, 0):.0f} s"

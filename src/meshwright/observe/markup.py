@@ -1,4 +1,4 @@
-"""HTML and SVG by function, safe by default: a plain string becomes escaped text, only `Html` is taken as markup."""
+"""Builds HTML and SVG from functions, safe by default: a plain string is escaped, only `Html` is taken as markup."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _VOID_TAGS = frozenset({"meta", "br", "hr", "input"})
 
 
 class Html(str):
-    """Text that is markup already."""
+    """Text that is already markup and is not escaped."""
 
     __slots__ = ()
 
 
 def tag(name: str, /, *children: str, **attributes: str | float | None) -> Html:
-    """tag('td', text, class_='number'). An underscore in an attribute's name stands for '-'; None leaves the attribute out."""
+    """An element, like tag('td', text, class_='number'). An underscore in an attribute's name becomes '-'; None omits the attribute."""
     given = "".join(
         f' {key.strip("_").replace("_", "-")}="{escape(_attribute_text(value))}"' for key, value in attributes.items() if value is not None
     )
@@ -27,7 +27,7 @@ def join(children: Iterable[str]) -> Html:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], numeric_columns: Iterable[int] = (), highlighted_row: int | None = None) -> Html:
-    """A table; the columns in `numeric_columns` are set to the right, the row `highlighted_row` stands out."""
+    """A table; the columns in `numeric_columns` are right-aligned, the row `highlighted_row` is highlighted."""
     right = frozenset(numeric_columns)
 
     def cells(kind: str, row: Sequence[str]) -> Html:

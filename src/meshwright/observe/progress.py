@@ -1,4 +1,4 @@
-"""Where a live run stands, kept up to date from its folder by reading only what is new."""
+"""Tracks the progress of a live run from its folder, reading only what was appended since the last poll."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from meshwright.observe.jsonl_tail import JsonlTail, JsonlTails, JsonRecord
 from meshwright.observe.run_folder import RunFolder, parse_event
 from meshwright.observe.run_status import RunStatus
 
-RECENT_STEPS = 20  # steps over which the present speed is taken
+RECENT_STEPS = 20  # window of the step-time median
 
 
 @dataclass(frozen=True)
 class ProgressSnapshot:
-    """One look at a run. `last_metrics` is the newest metrics record, empty before the first step."""
+    """The state of a run at one time. `last_metrics` is the newest metrics record, empty before the first step."""
 
     name: str
     status: RunStatus
@@ -53,7 +53,7 @@ class ProgressSnapshot:
 
 
 class ProgressTracker:
-    """Follows one folder. `poll` reads what was appended; `snapshot` says what it amounts to."""
+    """Follows one run folder. `poll` reads what was appended; `snapshot` returns the resulting state."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
@@ -66,7 +66,7 @@ class ProgressTracker:
         self._file_cache: dict[str, Any] = {}
 
     def poll(self) -> None:
-        # Events first: when the end of the run is among them, all of its metrics were written before and are read now.
+        # Events first: if they include the end of the run, all its metrics were written before it and are read below.
         new = [event for record in self._events.read() if (event := parse_event(record))]
         if new:
             self._known_events = sorted([*self._known_events, *new], key=lambda e: (e.time, e.rank))
@@ -103,7 +103,7 @@ class ProgressTracker:
             self._validation = finite_or_none(record["validation_loss"])
         if not isinstance(step, int) or "loss" not in record:
             return
-        if self._losses and step <= next(reversed(self._losses)):  # resumed from an earlier step: what came after it no longer counts
+        if self._losses and step <= next(reversed(self._losses)):  # resumed from an earlier step: drop the steps after it
             self._losses = {s: loss for s, loss in self._losses.items() if s < step}
             self._recent.clear()
         loss = finite_or_none(record["loss"])
@@ -111,7 +111,7 @@ class ProgressTracker:
         self._recent.append(record)
 
     def _read_once(self, name: str) -> Any:
-        """These files are written once, each whole: read until there, then remembered. A broken one is as good as none here."""
+        """The contents of a file that is written once, cached as soon as it exists; None if it is missing or unreadable."""
         if self._file_cache.get(name) is None:
             try:
                 self._file_cache[name] = getattr(self._folder, name)() or None
@@ -129,12 +129,12 @@ class ProgressTracker:
     def _steps_done(self) -> int:
         if not self._losses:
             return 0
-        # A run that counts its steps from 0 has done one more than its last step's number.
+        # A run that counts its steps from 0 has done one more than the number of its last step.
         return next(reversed(self._losses)) + (1 if 0 in self._losses else 0)
 
     def _remaining_seconds(self, remaining: int) -> float | None:
         times = [t for r in self._recent if (t := finite_or_none(r.get("time"))) is not None]
-        # By the clock, since validation and saving take time too; but steps that are written several at once bear one time.
+        # Wall time includes validation and saving; but steps written in one batch share a timestamp, so the median step time is the lower bound.
         clock = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
         estimate = self._read_once("estimate")
         each = _finite_median([r.get("step_s") for r in self._recent]) or (estimate.step_s if estimate else None)
@@ -148,10 +148,10 @@ class ProgressTracker:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The curve in one line of text, left to right; × where values were not finite."""
+    """The curve as one line of block characters, left to right; × marks values that are not finite."""
     if not values or width < 1:
         return ""
-    values = values[:: max(len(values) // (16 * width), 1)]  # a long history is sampled: this runs at every look
+    values = values[:: max(len(values) // (16 * width), 1)]  # a long history is sampled: this runs at every refresh
     cells = min(width, len(values))
     groups = [values[i * len(values) // cells : (i + 1) * len(values) // cells] for i in range(cells)]
     means = [_finite_mean(group) for group in groups]

@@ -1,4 +1,4 @@
-"""What one rank writes while it runs: its events, and on rank 0 the metrics of each step."""
+"""Writes the files of one rank while it runs: its events, and on rank 0 the metrics of each step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from meshwright.observe.sinks import JsonlSink, MetricsSink
 
 
 class Recorder:
-    """One rank's pen. Opening it again appends, so that a resumed run goes on in the same files."""
+    """The writer of one rank's events and metrics. It appends, so that a resumed run continues in the same files."""
 
     def __init__(self, folder: Path, rank: int, sinks: Sequence[MetricsSink] = ()) -> None:
-        """`sinks` get rank 0's metrics too, beside metrics.jsonl; the recorder closes them."""
+        """`sinks` also receive rank 0's metrics, beside metrics.jsonl; the recorder closes them."""
         self.rank = rank
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -29,19 +29,19 @@ class Recorder:
         self._events = JsonlSink(folder / f"events-{rank}.jsonl")
         self._metrics: list[MetricsSink] = [JsonlSink(folder / "metrics.jsonl"), *sinks] if rank == 0 else []
 
-    # `kind` is positional-only: a Fault's own `kind` may then travel in `data`.
+    # `kind` is positional-only, so that `data` may hold a Fault's own `kind`.
     def event(self, kind: str, /, step: int = -1, **data: Any) -> None:
-        """Append one event, stamped with the time and this rank. A "start" says which process it is: that is how a dead run is told."""
+        """Append one event, stamped with the time and this rank. A "start" event also holds pid and host, by which a dead run is detected."""
         if kind == "start":
             data = {"pid": os.getpid(), "host": socket.gethostname(), **data}
         self._events.write(to_data(Event(time.time(), self.rank, kind, step, data)))
 
     def fault(self, fault: Fault, step: int = -1) -> None:
-        """Append a fault, which may be another rank's: a killed rank cannot write its own."""
+        """Append a fault, possibly of another rank: a killed rank cannot write its own."""
         self.event("fault", step, **to_data(fault))
 
     def metrics(self, record: Mapping[str, Any]) -> None:
-        """Append one step's or validation's record; the time is added when it is not there. Ranks other than 0 write nothing."""
+        """Append one step's or validation's record; the time is added if missing. Ranks other than 0 write nothing."""
         stamped = {"time": time.time(), **record}
         for sink in self._metrics:
             sink.write(stamped)

@@ -1,4 +1,4 @@
-"""report.html: the story of a run in one file that needs nothing else — no network, no server, no package."""
+"""Writes report.html: the summary of a run in one self-contained file — no network, no server, no package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.observe.run_folder import RunFolder
 from meshwright.observe.run_summary import RunSummary, read_run_summary
 from meshwright.observe.wording import describe_devices
 
-# In the order of reading; a part that has nothing to say is left out, here and in the navigation.
+# In the order of the page; an empty section is left out of the page and of the navigation.
 SECTIONS: tuple[tuple[str, str, Callable[[RunSummary], Html]], ...] = (
     ("plan", "Plan", report_sections.plan),
     ("why", "Why", report_sections.why),
@@ -29,20 +29,20 @@ SECTIONS: tuple[tuple[str, str, Callable[[RunSummary], Html]], ...] = (
 
 
 def write_report(folder: RunFolder) -> Path:
-    """Write `report.html` into the run's folder and return its path. It can be written at any time, also while the run goes on."""
+    """Write `report.html` into the run's folder and return its path. It can be called at any time, also while the run is live."""
     page = render(read_run_summary(folder))
     path = folder.path / "report.html"
     partial = path.with_suffix(".html.partial")
     try:
         partial.write_text(page, encoding="utf-8")
-        partial.replace(path)  # whole or not at all: a browser may be reloading it
+        partial.replace(path)  # atomic: a browser may be reloading it
     except OSError as error:
         raise RequestError(f"cannot write {path}: {error.strerror}; make the folder writable, or copy the run elsewhere") from None
     return path
 
 
 def render(summary: RunSummary) -> str:
-    """The whole page."""
+    """The HTML text of the whole page."""
     parts = [(anchor, name, html) for anchor, name, part in SECTIONS if (html := part(summary))]
     nav = tag("nav", *(tag("a", name, href=f"#{anchor}") for anchor, name, _ in parts))
     alarm = report_sections.faults(summary)

@@ -1,4 +1,4 @@
-"""The parts of a report, each a function from the story to HTML; a part with nothing to say is empty."""
+"""The sections of a report: each is a function from the RunSummary to HTML, empty if there is nothing to show."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EMPTY = Html()
 
 
 def faults(summary: RunSummary) -> Html:
-    """What broke: shown first when it ended the run, otherwise as something that was survived."""
+    """The faults of a run: as its failure if they ended it, otherwise as faults that it survived."""
     state, every = summary.status.state, list(summary.faults)
     if state == "interrupted" and not every:
         return tag("div", tag("h2", "Interrupted"), tag("p", summary.status.detail), class_="alarm")
@@ -49,7 +49,7 @@ def unreadable_files(summary: RunSummary) -> Html:
 
 
 def metric_cards(summary: RunSummary) -> Html:
-    """The run in six numbers."""
+    """Cards with the run's main numbers: loss, step time, throughput, peak memory, MFU and duration."""
     estimate, tolerance = summary.estimate, summary.tolerance
     step_s = summary.measured_metric("step_s")
     peak, expected = _max_known(summary.measured_memory()), _max_known(summary.predicted_memory())
@@ -103,7 +103,7 @@ def why(summary: RunSummary) -> Html:
 
 
 def prediction(summary: RunSummary) -> Html:
-    """Predicted against measured, for time and for each rank's memory."""
+    """Bars of predicted and measured time, and of each rank's memory."""
     estimate = summary.estimate
     if estimate is None:
         return EMPTY
@@ -120,7 +120,7 @@ def curves(summary: RunSummary) -> Html:
 
 
 def breakdown(summary: RunSummary) -> Html:
-    """Where the predicted time and memory go."""
+    """The breakdown of the predicted step time and memory."""
     estimate = summary.estimate
     if estimate is None:
         return EMPTY
@@ -187,7 +187,7 @@ def events(summary: RunSummary) -> Html:
 
 
 def _rate_bars(summary: RunSummary) -> list[Html]:
-    """Step time and what follows from it, each on its own scale; what was not both predicted and measured is left out, but for step time."""
+    """Bars of step time and metrics derived from it, each on its own scale; except step time, only what was both predicted and measured."""
     estimate = summary.estimate
     assert estimate is not None
     hidden = formatting.finite_or_none((summary.result.get("measured") or {}).get("exposed_communication_s"))

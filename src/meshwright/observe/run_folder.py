@@ -1,4 +1,4 @@
-"""A run's folder, which is the interface between a run and everything that looks at it: making one, finding one, reading one."""
+"""Creates, finds and reads a run's folder, the interface between a run and its live view, report and other readers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RUN_FILES = ("job.json", "plan.json", "metrics.jsonl", "events-0.jsonl", "resul
 
 @dataclass(frozen=True)
 class PlanCandidate:
-    """One plan that was weighed."""
+    """A plan that was considered, with its estimate."""
 
     summary: str
     step_s: float | None
@@ -45,7 +45,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Reads `runs/NAME/`. A file that is not there yet gives None or nothing: the run may be live, or have died."""
+    """Reads `runs/NAME/`. A missing file reads as None or empty: the run may be live, or have died."""
 
     path: Path
 
@@ -63,7 +63,7 @@ class RunFolder:
         return self._read("cluster.json", lambda data, where: from_data(Cluster, data, where))
 
     def decision(self) -> Decision | None:
-        """All of estimate.json: the estimate, why, and what else was weighed."""
+        """The contents of estimate.json: the estimate, the reasons and the ranked alternatives."""
         return self._read("estimate.json", _parse_decision)
 
     def estimate(self) -> Estimate | None:
@@ -74,7 +74,7 @@ class RunFolder:
         return self._read("result.json", _require_object)
 
     def metrics(self) -> list[JsonRecord]:
-        """Every record as written, steps and validations; a resumed run may have a step twice, the later one counts."""
+        """Every record as written, steps and validations; a resumed run may have a step twice, of which the later is valid."""
         return read_records(self.path / "metrics.jsonl")
 
     def events(self) -> list[Event]:
@@ -83,21 +83,21 @@ class RunFolder:
         return sorted(filter(None, map(parse_event, records)), key=lambda e: (e.time, e.rank))
 
     def faults(self) -> list[Fault]:
-        """What broke, in order of time: as events say, and what only the result knows."""
+        """Faults in order of time, from the events and from the result."""
         return collect_faults(self.events(), self.result())
 
     def status(self) -> RunStatus:
         return self.status_from(self.events(), self.result(), self.job())
 
     def status_from(self, events: list[Event], result: Mapping[str, Any] | None, job: Mapping[str, Any]) -> RunStatus:
-        """The status, from parts that were read already."""
+        """The run's status, from files that were already read."""
         started = max((e.time for e in events if e.kind == "start"), default=0.0)
-        # A resumed run leaves the former result where it was until it ends: only a newer one is of this attempt.
+        # A resumed run keeps the earlier result.json until it ends: only a newer file belongs to this attempt.
         complete = result is not None and _modified_at(self.path / "result.json") >= started and _all_steps_done(result, job)
         return infer_status(events, collect_faults(events, result), complete, self.last_write(), time.time())
 
     def last_write(self) -> float:
-        """When the run last wrote (a report written later does not count)."""
+        """The time of the run's last write (a report written later does not count)."""
         return max(map(_modified_at, [self.path / "metrics.jsonl", self.path / "job.json", *self.path.glob("events-*.jsonl")]))
 
     def _read(self, name: str, convert: Callable[[Any, str], T]) -> T | None:
@@ -116,7 +116,7 @@ def create_run_folder(root: Path, name: str | None = None, prefix: str = "run") 
         while True:
             path = root / (base if number == 1 else f"{base}-{number}")
             try:
-                path.mkdir()  # fails when it exists, so that two runs started at once get two folders
+                path.mkdir()  # fails if it exists, so that two runs started at once get two folders
                 return RunFolder(path)
             except FileExistsError:
                 number += 1
@@ -139,12 +139,12 @@ def find_run_folder(run_name: str, root: Path) -> RunFolder:
 
 
 def slug(text: str) -> str:
-    """'hf:my/model' → 'hf-my-model': what is safe as one folder name everywhere."""
+    """'hf:my/model' → 'hf-my-model': a name that is safe as one folder on any system."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")
 
 
 def parse_event(record: Mapping[str, Any]) -> Event | None:
-    """One line of an events file, or None when it is not an event."""
+    """The event in one record of an events file, or None if it is not an event."""
     when, kind, data = record.get("time"), record.get("kind"), record.get("data")
     if not isinstance(when, (int, float)) or not isinstance(kind, str):
         return None
@@ -152,7 +152,7 @@ def parse_event(record: Mapping[str, Any]) -> Event | None:
 
 
 def collect_faults(events: list[Event], result: Mapping[str, Any] | None) -> list[Fault]:
-    """Faults of both sources, in order of time; one that a rank wrote itself and the result repeats counts once."""
+    """Faults of the events and the result, in order of time; a fault that is in both counts once."""
     found = [_parse_fault(e.data, e.time, e.rank) for e in events if e.kind == "fault"]
     known = {(f.rank, f.kind, f.message) for f in found}
     listed = (result or {}).get("faults") or []
@@ -161,7 +161,7 @@ def collect_faults(events: list[Event], result: Mapping[str, Any] | None) -> lis
 
 
 def _all_steps_done(result: Mapping[str, Any], job: Mapping[str, Any]) -> bool:
-    """Whether the result is of a run that went all its steps; without a number of steps, any result will do."""
+    """Whether the result is of a run that completed all its steps; True if the number of steps is unknown."""
     losses, steps = result.get("losses"), job.get("steps")
     return not isinstance(losses, list) or not isinstance(steps, int) or len(losses) >= steps
 

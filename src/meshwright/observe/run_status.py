@@ -1,4 +1,4 @@
-"""How a run stands, judged from what its folder says: running, done, stopped, failed, or gone without a word."""
+"""Infers a run's status from its events, faults and result: waiting, running, done, stopped, failed, or interrupted (its processes vanished)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from meshwright.core.event import Event, Fault
 
 RunState = Literal["waiting", "running", "done", "stopped", "failed", "interrupted"]
 
-# A run that is silent this long on another machine, where its processes cannot be looked at, is taken for dead.
+# A run on another machine, where its processes cannot be checked, counts as dead after this long without a write.
 SILENCE_TIMEOUT_S = 600.0
-# A start this long after the last sign of life is a resumed run, not a rank that was put back.
+# A start this long after the last event is a resumed run, not a restarted rank.
 RESUME_GAP_S = 60.0
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """`started_at` is when the present attempt started (a resumed run starts again); 0 before anything has."""
+    """The state of a run. `started_at` is when the current attempt started (a resumed run starts a new one); 0 before any start."""
 
     state: RunState
     detail: str = ""
@@ -33,17 +33,17 @@ class RunStatus:
 
 
 def infer_status(events: Sequence[Event], faults: Sequence[Fault], has_result: bool, last_write: float, now: float) -> RunStatus:
-    """`has_result`: a result of this attempt is there. `last_write`: when the folder last changed. Both lists are in order of time."""
+    """The run's status. `has_result`: this attempt has a result. `last_write`: when the folder last changed. Both lists are in order of time."""
     status = _replay_events(events, faults)
     if has_result and status.state in ("running", "failed"):
-        return RunStatus("done", "", None, status.started_at)  # what had failed was survived: the result came after it
+        return RunStatus("done", "", None, status.started_at)  # the run survived the fault: the result came after it
     if status.state == "running" and not _is_alive(events, last_write, now):
         return RunStatus("interrupted", "its processes are gone and left no word", None, status.started_at)
     return status
 
 
 def root_cause(faults: Sequence[Fault]) -> Fault | None:
-    """The fault to look at first: the earliest that does not merely follow from another rank's."""
+    """The earliest fault that is not merely a consequence of another rank's; if there is none, the first fault."""
     return next((f for f in faults if not f.secondary), faults[0] if faults else None)
 
 
@@ -81,5 +81,5 @@ def _process_exists(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        return True  # it is there, and another user's
+        return True  # it exists, but belongs to another user
     return True

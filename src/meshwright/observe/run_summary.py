@@ -1,4 +1,4 @@
-"""Everything a report tells about a run, gathered once from its folder, whatever is missing."""
+"""Reads everything that a report shows about a run from its folder, tolerating missing or broken files."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from meshwright.observe.run_status import RunStatus
 T = TypeVar("T")
 CurvePoints = list[tuple[float, float]]
 
-DEFAULT_TOLERANCE = 0.15  # the error that a prediction is graded by when it states none
+DEFAULT_TOLERANCE = 0.15  # error by which a prediction is graded if it states none
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run as read. `unreadable` says which files were there and could not be used."""
+    """The contents of a run folder. `unreadable` lists the errors of files that exist but could not be read."""
 
     name: str
     status: RunStatus
@@ -61,13 +61,13 @@ class RunSummary:
         return [(float(r["step"]), float(r["validation_loss"])) for r in self.validation if isinstance(r["validation_loss"], (int, float))]
 
     def measured_metric(self, key: str) -> float | None:
-        """What the result says; before there is one, the median of the steps so far."""
+        """The metric from the result; without one, the median over the steps so far."""
         given = finite_or_none(_dict_or_empty(self.result.get("measured")).get(key))
         values = [v for r in self.steps if (v := finite_or_none(r.get(key))) is not None]
         return given if given is not None else statistics.median(values) if values else None
 
     def measured_memory(self) -> list[float | None]:
-        """Peak by rank: from the result, or else from the ranks' last words and rank 0's metrics."""
+        """Peak memory by rank: from the result, or else from the ranks' "end" events and rank 0's metrics."""
         listed = _dict_or_empty(self.result.get("measured")).get("memory_bytes")
         if isinstance(listed, list):
             return [finite_or_none(v) for v in listed]
@@ -81,14 +81,14 @@ class RunSummary:
         return list(self.estimate.memory_bytes) if self.estimate else []
 
     def duration_s(self) -> float | None:
-        """How long the run took: as it says itself, or from its first sign of life to its last."""
+        """The run's duration: from the result, or else from its first to its last event or step."""
         times = [e.time for e in self.events] + [v for r in self.steps if (v := finite_or_none(r.get("time"))) is not None]
         given = finite_or_none(self.result.get("seconds"))
         return given if given is not None else max(times) - min(times) if times else None
 
 
 def read_run_summary(folder: RunFolder) -> RunSummary:
-    """Read every file of the run. One that is broken is named in `unread`; the others are still told."""
+    """Read every file of the run. The error of a broken file goes into `unreadable`; the others are still read."""
     unread: list[str] = []
 
     def attempt(read: Callable[[], T | None]) -> T | None:
@@ -118,7 +118,7 @@ def read_run_summary(folder: RunFolder) -> RunSummary:
 
 
 def _by_step(metrics: list[JsonRecord], key: str) -> tuple[JsonRecord, ...]:
-    """Records that have `key`, in order of step; a step done twice (a resumed run) counts as it was done last."""
+    """Records that have `key`, in order of step; of a step done twice (a resumed run) the last record is kept."""
     found = {r["step"]: r for r in metrics if key in r and isinstance(r.get("step"), int)}
     return tuple(found[step] for step in sorted(found))
 

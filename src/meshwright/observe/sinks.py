@@ -1,4 +1,4 @@
-"""Where records go: a file of JSON lines always, TensorBoard and Prometheus when asked for."""
+"""Metrics sinks: a JSONL file always, TensorBoard and Prometheus on request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.observe.formatting import finite_or_none
 
 
 class MetricsSink(Protocol):
-    """Takes one record at a time. `write` must not keep the record."""
+    """A destination of metrics records. `write` must not keep the record."""
 
     def write(self, record: Mapping[str, Any]) -> None: ...
 
@@ -22,7 +22,7 @@ class MetricsSink(Protocol):
 
 
 class JsonlSink:
-    """Appends one JSON object a line. Each line is one `write` to the kernel: a killed process loses at most the line being written."""
+    """Appends one JSON object per line. Each line is one `write` system call: a killed process loses at most the line being written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -31,7 +31,7 @@ class JsonlSink:
         except OSError as error:
             raise RequestError(f"cannot write {path}: {error.strerror}; choose another folder with --run-dir") from None
         if not self._ends_with_newline():
-            self._append(b"\n")  # a process killed here before left half a line: the next record must not be glued to it
+            self._append(b"\n")  # a killed process left half a line: the next record must not be appended to it
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._append(json.dumps(record, default=_to_json_value, separators=(",", ":")).encode() + b"\n")
@@ -54,7 +54,7 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Every number of a record as a TensorBoard scalar."""
+    """Writes every number of a record as a TensorBoard scalar."""
 
     def __init__(self, folder: Path) -> None:
         module = _import_optional("torch.utils.tensorboard", "TensorBoard")
@@ -70,14 +70,14 @@ class TensorBoardSink:
 
 
 class PrometheusSink:
-    """Every number of the last record as a gauge on http://127.0.0.1:port/metrics, for this machine only; port 0 takes a free one."""
+    """Serves every number of the last record as a gauge on http://127.0.0.1:port/metrics, for this machine only; port 0 takes a free one."""
 
     def __init__(self, port: int) -> None:
         self._module: Any = _import_optional("prometheus_client", "Prometheus")
         self._registry = self._module.CollectorRegistry()
         self._gauges: dict[str, Any] = {}
         try:
-            # 127.0.0.1: whoever wants it from outside puts a proxy with authentication before it.
+            # 127.0.0.1: access from outside needs a proxy with authentication in front.
             self._server, self._thread = self._module.start_http_server(port, addr="127.0.0.1", registry=self._registry)
         except (OSError, OverflowError) as error:
             raise RequestError(f"cannot serve Prometheus metrics on 127.0.0.1:{port}: {error}; choose another port with prometheus_port") from None
@@ -96,7 +96,7 @@ class PrometheusSink:
 
 
 def open_sinks(folder: Path, tensorboard: bool = False, prometheus_port: int | None = None) -> list[MetricsSink]:
-    """The sinks that a run asks for beside its own files; TensorBoard's go to `folder/tensorboard`."""
+    """The optional sinks that a run requests; TensorBoard writes to `folder/tensorboard`."""
     sinks: list[MetricsSink] = [TensorBoardSink(folder / "tensorboard")] if tensorboard else []
     return sinks if prometheus_port is None else [*sinks, PrometheusSink(prometheus_port)]
 
@@ -109,12 +109,12 @@ def _import_optional(module: str, product: str) -> Any:
 
 
 def _numeric_fields(record: Mapping[str, Any]) -> dict[str, float]:
-    """What can be drawn or scraped; a NaN stays, because both tools show it."""
+    """The numbers of a record, without step and time; NaNs stay, because both tools show them."""
     return {k: v for k, v in record.items() if k not in ("step", "time") and (finite_or_none(v) is not None or isinstance(v, float))}
 
 
 def _to_json_value(value: Any) -> Any:
-    """Scalars of numpy and torch as numbers, anything else as text: a record is never a reason to stop training."""
+    """Scalars of numpy and torch as numbers, anything else as text: an odd value in a record must not stop training."""
     item = getattr(value, "item", None)
     if callable(item):
         try:

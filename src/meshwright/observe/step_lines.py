@@ -1,4 +1,4 @@
-"""A run as one line a step, the way training scripts print: for logs, and for those who compare with one."""
+"""Prints a run as one line per step, as training scripts do: for logs, and for comparison with such scripts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def follow_step_lines(folder: RunFolder, stop: Callable[[], bool], console: Cons
     """Print every `log_interval`-th step, and the last one, until `stop()` is true."""
     metrics, steps = JsonlTail(folder.path / "metrics.jsonl"), folder.job().get("steps")
     while True:
-        asked = stop()  # before reading: what was written until the caller said stop must still be shown
+        asked = stop()  # before reading: records written before the stop must still be shown
         for record in metrics.read():
             step = record.get("step")
             if isinstance(step, int) and "loss" in record and ((step + 1) % log_interval == 0 or step + 1 == steps):

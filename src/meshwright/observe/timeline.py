@@ -1,4 +1,4 @@
-"""A step as a timeline that Chrome (chrome://tracing) and Perfetto open: for each rank computation, and communication in as many rows as it needs."""
+"""Writes a step as a Chrome/Perfetto trace: per rank one row of computation, and as many of communication as overlap requires."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.core.span import Span
 
 
 def write_timeline(path: Path, spans_by_rank: Mapping[str, Sequence[Span]], metadata: Mapping[str, Any]) -> None:
-    """`spans_by_rank` maps what a row is called to its spans; `metadata` goes along as is."""
+    """Write the trace file. `spans_by_rank` maps a rank's display name to its spans; `metadata` is merged into the top-level object."""
     write_json(
         path,
         {
@@ -23,7 +23,7 @@ def write_timeline(path: Path, spans_by_rank: Mapping[str, Sequence[Span]], meta
 
 def _rank_events(number: int, name: str, spans: Sequence[Span]) -> list[dict[str, Any]]:
     events = [_metadata_event("process_name", number, 0, name), _metadata_event("thread_name", number, 0, "computation")]
-    free: list[float] = []  # when each row of communication is free again
+    free: list[float] = []  # when each communication row becomes free
     for span in sorted(spans, key=lambda s: (s.start_s, s.end_s)):
         row = 0
         if span.group_size:

@@ -1,4 +1,4 @@
-"""Plans, devices and events in plain words, for the live view and the report."""
+"""Describes plans, devices and events in plain words, for the live view and the report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ZERO_SENTENCES = {
 
 
 def describe_plan(plan: Plan) -> list[str]:
-    """What the plan does, a sentence a choice."""
+    """What the plan does, one sentence per choice."""
     said = [_describe_ranks(plan)]
     if plan.spatial.grid:
         said.append(_describe_spatial(plan))
@@ -42,7 +42,7 @@ def describe_plan(plan: Plan) -> list[str]:
 
 
 def plan_setting_rows(plan: Plan) -> list[tuple[str, str, str]]:
-    """(choice, value, what it means) for every choice a plan makes."""
+    """(setting, value, meaning) for every setting of a plan."""
     shares = ", ".join(map(str, plan.balance.shares)) or "equal"
     sync = plan.sync
     rows = [
@@ -64,13 +64,13 @@ def plan_setting_rows(plan: Plan) -> list[tuple[str, str, str]]:
         rows.append(("grid", show_grid(plan.spatial.grid), "ranks that share the positions of a sample, along each spatial dim"))
     rows += [("threads", str(plan.threads), "CPU threads a rank")] if plan.threads else []
     rows += [("stages", str(len(plan.stages)), ", ".join(f"{len(s.layers)} layers" for s in plan.stages))] if plan.stages else []
-    rows += [("owned", show_expert_counts(plan), f"by each of {plan.mesh.ep} owners")] if plan.mesh.ep > 1 else []
+    rows += [("experts and tables", show_expert_counts(plan), f"on each of {plan.mesh.ep} ep ranks")] if plan.mesh.ep > 1 else []
     rows += [("placements", str(len(plan.placements)), ", ".join(f"{k}: {v}" for k, v in plan.placements.items()))] if plan.placements else []
     return rows
 
 
 def show_expert_counts(plan: Plan) -> str:
-    """'3 + 2 experts, 2 + 2 tables': how many each owner has; mixtures of one model are alike, or the first is shown."""
+    """'3 + 2 experts, 2 + 2 tables': the number on each ep rank; of several MoE layers the first is shown."""
     counts = [Counter(t.ep_rank for t in plan.expert.tables)[owner] for owner in range(plan.mesh.ep)]
     parts = (
         [f"{' + '.join(map(str, plan.expert.moe_layers[0].experts_per_rank))} experts × {len(plan.expert.moe_layers)}"]
@@ -82,7 +82,7 @@ def show_expert_counts(plan: Plan) -> str:
 
 
 def describe_event(event: Event) -> str:
-    """What a reader wants of an event's data, in one line."""
+    """An event's data in one line; of a fault, the first line of its message."""
     data = event.data
     if event.kind == "fault":
         return f"{data.get('kind', '')}: {data.get('message', '')}".strip(": ").partition("\n")[0]
@@ -108,7 +108,7 @@ def _describe_ranks(plan: Plan) -> str:
 
 
 def describe_context_parallel(plan: Plan) -> str:
-    """How a sequence is shared, for a plan with a cp axis."""
+    """How context parallelism shards a sequence, for a plan with a cp axis."""
     count, routes = plan.context.sequence_length, plan.mesh.cp
     paired = ", one run from the front and one from the back, so that causal attention is equal work" if plan.context.chunks > routes else ""
     return (
@@ -118,7 +118,7 @@ def describe_context_parallel(plan: Plan) -> str:
 
 
 def _describe_spatial(plan: Plan) -> str:
-    """How ranks share positions, and until where."""
+    """How spatial parallelism shards positions, and after which modules they are gathered."""
     policy = plan.spatial
     until = ", ".join(gather.module or "the model" for gather in policy.gathers)
     who = f"Each {policy.num_parts} of them take the same samples, and a block of the positions each, on a grid of {show_grid(policy.grid)}"
@@ -135,9 +135,15 @@ def _describe_experts(plan: Plan) -> list[str]:
                 for m in owners.moe_layers
             )
         )
-        said.append(f"Of each of {len(owners.moe_layers)} mixtures a rank owns {held} experts; tokens travel to the {ranks} owners and results back.")
+        said.append(
+            f"Of each of {len(owners.moe_layers)} MoE layers a rank holds {held} "
+            f"experts; all-to-alls take tokens to the {ranks} ep ranks and results back."
+        )
     if owners.tables:
-        said.append(f"{len(owners.tables)} embedding tables have {ranks} owners; indices travel to them and rows back, all of them together.")
+        said.append(
+            f"{len(owners.tables)} embedding tables are spread over {ranks} ep ranks; "
+            f"one all-to-all takes all indices there and one brings the rows back."
+        )
     return said
 
 

@@ -1,4 +1,4 @@
-"""Level 4, the Orchestrator: describe, plan, launch, watch, report. It owns the loop and holds no tensors."""
+"""Level 4, the Orchestrator: describes the machine, plans, launches ranks, monitors and reports. It drives the run and holds no tensors."""
 
 from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.orchestrator import Orchestrator, PreparedRun

@@ -1,4 +1,4 @@
-"""`--backend auto`: plans whose calls go over whichever backend was measured quickest for their operation and size."""
+"""`--backend auto`: sends each collective of a plan over the backend and algorithm that measured fastest for its operation and size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.schedule import plan_ledgers
 
 
 def add_measured_routes(constraints: Constraints, cluster: Cluster, calibration: Calibration) -> tuple[Constraints, str]:
-    """The wishes, with every route that pays on this machine; or as they were, and the reason."""
+    """The constraints plus every measured route that is faster on this machine; or the unchanged constraints and the reason."""
     ranks, kind = constraints.world or len(cluster.devices), cluster.devices[0].kind
     usual = backend_for(kind)
     if not BACKENDS[usual].routable:
@@ -33,7 +33,7 @@ def add_measured_routes(constraints: Constraints, cluster: Cluster, calibration:
 
 
 def select_routes(ranking: Ranking, clip: bool) -> tuple[Ranking, str]:
-    """The best plan with the routes that its own calls take, and what was chosen and why."""
+    """The ranking whose best plan keeps only the routes that its own collectives use, and a text that says what was chosen and why."""
     best = ranking.best
     lines = [line for of_ranks in plan_ledgers(best.plan, ranking.profile, clip=clip).values() for line in of_ranks]
     plan = keep_used_routes(best.plan, lines)
@@ -44,5 +44,5 @@ def select_routes(ranking: Ranking, clip: bool) -> tuple[Ranking, str]:
 
 
 def has_several_backends(config: RunConfig) -> bool:
-    """Whether the plan that is given sends some calls over another backend."""
+    """Whether the given plan.json sends some collectives over a second backend."""
     return config.plan != "auto" and len(Plan.load(Path(config.plan)).backends) > 1

@@ -1,4 +1,4 @@
-"""`bench comm`: every backend there is measures the same collectives; a table, a CSV and a figure; α and β go into the Calibration."""
+"""`bench comm`: measures the same collectives over every available backend; writes CSV, JSON and a figure, and fits α and β for the Calibration."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ ALL_ALGORITHMS = ("flat", *dict.fromkeys(name for names in ALGORITHMS.values() f
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """What to measure."""
+    """What `bench comm` measures: operations, message sizes, algorithms, ranks and the time budget."""
 
     ranks: int
     operations: tuple[str, ...]
@@ -67,7 +67,7 @@ class BenchRequest:
     budget_s: float
     device: str
     algorithms: tuple[str, ...] = ("flat",)
-    ranks_per_node: tuple[int, ...] = ()  # ranks on each node, where there are several or it is to be pretended
+    ranks_per_node: tuple[int, ...] = ()  # ranks on each node, if there are several nodes or --nodes pretends so
 
 
 def message_sizes(largest: int, smallest: int = 8) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ def message_sizes(largest: int, smallest: int = 8) -> tuple[int, ...]:
 
 
 def check_request(request: BenchRequest, memory_bytes: int) -> None:
-    """Refuse what cannot be before anything is allocated."""
+    """Raise RequestError for a request that cannot be measured, before anything is allocated."""
     for op in request.operations:
         if op not in OPERATIONS:
             raise unknown_name_error("operation", op, OPERATIONS)
@@ -103,7 +103,7 @@ def check_request(request: BenchRequest, memory_bytes: int) -> None:
 
 
 def available_backends(device: str, requested: Sequence[str] | None) -> list[str]:
-    """The backends that can be measured here; RequestError for one that was asked for and cannot."""
+    """The backends that can be measured on this machine; raises RequestError for a requested one that cannot."""
     there = {name: _is_present(traits, device) for name, traits in BACKENDS.items()}
     for name in requested or ():
         if name not in BACKENDS:
@@ -119,12 +119,12 @@ def _is_present(traits: BackendTraits, device: str) -> bool:
 
 
 def applicable_algorithms(ranks: int, ranks_per_node: Sequence[int], requested: Sequence[str] | None) -> tuple[str, ...]:
-    """All that apply, unless some are asked for."""
+    """The requested algorithms, or all that apply to these ranks and nodes."""
     return tuple(requested) if requested else tuple(a for a in ALL_ALGORITHMS if is_applicable(a, range(ranks), ranks_per_node))
 
 
 def count_ranks_per_node(ranks: int, num_nodes: int | None, cluster: Cluster) -> tuple[int, ...]:
-    """How many of the ranks each node has: as the cluster says, or dealt out evenly over so many as are pretended."""
+    """The number of ranks on each node: as in the cluster, or `ranks` distributed evenly over `num_nodes` pretended nodes."""
     if num_nodes is None:
         return tuple(len(node.devices) for node in cluster.nodes)
     if not 1 <= num_nodes <= ranks:
@@ -149,7 +149,7 @@ def _measure_with_workers(request: BenchRequest, backend: str, fork_server: Fork
 
 
 def measure_on_rank(rank: int, world: int, init_method: str, request: dict[str, Any], backend: str) -> list[RankTimings]:
-    """One rank of a measurement; MPI's ranks know where they are."""
+    """Measure on one rank. `init_method` is empty under MPI, whose ranks need no rendezvous."""
     what = BenchRequest(**request)
     torch.set_num_threads(1)
     cuda = what.device == "cuda"
@@ -165,7 +165,7 @@ def measure_on_rank(rank: int, world: int, init_method: str, request: dict[str, 
 
 
 def comms_by_route(backend: str, algorithms: Sequence[str], ranks_per_node: Sequence[int], group: dist.ProcessGroup | None = None) -> dict[str, Comm]:
-    """The world over one backend, by each of these algorithms; an operation that an algorithm lacks is the backend's own. Collective."""
+    """Route name → a Comm over all ranks that uses that algorithm; an operation that the algorithm lacks runs the backend's own. Collective."""
     own, ranks = TorchComm(group or dist.group.WORLD, Ledger()), list(range(dist.get_world_size()))  # type: ignore[arg-type]
     asked = [Route(op, backend, 0, a) for op, having in ALGORITHMS.items() for a in having if a in algorithms]
     sync = SyncPolicy(routes=tuple(asked), ranks_per_node=tuple(ranks_per_node))
@@ -201,7 +201,7 @@ def _mpi_rank_main(folder: str) -> None:
 def with_measured_collectives(
     calibration: Calibration, ranks: int, alpha_beta_lines: Mapping[str, AlphaBetaModel], curves: Mapping[str, SizeCurve] | None = None
 ) -> Calibration:
-    """With what was measured at this number of ranks in place of what was there; other numbers of ranks are left as they are."""
+    """The calibration with these measurements in place of the old ones at this number of ranks; other rank counts are unchanged."""
     nearest = calibration.rates_for(ranks)
     known = nearest if nearest.ranks == ranks else replace(nearest, collectives={}, curves={})
     left = {name: curve for name, curve in known.curves.items() if name not in alpha_beta_lines}
@@ -212,7 +212,7 @@ def with_measured_collectives(
 def write_results(
     folder: Path, measurements: Sequence[CollectiveResult], alpha_beta_lines: Mapping[str, AlphaBetaModel], cluster: Cluster
 ) -> dict[str, str]:
-    """comm.csv, comm.json and comm.svg."""
+    """Write comm.csv, comm.json and comm.svg; returns their paths by kind."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "comm.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, [f.name for f in fields(CollectiveResult)])

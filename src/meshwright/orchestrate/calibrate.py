@@ -1,4 +1,4 @@
-"""Calibrations: measured once for a machine, kept in the user's cache, found again by what the machine is."""
+"""Calibrations: measures a machine once, keeps the result in the user's cache under a hash of its hardware, and adds what runs measure."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from meshwright.cost.memory_cost import EXACT_KINDS
 from meshwright.describe.discover import discover
 from meshwright.launch import ForkServer, WorkerPool
 
-_PROBE_VERSION = 2  # what a probe's figures mean; files of another number are not looked at
+_PROBE_VERSION = 2  # version of what a probe's numbers mean; cache files of another version are ignored
 PROBE_ERROR = 0.25  # relative; step times predicted from a quick probe were off by 4 to 23% (docs/measured/planner.md)
 
 
 def cache_path(cluster: Cluster, environ: Mapping[str, str]) -> Path:
-    """One file for each kind of machine: the same host with other devices or cores is another."""
+    """The cache file of this machine. The same host with other devices or another number of cores has another file."""
     node = cluster.nodes[0]
     facts = f"{_PROBE_VERSION}|{node.name}|{node.cpu}|{node.cores}|{[d.name for d in node.devices]}" + "|".join(node_rank_devices(node.devices))
     return cache_folder(environ) / f"calibration-{hashlib.sha256(facts.encode()).hexdigest()[:12]}.json"
 
 
 def load_cached(cluster: Cluster, environ: Mapping[str, str]) -> Calibration | None:
-    """The calibration on file; one that this version cannot read counts as none."""
+    """The cached calibration; None if there is none or this version cannot read it."""
     path = cache_path(cluster, environ)
     if not path.exists():
         return None
@@ -46,7 +46,7 @@ def load_cached(cluster: Cluster, environ: Mapping[str, str]) -> Calibration | N
 
 
 def save_to_cache(calibration: Calibration, cluster: Cluster, environ: Mapping[str, str]) -> Path | None:
-    """Write it down; a cache that cannot be written costs the next run a probe and nothing else."""
+    """Write the calibration to the cache; None if it cannot be written, which only costs the next run a probe."""
     path = cache_path(cluster, environ)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def save_to_cache(calibration: Calibration, cluster: Cluster, environ: Mapping[s
 
 
 def probed_rank_counts(cluster: Cluster) -> list[int]:
-    """How many ranks a probe runs at once, one time after the other. Two on CPUs too: ranks that have a core each are not like those that share."""
+    """The rank counts that a probe runs, one after another. CPUs also get two: ranks with a core each behave differently from ranks that share."""
     most = len(cluster.devices)
     return sorted({1, min(2, most), most}) if cluster.devices[0].kind == "cpu" else sorted({1, most})
 
@@ -65,10 +65,10 @@ def probed_rank_counts(cluster: Cluster) -> list[int]:
 def probe(
     cluster: Cluster, fork_server: ForkServer, backend: str | None = None, *, quick: bool = True, log_progress: Callable[[str], None]
 ) -> Calibration:
-    """Measure this machine as one rank, as two of its CPUs, and as all its ranks together."""
+    """Measure this machine with one rank, with two (CPUs only), and with all its ranks together."""
     devices = cluster.devices
     kind, mixed = devices[0].kind, assign_rank_devices(cluster, len(devices))
-    started = [name for name, traits in BACKENDS.items() if not traits.launchers]  # MPI's ranks are mpirun's to start: `bench comm`
+    started = [name for name, traits in BACKENDS.items() if not traits.launchers]  # only mpirun can start MPI ranks: `bench comm` measures those
     chosen = backend if backend in started else backend_for(kind, mixed)
     layouts: list[Rates] = []
     copies: Mapping[str, float] = {}
@@ -85,7 +85,7 @@ def probe(
 
 
 def record_run(uncorrected: Calibration, run: MeasuredRun, cluster: Cluster, environ: Mapping[str, str]) -> CalibrationRecord | None:
-    """Keep what a run measured beside what the rates on file predict for it; None where there is no file, or it has changed meanwhile."""
+    """Store a run's measurement beside the cached rates' prediction; None if no calibration is cached, it has changed since, or devices are mixed."""
     if run.has_mixed_devices or (found := load_cached(cluster, environ)) is None or found.when != uncorrected.when:
         return None
     guess = run.estimate
@@ -99,13 +99,13 @@ def record_run(uncorrected: Calibration, run: MeasuredRun, cluster: Cluster, env
 
 
 def layer_kinds_key(profile: ModelProfile) -> str:
-    """What like models share: the kinds of their layers."""
+    """The sorted layer kinds of a model: the key under which similar models share corrections."""
     return ",".join(sorted({layer.kind for layer in profile.layers}))
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What a run was, what was predicted for it by uncorrected rates, and what it measured."""
+    """A finished run: its model and plan, the estimate by uncorrected rates, and what it measured."""
 
     model: str
     kind: str
@@ -120,6 +120,6 @@ class MeasuredRun:
 
 
 def without_network(cluster: Cluster, environ: Mapping[str, str]) -> Calibration:
-    """This machine's arithmetic, as measured where it was, for a cluster whose network costs nothing."""
+    """This machine's compute rates (measured, or else from data sheets), for a cluster whose network costs nothing."""
     found = load_cached(discover(environ), environ) or datasheet_calibration(cluster)
     return replace(found, layouts=tuple(replace(rates, collectives={}, overlap=1.0) for rates in found.layouts))

@@ -1,4 +1,4 @@
-"""The configuration of a run: one flat, strict set of fields. Flags, `--set key=value` and JSON files all end here."""
+"""The configuration of a run: one flat, strict set of fields, filled from flags, `--set key=value` and JSON files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshwright.orchestrate import tutorial_config
 
 
 class RunConfig(BaseModel):
-    """Everything `train` can be told. None means: decided by the model's own default, or by the planner."""
+    """Every setting of `train`. None means: the model's default, or the planner's choice."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -90,7 +90,7 @@ class RunConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _reject_bool_for_number(cls, data: Any) -> Any:
-        """true and false are numbers to Python; in a configuration they are mistakes."""
+        """Reject true and false for numeric fields: Python counts them as numbers, in a configuration they are mistakes."""
         for key, value in data.items() if isinstance(data, dict) else ():
             field = cls.model_fields.get(key)
             if isinstance(value, bool) and field is not None and bool not in (field.annotation, *get_args(field.annotation)):
@@ -99,8 +99,8 @@ class RunConfig(BaseModel):
 
 
 def load_config(file: Path | None, settings: dict[str, Any], count_ranks: tutorial_config.RankCounter | None = None) -> RunConfig:
-    """A file's fields, overridden by `settings`. Every wrong key or value is one line that says what to change.
-    A tutorial's file (see tutorial_config.py) is translated; `count_ranks` tells how many ranks there are, which such files leave open."""
+    """The configuration from a file's fields, overridden by `settings`. Every wrong key or value is one line that says what to change.
+    A tutorial's file (see tutorial_config.py) is translated; `count_ranks` gives the number of ranks, which such files do not state."""
     data: dict[str, Any] = {}
     settings = _merge_recompute_layers(settings)
     if file is not None:
@@ -126,14 +126,14 @@ def load_config(file: Path | None, settings: dict[str, Any], count_ranks: tutori
 
 
 def _merge_recompute_layers(settings: dict[str, Any]) -> dict[str, Any]:
-    """'recompute.NAME' of single blocks as entries of recompute_layers."""
+    """The settings with each 'recompute.NAME' key moved into recompute_layers."""
     own = {key.removeprefix("recompute."): value for key, value in settings.items() if key.startswith("recompute.")}
     rest = {key: value for key, value in settings.items() if not key.startswith("recompute.")}
     return {**rest, "recompute_layers": {**rest.get("recompute_layers", {}), **own}} if own else rest
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """'zero=3' → ('zero', 3); the value is read as JSON where it is JSON, as text otherwise."""
+    """'zero=3' → ('zero', 3); the value is parsed as JSON if possible, otherwise kept as text."""
     key, equals, value = text.partition("=")
     if not equals:
         raise RequestError(f"--set {text}: write it as key=value")

@@ -1,4 +1,4 @@
-"""Ranks that torchrun, srun or mpirun started: rank 0 decides, tells the others, and all of them train."""
+"""Training on ranks that torchrun, srun or mpirun started: rank 0 plans and broadcasts the run folder, then every rank trains from it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshwright.orchestrate.rank_entrypoints import train_rank
 def train_on_launched_ranks(
     config: RunConfig, launched_rank: LaunchedRank, environ: Mapping[str, str], console: Console, log_progress: ProgressCallback
 ) -> dict[str, Any] | None:
-    """This rank's part; rank 0 gets the result. A decision that fails on rank 0 fails everywhere with the same line."""
+    """Run this rank; returns the result on rank 0, None elsewhere. If planning fails on rank 0, every rank exits with its exit code."""
     if config.nproc not in (None, launched_rank.world):
         raise RequestError(f"--nproc {config.nproc}, but {launched_rank.launcher} started {launched_rank.world} ranks: leave --nproc out")
     config = config.model_copy(update={"nproc": launched_rank.world})
@@ -33,7 +33,7 @@ def train_on_launched_ranks(
     device = orchestrator.cluster.devices[0].kind
     backend = _resolve_backend(config, launched_rank, device)
     orchestrator.config = config = config.model_copy(update={"backend": backend})
-    backend = backend if backend != "auto" else backend_for("cpu")  # by which ranks meet; MPI beside it knows its ranks
+    backend = backend if backend != "auto" else backend_for("cpu")  # backend of the process group; MPI beside it needs no rendezvous
     register_backend(backend, config.timeout_s)
     message: list[Any] = [None]
     prepared = None
@@ -56,7 +56,7 @@ def train_on_launched_ranks(
             dist.broadcast_object_list(message, src=0)
         if isinstance(message[0], MeshwrightError):
             if launched_rank.rank > 0:
-                raise SystemExit(message[0].exit_code)  # rank 0 says it, once
+                raise SystemExit(message[0].exit_code)  # rank 0 alone prints the message
             raise message[0]
         lines = config.log_interval if launched_rank.rank == 0 else 0
         with LiveMonitor(RunFolder(Path(message[0])), console, lines) if lines else nullcontext():
@@ -75,7 +75,7 @@ def train_on_launched_ranks(
 
 
 def _resolve_backend(config: RunConfig, launched_rank: LaunchedRank, device: str) -> str:
-    """What was asked for, or the launcher's own; `auto` where gloo and MPI are both there to choose from."""
+    """The requested backend, or the launcher's own; `auto` if both gloo and MPI can be chosen from."""
     usual = default_backend(launched_rank, device)
     own = backend_traits(usual).launchers
     if has_several_backends(config) and not own:
@@ -88,6 +88,6 @@ def _resolve_backend(config: RunConfig, launched_rank: LaunchedRank, device: str
 
 
 def _without_launcher_env(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for our own probe workers, which must not think that they are ranks of the outer job."""
+    """The environment for Meshwright's own probe workers, without the variables that would make them ranks of the outer job."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
     return {k: v for k, v in environ.items() if k not in names and not k.startswith(("OMPI_COMM_", "PMIX_", "PMI_", "PRTE_"))}

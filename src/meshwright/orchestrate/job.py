@@ -1,4 +1,4 @@
-"""What a configuration names: the task, the data, and how many steps it takes. The orchestrator and every rank ask here."""
+"""Resolves what a configuration names: the task, the dataset and the number of steps. Used by the orchestrator and by every rank."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from meshwright.plan import RetraceOptions
 
 
 def load_task(config: RunConfig) -> Task:
-    """The model with its loss; on a file of instructions, the loss of the answers."""
+    """The model with its loss; for an instruction file, the loss counts the answers only."""
     task = zoo.load(config.model, seq=config.seq, dropout=config.dropout, random_init=config.random_init)
     return zoo.instruction_task(task) if data.is_instruction_file(config.data) else task
 
 
 def load_dataset(config: RunConfig, task: Task, split: Literal["train", "validation"]) -> data.Dataset:
-    """The data in the task's shape. Without validation nothing is held out."""
+    """The dataset in the task's shape. Without validation no samples are held out."""
     local = Path(config.model.removeprefix("hf:")) if config.model.startswith("hf:") else None
     return data.load(
         config.data or task.data,
@@ -37,7 +37,7 @@ def load_dataset(config: RunConfig, task: Task, split: Literal["train", "validat
 
 
 def make_retrace(config: RunConfig, task: Task, precision: Precision) -> RetraceOptions:
-    """How the model can be traced again, at another length of samples or in another precision, to see whether it then fits."""
+    """Functions that trace the model again with shorter samples or a lower precision, to find out whether it then fits."""
 
     def shorter(length: int) -> ModelProfile:
         return trace_task(load_task(config.model_copy(update={"seq": length})), precision=precision)
@@ -46,7 +46,7 @@ def make_retrace(config: RunConfig, task: Task, precision: Precision) -> Retrace
 
 
 def resolve_job(config: RunConfig) -> tuple[RunConfig, Task]:
-    """The task, and the configuration with epochs counted out in steps. What is wrong with a file of data is said here, before any rank starts."""
+    """The configuration with epochs converted to steps, and the task. Errors in a data file are raised here, before any rank starts."""
     task = load_task(config)
     if config.epochs is None and not data.is_instruction_file(config.data):
         return config, task

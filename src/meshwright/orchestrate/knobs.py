@@ -1,6 +1,6 @@
-"""The knobs of a plan: one table of the fields of a run's configuration that constrain it.
+"""The knobs of a plan: a table that maps fields of RunConfig to fields of the planner's Constraints.
 
-A new knob is a field of RunConfig, a field of Wishes with the code that obeys it, and one entry of KNOBS.
+To add a knob: a field of RunConfig, a field of Constraints with the planner code that obeys it, and one entry of KNOBS.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def _unless_auto(value: str) -> str | None:
 class Knob:
     """A field of RunConfig that constrains the plan."""
 
-    key: str  # the field of RunConfig, and its name for --set
-    field: str  # the field of Wishes that it fixes
+    key: str  # the field of RunConfig, also its --set key
+    field: str  # the field of Constraints that it sets
     parse: Callable[[Any], Any] = _unchanged  # the configuration's value → the constraint's
-    in_plan: Callable[[Plan], Any] | None = None  # what a plan has of it, to compare with a given plan.json; None: not compared
+    in_plan: Callable[[Plan], Any] | None = None  # its value in a plan, compared with a given plan.json; None: not compared
 
 
 KNOBS = (
@@ -60,19 +60,19 @@ KNOBS = (
     Knob("spatial", "spatial", parse_grid),
 )
 
-# What a script of the user's own may be told from outside: where to run it, and how to plan it. All else is in the script.
+# The settings that apply to a user's own script: where to run it and how to plan it. The script itself decides the rest.
 _LAUNCH_KEYS = {"plan", "nproc", "devices", "backend", "run_dir", "name"}
 _PLAN_KEYS = {knob.key for knob in KNOBS} - _LAUNCH_KEYS
-CONSTRAINTS_VARIABLE = "MESHWRIGHT_WISHES"  # where a script's ranks find what was asked of their plan
+CONSTRAINTS_VARIABLE = "MESHWRIGHT_CONSTRAINTS"  # environment variable that hands the constraints to a script's ranks
 
 
 def constraints_from_config(config: RunConfig, dataflow: Dataflow | None = None) -> Constraints:
-    """What a configuration fixes; a knob that it leaves out is the planner's to choose."""
+    """The constraints that a configuration sets; the planner chooses the knobs that it leaves out."""
     return Constraints(**{knob.field: knob.parse(value) for knob in KNOBS if (value := getattr(config, knob.key)) is not None}, flow=dataflow)
 
 
 def check_given(plan: Plan, config: RunConfig) -> None:
-    """A plan that is given must hold what else was asked for."""
+    """Raise RequestError if a given plan.json contradicts another setting of the configuration."""
     asked = constraints_from_config(config)
     for knob in KNOBS:
         wanted = getattr(asked, knob.field)
@@ -88,7 +88,7 @@ def _show(value: Any) -> str:
 
 
 def script_environment(config: RunConfig) -> dict[str, str]:
-    """The environment that tells a script's ranks what was asked. Nothing that is asked is ignored."""
+    """The environment variables that hand the configuration to a script's ranks; raises RequestError for a setting that a script cannot obey."""
     asked = {key for key in config.model_fields_set if getattr(config, key) != RunConfig.model_fields[key].get_default(call_default_factory=True)}
     for key in sorted(asked - _PLAN_KEYS - _LAUNCH_KEYS):
         raise RequestError(f"{key} is for the script itself to say: leave it out")
@@ -101,5 +101,5 @@ def script_environment(config: RunConfig) -> dict[str, str]:
 
 
 def config_from_environment(environ: Mapping[str, str]) -> RunConfig:
-    """What a launcher of ours was asked, in one of a script's ranks."""
+    """The configuration that `meshwright train` handed to a script's rank through `script_environment`."""
     return RunConfig(**json.loads(environ.get(CONSTRAINTS_VARIABLE, "{}")))

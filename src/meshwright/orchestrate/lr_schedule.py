@@ -1,4 +1,4 @@
-"""The learning rate by step: a warm-up from nothing, then constant or a cosine that falls to nothing at the end of the run."""
+"""The learning rate by step: a linear warm-up from zero, then constant or a cosine that decays to zero at the end of the run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def learning_rate(step: int, *, peak: float, warmup: int, steps: int, schedule: str) -> float:
-    """The rate of `step`, counted from 0. The first step already moves; the peak is reached right after the warm-up."""
+    """The learning rate of `step`, counted from 0. It is above zero from the first step; the peak comes right after the warm-up."""
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
     if schedule == "constant":

@@ -1,4 +1,4 @@
-"""`train --launcher mpi`: the same run, its ranks started by mpirun. Each is told the resolved configuration, and adopts its place."""
+"""`train --launcher mpi`: starts the ranks of a run with mpirun. Each rank reads the configuration from a file and joins as an external rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAUNCHERS = ("local", "mpi")
 
 
 def needs_mpirun(launcher: str | None, backend: str | None, is_launched: bool) -> bool:
-    """Whether mpirun is to start the ranks: when it was asked to, or when only it can."""
+    """Whether mpirun must start the ranks: it was requested, or the backend requires it."""
     if launcher is not None and launcher not in LAUNCHERS:
         raise unknown_name_error("launcher", launcher, LAUNCHERS)
     needed = backend is not None and bool(backend_traits(backend).launchers)
@@ -30,7 +30,7 @@ def needs_mpirun(launcher: str | None, backend: str | None, is_launched: bool) -
 
 
 def train_with_mpirun(config: RunConfig, script: str | None, arguments: list[str], environ: Mapping[str, str], as_json: bool) -> int:
-    """mpirun's exit code, which is the first failing rank's."""
+    """Run the training or script under mpirun; returns its exit code, which is that of the first failing rank."""
     if script is not None and not Path(script).is_file():
         raise RequestError(f"{script}: no such file")
     told = script_environment(config) if script is not None else {}
@@ -40,7 +40,7 @@ def train_with_mpirun(config: RunConfig, script: str | None, arguments: list[str
     threads = {"OMP_NUM_THREADS": str(max(node.cores // ranks, 1))} if kind == "cpu" else {}
     home = Path(config.run_dir)
     home.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", suffix=".json", prefix=".mpi-", dir=home) as file:  # where ranks of other machines see it too
+    with tempfile.NamedTemporaryFile("w", suffix=".json", prefix=".mpi-", dir=home) as file:  # in run_dir: ranks on other machines see it too
         json.dump(config.model_dump(mode="json", exclude_defaults=True), file)
         file.flush()
         train = ["-m", "meshwright.cli.main", "train", file.name, *(["--json"] if as_json else [])]

@@ -1,4 +1,4 @@
-"""From a configuration to a finished run on this machine: discover, profile, calibrate, plan, launch, watch, report."""
+"""Takes a RunConfig to a finished run on this machine: discovers, profiles, calibrates, plans, launches ranks, monitors and reports."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ from meshwright.plan import Ranking, best_precision, check_precision, check_sele
 from meshwright.schedule import plan_ledgers
 
 ProgressCallback = Callable[[str], None]
-_MIN_STEPS_TO_LEARN = 3  # steps, after those to warm up, from which a run says something about this machine
+_MIN_STEPS_TO_LEARN = 3  # timed steps, after the warm-up, below which a run does not correct the calibration
 
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that has been decided and not begun."""
+    """A planned run that has not been launched: configuration, task, cluster, profile, plan and estimate."""
 
     config: RunConfig
     task: Task
@@ -62,17 +62,17 @@ class PreparedRun:
     estimate: Estimate
     why: str
     ranking: Ranking | None
-    planning_s: float  # spent planning, tracing included
+    planning_s: float  # time spent planning, tracing included
 
 
 class Orchestrator:
-    """Owns the loop. `log_progress` is told what is being done; `environ` is the only environment it knows."""
+    """Drives one run. `log_progress` receives a line for each phase; `environ` is the only environment it reads."""
 
     def __init__(self, config: RunConfig, environ: Mapping[str, str], log_progress: ProgressCallback) -> None:
         self.config, self.environ, self.log_progress = config, environ, log_progress
         self._fork_server: ForkServer | None = None
-        self.launches_ranks = True  # ranks are not there yet, so that any of them may be on any device
-        self._uncorrected_calibration: Calibration | None = None  # as measured, without what runs have taught
+        self.launches_ranks = True  # False: ranks run already, so the plan cannot choose their devices
+        self._uncorrected_calibration: Calibration | None = None  # as probed, without the corrections from earlier runs
         self.cluster = self._discover()
 
     def __enter__(self) -> Orchestrator:
@@ -101,7 +101,7 @@ class Orchestrator:
         return self._limit_to_free_memory(cluster) if any(d.kind == "cuda" for d in cluster.devices) else cluster
 
     def _limit_to_free_memory(self, cluster: Cluster) -> Cluster:
-        """Plan with what is free now: a card may be in use."""
+        """The cluster with each GPU's memory limited to what is free, since other processes may use the card."""
         free = {g.index: g.memory_free for g in nvml.list_gpus(self.environ.get("CUDA_VISIBLE_DEVICES"))}
         order = list(free.values())
         node = cluster.nodes[0]
@@ -116,7 +116,7 @@ class Orchestrator:
         return replace(cluster, nodes=(replace(node, devices=devices), *cluster.nodes[1:]))
 
     def fork_server(self, threads: int | None = None) -> ForkServer:
-        """The warm process, started on first use; started anew only if another number of threads is needed."""
+        """The fork server, started on first use; restarted only if another number of threads is needed."""
         node = self.cluster.nodes[0]
         wanted = threads or self.cluster.threads_per_rank(len(node.devices)) or max(node.cores // len(node.devices), 1)
         if self._fork_server is not None and self._fork_server.threads != wanted:
@@ -135,7 +135,7 @@ class Orchestrator:
         return self._fork_server
 
     def calibration(self, *, remeasure: bool = False, quick: bool = True) -> Calibration:
-        """What this machine reaches: from the cache, or measured now. Another cluster: what its data sheets promise."""
+        """This machine's calibration, from the cache or measured; for another cluster, its data-sheet rates."""
         if self.config.cluster != "here":
             return calibrate.without_network(self.cluster, self.environ) if self.cluster.name == "ideal" else datasheet_calibration(self.cluster)
         found = None if remeasure else self._kept()
@@ -146,7 +146,7 @@ class Orchestrator:
         return measured
 
     def _kept(self) -> Calibration | None:
-        """The calibration on file, of these devices or of all that this machine has; None where it lacks one of the numbers of ranks."""
+        """The cached calibration of these devices or of the whole machine; None if it lacks a rank count that a probe would measure."""
         whole = discover(self.environ, devices=self.config.devices)
         found = calibrate.load_cached(self.cluster, self.environ) or calibrate.load_cached(whole, self.environ)
         if found is None:
@@ -154,12 +154,12 @@ class Orchestrator:
         return found if set(calibrate.probed_rank_counts(self.cluster)) <= {r.ranks for r in found.layouts} | {len(whole.devices)} else None
 
     def corrected_calibration(self, task: Task, profile: ModelProfile, workload: Workload) -> Calibration:
-        """The same, with what earlier runs here have taught about it (see [Note: corrections])."""
+        """The calibration, corrected by what earlier runs on this machine measured (see [Note: corrections])."""
         self._uncorrected_calibration = self.calibration()
         return correct_calibration(self._uncorrected_calibration, task.name, calibrate.layer_kinds_key(profile), workload.precision)
 
     def learn_from_run(self, prepared: PreparedRun, result: dict[str, Any], steps: int) -> None:
-        """Keep what the run measured, for the next plan; a run of few steps teaches nothing. `result` says what was kept."""
+        """Store what the run measured to correct later plans, unless it had too few steps; adds what was stored to `result["correction"]`."""
         measured, plan = result["measured"], prepared.plan
         if self._uncorrected_calibration is None or steps < _MIN_STEPS_TO_LEARN:
             return
@@ -190,13 +190,13 @@ class Orchestrator:
         return Workload(batch, "train", precision, self.config.optimizer, self.config.objective, self.config.price, self.config.watts)
 
     def dataflow(self, task: Task, workload: Workload) -> Dataflow | None:
-        """The model's dataflow, where tensor parallelism may come of it."""
+        """The model's dataflow; None on a single device without placements, where nothing needs it."""
         if len(self.cluster.devices) == 1 and not self.config.placements:
             return None
         return trace_dataflow(task, workload.precision)
 
     def prepare(self, *, runs: bool = False) -> PreparedRun:
-        """Decide everything. A new machine is probed; if the plan is then run, the fork server imports meanwhile what its ranks need."""
+        """Plan the run, probing a machine that has no calibration. With `runs`, the fork server imports what its ranks need meanwhile."""
         strategy = load_strategy(self.config.strategy) if self.config.strategy is not None else None
         if strategy is not None and self.config.plan != "auto":
             raise RequestError(
@@ -240,11 +240,11 @@ class Orchestrator:
         return PreparedRun(self.config, task, self.cluster, profile, best.plan, best.estimate, why, ranking, traced + time.perf_counter() - begun)
 
     def _fill_partitioning(self, plan: Plan, task: Task, profile: ModelProfile) -> Plan:
-        """A plan written by hand may leave the cuts of tensor parallelism and of a pipeline to us."""
+        """The plan with its partitioning (tensor-parallel shards, pipeline stages) filled in, if it was written by hand without it."""
         return fill_partitioning(plan, trace_dataflow(task, plan.memory.precision), profile) if needs_partitioning(plan) else plan
 
     def _check_plan(self, plan: Plan, workload: Workload, task: Task, profile: ModelProfile) -> None:
-        """A plan that is given must be for this model and hold what else was asked for: nothing is ignored."""
+        """Raise RequestError unless a given plan is for this model and devices and agrees with every other setting."""
         where, c = self.config.plan, self.config
         if plan.model != task.name:
             raise RequestError(f"{where} is for {plan.model}, the request is for {task.name}: train {plan.model}, or plan {task.name}")
@@ -268,7 +268,7 @@ class Orchestrator:
     # -- run --
 
     def train(self, prepared: PreparedRun, console: Console) -> dict[str, Any]:
-        """Launch the plan, show it live, write the folder; the result."""
+        """Launch the plan's ranks, show their progress, write the run folder; returns the result."""
         plan = prepared.plan
         self._require_local_cluster()
         if not prepared.estimate.fits:
@@ -294,7 +294,7 @@ class Orchestrator:
         return result
 
     def run_script(self, script: str, arguments: list[str], console: Console) -> dict[str, Any]:
-        """A user's own script on every device; `mw.prepare` inside it decides how."""
+        """Run a user's own script on every device; `mw.prepare` inside it plans and applies the plan."""
         if not Path(script).is_file():
             raise RequestError(f"{script}: no such file")
         self._require_local_cluster()
@@ -329,12 +329,12 @@ class Orchestrator:
 
 
 def write_run_inputs(path: Path, prepared: PreparedRun) -> None:
-    """The folder of a run that is about to begin: what was asked, what was decided, and on what."""
+    """Write a new run's inputs to its folder: job.json, plan.json, cluster.json, ledger.json and estimate.json."""
     resolved = {**prepared.config.model_dump(), "global_batch": prepared.plan.global_batch, "precision": prepared.plan.memory.precision}
     write_json(path / "job.json", resolved)
     prepared.plan.save(path / "plan.json")
     write_json(path / "cluster.json", prepared.cluster)
-    clip = prepared.config.clip > 0 or prepared.plan.memory.precision == "fp16"  # fp16 looks at the norm for overflow
+    clip = prepared.config.clip > 0 or prepared.plan.memory.precision == "fp16"  # fp16 checks the gradient norm for overflow
     write_json(path / "ledger.json", plan_ledgers(prepared.plan, prepared.profile, clip=clip))
     write_json(path / "estimate.json", {"estimate": to_data(prepared.estimate), "why": prepared.why, "ranking": ranking_rows(prepared.ranking)})
 
@@ -353,9 +353,9 @@ def ranking_rows(ranking: Ranking | None, max_rows: int = 12) -> list[dict[str, 
 
 
 def finish_run(folder: RunFolder, prepared: PreparedRun, rank_results: list[dict[str, Any]]) -> dict[str, Any]:
-    """result.json and report.html from what the ranks measured."""
+    """Write result.json and report.html from what the ranks measured; returns the result."""
     first = rank_results[0]
-    step, p95 = median_step(first["times"])  # None where too few steps were counted: JSON has no NaN
+    step, p95 = median_step(first["times"])  # None if too few steps were timed: JSON has no NaN
     found, plan, task = prepared.estimate, prepared.plan, prepared.task
     samples = plan.global_batch / step if step else None
     result = {
@@ -384,7 +384,7 @@ def finish_run(folder: RunFolder, prepared: PreparedRun, rank_results: list[dict
 
 
 def median_step(times: list[float]) -> tuple[float | None, float | None]:
-    """(median, 95th percentile) of step times; None when too few steps were counted."""
+    """(median, 95th percentile) of step times; None if no step was timed."""
     if not times:
         return None, None
     ordered = sorted(times)
@@ -392,7 +392,7 @@ def median_step(times: list[float]) -> tuple[float | None, float | None]:
 
 
 class LiveMonitor:
-    """Shows the run's folder on the console from a thread while the ranks work: as a view, or one line every `lines` steps."""
+    """Context manager that shows a run folder on the console from a thread: a live view, or one line every `log_interval` steps."""
 
     def __init__(self, folder: RunFolder, console: Console, log_interval: int = 0) -> None:
         self._stop_event = threading.Event()

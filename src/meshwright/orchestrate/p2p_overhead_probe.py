@@ -1,7 +1,7 @@
-"""What a pipeline's messages cost ranks in processor time, measured with the executor that runs them.
+"""Measures the CPU time that one pipeline message costs, with the executor that runs pipelines.
 
-A bare message between two ranks costs less: here stages are entered and left, autograd goes back through each micro-batch by itself, and the next
-message is waited for. All of that is so for any model, and grows with nothing but the number of messages.
+A bare send between two ranks costs less: here each message also includes entering and leaving a stage, a separate backward for each micro-batch, and
+the wait for the next message. This overhead is the same for any model and grows only with the number of messages.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from meshwright.execute.session import Session
 from meshwright.plan.pipeline_planner import cut_stages
 
 _WIDTH = 32
-_EXTRA_MICRO_BATCHES = 8  # micro-batches than ranks, which is the fewest: what these add is theirs, and not the step's
+_EXTRA_MICRO_BATCHES = 8  # beyond one per rank, the fewest; the added time is the cost of their messages, without the step's fixed cost
 _WARMUP_STEPS, _TIMED_STEPS = 2, 9
 
 
 def measure_p2p_overhead(comm: Comm, backend: str) -> float:
-    """Of all ranks together, for one message of a pipeline over them. Every rank calls it at the same time."""
+    """CPU seconds that one pipeline message costs, summed over all ranks. Collective."""
     task = make_chain_task(comm.size)
     few, many = (_step_cpu_seconds(plan, task, comm) for plan in make_pipeline_plans(task, comm.size, backend))
     total = torch.tensor([many - few], dtype=torch.float64)
@@ -37,12 +37,12 @@ def measure_p2p_overhead(comm: Comm, backend: str) -> float:
 
 
 def make_chain_task(layers: int) -> Task:
-    """A model that computes next to nothing."""
+    """A chain of small linear layers whose compute time is negligible."""
     return Task("chain", partial(_build_chain, layers), _loss, {"x": Field((_WIDTH,))})
 
 
 def make_pipeline_plans(task: Task, ranks: int, backend: str) -> list[Plan]:
-    """A layer on each rank, with as few micro-batches as fill it, and with more."""
+    """Two 1F1B plans with one layer on each rank: as many micro-batches as ranks, and `_EXTRA_MICRO_BATCHES` more."""
     stages = cut_stages(trace_dataflow(task), trace_task(task), ranks)
     return [Plan(task.name, micro, Mesh(pp=ranks), micro, stages, "1f1b", backend=backend) for micro in (ranks, ranks + _EXTRA_MICRO_BATCHES)]
 

@@ -1,4 +1,4 @@
-"""What a rank does: probe, train the built-in way, or run a user's script. Called by the supervisor, or by adopted ranks."""
+"""Entry points of a rank: probe the machine, train a built-in task, or run a user's script. Called by the worker pool or by external ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from meshwright.orchestrate.p2p_overhead_probe import measure_p2p_overhead
 from meshwright.orchestrate.step_log import StepLog, StepRecord
 from meshwright.schedule import LedgerLine, ledger_differences
 
-_WARMUP_STEPS = 3  # first steps allocate, fault pages in and compile: left out of the measured step time
+_WARMUP_STEPS = 3  # the first steps allocate, fault pages in and compile: not part of the measured step time
 _PROFILED_STEP = 5
 _METRICS_INTERVAL_S = 0.5
 
@@ -46,7 +46,7 @@ _METRICS_INTERVAL_S = 0.5
 def probe_rank(
     rank: int, world: int, init_method: str, device: str, backend: str, threads: int, quick: bool, rank_devices: Sequence[str] = ()
 ) -> tuple[list[Rates], Mapping[str, float]]:  # fmt: skip
-    """One rank of a probe; rank 0 hears what the slowest reached, of each kind of device where there are several."""
+    """Run one rank of a probe; returns the rates of the slowest rank, for each kind of device or speed group, and host copy rates (rank 0)."""
     place = rank_devices[rank] if rank_devices else device if device == "cpu" else f"{device}:{rank}"
     where = _setup_device(place, threads)
     join_process_group(Rendezvous(rank, world, init_method, backend, where.type, rank))
@@ -77,7 +77,7 @@ def probe_rank(
 
 
 def _make_pair_comm(world: int) -> TorchComm | None:
-    """This rank's group with its neighbour, where all ranks have one. Collective."""
+    """The two-rank group of this rank and its neighbour; None if the number of ranks is odd. Collective."""
     if world < 2 or world % 2:
         return None
     group, _ = torch.distributed.new_subgroups_by_enumeration([[r, r + 1] for r in range(0, world, 2)])
@@ -85,27 +85,29 @@ def _make_pair_comm(world: int) -> TorchComm | None:
 
 
 def _setup_device(device_name: str, threads: int) -> torch.device:
-    """The device that a place such as 'cuda:0' or 'cpu' names, made ready."""
+    """Select and configure the device that a name such as 'cuda:0' or 'cpu' means."""
     if device_name != "cpu":
         torch.cuda.set_device(device_index(device_name))
         torch.set_float32_matmul_precision("high")
         return torch.device(device_name)
     if threads:
         torch.set_num_threads(threads)
-    # A CPU without bf16 computes it another way; torch says so with a page of C++ frames from every rank.
+    # On a CPU without bf16 support torch falls back and warns, with a page of C++ frames from every rank.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     return torch.device("cpu")
 
 
 def train_rank(rank: int, world: int, init_method: str, folder: str, local_rank: int | None = None) -> dict[str, Any]:
-    """One rank of a run described by its folder; what it measured."""
+    """Train as one rank of the run that its folder describes; returns what it measured."""
     home = Path(folder)
     job = RunConfig(**read_json(home / "job.json"))
     plan = Plan.load(home / "plan.json")
     estimate = from_data(Estimate, read_json(home / "estimate.json")["estimate"], "estimate.json")
     joined = torch.distributed.is_initialized()
     if plan.device_order and joined:
-        raise RequestError("plan: seats put ranks on devices in another order than theirs, and these ranks were started already: leave seats out")
+        raise RequestError(
+            "plan: device_order puts ranks on devices in another order than theirs, and these ranks were started already: leave device_order out"
+        )
     local = local_rank if local_rank is not None else plan.device_order[rank] if plan.device_order else rank
     sinks = open_sinks(home, job.tensorboard, job.prometheus_port) if rank == 0 else ()
     with Recorder(home, rank, sinks) as recorder:
@@ -121,7 +123,7 @@ def train_rank(rank: int, world: int, init_method: str, folder: str, local_rank:
 
 
 class _TrainingLoop:
-    """The loop of one rank: batches in, metrics out."""
+    """The training loop of one rank: reads batches, steps the session, writes metrics."""
 
     def __init__(self, job: RunConfig, plan: Plan, estimate: Estimate, recorder: Recorder, device: torch.device, rank: int) -> None:
         self.job, self.plan, self.estimate, self.recorder, self.device, self.rank = job, plan, estimate, recorder, device, rank
@@ -179,7 +181,7 @@ class _TrainingLoop:
         }
 
     def _compare_ledger(self, session: Session, folder: Path, phase: str) -> None:
-        """Start-up, or the first steady step, against the ledger of the plan: a difference is an event that names it."""
+        """Compare the collectives of start-up, or of the last warm-up step, with the plan's ledger; records an event with the differences."""
         done = [(line.name, line.op, line.group, line.calls, line.bytes) for line in session.applied.groups.ledger.drain()]
         planned = read_json(folder / "ledger.json")
         mine = next(lines for ranks, lines in planned.items() if str(self.rank) in ranks.split(","))
@@ -226,7 +228,7 @@ class _TrainingLoop:
     # -- measuring --
 
     def _write_metrics(self, records: list[StepRecord]) -> None:
-        """Metrics of finished steps."""
+        """Write the metrics of finished steps."""
         memory = self._peak_memory()
         for record in records:
             self.losses.append(record.loss)
@@ -259,7 +261,7 @@ class _TrainingLoop:
 
 
 def make_optimizer(job: RunConfig, task: Task, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer by name. Adam's fused form updates in one pass and keeps no temporaries."""
+    """The optimizer by name. Adam is fused: it updates in one pass and keeps no temporaries."""
     rate, decay = job.learning_rate or task.learning_rate, job.weight_decay
     parameters = [p for p in model.parameters() if p.requires_grad]
     if job.optimizer in ("adam", "adamw"):
@@ -270,11 +272,11 @@ def make_optimizer(job: RunConfig, task: Task, model: torch.nn.Module) -> torch.
 
 
 def run_script(rank: int, world: int, init_method: str, script: str, arguments: list[str], folder: str, environment: Mapping[str, str]) -> float:
-    """A user's own script as one rank; `prepare` inside it finds its place through the environment, as under any launcher."""
+    """Run a user's own script as one rank; `prepare` inside it reads its rank from the environment, as under any launcher. Returns seconds."""
     begun = time.perf_counter()
     place = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     before = dict(os.environ)
-    os.environ.update(place, MESHWRIGHT_MEETING=init_method, MESHWRIGHT_RUN=folder, **environment)
+    os.environ.update(place, MESHWRIGHT_INIT_METHOD=init_method, MESHWRIGHT_RUN=folder, **environment)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
@@ -285,5 +287,5 @@ def run_script(rank: int, world: int, init_method: str, script: str, arguments: 
     finally:
         leave_process_group()
         os.environ.clear()
-        os.environ.update(before)  # a worker may be used again, and must not think that it is still that rank
+        os.environ.update(before)  # a worker may be reused, and must not see the environment of this rank
     return time.perf_counter() - begun

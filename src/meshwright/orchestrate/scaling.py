@@ -1,4 +1,4 @@
-"""How a step scales: the same job simulated on more and more ranks, planned anew for each number or with the mesh's inner axes kept."""
+"""Scaling curves: simulates one job on increasing rank counts, planned anew for each or with the mesh's inner axes fixed; writes CSV, JSON, SVG."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_RANKS = 1 << 20
 
 
 def parse_rank_counts(text: str) -> list[int]:
-    """'8..4096' in powers of two from the first, or '8,24,64'."""
+    """The rank counts of '8..4096' (doubling from the first) or '8,24,64'."""
     span = re.fullmatch(r"(\d+)\.\.(\d+)", text)
     if span is not None:
         first, last = map(int, span.groups())
@@ -40,7 +40,7 @@ def parse_rank_counts(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class ScalingSpec:
-    """How the job grows: `weak` keeps a rank's part of the batch, otherwise the global batch stays."""
+    """How the job grows: `weak` scaling fixes the batch per rank, strong scaling the global batch."""
 
     rank_counts: Sequence[int]
     weak: bool = False
@@ -50,7 +50,7 @@ class ScalingSpec:
 
 
 def scale_mesh(mesh: Mesh, ranks: int) -> Mesh:
-    """The mesh on more ranks: replicas are added, or shards where it has shards alone; tp, cp, ep and pp stay."""
+    """The mesh on more ranks: the dp degree grows, or the shard degree if the mesh has shard but no dp; tp, cp, ep and pp stay."""
     outer = "dp" if mesh.dp > 1 or mesh.shard == 1 else "shard"
     inner = mesh.size // mesh.degree(outer)
     if ranks % inner:
@@ -61,7 +61,7 @@ def scale_mesh(mesh: Mesh, ranks: int) -> Mesh:
 def simulate_scaling(
     job: SimulationJob, target: SimulationTarget, spec: ScalingSpec, disturbances: Disturbances, log_progress: ProgressCallback
 ) -> list[dict[str, Any]]:
-    """One row for each number of ranks. Where no plan is legal the row says why, and the curve goes on."""
+    """One row for each number of ranks. If no plan is legal for one, its row holds the reason and the curve continues."""
     if job.given_plan is not None:
         raise RequestError(f"--scale plans for every number of ranks, and {job.config.plan} is for {job.given_plan.world}: name the model instead")
     config, rows = job.config, []
@@ -91,7 +91,7 @@ def simulate_scaling(
 
 
 def _add_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Samples a second and rank, against the smallest number of ranks that ran."""
+    """Add the efficiency: samples per second and rank, relative to the smallest number of ranks that has a plan."""
     first = next((row for row in rows if row["samples_per_s"]), None)
     for row in rows:
         if first is not None and row["samples_per_s"]:
@@ -100,7 +100,7 @@ def _add_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def write_scaling(folder: Path, rows: list[dict[str, Any]], title: str) -> dict[str, str]:
-    """scaling.csv, scaling.json and scaling.svg; their paths."""
+    """Write scaling.csv, scaling.json and scaling.svg; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "scaling.csv").open("w", newline="", encoding="utf-8") as file:
         out = csv.DictWriter(file, _COLUMNS, extrasaction="ignore")

@@ -1,4 +1,4 @@
-"""A model or a plan, simulated on any cluster: decide, lower, simulate, and say where the time goes and how the closed form sees it."""
+"""Simulates a model or a plan on any cluster: plans, lowers to a schedule, simulates, and compares the breakdown with the closed-form estimate."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from meshwright.plan import Ranking, explain_oom, rank_plans
 from meshwright.simulate import Disturbances, FabricNetwork, Network, Simulation, simulate
 from meshwright.simulate.step_breakdown import breakdown, closed_form_parts
 
-_MAX_UNFOLDED_ACTIONS = 5_000_000  # actions, where jitter keeps every rank to itself: some minutes
+_MAX_UNFOLDED_ACTIONS = 5_000_000  # limit with jitter, where no two ranks can be simulated as one class: some minutes
 
 
 class SimulationJob:
-    """What is to be simulated, traced once for any number of clusters."""
+    """The model or plan to simulate, traced once for any number of clusters."""
 
     def __init__(self, config: RunConfig, device: str, log_progress: ProgressCallback) -> None:
         self.config, self.task = resolve_job(config)
@@ -69,24 +69,24 @@ class SimulationJob:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """What a checkpoint holds: parameters and the optimizer's state."""
+        """The size of a checkpoint: parameters and optimizer state."""
         return self.profile.parameter_bytes * (1 + OPTIMIZER_STATES[self.config.optimizer])
 
 
 @dataclass(frozen=True)
 class ChosenPlan:
-    """A plan on a machine, and what the closed form makes of it."""
+    """A plan, the cluster it is for, and its closed-form estimate."""
 
     plan: Plan
     estimate: Estimate
     target: SimulationTarget
-    ranking: Ranking | None = None  # where it was chosen
+    ranking: Ranking | None = None  # None if the plan was given
 
 
 def choose_plan(
     job: SimulationJob, target: SimulationTarget, log_progress: ProgressCallback, *, batch: int | None = None, ranks: int | None = None
 ) -> ChosenPlan:
-    """The given plan, or the best one for all of the machine's devices."""
+    """The given plan, or the best one for `ranks`, the configured number of ranks, or all devices of the cluster."""
     config, workload, devices = job.config, job.workload(batch), len(target.cluster.devices)
     if job.given_plan is not None:
         plan = fill_partitioning(job.given_plan, job.dataflow, job.profile) if needs_partitioning(job.given_plan) else job.given_plan
@@ -101,7 +101,7 @@ def choose_plan(
 
 
 def explain_does_not_fit(job: SimulationJob, chosen: ChosenPlan) -> str:
-    """Why the plan does not fit, in one line, and what would help where it was chosen here."""
+    """Why the plan does not fit in memory and what would help, in one line."""
     if chosen.ranking is None:
         return f"{chosen.plan.summary()} {chosen.estimate.reason}: plan {job.task.name} anew, or name a larger --cluster"
     return explain_oom(chosen.ranking, make_retrace(job.config, job.task, job.precision))
@@ -109,14 +109,14 @@ def explain_does_not_fit(job: SimulationJob, chosen: ChosenPlan) -> str:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A simulated step, with and without what was to go wrong in it."""
+    """A simulated step, with and without the disturbances."""
 
     chosen: ChosenPlan
     schedule: Schedule
     simulation: Simulation
     undisturbed: Simulation
     breakdown: dict[str, float]
-    elapsed_s: float  # that lowering and simulating took
+    elapsed_s: float  # wall time of lowering and simulating
 
 
 def simulate_step(job: SimulationJob, chosen: ChosenPlan, disturbances: Disturbances, log_progress: ProgressCallback) -> SimulatedStep:
@@ -143,7 +143,7 @@ def _check_disturbances(disturbances: Disturbances, schedule: Schedule, network:
 
 
 def step_to_json(job: SimulationJob, simulated_step: SimulatedStep, disturbances: Disturbances) -> dict[str, Any]:
-    """What `--json` prints of one step."""
+    """The object that `simulate --json` prints for one step."""
     plan, guess, found = simulated_step.chosen.plan, simulated_step.chosen.estimate, simulated_step.simulation
     step = found.step_s if found.lost is None else None
     samples = plan.global_batch / step if step else None
@@ -193,7 +193,7 @@ def explain_difference(simulated_step: SimulatedStep) -> str:
 
 
 def lost_to_json(simulated_step: SimulatedStep, disturbances: Disturbances) -> Mapping[str, Any] | None:
-    """What a step that does not end means: when it is noticed, and what follows."""
+    """For a step that does not end: since when, when the timeout detects it and what follows; None for a step that ends."""
     lost, timeout = simulated_step.simulation.lost, simulated_step.chosen.plan.sync.timeout_s
     if lost is None:
         return None

@@ -1,4 +1,4 @@
-"""What `--cluster` names: the machines, what they reach, and the network between them as the simulator wants it. The one place that decides this."""
+"""Resolves `--cluster` for the simulator: the cluster, its measured or data-sheet rates, and the network model between its ranks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _IDEAL_LINK = Link("ideal", 0.0, float("inf"))
 
 @dataclass(frozen=True)
 class SimulationTarget:
-    """A cluster with its measurements or figures; `make_network(plan)` is what a plan's ranks would meet on."""
+    """A cluster with its calibration; `make_network(plan)` gives the network model for the plan's ranks."""
 
     cluster: Cluster
     calibration: Calibration
     make_network: Callable[[Plan], Network]
 
     def with_ranks(self, ranks: int) -> SimulationTarget:
-        """The same for so many ranks: the first of its devices, or, where there are fewer, the same nodes over again."""
+        """The target with `ranks` devices: the first of its own, or its nodes repeated if it has fewer."""
         if ranks <= len(self.cluster.devices):
             return replace(self, cluster=self.cluster.first_devices(ranks))
         if self.cluster.name == "ideal":
@@ -41,7 +41,7 @@ class SimulationTarget:
 
 
 def resolve_target(name: str, config: RunConfig, environ: Mapping[str, str], log_progress: ProgressCallback) -> SimulationTarget:
-    """`here`, `ideal[:N]`, a machine such as dgx-h100:16, or a cluster's file, `FILE:N` for N nodes like its first."""
+    """The target named `here`, `ideal[:N]`, a machine such as dgx-h100:16, or a cluster file (`FILE:N`: N nodes like its first)."""
     if name != "here" and name.partition(":")[0] != "ideal":
         return target_from_datasheets(resolve_cluster(name, environ))
     ideal = resolve_cluster(name, environ, ranks=requested_ranks(config)) if name != "here" else None
@@ -62,14 +62,14 @@ def resolve_target(name: str, config: RunConfig, environ: Mapping[str, str], log
 
 
 def requested_ranks(config: RunConfig) -> int | None:
-    """How many ranks were asked for, by number, mesh or plan."""
+    """The number of ranks that the plan, the mesh or --nproc asks for; None if none does."""
     if config.plan != "auto":
         return Plan.load(Path(config.plan)).world
     return Mesh.parse(config.mesh).size if config.mesh is not None else config.nproc
 
 
 def _ideal_target(node: Node, ranks: int, calibration: Calibration) -> SimulationTarget:
-    """So many devices like this machine's, and a network that costs nothing and takes nothing from them."""
+    """`ranks` devices like this node's, with a network that costs no time and does not slow computation."""
     one = node.devices[0]
     devices = tuple(replace(one, index=i) for i in range(ranks))
     layouts = tuple(replace(rates, collectives={}, overlap=1.0) for rates in calibration.layouts)
@@ -91,7 +91,7 @@ def target_from_datasheets(cluster: Cluster) -> SimulationTarget:
 
 
 def _call_behaviours(plan: Plan, ordered_cluster: Cluster, calibration: Calibration) -> list[OverlapBehavior]:
-    """By rank; one for all where they are of one kind."""
+    """The overlap behaviour of each rank; a single entry if all ranks have the same."""
     names = rates_labels(plan, ordered_cluster, calibration)
     rates = {name: calibration.rates_for(plan.world, name) for name in names or ("",)}
     found = {name: OverlapBehavior(of.async_dispatch, 1.0 - of.overlap) for name, of in rates.items()}

@@ -1,8 +1,8 @@
-"""Metering: what each step took and gave, written to the run's folder without making the device wait.
+"""Step metering: collects losses, gradient norms and step times and hands them to a writer without synchronising the device.
 
 [Note: reading a GPU's loss]
-A GPU works behind the program that feeds it. Reading a loss waits until the GPU has caught up, and then the GPU waits for the program.
-So losses are copied to the host in the GPU's own order, with an event behind them, and read one interval later, when they are long there.
+The GPU runs behind the host. Reading a loss blocks the host until the GPU has caught up, and the GPU then idles until the host launches more work.
+So losses are copied to the host asynchronously on the stream, followed by an event, and read one interval later, when the copy has long finished.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright.execute.session import StepResult
 
 
 class HostTimestamp:
-    """Now, for devices that are waited for anyway."""
+    """The host clock, for devices that run synchronously."""
 
     def __init__(self) -> None:
         self.time = time.perf_counter()
@@ -28,7 +28,7 @@ class HostTimestamp:
 
 
 class CudaTimestamp:
-    """An event in the current stream."""
+    """A CUDA event on the current stream."""
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event(enable_timing=True)
@@ -41,14 +41,14 @@ class CudaTimestamp:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step, measured."""
+    """The measurements of one step."""
 
     step: int
     loss: float
     grad_norm: float | None
     learning_rate: float
     seconds: float
-    is_timed: bool  # False for steps that were profiled or interrupted: they say nothing about speed
+    is_timed: bool  # False for warm-up and profiled steps, whose time is not representative
 
 
 @dataclass
@@ -62,7 +62,7 @@ class _Interval:
 
 
 class StepLog:
-    """Collects steps and hands finished records to `write`, in order. On a GPU one interval is always left in flight."""
+    """Collects steps in intervals and passes finished records to `write`, in order. On a GPU one interval is always in flight."""
 
     def __init__(self, device: torch.device, interval_steps: int, write: Callable[[list[StepRecord]], None]) -> None:
         self._cuda = device.type == "cuda"
@@ -75,7 +75,7 @@ class StepLog:
         return CudaTimestamp() if self._cuda else HostTimestamp()
 
     def restart_clock(self) -> None:
-        """Forget the time since the last step: something else was done in between."""
+        """Write all pending steps and start timing from here, so that work between steps is not counted."""
         self.drain()
         self._interval_start = self._timestamp()
 
@@ -85,7 +85,7 @@ class StepLog:
             self.close_interval()
 
     def close_interval(self, is_timed: bool = True) -> None:
-        """End the current interval."""
+        """End the current interval; starts the copy of its losses and writes the interval before it."""
         if not self._pending_steps:
             return
         losses = torch.stack([result.loss.detach() for _, result, _ in self._pending_steps])
@@ -104,7 +104,7 @@ class StepLog:
             self.drain()
 
     def drain(self) -> None:
-        """Everything that has begun is written."""
+        """Write every pending step, waiting for the device."""
         self.close_interval()
         if self._in_flight is not None:
             last, self._in_flight = self._in_flight, None

@@ -1,7 +1,7 @@
-"""Configurations of the distributed-training tutorial, as they are: recognised by their keys and translated into a run's configuration.
+"""Recognises configuration files of the distributed-training tutorial by their keys and translates them into fields of RunConfig.
 
-They say a strategy and a model's id where ours say a mesh and a path, and leave the number of ranks and the recipe of training to the
-program. Both are filled in here: what is translated is a complete run, and every field of it can be overridden."""
+They name a strategy and a model id instead of a mesh and a path, and leave the number of ranks and the training recipe to the program.
+Both are filled in here: the translation is a complete run, and every field of it can be overridden."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PRECISION_NAMES = {"32": "fp32", "32-true": "fp32", "bf16-mixed": "bf16", "16-m
 _TUTORIAL_ONLY_KEYS = frozenset({"model_id", "global_batch_size", "gradient_acc_steps", "tp_dimensions", "dataset_id", "num_epochs"})
 _TRAINING_KEYS = ("global_batch_size", "gradient_acc_steps", "dataset_id", "num_epochs", "log_interval")
 _SEQUENCE_LENGTH = 256
-# How the tutorial trains: AdamW without decay, 100 steps of warm-up and a cosine, every block checkpointed, no validation.
+# The tutorial's training recipe: AdamW without decay, 100 steps of warm-up and a cosine, every block checkpointed, no validation.
 _RECIPE: dict[str, Any] = {
     "optimizer": "adamw",
     "learning_rate": 1e-5,
@@ -36,7 +36,7 @@ _RECIPE: dict[str, Any] = {
     "validate_batches": 0,
 }
 
-RankCounter = Callable[[int | None, tuple[int, ...] | None], int]  # (--nproc, --devices) → how many ranks there would be
+RankCounter = Callable[[int | None, tuple[int, ...] | None], int]  # (--nproc, --devices) → number of ranks
 TutorialStrategy = Literal["single_device", "ddp", "fsdp", "axonn"]
 PositiveInt = Annotated[StrictInt, Field(ge=1)]
 
@@ -83,14 +83,14 @@ KEYS = frozenset(TutorialConfig.model_fields)
 
 
 def is_tutorial_config(data: Mapping[str, Any]) -> bool:
-    """Whether a file is one of the tutorial's: it has a key that only those have, or one of their strategies."""
+    """Whether this is a tutorial configuration: it has a key that only those have, or one of their strategies."""
     return not _TUTORIAL_ONLY_KEYS.isdisjoint(data) or data.get("strategy") in get_args(TutorialStrategy)
 
 
 def translate(
     data: Mapping[str, Any], file: Path, settings: Mapping[str, Any], count_ranks: RankCounter
 ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
-    """(a run's fields, what remains of `settings` for them). Settings may use the tutorial's words or ours."""
+    """(fields of RunConfig, the `settings` that override them). Settings may use the tutorial's keys or those of RunConfig."""
     theirs = {key: value for key, value in settings.items() if _is_tutorial_setting(key, value)}
     ours = {key: value for key, value in settings.items() if key not in theirs}
     asked = _parse(data, file, theirs)
@@ -116,7 +116,7 @@ def translate(
 
 
 def first_error(error: ValidationError) -> tuple[str, str]:
-    """(key, one line) of what is wrong first."""
+    """(key, one-line message) of the first validation error."""
     first = error.errors()[0]
     key = str(first["loc"][0]) if first["loc"] else ""
     reason = first["msg"].removeprefix("Value error, ")
@@ -126,7 +126,7 @@ def first_error(error: ValidationError) -> tuple[str, str]:
 
 
 def _is_tutorial_setting(key: str, value: Any) -> bool:
-    """precision, compile and strategy (a function's name, in ours) are keys of both; the value tells whose is meant."""
+    """Whether a setting is the tutorial's. precision, compile and strategy are keys of both configurations; the value decides."""
     if key == "precision":
         return str(value) in _PRECISION_NAMES
     if key == "strategy":
@@ -145,11 +145,11 @@ def _parse(data: Mapping[str, Any], file: Path, settings: Mapping[str, Any]) -> 
         raise RequestError(f"{'--set' if key in settings else f'{file}:'} {reason}") from None
 
 
-# -- how many ranks, and what each holds --
+# -- number of ranks and parallelism --
 
 
 def _parallel_settings(tutorial: TutorialConfig, file: Path, run_settings: Mapping[str, Any], count_ranks: RankCounter) -> dict[str, Any]:
-    """Mesh, ZeRO and compilation. A mesh that was asked for by hand stands."""
+    """The mesh, ZeRO stage and compile mode. A mesh among `run_settings` is kept."""
     if tutorial.strategy != "axonn" and tutorial.tp_degree > 1:
         raise RequestError(f"{file}: tp_dimensions {list(tutorial.tp_dimensions)} is for strategy axonn, not {tutorial.strategy}: change one of them")
     if run_settings.get("mesh") is not None:
@@ -186,10 +186,10 @@ def _world_size(tutorial: TutorialConfig, file: Path, run_settings: Mapping[str,
 
 
 def _check_batch(tutorial: TutorialConfig, file: Path, run_settings: Mapping[str, Any], data_parallel_size: int) -> None:
-    """Micro-batch = global batch / accumulation / ranks that take samples: all whole."""
+    """Raise RequestError unless the global batch divides by accumulation steps × data-parallel ranks."""
     batch, pieces = run_settings.get("global_batch", tutorial.global_batch_size), run_settings.get("micro_batches", tutorial.gradient_acc_steps)
     if not isinstance(batch, int) or not isinstance(pieces, int) or pieces < 1 or batch < 1:
-        return  # said by the run's own configuration
+        return  # RunConfig reports this error
     step = pieces * data_parallel_size
     if batch % step:
         better = " or ".join(str(n * step) for n in sorted({max(batch // step, 1), batch // step + 1}))
@@ -199,11 +199,11 @@ def _check_batch(tutorial: TutorialConfig, file: Path, run_settings: Mapping[str
         )
 
 
-# -- models and data at hand --
+# -- local models and datasets --
 
 
 def _find_model(tutorial: TutorialConfig, file: Path) -> str:
-    """'hf:FOLDER' for a folder at hand, 'hf:NAME' for published sizes; weights must be there unless random ones are wanted."""
+    """'hf:FOLDER' for a local folder, 'hf:NAME' for a published size; the folder must hold weights unless random_init is set."""
     name = tutorial.model_id
     folder = _find_path(name, file, lambda path: (path / "config.json").is_file())
     if tutorial.random_init:
@@ -232,7 +232,7 @@ def _find_dataset(tutorial: TutorialConfig, file: Path) -> str:
 
 
 def _find_path(name: str, file: Path, is_valid: Callable[[Path], bool], suffix: str = "") -> Path | None:
-    """A path as it is, or something of that name, or of its last part, in the current folder or next to the file."""
+    """The first valid path among `name` and its last component, in the current folder or beside the configuration file."""
     last = name.rstrip("/").rpartition("/")[2]
     places = [Path(name), Path(last), file.parent / name, file.parent / last]
     return next((path for place in places for path in (place, place.with_name(place.name + suffix)) if path.name and is_valid(path)), None)

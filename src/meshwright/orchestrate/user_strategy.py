@@ -1,4 +1,4 @@
-"""A user's own strategy in the planner's hands: found by reference, applied to the best plan, priced like any other."""
+"""Loads a user's own strategy by reference, applies it to the planner's best plan and estimates the result; fills in missing partitioning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright.zoo.factory import import_reference
 
 
 def load_strategy(reference: str) -> Strategy:
-    """`path/to/file.py:name` or `package.module:name`, where the name is the decorator's or the function's."""
+    """The strategy at `path/to/file.py:name` or `package.module:name`; the name is the decorator's or the function's."""
     place, colon, _ = reference.rpartition(":")
     if not colon or not place:
         raise RequestError(f"strategy={reference}: write it as FILE.py:NAME or package.module:NAME")
@@ -33,7 +33,7 @@ def load_strategy(reference: str) -> Strategy:
 
 
 def apply_strategy(ranking: Ranking, strategy: Strategy, trace_dataflow: Callable[[Plan], Dataflow | None]) -> tuple[Ranking, str]:
-    """The ranking led by what the strategy makes of its best plan, and a line that says what that changed and what it costs."""
+    """The ranking with the strategy's version of the best plan put first, and a line that says what changed and what it costs."""
     best, profile, cluster = ranking.best, ranking.profile, ranking.cluster
     plan = strategy.apply(best.plan, profile, cluster)
     if needs_partitioning(plan):
@@ -49,7 +49,7 @@ def apply_strategy(ranking: Ranking, strategy: Strategy, trace_dataflow: Callabl
 
 
 def needs_partitioning(plan: Plan) -> bool:
-    """Does the mesh ask for pieces of the model that the plan does not name?"""
+    """Whether the mesh has a pp, ep, cp or tp axis for which the plan names no partitioning."""
     uncut = plan.mesh.pp > 1 and not any(stage.entry for stage in plan.stages)
     uncut |= plan.mesh.ep > 1 and not plan.expert
     uncut |= plan.mesh.cp > 1 and not plan.context.attention_sites and not plan.spatial.grid
@@ -57,7 +57,7 @@ def needs_partitioning(plan: Plan) -> bool:
 
 
 def fill_partitioning(plan: Plan, dataflow: Dataflow | None, profile: ModelProfile) -> Plan:
-    """A plan written by hand or by a strategy may leave its cuts, and who owns what, to us."""
+    """The plan with the partitioning that its mesh needs and it leaves out: tp shards, expert placement, cp policies and pipeline stages."""
     pp = plan.mesh.pp
     if dataflow is None:
         raise RequestError(f"mesh {plan.mesh} needs the model's dataflow, and this model's loss is not known: pass loss_fn")

@@ -1,9 +1,9 @@
-"""Which axes of a mesh are neighbours. By default a pipeline's stages are farthest apart and tensor-parallel ranks next to each other; where nodes
-are joined by slower links than their devices, another order may keep more of the traffic inside of them.
+"""Orders of the mesh axes. By default pipeline stages are farthest apart and tensor-parallel ranks adjacent; where links between nodes are slower
+than those within, another order may keep more of the traffic inside nodes.
 
-[Note: few orders]
-Of all orders those are weighed that put one axis innermost and leave the others as they are, if some axis then has more or fewer of its ranks on one
-node. That is every choice of who is nearest; who comes second nearest matters less, and is as by default.
+[Note: candidate axis orders]
+The candidates put one axis innermost and leave the others in the default order, if some axis then has more or fewer of its ranks on one node. They
+cover every choice of the innermost axis; the order of the others matters less.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from meshwright.core.mesh import AXES, Mesh
 from meshwright.core.rank_devices import assign_rank_devices
 from meshwright.cost.collective_cost import group_strides
 
-_GROUP_AXES = ("data", "replica", *AXES)  # groups whose ranks meet
+_GROUP_AXES = ("data", "replica", *AXES)  # groups that run collectives
 
 
 def alternative_axis_orders(mesh: Mesh, cluster: Cluster) -> Iterator[Mesh]:
-    """The same mesh in other orders than its own; none on one node, nor where ranks are on unlike devices."""
+    """The same mesh in other axis orders; none on one node, nor where CPU and GPU ranks are mixed."""
     near = len(cluster.nodes[0].devices)
     active = [axis for axis in AXES if mesh.degree(axis) > 1]
     if mesh.order or len(active) < 2 or near == 1 or mesh.size <= near or assign_rank_devices(cluster, mesh.size):
@@ -35,7 +35,7 @@ def alternative_axis_orders(mesh: Mesh, cluster: Cluster) -> Iterator[Mesh]:
 
 
 def _ranks_on_first_node(mesh: Mesh, devices_per_node: int) -> tuple[int, ...]:
-    """How many of the first group of each axis are on the first node."""
+    """How many ranks of the first group of each axis are on the first node."""
     return tuple(_count_on_node(devices_per_node, group_strides(axis, mesh)) for axis in _GROUP_AXES)
 
 

@@ -1,4 +1,4 @@
-"""Load Balancer, deciding half: shares of a whole for ranks that are not alike, by what each can do and hold."""
+"""Load Balancer, deciding half: shares of samples and states for ranks on heterogeneous devices, by each rank's speed and memory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from itertools import accumulate, pairwise
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import BalancePolicy
 
-TimeModel = Callable[[int], float]  # seconds of so many samples; more never take less
+TimeModel = Callable[[int], float]  # samples → seconds, never decreasing
 
 
 def equal_balance(batch: int, mesh: Mesh) -> BalancePolicy:
-    """Equal shares, and one sample more for the first ranks where they do not divide. A pipeline's are equal or refused."""
+    """Equal shares, with one sample more for the first ranks where the batch does not divide. A pipeline's shares are equal; an uneven batch is
+    refused."""
     width = mesh.data_parallel_size
     if mesh.pp > 1 or width == 1 or batch < width:
         return BalancePolicy()
@@ -24,8 +25,8 @@ def equal_balance(batch: int, mesh: Mesh) -> BalancePolicy:
 def distribute_samples(
     samples: int, time_models: Sequence[TimeModel], min_samples: int = 1, max_samples: Sequence[int] = ()
 ) -> tuple[int, ...] | None:
-    """Shares that end soonest, where rank i has room for `most[i]`: each further sample goes to the rank that would be done first with it. No
-    exchange of a sample can then make the last one end sooner. None where there is no room."""
+    """Shares that finish soonest, with at most `max_samples[i]` samples on rank i; None where they do not fit. Each further sample goes to the
+    rank that would finish it first, so no move of a sample can make the last rank finish sooner."""
     shares = [min_samples] * len(time_models)
     rooms = max_samples or [samples] * len(time_models)
     if min(rooms) < min_samples or sum(min(room, samples) for room in rooms) < samples or samples < min_samples * len(time_models):
@@ -43,7 +44,8 @@ def distribute_samples(
 
 
 def monotone_interpolation(points: Sequence[tuple[int, float]]) -> TimeModel:
-    """Straight lines between points, and on beyond the last. Where fewer samples would take longer than more do, they take as long."""
+    """Piecewise linear interpolation, extrapolated beyond the last point. Where fewer samples are measured slower than more, they get the time of
+    the more."""
     sizes = [size for size, _ in points]
     ends = list(accumulate((seconds for _, seconds in reversed(points)), min))[::-1]
     slopes = [(b - a) / (n - m) for (m, n), (a, b) in zip(pairwise(sizes), pairwise(ends), strict=True)]
@@ -56,8 +58,8 @@ def monotone_interpolation(points: Sequence[tuple[int, float]]) -> TimeModel:
 
 
 def capped_fractions(weights: Sequence[float], max_fractions: Sequence[float]) -> tuple[float, ...] | None:
-    """Parts of one whole as the weights are to each other, but none above what there is room for: what is too much goes to the others. None
-    where all rooms together are too small."""
+    """Fractions of a whole in proportion to `weights`, none above its `max_fractions`: the excess goes to the others. None where the maxima sum to
+    less than 1."""
     if sum(max_fractions) < 1.0:
         return None
     parts = [0.0] * len(weights)

@@ -1,10 +1,11 @@
-"""Search among more plans than can be priced one by one: best first, by bounds, until nothing that is left can be better.
+"""Best-first search over more plans than can be priced one by one: points are refined in the order of their lower bounds, until no point left can
+be better.
 
-[Note: best first]
-A point stands for a plan. It waits in a queue under what it costs at least, and is looked at more closely whenever it is the best that is left:
-first its kind (mesh and micro-batches) by what it computes, cut into stages if it is a pipeline, then with ZeRO's stage and recomputation by memory
-and gradients too, then as the estimate that decides. Every look can only raise the cost. Once `TOP_K` estimates are cheaper than all that waits,
-they are the best there are: the search has left out nothing that could have been among them (tests compare it with all plans on small clusters).
+[Note: best-first search]
+A point stands for a plan. The queue is ordered by a lower bound on cost, and the cheapest point is refined: first its coarse choices (mesh and
+micro-batches) are bounded by compute time, cut into stages if it is a pipeline; then its ZeRO stage and recomputation, by memory and gradients
+too; then the estimate decides. Every refinement can only raise the cost. Once `TOP_K` estimates are cheaper than all points in the queue, they are
+the best there are: the search has left out nothing that could have been among them (tests compare it with all plans on small clusters).
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from meshwright.plan.search_space import (
     world_sizes,
 )
 
-TOP_K = 3  # so many of the best are exact
-_MAX_TOO_LARGE = 6  # where nothing fits, so many of those that need the least are priced
-_MAX_OTHER_STRATEGIES = 2  # so many plans of other strategies are priced, where the best all have one
+TOP_K = 3  # so many of the best plans are exact
+_MAX_TOO_LARGE = 6  # where nothing fits, so many of the plans that need the least memory are priced
+_MAX_OTHER_STRATEGIES = 2  # so many plans of other strategies are priced, where the best plans all have the same
 _MAX_STAGES = 128
-_EXTRA_STAGES_PER_RANK = (4,)  # of a rank, beside the usual number, where a schedule takes any
-_COARSE, _COARSE_STAGED, _REFINED, _REFINED_STAGED = range(4)  # looks
+_EXTRA_STAGES_PER_RANK = (4,)  # tried beside the default, where a schedule takes any number
+_COARSE, _COARSE_STAGED, _REFINED, _REFINED_STAGED = range(4)  # refinement levels
 
 CoarsePoints = Sequence[tuple[float, SearchPoint]]
 
@@ -58,7 +59,7 @@ class _PricedPlan:
 
 
 class BestFirstSearch:
-    """One search."""
+    """One search for the best plans of a planning problem."""
 
     def __init__(
         self,
@@ -68,8 +69,8 @@ class BestFirstSearch:
         cost_limit: float = math.inf,
         coarse_points: CoarsePoints = (),
     ) -> None:
-        """What costs at least `cost_limit` is not looked for. `coarse_points` are those that another search of the same inputs has found, which
-        had no more to update."""
+        """Plans that cost at least `cost_limit` are not searched. `coarse_points` come from another search of the same inputs whose optimizer
+        update took no more time."""
         self._problem, self._bounds = problem, LowerBounds(problem)
         self._profile, self._cluster, self._workload, self._constraints = problem.profile, problem.cluster, problem.workload, problem.constraints
         self.partition_cache = partition_cache or PartitionCache(self._profile, self._workload, self._constraints)
@@ -77,16 +78,16 @@ class BestFirstSearch:
         self._top_k, self._cost_limit = top_k, cost_limit
         self._push_counter = itertools.count()
         self._queue: list[tuple[float, int, int, SearchPoint]] = []
-        self._too_large: list[tuple[float, int, SearchPoint]] = []  # what does not fit, by what it needs at least
+        self._too_large: list[tuple[float, int, SearchPoint]] = []  # points that do not fit, by their lower bound on memory
         self._first_error: RequestError | None = None
         self._stage_layers_by_key: dict[tuple[int, int, tuple[int, ...], bool, str, int], StageLayers] = {}
         self._with_shard = cache(lambda mesh, shard: replace(mesh, dp=mesh.dp // shard, shard=shard))
         self._known_points = coarse_points
-        self.coarse_points: list[tuple[float, SearchPoint]] = []  # with what each costs at least
+        self.coarse_points: list[tuple[float, SearchPoint]] = []  # with their lower bounds on cost
         self.num_considered = 0
 
     def search(self) -> list[tuple[Plan, Estimate]]:
-        """The best plans and their estimates, and whatever else was priced on the way; unsorted. None, where none can cost less than `below`."""
+        """The best plans and their estimates, and whatever else the search priced; unsorted. Empty if no plan costs less than `cost_limit`."""
         for least, point in self._known_points or ((0.0, point) for point in self._enumerate_coarse()):
             if least < self._cost_limit:
                 self._push(point, _COARSE, least)
@@ -109,12 +110,12 @@ class BestFirstSearch:
         return [(f.plan, f.estimate) for f in found]
 
     def _refine_next(self) -> _PricedPlan | None:
-        """Look more closely at the best that waits: the plan, if that was the last look."""
+        """Refine the cheapest point in the queue; return the priced plan after the last refinement, else None."""
         least, _, look, point = heapq.heappop(self._queue)
         if look == _COARSE:
             for grid in (
                 self._mesh_proposer.meshes_2d_tensor(point.mesh) if not point.sequence_parallel else ()
-            ):  # computes as much as the line, so its turn comes now
+            ):  # 2D computes as much as 1D, so it has the same bound
                 self._push(replace(point, mesh=grid), _COARSE)
         if look in (_COARSE, _REFINED) and point.mesh.pp > 1:
             self._push(point, look + 1, least)
@@ -128,7 +129,7 @@ class BestFirstSearch:
         return None
 
     def _price_other_strategies(self, priced_plans: Sequence[_PricedPlan]) -> list[_PricedPlan]:
-        """A plan of another strategy, where all that were priced have the same: the best of those that bounds put first."""
+        """Plans of other strategies, priced in the order of their bounds, where all plans priced so far have the same strategy."""
         known = {(f.plan.strategy, f.plan.world) for f in priced_plans if f.estimate.fits}
         tried: list[_PricedPlan] = []
         seen = {_strategy_key(f.plan.mesh, f.plan.memory.zero) for f in priced_plans}
@@ -145,7 +146,8 @@ class BestFirstSearch:
     # -- points --
 
     def _enumerate_coarse(self) -> Iterator[SearchPoint]:
-        """Meshes without ZeRO, with every number of micro-batches and every schedule; tensor parallelism stays within a node."""
+        """Yield meshes without ZeRO, with every number of micro-batches and every schedule; tensor parallelism stays within a node if any such
+        mesh exists."""
         near = max(len(node.devices) for node in self._cluster.nodes[:1])
         for mesh in self._meshes(near) or self._meshes():
             for sequence in sequence_parallel_choices(mesh, self._constraints):
@@ -155,19 +157,19 @@ class BestFirstSearch:
                             yield SearchPoint(mesh, 0, micro, self._constraints.recompute or "none", sequence, schedule, each)
 
     def _meshes(self, max_tensor_degree: int = 0) -> list[Mesh]:
-        """With at most so many tensor-parallel ranks, if a number is given."""
+        """Meshes with at most `max_tensor_degree` tensor-parallel ranks, if given."""
         sizes = world_sizes(len(self._cluster.devices), self._constraints)
         return [mesh for world in sizes for mesh in self._mesh_proposer.meshes_1d_tensor(world, _MAX_STAGES, max_tensor_degree or world)]
 
     def _schedule_choices(self, mesh: Mesh, micro_batches: int) -> Iterator[tuple[PipelineSchedule, int]]:
-        """With the number of stages a rank: the shorter they are, the sooner all ranks have something to do, and the more is sent."""
+        """Yield (schedule, stages per rank; 0 for the default). With more and shorter stages all ranks have work sooner, and more is sent."""
         for schedule in schedule_choices(mesh, self._constraints) if micro_batches >= mesh.pp or self._constraints.schedule is not None else ():
             yield schedule, 0
             if schedule_traits(schedule).any_stages_per_rank and mesh.pp > 1:
                 yield from ((schedule, each) for each in _EXTRA_STAGES_PER_RANK if each * mesh.pp <= len(self._profile.layers))
 
     def _refinements(self, coarse: SearchPoint) -> Iterator[SearchPoint]:
-        """The same with every stage of ZeRO and way to recompute."""
+        """The point with every ZeRO stage and recompute choice."""
         mesh = coarse.mesh
         for zero in (self._constraints.zero,) if self._constraints.zero is not None else (0, 1, 2, 3):
             for shard in self._shard_degrees(mesh, zero):
@@ -178,13 +180,13 @@ class BestFirstSearch:
                         yield finer
 
     def _recompute_choices(self) -> tuple[RecomputeChoice, ...]:
-        """As asked. Else what is mixed takes no more time than what all units do alike; it may need more memory."""
+        """The recompute mode asked for; otherwise "mixed", which takes no more time than one mode for all units, though it may need more memory."""
         if self._constraints.recompute:
             return (self._constraints.recompute,)
         return RECOMPUTE_MODES if self._workload.objective == "memory" else ("none", "mixed")
 
     def _is_legal(self, point: SearchPoint) -> bool:
-        """False where a plan would refuse itself, as far as that can be told from here."""
+        """False where `Plan` would refuse the point, as far as that is known here."""
         tensor, piped, traits = point.mesh.degree("tp") > 1, point.mesh.pp > 1, schedule_traits(point.schedule)
         if point.recompute == "selective" and tensor and self._compile_mode(point) != "none":
             return False
@@ -195,20 +197,21 @@ class BestFirstSearch:
         return is_basic_mesh(point.mesh) or self._mesh_proposer.is_legal(point)
 
     def _shard_degrees(self, mesh: Mesh, zero: int) -> list[int]:
-        """Over how many ranks ZeRO may cut: all, or a power of two times a node's."""
+        """Numbers of ranks over which ZeRO may shard: all data ranks, or a power of two; any divisor if all fit on a node."""
         if zero == 0 or mesh.dp == 1:
             return [1] if zero == 0 else []
         near = len(self._cluster.nodes[0].devices)
         return [d for d in divisors(mesh.dp) if d > 1 and (d == mesh.dp or mesh.dp <= near or _is_power_of_two(d))]
 
-    # -- looks --
+    # -- bounding and pricing --
 
     def _compile_mode(self, point: SearchPoint, sharding: Plan | None = None) -> CompileMode:
         eager = point.mesh.pp > 1 and schedule_traits(point.schedule).splits_backward
         return "none" if eager and self._constraints.compile is None else self._mesh_proposer.compile_mode(point.mesh, sharding)
 
     def _push(self, point: SearchPoint, level: int, known_bound: float = 0.0) -> float | None:
-        """Into the queue, if it may be legal and fit: the seconds that it takes at least. It costs no less than what is `known_bound` of it."""
+        """Push a point into the queue if it may be legal and fit; return its lower bound in seconds, else None. Its cost is at least
+        `known_bound`."""
         try:
             cut = self.partition_cache.sharding(point.mesh, point.sequence_parallel)
         except RequestError as error:
@@ -232,7 +235,7 @@ class BestFirstSearch:
         return seconds
 
     def _stage_layers(self, point: SearchPoint) -> StageLayers:
-        """The layers of each stage; none where the model cannot be cut so, or torch would not run it."""
+        """The layers of each stage; empty where the model cannot be cut so, or torch cannot run the schedule."""
         key = (point.mesh.pp, point.mesh.cp, point.mesh.tp, point.sequence_parallel, point.schedule, point.stages_per_rank)
         if key not in self._stage_layers_by_key:
             try:
@@ -270,7 +273,7 @@ class BestFirstSearch:
         )
 
     def _closest_to_fitting(self) -> list[_PricedPlan]:
-        """Nothing fits: those that need the least."""
+        """The plans that need the least memory, for when nothing fits."""
         found: list[_PricedPlan] = []
         while self._too_large and len(found) < (_MAX_TOO_LARGE if self._top_k > 1 else 1):
             point = heapq.heappop(self._too_large)[2]
@@ -280,7 +283,7 @@ class BestFirstSearch:
 
 
 def _strategy_key(mesh: Mesh, zero: int) -> tuple[object, ...]:
-    """What makes a strategy, roughly."""
+    """A rough key of a point's strategy."""
     return mesh.size, mesh.pp, mesh.cp, mesh.ep, mesh.tp, zero
 
 

@@ -1,11 +1,11 @@
-"""Bounds: what any plan of a kind takes at least, in seconds and bytes, before it is made and priced.
+"""Lower bounds on the step time and memory of a search point, computed before its plan is built and priced.
 
 [Note: bounds]
-A step takes at least what the mean pipeline rank computes, and what its gradients need on the wires of its group; a rank holds at least the
-mean of the parameters, gradients and states. The mean is never above the largest, and the largest decides an estimate. Once its stages are
-known, a pipeline takes at least some rank's work, the way to it and the way back. Where units may recompute as each likes ("mixed"), at least
-the time is added that the cheapest way to save so much memory would take. Equal layers are priced once, at the same rates as an estimate
-does it, so the bounds are close: what they leave out is where ranks wait for each other.
+A step takes at least the compute time of the mean pipeline rank, and the time that its gradients occupy the links of its group; a rank holds at
+least the mean of the parameters, gradients and states. The mean is never above the maximum, and the maximum decides an estimate. Once its stages
+are known, a pipeline takes at least some rank's compute time plus the pipeline fill before it and the drain after it. Where each unit may have its
+own recompute mode ("mixed"), the bound adds the least time in which recomputation can save the missing memory. Equal layers are priced once, at
+the same rates as in an estimate, so the bounds are tight: what they leave out is the time that ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class LowerBounds:
-    """Lower bounds for the points of one search: of the time of a step, and apart from it of memory and of communication."""
+    """Lower bounds for the points of one search: on step time, and separately on memory (`memory`) and communication (`comm`)."""
 
     def __init__(self, problem: PlanningProblem) -> None:
         self._problem, self._totals = problem, PointTotals(problem)
@@ -40,9 +40,9 @@ class LowerBounds:
     def seconds(
         self, point: SearchPoint, sharding: Plan, compile_mode: CompileMode, with_communication: bool = True, stages: StageLayers = ()
     ) -> float:
-        """Computation of the slowest pipeline rank (of the mean one where `stages`, the layers of each stage, are not known), its way in and
-        out, the optimizer and, with `with_communication`, what takes the wires. Without it ZeRO's stage is still open, which may leave little to
-        update."""
+        """Compute time of the slowest pipeline rank (of the mean one where `stages`, the layers of each stage, are not known), pipeline fill and
+        drain, the optimizer and, with `with_communication`, the time that collectives occupy the links. Without it the ZeRO stage is still open,
+        so the optimizer update may be sharded over all data ranks."""
         mesh, rates, micro = point.mesh, self._problem.rates(point.mesh.size), point.micro_batches
         parts = self._totals.of_stages(point, sharding, compile_mode, stages)
         ranks = self._totals.of_ranks(point, parts, stages)
@@ -63,7 +63,7 @@ class LowerBounds:
                 for p, least, (on, back) in zip(parts, in_stages, met, strict=True)
             ]
             besides = [max(more - sum(in_stages[s] for s in point.pipeline_spec.stages(rank)), 0.0) for rank, more in enumerate(added)]
-            after = [update if point.zero < 2 else 0.0] * len(ranks)  # what zero=2 and zero=3 move within a turn may be all that there is besides
+            after = [update if point.zero < 2 else 0.0] * len(ranks)  # zero=2 and zero=3 communicate within a pipeline action, possibly nothing after
             sums = after if point.zero < 2 else besides
             for rank, sent in enumerate(moved):
                 sums[rank] += stolen * sent / (1 if point.zero < 2 else micro)
@@ -81,8 +81,8 @@ class LowerBounds:
     def _added_recompute(
         self, point: SearchPoint, stage_totals: Sequence[LayerTotals], rank_totals: Sequence[LayerTotals], stages: StageLayers
     ) -> tuple[list[float], list[float]]:
-        """What recomputation adds at least to a micro-batch where units differ in it, by rank and by stage: as much as saves what is too much,
-        taken where a second of it saves most, which is where the most micro-batches are under way."""
+        """Least recompute seconds that "mixed" adds to a micro-batch, by rank and by stage: enough to save the bytes above the memory limit, taken
+        where a second saves most, which is where the most micro-batches are in flight."""
         alone, none = [0.0] * len(rank_totals), [0.0] * len(stage_totals)
         if point.recompute != "mixed" or (point.mesh.pp > 1 and not stages):
             return alone, none
@@ -107,8 +107,8 @@ class LowerBounds:
         return alone, none
 
     def _recompute_savings(self, point: SearchPoint, totals: LayerTotals) -> list[tuple[float, float]]:
-        """How recomputation saves what a micro-batch keeps: bytes a second, and bytes in all. What a unit's dearer mode saves more than its
-        cheaper one comes after it, at what it costs more."""
+        """How recomputation can save the activations of a micro-batch: (bytes saved per second, bytes in all). A unit's more expensive mode
+        follows its cheaper one, with the additional bytes at the additional cost."""
         op, met = "all_gather" if point.sequence_parallel else "all_reduce", is_basic_mesh(point.mesh)
         found: list[tuple[float, float]] = []
         for modes, count in totals.recompute_options:
@@ -124,14 +124,14 @@ class LowerBounds:
         return found
 
     def _overlap(self, rates: Rates) -> float:
-        if rates.core_busy_curves:  # what a call takes from computation goes by its size
+        if rates.core_busy_curves:  # a measured curve gives the compute time lost to a collective, by its size
             return 1.0
         overlaps = self._problem.constraints.overlap
         return rates.overlap if overlaps is None or "gradients" in overlaps else 0.0
 
 
 def _map_unique(totals_list: Sequence[LayerTotals], compute: Callable[[LayerTotals], T]) -> list[T]:
-    """What is found of each; once for those that are one object."""
+    """`compute` of each item, called once for items that are the same object."""
     found: dict[int, T] = {}
     for row in totals_list:
         if id(row) not in found:
@@ -140,7 +140,7 @@ def _map_unique(totals_list: Sequence[LayerTotals], compute: Callable[[LayerTota
 
 
 def _min_recompute_seconds(excess: float, savings: Sequence[tuple[float, float]]) -> float:
-    """Seconds that it takes to save so many bytes: (bytes a second, the most bytes), the quickest first."""
+    """Least seconds to save `excess` bytes with `savings`: (bytes per second, maximum bytes), fastest first."""
     spent = 0.0
     for rate, most in savings:
         if excess <= 0:

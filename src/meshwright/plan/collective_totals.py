@@ -1,4 +1,5 @@
-"""What ranks exchange inside of a step because they share its layers, added up over the model: what bounds know of cp, ep and grids."""
+"""Totals of the collectives inside layers over a whole model, by operation and axis: the communication of cp, ep and 2D tensor axes for the
+bounds."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from meshwright.schedule.step_actions import layer_collectives
 
 @dataclass(frozen=True)
 class CollectiveTotal:
-    """All calls of one operation along one axis that one micro-batch makes in all layers, and of these the ones that full recomputation of
-    units repeats: how many, the bytes of one sample, and what each further sample adds."""
+    """All calls of one operation along one axis that a micro-batch makes in all layers, and those that full recomputation of units repeats: each
+    as (number of calls, bytes with one sample, bytes that each further sample adds)."""
 
     op: str
     axis: str
@@ -30,7 +31,7 @@ class CollectiveTotal:
 
 
 def collective_totals(sharding: Plan, profile: ModelProfile, units: Collection[str]) -> tuple[CollectiveTotal, ...]:
-    """Messages between two ranks are left out: they are few, and not among all of an axis."""
+    """The totals by operation and axis, without sends between two ranks: they are few, and do not span the axis."""
     one, two = (_sum_collectives(sharding, profile.at_batch(samples), units) for samples in (1, 2))
     none = (0, 0.0)
     keys = dict.fromkeys((op, axis) for op, axis, _ in one)
@@ -56,6 +57,6 @@ def _sum_collectives(sharding: Plan, profile: ModelProfile, units: Collection[st
 
 
 def expert_parameter_bytes(sharding: Plan, profile: ModelProfile) -> float:
-    """What the first owner has of experts and tables, trained."""
+    """Bytes of trainable expert and embedding-table parameters on the first ep rank."""
     owned = sharding.expert.parameters if sharding.mesh.ep > 1 else frozenset[str]()
     return float(sum(t.bytes for t in local_profile(sharding, profile, 0).tensors if t.name in owned and t.trainable)) if owned else 0.0

@@ -1,4 +1,4 @@
-"""What communication takes at least: seconds that the links of a group are taken by the calls of a search point (see [Note: bounds])."""
+"""Lower bounds on communication: seconds for which the collectives of a search point occupy the links of a group (see [Note: bounds])."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshwright.schedule import local_profile
 
 
 class CommBounds:
-    """Of one search; `sharding` is as much of a plan as says what a rank has of every layer."""
+    """Communication bounds of one search. `sharding` is a partial plan that says which part of every layer a rank holds."""
 
     def __init__(self, problem: PlanningProblem, totals: PointTotals) -> None:
         profile, units = problem.profile, frozenset(problem.units)
@@ -32,12 +32,12 @@ class CommBounds:
         self._alpha_beta, self._p2p_line = cache(self._compute_alpha_beta), cache(self._compute_p2p_line)
 
     def seconds(self, op: str, axis: str, mesh: Mesh, calls: float, size: float) -> float:
-        """That the links of a group are taken by so many calls with so many bytes in all."""
+        """Seconds for which `calls` collectives with `size` bytes in all occupy the links of a group."""
         alpha, beta = self._alpha_beta(op, axis, mesh)
         return calls * alpha + size * beta
 
     def _compute_alpha_beta(self, op: str, axis: str, mesh: Mesh) -> tuple[float, float]:
-        """Seconds of a call and of a byte."""
+        """Seconds per call and per byte."""
         ranks, problem = mesh.group_size(axis), self._problem
         if ranks == 1:
             return 0.0, 0.0
@@ -48,7 +48,8 @@ class CommBounds:
     # -- pipelines --
 
     def pipeline_seconds(self, point: SearchPoint, sharding: Plan) -> float:
-        """About what a stage in the middle of a pipeline takes to send on and back: as much as a unit gives out. No bound, but a guide."""
+        """Approximate seconds that a middle pipeline stage takes to send activations and gradients, with the smallest unit output as the message
+        size. A guide, not a bound."""
         mesh = point.mesh
         if mesh.pp == 1:
             return 0.0
@@ -58,19 +59,20 @@ class CommBounds:
         return each * (point.micro_batches * line.alpha_s + size / line.bytes_per_s)
 
     def _compute_p2p_line(self, mesh: Mesh) -> AlphaBetaModel:
-        """Between neighbours in a pipeline."""
+        """The alpha-beta model of a send between neighbouring pipeline ranks."""
         link = group_link(self._problem.cluster, Action("", "send", axis="pp", group_size=2), mesh)
         return alpha_beta_of("send", 2, self._problem.backend, self._problem.rates(mesh.size), link)
 
     def _compute_min_output_bytes(self, sharding: IdentityKey[Plan]) -> float:
-        """Of the units, a sample's."""
+        """Bytes of the smallest unit output for one sample."""
         profile, units = self._problem.profile, frozenset(self._problem.units)
         return min((x.output_bytes for x in local_profile(sharding.value, profile.at_batch(1), 0).layers if x.name in units), default=0.0)
 
     # -- gradients --
 
     def gradient_seconds(self, point: SearchPoint, rank: LayerTotals, sharding: Plan) -> float:
-        """What a rank's gradients and, under ZeRO, its parameters take, by their bytes and calls. Experts are reduced among fewer ranks."""
+        """Seconds for a rank's gradients and, under ZeRO, its parameters, by their bytes and calls. Expert gradients are reduced among fewer
+        ranks."""
         mesh, micro, trained, precision = point.mesh, point.micro_batches, rank.trainable_bytes, self._problem.workload.precision
         common = max(trained - self._expert_bytes(IdentityKey(sharding)) / mesh.pp, 0.0)
         calls = rank.scattered_units if point.zero == 3 else rank.own_bucket_grads if mesh.ep == 1 else 0.0
@@ -87,7 +89,8 @@ class CommBounds:
     # -- inside layers --
 
     def stage_seconds(self, point: SearchPoint, stage: LayerTotals) -> tuple[float, float]:
-        """Of a micro-batch in a stage, forward and backward: what tensor-parallel ranks in a line reduce. All that comes after waits for it."""
+        """Seconds (forward, backward) of the 1D tensor-parallel collectives of a micro-batch in a stage. They are not overlapped: what follows
+        waits."""
         mesh = point.mesh
         if not is_basic_mesh(mesh):
             return 0.0, 0.0
@@ -100,7 +103,8 @@ class CommBounds:
         return scatter[0] + gather[1], gather[0] + scatter[1]
 
     def layer_seconds(self, point: SearchPoint, sharding: Plan) -> float:
-        """Of collectives inside layers: what tensor-parallel ranks reduce, in its two halves under sequence parallelism, and other axes'."""
+        """Seconds of collectives inside layers: tensor-parallel all-reduces, or under sequence parallelism their reduce-scatters and all-gathers,
+        and the collectives of the cp, ep and 2D tensor axes."""
         mesh, tensor, full = point.mesh, sharding.tensor, point.recompute == "full"
         samples = self._problem.workload.global_batch // mesh.data_parallel_size // point.micro_batches
         often = point.micro_batches / mesh.pp
@@ -117,7 +121,7 @@ class CommBounds:
         return there + self.seconds("all_gather", "tp", mesh, often * count, repeated)
 
     def _count_tensor_collectives(self, tensor: IdentityKey[TensorPolicy], samples: int) -> tuple[int, float, float]:
-        """How many, their bytes, and the bytes of those that a unit which is computed again repeats."""
+        """The number of tensor-parallel collectives, their bytes, and the bytes of those that recomputed units repeat."""
         policy = tensor.value
         found = [
             site.bytes_for(samples)

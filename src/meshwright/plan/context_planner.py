@@ -1,4 +1,5 @@
-"""Which positions of a sequence ranks can share, and what that takes (see [Note: positions]). Pure reasoning over a model's dataflow."""
+"""Chooses how cp ranks shard the positions of a sequence, and what the run must change for that (see [Note: positions]). Pure reasoning over a
+model's dataflow."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from meshwright.plan.dataflow_index import DataflowIndex
 from meshwright.plan.loss_reduction import NLL_OPS, LossReductions
 from meshwright.plan.tensor_planner import sharded_logical_dims
 
-# Calls whose results are the same, or equally random, whatever positions they are for: their size says all.
+# Ops whose result does not depend on which positions it is for (constant or random): only its size matters.
 _POSITION_FREE_OPS = frozenset(
     (
         "zeros",
@@ -40,18 +41,18 @@ _POSITION_FREE_OPS = frozenset(
         "randint",
     )
 )
-_POSITION_FUNCTIONS = {"slice": ("__getitem__", "narrow"), "arange": ("arange",)}  # how a model's code may make positions
+_POSITION_FUNCTIONS = {"slice": ("__getitem__", "narrow"), "arange": ("arange",)}  # operation → calls in a model's code that may generate positions
 
 
 def choose_context(dataflow: Dataflow, cp_degree: int, tensor: TensorPolicy | None = None, precision: str = "fp32") -> ContextPolicy:
-    """The policy for `cp_degree` ranks; a model that cannot be shared out so is refused with the place and what to do."""
+    """The policy for `cp_degree` ranks. Raises a RequestError with the place and the remedy if the model's positions cannot be sharded."""
     return dataflow.memo.get_or_compute(
         "context", (), cp_degree, lambda: _ContextPolicyBuilder(_ContextPropagation(dataflow, cp_degree).propagate())
     ).build(tensor, precision)
 
 
 def scale_sites_for_cp(dataflow: Dataflow, policy: TensorPolicy, cp_degree: int) -> TensorPolicy:
-    """Tensor parallelism where ranks hold some positions each: what meets is so much smaller."""
+    """The tensor policy with its collectives scaled to 1/cp of the bytes where their value has positions."""
     reader = DataflowIndex.of(dataflow)
     logical_dim = _find_sequence_dim(reader, cp_degree)
     calls = {call.module: call for call in reversed(dataflow.modules)}
@@ -72,12 +73,12 @@ def scale_sites_for_cp(dataflow: Dataflow, policy: TensorPolicy, cp_degree: int)
 
 
 def sequence_dim(dataflow: Dataflow, cp_degree: int) -> int:
-    """The strand that counts positions, for `cp_degree` ranks that share them."""
+    """The logical dim of the positions that `cp_degree` ranks shard."""
     return _find_sequence_dim(DataflowIndex.of(dataflow), cp_degree)
 
 
 def _find_sequence_dim(dataflow_index: DataflowIndex, cp_degree: int) -> int:
-    """The strand that counts positions: what attention runs over."""
+    """The logical dim of positions: the one that attention runs over."""
     found: dict[tuple[int, ...], str] = {}
     for index, op in enumerate(dataflow_index.dataflow.operations):
         if op.name == "attention":
@@ -98,7 +99,7 @@ def _find_sequence_dim(dataflow_index: DataflowIndex, cp_degree: int) -> int:
 
 
 class _ContextPropagation:
-    """Follows positions through a forward pass and its loss, in order, and notes where they are made, cut and gathered."""
+    """Propagates sharded positions through a forward pass and its loss, in order, and records where they are generated, split and gathered."""
 
     def __init__(self, dataflow: Dataflow, cp_degree: int) -> None:
         self.dataflow, self.cp_degree, self.dataflow_index = dataflow, cp_degree, DataflowIndex.of(dataflow)
@@ -110,20 +111,20 @@ class _ContextPropagation:
         self.sharded_values: set[int] = set()
         self.attention_ops: list[int] = []
         self.position_generators: dict[int, PositionGenerator] = {}
-        self.split_edges: dict[int, set[int]] = {}  # values that are whole, and the operations that want them cut
+        self.split_edges: dict[int, set[int]] = {}  # whole value → operations that need it split
         self.target_count_modules: dict[str, None] = {}
         self.fields: list[ShardedField] = []
         self.split_parameters: list[ParameterShard] = []
 
     def propagate(self) -> _ContextPropagation:
-        """To the end, which is the same whatever else is cut."""
+        """Propagate through all operations. The result does not depend on tensor parallelism."""
         self._mark_sources()
         for index, op in enumerate(self.dataflow.operations):
             self._propagate_op(index, op)
         self.reductions.check_loss(self.cp_degree)
         return self
 
-    # -- refusing --
+    # -- errors --
 
     def refusal(self, index: int, what: str, advice: str = "") -> RequestError:
         return RequestError(
@@ -139,27 +140,27 @@ class _ContextPropagation:
             )
 
     def _blocking_error(self, index: int, op: Operation) -> RequestError:
-        """The reason why an operation cannot work on some of the positions."""
+        """The error for an operation that cannot work on a shard of the positions."""
         if op.name == "slice" or op.name.startswith(("split", "constant_pad")):
             advice = "put shifted labels into the batch" if self.dataflow_index.describe_location(index) == "the loss" else ""
             return self.refusal(index, f"slices or shifts positions ({op.name})", advice)
         attends = op.name in ("_softmax", "bmm", "mm", "multi_head_attention")
         return self.refusal(index, f"needs all positions at once ({op.name})", "attend through F.scaled_dot_product_attention" if attends else "")
 
-    # -- following --
+    # -- propagation --
 
     def _has_positions(self, value: int) -> bool:
         return self.logical_dim in self.dataflow_index.value_dims[value]
 
     def _mark_sources(self) -> None:
-        """The batch, and what the model holds for each position."""
+        """Mark the batch tensors, parameters and buffers that have an entry for each position as sharded."""
         fields = {f.value: f for f in self.dataflow.batch_tensors}
         for number, value in enumerate(self.dataflow.values):
             if number in self.dataflow_index.producer or not self._has_positions(number) or number in self.whole_values:
                 continue
             dim = next(d for d, logical_dims in enumerate(value.logical_dims) if self.logical_dim in logical_dims)
             if value.logical_dims[dim] != (self.logical_dim,):
-                continue  # a longer table, of which a slice is taken
+                continue  # a longer table, which the code slices
             if number in fields:
                 self.fields.append(ShardedField(fields[number].leaf, fields[number].name, dim))
             elif value.parameter:
@@ -212,7 +213,7 @@ class _ContextPropagation:
         self.attention_ops.append(index)
 
     def _reduce_positions(self, index: int, op: Operation, sharded_inputs: list[int], whole_inputs: list[int], position_outputs: list[int]) -> None:
-        """All positions at once: at the end of a loss, or on what is whole."""
+        """Handle an operation that needs all positions at once: allowed at the end of a loss, or on whole values."""
         if not sharded_inputs:
             if not self.whole_values.issuperset(position_outputs):
                 raise self.refusal(index, f"makes positions in a way that is not known ({op.name})")
@@ -227,7 +228,7 @@ class _ContextPropagation:
             self.target_count_modules[self.dataflow_index.enclosing_module(index)] = None
 
     def _record_generator(self, index: int, op: Operation) -> None:
-        """Code that makes positions: it will make this rank's, or all of them where they are needed whole."""
+        """Record a call that generates positions: the run makes it generate this rank's, or all of them where they are needed whole."""
         if op.name in _POSITION_FREE_OPS:
             return
         out = self.dataflow.values[op.outputs[0]]
@@ -254,7 +255,7 @@ class _ContextPropagation:
 
 
 class _ContextPolicyBuilder:
-    """The policy for what a follower has found. But for attention it is the same whatever tensor parallelism cuts."""
+    """Builds the policy from a finished propagation. Only the attention sites depend on tensor parallelism."""
 
     def __init__(self, follower: _ContextPropagation) -> None:
         self.follower, self.flow, self.reader = follower, follower.dataflow, follower.dataflow_index
@@ -265,12 +266,12 @@ class _ContextPolicyBuilder:
 
     @cached_property
     def _base_policy(self) -> ContextPolicy:
-        """Without attention."""
+        """The policy without its attention sites."""
         found, ways = self.follower, self.follower.cp_degree
         self._check_calls_distinct()
         self._check_losses_distinct()
         sizes, unclear, _ = self.reader.size_rewrites({found.logical_dim: POSITIONS_DIM}, found.whole_values)
-        kept, unclear = ([r for r in some if not r.length] for some in (sizes, unclear))  # slices of positions are dealt with one by one
+        kept, unclear = ([r for r in some if not r.length] for some in (sizes, unclear))  # slices of positions are position generators
         return ContextPolicy(
             sequence_length=found.sequence_length,
             chunks=2 * ways if found.sequence_length % (2 * ways) == 0 else ways,
@@ -283,7 +284,7 @@ class _ContextPolicyBuilder:
         )
 
     def _split_inputs(self) -> Iterator[PositionSplit]:
-        """Where whole positions are split: at the smallest module that is given them and wants only its own."""
+        """Where whole values are split into positions: at the smallest module that takes the value in and uses only this rank's part."""
         for value, ops in self.follower.split_edges.items():
             calls = sorted((m for m in self.flow.modules if value in m.inputs), key=lambda m: m.end_op - m.first_op)
             users = self.reader.consumers[value]
@@ -298,7 +299,7 @@ class _ContextPolicyBuilder:
                 yield PositionSplit(call.module, call.inputs.index(value), dim, outer, inner)
 
     def _attention_sites(self, tensor: TensorPolicy | None, precision: str) -> Iterator[AttentionSite]:
-        """Every attention, with the bytes of a sample's keys and values, which ranks gather."""
+        """Every attention call, with the bytes of a sample's keys and values, which ranks gather."""
         sharded = sharded_logical_dims(self.flow, tensor)
         for op in map(self.reader.op, self.follower.attention_ops):
             pair = [self.flow.values[v] for v in op.inputs[1:3]]
@@ -309,11 +310,11 @@ class _ContextPolicyBuilder:
 
     @cached_property
     def _patched_modules(self) -> set[str]:
-        """Modules whose code is told this rank's positions, and the code that is in none of them."""
+        """Modules whose code is patched to see this rank's positions, plus the model and the loss for code outside of them."""
         return {m.module for m in self.position_calls} | {self.reader.op(i).module for i in self.follower.attention_ops} | {"", LOSS_MODULE}
 
     def _check_calls_distinct(self) -> None:
-        """A call that makes positions must not look like another one in the same code, at any length that the code may see."""
+        """Raise if a call that generates positions looks like another call in the same code, at the whole or the sharded length."""
         calls, ways = self.position_calls, self.follower.cp_degree
         known = {(m.module, m.function, m.start, m.step, m.source_length) for m in calls}
         if len({replace(m, is_sharded=True) for m in calls}) < len(calls):
@@ -336,7 +337,7 @@ class _ContextPolicyBuilder:
         }
 
     def _check_losses_distinct(self) -> None:
-        """Code that averages over the targets of all ranks must do so with every cross entropy in it."""
+        """Raise unless every cross entropy in code that averages over the targets of all ranks runs over positions."""
         for index, op in enumerate(self.flow.operations):
             over_others = op.name in NLL_OPS and self.follower.logical_dim not in op.indivisible_dims
             if over_others and self.reader.enclosing_module(index, self._patched_modules) in self.follower.target_count_modules:
@@ -344,7 +345,7 @@ class _ContextPolicyBuilder:
 
 
 def _find_whole_values(reader: DataflowIndex, strand: int, reductions: LossReductions) -> set[int]:
-    """Indices (tokens, numbers of positions) that some operation needs all of: kept whole until a module takes them."""
+    """Integer values (tokens, position numbers) of which some operation needs all positions: kept whole until a module splits them."""
     flow = reader.dataflow
 
     def is_index(value: int) -> bool:
@@ -360,7 +361,7 @@ def _find_whole_values(reader: DataflowIndex, strand: int, reductions: LossReduc
         binding = (strand in (*op.contracted_dims, *op.indivisible_dims) and not reductions.reduction_of(op)) or _slices_positions(flow, op, strand)
         if mine and all(v in free for v in mine) and (binding or found.intersection(op.outputs)):
             found.update(mine)
-    for op in reversed(flow.operations):  # the makers of what is whole are whole
+    for op in reversed(flow.operations):  # the inputs of a whole value's producer are whole too
         if found.intersection(op.outputs):
             found.update(v for v in op.inputs if strand in reader.value_dims[v])
     return found
@@ -371,7 +372,7 @@ def _dims_length(flow: Dataflow, logical_dims: Iterable[int]) -> int:
 
 
 def _slices_positions(dataflow: Dataflow, op: Operation, logical_dim: int) -> bool:
-    """Is it a slice, of something longer, that gives positions?"""
+    """Whether an operation is a slice of a longer dim whose result is positions."""
     if op.name != "slice" or not op.int_args:
         return False
     before, after = dataflow.values[op.inputs[0]], dataflow.values[op.outputs[0]]

@@ -1,4 +1,5 @@
-"""Where ranks that share dealt strands meet because whole values enter cut parts of a model: meetings of gradients, in backward."""
+"""Finds the copy sites of tensor parallelism: module inputs where an unsharded value enters a sharded part, so that its gradient is partial and is
+all-reduced in backward."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ class ShardingBlockedError(Exception):
 
 @dataclass(frozen=True)
 class CollectiveSiteBuilder:
-    """Makes meetings: what travels is a value of the flow, of which the other axis of a grid may deal out a strand."""
+    """Builds collective sites for values of the dataflow. The other axis of 2D tensor parallelism may shard a logical dim of the value."""
 
     dataflow_index: DataflowIndex
     dim_names: Mapping[int, str]
-    gathered_layers: Mapping[str, str] = field(default_factory=dict)  # layers whose outputs the other axis gathers, and the strand
+    gathered_layers: Mapping[str, str] = field(default_factory=dict)  # layers whose outputs the other axis gathers → the logical dim
 
     def build(self, module: str, value: int, position: int = 0) -> CollectiveSite:
         noted, carried = self.dataflow_index.dataflow.values[value], self.dataflow_index.value_dims[value]
@@ -32,7 +33,7 @@ class CollectiveSiteBuilder:
         return CollectiveSite(module, size if fixed else size / self.dataflow_index.dataflow.batch, position, fixed, other_axis_dim=across)
 
     def at_output(self, call: ModuleCall) -> CollectiveSite:
-        """At a layer's output."""
+        """The site at a layer's output."""
         outer = [m for m in self.dataflow_index.enclosing_calls[call.first_op] if call.end_op <= m.end_op]
         final = tuple(m.module for m in outer if m.module and m.ops_before_last_save < call.end_op)
         found = self.build(call.module, call.outputs[0])
@@ -42,11 +43,11 @@ class CollectiveSiteBuilder:
 def find_copy_sites(
     dataflow_index: DataflowIndex, site_builder: CollectiveSiteBuilder, sharded_dims: set[int], gathered_layers: set[str]
 ) -> tuple[list[CollectiveSite], list[str]]:
-    """Meetings of gradients, and whole parameters whose gradients are partial."""
+    """The copy sites, and the unsharded parameters whose gradients are partial."""
     met = _norm_statistics(dataflow_index, sharded_dims)
     edges: dict[int, set[int]] = {}
     partial: dict[str, None] = {}
-    sums: dict[int, int] = {}  # values that are partial sums, and along which strand
+    sums: dict[int, int] = {}  # value that is a partial sum → the contracted logical dim
     for index, op in enumerate(dataflow_index.dataflow.operations):
         for logical_dim in sharded_dims.intersection(op.contracted_dims):
             sums |= dict.fromkeys((dataflow_index.find_reduction_site(index, logical_dim) or (None, frozenset()))[1], logical_dim)
@@ -66,7 +67,7 @@ def find_copy_sites(
             ):
                 continue
             if parameter and sharded_dims.intersection(op.contracted_dims):
-                continue  # a bias, which the layer adds after the sum
+                continue  # a bias, which the layer adds after the reduction
             if parameter:
                 partial[parameter] = None
             else:
@@ -78,8 +79,8 @@ def find_copy_sites(
 
 
 def _norm_statistics(dataflow_index: DataflowIndex, sharded_dims: set[int]) -> set[int]:
-    """Values that come from dealt features through a norm's statistics alone: their gradients meet where those are made."""
-    found: dict[int, int] = {}  # value → the strand
+    """Values that depend on sharded features only through a norm's statistics: their gradients are reduced together with the statistics."""
+    found: dict[int, int] = {}  # value → the logical dim
     flow = dataflow_index.dataflow
     for index, op in enumerate(flow.operations):
         if not found and sharded_dims.isdisjoint(op.indivisible_dims):
@@ -96,8 +97,8 @@ def _norm_statistics(dataflow_index: DataflowIndex, sharded_dims: set[int]) -> s
 
 
 def _lift_grad_sums(dataflow_index: DataflowIndex, partial_uses: dict[int, set[int]]) -> dict[int, set[int]]:
-    """A gradient may be summed before an operation instead of after it (backward is linear), if all that uses its result is partial.
-    So views inside a layer are passed by, until the value that the layer was given."""
+    """Move gradient reductions upstream: a gradient may be summed before an operation instead of after it (backward is linear), if all uses of its
+    result are partial. This skips views inside a layer, up to the layer's input."""
     found: dict[int, set[int]] = {}
     work = dict(partial_uses)
     while work:
@@ -114,7 +115,7 @@ def _lift_grad_sums(dataflow_index: DataflowIndex, partial_uses: dict[int, set[i
 
 
 def _is_liftable(dataflow_index: DataflowIndex, producer: int, ops: set[int]) -> bool:
-    """An operation without parameters, on one value, inside the layer that needs the result."""
+    """Whether an operation has no parameters and one input that needs gradients, inside the layer that uses its result."""
     wanted = [v for v in dataflow_index.op(producer).inputs if dataflow_index.dataflow.values[v].needs_grad]
     if len(wanted) != 1 or wanted[0] in dataflow_index.parameter_of:
         return False
@@ -129,7 +130,7 @@ def _place_sites(
     sharded_dims: set[int],
     partial_sums: Mapping[int, int],
 ) -> list[CollectiveSite]:
-    """One meeting at the smallest module that is given the value and holds all its partial uses; else one at each layer."""
+    """One site at the smallest module that takes the value in and contains exactly its partial uses; else one at each layer."""
     calls = dataflow_index.input_calls(value)
     users = set(dataflow_index.consumers.get(value, []))
     for call in calls:
@@ -145,7 +146,7 @@ def _place_sites(
             raise ShardingBlockedError(min(logical_dims), f"a whole activation enters it inside {op.module or 'the loss'} ({op.name})")
         found[layer.first_op, layer.end_op] = layer
     outer = [m for m in found.values() if not any(o is not m and o.first_op <= m.first_op and m.end_op <= o.end_op for o in found.values())]
-    return [_input_site(dataflow_index, site_builder, value, m) for m in outer]  # once for each: a sum of sums would be too much
+    return [_input_site(dataflow_index, site_builder, value, m) for m in outer]  # outermost only: nested sites would sum the gradient twice
 
 
 def _input_site(dataflow_index: DataflowIndex, site_builder: CollectiveSiteBuilder, value: int, call: ModuleCall) -> CollectiveSite:
@@ -153,6 +154,6 @@ def _input_site(dataflow_index: DataflowIndex, site_builder: CollectiveSiteBuild
 
 
 def _linear_consumers(dataflow_index: DataflowIndex, value: int, call: ModuleCall) -> tuple[str, ...]:
-    """Layers inside a module that multiply a value that it is given by their matrix."""
+    """Linear layers inside a module that multiply the given module input by their matrix."""
     inside = (m for m in dataflow_index.consumer_calls(value) if m.kind == "linear" and call.first_op <= m.first_op and m.end_op <= call.end_op)
     return tuple(m.module for m in inside if m.inputs[0] == value)

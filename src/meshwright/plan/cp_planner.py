@@ -1,4 +1,5 @@
-"""How ranks along cp share the positions of every sample: of a sequence that attention runs over, or of the space that convolutions do."""
+"""Chooses how the ranks of the cp axis shard the positions of every sample: of a sequence that attention runs over, or of the space that
+convolutions run over."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ TensorGrid = tuple[TensorPolicy, TensorPolicy]
 def choose_cp_policies(
     mesh: Mesh, dataflow: Dataflow | None, tensor_grid: TensorGrid, precision: str, grid: tuple[int, ...] = ()
 ) -> tuple[TensorGrid, ContextPolicy, SpatialPolicy]:  # fmt: skip
-    """Positions of sequences where the model attends, of space where it does not, or where a grid is asked for; and tensor parallelism
-    on what is left of them."""
+    """The policies of the cp axis: context parallelism where the model attends; spatial parallelism where it does not, or where a grid is asked
+    for. The tensor policies come back with their collectives scaled to a rank's positions."""
     if mesh.cp == 1:
         if grid:
             raise RequestError(f"spatial is the grid of the ranks of cp, and mesh {mesh} has none: use --mesh cp={math.prod(grid)}")

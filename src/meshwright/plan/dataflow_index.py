@@ -1,4 +1,5 @@
-"""A model's dataflow with the questions that planners ask of it: who carries a strand, who uses a value, where partial sums are completed."""
+"""Indexes a model's dataflow for the planners: which parameters and operations have a logical dim, what uses a value, where partial sums are
+completed."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from meshwright.core.dataflow import Dataflow, ModuleCall, Operation
 from meshwright.core.tensor_policy import ParameterShard, SizeRewrite
 from meshwright.plan.size_arguments import SLICE_OPS, size_arguments
 
-# What may happen to a partial sum before it is completed: a sum of results is the result of the sum.
+# Linear operations may be applied to a partial sum before it is reduced, since they commute with addition.
 _VIEW_OPS = ("view", "_unsafe_view", "reshape", "permute", "transpose", "t", "clone", "_to_copy", "expand", "squeeze", "unsqueeze", "unbind", "split")
 _LINEAR_OPS = frozenset((*_VIEW_OPS, "mul", "mul_", "div", "div_", "neg", "sum", "mean", "slice", "select", "index", "index_select"))
 _ADD_OPS = frozenset(("add", "add_", "sub", "sub_", "index_add", "index_add_", "scatter_add", "scatter_add_"))
@@ -20,7 +21,7 @@ _ZERO_OPS = frozenset(("zeros", "zeros_like", "new_zeros"))
 
 @dataclass(frozen=True)
 class ParameterValue:
-    """A parameter and the strands of its dims."""
+    """A trainable parameter and its value in the dataflow."""
 
     name: str
     value: int
@@ -28,11 +29,11 @@ class ParameterValue:
 
 
 class DataflowIndex:
-    """A flow with the questions that choosing asks of it."""
+    """A dataflow with lookup tables for planners. `layers` are the modules between which a pipeline may cut, if any."""
 
     @classmethod
     def of(cls, dataflow: Dataflow, layers: Collection[str] = ()) -> DataflowIndex:
-        """The one for this flow, which many ask."""
+        """The shared instance for this dataflow."""
         return dataflow.memo.get_or_compute("reader", (), tuple(layers), lambda: cls(dataflow, layers))
 
     def __init__(self, dataflow: Dataflow, layers: Collection[str] = ()) -> None:
@@ -43,7 +44,7 @@ class DataflowIndex:
         self.value_dims = [frozenset(s for dim in v.logical_dims for s in dim) for v in dataflow.values]
         self.operation_dims = [
             frozenset().union(*(self.value_dims[v] for v in (*op.inputs, *op.outputs))) for op in dataflow.operations
-        ]  # strands, by operation
+        ]  # logical dims, by operation
         self.consumers: dict[int, list[int]] = {}
         self.producer: dict[int, int] = {}
         for index, op in enumerate(dataflow.operations):
@@ -54,10 +55,10 @@ class DataflowIndex:
         self.innermost_call = {
             op: call for call in sorted(dataflow.modules, key=lambda m: m.first_op - m.end_op) for op in range(call.first_op, call.end_op)
         }
-        self.calls_by_module: dict[str, list[ModuleCall]] = {}  # by the module's name
+        self.calls_by_module: dict[str, list[ModuleCall]] = {}  # by module name
         self.enclosing_calls: list[list[ModuleCall]] = [[] for _ in dataflow.operations]  # by operation
-        self._consumer_calls: dict[int, list[ModuleCall]] = {}  # by value: the calls that are given it
-        self._producer_calls: dict[int, list[ModuleCall]] = {}  # and those that give it
+        self._consumer_calls: dict[int, list[ModuleCall]] = {}  # by value: the calls that take it as an input
+        self._producer_calls: dict[int, list[ModuleCall]] = {}  # by value: the calls that return it
         for call in dataflow.modules:
             self.calls_by_module.setdefault(call.module, []).append(call)
             for index in range(call.first_op, call.end_op):
@@ -67,13 +68,13 @@ class DataflowIndex:
                     calls.setdefault(value, []).append(call)
         self.input_dims = frozenset().union(*(self.value_dims[v] for v in dataflow.inputs))
         self._parameter_shards = self._index_parameter_shards()
-        self.constraining_ops: dict[int, list[int]] = {}  # strand → operations that sum over it, need it whole or slice it
+        self.constraining_ops: dict[int, list[int]] = {}  # logical dim → operations that contract it, need it whole or slice it
         for index, op in enumerate(dataflow.operations):
             sliced = self.value_dims[op.inputs[0]] if op.name in SLICE_OPS and op.call_index < 0 and op.inputs else ()
             for logical_dim in {*op.contracted_dims, *op.indivisible_dims, *sliced}:
                 self.constraining_ops.setdefault(logical_dim, []).append(index)
         self.total_numel = sum(w.numel for w in self.parameters)
-        self.parameter_of: dict[int, str] = {w.value: w.name for w in self.parameters}  # values that are a parameter, or a view of one
+        self.parameter_of: dict[int, str] = {w.value: w.name for w in self.parameters}  # parameters and views of them → the parameter's name
         for op in dataflow.operations:
             if len(op.inputs) == 1 and op.inputs[0] in self.parameter_of:
                 self.parameter_of.update(dict.fromkeys(op.outputs, self.parameter_of[op.inputs[0]]))
@@ -82,27 +83,27 @@ class DataflowIndex:
         return self.dataflow.operations[index]
 
     def input_calls(self, value: int) -> list[ModuleCall]:
-        """The modules that are given a value, smallest first. Where `layers` may lie on several pipeline stages, those inside one of
-        them: of a larger module a stage may run the end alone, on a value that it has received behind the module's door."""
+        """Module calls that take a value as an input, smallest first. Where `layers` may be on several pipeline stages, only calls inside one of
+        them: a stage may run only the end of a larger module, on a value that it received inside the module."""
         kept = (m for m in self._consumer_calls.get(value, ()) if not self._layers or self._in_layer(m.module))
         return sorted(kept, key=lambda m: m.end_op - m.first_op)
 
     def consumer_calls(self, value: int) -> Sequence[ModuleCall]:
-        """All the modules that are given a value."""
+        """All module calls that take a value as an input."""
         return self._consumer_calls.get(value, ())
 
     def producer_calls(self, value: int) -> Sequence[ModuleCall]:
-        """The modules that give a value out."""
+        """The module calls that return a value."""
         return self._producer_calls.get(value, ())
 
     def _in_layer(self, module: str) -> bool:
-        """Whether it is one of the layers, or inside one."""
+        """Whether a module is one of the layers, or inside one."""
         while module and module not in self._layers:
             module = module.rpartition(".")[0]
         return module in self._layers
 
     def parameter_shards(self, logical_dim: int) -> list[ParameterShard]:
-        """The parameters and buffers that carry a strand."""
+        """The parameters and buffers that have a logical dim."""
         return self._parameter_shards.get(logical_dim, [])
 
     def _index_parameter_shards(self) -> dict[int, list[ParameterShard]]:
@@ -119,8 +120,8 @@ class DataflowIndex:
         return math.prod(self.dataflow.sizes[s] for s in logical_dims)
 
     def find_reduction_site(self, index: int, logical_dim: int) -> tuple[ModuleCall, frozenset[int]] | None:
-        """Where the partial sums of one product are completed: the module at whose output, and the values on the way that are partial.
-        Layers add their bias afterwards; any other module may only do to partial sums what commutes with adding them up."""
+        """Where the partial sums of one product are reduced: (the module at whose output, the partial values before it), or None. Linear and conv
+        layers add their bias after the reduction; any other module may apply to partial sums only what commutes with addition."""
         op, call = self.op(index), self.innermost_call.get(index)
         if call is None or sum(logical_dim in self.value_dims[v] for v in op.inputs) < 2:
             return None
@@ -140,15 +141,15 @@ class DataflowIndex:
         return (call, frozenset(partial)) if partial.intersection(call.outputs) else None
 
     def _commutes(self, op: Operation, partial: set[int]) -> bool:
-        """Whether doing it to partial sums and adding up gives the same as adding up first."""
+        """Whether applying an operation to partial sums and then adding gives the same as adding first."""
         places = [i for i, v in enumerate(op.inputs) if v in partial]
         if op.name in _LINEAR_OPS:
-            return len(places) == 1 and (places == [0] or op.name in ("mul", "mul_"))  # a square or a divisor does not
+            return len(places) == 1 and (places == [0] or op.name in ("mul", "mul_"))  # a square, or a partial sum as divisor, does not commute
         started = [v for v in op.inputs if v not in partial and self.dataflow.values[v].floating]
         return op.name in _ADD_OPS and all(v in self.producer and self.op(self.producer[v]).name in _ZERO_OPS for v in started)
 
     def enclosing_module(self, index: int, modules: Iterable[str] | None = None) -> str:
-        """The module (of some, if given) in whose code an operation is; what is in none is the loss's own."""
+        """The innermost module (among `modules`, if given) whose code runs an operation; LOSS_MODULE outside of all."""
         if modules is None:
             call = self.innermost_call.get(index)
             return LOSS_MODULE if call is None else call.module
@@ -156,15 +157,15 @@ class DataflowIndex:
         return min(around, key=lambda c: c.end_op - c.first_op).module if around else LOSS_MODULE
 
     def describe_location(self, index: int) -> str:
-        """The same in words."""
+        """The enclosing module, worded for messages."""
         found = self.enclosing_module(index)
         return "the loss" if found == LOSS_MODULE else found or "the model"
 
     def size_rewrites(
         self, dim_names: Mapping[int, str], whole_values: Collection[int] = ()
     ) -> tuple[list[SizeRewrite], list[SizeRewrite], list[SizeRewrite]]:
-        """Numbers in the model's code that count one of some strands, and not for values that stay whole; those of them that count other
-        things too; and those that cut a strand at a place where it does not divide."""
+        """Sizes in the model's code that count one of the logical dims in `dim_names`, except for `whole_values`; those of them that count
+        something else too; and those that slice a logical dim at a place where it does not divide."""
         found: dict[SizeRewrite, None] = {}
         spared: set[tuple[str, str, int, int, int]] = set()
         uneven = []

@@ -1,4 +1,4 @@
-"""Who owns what along the `ep` axis: mixtures of experts and embedding tables, found in a model's dataflow, and dealt out over owners."""
+"""Finds MoE layers and embedding tables in a model's dataflow, and assigns their experts and tables to the ranks of the `ep` axis."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from meshwright.core.expert_policy import EmbeddingTable, ExpertPolicy, MoELayer
 from meshwright.core.tensor_policy import ShardedDim
 from meshwright.plan.dataflow_index import DataflowIndex
 
-_SELECT_OPS = ("index", "index_select", "embedding")  # operations that pick entries of dim 0
+_SELECT_OPS = ("index", "index_select", "embedding")  # operations that select entries of dim 0
 
 
 def choose_expert_parallel(dataflow: Dataflow, ep_degree: int) -> ExpertPolicy:
-    """Experts dealt out by number, tables by bytes; refused where there is too little to own."""
+    """The policy: experts are distributed by number, tables by bytes. Raises a RequestError if there are fewer of them than ranks."""
     reader = DataflowIndex.of(dataflow)
     calls = list(_find_moe_layers(reader))
     mixtures = [_make_moe_layer(reader, call, size, ep_degree) for call, size in calls]
@@ -27,19 +27,19 @@ def choose_expert_parallel(dataflow: Dataflow, ep_degree: int) -> ExpertPolicy:
     if most < ep_degree:
         what = f"{most} experts in {mixtures[0].module}" if mixtures else f"{most} embedding tables" if most > 1 else "one embedding table"
         instead = f"use --mesh ep={most} or less" if most > 1 else f"use --mesh dp={ep_degree}"
-        raise RequestError(f"ep={ep_degree}: this model has {what}, and an owner holds at least one: {instead}")
+        raise RequestError(f"ep={ep_degree}: this model has {what}, and an ep rank holds at least one: {instead}")
     last = max((c.end_op for _, calls in tables for c in calls), default=0)
-    early = any(call.first_op < last for call, _ in calls)  # its tokens would travel in the dry run that asks for the lookups, too
+    early = any(call.first_op < last for call, _ in calls)  # the dry run that collects the lookups would send its tokens too
     owned = _assign_tables(reader, tables, ep_degree) if len(tables) >= ep_degree and not early else ()
     return ExpertPolicy(tuple(mixtures), owned, *_lookup_container(reader, owned))
 
 
-# -- mixtures --
+# -- MoE layers --
 
 
 def _find_moe_layers(dataflow_index: DataflowIndex) -> Iterator[tuple[ModuleCall, int]]:
-    """Calls of modules whose every parameter is picked from by the choices that the call is given; with the number of experts.
-    Modules are noted when their calls end, so of two around the same parameters the inner one is found."""
+    """Yield calls of modules in which every parameter is indexed by the expert choices given to the call, with the number of experts. Modules are
+    recorded when their calls end, so of two nested modules with the same parameters the inner one is found."""
     called = Counter(call.module for call in dataflow_index.dataflow.modules)
     taken: set[int] = set()
     for call in dataflow_index.dataflow.modules:
@@ -53,7 +53,7 @@ def _find_moe_layers(dataflow_index: DataflowIndex) -> Iterator[tuple[ModuleCall
 
 
 def _is_moe_layer(dataflow_index: DataflowIndex, call: ModuleCall, weights: set[int]) -> bool:
-    """Tokens [T, d] and integer choices [T, k] in, [T, d] out, and all parameters picked from by choice."""
+    """Whether a call takes tokens [T, d] and integer expert choices [T, k], returns [T, d], and indexes all parameters by choice."""
     roles = _input_roles(dataflow_index, call)
     if roles is None or len(call.outputs) != 1:
         return False
@@ -70,7 +70,7 @@ def _is_moe_layer(dataflow_index: DataflowIndex, call: ModuleCall, weights: set[
 
 
 def _input_roles(dataflow_index: DataflowIndex, call: ModuleCall) -> tuple[int, int, int | None] | None:
-    """Which of the given tensors are tokens, choices and weights; None where that is not clear."""
+    """Which inputs are tokens, expert choices and routing weights; None where that is ambiguous."""
     given = [dataflow_index.dataflow.values[v] for v in call.inputs]
     choices = [i for i, v in enumerate(given) if not v.floating and len(v.shape) == 2]
     if len(choices) != 1 or not 2 <= len(given) <= 3:
@@ -82,13 +82,13 @@ def _input_roles(dataflow_index: DataflowIndex, call: ModuleCall) -> tuple[int, 
     if len(floats) == 1:
         return floats[0], choices[0], None
     weights = [i for i in floats if given[i].shape == shape]
-    if len(weights) != 1:  # as many features as choices: tokens come first, as everywhere
+    if len(weights) != 1:  # as many features as choices: by convention, tokens come first
         weights = floats[1:]
     return next(i for i in floats if i not in weights), choices[0], weights[0]
 
 
 def _values_derived_from(dataflow_index: DataflowIndex, call: ModuleCall, value: int) -> set[int]:
-    """A value, and what is made of it alone, inside a call."""
+    """A value, and all values computed from it alone inside a call."""
     found = {value}
     for op in dataflow_index.dataflow.operations[call.first_op : call.end_op]:
         if op.inputs and found.issuperset(op.inputs):
@@ -112,12 +112,12 @@ def _make_moe_layer(dataflow_index: DataflowIndex, call: ModuleCall, experts: in
     )
 
 
-# -- tables --
+# -- embedding tables --
 
 
 def _find_tables(dataflow_index: DataflowIndex, experts: set[str]) -> list[tuple[int, list[ModuleCall]]]:
-    """Tables (the parameter's value, and its calls) that only their own module reads, at places that the samples give; none unless they
-    outweigh the rest of the model."""
+    """Tables (the parameter's value and its calls) that only their own module reads, with indices that depend only on the samples; none unless
+    they are larger than the rest of the model."""
     known = _parameter_free_values(dataflow_index)
     found = []
     for weight in dataflow_index.parameters:
@@ -139,7 +139,7 @@ def _why_no_tables(dataflow_index: DataflowIndex) -> str:
 
 
 def _parameter_free_values(dataflow_index: DataflowIndex) -> set[int]:
-    """Values that depend on samples and on no parameter: they can be had before anything is looked up."""
+    """Values that depend on samples and on no parameter: they are available before any lookup."""
     values = dataflow_index.dataflow.values
     learned = {v for v, value in enumerate(values) if value.parameter and value.needs_grad}
     known = {
@@ -156,7 +156,7 @@ def _parameter_free_values(dataflow_index: DataflowIndex) -> set[int]:
 
 
 def _is_table_lookup(dataflow_index: DataflowIndex, call: ModuleCall, known_values: set[int]) -> bool:
-    """One tensor of indices, of which every sample gives as many; bags are whole rows of it, without offsets or weights."""
+    """Whether a call takes one tensor of indices, equally many for every sample; bags are whole rows of it, without offsets or weights."""
     return (
         _has_single_index_input(dataflow_index, call)
         and call.inputs[0] in known_values
@@ -170,7 +170,7 @@ def _has_single_index_input(dataflow_index: DataflowIndex, call: ModuleCall) -> 
 
 
 def _assign_tables(dataflow_index: DataflowIndex, tables: list[tuple[int, list[ModuleCall]]], ep_degree: int) -> tuple[EmbeddingTable, ...]:
-    """The largest first, each to the owner that has least."""
+    """Assign the largest table first, each to the ep rank with the fewest bytes."""
     held = [0] * ep_degree
     made = {}
     for value, calls in sorted(tables, key=lambda item: -math.prod(dataflow_index.dataflow.values[item[0]].shape)):
@@ -182,7 +182,7 @@ def _assign_tables(dataflow_index: DataflowIndex, tables: list[tuple[int, list[M
 
 
 def _lookup_container(dataflow_index: DataflowIndex, tables: tuple[EmbeddingTable, ...]) -> tuple[str, tuple[TableLookup, ...]]:
-    """The smallest module whose one call holds all lookups, and these in order."""
+    """The smallest module that is called once and contains all lookups, and the lookups in order."""
     if not tables:
         return "", ()
     names = {t.module for t in tables}

@@ -1,4 +1,5 @@
-"""Explain: in plain language, why the first plan won, what binds, what came second, what would change the choice, and how sure that is."""
+"""Explains a ranking in plain language: why the first plan won, what the bottleneck is, the runner-up, what would change the choice, and how sure
+that is."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ from meshwright.plan.search import Ranking, ScoredPlan, rank_plans, rescore_best
 from meshwright.plan.search_space import PartitionCache
 from meshwright.schedule import MeshCoordinate, build_program, local_profile
 
-_TIME_BUDGET_S = 1.0  # of computing time for questions that each take another search
-_MAX_SEARCH_S = 3.0  # a search that took longer is not done again for one of them
-_MEMORY_BOUND_FRACTION = 0.85  # of what may be used of a device's memory, above which it is said to bind
+_TIME_BUDGET_S = 1.0  # CPU time for questions that each need another search
+_MAX_SEARCH_S = 3.0  # a search that took longer is not repeated for such a question
+_MEMORY_BOUND_FRACTION = 0.85  # of a device's usable memory: above it, memory is reported as a bottleneck
 _AXIS_RANK_NAMES = {
     "dp": "data ranks",
     "shard": "data ranks",
@@ -37,14 +38,14 @@ _AXIS_RANK_NAMES = {
     "replica": "data ranks",
     "tp": "tensor-parallel ranks",
     "pp": "stages",
-    "cp": "ranks that share positions",
-    "ep": "owners",
+    "cp": "context-parallel ranks",
+    "ep": "expert-parallel ranks",
 }
 
 
 @gc_disabled
 def explain(ranking: Ranking, retrace: RetraceOptions | None = None) -> str:
-    """A few sentences, one a line; where nothing fits, one that says what would help."""
+    """A few sentences, one a line; where nothing fits, one line that says what would help."""
     best = ranking.best
     if not best.estimate.fits:
         return explain_oom(ranking, retrace)
@@ -65,7 +66,7 @@ def explain(ranking: Ranking, retrace: RetraceOptions | None = None) -> str:
 
 
 class _TimeBudget:
-    """Computing time that may still be spent; waiting for other processes does not count."""
+    """CPU time that may still be spent; waiting for other processes does not count."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.process_time() + seconds
@@ -81,11 +82,11 @@ def _describe_choice(best: ScoredPlan) -> str:
     return f"Chosen: {best.plan.summary()}: {show_seconds(found.step_s)} a step (± {found.error:.0%}){rate}."
 
 
-# -- why this one --
+# -- why this plan --
 
 
 def _explain_mechanisms(ranking: Ranking, budget: _TimeBudget) -> list[str]:
-    """What each mechanism of the plan is for: the best plan without it, or that none fits."""
+    """For each mechanism of the best plan: how the best plan without it compares, or that none fits."""
     reasons = [
         f"{words} {_describe_ablation(ranking, other)}"
         for words, has, constraint in _used_mechanisms(ranking)
@@ -95,7 +96,8 @@ def _explain_mechanisms(ranking: Ranking, budget: _TimeBudget) -> list[str]:
 
 
 def _used_mechanisms(ranking: Ranking) -> Iterator[tuple[str, Callable[[Plan], bool], dict[str, Any]]]:
-    """(how to say that it is left out, who has it, the wish that leaves it out on a large cluster), for each that the best plan has."""
+    """Yield (wording for leaving it out, whether a plan uses it, the constraint that leaves it out in another search) for each mechanism of the
+    best plan."""
     plan, constraints = ranking.best.plan, ranking.constraints
     if constraints.mesh is not None:
         return
@@ -113,7 +115,7 @@ def _used_mechanisms(ranking: Ranking) -> Iterator[tuple[str, Callable[[Plan], b
 
 
 def _best_without(ranking: Ranking, uses_mechanism: Callable[[Plan], bool], constraint: dict[str, Any], budget: _TimeBudget) -> ScoredPlan | None:
-    """The best plan that does without; None where that was not worked out."""
+    """The best plan without a mechanism; None if it is unknown and there is no time for another search."""
     found = next((s for s in ranking.scored if not uses_mechanism(s.plan)), None)
     if found is not None and (found.estimate.fits or not ranking.num_considered):
         return found
@@ -136,7 +138,7 @@ def _describe_ablation(ranking: Ranking, other: ScoredPlan) -> str:
 
 
 def _describe_unequal_split(ranking: Ranking) -> list[str]:
-    """How unlike devices share the work, and what dealing everything out equally would cost."""
+    """How heterogeneous devices divide the work, and what equal shares would cost."""
     best, equal = ranking.best, ranking.best_equal_split
     if equal is None:
         return []
@@ -151,11 +153,11 @@ def _describe_unequal_split(ranking: Ranking) -> list[str]:
     ]
 
 
-# -- what binds --
+# -- the bottleneck --
 
 
 def step_breakdown(best: ScoredPlan) -> dict[str, float]:
-    """Seconds of the step: computation, communication that nothing hides, the pipeline's bubble and the optimizer."""
+    """Seconds of a step: computation, communication that is not overlapped, the pipeline bubble and the optimizer."""
     plan, found = best.plan, best.estimate.breakdown
     compute = sum(found.get(name, 0.0) for name in ("forward", "backward", "recompute"))
     waiting, bubble = found.get("communication", 0.0), found.get("bubble", 0.0)
@@ -197,7 +199,7 @@ def _describe_bottleneck(ranking: Ranking) -> str:
 
 
 def _peak_memory_fraction(ranking: Ranking) -> float:
-    """Of the memory of the device that is fullest."""
+    """The used fraction of the memory of the fullest device."""
     best = ranking.best
     if ranking.best_equal_split is None:
         return max(best.estimate.memory_bytes) / ranking.cluster.least_memory(best.plan.world)
@@ -206,7 +208,7 @@ def _peak_memory_fraction(ranking: Ranking) -> float:
 
 
 def _describe_slowest_axis(ranking: Ranking) -> str:
-    """The axis whose calls take longest, and the link that decides."""
+    """The mesh axis whose collectives take longest, and the link that limits them."""
     plan, profile = ranking.best.plan, ranking.profile.at_batch(ranking.best.plan.max_micro_batch_size)
     rates = ranking.calibration.rates_for(plan.world)
     taken: dict[str, float] = {}
@@ -224,7 +226,7 @@ def _describe_slowest_axis(ranking: Ranking) -> str:
 
 
 def _describe_fullest_stage(ranking: Ranking) -> str:
-    """The stage that needs most."""
+    """The stage that needs the most memory."""
     plan = ranking.best.plan
     if plan.mesh.pp == 1:
         return ""
@@ -260,11 +262,11 @@ def _describe_runner_up(best: ScoredPlan, runner_up: ScoredPlan) -> str:
     return f"Runner-up: {runner_up.plan.summary()}: {show_seconds(runner_up.estimate.step_s)} a step, {slower}, {memory}."
 
 
-# -- what would change it --
+# -- what would change the choice --
 
 
 def _describe_what_ifs(ranking: Ranking, budget: _TimeBudget) -> list[str]:
-    """Ask the planner again with one thing changed; report the changes that change the strategy."""
+    """Plan again with one input changed; report which changes lead to another strategy."""
     first = ranking.best.plan
     found, same, untried = [], [], []
     for words, ask, quick in _what_if_changes(ranking):
@@ -287,7 +289,7 @@ def _describe_what_ifs(ranking: Ranking, budget: _TimeBudget) -> list[str]:
 
 
 def _is_other_strategy(plan: Plan, current: Plan, ranking: Ranking) -> bool:
-    """Another strategy or recomputation; another number of ranks, but for the devices that came or went."""
+    """Whether a plan has another strategy, recomputation or world size; a world size that only follows the number of devices does not count."""
     devices = len(ranking.cluster.devices)
     worlds = plan.world != current.world and not (
         current.world == devices and plan.world not in (1, current.world) and plan.strategy == current.strategy
@@ -296,7 +298,7 @@ def _is_other_strategy(plan: Plan, current: Plan, ranking: Ranking) -> bool:
 
 
 def _what_if_changes(ranking: Ranking) -> Iterator[tuple[str, Callable[[], ScoredPlan], bool]]:
-    """(what changes, how to ask, whether that is quick)."""
+    """Yield (what changes, a function that finds the best plan then, whether it is quick)."""
     cluster, workload = ranking.cluster, ranking.workload
     network = "network between nodes" if len(cluster.nodes) > 1 else "network"
 
@@ -312,7 +314,7 @@ def _what_if_changes(ranking: Ranking) -> Iterator[tuple[str, Callable[[], Score
     near = rescore_best(ranking, half, ranking.calibration, memory_only=True)
     if near.estimate.fits or not ranking.num_considered:
         yield "half the memory", lambda: near, True
-    else:  # what fits there was too slow here to be looked at
+    else:  # plans that fit there were too slow here to be priced
         yield "half the memory", lambda: _search_again(ranking, cluster=half), False
     yield (
         f"a global batch of {2 * workload.global_batch}",
@@ -327,13 +329,13 @@ def _what_if_changes(ranking: Ranking) -> Iterator[tuple[str, Callable[[], Score
 
 
 def _search_again(ranking: Ranking, cluster: Cluster | None = None, workload: Workload | None = None) -> ScoredPlan:
-    """The best plan of another search: other numbers of devices or samples have other plans."""
+    """The best plan of a new search: another number of devices or samples allows other plans."""
     inputs = (ranking.profile, cluster or ranking.cluster, workload or ranking.workload, ranking.calibration, ranking.constraints)
     return rank_plans(*inputs, _with_partition_cache(ranking)).best
 
 
 def _with_partition_cache(ranking: Ranking) -> Ranking:
-    """With what takes the model apart, so that it is not found out for every question."""
+    """The ranking with a partition cache, so that the model is not partitioned again for every question."""
     return (
         ranking
         if ranking.partition_cache
@@ -342,7 +344,8 @@ def _with_partition_cache(ranking: Ranking) -> Ranking:
 
 
 def _scale_network(ranking: Ranking, factor: float) -> dict[str, Any]:
-    """Links between nodes, and within the only one; measured collectives cross the slowest of them: where nothing was measured, links are priced."""
+    """The cluster and calibration with a network `factor` times as fast: links between nodes, or within the only node. Measured collectives are
+    scaled too, as they cross the slowest link; where nothing was measured, estimates come from the links."""
 
     def scale_link(link: Link) -> Link:
         return replace(link, latency_s=link.latency_s / factor, bandwidth=link.bandwidth * factor)
@@ -362,7 +365,7 @@ def _scale_rates(rates: Rates, factor: float) -> Rates:
     )
 
 
-# -- how sure --
+# -- uncertainty --
 
 
 def _describe_uncertainty(ranking: Ranking) -> str:

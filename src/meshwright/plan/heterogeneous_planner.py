@@ -1,11 +1,11 @@
-"""Unequal devices, deciding half: the parts that make a plan's ranks end at one moment and fit, each on its own device.
+"""Heterogeneous devices, deciding half: shares with which a plan's ranks finish at the same time and fit, each on its own device.
 
-[Note: parts for unlike devices]
-A plan for unlike devices decides four things beside its mesh, each apart from the others: on which device each rank is (`Plan.device_order`, by
-kinds of devices), where the model is cut into stages (`plan/stage_cuts.py`), how many samples of the batch each data rank takes
-(`balance.shares`), and what part of the state that ZeRO cuts each rank holds (`balance.states`). Samples go by how fast a device computes,
-states by how fast it steps them and by what memory is left beside the activations of those samples. For every plan some combinations are
-offered, the equal one among them, and the estimate decides: what is chosen is never worse than the equal split.
+[Note: heterogeneous shares]
+A plan for heterogeneous devices decides four things beside its mesh, each independently: the device of each rank (`Plan.device_order`, by kind of
+device), where the model is cut into stages (`plan/stage_cuts.py`), how many samples of the batch each data rank takes (`balance.shares`), and
+which fraction of the ZeRO-sharded state each rank holds (`balance.states`). Samples are distributed by a device's compute speed, states by its
+optimizer speed and by the memory that is left beside the activations of those samples. For every plan some combinations are proposed, the equal
+one among them, and the estimate decides: the choice is never worse than the equal split.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from meshwright.plan.search_space import PartitionCache
 from meshwright.plan.stage_cuts import best_stage_cuts
 from meshwright.schedule import local_profile
 
-_SHARE_QUARTERS = (1, 2, 3, 4, 5, 6, 7, 8, 12)  # quarters of an equal share
+_SHARE_QUARTERS = (1, 2, 3, 4, 5, 6, 7, 8, 12)  # in quarters of an equal share
 
 
 @dataclass(frozen=True)
 class SearchInputs:
-    """What a search is about."""
+    """The inputs of a search."""
 
     profile: ModelProfile
     cluster: Cluster
@@ -47,14 +47,14 @@ class SearchInputs:
 
 
 def with_device_orders(plan: Plan, inputs: SearchInputs, reorder_devices: bool) -> Iterator[Plan]:
-    """The same plan with its ranks on the devices in this order and, if that may be, in others."""
+    """The plan with its ranks on devices in the given order and, with `reorder_devices`, in others."""
     device_order = dict.fromkeys(order[: plan.world] for order in device_orders(inputs.cluster, inputs.calibration, plan.memory.precision))
     for order in device_order if reorder_devices and not plan.rank_devices else [()]:
         yield replace(plan, device_order=order if order != tuple(range(plan.world)) else ())
 
 
 def describe_shares(plan: Plan, cluster: Cluster) -> str:
-    """Which device has what, in words; devices of one kind that have as much are named together."""
+    """What each device has, in words; devices of one kind with equal shares are named together."""
     devices = cluster.in_device_order(plan.device_order).devices[: plan.world]
     layers = [sum(len(s.layers) for i, s in enumerate(plan.stages) if plan.stage_rank(i) == at) for at in range(plan.mesh.pp)]
     counts: dict[str, int] = {}
@@ -69,7 +69,7 @@ def describe_shares(plan: Plan, cluster: Cluster) -> str:
 
 
 def with_axis_orders(plan: Plan) -> Iterator[Plan]:
-    """With stages far apart, as by default, and with the stages of each replica on neighbouring devices."""
+    """The plan in the default order, with stages farthest apart, and with the stages of each replica on neighbouring devices."""
     yield plan
     if plan.mesh.pp > 1 and plan.mesh.data_parallel_size > 1 and not plan.mesh.order:
         data = tuple(axis for axis in ("dp", "shard") if plan.mesh.degree(axis) > 1)
@@ -77,8 +77,8 @@ def with_axis_orders(plan: Plan) -> Iterator[Plan]:
 
 
 def balanced_variants(plan: Plan, inputs: SearchInputs) -> Iterator[Plan]:
-    """The plan with parts that suit its devices: some combinations of stages, samples and states, for the estimate to choose from. Nothing where
-    its devices are alike."""
+    """The plan with shares that suit its devices: some combinations of stages, samples and states, for the estimate to choose from. None where its
+    devices are homogeneous."""
     cluster = inputs.cluster.in_device_order(plan.device_order)
     if not is_heterogeneous(cluster, inputs.calibration, plan.world):
         return
@@ -97,17 +97,18 @@ def balanced_variants(plan: Plan, inputs: SearchInputs) -> Iterator[Plan]:
 
 @dataclass(frozen=True)
 class _RankCapacity:
-    """What one rank can do: seconds of its samples, and bytes as a sum of what is fixed, of each sample and of all of the state that ZeRO cuts."""
+    """Speed and memory of one rank: seconds by number of samples, and memory as fixed bytes, bytes for each sample and bytes of all ZeRO-sharded
+    state."""
 
     time_model: TimeModel
-    optimizer_rate: float  # elements of the optimizer a second
+    optimizer_rate: float  # optimizer elements per second
     memory_limit: float
     fixed_bytes: float
     bytes_per_sample: float
     state_bytes: float
 
     def max_samples(self, state_fraction: float) -> int:
-        """The most that fit beside a part of the state."""
+        """The most samples that fit beside a fraction of the state."""
         return (
             max(int((self.memory_limit - self.fixed_bytes - state_fraction * self.state_bytes) / self.bytes_per_sample), 0)
             if self.bytes_per_sample
@@ -115,7 +116,7 @@ class _RankCapacity:
         )
 
     def max_state_fraction(self, samples: int) -> float:
-        """The most of the state that fits beside samples."""
+        """The largest fraction of the state that fits beside `samples`."""
         return (
             min(max((self.memory_limit - self.fixed_bytes - samples * self.bytes_per_sample) / self.state_bytes, 0.0), 1.0)
             if self.state_bytes
@@ -124,7 +125,7 @@ class _RankCapacity:
 
 
 class _BalanceOptions:
-    """Samples and states of one plan whose stages are settled."""
+    """Options for samples and states of one plan whose stages are fixed."""
 
     def __init__(self, plan: Plan, inputs: SearchInputs, cluster: Cluster) -> None:
         self.plan, self.inputs, self.cluster = plan, inputs, cluster
@@ -132,8 +133,9 @@ class _BalanceOptions:
         self.shards_state = plan.memory.zero > 0 and plan.mesh.shard > 1
 
     def share_options(self) -> Iterator[tuple[tuple[int, ...], bool]]:
-        """Samples for each data rank: equal, by speed where the state is cut equally, and by speed where it goes to who has room for it (`roomy`).
-        Ranks that meet inside layers or between stages have micro-batches of one size, and take whole numbers of each."""
+        """Yield (samples of each data rank, whether states go by memory): equal shares, shares by speed with equally sharded state, and shares by
+        speed with state placed where memory is left. Ranks with collectives inside layers or sends between stages have micro-batches of one size,
+        so their share is a multiple of the number of micro-batches."""
         plan = self.plan
         yield plan.balance.shares, True
         width, unit = plan.mesh.data_parallel_size, plan.micro_batches if plan.mesh.data_parallel_size < plan.world else 1
@@ -151,7 +153,7 @@ class _BalanceOptions:
                 yield tuple(share * unit for share in shares), part == 0.0
 
     def state_options(self, shares: tuple[int, ...], by_memory: bool) -> Iterator[tuple[float, ...]]:
-        """Parts for each rank along the shard axis: equal, by how fast they are stepped as far as memory allows, and by memory."""
+        """Yield fractions for each rank along the shard axis: equal, by optimizer speed as far as memory allows, and by memory."""
         yield ()
         plan = self.plan
         if not self.shards_state or not by_memory:
@@ -176,7 +178,7 @@ class _BalanceOptions:
 
     @cached_property
     def rank_capacities(self) -> list[_RankCapacity]:
-        """By rank; ranks on one kind of device that have the same stages are worked out once."""
+        """By rank; computed once for ranks on the same kind of device with the same stages."""
         known: dict[tuple[str, int, int], _RankCapacity] = {}
         found = []
         for rank in range(self.plan.world):
@@ -192,7 +194,7 @@ class _BalanceOptions:
         one, many = plan.micro_batches, 2 * max(plan.max_share, plan.micro_batches)
 
         def peak_bytes(samples: int, with_state: int) -> int:
-            """With all of the state, or with none."""
+            """Peak bytes with all of the ZeRO-sharded state, or with none."""
             whole = tuple(float(at == 0) for at in range(plan.mesh.shard))
             told = replace(plan, balance=BalancePolicy(plan.balance.shares, whole)) if self.shards_state else plan
             of = RankClass(label, (rank,), samples, (stage,), 0 if with_state else plan.mesh.shard - 1)
@@ -206,7 +208,7 @@ class _BalanceOptions:
         return _RankCapacity(self._time_model(rates, stage), self._optimizer_rate(rates), limit, few - one * each, each, float(state))
 
     def _time_model(self, rates: Rates, stage: int) -> TimeModel:
-        """Seconds of forward and backward by a rank's samples, from some sizes of micro-batches around that of an equal share."""
+        """Seconds of forward and backward by a rank's samples, from several micro-batch sizes around that of an equal share."""
         plan, profile = self.plan, self.inputs.profile
         equal = max(plan.global_batch // plan.mesh.data_parallel_size // plan.micro_batches, 1)
         sizes = sorted({max(equal * part // 4, 1) for part in _SHARE_QUARTERS} | {1, 2})
@@ -222,7 +224,7 @@ class _BalanceOptions:
 
 
 def _layer_seconds(plan: Plan, local: ModelProfile, rates: Rates) -> list[float]:
-    """What each layer of a rank takes, forward and backward, computing again included."""
+    """Seconds of each layer of a rank, forward and backward, with recomputation."""
     price = ComputeCost(rates, plan.memory.precision, plan.compile != "none", frozenset(plan.memory.units))
     memo: dict[tuple[int, str, bool], float] = {}
     found = []
@@ -234,12 +236,12 @@ def _layer_seconds(plan: Plan, local: ModelProfile, rates: Rates) -> list[float]
 
 
 def _slowest_time_model(time_models: Collection[TimeModel], samples_per_unit: int) -> TimeModel:
-    """Of ranks that take the same samples, by so many at a time."""
+    """The time model of ranks that take the same samples, in units of `samples_per_unit`."""
     return lambda samples: max(pace(samples * samples_per_unit) for pace in time_models)
 
 
 def _stage_options(plan: Plan, inputs: SearchInputs, cluster: Cluster) -> Iterator[tuple[Stage, ...]]:
-    """The model cut by the pace of each stage's slowest device: as far as its memory allows, and without regard to it."""
+    """The model cut by the speed of each stage's slowest device: within its memory, and regardless of it."""
     pp, count = plan.mesh.pp, len(plan.stages)
     if pp == 1 or count < 2 or plan.placements:
         return
@@ -265,7 +267,7 @@ def _stage_options(plan: Plan, inputs: SearchInputs, cluster: Cluster) -> Iterat
 
 
 class _LayerCosts:
-    """What each layer takes of a stage's time and memory, in the order in which layers are cut."""
+    """Seconds and bytes of each layer in a stage, in the order in which layers are cut."""
 
     def __init__(self, plan: Plan, local: ModelProfile, layer_order: Sequence[str], inputs: SearchInputs) -> None:
         self.plan, self.local, self.layer_order, self.inputs = plan, local, layer_order, inputs

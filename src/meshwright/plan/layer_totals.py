@@ -1,7 +1,8 @@
-"""What a micro-batch takes of one rank or one stage, summed over its layers: the figures that bounds are made of.
+"""Time, memory and communication of a micro-batch on one rank or stage, summed over its layers: the figures that lower bounds are made of.
 
-Layers that are alike are priced once for each size of micro-batch, and counted. Nothing here depends on the search that asks, so all searches of
-one model share what was found (`LayerTotalsCache.of`)."""
+Equal layers are priced once for each micro-batch size, and counted. Nothing here depends on one search's constraints, so all searches of one model
+share the results (`LayerTotalsCache.of`).
+"""
 
 from __future__ import annotations
 
@@ -22,13 +23,14 @@ from meshwright.schedule import local_profile
 from meshwright.schedule.buckets import OWN_BUCKET_DIVISOR
 
 T = TypeVar("T")
-StageLayers = tuple[tuple[str, ...], ...]  # of each stage of a pipeline, by name
-RecomputeChoice = RecomputeMode | Literal["mixed"]  # mixed: each unit as an integer program has it (plan/recompute_planner.py)
+StageLayers = tuple[tuple[str, ...], ...]  # names of the layers of each pipeline stage
+RecomputeChoice = RecomputeMode | Literal["mixed"]  # mixed: an integer program chooses the mode of each unit (plan/recompute_planner.py)
 RECOMPUTE_CHOICES: tuple[RecomputeChoice, ...] = (*RECOMPUTE_MODES, "mixed")
 
 
 class RecomputeOption(NamedTuple):
-    """What recomputing one unit saves, and what it costs: its work, and calls and bytes that tensor-parallel ranks meet for again."""
+    """What recomputing one unit saves (bytes) and costs: seconds of compute, and the calls and bytes of tensor-parallel collectives that it
+    repeats."""
 
     bytes: float
     seconds: float
@@ -38,7 +40,7 @@ class RecomputeOption(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerTotals:
-    """What one micro-batch takes in some layers together, on a rank that has them all but for tensor parallelism."""
+    """Totals of one micro-batch over some layers, on a rank that holds those layers whole but for tensor parallelism."""
 
     recompute_seconds: Mapping[RecomputeChoice, float]  # seconds
     activation_bytes: Mapping[RecomputeChoice, float]  # bytes saved for backward
@@ -46,21 +48,22 @@ class LayerTotals:
     backward: float
     parameters: float  # bytes
     trainable_bytes: float
-    non_unit_bytes: float  # bytes of parameters that are in no unit
-    gathered_units: float  # units that zero=3 gathers, each in a call
-    scattered_units: float  # those of them with gradients
-    own_bucket_grads: float  # gradients that fill a bucket
-    output_collectives: tuple[float, float]  # calls and bytes of tensor-parallel ranks that end in it
-    input_collectives: tuple[float, float]  # and that begin in it
+    non_unit_bytes: float  # bytes of parameters outside all units
+    gathered_units: float  # units that zero=3 all-gathers, one call each
+    scattered_units: float  # those of them with gradients, which are reduce-scattered
+    own_bucket_grads: float  # gradients large enough for a bucket of their own
+    output_collectives: tuple[float, float]  # (calls, bytes) of tensor-parallel collectives at reduce sites
+    input_collectives: tuple[float, float]  # (calls, bytes) of tensor-parallel collectives at copy sites
     largest_unit_bytes: float  # bytes of the largest unit's parameters
-    recompute_options: tuple[tuple[tuple[RecomputeOption, ...], float], ...]  # the ways to recompute each kind of unit, and how many there are
-    additive_values: tuple[float, ...]  # all of these that add up
+    recompute_options: tuple[tuple[tuple[RecomputeOption, ...], float], ...]  # (recompute options of a kind of unit, number of such units)
+    additive_values: tuple[float, ...]  # all figures above that add up over layers
 
     @classmethod
     def from_values(
         cls, additive_values: tuple[float, ...], largest_unit_bytes: float, recompute_options: tuple[tuple[tuple[RecomputeOption, ...], float], ...]
     ) -> LayerTotals:
-        """`additive_values` has what recomputation takes and what is kept, by choice, and then the others in the order above."""
+        """Build totals from `additive_values`: recompute seconds and saved bytes by recompute choice, then the other additive fields in their
+        order above."""
         count = len(RECOMPUTE_CHOICES)
         again, kept = (dict(zip(RECOMPUTE_CHOICES, additive_values[at : at + count], strict=True)) for at in (0, count))
         forward, backward, parameters, trained, root, gathered, scattered, alone, *met = additive_values[2 * count :]
@@ -84,7 +87,7 @@ class LayerTotals:
 
 
 def combine_totals(layer_totals: Sequence[LayerTotals], counts: Mapping[int, float]) -> LayerTotals:
-    """So many of some rows."""
+    """The sum of totals, each multiplied by its count; `counts` maps an index into `layer_totals` to that count."""
     figures = [0.0] * (2 * len(RECOMPUTE_CHOICES) + 12)
     savers: dict[tuple[RecomputeOption, ...], float] = {}
     for kind, count in counts.items():
@@ -97,7 +100,7 @@ def combine_totals(layer_totals: Sequence[LayerTotals], counts: Mapping[int, flo
 
 
 def combine_totals_each(layer_totals: Sequence[LayerTotals], counts_each: Sequence[Mapping[int, float]]) -> list[LayerTotals]:
-    """Several such sums; where the counts are the same, they are one object."""
+    """One sum (`combine_totals`) for each mapping of counts; equal counts share one object."""
     found: dict[tuple[tuple[int, float], ...], LayerTotals] = {}
     keys = [tuple(sorted(counts.items())) for counts in counts_each]
     for key in keys:
@@ -106,7 +109,7 @@ def combine_totals_each(layer_totals: Sequence[LayerTotals], counts_each: Sequen
 
 
 class IdentityKey(Generic[T]):
-    """A value as a key: the same object is the same key."""
+    """A dict key that compares the wrapped value by identity."""
 
     def __init__(self, value: T) -> None:
         self.value = value
@@ -119,11 +122,11 @@ class IdentityKey(Generic[T]):
 
 
 class LayerTotalsCache:
-    """The sums of one model's layers."""
+    """Cached totals of one model's layers."""
 
     @classmethod
     def of(cls, profile: ModelProfile, precision: str, units: tuple[str, ...], bucket_bytes: int) -> LayerTotalsCache:
-        """The one for this model, which many searches ask."""
+        """The instance for this model, shared by all its searches."""
         return profile.memo.get_or_compute("amounts", (), (precision, units, bucket_bytes), lambda: cls(profile, precision, units, bucket_bytes))
 
     def __init__(self, profile: ModelProfile, precision: str, units: tuple[str, ...], bucket_bytes: int) -> None:
@@ -138,13 +141,13 @@ class LayerTotalsCache:
         self._stages_by_id: dict[int, IdentityKey[StageLayers]] = {}
 
     def stage_totals(self, samples: int, compile_mode: CompileMode, rates: Rates, sharding: Plan, stages: StageLayers) -> list[LayerTotals]:
-        """What each stage takes; without `stages`, the whole model."""
+        """Totals of each stage; without `stages`, of the whole model."""
         held = self._stages_by_id.setdefault(id(stages), IdentityKey(stages))
         return self._cached_stage_totals(samples, compile_mode, IdentityKey(rates), IdentityKey(sharding), held)
 
     def rank_totals(self, stage_totals: Sequence[LayerTotals], schedule: str, stages: Sequence[Sequence[int]], ranks: int) -> list[LayerTotals]:
-        """The sums of each pipeline rank, which has these of the stages in `stage_totals`; of the mean one where none are told."""
-        key = (id(stage_totals), schedule, ranks, bool(stages))  # `_cached_stage_totals` keeps the parts alive
+        """Totals of each pipeline rank, which holds the stages in its entry of `stages`; without `stages`, of the mean rank."""
+        key = (id(stage_totals), schedule, ranks, bool(stages))  # ids stay valid: `_cached_stage_totals` keeps the lists alive
         if key not in self._rank_totals:
             first = {id(part): stage for stage, part in reversed([*enumerate(stage_totals)])}
             every: list[Mapping[int, float]] = [Counter(first[id(stage_totals[stage])] for stage in mine) for mine in stages] or [{0: 1.0 / ranks}]
@@ -152,7 +155,7 @@ class LayerTotalsCache:
         return self._rank_totals[key]
 
     def is_inside_unit(self, module: str) -> bool:
-        """Inside of a unit: what happens at a unit's own door is not repeated with it."""
+        """Whether a module is strictly inside a unit: collectives at the unit's own boundary are not repeated when it is recomputed."""
         while module := module.rpartition(".")[0]:
             if module in self._units:
                 return True
@@ -167,7 +170,8 @@ class LayerTotalsCache:
         return combine_totals_each(rows, [Counter(kind_of[name] for name in names if name in kind_of) for names in stages.value])
 
     def _group_equal_layers(self, sharding: IdentityKey[Plan]) -> tuple[ModelProfile, tuple[int, ...], dict[str, int]]:
-        """The model with one layer of each kind, how many there are, and of which kind each layer is. Alike: as much work, as much of it cut."""
+        """The model with one layer of each kind, the number of layers of each kind, and the kind of each layer. Layers are of one kind if they
+        have the same work and the same shards."""
         profile = self._profile
         kinds: dict[Hashable, list[int]] = {}
         for index, (whole, part) in enumerate(zip(profile.layers, local_profile(sharding.value, profile, 0).layers, strict=True)):
@@ -185,7 +189,7 @@ class LayerTotalsCache:
     def _compute_kind_totals(
         self, samples: int, compile_mode: CompileMode, rates: IdentityKey[Rates], sharding: IdentityKey[Plan]
     ) -> list[LayerTotals]:
-        """Each kind of layer, once."""
+        """The totals of one layer of each kind."""
         layers = local_profile(sharding.value, self._layer_kinds(sharding)[0].at_batch(samples), 0).layers
         price = ComputeCost(rates.value, self._precision, compile_mode != "none", self._units)
         memo: dict[tuple[int, str, bool], float] = {}
@@ -237,7 +241,7 @@ class LayerTotalsCache:
     ) -> tuple[RecomputeOption, ...]:
         allowed = (
             RECOMPUTE_MODES[2:] if compile_mode != "none" and sharding.value.mesh.degree("tp") > 1 else RECOMPUTE_MODES[1:]
-        )  # as a plan would refuse itself
+        )  # Plan refuses selective recomputation of compiled tensor-parallel units
         sums, enters = self._collective_sites(sharding).get(layer, ((), ()))
         forward = enters if sharding.value.tensor.is_sequence_parallel else [m for m in sums if not m.skipped_in_recompute]
         repeated = [m.bytes_for(samples) for m in forward if self.is_inside_unit(m.module)]
@@ -249,7 +253,7 @@ class LayerTotalsCache:
         )
 
     def _find_collective_sites(self, sharding: IdentityKey[Plan]) -> dict[str, tuple[list[CollectiveSite], list[CollectiveSite]]]:
-        """By layer: where its tensor-parallel ranks add up, and where they enter what is cut."""
+        """By layer: its reduce sites and its copy sites."""
         policy, layers = sharding.value.tensor, set(self._profile.layer_names)
         found: dict[str, tuple[list[CollectiveSite], list[CollectiveSite]]] = {}
         for place, sites in enumerate((policy.reduce_sites, policy.copy_sites)):

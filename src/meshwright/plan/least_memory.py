@@ -1,7 +1,8 @@
-"""The plan that needs the least memory: whether anything fits at all, and what would make it fit, follow from this one.
+"""The plan that needs the least memory: it decides whether anything fits at all, and what would make it fit.
 
-What keeps more is left out (micro-batches are one, or as many as there are samples; ZeRO cuts over all ranks), so there is far less to look at than
-in a search for the fastest. Points are priced in the order of what they need at least (`plan/bounds.py`), until nothing that is left can need less.
+Choices that keep more are left out (one micro-batch, or as many as there are samples; ZeRO shards over all ranks), so the space is far smaller
+than in a search for the fastest plan. Points are priced in the order of their lower bound on memory (`plan/bounds.py`), until no point left can
+need less.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from meshwright.plan.search import ScoredPlan, needs_bounded_search, rank_plans
 from meshwright.plan.search_point import SearchPoint
 from meshwright.plan.search_space import Constraints, PartitionCache, divisors, make_plan, micro_batch_counts, sequence_parallel_choices, world_sizes
 
-_MODES_LEAST_MEMORY_FIRST: tuple[RecomputeMode, ...] = ("full", "selective", "none")  # which keeps less depends on what a block's products give
+_MODES_LEAST_MEMORY_FIRST: tuple[RecomputeMode, ...] = ("full", "selective", "none")  # the order of the first two depends on a block's matmul outputs
 
 
 class LeastMemorySearch:
-    """Asks for one model and workload under one set of wishes; `partition_cache` may come from another search of the model. Meshes are those
-    that a search weighs."""
+    """A search for one model and workload under one set of constraints, over the meshes that a full search considers. `partition_cache` may come
+    from another search of the model."""
 
     def __init__(
         self,
@@ -43,11 +44,11 @@ class LeastMemorySearch:
     ) -> None:
         self._profile, self._workload, self._calibration, self._constraints = profile, workload, calibration, constraints
         self.partition_cache = partition_cache or PartitionCache(profile, workload, constraints)
-        self._plans_by_key: dict[tuple[int, int], ScoredPlan | None] = {}  # by number of ranks, and the memory of the smallest device
+        self._plans_by_key: dict[tuple[int, int], ScoredPlan | None] = {}  # by (number of ranks, memory of the smallest device)
 
     def smallest_plan(self, cluster: Cluster, largest_worlds_only: bool = False) -> ScoredPlan | None:
-        """The plan for this cluster that needs the least memory on its largest rank; None where no plan is legal. With `largest_worlds_only`,
-        among those that use (nearly) all devices: the more there are, the less each holds."""
+        """The plan for this cluster whose largest rank needs the least memory; None where no plan is legal. With `largest_worlds_only`, only the
+        two largest world sizes are searched: the more ranks there are, the less each holds."""
         if self._constraints.mesh is not None or assign_rank_devices(cluster, len(cluster.devices)):
             return self._smallest_of_all(cluster)
         found = [
@@ -67,13 +68,13 @@ class LeastMemorySearch:
         return 2.0 * sum(t.bytes for t in self._profile.tensors if t.trainable)
 
     def _offload_variants(self, cluster: Cluster) -> tuple[Constraints, ...]:
-        """The wishes, and the same with states in host memory where that is not the device's own and nobody minds."""
+        """The constraints and, on GPUs where the user has not set `offload`, the same with optimizer states in host memory."""
         if self._constraints.offload is not None or cluster.devices[0].kind != "cuda":
             return (self._constraints,)
         return self._constraints, replace(self._constraints, offload="optimizer")
 
     def _smallest_of_all(self, cluster: Cluster) -> ScoredPlan | None:
-        """Where the mesh is given, or ranks are not alike, there are few plans."""
+        """Price all plans: a given mesh, or a mix of CPU and GPU ranks, leaves few of them."""
         try:
             return rank_plans(self._profile, cluster, replace(self._workload, objective="memory"), self._calibration, self._constraints).best
         except RequestError:
@@ -113,24 +114,24 @@ class LeastMemorySearch:
         return best
 
     def _stage_layers(self, point: SearchPoint) -> StageLayers:
-        """The layers of each stage; of a model that cannot be cut so, any: it is refused when it is made."""
+        """The layers of each stage. For a model that cannot be cut so, every stage gets all layers: `make_plan` refuses the plan later."""
         try:
             return tuple(stage.layers for stage in self.partition_cache.partition(point.mesh, point.sequence_parallel, point.schedule).stages)
         except RequestError:
             return (self._profile.layer_names,) * point.mesh.pp * point.pipeline_spec.chunks
 
     def _search_points(self, cluster: Cluster, world: int, mesh_proposer: MeshProposer) -> Iterator[SearchPoint]:
-        """Of all meshes that a search would weigh."""
+        """The points of all meshes that a full search would consider."""
         constraints = self._constraints
         near = len(cluster.nodes[0].devices) if needs_bounded_search(self._profile, cluster, replace(constraints, world=world)) else world
         lines = mesh_proposer.meshes_1d_tensor(world, world, near)
         for wide in (*lines, *(grid for mesh in lines for grid in mesh_proposer.meshes_2d_tensor(mesh))):
             for sequence in sequence_parallel_choices(wide, constraints):
                 counts = micro_batch_counts(self._workload.global_batch, wide, constraints)
-                for micro in dict.fromkeys((counts[-1], counts[0])):  # small ones, or one for which no gradients are kept
+                for micro in dict.fromkeys((counts[-1], counts[0])):  # the smallest micro-batches, or a single one, which accumulates no gradients
                     for zero in (constraints.zero,) if constraints.zero is not None else (0, 1, 2, 3):
                         shards = [d for d in divisors(wide.dp) if d > 1] if zero and wide.dp > 1 else [1]
-                        for shard in shards[-1:]:  # cut over all, each holds the least
+                        for shard in shards[-1:]:  # sharded over all data ranks, each holds the least
                             if (zero > 0) == (shard > 1) or world == 1:
                                 mesh = replace(wide, dp=wide.dp // shard, shard=shard)
                                 for recompute in (constraints.recompute,) if constraints.recompute else _MODES_LEAST_MEMORY_FIRST:

@@ -1,4 +1,4 @@
-"""How a loss adds positions up: whether ranks with some positions each can add their losses up to the loss of all. Pure."""
+"""How a loss reduces over positions: decides whether the losses of ranks with a shard of the positions each add up to the whole loss. Pure."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ _ADVICE = "return a mean over positions, or the pair (sum, count) of what is cou
 
 
 class LossReductions:
-    """For each value that is left when positions are added up: whether it is their mean, their sum, or neither, with the reason."""
+    """Records for each value computed from a reduction over positions whether it is their mean, their sum, or neither, with the reason."""
 
     def __init__(self, dataflow_index: DataflowIndex, logical_dim: int) -> None:
         self.dataflow_index, self.logical_dim = dataflow_index, logical_dim
         self.kinds: dict[int, str] = {}
 
     def reduction_of(self, op: Operation) -> str | None:
-        """Whether an operation takes the mean or the sum over positions."""
+        """Whether an operation takes the mean or the sum over positions; None if neither."""
         found = op.name if op.name in ("mean", "sum") else None
         if op.name in _LOSS_OPS and op.int_args:
             found = {1: "mean", 2: "sum"}.get(op.int_args[0])
         return found if self.logical_dim in op.indivisible_dims else None
 
     def record_reduction(self, op: Operation) -> bool:
-        """Is it a reduction over positions? If so, its results are known from here on."""
+        """Record the outputs of an operation if it is a reduction over positions; return whether it is."""
         found = self.reduction_of(op)
         if found is not None:
             self.kinds.update(dict.fromkeys(op.outputs, found))
         return found is not None
 
     def propagate(self, op: Operation) -> None:
-        """What an operation makes of such values."""
+        """Record the kind of an operation's outputs if an input has one."""
         met = [self.kinds[v] for v in op.inputs if v in self.kinds]
         if met:
             self.kinds.update(dict.fromkeys(op.outputs, self._kind_after(op, met)))
 
     def _kind_after(self, op: Operation, input_kinds: Sequence[str]) -> str:
         kinds, alone = set(input_kinds), len(input_kinds) == len(op.inputs)
-        if op.function == "cross_entropy":  # smooths labels by sums of its own, which its mean divides by the same number
+        if op.function == "cross_entropy":  # label smoothing adds sums of its own, which the mean divides by the same number
             return "mean" if "mean" in kinds or (op.name == "div" and len(input_kinds) == 2) else "sum"
         if len(kinds) == 1 and op.name in _PRESERVING_OPS:
             return input_kinds[0]
@@ -56,12 +56,12 @@ class LossReductions:
         return self.late_use_reason(op)
 
     def late_use_reason(self, op: Operation) -> str:
-        """The reason why an operation must not come after positions were added up."""
+        """The reason why an operation must not follow a reduction over positions."""
         where = self.dataflow_index.describe_location(self.dataflow_index.dataflow.operations.index(op))
         return f"{where} adds positions up and then computes on ({op.name})"
 
     def check_loss(self, cp_degree: int) -> None:
-        """Refuse a loss that is not the sum or the mean of its parts."""
+        """Raise unless the loss is a mean over positions or a pair (sum, count)."""
         kinds = [self.kinds.get(v, "does not depend on positions") if v >= 0 else "counts with a number" for v in self.dataflow_index.dataflow.loss]
         wanted = "mean" if len(kinds) == 1 else "sum"
         wrong = next((k for k in kinds if k != wanted), None)

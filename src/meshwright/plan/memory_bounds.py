@@ -1,4 +1,4 @@
-"""What a rank holds at least, in bytes (see [Note: bounds])."""
+"""Lower bounds on the memory of a rank, in bytes (see [Note: bounds])."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.plan.search_point import SearchPoint
 
 
 class MemoryBounds:
-    """Of one search."""
+    """Memory bounds of one search."""
 
     def __init__(self, problem: PlanningProblem, totals: PointTotals) -> None:
         self._problem, self._totals = problem, totals
@@ -26,8 +26,8 @@ class MemoryBounds:
         self.peak_moments, self._in_flight_bytes = cache(self._compute_peak_moments), cache(self._compute_in_flight_bytes)
 
     def bytes(self, point: SearchPoint, sharding: Plan, compile_mode: CompileMode, stages: StageLayers = ()) -> float:
-        """What the mean pipeline rank holds: parameters, states, and of one micro-batch what is kept for backward. With `stages`, the
-        largest rank, and all micro-batches that it has under way."""
+        """Bytes on the mean pipeline rank: parameters, gradients, states, and the saved activations of one micro-batch. With `stages`, on the
+        largest rank, with the activations of all its micro-batches in flight."""
         rates = self._problem.rates(point.mesh.size)
         stage_totals = self._totals.of_stages(point, sharding, compile_mode, stages)
         return min(rates.memory_correction, 1.0) * (rates.base_bytes + self._max_rank_bytes(point, stage_totals, stages))
@@ -36,11 +36,11 @@ class MemoryBounds:
         return self.bytes(point, sharding, compile_mode, stages) <= self.limit(point)
 
     def limit(self, point: SearchPoint) -> float:
-        """The bytes that a device has for it."""
+        """The usable bytes of a device."""
         return HEADROOM * self._min_device_memory(point.mesh.size)
 
     def room(self, point: SearchPoint) -> float:
-        """What of that is left for tensors."""
+        """The bytes of the limit that are left for tensors."""
         return self.limit(point) - self._problem.rates(point.mesh.size).base_bytes
 
     def _max_rank_bytes(self, point: SearchPoint, stage_totals: Sequence[LayerTotals], stages: StageLayers) -> float:
@@ -53,13 +53,14 @@ class MemoryBounds:
     def _compute_in_flight_bytes(
         self, order: PipelineSpec, stage_totals: IdentityKey[Sequence[LayerTotals]], recompute: RecomputeChoice
     ) -> list[float]:
-        """Bytes that all the micro-batches which a rank has under way keep at most, by rank."""
+        """By rank: the most bytes that its micro-batches in flight save for backward."""
         return [max(kept for _, kept in moments) for moments in self.peak_moments(order, stage_totals, recompute)]
 
     def _compute_peak_moments(
         self, order: PipelineSpec, stage_totals: IdentityKey[Sequence[LayerTotals]], recompute: RecomputeChoice
     ) -> list[list[tuple[tuple[int, ...], float]]]:  # fmt: skip
-        """By rank, when it has most under way: how many micro-batches of each of its stages, and the bytes that they keep."""
+        """By rank, at each moment that may be the peak: the micro-batches in flight in each of its stages, and the bytes that they save for
+        backward."""
         kept = [stage.activation_bytes[recompute] for stage in stage_totals.value]
         found: list[list[tuple[tuple[int, ...], float]]] = []
         for rank in range(order.ranks):
@@ -69,17 +70,17 @@ class MemoryBounds:
         return found
 
     def rank_bytes(self, point: SearchPoint, rank: LayerTotals, kept: float) -> float:
-        """Parameters, gradients, states, and what is `kept` for backward."""
+        """Parameters, gradients, states, and `kept` bytes saved for backward."""
         mesh, states, shards = point.mesh, self._states, point.mesh.shard
         whole, trained = rank.parameters, rank.trainable_bytes
-        if mesh.group_size("data") == 1:  # gradients appear as activations go
+        if mesh.group_size("data") == 1:  # gradients are allocated as activations are freed
             return whole + states * trained + max(trained, kept)
         kept = (
             max(kept, rank.largest_unit_bytes) if point.zero == 3 and mesh.pp == 1 else kept
-        )  # the largest unit's gradients, when little else is kept
-        come = trained if point.micro_batches == 1 and point.zero < 2 else 0.0  # those that are a bucket each take the place of activations
+        )  # few activations: the peak is at the largest unit's unsharded gradients
+        come = trained if point.micro_batches == 1 and point.zero < 2 else 0.0  # gradients with a bucket of their own replace freed activations
         if point.zero == 2 and (point.micro_batches == 1 or mesh.pp > 1):
-            come = trained / shards  # so do a rank's shards, in the first backward
+            come = trained / shards  # so do a rank's gradient shards, in the first backward
         return (
             max(kept, come)
             - come
@@ -93,7 +94,7 @@ class MemoryBounds:
 
 
 def _dominant_counts(every: Sequence[tuple[int, ...]], kinds: Sequence[int]) -> list[tuple[int, ...]]:
-    """Of counts of stages those with the most of each kind of stage together and, of these, of each stage."""
+    """The in-flight counts with the Pareto-largest totals by kind of stage and, among equal totals, those with the most of each stage."""
     if len(every) == 1:
         return [*every]
     known = sorted(set(kinds))

@@ -1,4 +1,4 @@
-"""Memory Manager, deciding half: what each unit keeps for backward, and the precision that the devices have."""
+"""Memory Manager, deciding half: what each unit saves for backward, and whether the devices support the precision."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.core.recompute_policy import RecomputeMode
 from meshwright.core.workload import Precision
 from meshwright.plan.partition import choose_units
 
-RECOMPUTE_MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")  # in the order in which they cost time, and save memory
+RECOMPUTE_MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")  # in the order of rising time and falling memory
 
 
 def choose_memory(
@@ -24,7 +24,7 @@ def choose_memory(
     layers: Mapping[str, RecomputeMode],
     offload: Offload = "none",
 ) -> MemoryPolicy:
-    """The policy, or why these devices or this model cannot have it."""
+    """The memory policy; raises a RequestError if these devices or this model do not support it."""
     check_precision(precision, cluster)
     memory = MemoryPolicy(zero, choose_units(profile), recompute, precision, layers, offload)  # type: ignore[arg-type]
     check_selective_recompute(memory, profile)
@@ -32,14 +32,14 @@ def choose_memory(
 
 
 def check_precision(precision: str, cluster: Cluster) -> None:
-    """Not every device multiplies in fp8."""
+    """Raise if a device cannot multiply in fp8."""
     without = next((d for d in cluster.devices if not d.fp8), None) if precision == "fp8" else None
     if without is not None:
         raise RequestError(f"precision=fp8 needs GPUs of compute capability 8.9 or newer, and this machine has {without.name}: use bf16")
 
 
 def check_selective_recompute(memory: MemoryPolicy, profile: ModelProfile) -> None:
-    """A result that is kept must stay as it was."""
+    """Raise where selective recomputation would save a tensor that the layer's code then changes in place."""
     for layer in profile.layers:
         if layer.has_inplace_ops and memory.recompute_mode(layer.name) == "selective":
             raise RequestError(

@@ -1,12 +1,15 @@
-"""Which axes beside data, ZeRO, pipelines and lines of tensor-parallel ranks are worth weighing: grids, owners, shared positions.
+"""Proposes meshes for a model, batch and cluster: data, pipeline and 1D tensor parallelism, and where they may pay, 2D tensor, expert and context
+parallelism.
 
-[Note: worth weighing]
+[Note: mesh pruning]
 An axis is proposed where the dataflow allows it and a bound says that it may gain something, so that models and batches which have no use for it
 are planned as quickly as without it.
-- A grid of tensor-parallel ranks computes what a line of them does. It is weighed where its meetings take less time than the line's.
-- Owners of experts or tables keep less and send tokens instead of gradients. They are weighed wherever something can be owned.
-- Ranks that share positions compute what replicas do, and meet at attention (or at borders) besides. They are weighed where there are fewer samples
-  than replicas, in as few pieces as that takes and in twice as many, and where one sample does not fit into a device even if all is computed again.
+- 2D tensor parallelism computes the same as 1D. It is proposed where its collectives take less time.
+- Expert parallelism (experts or embedding tables) keeps less on each rank and sends tokens instead of gradients. It is proposed wherever a model
+  has experts or tables to shard.
+- Context and spatial parallelism compute the same as data parallelism, and add collectives at attention (or halo exchanges). They are proposed
+  where there are fewer samples than replicas, with the smallest sufficient degree and the next, and where one sample does not fit on a device even
+  with full recomputation.
 """
 
 from __future__ import annotations
@@ -26,13 +29,13 @@ from meshwright.plan.partition import choose_units
 from meshwright.plan.search_point import SearchPoint
 from meshwright.plan.search_space import Constraints, PartitionCache, default_compile, divisors, model_parallel_meshes
 
-_MIN_ORDER_GAIN = 0.02  # relatively: predictions are not finer
-_MANY_DEVICES = 512  # devices from which on some share positions only if all of them do
-_MIN_GRID_SHARE = 0.05  # of the work: where a line's meetings take less, nothing is to be had from a better shape
+_MIN_ORDER_GAIN = 0.02  # relative: predictions are not more precise
+_MANY_DEVICES = 512  # above so many devices, cp is proposed only for meshes of all devices
+_MIN_GRID_SHARE = 0.05  # of the compute: where 1D collectives take less, a 2D mesh gains nothing
 
 
 class MeshProposer:
-    """The shapes of meshes for one model, batch and cluster."""
+    """Proposes meshes for one model, batch and cluster."""
 
     def __init__(self, cluster: Cluster, workload: Workload, constraints: Constraints, partition_cache: PartitionCache, bounds: LowerBounds) -> None:
         self._device, self._batch, self._constraints, self._partition_cache, self._bounds = (
@@ -52,12 +55,12 @@ class MeshProposer:
         self._max_ep_degree = self._find_max_ep_degree()
 
     def meshes(self, world: int) -> list[Mesh]:
-        """Meshes of so many devices whose dp is all that the other axes leave; the plain ones first."""
+        """Meshes of `world` ranks in which dp takes all that the other axes leave; 1D tensor parallelism first."""
         lines = self.meshes_1d_tensor(world, world, world)
         return [*lines, *(grid for mesh in lines for grid in self.meshes_2d_tensor(mesh))]
 
     def meshes_1d_tensor(self, world: int, max_stages: int, max_tensor_degree: int) -> list[Mesh]:
-        """The same with lines of tensor-parallel ranks only."""
+        """The same without 2D tensor parallelism."""
         every = model_parallel_meshes(world, self._constraints)
         plain = [mesh for mesh in every if mesh.pp <= max_stages and mesh.degree("tp") <= max_tensor_degree]
         if self._constraints.flow is None or self._constraints.sequence:
@@ -67,12 +70,12 @@ class MeshProposer:
         return [*owned, *(found for mesh in shared for found in self._context_meshes(mesh))]
 
     def compile_mode(self, mesh: Mesh, sharding: Plan | None = None) -> CompileMode:
-        """As asked, or else as `make` has it."""
+        """The compile mode: as asked, or as `make_plan` sets it."""
         usual: CompileMode = "none" if sharding is not None and sharding.context.attention_sites else default_compile(self._device, mesh.size)
         return self._constraints.compile or usual
 
     def is_legal(self, point: SearchPoint) -> bool:
-        """Whether a plan of this kind is legal, as far as that can be told before its stages are cut."""
+        """Whether a plan at this point is legal, as far as that is known before its stages are cut."""
         cut = self._sharding_or_none(point.mesh)
         if cut is None:
             return False
@@ -91,7 +94,8 @@ class MeshProposer:
         return True
 
     def _sharding_or_none(self, mesh: Mesh) -> Plan | None:
-        """What ranks of such a mesh have of the model; None where the model cannot be taken apart so. Refusals are as dear to find as cuts."""
+        """Which part of the model a rank of the mesh holds; None where the model cannot be sharded so. Refusals are cached, as they take as long
+        to find."""
         key = (mesh.cp, mesh.ep, mesh.tp, mesh.pp > 1)
         if key in self._rejected:
             return None
@@ -103,14 +107,14 @@ class MeshProposer:
             return None
 
     def _point(self, mesh: Mesh, zero: int = 0, samples: int = 0) -> SearchPoint:
-        """A step of a mesh, with so many samples in a micro-batch, or with all of them in one."""
+        """A point of the mesh, with `samples` in a micro-batch, or with a single micro-batch."""
         share = max(self._batch // mesh.data_parallel_size, 1)
         return SearchPoint(mesh, zero, max(share // samples, 1) if samples else 1, "none")
 
     def reordered_points(self, point: SearchPoint, seconds: float) -> Iterator[SearchPoint]:
-        """The same plan with other axes next to each other, where that takes less of what its ranks send; `seconds` is its own bound."""
+        """The same point with other axis orders that take less communication time; `seconds` is the bound of the point itself."""
         if self._is_multi_node and not point.mesh.order:
-            key = replace(point, recompute="none")  # which changes nothing of what they send to each other in one go
+            key = replace(point, recompute="none")  # recomputation does not change what a single collective sends
             if key not in self._better_orders:
                 self._better_orders[key] = tuple(self._find_better_orders(point, seconds))
             yield from (replace(point, mesh=mesh) for mesh in self._better_orders[key])
@@ -128,10 +132,10 @@ class MeshProposer:
             if self._bounds.seconds(other, cut, compiled) + self._bounds.comm.pipeline_seconds(other, cut) < (1 - _MIN_ORDER_GAIN) * now:
                 yield mesh
 
-    # -- grids --
+    # -- 2D tensor parallelism --
 
     def meshes_2d_tensor(self, mesh_1d: Mesh) -> Iterator[Mesh]:
-        """Grids of as many tensor-parallel ranks whose meetings take less time."""
+        """2D tensor meshes of the same degree whose collectives take less time."""
         ways = mesh_1d.degree("tp")
         sides = [side for side in divisors(ways) if 1 < side < ways] if len(mesh_1d.tp) == 1 and not self._constraints.sequence else []
         plain = self._sharding_or_none(mesh_1d) if sides and self._batch >= mesh_1d.data_parallel_size else None
@@ -149,10 +153,10 @@ class MeshProposer:
             if any(new < old for new, old in zip(after, before, strict=True)):
                 yield grid
 
-    # -- owners --
+    # -- expert parallelism --
 
     def _find_max_ep_degree(self) -> int:
-        """How many there can be at most: each has an expert of every mixture, or a table."""
+        """The largest ep degree: each rank holds at least one expert of every MoE layer, or one embedding table."""
         try:
             owned = self._partition_cache.expert_policy(1) if self._constraints.flow is not None else None
         except RequestError:
@@ -165,7 +169,7 @@ class MeshProposer:
             if 1 < ep <= self._max_ep_degree and self._sharding_or_none(found) is not None:
                 yield found
 
-    # -- positions --
+    # -- context parallelism --
 
     def _context_meshes(self, mesh: Mesh) -> Iterator[Mesh]:
         ways = [cp for cp in divisors(mesh.dp) if cp > 1]
@@ -177,8 +181,8 @@ class MeshProposer:
         yield from (found for cp in tried if self._sharding_or_none(found := replace(mesh, dp=mesh.dp // cp, cp=cp)) is not None)
 
     def _cp_degrees_until_fit(self, mesh: Mesh, cp_degrees: list[int]) -> Iterator[int]:
-        """Numbers of pieces up to the first in which a sample fits with all that may be computed again, and the next, for it was a bound that
-        fitted; none where it fits as it is."""
+        """Yield the cp degrees up to the first at which a sample fits with full recomputation, and the next, since only a lower bound has fitted;
+        none where a sample fits without cp."""
         fitted = False
         for cp in (1, *cp_degrees):
             spread = replace(mesh, dp=1, shard=mesh.dp // cp, cp=cp)

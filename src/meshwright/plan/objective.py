@@ -1,4 +1,5 @@
-"""What counts as good: the time of a step, throughput a device, memory, money or energy; and what a plan's complications must gain."""
+"""The objective of a search: step time, throughput per device, memory, money or energy; and the gain that each added mechanism of a plan must
+bring."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from meshwright.core.pipeline_schedules import schedule_traits
 from meshwright.core.quantities import show_bytes, show_seconds
 from meshwright.core.workload import Workload
 
-# What each mechanism that a plan adds must gain, relatively: predictions are not finer, and simple plans break less. Cutting a batch
-# into pieces or computing twice never makes a real device quicker by much; where a prediction says so, it is noise in a curve.
+# The relative gain that each added mechanism must bring: predictions are not more precise, and simple plans break less. Splitting a batch
+# into micro-batches or recomputing never makes a real device much faster; where a prediction says so, it is noise in a curve.
 _MECHANISM_PENALTIES = {
     "zero": 0.004,
     "hybrid": 0.004,
@@ -17,7 +18,7 @@ _MECHANISM_PENALTIES = {
     "grid": 0.02,
     "sequence": 0.01,
     "context": 0.03,
-    "owners": 0.02,
+    "expert": 0.02,
     "order": 0.01,
     "pipeline": 0.03,
     "micro_batches": 0.04,
@@ -27,7 +28,7 @@ _SECONDS_PER_HOUR = 3600.0
 
 
 def check_objective(workload: Workload) -> None:
-    """Money needs a price, energy a power."""
+    """Raise if the objective is money without a price, or energy without a power."""
     if workload.objective == "money" and not workload.price:
         raise RequestError("objective=money needs the price of a device for an hour: --set price=2.5")
     if workload.objective == "energy" and not workload.watts:
@@ -37,7 +38,7 @@ def check_objective(workload: Workload) -> None:
 def complexity_penalty(
     mesh: Mesh, zero: int, micro_batches: int, sequence_parallel: bool, recomputes: bool, schedule: str = "1f1b", stages_per_rank: int = 2
 ) -> float:
-    """By what factor a plan's time is judged longer than it is; `stages_per_rank` is how many stages a pipeline's rank has."""
+    """The factor by which a plan's cost is multiplied for its mechanisms; `stages_per_rank` is the number of pipeline stages on a rank."""
     added = {
         "zero": zero,
         "hybrid": mesh.dp > 1 < mesh.shard,
@@ -46,7 +47,7 @@ def complexity_penalty(
         "grid": len(mesh.tp) > 1,
         "sequence": sequence_parallel,
         "context": mesh.cp > 1,
-        "owners": mesh.ep > 1,
+        "expert": mesh.ep > 1,
         "order": bool(mesh.order),
         "micro_batches": micro_batches.bit_length() - 1,
         "recompute": recomputes,
@@ -56,7 +57,7 @@ def complexity_penalty(
 
 
 def objective_cost(workload: Workload, step_s: float, world: int, memory: float) -> float:
-    """What the workload wants little of: seconds, device-seconds, bytes, money or joules, for one step."""
+    """The quantity to minimize, for one step: seconds, device-seconds, bytes, money or joules."""
     if workload.objective == "memory":
         return memory
     each = {"time": 1.0 / world, "throughput": 1.0, "money": workload.price / _SECONDS_PER_HOUR, "energy": workload.watts}[workload.objective]
@@ -64,7 +65,7 @@ def objective_cost(workload: Workload, step_s: float, world: int, memory: float)
 
 
 def show_cost(workload: Workload, step_s: float, world: int, memory: float) -> str:
-    """The same in words."""
+    """The cost, worded for messages."""
     found = objective_cost(workload, step_s, world, memory)
     if workload.objective == "throughput":
         return f"{workload.global_batch / found:,.4g} samples/s a device"

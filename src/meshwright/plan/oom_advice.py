@@ -1,4 +1,4 @@
-"""When nothing fits: by how much, and the smallest changes that make it possible. Each is verified by an estimate before it is proposed."""
+"""When nothing fits: by how much, and the smallest changes that make a plan fit. Each change is verified by an estimate before it is proposed."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from meshwright.plan.least_memory import LeastMemorySearch
 from meshwright.plan.search import Ranking, ScoredPlan
 
 _MAX_DEVICES = 4096
-_MAX_DEVICES_PER_NODE = 64  # in one machine
-_TIME_LIMIT_S = 5.0  # for a number of machines
-_UNLIMITED_BYTES = 1 << 50  # bytes: what no device has
+_MAX_DEVICES_PER_NODE = 64  # per node
+_TIME_LIMIT_S = 5.0  # for the search over numbers of machines
+_UNLIMITED_BYTES = 1 << 50  # more bytes than any device has
 
 
 @dataclass(frozen=True)
 class RetraceOptions:
-    """How the model can be traced again, for what a profile cannot say of itself; None where it cannot."""
+    """Functions that trace the model again, for changes that need another profile; None where the model cannot be traced again."""
 
-    with_length: Callable[[int], ModelProfile] | None = None  # by the length of a sample
+    with_length: Callable[[int], ModelProfile] | None = None  # by sample length
     with_precision: Callable[[Precision], ModelProfile] | None = None
 
 
 def explain_oom(ranking: Ranking, retrace: RetraceOptions | None = None) -> str:
-    """One line: what the smallest plan needs, what there is, and what would help."""
+    """One line: what the smallest plan needs, what the devices have, and what would help."""
     least = LeastMemorySearch(ranking.profile, ranking.workload, ranking.calibration, ranking.constraints, ranking.partition_cache)
     smallest = min((s for s in (least.smallest_plan(ranking.cluster), ranking.best) if s is not None), key=lambda s: max(s.estimate.memory_bytes))
     found = smallest.estimate
@@ -47,7 +47,8 @@ def explain_oom(ranking: Ranking, retrace: RetraceOptions | None = None) -> str:
 
 
 def _fixes(ranking: Ranking, smallest: ScoredPlan, least_memory: LeastMemorySearch, retrace: RetraceOptions) -> Iterator[str]:
-    """The smallest change of a setting that leaves the result as it is; else of the training; and of the machine."""
+    """The smallest change of a setting that does not affect the training result; if there is none, changes of the training, of the cluster and of
+    the devices' memory."""
     setting = next(_setting_fixes(ranking), None)
     if setting is not None:
         yield setting
@@ -60,7 +61,7 @@ def _fixes(ranking: Ranking, smallest: ScoredPlan, least_memory: LeastMemorySear
 
 
 def _setting_fixes(ranking: Ranking) -> Iterator[str]:
-    """Wishes that stand in the way, one at a time; then all of those about memory, then the mesh as well."""
+    """Loosened constraints under which a plan fits: each one alone, then all about memory, then the mesh as well."""
     constraints = ranking.constraints
     loosened: dict[str, dict[str, None]] = {}
     if constraints.recompute in ("none", "selective"):
@@ -93,13 +94,13 @@ def _cli_flags(name: str, scored: ScoredPlan) -> str:
 
 
 def _training_fixes(ranking: Ranking, smallest: ScoredPlan, retrace: RetraceOptions) -> Iterator[str]:
-    """Fewer samples a step, a lower precision, shorter samples: what is trained is then not quite the same."""
-    batch = largest_fitting_batch(ranking) if smallest.plan.max_micro_batch_size > 1 else None  # one at a time is as few as can be
+    """Changes that affect the training result: fewer samples a step, a lower precision, shorter samples."""
+    batch = largest_fitting_batch(ranking) if smallest.plan.max_micro_batch_size > 1 else None  # a micro-batch of one sample cannot shrink
     if batch is not None:
         yield f"--global-batch {batch}"
     kinds, total = smallest.estimate.memory_kinds, max(smallest.estimate.memory_bytes)
     if kinds["activations"] + kinds["workspace"] < 0.1 * total:
-        return  # what samples need is little: nothing below changes the rest
+        return  # activations are a small part of the memory: nothing below changes the rest
     lower: Precision | None = "bf16" if ITEM_BYTES[ranking.workload.precision] > 2 and ranking.cluster.devices[0].kind == "cuda" else None
     if lower is not None and retrace.with_precision is not None:
         profile = retrace.with_precision(lower)
@@ -111,7 +112,7 @@ def _training_fixes(ranking: Ranking, smallest: ScoredPlan, retrace: RetraceOpti
 
 
 def largest_fitting_batch(ranking: Ranking) -> int | None:
-    """The largest smaller global batch that fits: halved until one does, then as many more as its layout takes."""
+    """The largest smaller global batch that fits: the batch is halved until it fits, then raised in steps that its layout can take."""
     batch = high = ranking.workload.global_batch
     cutter = ranking.partition_cache
 
@@ -135,7 +136,7 @@ def largest_fitting_batch(ranking: Ranking) -> int | None:
 
 
 def longest_fitting_sequence(ranking: Ranking, trace_length: Callable[[int], ModelProfile]) -> int | None:
-    """The longest sample, among halves of the one asked for, that fits."""
+    """The longest sample that fits, among successive halves of the length asked for."""
     for length in _halves(ranking.profile.tokens_per_sample or 1, minimum=16):
         try:
             profile = trace_length(length)
@@ -152,12 +153,12 @@ def _halves(number: int, minimum: int = 1) -> Iterator[int]:
         yield number
 
 
-# -- the machine --
+# -- changes of the cluster --
 
 
 def fewest_units(cluster: Cluster, fits: Callable[[Cluster], bool], min_total_bytes: float = 0.0) -> int | None:
-    """The smallest number of units (`resize_cluster`) on which something fits, one less than which does not; None where that is beyond reason,
-    or takes too long to find. Together they hold at least `min_total_bytes` bytes, so fewer are not tried."""
+    """The smallest number of units (`resize_cluster`) on which a plan fits; None beyond `_MAX_DEVICES` (`_MAX_DEVICES_PER_NODE` in one machine) or
+    if the search takes too long. All units together must hold at least `min_total_bytes`, so fewer are not tried."""
     until = time.monotonic() + _TIME_LIMIT_S
     room = sum(d.memory_bytes for d in cluster.devices) / _num_units(cluster) * HEADROOM
     low = max(_num_units(cluster), int(min_total_bytes / room))
@@ -177,7 +178,7 @@ def fewest_units(cluster: Cluster, fits: Callable[[Cluster], bool], min_total_by
 
 
 def _cluster_fixes(ranking: Ranking, least_memory: LeastMemorySearch) -> Iterator[str]:
-    """More of the same machines; where the batch is too small to be shared among as many, with a batch that is not."""
+    """More machines of the same kind; where the batch is too small for that many, together with a larger batch."""
     units = fewest_units(ranking.cluster, least_memory.fits, least_memory.min_total_bytes)
     if units is not None:
         yield _describe_cluster_size(ranking.cluster, units)
@@ -193,7 +194,7 @@ def _cluster_fixes(ranking: Ranking, least_memory: LeastMemorySearch) -> Iterato
 
 
 def _grows_by_device(cluster: Cluster) -> bool:
-    """This machine may get more cards; CPUs share the memory that there is, and machines elsewhere come as they are."""
+    """Whether a unit is a device: this machine may get more GPUs. CPUs share their node's memory, and other clusters grow by whole nodes."""
     return cluster.name == "here" and cluster.devices[0].kind != "cpu"
 
 
@@ -202,7 +203,7 @@ def _num_units(cluster: Cluster) -> int:
 
 
 def cluster_units(cluster: Cluster) -> tuple[int, str]:
-    """How many units there are, and what one is called."""
+    """The number of units, and the word for one."""
     return _num_units(cluster), "device" if _grows_by_device(cluster) else "node"
 
 
@@ -211,7 +212,7 @@ def _devices_per_unit(cluster: Cluster) -> int:
 
 
 def resize_cluster(cluster: Cluster, units: int) -> Cluster:
-    """The cluster with as many nodes like its first; this machine with as many cards."""
+    """The cluster with `units` nodes like its first; this machine with `units` GPUs."""
     node = cluster.nodes[0]
     if not _grows_by_device(cluster):
         return replace(cluster, nodes=(node,) * units)
@@ -239,7 +240,7 @@ def _device_memory_fix(ranking: Ranking, least_memory: LeastMemorySearch) -> Ite
 
 
 def with_memory(cluster: Cluster, change: Callable[[int], int]) -> Cluster:
-    """The same devices with other memory; CPUs have their node's."""
+    """The same devices with changed memory; CPUs use their node's memory, which changes too."""
 
     def resize_node(node: Node) -> Node:
         devices = tuple(replace(d, memory_bytes=change(d.memory_bytes)) for d in node.devices)

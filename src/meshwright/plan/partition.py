@@ -1,4 +1,4 @@
-"""Model Partitioner, deciding half: which modules are gathered, recomputed and compiled as one."""
+"""Model Partitioner, deciding half: which modules are units, that is, are gathered, recomputed and compiled as one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MIN_UNIT_SHARE = 0.05  # a layer that holds less of the parameters than this is
 
 
 def choose_units(profile: ModelProfile) -> tuple[str, ...]:
-    """The repeated blocks; in a model that repeats nothing, the layers that hold a fair part of the parameters."""
+    """The repeated blocks; in a model without repeated blocks, the layers with more than `_MIN_UNIT_SHARE` of the parameters."""
     blocks = tuple(layer.name for layer in profile.layers if layer.block)
     if blocks:
         return blocks

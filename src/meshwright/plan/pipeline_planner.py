@@ -18,36 +18,36 @@ from meshwright.plan.dataflow_index import DataflowIndex
 from meshwright.plan.sequence_planner import sequence_sharded_values
 from meshwright.plan.tensor_planner import sharded_logical_dims
 
-BestCutRow = list[tuple[float, tuple[int, ...]]]  # of what comes before each end: the dearest run of its best cut, and that
+BestCutRow = list[tuple[float, tuple[int, ...]]]  # by end: (cost of the most expensive stage, cut positions) of the best cut before it
 
 
 @dataclass(frozen=True)
 class _Boundary:
-    """A place between two layers, given by the module call that comes after it."""
+    """A place between two layers where the model can be cut, given by the module call that comes after it."""
 
     call: ModuleCall
     activations: tuple[BoundaryActivation, ...]
-    finished_modules: tuple[str, ...]  # what is done before it, so that a stage that begins here leaves it out
+    finished_modules: tuple[str, ...]  # modules that finish before it: a stage that begins here skips them
 
 
 def cut_stages(
     dataflow: Dataflow, profile: ModelProfile, count: int, tensor: TensorPolicy | None = None, tensor_y: TensorPolicy | None = None, cp: int = 1
 ) -> tuple[Stage, ...]:  # fmt: skip
-    """`count` stages whose slowest is as quick as can be; a stage may hold fewer layers when its layers are dearer. What tensor
-    parallelism has cut does not cross from one to the next, but for the features between layers that a grid's second axis deals out. Of
-    sequences that `cp` ranks share, each sends its positions."""
+    """`count` stages whose slowest is as fast as possible, so a stage with more expensive layers may hold fewer. Values that tensor parallelism
+    shards do not cross stage boundaries, except features that the second axis of 2D tensor parallelism shards. Under context parallelism each of
+    `cp` ranks sends its own positions."""
     return balanced_stages(find_stage_boundaries(dataflow, profile, tensor, tensor_y, cp), profile, count)
 
 
 @dataclass(frozen=True)
 class StageBoundaries:
-    """Where a model can be cut, however many stages there are to be."""
+    """The places where a model can be cut into stages, for any number of stages."""
 
     dataflow: Dataflow
-    layer_order: Sequence[str]  # layers by when they are needed
-    by_layer: Mapping[str, _Boundary]  # by the layer that comes after
-    parameter_reads: Sequence[tuple[int, str]]  # operations that read a trainable parameter, and which, in order
-    best_cut_rows: list[BestCutRow] = field(default_factory=list, compare=False, repr=False)  # the best cuts into two stages, three, … so far
+    layer_order: Sequence[str]  # layers in the order of their first use
+    by_layer: Mapping[str, _Boundary]  # by the layer after the boundary
+    parameter_reads: Sequence[tuple[int, str]]  # (operation, trainable parameter that it reads), in order
+    best_cut_rows: list[BestCutRow] = field(default_factory=list, compare=False, repr=False)  # the best cuts into one stage, two, … computed so far
 
     @property
     def cut_positions(self) -> list[int]:
@@ -79,7 +79,7 @@ def balanced_stages(boundaries: StageBoundaries, profile: ModelProfile, count: i
 
 
 def build_stages(boundaries: StageBoundaries, cuts: Sequence[int]) -> tuple[Stage, ...]:
-    """The stages between cuts, which are some of the doors' places."""
+    """The stages between `cuts`, which are a subset of `boundaries.cut_positions`."""
     flow, order, found = boundaries.dataflow, boundaries.layer_order, boundaries.by_layer
     edges, count = [0, *cuts, len(order)], len(cuts) + 1
     starts = [0, *(found[order[c]].call.first_op for c in cuts), len(flow.operations)]
@@ -101,16 +101,17 @@ def build_stages(boundaries: StageBoundaries, cuts: Sequence[int]) -> tuple[Stag
 
 @dataclass(frozen=True)
 class _BoundarySharding:
-    """Strands that may not cross from stage to stage, those that may, with their names, and values of which ranks share the positions."""
+    """How values are sharded at a stage boundary: logical dims that may not cross it, those that may (with their names), and sequence-sharded
+    values."""
 
     blocked_dims: frozenset[int]
     crossing_dims: Mapping[int, str]
     sequence_sharded: Mapping[int, tuple[str, int]]
     cp: int = 1
-    sequence_dim: int = -1  # the strand that cp ranks share
+    sequence_dim: int = -1  # the logical dim that cp ranks shard
 
     def sharding_of(self, value: int, logical_dims: tuple[tuple[int, ...], ...]) -> tuple[str, int] | None:
-        """(the strand of a value that is dealt out, along which dim), or None if the value cannot cross."""
+        """(name of the logical dim along which a value is sharded or "", the tensor dim), or None if the value cannot cross."""
         if value in self.sequence_sharded:
             return self.sequence_sharded[value] if self.sequence_sharded[value][1] >= 0 else None
         carried = {s for dim in logical_dims for s in dim}
@@ -121,7 +122,7 @@ class _BoundarySharding:
 
 
 def _layers_in_order(dataflow: Dataflow, profile: ModelProfile) -> list[tuple[str, int]]:
-    """Layers by when they are first needed: when their module is called, or a parameter of theirs is read."""
+    """Layers in the order of their first use: when their module is called, or else when one of their parameters is read."""
     first: dict[str, int] = {}
     for call in dataflow.modules:
         first[call.module] = min(first.get(call.module, call.first_op), call.first_op)
@@ -139,7 +140,7 @@ def _layers_in_order(dataflow: Dataflow, profile: ModelProfile) -> list[tuple[st
 
 
 def _find_boundaries(dataflow: Dataflow, layers: Sequence[str], sharding: _BoundarySharding) -> list[_Boundary]:
-    """Places where everything that goes on can be sent: made by modules before, taken in by modules after."""
+    """Boundaries at which every crossing value can be sent: made by a module before and taken in as a module input after."""
     index: _BoundaryIndex = dataflow.memo.get_or_compute("boundaries", (), (), lambda: _BoundaryIndex(dataflow))
     found = []
     for name in layers[1:]:
@@ -152,20 +153,20 @@ def _find_boundaries(dataflow: Dataflow, layers: Sequence[str], sharding: _Bound
 
 
 class _BoundaryIndex:
-    """A flow with what is asked of it at every boundary, however the model's layers are cut."""
+    """A dataflow indexed for the queries of every boundary, independent of how layers are cut into stages."""
 
     def __init__(self, dataflow: Dataflow) -> None:
         self.dataflow, self.depends_on_parameters = dataflow, _depends_on_parameters(dataflow)
         self.parameter_calls = _find_parameter_calls(dataflow, _parameter_read_counts(dataflow, self.depends_on_parameters))
         self.calls_by_module: dict[str, list[ModuleCall]] = {}
-        self.consumer_calls: dict[int, list[ModuleCall]] = {}  # by value: the calls that are given it
-        self.producer_calls: dict[int, list[ModuleCall]] = {}  # and those that give it
+        self.consumer_calls: dict[int, list[ModuleCall]] = {}  # by value: the calls that take it as an input
+        self.producer_calls: dict[int, list[ModuleCall]] = {}  # by value: the calls that return it
         for call in dataflow.modules:
             self.calls_by_module.setdefault(call.module, []).append(call)
             for calls, values in ((self.consumer_calls, call.inputs), (self.producer_calls, call.outputs)):
                 for value in dict.fromkeys(values):
                     calls.setdefault(value, []).append(call)
-        self.producers: dict[int, list[int]] = {}  # by value: the operations that make it
+        self.producers: dict[int, list[int]] = {}  # by value: the operations that produce it
         self.consumers: dict[int, list[int]] = {}
         for at, op in enumerate(dataflow.operations):
             for value in op.outputs:
@@ -179,7 +180,7 @@ class _BoundaryIndex:
         )
 
     def _find_crossing_values(self, start: int) -> dict[int, list[int]]:
-        """Values that are made before an operation and used from there on, and by whom."""
+        """Values produced before operation `start` and used from there on, with the operations that use them."""
         found, done = {}, self.finished_modules(start)
         for made, last, value in self._lifetimes:
             if made >= start:
@@ -192,7 +193,7 @@ class _BoundaryIndex:
 
 
 def _depends_on_parameters(dataflow: Dataflow) -> list[bool]:
-    """Values that depend on parameters. All others (masks, position tables) every stage makes for itself."""
+    """Whether each value depends on trainable parameters. Every stage computes the other values (masks, position tables) itself."""
     found = [bool(v.parameter) and v.needs_grad for v in dataflow.values]
     for op in dataflow.operations:
         if any(found[v] for v in op.inputs):
@@ -202,7 +203,7 @@ def _depends_on_parameters(dataflow: Dataflow) -> list[bool]:
 
 
 def _boundary_activations(index: _BoundaryIndex, entry: ModuleCall, sharding: _BoundarySharding) -> tuple[BoundaryActivation, ...]:
-    """What is made before `entry` and used from there on; empty if some of it cannot be caught at a module's door."""
+    """The activations that cross the boundary before `entry`; empty if one of them is not available as an input or output of a module."""
     flow = index.dataflow
     used = index.crossing_values(entry.first_op)
     activations = []
@@ -219,7 +220,7 @@ def _boundary_activations(index: _BoundaryIndex, entry: ModuleCall, sharding: _B
         sinks = tuple(ModuleInput(m.module, m.inputs.index(value)) for m in outer)
         before = (
             m for m in index.producer_calls.get(value, ()) if m.end_op <= entry.first_op and m is not entry
-        )  # dropout of nothing takes no operation
+        )  # an `entry` without operations (dropout with p=0) also ends at its own first_op
         sources = [m for m in before if len(index.calls_by_module[m.module]) == 1]
         if sources:
             source = max(sources, key=lambda m: m.end_op - m.first_op)
@@ -235,16 +236,16 @@ ParameterCalls = list[tuple[ModuleCall, int]]
 
 
 def _find_parameter_calls(dataflow: Dataflow, read_counts: Sequence[int]) -> ParameterCalls:
-    """The calls of modules with parameters of their own, outer ones first, and where the last call of the same module ends."""
+    """Calls of modules that read trainable parameters, outer calls first, each with the end of the last call of the same module."""
     last: dict[str, int] = {}
     for call in dataflow.modules:
         last[call.module] = max(last.get(call.module, 0), call.end_op)
     found = [(m, last[m.module]) for m in dataflow.modules if m.module and read_counts[m.end_op] > read_counts[m.first_op]]
-    return sorted(found, key=lambda item: (item[0].first_op, -item[0].end_op))  # what lies inside another comes after it
+    return sorted(found, key=lambda item: (item[0].first_op, -item[0].end_op))  # nested calls come after the enclosing one
 
 
 def _finished_modules(parameter_calls: ParameterCalls, start: int) -> list[ModuleCall]:
-    """The outermost modules with parameters of their own that are done before a stage begins."""
+    """The outermost modules with parameters whose last call ends before operation `start`."""
     found: list[ModuleCall] = []
     for call, last in parameter_calls:
         if last <= start and (not found or call.end_op > found[-1].end_op):
@@ -253,7 +254,7 @@ def _finished_modules(parameter_calls: ParameterCalls, start: int) -> list[Modul
 
 
 def _parameter_read_counts(dataflow: Dataflow, depends_on_parameters: Sequence[bool]) -> list[int]:
-    """How many of the first n operations read a trainable parameter, for every n."""
+    """For every n, how many of the first n operations read a trainable parameter."""
     sums = [0]
     for op in dataflow.operations:
         sums.append(sums[-1] + any(depends_on_parameters[v] and bool(dataflow.values[v].parameter) for v in op.inputs))
@@ -261,7 +262,7 @@ def _parameter_read_counts(dataflow: Dataflow, depends_on_parameters: Sequence[b
 
 
 def _borrowed_parameters(boundaries: StageBoundaries, start: int, end: int, layers: tuple[str, ...]) -> tuple[TiedParameter, ...]:
-    """Parameters that this stage's operations read although another stage's layer holds them."""
+    """Parameters that this stage's operations read although a layer of another stage holds them."""
     found: dict[str, str] = {}
     here = frozenset(layers) - {"(model)"}
     first, last = (bisect_left(boundaries.parameter_reads, (at, "")) for at in (start, end))
@@ -280,7 +281,8 @@ def _owns_parameter(layers: frozenset[str], parameter: str) -> bool:
 
 
 def _balanced_cuts(costs: Sequence[float], cut_positions: Sequence[int], count: int, best_cut_rows: list[BestCutRow]) -> list[int]:
-    """Dynamic programming over the places: the cut into `count` runs whose dearest run is cheapest. `best_cut_rows` has what was found for fewer."""
+    """Dynamic programming over cut positions: the cut into `count` stages whose most expensive stage is cheapest. `best_cut_rows` caches the
+    results for fewer stages."""
     ends = [*cut_positions, len(costs)]
     sums = [0.0]
     for cost in costs:
@@ -295,7 +297,8 @@ def _balanced_cuts(costs: Sequence[float], cut_positions: Sequence[int], count: 
 def _extend_best_cut(
     best_cut_row: BestCutRow, prefix_costs: Sequence[float], ends: Sequence[int], first: int, end: int
 ) -> tuple[float, tuple[int, ...]]:  # fmt: skip
-    """One piece more: what lies before grows from cut to cut and the last piece shrinks, so the best cut is where they meet."""
+    """The best cut with one more stage. As the cut moves right, the cost of the stages before it grows and that of the last stage shrinks, so the
+    best cut is where the two cross."""
     if end <= first:
         return math.inf, ()
     last = prefix_costs[ends[end]]

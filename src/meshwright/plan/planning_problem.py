@@ -1,4 +1,4 @@
-"""What a search is asked: which plan is best for this model on this cluster, for this workload and within these wishes?"""
+"""The inputs of a search: find the best plan for this model on this cluster, for this workload and within these constraints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PlanningProblem:
 
     @cached_property
     def rates(self) -> Callable[[int], Rates]:
-        """Of so many ranks."""
+        """Measured rates by number of ranks."""
         return cache(self.calibration.rates_for)
 
     @cached_property
@@ -43,7 +43,7 @@ class PlanningProblem:
 
     @property
     def backend(self) -> str:
-        """The process groups'."""
+        """The process-group backend."""
         return self.constraints.backend or backend_for(self.cluster.devices[0].kind)
 
     @property

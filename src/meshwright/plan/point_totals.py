@@ -1,4 +1,4 @@
-"""What the stages and the pipeline ranks of a search point take, summed over their layers."""
+"""Time, memory and communication totals of the stages and the pipeline ranks of a search point, summed over their layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.plan.search_point import SearchPoint
 
 
 class PointTotals:
-    """Of one search. What was summed is kept, for all searches of the model."""
+    """The totals for one planning problem; sums are cached for all searches of the model."""
 
     def __init__(self, problem: PlanningProblem) -> None:
         self._problem = problem
@@ -19,13 +19,14 @@ class PointTotals:
         self._amounts = LayerTotalsCache.of(problem.profile, problem.workload.precision, problem.units, bucket_bytes)
 
     def of_stages(self, point: SearchPoint, sharding: Plan, compile_mode: CompileMode, stages: StageLayers) -> list[LayerTotals]:
-        """By stage; the whole model where `stages`, the layers of each, are not known. `sharding` says what a rank has of every layer."""
+        """Totals by stage; of the whole model where `stages`, the layers of each, are not known. `sharding` says which part of every layer a rank
+        holds."""
         share = self._problem.workload.global_batch // point.mesh.data_parallel_size
         rates = self._problem.rates(point.mesh.size)
         return self._amounts.stage_totals(-(-share // point.micro_batches), compile_mode, rates, sharding, stages)
 
     def of_ranks(self, point: SearchPoint, stage_totals: Sequence[LayerTotals], stages: StageLayers) -> list[LayerTotals]:
-        """By pipeline rank; the mean one where its stages are not known."""
+        """Totals by pipeline rank; of the mean rank where the stages are not known."""
         mine = [point.pipeline_spec.stages(rank) for rank in range(point.mesh.pp)] if stages else ()
         return self._amounts.rank_totals(stage_totals, point.schedule, mine, point.mesh.pp)
 

@@ -1,4 +1,4 @@
-"""The precision of the arithmetic, where a user leaves it open: the same search in each that the devices are known to have, and the best of them."""
+"""Chooses the precision where the user leaves it open: runs the same search in each precision that the devices support, and takes the best."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ PRECISIONS_WIDEST_FIRST: tuple[Precision, ...] = (
     "fp32",
     "bf16",
     "fp8",
-)  # each has the range of the one before; fp16 has not, and loses small gradients
-_MIN_GAIN = 0.01  # predictions are not finer, and more digits do no harm
+)  # each has the range of the one before; fp16 does not, and loses small gradients
+_MIN_GAIN = 0.01  # relative: predictions are not more precise, and a wider precision does no harm
 
 
 def available_precisions(cluster: Cluster, calibration: Calibration) -> tuple[Precision, ...]:
-    """fp32, and those in which products were measured or are on the data sheet of every device: of others nothing is known."""
+    """fp32, and the precisions whose matmul rate is measured or on the data sheet of every device: nothing is known of others."""
     known = set.intersection(*({key.partition("/")[2] for key in rates.compute if key.startswith("matmul/")} for rates in calibration.layouts))
     return tuple(p for p in PRECISIONS_WIDEST_FIRST if p == "fp32" or (p in known and _supports(p, cluster)))
 
@@ -39,7 +39,7 @@ def _supports(precision: Precision, cluster: Cluster) -> bool:
 
 
 def best_precision(ranking: Ranking, retrace: TraceInPrecision) -> Ranking:
-    """The ranking in the precision whose best plan costs least, and a line that says what the others would cost. The widest wins a tie."""
+    """The ranking in the precision whose best plan costs least, with a note on what the others would cost. The widest wins a tie."""
     tried: dict[Precision, Ranking] = {}
     for precision in available_precisions(ranking.cluster, ranking.calibration):
         if precision == ranking.workload.precision:
@@ -50,7 +50,7 @@ def best_precision(ranking: Ranking, retrace: TraceInPrecision) -> Ranking:
         try:
             tried[precision] = rank_plans(profile, *inputs)
         except RequestError:
-            continue  # a plan that only other precisions can have
+            continue  # the constraints are legal only in other precisions
     chosen = next(iter(tried))
     for precision, found in tried.items():
         if _is_better(found, tried[chosen]):

@@ -1,9 +1,10 @@
-"""Which units keep everything, what is dear, or their input alone: an integer program for each pipeline rank, solved exactly (HiGHS).
+"""Chooses the recompute mode of each unit (save everything, save expensive results, save the input alone) by an integer program for each pipeline
+rank, solved exactly (HiGHS).
 
-[Note: recomputation as a program]
-Blocks that are alike are counted, not told apart: how many of each kind have which mode. What recomputing adds to a micro-batch's time is to be
-least; what a rank keeps of all micro-batches under way, with the one unit that is brought back at a time, must go into what memory the rest leaves.
-Every rank has its own program: later ranks of a pipeline have fewer micro-batches under way, and recompute less.
+[Note: recomputation as an integer program]
+The variables are counts: how many of the equal blocks have which mode. The objective is the time that recomputation adds to a micro-batch. The
+constraint is memory: activations of all micro-batches in flight, plus the one unit that is rematerialized at a time, must fit beside the rest.
+Every rank has its own program: later ranks of a pipeline have fewer micro-batches in flight, and recompute less.
 """
 
 from __future__ import annotations
@@ -28,39 +29,39 @@ from meshwright.plan.memory_planner import RECOMPUTE_MODES
 from meshwright.schedule import MeshCoordinate
 from meshwright.schedule.step_actions import layer_collectives
 
-_BUDGET_REDUCTIONS = (0.0, 0.02, 0.05, 0.1, 0.2)  # of the room, where what was found does not fit after all
-_SOLVER_TOLERANCE = 4e-6  # of the room: what a solver takes for equal may be a little more
+_BUDGET_REDUCTIONS = (0.0, 0.02, 0.05, 0.1, 0.2)  # of the budget, tried in turn while the solution does not fit
+_SOLVER_TOLERANCE = 4e-6  # of the budget: the solver's feasibility tolerance may exceed it a little
 
 
 @dataclass(frozen=True)
 class UnitClass:
-    """Blocks that are alike, and what each mode that they may have costs one of them."""
+    """A number of equal units, and what each allowed mode costs one of them."""
 
     count: int
     seconds: Mapping[RecomputeMode, float]
-    saved_bytes: Mapping[RecomputeMode, float]  # bytes of one micro-batch
-    rematerialized_bytes: Mapping[RecomputeMode, float]  # bytes that are brought back, one block at a time
-    in_flight: tuple[int, ...]  # micro-batches under way, at each moment that may need most
+    saved_bytes: Mapping[RecomputeMode, float]  # saved for backward by one micro-batch
+    rematerialized_bytes: Mapping[RecomputeMode, float]  # recomputed in backward, one unit at a time
+    in_flight: tuple[int, ...]  # micro-batches in flight, at each moment that may be the peak
 
     @property
     def modes(self) -> list[RecomputeMode]:
         return [mode for mode in RECOMPUTE_MODES if mode in self.seconds]
 
 
-ModeCounts = Sequence[Mapping[RecomputeMode, int]]  # of each kind
+ModeCounts = Sequence[Mapping[RecomputeMode, int]]  # one mapping for each unit class
 
 
 def choose_mixed_recompute(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, calibration: Calibration) -> Plan | None:
-    """The plan, which keeps everything that it may, with the recomputation that makes it fit at the least time; None where it fits as it is, and
-    where nothing makes it fit. Units whose mode was asked for keep that. The program knows one workspace for all layers and no gradients that
-    come while activations go, so what it finds is checked, and asked for again in a little less room; and where it finds nothing, all units together
-    may make it fit all the same."""
+    """The plan with the recomputation that makes it fit in the least time; None where it fits without, or where nothing makes it fit. Units whose
+    mode the user set keep it. The program assumes one workspace for all layers and ignores gradients that are allocated while activations are
+    freed, so its solution is verified by an estimate, and solved again with a smaller budget. If it finds nothing, one mode for all units is
+    tried."""
     if plan.splits_backward:
         return None
     every = list(activation_budgets(plan, profile, workload, cluster, calibration))
     met = {
         id(room.local_profile): _repeated_comm_seconds(plan, cluster, room) for room in {id(room.local_profile): room for room in every}.values()
-    }  # alike ranks meet alike
+    }  # equal ranks have equal collectives
     for less in _BUDGET_REDUCTIONS:
         found = _plan_with_modes(plan, [replace(room, bytes=int(room.bytes * (1 - less))) for room in every], met)
         if found is None:
@@ -69,12 +70,12 @@ def choose_mixed_recompute(plan: Plan, profile: ModelProfile, workload: Workload
             return found
     if estimate(plan, profile, workload, cluster, calibration, with_time=False).fits:
         return None
-    alike = (other for mode in RECOMPUTE_MODES[1:] if (other := _recompute_all(plan, profile, mode)) is not None)  # the quicker one first
+    alike = (other for mode in RECOMPUTE_MODES[1:] if (other := _recompute_all(plan, profile, mode)) is not None)  # the faster mode first
     return next((other for other in alike if estimate(other, profile, workload, cluster, calibration, with_time=False).fits), None)
 
 
 def _recompute_all(plan: Plan, profile: ModelProfile, mode: RecomputeMode) -> Plan | None:
-    """With every unit whose mode is open recomputed in this one, if any may be."""
+    """The plan with all units whose mode is open in this mode; None if no unit allows it."""
     modes: dict[str, RecomputeMode] = {x.name: mode for x in profile.layers if _is_mode_open(plan, x) and mode in _allowed_modes(plan, x)}
     memory = replace(plan.memory, layers={**plan.memory.layers, **modes})
     if len(modes) == len(plan.memory.units):
@@ -105,8 +106,8 @@ def _plan_with_modes(plan: Plan, budgets: Sequence[ActivationBudget], repeated_c
 def solve_modes(
     unit_classes: Sequence[UnitClass], budgets: Sequence[float], rematerialized_bytes: float = 0.0
 ) -> list[dict[RecomputeMode, int]] | None:
-    """How many of each kind have which mode, so that time is least. `budgets` are the bytes that there are at each moment, and
-    `rematerialized_bytes` those that some other layer brings back. None if nothing fits."""
+    """How many units of each class have which mode, for the least time; None if nothing fits. `budgets` are the bytes available at each moment,
+    and `rematerialized_bytes` those that another layer recomputes in backward."""
     plain = [
         rematerialized_bytes + sum(kind.count * kind.saved_bytes["none"] * kind.in_flight[at] for kind in unit_classes) for at in range(len(budgets))
     ]
@@ -118,11 +119,11 @@ def solve_modes(
 
 
 class _IntegerProgram:
-    """The program in the solver's words: a column for the count of each kind in each mode, one that says whether there is any, and one for what is
-    brought back. Bytes are counted in rooms and seconds in the dearest block's, so that numbers are near 1."""
+    """The program for the solver: a column for the count of each class in each mode, one that says whether that count is positive, and one for the
+    rematerialized bytes. Bytes are in units of the largest budget and seconds in units of the most expensive unit's, so that numbers are near 1."""
 
     def __init__(self, unit_classes: Sequence[UnitClass], budgets: Sequence[float], rematerialized_bytes: float) -> None:
-        import highspy  # here: it takes a tenth of a second that few searches need
+        import highspy  # imported here: the import takes 0.1 s, and few searches need it
 
         self._columns = 0
         self._solver: Any = highspy.Highs()
@@ -171,7 +172,7 @@ class _IntegerProgram:
 
 
 def _unit_classes(plan: Plan, budget: ActivationBudget, repeated_comm_seconds: Mapping[str, float]) -> tuple[list[UnitClass], list[list[str]]]:
-    """The kinds among a rank's units whose mode is open, and the names of those that belong to each."""
+    """The classes of a rank's units whose mode is open, and the names of the units in each."""
     price = ComputeCost(budget.rates, plan.memory.precision, plan.compile != "none", frozenset(plan.memory.units))
     memo: dict[tuple[int, str, bool], float] = {}
     found: dict[tuple[Any, ...], list[str]] = {}
@@ -191,7 +192,7 @@ def _unit_classes(plan: Plan, budget: ActivationBudget, repeated_comm_seconds: M
 
 
 def _remaining_budget(plan: Plan, budget: ActivationBudget) -> tuple[list[float], float]:
-    """What layers whose mode is not open leave of the room at each moment, and what one of them brings back."""
+    """The bytes that layers with a fixed mode leave of the budget at each moment, and the most bytes that one of them rematerializes."""
     fixed = [
         (layer.name, *saved_activation_bytes(plan, layer, plan.memory.recompute_mode(layer.name)))
         for layer in budget.local_profile.layers
@@ -206,7 +207,7 @@ def _is_mode_open(plan: Plan, layer: LayerProfile) -> bool:
 
 
 def _allowed_modes(plan: Plan, layer: LayerProfile) -> list[RecomputeMode]:
-    """What `execute` can do with a unit under this plan; a plan that it cannot run at all refuses itself."""
+    """The modes that `execute` supports for a unit under this plan; Plan itself refuses what cannot run at all."""
     owned = any(table.module.startswith(f"{layer.name}.") for table in plan.expert.tables)
     split = plan.compile != "none" and plan.mesh.degree("tp") > 1
     if owned or plan.splits_backward:
@@ -215,17 +216,17 @@ def _allowed_modes(plan: Plan, layer: LayerProfile) -> list[RecomputeMode]:
 
 
 def _repeated_comm_seconds(plan: Plan, cluster: Cluster, budget: ActivationBudget) -> dict[str, float]:
-    """By unit: what the meetings of other axes that a unit repeats take from computation."""
+    """By unit: seconds of its model-parallel collectives that recomputation repeats and computation does not overlap."""
     if plan.mesh.group_size("data") * plan.mesh.pp == plan.world and plan.mesh.cp == plan.mesh.ep == 1:
         return {}
     hidden = budget.rates.overlap if "gradients" in plan.sync.overlap else 0.0
-    price = cache(lambda action: collective_seconds(action, plan, cluster, budget.rates))  # calls of equal blocks differ in their names
+    price = cache(lambda action: collective_seconds(action, plan, cluster, budget.rates))  # collectives of equal blocks differ only in their names
     every = layer_collectives(plan, budget.local_profile, MeshCoordinate(pp=budget.rank))
     return {unit: (1.0 - hidden) * sum(price(action.renamed("")) for action in met["again"]) for unit, met in every.items()}
 
 
 def _assign_modes(unit_names: Sequence[Sequence[str]], counts: ModeCounts) -> dict[str, RecomputeMode]:
-    """Those of a kind that come first recompute most: what they keep would be kept longest."""
+    """Assign modes to names: the first units of a class recompute most, since their activations would be saved longest."""
     found: dict[str, RecomputeMode] = {}
     for names, of in zip(unit_names, counts, strict=True):
         modes = [mode for mode in reversed(RECOMPUTE_MODES) for _ in range(of.get(mode, 0))]

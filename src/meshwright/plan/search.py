@@ -1,4 +1,4 @@
-"""Search: price every legal plan and rank them."""
+"""Search: estimates every legal plan, or the best by lower bounds on large clusters, and ranks them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from meshwright.plan.search_space import Constraints, PartitionCache, candidates
 from meshwright.plan.tuning import tune
 
 _NUM_TOP_PLANS = 12
-_MEAN_DEVICE_TOLERANCE = 1.1  # times as long as on unlike devices a plan may be said to take on mean ones, whose links and kernels are one kind's
-MAX_EXHAUSTIVE_DEVICES = 8  # devices up to which every legal plan is priced; beyond, bounds choose what is
-_MANY_LAYERS = 24  # layers from which that would take minutes on as few
+_MEAN_DEVICE_TOLERANCE = 1.1  # factor by which mean devices, with one kind's links and kernels, may be overestimated
+MAX_EXHAUSTIVE_DEVICES = 8  # up to so many devices every legal plan is priced; beyond, bounds select
+_MANY_LAYERS = 24  # from so many layers on, pricing all plans takes minutes even on few devices
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ScoredPlan:
 
 @dataclass(frozen=True)
 class Ranking:
-    """All legal plans, best first, and the inputs they were judged on, so that `explain` can ask what would change the choice."""
+    """All legal plans, best first, and the inputs of the search, with which `explain` finds out what would change the choice."""
 
     scored: tuple[ScoredPlan, ...]
     profile: ModelProfile
@@ -50,12 +50,12 @@ class Ranking:
     workload: Workload
     calibration: Calibration
     constraints: Constraints
-    tuning_notes: tuple[str, ...] = ()  # what of the best plan was chosen after it, and why
-    num_considered: int = 0  # plans that were weighed by bounds, where not all of them were priced
+    tuning_notes: tuple[str, ...] = ()  # what was tuned after the best plan was chosen, and why
+    num_considered: int = 0  # plans compared by their bounds, where not all were priced
     search_s: float = 0.0  # computing time of the search
-    partition_cache: PartitionCache | None = None  # how it takes the model apart: another search of the same model need not find out again
-    coarse_points: CoarsePoints = ()  # what was weighed by bounds first, with what each costs at least
-    best_equal_split: ScoredPlan | None = None  # the best plan that deals everything out equally, where devices are not alike
+    partition_cache: PartitionCache | None = None  # partitions of the model, for reuse in another search of the same model
+    coarse_points: CoarsePoints = ()  # the coarse points of the search, with their cost bounds
+    best_equal_split: ScoredPlan | None = None  # the best plan with equal shares, on heterogeneous devices
 
     @property
     def best(self) -> ScoredPlan:
@@ -63,7 +63,7 @@ class Ranking:
 
     @property
     def speedup_over_equal(self) -> float | None:
-        """How many times as long a step takes with the best plan that deals everything out equally; None where devices are alike or none fits."""
+        """Step time of the best plan with equal shares divided by that of the best plan; None on homogeneous devices, or if no equal split fits."""
         return (
             self.best_equal_split.estimate.step_s / self.best.estimate.step_s
             if self.best_equal_split is not None and self.best_equal_split.estimate.fits
@@ -72,7 +72,7 @@ class Ranking:
 
     @property
     def runner_up(self) -> ScoredPlan | None:
-        """The best plan of another strategy or world size: the next of the same kind would teach nothing."""
+        """The best plan of another strategy or world size: the next plan of the same kind would tell the user nothing."""
         first = self.best.plan
         return next((s for s in self.scored[1:] if (s.plan.strategy, s.plan.world) != (first.strategy, first.world)), None)
 
@@ -82,10 +82,11 @@ def rank_plans(
     profile: ModelProfile, cluster: Cluster, workload: Workload, calibration: Calibration, constraints: Constraints,
     previous: Ranking | None = None,
 ) -> Ranking:  # fmt: skip
-    """Every legal plan with its estimate; those that fit first, then by the workload's objective. On a large cluster the best, and those that
-    were looked at on the way: `previous` is a ranking of the same model under the same wishes, after which the best alone is asked for.
+    """Every legal plan with its estimate: those that fit first, then by the workload's objective. On a large cluster, the best plans and those
+    that were priced on the way. `previous` is a ranking of the same model under the same constraints; with it, only the best plan is searched.
 
-    States in host memory cost time and free nothing but memory, so they are weighed where that binds."""
+    Offloading optimizer states to host memory costs time and saves only memory, so it is considered only where memory is the bottleneck.
+    """
     found = _rank_equal_split(PlanningProblem(profile, cluster, workload, calibration, constraints), previous)
     if is_heterogeneous(cluster, calibration, constraints.world or len(cluster.devices)):
         found = _rank_heterogeneous(found, previous)
@@ -100,8 +101,8 @@ def rank_plans(
 
 
 def _rank_heterogeneous(ranking: Ranking, previous: Ranking | None) -> Ranking:
-    """The same, with parts for unlike devices (see [Note: parts for unlike devices]) of the plans that are good when dealt out equally, and of those
-    that would be good if all devices were like the mean one."""
+    """Add plans with unequal shares (see [Note: heterogeneous shares]). Their seeds are the best plans with equal shares, and the best plans for a
+    cluster of mean devices."""
     cluster, workload, calibration, constraints = ranking.cluster, ranking.workload, ranking.calibration, ranking.constraints
     inputs = SearchInputs(
         ranking.profile, cluster, workload, calibration, ranking.partition_cache or PartitionCache(ranking.profile, workload, constraints)
@@ -120,13 +121,14 @@ def _rank_heterogeneous(ranking: Ranking, previous: Ranking | None) -> Ranking:
         return _sort_key(scored, workload)
 
     def min_step_s(plan: Plan) -> float:
-        """No parts make it quicker than it would be on as many mean devices; some devices alone may be quicker than those."""
+        """Lower bound on a plan's step time with any shares: its time on as many mean devices. 0 for plans on some of the devices, which may be
+        faster than the mean."""
         if mean is None or plan.world < len(cluster.devices) or workload.objective == "memory":
             return 0.0
         return estimate(plan, ranking.profile, workload, *mean).step_s / _MEAN_DEVICE_TOLERANCE
 
     def plans_that_fit(plans: list[Plan]) -> list[Plan]:
-        """Those that fit, or the one that comes nearest to it: the others need not be timed."""
+        """The plans that fit, or else the one closest to fitting: the others need no time estimate."""
         rough = [(plan, estimate(plan, ranking.profile, workload, cluster, calibration, with_time=False)) for plan in plans]
         return [plan for plan, found in rough if found.fits] or [min(rough, key=lambda pair: max(pair[1].memory_bytes))[0]]
 
@@ -148,7 +150,7 @@ def _rank_heterogeneous(ranking: Ranking, previous: Ranking | None) -> Ranking:
 
 
 def _seed_plans(ranking: Ranking) -> list[Plan]:
-    """The best, and the quickest of every strategy on every number of ranks."""
+    """The best plans, and the fastest of every strategy and world size."""
     first: dict[tuple[str, int], Plan] = {}
     for scored in ranking.scored:
         first.setdefault((scored.plan.strategy, scored.plan.world), scored.plan)
@@ -165,7 +167,8 @@ def _is_memory_bound(ranking: Ranking) -> bool:
 def _rank_equal_split(
     problem: PlanningProblem, previous: Ranking | None, cost_limit: float = math.inf, force_bounded: bool = False, coarse_points: CoarsePoints = ()
 ) -> Ranking:
-    """What costs at least `cost_limit` need not be looked at; `force_bounded`: nor what bounds leave out, however few plans there are."""
+    """Rank plans with equal shares. Plans that cost at least `cost_limit` are skipped; `force_bounded` prunes by bounds however few plans there
+    are."""
     profile, cluster, workload, calibration, constraints = (
         problem.profile,
         problem.cluster,
@@ -201,8 +204,8 @@ def _rank_equal_split(
 
 
 def needs_bounded_search(profile: ModelProfile, cluster: Cluster, constraints: Constraints, best_only: bool = False) -> bool:
-    """Whether there are more plans than are priced one by one: because there are many, because the model is deep or devices have several kinds,
-    each with a price of its own, or because the best alone is asked for. Jobs on CPUs beside GPUs are small, and priced plan by plan."""
+    """Whether there are too many plans to price each one: many devices, a deep model, several kinds of devices (each priced separately), or a
+    search for the best plan alone. Jobs that mix CPU and GPU ranks are small, and all their plans are priced."""
     world = constraints.world or len(cluster.devices)
     dear = len(profile.layers) > _MANY_LAYERS or len({device.name for device in cluster.devices[:world]}) > 1
     return world > MAX_EXHAUSTIVE_DEVICES or (
@@ -211,15 +214,15 @@ def needs_bounded_search(profile: ModelProfile, cluster: Cluster, constraints: C
 
 
 def rescore_best(ranking: Ranking, cluster: Cluster, calibration: Calibration, memory_only: bool = False) -> ScoredPlan:
-    """The best plan on another machine, among those that were near the front here and, of every strategy, the quickest and the smallest. One that
-    is `memory_only` has another memory alone."""
+    """The best plan on another cluster, among the top plans here and the fastest and the smallest of every strategy. `memory_only`: the clusters
+    differ in memory alone, so step times are kept."""
     quickest: dict[tuple[str, int], ScoredPlan] = {}
     smallest: dict[tuple[str, int], ScoredPlan] = {}
     for found, order in ((quickest, ranking.scored), (smallest, sorted(ranking.scored, key=lambda s: max(s.estimate.memory_bytes)))):
         for scored in order:
             found.setdefault((scored.plan.strategy, scored.plan.world), scored)
     near = (*ranking.scored[:_NUM_TOP_PLANS], *quickest.values(), *smallest.values())
-    if ranking.num_considered:  # of a large cluster's plans each takes a while
+    if ranking.num_considered:  # each estimate on a large cluster takes a while
         near = (*list(quickest.values())[:2], *list(smallest.values())[:1])
 
     def rescore(scored: ScoredPlan) -> ScoredPlan:
@@ -230,7 +233,7 @@ def rescore_best(ranking: Ranking, cluster: Cluster, calibration: Calibration, m
 
 
 def _is_dominated(plan: Plan, previous: ScoredPlan, workload: Workload) -> bool:
-    """Where a plan fits that keeps everything, recomputing a part only costs time."""
+    """Whether a plan only adds selective recomputation to one that fits without it, which costs time and gains nothing."""
     same = previous.plan.memory.recompute == "none" and replace(previous.plan.memory, recompute="selective") == plan.memory
     return workload.objective == "time" and same and previous.estimate.fits and previous.plan.mesh == plan.mesh
 
@@ -239,7 +242,7 @@ def _sort_key(scored: ScoredPlan, workload: Workload) -> tuple[bool, float]:
     found, plan = scored.estimate, scored.plan
     memory = float(max(found.memory_bytes))
     if not found.fits:
-        return True, memory  # nearest to fitting first
+        return True, memory  # closest to fitting first
     if workload.objective == "memory":
         return False, memory
     each = max(len(plan.stages) // plan.mesh.pp, 1)

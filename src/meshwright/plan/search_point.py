@@ -1,4 +1,4 @@
-"""A point of the search space: a plan that is not made yet, by what tells it from the others."""
+"""A point of the search space: the choices that distinguish one plan from another, before the plan is built."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.plan.layer_totals import RecomputeChoice
 
 @dataclass(frozen=True)
 class SearchPoint:
-    """A plan that is not made yet."""
+    """The choices from which `make_plan` builds a plan."""
 
     mesh: Mesh
     zero: int
@@ -21,7 +21,7 @@ class SearchPoint:
     recompute: RecomputeChoice
     sequence_parallel: bool = False
     schedule: PipelineSchedule = "1f1b"
-    stages_per_rank: int = 0  # stages a rank; 0: as many as is usual
+    stages_per_rank: int = 0  # 0: the schedule's default
 
     @cached_property
     def pipeline_spec(self) -> PipelineSpec:
@@ -29,5 +29,5 @@ class SearchPoint:
 
 
 def is_basic_mesh(mesh: Mesh) -> bool:
-    """Neither shared positions nor experts' ranks nor a grid of tensor-parallel ranks."""
+    """Whether the mesh has no context parallelism, no expert parallelism and no 2D tensor parallelism."""
     return mesh.cp == mesh.ep == len(mesh.tp) == 1

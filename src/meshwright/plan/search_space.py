@@ -1,4 +1,4 @@
-"""The space of legal plans: every combination that `execute` can run on this cluster and that the user's wishes leave open."""
+"""The space of legal plans: every combination that `execute` can run on this cluster and that the user's constraints leave open."""
 
 from __future__ import annotations
 
@@ -45,35 +45,35 @@ class Constraints:
     world: int | None = None
     zero: int | None = None
     recompute: RecomputeMode | None = None
-    recompute_layers: Mapping[str, RecomputeMode] = field(default_factory=dict)  # of single units, by name
+    recompute_layers: Mapping[str, RecomputeMode] = field(default_factory=dict)  # by unit name
     offload: Offload | None = None
     compile: CompileMode | None = None
     micro_batches: int | None = None
     backend: str | None = None
-    routes: tuple[Route, ...] | None = None  # other ways than that one's own
-    nodes: tuple[int, ...] | None = None  # ranks on each node, where routes tell them apart
+    routes: tuple[Route, ...] | None = None  # collective routes other than the backend's own
+    nodes: tuple[int, ...] | None = None  # ranks on each node, for routes that distinguish nodes
     compression: Compression | None = None
-    allow: tuple[Compression, ...] = ()  # compressions that may be chosen where they are quicker
+    allow: tuple[Compression, ...] = ()  # compressions that the planner may choose where they are faster
     compression_rank: int | None = None
     bucket_bytes: int | None = None
     overlap: tuple[Overlap, ...] | None = None
     timeout_s: float | None = None
     schedule: PipelineSchedule | None = None
     placements: Mapping[str, str] = field(default_factory=dict)
-    sequence: bool | None = None  # whether tensor-parallel ranks share positions between cut parts
-    spatial: tuple[int, ...] = ()  # the grid of cp's ranks; empty: as square as it goes
-    order: tuple[str, ...] = ()  # which axes of the mesh are farthest apart; empty: as is best
-    reorder: bool = False  # whether ranks may be on devices in another order than these are in: where they are still to be started
+    sequence: bool | None = None  # sequence parallelism
+    spatial: tuple[int, ...] = ()  # the grid of the cp ranks; empty: as square as possible
+    order: tuple[str, ...] = ()  # mesh axes from outermost (farthest apart) to innermost; empty: the planner chooses
+    reorder: bool = False  # whether ranks may be assigned to devices in another order: possible before they are started
     flow: Dataflow | None = None  # the model's dataflow; without it no tensor parallelism is considered
 
 
-# Constraints that a plan's SyncPolicy takes over by name; routes depend on the number of ranks too (see `_sync_policy`).
+# Constraints copied by name into a plan's SyncPolicy; routes also depend on the number of ranks (see `_sync_policy`).
 _SYNC_FIELDS = {f.name for f in fields(SyncPolicy)} & {f.name for f in fields(Constraints)} - {"routes", "nodes"}
 
 
 @dataclass(frozen=True)
 class ModelPartition:
-    """How a mesh takes one model apart."""
+    """How one mesh shards and cuts one model."""
 
     tensor_grid: TensorGrid
     context: ContextPolicy
@@ -82,7 +82,7 @@ class ModelPartition:
     stages: tuple[Stage, ...]
 
 
-MeshEnumerator = Callable[[int], list[Mesh]]  # for so many devices: meshes whose dp is all that the other axes leave
+MeshEnumerator = Callable[[int], list[Mesh]]  # world size → meshes in which dp takes all ranks that the other axes leave
 
 
 def candidates(
@@ -93,7 +93,7 @@ def candidates(
     partition_cache: PartitionCache | None = None,
     enumerate_meshes: MeshEnumerator | None = None,
 ) -> Iterator[Plan]:
-    """Legal plans. If the wishes allow none, the last reason is raised: it says what to change."""
+    """Yield the legal plans. If the constraints allow none, raise the first reason, which is about the simplest plan and says what to change."""
     check_constraints(constraints, len(cluster.devices))
     reason: RequestError | None = None
     found = False
@@ -118,20 +118,20 @@ def candidates(
                             )
                             found = True
                         except RequestError as error:
-                            reason = reason or error  # the first is about the simplest plan
+                            reason = reason or error  # the first reason is about the simplest plan
     if not found:
         raise reason or RequestError("no plan is legal here: relax --mesh, --nproc or --set")
 
 
 def _axis_order_variants(mesh: Mesh, cluster: Cluster, constraints: Constraints) -> Iterator[Mesh]:
-    """In the usual order and in others; a mesh that is asked for is as it was asked for."""
+    """The mesh in the default axis order and in others; a mesh that the user gave keeps its order."""
     yield mesh
     if constraints.mesh is None:
         yield from alternative_axis_orders(mesh, cluster)
 
 
 def check_constraints(constraints: Constraints, devices: int) -> None:
-    """What no mesh could make right is said at once, rather than as the reason why each of them was left out."""
+    """Raise for constraints that no mesh can satisfy, at once rather than as the reason for leaving out each mesh."""
     if constraints.mesh is not None:
         refuse_unused(constraints.mesh, constraints.schedule, constraints.placements, constraints.sequence)
     elif constraints.flow is None or (constraints.world or devices) == 1:
@@ -151,7 +151,7 @@ def check_constraints(constraints: Constraints, devices: int) -> None:
 
 
 def refuse_unused(mesh: Mesh, schedule: str | None, placements: Mapping[str, str], sequence_parallel: bool | None = None) -> None:
-    """Nothing that a user asks for is ignored."""
+    """Raise for a setting that this mesh would ignore."""
     if schedule is not None and mesh.pp == 1:
         raise RequestError(f"schedule={schedule} orders a pipeline's micro-batches, and mesh {mesh} has none: use --mesh pp=2, or leave it out")
     if placements and mesh.degree("tp") == 1:
@@ -161,21 +161,22 @@ def refuse_unused(mesh: Mesh, schedule: str | None, placements: Mapping[str, str
 
 
 def sequence_parallel_choices(mesh: Mesh, constraints: Constraints) -> tuple[bool, ...]:
-    """Whether to share positions between cut parts: as asked, or both ways where it may be of use."""
+    """Values of `sequence_parallel` to search: as asked, or both where the mesh supports it."""
     if constraints.sequence is not None:
         return (constraints.sequence,)
     return (False, True) if len(mesh.tp) == 1 < mesh.degree("tp") and mesh.cp == mesh.ep == 1 else (False,)
 
 
 def schedule_choices(mesh: Mesh, constraints: Constraints) -> tuple[PipelineSchedule, ...]:
-    """In which orders a pipeline may go: as asked, or all that are worth a search."""
+    """Pipeline schedules to search: as asked, or all whose traits say `searched`."""
     if constraints.schedule is not None or mesh.pp == 1:
         return (constraints.schedule or "1f1b",)
     return tuple(schedule for schedule in get_args(PipelineSchedule) if schedule_traits(schedule).searched)
 
 
 def is_schedule_eligible(schedule: str, stages: tuple[Stage, ...], constraints: Constraints) -> bool:
-    """Whether a schedule may be chosen unasked. torch splits backward where each stage hands on one learned value."""
+    """Whether the planner may choose a schedule by itself. torch splits backward only where each stage passes on one activation that needs
+    gradients."""
     if not schedule_traits(schedule).splits_backward or constraints.schedule is not None:
         return True
     return all(len(s.boundary_activations) == 1 and s.boundary_activations[0].needs_grad for s in stages[1:])
@@ -185,14 +186,14 @@ UNSHARDED: TensorGrid = (TensorPolicy(), TensorPolicy())
 
 
 class PartitionCache:
-    """Takes a model apart for one mesh after another; what several of them share is reasoned out once."""
+    """Partitions a model for one mesh after another and caches the parts that meshes have in common."""
 
     def __init__(self, profile: ModelProfile, workload: Workload, constraints: Constraints) -> None:
         self.profile, self.workload, self.constraints = profile, workload, constraints
         self.tensor_grid = cache(self._choose_tensor)
         self._stages = cache(self._choose_stages)
         self._cached_sharding = cache(self._choose_sharding)
-        self.expert_policy = cache(lambda ep: choose_expert_parallel(self._require_dataflow(f"ep={ep}: owners need"), ep))
+        self.expert_policy = cache(lambda ep: choose_expert_parallel(self._require_dataflow(f"ep={ep}: expert parallelism needs"), ep))
         self._chosen_tensor: dict[tuple[int, bool, bool], TensorGrid] = {}
         self._boundaries: dict[tuple[int, int], tuple[TensorGrid, StageBoundaries]] = {}
         self._single_stage = single_stage(profile)
@@ -204,7 +205,7 @@ class PartitionCache:
         return ModelPartition((parts.tensor, parts.tensor_y), parts.context, parts.spatial, parts.expert, stages)
 
     def sharding(self, mesh: Mesh, sequence_parallel: bool) -> Plan:
-        """As much of a plan as says what a rank has of every layer: tensor parallelism, shared positions, owners."""
+        """A partial plan that says which part of every layer a rank holds: tensor, context, spatial and expert parallelism."""
         return self._cached_sharding(Mesh(cp=mesh.cp, ep=mesh.ep, tp=mesh.tp), mesh.pp > 1, sequence_parallel)
 
     def _choose_sharding(self, mesh: Mesh, pipelined: bool, sequence_parallel: bool) -> Plan:
@@ -224,7 +225,7 @@ class PartitionCache:
         if known is not None and all(
             logical_dim.size >= n for policy, n in zip(known, tp_degrees, strict=False) for logical_dim in policy.sharded_dims
         ):
-            return known  # what fewer ranks chose goes over these too, and nothing else was better
+            return known  # the choice made for another degree stays the best while every dim has at least one element a rank
         found = choose_tensor_grid(
             flow, tp_degrees, self.constraints.placements, self.profile.layer_names if pipelined else (), sequence_parallel=sequence_parallel
         )
@@ -236,7 +237,7 @@ class PartitionCache:
         return balanced_stages(self.stage_boundaries(count, tp_degrees, cp, sequence_parallel), self.profile, count)
 
     def stage_boundaries(self, count: int, tp_degrees: tuple[int, ...], cp: int, sequence_parallel: bool) -> StageBoundaries:
-        """Where the model can be cut into stages."""
+        """The places where the model can be cut into stages."""
         tensor = self.tensor_grid(tp_degrees, True, sequence_parallel) if math.prod(tp_degrees) > 1 else UNSHARDED
         if (id(tensor), cp) not in self._boundaries:
             flow = self._require_dataflow(f"mesh {Mesh(pp=count)}: a pipeline needs")
@@ -266,8 +267,8 @@ def mesh_layouts(cluster: Cluster, constraints: Constraints, enumerate_meshes: M
 
 
 def model_parallel_meshes(world: int, constraints: Constraints) -> list[Mesh]:
-    """Degrees of pipeline and tensor parallelism that divide the world; without the dataflow, none. Who asks for a schedule asks for a
-    pipeline, and who places layers for tensor parallelism."""
+    """Meshes whose pipeline and tensor degrees divide the world size; data parallelism alone without the dataflow. A constraint on the schedule
+    requires pp > 1; one on placements or sequence parallelism requires tp > 1."""
     if constraints.flow is None:
         return [Mesh(dp=world, order=constraints.order)]
     every = [(pp, ways) for pp in divisors(world) for ways in divisors(world // pp)]
@@ -297,7 +298,7 @@ def micro_batch_counts(batch: int, mesh: Mesh, constraints: Constraints) -> list
 def make_plan(
     profile: ModelProfile, cluster: Cluster, workload: Workload, constraints: Constraints, point: SearchPoint, partition: ModelPartition
 ) -> Plan:
-    """The plan of a point at which all units recompute alike."""
+    """The plan of a point at which all units have the same recompute mode."""
     mesh, world, recompute = point.mesh, point.mesh.size, point.recompute
     assert recompute != "mixed"
     if world > len(cluster.devices):
@@ -340,12 +341,13 @@ def _sync_policy(constraints: Constraints, world: int) -> SyncPolicy:
 
 
 def _compile_mode(constraints: Constraints, device: str, world: int, eager: object) -> CompileMode:
-    """`eager` where no graph may span a unit: its backward is cut in two, or it works on the model's own calls."""
+    """The compile mode. `eager` is true where no graph may span a unit: its backward is split in two, or the run patches the model's own calls."""
     return constraints.compile if constraints.compile is not None else "none" if eager else default_compile(device, world)
 
 
 def default_compile(device: str, world: int) -> CompileMode:
-    """On GPUs compiling pays within a minute; the whole model on one, block by block on several so that gradients leave early."""
+    """The compile mode where the user gives none. On GPUs compiling pays off within a minute: the whole model on one device, block by block on
+    several so that gradient communication starts early."""
     if device == "cpu":
         return "none"
     return "model" if world == 1 else "blocks"

@@ -1,4 +1,5 @@
-"""Which positions tensor-parallel ranks can share outside of cut parts, and what that takes (see [Note: sequence]). Pure reasoning over dataflow."""
+"""Adds sequence parallelism to a tensor policy: tensor-parallel ranks shard positions between the tensor-parallel parts of a model (see [Note:
+sequence]). Pure reasoning over dataflow."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from meshwright.plan.size_arguments import size_arguments
 
 
 def add_sequence_parallel(dataflow_index: DataflowIndex, policy: TensorPolicy, sharded_dims: frozenset[int], tp_degree: int) -> TensorPolicy:
-    """The same cuts, with positions shared out between them; a model in which that cannot be is refused with the reason."""
+    """The same policy with sequence parallelism added. Raises a RequestError with the reason if the model does not allow it."""
     reason = "no cut part is followed by one that takes the same positions"
     for logical_dim in _candidate_dims(dataflow_index, policy, sharded_dims, tp_degree):
         try:
@@ -30,7 +31,8 @@ def add_sequence_parallel(dataflow_index: DataflowIndex, policy: TensorPolicy, s
 
 
 def sequence_sharded_values(dataflow_index: DataflowIndex, policy: TensorPolicy, sharded_dims: frozenset[int]) -> dict[int, tuple[str, int]]:
-    """Values of which ranks have some positions each wherever they are used: the strand's name, and the dim; -1 for one that it shares."""
+    """Values that are sequence-sharded wherever they are used: value → (name of the logical dim, tensor dim), with dim -1 if that dim holds other
+    logical dims too."""
     found: dict[int, tuple[str, int]] = {}
     for logical_dim in {
         s for m in (*policy.reduce_sites, *policy.sequence_scatter_sites) if m.sequence_layout for s in [logical_dim_of(dataflow_index, policy, m)]
@@ -45,7 +47,7 @@ def sequence_sharded_values(dataflow_index: DataflowIndex, policy: TensorPolicy,
 
 
 def _candidate_dims(dataflow_index: DataflowIndex, policy: TensorPolicy, sharded_dims: frozenset[int], tp_degree: int) -> list[int]:
-    """Strands of the sums that count neither samples nor, as a layer's own parameters do, features; the most frequent first."""
+    """Logical dims of reduced outputs that are neither samples nor features (dims of the layer's own parameters); the most frequent first."""
     count: dict[int, int] = {}
     for site in policy.reduce_sites:
         for call in dataflow_index.calls_by_module[site.module]:
@@ -58,7 +60,7 @@ def _candidate_dims(dataflow_index: DataflowIndex, policy: TensorPolicy, sharded
 
 
 class _SitePlacement:
-    """Places scatters and gathers at the inputs and outputs of modules, until every operation of a region has values as it needs them."""
+    """Places scatters and gathers at the inputs and outputs of modules, until every operation of a region gets its inputs as it needs them."""
 
     def __init__(self, region: SequenceRegion) -> None:
         self.region, self.reader = region, region.dataflow_index
@@ -72,7 +74,8 @@ class _SitePlacement:
         self._check_reads()
 
     def _place_scatters(self) -> bool:
-        """Whole values that meet sharded ones are scattered at the input of the smallest module in which they do; what else is in there follows."""
+        """Scatter whole values that are combined with sharded ones at the input of the smallest module that does so; their other uses in it then
+        get shards too."""
         for value, ops in self.region.needs_scatter.items():
             call = next((c for c in self.reader.input_calls(value) if any(c.first_op <= i < c.end_op for i in ops)), None)
             if call is None:
@@ -103,7 +106,7 @@ class _SitePlacement:
         if value in region.sharded_values and _producing_call(self.reader, value) is not None:
             region.gathered_outputs.add(value)
         elif made is not None and made not in region.stop_ops:
-            region.stop_ops.add(made)  # then what it is made from is needed whole, and may be had
+            region.stop_ops.add(made)  # its inputs are then needed whole, and may be gathered instead
         else:
             index = min(region.needs_gather[value], default=0)
             raise SequenceParallelError(
@@ -111,7 +114,7 @@ class _SitePlacement:
             )
 
     def _check_calls(self) -> None:
-        """A module that is called several times must be so with the same kind of values: what is done at its input is done each time."""
+        """Raise unless all calls of a module have the same scatters and gathers: what is done at its input is done in every call."""
         region = self.region
         entering = {(v, c.first_op) for v, c in region.sharded_entries()}
         known = {"entries": entering, "scatters": set(region.scatters), "gathers": set(region.gathers)}
@@ -129,7 +132,7 @@ class _SitePlacement:
                 raise SequenceParallelError(f"{module} {several}")
 
     def _check_reads(self) -> None:
-        """Code that asks a sharded value for the number of positions is told this rank's: it must not use it for what is whole."""
+        """Raise where code reads the number of positions from a sharded value, which gives this rank's number, and uses it for a whole value."""
         flow, region = self.reader.dataflow, self.region
         for read in flow.size_reads:
             if region.logical_dim not in flow.values[read.value].logical_dims[read.dim] or not region.is_sharded_within(
@@ -138,7 +141,7 @@ class _SitePlacement:
                 continue
             frames = {c.module for c in flow.modules if c.first_op <= read.before_operation <= c.end_op}
             if not frames.isdisjoint(region.dropout_modules):
-                continue  # these are run on all positions
+                continue  # dropout modules run on all positions
             for op in (o for o in flow.operations[read.before_operation :] if o.call_index >= 0 and flow.sized_calls[o.call_index].module in frames):
                 made = flow.values[op.outputs[0]]
                 counts = any(region.logical_dim in made.logical_dims[at] for _, _, at, _ in size_arguments(flow, op))
@@ -148,7 +151,7 @@ class _SitePlacement:
 
 
 class _SequencePolicyBuilder:
-    """The policy of a region whose scatters and gathers are placed."""
+    """Builds the policy of a region whose scatters and gathers are placed."""
 
     def __init__(self, region: SequenceRegion) -> None:
         self.region, self.reader = region, region.dataflow_index
@@ -198,7 +201,7 @@ class _SequencePolicyBuilder:
         return replace(meet, sequence_layout=self.region.position_layout(value), needs_grad=self.reader.dataflow.values[value].needs_grad)
 
     def _partial_biases(self) -> Iterator[str]:
-        """Of layers whose product a sum completes: added to the positions of one rank."""
+        """Biases of layers whose output is reduce-scattered: each rank adds them to its own positions only, so their gradients are partial."""
         sharded = self.region.sharded_dims
         for call in self.region.reduced_outputs.values():
             for index in range(call.first_op, call.end_op):
@@ -209,6 +212,6 @@ class _SequencePolicyBuilder:
 
 
 def _producing_call(reader: DataflowIndex, value: int) -> ModuleCall | None:
-    """The smallest module that gives a value out and has made it."""
+    """The smallest module call that produces a value and returns it."""
     made = reader.producer.get(value, -1)
     return min((c for c in reader.producer_calls(value) if c.first_op <= made < c.end_op), key=lambda c: c.end_op - c.first_op, default=None)

@@ -1,4 +1,5 @@
-"""The region of a model between its tensor-parallel parts in which each rank has some positions of every value (see [Note: sequence])."""
+"""Sequence parallelism: the region of a model between its tensor-parallel parts in which each rank holds a shard of the positions of every value
+(see [Note: sequence])."""
 
 from __future__ import annotations
 
@@ -11,26 +12,26 @@ from meshwright.core.tensor_policy import CollectiveSite, SequenceLayout, Sharde
 from meshwright.plan.dataflow_index import DataflowIndex
 
 _SEQUENCE_DIM_NAME = "sequence"
-_MASKING_OPS = frozenset(("mul", "mul_", "div", "div_", "where", "_to_copy", "clone", "native_dropout"))  # a product with what is no input
+_MASKING_OPS = frozenset(("mul", "mul_", "div", "div_", "where", "_to_copy", "clone", "native_dropout"))  # multiply by a non-input
 _LIKE_OPS = frozenset(("empty_like", "zeros_like", "ones_like", "rand_like", "full_like", "new_empty", "new_zeros", "new_ones"))
 
 
 class SequenceParallelError(Exception):
-    """Why ranks cannot share positions."""
+    """The reason why ranks cannot shard positions."""
 
 
 @dataclass
 class SequenceRegion:
-    """Follows one logical dim of positions from the sums that begin the region to the sharded parts that end it."""
+    """Propagates one logical dim of positions from the reduce sites that begin the region to the tensor-parallel parts that end it."""
 
     dataflow_index: DataflowIndex
     policy: TensorPolicy
     logical_dim: int
     sharded_dims: frozenset[int]
-    scatters: dict[tuple[int, int], ModuleCall] = field(default_factory=dict)  # (value, where the call begins): whole outside, sharded inside
-    gathers: dict[tuple[int, int], ModuleCall] = field(default_factory=dict)  # the other way round
-    gathered_outputs: set[int] = field(default_factory=set)  # gathered where they are made
-    stop_ops: set[int] = field(default_factory=set)  # operations that could go on with some positions, but what they make is needed whole
+    scatters: dict[tuple[int, int], ModuleCall] = field(default_factory=dict)  # (value, first_op of the call): whole outside the call, sharded inside
+    gathers: dict[tuple[int, int], ModuleCall] = field(default_factory=dict)  # (value, first_op of the call): sharded outside the call, whole inside
+    gathered_outputs: set[int] = field(default_factory=set)  # values gathered at the output of the module that makes them
+    stop_ops: set[int] = field(default_factory=set)  # operations that could work on a shard of the positions, but whose output is needed whole
 
     def __post_init__(self) -> None:
         flow = self.dataflow_index.dataflow
@@ -40,7 +41,7 @@ class SequenceRegion:
         sums = {m.module for m in self.policy.reduce_sites if m.sequence_layout is None or m.sequence_layout.logical_dim == self.dim_name}
         self.reduced_outputs = {c.outputs[0]: c for c in flow.modules if c.module in sums and self.has_dim(c.outputs[0])}
         self.entry_calls: dict[int, list[ModuleCall]] = {}
-        self.moved_entries: dict[tuple[str, int], tuple[str, int]] = {}  # where a value entered before → where it enters now
+        self.moved_entries: dict[tuple[str, int], tuple[str, int]] = {}  # (module, input) of a copy site → of the outermost call around it
         positions = {(m.module, m.position) for m in self.policy.copy_sites}
         for call in flow.modules:
             for at, value in enumerate(call.inputs):
@@ -50,15 +51,15 @@ class SequenceRegion:
                     self.entry_calls.setdefault(value, []).append(outer)
 
     def _outermost_call(self, call: ModuleCall, value: int) -> ModuleCall:
-        """The largest module around a cut part that is given the same value for nothing else: code in it that asks for the value's sizes
-        is told those of the whole."""
+        """The largest module around a tensor-parallel part that is given the same value and uses it for nothing else. Code in it that reads the
+        value's sizes sees those of the gathered value."""
         users = self.dataflow_index.consumers.get(value, [])
         mine = [i for i in users if call.first_op <= i < call.end_op]
         around = [c for c in self.dataflow_index.input_calls(value) if c.first_op <= call.first_op and call.end_op <= c.end_op]
         return [c for c in (call, *around) if [i for i in users if c.first_op <= i < c.end_op] == mine][-1]
 
     def _is_this_dim(self, strand: ShardedDim) -> bool:
-        """Is it this one, in a policy that has been settled?"""
+        """Whether a sharded dim of an already built policy is this region's logical dim."""
         marked = [
             m
             for m in (*self.policy.reduce_sites, *self.policy.sequence_scatter_sites)
@@ -70,7 +71,7 @@ class SequenceRegion:
         return self.logical_dim in self.dataflow_index.value_dims[value]
 
     def restore_from_policy(self) -> None:
-        """What an earlier reading has settled, from the policy itself."""
+        """Set the scatters and gathers that are recorded in the policy."""
         for site in (
             m
             for m in (*self.policy.sequence_scatter_sites, *self.policy.sequence_gather_sites)
@@ -83,7 +84,8 @@ class SequenceRegion:
                     (self.scatters if site in self.policy.sequence_scatter_sites else self.gathers)[call.inputs[site.position], call.first_op] = call
 
     def _is_sharded_at(self, value: int, index: int) -> bool:
-        """Does a rank have some positions of the value where operation `index` uses it? The innermost door on the way decides."""
+        """Whether a rank holds a shard of the value's positions where operation `index` uses it. The innermost enclosing scatter or gather
+        decides."""
         return self.is_sharded_within(value, index, index + 1)
 
     def is_sharded_within(self, value: int, first: int, last: int) -> bool:
@@ -100,18 +102,18 @@ class SequenceRegion:
         return value in self.sharded_values and value not in self.gathered_outputs
 
     def sharded_entries(self) -> list[tuple[int, ModuleCall]]:
-        """Values that come sharded to a tensor-parallel part, which gathers them, and the calls of those parts."""
+        """Sharded values that a tensor-parallel part gathers at its input, and the calls of those parts."""
         every = ((v, c) for v, calls in self.entry_calls.items() for c in calls)
         return [(v, c) for v, c in every if self.is_sharded_within(v, c.first_op, c.end_op)]
 
     def propagate(self) -> None:
-        """Through all operations, with the scatters and gathers that are placed so far."""
+        """Propagate shards through all operations, with the scatters and gathers placed so far."""
         flow = self.dataflow_index.dataflow
         self.sharded_values: set[int] = set(self.reduced_outputs)
-        self.dropout_modules: dict[str, int] = {}  # modules that multiply by random numbers, and what they give
+        self.dropout_modules: dict[str, int] = {}  # modules that multiply by random numbers → their output
         self.partial_parameters: dict[str, None] = {}
-        self.needs_gather: dict[int, set[int]] = {}  # sharded values, and operations that need them whole
-        self.needs_scatter: dict[int, set[int]] = {}  # whole values, and operations that need their positions alone
+        self.needs_gather: dict[int, set[int]] = {}  # sharded value → operations that need it whole
+        self.needs_scatter: dict[int, set[int]] = {}  # whole value → operations that need only this rank's positions
         calls = {c.first_op: c for c in sorted(flow.modules, key=lambda c: c.first_op - c.end_op) if len(c.inputs) == len(c.outputs) == 1}
         skip = 0
         for index, op in enumerate(flow.operations):
@@ -150,7 +152,7 @@ class SequenceRegion:
         self.partial_parameters.update(dict.fromkeys(held))
 
     def _is_position_wise(self, op: Operation) -> bool:
-        """Does an operation treat positions alike, outside of what is cut?"""
+        """Whether an operation treats all positions alike and touches no dim that tensor parallelism shards."""
         touched = [*op.inputs, *op.outputs]
         if self.logical_dim in (*op.contracted_dims, *op.indivisible_dims) or any(
             self.sharded_dims & self.dataflow_index.value_dims[v] for v in touched
@@ -159,7 +161,7 @@ class SequenceRegion:
         return all(map(self.has_dim, op.outputs))
 
     def position_layout(self, value: int) -> SequenceLayout:
-        """Where positions lie in a value."""
+        """Where the positions lie in a value."""
         logical_dims = self.dataflow_index.dataflow.values[value].logical_dims
         dim = next(d for d, found in enumerate(logical_dims) if self.logical_dim in found)
         at = logical_dims[dim].index(self.logical_dim)
@@ -173,7 +175,8 @@ class SequenceRegion:
 
 
 def _is_dropout_like(reader: DataflowIndex, call: ModuleCall) -> bool:
-    """Does a module multiply what it is given by random numbers of its own, and do nothing else? Then its output for ones is those."""
+    """Whether a module multiplies its input by random numbers of its own and does nothing else. Its output for an input of ones is then those
+    numbers."""
     flow, (given,), (made,) = reader.dataflow, call.inputs, call.outputs
     if given == made or flow.values[given].logical_dims != flow.values[made].logical_dims:
         return False
@@ -191,7 +194,7 @@ def _is_dropout_like(reader: DataflowIndex, call: ModuleCall) -> bool:
 
 
 def logical_dim_of(reader: DataflowIndex, policy: TensorPolicy, meet: CollectiveSite) -> int:
-    """The logical dim of the positions that a collective is along."""
+    """The logical dim of positions along which a collective scatters or gathers."""
     call = reader.calls_by_module[meet.module][0]
     assert meet.sequence_layout is not None
     value = call.outputs[0] if meet in policy.reduce_sites else call.inputs[meet.position]

@@ -1,4 +1,4 @@
-"""Which of the numbers that a call in the model's code spells out count which dim of what it made."""
+"""Which integer arguments of calls in the model's code (`view`, `split`, `unflatten`, slices …) count which dim of the call's output."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from meshwright.core.dataflow import Dataflow, Operation
 
-SLICE_OPS = ("slice", "narrow")  # those by number are noted as calls where they can be rewritten; what is left is in the way
+SLICE_OPS = ("slice", "narrow")  # slices by number that can be rewritten are recorded as sized calls; the others block sharding
 
 
 def size_arguments(dataflow: Dataflow, op: Operation) -> Iterator[tuple[int, int, int, int]]:
-    """(place among the call's sizes, the number, the dim of the output that it counts, the length of a dim that it slices or 0).
+    """Yield (position among the call's sizes, the number, the output dim that it counts, the length of the dim that it slices or 0).
 
-    A call may take several operations; a size is counted by the one that made the dim of that size, a place in a dim by the one that
-    sliced it. Where a slice begins at nothing there is nothing to count.
+    A call may run several operations: a size belongs to the operation that made the dim of that size, a slice index to the operation that sliced
+    the dim. A slice from 0 has no start to count.
     """
     call, made = dataflow.sized_calls[op.call_index], dataflow.values[op.outputs[0]]
     for position, number in enumerate(call.sizes):

@@ -1,8 +1,8 @@
-"""Spatial parallelism, deciding half: follow the positions of a sample through the dataflow, and say of each layer whether it can work
-on a block of them, which neighbours' borders it needs for that, and where blocks must become whole again.
+"""Spatial parallelism, deciding half: propagates blocks of positions through the dataflow, and decides for each layer whether it can work on a
+block, which halo it needs from its neighbours, and where blocks must be gathered.
 
-The walk goes through the operations once. What has no way to work on blocks sends it back: the blocks are gathered at the output of the
-last module before it, and the walk begins again. After a gather every rank does the same.
+A pass goes through the operations once. If an operation cannot work on blocks, they are gathered at the output of the last module before it, and
+another pass starts. After a gather every rank does the same work.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from meshwright.core.spatial_policy import (
 from meshwright.plan.dataflow_index import DataflowIndex
 
 _RANDOM_OPS = frozenset(("native_dropout", "dropout", "bernoulli", "bernoulli_", "rand_like", "randn_like", "uniform_", "normal_", "exponential_"))
-_HALO_FUNCTIONS = {"conv": "conv{}d", "max": "max_pool{}d", "mean": "avg_pool{}d"}  # the calls that the run can give a halo
+_HALO_FUNCTIONS = {"conv": "conv{}d", "max": "max_pool{}d", "mean": "avg_pool{}d"}  # the calls to which the run can add a halo
 _NORM_FUNCTIONS = ("batch_norm", "group_norm")
-_MIN_SHARDED_SHARE = 0.1  # of all activations: with less of them cut, ranks would mostly do the same work
-GridDims = tuple[int, ...]  # for each dim of a value, the grid's dim that it is cut along, or -1
+_MIN_SHARDED_SHARE = 0.1  # of all activations: with a smaller part in blocks, ranks would mostly repeat the same work
+GridDims = tuple[int, ...]  # for each dim of a value, the grid dim that shards it, or -1
 
 
 def choose_spatial(dataflow: Dataflow, cp_degree: int, grid: tuple[int, ...] = ()) -> SpatialPolicy:
-    """How `cp_degree` ranks share the positions of a model's samples. Raises a RequestError with the reason if they cannot."""
+    """How `cp_degree` ranks shard the positions of a model's samples. Raises a RequestError with the reason if they cannot."""
     dims = next((len(op.window.kernel) for op in dataflow.operations if op.window is not None and op.window.kind == "conv"), 0)
     instead = f"use --mesh dp={cp_degree}"
     if not dims:
@@ -68,7 +68,7 @@ def choose_spatial(dataflow: Dataflow, cp_degree: int, grid: tuple[int, ...] = (
 
 
 def _check_grid(grid: tuple[int, ...], cp_degree: int, dims: int) -> tuple[int, ...]:
-    """A grid that was asked for, over the last dims."""
+    """The grid that the user asked for, over the last spatial dims."""
     if math.prod(grid) != cp_degree or len(grid) > dims:
         better = show_grid(choose_grid(cp_degree, dims)[-2:])
         raise RequestError(f"spatial={show_grid(grid)} is not a grid of cp={cp_degree} ranks over at most {dims} dims: use {better}")
@@ -82,7 +82,7 @@ def _is_splittable(dataflow: Dataflow, value: int, grid: tuple[int, ...]) -> boo
 
 
 def _is_norm(op: Operation) -> bool:
-    """The operation that a norm of torch's comes down to; it may cast and count beside it."""
+    """Whether it is the operation that does the norm itself: torch's norm functions may cast and count in others."""
     return op.function in _NORM_FUNCTIONS and op.function in op.name
 
 
@@ -96,16 +96,16 @@ class _NeedsGatherError(Exception):
 
 @dataclass
 class _PropagationResult:
-    """What one walk has found."""
+    """The result of one pass."""
 
-    window_ops: list[WindowOp] = field(default_factory=list)  # one for each call
+    window_ops: list[WindowOp] = field(default_factory=list)  # one for each call that needs a halo
     norms: list[SpatialNorm] = field(default_factory=list)
     gathers: list[SpatialGather] = field(default_factory=list)
-    decisions: dict[str, str] = field(default_factory=dict)  # module → how its window or norm works on blocks
-    block_modules: dict[str, None] = field(default_factory=dict)  # all modules that do
-    whole_calls: dict[tuple[str, str], set[tuple[int, ...]]] = field(default_factory=dict)  # (module, function) → sizes it is called with, whole
-    block_inputs: dict[int, list[int]] = field(default_factory=dict)  # operation → its inputs that were blocks
-    block_elements: float = 0.0  # elements made in blocks, and in all
+    decisions: dict[str, str] = field(default_factory=dict)  # module → how its sliding window or norm works on blocks
+    block_modules: dict[str, None] = field(default_factory=dict)  # all modules that work on blocks
+    whole_calls: dict[tuple[str, str], set[tuple[int, ...]]] = field(default_factory=dict)  # (module, function) → sizes of its whole inputs
+    block_inputs: dict[int, list[int]] = field(default_factory=dict)  # operation → its inputs that are blocks
+    block_elements: float = 0.0  # elements produced in blocks, and in all
     total_elements: float = 0.0
 
     @property
@@ -114,7 +114,7 @@ class _PropagationResult:
 
 
 class _SpatialPropagation:
-    """One pass over the operations, with blocks made at the doors and gathered where earlier passes found that they must be."""
+    """One pass over the operations: model inputs are split into blocks, and gathered where earlier passes found it necessary."""
 
     def __init__(
         self, dataflow_index: DataflowIndex, grid: tuple[int, ...], split_inputs: set[int], required_gathers: Mapping[tuple[str, int], str]
@@ -127,7 +127,7 @@ class _SpatialPropagation:
             required_gathers,
         )
         self.model_calls = [call for call in self.dataflow.modules if not call.module]
-        self.block_dims: dict[int, GridDims] = {}  # values that are blocks
+        self.block_dims: dict[int, GridDims] = {}  # value that is a block → its grid dims
         self.result = _PropagationResult()
 
     def propagate(self) -> None:
@@ -152,7 +152,7 @@ class _SpatialPropagation:
                 self.block_dims.update({root.inputs[p]: whole for p in self.split_inputs})
 
     def _exit_module(self, call: ModuleCall) -> None:
-        """At a module's end some of its outputs become whole; at the model's end all of them, since the loss is everybody's."""
+        """Gather the outputs of a module that must be whole; all outputs of the model must be, since every rank computes the whole loss."""
         for position, value in enumerate(call.outputs):
             if value not in self.block_dims:
                 continue
@@ -200,7 +200,7 @@ class _SpatialPropagation:
         return _NeedsGatherError(self.result.block_inputs[index], index, f"{op.name} in {op.module or 'the model'} {why}")
 
     def _spatial_sizes(self, index: int, op: Operation) -> tuple[int, ...]:
-        """The spatial sizes of an input laid out as (sample, channel, positions …), cut along the positions."""
+        """The spatial sizes of an input of shape (sample, channel, positions …), sharded along the positions."""
         axes = self.block_dims.get(op.inputs[0], ())
         if axes != (-1, -1, *range(len(self.grid))) or any(v in self.block_dims for v in op.inputs[1:]):
             raise self._needs_gather(index, "takes positions in another order")
@@ -232,7 +232,7 @@ class _SpatialPropagation:
     def _propagate_norm(self, index: int, op: Operation) -> None:
         sizes, given = self._spatial_sizes(index, op), self.dataflow.values[op.inputs[0]]
         fixed = op.function == "batch_norm"
-        # A group norm's statistics come out of the operation too, a number for each sample and group.
+        # A group norm's operation also returns its statistics, one number for each sample and group.
         numbers = given.shape[1] if fixed else math.prod(self.dataflow.values[op.outputs[1]].shape) // self.dataflow.batch
         self.result.norms.append(SpatialNorm(op.module, op.function, sizes, numbers, max(given.itemsize, 4), fixed, given.needs_grad))
         self.block_dims[op.outputs[0]] = self.block_dims[op.inputs[0]]
@@ -243,7 +243,7 @@ class _SpatialPropagation:
         self.result.decisions[module or "(model)"] = f"{show_grid(sizes)} positions in blocks of {show_grid(largest_block(sizes, self.grid))}{halo}"
 
     def _propagate_pointwise(self, index: int, op: Operation) -> None:
-        """Whatever treats all positions alike: the dims that are cut come out as they went in, and nothing is needed whole."""
+        """Handle an operation that treats all positions alike: the sharded dims come out unchanged, and no dim is needed whole."""
         kept: dict[tuple[int, ...], int] = {}
         for value in self.result.block_inputs[index]:
             for logical_dims, axis in zip(self.dataflow.values[value].logical_dims, self.block_dims[value], strict=True):
@@ -264,12 +264,12 @@ class _SpatialPropagation:
             self.block_dims[value] = axes
 
     def _splits_unsharded_dim(self, op: Operation, sharded_dims: Mapping[tuple[int, ...], int]) -> bool:
-        """A split by sizes along a dim that is not cut."""
+        """Whether the operation is a split by sizes along a dim that is not sharded."""
         call = self.dataflow.sized_calls[op.call_index]
         return call.function.startswith("split") and self.dataflow.values[op.inputs[0]].logical_dims[call.dim] not in sharded_dims
 
     def _check_calls_distinct(self) -> None:
-        """The run tells calls inside a module apart by function, kernel and the block's sizes; where those do not tell, all is whole."""
+        """The run identifies calls inside a module by function, kernel and block sizes; where these are ambiguous, the module's input is gathered."""
         told: dict[tuple[str, str, tuple[int, ...], tuple[int, ...]], WindowOp | SpatialNorm] = {}
         every: list[WindowOp | SpatialNorm] = [*self.result.window_ops, *self.result.norms]
         for found in every:
@@ -282,7 +282,7 @@ class _SpatialPropagation:
                     index = next(i for i in self.result.block_inputs if self.dataflow.operations[i].module == found.module)
                     raise self._needs_gather(index, "is called on blocks and on other tensors of a block's size")
 
-    # -- what came of it --
+    # -- results --
 
     def gather_sites(self) -> _GatherSites:
         return _GatherSites(self.dataflow, self.model_calls, self.split_inputs, self.required_gathers, self.result.block_inputs)
@@ -301,16 +301,17 @@ class _SpatialPropagation:
 
 @dataclass(frozen=True)
 class _GatherSites:
-    """Where blocks may become whole again: at the outputs of modules, or nowhere, so that an input of the model is not split."""
+    """Places where blocks can be gathered: outputs of modules. Where there is none, an input of the model is not split."""
 
     flow: Dataflow
     model_calls: Sequence[ModuleCall]
     split_inputs: Collection[int]
-    known: Collection[tuple[str, int]]  # gathers that earlier passes have asked for
-    block_inputs: Mapping[int, Sequence[int]]  # by operation: its inputs that are blocks
+    known: Collection[tuple[str, int]]  # gathers that earlier passes require
+    block_inputs: Mapping[int, Sequence[int]]  # operation → its inputs that are blocks
 
     def before(self, values: Iterable[int], op_index: int) -> set[tuple[str, int] | int]:
-        """Where to gather so that these values are whole at an operation: (module, output), or the number of an input that is not to be split."""
+        """Where to gather so that these values are whole at an operation: (module, output), or the position of a model input that must not be
+        split."""
         found: set[tuple[str, int] | int] = set()
         for value in values:
             site = self._last_output(value, op_index)
@@ -324,7 +325,7 @@ class _GatherSites:
         return found
 
     def _last_output(self, value: int, op_index: int) -> tuple[str, int] | None:
-        """The last module to have given the value out, the outermost of those; one that is called once, so that its other calls stay cut."""
+        """The last module call that returns the value, the outermost of those; only modules called once, so that other calls stay sharded."""
         calls = [c for c in self.flow.modules if value in c.outputs and c.end_op <= op_index and self._is_inside_model(c)]
         often = {c.module: sum(m.module == c.module for m in self.flow.modules) > len(self.model_calls) for c in calls}
         fresh = [c for c in calls if not often[c.module] and (c.module, c.outputs.index(value)) not in self.known]

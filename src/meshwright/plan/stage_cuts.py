@@ -1,4 +1,4 @@
-"""Stages for unlike devices: where to cut a chain of layers when each stage has its own pace and its own room."""
+"""Pipeline stages for heterogeneous devices: where to cut a chain of layers when each stage has its own speed and memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ PerLayer = Sequence[float]
 def best_stage_cuts(
     seconds: Sequence[PerLayer], layer_bytes: Sequence[PerLayer], memory_limits: Sequence[float], cut_positions: Sequence[int]
 ) -> list[int] | None:
-    """The places, in order, at which to cut so that the slowest stage is as quick as can be and each fits. Of stage s, `seconds[s]` and `sizes[s]`
-    say what each layer takes there, and `rooms[s]` what its device has; None where no cut fits. Dynamic programming over stages and places."""
+    """The cut positions, in order, with which the slowest stage is as fast as possible and each stage fits; None where no cut fits. `seconds[s]`
+    and `layer_bytes[s]` give the costs of each layer on stage s, `memory_limits[s]` its device's bytes. Dynamic programming over stages and
+    positions."""
     layers = len(seconds[0])
     ends = [*cut_positions, layers]
     time = [list(accumulate(row, initial=0.0)) for row in seconds]
     need = [list(accumulate(row, initial=0.0)) for row in layer_bytes]
 
     def stage_seconds(stage: int, start: int, end: int) -> float:
-        fits = need[stage][end] - need[stage][start] <= memory_limits[stage] + 1e-12 * need[stage][-1]  # differences of sums are a little off
+        fits = need[stage][end] - need[stage][start] <= memory_limits[stage] + 1e-12 * need[stage][-1]  # tolerance for rounding errors
         return time[stage][end] - time[stage][start] if fits else math.inf
 
     row: list[tuple[float, tuple[int, ...]]] = [(stage_seconds(0, 0, end), ()) for end in ends]

@@ -1,4 +1,4 @@
-"""Which strands to deal out over tensor-parallel ranks, and where the ranks must meet then. Pure reasoning over a model's dataflow."""
+"""Chooses which logical dims to shard over tensor-parallel ranks, and which collectives follow from that. Pure reasoning over a model's dataflow."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from meshwright.plan.size_arguments import SLICE_OPS
 
 PLACEMENTS = ("auto", "column", "whole")
 NORM_OPS = ("native_layer_norm", "_fused_rms_norm", "rms_norm", "mean")
-# A layer that only a gather could cut is cut when it holds at least the first share of the model, or the second of the largest matrix that is cut
-# without one: the vocabulary of a deep model is little of it, and yet the most that a stage has.
+# A layer that can be sharded only with a gather of its output is sharded if it holds at least the first share of the model, or the second share of
+# the largest matrix sharded without one: the vocabulary of a deep model is a small part of it, and yet the largest part of its stage.
 _MIN_GATHER_SHARE, _MIN_RELATIVE_SIZE = 0.02, 0.3
 
 
@@ -29,14 +29,15 @@ def choose_tensor_grid(
     *,
     sequence_parallel: bool = False,
 ) -> tuple[TensorPolicy, TensorPolicy]:
-    """Along each axis of a grid of one or two: the strands that cover most of the model, at most one for each parameter, and every meeting that
-    they cause. Where a pipeline will cut the model between its `layers`, ranks meet inside them; with `sequence_parallel`, positions are shared out.
+    """The policies of one or two tensor axes: the logical dims that cover most of the model, at most one for each parameter, and every collective
+    that they cause. Where a pipeline will cut the model between its `layers`, collectives stay inside them; `sequence_parallel` adds sequence
+    parallelism.
 
-    [Note: a grid]
-    A product of two matrices sums over one strand and keeps two. On a line of ranks one of a matrix's two strands is dealt out. On a grid
-    the first axis deals out the same strands, and the second one their partners: the features between layers, that all blocks share.
-    Every activation is then cut, layers swap the roles of rows and columns by themselves, and norms, which need all features, meet over
-    their statistics. The two axes know nothing of each other: what either must complete, it completes among its own ranks.
+    [Note: 2D tensor parallelism]
+    A product of two matrices contracts one logical dim and keeps two. With one tensor axis, one of a matrix's two dims is sharded. With two, the
+    first axis shards the same dims and the second axis their partners: the features between layers, which all blocks have in common. Every
+    activation is then sharded, layers alternate between row and column parallelism by themselves, and norms, which need all features, all-reduce
+    their statistics. The two axes are independent: each completes its partial sums among its own ranks.
     """
     reader = DataflowIndex.of(dataflow, layers)
     asked = dict(placements or {})
@@ -61,12 +62,12 @@ def choose_tensor_grid(
 
 @dataclass
 class _TensorAxis:
-    """One axis of the grid: over how many ranks, what cannot be dealt out along it and why, what is, and what the other axis deals out."""
+    """One tensor axis: its degree, the logical dims chosen along it, those that cannot be sharded and why, and what the other axis shards."""
 
     degree: int
-    other_axis_dims: Mapping[int, str] = field(default_factory=dict)  # strands of the other axis
-    first_axis_cuts: Mapping[str, int] | None = None  # the second axis: parameters that the first has cut, and along which dim
-    gathered_layers: Mapping[str, str] = field(default_factory=dict)  # and layers whose outputs it gathers
+    other_axis_dims: Mapping[int, str] = field(default_factory=dict)  # logical dims that the other axis shards → names
+    first_axis_cuts: Mapping[str, int] | None = None  # on the second axis: parameters that the first axis shards → the dim
+    gathered_layers: Mapping[str, str] = field(default_factory=dict)  # on the second axis: layers whose outputs the first gathers → the logical dim
     blocked_dims: dict[int, str] = field(default_factory=dict)
     chosen_dims: list[int] = field(default_factory=list)
 
@@ -75,17 +76,17 @@ class _TensorAxis:
 
 
 def _choose_axis_policy(dataflow_index: DataflowIndex, axis: _TensorAxis, placements: Mapping[str, str]) -> TensorPolicy:
-    for _ in range(len(dataflow_index.dataflow.sizes) + 1):  # each round may find one more strand that cannot be cut after all
+    for _ in range(len(dataflow_index.dataflow.sizes) + 1):  # each round may block one more logical dim
         axis.chosen_dims = _choose_logical_dims(dataflow_index, axis, placements)
         try:
             return _build_policy(dataflow_index, axis, placements)
         except ShardingBlockedError as found:
             axis.blocked_dims[found.logical_dim] = found.reason
-    raise AssertionError("every round blocks a strand")
+    raise AssertionError("every round blocks a logical dim")
 
 
 def check_placements(dataflow: Dataflow, placements: Mapping[str, str]) -> None:
-    """Every name must be a module of the model, every word one that is known here."""
+    """Raise unless every name is a module of the model and every placement is known."""
     names = {call.module for call in dataflow.modules}
     for name, placement in placements.items():
         if name not in names:
@@ -95,7 +96,7 @@ def check_placements(dataflow: Dataflow, placements: Mapping[str, str]) -> None:
 
 
 def _placement_override(placements: Mapping[str, str], parameter: str) -> str | None:
-    """The override that keeps a parameter out of every strand, if there is one."""
+    """The placement, other than auto, that the user asked for at a parameter's module, if any."""
     for name, placement in placements.items():
         if placement != "auto" and parameter.startswith(f"{name}."):
             return placement
@@ -130,14 +131,14 @@ def _choose_logical_dims(dataflow_index: DataflowIndex, axis: _TensorAxis, place
 
 
 def _blocking_reason(dataflow_index: DataflowIndex, logical_dim: int, axis: _TensorAxis, placements: Mapping[str, str]) -> str:
-    """Why a strand cannot be dealt out; empty when it can."""
+    """Why a logical dim cannot be sharded; empty when it can."""
     flow, size = dataflow_index.dataflow, dataflow_index.dataflow.sizes[logical_dim]
     if size < axis.degree:
         return f"{size} pieces do not go over {axis.degree} ranks"
     if logical_dim in axis.other_axis_dims or any(
         (axis.first_axis_cuts or {}).get(cut.parameter) == cut.dim for cut in dataflow_index.parameter_shards(logical_dim)
     ):
-        return "the grid's other dimension deals it out"
+        return "the grid's other axis shards it"
     for cut in dataflow_index.parameter_shards(logical_dim):
         placement = _placement_override(placements, cut.parameter)
         if placement:
@@ -157,7 +158,8 @@ def _blocking_reason(dataflow_index: DataflowIndex, logical_dim: int, axis: _Ten
 
 
 def _is_norm(dataflow_index: DataflowIndex, op: Operation, logical_dim: int) -> bool:
-    """A norm over this strand alone, inside a module: ranks that hold pieces of it can meet over its statistics."""
+    """Whether an operation is a norm over this logical dim alone, inside a module: ranks that hold shards of it can then all-reduce its
+    statistics."""
     given = dataflow_index.dataflow.values[op.inputs[0]]
     return op.name in NORM_OPS and bool(op.module) and set(op.indivisible_dims) == {logical_dim} and given.logical_dims[-1] == (logical_dim,)
 
@@ -209,7 +211,7 @@ def _reduce_sites(dataflow_index: DataflowIndex, site_builder: CollectiveSiteBui
 
 
 def _norm_sites(dataflow_index: DataflowIndex, site_builder: CollectiveSiteBuilder, sharded_dims: set[int]) -> Iterable[CollectiveSite]:
-    """One number for each row that is normed, at least in single precision; a layer norm has two of them."""
+    """Collectives of norm statistics: one number for each normalized row (two in a layer norm), in fp32 or wider."""
     for op in dataflow_index.dataflow.operations:
         for logical_dim in sharded_dims.intersection(op.indivisible_dims):
             found = site_builder.build(op.module, op.inputs[0])
@@ -227,7 +229,8 @@ def _norm_sites(dataflow_index: DataflowIndex, site_builder: CollectiveSiteBuild
 def _gathered_layers(
     dataflow_index: DataflowIndex, site_builder: CollectiveSiteBuilder, sharded_parameters: set[str], tp_degree: int, placements: Mapping[str, str]
 ) -> tuple[list[ShardedDim], list[CollectiveSite], list[CollectiveSite]]:
-    """Layers that no strand covers but that are large, or asked for: cut by their own outputs, which are gathered at once."""
+    """Layers that no chosen logical dim covers but that are large, or asked for: sharded along their output features (embeddings along their
+    rows), with a gather or reduction at their output."""
     logical_dims: dict[str, ShardedDim] = {}
     gathers: list[CollectiveSite] = []
     lookups: list[CollectiveSite] = []
@@ -245,7 +248,7 @@ def _gathered_layers(
         extra = (ParameterShard(bias.name, 0),) if bias is not None else ()
         before = logical_dims.get(
             weight.name, ShardedDim(f"{weight.name}:{dim}", size, (ParameterShard(weight.name, dim),))
-        )  # a tied matrix has several layers
+        )  # a tied matrix belongs to several layers
         logical_dims[weight.name] = replace(
             before, parameter_shards=(*before.parameter_shards, *(c for c in extra if c not in before.parameter_shards))
         )
@@ -275,7 +278,7 @@ def _layer_parameters(dataflow_index: DataflowIndex, call: ModuleCall) -> tuple[
 
 
 def _feature_dim(dataflow_index: DataflowIndex, call: ModuleCall, weight: ParameterValue) -> int:
-    """The dim of a matrix that becomes the layer's output; for an embedding the dim of its rows."""
+    """The dim of a matrix that becomes the layer's output; for an embedding, the dim of its rows."""
     shape, out = dataflow_index.dataflow.values[weight.value].shape, dataflow_index.dataflow.values[call.outputs[0]].shape[-1]
     if call.kind == "embedding":
         return 0
@@ -302,7 +305,7 @@ def _size_rewrites(dataflow_index: DataflowIndex, dim_names: Mapping[int, str]) 
 def _unsharded_reasons(
     dataflow_index: DataflowIndex, sharded_parameters: set[str], placements: Mapping[str, str], blocked_dims: Mapping[int, str]
 ) -> dict[str, str]:
-    """For every parameter left whole, why: what was asked, what its own module does, or what stands in the way elsewhere."""
+    """For every unsharded parameter, the reason: a placement, an operation in its own module, or what blocks its logical dims elsewhere."""
     binds: dict[str, list[tuple[str, frozenset[int]]]] = {}
     for op in dataflow_index.dataflow.operations:
         if op.indivisible_dims:
@@ -330,7 +333,7 @@ def reject_if_unsharded(grid: tuple[TensorPolicy, TensorPolicy], tp_degrees: tup
 
 
 def sharded_logical_dims(dataflow: Dataflow, policy: TensorPolicy | None) -> dict[int, str]:
-    """The strands of a flow that a policy deals out, and their names; not those that are gathered where they are made."""
+    """The logical dims that a policy shards across layers, with their names; without those that are gathered at the output of their layer."""
     if policy is None:
         return {}
     values = {v.parameter: v for v in dataflow.values if v.parameter}

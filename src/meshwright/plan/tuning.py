@@ -1,4 +1,4 @@
-"""Tuning: once a plan is chosen, how large its gradient buckets are and whether gradients are compressed, by what the estimate says of each."""
+"""Tuning of a chosen plan: the size of its gradient buckets and whether gradients are compressed, by the estimate of each option."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from meshwright.core.quantities import show_bytes, show_seconds
 from meshwright.plan.search_space import Constraints
 
 BUCKET_SIZES = (2**20, 4 * 2**20, 25 * 2**20, 100 * 2**20, 400 * 2**20)
-_MIN_GAIN = 0.01  # predictions are not finer
+_MIN_GAIN = 0.01  # relative: predictions are not more precise
 
 
 @dataclass(frozen=True)
 class TunedPlan:
-    """A plan, what it would cost, and what was chosen and why."""
+    """A plan, its estimate, and notes on what was chosen and why."""
 
     plan: Plan
     estimate: Estimate
@@ -27,7 +27,8 @@ class TunedPlan:
 
 
 def tune(plan: Plan, base_estimate: Estimate, constraints: Constraints, rates: Rates, price: Callable[[Plan], Estimate]) -> TunedPlan:
-    """Leaves alone what the user has fixed, what has no gradient buckets, and a backend that was not measured where others were."""
+    """Tune compression and bucket size, except what the user has fixed, plans without gradient buckets, and a backend that was not measured
+    although others were."""
     measured = [line for name, line in rates.collectives.items() if name in (f"{plan.backend}/all_reduce", f"{plan.backend}/reduce_scatter")]
     if plan.mesh.group_size("data") == 1 or plan.memory.zero == 3 or bool(rates.collectives) > bool(measured) or not base_estimate.fits:
         return TunedPlan(plan, base_estimate)
@@ -68,7 +69,7 @@ def _tune_buckets(plan: Plan, base_estimate: Estimate, call_s: float | None, pri
             tried[size] = other, price(other)
     if len({estimate.step_s for _, estimate in tried.values()}) == 1:
         return plan, base_estimate, ""  # all gradients fit into one bucket of any of these sizes
-    best = min((s for s in tried if tried[s][1].fits), key=lambda s: (tried[s][1].step_s, -s))  # as few calls as that takes
+    best = min((s for s in tried if tried[s][1].fits), key=lambda s: (tried[s][1].step_s, -s))  # among equals, the fewest calls
     chosen = best if tried[best][1].step_s < (1 - _MIN_GAIN) * base_estimate.step_s else usual
     times = ", ".join(f"{show_bytes(size)} {show_seconds(tried[size][1].step_s)}" for size in sorted(tried))
     call = f"a call costs {show_seconds(call_s)}" if call_s is not None else "each is a call"

@@ -1,4 +1,4 @@
-"""Level 4: communication proxies. Each returns a Schedule and has no loop of its own; one runner executes or simulates any of them."""
+"""Level 4: communication proxies. Each builds a Schedule and has no loop of its own; one runner executes any of them, or the simulator does."""
 
 from meshwright.proxies.proxy_registry import PROXIES, Proxy, find_proxy
 

@@ -1,4 +1,4 @@
-"""From spans to figures: for each collective of a rank, and over ranks, how often, how much, how long, how much of it hidden."""
+"""Statistics of spans: for each collective, per rank and over all ranks, its calls, bytes, times and overlapped time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.schedule.planned_ledger import ledger_name
 
 @dataclass
 class CallStats:
-    """All calls of one name, operation and group on one rank. Lists hold one entry a call, or one a step."""
+    """All calls of one name, operation and group on one rank. Lists have one entry per call or per step."""
 
     name: str
     op: str
@@ -22,23 +22,23 @@ class CallStats:
     group: int
     calls: int = 0  # in one step
     bytes: int = 0  # in one step
-    call_seconds: list[float] = field(default_factory=list)  # a call
-    step_seconds: list[float] = field(default_factory=list)  # a step
-    exposed_seconds: list[float] = field(default_factory=list)  # a step
+    call_seconds: list[float] = field(default_factory=list)  # per call
+    step_seconds: list[float] = field(default_factory=list)  # per step
+    exposed_seconds: list[float] = field(default_factory=list)  # per step
 
 
 @dataclass
 class RankStats:
-    """One rank, or several that are alike."""
+    """Statistics of one rank, or of several ranks with the same times."""
 
     ranks: list[int]
     steps: list[float]
-    compute: list[float]  # a step
+    compute: list[float]  # seconds per step
     call_stats: list[CallStats]
 
 
 def collect_stats(ranks: Sequence[int], steps: Iterable[Sequence[Span]]) -> RankStats:
-    """Sum up the steps of one rank."""
+    """Collect the statistics of the steps of one rank, or of `ranks` with the same times."""
     found: dict[tuple[str, str, str, int], CallStats] = {}
     times, compute = [], []
     for spans in steps:
@@ -64,7 +64,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def collective_row(stats: Sequence[CallStats], weights: Sequence[int], step_s: float) -> dict[str, Any]:
-    """One collective over the ranks that make it: calls and bytes of the one that makes most, times over all calls, sums as a mean over ranks."""
+    """One collective over the ranks that call it: calls and bytes of the rank with most bytes, times over all calls, sums as a mean over ranks."""
     first = stats[0]
     times = percentiles([t for part in stats for t in part.call_seconds])
     most = max(stats, key=lambda p: p.bytes)
@@ -91,7 +91,7 @@ def collective_row(stats: Sequence[CallStats], weights: Sequence[int], step_s: f
 
 
 def summarize(rank_stats: Sequence[RankStats]) -> dict[str, Any]:
-    """The whole: a step takes as long as its slowest rank."""
+    """The result of a run: step times (of the slowest rank), and the collectives over all ranks and per rank."""
     steps = [max(times) for times in zip(*(r.steps for r in rank_stats), strict=True)]
     step = percentiles(steps)
     keys = dict.fromkeys((t.name, t.op, t.axis, t.group) for r in rank_stats for t in r.call_stats)
@@ -116,7 +116,7 @@ def summarize(rank_stats: Sequence[RankStats]) -> dict[str, Any]:
 
 
 def csv_rows(result: dict[str, Any]) -> list[list[Any]]:
-    """A header, the collectives over all ranks, and those of each rank (the first of those alike)."""
+    """A header, the collectives over all ranks, and those of each rank (the first of ranks with the same times)."""
     columns = list(result["collectives"][0]) if result["collectives"] else ["name"]
     rows = [["rank", *columns], *(["all", *line.values()] for line in result["collectives"])]
     for rank in result["ranks"]:

@@ -1,4 +1,4 @@
-"""CosmoFlow (spatial shards) and DLRM (tables at owners, dense parts everywhere)."""
+"""Proxies of CosmoFlow (spatial parallelism) and DLRM (embedding tables sharded by table, MLPs replicated)."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from meshwright.proxies.proxy_program import ProgramBuilder, ProxyConfig, build_
 
 @dataclass(frozen=True)
 class CosmoFlowProxyConfig(ProxyConfig):
-    """Five convolutions on blocks of space and three dense layers, cut over `shards` ranks; lists are in the order in which they are run."""
+    """Five convolutions on spatial blocks and three dense layers, sharded over `shards` ranks; lists are in execution order."""
 
-    shards: int = 4  # a power of two: halves of each dim in turn
-    batch: int = 8  # of a group of shards
+    shards: int = 4  # a power of two: spatial dims are halved in turn
+    batch: int = 8  # per group of shards
     forward_us: tuple[float, ...] = (6567, 13135, 6567, 3283, 1641, 5, 3, 1)
     backward_us: tuple[float, ...] = (2, 6, 10, 3283, 6567, 13135, 26270, 13135)
-    forward_halos: tuple[int, ...] = (2097152, 1048576, 524288, 262144)  # floats to each neighbour, before convolutions 1 to 4
-    gathers: tuple[int, ...] = (65536, 256, 128)  # floats of a rank, before dense layers
-    scatters: tuple[int, ...] = (128, 256, 65536)  # floats left on a rank, after them
+    forward_halos: tuple[int, ...] = (2097152, 1048576, 524288, 262144)  # floats per neighbour, before convolutions 1 to 4
+    gathers: tuple[int, ...] = (65536, 256, 128)  # floats per rank, before each dense layer
+    scatters: tuple[int, ...] = (128, 256, 65536)  # floats per rank after the reduce-scatter in each dense layer's backward
     backward_halos: tuple[int, ...] = (131072, 262144, 524288, 1048576)
-    dense_gradient: int = 1_050_737  # floats that ranks with the same shard sum
-    gradients_of: tuple[int, ...] = (3539456, 884992, 221312, 55360, 3488)  # of convolutions, summed by everybody
+    dense_gradient: int = 1_050_737  # floats, reduced among ranks with the same shard
+    gradients_of: tuple[int, ...] = (3539456, 884992, 221312, 55360, 3488)  # floats of each convolution, reduced over all ranks
 
 
-# Forward FLOPs of a sample by layer: convolutions of 3³ on 128³ to 8³ positions with 4-32-64-128-256-512 channels, dense 32768-128-64-4.
+# Forward FLOPs per sample and layer: convolutions of 3³ on 128³ to 8³ positions with 4-32-64-128-256-512 channels, dense 32768-128-64-4.
 _CONVOLUTIONS = tuple(54.0 * (4 if i == 0 else 16 * 2**i) * 32 * 2**i * (128 / 2**i) ** 3 for i in range(5))
 _COSMOFLOW_FLOPS = (*_CONVOLUTIONS, 2.0 * 32768 * 128, 2.0 * 128 * 64, 2.0 * 64 * 4)
 _COSMOFLOW_DENSE = (1_048_576, 32, 2048, 16, 64, 1)
 
 
 def cosmoflow(config: CosmoFlowProxyConfig, world: int) -> Schedule:
-    """A rank's neighbours differ from it in one bit of its number: one for two shards, two for four, three for eight."""
+    """CosmoFlow. The shard indices of neighbours differ in one bit: one neighbour for two shards, two for four, three for eight."""
     shards = config.shards
     if shards < 1 or shards & (shards - 1):
         raise RequestError(f"cosmoflow: shards={shards} is not a power of two: use {max(1, 1 << max(shards, 1).bit_length() - 1)}")
@@ -49,7 +49,7 @@ def cosmoflow(config: CosmoFlowProxyConfig, world: int) -> Schedule:
 
 
 class _CosmoFlowProgramBuilder:
-    """Writes the program of one shard."""
+    """Builds the program of one shard."""
 
     def __init__(self, config: CosmoFlowProxyConfig, shard_index: int, world: int) -> None:
         self.config, self.world, self.builder = config, world, ProgramBuilder()
@@ -88,7 +88,7 @@ class _CosmoFlowProgramBuilder:
         self.builder.wait(f"wait/{tag}", names)
 
     def _reduce_gradients(self, step: int, dense: int) -> list[str]:
-        """All dense layers together after the last of them, then each convolution, beside what follows."""
+        """Async all-reduces: all dense layers together after the last of them, then each convolution."""
         dims = self.config
         if step == dense - 1 and self.world > dims.shards:
             sizes: tuple[int, ...] = _COSMOFLOW_DENSE if dims.gradients == "tensor" else (dims.dense_gradient,)
@@ -119,10 +119,10 @@ def _check_lists(config: CosmoFlowProxyConfig) -> None:
 
 @dataclass(frozen=True)
 class DLRMProxyConfig(ProxyConfig):
-    """Embedding tables at owners, two MLPs everywhere. Microseconds are for the whole step of a rank, whatever the world."""
+    """Embedding tables sharded by table, two MLPs replicated. Microseconds are per rank and step, whatever the world size."""
 
     batch: int = 2048  # global
-    features: int = 128  # of an embedding
+    features: int = 128  # per embedding
     bottom: tuple[int, ...] = (128, 128, 128, 128)
     top: tuple[int, ...] = (138, 512, 512, 512, 256, 1)
     embedding_us: float = 95.0
@@ -137,7 +137,7 @@ class DLRMProxyConfig(ProxyConfig):
 
 
 def mlp_tensors(widths: tuple[int, ...]) -> list[int]:
-    """Matrices and biases, in order."""
+    """Sizes of the weight and bias of each layer, in order."""
     return [n for a, b in itertools.pairwise(widths) for n in (a * b, b)]
 
 
@@ -151,7 +151,7 @@ def dlrm(config: DLRMProxyConfig, world: int) -> Schedule:
     launched: list[str] = []
 
     def compute(name: str, microseconds: float, num_weights: float = 0.0, times: int = 1) -> None:
-        """Forward, or backward at twice the cost; `num_weights` is the number of weights that a sample meets."""
+        """Add a forward, or with `times` = 2 a backward; `num_weights` is the number of weights that a sample is multiplied with."""
         out.compute(
             name,
             config.scaled_seconds(times * microseconds),

@@ -1,4 +1,4 @@
-"""ResNet-50 and ResNet-152 under data parallelism, weak and strong scaling; and sharded parameters (FSDP, ZeRO-3) by units."""
+"""Proxies of ResNet-50 and ResNet-152 under data parallelism, with weak and strong scaling, and of FSDP (ZeRO-3)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESNET152_FLOPS = 2 * 11.56e9  # forward, for one image of 224 × 224
 
 
 def resnet_tensors(blocks: tuple[int, int, int, int], classes: int) -> list[int]:
-    """Parameters of a ResNet of bottlenecks, last first: the order in which gradients arrive."""
+    """Sizes of the parameters of a ResNet with bottleneck blocks, last first: the order in which gradients become ready."""
     found, wide = [64 * 3 * 49, 64, 64], 64
     for stage, count in enumerate(blocks):
         narrow = 64 * 2**stage
@@ -30,11 +30,11 @@ def resnet_tensors(blocks: tuple[int, int, int, int], classes: int) -> list[int]
 @dataclass(frozen=True)
 class ResNet50ProxyConfig(ProxyConfig):
     buckets: tuple[int, ...] = RESNET50_BUCKETS  # floats
-    exchange: Literal["all_reduce", "ring", "both"] = "all_reduce"  # the original times the two one after the other
+    exchange: Literal["all_reduce", "ring", "both"] = "all_reduce"  # "both": one after the other, as in the original
 
 
 def resnet50(config: ResNet50ProxyConfig, world: int) -> Schedule:
-    """A blocking all-reduce for each bucket, or each bucket to the next rank of a ring."""
+    """A blocking all-reduce of each bucket, or a send of each bucket to the next rank of a ring."""
     sizes = [config.float_bytes(n) for n in (resnet_tensors((3, 4, 6, 3), 1001) if config.gradients == "tensor" else config.buckets)]
     programs = []
     for rank in range(world if config.exchange != "all_reduce" else 1):
@@ -53,12 +53,12 @@ def resnet50(config: ResNet50ProxyConfig, world: int) -> Schedule:
 class ResNet152ProxyConfig(ProxyConfig):
     buckets: tuple[int, ...] = RESNET152_BUCKETS
     forward_us: float = 119000.0
-    backward_us: float = 23800.0  # for each bucket
-    batch: int = 128  # images on a rank
+    backward_us: float = 23800.0  # per bucket
+    batch: int = 128  # images per rank
 
 
 def resnet152(config: ResNet152ProxyConfig, world: int, name: str = "resnet152") -> Schedule:
-    """Forward; then for each bucket its backward and an all-reduce beside what follows."""
+    """Forward; then for each bucket its backward and an async all-reduce that overlaps with the rest."""
     flops = config.scaled_flops(RESNET152_FLOPS * config.batch)
     tensors = resnet_tensors((3, 8, 36, 3), 1000)
     out = ProgramBuilder()
@@ -74,7 +74,7 @@ def resnet152(config: ResNet152ProxyConfig, world: int, name: str = "resnet152")
 
 
 def _assign_to_buckets(tensors: list[int], buckets: tuple[int, ...]) -> list[list[int]]:
-    """Tensors over as many parts as there are buckets, each closed when it holds about as much as its bucket."""
+    """Split the tensors into as many parts as there are buckets; a part is closed once it is as large as its bucket."""
     parts: list[list[int]] = [[]]
     for numel in tensors:
         if sum(parts[-1]) >= buckets[len(parts) - 1] and len(parts) < len(buckets):
@@ -85,7 +85,7 @@ def _assign_to_buckets(tensors: list[int], buckets: tuple[int, ...]) -> list[lis
 
 @dataclass(frozen=True)
 class StrongScalingProxyConfig(ProxyConfig):
-    """`table`: for each world its local batch, forward and backward microseconds."""
+    """`table` rows: world size, local batch, forward and backward microseconds."""
 
     buckets: tuple[int, ...] = RESNET152_BUCKETS
     table: tuple[tuple[int, int, float, float], ...] = (
@@ -97,7 +97,7 @@ class StrongScalingProxyConfig(ProxyConfig):
 
 
 def resnet152_strong(config: StrongScalingProxyConfig, world: int) -> Schedule:
-    """The same global batch on more and more ranks."""
+    """ResNet-152 with the same global batch for every world size."""
     row = next((row for row in config.table if row[0] == world), None)
     if row is None:
         known = ", ".join(str(r[0]) for r in config.table)
@@ -111,20 +111,20 @@ def resnet152_strong(config: StrongScalingProxyConfig, world: int) -> Schedule:
 
 @dataclass(frozen=True)
 class FSDPProxyConfig(ProxyConfig):
-    """Units of equal size, sharded over `sharding` ranks and replicated over the rest. The defaults are the 32 layers of an 8B Llama at
-    4096 tokens a rank, timed at 400 TFLOP/s."""
+    """Units of equal size, sharded over `sharding` ranks and replicated over the rest. The defaults are the 32 layers of an 8B Llama with
+    4096 tokens per rank, timed at 400 TFLOP/s."""
 
     units: int = 32
-    sharding: int = 0  # ranks that share one copy; 0: all
+    sharding: int = 0  # ranks that share one replica; 0: all
     unit_floats: int = 218_112_000
     tokens: int = 4096
-    forward_us: float = 4467.0  # a unit
+    forward_us: float = 4467.0  # per unit
     backward_us: float = 8934.0
-    prefetch: int = 1  # units gathered ahead of the one that computes
+    prefetch: int = 1  # units all-gathered ahead of the one that computes
 
 
 def fsdp(config: FSDPProxyConfig, world: int) -> Schedule:
-    """Gather each unit before its forward and its backward, reduce and scatter its gradient, and sum it over the replicas."""
+    """All-gather each unit before its forward and its backward, reduce-scatter its gradients, and all-reduce them over the replicas."""
     sharding = config.sharding or world
     require_multiple("fsdp", world, sharding, "sharding")
     replicas = world // sharding

@@ -1,8 +1,8 @@
-"""A pipeline of micro-batches with whatever a layer communicates on the way: what the GPT and BERT proxies and the hybrids share.
+"""Builds the schedule of a pipeline of micro-batches with each layer's collectives, for the GPT, BERT and hybrid proxies.
 
-[Note: two names for one pipeline]
-Activations go over the group `pp`, gradients over `pp_back`, which joins the same ranks. Messages of one group between two ranks arrive in the
-order in which they were sent; in 1F1B and interleaved orders both directions are under way at once, and one group would mix them up.
+[Note: two groups for one pipeline]
+Activations go over the group `pp`, gradients over `pp_back`, which has the same ranks. Messages of one group between two ranks are matched in the
+order of their sends; 1F1B and interleaved schedules send in both directions concurrently, and one group would mix these up.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from meshwright.core.schedule import Op, Schedule
 from meshwright.proxies.proxy_program import ProgramBuilder, RankGrid, build_schedule
 from meshwright.schedule.pipeline_actions import PipelineAction, check_pipeline_order, pipeline_schedule
 
-LayerCollective = tuple[str, Op, int]  # name, operation, bytes: blocking, among the shards of a stage
+LayerCollective = tuple[str, Op, int]  # name, operation, bytes: a blocking call among the shards of a stage
 GradientReduction = tuple[str, str, int]  # name, group, bytes: an all-reduce
 
 
 def two_per_layer(name: str, op: Op, size: int) -> tuple[LayerCollective, ...]:
-    """A layer meets after attention and after its feed-forward part."""
+    """Two equal collectives of a layer: one after attention, one after the feed-forward part."""
     return ((name, op, size), (name, op, size))
 
 
 @dataclass(frozen=True)
 class LayerPass:
-    """One layer in one direction."""
+    """The forward or backward pass of one layer: its computation and collectives."""
 
     seconds: float = 0.0
     flops: float = 0.0
@@ -36,24 +36,24 @@ class LayerPass:
 
 @dataclass(frozen=True)
 class PipelineProxySpec:
-    """Everything that decides the schedule. `gradients(layer)` lists what a layer of the model reduces."""
+    """Everything that determines the schedule. `gradients(layer)` lists the gradient reductions of a layer of the model."""
 
     name: str
     grid: RankGrid
     layers: int  # of the whole model
     micro_batches: int
-    boundary_bytes: int  # bytes between stages
+    boundary_bytes: int  # bytes of a boundary activation
     forward: LayerPass
     backward: LayerPass
     gradients: Callable[[int], Sequence[GradientReduction]]
     schedule: str = "gpipe"
     chunks: int = 1
-    data_dependent: bool = True  # a stage sends what it made of what it received; the proxies of communication alone exchange both at once
-    overlap: bool = False  # gradients are reduced while the backward pass of earlier layers goes on
+    data_dependent: bool = True  # a stage receives, computes, then sends; if False, it sends and receives at once (communication only)
+    overlap: bool = False  # reduce gradients while the backward of earlier layers runs
 
 
 def build_pipeline(spec: PipelineProxySpec) -> Schedule:
-    """One program for each stage of the grid; replicas and shards run the same."""
+    """One program for each stage of the grid; its replicas and shards run the same one."""
     stages = spec.grid.stages * spec.chunks
     if spec.layers % stages:
         fewer = max(spec.layers // stages, 1) * stages
@@ -69,7 +69,7 @@ def build_pipeline(spec: PipelineProxySpec) -> Schedule:
 
 
 class _StageProgramBuilder:
-    """Writes the program of one place in the pipeline."""
+    """Builds the program of one pipeline stage."""
 
     def __init__(self, spec: PipelineProxySpec, stage_index: int, axes: set[str]) -> None:
         self.spec, self.stage_index, self.axes = spec, stage_index, axes
@@ -91,7 +91,7 @@ class _StageProgramBuilder:
         return self.builder
 
     def _neighbours(self, action: PipelineAction) -> tuple[int, int, str]:
-        """Where a turn's input comes from and its output goes to, as places in the pipeline (-1: nowhere), and over which group."""
+        """The stages that an action receives from and sends to (-1: none), and the group of its messages."""
         stage = action.chunk * self.spec.grid.stages + self.stage_index
         last = self.spec.grid.stages * self.spec.chunks - 1
         before, after = (stage - 1, stage + 1) if action.phase == "forward" else (stage + 1, stage - 1)
@@ -99,7 +99,7 @@ class _StageProgramBuilder:
         return places[0], places[1], "pp" if action.phase == "forward" else "pp_back"
 
     def _exchange_at_once(self, action: PipelineAction) -> None:
-        """Send and receive at once, and wait for both."""
+        """Send and receive concurrently, and wait for both."""
         source, target, axis = self._neighbours(action)
         names = []
         if target >= 0:
@@ -109,7 +109,7 @@ class _StageProgramBuilder:
         self.builder.wait(f"wait/{action.phase}/{action.micro_batch}", names)
 
     def _receive_compute_send(self, action: PipelineAction) -> None:
-        """Receive; wait for the send before this one, whose buffer is used again; compute; send on; meet."""
+        """Receive; wait for the previous send, whose buffer is reused; compute; send; run the layer's collectives."""
         source, target, axis = self._neighbours(action)
         tag = f"{action.phase}/{action.micro_batch}" + (f"/{action.chunk}" if self.spec.chunks > 1 else "")
         if source >= 0:

@@ -1,4 +1,4 @@
-"""From a schedule to a result: on ranks of our own, on ranks that mpirun, srun or torchrun started, or on no rank at all (simulated)."""
+"""Turns a schedule into a result: on ranks that it launches, on ranks started by mpirun, srun or torchrun, or by simulation."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from meshwright.simulate import Disturbances, Network, simulate
 
 @dataclass(frozen=True)
 class ProxyOutcome:
-    """Figures, and one step's spans by rank (by the first of those alike)."""
+    """The statistics of a run, and one step's spans by rank (by the first of ranks with the same times)."""
 
     result: dict[str, Any]
     spans: Mapping[str, Sequence[Span]]
-    ledgers: tuple[tuple[Any, ...], ...] = ()  # by rank: what the communication layer counted over the timed steps
+    ledgers: tuple[tuple[Any, ...], ...] = ()  # by rank: the ledger entries of the timed steps
 
 
 def simulate_schedule(schedule: Schedule, network: Network, *, jitter: float = 0.0, seed: int = 0) -> ProxyOutcome:
-    """What the step would take."""
+    """Simulate one step on a network model."""
     found = simulate(schedule, network, Disturbances(jitter=jitter, seed=seed))
     tallies = [collect_stats(found.rank_partition.ranks_in(number), [spans]) for number, spans in enumerate(found.spans)]
     names = {_rank_label(t.ranks): spans for t, spans in zip(tallies, found.spans, strict=True)}
@@ -44,7 +44,7 @@ def _rank_label(ranks: list[int]) -> str:
 
 
 def launch_and_run(schedule: Schedule, policy: RunPolicy, environ: Mapping[str, str], log_progress: LogCallback) -> ProxyOutcome:
-    """On workers of our own, one thread each."""
+    """Run the schedule on newly launched workers with one thread each."""
     check_schedule(schedule)
     fork_server = ForkServer(1, environ, ("meshwright.proxies.proxy_launch",))
     try:
@@ -57,7 +57,7 @@ def launch_and_run(schedule: Schedule, policy: RunPolicy, environ: Mapping[str, 
 
 
 def run_under_launcher(schedule: Schedule, policy: RunPolicy, launched_rank: LaunchedRank, log_progress: LogCallback) -> ProxyOutcome | None:
-    """This rank's part; rank 0 gets the outcome."""
+    """Run this rank's part of the schedule; return the outcome on rank 0, None on the others."""
     check_schedule(schedule)
     if launched_rank.rank == 0:
         log_progress(
@@ -72,7 +72,7 @@ def run_under_launcher(schedule: Schedule, policy: RunPolicy, launched_rank: Lau
 def run_rank(
     rank: int, world: int, init_method: str, schedule: Schedule, policy: RunPolicy, *, local_rank: int | None = None, gather: bool = False
 ) -> Any:
-    """One rank: its tally, the last step's spans and what was counted; all ranks' of these on every rank with `gather`."""
+    """Run one rank; return its statistics, the last step's spans and its ledger entries. With `gather`, every rank returns those of all ranks."""
     local = rank if local_rank is None else local_rank
     device = torch.device("cuda", local % max(torch.cuda.device_count(), 1)) if policy.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
@@ -106,7 +106,7 @@ def _merge_ranks(answers: Sequence[tuple[RankStats, list[Span], tuple[Any, ...]]
 
 
 def check_memory(schedule: Schedule, available: int, ranks: int) -> None:
-    """Refuse sizes beyond memory before anything is allocated. `ranks` of them share what is available."""
+    """Raise RequestError if the buffers of `ranks` ranks exceed 90% of the `available` memory, before anything is allocated."""
     programs = {schedule.program_of_rank.get(str(rank), 0): rank for rank in range(schedule.world)}
     need = max(buffer_bytes(schedule, rank) for rank in programs.values()) * ranks
     if need > 0.9 * available:

@@ -1,4 +1,4 @@
-"""What proxies are built from: sizes and waits scaled down together, programs that name their actions, grids of ranks."""
+"""Building blocks of proxies: a base config that scales sizes and times down, a builder of programs, and grids of ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FLOAT_BYTES = 4  # the originals communicate single precision
 
 @dataclass(frozen=True)
 class ProxyConfig:
-    """What every proxy can be told."""
+    """Settings of every proxy."""
 
-    scale_down: float = 1.0  # sizes and waits are divided by this
-    gradients: Literal["bucketed", "tensor"] = "bucketed"  # aggregated as the originals do by default, or a call for each parameter
+    scale_down: float = 1.0  # divisor of sizes and times
+    gradients: Literal["bucketed", "tensor"] = "bucketed"  # aggregated, the originals' default, or one call per parameter
 
     def __post_init__(self) -> None:
         if self.scale_down < 1:
@@ -27,7 +27,7 @@ class ProxyConfig:
                 raise RequestError(f"{name}={value}: give 0 or more")
 
     def float_bytes(self, number: float) -> int:
-        """Bytes of so many floats, scaled down; never nothing."""
+        """Bytes of `number` floats, scaled down; at least one float."""
         return FLOAT_BYTES * max(1, round(number / self.scale_down))
 
     def scaled_seconds(self, microseconds: float) -> float:
@@ -39,7 +39,7 @@ class ProxyConfig:
 
 @dataclass
 class ProgramBuilder:
-    """The actions of one rank, in the making."""
+    """Collects the actions of one rank's program."""
 
     actions: list[Action] = field(default_factory=list)
 
@@ -65,14 +65,14 @@ class ProgramBuilder:
 
 
 def build_schedule(name: str, world: int, groups: GroupRanks, programs: Sequence[ProgramBuilder], program_of: Callable[[int], int]) -> Schedule:
-    """A schedule from programs and who runs which; groups of one rank are left out, and nothing may use them."""
+    """A schedule from programs and each rank's program number. Axes with only one-rank groups are left out, and no action may use them."""
     several = {axis: tuple(lists) for axis, lists in groups.items() if any(len(g) > 1 for g in lists)}
     ranks = {str(rank): program_of(rank) for rank in range(world)} if len(programs) > 1 else {}
     return Schedule(tuple(tuple(p.actions) for p in programs), ranks, several, world, name)
 
 
 def require_multiple(name: str, world: int, unit: int, why: str) -> None:
-    """Refuse a world that a proxy cannot be spread over."""
+    """Raise RequestError if `world` is not a multiple of `unit`."""
     if world < 1 or world % unit:
         nearest = max(world // unit, 1) * unit
         raise RequestError(f"{name}: {world} ranks are not a multiple of {why} = {unit}: use {nearest} ranks, or change one of these")
@@ -80,8 +80,8 @@ def require_multiple(name: str, world: int, unit: int, why: str) -> None:
 
 @dataclass(frozen=True)
 class RankGrid:
-    """Ranks over replicas, shards (or experts) and stages. The originals put the stages of a pipeline on neighbouring ranks; the other
-    order puts the shards there, where most is said."""
+    """A grid of ranks over replicas, shards (or experts) and stages. The originals put the stages of a pipeline on neighbouring ranks; order
+    "tensor" puts the shards there, which communicate most."""
 
     replicas: int
     shards: int
@@ -97,7 +97,7 @@ class RankGrid:
         return rank % self.stages if self.rank_order == "pipeline" else rank // self.shards % self.stages
 
     def groups(self) -> GroupRanks:
-        """dp: the same shard of the same stage; tp: the shards of a stage; pp: the stages, once for each direction; replica: all of a stage."""
+        """dp: replicas of one shard; tp: the shards of a stage; pp, pp_back: the stages, for each direction; replica: all ranks of a stage."""
         replicas, shards, stages = range(self.replicas), range(self.shards), range(self.stages)
         pipelines = tuple(tuple(self.rank(r, t, s) for s in stages) for r in replicas for t in shards)
         return {

@@ -1,4 +1,4 @@
-"""All proxies by name: what they can be told, in which order the originals take it, and how often they run it."""
+"""The registry of proxies: for each its config, the positional arguments of the original program, and its default numbers of steps."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ from meshwright.proxies.transformer_proxies import (
 
 @dataclass(frozen=True)
 class Proxy:
-    """One proxy. `build(dims, world)` returns its schedule and does nothing else."""
+    """One proxy. `build(config, world)` returns its schedule and has no side effects."""
 
     name: str
     about: str
     config_class: Callable[..., ProxyConfig]
     build: Callable[[Any, int], Schedule]
-    min_world: Callable[[Any], int]  # the smallest world that it runs on
-    positional: tuple[str, ...] = ()  # dims that stand without a name, in order
+    min_world: Callable[[Any], int]  # the smallest world size that it runs on
+    positional: tuple[str, ...] = ()  # config fields given as positional arguments, in order
     warm: int = 8
     runs: int = 128
     defaults: Mapping[str, Any] | None = None
 
     def parse_config(self, arguments: Sequence[str] = (), settings: Mapping[str, Any] | None = None) -> ProxyConfig:
-        """Dims from the originals' positional arguments and named settings; anything unknown is an error."""
+        """The config from the original's positional arguments and from named settings. Unknown names raise RequestError."""
         if len(arguments) > len(self.positional):
             takes = " ".join(self.positional).upper() or "none"
             raise RequestError(f"proxy {self.name} takes {len(self.positional)} arguments ({takes}), {len(arguments)} are given: use --set key=value")
@@ -103,7 +103,7 @@ _PROXY_LIST = (
         lambda d: d.table[0][0] if d.table else 1,
     ),
     Proxy("cosmoflow", "CosmoFlow, blocks of space and replicas", CosmoFlowProxyConfig, cosmoflow, lambda d: max(d.shards, 1)),
-    Proxy("dlrm", "DLRM, tables at owners", DLRMProxyConfig, dlrm, lambda _: 1, (), 0, 1),
+    Proxy("dlrm", "DLRM, table parallel", DLRMProxyConfig, dlrm, lambda _: 1, (), 0, 1),
     Proxy("gpt3", "GPT-3 175B, replicas × shards × stages", GPT3ProxyConfig, gpt3, _tensor_min_world, ("stages", "scale")),
     Proxy("gpt3-moe", "GPT-3 with experts, replicas × experts × stages", MoEProxyConfig, gpt3_moe, _expert_min_world, ("stages", "scale"), 4),
     Proxy(

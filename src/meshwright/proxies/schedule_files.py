@@ -1,4 +1,4 @@
-"""Schedules as files, so that the communication of a job can be sent to somebody without the job; and any schedule scaled down."""
+"""Saves and loads schedules, so that the communication of a job can be shared without the job; and scales schedules down."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _DEFAULTS = {f.name: f.default for f in fields(Action) if f.default is not MISSI
 
 
 def save_schedule(schedule: Schedule, path: Path) -> None:
-    """Actions without what is at its default: a long schedule stays readable."""
+    """Write a schedule as JSON. Fields with default values are omitted, so that a long schedule stays readable."""
     programs = [[_without_defaults(action) for action in program] for program in schedule.programs]
     write_json(path, {**to_data(replace(schedule, programs=())), "programs": programs})
 
 
 def load_schedule(path: Path) -> Schedule:
-    """A schedule that is sound, or a line that says what is wrong with the file."""
+    """Read and check a schedule; an error says what is wrong with the file."""
     schedule = from_data(Schedule, read_json(path), str(path))
     check_schedule(schedule, str(path))
     return schedule
 
 
 def scale_down(schedule: Schedule, factor: float) -> Schedule:
-    """Sizes and times divided by `factor`; what is dealt out over a group still divides."""
+    """The schedule with sizes and times divided by `factor`. Tensors that are split over a group stay divisible by its size."""
     if factor == 1:
         return schedule
     ranks = {axis: max(map(len, groups)) for axis, groups in schedule.groups.items()}

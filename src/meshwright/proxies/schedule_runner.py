@@ -1,7 +1,7 @@
-"""One runner for any schedule: this rank's program, action by action, over torch.distributed, with the clock read around everything.
+"""Runs any schedule: executes this rank's program action by action over torch.distributed and records a span for each action.
 
-Computation is a wait, as in the original proxies, or matrix products of as many FLOPs. A collective is handed over and looked at again where
-the program waits for it; the time that the rank stands still there is what is exposed.
+Computation is a sleep, as in the original proxies, or matrix products of as many FLOPs. A collective is launched asynchronously and completed where
+the program waits for it; the time that the rank waits there is exposed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from meshwright.core.span import Span
 from meshwright.schedule.planned_ledger import ledger_name
 from meshwright.simulate.jitter import jitter_factors
 
-_SPIN_S = 2e-5  # at the end of a wait, spent asking for the time
-_PR_SET_TIMERSLACK = 29  # PR_SET_TIMERSLACK: by how many nanoseconds Linux may wake a thread late
-_START_DELAY_S = 0.01  # before a step
-_MATMUL_SIZE = {"cpu": 256, "cuda": 2048}  # side of the matrices of a real computation
+_SPIN_S = 2e-5  # the end of a sleep is busy-waited
+_PR_SET_TIMERSLACK = 29  # prctl option: nanoseconds by which Linux may wake a thread late
+_START_DELAY_S = 0.01  # from the barrier to the common start of a step
+_MATMUL_SIZE = {"cpu": 256, "cuda": 2048}  # side of the square matrix of a real computation
 _DTYPES = {4: torch.float32, 2: torch.bfloat16, 1: torch.uint8}
-_ALIGNMENT_BYTES = 64  # bytes that tensors begin at multiples of
-_MIN_BUFFER_BYTES = 1 << 26  # bytes of memory that calls go along, at least: all ranks' together are more than caches hold
+_ALIGNMENT_BYTES = 64  # tensors begin at multiples of this
+_MIN_BUFFER_BYTES = 1 << 26  # smallest communication buffer: those of all ranks together exceed the caches
 
 
 @dataclass(frozen=True)
 class RunPolicy:
-    """How a schedule is run. `jitter` varies computation by that share, the same for a seed."""
+    """How a schedule is run. `jitter` is the relative variation of computation times, reproducible by `seed`."""
 
     warm: int = 8
     runs: int = 128
@@ -47,7 +47,7 @@ class RunPolicy:
 
 
 class ScheduleRunner:
-    """One rank of one schedule. Made after the process group; every rank makes it, since groups are made together."""
+    """One rank of one schedule. All ranks create it, after the process group is initialised: creating subgroups is collective."""
 
     def __init__(self, schedule: Schedule, rank: int, device: torch.device, policy: RunPolicy, groups: GroupComms | None = None) -> None:
         self.rank, self.policy, self.device = rank, policy, device
@@ -60,17 +60,17 @@ class ScheduleRunner:
         self._kernel = _MatmulKernel(device) if policy.compute == "real" else None
 
     def run_step(self, step_index: int) -> list[Span]:
-        """One step, from when everybody is here; its spans in order of their ends."""
+        """Run one step, started on all ranks together; return its spans in order of end time."""
         self.align_ranks()
         return self.run_step_now(step_index)
 
     def run_step_now(self, step_index: int) -> list[Span]:
-        """One step, from now."""
+        """Run one step without aligning the ranks first."""
         return _StepRun(self, step_index).spans
 
     def align_ranks(self) -> None:
-        """Ranks leave a barrier milliseconds apart where they share cores, and the last one's delay would be in everybody's step: rank 0 names
-        a moment soon after, for which all wait who share its clock."""
+        """Wait for a common start time. Ranks that share cores leave a barrier milliseconds apart, and the last one's delay would be in every rank's
+        step. So rank 0 broadcasts a time shortly after the barrier, and all ranks that share its clock wait for it."""
         if not dist.is_initialized():
             return
         dist.barrier()
@@ -81,7 +81,7 @@ class ScheduleRunner:
             precise_sleep(left)
 
     def launch(self, action: Action) -> Work:
-        """Hand one call over."""
+        """Launch one call."""
         comm, name = self._comms[action.axis], ledger_name(action.name)
         whole, part = self._buffer.tensors_for(action, comm.size)
         comm = comm.sync if action.is_blocking else comm
@@ -110,7 +110,7 @@ class ScheduleRunner:
 
 
 class _StepRun:
-    """The walk through one step."""
+    """The execution of one step."""
 
     def __init__(self, runner: ScheduleRunner, step_index: int) -> None:
         self.runner = runner
@@ -135,7 +135,7 @@ class _StepRun:
             self._complete(name)
 
     def _poll(self) -> None:
-        """Ask the calls that do not tell whether they are over; the originals test their requests here too, to keep MPI going."""
+        """Poll calls without a completion callback. The original proxies test their requests here too, for MPI's progress."""
         for flight in self.in_flight.values():
             flight.poll()
 
@@ -146,11 +146,11 @@ class _StepRun:
 
 
 class _TimedCall:
-    """A call under way. Its end is taken where a backend says so by itself, otherwise when it is waited for."""
+    """A call in flight. Its end time comes from the backend's future or from polling, otherwise from the wait."""
 
     def __init__(self, action: Action, group: int, work: Work, started: float) -> None:
         self.action, self.group, self.work = action, 2 if action.op in P2P_OPS else group, work
-        self.started_at = started if action.is_blocking else time.perf_counter()  # what blocks may be over already; the rest is handed over now
+        self.started_at = started if action.is_blocking else time.perf_counter()  # a blocking call may be complete already; an async one starts here
         self.ended_at = 0.0
         future = None if action.is_blocking else _future(work)
         self._needs_polling = future is None and hasattr(work, "is_completed")
@@ -185,7 +185,7 @@ class _TimedCall:
 
 
 def _future(work: Any) -> Any:
-    """What a backend's work promises; some have none."""
+    """The work's future; None if the backend has none."""
     try:
         return work.get_future()
     except (AttributeError, RuntimeError, NotImplementedError):
@@ -193,12 +193,12 @@ def _future(work: Any) -> Any:
 
 
 def precise_sleep(seconds: float) -> None:
-    """Stand still for exactly so long, and leave the core to others meanwhile. Linux wakes sleepers 50 µs late unless it is asked not to."""
+    """Sleep for exactly `seconds`, leaving the core to other threads. By default Linux wakes sleepers 50 µs late (timer slack)."""
     until = time.perf_counter() + seconds
     if seconds > _SPIN_S:
         _prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1))
         time.sleep(seconds - _SPIN_S)
-        _prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(0))  # what is usual again
+        _prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(0))  # resets the default
     while time.perf_counter() < until:
         pass
 
@@ -207,7 +207,7 @@ _prctl: Callable[..., object] = getattr(ctypes.CDLL(None), "prctl", lambda *_: N
 
 
 class _MatmulKernel:
-    """Matrix products that add up to a number of FLOPs: a tall matrix, as tall as it takes, times a square one."""
+    """Matrix products that add up to a number of FLOPs: a tall matrix, with as many rows as needed, times a square one."""
 
     def __init__(self, device: torch.device) -> None:
         self.size, self.device = _MATMUL_SIZE[device.type], device
@@ -226,12 +226,12 @@ class _MatmulKernel:
 
 
 class _CommBuffer:
-    """What calls communicate, one after the other along a stretch that no cache holds, and from its start again. A job's tensors lie like that: one
-    that a call before left in the caches would be a lucky one, and how much of it is left depends on what else is run. What is in it does not matter,
-    only that it is real; calls under way at once may share some."""
+    """A ring buffer larger than the caches, from which calls take their tensors one after the other. In a real job, tensors are rarely in the caches
+    from an earlier call, and how much of them is depends on what else runs. The contents do not matter, only that the memory is real; concurrent
+    calls may share some of it."""
 
     def __init__(self) -> None:
-        self._views: dict[int, torch.Tensor] = {}  # one stretch as numbers of so many bytes each
+        self._views: dict[int, torch.Tensor] = {}  # the buffer as a tensor of each item size
         self._capacity = self._offset = 0
 
     def reserve(self, length: int, device: torch.device) -> None:
@@ -240,7 +240,7 @@ class _CommBuffer:
             self._views, self._capacity, self._offset = {item: stretch.view(dtype) for item, dtype in _DTYPES.items()}, length, 0
 
     def tensors_for(self, action: Action, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The whole tensor, and this rank's part of it, or as much again where the whole is exchanged; otherwise the whole is both."""
+        """The whole tensor, and a second one: this rank's part, or for an all-to-all one of the same size. Otherwise both are the whole."""
         item, whole, part = _tensor_sizes(action.op, _payload_bytes(action), group)
         end = self._offset + _align_up(whole * item) + _align_up(part * item)
         if end > self._capacity:
@@ -253,8 +253,8 @@ class _CommBuffer:
 
 @cache
 def _tensor_sizes(op: str, size: int, group: int) -> tuple[int, int, int]:
-    """Bytes of a number, numbers of the whole and of the part: the widest type that divides. A gather of what does not divide is rounded up, as it
-    would be padded."""
+    """Item size, elements of the whole and of the part, with the widest dtype that divides the size. If a gather's size does not divide by the group,
+    it is rounded up, as it would be padded."""
     parts = group if op in ("all_gather", "reduce_scatter") else 1
     item = next((i for i in (4, 2) if size % (i * parts) == 0), 1)
     part = -(-size // (item * parts))
@@ -270,7 +270,7 @@ def _payload_bytes(action: Action) -> int:
 
 
 def buffer_bytes(schedule: Schedule, rank: int) -> int:
-    """What a rank's memory for calls will take."""
+    """Bytes of a rank's communication buffer."""
     members = schedule.groups_of(rank)
     calls = ((a, len(members[a.axis])) for a in schedule.program_for(rank) if a.op in COLLECTIVE_OPS or a.op in P2P_OPS)
     shapes = {_tensor_sizes(a.op, _payload_bytes(a), group) for a, group in calls}
@@ -282,8 +282,8 @@ def _split_evenly(rows: int, parts: int) -> Sequence[int]:
 
 
 class GroupComms:
-    """A Comm for each name and list of ranks, and the memory that calls go along. Names that join the same ranks have one each all the same, so
-    that their calls do not mix; schedules that are run by turns share them."""
+    """A Comm for each axis and list of ranks, and the communication buffer. Axes with the same ranks have separate Comms, so that their calls do not
+    mix. Schedules that run in turns share them."""
 
     def __init__(self) -> None:
         self.ledger = Ledger()
@@ -291,7 +291,7 @@ class GroupComms:
         self._comms: dict[tuple[str, tuple[int, ...]], Comm | None] = {}
 
     def comms_for(self, schedule: Schedule, rank: int) -> dict[str, Comm]:
-        """Collective: every rank asks for the same schedules in the same order."""
+        """The Comm of each axis for this rank. Collective: every rank calls it for the same schedules in the same order."""
         found: dict[str, Comm] = {}
         for axis, groups in sorted(schedule.groups.items()):
             for ranks in groups:
@@ -307,7 +307,7 @@ LogCallback = Callable[[str], None]
 
 
 def run_steps(runner: ScheduleRunner, policy: RunPolicy, log_progress: LogCallback) -> list[list[Span]]:
-    """Warm up, then run; every timed step's spans. `log_progress` hears about it once a second."""
+    """Run the warm-up and the timed steps; return the spans of each timed step. `log_progress` is called about once a second."""
     found = []
     told = time.monotonic()
     for run in range(-policy.warm, policy.runs):

@@ -1,6 +1,6 @@
-"""GPT-2 and BERT (communication alone), GPT-3 dense and with experts, and the hybrids that are GPT-3 with every knob free.
+"""Proxies of GPT-2 and BERT (communication only) and of GPT-3, dense and with experts; the hybrid proxies are GPT-3 with other defaults.
 
-Where the constants come from: microseconds were measured for one layer on one A100, sizes follow from the width. A block of width h has
+Constants: microseconds were measured for one layer on one A100, sizes follow from the width. A block of width h has
 12h² + 13h parameters; a dense GPT-3 layer is counted by its matrices alone, as in the original.
 """
 
@@ -21,7 +21,7 @@ RankOrder = Literal["pipeline", "tensor"]
 
 @dataclass(frozen=True)
 class PipelineProxyConfig(ProxyConfig):
-    """A pipeline without computation. `hidden` and `tokens` make what crosses between stages."""
+    """A pipeline without computation. `hidden` × `tokens` is the size of a boundary activation."""
 
     layers: int = 48
     stages: int = 4
@@ -45,19 +45,19 @@ class BertProxyConfig(PipelineProxyConfig):
 
 
 def block_tensors(hidden: int) -> list[int]:
-    """The parameters of one block: two norms, attention and feed-forward, with their biases."""
+    """Sizes of the parameters of one block: two norms, attention and feed-forward, with their biases."""
     h = hidden
     return [h, 3 * h * h, h * h, h, 4 * h * h, 4 * h * h, h, 3 * h, h, h, 4 * h, h]
 
 
 def gpt2(config: PipelineProxyConfig, world: int) -> Schedule:
-    """Embeddings before the first block; a head of its own and the last norm after the last."""
+    """GPT-2: embeddings before the first block; an untied head and the final norm after the last."""
     ends = ([config.vocabulary * config.hidden, config.positions * config.hidden], [config.vocabulary * config.hidden, config.hidden, config.hidden])
     return _communication_only("gpt2", config, world, *ends)
 
 
 def bert(config: BertProxyConfig, world: int) -> Schedule:
-    """Embeddings with types and a norm; the pooler, both heads and the head's own transform at the end."""
+    """BERT: embeddings with token types and a norm; the pooler, both heads and the head's transform at the end."""
     h, v = config.hidden, config.vocabulary
     first = [v * h, config.positions * h, 2 * h, h, h]
     last = [h * h, h, h * h, h, h, h, v * h, v, 2 * h, 2]
@@ -84,9 +84,7 @@ def _communication_only(name: str, config: PipelineProxyConfig, world: int, firs
             gradient_reductions,
             config.order,
             config.chunks,
-            data_dependent=not schedule_traits(
-                config.order
-            ).forward_first,  # other orders have no sense without what a stage makes of what it received
+            data_dependent=not schedule_traits(config.order).forward_first,  # other schedules are meaningless without data dependencies
             overlap=config.overlap,
         )
     )
@@ -94,10 +92,10 @@ def _communication_only(name: str, config: PipelineProxyConfig, world: int, firs
 
 @dataclass(frozen=True)
 class GPT3ProxyConfig(ProxyConfig):
-    """A dense transformer over replicas, shards and stages. 0 for `layers` is one a stage and chunk, for `micro_batches` stages × scale."""
+    """A dense transformer over replicas, shards and stages. `layers` = 0 means one per stage and chunk, `micro_batches` = 0 means stages × scale."""
 
     stages: int = 96
-    scale: int = 2  # micro-batches for each stage
+    scale: int = 2  # micro-batches per stage
     shards: int = 4
     layers: int = 0
     micro_batches: int = 0
@@ -119,7 +117,7 @@ class GPT3ProxyConfig(ProxyConfig):
         return self.micro_batches or self.stages * self.scale
 
     def layer_flops(self) -> float:
-        """Of one layer's forward on all shards: products with its 12h² weights, and attention over the sequence."""
+        """FLOPs of one layer's forward on all shards: products with its 12h² weights, and attention over the sequence."""
         return 24.0 * self.tokens * self.hidden**2 + 4.0 * self.tokens**2 * self.hidden
 
 
@@ -158,7 +156,7 @@ class MoEProxyConfig(GPT3ProxyConfig):
     expert_backward_us: float = 82586.0
 
     def layer_passes(self) -> tuple[LayerPass, LayerPass]:
-        """A layer forward and backward on one rank."""
+        """The forward and backward pass of a layer on one rank."""
         each = self.float_bytes(self.tokens * self.hidden / self.experts)
         sites = two_per_layer("experts", "all_to_all", each * self.experts)
         h2 = self.hidden**2
@@ -169,7 +167,7 @@ class MoEProxyConfig(GPT3ProxyConfig):
 
 
 def gpt3_moe(config: MoEProxyConfig, world: int, name: str = "gpt3-moe") -> Schedule:
-    """Experts are reduced among those who hold the same one, attention among all of a stage."""
+    """Expert gradients are reduced among the ranks with the same expert, attention gradients among all ranks of a stage."""
     grid = _rank_grid(name, world, config.stages, config.experts, config.rank_order, "experts")
     h2, whole = config.hidden**2, config.gradients == "bucketed"
     owned = [n / config.experts for n in ([8 * h2] if whole else [4 * h2, 4 * h2])]
@@ -211,7 +209,7 @@ def gpt3_moe_one_step(config: MoEProxyConfig, world: int) -> Schedule:
 
 
 def _steady_step(name: str, grid: RankGrid, boundary_bytes: int, forward: LayerPass, backward: LayerPass) -> Schedule:
-    """The steady state of 1F1B for two neighbours: even stages compute forward and send on, odd ones compute backward and send back."""
+    """The steady state of 1F1B for two neighbours: even stages compute forward and send activations, odd ones compute backward and send gradients."""
     if grid.stages % 2:
         raise RequestError(f"{name}: {grid.stages} stages are odd, and they work in pairs: use {grid.stages + 1} stages")
     groups = grid.groups()

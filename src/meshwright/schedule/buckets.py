@@ -1,4 +1,4 @@
-"""Which tensors travel together: in a gradient bucket, at start-up. The run and the prediction use the same functions and cannot disagree."""
+"""Which tensors share a collective: in a gradient bucket, and at start-up. The run and the prediction use the same functions and cannot disagree."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import NamedTuple
 from meshwright.core.plan import Plan
 from meshwright.core.shares import split_proportionally
 
-ALIGN_BYTES = 16  # vectorised kernels want their operands so
-OWN_BUCKET_DIVISOR = 4  # parameters of at least one in so many of a bucket's bytes stand alone
-INIT_BROADCAST_BYTES = 2**28  # start-up sends values in runs of about this size, so that it never doubles the model
+ALIGN_BYTES = 16  # alignment that vectorised kernels need
+OWN_BUCKET_DIVISOR = 4  # a parameter of at least 1/4 of a bucket's bytes has a bucket of its own
+INIT_BROADCAST_BYTES = 2**28  # start-up broadcasts values in groups of about this size, so that it never doubles the model
 
 
 class ParamReplication(NamedTuple):
-    """Of a parameter on one rank: how many ranks along `tp` and `ep` hold the same, does this rank count it in sums over a pipeline, and is
-    it owned, so that ranks along `ep` hold other ones? A bucket never mixes kinds: their gradients meet, or their squares count, otherwise."""
+    """How a parameter is replicated, as one rank sees it: how many ranks along `tp` and `ep` hold the same, whether this rank counts it in sums
+    over a pipeline, and whether it is expert parallel, so that ranks along `ep` hold others. A bucket never mixes these: their gradients are
+    reduced over other groups, or their squares count differently."""
 
     copies: int = 1
     in_grad_norm: bool = True
@@ -25,7 +26,7 @@ class ParamReplication(NamedTuple):
 
 
 def replication_of(plan: Plan) -> Callable[[str, bool], ParamReplication]:
-    """The kind of a parameter, by its name and by whether this rank counts it in sums over a pipeline."""
+    """Return a function from a parameter's name, and whether this rank counts it in sums over a pipeline, to its replication."""
     mesh = plan.mesh
     experts = plan.expert.parameters if mesh.ep > 1 else frozenset()
     everywhere = mesh.degree("tp") * mesh.ep  # ranks that hold a parameter which is neither sharded nor an expert's
@@ -38,7 +39,7 @@ def replication_of(plan: Plan) -> Callable[[str, bool], ParamReplication]:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies in its bucket, in elements."""
+    """A parameter's place in its bucket, in elements."""
 
     index: int  # into the sequence given to assign_buckets
     offset: int
@@ -47,7 +48,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that travel together. `numel` includes alignment and the padding that makes it divide over the shards."""
+    """Parameters that share a collective. `numel` includes alignment and the padding that makes it divisible by the number of shards."""
 
     key: Hashable
     slots: tuple[Slot, ...]
@@ -56,7 +57,7 @@ class Bucket:
 
     @property
     def replication(self) -> ParamReplication:
-        """Keys end with the kind where there are kinds."""
+        """The last item of the key, if that is a ParamReplication."""
         last = self.key[-1] if isinstance(self.key, tuple) and self.key else None
         return last if isinstance(last, ParamReplication) else ParamReplication()
 
@@ -66,7 +67,7 @@ class Bucket:
 
     @property
     def padding(self) -> int:
-        """Bytes that carry nothing."""
+        """Bytes of alignment and padding."""
         return self.bytes - sum(s.numel for s in self.slots) * self.itemsize
 
 
@@ -75,8 +76,8 @@ def assign_buckets(
 ) -> tuple[Bucket, ...]:
     """Group parameters, given in the order their gradients arrive, into buckets of one key each.
 
-    The first bucket is small so that communication starts early. A parameter of a good part of a bucket's size has one of its own, since
-    then its gradient is the bucket and need not be copied into one. Buckets are ordered by when they are complete.
+    The first bucket is small so that communication starts early. A parameter with a large part of a bucket's bytes has a bucket of its own: its
+    gradient is then the bucket and need not be copied into one. Buckets are ordered by when they are complete.
     """
     open_slots: dict[Hashable, list[Slot]] = {}
     filled: dict[Hashable, int] = {}
@@ -105,12 +106,12 @@ def assign_buckets(
 
 
 def unit_buckets(numels: Sequence[int], itemsizes: Sequence[int], keys: Sequence[Hashable], shards: int) -> tuple[Bucket, ...]:
-    """The buffers of a ZeRO-3 unit: one for each key. `itemsizes` are those of what is gathered."""
+    """The buffers of a ZeRO-3 unit, one for each key. `itemsizes` are those of the gathered dtype."""
     return assign_buckets(numels, itemsizes, keys, first_bytes=sys.maxsize, bytes_cap=sys.maxsize, shards=shards)
 
 
 def shard_sizes(bucket: Bucket, shards: int, state_fractions: Sequence[float] = ()) -> tuple[int, ...]:
-    """Elements of a bucket for each rank of the shard axis: as many, or in these parts of it."""
+    """Elements of a bucket for each rank of the shard axis: equal, or in proportion to `state_fractions`."""
     return (
         split_proportionally(bucket.numel, state_fractions, max(ALIGN_BYTES // bucket.itemsize, 1))
         if state_fractions
@@ -119,12 +120,13 @@ def shard_sizes(bucket: Bucket, shards: int, state_fractions: Sequence[float] = 
 
 
 def shard_size(bucket: Bucket, shards: int, state_fractions: Sequence[float], shard: int) -> int:
-    """Those of one rank: there may be thousands."""
+    """Elements of one rank's shard; equal shards need no list of all ranks, of which there may be thousands."""
     return shard_sizes(bucket, shards, state_fractions)[shard] if state_fractions else bucket.numel // shards
 
 
 def init_broadcast_groups(sizes: Sequence[int], keys: Sequence[Hashable], max_bytes: int = INIT_BROADCAST_BYTES) -> Iterator[list[int]]:
-    """Indices of tensors, given by their bytes, that start-up sends as one: of one key, closed by the one that reaches `max_bytes` bytes."""
+    """Groups of indices of tensors that start-up broadcasts in one call. A group has one key, and ends with the tensor that brings it to
+    `max_bytes`; `sizes` are bytes."""
     for key in dict.fromkeys(keys):
         run: list[int] = []
         held = 0

@@ -1,5 +1,5 @@
-"""What a gradient bucket puts on the wire under a plan's compression: the same functions of its shapes as `execute/compression_runtime.py` goes
-by."""
+"""Bytes of a gradient bucket's collectives under a plan's compression, from the same functions of its shapes that
+`execute/compression_runtime.py` uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BF16_BYTES = 2  # bytes of a bf16 element
 
 @dataclass(frozen=True)
 class BucketCollective:
-    """One call for a bucket: `suffix` is added to the bucket's; one that `after_previous` leaves when what was sent before it has arrived."""
+    """One collective of a bucket: `suffix` is appended to the bucket's name; with `after_previous` it starts when the one before it is done."""
 
     suffix: str
     bytes: int
@@ -24,7 +24,7 @@ class BucketCollective:
 
 
 def bucket_collectives(sync: SyncPolicy, bucket: Bucket, shapes: Sequence[Sequence[int]]) -> list[BucketCollective]:
-    """`shapes` are those of all parameters, as the bucket's slots number them."""
+    """The collectives of one bucket. `shapes` are those of all parameters, indexed as in the bucket's slots."""
     if sync.compression == "bf16":
         return [BucketCollective("", bucket.numel * _BF16_BYTES, bucket.padding // bucket.itemsize * _BF16_BYTES)]
     if sync.compression != "powersgd":
@@ -42,5 +42,5 @@ def bucket_collectives(sync: SyncPolicy, bucket: Bucket, shapes: Sequence[Sequen
 
 
 def replica_bytes(sync: SyncPolicy, bucket: Bucket, shard_numel: int) -> int:
-    """Of a rank's slice of a bucket, so many elements, which replicas of it reduce."""
+    """Bytes of a rank's shard of a bucket, of `shard_numel` elements, which its replicas all-reduce."""
     return shard_numel * (_BF16_BYTES if sync.compression == "bf16" else bucket.itemsize)

@@ -1,4 +1,4 @@
-"""Context parallelism in a schedule: where ranks meet that hold some positions each, and what one of them computes and keeps."""
+"""Context parallelism in a schedule: the collectives of ranks that hold some positions each, and what one of them computes and keeps."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from meshwright.core.model import Kernel, LayerProfile, ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action
 
-_COUNT_BYTES = 8  # the number of targets that count, in float64
+_COUNT_BYTES = 8  # the number of counted targets, in float64
 
 
 def add_context_collectives(plan: Plan, profile: ModelProfile, tp_rank: int, add: Callable[[str, str, Action, bool], None]) -> None:
-    """Tell `add(module, phase, action, repeated by recomputation)` of every gather of keys and values, and of the way back."""
+    """Call `add(module, phase, action, repeated by recomputation)` for every all-gather of keys and values, its reduce-scatter in backward, and
+    every sum of counted targets."""
     for attended in plan.context.attention_sites:
         name, size = f"context/{attended.module}", round(_kv_bytes(plan, attended, tp_rank) * profile.batch)
         add(attended.module, "forward", Action(name, "all_gather", bytes=size, axis="cp"), True)
@@ -27,13 +28,13 @@ def add_context_collectives(plan: Plan, profile: ModelProfile, tp_rank: int, add
 
 
 def _kv_bytes(plan: Plan, attention_site: AttentionSite, tp_rank: int) -> float:
-    """Keys and values a sample; of a tensor-parallel rank those of its heads."""
+    """Bytes of keys and values per sample; on a tensor-parallel rank, those of its heads."""
     held, whole = plan.logical_dim_shards[tp_rank].get(attention_site.logical_dim, (1, 1))
     return attention_site.bytes / whole * held
 
 
 def context_profile(plan: Plan, profile: ModelProfile) -> ModelProfile:
-    """What a rank with some of the positions computes and keeps: its share, and at attention the keys and values of all."""
+    """The profile of a rank with its share of the positions, and in attention layers the keys and values of all positions."""
     share = 1 / plan.mesh.cp
     whole: dict[str, float] = {}
     for attended in plan.context.attention_sites:

@@ -1,4 +1,4 @@
-"""What owning costs a rank: the parameters it keeps, and the exchanges with the other owners, before anything runs."""
+"""Expert and table parallelism in a schedule: the parameters that one rank of the `ep` axis keeps, and its all-to-alls."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from meshwright.core.model import LayerProfile, ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action
 
-_INDEX_BYTES = 8  # bytes of a number that travels: an index, a count
+_INDEX_BYTES = 8  # of an index or a count
 
 
 def expert_profile(plan: Plan, profile: ModelProfile, ep_rank: int) -> ModelProfile:
-    """The profile with this owner's part of what is owned. Its experts get the tokens of all ranks, so their work stays; a table that
-    another rank owns is no work at all."""
+    """The profile with this rank's share of experts and tables. Its experts get the tokens of all ranks, so their work stays the same; a table on
+    another rank is no work at all."""
     rows = plan.expert.rows_per_rank(plan.mesh.ep)
 
     def part(layer: LayerProfile) -> LayerProfile:
@@ -32,10 +32,10 @@ def _without_work(layer: LayerProfile) -> LayerProfile:
 
 
 def expert_collectives(plan: Plan, batch: int, ep_rank: int) -> Iterator[tuple[str, str, Action, bool]]:
-    """(module, phase, action, whether recomputing repeats it) for a micro-batch of `batch` samples on the rank of one owner.
+    """(module, phase, action, whether recomputing repeats it) for a micro-batch of `batch` samples on one rank of the `ep` axis.
 
-    A call counts what a rank hands in: at home all of its tokens, at the owner what came from every rank. The latter depends on the
-    routing, so its bytes are the most that it can be.
+    A call counts what a rank sends: all of its own tokens, or the results for tokens from every rank. The latter depends on the routing, so its
+    bytes are an upper bound.
     """
     for mixture in plan.expert.moe_layers:
         yield from _moe_collectives(plan, mixture, batch, ep_rank)
@@ -60,7 +60,7 @@ def _table_collectives(plan: Plan, batch: int, ep_rank: int) -> Iterator[tuple[s
     indices = round(sum(lookup.indices for lookup in policy.lookups) * batch) * _INDEX_BYTES
     home = round(sum(lookup.result_bytes for lookup in policy.lookups) * batch)
     mine = round(sum(lookup.result_bytes for lookup in policy.lookups_on(ep_rank)) * batch) * ranks
-    uneven = bool(plan.balance.shares)  # then other ranks' batches may be smaller
+    uneven = bool(plan.balance.shares)  # other ranks' batches may be smaller
     sizes = (("counts", 2 * len(policy.lookups) * _INDEX_BYTES, False), ("indices", indices, uneven), ("results", mine, uneven))
     for kind, size, bound in sizes:
         yield where, "forward", _all_to_all_action(f"{kind}/{name}", size, size if bound else None), False

@@ -1,12 +1,12 @@
-"""Lowering: a plan's schedule made to stand by itself. Groups become lists of ranks, messages get their other end, a pipeline its order,
-and computation its time; what comes out can be run, simulated or sent to somebody who has neither the model nor the plan.
+"""Lowering: from a plan and a profile to a self-contained schedule. Groups become lists of ranks, sends get their receives, a pipeline its order,
+and computation its time; the result can be run, simulated or exported without the model and the plan.
 
-[Note: what holds a rank up]
-Meetings inside layers (tensor, context, spatial and expert parallelism) hold up what comes after them. Gradients, gathers of parameters
-and scatters run beside computation if the plan's `sync.overlap` says so, and hold it up otherwise.
+[Note: what blocks a rank]
+Collectives inside layers (tensor, context, spatial and expert parallelism) block what comes after them. Gradient reductions, parameter
+all-gathers and reduce-scatters overlap with computation if the plan's `sync.overlap` says so, and block it otherwise.
 
 [Note: memo]
-Prices know kernels by identity, so every rank's profile is kept until the last is priced: a freed one's identity would be given to the next.
+Cost models identify kernels by `id`, so every rank's profile is kept until the last is priced: a freed kernel's id would be reused.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from meshwright.schedule.rank_profile import local_profile
 from meshwright.schedule.step_actions import MeshCoordinate, build_program, pipeline_sends
 
 ActionList = list[Action]
-_ClassCoordinate = tuple[int, MeshCoordinate]  # the number of a rank's crew, and where it stands
+_ClassCoordinate = tuple[int, MeshCoordinate]  # the index of a rank's class, and its mesh coordinate
 
 
 class ActionCostModel(Protocol):
-    """What computation costs; `profile` is one rank's part of the model."""
+    """What computation costs; `profile` is one rank's share of the model."""
 
     def seconds(self, profile: ModelProfile, action: Action) -> float: ...
 
@@ -39,7 +39,7 @@ class ActionCostModel(Protocol):
 
 @dataclass(frozen=True)
 class PricedRankClass:
-    """Ranks on devices of one kind, with parts of one size: what computation costs them, and how many samples a micro-batch has."""
+    """Ranks on devices of one kind with equal shares: their cost model, and the number of samples in their micro-batches."""
 
     cost_model: ActionCostModel
     micro_batch: int
@@ -47,7 +47,8 @@ class PricedRankClass:
 
 
 def lower(plan: Plan, profile: ModelProfile, cost_model: ActionCostModel | Sequence[PricedRankClass], *, clip: bool = False) -> Schedule:
-    """The plan's steady step, at one price for all ranks or at each crew's own. `profile` may be at any batch: it is moved to the micro-batches."""
+    """The plan's steady step, with one cost model for all ranks or one per rank class. `profile` may have any batch size; it is rescaled to the
+    micro-batches."""
     rank_classes = [PricedRankClass(cost_model, plan.max_micro_batch_size, range(plan.world))] if not isinstance(cost_model, Sequence) else cost_model
     profiles = [profile.at_batch(rank_class.micro_batch) for rank_class in rank_classes]
     posts = _class_coordinates(plan, rank_classes)
@@ -65,7 +66,7 @@ def lower(plan: Plan, profile: ModelProfile, cost_model: ActionCostModel | Seque
         programs[rank_class, place] = list(_in_pipeline_order(plan, profiles[rank_class], local, place, priced) if plan.mesh.pp > 1 else priced)
     if plan.spatial.grid:
         programs = _add_halo_receives(programs, [rank_class.micro_batch for rank_class in rank_classes])
-    numbers: dict[tuple[Action, ...], int] = {}  # ranks that turn out to do the same share a program
+    numbers: dict[tuple[Action, ...], int] = {}  # ranks with equal programs share one
     shared = {post: numbers.setdefault(tuple(_number_duplicates(actions)), len(numbers)) for post, actions in programs.items()}
     ranks = {str(rank): shared[post] for rank, post in enumerate(posts)} if len(numbers) > 1 else {}
     groups = _rank_groups(plan, profile, {action.axis for actions in numbers for action in actions})
@@ -73,7 +74,7 @@ def lower(plan: Plan, profile: ModelProfile, cost_model: ActionCostModel | Seque
 
 
 def _class_coordinates(plan: Plan, rank_classes: Sequence[PricedRankClass]) -> list[_ClassCoordinate]:
-    """Every rank's crew and place."""
+    """Every rank's class index and mesh coordinate."""
     of = [0] * plan.world
     for number, rank_class in enumerate(rank_classes[1:], 1):
         for rank in rank_class.ranks:
@@ -81,14 +82,14 @@ def _class_coordinates(plan: Plan, rank_classes: Sequence[PricedRankClass]) -> l
     places = _mesh_coordinates(plan)
     travel = plan.mesh.group_size("replica") > 1 or any(
         stage.tied_parameters for stage in plan.stages
-    )  # slices of the state, which are of several sizes
+    )  # collectives on ZeRO shards, which differ in size
     if plan.balance.state_fractions and travel:
         places = [replace(place, shard=plan.mesh.coordinate(rank, "shard")) for rank, place in enumerate(places)]
     return list(zip(of, places, strict=True))
 
 
 def _mesh_coordinates(plan: Plan) -> list[MeshCoordinate]:
-    """Where each rank stands. Tensor-parallel ranks that hold pieces of one length do the same, and only the first of them is worked out."""
+    """Every rank's coordinate. Tensor-parallel ranks with shards of equal size do the same, so all have the coordinate of the first."""
     mesh, ways = plan.mesh, plan.spatial.num_parts
     axes = tuple(dict.fromkeys("tp" if axis in TP_GRID_AXES else axis for axis in mesh.ordered_axes))
     degrees = {axis: range(mesh.degree(axis)) for axis in axes}
@@ -100,7 +101,7 @@ def _mesh_coordinates(plan: Plan) -> list[MeshCoordinate]:
 
 
 def _with_cost(plan: Plan, rank_profile: ModelProfile, action: Action, cost_model: ActionCostModel) -> Action:
-    """With its time, or with how it holds the rank up."""
+    """The action with its time, or with whether it blocks the rank."""
     if action.op in COMPUTE_OPS:
         return replace(
             action,
@@ -138,7 +139,7 @@ def _rank_groups(plan: Plan, profile: ModelProfile, used_axes: set[str]) -> Grou
 
 
 def _number_duplicates(program: Sequence[Action]) -> Iterator[Action]:
-    """Several messages of one name are told apart by a number; what is not done because nobody else takes part is not waited for either."""
+    """Number repeated names, and drop dependencies on actions that were left out because their group has one rank."""
     seen: dict[str, int] = {}
     for action in program:
         waits = tuple(name for name in action.depends_on if name in seen)
@@ -147,9 +148,9 @@ def _number_duplicates(program: Sequence[Action]) -> Iterator[Action]:
 
 
 def _add_halo_receives(programs: dict[_ClassCoordinate, ActionList], samples: Sequence[int]) -> dict[_ClassCoordinate, ActionList]:
-    """Borders of blocks: what neighbours send after a computation arrives after the same computation here, and is waited for with what was sent.
-    Neighbours have micro-batches of as many samples, whatever they compute on."""
-    arrivals: dict[tuple[int, int], dict[str, ActionList]] = {}  # by samples and place in the grid; these go with no other axis that counts
+    """Add the receives of halos. What neighbours send after a computation arrives after the same computation here, and is waited for together
+    with this rank's sends. Neighbours' micro-batches have equal numbers of samples, whatever their devices."""
+    arrivals: dict[tuple[int, int], dict[str, ActionList]] = {}  # by samples and cp coordinate: no other coordinate matters with a spatial grid
     for here, actions in {(samples[rank_class], place.cp): actions for (rank_class, place), actions in programs.items()}.items():
         last = ""
         for action in actions:
@@ -161,7 +162,7 @@ def _add_halo_receives(programs: dict[_ClassCoordinate, ActionList], samples: Se
 
 
 def _with_halo_exchange(program: ActionList, receives: dict[str, ActionList]) -> Iterator[Action]:
-    """Own messages and those that arrive after each computation, then a wait for all of them."""
+    """After each computation, this rank's halo sends and receives, then a wait for all of them."""
     held: list[Action] = []
     for action in [*program, Action("end", "wait")]:
         if action.op == "send" and action.axis == "cp":
@@ -184,7 +185,7 @@ def _with_halo_exchange(program: ActionList, receives: dict[str, ActionList]) ->
 def _in_pipeline_order(
     plan: Plan, profile: ModelProfile, rank_profile: ModelProfile, coordinate: MeshCoordinate, program: ActionList
 ) -> Iterator[Action]:
-    """The program, which goes micro-batch by micro-batch, in the order of the plan's schedule, with what arrives before each turn."""
+    """Reorder the program, which goes micro-batch by micro-batch, by the plan's pipeline schedule, with receives before each pipeline action."""
     mine = [s for s in range(len(plan.stages)) if plan.stage_rank(s) == coordinate.pp]
     pieces, rest = _split_by_pipeline_action(plan, rank_profile, mine, program)
     pieces = _split_backward(pieces) if plan.splits_backward else pieces
@@ -200,7 +201,7 @@ def _in_pipeline_order(
 def _split_by_pipeline_action(
     plan: Plan, rank_profile: ModelProfile, local_stages: list[int], program: ActionList
 ) -> tuple[dict[PipelineAction, ActionList], ActionList]:
-    """Which actions belong to which turn; what is done once, at the end of the step, is the rest. Names tell (see `run_name`)."""
+    """(actions by pipeline action, actions done once at the end of the step). Decided by the actions' names, which step_actions.py makes."""
     chunk_of = {name: chunk for chunk, stage in enumerate(local_stages) for name in plan.stages[stage].layers}
     pieces: dict[PipelineAction, ActionList] = {}
     rest: ActionList = []
@@ -229,8 +230,8 @@ def _split_by_pipeline_action(
 
 
 def _split_backward(actions_of: dict[PipelineAction, ActionList]) -> dict[PipelineAction, ActionList]:
-    """Backward cut into what goes back to the stage before and the gradients of weights: a product's two are as large as each other, so half of
-    the time is each one's. Gradients leave when the second is done."""
+    """Split backward into input gradients, for the stage before, and weight gradients: a matmul's two are equally expensive, so each takes half
+    of the time. Gradients are reduced when the second half is done."""
     found: dict[PipelineAction, ActionList] = {}
     for turn, actions in actions_of.items():
         later = turn._replace(phase="weights")
@@ -248,7 +249,7 @@ def _split_backward(actions_of: dict[PipelineAction, ActionList]) -> dict[Pipeli
 def _pipeline_receives(
     plan: Plan, profile: ModelProfile, coordinate: MeshCoordinate, stage: int, pipeline_action: PipelineAction
 ) -> Iterator[Action]:
-    """The other end of what the neighbour's stage sends for this turn."""
+    """The receives of what the neighbouring stage sends for this pipeline action."""
     other = stage - 1 if pipeline_action.phase == "forward" else stage + 1
     if pipeline_action.phase == "weights" or not 0 <= other < len(plan.stages) or plan.stage_rank(other) == coordinate.pp:
         return

@@ -1,4 +1,5 @@
-"""In which order a pipeline rank takes micro-batches forward and backward: GPipe, 1F1B, interleaved, zero bubble. Pure lists; nothing is run here."""
+"""Pipeline schedules: the order in which a pipeline rank runs micro-batches forward and backward (GPipe, 1F1B, interleaved, zero bubble). Pure
+lists."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from typing import Literal, NamedTuple
 from meshwright.core.errors import RequestError
 from meshwright.core.pipeline_schedules import schedule_traits
 
-PipelinePhase = Literal["forward", "backward", "weights"]  # zero bubble's backward is in two: what goes back first, gradients of weights later
+PipelinePhase = Literal["forward", "backward", "weights"]  # zero bubble splits backward: input gradients first, weight gradients later
 
 
 class PipelineAction(NamedTuple):
-    """One micro-batch through one chunk of a rank, in one direction. A chunk is the rank's n-th stage."""
+    """One micro-batch through one chunk of a rank, in one phase. A chunk is the rank's n-th stage."""
 
     phase: PipelinePhase
     chunk: int
@@ -20,17 +21,17 @@ class PipelineAction(NamedTuple):
 
 
 class PipelineRank(NamedTuple):
-    """One rank of a pipeline, and what goes through it."""
+    """One rank of a pipeline, and the micro-batches that it runs."""
 
     ranks: int
     rank: int
     micro: int
     chunks: int
-    per_round: int  # micro-batches that a chunk takes before the next one does, where the schedule goes in rounds
+    per_round: int  # micro-batches that a chunk runs before the next one does, where the schedule goes in rounds
 
 
 def check_pipeline_order(order: str, ranks: int, num_micro_batches: int, chunks: int) -> None:
-    """What an order cannot do, with the number to change."""
+    """Raise a RequestError if the order cannot run these numbers; it names the number to change."""
     traits = schedule_traits(order)
     if num_micro_batches < 1:
         raise RequestError(f"{num_micro_batches} micro-batches: give at least 1")
@@ -41,29 +42,29 @@ def check_pipeline_order(order: str, ranks: int, num_micro_batches: int, chunks:
 
 
 def pipeline_schedule(order: str, ranks: int, rank: int, num_micro_batches: int, chunks: int = 1, per_round: int = 0) -> list[PipelineAction]:
-    """The turns of one rank. A round has as many micro-batches as are given `per_round`, or else as their number makes."""
+    """The pipeline actions of one rank. A round has `per_round` micro-batches; 0: as many as the schedule derives from their number."""
     check_pipeline_order(order, ranks, per_round or num_micro_batches, chunks)
     per_round = per_round or schedule_traits(order).micro_batches_per_round(ranks, num_micro_batches)
     return _BUILDERS[order](PipelineRank(ranks, rank, num_micro_batches, chunks, per_round))
 
 
 def _gpipe(at: PipelineRank) -> list[PipelineAction]:
-    """Everything forward, then everything back."""
+    """All forwards, then all backwards."""
     return _alternating(at, at.micro * at.chunks)
 
 
 def _1f1b(at: PipelineRank) -> list[PipelineAction]:
-    """As few forward as keep the others busy, and from then on one forward and one back."""
+    """As few forwards as keep the other ranks busy, then one forward and one backward at a time."""
     return _alternating(at, at.ranks - at.rank - 1)
 
 
 def _interleaved(at: PipelineRank) -> list[PipelineAction]:
-    """1F1B over several stages a rank, in rounds."""
+    """1F1B over several stages per rank, in rounds."""
     return _alternating(at, (at.chunks - 1) * at.per_round + 2 * (at.ranks - 1 - at.rank))
 
 
 def _alternating(at: PipelineRank, ahead: int) -> list[PipelineAction]:
-    """So many forward `ahead`, then one forward and one backward at a time, then the backwards that are left."""
+    """`ahead` forwards, then one forward and one backward at a time, then the remaining backwards."""
     total = at.micro * at.chunks
     ahead = min(ahead, total)
 
@@ -79,8 +80,8 @@ def _alternating(at: PipelineRank, ahead: int) -> list[PipelineAction]:
 
 
 def _zero_bubble(at: PipelineRank) -> list[PipelineAction]:
-    """Two chunks a rank, the second on the way back (a V). Gradients of weights are what fills the time in which a rank would wait: in the
-    middle each follows its backward at once, at the end they come after the backwards that others wait for."""
+    """Two chunks per rank, the second in reverse order of ranks (a V). Weight gradients fill the time in which a rank would wait: in the steady
+    state each directly follows its backward, at the end they come after the backwards that others wait for."""
     return [action for action in _zbv_schedule(at.ranks, at.rank, max(at.micro, 2 * at.ranks - 1)) if action.micro_batch < at.micro]
 
 
@@ -94,7 +95,7 @@ def _zbv_schedule(ranks: int, rank: int, num_micro_batches: int) -> Iterator[Pip
     def count(phase: PipelinePhase, chunk: int) -> int:
         return done.get((phase, chunk), -1) + 1
 
-    left = ranks - rank  # ranks from here to the bend
+    left = ranks - rank  # ranks from here to the turn of the V
     yield from (take("forward", 0) for _ in range(2 * left - 1))
     for _ in range(rank):
         yield from (take("forward", 1), take("forward", 0))

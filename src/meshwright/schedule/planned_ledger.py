@@ -1,4 +1,4 @@
-"""The communication ledger before a run: what a schedule's steady step and the start-up before it will send, call by call."""
+"""The communication ledger predicted before a run: what a schedule's steady step and start-up will send, call by call."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from meshwright.core.schedule import Action, wire_factor
 from meshwright.schedule.buckets import init_broadcast_groups
 from meshwright.schedule.step_actions import build_schedule
 
-_RNG_STATE_BYTES = {"cpu": 5056, "cuda": 16}  # the states of torch's generators
+_RNG_STATE_BYTES = {"cpu": 5056, "cuda": 16}  # sizes of torch's RNG states
 
 
 @dataclass(frozen=True)
 class LedgerLine:
-    """All calls of one name in one step. `bytes` is the whole tensor, summed over calls; `sent` is what a rank must put on the wire."""
+    """All calls of one name in one step. `bytes` is the full tensor, summed over calls; `sent` is what a rank must put on the wire."""
 
     phase: str  # start-up or step
     name: str
@@ -27,18 +27,18 @@ class LedgerLine:
     bytes: int
     padding: int
     sent: float
-    bound: bool = False  # the data decides how many bytes there are, and `bytes` is the most that it can be
+    bound: bool = False  # the data decides how many bytes there are, and `bytes` is an upper bound
 
 
 def plan_ledger(plan: Plan, profile: ModelProfile, *, clip: bool = True, rank: int = 0) -> tuple[LedgerLine, ...]:
-    """What one rank will do, under the names that the run counts by."""
+    """One rank's predicted ledger, under the names that the run records."""
     return _ledger_lines(
         plan.for_rank(rank), profile, build_schedule(plan, profile.at_batch(_micro_batch_samples(plan, rank)), clip=clip).program_for(rank)
     )
 
 
 def plan_ledgers(plan: Plan, profile: ModelProfile, *, clip: bool = True) -> dict[str, list[LedgerLine]]:
-    """The ledger of every rank; ranks that do the same are named together, like "0,1"."""
+    """The ledger of every rank; ranks with the same ledger share a key, like "0,1"."""
     samples = [_micro_batch_samples(plan, rank) for rank in range(plan.world)]
     schedules = {count: build_schedule(plan, profile.at_batch(count), clip=clip) for count in set(samples)}
     groups: dict[tuple[int, int, str], list[int]] = {}
@@ -49,7 +49,7 @@ def plan_ledgers(plan: Plan, profile: ModelProfile, *, clip: bool = True) -> dic
 
 
 def _micro_batch_samples(plan: Plan, rank: int) -> int:
-    """Of its micro-batch; what owners are sent, and send back, is of the others' samples too."""
+    """Samples of the rank's micro-batch; under expert parallelism the largest micro-batch's, since a rank also gets other ranks' samples."""
     return plan.micro_batch_size(rank) if plan.mesh.ep == 1 else plan.max_micro_batch_size
 
 
@@ -71,8 +71,8 @@ def _ledger_lines(plan: Plan, profile: ModelProfile, program: Sequence[Action]) 
 
 
 def _startup_lines(plan: Plan, profile: ModelProfile) -> Iterator[LedgerLine]:
-    """Rank 0's values go to everybody, and ranks that compute the same on the same samples share a random state. Left out are the few
-    bytes with which a backend and torch's pipeline schedules greet their neighbours."""
+    """Rank 0's values are broadcast to all ranks, and ranks that compute the same on the same samples share an RNG state. Left out are the few
+    bytes of the first messages between neighbours, from backends and torch's pipeline schedules."""
 
     def line(name: str, axis: str, calls: int, size: int) -> LedgerLine:
         return LedgerLine("start-up", name, "broadcast", axis, plan.mesh.group_size(axis), calls, size, 0, size * 1.0)
@@ -89,13 +89,13 @@ def _startup_lines(plan: Plan, profile: ModelProfile) -> Iterator[LedgerLine]:
 
 
 def ledger_name(name: str) -> str:
-    """A schedule tells micro-batches and phases apart; the run counts them under one name."""
+    """The run's name for an action: a schedule also names micro-batches and phases, the run does not."""
     return "/".join(name.split("/")[:2])
 
 
 def ledger_differences(expected: Iterable[LedgerLine], measured: Iterable[tuple[str, str, int, int, int]], phase: str = "step") -> list[str]:
-    """What a step, or start-up, did otherwise than the ledger says; `measured` is (name, operation, ranks, calls, bytes). Empty when they
-    are equal, and where bytes are a bound, when it holds."""
+    """How a step, or start-up, differs from the ledger; `measured` is (name, operation, ranks, calls, bytes). Empty if they are equal or, where
+    bytes are a bound, within it."""
     lines = [line for line in expected if line.phase == phase]
     planned = {(line.name, line.op, line.group): (line.calls, line.bytes) for line in lines}
     bounds = {(line.name, line.op, line.group) for line in lines if line.bound}

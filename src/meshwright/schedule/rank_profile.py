@@ -1,4 +1,4 @@
-"""What one rank holds and computes of a model: its pieces of the parameters, its part of the work."""
+"""One rank's profile of a model: its shards of the parameters, its share of the work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.schedule.spatial_actions import spatial_profile
 
 
 def local_profile(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int = 0, ep_rank: int = 0) -> ModelProfile:
-    """The profile as one rank sees it. Parameters are exact; work and activations shrink with the layer's cut parameters."""
+    """The profile as one rank sees it. Parameters are exact; work and activations scale with the layer's sharded parameters."""
     same, equal = plan.partition_key
     return profile.memo.get_or_compute(
         "local", same, (*equal, tp_rank, pp_rank, ep_rank), lambda: _build_local_profile(plan, profile, tp_rank, pp_rank, ep_rank)
@@ -39,19 +39,19 @@ def _build_local_profile(plan: Plan, profile: ModelProfile, tp_rank: int, pp_ran
 
 
 class _TensorParallelScaling:
-    """What tensor parallelism leaves a rank of each layer."""
+    """Scales layers to one tensor-parallel rank's share."""
 
     def __init__(self, plan: Plan, profile: ModelProfile, tp_rank: int) -> None:
         self._batch, self._num_parts, self._sequence_parallel = profile.batch, plan.mesh.degree("tp"), bool(plan.tensor.is_sequence_parallel)
         self._tied_tensors = _tied_tensors_by_layer(profile)
-        self._memo: dict[tuple[int, float], tuple[Kernel, ...]] = {}  # equal blocks share their kernels, not always what is cut of them
+        self._memo: dict[tuple[int, float], tuple[Kernel, ...]] = {}  # equal blocks share their kernels, but may be sharded differently
         self._policies = [policy for _, policy in plan.tensor_policies]
         self._lengths = [
             policy.shard_lengths(plan.mesh.grid_coordinate(tp_rank, axis), plan.mesh.degree(axis)) for axis, policy in plan.tensor_policies
         ]
 
     def local_layer(self, layer: LayerProfile, slope: LayerProfile, input_bytes: float) -> LayerProfile:
-        """What a rank has of it; `input_bytes` are the bytes that the layer before gives."""
+        """The layer on this rank; `input_bytes` are the output bytes of the layer before it."""
         tensors = tuple(self._shard(t) for t in layer.tensors)
         used = {t.name: (t, cut) for t, cut in zip(layer.tensors, tensors, strict=True)}
         used |= {t.name: (t, self._shard(t)) for t in self._tied_tensors.get(layer.name, ())}
@@ -74,13 +74,14 @@ class _TensorParallelScaling:
         )
 
     def _gathered_bytes(self, name: str) -> float:
-        """Positions of all ranks that enter a layer's cut parts: what is kept of its products is kept of these meetings too."""
+        """Bytes of all ranks' positions that are gathered into a layer's tensor-parallel regions: selective recompute saves these with the
+        matmuls."""
         return float(sum(site.bytes_for(self._batch) for policy in self._policies for site in policy.sequence_gathers_in.get(name, ())))
 
     def _activation_fraction(self, layer: LayerProfile, slope: LayerProfile, share: float, input_fraction: float) -> float:
-        """The part of its activations that is left. One that is cut where it gives has all of what entered, and its piece of the rest; one that
-        sums over cut inputs has a piece of these alone. One with both has all of what enters the parts that are cut where they give, and what
-        whole parts save; where ranks share positions, most of that is shared too."""
+        """The fraction of the layer's activations on this rank. A column-parallel layer has its full input and its shard of the rest; a
+        row-parallel layer has its shard of the input and the full rest. A layer with both has the full inputs of its column-parallel parts and
+        what unsharded parts save; under sequence parallelism most of that is sharded too."""
         if self._sequence_parallel:
             return (0.4 + 0.6 / self._num_parts + share) / 2
         dims = {dim for t in layer.tensors if len(t.shape) > 1 for found in self._lengths for dim in found.get(t.name, ())}
@@ -92,11 +93,11 @@ class _TensorParallelScaling:
         if not layer.saved_by or not layer.activation_bytes:
             return (1.0 + share) / 2
         whole = sum(part for name, part in layer.saved_by if f"{layer.name}.{name}" not in self._reduced_modules(f"{layer.name}.{name}"))
-        samples = min(self._batch * slope.activation_bytes / layer.activation_bytes, 1.0)  # the rest is of parameters, such as casts
+        samples = min(self._batch * slope.activation_bytes / layer.activation_bytes, 1.0)  # the rest comes from parameters, such as casts
         return share + samples * whole * (1.0 - share)
 
     def _reduced_modules(self, module: str) -> list[str]:
-        """Modules in it that sum, itself among them."""
+        """Modules inside `module`, itself included, whose outputs are reduced."""
         return [site.module for policy in self._policies for site in policy.reduce_sites_in.get(module, ())]
 
     def _shard(self, tensor: TensorSpec) -> TensorSpec:
@@ -118,15 +119,15 @@ class _TensorParallelScaling:
         return self._memo[key]
 
     def _moved_bytes(self, kernel: Kernel, slope: Kernel, share: float) -> float:
-        """Passes over parameters (casts, dense gradients of look-ups), which are as long for any batch, shrink as these do; of those over
-        activations half are between cut parts."""
+        """Passes over parameters (casts, dense embedding gradients) do not depend on the batch and scale with the parameters; half of the passes
+        over activations are outside of tensor-parallel regions."""
         fixed = max(kernel.bytes - self._batch * slope.bytes, 0.0)
         whole = 1 / self._num_parts if self._sequence_parallel else 1.0
         return fixed * share + (kernel.bytes - fixed) * (whole + share) / 2
 
 
 def _tied_tensors_by_layer(profile: ModelProfile) -> dict[str, list[TensorSpec]]:
-    """By layer: parameters that it computes with and another one holds, since they are tied."""
+    """By layer: tied parameters that it computes with and another layer holds."""
     known, found = {t.name: t for t in profile.tensors}, dict[str, list[TensorSpec]]()
     for first, *others in profile.tied_parameters:
         for layer in (layer.name for layer in profile.layers if first in known and any(name.startswith(f"{layer.name}.") for name in others)):
@@ -135,13 +136,13 @@ def _tied_tensors_by_layer(profile: ModelProfile) -> dict[str, list[TensorSpec]]
 
 
 def _holding_ranks(plan: Plan, profile: ModelProfile) -> dict[str, list[int]]:
-    """The pipeline ranks that have each parameter."""
+    """The pipeline ranks that hold each parameter."""
     holders = stages_holding(plan.stages)
     return {t.name: [plan.stage_rank(stage) for stage in holders(t.name)] for t in profile.tensors}
 
 
 def _stage_profile(plan: Plan, profile: ModelProfile, pp_rank: int) -> ModelProfile:
-    """The layers of one pipeline rank, and the parameters of other ranks' layers that it uses too."""
+    """The layers of one pipeline rank, and the parameters of other ranks' layers that it also uses."""
     mine = {name for i, stage in enumerate(plan.stages) if plan.stage_rank(i) == pp_rank for name in stage.layers}
     holders = profile.memo.get_or_compute(
         "holders",

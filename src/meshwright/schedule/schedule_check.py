@@ -1,4 +1,4 @@
-"""Is a schedule that stands by itself sound? Names, waits, groups, and that whoever meets agrees on what they do."""
+"""Checks of a self-contained schedule: names, dependencies, groups, and that the ranks of a group agree on their collectives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CollectiveCall = tuple[str, int]  # operation and bytes
 
 
 def check_schedule(schedule: Schedule, where: str = "") -> None:
-    """A RequestError that names the first thing wrong: what a rank waits for and nobody does would hang a run."""
+    """Raise a RequestError that names the first problem: an action that waits for one that nobody does would hang a run."""
     place = f"{where}: " if where else ""
     for problem in schedule_problems(schedule):
         raise RequestError(f"{place}{problem}")
@@ -47,7 +47,7 @@ def _program_problems(index: int, program: tuple[Action, ...]) -> Iterator[str]:
 
 
 def _communication_problems(schedule: Schedule) -> Iterator[str]:
-    """Every member of a group makes the same collectives in the same order; every message sent is received, with as many bytes."""
+    """Check that all members of a group make the same collectives in the same order, and that every send is received, with as many bytes."""
     calls: dict[tuple[str, tuple[int, ...]], dict[int, list[CollectiveCall]]] = {}
     sent: dict[tuple[str, int, int], list[int]] = {}
     received: dict[tuple[str, int, int], list[int]] = {}

@@ -1,4 +1,5 @@
-"""Positions that tensor-parallel ranks share between cut parts, before the run: what travels where (see [Note: sequence])."""
+"""Sequence parallelism in a schedule: the collectives of tensor-parallel ranks that shard positions (see [Note: sequence] in
+core/tensor_policy.py)."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from meshwright.schedule.spatial_actions import ModuleAction
 
 
 def sequence_collectives(policy: TensorPolicy, num_parts: int, axis: str, samples: int) -> Iterator[ModuleAction]:
-    """Backends move equal pieces, so positions that do not divide travel padded. What happens at a module's door is not repeated when that
-    module itself is recomputed."""
+    """The collectives of one tensor-parallel axis. Backends move equal pieces, so positions that do not divide are padded. A collective at a
+    module's input or output is not repeated when that module itself is recomputed."""
     sizes = {logical_dim.name: logical_dim for logical_dim in policy.sharded_dims}
 
     def moved(kind: str, op: str, meet: CollectiveSite) -> Action:

@@ -1,4 +1,4 @@
-"""Spatial parallelism before the run: every message and collective of one rank of the grid, and what a rank has left to compute."""
+"""Spatial parallelism in a schedule: every message and collective of one rank of the grid, and its share of the work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.core.spatial_policy import HaloPhase, SpatialGather, SpatialNorm
 
 @dataclass(frozen=True)
 class ModuleAction:
-    """Something that travels because of a module, in one phase."""
+    """A communication action that a module causes in one phase."""
 
     module: str
     phase: HaloPhase
@@ -22,7 +22,7 @@ class ModuleAction:
 
 
 def spatial_collectives(policy: SpatialPolicy, samples: int, rank: int) -> Iterator[ModuleAction]:
-    """In forward order by kind; ranks inside the grid have more neighbours than those at its border."""
+    """All messages and collectives of one rank, in forward order by kind; ranks inside the grid have more neighbours than those at its border."""
     for slide in policy.window_ops:
         for phase, peer, size in halo_messages(slide, policy.grid, rank):
             action = Action(f"halo/{slide.module or 'model'}", "send", bytes=round(size * samples), axis="cp", group_size=2, peer=peer)
@@ -34,7 +34,7 @@ def spatial_collectives(policy: SpatialPolicy, samples: int, rank: int) -> Itera
 
 
 def _norm_actions(norm: SpatialNorm, num_parts: int, samples: int) -> Iterator[ModuleAction]:
-    """Forward: everybody's mean and variance. Backward: two means of the gradient, summed."""
+    """Forward all-gathers mean and variance; backward all-reduces two means of the gradient."""
     size = 2 * norm.num_statistics * norm.itemsize * (1 if norm.is_batch_independent else samples)
     name = f"statistics/{norm.module or 'model'}"
     yield ModuleAction(norm.module, "forward", Action(name, "all_gather", bytes=size * num_parts, axis="cp"))
@@ -43,7 +43,7 @@ def _norm_actions(norm: SpatialNorm, num_parts: int, samples: int) -> Iterator[M
 
 
 def _gather_action(gather: SpatialGather, policy: SpatialPolicy, samples: int) -> ModuleAction:
-    """Blocks travel padded to the largest. Backward needs nobody: every rank has the whole gradient."""
+    """Blocks are padded to the largest. Backward needs no communication: every rank has the full gradient."""
     real = math.prod(gather.sizes) * gather.bytes * samples
     whole = math.prod(largest_block(gather.sizes, policy.grid)) * policy.num_parts * gather.bytes * samples
     action = Action(gather.name, "all_gather", bytes=round(whole), padding=round(whole - real), axis="cp")
@@ -51,7 +51,7 @@ def _gather_action(gather: SpatialGather, policy: SpatialPolicy, samples: int) -
 
 
 def spatial_profile(policy: SpatialPolicy, profile: ModelProfile) -> ModelProfile:
-    """The profile of a rank that works on blocks: in layers that are cut, its share of the work and of the activations."""
+    """The profile of a rank that works on blocks: in sharded layers, its share of the work and of the activations."""
     if not policy.grid:
         return profile
     memo: dict[tuple[int, float], tuple[Kernel, ...]] = {}
@@ -79,7 +79,7 @@ def spatial_profile(policy: SpatialPolicy, profile: ModelProfile) -> ModelProfil
 
 
 def _layer_share(policy: SpatialPolicy, layer: str) -> float:
-    """One part of `ways` of what is cut; a layer some of whose modules are whole counts by their number."""
+    """A rank's share of a layer: 1/`num_parts` of what is sharded; a layer with some unsharded modules counts by the number of modules."""
 
     def inside(names: Iterable[str]) -> set[str]:
         return {name for name in names if name == layer or name.startswith(f"{layer}.")}

@@ -1,4 +1,4 @@
-"""Expansion: the steady step of a plan, whatever its axes, as ordered actions, with every collective and every send that it will make."""
+"""Expansion: from a plan with any axes and a profile to the ordered actions of its steady step, with every collective and every send."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from meshwright.schedule.spatial_actions import spatial_collectives
 
 @dataclass(frozen=True)
 class MeshCoordinate:
-    """Where a rank stands, along the axes on which ranks differ in what they do."""
+    """A rank's coordinate along the axes on which programs differ."""
 
     pp: int = 0
     cp: int = 0
     ep: int = 0
     tp: int = 0
-    shard: int = 0  # where ZeRO cuts unevenly
+    shard: int = 0  # 0 unless ZeRO shards unevenly
 
 
 def build_schedule(plan: Plan, profile: ModelProfile, *, clip: bool = False) -> Schedule:
-    """One program for each rank of a pipeline, of a grid of positions, of owners, of tensor parallelism and of uneven shards; others differ in
-    their data."""
+    """The schedule of one step: one program for each pipeline, spatial, expert-parallel and tensor-parallel rank and each uneven shard; other
+    ranks differ only in their data."""
     degrees = {"pp": plan.mesh.pp, "cp": plan.spatial.num_parts, "ep": plan.mesh.ep, "tp": plan.mesh.degree("tp")}
     degrees["shard"] = plan.mesh.shard if plan.balance.state_fractions else 1
     programs = tuple(build_program(plan, profile, MeshCoordinate(*at), clip=clip) for at in itertools.product(*map(range, degrees.values())))
@@ -47,7 +47,7 @@ def build_schedule(plan: Plan, profile: ModelProfile, *, clip: bool = False) -> 
 
 
 def build_program(plan: Plan, profile: ModelProfile, coordinate: MeshCoordinate, *, clip: bool = False, micro_batches: int = 0) -> tuple[Action, ...]:
-    """What one kind of rank does in a step, or in one with another number of micro-batches than the plan's."""
+    """The actions of one coordinate's ranks in a step, with the plan's number of micro-batches or another."""
     build = _zero3_program if plan.memory.zero == 3 and plan.mesh.group_size("data") > 1 else _bucketed_program
     return (
         *build(plan, local_profile(plan, profile, coordinate.tp, coordinate.pp, coordinate.ep), coordinate, micro_batches or plan.micro_batches),
@@ -77,14 +77,15 @@ def _gradient_buckets(plan: Plan, profile: ModelProfile) -> tuple[Bucket, ...]:
 
 
 def gradient_arrival_order(profile: ModelProfile) -> list[tuple[int, TensorSpec]]:
-    """Trainable parameters with their layer, last registered first: about the order in which gradients arrive. What others own is not here."""
+    """Trainable parameters with their layer, last registered first: about the order in which gradients arrive. Parameters on other ranks are left
+    out."""
     found = [(index, t) for index, layer in enumerate(profile.layers) for t in layer.tensors if t.trainable and t.numel]
     return sorted(found, key=lambda item: -item[1].registration_index)
 
 
 @dataclass(frozen=True)
 class UnitBuffer:
-    """One flat buffer of a ZeRO-3 unit: gathered in the type of the arithmetic, reduced and held in the type of storage."""
+    """One flat buffer of a ZeRO-3 unit: gathered in the compute dtype, reduced and held in the storage dtype."""
 
     layout: Bucket
     trainable: bool
@@ -100,8 +101,8 @@ class UnitBuffer:
 
 
 def unit_buffers(plan: Plan, profile: ModelProfile) -> dict[str, tuple[UnitBuffer, ...]]:
-    """The units that ZeRO-3 gathers, with the buffers that `execute` will make for them: the plan's, mixtures whose experts have owners, and
-    as `root` the rest of the model. `profile` is one rank's."""
+    """The units of ZeRO-3, with the buffers that `execute` will make for them: the plan's units, MoE layers with sharded experts, and the rest of
+    the model as `root`. `profile` is one rank's."""
     same, equal = plan.partition_key
     sizes = (plan.memory.units, plan.memory.precision, plan.mesh.shard)
     return profile.memo.get_or_compute("units", same, (*equal, *sizes), lambda: _unit_buffers(plan, profile))
@@ -109,7 +110,7 @@ def unit_buffers(plan: Plan, profile: ModelProfile) -> dict[str, tuple[UnitBuffe
 
 def _unit_buffers(plan: Plan, profile: ModelProfile) -> dict[str, tuple[UnitBuffer, ...]]:
     mixtures = {m.module for m in plan.expert.moe_layers} if plan.mesh.ep > 1 else set()
-    # A pipeline's stage leaves the model's forward half way, so there every layer is a unit and the model itself is none.
+    # A pipeline stage leaves the model's forward midway, so there every layer is a unit and the model itself is none.
     units = set(plan.memory.units) | ({layer.name for layer in profile.layers} if plan.mesh.pp > 1 else set())
     tensors: dict[str, list[TensorSpec]] = {"root": []}
     for layer in profile.layers:
@@ -148,13 +149,13 @@ _NO_COLLECTIVES: dict[str, list[Action]] = {"forward": [], "again": [], "backwar
 def _layer_actions(
     plan: Plan, profile: ModelProfile, collectives: LayerCollectives, phase: str, layer: int, micro_batch: int, waits: tuple[str, ...] = ()
 ) -> Iterator[Action]:
-    """One layer, and where its ranks meet: each meeting holds up what comes after it."""
+    """One layer's computation and collectives; each collective blocks what comes after it."""
     name = profile.layers[layer].name
     sites = collectives.get(name, _NO_COLLECTIVES)
     mode = plan.memory.recompute_mode(name) if phase == "backward" else "none"
     if mode != "none":
         yield Action(f"recompute/{name}/{micro_batch}", "forward", layer, depends_on=waits, skips_expensive=mode == "selective")
-        for action in sites["again"] if mode == "full" else ():  # what ranks made of a product is kept with it
+        for action in sites["again"] if mode == "full" else ():  # selective recompute saves collectives' results with the matmuls
             waits = (f"{action.name}/again/{micro_batch}",)
             yield action.renamed(waits[0])
     yield Action(f"{phase}/{name}/{micro_batch}", "forward" if phase == "forward" else "backward", layer, depends_on=waits)
@@ -163,10 +164,10 @@ def _layer_actions(
 
 
 def layer_collectives(plan: Plan, profile: ModelProfile, coordinate: MeshCoordinate) -> LayerCollectives:
-    """Where tensor- and context-parallel ranks meet, by layer and phase; `again` is what recomputing a layer repeats."""
+    """The collectives inside layers, by layer and phase; `again` holds those that recomputing a layer repeats."""
     same, equal = plan.partition_key
     return profile.memo.get_or_compute(
-        "meetings", same, (*equal, coordinate, bool(plan.balance.shares)), lambda: _build_layer_collectives(plan, profile, coordinate)
+        "layer collectives", same, (*equal, coordinate, bool(plan.balance.shares)), lambda: _build_layer_collectives(plan, profile, coordinate)
     )
 
 
@@ -186,7 +187,7 @@ def _build_layer_collectives(plan: Plan, profile: ModelProfile, coordinate: Mesh
     pieces = plan.logical_dim_shards[coordinate.tp]
 
     def part(meet: CollectiveSite) -> float:
-        """What this rank has of a tensor that the other axis of a grid deals out."""
+        """This rank's fraction of a tensor that the other axis of a grid shards."""
         return pieces[meet.other_axis_dim][0] / pieces[meet.other_axis_dim][1] if meet.other_axis_dim else 1.0
 
     for axis, policy in plan.tensor_policies:
@@ -235,13 +236,13 @@ def _collective_action(name: str, op: str, axis: str, size: float, padding: floa
 
 
 def _padded_gather_bytes(policy: TensorPolicy, num_parts: int, site: CollectiveSite, size: float) -> float:
-    """A gather moves equal pieces: what does not divide travels padded."""
+    """Bytes of a gather with padding: it moves equal pieces."""
     logical_dim = next(s for s in policy.sharded_dims if s.name == site.logical_dim)
     return size / logical_dim.size * logical_dim.shard_range(0, num_parts)[1] * num_parts
 
 
 def _enclosing_layer(module: str, layers: set[str]) -> str:
-    """The layer that a module belongs to: the longest name that it starts with; the model itself otherwise."""
+    """The layer that a module belongs to: the longest layer name that it starts with; the model itself otherwise."""
     while module and module not in layers:
         module = module.rpartition(".")[0]
     return module or "(model)"
@@ -254,7 +255,7 @@ def _loss_actions(plan: Plan, profile: ModelProfile) -> Iterator[Action]:
 
 
 def _grad_norm_actions(plan: Plan, clip: bool) -> Iterator[Action]:
-    """Clipping needs the norm of a gradient that is spread out: one number to sum over each axis that spreads it."""
+    """The all-reduces that clipping needs for the norm of a sharded gradient: one number over each axis that shards it."""
     size = 8 if plan.memory.precision == "fp64" else 4
     if clip and plan.mesh.degree("tp") > 1:
         yield Action("norm/tp", "all_reduce", bytes=size, axis="tp")
@@ -267,7 +268,7 @@ def _grad_norm_actions(plan: Plan, clip: bool) -> Iterator[Action]:
 
 
 def pipeline_sends(plan: Plan, profile: ModelProfile, coordinate: MeshCoordinate, phase: str, micro_batch: int) -> Iterator[Action]:
-    """What this rank's stages send for one micro-batch: activations on, gradients back. Neighbours on one rank send nothing."""
+    """What this rank's stages send for one micro-batch: activations forward, gradients backward. Adjacent stages on one rank send nothing."""
     pieces = plan.logical_dim_shards[coordinate.tp]
     for index in range(len(plan.stages)) if plan.mesh.pp > 1 else ():
         other = index + 1 if phase == "forward" else index - 1
@@ -282,12 +283,12 @@ def pipeline_sends(plan: Plan, profile: ModelProfile, coordinate: MeshCoordinate
 
 
 def _shard_numel(plan: Plan, bucket: Bucket, coordinate: MeshCoordinate) -> int:
-    """Elements of a bucket that are this rank's."""
+    """Elements of this rank's shard of a bucket."""
     return shard_size(bucket, plan.mesh.shard, plan.balance.state_fractions, coordinate.shard)
 
 
 def _tied_gradient_actions(plan: Plan, profile: ModelProfile, coordinate: MeshCoordinate) -> Iterator[Action]:
-    """Parameters that stages of several ranks use."""
+    """The all-reduces for parameters that stages on several ranks use."""
     for tensor in profile.tensors:
         ranks = tensor.pipeline_ranks
         if len(ranks) > 1 and tensor.trainable:
@@ -347,12 +348,12 @@ def _bucketed_program(plan: Plan, profile: ModelProfile, coordinate: MeshCoordin
 
 
 def _buckets_ready_after(buckets: tuple[Bucket, ...], profile: ModelProfile) -> dict[int, list[int]]:
-    """Layer → buckets that are complete, and next in line, once its backward is done."""
+    """Layer → buckets that are complete, and next in order, once its backward is done."""
     layer_of = [layer for layer, _ in gradient_arrival_order(profile)]
     found: dict[int, list[int]] = {}
     latest = dict.fromkeys((False, True), len(profile.layers))
     for index, bucket in enumerate(buckets):
-        lane = bucket.replication.is_expert_parallel  # buckets go in order, so a late one holds up the rest; what is owned has an order of its own
+        lane = bucket.replication.is_expert_parallel  # buckets are sent in order, so a late one delays the rest; experts' have an order of their own
         latest[lane] = min(latest[lane], *(layer_of[s.index] for s in bucket.slots))
         found.setdefault(latest[lane], []).append(index)
     return found
@@ -360,7 +361,7 @@ def _buckets_ready_after(buckets: tuple[Bucket, ...], profile: ModelProfile) -> 
 
 def _zero3_program(plan: Plan, profile: ModelProfile, coordinate: MeshCoordinate, micro_batches: int) -> Iterator[Action]:
     mixtures = {m.module for m in plan.expert.moe_layers} if plan.mesh.ep > 1 else set()
-    inside = {layer.name: _expert_units(plan, layer, mixtures) for layer in profile.layers}  # layers of experts are units of their own
+    inside = {layer.name: _expert_units(plan, layer, mixtures) for layer in profile.layers}  # MoE layers are units of their own
     units = unit_buffers(plan, profile)
 
     def gather(name: str, tag: str) -> Iterator[Action]:
@@ -392,7 +393,7 @@ def _zero3_program(plan: Plan, profile: ModelProfile, coordinate: MeshCoordinate
             yield from own[ahead[0]] if ahead else ()
             for index in order:
                 layer = profile.layers[index]
-                if index in after:  # the next unit is fetched while this one computes
+                if index in after:  # the next unit is prefetched while this one computes
                     yield from own[after[index]]
                 fetched = [a for unit in inside[layer.name] for a in gather(unit.name, tag)]
                 yield from fetched
@@ -412,12 +413,12 @@ def _zero3_program(plan: Plan, profile: ModelProfile, coordinate: MeshCoordinate
 
 
 def _index_suffix(index: int) -> str:
-    """A unit has one buffer as a rule."""
+    """A suffix for all buffers but a unit's first, which is usually the only one."""
     return f"/{index}" if index else ""
 
 
 def _expert_units(plan: Plan, layer: LayerProfile, moe_modules: set[str]) -> list[LayerProfile]:
-    """The mixtures in a layer, each with the parameters that it holds at its owners."""
+    """The MoE layers in a layer, each with its expert-parallel parameters."""
     names = sorted(name for name in moe_modules if name == layer.name or name.startswith(f"{layer.name}.") or layer.name == "(model)")
     held = {name: tuple(t for t in layer.tensors if t.name in plan.expert.parameters and t.name.startswith(f"{name}.")) for name in names}
     return [replace(layer, name=name, tensors=tensors) for name, tensors in held.items() if tensors]

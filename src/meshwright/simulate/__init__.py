@@ -1,4 +1,4 @@
-"""Level 3, no torch: a schedule run event by event on a network that exists only as numbers."""
+"""Level 3, no torch: discrete-event simulation of a schedule on a modelled network."""
 
 from meshwright.simulate.core_network import CallTiming, CoreNetwork, TimeCurve
 from meshwright.simulate.disturbances import Disturbances, LinkDegradation

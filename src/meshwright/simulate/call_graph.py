@@ -1,7 +1,7 @@
-"""Who meets whom over what, as arrays: every group that calls something, every pair that sends, and every link that one of them crosses.
+"""The calls of a schedule as a graph in arrays: which ranks take part in which collective or message, and which links each of these crosses.
 
-A hundred thousand ranks make some hundred thousand meetings; arrays make their refinement (rank_partition.py) a matter of moments. Classes are
-told apart by sums of 64-bit hashes: that two of them meet by chance is as likely as one in 10^8 even there.
+A hundred thousand ranks make some hundred thousand calls; with arrays, partition refinement (rank_partition.py) takes moments. Classes are
+distinguished by sums of 64-bit hashes; even at that size the probability of a collision is about 10^-8.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from meshwright.simulate.network_topology import DirectedLink
 
 IntArray = NDArray[np.int64]
 HashArray = NDArray[np.uint64]
-CallKey = tuple[str, str, int, int]  # pattern, axis, and the group's number and -1, or the two ranks of a message
+CallKey = tuple[str, str, int, int]  # pattern, axis, and either the group's number and -1, or the two ranks of a message
 
 
 class CallGraph:
-    """A schedule's meetings, numbered. `edge_ranks`, `edge_calls` and `edge_roles` list who takes part in which one as what."""
+    """The numbered calls of a schedule: one for each group and pattern, and for each pair that sends. `edge_ranks`, `edge_calls` and `edge_roles`
+    list which rank takes part in which call in which role."""
 
     def __init__(self, schedule: Schedule, network: Network) -> None:
         self.schedule = schedule
         self.programs: IntArray = np.array([schedule.program_of_rank.get(str(rank), 0) for rank in range(schedule.world)], dtype=np.int64)
         self._tables = {axis: _GroupTable(groups, schedule.world) for axis, groups in schedule.groups.items()}
-        self._first_call: dict[tuple[str, str], int] = {}  # pattern and axis of collectives → the number of their first group's meeting
+        self._first_call: dict[tuple[str, str], int] = {}  # pattern and axis of collectives → the number of their first group's call
         self._message_calls: dict[CallKey, int] = {}
         self.call_signatures: list[Hashable] = []
         self.calls: list[tuple[str, tuple[int, ...]]] = []  # operation and ranks
@@ -46,7 +47,7 @@ class CallGraph:
         return self.schedule.groups[axis][self._tables[axis].group_of_rank[rank]]
 
     def call_number(self, op: str, axis: str, source: int, target: int = -1) -> int:
-        """The number of one meeting: of a rank's group, or of a message between two."""
+        """The number of the collective of `source`'s group, or of the message from `source` to `target`."""
         kind = traffic_pattern(op)
         if kind == "message":
             return self._message_calls[kind, axis, source, target]
@@ -84,7 +85,7 @@ class CallGraph:
 
 
 class _GroupTable:
-    """The groups of one axis: members in rows, filled up with -1, and every rank's row and column."""
+    """The groups of one axis: one row of members per group, padded with -1, and the row and column of every rank."""
 
     def __init__(self, groups: Sequence[tuple[int, ...]], world: int) -> None:
         self.groups = groups
@@ -102,10 +103,10 @@ class _GroupTable:
 
 @dataclass(frozen=True)
 class LinkUsage:
-    """Which meetings cross which links, moment by moment, with how many bytes for each that a rank sends."""
+    """Which calls cross which links in which epoch, with the bytes on the link per byte that a rank sends."""
 
     directed_links: Sequence[DirectedLink]
-    link_signatures: Sequence[Hashable]  # of links
+    link_signatures: Sequence[Hashable]
     use_calls: IntArray
     use_links: IntArray
     use_loads: NDArray[np.float64]
@@ -143,7 +144,7 @@ def find_link_usage(call_graph: CallGraph, network: Network, disturbances: Distu
 
 
 class SegmentSum:
-    """Adds up values by number, over and over for the same numbers."""
+    """Sums values by segment id; made once for ids that are used repeatedly."""
 
     def __init__(self, segment_ids: IntArray, num_segments: int) -> None:
         self._order = np.argsort(segment_ids, kind="stable")
@@ -160,7 +161,7 @@ class SegmentSum:
 
 
 def splitmix64(numbers: NDArray[np.generic]) -> HashArray:
-    """Every number as 64 bits that look random (splitmix64)."""
+    """Hash every number to 64 bits (splitmix64)."""
     with np.errstate(over="ignore"):
         x = numbers.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -169,13 +170,13 @@ def splitmix64(numbers: NDArray[np.generic]) -> HashArray:
 
 
 def hash_values(values: Sequence[Hashable]) -> HashArray:
-    """The same for the same value, whatever it is; in order of appearance, so that every process gets the same."""
+    """Equal hashes for equal values. They derive from the order of first appearance, so every process gets the same ones."""
     numbers: dict[Hashable, int] = {}
     return splitmix64(np.array([numbers.setdefault(value, len(numbers)) for value in values], dtype=np.int64))
 
 
 def canonical_ids(hashes: HashArray) -> IntArray:
-    """Classes from 0 on, in the order in which they first appear."""
+    """Class ids from 0 on, in order of first appearance."""
     _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
     rank = np.empty(len(first), dtype=np.int64)
     rank[np.argsort(first, kind="stable")] = np.arange(len(first))
@@ -183,7 +184,7 @@ def canonical_ids(hashes: HashArray) -> IntArray:
 
 
 def _fnv1a(*parts: str | int) -> int:
-    """Of a role: stable text to 64 bits."""
+    """The 64-bit FNV-1a hash of a role, the same in every process."""
     found = 1469598103934665603
     for byte in "/".join(map(str, parts)).encode():
         found = (found ^ byte) * 1099511628211 % 2**64

@@ -1,4 +1,4 @@
-"""Which calls of different ranks are one call: the n-th of a group, or the n-th message from one rank to another."""
+"""Matches actions of different ranks to calls: the n-th collective of a group, or the n-th message from one rank to another, is one call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class CallMatcher:
         self._exclusive_links: dict[tuple[int, ...], str] = {}
 
     def match(self, rank: RankState, action: Action) -> InFlightCall:
-        """The call that a rank's action takes part in; a new one if no other rank has come to it."""
+        """The call that a rank's action takes part in; a new one if no other rank has reached it."""
         site = (action.axis, action.peer, action.op if action.op in P2P_OPS else "")
         if site not in rank.streams:
             rank.streams[site] = self._stream(rank, action)
@@ -31,7 +31,7 @@ class CallMatcher:
         return call
 
     def _stream(self, rank: RankState, action: Action) -> tuple[StreamKey, tuple[int, ...]]:
-        """With the ranks of the group."""
+        """The stream of a rank's action, and the ranks of its group."""
         group = self.fold.call_graph.group_of(action.axis, self.fold.representatives[rank.rank_class])
         if action.op not in P2P_OPS:
             return ("collective", action.axis, *sorted({self.fold.class_of[r] for r in group})), group
@@ -53,7 +53,7 @@ class CallMatcher:
         return InFlightCall(action, group, len(classes), ports, stream)
 
     def _stream_ports(self, stream: StreamKey) -> tuple[StreamKey, ...]:
-        """How long a call takes that shares links is not known when it starts: then its stream is in use until it ends."""
+        """The stream as a port, if links are shared: a call's duration is then unknown at its start, so its stream is in use until it ends."""
         return (stream,) if self.fold.link_epochs else ()
 
     def _exclusive_link(self, ranks: tuple[int, ...]) -> str:

@@ -1,10 +1,11 @@
-"""Ranks that share the cores of one machine. There a call is work for cores: calls under way at once share them, and handing one over takes its
-rank's own time, more of it after a computation than right after another call. All of it was measured: calls of all groups at once, of one group
-alone, and how long a rank was busy handing one over. A call that its rank stands still for takes another path than one that runs beside it.
-A call is at work on the cores of its ranks, a message on its receiver's, who copies it; what a rank has to do for one that it hands over beside its
-computation is work for its core, too, where calls under way have to wait for it.
-Times are taken as they were measured at each size: what a call costs however small it is changes with the path that its size takes, and no one
-line goes through that."""
+"""A network model of ranks that share the cores of one machine, where a call is work for cores and concurrent calls share them.
+
+Launching a call takes the rank's own time, more after a computation than right after another call. All inputs are measured: calls of all groups at
+once, calls of one group alone, and the time a rank needs to launch one. Blocking calls have timings of their own, because they take another code
+path than async calls. A call occupies the cores of its ranks; a message occupies only its receiver's core, which copies it. Launching an async call
+after a computation is work for the rank's core too, and competes with calls in flight.
+Times are interpolated between the measured sizes: the fixed cost of a call changes with the code path that its size selects, so no single line
+fits."""
 
 from __future__ import annotations
 
@@ -17,18 +18,18 @@ from meshwright.core.schedule import COLLECTIVE_OPS, COMPUTE_OPS, P2P_OPS, Actio
 from meshwright.simulate.network_model import CallCost, OverlapBehavior
 from meshwright.simulate.network_topology import NO_LINKS, DirectedLink
 
-_SELF_AXIS = "core"  # the name of the groups of one rank each, whose calls are work of its own, in units of
+_SELF_AXIS = "core"  # axis of the one-rank groups whose calls are a rank's own work on its core; their bytes are units of
 _UNIT_S = 1e-9
 _TYPICAL_BYTES = tuple(
     2.0**n for n in range(17, 23)
-)  # bytes sent at which the share is taken: it hardly depends on them, and one alone may be disturbed
+)  # bytes sent at which `core_share` is evaluated: it hardly depends on the size, and a single measurement may be disturbed
 
 
 @dataclass(frozen=True)
 class TimeCurve:
-    """Seconds by the bytes that a rank sends, as measured: straight between points and beyond the last, level before the first."""
+    """Measured seconds by the bytes that a rank sends: linear between points and beyond the last, constant before the first."""
 
-    points: SizeCurve  # two or more, in the order of their sizes
+    points: SizeCurve  # two or more, sorted by size
 
     def seconds(self, bytes_sent: float) -> float:
         at = min(max(bisect_left(self.points, (bytes_sent,)), 1), len(self.points) - 1)
@@ -38,33 +39,33 @@ class TimeCurve:
 
 @dataclass(frozen=True)
 class CallTiming:
-    """What one operation among so many ranks takes once it is handed over, by the bytes that a rank sends: while `groups` of them are at it on one
-    core, and while one is."""
+    """Seconds of one operation with one group size after its launch, by the bytes that a rank sends: with `groups` groups concurrently on one core
+    (`contended`), and with one group (`uncontended`)."""
 
     contended: TimeCurve | AlphaBetaModel
     uncontended: TimeCurve | AlphaBetaModel
-    launch_overhead: TimeCurve | AlphaBetaModel  # of the rank's own time, before the call is under way, right after another call
+    launch_overhead: TimeCurve | AlphaBetaModel  # the rank's own time to launch the call right after another call
     cold_launch_overhead: (
         TimeCurve | AlphaBetaModel
-    )  # what more it takes after a computation, when nothing of it is in the caches: of its core's time, if it runs beside it
+    )  # additional time after a computation, with cold caches; for an async call it is time of the rank's core
     groups: int = 1
 
     def core_share(self) -> float:
-        """Of its cores, what one call keeps busy."""
+        """The share of its cores that one call keeps busy."""
         least = 1.0 / self.groups
         together, alone = (sum(times.seconds(sent) for sent in _TYPICAL_BYTES) for times in (self.contended, self.uncontended))
         return min(max(together / alone * least, least), 1.0)
 
     def core_seconds(self, bytes_sent: float, share: float) -> float:
-        """Seconds of a call that keeps that share of its cores busy. Where taking turns costs something, all groups at once take what they took."""
+        """Seconds of a call that keeps `share` of its cores busy. Long enough that all groups at once take their measured `contended` time."""
         return max(self.uncontended.seconds(bytes_sent), self.contended.seconds(bytes_sent) / (self.groups * share))
 
 
 @dataclass(frozen=True)
 class CoreNetwork:
-    """By operation and number of ranks, like all_reduce/2, calls that run `async_timings` their ranks and those that their ranks stand still
-    for. Both directions of a message are `send/2`, and always run beside. Ranks stay where they are: `rank_cores` has a number for each rank,
-    the same for those that share a core."""
+    """Timings of async calls (`async_timings`) and of blocking ones (`blocking`), by operation and number of ranks, such as all_reduce/2. Both
+    directions of a message are `send/2`, and always async. Ranks are pinned: `rank_cores` has a core number for each rank, equal for ranks that
+    share a core."""
 
     async_timings: Mapping[str, CallTiming]
     blocking: Mapping[str, CallTiming]
@@ -78,7 +79,7 @@ class CoreNetwork:
         if len(ranks) < 2:
             return CallCost(bytes_sent=size * _UNIT_S, max_rate=1.0)
         work = self._timing(op, ranks, blocks).core_seconds(size * wire_factor(op, len(ranks)), self._timing(op, ranks, False).core_share())
-        return CallCost(bytes_sent=work, max_rate=1.0)  # seconds of work, one a second at most
+        return CallCost(bytes_sent=work, max_rate=1.0)  # in seconds of core time, at a rate of at most 1
 
     def group_signature(self, ranks: tuple[int, ...]) -> Hashable:
         return len(ranks)
@@ -91,7 +92,7 @@ class CoreNetwork:
         return {DirectedLink(f"core/{place}", 0.0, 1.0): share for place in busy_cores(op, ranks, self.rank_cores)}
 
     def with_launch_overhead(self, schedule: Schedule) -> Schedule:
-        """The schedule with what its ranks are busy with when they hand calls over."""
+        """The schedule with an action before each call for the time that its launch takes."""
         by_program = {number: rank for rank in reversed(range(schedule.world)) for number in [schedule.program_of_rank.get(str(rank), 0)]}
         programs = (
             tuple(self._add_launch_overhead(program, schedule.groups_of(by_program.get(number, 0))))
@@ -123,7 +124,7 @@ class CoreNetwork:
 
 
 def busy_cores(op: str, ranks: tuple[int, ...], rank_cores: tuple[int, ...]) -> set[int]:
-    """Where somebody has work with a call."""
+    """The cores that a call occupies."""
     return {rank_cores[rank] for rank in (ranks[1:] if op in P2P_OPS else ranks)}
 
 

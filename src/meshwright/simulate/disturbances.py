@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated step, as input: slow ranks, jitter, links that lose bandwidth or fail, devices that die."""
+"""Disturbances of a simulated step, as input: slow ranks, jitter, links that lose bandwidth or fail, devices that die."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from meshwright.core.errors import RequestError, unknown_name_error
 
 @dataclass(frozen=True)
 class LinkDegradation:
-    """From `at` seconds on a link has this part of its bandwidth; at 0 it is down, and what crossed it goes around or waits."""
+    """From `at` seconds on, links have `factor` times their bandwidth. With factor 0 they are down, and calls take a detour or wait."""
 
-    link: str  # a key, or the beginning of several: network/3, network
+    link: str  # a key, or a prefix of several: network/3, network
     factor: float
     at: float = 0.0
 
@@ -29,10 +29,10 @@ class LinkDegradation:
 
 @dataclass(frozen=True)
 class Disturbances:
-    """None by default. `jitter` draws from `seed`; everything else is as it is said."""
+    """All disturbances of a step; none by default. Only `jitter` is random, drawn from `seed`."""
 
-    slow: Mapping[str, float] = field(default_factory=dict)  # rank → its computation takes so many times as long
-    jitter: float = 0.0  # every computation varies by this share, one sigma
+    slow: Mapping[str, float] = field(default_factory=dict)  # rank → factor on its computation times
+    jitter: float = 0.0  # relative standard deviation of every computation time
     seed: int = 0
     degrade: tuple[LinkDegradation, ...] = ()
     fail: Mapping[str, float] = field(default_factory=dict)  # rank → when its device dies, in seconds of the step
@@ -51,7 +51,7 @@ class Disturbances:
         return bool(self.slow or self.jitter or self.degrade or self.fail)
 
     def check(self, world: int, links: Iterable[str] | None) -> None:
-        """Refuse a rank or link that is not there; `links` is None where the network has none of its own."""
+        """Raise RequestError for an unknown rank or link; `links` is None if the network model has no links."""
         for what, ranks in (("slow", self.slow), ("fail", self.fail)):
             for rank in ranks:
                 if not rank.isdigit() or int(rank) >= world:
@@ -76,11 +76,11 @@ class Disturbances:
 
     @property
     def link_change_times(self) -> list[float]:
-        """When links change, the beginning first."""
+        """Times at which links change, in order, starting with 0."""
         return sorted({0.0, *(d.at for d in self.degrade)})
 
     def bandwidth_factor(self, key: str, time: float) -> float:
-        """What a link has of its bandwidth at a moment; of several that say so, all hold."""
+        """The share of its bandwidth that a link has at `time`: the product of all degradations that apply."""
         return math.prod(d.factor for d in self.degrade if d.at <= time and d.matches(key))
 
     def down_links(self, keys: Iterable[str], time: float) -> frozenset[str]:
@@ -91,7 +91,7 @@ class Disturbances:
 def parse_flags(
     slow: Iterable[str], degrade: Iterable[str], fail: Iterable[str]
 ) -> tuple[dict[str, float], tuple[LinkDegradation, ...], dict[str, float]]:
-    """`RANK=FACTOR`, `LINK=FACTOR[@T]` and `RANK@T` as they are written on a command line."""
+    """Parse the command line's `RANK=FACTOR`, `LINK=FACTOR[@T]` and `RANK@T`."""
     slowed = {rank: _parse_number("--slow", text, factor) for text in slow for rank, _, factor in [text.partition("=")]}
     died = {rank: _parse_number("--fail", text, at) for text in fail for rank, _, at in [text.partition("@")]}
     links = []

@@ -1,12 +1,12 @@
-"""The engine: every rank walks through its program; computation takes its time, communication starts when all who take part are there.
+"""The simulation engine: runs every rank's program event by event on a network model and returns the spans of one step.
 
-[Note: what a rank does at once]
-A rank computes one thing at a time, in the order of its program. A collective or message is handed over and runs beside; `waits` and `blocks`
-say where the rank stands still for it. What is under way when a program ends is waited for. A message is a rendezvous: it starts when both
-sides have come. On a network with wires, one call at a time keeps a rank's wire busy in each direction, first come, first served; on one whose links
-are known, calls of one group go in order and all that cross a link share it; without either, calls of one group go in order and others beside each
-other, so that a faster network can never make a step slower. Whichever, a call arrives some latency after its last byte left, and the next one need
-not wait for that.
+[Note: what a rank does concurrently]
+A rank computes one action at a time, in program order. A collective or message runs asynchronously; `depends_on` and `is_blocking` say where the rank
+waits for it. At the end of its program a rank waits for all its calls. A call starts when all its ranks have arrived; a message is a rendezvous of
+both sides. If the network has exclusive links, a rank's link runs one call at a time in each direction, first come, first served. If it has shared
+links, calls of one group run in order and all calls that cross a link share it. If it has neither, calls of one group run in order and other calls
+concurrently, so that a faster network can never make a step slower. In all cases a call completes some latency after its last byte has left, and
+the next call need not wait for that latency.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from meshwright.simulate.transfers import Transfers
 
 @dataclass(frozen=True)
 class LostStep:
-    """A step that does not end: a device died, or a link is down that nothing goes around."""
+    """A step that does not end, because a device died or a link without a detour is down."""
 
-    since_s: float  # the first rank that others keep waiting for ever stands still from here on
-    num_stuck: int  # how many stand still, or are dead
+    since_s: float  # when the first rank began to wait for ever
+    num_stuck: int  # ranks that wait for ever or are dead
     waiting_on: str
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """One simulated step. Ranks that are alike share one list of spans."""
+    """One simulated step. Ranks of one class share one list of spans."""
 
-    step_s: float  # of a step that is lost: until nothing happens any more
-    end_times: tuple[float, ...]  # by class
-    spans: tuple[tuple[Span, ...], ...]  # by class, in order of their ends
+    step_s: float  # for a lost step, the time of the last event
+    end_times: tuple[float, ...]  # by rank class
+    spans: tuple[tuple[Span, ...], ...]  # by rank class, in order of end time
     rank_partition: RankPartition
     lost: LostStep | None = None
 
@@ -62,14 +62,14 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, network: Network, disturbances: Disturbances | None = None, *, merge_ranks: bool = True) -> Simulation:
-    """Run one step. With jitter no two ranks are alike; all else sets apart only those that it reaches."""
+    """Simulate one step. With jitter every rank is a class of its own; other disturbances separate only the ranks that they affect."""
     faults = disturbances or Disturbances()
     found = partition_ranks(schedule, network, faults, separate=bool(faults.jitter) or not merge_ranks)
     return _Engine(schedule, network, found, faults).run()
 
 
 class _Engine:
-    """One run; made, run and dropped."""
+    """The simulation of one step; used once."""
 
     def __init__(self, schedule: Schedule, network: Network, rank_partition: RankPartition, disturbances: Disturbances) -> None:
         self.schedule, self.network, self.rank_partition, self.disturbances = schedule, network, rank_partition, disturbances
@@ -115,7 +115,7 @@ class _Engine:
     # -- ranks --
 
     def _advance(self, rank: RankState) -> None:
-        """On through the program, until it must wait or computes."""
+        """Continue the rank's program until it waits or computes."""
         while rank.program_counter < len(rank.program) and not rank.failed:
             action = rank.program[rank.program_counter]
             flies = action.op in COLLECTIVE_OPS or action.op in P2P_OPS
@@ -135,7 +135,7 @@ class _Engine:
         rank.finished = not rank.failed and not self._block_on(rank, list(rank.calls_by_name.values()))
 
     def _compute(self, rank: RankState, action: Action) -> None:
-        """Calls under way take their part of the time, as long as they are: what they cost this rank is paid while it computes."""
+        """Run a computation, slowed down by calls in flight: it pays off the rank's interference debt at no more than the interference rate."""
         begun, alone, steals = rank.clock, action.seconds * rank.slowdown * next(rank.factor), rank.overlap.interference
         stolen = min(rank.interference_debt, alone * steals / (1.0 - steals)) if rank.interference_debt else 0.0
         rank.interference_debt -= stolen
@@ -144,7 +144,7 @@ class _Engine:
         self.events.push(rank.clock, rank)
 
     def _launch(self, rank: RankState, action: Action) -> bool:
-        """Does the rank stand still for it?"""
+        """Join a call; return whether the rank stops for it."""
         flight = self._join_call(rank, action)
         if action.is_blocking:
             return self._block_on(rank, [flight])
@@ -161,7 +161,7 @@ class _Engine:
         return True
 
     def _block_on(self, rank: RankState, calls: list[InFlightCall | None]) -> bool:
-        """Does the rank have to wait for any of these?"""
+        """Register the rank as a waiter of the calls that are not done; return whether there are any."""
         open_ones = [f for f in calls if f is not None and not f.done]
         for flight in open_ones:
             flight.waiters.append(rank)
@@ -172,7 +172,7 @@ class _Engine:
         flight = self.matcher.match(rank, action)
         rank.calls_by_name[action.name] = flight
         before = [f for w in action.depends_on if (f := rank.calls_by_name.get(w)) is not None and not f.done] if rank.overlap.stream_ordered else []
-        if before:  # left to the device: it joins when what it waits for is over
+        if before:  # the device defers the call until its dependencies are done
             later = DeferredCall(rank, action, flight, len(before))
             for other in before:
                 other.waiters.append(later)
@@ -201,7 +201,7 @@ class _Engine:
                 call.peer_wait_s[rank.rank_class] = call.peer_wait_s.get(rank.rank_class, 0.0) + max(call.ready - rank.blocked_since, 0.0)
                 rank.interference_debt = max(
                     rank.interference_debt - rank.overlap.interference * (now - rank.blocked_since), 0.0
-                )  # a rank that stands still has nothing to lose
+                )  # calls cause no interference while the rank waits
         for rank, begun, action in call.participants:
             count = 2 if action.op in P2P_OPS else len(call.ranks)
             held, waited = call.exposed_s.get(rank.rank_class, 0.0), call.peer_wait_s.get(rank.rank_class, 0.0)
@@ -217,10 +217,10 @@ class _Engine:
                 else:
                     self._arrive(waiter.call, waiter.rank, waiter.action, now)
 
-    # -- what goes wrong --
+    # -- failures --
 
     def _fail_rank(self, event: RankFailureEvent, now: float) -> None:
-        """What the rank takes part in is never done; what it has not joined waits for ever."""
+        """Fail the rank and the calls that it has joined. Calls that it has not joined wait for ever."""
         rank = event.rank
         if rank.finished:
             return
@@ -250,7 +250,7 @@ class _Engine:
 
 
 def _unfinished_calls(rank: RankState) -> Iterator[str]:
-    """Their names, the last that it joined first."""
+    """Names of the rank's calls that are not done, last joined first."""
     return (name for name, flight in reversed(rank.calls_by_name.items()) if not flight.done)
 
 

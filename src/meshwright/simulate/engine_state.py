@@ -1,4 +1,4 @@
-"""What the engine keeps while a step is simulated: ranks on their way through their programs, calls under way, and what is to happen when."""
+"""The engine's state while it simulates a step: ranks in their programs, calls in flight, and the queue of events."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from meshwright.core.span import Span
 from meshwright.simulate.fair_sharing import Flow
 from meshwright.simulate.network_model import OverlapBehavior
 
-Port = tuple[Any, ...]  # class of ranks, wire, direction; or a lane, where only calls of one group go one after the other
-StreamKey = tuple[Any, ...]  # kind and axis, then the classes that meet, or a message's source and target: calls of one lane go in order
+Port = tuple[Any, ...]  # rank class, link, direction; or a stream key, where only the calls of one group run one after the other
+StreamKey = tuple[Any, ...]  # kind and axis, then the rank classes of a group, or of a message's source and target; calls of one stream run in order
 
 
 @dataclass(slots=True, eq=False)
 class InFlightCall:
-    """A call under way, or one that still waits for somebody."""
+    """A collective or message that is running, or that waits for some of its ranks."""
 
     action: Action
     ranks: tuple[int, ...]
@@ -27,18 +27,18 @@ class InFlightCall:
     stream: StreamKey
     waiters: list[RankState | DeferredCall] = field(default_factory=list)
     participants: list[tuple[RankState, float, Action]] = field(default_factory=list)
-    program_index: int = 0  # in the program of whoever came first
-    ready: float = -1.0  # since when everybody is there
+    program_index: int = 0  # in the program of the rank that arrived first
+    ready: float = -1.0  # when the last rank arrived
     exposed_s: dict[int, float] = field(default_factory=dict)
     peer_wait_s: dict[int, float] = field(default_factory=dict)
     flow: Flow | None = None
     done: bool = False
-    failed: bool = False  # one of its ranks has died: it will never be done
+    failed: bool = False  # one of its ranks has died: it never completes
 
 
 @dataclass(slots=True, eq=False)
 class RankState:
-    """One class of ranks: where it stands in its program, and since when."""
+    """One class of ranks: its position in its program, its clock and its calls."""
 
     rank_class: int
     program: tuple[Action, ...]
@@ -49,18 +49,18 @@ class RankState:
     clock: float = 0.0
     pending: int = 0
     blocked_since: float = 0.0
-    interference_debt: float = 0.0  # seconds of computation that calls under way will take from it
+    interference_debt: float = 0.0  # seconds by which calls in flight will still delay its computation
     finished: bool = False
     failed: bool = False
     calls_by_name: dict[str, InFlightCall] = field(default_factory=dict)
-    streams: dict[tuple[str, int, str], tuple[StreamKey, tuple[int, ...]]] = field(default_factory=dict)  # what a call here meets
+    streams: dict[tuple[str, int, str], tuple[StreamKey, tuple[int, ...]]] = field(default_factory=dict)  # by call site
     call_counts: dict[tuple[StreamKey, bool], int] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
 class DeferredCall:
-    """A call that a device makes by itself once others are over."""
+    """A call that the device launches once the calls that it depends on are complete, while the rank goes on."""
 
     rank: RankState
     action: Action
@@ -70,26 +70,26 @@ class DeferredCall:
     clock: float = 0.0
 
 
-# What happens to a flight besides landing.
+# Events of a call other than its completion, which is the InFlightCall itself; events of ranks and links.
 
 
 @dataclass(slots=True, eq=False)
 class StartEvent:
-    """It would start."""
+    """All ranks of a call have arrived: it starts unless its ports are in use."""
 
     call: InFlightCall
 
 
 @dataclass(slots=True, eq=False)
 class TransferStartEvent:
-    """Its first byte leaves."""
+    """The first byte of a call leaves."""
 
     call: InFlightCall
 
 
 @dataclass(slots=True, eq=False)
 class TransferEndEvent:
-    """Its last byte leaves, unless its rate has changed since this was foreseen."""
+    """The last byte of a call leaves, unless its rate has changed since this event was scheduled (`version`)."""
 
     call: InFlightCall
     version: int
@@ -97,7 +97,7 @@ class TransferEndEvent:
 
 @dataclass(slots=True, eq=False)
 class PortsFreedEvent:
-    """The last byte of a call has left its wire."""
+    """The last byte of a call has left: its ports are free."""
 
     call: InFlightCall
 
@@ -111,7 +111,7 @@ class RankFailureEvent:
 
 @dataclass(slots=True, eq=False)
 class LinkChangeEvent:
-    """Links are others from here on."""
+    """Link bandwidths or paths change."""
 
     epoch: int
 
@@ -120,7 +120,7 @@ EngineEvent = RankState | InFlightCall | StartEvent | TransferStartEvent | Trans
 
 
 class EventQueue:
-    """What is still to happen, in the order of time."""
+    """Pending events in order of time."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, float, int, int, EngineEvent]] = []
@@ -134,7 +134,7 @@ class EventQueue:
         heapq.heappush(self._heap, (when, 0, 0.0, 0, self._count, what))
 
     def request_start(self, flight: InFlightCall, now: float) -> None:
-        """After all else that happens now: who is first for a wire must not depend on the order in which ranks are looked at."""
+        """Queue a start after all other events of this time: which call gets a port must not depend on the order in which ranks are processed."""
         self._count += 1
         heapq.heappush(self._heap, (now, 1, flight.ready, flight.program_index, self._count, StartEvent(flight)))
 

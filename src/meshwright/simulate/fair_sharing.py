@@ -1,7 +1,7 @@
-"""Links shared by the calls that cross them, max–min fairly: nobody can be given more without taking from one that has no more than it has.
+"""Max–min fair sharing of links: no flow's rate can grow without lowering that of a flow with no higher rate.
 
-Rates are found by filling up: all flows grow together until a link is full or a flow has what it can use; those stop, the others go on. When a flow
-starts or ends, only those are looked at again that are joined to it by links.
+Rates are found by progressive filling: all rates grow together until a link is full or a flow reaches its maximum; those flows stop, the others go
+on. When a flow starts or ends, rates are recomputed only for the flows connected to it through shared links.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 
 from meshwright.simulate.rank_partition import LinkClasses
 
-_RELATIVE_TOLERANCE = 1e-12  # relative: two limits nearer than this are one
+_RELATIVE_TOLERANCE = 1e-12  # limits within this are equal
 
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """Bytes on their way. `version` tells a foreseen end that still holds from one that does not."""
+    """The bytes of one call on the network. `version` changes with the rate, so that outdated end events are recognised."""
 
-    call_class: int  # class of calls, which says what links it crosses
-    bytes_left: float  # bytes that a rank still has to send
-    max_rate: float  # bytes/s that it can use
+    call_class: int  # determines the links that it crosses
+    bytes_left: float  # per rank
+    max_rate: float  # bytes/s
     rate: float = 0.0
-    updated_at: float = 0.0  # `bytes_left` is as of here
+    updated_at: float = 0.0  # the time that `bytes_left` refers to
     version: int = 0
 
     @property
@@ -31,12 +31,12 @@ class Flow:
 
 
 class FairSharing:
-    """The flows under way. Whatever changes, what comes back are the flows whose end is now another."""
+    """The flows in flight. Every change returns the flows whose end time has changed."""
 
     def __init__(self, link_epochs: Sequence[LinkClasses]) -> None:
         self.link_epochs = link_epochs
         self._current_links = link_epochs[0]
-        self._flows_on_link: dict[int, dict[Flow, float]] = {}  # link → its flows, with what each puts on it
+        self._flows_on_link: dict[int, dict[Flow, float]] = {}  # link → its flows, each with its load on the link
 
     def add(self, flow: Flow, now: float) -> list[Flow]:
         flow.updated_at = now
@@ -49,7 +49,7 @@ class FairSharing:
         return self._update_rates(self._connected(other for other in near if other is not flow), now)
 
     def change_links(self, epoch: int, now: float) -> list[Flow]:
-        """Links are as they are from this moment on: flows go other ways, and links carry more or less."""
+        """Switch to the links of another epoch: paths and capacities change."""
         every = list(dict.fromkeys(flow for flows in self._flows_on_link.values() for flow in flows))
         self._flows_on_link.clear()
         self._current_links = self.link_epochs[epoch]
@@ -69,7 +69,7 @@ class FairSharing:
             del self._flows_on_link[link][flow]
 
     def _connected(self, flows: Iterable[Flow]) -> list[Flow]:
-        """These, and all that share a link with one of them, or with one of those."""
+        """These flows and all flows connected to them through shared links, directly or indirectly."""
         found = dict.fromkeys(flows)
         waiting = list(found)
         while waiting:

@@ -1,8 +1,8 @@
-"""How much of the time is progress when devices fail, and how often to write a checkpoint.
+"""Goodput under device failures: the share of time that is progress, and the best checkpoint interval.
 
-Failures come at random at a constant rate. A stretch of `work` seconds and a checkpoint of `save` seconds is done again from its beginning when one
-comes, after a restart, which a failure can interrupt too. Its expected time is exactly e^(λ restart) (e^(λ (work + save)) - 1) / λ (Daly 2006). The
-best stretch makes the ratio of work to that largest: (1 + W(-e^(-λ save - 1))) / λ, with Lambert's W; Young's and Daly's are its expansions.
+Failures are a Poisson process with rate λ. An interval of `work` seconds and its checkpoint of `save` seconds are repeated from the beginning after
+a failure and a restart, which a failure can interrupt too. The expected time is exactly e^(λ restart) (e^(λ (work + save)) - 1) / λ (Daly 2006).
+The ratio of work to it is largest for work = (1 + W(-e^(-λ save - 1))) / λ, with Lambert's W; Young's and Daly's formulas are expansions of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from meshwright.core.errors import RequestError
 
 @dataclass(frozen=True)
 class FailureModel:
-    """Seconds between two failures of the whole job, to write a checkpoint, and to begin again after a failure."""
+    """Mean seconds between failures of the whole job, seconds to write a checkpoint, and seconds to restart after a failure."""
 
     mtbf_s: float
     checkpoint_s: float
@@ -31,7 +31,7 @@ class FailureModel:
             raise RequestError(f"a restart of {self.restart:g} s: give seconds from 0 on, like --restart 60")
 
     def goodput(self, interval_s: float) -> float:
-        """Progress over time, exactly, with a checkpoint after every `interval_s` seconds of progress."""
+        """The exact share of time that is progress, with a checkpoint after every `interval_s` seconds of progress."""
         rate = 1 / self.mtbf_s
         exponent = rate * (interval_s + self.checkpoint_s + self.restart)
         if exponent > 700:
@@ -40,7 +40,7 @@ class FailureModel:
 
     @property
     def best_interval(self) -> float:
-        """The stretch of work with the largest goodput."""
+        """The checkpoint interval with the largest goodput."""
         return self.mtbf_s * _one_plus_lambert_w(self.checkpoint_s / self.mtbf_s)
 
     @property
@@ -56,7 +56,7 @@ class FailureModel:
 
 
 def _one_plus_lambert_w(checkpoint_ratio: float) -> float:
-    """x with x = 1 - e^(-x - save), which is 1 + W(-e^(-save - 1)): by Newton's steps, from above, where they never miss."""
+    """Solve x = 1 - e^(-x - save) for x = 1 + W(-e^(-save - 1)), where save is `checkpoint_ratio`. Newton's method from above always converges."""
     x = 1.0
     for _ in range(200):
         fall = math.exp(-x - checkpoint_ratio)
@@ -69,7 +69,7 @@ def _one_plus_lambert_w(checkpoint_ratio: float) -> float:
 
 @dataclass(frozen=True)
 class SampledGoodput:
-    """A goodput as it came out, and how far off it may be (one standard error)."""
+    """A goodput from simulated failures, with its standard error."""
 
     goodput: float
     error: float
@@ -77,7 +77,7 @@ class SampledGoodput:
 
 
 def sample_goodput(failures: FailureModel, interval_s: float, seed: int, num_intervals: int = 20000) -> SampledGoodput:
-    """Live through many stretches of work, failure by failure."""
+    """Estimate the goodput from random failures over `num_intervals` checkpoint intervals."""
     draw = random.Random(f"{seed}/{interval_s!r}")
     times, count = [], 0
     for _ in range(num_intervals):
@@ -89,7 +89,7 @@ def sample_goodput(failures: FailureModel, interval_s: float, seed: int, num_int
                 count += 1
                 spent += again
             spent += failures.restart
-            if count > 50 * num_intervals:  # hardly any progress: what is known by now says so
+            if count > 50 * num_intervals:  # hardly any progress: the estimate so far shows it
                 break
         times.append(spent + interval_s + failures.checkpoint_s)
         if count > 50 * num_intervals:
@@ -100,12 +100,12 @@ def sample_goodput(failures: FailureModel, interval_s: float, seed: int, num_int
 
 
 def _num_intervals(failures: FailureModel, interval_s: float) -> int:
-    """Stretches in which some thousand failures come, within reason."""
+    """Number of intervals in which some thousand failures are expected, between 4000 and 100,000."""
     return int(min(max(3000 * failures.mtbf_s / (interval_s + failures.checkpoint_s), 4000), 100_000))
 
 
 def study_intervals(failures: FailureModel, seed: int, points: int = 41) -> dict[str, object]:
-    """The intervals that formulas and arithmetic give, each with its exact goodput, a draw that confirms them, and the curve."""
+    """The best, Young's and Daly's interval with their exact goodput, sampled goodputs that confirm them, and the curve of goodput by interval."""
     best = failures.best_interval
     intervals = {"best": best, "young": failures.young_interval, "daly": failures.daly_interval}
     curve = [best * 10 ** (2.4 * i / (points - 1) - 1.2) for i in range(points)]

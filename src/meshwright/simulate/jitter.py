@@ -1,4 +1,4 @@
-"""Computation that varies as it does in practice, the same for a seed: a run and a simulation of it draw the same numbers."""
+"""Random variation of computation times, reproducible by seed: a run and its simulation draw the same numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 def jitter_factors(seed: int, rank: int, step_index: int, sigma: float) -> Iterator[float]:
-    """What to multiply each computation of one rank's step by: normal around 1, never below a tenth."""
+    """Factors for the computations of one rank's step, in order: normal around 1, at least 0.1."""
     if not sigma:
         while True:
             yield 1.0

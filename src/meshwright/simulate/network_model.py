@@ -1,4 +1,4 @@
-"""Networks as numbers: how long a call takes among which ranks, what it keeps busy meanwhile, and which links it shares with others."""
+"""Network models for the simulator: the duration of a call by operation, size and ranks, what it occupies, and which links it shares with others."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from meshwright.simulate.network_topology import NO_LINKS, DirectedLink, Topolog
 
 @dataclass(frozen=True, slots=True)
 class CallCost:
-    """One call once everybody is there: what passes before its first byte, its bytes and how fast they go at most, what passes after the last."""
+    """A call's cost once all its ranks have arrived: the time before its first byte, its bytes and their maximum rate, the time after the last."""
 
-    gap_s: float = 0.0  # the next call on its wire, or of its group, waits for this
-    bytes_sent: float = 0.0  # by a rank
+    gap_s: float = 0.0  # before the first byte; the next call on its link, or of its group, waits for it
+    bytes_sent: float = 0.0  # per rank
     max_rate: float = float("inf")  # bytes/s
-    latency_s: float = 0.0  # the next need not wait for this
+    latency_s: float = 0.0  # after the last byte; the next call need not wait for it
 
     @property
     def busy_s(self) -> float:
@@ -30,37 +30,37 @@ class CallCost:
 
 @dataclass(frozen=True, slots=True)
 class OverlapBehavior:
-    """How a rank's device makes calls."""
+    """How communication overlaps with computation on a rank's device."""
 
-    stream_ordered: bool = False  # one that must wait for another is left to the device and the rank goes on, as on a GPU's streams
-    interference: float = 0.0  # of the time of one that runs beside computation, the part that the rank cannot compute in
+    stream_ordered: bool = False  # a call that depends on another waits on the device while the rank goes on, as on CUDA streams
+    interference: float = 0.0  # share of an overlapped call's time in which the rank cannot compute
 
 
 class Network(Protocol):
-    """What the engine asks."""
+    """The engine's interface to a network model."""
 
     def overlap_behavior(self, rank: int) -> OverlapBehavior: ...
 
     @property
     def duplex(self) -> bool:
-        """A rank's wire carries one call in each direction at once."""
+        """Whether a rank's link carries one call in each direction at once."""
         ...
 
     def call_cost(self, op: str, size: int, ranks: tuple[int, ...], *, blocks: bool = False) -> CallCost:
-        """Without what it shares with others. `blocks`: its ranks stand still for it."""
+        """The cost of a call without contention. `blocks`: its ranks wait for it."""
         ...
 
     def group_signature(self, ranks: tuple[int, ...]) -> Hashable:
-        """Calls among groups for which this is equal take equally long by themselves."""
+        """Calls among groups with equal signatures take equally long without contention."""
         ...
 
     def exclusive_link(self, ranks: tuple[int, ...]) -> str:
-        """What these ranks share while they communicate: of the calls on one wire a rank makes one at a time. Empty: no limit."""
+        """The link that these ranks occupy while they communicate: a rank runs one call at a time on it. Empty: no limit."""
         ...
 
     def link_loads(self, op: str, ranks: tuple[int, ...], down_links: frozenset[str] = NO_LINKS) -> Mapping[DirectedLink, float]:
-        """The links that a call crosses, with the bytes that cross each for every byte that a rank sends. Calls under way at once share a
-        link's bandwidth. Empty: it shares nothing."""
+        """The links that a call crosses, with the bytes on each link per byte that a rank sends. Concurrent calls share a link's bandwidth.
+        Empty: the call shares no link."""
         ...
 
 
@@ -69,7 +69,7 @@ _NO_INTERFERENCE = OverlapBehavior()
 
 @dataclass(frozen=True)
 class IdealNetwork:
-    """A network that costs nothing: what is left is computation and the order of things."""
+    """A network where communication takes no time: only computation and dependencies count."""
 
     duplex: bool = True
 
@@ -91,17 +91,17 @@ class IdealNetwork:
 
 @dataclass(frozen=True)
 class AlphaBetaNetwork:
-    """Measured α–β lines where there are any, otherwise the figures of the link that joins the ranks. More ranks than devices share
-    one machine, or are as far apart as several machines are. `contended`: calls on one link go one after the other, but for the part of their
-    latency that was seen to pass side by side."""
+    """Measured α–β models where there are any, otherwise the figures of the link between the ranks; with more ranks than devices, of the
+    link that spans all devices. `contended`: calls on one link run one after the other, except for the part of their latency that was measured
+    to overlap."""
 
     cluster: Cluster
     rates: Rates
     backend: str = "gloo"
     contended: bool = True
-    bandwidth_scale: float = 1.0  # every link's bandwidth, times this: what would a better network give?
-    duplex: bool = True  # both directions at once; not where the cores of one machine copy every byte
-    overlap_by_rank: Sequence[OverlapBehavior] = ()  # by rank, one for all, or none: like ranks that lose nothing by calls
+    bandwidth_scale: float = 1.0  # factor on every link's bandwidth, to ask what a better network would give
+    duplex: bool = True  # both directions at once; False where the cores of one machine copy every byte
+    overlap_by_rank: Sequence[OverlapBehavior] = ()  # by rank, or one for all; empty: no interference
 
     def overlap_behavior(self, rank: int) -> OverlapBehavior:
         return _overlap_of(self.overlap_by_rank, self.rates, rank)
@@ -125,9 +125,9 @@ class AlphaBetaNetwork:
 
 @dataclass(frozen=True)
 class FabricNetwork:
-    """Links that groups share. A collective goes around a ring of its ranks, all-to-all from each to each; where several calls cross a link at
-    once, they share it max–min fairly. What a call costs before its first byte is as the closed form has it; its bytes go as fast as its links,
-    and no faster than was measured where something was."""
+    """A topology whose links are shared by groups. A collective is a ring of its ranks, an all-to-all sends between all pairs; concurrent calls
+    share a link max-min fairly. The time before a call's first byte is that of the closed form. Its bytes go at the rate of its links, limited by the
+    measured rate if there is one."""
 
     topology: Topology
     cluster: Cluster
@@ -135,12 +135,12 @@ class FabricNetwork:
     backend: str = "nccl"
     contended: bool = True
     bandwidth_scale: float = 1.0
-    overlap_by_rank: Sequence[OverlapBehavior] = ()  # by rank, one for all, or none: like ranks that lose nothing by calls
+    overlap_by_rank: Sequence[OverlapBehavior] = ()  # by rank, or one for all; empty: no interference
     duplex: bool = True
 
     @classmethod
     def from_cluster(cls, cluster: Cluster, rates: Rates, **options: object) -> FabricNetwork:
-        """With the cluster's own routes; where none are known, no shape but nodes and one network."""
+        """The network of a cluster: its routes if they are known, otherwise nodes on one non-blocking network."""
         return cls(topology_of(cluster), cluster, rates, **options)  # type: ignore[arg-type]
 
     def overlap_behavior(self, rank: int) -> OverlapBehavior:
@@ -150,7 +150,7 @@ class FabricNetwork:
         if len(ranks) < 2:
             return CallCost()
         line = alpha_beta_of(op, len(ranks), self.backend, self.rates, self.cluster.link_between(ranks))
-        most = line.bytes_per_s * self.bandwidth_scale if self.rates.collectives else float("inf")  # else the line is the links' own figures
+        most = line.bytes_per_s * self.bandwidth_scale if self.rates.collectives else float("inf")  # if not measured, the line is the link's own
         if not self.contended:
             links = (hop.bandwidth / share for hop, share in self._crossed_links(op, ranks).items())
             most = min(most, *links)
@@ -168,7 +168,7 @@ class FabricNetwork:
     def _crossed_links(self, op: str, ranks: tuple[int, ...], down_links: frozenset[str] = NO_LINKS) -> Mapping[DirectedLink, float]:
         found: dict[DirectedLink, float] = {}
         for source, target, share in _traffic_pairs(op, ranks):
-            for hop in self.topology.path(source, target, down_links) or self.topology.path(source, target):  # no way around: it waits at the link
+            for hop in self.topology.path(source, target, down_links) or self.topology.path(source, target):  # no detour: the call waits at the link
                 found[hop] = found.get(hop, 0.0) + share
         return (
             found
@@ -182,12 +182,12 @@ def _overlap_of(overlap_by_rank: Sequence[OverlapBehavior], rates: Rates, rank: 
 
 
 def traffic_pattern(op: str) -> str:
-    """How the ranks of a call talk: all calls of one pattern cross the same links."""
+    """The traffic pattern of an operation: all calls of one pattern among the same ranks cross the same links."""
     return "message" if op in P2P_OPS else "all_to_all" if op == "all_to_all" else "ring"
 
 
 def _traffic_pairs(op: str, ranks: tuple[int, ...]) -> list[tuple[int, int, float]]:
-    """Who sends to whom, and how much of what a rank sends."""
+    """Pairs of sender and receiver, each with its share of the bytes that a rank sends."""
     kind = traffic_pattern(op)
     if kind == "message":
         return [(ranks[0], ranks[1], 1.0)]

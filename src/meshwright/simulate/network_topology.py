@@ -1,7 +1,7 @@
-"""Which links a message between two ranks crosses. Everything that the simulator knows of a network's shape, it asks here.
+"""Network topologies: which links a message between two ranks crosses. The simulator knows a network's shape only through these.
 
-A topology answers `path(source, target, without)` with links that have a stable key: two paths that name the same key share that link. A link is
-one way; what goes both ways is two. `without` names links that are down: the answer goes around them, or is empty where there is no way around.
+`path(source, target, down_links)` returns links with stable keys: two paths with the same key share that link. Links are directed; a duplex link is
+two. `down_links` are the keys of links that are down: the path avoids them, or is empty if it cannot.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ NO_LINKS: frozenset[str] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class DirectedLink:
-    """One link, one way. Keys are words with slashes, from the whole to the part: `network/3/out` is a part of `network/3` and of `network`."""
+    """A link in one direction. Keys are hierarchical: `network/3/out` is a part of `network/3` and of `network`."""
 
     key: str
     latency_s: float
     bandwidth: float  # bytes/s
 
     def __hash__(self) -> int:
-        return hash(self.key)  # asked millions of times, and text keeps its hash
+        return hash(self.key)  # called millions of times; a str caches its hash
 
 
 class Topology(Protocol):
@@ -34,22 +34,22 @@ class Topology(Protocol):
 
     @property
     def world(self) -> int:
-        """Ranks that it joins."""
+        """Number of ranks."""
         ...
 
     def path(self, source: int, target: int, down_links: frozenset[str] = NO_LINKS) -> tuple[DirectedLink, ...]: ...
 
     def link_keys(self) -> Iterable[str]:
-        """Every key there is, so that a misspelt one is an error."""
+        """All link keys, so that a misspelt key is an error."""
         ...
 
 
 class NonBlockingTopology:
-    """Every device has a way out and a way in of its own, to its node's other devices and to the network, and the network itself is never full."""
+    """Every device has its own outgoing and incoming link, to its node's other devices and to the network; the network itself is non-blocking."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._node = [index for index, node in enumerate(cluster.nodes) for _ in node.devices]  # of each rank
+        self._node = [index for index, node in enumerate(cluster.nodes) for _ in node.devices]  # by rank
         self._links: dict[tuple[bool, str], dict[int, DirectedLink]] = {(near, way): {} for near in (True, False) for way in ("out", "in")}
 
     @property
@@ -73,7 +73,7 @@ class NonBlockingTopology:
         return self._link(intra_node, source, "out"), self._link(intra_node, target, "in")
 
     def _detour_paths(self, intra_node: bool, source: int, target: int) -> Iterable[tuple[DirectedLink, ...]]:
-        """Over the network where the node's own link is down; through a neighbour on either side where a device's way to the network is."""
+        """Paths around a link that is down: over the network instead of within the node, or through another device of either node."""
         if intra_node:
             yield self._direct_path(False, source, target)
             return
@@ -95,7 +95,7 @@ class NonBlockingTopology:
 
 
 class RoutedTopology:
-    """The wires of a cluster whose routes are known. There is one route between two ranks: what is down on it has no way around."""
+    """The links of a cluster whose routes are known. There is one route between two ranks, so a link that is down has no detour."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -110,7 +110,7 @@ class RoutedTopology:
         return () if _is_down(found, down_links) else found
 
     def link_keys(self) -> Iterable[str]:
-        """Those between ranks one, and one node, apart: every sort of wire, and every device's own."""
+        """The links between each rank and the next, and between ranks one node apart: every kind of link, and every device's own."""
         each = len(self._cluster.nodes[0].devices)
         for apart in dict.fromkeys((1, each)):
             for rank in range(self.world):

@@ -1,11 +1,12 @@
-"""Ranks that do the same at the same time: found once, simulated once.
+"""Partitions the ranks of a schedule into classes with identical timing, so that each class is simulated once.
 
-[Note: which ranks are alike]
-Ranks start out alike if they share a program, a speed, a fate and how their devices make calls. They stay alike only if, in each group that the
-program uses, they meet ranks that are alike, over links that are alike; for messages also in the same places. Links are alike if they are equally
-fast and carry as many calls of groups that are alike. Refining all three until nothing changes gives classes whose members get the same times in
-any deterministic run: replicas and tensor-parallel ranks fall together, stages do not, and a straggler sets apart those that it meets, and no
-others. Since all links of a class carry the same, fair shares are the same in all of them, and one of each class is enough to find them.
+[Note: equivalent ranks]
+Ranks start in one class if they share a program, a speed, a failure time and an overlap behaviour. They stay in it only if, in each group that
+the program uses, they communicate with ranks of the same classes over links of the same classes; for messages also at the same positions in the
+group. Links are in one class if they are equally fast and carry equally many calls of each class. Refining the classes of ranks, calls and links
+to a fixed point gives classes whose members have the same times in any deterministic run: data- and tensor-parallel ranks share a class, stages do
+not, and a straggler separates only the ranks that it communicates with, directly or indirectly. Since all links of a class carry the same load,
+their fair shares are equal, and one link of each class is enough to compute them.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from meshwright.simulate.call_graph import CallGraph, IntArray, LinkUsage, canon
 from meshwright.simulate.disturbances import Disturbances
 from meshwright.simulate.network_model import Network
 
-LinkLoads = Mapping[int, tuple[tuple[int, float], ...]]  # class of calls → classes of links, with bytes across one for each byte a rank sends
+LinkLoads = Mapping[int, tuple[tuple[int, float], ...]]  # call class → link classes, with the bytes on one such link per byte that a rank sends
 
 
 @dataclass(frozen=True)
 class LinkClasses:
-    """Classes of links from one moment on: what each can carry, and what calls put on them."""
+    """The classes of links in one epoch: the capacity of each, and the load that calls put on it."""
 
     start_s: float
     capacity: tuple[float, ...]
@@ -34,25 +35,25 @@ class LinkClasses:
 
 @dataclass(frozen=True)
 class RankPartition:
-    """`of[rank]` is a rank's class; `first[class]` the rank that stands for it."""
+    """`class_of[rank]` is a rank's class; `representatives[class]` the first rank of a class, which is simulated for all."""
 
     class_of: tuple[int, ...]
     representatives: tuple[int, ...]
     call_graph: CallGraph
-    call_classes: IntArray = field(repr=False)  # meeting → its class
-    link_epochs: tuple[LinkClasses, ...] = ()  # moment by moment; none where nothing is shared
+    call_classes: IntArray = field(repr=False)  # call number → call class
+    link_epochs: tuple[LinkClasses, ...] = ()  # in order of time; empty if no links are shared
 
     def ranks_in(self, rank_class: int) -> list[int]:
         return [rank for rank, mine in enumerate(self.class_of) if mine == rank_class]
 
     @property
     def class_sizes(self) -> list[int]:
-        """How many ranks each class has."""
+        """Number of ranks in each class."""
         return np.bincount(np.array(self.class_of), minlength=len(self.representatives)).tolist()
 
 
 def partition_ranks(schedule: Schedule, network: Network, disturbances: Disturbances, *, separate: bool = False) -> RankPartition:
-    """The classes of a schedule's ranks; `separate` keeps every rank to itself."""
+    """The classes of a schedule's ranks; with `separate` every rank is a class."""
     sites = CallGraph(schedule, network)
     crossed = find_link_usage(sites, network, disturbances)
     if separate:
@@ -98,7 +99,7 @@ def _refine(call_graph: CallGraph, link_usage: LinkUsage, rank_classes: IntArray
 
 
 def _link_epochs(link_usage: LinkUsage, call_classes: IntArray, link_classes: IntArray, disturbances: Disturbances) -> tuple[LinkClasses, ...]:
-    """One link of each class, with all that crosses it."""
+    """For each epoch, the capacity of one link of each class and the loads that cross it."""
     first = np.unique(link_classes, return_index=True)[1]
     stands = np.zeros(len(link_classes), dtype=bool)
     stands[first] = True

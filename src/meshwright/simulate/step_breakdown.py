@@ -1,4 +1,4 @@
-"""Where the time of a simulated step goes, as a mean over ranks: what each does or waits for at any moment, so that the parts are the whole."""
+"""Breaks a simulated step's time down by activity, as a mean over ranks; the parts add up to the step time."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _PIPELINE_AXES = ("pp", "pp_back")
 
 
 def breakdown(simulation: Simulation) -> dict[str, float]:
-    """Seconds of forward, recompute, backward and optimizer; of communication that ranks stood still for, by axis, and of
-    computation that was slower for what ran beside it (slowing); of waiting for another stage
-    (bubble, the pipeline's filling and draining among it) and for others of a group (waiting). What a rank has left at the end is the same wait."""
+    """Seconds of forward, recompute, backward and optimizer; of exposed communication by axis, and of computation slowed down by overlapped calls
+    (communication/slowing); of waiting for another pipeline stage, fill and drain included (bubble), and for other ranks of a group (waiting). A
+    rank's idle time at the end of the step is a bubble if the rank is in a pipeline, otherwise waiting."""
     total: dict[str, float] = dict.fromkeys(("forward", "recompute", "backward", "optimizer", "bubble", "waiting"), 0.0)
     world = len(simulation.rank_partition.class_of)
     for number, size in enumerate(simulation.rank_partition.class_sizes):
@@ -37,7 +37,7 @@ def _span_parts(span: Span) -> Iterator[tuple[str, float]]:
 
 
 def closed_form_parts(parts: dict[str, float]) -> dict[str, float]:
-    """The same in the closed form's words, in which a pipeline's bubble and every wait count as communication."""
+    """The breakdown in the categories of the closed form, where the pipeline bubble and all waiting count as communication."""
     found = dict.fromkeys(("forward", "backward", "optimizer", "communication"), 0.0)
     for name, seconds in parts.items():
         kind = "forward" if name == "recompute" else name if name in found else "communication"

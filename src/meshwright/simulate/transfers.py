@@ -1,4 +1,4 @@
-"""Calls on the network: once everybody is there a call takes its ports, sends its bytes, alone or beside others, and frees the ports."""
+"""Network transfers: a call whose ranks have all arrived takes its ports, sends its bytes, alone or sharing links, and frees the ports."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from meshwright.simulate.rank_partition import RankPartition
 
 
 class Transfers:
-    """What is in use, and who waits for it."""
+    """The ports and links in use, and the calls that wait for them."""
 
     def __init__(self, network: Network, fold: RankPartition, events: EventQueue) -> None:
         self.network, self.fold, self.events = network, fold, events
         self._sharing = FairSharing(fold.link_epochs) if fold.link_epochs else None
         self._costs: dict[tuple[str, int, bool, StreamKey], tuple[CallCost, int, float]] = {}
         self._stream_free_at: dict[StreamKey, float] = {}
-        self._port_queues: dict[Any, list[InFlightCall]] = {}  # a port in use, and the calls that wait for it
+        self._port_queues: dict[Any, list[InFlightCall]] = {}  # port in use → the calls that wait for it
         self._flow_calls: dict[Flow, InFlightCall] = {}
 
     def start(self, event: StartEvent, now: float) -> None:
-        """Everybody is there. The call may have to wait for a port, or for the call before it in its stream."""
+        """Start a call whose ranks have all arrived. It may have to wait for a port, or for the call before it in its stream."""
         call = event.call
         taken = next((port for port in call.ports if port in self._port_queues), None)
         if call.failed:
@@ -55,14 +55,14 @@ class Transfers:
         self.events.push(begin + cost.busy_s + cost.latency_s, call)
 
     def start_flow(self, event: TransferStartEvent, now: float) -> None:
-        """The first byte leaves."""
+        """Begin sending the bytes of a call that shares links."""
         flow = event.call.flow
         if flow is not None and self._sharing is not None and not event.call.failed:
             self._flow_calls[flow] = event.call
             self._schedule_ends(self._sharing.add(flow, now))
 
     def end_flow(self, event: TransferEndEvent, now: float) -> None:
-        """The last byte leaves, unless rates have changed since this was foreseen."""
+        """End the flow of a call, unless its rate has changed since the event was scheduled."""
         call, flow = event.call, event.call.flow
         if flow is None or flow.version != event.version or self._sharing is None:
             return
@@ -75,19 +75,19 @@ class Transfers:
             self._schedule_ends(self._sharing.change_links(event.epoch, now))
 
     def fail(self, call: InFlightCall, now: float) -> None:
-        """One of its ranks has died: the call is never done."""
+        """Fail a call of which a rank has died: it never completes."""
         call.failed = True
         self._drop_flow(call, now)
         self.release_ports(call, now)
 
     def release_ports(self, call: InFlightCall, now: float) -> None:
-        """Calls that wait for them go on, in the order in which they came."""
+        """Free a call's ports; the calls that wait for them retry in the order of their arrival."""
         ports, call.ports = call.ports, ()
         for other in [other for port in ports for other in self._port_queues.pop(port, [])]:
             self.events.request_start(other, now)
 
     def seconds_alone(self, call: InFlightCall) -> float:
-        """With nobody beside it but its like."""
+        """Seconds of the call's transfer if only calls of its own class share its links."""
         return self._cost(call)[2]
 
     def _drop_flow(self, call: InFlightCall, now: float) -> None:
@@ -102,7 +102,7 @@ class Transfers:
                 self.events.push(flow.end_time, TransferEndEvent(self._flow_calls[flow], flow.version))
 
     def _cost(self, call: InFlightCall) -> tuple[CallCost, int, float]:
-        """What a call costs; its class where it shares links, else -1; and its seconds with nobody beside it but its like."""
+        """A call's cost; its call class if links are shared, else -1; and its seconds if only calls of its own class share its links."""
         action = call.action
         op = "send" if action.op in P2P_OPS else action.op
         size = action.bytes if action.expected_bytes is None else action.expected_bytes

@@ -1,4 +1,4 @@
-"""How language models meet the hardware: the residual stream's precision under autocast, and a head as wide as tensor cores like."""
+"""Hardware-dependent details of language models: the residual stream's dtype under autocast, and an output head padded for tensor cores."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 
 def padded_head(x: Tensor, head: nn.Linear) -> Tensor:
-    """Logits. Tensor cores and the loss's kernels want a width that is a multiple of 64, and GPT-2's vocabulary (50,257) is odd: while
-    training on a GPU the product is padded, and the padding's logits are so low that no probability or gradient reaches them."""
+    """The head's logits. Tensor cores and the loss's kernels need a width that is a multiple of 64, and GPT-2's vocabulary (50,257) is odd: when
+    training on a GPU the matmul is padded, and the padding's logits are so low that they get neither probability nor gradient."""
     vocab = head.weight.shape[0]
     short = -vocab % 64
     if not short or not head.training or type(head) is not nn.Linear or head.weight.device.type == "cpu":
@@ -21,7 +21,7 @@ def padded_head(x: Tensor, head: nn.Linear) -> Tensor:
 
 
 def to_autocast_dtype(x: Tensor) -> Tensor:
-    """Under autocast the residual stream travels in the low precision too: half the memory traffic, and what ZeRO-3 does as well."""
+    """Cast the residual stream to the low precision of autocast: half the memory traffic, and the same as under ZeRO-3."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return x

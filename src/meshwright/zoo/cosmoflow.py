@@ -1,4 +1,4 @@
-"""CosmoFlow: a 3-D convolutional network that reads four cosmological parameters from a volume of dark matter."""
+"""CosmoFlow: a 3-D convolutional network that predicts four cosmological parameters from a volume of dark matter."""
 
 from __future__ import annotations
 

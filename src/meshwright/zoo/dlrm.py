@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class DLRMConfig:
-    """Tables (one index a sample each), the vector width they share with the bottom MLP's output, and the MLPs' hidden widths."""
+    """Tables (with one index per sample each), the vector width they share with the bottom MLP's output, and the MLPs' hidden widths."""
 
     tables: int
     rows: int
@@ -56,7 +56,7 @@ class DLRM(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As in the published model: rows uniform in ±1/√rows, dense weights normal with the mean of both widths."""
+        """As in the published model: table rows uniform in ±1/√rows, dense weights normal with variance 2 / (inputs + outputs)."""
         for module in self.modules():
             if isinstance(module, nn.Embedding):
                 bound = 1.0 / math.sqrt(module.num_embeddings)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def load(reference: str) -> Task:
-    """Import the factory and ask it what it makes: a Task, or a module that carries `loss(batch)` and `fields`."""
+    """Import the factory and call it; it returns a Task, or a module with `loss(batch)` and `fields`."""
     module, attribute = import_reference(reference)
     factory = getattr(module, attribute, None)
     if factory is None:
@@ -37,13 +37,13 @@ def load(reference: str) -> Task:
 
 
 def module_loss(model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
-    """The loss that the module carries. It should call `self(...)`, not `self.forward(...)`, so that hooks run."""
+    """The module's own loss method. It should call `self(...)`, not `self.forward(...)`, so that hooks run."""
     loss: Tensor | tuple[Tensor, Tensor] = model.loss(batch)  # type: ignore[operator]
     return loss
 
 
 def import_reference(reference: str) -> tuple[ModuleType, str]:
-    """The module of `package.module:name` or `path/to/file.py:name`, imported, and the name that is asked of it."""
+    """Import the module of `package.module:name` or `path/to/file.py:name`; returns it and the name."""
     place, _, attribute = reference.rpartition(":")
     try:
         return _import_file(Path(place)) if place.endswith(".py") else _import_module(place), attribute
@@ -63,12 +63,12 @@ def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise RequestError(f"{path}: no such file")
     _add_to_sys_path(path.resolve().parent)
-    # A name of its own: a file called random.py must not stand in for the standard library's module.
+    # A unique name: a file called random.py must not shadow the standard library's module.
     spec = importlib.util.spec_from_file_location(f"meshwright_user_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up there
+    sys.modules[spec.name] = module  # dataclasses and pickle look up a class's module there
     spec.loader.exec_module(module)
     return module
 
@@ -79,7 +79,7 @@ def _add_to_sys_path(folder: Path) -> None:
 
 
 def _call_factory(factory: Callable[[], Any], reference: str) -> Any:
-    """What the factory returns, without memory for weights where possible: a module is first made on the meta device."""
+    """The factory's result, without memory for weights where possible: a module is first built on the meta device."""
     try:
         with torch.device("meta"):
             made = factory()

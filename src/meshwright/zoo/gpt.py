@@ -57,8 +57,8 @@ class TokenPositionEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention. The rows of `qkv` go head by head (q, k, v of head 0, then of head 1, …), so that an
-    even cut of its rows gives whole heads to each tensor-parallel rank."""
+    """Causal self-attention. The rows of `qkv` are ordered by head (q, k, v of head 0, then of head 1, …), so that an
+    even split of its rows gives whole heads to each tensor-parallel rank."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Four times as wide inside, GELU in GPT-2's tanh form."""
+    """Two linear layers with a hidden width of four times the model's, and GELU in GPT-2's tanh form."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer. Dropout follows both residual branches; attention weights have none, which flash kernels could not key."""
+    """One layer. Dropout follows both residual branches; attention weights have none, since flash kernels cannot key it."""
 
     def __init__(self, config: GPTConfig, index: int) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Tie the head and draw the weights as GPT-2 does. Also for a model that `to_empty` brought from meta, which unties."""
+        """Tie the head and initialize the weights as GPT-2 does. Also used after `to_empty` from meta, which unties."""
         self.head.weight = self.embedding.tokens.weight
         for module in self.modules():
             if isinstance(module, nn.LayerNorm):
@@ -129,7 +129,7 @@ class GPT(nn.Module):
             elif isinstance(module, nn.Linear) and module is not self.head:
                 nn.init.normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
-        # 2L branches add up in the residual stream; scaled so, their sum keeps the variance of one.
+        # 2L branches add up in the residual stream; with this scale, their sum has the variance of one branch.
         for name, parameter in self.blocks.named_parameters():
             if name.endswith(("attention.output.weight", "mlp.down.weight")):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.layers))

@@ -25,7 +25,7 @@ _BYTE_VOCAB_SIZE = 256  # the smallest vocabulary that the built-in corpus of by
 
 
 def load(path: str, *, seq: int | None, dropout: float, random_init: bool = False) -> Task:
-    """The task for `hf:PATH`, or for the name of a published model. Reads the configuration only; weights come when `build` is called."""
+    """The task for `hf:PATH`, or for the name of a published model. Reads only the configuration; `build` loads the weights."""
     config = _load_config(Path(path))
     folder = Path(path) if not random_init and has_weights(Path(path)) else None
     length = _sequence_length(config, path, seq)
@@ -52,12 +52,12 @@ def causal_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def answer_token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(sum, count) over the targets that count. Padding comes after all that is predicted, so causal attention needs no mask for it."""
+    """(sum, count) over the targets that are not ignored. Padding follows every predicted token, so causal attention needs no padding mask."""
     return counted_cross_entropy(model(input_ids=batch["tokens"], use_cache=False).logits, batch["targets"])
 
 
 def has_weights(path: Path) -> bool:
-    """Whether a folder holds weights in safetensors; pickled ones are not read."""
+    """Whether a folder holds weights in safetensors; pickled weights are not read."""
     return path.is_dir() and any(path.glob("*.safetensors"))
 
 
@@ -97,15 +97,15 @@ def _sequence_length(config: Any, path: str, seq: int | None) -> int:
 
 
 def _set_dropout(config: Any, dropout: float) -> None:
-    """Configurations spell it resid_pdrop, attention_dropout, hidden_dropout_prob and more; torch's dropout is not keyed, so
-    by default none is left."""
+    """Set every dropout in the configuration (resid_pdrop, attention_dropout, hidden_dropout_prob and more); torch's dropout is
+    not keyed, so the default is none."""
     for key, value in config.to_dict().items():
         if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
             setattr(config, key, dropout)
 
 
 def _build_model(config: Any, path: str, folder: Path | None) -> nn.Module:
-    """The model on torch's current device. Weights are read only into memory that exists: a trace on fakes needs their shapes alone."""
+    """The model on torch's current device. Weights are not read on meta or fake tensors: a trace needs only their shapes."""
     probe = torch.empty(0)
     if folder is not None and not probe.is_meta and not isinstance(probe, FakeTensor):
         return _load_pretrained(config, folder).to(probe.device)
@@ -117,26 +117,26 @@ def _build_model(config: Any, path: str, folder: Path | None) -> nn.Module:
 
 
 def _load_pretrained(config: Any, folder: Path) -> nn.Module:
-    """The model with the folder's weights, in fp32 on the host. A tensor that the files lack is an error: it would be random."""
+    """The model with the folder's weights, in fp32 on the host. A tensor missing from the files is an error, since it would be random."""
     options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True, "dtype": torch.float32}
     try:
         with torch.device("cpu"), _progress_bars_disabled():
             model, found = _import_transformers().AutoModelForCausalLM.from_pretrained(
                 str(folder), config=config, output_loading_info=True, **options
             )
-    except Exception as error:  # safetensors and transformers have kinds of their own for files that are broken, cut short or of another model
+    except Exception as error:  # safetensors and transformers raise their own types for files that are broken, truncated or of another model
         raise RequestError(f"hf:{folder}: its weights cannot be loaded: {_one_line(error)}; mend them, or --set random_init=true") from error
     if missing := sorted(found["missing_keys"]):
         raise RequestError(
             f"hf:{folder}: its weights lack {len(missing)} tensors of the model, such as {missing[0]}: mend them, or --set random_init=true"
         )
-    loaded: nn.Module = model.train()  # transformers hands a loaded model over in evaluation mode
+    loaded: nn.Module = model.train()  # transformers returns a loaded model in evaluation mode
     return loaded
 
 
 @contextmanager
 def _progress_bars_disabled() -> Iterator[None]:
-    """Every rank would draw its own progress bar."""
+    """Disable transformers' progress bars, which every rank would draw."""
     logging = _import_transformers().utils.logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

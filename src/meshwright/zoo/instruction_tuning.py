@@ -1,4 +1,4 @@
-"""A language model trained on answers: the same model, with samples that say which token is to be predicted at each place, or none."""
+"""Instruction tuning of a language model's task: the same model, with samples that give the target token at each position, or none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ANSWER_LOSSES: Mapping[Loss, Loss] = {losses.next_token_loss: losses.answer_tok
 
 
 def instruction_task(task: Task) -> Task:
-    """`task` on instructions and answers. Its loss is (sum, count) over the answers' tokens, so ranks with longer answers weigh more."""
+    """`task` on instructions and answers. Its loss is (sum, count) over the answers' tokens, so that ranks with longer answers weigh more."""
     counted = _ANSWER_LOSSES.get(task.loss)
     if counted is None or task.tokens_per_sample is None:
         raise RequestError(f"instructions and answers train language models of the zoo and hf: models; {task.name} is neither: leave --data out")

@@ -1,4 +1,4 @@
-"""Random numbers keyed by (seed, step, global sample, call site), so that they do not depend on how a batch is cut over ranks.
+"""Random numbers keyed by (seed, step, global sample, call site), so that they do not depend on how a batch is split over ranks.
 
 Nothing here draws from torch's generators: bits are a hash of the key and the element's index inside its sample. Recomputing a
 forward pass gives the same bits, and so does any other layout of the same global batch.
@@ -47,17 +47,17 @@ class _KeyedModule(nn.Module):
     def __init__(self, site: int) -> None:
         super().__init__()
         self.site = site
-        # The fourth is a constant: a compiler would fold it into the numbers of elements, and overflow.
+        # The fourth is a constant kept in the buffer: a compiler would fold a literal into the element indices, and overflow.
         self.register_buffer("key", torch.tensor([0, 0, 0, _GOLDEN_GAMMA]), persistent=False)
 
     def set_key(self, seed: int, step: int, first_sample: int) -> None:
-        """Before each micro-batch: the run's seed, the step, and the global number of the first sample."""
-        # Filling one element with a number needs no copy from the host, so a GPU is not made to wait.
+        """Set the run's seed, the step, and the global index of the first sample; called before each micro-batch."""
+        # Filling one element with a number needs no copy from the host, so it does not synchronize a GPU.
         for slot, value in enumerate((seed, step, first_sample, _GOLDEN_GAMMA)):
             self.key[slot] = _to_int64(value)
 
     def _random_bits(self, like: Tensor) -> Tensor:
-        """64 random bits for each element of `like`, whose first dimension counts samples."""
+        """64 random bits for each element of `like`, whose first dim counts samples."""
         samples = self.key[2] + torch.arange(like.shape[0], device=like.device)
         elements = torch.arange(math.prod(like.shape[1:]), device=like.device)
         state = splitmix64(self.key[0] + _to_int64((self.site + 1) * _GOLDEN_GAMMA))
@@ -67,7 +67,7 @@ class _KeyedModule(nn.Module):
 
 
 class KeyedDropout(_KeyedModule):
-    """Dropout whose mask depends on the key alone. `site` tells call sites of one model apart: give each its own."""
+    """Dropout whose mask depends only on the key. `site` distinguishes the call sites of one model: give each its own."""
 
     def __init__(self, p: float, site: int) -> None:
         if not 0.0 <= p < 1.0:
@@ -75,7 +75,7 @@ class KeyedDropout(_KeyedModule):
         super().__init__(site)
         self.p = p
         if p == 0.0:
-            del self.key  # a model without dropout carries no key buffers at all
+            del self.key  # a model without dropout has no key buffers
 
     def set_key(self, seed: int, step: int, first_sample: int) -> None:
         if self.p > 0.0:
@@ -92,11 +92,11 @@ class KeyedDropout(_KeyedModule):
 
 
 class KeyedNormal(_KeyedModule):
-    """Standard normal noise in the shape, type and place of its argument, by Box and Muller's method."""
+    """Standard normal noise in the shape, dtype and device of its argument, by the Box–Muller transform."""
 
     def forward(self, like: Tensor) -> Tensor:
         bits = self._random_bits(like)
-        # In float64 whatever `like` is: then a vectorised logarithm's last bit cannot reach a float32 result.
+        # In float64 whatever `like` is, so that the last bit of a vectorised logarithm cannot affect a float32 result.
         radius = (_logical_shift_right(bits, 32).double() + 0.5) / (_MASK_32 + 1)
         angle = (bits & _MASK_32).double() * (2.0 * math.pi / (_MASK_32 + 1))
         return (torch.sqrt(-2.0 * torch.log(radius)) * torch.cos(angle)).to(like.dtype)

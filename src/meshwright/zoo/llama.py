@@ -14,7 +14,7 @@ from meshwright.zoo.autocast import to_autocast_dtype
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The sizes that make one member of the family. `context` is what it was trained at; rotary positions set no limit."""
+    """The sizes that make one member of the family. `context` is the training length; rotary embeddings set no limit."""
 
     vocab: int
     context: int
@@ -24,7 +24,7 @@ class LlamaConfig:
     width: int
     ffn: int
     rope_theta: float = 500000.0
-    rope_factor: float = 1.0  # Llama 3.1's stretching of slow rotations beyond 8192 positions; 1 is none
+    rope_factor: float = 1.0  # Llama 3.1's slowing of low frequencies for contexts beyond 8192; 1 is none
     tied_embeddings: bool = False
     eps: float = 1e-5
 
@@ -53,20 +53,20 @@ LLAMA_CONFIGS: dict[str, LlamaConfig] = {
 
 
 def rope_frequencies(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Radians a position for each pair of features."""
+    """Radians per position for each pair of features."""
     pairs = torch.arange(0, config.head_width, 2, device=device).to(dtype)
     base = config.rope_theta ** (-pairs / config.head_width)
     if config.rope_factor == 1.0:
         return base
-    # Llama 3.1: rotations that turn at least 4 times in 8192 positions stay, those that turn less than once are slowed, between them a blend.
+    # Llama 3.1: frequencies of at least 4 turns in 8192 positions stay, those below 1 turn are divided by the factor, those between are blended.
     turns = 8192 * base / (2 * math.pi)
     kept = ((turns - 1.0) / 3.0).clamp(0.0, 1.0)
     return base * (kept + (1.0 - kept) / config.rope_factor)
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of positions 0…S−1, (2, S, head width / 2). Computed afresh for each forward pass: a table in a
-    buffer would be lost by `to_empty`, and would bound the length."""
+    """Cosines and sines of positions 0…S−1, (2, S, head width / 2). Computed in each forward pass: a table in a buffer would
+    be lost by `to_empty`, and would limit the length."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def apply_rotary(x: Tensor, rotary: Tensor) -> Tensor:
-    """Turn feature i with feature i + half by its position's angle; x is (B, heads, S, head width)."""
+    """Rotate each pair of features (i, i + half) by its position's angle; x is (B, heads, S, head width)."""
     cos, sin = rotary[0], rotary[1]
     left, right = x.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
@@ -127,7 +127,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer; `rotary` is the same tensor for all of them."""
+    """One layer; `rotary` is the same tensor for all layers."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Llama(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Tie the head if the configuration says so and draw the weights; also after `to_empty`, which unties."""
+        """Tie the head if the configuration says so, and initialize the weights; also used after `to_empty`, which unties."""
         if self.config.tied_embeddings:
             self.head.weight = self.embedding.weight
         for name, parameter in self.named_parameters():

@@ -1,5 +1,5 @@
-"""The losses of the zoo's models: `(model, batch) -> mean`, or (sum, count) where not all counts, for any module with the same call,
-on any device, in any float type."""
+"""The losses of the zoo's models: `(model, batch) -> mean`, or (sum, count) where some targets are ignored, for any module with the same
+call signature, on any device, in any float dtype."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def _to_model_dtype(model: nn.Module, values: Tensor) -> Tensor:
-    """Data in the model's own float type."""
+    """The data in the model's float dtype."""
     return values.to(next(model.parameters()).dtype)
 
 
 def _at_least_fp32(values: Tensor) -> Tensor:
-    """At least float32: sums of many half-precision terms lose the small ones."""
+    """Cast to at least float32: sums of many half-precision terms lose the small ones."""
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
@@ -31,12 +31,12 @@ def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def answer_token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(sum, count) of the cross entropy of the targets that count."""
+    """(sum, count) of the cross entropy over the targets that are not ignored."""
     return counted_cross_entropy(model(batch["tokens"]), batch["targets"])
 
 
 def counted_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum, count) over the targets other than -100, which is torch's own mark for a place without one."""
+    """(sum, count) of the cross entropy over the targets other than -100, torch's default ignore_index."""
     total = F.cross_entropy(_at_least_fp32(logits).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
     return total, (targets != -100).sum()
 

@@ -25,13 +25,13 @@ _NUM_CLASSES = 10
 
 @dataclass(frozen=True)
 class _TrainingDefaults:
-    """How a model is usually trained: samples a step and AdamW's learning rate."""
+    """A model's default global batch and AdamW learning rate."""
 
     global_batch: int
     learning_rate: float
 
 
-# The large models take their published batch; those that run on one machine a batch that it can hold.
+# Large models have their published batch; models that run on one machine have a batch that fits there.
 _TRAINING_DEFAULTS: dict[str, _TrainingDefaults] = {
     "gpt-tiny": _TrainingDefaults(16, 3e-3),
     "gpt-mini": _TrainingDefaults(32, 3e-3),
@@ -65,7 +65,7 @@ def names() -> tuple[str, ...]:
 
 def load(name: str, *, seq: int | None = None, dropout: float = 0.0, random_init: bool = False) -> Task:
     """The task for a zoo name, `hf:PATH`, `package.module:factory` or `path/to/file.py:factory`. Nothing is allocated yet.
-    `random_init` leaves the weights of a Hugging Face folder unread; all other models begin with random ones anyway."""
+    `random_init` ignores the weights of a Hugging Face folder; all other models begin with random weights anyway."""
     if not 0.0 <= dropout < 1.0:
         raise RequestError(f"dropout {dropout:g} must be at least 0 and less than 1")
     if seq is not None and seq < 1:
@@ -92,7 +92,7 @@ def load(name: str, *, seq: int | None = None, dropout: float = 0.0, random_init
 
 
 def _reject_options(name: str, seq: int | None, dropout: float) -> None:
-    """An option that a model has no use for is an error, never ignored."""
+    """Reject an option that a model does not support, rather than ignore it."""
     if seq is not None:
         raise RequestError(f"--seq {seq}: {name} takes no sequence length; it is for the language models of the zoo and hf: models")
     if dropout:

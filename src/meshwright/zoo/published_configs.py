@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 _CONFIG_DIR = Path(__file__).parent / "configs"
-# The same sizes under the names that hubs use.
+# Names on model hubs → the configuration of the same sizes.
 _ALIASES = {
     "llama-2-7b-hf": "Llama-2-7b",
     "llama-2-7b-chat": "Llama-2-7b",
@@ -19,12 +19,12 @@ _ALIASES = {
 
 
 def published_names() -> tuple[str, ...]:
-    """The models whose sizes are known."""
+    """The names of the models in configs/."""
     return tuple(sorted((path.stem for path in _CONFIG_DIR.glob("*.json")), key=str.lower))
 
 
 def published_config(model_id: str) -> Path | None:
-    """The config.json of 'phi-1_5' or 'microsoft/phi-1_5', in any case; None for a model that is not known, and for paths."""
+    """The config.json of 'phi-1_5' or 'microsoft/phi-1_5', in any letter case; None for an unknown model, and for paths."""
     if model_id.startswith((".", "/", "~")) or model_id.count("/") > 1:
         return None
     word = model_id.rpartition("/")[2].lower()

@@ -1,7 +1,7 @@
 """MPI as torch.distributed's backend `mpi`, on torch's stock wheels: `register()`, then `init_process_group("mpi")` under mpirun.
 
-torch knows the name already, but its wheels are built without MPI: `register` gives it the class that it asks for. DDP, FSDP2, DTensor,
-pipelining and DCP then run over it unchanged. Nothing of MPI is loaded before a group is made.
+torch knows the name, but its wheels are built without MPI: `register` supplies the class that torch looks up. DDP, FSDP2, DTensor,
+pipelining and DCP then run over it unchanged. MPI is not loaded before a group is made.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 
 
 class _ProcessGroupFactory:
-    """What torch calls for backend `mpi`: every member of a group calls `create` with the group's ranks; none means everyone."""
+    """What torch calls for backend `mpi`: every member of a group calls `create` with the group's ranks; an empty list means all ranks."""
 
     @staticmethod
     def create(ranks: list[int]) -> dist.ProcessGroup:
@@ -25,7 +25,7 @@ class _ProcessGroupFactory:
 def register(timeout_s: float = 600.0) -> None:
     """Make `mpi` a backend of this process. A rank that keeps the others waiting for `timeout_s` is named, and the job is ended.
 
-    A torch that was built with MPI is left as it is.
+    A torch that was built with MPI keeps its own backend.
     """
     from meshwright.comm.mpi import mpi_library
 
@@ -37,7 +37,7 @@ def register(timeout_s: float = 600.0) -> None:
 
 
 def is_registered() -> bool:
-    """Whether backend `mpi` of this process is this one."""
+    """Whether this module provides backend `mpi` in this process."""
     return getattr(distributed_c10d, "ProcessGroupMPI", None) is _ProcessGroupFactory
 
 

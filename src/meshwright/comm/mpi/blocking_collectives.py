@@ -1,9 +1,9 @@
-"""The collectives of one communicator as blocking mpi4py calls: prepare the tensors, call MPI, copy results back. The group's work queue runs them.
+"""Collectives of one communicator as blocking mpi4py calls: prepare the tensors, call MPI, copy results back. The group's work queue runs them.
 
 [Note: pairwise reduce-scatter]
-Open MPI's own reduce-scatter of large tensors moves more through memory than it must: a ZeRO-1 step of a GPT on two ranks takes 13% longer with it.
-So from `PAIRWISE_MIN_BYTES` bytes a rank on, ranks exchange parts in n-1 rounds: in each, a rank sends one other rank its part and adds up the
-part that arrives from another. Every part is summed in the same order whatever the size of the group's other tensors.
+Open MPI's own reduce-scatter of large tensors moves more memory than needed: a ZeRO-1 step of a GPT on two ranks takes 13% longer with it.
+So from `PAIRWISE_MIN_BYTES` bytes per rank on, n ranks exchange parts in n-1 rounds: in each, a rank sends one peer that peer's part and adds the
+part that arrives from another peer. The order of summation does not depend on the size of the group's other tensors.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from meshwright.comm.mpi import buffers
 from meshwright.comm.mpi.mpi_reductions import Reduction
 
 Tensors = Sequence[torch.Tensor]
-PAIRWISE_MIN_BYTES = 1 << 17  # bytes for each rank from which on [Note: pairwise reduce-scatter] applies
-_PAIRWISE_TAG = 32767  # the largest tag that every MPI has
+PAIRWISE_MIN_BYTES = 1 << 17  # bytes per rank from which on [Note: pairwise reduce-scatter] applies
+_PAIRWISE_TAG = 32767  # the largest tag that every MPI must support
 
 
 class BlockingCollectives:
-    """Made by whoever holds the group's work queue: one call at a time."""
+    """The blocking collectives of one communicator. Only the thread that holds the work queue's lock calls them, one at a time."""
 
     def __init__(self, comm: Any) -> None:
         self._comm, self._group_rank, self._group_size = comm, comm.Get_rank(), comm.Get_size()
@@ -51,11 +51,11 @@ class BlockingCollectives:
             reduction.for_each_chunk(work, lambda part: self._comm.Reduce(reduction.buffer_spec(part), None, reduction.op, root))
 
     def reduce_scatter(self, output: torch.Tensor, whole: torch.Tensor, reduction: Reduction, sizes: list[int] | None = None) -> None:
-        """`sizes` are elements for each rank where they differ."""
+        """`sizes` are the elements of each rank's part, if they differ."""
         sizes = sizes or [output.numel()] * self._group_size
         work = reduction.prepare(whole)
         start, begin = output.data_ptr(), work.data_ptr()
-        disjoint = start >= begin + work.nbytes or begin >= start + output.nbytes  # MPI forbids that the two overlap
+        disjoint = start >= begin + work.nbytes or begin >= start + output.nbytes  # MPI forbids overlapping buffers
         in_place = reduction.compute_dtype == output.dtype and disjoint and buffers.is_mpi_ready(output)
         own = output if in_place else torch.empty(output.shape, dtype=reduction.compute_dtype, device=work.device)
         if own.is_cuda and reduction.is_torch_reducible:
@@ -90,13 +90,13 @@ class BlockingCollectives:
                 reduction.op.Reduce_local(reduction.buffer_spec(arrived), reduction.buffer_spec(own))
 
     def _all_reduce_on_device(self, whole: torch.Tensor, reduction: Reduction) -> None:
-        """A CUDA-aware MPI moves device memory fast but sums it on the host: here MPI moves and the device sums."""
+        """All-reduce where MPI moves the data and the device reduces it: a CUDA-aware MPI moves device memory fast but reduces it on the host."""
         sizes = [len(part) for part in whole.tensor_split(self._group_size)]
         self._pairwise_reduce_scatter(whole.split(sizes)[self._group_rank], whole, reduction, sizes)
         self._comm.Allgatherv(MPI.IN_PLACE, buffers.pieces_per_rank(whole, sizes))
 
     def _reduce_scatter_by_reduce(self, own: torch.Tensor, work: torch.Tensor, reduction: Reduction, sizes: list[int]) -> None:
-        """For more elements than MPI counts: every rank's part is reduced to it, a piece at a time."""
+        """Reduce-scatter of more elements than MPI can count: one chunked reduce per rank's part."""
         start = 0
         for root, size in enumerate(sizes):
             part = work.view(-1)[start : start + size]
@@ -108,11 +108,11 @@ class BlockingCollectives:
     # -- data movement --
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> None:
-        """Of equal parts, into one tensor."""
+        """All-gather equal parts into one tensor."""
         whole = buffers.receive_buffer(output)
         own = buffers.send_buffer(part.cpu() if whole.is_cpu else part)
         size, start, begin = own.nbytes, whole.data_ptr(), own.data_ptr()
-        in_place = begin == start + self._group_rank * size  # FSDP2 gathers like this: the part lies where it belongs
+        in_place = begin == start + self._group_rank * size  # as in FSDP2, the part is already in its place in the output
         if not in_place and start < begin + size and begin < start + size * self._group_size:  # MPI forbids overlap, and MPICH checks
             own = buffers.synchronized(own.clone())
         unit = (MPI.BYTE,) if size * self._group_size <= buffers.max_count else (1, buffers.byte_datatype(size))
@@ -128,7 +128,7 @@ class BlockingCollectives:
     def all_to_all(
         self, output: torch.Tensor, input: torch.Tensor, receives: buffers.CountsAndDisplacements, sends: buffers.CountsAndDisplacements
     ) -> None:
-        """In pieces from each rank and to each."""
+        """All-to-all with the given counts and displacements."""
         whole, sent = buffers.receive_buffer(output), buffers.send_buffer(input)
         self._comm.Alltoallv([buffers.raw_memory(sent), *sends], [buffers.raw_memory(whole), *receives])
         buffers.copy_back(output, whole)

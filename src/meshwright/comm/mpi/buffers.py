@@ -1,4 +1,4 @@
-"""Tensors as MPI sees them: memory that can be handed over as it is, or a copy that can; and counts beyond what MPI's integers hold."""
+"""MPI buffers of tensors: the tensor's own memory, or a copy that MPI can use; and datatypes for counts beyond MPI's 32-bit integers."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from mpi4py import MPI
 
 from meshwright.comm.mpi import mpi_library
 
-max_count = 2**31 - 1  # elements or bytes in one count of MPI's; tests lower it
+max_count = 2**31 - 1  # the largest count that MPI takes, of elements or bytes; tests lower it
 _memory_at, _BYTE = MPI.buffer.fromaddress, MPI.BYTE
-_CHUNK_BYTES = 2**24  # bytes in a piece of a type that holds more than `max_count`
+_CHUNK_BYTES = 2**24  # block size of datatypes larger than `max_count`
 
 BufferSpec = Sequence[Any]
-CountsAndDisplacements = tuple[tuple[list[int], list[int]], MPI.Datatype]  # counts, where each begins, and of what type
+CountsAndDisplacements = tuple[tuple[list[int], list[int]], MPI.Datatype]  # counts, displacements, and their datatype
 
 
 def is_mpi_ready(tensor: torch.Tensor) -> bool:
-    """Whether MPI can work on it where it is."""
+    """Whether MPI can use the tensor's own memory."""
     return tensor.is_contiguous() and (tensor.is_cpu or (tensor.is_cuda and mpi_library.is_cuda_aware()))
 
 
 def send_buffer(tensor: torch.Tensor) -> torch.Tensor:
-    """What is sent: the tensor, or a copy that MPI can work on."""
+    """The tensor to send from: `tensor`, or a copy that MPI can use."""
     if is_mpi_ready(tensor):
         return tensor
     return synchronized(tensor.contiguous()) if tensor.is_cpu or (tensor.is_cuda and mpi_library.is_cuda_aware()) else tensor.cpu().contiguous()
 
 
 def synchronized(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor once its device has done all that it was given to do: MPI, which knows nothing of streams, would read or write its memory before."""
+    """Return the tensor after its stream has finished: MPI ignores streams and would access the memory too early."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
     return tensor
 
 
 def receive_buffer(tensor: torch.Tensor) -> torch.Tensor:
-    """Where it arrives: the tensor, or memory that `copy_back` copies from."""
+    """The tensor to receive into: `tensor`, or a temporary that `copy_back` copies from."""
     if is_mpi_ready(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu" if tensor.is_cuda and not mpi_library.is_cuda_aware() else tensor.device)
@@ -53,25 +53,25 @@ def copy_back(tensor: torch.Tensor, arrived: torch.Tensor) -> None:
 
 
 def raw_memory(tensor: torch.Tensor) -> Any:
-    """The tensor's bytes, without a copy and without its type: half and quarter precision have no name in MPI. The caller keeps the tensor."""
+    """The tensor's memory as untyped bytes, not copied: MPI has no 16- and 8-bit floating-point types. The caller keeps the tensor alive."""
     return _memory_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def as_bytes(tensor: torch.Tensor) -> BufferSpec:
-    """All of it, as one message."""
+    """The whole tensor as a buffer of bytes."""
     size = tensor.nbytes
     where = _memory_at(tensor.data_ptr(), size)
     return (where, _BYTE) if size <= max_count else (where, 1, byte_datatype(size))
 
 
 def pieces_per_rank(tensor: torch.Tensor, elements: Sequence[int]) -> BufferSpec:
-    """One piece for each rank, one after the other, with so many elements each."""
+    """A buffer of one contiguous piece per rank; `elements` are the sizes of the pieces."""
     return [raw_memory(tensor), *_counts_and_displacements(tuple(elements), tensor.element_size(), max_count)]
 
 
 @lru_cache(256)
 def rows_per_rank(shape: torch.Size, itemsize: int, splits: tuple[int, ...], ranks: int, limit: int) -> CountsAndDisplacements:
-    """So many rows for each rank; equally many where it is not said."""
+    """Counts and displacements for an all-to-all: `splits` are the rows per rank; if empty, rows are split equally."""
     count = shape[0] if shape else 1
     if not splits and count % ranks:
         raise shape_error("all_to_all", shape, f"a multiple of {ranks} rows")
@@ -101,7 +101,7 @@ def _counts_and_displacements(elements: tuple[int, ...], itemsize: int, limit: i
 
 @cache
 def byte_datatype(size: int) -> MPI.Datatype:
-    """A type that is `size` bytes long, however many these are."""
+    """A datatype of `size` bytes, which may be more than `max_count`."""
     if size <= max_count:
         made = MPI.BYTE.Create_contiguous(size)
     else:
@@ -115,14 +115,14 @@ _streams: dict[torch.device, Any] = {}
 
 
 def on_side_stream(tensor: torch.Tensor, run: Callable[[], object]) -> Callable[[], object]:
-    """`run` for a CUDA tensor: on a stream of its own, after what the caller's stream has been given so far."""
+    """Wrap `run` for a CUDA tensor: it runs on a side stream, after the work already enqueued on the caller's stream."""
     device = tensor.device
     event = torch.cuda.current_stream(device).record_event()
 
     def run_there() -> None:
         stream = _streams.get(device) or _streams.setdefault(device, torch.cuda.Stream(device))
         with torch.cuda.device(device), torch.cuda.stream(stream):
-            event.synchronize()  # MPI knows nothing of streams
+            event.synchronize()  # MPI ignores streams
             run()
             stream.synchronize()
 

@@ -1,4 +1,4 @@
-"""Sends and receives: MPI's requests as `Work`."""
+"""Point-to-point messages: an MPI request as a torch `Work`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _POLL_S = 50e-6
 
 
 class MessageWork(dist.Work):
-    """One request. MPI moves it on whenever this rank is inside an MPI call; `wait` completes it. `_lock` lets one thread at a time ask MPI."""
+    """One send or receive. MPI progresses it during any MPI call of this rank; `wait` completes it. `_lock` lets one thread at a time query MPI."""
 
     def __init__(self, request: Any, tensor: torch.Tensor, buffer: torch.Tensor, source: int) -> None:
-        """`buffer` is the memory that MPI works on: the tensor's own, or memory that is copied to the tensor on arrival."""
+        """`buffer` is the tensor that MPI reads or writes: `tensor` itself, or one that is copied to `tensor` on arrival."""
         super().__init__()
         self.done = False
         self.error: Exception | None = None
@@ -51,7 +51,7 @@ class MessageWork(dist.Work):
             time.sleep(_POLL_S)
 
     def _complete_by(self, ask: Callable[[Any], Any]) -> None:
-        """Called with the lock held. An error of MPI's is raised by `wait`, whichever thread met it."""
+        """Test or wait through `ask`. Called with the lock held. `wait` raises MPI errors, whichever thread they occurred in."""
         if self.done:
             return
         status = MPI.Status() if self._source == MPI.ANY_SOURCE else None
@@ -62,7 +62,7 @@ class MessageWork(dist.Work):
                 self._source = status.Get_source()
             if self._buffer is not self._tensor:
                 self._tensor.copy_(self._buffer)
-                self._buffer = self._tensor  # frees the other memory
+                self._buffer = self._tensor  # frees the buffer
         except MPI.Exception as error:
             self.error = error
         self.done = True
@@ -85,7 +85,7 @@ class MessageWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A thread of its own waits for the message: whoever waits for a future does not call MPI."""
+        """A future that a separate thread completes: waiting for a future does not call MPI."""
         if self._future is None:
             self._future = torch.futures.Future()
             threading.Thread(target=self._complete_future, args=(self._future,), name="mpi message", daemon=True).start()

@@ -1,5 +1,5 @@
-"""The process group: torch's collectives over MPI. The methods are torch's; each submits one operation to the group's work queue and returns
-a `Work`, or None where a sync call is complete.
+"""torch's process group over MPI. The methods are torch's; each submits one operation to the group's work queue and returns a `Work`, or None for a
+sync call, which is complete.
 
 torch calls some methods from Python and some from C++ (DDP's reducer, DTensor's functional collectives), and renamed some in 2.13: both
 names are here.
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from meshwright.comm.mpi import mpi_library
 
-mpi_library.load()  # before mpi4py is imported by anybody else: it must not initialise MPI in its own way
+mpi_library.load()  # before any other import of mpi4py, which would initialise MPI itself
 
 from mpi4py import MPI  # noqa: E402
 
@@ -31,13 +31,13 @@ from meshwright.comm.work_queue import WorkQueue  # noqa: E402
 
 _c10d: Any = torch._C._distributed_c10d
 _ProcessGroup: Any = dist.ProcessGroup
-_CREATE_GROUP_TAG = 1  # of making groups
+_CREATE_GROUP_TAG = 1
 _watchdog: Watchdog | None = None
 _watchdog_lock = threading.Lock()
 
 
 def make_group(ranks: Sequence[int]) -> MpiGroup:
-    """A group of these ranks of the world, in this order; of everyone if there are none. Only members call it."""
+    """Create a group of these global ranks, in this order, or of all ranks if `ranks` is empty. Only members call it."""
     global _watchdog
     world = MPI.COMM_WORLD
     with _watchdog_lock:
@@ -52,7 +52,7 @@ def make_group(ranks: Sequence[int]) -> MpiGroup:
 
 
 class MpiGroup(_ProcessGroup):  # type: ignore[misc]  # torch's stubs know only their own overloads
-    """A communicator. Its work queue runs collectives in order; sends and receives are requests of their own."""
+    """One communicator. Its work queue runs collectives in order; sends and receives are separate MPI requests."""
 
     supports_splitting = False
     supports_coalescing = False
@@ -68,7 +68,7 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]  # torch's stubs know only 
         assert _watchdog is not None
         _watchdog.watch(self._queue, world_ranks)
 
-    # -- who we are --
+    # -- identity --
 
     def getBackendName(self) -> str:
         return "mpi"
@@ -94,7 +94,7 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]  # torch's stubs know only 
         return self
 
     def _set_sequence_number_for_group(self) -> None:
-        """The work queue counts by itself."""
+        """Does nothing: the work queue counts its operations."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self._queue.sequence_number
@@ -108,7 +108,7 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]  # torch's stubs know only 
         MPI.COMM_WORLD.Abort(1)
 
     def split_group(self, ranks: Sequence[int], *_: Any, **__: Any) -> MpiGroup:
-        """A group of some of our ranks, made by its members alone."""
+        """Create a group of some of this group's ranks. Only its members call it."""
         return make_group([self._world_ranks[r] for r in ranks])
 
     # -- reductions --
@@ -179,7 +179,7 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]  # torch's stubs know only 
         return self._submit("all_gather", outputs, tensor, opts is None or opts.asyncOp, self._collectives.all_gather_list, outputs, tensor)
 
     def allgather_coalesced(self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None) -> dist.Work | None:
-        """`output_lists[i]` is what the i-th input's copies of all ranks go to."""
+        """All-gather several tensors: `output_lists[i]` receives the i-th input of all ranks."""
 
         def run() -> None:
             for outputs, tensor in zip(output_lists, input_list, strict=True):
@@ -282,6 +282,6 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]  # torch's stubs know only 
 
 
 def _format_ranks(ranks: tuple[int, ...]) -> str:
-    """0–3 for a run of ranks; otherwise their numbers."""
+    """'0–3' for three or more consecutive ranks; otherwise a list of numbers."""
     whole = ranks == tuple(range(ranks[0], ranks[0] + len(ranks))) and len(ranks) > 2
     return f"{ranks[0]}–{ranks[-1]}" if whole else ", ".join(map(str, ranks))

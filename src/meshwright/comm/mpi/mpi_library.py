@@ -1,4 +1,4 @@
-"""Loading MPI once: what can be wrong with it (absent, of another make than mpirun's, of mixed versions, a rank missing) is said in one line."""
+"""Loads and initialises MPI once, and reports in one line what is wrong: not installed, not mpirun's library, mixed versions, a missing rank."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ import torch
 from meshwright.core.errors import RequestError
 
 INSTALL_HINT = "pip install 'meshwright[mpi]' (mpi4py and Open MPI), or pip install mpi4py beside the cluster's own MPI"
-_WORLD_SIZE_VARS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # how mpirun, mpiexec or srun say how many ranks they started
+_WORLD_SIZE_VARS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # where mpirun, mpiexec or srun give the number of ranks that they started
 _RANK_VARS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
-_MALLOC_KEPT_BYTES = 1 << 28, 1 << 25  # bytes that the C library keeps; as many as older ones let
-_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # mallopt's names
+_MALLOC_KEPT_BYTES = 1 << 28, 1 << 25  # bytes that malloc keeps; the second is the most that older versions of glibc accept
+_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # option numbers of mallopt
 _MALLOC_VARS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 
 timeout_s = 600.0  # longest wait for a rank; set by register()
@@ -33,7 +33,7 @@ timeout_s = 600.0  # longest wait for a rank; set by register()
 
 @cache
 def load() -> ModuleType:
-    """mpi4py's MPI, initialised with threads."""
+    """mpi4py's module MPI, initialised with MPI_THREAD_MULTIPLE."""
     try:
         import mpi4py
 
@@ -56,8 +56,8 @@ def load() -> ModuleType:
 
 
 def tune_malloc(environ: Mapping[str, str]) -> bool:
-    """MPI's calls take memory and give it back, and so do ours. By itself glibc hands it on to the kernel, which clears it page by page at the next
-    call: most of a sum of 1 MB that is scattered (four ranks on two cores 1.9 ms instead of 0.6). Whoever has told it what to do is left alone."""
+    """Make malloc keep the memory that collectives free. By default glibc returns it to the kernel, which clears it page by page at the next call:
+    most of the time of a 1 MB reduce-scatter (four ranks on two cores: 1.9 ms instead of 0.6). Malloc options in the environment have priority."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(name in environ for name in _MALLOC_VARS):
         return False
@@ -65,12 +65,12 @@ def tune_malloc(environ: Mapping[str, str]) -> bool:
 
 
 def short_version(MPI: Any) -> str:
-    """'Open MPI v5.0.11', without the rest of the line."""
+    """The library's name and version, such as 'Open MPI v5.0.11'."""
     return " ".join(str(MPI.Get_library_version()).replace("\0", "").splitlines()[0].split(",")[0].split())
 
 
 def check_launcher(library: str, environ: Mapping[str, str]) -> None:
-    """MPICH and its like end a process that Open MPI's mpirun has started, before anything can be asked of them."""
+    """Raise RequestError if Open MPI's mpirun started this rank with an MPICH-like library: that would end the process in MPI_Init."""
     if "OMPI_COMM_WORLD_SIZE" in environ and any(make in library for make in ("MPICH", "Intel", "MVAPICH")):
         raise RequestError(
             f"Open MPI's mpirun has started this rank, but mpi4py loaded {library}: "
@@ -79,7 +79,7 @@ def check_launcher(library: str, environ: Mapping[str, str]) -> None:
 
 
 def check_world(world_size: int, library: str, environ: Mapping[str, str]) -> None:
-    """Ranks started by one MPI and joined by another each see a world of one."""
+    """Raise RequestError if the world size is not the launcher's: ranks started by one MPI that load another each see a world of one."""
     for name in _WORLD_SIZE_VARS:
         started = environ.get(name, "")
         if started.isdigit() and int(started) != world_size:
@@ -90,9 +90,9 @@ def check_world(world_size: int, library: str, environ: Mapping[str, str]) -> No
 
 
 def _initialise(MPI: Any, environ: Mapping[str, str]) -> None:
-    """MPI_Init_thread through ctypes, which lets other threads run meanwhile: one of them names who did not come.
+    """Call MPI_Init_thread through ctypes, which releases the GIL, so that a thread can report missing ranks after the timeout.
 
-    Every rank leaves a mark in a folder of the job before it goes in, so that ranks of one machine know of each other without MPI.
+    Before the call every rank creates a file in a folder of the job, by which ranks of one machine know of each other without MPI.
     """
     rank, world = (next((int(environ[n]) for n in names if environ.get(n, "").isdigit()), -1) for names in (_RANK_VARS, _WORLD_SIZE_VARS))
     done = threading.Event()
@@ -108,7 +108,7 @@ def _initialise(MPI: Any, environ: Mapping[str, str]) -> None:
     done.set()
     if job and rank >= 0:
         mark.unlink(missing_ok=True)
-        with suppress(OSError):  # others are still in it, or have removed it
+        with suppress(OSError):  # other ranks' files are still in it, or another rank has removed it
             folder.rmdir()
     _finalize_at_exit(MPI)
     if code:
@@ -116,7 +116,7 @@ def _initialise(MPI: Any, environ: Mapping[str, str]) -> None:
 
 
 def _finalize_at_exit(MPI: Any) -> None:
-    """Finalise when Python ends. A rank that ends by an error does not: it would wait for the others, and mpirun ends them when it is gone."""
+    """Finalise MPI at exit. A rank that ends by an error exits without it: MPI_Finalize would wait for the other ranks, which mpirun then ends."""
     failed = threading.Event()
     show = sys.excepthook
 
@@ -148,7 +148,7 @@ def _report_missing_ranks(done: threading.Event, folder: Path, rank: int, world:
 
 
 def _check_versions(MPI: Any) -> None:
-    """All ranks run the same torch, Python and mpi4py; the library's own version is MPI's affair."""
+    """Raise RequestError if the ranks do not all have the same versions of torch, Python, mpi4py and MPI."""
     import mpi4py
 
     own = {"torch": torch.__version__.split("+")[0], "Python": platform.python_version(), "mpi4py": mpi4py.__version__, "MPI": short_version(MPI)}
@@ -164,7 +164,7 @@ def compare_versions(versions: list[dict[str, str]]) -> None:
 
 @cache
 def is_cuda_aware() -> bool:
-    """Whether this MPI takes device memory: Open MPI and its like answer MPIX_Query_cuda_support, the others have no such name."""
+    """Whether this MPI takes device memory: Open MPI and its derivatives have MPIX_Query_cuda_support, other libraries do not."""
     try:
         return bool(ctypes.CDLL(load().__file__).MPIX_Query_cuda_support())
     except AttributeError:

@@ -1,4 +1,4 @@
-"""Torch's reductions in MPI's terms. What MPI has no name for is composed: half precision is summed in fp32, a mean is a sum, then a division."""
+"""Maps torch's reductions to MPI's. What MPI lacks is emulated: half precision is reduced in fp32, a mean is a sum and a division."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _MPI_OPS = {
     _REDUCE_OPS.BOR: MPI.BOR,
     _REDUCE_OPS.BXOR: MPI.BXOR,
 }
-# Truth values are bytes of 0 and 1: any of them is their largest, all of them their smallest.
+# As bytes of 0 and 1, `any` of truth values is their maximum and `all` their minimum.
 _BOOL_MPI_OPS = {_REDUCE_OPS.SUM: MPI.MAX, _REDUCE_OPS.MAX: MPI.MAX, _REDUCE_OPS.PRODUCT: MPI.MIN, _REDUCE_OPS.MIN: MPI.MIN}
-# The same between two tensors of a device.
+# The same operations on two tensors of one device.
 _REDUCE_FNS: dict[Any, Combine] = {
     _REDUCE_OPS.SUM: torch.add,
     _REDUCE_OPS.AVG: torch.add,
@@ -53,20 +53,20 @@ _BITWISE_OPS = (_REDUCE_OPS.BAND, _REDUCE_OPS.BOR, _REDUCE_OPS.BXOR)
 
 @dataclass(frozen=True)
 class Reduction:
-    """How one reduction of one dtype is done: prepared, reduced by `op` over elements of `mpi_type`, finished."""
+    """How to do one reduction of one dtype: `prepare` the tensor, reduce it with `op` over elements of `mpi_type`, `finish`."""
 
     op: Any
     mpi_type: Any
-    mpi_elements: int  # elements of `mpi_type` for one of the tensor's
-    compute_dtype: torch.dtype  # what it is reduced in
-    factor: Any = None  # multiplied first
-    divisor: int = 1  # divided by last
-    is_direct: bool = False  # nothing is done before or after
-    is_torch_reducible: bool = False  # torch can do it too, between two tensors
+    mpi_elements: int  # elements of `mpi_type` per element of the tensor
+    compute_dtype: torch.dtype  # the dtype that MPI reduces in
+    factor: Any = None  # the input is multiplied by it
+    divisor: int = 1  # the result is divided by it
+    is_direct: bool = False  # no conversion before or after
+    is_torch_reducible: bool = False  # torch can combine two tensors by `reduce_fn`
     reduce_fn: Combine = torch.add
 
     def prepare(self, tensor: torch.Tensor, keep: bool = True) -> torch.Tensor:
-        """What goes in. With `keep` it is a copy whenever it differs from the tensor."""
+        """The tensor to pass to MPI. With `keep`, `tensor` itself is not modified."""
         ready = buffers.send_buffer(tensor)
         if ready.dtype != self.compute_dtype:
             ready = ready.to(self.compute_dtype)
@@ -84,7 +84,7 @@ class Reduction:
         return [buffers.raw_memory(tensor), tensor.numel() * self.mpi_elements, self.mpi_type]
 
     def for_each_chunk(self, tensor: torch.Tensor, fn: Callable[[torch.Tensor], object]) -> None:
-        """`fn` on as much at a time as MPI can count."""
+        """Call `fn` on chunks of no more elements than MPI can count."""
         most = buffers.max_count // self.mpi_elements
         if tensor.numel() <= most:
             fn(tensor)
@@ -95,7 +95,7 @@ class Reduction:
 
 
 def find_reduction(op: Any, dtype: torch.dtype, ranks: int) -> Reduction:
-    """ValueError where the two have no meaning together."""
+    """The reduction for `op` and `dtype`; ValueError if `op` is not defined for the dtype."""
     ways = _reduction_cache(ranks)[hash(op)]
     if dtype in ways:
         return ways[dtype]
@@ -104,14 +104,14 @@ def find_reduction(op: Any, dtype: torch.dtype, ranks: int) -> Reduction:
     if found.compute_dtype not in _NOT_TORCH_REDUCIBLE:
         found = replace(found, is_torch_reducible=True, reduce_fn=_REDUCE_FNS[kind])
     if kind == _REDUCE_OPS.PREMUL_SUM:
-        return replace(found, factor=op.__getstate__()[1])  # the factor is a call's own
+        return replace(found, factor=op.__getstate__()[1])  # not cached: the factor differs from call to call
     ways[dtype] = replace(found, is_direct=found.compute_dtype == dtype and found.divisor == 1)
     return ways[dtype]
 
 
 @cache
 def _reduction_cache(ranks: int) -> defaultdict[int, dict[torch.dtype, Reduction]]:
-    """Those of a group of so many that were asked for, by the hash of torch's reduction, which is the number of its kind, and by dtype."""
+    """Reductions found so far for groups of `ranks` ranks, by the hash of torch's reduce op (the number of its kind) and by dtype."""
     return defaultdict(dict)
 
 

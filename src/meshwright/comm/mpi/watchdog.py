@@ -1,4 +1,4 @@
-"""Names the rank that keeps others waiting. A blocking MPI call cannot be called off: after one line that says who is missing, the job is ended."""
+"""Detects hung collectives. A blocking MPI call cannot be cancelled, so the watchdog prints one line with the missing ranks and ends the job."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from meshwright.comm.mpi import mpi_library
 from meshwright.comm.work_queue import WorkQueue
 
 _POLL_S = 0.5
-_GRACE_S = 3.0  # ranks that wait for the same one notice it within this of each other
+_GRACE_S = 3.0  # ranks that wait for the same peer time out within this of each other
 _WAITING_TAG = 1
 
 
 @dataclass
 class _WatchedQueue:
     queue: weakref.ref[WorkQueue]
-    ranks: tuple[int, ...]  # in the world
+    ranks: tuple[int, ...]  # global ranks
     name: str
-    sequence_number: int = -1  # of the operation that was seen last, and since when: the queue does not look at the clock
+    sequence_number: int = -1  # last operation seen, and since when: the queue itself keeps no times
     unchanged_since: float = 0.0
 
 
 class Watchdog:
-    """One for a process, over a communicator of its own."""
+    """The process's watchdog thread, with its own communicator. It polls the work queues of all groups."""
 
     def __init__(self, control: Any) -> None:
         self._control = control
@@ -39,7 +39,7 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """Before MPI ends."""
+        """Stop the thread. Called before MPI is finalised."""
         self._stopped.set()
         self._thread.join()
 
@@ -49,7 +49,7 @@ class Watchdog:
 
     def _watch_loop(self) -> None:
         while not self._stopped.wait(_POLL_S):
-            self._control.iprobe()  # moves on what nobody waits for
+            self._control.iprobe()  # lets MPI progress messages that no call waits for
             with self._lock:
                 self._watched = [w for w in self._watched if w.queue() is not None]
                 watched = list(self._watched)
@@ -64,7 +64,7 @@ class Watchdog:
                     self._abort_job(one, operation, number)
 
     def _abort_job(self, watched: _WatchedQueue, operation: str, sequence_number: int) -> None:
-        """Tell the others of the group that we wait; whoever does not say the same has not come."""
+        """Tell the other ranks of the group that this rank waits; ranks that do not send the same message are missing. Print them, then exit."""
         me = self._control.Get_rank()
         word = (watched.name, sequence_number)
         requests = [self._control.isend(word, dest=r, tag=_WAITING_TAG) for r in watched.ranks if r != me]
@@ -88,5 +88,5 @@ class Watchdog:
             )
             print(f"meshwright: {line}", file=sys.stderr, flush=True)
         del requests
-        time.sleep(0.5)  # let the line out before mpirun ends everybody
+        time.sleep(0.5)  # lets the line reach the terminal before mpirun kills all ranks
         os._exit(1)

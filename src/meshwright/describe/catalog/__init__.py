@@ -1,4 +1,4 @@
-"""Accelerators by name: what their data sheets promise, from devices.json beside this file."""
+"""Accelerators by name, with the figures of their data sheets, from devices.json beside this file."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from meshwright.core.cluster import DeviceKind
 from meshwright.core.errors import RequestError, unknown_name_error
 from meshwright.core.serialization import from_data
 
-# Words that make another product of a name: a 'GeForce RTX 3090 Ti' is not a 'GeForce RTX 3090', and no figure is better than a wrong one.
+# Words that make a name another product: a 'GeForce RTX 3090 Ti' is not a 'GeForce RTX 3090', and no figure is better than a wrong one.
 _VARIANTS = frozenset({"Ti", "SUPER", "D", "Laptop", "Max-Q", "NVL", "MIG", "-WS", "-3e"})
-# Words of a name that tell makers and not products.
+# Words of a name that identify vendors, not products.
 _VENDOR_WORDS = frozenset({"nvidia", "amd", "intel", "tesla", "geforce", "instinct", "gpu", "r", "platinum"})
-_MEMORY_TOLERANCE = 0.08  # '141 GB', '140 GiB' and what the driver leaves of either are one memory
+_MEMORY_TOLERANCE = 0.08  # '141 GB', '140 GiB' and what the driver leaves of either count as the same size
 
 
 @dataclass(frozen=True)
 class DeviceDatasheet:
-    """One device. Rates are dense peaks (no sparsity), through the matrix units where these take the precision."""
+    """One device. Rates are dense peaks (no sparsity), through the matrix units where these support the precision."""
 
     name: str
-    match: tuple[str, ...]  # parts of the name as the driver reports it
-    peak_flops: Mapping[str, float]  # by precision; one that the device lacks is absent
+    match: tuple[str, ...]  # substrings of the driver's name for it
+    peak_flops: Mapping[str, float]  # by precision; unsupported ones are absent
     memory_bytes: int  # as the driver reports it, ECC's share taken off, not the round figure on the box; 0 for a CPU, whose machine decides
     memory_bandwidth: float  # bytes/s
-    link: str  # what joins it to its peers
+    link: str  # interconnect to its peers
     link_bandwidth: float  # bytes/s, one way, all links together
     host_bandwidth: float  # bytes/s, one way, to the host's memory
     source: str  # title and year of the data sheet
     note: str = ""
     kind: DeviceKind = "cuda"
-    per_card: int = 1  # devices that are sold as one: an MI250X shows itself as two
+    per_card: int = 1  # devices that are sold as one: an MI250X appears as two
 
 
 @cache
@@ -63,10 +63,10 @@ def find_by_driver_name(name: str) -> DeviceDatasheet | None:
 
 
 def find_datasheet(text: str, memory_gb: float | None = None) -> DeviceDatasheet:
-    """The device that a person or a table calls `text`: 'H100', 'A100-80GB', 'RTX A6000', a key, or a driver's name.
+    """The device that a user or a table calls `text`: 'H100', 'A100-80GB', 'RTX A6000', a key, or a driver's name.
 
-    Of several that fit, the one with `memory_gb` (of a device, or of the card that holds more than one), else the first in the file, which
-    is the one that the bare name commonly means."""
+    Of several matches, the one with `memory_gb` (of a device, or of the card that holds several), else the first in the file, which is the one
+    that the bare name commonly means."""
     if text in datasheets() and memory_gb is None:
         return datasheets()[text]
     words, said = _product_words(text)
@@ -84,7 +84,7 @@ def find_datasheet(text: str, memory_gb: float | None = None) -> DeviceDatasheet
 
 
 def _product_words(text: str) -> tuple[frozenset[str], float | None]:
-    """The words that tell products apart, without makers and without a socket's generation; and the memory that is said among them."""
+    """The words that identify a product, without vendors and socket generation; and the memory size among them."""
     rest, memory = text.lower(), None
     if found := re.search(r"(?<![0-9a-z.])(\d+(?:\.\d+)?) ?gi?b?(?![0-9a-z])", rest):
         memory, rest = float(found[1]), rest[: found.start()] + rest[found.end() :]
