@@ -77,7 +77,7 @@ def test_a_group_of_cards_meets_by_nccl_and_others_by_what_all_share() -> None:
     ("mesh", "devices", "changes", "reason"),
     [
         ("dp=2", ("cuda:0",), {}, "1 entries for mesh dp=2 of 2 ranks"),
-        ("dp=2", ("gpu", "cpu"), {}, "'gpu' is no place for a rank"),
+        ("dp=2", ("gpu", "cpu"), {}, "'gpu' is no device"),
         ("dp=2", ("cuda:0", "cpu"), {"backend": "nccl"}, "NCCL needs a card for every rank"),
         ("dp=2", ("cuda:0", "cpu"), {"memory": MemoryPolicy(precision="fp8")}, "fp8 needs a GPU for every rank"),
         ("tp=2", ("cuda:0", "cpu"), {}, "tp joins ranks on a CPU and on a GPU"),
