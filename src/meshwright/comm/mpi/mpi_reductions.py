@@ -61,7 +61,6 @@ class Reduction:
     compute_dtype: torch.dtype  # the dtype that MPI reduces in
     factor: Any = None  # the input is multiplied by it
     divisor: int = 1  # the result is divided by it
-    is_direct: bool = False  # no conversion before or after
     is_torch_reducible: bool = False  # torch can combine two tensors by `reduce_fn`
     reduce_fn: Combine = torch.add
 
@@ -105,8 +104,8 @@ def find_reduction(op: Any, dtype: torch.dtype, ranks: int) -> Reduction:
         found = replace(found, is_torch_reducible=True, reduce_fn=_REDUCE_FNS[kind])
     if kind == _REDUCE_OPS.PREMUL_SUM:
         return replace(found, factor=op.__getstate__()[1])  # not cached: the factor differs from call to call
-    ways[dtype] = replace(found, is_direct=found.compute_dtype == dtype and found.divisor == 1)
-    return ways[dtype]
+    ways[dtype] = found
+    return found
 
 
 @cache

@@ -66,27 +66,34 @@ class Watchdog:
     def _abort_job(self, watched: _WatchedQueue, operation: str, sequence_number: int) -> None:
         """Tell the other ranks of the group that this rank waits; ranks that do not send the same message are missing. Print them, then exit."""
         me = self._control.Get_rank()
-        word = (watched.name, sequence_number)
-        requests = [self._control.isend(word, dest=r, tag=_WAITING_TAG) for r in watched.ranks if r != me]
-        came = {me}
-        until = time.monotonic() + _GRACE_S
-        while time.monotonic() < until:
+        message = (watched.name, sequence_number)
+        requests = [self._control.isend(message, dest=r, tag=_WAITING_TAG) for r in watched.ranks if r != me]
+        waiting = {me}
+        deadline = time.monotonic() + _GRACE_S
+        while time.monotonic() < deadline:
             for rank in watched.ranks:
-                if rank != me and self._control.iprobe(source=rank, tag=_WAITING_TAG) and self._control.recv(source=rank, tag=_WAITING_TAG) == word:
-                    came.add(rank)
+                if (
+                    rank != me
+                    and self._control.iprobe(source=rank, tag=_WAITING_TAG)
+                    and self._control.recv(source=rank, tag=_WAITING_TAG) == message
+                ):
+                    waiting.add(rank)
             time.sleep(0.01)
-        missing = [r for r in watched.ranks if r not in came]
-        if me == min(came):
-            who = (
-                f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-                if missing
-                else "no rank is missing: the network stands still, and nobody"
+        missing = [r for r in watched.ranks if r not in waiting]
+        if me == min(waiting):
+            print(
+                f"meshwright: {_missing_line(missing, len(waiting), f'{operation} number {sequence_number} of {watched.name}')}",
+                file=sys.stderr,
+                flush=True,
             )
-            line = (
-                f"{who} did not arrive at {operation} number {sequence_number} of "
-                f"{watched.name} within {mpi_library.timeout_s:.0f} s; {len(came)} ranks waited"
-            )
-            print(f"meshwright: {line}", file=sys.stderr, flush=True)
         del requests
         time.sleep(0.5)  # lets the line reach the terminal before mpirun kills all ranks
         os._exit(1)
+
+
+def _missing_line(missing: list[int], waiting: int, operation: str) -> str:
+    seconds = f"{mpi_library.timeout_s:.0f} s"
+    if not missing:
+        return f"all ranks reached {operation}, and it did not finish within {seconds}: the network does not move data"
+    ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    return f"{ranks} did not arrive at {operation} within {seconds}; {waiting} ranks waited"
