@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
-from meshwright.comm import ComposedComm, Ledger, RoutedComm, ThreadComm, ThreadWorld, TorchComm
+from meshwright.comm import ComposedComm, Ledger, RoutedComm, ThreadComm, ThreadWorld, TorchComm, shared_memory_window
 from meshwright.core.comm import Comm
 from meshwright.core.plan import SyncPolicy
 from meshwright.core.routes import ALGORITHMS, Route
@@ -212,6 +214,18 @@ def over_shared(rank: int, world: int, init_method: str, full: bool) -> tuple[in
 
     try:
         return conform(comm_of, *_extent(full))
+    finally:
+        leave_process_group()
+
+
+def two_level_without_memory_on(rank: int, world: int, init_method: str, node: int) -> bool:
+    """Whether this rank would go by two levels where the ranks of one of two nodes (-1: none) cannot share memory."""
+    join_process_group(Rendezvous(rank, world, init_method))
+    sync = SyncPolicy(timeout_s=60, routes=(Route("all_reduce", "gloo", 0, "two-level"),), ranks_per_node=(2, 2))
+    refused = patch.object(shared_memory_window, "create_shared_memory", lambda ranks: (-1, "none here")) if rank // 2 == node else nullcontext()
+    try:
+        with refused:
+            return shared_memory_group([list(range(world))], "gloo", sync).has("two-level")
     finally:
         leave_process_group()
 

@@ -47,6 +47,12 @@ def test_shared_memory_conforms(pool: Any) -> None:
     all_held(pool.run("procs.collectives:over_shared", world=4, full=False))
 
 
+@pytest.mark.parametrize(("node", "goes"), [(-1, True), (1, False)])
+def test_all_ranks_go_by_two_levels_or_none(pool: Any, node: int, goes: bool) -> None:
+    """Where one node cannot share memory, ranks of the other do not wait for it."""
+    assert pool.run("procs.collectives:two_level_without_memory_on", world=4, node=node) == [goes] * 4
+
+
 def test_mpi_conforms(over_mpi: list[dict[str, Any]]) -> None:
     all_held([tuple(found["conform"]) for found in over_mpi])
 

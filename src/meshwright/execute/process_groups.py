@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 
 from meshwright.comm import ComposedComm, Ledger, NullComm, RoutedComm, SharedMemoryGroup, TorchComm, mpi, open_window
@@ -127,7 +128,10 @@ def shared_memory_group(ranks: list[list[int]], backend: str, sync: SyncPolicy) 
     within = [node for group in nodes for node in group]
     across = [list(place) for group in nodes for place in zip(*group, strict=True)]
     inside, outside = (TorchComm(dist.new_subgroups_by_enumeration(some, backend=backend)[0], Ledger()) for some in (within, across))
-    return SharedMemoryGroup(comm, backend, window, open_window(inside, _my_group(within), sync.timeout_s), outside)
+    node_window = open_window(inside, _my_group(within), sync.timeout_s)
+    opened = torch.tensor([node_window is not None], dtype=torch.int32)
+    comm.all_reduce(opened, "window", "min").wait()  # one node without shared memory: no rank takes this route, or ranks would wait for each other
+    return SharedMemoryGroup(comm, backend, window, node_window if opened.item() else None, outside)
 
 
 def _my_group(groups: list[list[int]]) -> list[int]:
