@@ -102,15 +102,7 @@ def _row(cells: tuple[dict[str, Any], ...]) -> dict[str, Any]:
 def show(world: dict[str, Any]) -> Table:
     table = Table(title=f"{world['ranks']} ranks", title_justify="left", header_style="bold", box=None)
     table.add_column("operation")
-    for column in (
-        "size",
-        "raw mpi4py µs",
-        "backend mpi µs",
-        "gloo µs",
-        "raw, torch alone µs",
-        "ratio to raw",
-        "extra µs",
-    ):
+    for column in ("size", "raw mpi4py µs", "backend mpi µs", "gloo µs", "raw, torch alone µs", "ratio to raw", "extra µs"):
         table.add_column(column, justify="right")
     for row in world["rows"]:
         times = (f"{row['median_s'][way] * 1e6:,.0f}" if way in row["median_s"] else "–" for way in COLUMNS)

@@ -62,7 +62,7 @@ class Column(nn.Module):
 
     def forward(self, x):
         if x.requires_grad:
-            x = Enter.apply(x, self.tp, f"enter/{self.name}")
+            x = Enter.apply(x, self.tp, f"tp_input/{self.name}")
         return linear(x, self.weight, self.bias)
 
 
@@ -76,7 +76,7 @@ class Row(nn.Module):
         self.bias = nn.Parameter(whole.bias.detach().clone())
 
     def forward(self, x):
-        return Complete.apply(linear(x, self.weight), self.tp, f"sum/{self.name}") + self.bias
+        return Complete.apply(linear(x, self.weight), self.tp, f"tp_output/{self.name}") + self.bias
 
 
 def cut(model, tp):

@@ -98,10 +98,7 @@ def build(model: dict[str, Any], dtype: torch.dtype, seed: int) -> tuple[nn.Modu
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    kinds = {
-        "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
-        "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
-    }
+    kinds = {"adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1), "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9)}
     return kinds[name](model.parameters())
 
 

@@ -40,7 +40,7 @@ def test_four_stages_a_rank(pool: Any, mesh: Mesh, zero: int) -> None:
 def test_a_probe_says_what_handing_over_costs(pool: Any) -> None:
     """On all ranks the same, and more than nothing: a millisecond or so, of which a plan makes one for each message."""
     found = pool.run("meshwright.orchestrate.rank_entrypoints:probe_rank", world=2, device="cpu", backend="gloo", threads=1, quick=True)
-    costs = {layouts[0].fixed["handing"] for layouts, _ in found}  # the first is of all ranks; others, of those that were found unlike
+    costs = {layouts[0].fixed["p2p"] for layouts, _ in found}  # the first is of all ranks; others, of those that were found unlike
     assert len(costs) == 1 and 1e-5 < costs.pop() < 1.0
 
 

@@ -111,8 +111,8 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "mesh and nproc": (["plan", "vae", "--mesh", "dp=2", "--nproc", "4"], "--nproc 4 and --mesh dp=2 (2 ranks) disagree: change one of them"),
     "stage": (["plan", "vae", "--mesh", "dp=2", "--set", "zero=2"], "use --mesh shard=2"),
     "schedule alone": (["plan", "vae", "--mesh", "dp=2", "--set", "schedule=gpipe"], "mesh dp=2 has none: use --mesh pp=2, or leave it out"),
-    "placements alone": (["plan", "vae", "--nproc", "1", "--set", 'placements={"encoder": "whole"}'], "mesh dp=1 has none: use --mesh tp=2"),
-    "no such layer": (["plan", "vae", "--nproc", "2", "--set", 'placements={"encodr": "whole"}'], "unknown layer 'encodr' in placements"),
+    "placements alone": (["plan", "vae", "--nproc", "1", "--set", 'placements={"encoder": "replicate"}'], "mesh dp=1 has none: use --mesh tp=2"),
+    "no such layer": (["plan", "vae", "--nproc", "2", "--set", 'placements={"encodr": "replicate"}'], "unknown layer 'encodr' in placements"),
     "placement": (["plan", "vae", "--nproc", "2", "--set", 'placements={"encoder": "row"}'], "unknown placement 'row' in placements: encoder"),
     "devices": (["plan", "vae", "--devices", "a"], "give numbers, like --devices 0,2"),
     "device": (["plan", "vae", "--devices", "99"], "there is no device 99"),
@@ -285,7 +285,7 @@ def test_a_plan_for_another_model_is_refused(model: str, vae_plan: Path) -> None
         {"backend": "nccl"},
         {"schedule": "1f1b"},
         {"schedule": "gpipe"},
-        {"placements": {"encoder.1": "whole"}},
+        {"placements": {"encoder.1": "replicate"}},
     ],
     ids=str,
 )
@@ -295,13 +295,13 @@ def test_a_wish_that_the_plan_does_not_hold_is_refused(settings: dict[str, Any],
 
 
 def test_a_plan_of_another_schedule_or_placement_is_refused(here: Path) -> None:
-    prepared = RunConfig(model="gpt-tiny", mesh="pp=2,tp=2", schedule="1f1b", micro_batches=2, placements={"head": "whole"})
+    prepared = RunConfig(model="gpt-tiny", mesh="pp=2,tp=2", schedule="1f1b", micro_batches=2, placements={"head": "replicate"})
     with Orchestrator(prepared, os.environ, lambda _: None) as orchestrator:
         orchestrator.prepare().plan.save(here / "plan.json")
-    prepare(model="gpt-tiny", plan=str(here / "plan.json"), schedule="1f1b", placements={"head": "whole"})
+    prepare(model="gpt-tiny", plan=str(here / "plan.json"), schedule="1f1b", placements={"head": "replicate"})
     with pytest.raises(RequestError, match="has schedule 1f1b, the request gpipe: change one of them"):
         prepare(model="gpt-tiny", plan=str(here / "plan.json"), schedule="gpipe")
-    with pytest.raises(RequestError, match=r"has placements .*whole.*, the request .*column"):
+    with pytest.raises(RequestError, match=r"has placements .*replicate.*, the request .*column"):
         prepare(model="gpt-tiny", plan=str(here / "plan.json"), placements={"head": "column"})
 
 

@@ -154,11 +154,7 @@ def test_a_measurement_replaces_only_its_own_lines() -> None:
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [
-        ({"operations": ("allreduce",)}, "did you mean 'all_reduce'"),
-        ({"ranks": 1}, "--nproc 2"),
-        ({"sizes": (8, 10**12)}, "--to 2000MB or less"),
-    ],
+    [({"operations": ("allreduce",)}, "did you mean 'all_reduce'"), ({"ranks": 1}, "--nproc 2"), ({"sizes": (8, 10**12)}, "--to 2000MB or less")],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is_allocated(change: dict[str, Any], said: str) -> None:
     given = {"ranks": 2, "operations": ("all_reduce",), "sizes": (8,), "budget_s": 0.1, "device": "cpu", **change}

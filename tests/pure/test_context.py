@@ -264,4 +264,4 @@ def test_recomputation_gathers_again() -> None:
     calls = [{(x.name, x.op): x.calls for x in plan_ledger(p, profile) if x.axis == "cp"} for p in (plan, again)]
     assert calls[0]["context/blocks.0.attention", "all_gather"] == 2 == calls[0]["context/blocks.0.attention", "reduce_scatter"]
     assert calls[1]["context/blocks.0.attention", "all_gather"] == 4
-    assert calls[0]["counted/loss", "all_reduce"] == 2
+    assert calls[0]["num_targets/loss", "all_reduce"] == 2

@@ -232,15 +232,15 @@ def test_more_ranks_than_pieces_is_said_with_numbers() -> None:
 
 def test_a_layer_can_be_kept_whole_by_name() -> None:
     flow = trace_dataflow(zoo.load("gpt-tiny"))
-    policy = choose_cuts(flow, 2, {"blocks.0.mlp": "whole", "embedding.positions": "column"})
+    policy = choose_cuts(flow, 2, {"blocks.0.mlp": "replicate", "embedding.positions": "column"})
     assert "blocks.0.mlp.up.weight" not in cut_names(policy) and "blocks.1.mlp.up.weight" in cut_names(policy)
-    assert "placements ask for whole" in policy.unsharded_reasons["blocks.0.mlp.up.weight"]
+    assert "placements ask for replicate" in policy.unsharded_reasons["blocks.0.mlp.up.weight"]
 
 
 def test_a_name_that_matches_nothing_is_an_error() -> None:
     flow = trace_dataflow(zoo.load("gpt-tiny"))
     with pytest.raises(RequestError, match=r"blocks\.0\.mlp"):
-        choose_cuts(flow, 2, {"blocks.0.mpl": "whole"})
+        choose_cuts(flow, 2, {"blocks.0.mpl": "replicate"})
     with pytest.raises(RequestError, match="column"):
         choose_cuts(flow, 2, {"blocks.0.mlp": "columns"})
 

@@ -123,7 +123,7 @@ def test_a_host_that_is_slower_than_its_device_decides() -> None:
 def test_coming_to_a_meeting_inside_a_layer_takes_time_and_to_others_none() -> None:
     where, profile = cluster(4, kind="cpu"), blocks(2)
     both = replace(plan(profile, dp=2), mesh=Mesh(dp=2, tp=(2,)))
-    slow = replace(rates(4), fixed={"meeting": 1e-3})
+    slow = replace(rates(4), fixed={"tp_sync": 1e-3})
     for axis, more in (("tp", 1e-3), ("dp", 0.0)):
         action = Action("", "all_reduce", bytes=1000, axis=axis)
         assert collective_seconds(action, both, where, slow) - collective_seconds(action, both, where, rates(4)) == pytest.approx(more)

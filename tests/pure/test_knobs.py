@@ -31,7 +31,7 @@ VALUES: dict[str, tuple[Any, dict[str, Any]]] = {  # key → what a user writes,
     "backend": ("auto", {}),
     "compile": ("none", {"compile": "none"}),
     "schedule": ("gpipe", {"schedule": "gpipe"}),
-    "placements": ({"head": "whole"}, {"placements": {"head": "whole"}}),
+    "placements": ({"head": "replicate"}, {"placements": {"head": "replicate"}}),
     "recompute_layers": ({"block": "none"}, {"recompute_layers": {"block": "none"}}),
     "sequence": (False, {"sequence": False}),
     "order": ("dp, pp", {"order": ("dp", "pp")}),
@@ -74,7 +74,7 @@ def test_a_script_is_told_every_knob_of_its_plan(key: str) -> None:
 
 PLAN = Plan(
     "vae", 64, Mesh(dp=2, pp=2, order=("dp", "pp")), 4, schedule="gpipe", memory=MemoryPolicy(units=("block",), layers={"block": "full"}),
-    sync=SyncPolicy(compression="bf16"), placements={"head": "whole"},
+    sync=SyncPolicy(compression="bf16"), placements={"head": "replicate"},
 )  # fmt: skip
 HELD: dict[str, tuple[Any, Any, str]] = {  # key → what PLAN holds, what it does not, and how that is said
     "nproc": (4, 2, "has nproc 4, the request 2"),
@@ -85,7 +85,7 @@ HELD: dict[str, tuple[Any, Any, str]] = {  # key → what PLAN holds, what it do
     "backend": ("gloo", "nccl", "has backend gloo, the request nccl"),
     "compile": ("none", "model", "has compile none, the request model"),
     "schedule": ("gpipe", "1f1b", "has schedule gpipe, the request 1f1b"),
-    "placements": ({"head": "whole"}, {"head": "column"}, "has placements {'head': 'whole'}, the request {'head': 'column'}"),
+    "placements": ({"head": "replicate"}, {"head": "column"}, "has placements {'head': 'replicate'}, the request {'head': 'column'}"),
     "recompute_layers": ({"block": "full"}, {"block": "none"}, "has recompute_layers {'block': 'full'}, the request {'block': 'none'}"),
     "sequence": (False, True, "has sequence False, the request True"),
     "order": ("dp,pp", "pp,dp", "has order dp,pp, the request pp,dp"),

@@ -166,8 +166,8 @@ def test_handing_over_costs_processor_time_however_well_messages_hide() -> None:
         layouts = tuple(replace(r, **more) for r in known.layouts)
         return estimate(plan, profile, Workload(8), where, replace(known, layouts=layouts)).step_s
 
-    assert took(fixed={"handing": 1e-3}) == pytest.approx(took() + plan.micro_batches * 1e-3, rel=0.05)
-    assert took(fixed={"handing": 1e-3}, async_dispatch=True) == took(async_dispatch=True)
+    assert took(fixed={"p2p": 1e-3}) == pytest.approx(took() + plan.micro_batches * 1e-3, rel=0.05)
+    assert took(fixed={"p2p": 1e-3}, async_dispatch=True) == took(async_dispatch=True)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 20])

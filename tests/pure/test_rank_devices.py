@@ -96,11 +96,7 @@ def test_each_rank_sees_its_own_device() -> None:
     assert "2 × cuda + 2 × cpu" in plan.summary()
 
 
-@given(
-    lines=st.lists(st.tuples(st.floats(0, 3), st.floats(0.1, 5)), min_size=2, max_size=3),
-    samples=st.integers(0, 6),
-    least=st.integers(1, 2),
-)
+@given(lines=st.lists(st.tuples(st.floats(0, 3), st.floats(0.1, 5)), min_size=2, max_size=3), samples=st.integers(0, 6), least=st.integers(1, 2))
 def test_no_other_shares_end_sooner(lines: list[tuple[float, float]], samples: int, least: int) -> None:
     total = samples + least * len(lines)
 

@@ -138,7 +138,7 @@ def test_start_up_knows_buffers_and_kinds_of_numbers() -> None:
     profile = replace(profile, buffers=(TensorSpec("mean", (4,)), TensorSpec("count", (), 8, dtype="int64")))
     lines = [line for line in plan_ledger(plan(profile, dp=2), profile) if line.phase == "start-up"]
     assert [(x.name, x.op, x.axis, x.group, x.calls, x.bytes) for x in lines] == [
-        ("start/values", "broadcast", "world", 2, 3, 4 * 2**27 + 4 * 8 + 4 * 4 + 8)
+        ("init/params", "broadcast", "world", 2, 3, 4 * 2**27 + 4 * 8 + 4 * 4 + 8)
     ]
 
 

@@ -26,8 +26,7 @@ NprocFlag = Annotated[int | None, typer.Option("--nproc", help="Number of ranks;
 MeshFlag = Annotated[str | None, typer.Option("--mesh", help="Axes and degrees, like dp=2 or shard=2; an axis left out is 1.")]
 SetFlag = Annotated[list[str] | None, typer.Option("--set", help="Any field of the run's configuration, like zero=3 or recompute=full.")]
 ClusterFlag = Annotated[
-    str | None,
-    typer.Option("--cluster", help="here, a machine such as dgx-h100:16, ideal[:N], or a cluster's file (.toml, .json)[:N]."),
+    str | None, typer.Option("--cluster", help="here, a machine such as dgx-h100:16, ideal[:N], or a cluster's file (.toml, .json)[:N].")
 ]
 DevicesFlag = Annotated[str | None, typer.Option("--devices", help="Which devices, like 0,2; 'cpu' beside GPUs, like 0,cpu,cpu.")]
 

@@ -77,7 +77,7 @@ class Rates:
     memory_correction: float = 1.0  # measured over predicted memory, excluding parameters, gradients and optimizer states
     oversubscription: float = 1.0  # ranks per core; rates of computation are those of a rank with a core to itself
     members: tuple[int, ...] = ()  # the ranks of this entry, where ranks of one kind of device differ in speed
-    fixed: Mapping[str, float] = field(default_factory=dict)  # fixed seconds of: "tensor" (in an optimizer step), "handing" (a p2p message), …
+    fixed: Mapping[str, float] = field(default_factory=dict)  # fixed seconds of: "tensor" (in an optimizer step), "p2p" (a message between stages), …
     core_busy_curves: Mapping[str, SizeCurve] = field(
         default_factory=dict
     )  # like `curves`: seconds for which a call occupies the core that the rank computes on
@@ -123,7 +123,7 @@ class Rates:
             oversubscription=1.0,
             collectives={name: line(name, of) for name, of in self.collectives.items()},
             curves={name: tuple((sent, seconds(name, sent, taken)) for sent, taken in points) for name, points in self.curves.items()},
-            fixed={key: value / times if key == "meeting" else value for key, value in self.fixed.items()},
+            fixed={key: value / times if key == "tp_sync" else value for key, value in self.fixed.items()},
         )
 
     def compute_rate(self, kind: str, precision: str, flops: float) -> float:

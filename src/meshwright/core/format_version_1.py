@@ -1,10 +1,12 @@
-"""Keys of files that were written in format version 1 (plan.json, calibrations, schedule files), by dataclass: the field that each is in now."""
+"""Keys of files that were written in format version 1 (plan.json, calibrations, schedule files), by dataclass
+("Rates") or field ("Rates.fixed"): what each key is now."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 VERSION_1_KEYS: Mapping[str, Mapping[str, str]] = {
+    "Rates.fixed": {"meeting": "tp_sync", "handing": "p2p", "parted": "split_backward"},
     "Rates": {
         "call_s": "op_overhead_s",
         "queued": "async_dispatch",
@@ -12,14 +14,8 @@ VERSION_1_KEYS: Mapping[str, Mapping[str, str]] = {
         "crowding": "oversubscription",
         "busy": "core_busy_curves",
     },
-    "PositionGenerator": {
-        "of": "source_length",
-        "cut": "is_sharded",
-    },
-    "AttentionSite": {
-        "strand": "logical_dim",
-        "trained": "needs_grad",
-    },
+    "PositionGenerator": {"of": "source_length", "cut": "is_sharded"},
+    "AttentionSite": {"strand": "logical_dim", "trained": "needs_grad"},
     "ContextPolicy": {
         "positions": "sequence_length",
         "attends": "attention_sites",
@@ -37,13 +33,8 @@ VERSION_1_KEYS: Mapping[str, Mapping[str, str]] = {
         "choices": "expert_ids_input",
         "weights": "routing_weights_input",
     },
-    "EmbeddingTable": {
-        "owner": "ep_rank",
-    },
-    "ExpertPolicy": {
-        "mixtures": "moe_layers",
-        "container": "lookup_module",
-    },
+    "EmbeddingTable": {"owner": "ep_rank"},
+    "ExpertPolicy": {"mixtures": "moe_layers", "container": "lookup_module"},
     "BoundaryActivation": {
         "sinks": "consumers",
         "at_door": "at_module_input",
@@ -51,69 +42,21 @@ VERSION_1_KEYS: Mapping[str, Mapping[str, str]] = {
         "fixed": "is_batch_independent",
         "returns": "needs_grad",
     },
-    "Stage": {
-        "receives": "boundary_activations",
-        "skips": "skipped_modules",
-        "also": "tied_parameters",
-    },
-    "SyncPolicy": {
-        "nodes": "ranks_per_node",
-    },
-    "BalancePolicy": {
-        "states": "state_fractions",
-    },
-    "Plan": {
-        "across": "tensor_y",
-        "owners": "expert",
-        "places": "rank_devices",
-        "seats": "device_order",
-    },
-    "Route": {
-        "sent": "min_sent_bytes",
-    },
-    "Action": {
-        "likely": "expected_bytes",
-        "group": "group_size",
-        "waits": "depends_on",
-        "cheap": "skips_expensive",
-        "blocks": "is_blocking",
-    },
-    "Schedule": {
-        "ranks": "program_of_rank",
-    },
-    "WindowOp": {
-        "made": "output_sizes",
-        "backward": "needs_grad",
-    },
-    "SpatialNorm": {
-        "numbers": "num_statistics",
-        "fixed": "is_batch_independent",
-        "backward": "needs_grad",
-    },
-    "SpatialGather": {
-        "final_in": "skipped_in_recompute",
-    },
-    "SpatialPolicy": {
-        "doors": "inputs",
-        "slides": "window_ops",
-        "cut": "sharded_modules",
-        "fates": "layer_notes",
-    },
-    "ShardedDim": {
-        "cuts": "parameter_shards",
-    },
-    "SizeRewrite": {
-        "rank": "num_sizes",
-        "number": "original_size",
-        "strand": "logical_dim",
-    },
-    "SequenceLayout": {
-        "strand": "logical_dim",
-        "mixed": "has_outer_dims",
-    },
-    "DropoutSite": {
-        "along": "sequence_layout",
-    },
+    "Stage": {"receives": "boundary_activations", "skips": "skipped_modules", "also": "tied_parameters"},
+    "SyncPolicy": {"nodes": "ranks_per_node"},
+    "BalancePolicy": {"states": "state_fractions"},
+    "Plan": {"across": "tensor_y", "owners": "expert", "places": "rank_devices", "seats": "device_order"},
+    "Route": {"sent": "min_sent_bytes"},
+    "Action": {"likely": "expected_bytes", "group": "group_size", "waits": "depends_on", "cheap": "skips_expensive", "blocks": "is_blocking"},
+    "Schedule": {"ranks": "program_of_rank"},
+    "WindowOp": {"made": "output_sizes", "backward": "needs_grad"},
+    "SpatialNorm": {"numbers": "num_statistics", "fixed": "is_batch_independent", "backward": "needs_grad"},
+    "SpatialGather": {"final_in": "skipped_in_recompute"},
+    "SpatialPolicy": {"doors": "inputs", "slides": "window_ops", "cut": "sharded_modules", "fates": "layer_notes"},
+    "ShardedDim": {"cuts": "parameter_shards"},
+    "SizeRewrite": {"rank": "num_sizes", "number": "original_size", "strand": "logical_dim"},
+    "SequenceLayout": {"strand": "logical_dim", "mixed": "has_outer_dims"},
+    "DropoutSite": {"along": "sequence_layout"},
     "CollectiveSite": {
         "fixed": "is_batch_independent",
         "strand": "logical_dim",

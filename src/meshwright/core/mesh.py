@@ -154,7 +154,7 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
     "batch": ("pp", "dp", "shard", "cp", "ep"),  # ranks that work on one global batch
     "data": ("dp", "shard", "cp", "ep"),  # ranks whose gradients are reduced together
     "replica": ("dp", "cp", "ep"),  # of these, ranks that hold the same parameters
-    "owned": ("dp", "cp"),  # of these, ranks that hold the same experts and embedding tables
+    "expert_replica": ("dp", "cp"),  # of these, ranks that hold the same experts and embedding tables
     "pp": ("pp",),
     "dp": ("dp",),
     "shard": ("shard",),

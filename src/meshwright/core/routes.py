@@ -11,11 +11,7 @@ from meshwright.core.errors import RequestError, unknown_name_error
 
 Algorithm = Literal["flat", "two-level", "shared"]
 # Algorithms other than "flat", the backend's own. See [Note: algorithms] in comm/composed_collectives.py.
-ALGORITHMS: dict[str, tuple[Algorithm, ...]] = {
-    "all_reduce": ("two-level", "shared"),
-    "all_gather": ("shared",),
-    "reduce_scatter": ("shared",),
-}
+ALGORITHMS: dict[str, tuple[Algorithm, ...]] = {"all_reduce": ("two-level", "shared"), "all_gather": ("shared",), "reduce_scatter": ("shared",)}
 
 
 @dataclass(frozen=True)

@@ -118,12 +118,14 @@ def _convert_dataclass(kind: Any, data: Any, where: str) -> Any:
         optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if name not in data and not optional:
             raise RequestError(f"{where}: the key '{name}' is missing")
-    return kind(**{k: _convert(hints[k], v, f"{where}.{k}") for k, v in data.items()})
+    return kind(**{k: _convert(hints[k], _with_current_keys(f"{kind.__name__}.{k}", v, where), f"{where}.{k}") for k, v in data.items()})
 
 
-def _with_current_keys(kind: str, data: dict[str, Any], where: str) -> dict[str, Any]:
+def _with_current_keys(kind: str, data: Any, where: str) -> Any:
     """The data with keys of format version 1 replaced by today's."""
-    renamed = VERSION_1_KEYS.get(kind, {})
+    renamed = VERSION_1_KEYS.get(kind)
+    if renamed is None or not isinstance(data, dict):
+        return data
     for old, new in renamed.items():
         if old in data and new in data:
             raise RequestError(f"{where}: '{old}' is the old name of '{new}', and both are given: leave '{old}' out")

@@ -27,7 +27,7 @@ def collective_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rate
     group = action.num_ranks(plan.mesh)
     if group == 1:
         return 0.0
-    return _call_seconds(action, plan, cluster, rates, group) + (rates.fixed.get("meeting", 0.0) if action.axis in ("tp", *TP_GRID_AXES) else 0.0)
+    return _call_seconds(action, plan, cluster, rates, group) + (rates.fixed.get("tp_sync", 0.0) if action.axis in ("tp", *TP_GRID_AXES) else 0.0)
 
 
 def contention_seconds(action: Action, plan: Plan, rates: Rates, seconds: float) -> float:

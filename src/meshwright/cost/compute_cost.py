@@ -69,7 +69,7 @@ class ComputeCost:
 
     def split_backward_overhead(self, layer: LayerProfile) -> float:
         """Overhead of computing weight gradients separately from input gradients in backward, per module."""
-        each = self.rates.fixed.get("parted", 0.0)
+        each = self.rates.fixed.get("split_backward", 0.0)
         return each * len({t.name.rpartition(".")[0] for t in layer.tensors if t.trainable}) if each else 0.0
 
     def _kernel_seconds(self, kernel: Kernel, precision: str, single_sample: bool = False, conv: ConvKernel | None = None) -> float:

@@ -301,7 +301,7 @@ def _p2p_overhead(plan: Plan, rates: Rates, message: float) -> float:
     engines and NICs do it."""
     if rates.async_dispatch or not message:
         return 0.0
-    return rates.fixed.get("handing", (1.0 - _overlap_share(plan, rates)) * message)
+    return rates.fixed.get("p2p", (1.0 - _overlap_share(plan, rates)) * message)
 
 
 def _step_clock(

@@ -118,12 +118,7 @@ def load_cifar10(fields: Mapping[str, Field], split: str, folder: Path) -> Image
 
 
 def _find_cifar(folder: Path, stem: str) -> Path:
-    for path in (
-        folder / f"{stem}.bin",
-        folder / "cifar-10-batches-bin" / f"{stem}.bin",
-        folder / stem,
-        folder / "cifar-10-batches-py" / stem,
-    ):
+    for path in (folder / f"{stem}.bin", folder / "cifar-10-batches-bin" / f"{stem}.bin", folder / stem, folder / "cifar-10-batches-py" / stem):
         if path.is_file():
             return path
     raise RequestError(f"data set 'cifar10': there is no {stem}.bin (binary version) or {stem} (Python version) in {folder}")

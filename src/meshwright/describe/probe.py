@@ -60,7 +60,7 @@ def measure_rates(
     memory = memory_bandwidth(device, watch)
     if device.type == "cpu":
         compute["optimizer/fp32"], steps = optimizer_rates(watch)
-        fixed |= steps | recompute_seconds(watch) | {"hook": grad_hook_seconds(watch), "parted": split_backward_seconds(watch)}
+        fixed |= steps | recompute_seconds(watch) | {"hook": grad_hook_seconds(watch), "split_backward": split_backward_seconds(watch)}
     crowding = measure_oversubscription(comm, watch)
     curves: dict[str, SizeCurve] = {}
     busy: dict[str, SizeCurve] = {}
@@ -69,7 +69,7 @@ def measure_rates(
         log_progress("collectives")
         curves, busy = collective_curves(comm, pair_comm, device, backend, sizes)
         extra = in_layer_overhead(comm) if sizes == "cpu" else 0.0  # a collective, so on all ranks or none: in a mixed job some have a GPU
-        fixed |= {"meeting": extra} if device.type == "cpu" else {}
+        fixed |= {"tp_sync": extra} if device.type == "cpu" else {}
         overlap = measure_overlap(comm, device, sizes)
     lines = {name: fit_alpha_beta(list(points)) for name, points in curves.items()}
     comm.barrier()

@@ -215,7 +215,7 @@ def broadcast_initial_state(model: nn.Module, groups: ProcessGroups) -> None:
     for run in init_broadcast_groups([t.numel() * t.element_size() for t in every], [t.dtype for t in every]):
         tensors = [every[i] for i in run]
         flat = torch.cat([t.reshape(-1) for t in tensors])
-        groups.world.broadcast(flat, "start/values").wait()
+        groups.world.broadcast(flat, "init/params").wait()
         offset = 0
         for tensor in tensors:
             tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))

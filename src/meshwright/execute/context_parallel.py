@@ -223,7 +223,7 @@ class ContextParallelRuntime:
         counted = target != given.get("ignore_index", -100)
         number = counted.sum() if weight is None else weight[target.where(counted, 0)].where(counted, 0).sum()
         total = number.to(torch.float64)
-        self.comm.sync.all_reduce(total, f"counted/{module}").wait()
+        self.comm.sync.all_reduce(total, f"num_targets/{module}").wait()
         loss = function(**{**given, "reduction": "sum"})
         return loss * (self.comm.size / total).to(loss.dtype)
 

@@ -80,7 +80,7 @@ class BucketReducer:
             bucket.store_shard_gradient()
 
     def _replica_group(self, bucket: BucketState) -> Comm:
-        return self.groups.owned if bucket.layout.replication.is_expert_parallel else self.groups.replica
+        return self.groups.expert_replica if bucket.layout.replication.is_expert_parallel else self.groups.replica
 
     def average_expert_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """Divide an expert's gradient by the size of `ep` where ranks are averaged: it sums over the tokens of all ranks along `ep`."""

@@ -31,7 +31,7 @@ class ProcessGroups:
     batch: Comm
     data: Comm
     replica: Comm
-    owned: Comm
+    expert_replica: Comm
     pp: Comm
     dp: Comm
     shard: Comm

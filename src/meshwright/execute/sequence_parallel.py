@@ -161,7 +161,10 @@ class SequenceParallelRegion:
         for site in policy.sequence_scatter_sites:
             assert site.sequence_layout is not None
             at_module_input(
-                modules[site.module], site.position, _scatter_fn(self.sequence_shard(site.sequence_layout, f"deal/{site.module}")), compiler_disabled
+                modules[site.module],
+                site.position,
+                _scatter_fn(self.sequence_shard(site.sequence_layout, f"seq_scatter/{site.module}")),
+                compiler_disabled,
             )
         for site in policy.sequence_gather_sites:
             assert site.sequence_layout is not None
@@ -169,7 +172,7 @@ class SequenceParallelRegion:
             place(
                 modules[site.module],
                 site.position,
-                _gather_fn(self.sequence_shard(site.sequence_layout, f"collect/{site.module}"), recompute_cache),
+                _gather_fn(self.sequence_shard(site.sequence_layout, f"seq_gather/{site.module}"), recompute_cache),
                 compiler_disabled,
             )
         for mask in policy.dropout_sites:

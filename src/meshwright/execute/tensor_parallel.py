@@ -131,11 +131,11 @@ def _install_collectives(
     region = SequenceParallelRegion(policy, comm)
     region.install(modules, policy, apart, recompute_cache)
     for site in policy.copy_sites:
-        name, layers = f"enter/{site.module}", [modules[name] for name in deferred_layers if name in site.linear_layers]
+        name, layers = f"tp_input/{site.module}", [modules[name] for name in deferred_layers if name in site.linear_layers]
         share = region.sequence_shard(site.sequence_layout, name) if site.sequence_layout else None
         at_module_input(modules[site.module], site.position, _copy_to_region(comm, name, layers, share, recompute_cache), apart)
     for site in policy.reduce_sites:
-        name = f"sum/{site.module}"
+        name = f"tp_output/{site.module}"
         _reduce_output(
             modules[site.module],
             _reduce_from_region(comm, name, region.sequence_shard(site.sequence_layout, name) if site.sequence_layout else None, recompute_cache),
@@ -143,11 +143,11 @@ def _install_collectives(
         )
     logical_dims = {s.name: s for s in policy.sharded_dims}
     for site in policy.embedding_sites:
-        _shard_embedding(modules[site.module], logical_dims[site.logical_dim], comm, f"lookup/{site.module}", apart, recompute_cache)
+        _shard_embedding(modules[site.module], logical_dims[site.logical_dim], comm, f"embedding/{site.module}", apart, recompute_cache)
     for site in policy.gather_sites:
         _gather_output(modules[site.module], logical_dims[site.logical_dim], comm, f"gather/{site.module}", apart, recompute_cache)
     for name in policy.partial_grad_parameters:
-        _sum_parameter_gradient(modules[name.rpartition(".")[0]], name.rpartition(".")[2], comm, f"enter/{name}")
+        _sum_parameter_gradient(modules[name.rpartition(".")[0]], name.rpartition(".")[2], comm, f"tp_grad/{name}")
     rewrite_sizes(modules, policy.size_rewrites, logical_dims, comm)
     for name, logical_dim in {site.module: site.logical_dim for site in policy.norm_sites}.items():
         shard_norm(modules[name], logical_dims[logical_dim], NormCollective(comm, f"norm/{name}", recompute_cache), apart)
@@ -157,11 +157,11 @@ def sync_rng_state(comm: Comm, device_type: str) -> None:
     """Broadcast the first rank's RNG state within the group: dropout on replicated tensors must be the same on all ranks."""
     device = torch.device(device_type)
     state = torch.get_rng_state().to(device)
-    comm.broadcast(state, "start/random").wait()
+    comm.broadcast(state, "init/rng").wait()
     torch.set_rng_state(state.cpu())
     if device.type == "cuda":
         state = torch.cuda.get_rng_state(device).to(device)
-        comm.broadcast(state, "start/random").wait()
+        comm.broadcast(state, "init/rng").wait()
         torch.cuda.set_rng_state(state.cpu(), device)
 
 

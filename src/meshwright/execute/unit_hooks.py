@@ -37,7 +37,7 @@ class ReduceScatterQueue:
         while len(self._in_flight) > max_in_flight:
             unit, flat, reduced, _, work = self._in_flight.popleft()
             work.wait()
-            replicas = self.groups.owned if unit.is_expert_parallel else self.groups.replica
+            replicas = self.groups.expert_replica if unit.is_expert_parallel else self.groups.replica
             if replicas.size > 1:
                 replicas.sync.all_reduce(reduced, f"replicas/{unit.name}", self.op).wait()
             if unit.is_expert_parallel and self.op == "mean":

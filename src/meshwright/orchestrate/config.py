@@ -54,7 +54,7 @@ class RunConfig(BaseModel):
     devices: tuple[int | Literal["cpu"], ...] | None = Field(None, description='which devices, like [0, 2] or [0, "cpu"]')
     cluster: str = Field("here", description="to plan for: here, a machine such as dgx-h100:16, ideal[:N], or a file")
     schedule: PipelineSchedule | None = Field(None, description="order of micro-batches in a pipeline")
-    placements: dict[str, str] = Field(default_factory=dict, description='tensor parallelism by layer, like {"head": "whole"}')
+    placements: dict[str, str] = Field(default_factory=dict, description='tensor parallelism by layer, like {"head": "replicate"}')
     sequence: bool | None = Field(None, description="whether tensor-parallel ranks share positions between cut parts")
     spatial: str | None = Field(None, description="the grid of cp's ranks over the last spatial dims, like 2x2 or 4x1")
     zero: Literal[0, 1, 2, 3] | None = None

@@ -64,7 +64,7 @@ def probe_rank(
     )
     every: list[Any] = [rates]
     if world > 1 and where.type == "cpu" and not rank_devices:
-        rates = replace(rates, fixed={**rates.fixed, "handing": measure_p2p_overhead(comm, backend)})
+        rates = replace(rates, fixed={**rates.fixed, "p2p": measure_p2p_overhead(comm, backend)})
     if world > 1:
         every = [None] * world
         torch.distributed.all_gather_object(every, rates)

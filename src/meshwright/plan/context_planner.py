@@ -13,7 +13,7 @@ from meshwright.core.dataflow import Dataflow, Operation
 from meshwright.core.errors import RequestError
 from meshwright.core.tensor_policy import CollectiveSite, ParameterShard, TensorPolicy
 from meshwright.core.workload import ITEM_BYTES, LOW_PRECISION_DTYPES
-from meshwright.plan.dataflow_index import DataflowIndex
+from meshwright.plan.dataflow_graph import DataflowGraph
 from meshwright.plan.loss_reduction import NLL_OPS, LossReductions
 from meshwright.plan.tensor_planner import sharded_logical_dims
 
@@ -53,7 +53,7 @@ def choose_context(dataflow: Dataflow, cp_degree: int, tensor: TensorPolicy | No
 
 def scale_sites_for_cp(dataflow: Dataflow, policy: TensorPolicy, cp_degree: int) -> TensorPolicy:
     """The tensor policy with its collectives scaled to 1/cp of the bytes where their value has positions."""
-    reader = DataflowIndex.of(dataflow)
+    reader = DataflowGraph.of(dataflow)
     logical_dim = _find_sequence_dim(reader, cp_degree)
     calls = {call.module: call for call in reversed(dataflow.modules)}
 
@@ -74,20 +74,20 @@ def scale_sites_for_cp(dataflow: Dataflow, policy: TensorPolicy, cp_degree: int)
 
 def sequence_dim(dataflow: Dataflow, cp_degree: int) -> int:
     """The logical dim of the positions that `cp_degree` ranks shard."""
-    return _find_sequence_dim(DataflowIndex.of(dataflow), cp_degree)
+    return _find_sequence_dim(DataflowGraph.of(dataflow), cp_degree)
 
 
-def _find_sequence_dim(dataflow_index: DataflowIndex, cp_degree: int) -> int:
+def _find_sequence_dim(graph: DataflowGraph, cp_degree: int) -> int:
     """The logical dim of positions: the one that attention runs over."""
     found: dict[tuple[int, ...], str] = {}
-    for index, op in enumerate(dataflow_index.dataflow.operations):
+    for index, op in enumerate(graph.dataflow.operations):
         if op.name == "attention":
-            query, key = (dataflow_index.dataflow.values[v].logical_dims[-2] for v in op.inputs[:2])
+            query, key = (graph.dataflow.values[v].logical_dims[-2] for v in op.inputs[:2])
             if query != key:
                 raise RequestError(
-                    f"cp={cp_degree}: {dataflow_index.describe_location(index)} attends from one sequence to another: use --mesh dp={cp_degree}"
+                    f"cp={cp_degree}: {graph.describe_location(index)} attends from one sequence to another: use --mesh dp={cp_degree}"
                 )
-            found.setdefault(query, dataflow_index.describe_location(index))
+            found.setdefault(query, graph.describe_location(index))
     if not found:
         raise RequestError(f"cp={cp_degree}: this model does not attend through F.scaled_dot_product_attention: use --mesh dp={cp_degree}")
     if len(found) > 1:
@@ -102,12 +102,12 @@ class _ContextPropagation:
     """Propagates sharded positions through a forward pass and its loss, in order, and records where they are generated, split and gathered."""
 
     def __init__(self, dataflow: Dataflow, cp_degree: int) -> None:
-        self.dataflow, self.cp_degree, self.dataflow_index = dataflow, cp_degree, DataflowIndex.of(dataflow)
-        self.logical_dim = _find_sequence_dim(self.dataflow_index, cp_degree)
+        self.dataflow, self.cp_degree, self.graph = dataflow, cp_degree, DataflowGraph.of(dataflow)
+        self.logical_dim = _find_sequence_dim(self.graph, cp_degree)
         self.sequence_length = dataflow.sizes[self.logical_dim]
         self._check_size()
-        self.reductions = LossReductions(self.dataflow_index, self.logical_dim)
-        self.whole_values = _find_whole_values(self.dataflow_index, self.logical_dim, self.reductions)
+        self.reductions = LossReductions(self.graph, self.logical_dim)
+        self.whole_values = _find_whole_values(self.graph, self.logical_dim, self.reductions)
         self.sharded_values: set[int] = set()
         self.attention_ops: list[int] = []
         self.position_generators: dict[int, PositionGenerator] = {}
@@ -127,9 +127,7 @@ class _ContextPropagation:
     # -- errors --
 
     def refusal(self, index: int, what: str, advice: str = "") -> RequestError:
-        return RequestError(
-            f"cp={self.cp_degree}: {self.dataflow_index.describe_location(index)} {what}: {advice or f'use --mesh dp={self.cp_degree}'}"
-        )
+        return RequestError(f"cp={self.cp_degree}: {self.graph.describe_location(index)} {what}: {advice or f'use --mesh dp={self.cp_degree}'}")
 
     def _check_size(self) -> None:
         if self.sequence_length % self.cp_degree:
@@ -142,7 +140,7 @@ class _ContextPropagation:
     def _blocking_error(self, index: int, op: Operation) -> RequestError:
         """The error for an operation that cannot work on a shard of the positions."""
         if op.name == "slice" or op.name.startswith(("split", "constant_pad")):
-            advice = "put shifted labels into the batch" if self.dataflow_index.describe_location(index) == "the loss" else ""
+            advice = "put shifted labels into the batch" if self.graph.describe_location(index) == "the loss" else ""
             return self.refusal(index, f"slices or shifts positions ({op.name})", advice)
         attends = op.name in ("_softmax", "bmm", "mm", "multi_head_attention")
         return self.refusal(index, f"needs all positions at once ({op.name})", "attend through F.scaled_dot_product_attention" if attends else "")
@@ -150,13 +148,13 @@ class _ContextPropagation:
     # -- propagation --
 
     def _has_positions(self, value: int) -> bool:
-        return self.logical_dim in self.dataflow_index.value_dims[value]
+        return self.logical_dim in self.graph.value_dims[value]
 
     def _mark_sources(self) -> None:
         """Mark the batch tensors, parameters and buffers that have an entry for each position as sharded."""
         fields = {f.value: f for f in self.dataflow.batch_tensors}
         for number, value in enumerate(self.dataflow.values):
-            if number in self.dataflow_index.producer or not self._has_positions(number) or number in self.whole_values:
+            if number in self.graph.producer or not self._has_positions(number) or number in self.whole_values:
                 continue
             dim = next(d for d, logical_dims in enumerate(value.logical_dims) if self.logical_dim in logical_dims)
             if value.logical_dims[dim] != (self.logical_dim,):
@@ -167,15 +165,13 @@ class _ContextPropagation:
                 self._check_reading_module(number, value.parameter)
                 self.split_parameters.append(ParameterShard(value.parameter, dim))
             else:
-                raise self.refusal(
-                    self.dataflow_index.consumers[number][0], "uses a constant with an entry for each position", "register it as a buffer"
-                )
+                raise self.refusal(self.graph.consumers[number][0], "uses a constant with an entry for each position", "register it as a buffer")
             self.sharded_values.add(number)
 
     def _check_reading_module(self, value: int, name: str) -> None:
         owner = name.rpartition(".")[0]
         spans = [(m.first_op, m.end_op) for m in self.dataflow.modules if m.module == owner]
-        for index in self.dataflow_index.consumers.get(value, []):
+        for index in self.graph.consumers.get(value, []):
             if not any(first <= index < last for first, last in spans):
                 raise self.refusal(index, f"reads {name}, which has an entry for each position, outside its own module")
 
@@ -225,7 +221,7 @@ class _ContextPropagation:
         if op.name in NLL_OPS and op.int_args == (1,):
             if op.function not in ("cross_entropy", "nll_loss"):
                 raise self.refusal(index, f"takes the mean over targets in a way that is not known ({op.function})")
-            self.target_count_modules[self.dataflow_index.enclosing_module(index)] = None
+            self.target_count_modules[self.graph.enclosing_module(index)] = None
 
     def _record_generator(self, index: int, op: Operation) -> None:
         """Record a call that generates positions: the run makes it generate this rank's, or all of them where they are needed whole."""
@@ -244,7 +240,7 @@ class _ContextPropagation:
             raise self._blocking_error(index, op)
         if unknown:
             raise self.refusal(index, f"makes positions in a way that is not known ({op.function or op.name})")
-        cut, frame = op.outputs[0] not in self.whole_values, self.dataflow_index.enclosing_module(index)
+        cut, frame = op.outputs[0] not in self.whole_values, self.graph.enclosing_module(index)
         if op.name == "slice":
             self.position_generators[index] = PositionGenerator(
                 frame, "slice", op.int_args[1], 1, self.dataflow.values[op.inputs[0]].shape[dim], is_sharded=cut
@@ -258,7 +254,7 @@ class _ContextPolicyBuilder:
     """Builds the policy from a finished propagation. Only the attention sites depend on tensor parallelism."""
 
     def __init__(self, follower: _ContextPropagation) -> None:
-        self.follower, self.flow, self.reader = follower, follower.dataflow, follower.dataflow_index
+        self.follower, self.flow, self.reader = follower, follower.dataflow, follower.graph
         self.position_calls = tuple(dict.fromkeys(follower.position_generators.values()))
 
     def build(self, tensor: TensorPolicy | None, precision: str) -> ContextPolicy:
@@ -344,7 +340,7 @@ class _ContextPolicyBuilder:
                 raise self.follower.refusal(index, "takes a cross entropy over positions and one over other things")
 
 
-def _find_whole_values(reader: DataflowIndex, strand: int, reductions: LossReductions) -> set[int]:
+def _find_whole_values(reader: DataflowGraph, strand: int, reductions: LossReductions) -> set[int]:
     """Integer values (tokens, position numbers) of which some operation needs all positions: kept whole until a module splits them."""
     flow = reader.dataflow
 

@@ -10,14 +10,14 @@ from meshwright.core.dataflow import Dataflow, ModuleCall
 from meshwright.core.errors import RequestError
 from meshwright.core.expert_policy import EmbeddingTable, ExpertPolicy, MoELayer, TableLookup
 from meshwright.core.tensor_policy import ShardedDim
-from meshwright.plan.dataflow_index import DataflowIndex
+from meshwright.plan.dataflow_graph import DataflowGraph
 
 _SELECT_OPS = ("index", "index_select", "embedding")  # operations that select entries of dim 0
 
 
 def choose_expert_parallel(dataflow: Dataflow, ep_degree: int) -> ExpertPolicy:
     """The policy: experts are distributed by number, tables by bytes. Raises a RequestError if there are fewer of them than ranks."""
-    reader = DataflowIndex.of(dataflow)
+    reader = DataflowGraph.of(dataflow)
     calls = list(_find_moe_layers(reader))
     mixtures = [_make_moe_layer(reader, call, size, ep_degree) for call, size in calls]
     tables = _find_tables(reader, {name for m in mixtures for name in m.parameters})
@@ -37,41 +37,41 @@ def choose_expert_parallel(dataflow: Dataflow, ep_degree: int) -> ExpertPolicy:
 # -- MoE layers --
 
 
-def _find_moe_layers(dataflow_index: DataflowIndex) -> Iterator[tuple[ModuleCall, int]]:
+def _find_moe_layers(graph: DataflowGraph) -> Iterator[tuple[ModuleCall, int]]:
     """Yield calls of modules in which every parameter is indexed by the expert choices given to the call, with the number of experts. Modules are
     recorded when their calls end, so of two nested modules with the same parameters the inner one is found."""
-    called = Counter(call.module for call in dataflow_index.dataflow.modules)
+    called = Counter(call.module for call in graph.dataflow.modules)
     taken: set[int] = set()
-    for call in dataflow_index.dataflow.modules:
-        if not call.module or called[call.module] > 1 or _input_roles(dataflow_index, call) is None:
+    for call in graph.dataflow.modules:
+        if not call.module or called[call.module] > 1 or _input_roles(graph, call) is None:
             continue
-        values = {w.value for w in dataflow_index.parameters if w.name.startswith(f"{call.module}.")}
-        sizes = {dataflow_index.dataflow.values[v].shape[:1] for v in values}
-        if len(sizes) == 1 and taken.isdisjoint(values) and _is_moe_layer(dataflow_index, call, values):
+        values = {w.value for w in graph.parameters if w.name.startswith(f"{call.module}.")}
+        sizes = {graph.dataflow.values[v].shape[:1] for v in values}
+        if len(sizes) == 1 and taken.isdisjoint(values) and _is_moe_layer(graph, call, values):
             taken |= values
             yield call, sizes.pop()[0]
 
 
-def _is_moe_layer(dataflow_index: DataflowIndex, call: ModuleCall, weights: set[int]) -> bool:
+def _is_moe_layer(graph: DataflowGraph, call: ModuleCall, weights: set[int]) -> bool:
     """Whether a call takes tokens [T, d] and integer expert choices [T, k], returns [T, d], and indexes all parameters by choice."""
-    roles = _input_roles(dataflow_index, call)
+    roles = _input_roles(graph, call)
     if roles is None or len(call.outputs) != 1:
         return False
-    values = dataflow_index.dataflow.values
+    values = graph.dataflow.values
     if values[call.outputs[0]].shape != values[call.inputs[roles[0]]].shape:
         return False
-    chosen = _values_derived_from(dataflow_index, call, call.inputs[roles[1]])
+    chosen = _values_derived_from(graph, call, call.inputs[roles[1]])
 
     def is_selected_by_choice(index: int) -> bool:
-        op = dataflow_index.op(index)
+        op = graph.op(index)
         return call.first_op <= index < call.end_op and op.name in _SELECT_OPS and len(op.inputs) == 2 and op.inputs[1] in chosen
 
-    return all(dataflow_index.consumers.get(w) and all(map(is_selected_by_choice, dataflow_index.consumers[w])) for w in weights)
+    return all(graph.consumers.get(w) and all(map(is_selected_by_choice, graph.consumers[w])) for w in weights)
 
 
-def _input_roles(dataflow_index: DataflowIndex, call: ModuleCall) -> tuple[int, int, int | None] | None:
+def _input_roles(graph: DataflowGraph, call: ModuleCall) -> tuple[int, int, int | None] | None:
     """Which inputs are tokens, expert choices and routing weights; None where that is ambiguous."""
-    given = [dataflow_index.dataflow.values[v] for v in call.inputs]
+    given = [graph.dataflow.values[v] for v in call.inputs]
     choices = [i for i, v in enumerate(given) if not v.floating and len(v.shape) == 2]
     if len(choices) != 1 or not 2 <= len(given) <= 3:
         return None
@@ -87,25 +87,25 @@ def _input_roles(dataflow_index: DataflowIndex, call: ModuleCall) -> tuple[int, 
     return next(i for i in floats if i not in weights), choices[0], weights[0]
 
 
-def _values_derived_from(dataflow_index: DataflowIndex, call: ModuleCall, value: int) -> set[int]:
+def _values_derived_from(graph: DataflowGraph, call: ModuleCall, value: int) -> set[int]:
     """A value, and all values computed from it alone inside a call."""
     found = {value}
-    for op in dataflow_index.dataflow.operations[call.first_op : call.end_op]:
+    for op in graph.dataflow.operations[call.first_op : call.end_op]:
         if op.inputs and found.issuperset(op.inputs):
             found.update(op.outputs)
     return found
 
 
-def _make_moe_layer(dataflow_index: DataflowIndex, call: ModuleCall, experts: int, ep_degree: int) -> MoELayer:
-    roles = _input_roles(dataflow_index, call)
+def _make_moe_layer(graph: DataflowGraph, call: ModuleCall, experts: int, ep_degree: int) -> MoELayer:
+    roles = _input_roles(graph, call)
     assert roles is not None
-    tokens, choices = (dataflow_index.dataflow.values[call.inputs[i]] for i in roles[:2])
+    tokens, choices = (graph.dataflow.values[call.inputs[i]] for i in roles[:2])
     sharded = ShardedDim(call.module, experts, ())
     return MoELayer(
         call.module,
-        tuple(w.name for w in dataflow_index.parameters if w.name.startswith(f"{call.module}.")),
+        tuple(w.name for w in graph.parameters if w.name.startswith(f"{call.module}.")),
         tuple(sharded.shard_range(owner, ep_degree)[1] for owner in range(ep_degree)),
-        math.prod(choices.shape) / dataflow_index.dataflow.batch,
+        math.prod(choices.shape) / graph.dataflow.batch,
         tokens.shape[1],
         tokens.shape[1] * tokens.itemsize,
         *roles,
@@ -115,39 +115,37 @@ def _make_moe_layer(dataflow_index: DataflowIndex, call: ModuleCall, experts: in
 # -- embedding tables --
 
 
-def _find_tables(dataflow_index: DataflowIndex, experts: set[str]) -> list[tuple[int, list[ModuleCall]]]:
+def _find_tables(graph: DataflowGraph, experts: set[str]) -> list[tuple[int, list[ModuleCall]]]:
     """Tables (the parameter's value and its calls) that only their own module reads, with indices that depend only on the samples; none unless
     they are larger than the rest of the model."""
-    known = _parameter_free_values(dataflow_index)
+    known = _parameter_free_values(graph)
     found = []
-    for weight in dataflow_index.parameters:
-        readers = [dataflow_index.innermost_call.get(i) for i in dataflow_index.consumers.get(weight.value, [])]
+    for weight in graph.parameters:
+        readers = [graph.innermost_call.get(i) for i in graph.consumers.get(weight.value, [])]
         calls = [c for c in readers if c is not None and c.kind in ("embedding", "bag") and weight.name.startswith(f"{c.module}.")]
-        if calls and len(calls) == len(readers) and all(_is_table_lookup(dataflow_index, c, known) for c in calls):
+        if calls and len(calls) == len(readers) and all(_is_table_lookup(graph, c, known) for c in calls):
             found.append((weight.value, calls))
     tables = {v for v, _ in found}
-    kinds = {dataflow_index.dataflow.values[v].itemsize for v in tables}
-    rest = sum(w.numel for w in dataflow_index.parameters if w.value not in tables and w.name not in experts)
-    return found if len(kinds) == 1 and sum(w.numel for w in dataflow_index.parameters if w.value in tables) > rest else []
+    kinds = {graph.dataflow.values[v].itemsize for v in tables}
+    rest = sum(w.numel for w in graph.parameters if w.value not in tables and w.name not in experts)
+    return found if len(kinds) == 1 and sum(w.numel for w in graph.parameters if w.value in tables) > rest else []
 
 
-def _why_no_tables(dataflow_index: DataflowIndex) -> str:
-    bag = next((c.module for c in dataflow_index.dataflow.modules if c.kind == "bag" and not _has_single_index_input(dataflow_index, c)), None)
+def _why_no_tables(graph: DataflowGraph) -> str:
+    bag = next((c.module for c in graph.dataflow.modules if c.kind == "bag" and not _has_single_index_input(graph, c)), None)
     if bag is not None:
         return f"that can be owned ({bag} takes offsets or weights: give it indices of shape [samples, n] alone)"
     return "that outweigh the rest of it"
 
 
-def _parameter_free_values(dataflow_index: DataflowIndex) -> set[int]:
+def _parameter_free_values(graph: DataflowGraph) -> set[int]:
     """Values that depend on samples and on no parameter: they are available before any lookup."""
-    values = dataflow_index.dataflow.values
+    values = graph.dataflow.values
     learned = {v for v, value in enumerate(values) if value.parameter and value.needs_grad}
     known = {
-        v
-        for v, value in enumerate(values)
-        if v not in dataflow_index.producer and dataflow_index.dataflow.sample_dims & dataflow_index.value_dims[v] and not value.parameter
+        v for v, value in enumerate(values) if v not in graph.producer and graph.dataflow.sample_dims & graph.value_dims[v] and not value.parameter
     }
-    for op in dataflow_index.dataflow.operations:
+    for op in graph.dataflow.operations:
         if learned.intersection(op.inputs):
             learned.update(op.outputs)
         elif known.intersection(op.inputs):
@@ -155,52 +153,46 @@ def _parameter_free_values(dataflow_index: DataflowIndex) -> set[int]:
     return known - learned
 
 
-def _is_table_lookup(dataflow_index: DataflowIndex, call: ModuleCall, known_values: set[int]) -> bool:
+def _is_table_lookup(graph: DataflowGraph, call: ModuleCall, known_values: set[int]) -> bool:
     """Whether a call takes one tensor of indices, equally many for every sample; bags are whole rows of it, without offsets or weights."""
     return (
-        _has_single_index_input(dataflow_index, call)
+        _has_single_index_input(graph, call)
         and call.inputs[0] in known_values
-        and math.prod(dataflow_index.dataflow.values[call.inputs[0]].shape) % dataflow_index.dataflow.batch == 0
+        and math.prod(graph.dataflow.values[call.inputs[0]].shape) % graph.dataflow.batch == 0
     )
 
 
-def _has_single_index_input(dataflow_index: DataflowIndex, call: ModuleCall) -> bool:
-    shape = dataflow_index.dataflow.values[call.inputs[0]].shape
+def _has_single_index_input(graph: DataflowGraph, call: ModuleCall) -> bool:
+    shape = graph.dataflow.values[call.inputs[0]].shape
     return len(call.inputs) == len(call.outputs) == 1 and (call.kind == "embedding" or len(shape) == 2)
 
 
-def _assign_tables(dataflow_index: DataflowIndex, tables: list[tuple[int, list[ModuleCall]]], ep_degree: int) -> tuple[EmbeddingTable, ...]:
+def _assign_tables(graph: DataflowGraph, tables: list[tuple[int, list[ModuleCall]]], ep_degree: int) -> tuple[EmbeddingTable, ...]:
     """Assign the largest table first, each to the ep rank with the fewest bytes."""
     held = [0] * ep_degree
     made = {}
-    for value, calls in sorted(tables, key=lambda item: -math.prod(dataflow_index.dataflow.values[item[0]].shape)):
-        noted = dataflow_index.dataflow.values[value]
+    for value, calls in sorted(tables, key=lambda item: -math.prod(graph.dataflow.values[item[0]].shape)):
+        noted = graph.dataflow.values[value]
         owner = min(range(ep_degree), key=lambda i: held[i])
         held[owner] += math.prod(noted.shape) * noted.itemsize
         made[value] = EmbeddingTable(calls[0].module, noted.parameter, noted.shape[0], owner)
     return tuple(made[value] for value, _ in tables)
 
 
-def _lookup_container(dataflow_index: DataflowIndex, tables: tuple[EmbeddingTable, ...]) -> tuple[str, tuple[TableLookup, ...]]:
+def _lookup_container(graph: DataflowGraph, tables: tuple[EmbeddingTable, ...]) -> tuple[str, tuple[TableLookup, ...]]:
     """The smallest module that is called once and contains all lookups, and the lookups in order."""
     if not tables:
         return "", ()
     names = {t.module for t in tables}
-    calls = sorted((c for c in dataflow_index.dataflow.modules if c.module in names), key=lambda c: c.first_op)
-    modules = [c.module for c in dataflow_index.dataflow.modules]
-    around = [
-        c
-        for c in dataflow_index.dataflow.modules
-        if c.first_op <= calls[0].first_op and calls[-1].end_op <= c.end_op and modules.count(c.module) == 1
-    ]
+    calls = sorted((c for c in graph.dataflow.modules if c.module in names), key=lambda c: c.first_op)
+    modules = [c.module for c in graph.dataflow.modules]
+    around = [c for c in graph.dataflow.modules if c.first_op <= calls[0].first_op and calls[-1].end_op <= c.end_op and modules.count(c.module) == 1]
     around = [c for c in around if c.module not in names]
     if not around:
         raise RequestError("ep: the embedding tables are looked up outside any one module's forward, so their lookups cannot travel together: use dp")
-    return min(around, key=lambda c: (c.end_op - c.first_op, -len(c.module))).module, tuple(_make_lookup(dataflow_index, c) for c in calls)
+    return min(around, key=lambda c: (c.end_op - c.first_op, -len(c.module))).module, tuple(_make_lookup(graph, c) for c in calls)
 
 
-def _make_lookup(dataflow_index: DataflowIndex, call: ModuleCall) -> TableLookup:
-    given, made = dataflow_index.dataflow.values[call.inputs[0]], dataflow_index.dataflow.values[call.outputs[0]]
-    return TableLookup(
-        call.module, math.prod(given.shape) / dataflow_index.dataflow.batch, math.prod(made.shape) * made.itemsize / dataflow_index.dataflow.batch
-    )
+def _make_lookup(graph: DataflowGraph, call: ModuleCall) -> TableLookup:
+    given, made = graph.dataflow.values[call.inputs[0]], graph.dataflow.values[call.outputs[0]]
+    return TableLookup(call.module, math.prod(given.shape) / graph.dataflow.batch, math.prod(made.shape) * made.itemsize / graph.dataflow.batch)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from meshwright.core.dataflow import Operation
 from meshwright.core.errors import RequestError
-from meshwright.plan.dataflow_index import DataflowIndex
+from meshwright.plan.dataflow_graph import DataflowGraph
 
 NLL_OPS = ("nll_loss_forward", "nll_loss2d_forward")
 _LOSS_OPS = (*NLL_OPS, "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
@@ -19,8 +19,8 @@ _ADVICE = "return a mean over positions, or the pair (sum, count) of what is cou
 class LossReductions:
     """Records for each value computed from a reduction over positions whether it is their mean, their sum, or neither, with the reason."""
 
-    def __init__(self, dataflow_index: DataflowIndex, logical_dim: int) -> None:
-        self.dataflow_index, self.logical_dim = dataflow_index, logical_dim
+    def __init__(self, graph: DataflowGraph, logical_dim: int) -> None:
+        self.graph, self.logical_dim = graph, logical_dim
         self.kinds: dict[int, str] = {}
 
     def reduction_of(self, op: Operation) -> str | None:
@@ -57,12 +57,12 @@ class LossReductions:
 
     def late_use_reason(self, op: Operation) -> str:
         """The reason why an operation must not follow a reduction over positions."""
-        where = self.dataflow_index.describe_location(self.dataflow_index.dataflow.operations.index(op))
+        where = self.graph.describe_location(self.graph.dataflow.operations.index(op))
         return f"{where} adds positions up and then computes on ({op.name})"
 
     def check_loss(self, cp_degree: int) -> None:
         """Raise unless the loss is a mean over positions or a pair (sum, count)."""
-        kinds = [self.kinds.get(v, "does not depend on positions") if v >= 0 else "counts with a number" for v in self.dataflow_index.dataflow.loss]
+        kinds = [self.kinds.get(v, "does not depend on positions") if v >= 0 else "counts with a number" for v in self.graph.dataflow.loss]
         wanted = "mean" if len(kinds) == 1 else "sum"
         wrong = next((k for k in kinds if k != wanted), None)
         if wrong is None:

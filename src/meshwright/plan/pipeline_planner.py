@@ -14,7 +14,7 @@ from meshwright.core.model import ModelProfile
 from meshwright.core.plan import BoundaryActivation, ModuleInput, Stage, TiedParameter
 from meshwright.core.tensor_policy import TensorPolicy
 from meshwright.plan.context_planner import sequence_dim
-from meshwright.plan.dataflow_index import DataflowIndex
+from meshwright.plan.dataflow_graph import DataflowGraph
 from meshwright.plan.sequence_planner import sequence_sharded_values
 from meshwright.plan.tensor_planner import sharded_logical_dims
 
@@ -60,7 +60,7 @@ def find_stage_boundaries(
     order = [name for name, _ in _layers_in_order(dataflow, profile)]
     inner = frozenset(sharded_logical_dims(dataflow, tensor))
     shared = (
-        sequence_sharded_values(DataflowIndex.of(dataflow, profile.layer_names), tensor, inner)
+        sequence_sharded_values(DataflowGraph.of(dataflow, profile.layer_names), tensor, inner)
         if tensor is not None and tensor.is_sequence_parallel
         else {}
     )

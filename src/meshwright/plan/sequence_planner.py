@@ -10,17 +10,17 @@ from meshwright.core.dataflow import ModuleCall
 from meshwright.core.errors import RequestError
 from meshwright.core.tensor_policy import CollectiveSite, DropoutSite, ShardedDim, TensorPolicy
 from meshwright.plan.copy_sites import CollectiveSiteBuilder
-from meshwright.plan.dataflow_index import DataflowIndex
+from meshwright.plan.dataflow_graph import DataflowGraph
 from meshwright.plan.sequence_region import SequenceParallelError, SequenceRegion, logical_dim_of
 from meshwright.plan.size_arguments import size_arguments
 
 
-def add_sequence_parallel(dataflow_index: DataflowIndex, policy: TensorPolicy, sharded_dims: frozenset[int], tp_degree: int) -> TensorPolicy:
+def add_sequence_parallel(graph: DataflowGraph, policy: TensorPolicy, sharded_dims: frozenset[int], tp_degree: int) -> TensorPolicy:
     """The same policy with sequence parallelism added. Raises a RequestError with the reason if the model does not allow it."""
     reason = "no cut part is followed by one that takes the same positions"
-    for logical_dim in _candidate_dims(dataflow_index, policy, sharded_dims, tp_degree):
+    for logical_dim in _candidate_dims(graph, policy, sharded_dims, tp_degree):
         try:
-            region = SequenceRegion(dataflow_index, policy, logical_dim, sharded_dims)
+            region = SequenceRegion(graph, policy, logical_dim, sharded_dims)
             _SitePlacement(region).solve()
             policy = _SequencePolicyBuilder(region).build()
         except SequenceParallelError as error:
@@ -30,14 +30,14 @@ def add_sequence_parallel(dataflow_index: DataflowIndex, policy: TensorPolicy, s
     return policy
 
 
-def sequence_sharded_values(dataflow_index: DataflowIndex, policy: TensorPolicy, sharded_dims: frozenset[int]) -> dict[int, tuple[str, int]]:
+def sequence_sharded_values(graph: DataflowGraph, policy: TensorPolicy, sharded_dims: frozenset[int]) -> dict[int, tuple[str, int]]:
     """Values that are sequence-sharded wherever they are used: value → (name of the logical dim, tensor dim), with dim -1 if that dim holds other
     logical dims too."""
     found: dict[int, tuple[str, int]] = {}
     for logical_dim in {
-        s for m in (*policy.reduce_sites, *policy.sequence_scatter_sites) if m.sequence_layout for s in [logical_dim_of(dataflow_index, policy, m)]
+        s for m in (*policy.reduce_sites, *policy.sequence_scatter_sites) if m.sequence_layout for s in [logical_dim_of(graph, policy, m)]
     }:
-        region = SequenceRegion(dataflow_index, policy, logical_dim, sharded_dims)
+        region = SequenceRegion(graph, policy, logical_dim, sharded_dims)
         region.restore_from_policy()
         region.propagate()
         for value in region.sharded_values - region.gathered_outputs:
@@ -46,15 +46,15 @@ def sequence_sharded_values(dataflow_index: DataflowIndex, policy: TensorPolicy,
     return found
 
 
-def _candidate_dims(dataflow_index: DataflowIndex, policy: TensorPolicy, sharded_dims: frozenset[int], tp_degree: int) -> list[int]:
+def _candidate_dims(graph: DataflowGraph, policy: TensorPolicy, sharded_dims: frozenset[int], tp_degree: int) -> list[int]:
     """Logical dims of reduced outputs that are neither samples nor features (dims of the layer's own parameters); the most frequent first."""
     count: dict[int, int] = {}
     for site in policy.reduce_sites:
-        for call in dataflow_index.calls_by_module[site.module]:
-            read = {v for i in range(call.first_op, call.end_op) for v in dataflow_index.op(i).inputs if v in dataflow_index.parameter_of}
-            features = {s for v in read for s in dataflow_index.value_dims[v]}
-            for logical_dim in dataflow_index.value_dims[call.outputs[0]] - features - dataflow_index.dataflow.sample_dims - sharded_dims:
-                if dataflow_index.dataflow.sizes[logical_dim] >= tp_degree:
+        for call in graph.calls_by_module[site.module]:
+            read = {v for i in range(call.first_op, call.end_op) for v in graph.op(i).inputs if v in graph.parameter_of}
+            features = {s for v in read for s in graph.value_dims[v]}
+            for logical_dim in graph.value_dims[call.outputs[0]] - features - graph.dataflow.sample_dims - sharded_dims:
+                if graph.dataflow.sizes[logical_dim] >= tp_degree:
                     count[logical_dim] = count.get(logical_dim, 0) + 1
     return sorted(count, key=lambda s: (-count[s], s))
 
@@ -63,7 +63,7 @@ class _SitePlacement:
     """Places scatters and gathers at the inputs and outputs of modules, until every operation of a region gets its inputs as it needs them."""
 
     def __init__(self, region: SequenceRegion) -> None:
-        self.region, self.reader = region, region.dataflow_index
+        self.region, self.reader = region, region.graph
 
     def solve(self) -> None:
         for _ in range(len(self.reader.dataflow.values)):
@@ -154,7 +154,7 @@ class _SequencePolicyBuilder:
     """Builds the policy of a region whose scatters and gathers are placed."""
 
     def __init__(self, region: SequenceRegion) -> None:
-        self.region, self.reader = region, region.dataflow_index
+        self.region, self.reader = region, region.graph
         self._meets = CollectiveSiteBuilder(self.reader, {})
         self._entries = {(c.module, c.inputs.index(v)): v for v, c in region.sharded_entries()}
 
@@ -211,7 +211,7 @@ class _SequencePolicyBuilder:
                         yield self.reader.parameter_of[value]
 
 
-def _producing_call(reader: DataflowIndex, value: int) -> ModuleCall | None:
+def _producing_call(reader: DataflowGraph, value: int) -> ModuleCall | None:
     """The smallest module call that produces a value and returns it."""
     made = reader.producer.get(value, -1)
     return min((c for c in reader.producer_calls(value) if c.first_op <= made < c.end_op), key=lambda c: c.end_op - c.first_op, default=None)

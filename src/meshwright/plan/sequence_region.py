@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from meshwright.core.dataflow import ModuleCall, Operation
 from meshwright.core.errors import RequestError
 from meshwright.core.tensor_policy import CollectiveSite, SequenceLayout, ShardedDim, TensorPolicy
-from meshwright.plan.dataflow_index import DataflowIndex
+from meshwright.plan.dataflow_graph import DataflowGraph
 
 _SEQUENCE_DIM_NAME = "sequence"
 _MASKING_OPS = frozenset(("mul", "mul_", "div", "div_", "where", "_to_copy", "clone", "native_dropout"))  # multiply by a non-input
@@ -24,7 +24,7 @@ class SequenceParallelError(Exception):
 class SequenceRegion:
     """Propagates one logical dim of positions from the reduce sites that begin the region to the tensor-parallel parts that end it."""
 
-    dataflow_index: DataflowIndex
+    graph: DataflowGraph
     policy: TensorPolicy
     logical_dim: int
     sharded_dims: frozenset[int]
@@ -34,7 +34,7 @@ class SequenceRegion:
     stop_ops: set[int] = field(default_factory=set)  # operations that could work on a shard of the positions, but whose output is needed whole
 
     def __post_init__(self) -> None:
-        flow = self.dataflow_index.dataflow
+        flow = self.graph.dataflow
         self.dim_name = next((s.name for s in self.policy.sharded_dims if not s.parameter_shards and self._is_this_dim(s)), "")
         taken = sum(not s.parameter_shards for s in self.policy.sharded_dims)
         self.dim_name = self.dim_name or (f"{_SEQUENCE_DIM_NAME}.{taken}" if taken else _SEQUENCE_DIM_NAME)
@@ -53,9 +53,9 @@ class SequenceRegion:
     def _outermost_call(self, call: ModuleCall, value: int) -> ModuleCall:
         """The largest module around a tensor-parallel part that is given the same value and uses it for nothing else. Code in it that reads the
         value's sizes sees those of the gathered value."""
-        users = self.dataflow_index.consumers.get(value, [])
+        users = self.graph.consumers.get(value, [])
         mine = [i for i in users if call.first_op <= i < call.end_op]
-        around = [c for c in self.dataflow_index.input_calls(value) if c.first_op <= call.first_op and call.end_op <= c.end_op]
+        around = [c for c in self.graph.input_calls(value) if c.first_op <= call.first_op and call.end_op <= c.end_op]
         return [c for c in (call, *around) if [i for i in users if c.first_op <= i < c.end_op] == mine][-1]
 
     def _is_this_dim(self, strand: ShardedDim) -> bool:
@@ -65,10 +65,10 @@ class SequenceRegion:
             for m in (*self.policy.reduce_sites, *self.policy.sequence_scatter_sites)
             if m.sequence_layout is not None and m.sequence_layout.logical_dim == strand.name
         ]
-        return any(logical_dim_of(self.dataflow_index, self.policy, m) == self.logical_dim for m in marked)
+        return any(logical_dim_of(self.graph, self.policy, m) == self.logical_dim for m in marked)
 
     def has_dim(self, value: int) -> bool:
-        return self.logical_dim in self.dataflow_index.value_dims[value]
+        return self.logical_dim in self.graph.value_dims[value]
 
     def restore_from_policy(self) -> None:
         """Set the scatters and gathers that are recorded in the policy."""
@@ -77,7 +77,7 @@ class SequenceRegion:
             for m in (*self.policy.sequence_scatter_sites, *self.policy.sequence_gather_sites)
             if m.sequence_layout is not None and m.sequence_layout.logical_dim == self.dim_name
         ):
-            for call in self.dataflow_index.calls_by_module[site.module]:
+            for call in self.graph.calls_by_module[site.module]:
                 if site.at_output:
                     self.gathered_outputs.add(call.outputs[site.position])
                 else:
@@ -108,7 +108,7 @@ class SequenceRegion:
 
     def propagate(self) -> None:
         """Propagate shards through all operations, with the scatters and gathers placed so far."""
-        flow = self.dataflow_index.dataflow
+        flow = self.graph.dataflow
         self.sharded_values: set[int] = set(self.reduced_outputs)
         self.dropout_modules: dict[str, int] = {}  # modules that multiply by random numbers → their output
         self.partial_parameters: dict[str, None] = {}
@@ -118,7 +118,7 @@ class SequenceRegion:
         skip = 0
         for index, op in enumerate(flow.operations):
             call = calls.get(index)
-            if index >= skip and call is not None and self._is_sharded_at(call.inputs[0], index) and _is_dropout_like(self.dataflow_index, call):
+            if index >= skip and call is not None and self._is_sharded_at(call.inputs[0], index) and _is_dropout_like(self.graph, call):
                 self.sharded_values.add(call.outputs[0])
                 self.dropout_modules[call.module] = call.outputs[0]
                 skip = call.end_op
@@ -131,19 +131,14 @@ class SequenceRegion:
         mine = [v for v in op.inputs if self._is_sharded_at(v, index)]
         if not mine:
             return
-        held = [self.dataflow_index.parameter_of[v] for v in op.inputs if v in self.dataflow_index.parameter_of]
-        if (
-            index in self.stop_ops
-            or not self._is_position_wise(op)
-            or any(self.has_dim(v) for v in op.inputs if v in self.dataflow_index.parameter_of)
-        ):
+        held = [self.graph.parameter_of[v] for v in op.inputs if v in self.graph.parameter_of]
+        if index in self.stop_ops or not self._is_position_wise(op) or any(self.has_dim(v) for v in op.inputs if v in self.graph.parameter_of):
             for value in mine:
                 self.needs_gather.setdefault(value, set()).add(index)
             return
         if op.name in ("bernoulli_", "native_dropout"):
             raise SequenceParallelError(
-                f"the code of {self.dataflow_index.describe_location(index)} draws random "
-                f"numbers itself ({op.name}), not through a module such as nn.Dropout"
+                f"the code of {self.graph.describe_location(index)} draws random numbers itself ({op.name}), not through a module such as nn.Dropout"
             )
         for value in op.inputs:
             if self.has_dim(value) and value not in mine:
@@ -154,18 +149,16 @@ class SequenceRegion:
     def _is_position_wise(self, op: Operation) -> bool:
         """Whether an operation treats all positions alike and touches no dim that tensor parallelism shards."""
         touched = [*op.inputs, *op.outputs]
-        if self.logical_dim in (*op.contracted_dims, *op.indivisible_dims) or any(
-            self.sharded_dims & self.dataflow_index.value_dims[v] for v in touched
-        ):
+        if self.logical_dim in (*op.contracted_dims, *op.indivisible_dims) or any(self.sharded_dims & self.graph.value_dims[v] for v in touched):
             return False
         return all(map(self.has_dim, op.outputs))
 
     def position_layout(self, value: int) -> SequenceLayout:
         """Where the positions lie in a value."""
-        logical_dims = self.dataflow_index.dataflow.values[value].logical_dims
+        logical_dims = self.graph.dataflow.values[value].logical_dims
         dim = next(d for d, found in enumerate(logical_dims) if self.logical_dim in found)
         at = logical_dims[dim].index(self.logical_dim)
-        sizes = self.dataflow_index.dataflow.sizes
+        sizes = self.graph.dataflow.sizes
         return SequenceLayout(
             self.dim_name,
             dim,
@@ -174,7 +167,7 @@ class SequenceRegion:
         )
 
 
-def _is_dropout_like(reader: DataflowIndex, call: ModuleCall) -> bool:
+def _is_dropout_like(reader: DataflowGraph, call: ModuleCall) -> bool:
     """Whether a module multiplies its input by random numbers of its own and does nothing else. Its output for an input of ones is then those
     numbers."""
     flow, (given,), (made,) = reader.dataflow, call.inputs, call.outputs
@@ -193,7 +186,7 @@ def _is_dropout_like(reader: DataflowIndex, call: ModuleCall) -> bool:
     return draws and made in on_the_way
 
 
-def logical_dim_of(reader: DataflowIndex, policy: TensorPolicy, meet: CollectiveSite) -> int:
+def logical_dim_of(reader: DataflowGraph, policy: TensorPolicy, meet: CollectiveSite) -> int:
     """The logical dim of positions along which a collective scatters or gathers."""
     call = reader.calls_by_module[meet.module][0]
     assert meet.sequence_layout is not None

@@ -28,7 +28,7 @@ from meshwright.core.spatial_policy import (
     local_box,
     show_grid,
 )
-from meshwright.plan.dataflow_index import DataflowIndex
+from meshwright.plan.dataflow_graph import DataflowGraph
 
 _RANDOM_OPS = frozenset(("native_dropout", "dropout", "bernoulli", "bernoulli_", "rand_like", "randn_like", "uniform_", "normal_", "exponential_"))
 _HALO_FUNCTIONS = {"conv": "conv{}d", "max": "max_pool{}d", "mean": "avg_pool{}d"}  # the calls to which the run can add a halo
@@ -46,7 +46,7 @@ def choose_spatial(dataflow: Dataflow, cp_degree: int, grid: tuple[int, ...] = (
             f"cp={cp_degree}: no convolution here whose positions could be cut: use context parallelism of sequences, or --mesh dp={cp_degree}"
         )
     grid = _check_grid(grid, cp_degree, dims) if grid else choose_grid(cp_degree, dims)
-    reader = DataflowIndex.of(dataflow)
+    reader = DataflowGraph.of(dataflow)
     roots = [call for call in dataflow.modules if not call.module]
     boundaries = {p for p, v in enumerate(roots[0].inputs) if _is_splittable(dataflow, v, grid)} if roots else set()
     gathers: dict[tuple[str, int], str] = {}
@@ -116,16 +116,8 @@ class _PropagationResult:
 class _SpatialPropagation:
     """One pass over the operations: model inputs are split into blocks, and gathered where earlier passes found it necessary."""
 
-    def __init__(
-        self, dataflow_index: DataflowIndex, grid: tuple[int, ...], split_inputs: set[int], required_gathers: Mapping[tuple[str, int], str]
-    ) -> None:
-        self.dataflow_index, self.dataflow, self.grid, self.split_inputs, self.required_gathers = (
-            dataflow_index,
-            dataflow_index.dataflow,
-            grid,
-            split_inputs,
-            required_gathers,
-        )
+    def __init__(self, graph: DataflowGraph, grid: tuple[int, ...], split_inputs: set[int], required_gathers: Mapping[tuple[str, int], str]) -> None:
+        self.graph, self.dataflow, self.grid, self.split_inputs, self.required_gathers = (graph, graph.dataflow, grid, split_inputs, required_gathers)
         self.model_calls = [call for call in self.dataflow.modules if not call.module]
         self.block_dims: dict[int, GridDims] = {}  # value that is a block → its grid dims
         self.result = _PropagationResult()
@@ -227,7 +219,7 @@ class _SpatialPropagation:
         self._record_decision(op.module, sizes, slide)
 
     def _is_used(self, value: int) -> bool:
-        return bool(self.dataflow_index.consumers.get(value)) or any(value in call.outputs for call in self.dataflow.modules)
+        return bool(self.graph.consumers.get(value)) or any(value in call.outputs for call in self.dataflow.modules)
 
     def _propagate_norm(self, index: int, op: Operation) -> None:
         sizes, given = self._spatial_sizes(index, op), self.dataflow.values[op.inputs[0]]
@@ -291,7 +283,7 @@ class _SpatialPropagation:
         seen, roots = self.result, self.model_calls
         boundaries = tuple(SpatialInput(p, self.dataflow.values[roots[0].inputs[p]].shape[2:]) for p in sorted(self.split_inputs))
         after = next((f"{self.required_gathers[g.module, g.position]}; gathered after {g.module or 'the model'}" for g in seen.gathers), "")
-        owners = [w.name.rpartition(".")[0] for w in self.dataflow_index.parameters]
+        owners = [w.name.rpartition(".")[0] for w in self.graph.parameters]
         layers = dict.fromkeys([*(op.module for op in self.dataflow.operations if op.window is not None), *owners])
         fates = {
             n: seen.decisions.get(n, "on blocks" if n in seen.block_modules else f"whole: {after}") for n in (name or "(model)" for name in layers)

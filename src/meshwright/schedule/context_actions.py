@@ -23,7 +23,7 @@ def add_context_collectives(plan: Plan, profile: ModelProfile, tp_rank: int, add
             add(attended.module, "backward", Action(name, "reduce_scatter", bytes=size, axis="cp"), False)
     last = plan.stages[-1].layers[-1] if plan.mesh.pp > 1 else profile.layers[-1].name
     for module in plan.context.mean_loss_modules:
-        name = f"counted/{'loss' if module == LOSS_MODULE else module or 'model'}"
+        name = f"num_targets/{'loss' if module == LOSS_MODULE else module or 'model'}"
         add(last, "forward", Action(name, "all_reduce", bytes=_COUNT_BYTES, axis="cp"), False)
 
 

@@ -80,12 +80,12 @@ def _startup_lines(plan: Plan, profile: ModelProfile) -> Iterator[LedgerLine]:
     if plan.world > 1:
         held = [*sorted(profile.tensors, key=lambda t: t.registration_index), *profile.buffers]
         runs = list(init_broadcast_groups([t.bytes for t in held], [t.dtype for t in held]))
-        yield line("start/values", "world", len(runs), sum(t.bytes for t in held))
+        yield line("init/params", "world", len(runs), sum(t.bytes for t in held))
     states = [_RNG_STATE_BYTES["cpu"]] + [_RNG_STATE_BYTES["cuda"]] * (plan.device == "cuda")
     if plan.mesh.degree("tp") > 1:
-        yield line("start/random", "tp", len(states), sum(states))
+        yield line("init/rng", "tp", len(states), sum(states))
     if plan.spatial.grid:
-        yield line("start/random", "cp", len(states), sum(states))
+        yield line("init/rng", "cp", len(states), sum(states))
 
 
 def ledger_name(name: str) -> str:

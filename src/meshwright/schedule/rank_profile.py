@@ -144,12 +144,7 @@ def _holding_ranks(plan: Plan, profile: ModelProfile) -> dict[str, list[int]]:
 def _stage_profile(plan: Plan, profile: ModelProfile, pp_rank: int) -> ModelProfile:
     """The layers of one pipeline rank, and the parameters of other ranks' layers that it also uses."""
     mine = {name for i, stage in enumerate(plan.stages) if plan.stage_rank(i) == pp_rank for name in stage.layers}
-    holders = profile.memo.get_or_compute(
-        "holders",
-        (plan.stages,),
-        (plan.mesh.pp, plan.schedule),
-        lambda: _holding_ranks(plan, profile),
-    )
+    holders = profile.memo.get_or_compute("holders", (plan.stages,), (plan.mesh.pp, plan.schedule), lambda: _holding_ranks(plan, profile))
 
     def held(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
         return tuple(

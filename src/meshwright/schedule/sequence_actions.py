@@ -22,12 +22,12 @@ def sequence_collectives(policy: TensorPolicy, num_parts: int, axis: str, sample
         return Action(f"{kind}/{meet.module}", op, bytes=round(padded), padding=round(padded - size), axis=axis)  # type: ignore[arg-type]
 
     for meet in (m for m in policy.reduce_sites if m.sequence_layout):
-        yield ModuleAction(meet.module, "forward", moved("sum", "reduce_scatter", meet), meet.skipped_in_recompute)
-        yield ModuleAction(meet.module, "backward", moved("sum", "all_gather", meet))
+        yield ModuleAction(meet.module, "forward", moved("tp_output", "reduce_scatter", meet), meet.skipped_in_recompute)
+        yield ModuleAction(meet.module, "backward", moved("tp_output", "all_gather", meet))
     for meet in (m for m in policy.copy_sites if m.sequence_layout):
-        yield ModuleAction(meet.module, "forward", moved("enter", "all_gather", meet), (meet.module,))
-        yield ModuleAction(meet.module, "backward", moved("enter", "reduce_scatter", meet))
+        yield ModuleAction(meet.module, "forward", moved("tp_input", "all_gather", meet), (meet.module,))
+        yield ModuleAction(meet.module, "backward", moved("tp_input", "reduce_scatter", meet))
     for meet in policy.sequence_gather_sites:
-        yield ModuleAction(meet.module, "forward", moved("collect", "all_gather", meet), (meet.module,))
+        yield ModuleAction(meet.module, "forward", moved("seq_gather", "all_gather", meet), (meet.module,))
     for meet in (m for m in policy.sequence_scatter_sites if m.needs_grad):
-        yield ModuleAction(meet.module, "backward", moved("deal", "all_gather", meet))
+        yield ModuleAction(meet.module, "backward", moved("seq_scatter", "all_gather", meet))

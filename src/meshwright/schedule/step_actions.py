@@ -192,8 +192,8 @@ def _build_layer_collectives(plan: Plan, profile: ModelProfile, coordinate: Mesh
 
     for axis, policy in plan.tensor_policies:
         kinds = (
-            ("sum", "all_reduce", policy.reduce_sites),
-            ("lookup", "all_reduce", policy.embedding_sites),
+            ("tp_output", "all_reduce", policy.reduce_sites),
+            ("embedding", "all_reduce", policy.embedding_sites),
             ("gather", "all_gather", policy.gather_sites),
         )
         for spot in sequence_collectives(policy, plan.mesh.degree(axis), axis, profile.batch):
@@ -210,7 +210,9 @@ def _build_layer_collectives(plan: Plan, profile: ModelProfile, coordinate: Mesh
                 again = _enclosing_layer(meet.module, layers) not in meet.skipped_in_recompute
                 add(meet.module, "forward", _collective_action(f"{kind}/{meet.module}", op, axis, whole, whole - size), again)
         for meet in (m for m in policy.copy_sites if m.sequence_layout is None):
-            add(meet.module, "backward", _collective_action(f"enter/{meet.module}", "all_reduce", axis, meet.bytes_for(profile.batch) * part(meet)))
+            add(
+                meet.module, "backward", _collective_action(f"tp_input/{meet.module}", "all_reduce", axis, meet.bytes_for(profile.batch) * part(meet))
+            )
         for meet in policy.norm_sites:
             size, name = meet.bytes_for(profile.batch) * meet.num_statistics, f"norm/{meet.module}"
             told = (
@@ -222,7 +224,7 @@ def _build_layer_collectives(plan: Plan, profile: ModelProfile, coordinate: Mesh
             add(meet.module, "backward", _collective_action(name, "all_reduce", axis, size))
         sizes = {t.name: t.bytes for t in profile.tensors}
         for name in policy.partial_grad_parameters:
-            add(name, "backward", _collective_action(f"enter/{name}", "all_reduce", axis, float(sizes.get(name, 0))))
+            add(name, "backward", _collective_action(f"tp_grad/{name}", "all_reduce", axis, float(sizes.get(name, 0))))
     add_context_collectives(plan, profile, coordinate.tp, add)
     for module, phase, action, again in expert_collectives(plan, profile.batch, coordinate.ep) if plan.mesh.ep > 1 else ():
         add(module, phase, action, again)
@@ -304,7 +306,7 @@ def _tied_gradient_actions(plan: Plan, profile: ModelProfile, coordinate: MeshCo
 def _bucketed_program(plan: Plan, profile: ModelProfile, coordinate: MeshCoordinate, micro_batches: int) -> Iterator[Action]:
     buckets = gradient_buckets(plan, profile) if plan.mesh.group_size("data") > 1 else ()
     op = "reduce_scatter" if plan.memory.zero else "all_reduce"
-    replicas = ["owned" if b.replication.is_expert_parallel else "replica" for b in buckets]
+    replicas = ["expert_replica" if b.replication.is_expert_parallel else "replica" for b in buckets]
     ready = _buckets_ready_after(buckets, profile)
     sites = layer_collectives(plan, profile, coordinate)
     shapes = [t.shape for _, t in gradient_arrival_order(profile)]
@@ -370,7 +372,7 @@ def _zero3_program(plan: Plan, profile: ModelProfile, coordinate: MeshCoordinate
             yield Action(f"params/{name}/{tag}{_index_suffix(at)}", "all_gather", bytes=layout.bytes, padding=layout.padding, axis="shard")
 
     def scatter(name: str, tag: str) -> Iterator[Action]:
-        axis = "owned" if name in mixtures else "replica"
+        axis = "expert_replica" if name in mixtures else "replica"
         for at, buffer in enumerate(b for b in units[name] if b.trainable):
             sent = f"grads/{name}/{tag}{_index_suffix(at)}"
             yield Action(sent, "reduce_scatter", bytes=buffer.bytes, padding=buffer.padding, axis="shard")

@@ -142,9 +142,5 @@ def _cosmoflow_task(name: str, dropout: float) -> Task:
 
 def _dlrm_task(name: str) -> Task:
     config = DLRM_CONFIGS[name]
-    fields = {
-        "dense": Field((config.dense,)),
-        "sparse": Field((config.tables,), "int64", config.rows),
-        "label": Field((), "int64", 2),
-    }
+    fields = {"dense": Field((config.dense,)), "sparse": Field((config.tables,), "int64", config.rows), "label": Field((), "int64", 2)}
     return _make_task(name, partial(DLRM, config), losses.click_loss, fields, "synthetic")

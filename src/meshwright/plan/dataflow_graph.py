@@ -28,11 +28,11 @@ class ParameterValue:
     numel: int
 
 
-class DataflowIndex:
+class DataflowGraph:
     """A dataflow with lookup tables for planners. `layers` are the modules between which a pipeline may cut, if any."""
 
     @classmethod
-    def of(cls, dataflow: Dataflow, layers: Collection[str] = ()) -> DataflowIndex:
+    def of(cls, dataflow: Dataflow, layers: Collection[str] = ()) -> DataflowGraph:
         """The shared instance for this dataflow."""
         return dataflow.memo.get_or_compute("reader", (), tuple(layers), lambda: cls(dataflow, layers))
 
