@@ -156,22 +156,26 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Loss, str]] = {
     "mask": (lambda: Attention(attn_mask=torch.zeros(S, S), is_causal=False), mean_loss, "the model gives attention a mask"),
     "running sum": (lambda: Attention(lambda x: x.cumsum(1)), mean_loss, r"the model needs all positions at once \(cumsum\)"),
     "reversed": (lambda: Attention(lambda x: x.flip(1)), mean_loss, r"needs all positions at once \(flip\)"),
-    "pooled": (lambda: Attention(lambda x: x - x.mean(1, keepdim=True)), mean_loss, "adds positions up and then computes on"),
+    "pooled": (lambda: Attention(lambda x: x - x.mean(1, keepdim=True)), mean_loss, "the model computes on a sum or mean over positions"),
     "convolution": (
         lambda: Attention(lambda x: F.conv1d(x.transpose(1, 2), torch.ones(4, 4, 3), padding=1).transpose(1, 2)),
         mean_loss,
         "convolution",
     ),
-    "windows": (lambda: Attention(lambda x: (x.view(-1, 2, S // 2, 4) * torch.ones(2, 1, 1)).view(-1, S, 4)), mean_loss, "in pieces"),
-    "linspace": (lambda: Attention(lambda x: x + torch.linspace(0, 1, S).unsqueeze(-1)), mean_loss, "a way that is not known .linspace"),
+    "windows": (
+        lambda: Attention(lambda x: (x.view(-1, 2, S // 2, 4) * torch.ones(2, 1, 1)).view(-1, S, 4)),
+        mean_loss,
+        "splits the dim of positions",
+    ),
+    "linspace": (lambda: Attention(lambda x: x + torch.linspace(0, 1, S).unsqueeze(-1)), mean_loss, "an operation that is not supported .linspace"),
     "sum": (Attention, lambda m, b: scores(m, b).sum(), r"the loss is a sum over positions: return a mean .* or the pair \(sum, count\)"),
     "sum by a number": (Attention, lambda m, b: scores(m, b).sum() / 16, "return a mean over positions"),
-    "ratio": (Attention, lambda m, b: counted(m, b)[0] / counted(m, b)[1], r"adds positions up and then computes on \(div\)"),
+    "ratio": (Attention, lambda m, b: counted(m, b)[0] / counted(m, b)[1], r"computes on a sum or mean over positions \(div\)"),
     "a count of something else": (Attention, lambda m, b: (scores(m, b).sum(), (b["labels"] > 0).sum()), "does not depend on positions"),
-    "root": (Attention, lambda m, b: scores(m, b).mean().sqrt(), r"computes on \(sqrt\)"),
+    "root": (Attention, lambda m, b: scores(m, b).mean().sqrt(), r"computes on a sum or mean over positions \(sqrt\)"),
     "count of samples": (Attention, lambda m, b: (scores(m, b).sum(), b["weight"].sum()), "the loss does not depend on positions"),
-    "count as a number": (Attention, lambda m, b: (scores(m, b).sum(), 16), "the loss counts with a number"),
-    "mean and count": (Attention, lambda m, b: (mean_loss(m, b), (b["labels"] > 0).sum()), "the loss is a mean beside a count"),
+    "count as a number": (Attention, lambda m, b: (scores(m, b).sum(), 16), "the loss returns its count as a number"),
+    "mean and count": (Attention, lambda m, b: (mean_loss(m, b), (b["labels"] > 0).sum()), "the loss returns a mean with a count"),
 }
 
 

@@ -8,7 +8,7 @@ cover every choice of the innermost axis; the order of the others matters less.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from meshwright.core.cluster import Cluster
@@ -21,26 +21,25 @@ _GROUP_AXES = ("data", "replica", *AXES)  # groups that run collectives
 
 def alternative_axis_orders(mesh: Mesh, cluster: Cluster) -> Iterator[Mesh]:
     """The same mesh in other axis orders; none on one node, nor where CPU and GPU ranks are mixed."""
-    near = len(cluster.nodes[0].devices)
+    node_size = len(cluster.nodes[0].devices)
     active = [axis for axis in AXES if mesh.degree(axis) > 1]
-    if mesh.order or len(active) < 2 or near == 1 or mesh.size <= near or assign_rank_devices(cluster, mesh.size):
+    if mesh.order or len(active) < 2 or node_size == 1 or mesh.size <= node_size or assign_rank_devices(cluster, mesh.size):
         return
-    seen = {_ranks_on_first_node(mesh, near)}
+    seen = [_ranks_on_first_node(mesh, node_size)]
     for axis in reversed(active[:-1]):
         other = replace(mesh, order=(*(a for a in active if a != axis), axis))
-        sign = _ranks_on_first_node(other, near)
-        if sign not in seen:
-            seen.add(sign)
+        counts = _ranks_on_first_node(other, node_size)
+        if counts not in seen:
+            seen.append(counts)
             yield other
 
 
-def _ranks_on_first_node(mesh: Mesh, devices_per_node: int) -> tuple[int, ...]:
+def _ranks_on_first_node(mesh: Mesh, node_size: int) -> list[int]:
     """How many ranks of the first group of each axis are on the first node."""
-    return tuple(_count_on_node(devices_per_node, group_strides(axis, mesh)) for axis in _GROUP_AXES)
-
-
-def _count_on_node(devices_per_node: int, axis_strides: Sequence[tuple[int, int]]) -> int:
-    found = [0]
-    for stride, degree in axis_strides:
-        found = [rank for first in found for rank in range(first, min(first + stride * degree, devices_per_node), stride)]
-    return len(found)
+    counts = []
+    for axis in _GROUP_AXES:
+        ranks = [0]
+        for stride, degree in group_strides(axis, mesh):
+            ranks = [rank for first in ranks for rank in range(first, min(first + stride * degree, node_size), stride)]
+        counts.append(len(ranks))
+    return counts

@@ -14,12 +14,11 @@ TimeModel = Callable[[int], float]  # samples → seconds, never decreasing
 
 
 def equal_balance(batch: int, mesh: Mesh) -> BalancePolicy:
-    """Equal shares, with one sample more for the first ranks where the batch does not divide. A pipeline's shares are equal; an uneven batch is
-    refused."""
-    width = mesh.data_parallel_size
-    if mesh.pp > 1 or width == 1 or batch < width:
+    """Equal shares, with one sample more for the first ranks if the batch does not divide. A pipeline needs a batch that divides."""
+    degree = mesh.data_parallel_size
+    if mesh.pp > 1 or degree == 1 or batch < degree:
         return BalancePolicy()
-    return BalancePolicy(tuple(batch // width + (rank < batch % width) for rank in range(width)))
+    return BalancePolicy(tuple(batch // degree + (rank < batch % degree) for rank in range(degree)))
 
 
 def distribute_samples(
@@ -28,15 +27,15 @@ def distribute_samples(
     """Shares that finish soonest, with at most `max_samples[i]` samples on rank i; None where they do not fit. Each further sample goes to the
     rank that would finish it first, so no move of a sample can make the last rank finish sooner."""
     shares = [min_samples] * len(time_models)
-    rooms = max_samples or [samples] * len(time_models)
-    if min(rooms) < min_samples or sum(min(room, samples) for room in rooms) < samples or samples < min_samples * len(time_models):
+    limits = max_samples or [samples] * len(time_models)
+    if min(limits) < min_samples or sum(min(limit, samples) for limit in limits) < samples or samples < sum(shares):
         return None
-    heap = [(pace(min_samples + 1), i) for i, pace in enumerate(time_models) if rooms[i] > min_samples]
+    heap = [(seconds(min_samples + 1), i) for i, seconds in enumerate(time_models) if limits[i] > min_samples]
     heapq.heapify(heap)
-    for _ in range(samples - min_samples * len(time_models)):
+    for _ in range(samples - sum(shares)):
         _, i = heap[0]
         shares[i] += 1
-        if shares[i] < rooms[i]:
+        if shares[i] < limits[i]:
             heapq.heapreplace(heap, (time_models[i](shares[i] + 1), i))
         else:
             heapq.heappop(heap)
@@ -44,15 +43,15 @@ def distribute_samples(
 
 
 def monotone_interpolation(points: Sequence[tuple[int, float]]) -> TimeModel:
-    """Piecewise linear interpolation, extrapolated beyond the last point. Where fewer samples are measured slower than more, they get the time of
-    the more."""
+    """Piecewise linear interpolation of (samples, seconds), extrapolated beyond the last point. A point slower than one with more samples gets
+    the time of that one."""
     sizes = [size for size, _ in points]
-    ends = list(accumulate((seconds for _, seconds in reversed(points)), min))[::-1]
-    slopes = [(b - a) / (n - m) for (m, n), (a, b) in zip(pairwise(sizes), pairwise(ends), strict=True)]
+    times = list(accumulate((seconds for _, seconds in reversed(points)), min))[::-1]
+    slopes = [(b - a) / (n - m) for (m, n), (a, b) in zip(pairwise(sizes), pairwise(times), strict=True)]
 
     def seconds(samples: int) -> float:
-        at = min(max(bisect_left(sizes, samples) - 1, 0), len(slopes) - 1)
-        return max(ends[at] + slopes[at] * (samples - sizes[at]), 0.0)
+        i = min(max(bisect_left(sizes, samples) - 1, 0), len(slopes) - 1)
+        return max(times[i] + slopes[i] * (samples - sizes[i]), 0.0)
 
     return seconds
 
@@ -62,15 +61,14 @@ def capped_fractions(weights: Sequence[float], max_fractions: Sequence[float]) -
     less than 1."""
     if sum(max_fractions) < 1.0:
         return None
-    parts = [0.0] * len(weights)
-    full: set[int] = set()
+    capped: set[int] = set()
     while True:
-        left = 1.0 - sum(max_fractions[i] for i in full)
-        among = sum(w for i, w in enumerate(weights) if i not in full)
-        parts = [max_fractions[i] if i in full else left * w / among if among else 0.0 for i, w in enumerate(weights)]
-        over = {i for i, part in enumerate(parts) if i not in full and part > max_fractions[i]}
-        if not over:
+        remainder = 1.0 - sum(max_fractions[i] for i in capped)
+        weight = sum(w for i, w in enumerate(weights) if i not in capped)
+        fractions = [max_fractions[i] if i in capped else remainder * w / weight if weight else 0.0 for i, w in enumerate(weights)]
+        excessive = {i for i, fraction in enumerate(fractions) if i not in capped and fraction > max_fractions[i]}
+        if not excessive:
             break
-        full |= over
-    total = sum(parts)
-    return tuple(part / total for part in parts) if abs(total - 1.0) < 1e-6 else None
+        capped |= excessive
+    total = sum(fractions)
+    return tuple(fraction / total for fraction in fractions) if abs(total - 1.0) < 1e-6 else None

@@ -41,9 +41,9 @@ from meshwright.plan.search_space import (
     world_sizes,
 )
 
-TOP_K = 3  # so many of the best plans are exact
-_MAX_TOO_LARGE = 6  # where nothing fits, so many of the plans that need the least memory are priced
-_MAX_OTHER_STRATEGIES = 2  # so many plans of other strategies are priced, where the best plans all have the same
+TOP_K = 3  # this many of the best plans are exact
+_MAX_TOO_LARGE = 6  # if nothing fits, this many of the plans that need the least memory are priced
+_MAX_OTHER_STRATEGIES = 2  # if the best plans all have one strategy, this many plans of others are priced
 _MAX_STAGES = 128
 _EXTRA_STAGES_PER_RANK = (4,)  # tried beside the default, where a schedule takes any number
 _COARSE, _COARSE_STAGED, _REFINED, _REFINED_STAGED = range(4)  # refinement levels
@@ -55,7 +55,7 @@ CoarsePoints = Sequence[tuple[float, SearchPoint]]
 class _PricedPlan:
     plan: Plan
     estimate: Estimate
-    key: float
+    cost: float
 
 
 class BestFirstSearch:
@@ -88,111 +88,104 @@ class BestFirstSearch:
 
     def search(self) -> list[tuple[Plan, Estimate]]:
         """The best plans and their estimates, and whatever else the search priced; unsorted. Empty if no plan costs less than `cost_limit`."""
-        for least, point in self._known_points or ((0.0, point) for point in self._enumerate_coarse()):
-            if least < self._cost_limit:
-                self._push(point, _COARSE, least)
-        self.coarse_points = [(least, point) for least, _, _, point in self._queue]
-        found: list[_PricedPlan] = []
-        best: list[float] = []
-        while self._queue and self._queue[0][0] < (best[self._top_k - 1] if len(best) >= self._top_k else self._cost_limit):
-            priced = self._refine_next()
-            if priced is None:
-                continue
-            found.append(priced)
-            if priced.estimate.fits:
-                best = sorted([*best, priced.key])
-        if best and self._top_k > 1:
-            found += self._price_other_strategies(found)
-        if not best and self._cost_limit == math.inf:
-            found += self._closest_to_fitting()
-        if not found and self._cost_limit == math.inf:
+        for bound, point in self._known_points or ((0.0, point) for point in self._enumerate_coarse()):
+            if bound < self._cost_limit:
+                self._push(point, _COARSE, bound)
+        self.coarse_points = [(bound, point) for bound, _, _, point in self._queue]
+        plans: list[_PricedPlan] = []
+        costs: list[float] = []  # of the plans that fit
+        while self._queue and self._queue[0][0] < (costs[self._top_k - 1] if len(costs) >= self._top_k else self._cost_limit):
+            if (priced := self._refine_next()) is not None:
+                plans.append(priced)
+                costs = sorted([*costs, priced.cost]) if priced.estimate.fits else costs
+        if costs and self._top_k > 1:
+            plans += self._price_other_strategies(plans)
+        if not costs and self._cost_limit == math.inf:
+            plans += self._closest_to_fitting()
+        if not plans and self._cost_limit == math.inf:
             raise self._first_error or RequestError("no plan is legal here: relax --mesh, --nproc or --set")
-        return [(f.plan, f.estimate) for f in found]
+        return [(p.plan, p.estimate) for p in plans]
 
     def _refine_next(self) -> _PricedPlan | None:
         """Refine the cheapest point in the queue; return the priced plan after the last refinement, else None."""
-        least, _, look, point = heapq.heappop(self._queue)
-        if look == _COARSE:
-            for grid in (
-                self._mesh_proposer.meshes_2d_tensor(point.mesh) if not point.sequence_parallel else ()
-            ):  # 2D computes as much as 1D, so it has the same bound
-                self._push(replace(point, mesh=grid), _COARSE)
-        if look in (_COARSE, _REFINED) and point.mesh.pp > 1:
-            self._push(point, look + 1, least)
-        elif look < _REFINED:
-            for finer in self._refinements(point):
-                seconds = self._push(finer, _REFINED, least)
-                for other in self._mesh_proposer.reordered_points(finer, seconds) if seconds is not None else ():
-                    self._push(other, _REFINED, least)
+        bound, _, level, point = heapq.heappop(self._queue)
+        if level == _COARSE and not point.sequence_parallel:
+            for mesh in self._mesh_proposer.meshes_2d_tensor(point.mesh):  # 2D computes as much as 1D, so it has the same bound
+                self._push(replace(point, mesh=mesh), _COARSE)
+        if level in (_COARSE, _REFINED) and point.mesh.pp > 1:
+            self._push(point, level + 1, bound)
+        elif level < _REFINED:
+            for refined in self._refinements(point):
+                seconds = self._push(refined, _REFINED, bound)
+                for other in self._mesh_proposer.reordered_points(refined, seconds) if seconds is not None else ():
+                    self._push(other, _REFINED, bound)
         else:
             return self._price_point(point)
         return None
 
     def _price_other_strategies(self, priced_plans: Sequence[_PricedPlan]) -> list[_PricedPlan]:
         """Plans of other strategies, priced in the order of their bounds, where all plans priced so far have the same strategy."""
-        known = {(f.plan.strategy, f.plan.world) for f in priced_plans if f.estimate.fits}
-        tried: list[_PricedPlan] = []
-        seen = {_strategy_key(f.plan.mesh, f.plan.memory.zero) for f in priced_plans}
-        while len(known) == 1 and self._queue and len(tried) < _MAX_OTHER_STRATEGIES:
-            if self._queue[0][2] >= _REFINED and _strategy_key(self._queue[0][3].mesh, self._queue[0][3].zero) in seen:
+        strategies = {(p.plan.strategy, p.plan.world) for p in priced_plans if p.estimate.fits}
+        others: list[_PricedPlan] = []
+        seen = {_strategy_key(p.plan.mesh, p.plan.memory.zero) for p in priced_plans}
+        while len(strategies) == 1 and self._queue and len(others) < _MAX_OTHER_STRATEGIES:
+            _, _, level, point = self._queue[0]
+            if level >= _REFINED and _strategy_key(point.mesh, point.zero) in seen:
                 heapq.heappop(self._queue)
-                continue
-            priced = self._refine_next()
-            if priced is not None:
-                tried.append(priced)
-                seen |= {_strategy_key(priced.plan.mesh, priced.plan.memory.zero)}
-        return tried
+            elif (priced := self._refine_next()) is not None:
+                others.append(priced)
+                seen.add(_strategy_key(priced.plan.mesh, priced.plan.memory.zero))
+        return others
 
     # -- points --
 
     def _enumerate_coarse(self) -> Iterator[SearchPoint]:
         """Yield meshes without ZeRO, with every number of micro-batches and every schedule; tensor parallelism stays within a node if any such
         mesh exists."""
-        near = max(len(node.devices) for node in self._cluster.nodes[:1])
-        for mesh in self._meshes(near) or self._meshes():
-            for sequence in sequence_parallel_choices(mesh, self._constraints):
-                for micro in micro_batch_counts(self._workload.global_batch, mesh, self._constraints):
-                    for schedule, each in self._schedule_choices(mesh, micro):
-                        if self._workload.global_batch % (mesh.data_parallel_size * micro) == 0:
-                            yield SearchPoint(mesh, 0, micro, self._constraints.recompute or "none", sequence, schedule, each)
+        batch, constraints = self._workload.global_batch, self._constraints
+        for mesh in self._meshes(len(self._cluster.nodes[0].devices)) or self._meshes():
+            for sequence in sequence_parallel_choices(mesh, constraints):
+                for micro in micro_batch_counts(batch, mesh, constraints):
+                    for schedule, stages in self._schedule_choices(mesh, micro):
+                        if batch % (mesh.data_parallel_size * micro) == 0:
+                            yield SearchPoint(mesh, 0, micro, constraints.recompute or "none", sequence, schedule, stages)
 
     def _meshes(self, max_tensor_degree: int = 0) -> list[Mesh]:
         """Meshes with at most `max_tensor_degree` tensor-parallel ranks, if given."""
-        sizes = world_sizes(len(self._cluster.devices), self._constraints)
-        return [mesh for world in sizes for mesh in self._mesh_proposer.meshes_1d_tensor(world, _MAX_STAGES, max_tensor_degree or world)]
+        worlds = world_sizes(len(self._cluster.devices), self._constraints)
+        return [mesh for world in worlds for mesh in self._mesh_proposer.meshes_1d_tensor(world, _MAX_STAGES, max_tensor_degree or world)]
 
     def _schedule_choices(self, mesh: Mesh, micro_batches: int) -> Iterator[tuple[PipelineSchedule, int]]:
-        """Yield (schedule, stages per rank; 0 for the default). With more and shorter stages all ranks have work sooner, and more is sent."""
+        """Yield (schedule, stages per rank; 0 for the default). More and shorter stages fill the pipeline sooner and send more."""
         for schedule in schedule_choices(mesh, self._constraints) if micro_batches >= mesh.pp or self._constraints.schedule is not None else ():
             yield schedule, 0
             if schedule_traits(schedule).any_stages_per_rank and mesh.pp > 1:
-                yield from ((schedule, each) for each in _EXTRA_STAGES_PER_RANK if each * mesh.pp <= len(self._profile.layers))
+                yield from ((schedule, n) for n in _EXTRA_STAGES_PER_RANK if n * mesh.pp <= len(self._profile.layers))
 
     def _refinements(self, coarse: SearchPoint) -> Iterator[SearchPoint]:
         """The point with every ZeRO stage and recompute choice."""
-        mesh = coarse.mesh
         for zero in (self._constraints.zero,) if self._constraints.zero is not None else (0, 1, 2, 3):
-            for shard in self._shard_degrees(mesh, zero):
-                spread = self._with_shard(mesh, shard)
+            for shard in self._shard_degrees(coarse.mesh, zero):
+                mesh = self._with_shard(coarse.mesh, shard)
                 for recompute in self._recompute_choices():
-                    finer = replace(coarse, mesh=spread, zero=zero, recompute=recompute)
-                    if self._is_legal(finer):
-                        yield finer
+                    refined = replace(coarse, mesh=mesh, zero=zero, recompute=recompute)
+                    if self._is_legal(refined):
+                        yield refined
 
     def _recompute_choices(self) -> tuple[RecomputeChoice, ...]:
-        """The recompute mode asked for; otherwise "mixed", which takes no more time than one mode for all units, though it may need more memory."""
+        """The requested mode, or else "mixed", which takes no more time than one mode for all units, though it may need more memory."""
         if self._constraints.recompute:
             return (self._constraints.recompute,)
         return RECOMPUTE_MODES if self._workload.objective == "memory" else ("none", "mixed")
 
     def _is_legal(self, point: SearchPoint) -> bool:
         """False where `Plan` would refuse the point, as far as that is known here."""
-        tensor, piped, traits = point.mesh.degree("tp") > 1, point.mesh.pp > 1, schedule_traits(point.schedule)
-        if point.recompute == "selective" and tensor and self._compile_mode(point) != "none":
+        pipelined, traits = point.mesh.pp > 1, schedule_traits(point.schedule)
+        if point.recompute == "selective" and point.mesh.degree("tp") > 1 and self._compile_mode(point) != "none":
             return False
-        if piped and traits.splits_backward and (point.recompute != "none" or point.zero == 3):
+        if pipelined and traits.splits_backward and (point.recompute != "none" or point.zero == 3):
             return False
-        if piped and traits.stages_per_rank > 1 and point.zero == 2:
+        if pipelined and traits.stages_per_rank > 1 and point.zero == 2:
             return False
         return is_basic_mesh(point.mesh) or self._mesh_proposer.is_legal(point)
 
@@ -200,8 +193,8 @@ class BestFirstSearch:
         """Numbers of ranks over which ZeRO may shard: all data ranks, or a power of two; any divisor if all fit on a node."""
         if zero == 0 or mesh.dp == 1:
             return [1] if zero == 0 else []
-        near = len(self._cluster.nodes[0].devices)
-        return [d for d in divisors(mesh.dp) if d > 1 and (d == mesh.dp or mesh.dp <= near or _is_power_of_two(d))]
+        node_size = len(self._cluster.nodes[0].devices)
+        return [d for d in divisors(mesh.dp) if d > 1 and (d == mesh.dp or mesh.dp <= node_size or d.bit_count() == 1)]
 
     # -- bounding and pricing --
 
@@ -213,29 +206,27 @@ class BestFirstSearch:
         """Push a point into the queue if it may be legal and fit; return its lower bound in seconds, else None. Its cost is at least
         `known_bound`."""
         try:
-            cut = self.partition_cache.sharding(point.mesh, point.sequence_parallel)
+            sharding = self.partition_cache.sharding(point.mesh, point.sequence_parallel)
         except RequestError as error:
             self._first_error = self._first_error or error
             return None
         self.num_considered += level in (_COARSE, _REFINED)
-        compiled, workload = self._compile_mode(point, cut), self._workload
-        staged, plan = level in (_COARSE_STAGED, _REFINED_STAGED), level >= _REFINED
+        compile_mode = self._compile_mode(point, sharding)
+        staged, refined = level in (_COARSE_STAGED, _REFINED_STAGED), level >= _REFINED
         stages = self._stage_layers(point) if staged else ()
         if staged and not stages:
             return None
-        need = self._bounds.memory.bytes(point, cut, compiled, stages) if plan else 0.0
-        if plan and need > self._bounds.memory.limit(point):
-            heapq.heappush(self._too_large, (need, next(self._push_counter), point))
+        memory = self._bounds.memory.bytes(point, sharding, compile_mode, stages) if refined else 0.0
+        if refined and memory > self._bounds.memory.limit(point):
+            heapq.heappush(self._too_large, (memory, next(self._push_counter), point))
             return None
-        seconds = self._bounds.seconds(point, cut, compiled, plan, stages)
-        least = objective_cost(workload, seconds, point.mesh.size, need) * self._complexity_penalty(
-            point, point.sequence_parallel, point.recompute != "none"
-        )
-        heapq.heappush(self._queue, (max(least, known_bound), next(self._push_counter), level, point))
+        seconds = self._bounds.seconds(point, sharding, compile_mode, refined, stages)
+        bound = self._cost(point, seconds, memory, point.sequence_parallel, point.recompute != "none")
+        heapq.heappush(self._queue, (max(bound, known_bound), next(self._push_counter), level, point))
         return seconds
 
     def _stage_layers(self, point: SearchPoint) -> StageLayers:
-        """The layers of each stage; empty where the model cannot be cut so, or torch cannot run the schedule."""
+        """The layers of each stage; empty if the model cannot be split into these stages, or torch cannot run the schedule."""
         key = (point.mesh.pp, point.mesh.cp, point.mesh.tp, point.sequence_parallel, point.schedule, point.stages_per_rank)
         if key not in self._stage_layers_by_key:
             try:
@@ -249,43 +240,37 @@ class BestFirstSearch:
     def _price_point(self, point: SearchPoint) -> _PricedPlan | None:
         """The plan and its estimate; None where it turns out not to be legal."""
         try:
-            cuts = self.partition_cache.partition(point.mesh, point.sequence_parallel, point.schedule, point.stages_per_rank)
-            alike = replace(point, recompute="none") if point.recompute == "mixed" else point
-            plan = make_plan(self._profile, self._cluster, self._workload, self._constraints, alike, cuts)
+            partition = self.partition_cache.partition(point.mesh, point.sequence_parallel, point.schedule, point.stages_per_rank)
+            uniform = replace(point, recompute="none") if point.recompute == "mixed" else point
+            plan = make_plan(self._profile, self._cluster, self._workload, self._constraints, uniform, partition)
         except RequestError as error:
             self._first_error = self._first_error or error
             return None
         if point.recompute == "mixed":
-            found = choose_mixed_recompute(plan, self._profile, self._workload, self._cluster, self._problem.calibration)
-            if found is None:
+            mixed = choose_mixed_recompute(plan, self._profile, self._workload, self._cluster, self._problem.calibration)
+            if mixed is None:
                 heapq.heappush(self._too_large, (0.0, next(self._push_counter), point))
                 return None
-            plan = found
-        priced, workload = self._problem.estimate(plan), self._workload
-        extra = self._complexity_penalty(point, plan.tensor.is_sequence_parallel, bool(plan.memory.recompute_modes))
-        return _PricedPlan(plan, priced, objective_cost(workload, priced.step_s, plan.world, max(priced.memory_bytes[:1])) * extra)
+            plan = mixed
+        estimate, sequence, recomputes = self._problem.estimate(plan), plan.tensor.is_sequence_parallel, bool(plan.memory.recompute_modes)
+        return _PricedPlan(plan, estimate, self._cost(point, estimate.step_s, estimate.memory_bytes[0], sequence, recomputes))
 
-    def _complexity_penalty(self, point: SearchPoint, sequence_parallel: bool, recomputes: bool) -> float:
-        if self._workload.objective == "memory":
-            return 1.0
-        return complexity_penalty(
-            point.mesh, point.zero, point.micro_batches, sequence_parallel, recomputes, point.schedule, point.pipeline_spec.chunks
-        )
+    def _cost(self, point: SearchPoint, seconds: float, memory: float, sequence_parallel: bool, recomputes: bool) -> float:
+        """The objective, with the complexity penalty unless it is memory."""
+        cost, mesh, chunks = objective_cost(self._workload, seconds, point.mesh.size, memory), point.mesh, point.pipeline_spec.chunks
+        penalty = complexity_penalty(mesh, point.zero, point.micro_batches, sequence_parallel, recomputes, point.schedule, chunks)
+        return cost if self._workload.objective == "memory" else cost * penalty
 
     def _closest_to_fitting(self) -> list[_PricedPlan]:
         """The plans that need the least memory, for when nothing fits."""
-        found: list[_PricedPlan] = []
-        while self._too_large and len(found) < (_MAX_TOO_LARGE if self._top_k > 1 else 1):
+        plans: list[_PricedPlan] = []
+        while self._too_large and len(plans) < (_MAX_TOO_LARGE if self._top_k > 1 else 1):
             point = heapq.heappop(self._too_large)[2]
             priced = self._price_point(replace(point, recompute="full") if point.recompute == "mixed" else point)
-            found += [priced] if priced is not None else []
-        return found
+            plans += [priced] if priced is not None else []
+        return plans
 
 
 def _strategy_key(mesh: Mesh, zero: int) -> tuple[object, ...]:
     """A rough key of a point's strategy."""
     return mesh.size, mesh.pp, mesh.cp, mesh.ep, mesh.tp, zero
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0

@@ -44,84 +44,77 @@ class LowerBounds:
         drain, the optimizer and, with `with_communication`, the time that collectives occupy the links. Without it the ZeRO stage is still open,
         so the optimizer update may be sharded over all data ranks."""
         mesh, rates, micro = point.mesh, self._problem.rates(point.mesh.size), point.micro_batches
-        parts = self._totals.of_stages(point, sharding, compile_mode, stages)
-        ranks = self._totals.of_ranks(point, parts, stages)
-        price = ComputeCost(rates, self._problem.workload.precision, compile_mode != "none", self._units)
-        owners = mesh.dp * mesh.shard if not with_communication else mesh.shard if point.zero else 1
-        stepped = min(part.trainable_bytes for part in ranks) / 4 / owners
-        update = price.optimizer_seconds(stepped, self._problem.workload.optimizer, 4, self._problem.offloads_optimizer)
-        added, in_stages = self._added_recompute(point, parts, ranks, stages)
-        each = max(rank.forward + rank.backward + rank.recompute_seconds[point.recompute] + more for rank, more in zip(ranks, added, strict=True))
-        computed = micro * each + update
-        way = 0.0
-        stolen = 1.0 - self._overlap(rates)
-        moved = _map_unique(ranks, lambda rank: self.comm.gradient_seconds(point, rank, sharding)) if with_communication else [0.0] * len(ranks)
+        stage_totals = self._totals.of_stages(point, sharding, compile_mode, stages)
+        ranks = self._totals.of_ranks(point, stage_totals, stages)
+        compute_cost = ComputeCost(rates, self._problem.workload.precision, compile_mode != "none", self._units)
+        shards = mesh.dp * mesh.shard if not with_communication else mesh.shard if point.zero else 1
+        elements = min(rank.trainable_bytes for rank in ranks) / 4 / shards
+        update = compute_cost.optimizer_seconds(elements, self._problem.workload.optimizer, 4, self._problem.offloads_optimizer)
+        by_rank, by_stage = self._added_recompute(point, stage_totals, ranks, stages)
+        compute = [r.forward + r.backward + r.recompute_seconds[point.recompute] + added for r, added in zip(ranks, by_rank, strict=True)]
+        bound, mean_bound = micro * max(compute) + update, 0.0
+        exposed = 1.0 - self._overlap(rates)
+        gradients = _map_unique(ranks, lambda rank: self.comm.gradient_seconds(point, rank, sharding)) if with_communication else [0.0] * len(ranks)
+        layer_comm = self.comm.layer_seconds(point, sharding) if with_communication else 0.0
         if stages:
-            met = _map_unique(parts, lambda part: self.comm.stage_seconds(point, part)) if with_communication else [(0.0, 0.0)] * len(parts)
-            turns = [
-                StageTime(p.forward + on, p.backward + p.recompute_seconds[point.recompute] + least + back)
-                for p, least, (on, back) in zip(parts, in_stages, met, strict=True)
+            no_comm = [(0.0, 0.0)] * len(stage_totals)
+            stage_comm = _map_unique(stage_totals, lambda stage: self.comm.stage_seconds(point, stage)) if with_communication else no_comm
+            times = [
+                StageTime(s.forward + forward, s.backward + s.recompute_seconds[point.recompute] + added + backward)
+                for s, added, (forward, backward) in zip(stage_totals, by_stage, stage_comm, strict=True)
             ]
-            besides = [max(more - sum(in_stages[s] for s in point.pipeline_spec.stages(rank)), 0.0) for rank, more in enumerate(added)]
+            during = [max(added - sum(by_stage[s] for s in point.pipeline_spec.stages(rank)), 0.0) for rank, added in enumerate(by_rank)]
             after = [update if point.zero < 2 else 0.0] * len(ranks)  # zero=2 and zero=3 communicate within a pipeline action, possibly nothing after
-            sums = after if point.zero < 2 else besides
-            for rank, sent in enumerate(moved):
-                sums[rank] += stolen * sent / (1 if point.zero < 2 else micro)
-            least, way = lower_bound_seconds(point.pipeline_spec, turns, besides, after)
-            computed = max(computed, least)
-            way += 0.0 if is_basic_mesh(mesh) or not with_communication else self.comm.layer_seconds(point, sharding)
+            for rank, seconds in enumerate(gradients):
+                (after if point.zero < 2 else during)[rank] += exposed * seconds / (1 if point.zero < 2 else micro)
+            pipeline, mean_bound = lower_bound_seconds(point.pipeline_spec, times, during, after)
+            bound = max(bound, pipeline)
+            mean_bound += 0.0 if is_basic_mesh(mesh) else layer_comm
         if not with_communication:
-            return computed
-        mean = sum(
-            rank.forward + rank.backward + rank.recompute_seconds[point.recompute] + more for rank, more in zip(ranks, added, strict=True)
-        ) / len(ranks)
-        sent, all_met = sum(moved) / len(ranks), self.comm.layer_seconds(point, sharding)
-        return max(computed, way, micro * mean + update + stolen * sent + all_met, sent)
+            return bound
+        sent = sum(gradients) / len(ranks)
+        return max(bound, mean_bound, micro * (sum(compute) / len(ranks)) + update + exposed * sent + layer_comm, sent)
 
     def _added_recompute(
         self, point: SearchPoint, stage_totals: Sequence[LayerTotals], rank_totals: Sequence[LayerTotals], stages: StageLayers
     ) -> tuple[list[float], list[float]]:
         """Least recompute seconds that "mixed" adds to a micro-batch, by rank and by stage: enough to save the bytes above the memory limit, taken
         where a second saves most, which is where the most micro-batches are in flight."""
-        alone, none = [0.0] * len(rank_totals), [0.0] * len(stage_totals)
+        by_rank, by_stage = [0.0] * len(rank_totals), [0.0] * len(stage_totals)
         if point.recompute != "mixed" or (point.mesh.pp > 1 and not stages):
-            return alone, none
-        plain, limit = replace(point, recompute="none"), self.memory.room(point)
-        ways = _map_unique(stage_totals, lambda part: sorted(self._recompute_savings(point, part), reverse=True))
-        for rank, (whole, moments) in enumerate(
-            zip(rank_totals, self.memory.peak_moments(point.pipeline_spec, IdentityKey(stage_totals), "none"), strict=True)
-        ):
-            mine = point.pipeline_spec.stages(rank) if stages else (0,)
-            for counts, kept in moments:
-                excess = self.memory.rank_bytes(plain, whole, kept) - limit
+            return by_rank, by_stage
+        without, limit = replace(point, recompute="none"), self.memory.room(point)
+        stage_savings = _map_unique(stage_totals, lambda stage: sorted(self._recompute_savings(point, stage), reverse=True))
+        peaks = self.memory.peak_moments(point.pipeline_spec, IdentityKey(stage_totals), "none")
+        for rank, (totals, moments) in enumerate(zip(rank_totals, peaks, strict=True)):
+            rank_stages = point.pipeline_spec.stages(rank) if stages else (0,)
+            for counts, saved in moments:
+                excess = self.memory.rank_bytes(without, totals, saved) - limit
                 if excess <= 0:
                     continue
-                every = {stage: [(n * rate, n * most) for rate, most in ways[stage]] for n, stage in zip(counts, mine, strict=True) if n}
-                alone[rank] = max(
-                    alone[rank], _min_recompute_seconds(excess, sorted((way for found in every.values() for way in found), reverse=True))
-                )
-                room = sum(most for found in every.values() for _, most in found)
-                for stage, found in every.items():
-                    here = sum(most for _, most in found)
-                    none[stage] = max(none[stage], _min_recompute_seconds(excess - (room - here), found))
-        return alone, none
+                savings = {s: [(n * rate, n * size) for rate, size in stage_savings[s]] for n, s in zip(counts, rank_stages, strict=True) if n}
+                all_savings = sorted((saving for stage in savings.values() for saving in stage), reverse=True)
+                by_rank[rank] = max(by_rank[rank], _min_recompute_seconds(excess, all_savings))
+                total = sum(size for stage in savings.values() for _, size in stage)
+                for stage_index, own in savings.items():
+                    elsewhere = total - sum(size for _, size in own)
+                    by_stage[stage_index] = max(by_stage[stage_index], _min_recompute_seconds(excess - elsewhere, own))
+        return by_rank, by_stage
 
     def _recompute_savings(self, point: SearchPoint, totals: LayerTotals) -> list[tuple[float, float]]:
         """How recomputation can save the activations of a micro-batch: (bytes saved per second, bytes in all). A unit's more expensive mode
         follows its cheaper one, with the additional bytes at the additional cost."""
-        op, met = "all_gather" if point.sequence_parallel else "all_reduce", is_basic_mesh(point.mesh)
-        found: list[tuple[float, float]] = []
-        for modes, count in totals.recompute_options:
-            done, spent = 0.0, 0.0
-            costs = [
-                (s.bytes, s.seconds + (self.comm.seconds(op, "tp", point.mesh, s.collective_calls, s.collective_bytes) if met else 0.0))
-                for s in modes
-            ]
-            while left := [(size - done, seconds - spent) for size, seconds in costs if size > done]:
-                more, extra = max(left, key=lambda way: way[0] / way[1] if way[1] > 0 else math.inf)
-                found.append((more / extra if extra > 0 else math.inf, count * more))
-                done, spent = done + more, spent + max(extra, 0.0)
-        return found
+        mesh, op = point.mesh, "all_gather" if point.sequence_parallel else "all_reduce"
+        savings: list[tuple[float, float]] = []
+        for options, count in totals.recompute_options:
+            comm = [self.comm.seconds(op, "tp", mesh, o.collective_calls, o.collective_bytes) if is_basic_mesh(mesh) else 0.0 for o in options]
+            costs = [(option.bytes, option.seconds + seconds) for option, seconds in zip(options, comm, strict=True)]
+            saved, spent = 0.0, 0.0
+            while larger := [(size - saved, seconds - spent) for size, seconds in costs if size > saved]:
+                size, seconds = max(larger, key=lambda step: step[0] / step[1] if step[1] > 0 else math.inf)
+                savings.append((size / seconds if seconds > 0 else math.inf, count * size))
+                saved, spent = saved + size, spent + max(seconds, 0.0)
+        return savings
 
     def _overlap(self, rates: Rates) -> float:
         if rates.core_busy_curves:  # a measured curve gives the compute time lost to a collective, by its size
@@ -132,19 +125,16 @@ class LowerBounds:
 
 def _map_unique(totals_list: Sequence[LayerTotals], compute: Callable[[LayerTotals], T]) -> list[T]:
     """`compute` of each item, called once for items that are the same object."""
-    found: dict[int, T] = {}
-    for row in totals_list:
-        if id(row) not in found:
-            found[id(row)] = compute(row)
-    return [found[id(row)] for row in totals_list]
+    results = {key: compute(totals) for key, totals in {id(totals): totals for totals in totals_list}.items()}
+    return [results[id(totals)] for totals in totals_list]
 
 
 def _min_recompute_seconds(excess: float, savings: Sequence[tuple[float, float]]) -> float:
     """Least seconds to save `excess` bytes with `savings`: (bytes per second, maximum bytes), fastest first."""
-    spent = 0.0
-    for rate, most in savings:
+    seconds = 0.0
+    for rate, size in savings:
         if excess <= 0:
             break
-        spent += min(excess, most) / rate
-        excess -= most
-    return spent
+        seconds += min(excess, size) / rate
+        excess -= size
+    return seconds

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
-from meshwright.core.schedule import Action
 from meshwright.schedule import MeshCoordinate, local_profile
 from meshwright.schedule.step_actions import layer_collectives
 
@@ -33,30 +32,27 @@ class CollectiveTotal:
 def collective_totals(sharding: Plan, profile: ModelProfile, units: Collection[str]) -> tuple[CollectiveTotal, ...]:
     """The totals by operation and axis, without sends between two ranks: they are few, and do not span the axis."""
     one, two = (_sum_collectives(sharding, profile.at_batch(samples), units) for samples in (1, 2))
-    none = (0, 0.0)
-    keys = dict.fromkeys((op, axis) for op, axis, _ in one)
-    return tuple(CollectiveTotal(*key, *((*one.get((*key, again), none), two.get((*key, again), none)[1] - one.get((*key, again), none)[1])
-                             for again in (False, True))) for key in keys)  # fmt: skip
+
+    def total(op: str, axis: str, recomputed: bool) -> tuple[int, float, float]:
+        (calls, first), (_, second) = (sums.get((op, axis, recomputed), (0, 0.0)) for sums in (one, two))
+        return calls, first, second - first
+
+    return tuple(CollectiveTotal(*key, total(*key, False), total(*key, True)) for key in dict.fromkeys((op, axis) for op, axis, _ in one))
 
 
 def _sum_collectives(sharding: Plan, profile: ModelProfile, units: Collection[str]) -> dict[tuple[str, str, bool], tuple[int, float]]:
-    found: dict[tuple[str, str, bool], tuple[int, float]] = {}
-
-    def add(action: Action, recomputed: bool) -> None:
-        size = action.bytes if action.expected_bytes is None else action.expected_bytes
-        if not action.group_size:
-            calls, before = found.get((action.op, action.axis, recomputed), (0, 0.0))
-            found[action.op, action.axis, recomputed] = calls + 1, before + size
-
+    """By (operation, axis, whether recomputed): calls and bytes."""
+    sums: dict[tuple[str, str, bool], tuple[int, float]] = {}
     for layer, phases in layer_collectives(sharding, local_profile(sharding, profile, 0), MeshCoordinate()).items():
-        for action in (*phases["forward"], *phases["backward"]):
-            add(action, False)
-        for action in phases["again"] if layer in units else ():
-            add(action, True)
-    return found
+        for phase in ("forward", "backward", "again") if layer in units else ("forward", "backward"):
+            for action in (a for a in phases[phase] if not a.group_size):
+                key = (action.op, action.axis, phase == "again")
+                calls, size = sums.get(key, (0, 0.0))
+                sums[key] = calls + 1, size + (action.bytes if action.expected_bytes is None else action.expected_bytes)
+    return sums
 
 
 def expert_parameter_bytes(sharding: Plan, profile: ModelProfile) -> float:
     """Bytes of trainable expert and embedding-table parameters on the first ep rank."""
-    owned = sharding.expert.parameters if sharding.mesh.ep > 1 else frozenset[str]()
-    return float(sum(t.bytes for t in local_profile(sharding, profile, 0).tensors if t.name in owned and t.trainable)) if owned else 0.0
+    names = sharding.expert.parameters if sharding.mesh.ep > 1 else frozenset[str]()
+    return float(sum(t.bytes for t in local_profile(sharding, profile, 0).tensors if t.name in names and t.trainable)) if names else 0.0

@@ -20,7 +20,7 @@ from meshwright.schedule import local_profile
 
 
 class CommBounds:
-    """Communication bounds of one search. `sharding` is a partial plan that says which part of every layer a rank holds."""
+    """Communication bounds of one search. `sharding` is a partial plan that says which shard of every layer a rank holds."""
 
     def __init__(self, problem: PlanningProblem, totals: PointTotals) -> None:
         profile, units = problem.profile, frozenset(problem.units)
@@ -55,8 +55,7 @@ class CommBounds:
             return 0.0
         size = self._min_output_bytes(IdentityKey(sharding)) * (self._problem.workload.global_batch // mesh.data_parallel_size)
         line = self._p2p_line(mesh)
-        each = 2 * point.pipeline_spec.chunks
-        return each * (point.micro_batches * line.alpha_s + size / line.bytes_per_s)
+        return 2 * point.pipeline_spec.chunks * (point.micro_batches * line.alpha_s + size / line.bytes_per_s)
 
     def _compute_p2p_line(self, mesh: Mesh) -> AlphaBetaModel:
         """The alpha-beta model of a send between neighbouring pipeline ranks."""
@@ -74,62 +73,55 @@ class CommBounds:
         """Seconds for a rank's gradients and, under ZeRO, its parameters, by their bytes and calls. Expert gradients are reduced among fewer
         ranks."""
         mesh, micro, trained, precision = point.mesh, point.micro_batches, rank.trainable_bytes, self._problem.workload.precision
-        common = max(trained - self._expert_bytes(IdentityKey(sharding)) / mesh.pp, 0.0)
+        replicated = max(trained - self._expert_bytes(IdentityKey(sharding)) / mesh.pp, 0.0)
         calls = rank.scattered_units if point.zero == 3 else rank.own_bucket_grads if mesh.ep == 1 else 0.0
         if point.zero == 0:
-            return self.seconds("all_reduce", "replica", mesh, calls, common)
-        often = micro if point.zero > 1 else 1
-        back = self.seconds("reduce_scatter", "shard", mesh, often * calls, often * trained)
-        back += self.seconds("all_reduce", "replica", mesh, often * calls, often * common / mesh.shard)
+            return self.seconds("all_reduce", "replica", mesh, calls, replicated)
+        times = micro if point.zero > 1 else 1
+        seconds = self.seconds("reduce_scatter", "shard", mesh, times * calls, times * trained)
+        seconds += self.seconds("all_reduce", "replica", mesh, times * calls, times * replicated / mesh.shard)
         if point.zero < 3:
-            return back + self.seconds("all_gather", "shard", mesh, calls, trained)
-        item = ITEM_BYTES[precision] / 4 if precision in LOW_PRECISION_DTYPES else 1.0
-        return back + self.seconds("all_gather", "shard", mesh, 2 * micro * rank.gathered_units, 2 * micro * rank.parameters * min(item, 1.0))
+            return seconds + self.seconds("all_gather", "shard", mesh, calls, trained)
+        scale = min(ITEM_BYTES[precision] / 4, 1.0) if precision in LOW_PRECISION_DTYPES else 1.0
+        return seconds + self.seconds("all_gather", "shard", mesh, 2 * micro * rank.gathered_units, 2 * micro * rank.parameters * scale)
 
     # -- inside layers --
 
     def stage_seconds(self, point: SearchPoint, stage: LayerTotals) -> tuple[float, float]:
         """Seconds (forward, backward) of the 1D tensor-parallel collectives of a micro-batch in a stage. They are not overlapped: what follows
         waits."""
-        mesh = point.mesh
+        mesh, at_output, at_input = point.mesh, stage.output_collectives, stage.input_collectives
         if not is_basic_mesh(mesh):
             return 0.0, 0.0
         if not point.sequence_parallel:
-            return self.seconds("all_reduce", "tp", mesh, *stage.output_collectives), self.seconds("all_reduce", "tp", mesh, *stage.input_collectives)
-        scatter, gather = (
-            [self.seconds(op, "tp", mesh, *met) for met in (stage.output_collectives, stage.input_collectives)]
-            for op in ("reduce_scatter", "all_gather")
-        )
-        return scatter[0] + gather[1], gather[0] + scatter[1]
+            return self.seconds("all_reduce", "tp", mesh, *at_output), self.seconds("all_reduce", "tp", mesh, *at_input)
+        forward = self.seconds("reduce_scatter", "tp", mesh, *at_output) + self.seconds("all_gather", "tp", mesh, *at_input)
+        return forward, self.seconds("all_gather", "tp", mesh, *at_output) + self.seconds("reduce_scatter", "tp", mesh, *at_input)
 
     def layer_seconds(self, point: SearchPoint, sharding: Plan) -> float:
         """Seconds of collectives inside layers: tensor-parallel all-reduces, or under sequence parallelism their reduce-scatters and all-gathers,
         and the collectives of the cp, ep and 2D tensor axes."""
         mesh, tensor, full = point.mesh, sharding.tensor, point.recompute == "full"
         samples = self._problem.workload.global_batch // mesh.data_parallel_size // point.micro_batches
-        often = point.micro_batches / mesh.pp
+        times = point.micro_batches / mesh.pp
         if not is_basic_mesh(mesh):
-            met = self._collective_totals(IdentityKey(sharding))
-            return sum(self.seconds(m.op, m.axis, mesh, often * m.calls(full), often * m.bytes(samples, full)) for m in met)
+            totals = self._collective_totals(IdentityKey(sharding))
+            return sum(self.seconds(t.op, t.axis, mesh, times * t.calls(full), times * t.bytes(samples, full)) for t in totals)
         if mesh.degree("tp") == 1:
             return 0.0
-        count, size, again = self._tensor_collectives(IdentityKey(tensor), samples)
-        repeated = often * (size + (again if full else 0.0))
+        calls, size, recomputed = self._tensor_collectives(IdentityKey(tensor), samples)
+        with_recompute = times * (size + (recomputed if full else 0.0))
         if not tensor.is_sequence_parallel:
-            return self.seconds("all_reduce", "tp", mesh, often * count, repeated)
-        there = self.seconds("reduce_scatter", "tp", mesh, often * count, often * size)
-        return there + self.seconds("all_gather", "tp", mesh, often * count, repeated)
+            return self.seconds("all_reduce", "tp", mesh, times * calls, with_recompute)
+        scatter = self.seconds("reduce_scatter", "tp", mesh, times * calls, times * size)
+        return scatter + self.seconds("all_gather", "tp", mesh, times * calls, with_recompute)
 
     def _count_tensor_collectives(self, tensor: IdentityKey[TensorPolicy], samples: int) -> tuple[int, float, float]:
         """The number of tensor-parallel collectives, their bytes, and the bytes of those that recomputed units repeat."""
-        policy = tensor.value
-        found = [
-            site.bytes_for(samples)
-            for site in (*policy.reduce_sites, *policy.copy_sites)
-            if bool(site.sequence_layout) == policy.is_sequence_parallel
-        ]
-        forward = policy.copy_sites if policy.is_sequence_parallel else tuple(m for m in policy.reduce_sites if not m.skipped_in_recompute)
-        again = [
-            m.bytes_for(samples) for m in forward if bool(m.sequence_layout) == policy.is_sequence_parallel and self._totals.is_in_unit(m.module)
-        ]
-        return len(found), sum(found), sum(again)
+        sequence = tensor.value.is_sequence_parallel
+        reduce_sites, copy_sites = (
+            [site for site in sites if bool(site.sequence_layout) == sequence] for sites in (tensor.value.reduce_sites, tensor.value.copy_sites)
+        )
+        forward = copy_sites if sequence else [site for site in reduce_sites if not site.skipped_in_recompute]
+        recomputed = sum(site.bytes_for(samples) for site in forward if self._totals.is_in_unit(site.module))
+        return len(reduce_sites) + len(copy_sites), sum(site.bytes_for(samples) for site in (*reduce_sites, *copy_sites)), recomputed

@@ -1,5 +1,5 @@
-"""Finds the copy sites of tensor parallelism: module inputs where an unsharded value enters a sharded part, so that its gradient is partial and is
-all-reduced in backward."""
+"""Finds the copy sites of tensor parallelism: module inputs where sharded operations read an unsharded value, so that its gradient is partial and
+is all-reduced in backward."""
 
 from __future__ import annotations
 
@@ -26,127 +26,114 @@ class CollectiveSiteBuilder:
     gathered_layers: Mapping[str, str] = field(default_factory=dict)  # layers whose outputs the other axis gathers → the logical dim
 
     def build(self, module: str, value: int, position: int = 0) -> CollectiveSite:
-        noted, carried = self.graph.dataflow.values[value], self.graph.value_dims[value]
-        size = math.prod(noted.shape) * noted.itemsize
-        fixed = self.graph.dataflow.sample_dims.isdisjoint(carried)
-        across = next((self.dim_names[s] for s in carried if s in self.dim_names), "")
-        return CollectiveSite(module, size if fixed else size / self.graph.dataflow.batch, position, fixed, other_axis_dim=across)
+        dataflow, dims = self.graph.dataflow, self.graph.value_dims[value]
+        size = math.prod(dataflow.values[value].shape) * dataflow.values[value].itemsize
+        batch_independent = dataflow.sample_dims.isdisjoint(dims)
+        other_axis_dim = next((self.dim_names[s] for s in dims if s in self.dim_names), "")
+        return CollectiveSite(
+            module, size if batch_independent else size / dataflow.batch, position, batch_independent, other_axis_dim=other_axis_dim
+        )
 
     def at_output(self, call: ModuleCall) -> CollectiveSite:
         """The site at a layer's output."""
         outer = [m for m in self.graph.enclosing_calls[call.first_op] if call.end_op <= m.end_op]
-        final = tuple(m.module for m in outer if m.module and m.ops_before_last_save < call.end_op)
-        found = self.build(call.module, call.outputs[0])
-        return replace(found, skipped_in_recompute=final, other_axis_dim=self.gathered_layers.get(call.module, found.other_axis_dim))
+        skipped = tuple(m.module for m in outer if m.module and m.ops_before_last_save < call.end_op)
+        site = self.build(call.module, call.outputs[0])
+        return replace(site, skipped_in_recompute=skipped, other_axis_dim=self.gathered_layers.get(call.module, site.other_axis_dim))
 
 
 def find_copy_sites(
     graph: DataflowGraph, site_builder: CollectiveSiteBuilder, sharded_dims: set[int], gathered_layers: set[str]
 ) -> tuple[list[CollectiveSite], list[str]]:
     """The copy sites, and the unsharded parameters whose gradients are partial."""
-    met = _norm_statistics(graph, sharded_dims)
-    edges: dict[int, set[int]] = {}
-    partial: dict[str, None] = {}
+    statistics = _norm_statistics(graph, sharded_dims)
+    partial_uses: dict[int, set[int]] = {}  # unsharded value → sharded operations that read it
+    partial_parameters: dict[str, None] = {}
     sums: dict[int, int] = {}  # value that is a partial sum → the contracted logical dim
     for index, op in enumerate(graph.dataflow.operations):
         for logical_dim in sharded_dims.intersection(op.contracted_dims):
             sums |= dict.fromkeys((graph.find_reduction_site(index, logical_dim) or (None, frozenset()))[1], logical_dim)
-        active = sharded_dims & graph.operation_dims[index] or (sums and sums.keys() & set(op.inputs))
+        is_sharded = sharded_dims & graph.operation_dims[index] or sums.keys() & set(op.inputs)
         call = graph.innermost_call.get(index)
-        opened = call is not None and call.module in gathered_layers and bool(op.contracted_dims)
-        if not active and not opened:
-            continue
-        for value in op.inputs:
+        is_gathered = call is not None and call.module in gathered_layers and bool(op.contracted_dims)
+        adds_bias_later = bool(sharded_dims.intersection(op.contracted_dims))  # the layer adds its bias after the reduction
+        for value in op.inputs if is_sharded or is_gathered else ():
             parameter = graph.parameter_of.get(value)
-            if (
-                not graph.dataflow.values[value].needs_grad
-                or value in sums
-                or value in met
-                or sharded_dims & graph.value_dims[value]
-                or (opened and parameter)
-            ):
+            is_unsharded = value not in sums and value not in statistics and not sharded_dims & graph.value_dims[value]
+            if not is_unsharded or not graph.dataflow.values[value].needs_grad or (parameter and (is_gathered or adds_bias_later)):
                 continue
-            if parameter and sharded_dims.intersection(op.contracted_dims):
-                continue  # a bias, which the layer adds after the reduction
             if parameter:
-                partial[parameter] = None
+                partial_parameters[parameter] = None
             else:
-                edges.setdefault(value, set()).add(index)
-    lifted = _lift_grad_sums(graph, edges)
-    return [m for value, ops in sorted(lifted.items()) for m in _place_sites(graph, site_builder, value, ops, sharded_dims, sums)], list(partial)
+                partial_uses.setdefault(value, set()).add(index)
+    uses = sorted(_lift_grad_sums(graph, partial_uses).items())
+    sites = [site for value, ops in uses for site in _place_sites(graph, site_builder, value, ops, sharded_dims, sums)]
+    return sites, list(partial_parameters)
 
 
 def _norm_statistics(graph: DataflowGraph, sharded_dims: set[int]) -> set[int]:
     """Values that depend on sharded features only through a norm's statistics: their gradients are reduced together with the statistics."""
-    found: dict[int, int] = {}  # value → the logical dim
-    flow = graph.dataflow
-    for index, op in enumerate(flow.operations):
-        if not found and sharded_dims.isdisjoint(op.indivisible_dims):
+    statistics: dict[int, int] = {}  # value → the logical dim
+    for index, op in enumerate(graph.dataflow.operations):
+        reduced = next(iter(sharded_dims.intersection(op.indivisible_dims)), None)
+        if not statistics and reduced is None:
             continue
-        made = [v for v in op.outputs if not sharded_dims & graph.value_dims[v]]
-        sources = [v for v in op.inputs if flow.values[v].needs_grad and v not in graph.parameter_of]
-        bound = next(iter(sharded_dims.intersection(op.indivisible_dims)), None)
-        logical_dims = [found[v] for v in sources if v in found]
-        if bound is not None or (logical_dims and len(logical_dims) == len(sources)):
-            found.update(dict.fromkeys(made, logical_dims[0] if bound is None else bound))
-        elif logical_dims and not sharded_dims & graph.operation_dims[index]:
-            raise ShardingBlockedError(logical_dims[0], f"{op.name} in {op.module or 'the loss'} uses a statistic of it")
-    return set(found)
+        outputs = [v for v in op.outputs if not sharded_dims & graph.value_dims[v]]
+        inputs = [v for v in op.inputs if graph.dataflow.values[v].needs_grad and v not in graph.parameter_of]
+        input_dims = [statistics[v] for v in inputs if v in statistics]
+        if reduced is not None or (input_dims and len(input_dims) == len(inputs)):
+            statistics.update(dict.fromkeys(outputs, input_dims[0] if reduced is None else reduced))
+        elif input_dims and not sharded_dims & graph.operation_dims[index]:
+            raise ShardingBlockedError(input_dims[0], f"{op.name} in {op.module or 'the loss'} uses a statistic of it")
+    return set(statistics)
 
 
 def _lift_grad_sums(graph: DataflowGraph, partial_uses: dict[int, set[int]]) -> dict[int, set[int]]:
     """Move gradient reductions upstream: a gradient may be summed before an operation instead of after it (backward is linear), if all uses of its
     result are partial. This skips views inside a layer, up to the layer's input."""
-    found: dict[int, set[int]] = {}
-    work = dict(partial_uses)
-    while work:
-        value, ops = work.popitem()
-        maker = graph.producer.get(value)
-        users = {i for i in graph.consumers.get(value, []) if graph.dataflow.values[value].needs_grad}
-        if maker is not None and users <= ops and _is_liftable(graph, maker, ops):
-            source = next(v for v in graph.op(maker).inputs if graph.dataflow.values[v].needs_grad)
-            into = work if source in work or source not in found else found
-            into[source] = {maker} | into.get(source, set())
+    lifted: dict[int, set[int]] = {}
+    pending = dict(partial_uses)
+    while pending:
+        value, ops = pending.popitem()
+        producer = graph.producer.get(value)
+        consumers = {i for i in graph.consumers.get(value, []) if graph.dataflow.values[value].needs_grad}
+        if producer is not None and consumers <= ops and _is_liftable(graph, producer, ops):
+            source = next(v for v in graph.op(producer).inputs if graph.dataflow.values[v].needs_grad)
+            uses = pending if source in pending or source not in lifted else lifted
+            uses[source] = {producer} | uses.get(source, set())
         else:
-            found[value] = ops | found.get(value, set())
-    return found
+            lifted[value] = ops | lifted.get(value, set())
+    return lifted
 
 
 def _is_liftable(graph: DataflowGraph, producer: int, ops: set[int]) -> bool:
     """Whether an operation has no parameters and one input that needs gradients, inside the layer that uses its result."""
-    wanted = [v for v in graph.op(producer).inputs if graph.dataflow.values[v].needs_grad]
-    if len(wanted) != 1 or wanted[0] in graph.parameter_of:
-        return False
-    return all(graph.innermost_call.get(producer) is graph.innermost_call.get(i) for i in ops)
+    inputs, call = [v for v in graph.op(producer).inputs if graph.dataflow.values[v].needs_grad], graph.innermost_call.get(producer)
+    return len(inputs) == 1 and inputs[0] not in graph.parameter_of and all(graph.innermost_call.get(i) is call for i in ops)
 
 
 def _place_sites(
     graph: DataflowGraph, site_builder: CollectiveSiteBuilder, value: int, ops: set[int], sharded_dims: set[int], partial_sums: Mapping[int, int]
 ) -> list[CollectiveSite]:
-    """One site at the smallest module that takes the value in and contains exactly its partial uses; else one at each layer."""
-    calls = graph.input_calls(value)
-    users = set(graph.consumers.get(value, []))
-    for call in calls:
-        inside = {i for i in users if call.first_op <= i < call.end_op}
-        if ops <= inside and inside <= ops:
+    """One site at the smallest module that takes the value as input and contains exactly its partial uses; else one at each layer."""
+    inside = [(call, {i for i in graph.consumers.get(value, []) if call.first_op <= i < call.end_op}) for call in graph.input_calls(value)]
+    for call, consumers in inside:
+        if consumers == ops:
             return [_input_site(graph, site_builder, value, call)]
-    found: dict[tuple[int, int], ModuleCall] = {}
+    layers: dict[tuple[int, int], ModuleCall] = {}
     for index in ops:
-        layer = next((m for m in calls if m.first_op <= index < m.end_op and {i for i in users if m.first_op <= i < m.end_op} <= ops), None)
+        layer = next((call for call, consumers in inside if call.first_op <= index < call.end_op and consumers <= ops), None)
         if layer is None:
             op = graph.op(index)
             logical_dims = sharded_dims & graph.operation_dims[index] or {partial_sums[v] for v in op.inputs if v in partial_sums}
-            raise ShardingBlockedError(min(logical_dims), f"a whole activation enters it inside {op.module or 'the loss'} ({op.name})")
-        found[layer.first_op, layer.end_op] = layer
-    outer = [m for m in found.values() if not any(o is not m and o.first_op <= m.first_op and m.end_op <= o.end_op for o in found.values())]
+            raise ShardingBlockedError(min(logical_dims), f"{op.name} in {op.module or 'the loss'} combines it with an unsharded activation")
+        layers[layer.first_op, layer.end_op] = layer
+    outer = [m for m in layers.values() if not any(o is not m and o.first_op <= m.first_op and m.end_op <= o.end_op for o in layers.values())]
     return [_input_site(graph, site_builder, value, m) for m in outer]  # outermost only: nested sites would sum the gradient twice
 
 
 def _input_site(graph: DataflowGraph, site_builder: CollectiveSiteBuilder, value: int, call: ModuleCall) -> CollectiveSite:
-    return replace(site_builder.build(call.module, value, call.inputs.index(value)), linear_layers=_linear_consumers(graph, value, call))
-
-
-def _linear_consumers(graph: DataflowGraph, value: int, call: ModuleCall) -> tuple[str, ...]:
-    """Linear layers inside a module that multiply the given module input by their matrix."""
+    """The site at a module's input, with the linear layers inside the module that multiply that input by their weight."""
     inside = (m for m in graph.consumer_calls(value) if m.kind == "linear" and call.first_op <= m.first_op and m.end_op <= call.end_op)
-    return tuple(m.module for m in inside if m.inputs[0] == value)
+    site = site_builder.build(call.module, value, call.inputs.index(value))
+    return replace(site, linear_layers=tuple(m.module for m in inside if m.inputs[0] == value))

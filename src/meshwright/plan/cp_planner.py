@@ -20,14 +20,14 @@ TensorGrid = tuple[TensorPolicy, TensorPolicy]
 def choose_cp_policies(
     mesh: Mesh, dataflow: Dataflow | None, tensor_grid: TensorGrid, precision: str, grid: tuple[int, ...] = ()
 ) -> tuple[TensorGrid, ContextPolicy, SpatialPolicy]:  # fmt: skip
-    """The policies of the cp axis: context parallelism where the model attends; spatial parallelism where it does not, or where a grid is asked
-    for. The tensor policies come back with their collectives scaled to a rank's positions."""
+    """The policies of the cp axis: context parallelism if the model has attention; spatial parallelism if it has none, or if `grid` is given. The
+    tensor policies are returned with their collectives scaled to a rank's positions."""
     if mesh.cp == 1:
         if grid:
-            raise RequestError(f"spatial is the grid of the ranks of cp, and mesh {mesh} has none: use --mesh cp={math.prod(grid)}")
+            raise RequestError(f"spatial is the grid of the cp ranks, and mesh {mesh} has no cp axis: use --mesh cp={math.prod(grid)}")
         return tensor_grid, ContextPolicy(), SpatialPolicy()
     if dataflow is None:
-        raise RequestError(f"mesh {mesh}: sharing positions needs the model's dataflow, and this model's loss is not known: pass loss_fn")
+        raise RequestError(f"mesh {mesh}: sharding positions needs the model's dataflow, and this model's loss is not known: pass loss_fn")
     if grid or not any(op.name == "attention" for op in dataflow.operations):
         return tensor_grid, ContextPolicy(), choose_spatial(dataflow, mesh.cp, grid)
     context = choose_context(dataflow, mesh.cp, tensor_grid[0], precision)

@@ -40,11 +40,9 @@ class DataflowGraph:
         self.dataflow = dataflow
         self._layers = frozenset(name for name in layers if not any(other.startswith(f"{name}.") for other in layers))
         self.parameters = [ParameterValue(v.parameter, i, math.prod(v.shape)) for i, v in enumerate(dataflow.values) if v.parameter and v.needs_grad]
-        self.parameter_position = {weight.value: at for at, weight in enumerate(self.parameters)}
+        self.parameter_position = {parameter.value: i for i, parameter in enumerate(self.parameters)}
         self.value_dims = [frozenset(s for dim in v.logical_dims for s in dim) for v in dataflow.values]
-        self.operation_dims = [
-            frozenset().union(*(self.value_dims[v] for v in (*op.inputs, *op.outputs))) for op in dataflow.operations
-        ]  # logical dims, by operation
+        self.operation_dims = [frozenset().union(*(self.value_dims[v] for v in (*op.inputs, *op.outputs))) for op in dataflow.operations]
         self.consumers: dict[int, list[int]] = {}
         self.producer: dict[int, int] = {}
         for index, op in enumerate(dataflow.operations):
@@ -52,9 +50,8 @@ class DataflowGraph:
                 self.consumers.setdefault(value, []).append(index)
             for value in op.outputs:
                 self.producer.setdefault(value, index)
-        self.innermost_call = {
-            op: call for call in sorted(dataflow.modules, key=lambda m: m.first_op - m.end_op) for op in range(call.first_op, call.end_op)
-        }
+        largest_first = sorted(dataflow.modules, key=lambda m: m.first_op - m.end_op)
+        self.innermost_call = {op: call for call in largest_first for op in range(call.first_op, call.end_op)}
         self.calls_by_module: dict[str, list[ModuleCall]] = {}  # by module name
         self.enclosing_calls: list[list[ModuleCall]] = [[] for _ in dataflow.operations]  # by operation
         self._consumer_calls: dict[int, list[ModuleCall]] = {}  # by value: the calls that take it as an input
@@ -85,8 +82,8 @@ class DataflowGraph:
     def input_calls(self, value: int) -> list[ModuleCall]:
         """Module calls that take a value as an input, smallest first. Where `layers` may be on several pipeline stages, only calls inside one of
         them: a stage may run only the end of a larger module, on a value that it received inside the module."""
-        kept = (m for m in self._consumer_calls.get(value, ()) if not self._layers or self._in_layer(m.module))
-        return sorted(kept, key=lambda m: m.end_op - m.first_op)
+        calls = (m for m in self._consumer_calls.get(value, ()) if not self._layers or self._in_layer(m.module))
+        return sorted(calls, key=lambda m: m.end_op - m.first_op)
 
     def consumer_calls(self, value: int) -> Sequence[ModuleCall]:
         """All module calls that take a value as an input."""
@@ -107,20 +104,21 @@ class DataflowGraph:
         return self._parameter_shards.get(logical_dim, [])
 
     def _index_parameter_shards(self) -> dict[int, list[ParameterShard]]:
-        found: dict[int, list[ParameterShard]] = {}
+        shards: dict[int, list[ParameterShard]] = {}
         for value in self.dataflow.values:
-            if value.parameter:
-                for dim, logical_dims in enumerate(value.logical_dims):
-                    for at, logical_dim in enumerate(logical_dims):
-                        cut = ParameterShard(value.parameter, dim, self._dims_length(logical_dims[:at]), self._dims_length(logical_dims[at + 1 :]))
-                        found.setdefault(logical_dim, []).append(cut)
-        return found
+            for dim, logical_dims in enumerate(value.logical_dims if value.parameter else ()):
+                for i, logical_dim in enumerate(logical_dims):
+                    shard = ParameterShard(value.parameter, dim, *self.outer_inner(logical_dims, i))
+                    shards.setdefault(logical_dim, []).append(shard)
+        return shards
 
-    def _dims_length(self, logical_dims: Iterable[int]) -> int:
-        return math.prod(self.dataflow.sizes[s] for s in logical_dims)
+    def outer_inner(self, logical_dims: Sequence[int], i: int) -> tuple[int, int]:
+        """The sizes of a tensor dim's logical dims before and after the i-th, multiplied."""
+        sizes = [self.dataflow.sizes[s] for s in logical_dims]
+        return math.prod(sizes[:i]), math.prod(sizes[i + 1 :])
 
     def find_reduction_site(self, index: int, logical_dim: int) -> tuple[ModuleCall, frozenset[int]] | None:
-        """Where the partial sums of one product are reduced: (the module at whose output, the partial values before it), or None. Linear and conv
+        """Where the partial sums of one matmul are reduced: (the module at whose output, the partial values before it), or None. Linear and conv
         layers add their bias after the reduction; any other module may apply to partial sums only what commutes with addition."""
         op, call = self.op(index), self.innermost_call.get(index)
         if call is None or sum(logical_dim in self.value_dims[v] for v in op.inputs) < 2:
@@ -128,25 +126,24 @@ class DataflowGraph:
         if call.kind in ("linear", "conv"):
             return call, frozenset()
         partial = set(op.outputs)
-        for later in range(index + 1, len(self.dataflow.operations)):
-            then = self.op(later)
-            met = partial.intersection(then.inputs)
-            if not met or later >= call.end_op:
-                if met and not met.issubset(call.outputs):
+        for i, later in enumerate(self.dataflow.operations[index + 1 :], index + 1):
+            inputs = partial.intersection(later.inputs)
+            if inputs and i >= call.end_op:
+                if not inputs.issubset(call.outputs):
                     return None
-                continue
-            if not self._commutes(then, partial):
-                return None
-            partial.update(then.outputs)
+            elif inputs:
+                if not self._commutes(later, partial):
+                    return None
+                partial.update(later.outputs)
         return (call, frozenset(partial)) if partial.intersection(call.outputs) else None
 
     def _commutes(self, op: Operation, partial: set[int]) -> bool:
         """Whether applying an operation to partial sums and then adding gives the same as adding first."""
-        places = [i for i, v in enumerate(op.inputs) if v in partial]
+        positions = [i for i, v in enumerate(op.inputs) if v in partial]
         if op.name in _LINEAR_OPS:
-            return len(places) == 1 and (places == [0] or op.name in ("mul", "mul_"))  # a square, or a partial sum as divisor, does not commute
-        started = [v for v in op.inputs if v not in partial and self.dataflow.values[v].floating]
-        return op.name in _ADD_OPS and all(v in self.producer and self.op(self.producer[v]).name in _ZERO_OPS for v in started)
+            return len(positions) == 1 and (positions == [0] or op.name in ("mul", "mul_"))  # a square, or a partial sum as divisor, does not commute
+        others = [v for v in op.inputs if v not in partial and self.dataflow.values[v].floating]
+        return op.name in _ADD_OPS and all(v in self.producer and self.op(self.producer[v]).name in _ZERO_OPS for v in others)
 
     def enclosing_module(self, index: int, modules: Iterable[str] | None = None) -> str:
         """The innermost module (among `modules`, if given) whose code runs an operation; LOSS_MODULE outside of all."""
@@ -158,27 +155,27 @@ class DataflowGraph:
 
     def describe_location(self, index: int) -> str:
         """The enclosing module, worded for messages."""
-        found = self.enclosing_module(index)
-        return "the loss" if found == LOSS_MODULE else found or "the model"
+        module = self.enclosing_module(index)
+        return "the loss" if module == LOSS_MODULE else module or "the model"
 
     def size_rewrites(
         self, dim_names: Mapping[int, str], whole_values: Collection[int] = ()
     ) -> tuple[list[SizeRewrite], list[SizeRewrite], list[SizeRewrite]]:
         """Sizes in the model's code that count one of the logical dims in `dim_names`, except for `whole_values`; those of them that count
-        something else too; and those that slice a logical dim at a place where it does not divide."""
-        found: dict[SizeRewrite, None] = {}
-        spared: set[tuple[str, str, int, int, int]] = set()
+        something else too; and those that slice a logical dim at an index that does not divide."""
+        rewrites: dict[SizeRewrite, None] = {}
+        unchanged: set[tuple[str, str, int, int, int]] = set()
         uneven = []
         for op in (o for o in self.dataflow.operations if o.call_index >= 0):
-            call, made = self.dataflow.sized_calls[op.call_index], self.dataflow.values[op.outputs[0]]
-            for position, number, at, length in size_arguments(self.dataflow, op):
-                logical_dim = next((s for s in made.logical_dims[at] if s in dim_names and op.outputs[0] not in whole_values), None)
-                key = (call.module, call.function, len(call.sizes), position, number)
+            call, output = self.dataflow.sized_calls[op.call_index], self.dataflow.values[op.outputs[0]]
+            for position, size, dim, length in size_arguments(self.dataflow, op):
+                logical_dim = next((s for s in output.logical_dims[dim] if s in dim_names and op.outputs[0] not in whole_values), None)
+                key = (call.module, call.function, len(call.sizes), position, size)
                 if logical_dim is None:
-                    spared.add(key)
+                    unchanged.add(key)
                     continue
                 rewrite = SizeRewrite(*key, dim_names[logical_dim], call.dim, length)
-                uneven += [rewrite] if length and number % made.shape[at] else []
-                found[rewrite] = None
-        unclear = [r for r in found if (r.module, r.function, r.num_sizes, r.position, r.original_size) in spared]
-        return list(found), unclear, uneven
+                uneven += [rewrite] if length and size % output.shape[dim] else []
+                rewrites[rewrite] = None
+        ambiguous = [r for r in rewrites if (r.module, r.function, r.num_sizes, r.position, r.original_size) in unchanged]
+        return list(rewrites), ambiguous, uneven
