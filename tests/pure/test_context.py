@@ -210,7 +210,7 @@ def test_a_length_that_does_not_divide_says_which_would() -> None:
 def test_two_ranges_that_look_alike_are_not_told_apart() -> None:
     """On a rank a range over positions has four entries, and so has one over features."""
     model = Attention(lambda x: x * torch.arange(x.shape[1]).unsqueeze(-1) + torch.arange(4))
-    with pytest.raises(RequestError, match="other things of the length 4: use another sequence length"):
+    with pytest.raises(RequestError, match="other ranges of the same length 4: use another sequence length"):
         choose_context(flow_of(model), 2)
     assert choose_context(flow_of(model, length=12), 2).position_generators
 

@@ -212,7 +212,7 @@ def test_the_explanation_names_winner_runner_up_what_binds_and_what_would_change
     lines = text.splitlines()
     assert lines[0].startswith(f"Chosen: {found.best.plan.summary()}: ")
     assert "samples/s" in lines[0]
-    assert re.search(r"What binds: (computation|communication among data ranks over link|the optimizer's update) \(\d+% of the step\)", text)
+    assert re.search(r"Bottleneck: (computation|communication among data ranks over link|the optimizer's update) \(\d+% of the step\)", text)
     assert "Why: on one device " in text
     assert "How sure: ± 15%, from a quick probe of this machine" in text
     assert f"Runner-up: {second.plan.summary()}: " in text

@@ -6,9 +6,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from meshwright.core.calibration import AlphaBetaModel, Rates
+from meshwright.core.calibration import AlphaBetaModel, Calibration, Rates
 from meshwright.core.cluster import Cluster, Link
 from meshwright.core.cluster_changes import map_links, map_network_links
 from meshwright.core.errors import RequestError
@@ -25,22 +26,14 @@ from meshwright.cost.step_cost import HEADROOM, in_flight_by_layer
 from meshwright.plan.heterogeneous_planner import describe_shares
 from meshwright.plan.oom_advice import RetraceOptions, cluster_units, explain_oom, resize_cluster, with_memory
 from meshwright.plan.search import Ranking, ScoredPlan, rank_plans, rescore_best
-from meshwright.plan.search_space import PartitionCache
+from meshwright.plan.search_space import Constraints, PartitionCache
 from meshwright.schedule import MeshCoordinate, build_program, local_profile
 
 _TIME_BUDGET_S = 1.0  # CPU time for questions that each need another search
 _MAX_SEARCH_S = 3.0  # a search that took longer is not repeated for such a question
 _MEMORY_BOUND_FRACTION = 0.85  # of a device's usable memory: above it, memory is reported as a bottleneck
-_AXIS_RANK_NAMES = {
-    "dp": "data ranks",
-    "shard": "data ranks",
-    "data": "data ranks",
-    "replica": "data ranks",
-    "tp": "tensor-parallel ranks",
-    "pp": "stages",
-    "cp": "context-parallel ranks",
-    "ep": "expert-parallel ranks",
-}
+_AXIS_RANK_NAMES = {"tp": "tensor-parallel ranks", "pp": "stages", "cp": "context-parallel ranks", "ep": "expert-parallel ranks"}
+_AXIS_RANK_NAMES |= dict.fromkeys(("dp", "shard", "data", "replica"), "data ranks")
 
 
 @gc_disabled
@@ -49,20 +42,12 @@ def explain(ranking: Ranking, retrace: RetraceOptions | None = None) -> str:
     best = ranking.best
     if not best.estimate.fits:
         return explain_oom(ranking, retrace)
-    clock = _TimeBudget(_TIME_BUDGET_S)
-    lines = [
-        _describe_choice(best),
-        *_explain_mechanisms(ranking, clock),
-        *_describe_unequal_split(ranking),
-        _describe_breakdown(best),
-        _describe_bottleneck(ranking),
-        _describe_memory(ranking),
-        *ranking.tuning_notes,
-    ]
-    second = ranking.runner_up
-    if second is not None:
-        lines.append(_describe_runner_up(best, second))
-    return "\n".join([*lines, *_describe_what_ifs(ranking, clock), _describe_uncertainty(ranking)])
+    budget = _TimeBudget(_TIME_BUDGET_S)
+    lines = [_describe_choice(best), *_explain_mechanisms(ranking, budget), *_describe_unequal_split(ranking)]
+    lines += [_describe_breakdown(best), _describe_bottleneck(ranking), _describe_memory(ranking), *ranking.tuning_notes]
+    if ranking.runner_up is not None:
+        lines.append(_describe_runner_up(best, ranking.runner_up))
+    return "\n".join([*lines, *_describe_what_ifs(ranking, budget), _describe_uncertainty(ranking)])
 
 
 class _TimeBudget:
@@ -77,9 +62,9 @@ class _TimeBudget:
 
 
 def _describe_choice(best: ScoredPlan) -> str:
-    found = best.estimate
-    rate = f", {found.tokens_per_s:,.0f} tokens/s" if found.tokens_per_s else f", {found.samples_per_s:,.0f} samples/s"
-    return f"Chosen: {best.plan.summary()}: {show_seconds(found.step_s)} a step (± {found.error:.0%}){rate}."
+    estimate = best.estimate
+    rate = f"{estimate.tokens_per_s:,.0f} tokens/s" if estimate.tokens_per_s else f"{estimate.samples_per_s:,.0f} samples/s"
+    return f"Chosen: {best.plan.summary()}: {show_seconds(estimate.step_s)} a step (± {estimate.error:.0%}), {rate}."
 
 
 # -- why this plan --
@@ -88,9 +73,9 @@ def _describe_choice(best: ScoredPlan) -> str:
 def _explain_mechanisms(ranking: Ranking, budget: _TimeBudget) -> list[str]:
     """For each mechanism of the best plan: how the best plan without it compares, or that none fits."""
     reasons = [
-        f"{words} {_describe_ablation(ranking, other)}"
-        for words, has, constraint in _used_mechanisms(ranking)
-        if (other := _best_without(ranking, has, constraint, budget))
+        f"{change} {_describe_ablation(ranking, other)}"
+        for change, uses_mechanism, constraint in _used_mechanisms(ranking)
+        if (other := _best_without(ranking, uses_mechanism, constraint, budget))
     ]
     return ["Why: " + "; ".join(reasons) + "."] if reasons else []
 
@@ -107,7 +92,7 @@ def _used_mechanisms(ranking: Ranking) -> Iterator[tuple[str, Callable[[Plan], b
     elif plan.world < devices:
         yield f"on all {devices} devices", lambda p: p.world < devices, {"world": devices}
     if plan.mesh.pp > 1 or plan.mesh.degree("tp") > 1:
-        yield "with every model whole on its device", lambda p: p.mesh.pp > 1 or p.mesh.degree("tp") > 1, {"flow": None}
+        yield "without model parallelism", lambda p: p.mesh.pp > 1 or p.mesh.degree("tp") > 1, {"flow": None}
     if plan.memory.zero and constraints.zero is None:
         yield "without ZeRO", lambda p: p.memory.zero > 0, {"zero": 0}
     if plan.memory.recompute_modes and constraints.recompute is None:
@@ -116,14 +101,13 @@ def _used_mechanisms(ranking: Ranking) -> Iterator[tuple[str, Callable[[Plan], b
 
 def _best_without(ranking: Ranking, uses_mechanism: Callable[[Plan], bool], constraint: dict[str, Any], budget: _TimeBudget) -> ScoredPlan | None:
     """The best plan without a mechanism; None if it is unknown and there is no time for another search."""
-    found = next((s for s in ranking.scored if not uses_mechanism(s.plan)), None)
-    if found is not None and (found.estimate.fits or not ranking.num_considered):
-        return found
+    known = next((s for s in ranking.scored if not uses_mechanism(s.plan)), None)
+    if known is not None and (known.estimate.fits or not ranking.num_considered):
+        return known
     if not ranking.num_considered or not budget.has_time:
         return None
     try:
-        constraints = replace(ranking.constraints, **constraint)
-        return rank_plans(ranking.profile, ranking.cluster, ranking.workload, ranking.calibration, constraints, _with_partition_cache(ranking)).best
+        return _search_again(ranking, constraints=replace(ranking.constraints, **constraint))
     except RequestError:
         return None
 
@@ -134,7 +118,7 @@ def _describe_ablation(ranking: Ranking, other: ScoredPlan) -> str:
     ratio = other.estimate.step_s / ranking.best.estimate.step_s
     if ratio >= 1.005:
         return f"a step takes {ratio:.2f}×"
-    return "a step is as long" if ratio >= 0.995 else f"a step would take {ratio:.2f}×, less than its complications are worth"
+    return "a step is as long" if ratio >= 0.995 else f"a step would take {ratio:.2f}×, a gain smaller than the complexity penalty"
 
 
 def _describe_unequal_split(ranking: Ranking) -> list[str]:
@@ -142,15 +126,11 @@ def _describe_unequal_split(ranking: Ranking) -> list[str]:
     best, equal = ranking.best, ranking.best_equal_split
     if equal is None:
         return []
-    told = f"Unequal devices: {describe_shares(best.plan, ranking.cluster)}."
+    shares = f"Unequal devices: {describe_shares(best.plan, ranking.cluster)}."
     if ranking.speedup_over_equal is None:
-        return [f"{told} Dealt out equally nothing fits ({equal.estimate.reason})."]
-    return [
-        (
-            f"{told} The best equal split, {equal.plan.summary()}, takes "
-            f"{ranking.speedup_over_equal:.2f}× ({show_seconds(equal.estimate.step_s)} a step)."
-        )
-    ]
+        return [f"{shares} With equal shares nothing fits ({equal.estimate.reason})."]
+    slowdown = f"{ranking.speedup_over_equal:.2f}× ({show_seconds(equal.estimate.step_s)} a step)"
+    return [f"{shares} The best equal split, {equal.plan.summary()}, takes {slowdown}."]
 
 
 # -- the bottleneck --
@@ -158,41 +138,36 @@ def _describe_unequal_split(ranking: Ranking) -> list[str]:
 
 def step_breakdown(best: ScoredPlan) -> dict[str, float]:
     """Seconds of a step: computation, communication that is not overlapped, the pipeline bubble and the optimizer."""
-    plan, found = best.plan, best.estimate.breakdown
-    compute = sum(found.get(name, 0.0) for name in ("forward", "backward", "recompute"))
-    waiting, bubble = found.get("communication", 0.0), found.get("bubble", 0.0)
-    if plan.mesh.pp > 1 and "bubble" not in found:
+    plan, breakdown = best.plan, best.estimate.breakdown
+    compute = sum(breakdown.get(name, 0.0) for name in ("forward", "backward", "recompute"))
+    communication, bubble = breakdown.get("communication", 0.0), breakdown.get("bubble", 0.0)
+    if plan.mesh.pp > 1 and "bubble" not in breakdown:
         stages = max(len(plan.stages) // plan.mesh.pp, 1) * (3 if plan.splits_backward else 1)
-        bubble = min(waiting, (plan.mesh.pp - 1) / (plan.micro_batches * stages) * compute)
-        waiting -= bubble
-    return {"computation": compute, "communication": waiting, "bubble": bubble, "optimizer": found.get("optimizer", 0.0)}
+        bubble = min(communication, (plan.mesh.pp - 1) / (plan.micro_batches * stages) * compute)
+        communication -= bubble
+    return {"computation": compute, "communication": communication, "bubble": bubble, "optimizer": breakdown.get("optimizer", 0.0)}
 
 
 def _describe_breakdown(best: ScoredPlan) -> str:
     step = best.estimate.step_s or 1.0
-    whole = sorted(best.estimate.breakdown.items(), key=lambda item: -item[1])
+    phases = dict(sorted(best.estimate.breakdown.items(), key=lambda item: -item[1]))
     bubble = step_breakdown(best)["bubble"]
-    told = [(name, seconds - (bubble if name == "communication" and "bubble" not in best.estimate.breakdown else 0.0)) for name, seconds in whole]
-    told += [("the pipeline's bubble", bubble)] if bubble and "bubble" not in best.estimate.breakdown else []
-    return "Where the time goes: " + ", ".join(f"{name} {seconds / step:.0%}" for name, seconds in told if seconds > 0.005 * step) + "."
+    if bubble and "bubble" not in phases:
+        phases |= {"communication": phases["communication"] - bubble, "the pipeline's bubble": bubble}
+    return "Where the time goes: " + ", ".join(f"{name} {seconds / step:.0%}" for name, seconds in phases.items() if seconds > 0.005 * step) + "."
 
 
 def _describe_bottleneck(ranking: Ranking) -> str:
-    best = ranking.best
-    parts = step_breakdown(best)
-    step = best.estimate.step_s or 1.0
-    name, seconds = max(parts.items(), key=lambda item: item[1])
+    plan, step = ranking.best.plan, ranking.best.estimate.step_s or 1.0
+    breakdown = step_breakdown(ranking.best)
+    largest = max(breakdown, key=lambda name: breakdown[name])
+    words = {"computation": "computation", "optimizer": "the optimizer's update", "bubble": "the pipeline's bubble"}
+    text = f"Bottleneck: {words.get(largest) or _describe_slowest_axis(ranking)} ({breakdown[largest] / step:.0%} of the step)"
+    if largest != "communication" and breakdown["communication"] > 0.1 * step:
+        text += f", then {_describe_slowest_axis(ranking)} ({breakdown['communication'] / step:.0%})"
+    if largest != "bubble" and breakdown["bubble"] > 0.1 * step:
+        text += f", then {words['bubble']} ({breakdown['bubble'] / step:.0%}: {plan.micro_batches} micro-batches over {plan.mesh.pp} stages)"
     used = _peak_memory_fraction(ranking) / HEADROOM
-    said = {"computation": "computation", "optimizer": "the optimizer's update", "bubble": "the pipeline's bubble"}.get(
-        name
-    ) or _describe_slowest_axis(ranking)
-    text = f"What binds: {said} ({seconds / step:.0%} of the step)"
-    if name != "communication" and parts["communication"] > 0.1 * step:
-        text += f", then {_describe_slowest_axis(ranking)} ({parts['communication'] / step:.0%})"
-    if name != "bubble" and parts["bubble"] > 0.1 * step:
-        text += (
-            f", then the pipeline's bubble ({parts['bubble'] / step:.0%}: {best.plan.micro_batches} micro-batches over {best.plan.mesh.pp} stages)"
-        )
     if used > _MEMORY_BOUND_FRACTION:
         text += f"; memory{_describe_fullest_stage(ranking)} is {used:.0%} full"
     return text + "."
@@ -211,17 +186,17 @@ def _describe_slowest_axis(ranking: Ranking) -> str:
     """The mesh axis whose collectives take longest, and the link that limits them."""
     plan, profile = ranking.best.plan, ranking.profile.at_batch(ranking.best.plan.max_micro_batch_size)
     rates = ranking.calibration.rates_for(plan.world)
-    taken: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     links: dict[str, str] = {}
     for action in build_program(plan, profile, MeshCoordinate(), micro_batches=1):
         if action.is_communication and action.num_ranks(plan.mesh) > 1:
-            taken[action.axis] = taken.get(action.axis, 0.0) + collective_seconds(action, plan, ranking.cluster, rates)
-            joined = group_link(ranking.cluster, action, plan.mesh)
-            across = isinstance(joined, GroupBandwidth) and joined.nodes > 1
-            links[action.axis] = f"{joined.slowest if isinstance(joined, GroupBandwidth) else joined.name}{' between nodes' if across else ''}"
-    if not taken:
+            seconds[action.axis] = seconds.get(action.axis, 0.0) + collective_seconds(action, plan, ranking.cluster, rates)
+            link = group_link(ranking.cluster, action, plan.mesh)
+            name = link.slowest if isinstance(link, GroupBandwidth) else link.name
+            links[action.axis] = f"{name} between nodes" if isinstance(link, GroupBandwidth) and link.nodes > 1 else name
+    if not seconds:
         return "communication"
-    axis = max(taken, key=lambda a: taken[a])
+    axis = max(seconds, key=lambda a: seconds[a])
     return f"communication among {_AXIS_RANK_NAMES.get(axis, 'ranks')} over {links[axis]}"
 
 
@@ -230,26 +205,24 @@ def _describe_fullest_stage(ranking: Ranking) -> str:
     plan = ranking.best.plan
     if plan.mesh.pp == 1:
         return ""
-    rates, micro = ranking.calibration.rates_for(plan.world), ranking.profile.at_batch(plan.max_micro_batch_size)
-
-    every = equivalent_pipeline_ranks(plan, ranking.profile, range(plan.mesh.pp))
+    rates, profile = ranking.calibration.rates_for(plan.world), ranking.profile.at_batch(plan.max_micro_batch_size)
+    stages = equivalent_pipeline_ranks(plan, ranking.profile, range(plan.mesh.pp))
 
     def stage_peak_bytes(stage: int) -> int:
-        under_way = in_flight_by_layer(plan, stage, every[stage])
-        return sum(peak_bytes(plan, local_profile(plan, micro, 0, stage), ranking.workload.optimizer, rates, under_way).values())
+        in_flight = in_flight_by_layer(plan, stage, stages[stage])
+        return sum(peak_bytes(plan, local_profile(plan, profile, 0, stage), ranking.workload.optimizer, rates, in_flight).values())
 
-    return f" on stage {max(every, key=stage_peak_bytes)}"
+    return f" on stage {max(stages, key=stage_peak_bytes)}"
 
 
 def _describe_memory(ranking: Ranking) -> str:
-    best = ranking.best
-    kinds = sorted(best.estimate.memory_kinds.items(), key=lambda item: -item[1])
-    most = ", ".join(f"{name} {show_bytes(size)}" for name, size in kinds[:3] if size)
-    tight = [s for s in ranking.scored if not s.estimate.fits]
-    binding = f"It rules out {len(tight)} of {len(ranking.scored)} plans" if tight else "It is no constraint: every legal plan fits"
+    kinds = sorted(ranking.best.estimate.memory_kinds.items(), key=lambda item: -item[1])
+    largest = ", ".join(f"{name} {show_bytes(size)}" for name, size in kinds[:3] if size)
+    count, too_large = len(ranking.scored), sum(not s.estimate.fits for s in ranking.scored)
+    effect = f"It rules out {too_large} of {count} plans" if too_large else "It is no constraint: every legal plan fits"
     if ranking.num_considered:
-        binding = f"{ranking.num_considered:,} plans were weighed; {len(ranking.scored)} that bounds let through were priced, {len(tight)} too large"
-    return f"Memory: {best.estimate.reason} (mostly {most}). {binding}."
+        effect = f"Lower bounds on {ranking.num_considered:,} plans left {count} to estimate, of which {too_large} do not fit"
+    return f"Memory: {ranking.best.estimate.reason} (mostly {largest}). {effect}."
 
 
 def _describe_runner_up(best: ScoredPlan, runner_up: ScoredPlan) -> str:
@@ -267,34 +240,31 @@ def _describe_runner_up(best: ScoredPlan, runner_up: ScoredPlan) -> str:
 
 def _describe_what_ifs(ranking: Ranking, budget: _TimeBudget) -> list[str]:
     """Plan again with one input changed; report which changes lead to another strategy."""
-    first = ranking.best.plan
-    found, same, untried = [], [], []
-    for words, ask, quick in _what_if_changes(ranking):
+    different, same, untried = [], [], []
+    for change, find_best, quick in _what_if_changes(ranking):
         if not (quick or (budget.has_time and ranking.search_s <= _MAX_SEARCH_S)):
-            untried.append(words)
+            untried.append(change)
             continue
         try:
-            other = ask()
+            other = find_best()
         except RequestError:
             continue
         if not other.estimate.fits:
-            found.append(f"{words} → nothing fits")
-        elif _is_other_strategy(other.plan, first, ranking):
-            found.append(f"{words} → {other.plan.summary()} ({show_seconds(other.estimate.step_s)} a step)")
+            different.append(f"{change} → nothing fits")
+        elif _is_other_strategy(other.plan, ranking.best.plan, ranking):
+            different.append(f"{change} → {other.plan.summary()} ({show_seconds(other.estimate.step_s)} a step)")
         else:
-            same.append(words)
-    lines = ["What would change the choice: " + "; ".join(found) + "."] if found else []
+            same.append(change)
+    lines = [f"What would change the choice: {'; '.join(different)}."] if different else []
     lines += [f"What would not: {', '.join(same)}."] if same else []
     return lines + ([f"Not tried, for lack of time: {', '.join(untried)}."] if untried else [])
 
 
 def _is_other_strategy(plan: Plan, current: Plan, ranking: Ranking) -> bool:
     """Whether a plan has another strategy, recomputation or world size; a world size that only follows the number of devices does not count."""
-    devices = len(ranking.cluster.devices)
-    worlds = plan.world != current.world and not (
-        current.world == devices and plan.world not in (1, current.world) and plan.strategy == current.strategy
-    )
-    return plan.strategy != current.strategy or plan.memory.recompute != current.memory.recompute or worlds
+    if plan.strategy != current.strategy or plan.memory.recompute != current.memory.recompute:
+        return True
+    return plan.world != current.world and (plan.world == 1 or current.world != len(ranking.cluster.devices))
 
 
 def _what_if_changes(ranking: Ranking) -> Iterator[tuple[str, Callable[[], ScoredPlan], bool]]:
@@ -302,67 +272,50 @@ def _what_if_changes(ranking: Ranking) -> Iterator[tuple[str, Callable[[], Score
     cluster, workload = ranking.cluster, ranking.workload
     network = "network between nodes" if len(cluster.nodes) > 1 else "network"
 
-    def rescore_on(**change: Any) -> Callable[[], ScoredPlan]:
-        return lambda: rescore_best(ranking, change.get("cluster", cluster), change.get("calibration", ranking.calibration))
-
     if len(cluster.devices) > 1:
-        for times, words in ((4.0, "four times faster"), (2.0, "twice as fast"), (0.5, "half as fast"), (0.25, "four times slower")):
-            yield f"a {network} {words}", rescore_on(**_scale_network(ranking, times)), True
+        for factor, words in ((4.0, "four times faster"), (2.0, "twice as fast"), (0.5, "half as fast"), (0.25, "four times slower")):
+            yield f"a {network} {words}", partial(rescore_best, ranking, *_scale_network(ranking, factor)), True
     twice = with_memory(cluster, lambda size: 2 * size)
     yield "twice the memory", lambda: rescore_best(ranking, twice, ranking.calibration, memory_only=True), True
     half = with_memory(cluster, lambda size: size // 2)
-    near = rescore_best(ranking, half, ranking.calibration, memory_only=True)
-    if near.estimate.fits or not ranking.num_considered:
-        yield "half the memory", lambda: near, True
-    else:  # plans that fit there were too slow here to be priced
-        yield "half the memory", lambda: _search_again(ranking, cluster=half), False
-    yield (
-        f"a global batch of {2 * workload.global_batch}",
-        lambda: _search_again(ranking, workload=replace(workload, global_batch=2 * workload.global_batch)),
-        False,
-    )
+    rescored = rescore_best(ranking, half, ranking.calibration, memory_only=True)
+    if rescored.estimate.fits or not ranking.num_considered:
+        yield "half the memory", lambda: rescored, True
+    else:  # plans that fit in half the memory were too slow to be priced by this search
+        yield "half the memory", lambda: _search_again(ranking, half), False
+    double = replace(workload, global_batch=2 * workload.global_batch)
+    yield f"a global batch of {double.global_batch}", lambda: _search_again(ranking, workload=double), False
     if ranking.constraints.mesh is None and ranking.constraints.world is None and not assign_rank_devices(cluster, len(cluster.devices)):
         count, unit = cluster_units(cluster)
         if count > 1:
-            yield f"one {unit} less", lambda: _search_again(ranking, cluster=resize_cluster(cluster, count - 1)), False
-        yield f"one {unit} more", lambda: _search_again(ranking, cluster=resize_cluster(cluster, count + 1)), False
+            yield f"one {unit} less", lambda: _search_again(ranking, resize_cluster(cluster, count - 1)), False
+        yield f"one {unit} more", lambda: _search_again(ranking, resize_cluster(cluster, count + 1)), False
 
 
-def _search_again(ranking: Ranking, cluster: Cluster | None = None, workload: Workload | None = None) -> ScoredPlan:
-    """The best plan of a new search: another number of devices or samples allows other plans."""
-    inputs = (ranking.profile, cluster or ranking.cluster, workload or ranking.workload, ranking.calibration, ranking.constraints)
-    return rank_plans(*inputs, _with_partition_cache(ranking)).best
+def _search_again(
+    ranking: Ranking, cluster: Cluster | None = None, workload: Workload | None = None, constraints: Constraints | None = None
+) -> ScoredPlan:
+    """The best plan of a new search with other inputs, which allow other plans. The partition cache spares partitioning the model again."""
+    cache = ranking.partition_cache or PartitionCache(ranking.profile, ranking.workload, ranking.constraints)
+    inputs = (cluster or ranking.cluster, workload or ranking.workload, ranking.calibration, constraints or ranking.constraints)
+    return rank_plans(ranking.profile, *inputs, replace(ranking, partition_cache=cache)).best
 
 
-def _with_partition_cache(ranking: Ranking) -> Ranking:
-    """The ranking with a partition cache, so that the model is not partitioned again for every question."""
-    return (
-        ranking
-        if ranking.partition_cache
-        else replace(ranking, partition_cache=PartitionCache(ranking.profile, ranking.workload, ranking.constraints))
-    )
-
-
-def _scale_network(ranking: Ranking, factor: float) -> dict[str, Any]:
+def _scale_network(ranking: Ranking, factor: float) -> tuple[Cluster, Calibration]:
     """The cluster and calibration with a network `factor` times as fast: links between nodes, or within the only node. Measured collectives are
     scaled too, as they cross the slowest link; where nothing was measured, estimates come from the links."""
 
     def scale_link(link: Link) -> Link:
         return replace(link, latency_s=link.latency_s / factor, bandwidth=link.bandwidth * factor)
 
-    cluster = ranking.cluster
-    return {
-        "cluster": map_network_links(cluster, scale_link) if len(cluster.nodes) > 1 else map_links(cluster, scale_link),
-        "calibration": replace(ranking.calibration, layouts=tuple(_scale_rates(r, factor) for r in ranking.calibration.layouts)),
-    }
+    def scale_rates(rates: Rates) -> Rates:
+        collectives = {k: AlphaBetaModel(v.alpha_s / factor, v.bytes_per_s * factor) for k, v in rates.collectives.items()}
+        curves = {k: tuple((size, seconds / factor) for size, seconds in points) for k, points in rates.curves.items()}
+        return replace(rates, collectives=collectives, curves=curves)
 
-
-def _scale_rates(rates: Rates, factor: float) -> Rates:
-    return replace(
-        rates,
-        collectives={k: AlphaBetaModel(v.alpha_s / factor, v.bytes_per_s * factor) for k, v in rates.collectives.items()},
-        curves={k: tuple((sent, seconds / factor) for sent, seconds in points) for k, points in rates.curves.items()},
-    )
+    cluster, calibration = ranking.cluster, ranking.calibration
+    scaled = map_network_links(cluster, scale_link) if len(cluster.nodes) > 1 else map_links(cluster, scale_link)
+    return scaled, replace(calibration, layouts=tuple(map(scale_rates, calibration.layouts)))
 
 
 # -- uncertainty --

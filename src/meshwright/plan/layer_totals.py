@@ -1,4 +1,4 @@
-"""Time, memory and communication of a micro-batch on one rank or stage, summed over its layers: the figures that lower bounds are made of.
+"""Time, memory and communication of a micro-batch on one rank or stage, summed over its layers: the inputs of lower bounds.
 
 Equal layers are priced once for each micro-batch size, and counted. Nothing here depends on one search's constraints, so all searches of one model
 share the results (`LayerTotalsCache.of`).
@@ -7,9 +7,9 @@ share the results (`LayerTotalsCache.of`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from meshwright.core.calibration import Rates
@@ -29,8 +29,7 @@ RECOMPUTE_CHOICES: tuple[RecomputeChoice, ...] = (*RECOMPUTE_MODES, "mixed")
 
 
 class RecomputeOption(NamedTuple):
-    """What recomputing one unit saves (bytes) and costs: seconds of compute, and the calls and bytes of tensor-parallel collectives that it
-    repeats."""
+    """What recomputing one unit saves (bytes) and costs: compute seconds, and calls and bytes of the tensor-parallel collectives it repeats."""
 
     bytes: float
     seconds: float
@@ -40,7 +39,7 @@ class RecomputeOption(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerTotals:
-    """Totals of one micro-batch over some layers, on a rank that holds those layers whole but for tensor parallelism."""
+    """Totals of one micro-batch over some layers, on a rank with all their parameters but those that tensor parallelism puts elsewhere."""
 
     recompute_seconds: Mapping[RecomputeChoice, float]  # seconds
     activation_bytes: Mapping[RecomputeChoice, float]  # bytes saved for backward
@@ -48,7 +47,6 @@ class LayerTotals:
     backward: float
     parameters: float  # bytes
     trainable_bytes: float
-    non_unit_bytes: float  # bytes of parameters outside all units
     gathered_units: float  # units that zero=3 all-gathers, one call each
     scattered_units: float  # those of them with gradients, which are reduce-scattered
     own_bucket_grads: float  # gradients large enough for a bucket of their own
@@ -65,47 +63,30 @@ class LayerTotals:
         """Build totals from `additive_values`: recompute seconds and saved bytes by recompute choice, then the other additive fields in their
         order above."""
         count = len(RECOMPUTE_CHOICES)
-        again, kept = (dict(zip(RECOMPUTE_CHOICES, additive_values[at : at + count], strict=True)) for at in (0, count))
-        forward, backward, parameters, trained, root, gathered, scattered, alone, *met = additive_values[2 * count :]
-        return cls(
-            again,
-            kept,
-            forward,
-            backward,
-            parameters,
-            trained,
-            root,
-            gathered,
-            scattered,
-            alone,
-            (met[0], met[1]),
-            (met[2], met[3]),
-            largest_unit_bytes,
-            recompute_options,
-            additive_values,
-        )
+        seconds, saved = (dict(zip(RECOMPUTE_CHOICES, additive_values[i : i + count], strict=True)) for i in (0, count))
+        forward, backward, parameters, trainable, gathered, scattered, own_buckets, *sites = additive_values[2 * count :]
+        collectives = gathered, scattered, own_buckets, (sites[0], sites[1]), (sites[2], sites[3])
+        rest = largest_unit_bytes, recompute_options, additive_values
+        return cls(seconds, saved, forward, backward, parameters, trainable, *collectives, *rest)
 
 
 def combine_totals(layer_totals: Sequence[LayerTotals], counts: Mapping[int, float]) -> LayerTotals:
     """The sum of totals, each multiplied by its count; `counts` maps an index into `layer_totals` to that count."""
-    figures = [0.0] * (2 * len(RECOMPUTE_CHOICES) + 12)
-    savers: dict[tuple[RecomputeOption, ...], float] = {}
-    for kind, count in counts.items():
-        figures = [sum_ + count * figure for sum_, figure in zip(figures, layer_totals[kind].additive_values, strict=True)]
-        for ways, number in layer_totals[kind].recompute_options:
-            savers[ways] = savers.get(ways, 0.0) + count * number
-    return LayerTotals.from_values(
-        tuple(figures), max((layer_totals[kind].largest_unit_bytes for kind in counts), default=0.0), tuple(savers.items())
-    )
+    values = [0.0] * (2 * len(RECOMPUTE_CHOICES) + 11)
+    unit_counts: dict[tuple[RecomputeOption, ...], float] = {}
+    for index, count in counts.items():
+        values = [total + count * value for total, value in zip(values, layer_totals[index].additive_values, strict=True)]
+        for options, number in layer_totals[index].recompute_options:
+            unit_counts[options] = unit_counts.get(options, 0.0) + count * number
+    largest_unit = max((layer_totals[index].largest_unit_bytes for index in counts), default=0.0)
+    return LayerTotals.from_values(tuple(values), largest_unit, tuple(unit_counts.items()))
 
 
 def combine_totals_each(layer_totals: Sequence[LayerTotals], counts_each: Sequence[Mapping[int, float]]) -> list[LayerTotals]:
     """One sum (`combine_totals`) for each mapping of counts; equal counts share one object."""
-    found: dict[tuple[tuple[int, float], ...], LayerTotals] = {}
     keys = [tuple(sorted(counts.items())) for counts in counts_each]
-    for key in keys:
-        found[key] = found.get(key) or combine_totals(layer_totals, dict(key))
-    return [found[key] for key in keys]
+    totals = {key: combine_totals(layer_totals, dict(key)) for key in dict.fromkeys(keys)}
+    return [totals[key] for key in keys]
 
 
 class IdentityKey(Generic[T]):
@@ -131,27 +112,23 @@ class LayerTotalsCache:
 
     def __init__(self, profile: ModelProfile, precision: str, units: tuple[str, ...], bucket_bytes: int) -> None:
         self._profile, self._precision, self._units, self._bucket_bytes = profile, precision, frozenset(units), bucket_bytes
-        self._cached_stage_totals, self._kind_totals, self._layer_kinds, self._collective_sites = (
-            cache(self._compute_stage_totals),
-            cache(self._compute_kind_totals),
-            cache(self._group_equal_layers),
-            cache(self._find_collective_sites),
-        )
+        self._cached_stage_totals, self._kind_totals = cache(self._compute_stage_totals), cache(self._compute_kind_totals)
+        self._layer_kinds, self._collective_sites = cache(self._group_equal_layers), cache(self._find_collective_sites)
         self._rank_totals: dict[tuple[int, str, int, bool], list[LayerTotals]] = {}
         self._stages_by_id: dict[int, IdentityKey[StageLayers]] = {}
 
     def stage_totals(self, samples: int, compile_mode: CompileMode, rates: Rates, sharding: Plan, stages: StageLayers) -> list[LayerTotals]:
         """Totals of each stage; without `stages`, of the whole model."""
-        held = self._stages_by_id.setdefault(id(stages), IdentityKey(stages))
-        return self._cached_stage_totals(samples, compile_mode, IdentityKey(rates), IdentityKey(sharding), held)
+        stages_key = self._stages_by_id.setdefault(id(stages), IdentityKey(stages))
+        return self._cached_stage_totals(samples, compile_mode, IdentityKey(rates), IdentityKey(sharding), stages_key)
 
     def rank_totals(self, stage_totals: Sequence[LayerTotals], schedule: str, stages: Sequence[Sequence[int]], ranks: int) -> list[LayerTotals]:
         """Totals of each pipeline rank, which holds the stages in its entry of `stages`; without `stages`, of the mean rank."""
         key = (id(stage_totals), schedule, ranks, bool(stages))  # ids stay valid: `_cached_stage_totals` keeps the lists alive
         if key not in self._rank_totals:
-            first = {id(part): stage for stage, part in reversed([*enumerate(stage_totals)])}
-            every: list[Mapping[int, float]] = [Counter(first[id(stage_totals[stage])] for stage in mine) for mine in stages] or [{0: 1.0 / ranks}]
-            self._rank_totals[key] = combine_totals_each(stage_totals, every)
+            first = {id(totals): stage for stage, totals in reversed([*enumerate(stage_totals)])}
+            counts: list[Mapping[int, float]] = [Counter(first[id(stage_totals[stage])] for stage in rank_stages) for rank_stages in stages]
+            self._rank_totals[key] = combine_totals_each(stage_totals, counts or [{0: 1.0 / ranks}])
         return self._rank_totals[key]
 
     def is_inside_unit(self, module: str) -> bool:
@@ -164,102 +141,83 @@ class LayerTotalsCache:
     def _compute_stage_totals(
         self, samples: int, compile_mode: CompileMode, rates: IdentityKey[Rates], sharding: IdentityKey[Plan], stages: IdentityKey[StageLayers]
     ) -> list[LayerTotals]:
-        rows, (_, counts, kind_of) = self._kind_totals(samples, compile_mode, rates, sharding), self._layer_kinds(sharding)
+        totals, (_, counts, kind_of) = self._kind_totals(samples, compile_mode, rates, sharding), self._layer_kinds(sharding)
         if not stages.value:
-            return [combine_totals(rows, dict(enumerate(counts)))]
-        return combine_totals_each(rows, [Counter(kind_of[name] for name in names if name in kind_of) for names in stages.value])
+            return [combine_totals(totals, dict(enumerate(counts)))]
+        return combine_totals_each(totals, [Counter(kind_of[name] for name in names if name in kind_of) for names in stages.value])
 
     def _group_equal_layers(self, sharding: IdentityKey[Plan]) -> tuple[ModelProfile, tuple[int, ...], dict[str, int]]:
         """The model with one layer of each kind, the number of layers of each kind, and the kind of each layer. Layers are of one kind if they
         have the same work and the same shards."""
-        profile = self._profile
+        profile, sites = self._profile, self._collective_sites(sharding)
         kinds: dict[Hashable, list[int]] = {}
-        for index, (whole, part) in enumerate(zip(profile.layers, local_profile(sharding.value, profile, 0).layers, strict=True)):
-            met = tuple(tuple((m.bytes, m.is_batch_independent) for m in sites) for sites in self._collective_sites(sharding).get(whole.name, ()))
-            held = (whole.activation_bytes, part.activation_bytes, whole.output_bytes)
-            alike = (id(whole.kernels), part.parameters, *held, whole.name in self._units, met)
-            kinds.setdefault(alike, []).append(index)
+        for index, (layer, local) in enumerate(zip(profile.layers, local_profile(sharding.value, profile, 0).layers, strict=True)):
+            collectives = tuple(tuple((site.bytes, site.is_batch_independent) for site in group) for group in sites.get(layer.name, ()))
+            activations = (layer.activation_bytes, local.activation_bytes, layer.output_bytes)
+            kinds.setdefault((id(layer.kernels), local.parameters, *activations, layer.name in self._units, collectives), []).append(index)
         first = [indices[0] for indices in kinds.values()]
-        folded = replace(
-            profile, layers=tuple(profile.layers[i] for i in first), per_sample_layers=tuple(profile.per_sample_layers[i] for i in first)
-        )
-        kind_of = {profile.layers[index].name: number for number, indices in enumerate(kinds.values()) for index in indices}
-        return folded, tuple(map(len, kinds.values())), kind_of
+        layers, per_sample = (tuple(layers[i] for i in first) for layers in (profile.layers, profile.per_sample_layers))
+        kind_of = {profile.layers[index].name: kind for kind, indices in enumerate(kinds.values()) for index in indices}
+        return replace(profile, layers=layers, per_sample_layers=per_sample), tuple(map(len, kinds.values())), kind_of
 
     def _compute_kind_totals(
         self, samples: int, compile_mode: CompileMode, rates: IdentityKey[Rates], sharding: IdentityKey[Plan]
     ) -> list[LayerTotals]:
         """The totals of one layer of each kind."""
         layers = local_profile(sharding.value, self._layer_kinds(sharding)[0].at_batch(samples), 0).layers
-        price = ComputeCost(rates.value, self._precision, compile_mode != "none", self._units)
+        cost = ComputeCost(rates.value, self._precision, compile_mode != "none", self._units)
         memo: dict[tuple[int, str, bool], float] = {}
-        return [self._totals_of_layer(layer, price, memo, samples, compile_mode, sharding) for layer in layers]
+        return [self._layer_totals(layer, partial(cost.layer_seconds, layer, memo=memo), samples, compile_mode, sharding) for layer in layers]
 
-    def _totals_of_layer(
-        self,
-        layer: LayerProfile,
-        compute_cost: ComputeCost,
-        memo: dict[tuple[int, str, bool], float],
-        samples: int,
-        compile_mode: CompileMode,
-        sharding: IdentityKey[Plan],
+    def _layer_totals(
+        self, layer: LayerProfile, seconds_of: Callable[..., float], samples: int, compile_mode: CompileMode, sharding: IdentityKey[Plan]
     ) -> LayerTotals:
-        unit = layer.name in self._units
-        fused = compile_mode == "model" or (compile_mode == "blocks" and unit)
-        saved = layer.activation_bytes - (layer.compiler_recomputed_bytes if fused else 0.0)
-        forward, cheap = (compute_cost.layer_seconds(layer, "forward", memo, cheap_only=cheap) for cheap in (False, True))
-        again: dict[RecomputeChoice, float] = (
-            {"none": 0.0, "selective": cheap, "full": forward, "mixed": 0.0} if unit else dict.fromkeys(RECOMPUTE_CHOICES, 0.0)
+        is_unit = layer.name in self._units
+        fused = compile_mode == "model" or (compile_mode == "blocks" and is_unit)
+        forward, cheap, backward = seconds_of("forward"), seconds_of("forward", cheap_only=True), seconds_of("backward")
+        seconds: dict[RecomputeChoice, float] = dict.fromkeys(RECOMPUTE_CHOICES, 0.0)
+        saved: dict[RecomputeChoice, float] = dict.fromkeys(
+            RECOMPUTE_MODES, layer.activation_bytes - (layer.compiler_recomputed_bytes if fused else 0.0)
         )
-        kept: dict[RecomputeChoice, float] = dict.fromkeys(RECOMPUTE_MODES, saved)
-        if unit:
-            kept |= {"selective": layer.output_bytes + layer.expensive_output_bytes, "full": layer.output_bytes}
-        kept["mixed"] = min(kept.values())
-        sizes = [(t.bytes, t.trainable) for t in layer.tensors]
-        whole, trained = float(sum(size for size, _ in sizes)), float(sum(size for size, train in sizes if train))
-        alone = float(sum(train and size * OWN_BUCKET_DIVISOR >= self._bucket_bytes for size, train in sizes))
-        calls = float(unit and bool(sizes)), float(unit and trained > 0)
-        met = [
-            (float(len(sites)), float(sum(m.bytes_for(samples) for m in sites)))
-            for sites in self._collective_sites(sharding).get(layer.name, ((), ()))
-        ]
-        backward = compute_cost.layer_seconds(layer, "backward", memo)
-        figures = (*(again[mode] for mode in RECOMPUTE_CHOICES), *(kept[mode] for mode in RECOMPUTE_CHOICES), forward, backward, whole, trained)
-        return LayerTotals.from_values(
-            (*figures, 0.0 if unit else whole, *calls, alone, *met[0], *met[1]), whole if unit else 0.0,
-            ((self._recompute_options(layer.name, again, kept, samples, compile_mode, sharding), 1.0),) if unit else (),
-        )  # fmt: skip
+        if is_unit:
+            seconds |= {"selective": cheap, "full": forward}
+            saved |= {"selective": layer.output_bytes + layer.expensive_output_bytes, "full": layer.output_bytes}
+        saved["mixed"] = min(saved.values())
+        trainable = [t.bytes for t in layer.tensors if t.trainable]
+        parameters, own_buckets = float(sum(t.bytes for t in layer.tensors)), sum(n * OWN_BUCKET_DIVISOR >= self._bucket_bytes for n in trainable)
+        sites = self._collective_sites(sharding).get(layer.name, ((), ()))
+        collectives = [figure for group in sites for figure in (len(group), sum(site.bytes_for(samples) for site in group))]
+        by_choice = [row[choice] for row in (seconds, saved) for choice in RECOMPUTE_CHOICES]
+        zero3_calls = is_unit and bool(layer.tensors), is_unit and sum(trainable) > 0
+        values = (*by_choice, forward, backward, parameters, sum(trainable), *zero3_calls, own_buckets, *collectives)
+        options = ((self._recompute_options(sites, seconds, saved, samples, compile_mode, sharding.value), 1.0),) if is_unit else ()
+        return LayerTotals.from_values(tuple(map(float, values)), parameters if is_unit else 0.0, options)
 
     def _recompute_options(
         self,
-        layer: str,
-        recompute_seconds: Mapping[RecomputeChoice, float],
-        activation_bytes: Mapping[RecomputeChoice, float],
+        sites: tuple[Sequence[CollectiveSite], Sequence[CollectiveSite]],
+        seconds: Mapping[RecomputeChoice, float],
+        saved: Mapping[RecomputeChoice, float],
         samples: int,
         compile_mode: CompileMode,
-        sharding: IdentityKey[Plan],
+        sharding: Plan,
     ) -> tuple[RecomputeOption, ...]:
-        allowed = (
-            RECOMPUTE_MODES[2:] if compile_mode != "none" and sharding.value.mesh.degree("tp") > 1 else RECOMPUTE_MODES[1:]
-        )  # Plan refuses selective recomputation of compiled tensor-parallel units
-        sums, enters = self._collective_sites(sharding).get(layer, ((), ()))
-        forward = enters if sharding.value.tensor.is_sequence_parallel else [m for m in sums if not m.skipped_in_recompute]
-        repeated = [m.bytes_for(samples) for m in forward if self.is_inside_unit(m.module)]
-        met = len(repeated), float(sum(repeated))
-        return tuple(
-            RecomputeOption(activation_bytes["none"] - activation_bytes[m], recompute_seconds[m], *(met if m == "full" else ()))
-            for m in allowed
-            if activation_bytes["none"] > activation_bytes[m]
-        )
+        refuses_selective = compile_mode != "none" and sharding.mesh.degree("tp") > 1  # as Plan does for compiled tensor-parallel units
+        reduce_sites, copy_sites = sites
+        forward = copy_sites if sharding.tensor.is_sequence_parallel else [site for site in reduce_sites if not site.skipped_in_recompute]
+        repeated = [site.bytes_for(samples) for site in forward if self.is_inside_unit(site.module)]
+        collectives = {"full": (len(repeated), float(sum(repeated)))}
+        modes = [mode for mode in RECOMPUTE_MODES[2 if refuses_selective else 1 :] if saved["none"] > saved[mode]]
+        return tuple(RecomputeOption(saved["none"] - saved[mode], seconds[mode], *collectives.get(mode, ())) for mode in modes)
 
     def _find_collective_sites(self, sharding: IdentityKey[Plan]) -> dict[str, tuple[list[CollectiveSite], list[CollectiveSite]]]:
         """By layer: its reduce sites and its copy sites."""
         policy, layers = sharding.value.tensor, set(self._profile.layer_names)
-        found: dict[str, tuple[list[CollectiveSite], list[CollectiveSite]]] = {}
-        for place, sites in enumerate((policy.reduce_sites, policy.copy_sites)):
-            for site in (m for m in sites if bool(m.sequence_layout) == policy.is_sequence_parallel):
+        by_layer: dict[str, tuple[list[CollectiveSite], list[CollectiveSite]]] = {}
+        for i, sites in enumerate((policy.reduce_sites, policy.copy_sites)):
+            for site in (s for s in sites if bool(s.sequence_layout) == policy.is_sequence_parallel):
                 module = site.module
                 while module and module not in layers:
                     module = module.rpartition(".")[0]
-                found.setdefault(module, ([], []))[place].append(site)
-        return found
+                by_layer.setdefault(module, ([], []))[i].append(site)
+        return by_layer

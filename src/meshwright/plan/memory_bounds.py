@@ -15,6 +15,9 @@ from meshwright.plan.planning_problem import PlanningProblem
 from meshwright.plan.point_totals import PointTotals
 from meshwright.plan.search_point import SearchPoint
 
+_StageTotals = IdentityKey[Sequence[LayerTotals]]
+_Moments = list[tuple[tuple[int, ...], float]]  # micro-batches in flight by stage, and the bytes they save
+
 
 class MemoryBounds:
     """Memory bounds of one search."""
@@ -47,60 +50,46 @@ class MemoryBounds:
         ranks = self._totals.of_ranks(point, stage_totals, stages)
         if not stages:
             return self.rank_bytes(point, ranks[0], ranks[0].activation_bytes[point.recompute])
-        kept = self._in_flight_bytes(point.pipeline_spec, IdentityKey(stage_totals), point.recompute)
-        return max(self.rank_bytes(point, rank, most) for rank, most in zip(ranks, kept, strict=True))
+        saved = self._in_flight_bytes(point.pipeline_spec, IdentityKey(stage_totals), point.recompute)
+        return max(self.rank_bytes(point, rank, size) for rank, size in zip(ranks, saved, strict=True))
 
-    def _compute_in_flight_bytes(
-        self, order: PipelineSpec, stage_totals: IdentityKey[Sequence[LayerTotals]], recompute: RecomputeChoice
-    ) -> list[float]:
+    def _compute_in_flight_bytes(self, spec: PipelineSpec, stage_totals: _StageTotals, recompute: RecomputeChoice) -> list[float]:
         """By rank: the most bytes that its micro-batches in flight save for backward."""
-        return [max(kept for _, kept in moments) for moments in self.peak_moments(order, stage_totals, recompute)]
+        return [max(saved for _, saved in moments) for moments in self.peak_moments(spec, stage_totals, recompute)]
 
-    def _compute_peak_moments(
-        self, order: PipelineSpec, stage_totals: IdentityKey[Sequence[LayerTotals]], recompute: RecomputeChoice
-    ) -> list[list[tuple[tuple[int, ...], float]]]:  # fmt: skip
+    def _compute_peak_moments(self, spec: PipelineSpec, stage_totals: _StageTotals, recompute: RecomputeChoice) -> list[_Moments]:
         """By rank, at each moment that may be the peak: the micro-batches in flight in each of its stages, and the bytes that they save for
         backward."""
-        kept = [stage.activation_bytes[recompute] for stage in stage_totals.value]
-        found: list[list[tuple[tuple[int, ...], float]]] = []
-        for rank in range(order.ranks):
-            mine = order.stages(rank) if len(kept) > 1 else (0,)
-            most = _dominant_counts(in_flight_by_stage(order, rank), [id(stage_totals.value[stage]) for stage in mine])
-            found.append([(counts, sum(n * kept[stage] for n, stage in zip(counts, mine, strict=True))) for counts in most])
-        return found
+        saved = [stage.activation_bytes[recompute] for stage in stage_totals.value]
+        peaks: list[_Moments] = []
+        for rank in range(spec.ranks):
+            stages = spec.stages(rank) if len(saved) > 1 else (0,)
+            counts_at_peaks = _dominant_counts(in_flight_by_stage(spec, rank), [id(stage_totals.value[stage]) for stage in stages])
+            peaks.append([(counts, sum(n * saved[stage] for n, stage in zip(counts, stages, strict=True))) for counts in counts_at_peaks])
+        return peaks
 
-    def rank_bytes(self, point: SearchPoint, rank: LayerTotals, kept: float) -> float:
-        """Parameters, gradients, states, and `kept` bytes saved for backward."""
-        mesh, states, shards = point.mesh, self._states, point.mesh.shard
-        whole, trained = rank.parameters, rank.trainable_bytes
+    def rank_bytes(self, point: SearchPoint, rank: LayerTotals, saved: float) -> float:
+        """Parameters, gradients, states, and `saved` bytes of activations."""
+        mesh, zero, parameters, gradients = point.mesh, point.zero, rank.parameters, rank.trainable_bytes
+        states = self._states * gradients
         if mesh.group_size("data") == 1:  # gradients are allocated as activations are freed
-            return whole + states * trained + max(trained, kept)
-        kept = (
-            max(kept, rank.largest_unit_bytes) if point.zero == 3 and mesh.pp == 1 else kept
-        )  # few activations: the peak is at the largest unit's unsharded gradients
-        come = trained if point.micro_batches == 1 and point.zero < 2 else 0.0  # gradients with a bucket of their own replace freed activations
-        if point.zero == 2 and (point.micro_batches == 1 or mesh.pp > 1):
-            come = trained / shards  # so do a rank's gradient shards, in the first backward
-        return (
-            max(kept, come)
-            - come
-            + {
-                0: whole + (1 + states) * trained,
-                1: whole + trained + states * trained / shards,
-                2: whole + (1 + states) * trained / shards,
-                3: whole / shards + (1 + states) * trained / shards,
-            }[point.zero]
-        )
+            return parameters + states + max(gradients, saved)
+        if zero == 3 and mesh.pp == 1:  # with few activations, the peak is at the largest unit's unsharded gradients
+            saved = max(saved, rank.largest_unit_bytes)
+        reused = gradients if point.micro_batches == 1 and zero < 2 else 0.0  # gradients with a bucket of their own replace freed activations
+        if zero == 2 and (point.micro_batches == 1 or mesh.pp > 1):
+            reused = gradients / mesh.shard  # so do a rank's gradient shards, in the first backward
+        sharded = [size / mesh.shard if zero >= stage else size for size, stage in ((parameters, 3), (gradients, 2), (states, 1))]
+        return max(saved, reused) - reused + sum(sharded)
 
 
-def _dominant_counts(every: Sequence[tuple[int, ...]], kinds: Sequence[int]) -> list[tuple[int, ...]]:
+def _dominant_counts(all_counts: Sequence[tuple[int, ...]], kinds: Sequence[int]) -> list[tuple[int, ...]]:
     """The in-flight counts with the Pareto-largest totals by kind of stage and, among equal totals, those with the most of each stage."""
-    if len(every) == 1:
-        return [*every]
-    known = sorted(set(kinds))
-    alike: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-    for counts in every:
-        together = tuple(sum(n for n, kind in zip(counts, kinds, strict=True) if kind == one) for one in known)
-        alike.setdefault(together, []).append(counts)
-    most = [alike[together] for together in pareto_maxima(set(alike))]
-    return [*{max(same, key=itemgetter(stage)): None for same in most for stage in range(len(kinds))}]
+    if len(all_counts) == 1:
+        return [*all_counts]
+    by_totals: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for counts in all_counts:
+        totals = tuple(sum(n for n, k in zip(counts, kinds, strict=True) if k == kind) for kind in sorted(set(kinds)))
+        by_totals.setdefault(totals, []).append(counts)
+    largest = [by_totals[totals] for totals in pareto_maxima(set(by_totals))]
+    return [*{max(equal, key=itemgetter(stage)): None for equal in largest for stage in range(len(kinds))}]

@@ -16,14 +16,9 @@ RECOMPUTE_MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")  # in
 
 
 def choose_memory(
-    profile: ModelProfile,
-    cluster: Cluster,
-    precision: Precision,
-    zero: int,
-    recompute: RecomputeMode,
-    layers: Mapping[str, RecomputeMode],
-    offload: Offload = "none",
-) -> MemoryPolicy:
+    profile: ModelProfile, cluster: Cluster, precision: Precision, zero: int, recompute: RecomputeMode, layers: Mapping[str, RecomputeMode],
+    offload: Offload,
+) -> MemoryPolicy:  # fmt: skip
     """The memory policy; raises a RequestError if these devices or this model do not support it."""
     check_precision(precision, cluster)
     memory = MemoryPolicy(zero, choose_units(profile), recompute, precision, layers, offload)  # type: ignore[arg-type]
@@ -33,16 +28,14 @@ def choose_memory(
 
 def check_precision(precision: str, cluster: Cluster) -> None:
     """Raise if a device cannot multiply in fp8."""
-    without = next((d for d in cluster.devices if not d.fp8), None) if precision == "fp8" else None
-    if without is not None:
-        raise RequestError(f"precision=fp8 needs GPUs of compute capability 8.9 or newer, and this machine has {without.name}: use bf16")
+    unsupported = next((d for d in cluster.devices if not d.fp8), None) if precision == "fp8" else None
+    if unsupported is not None:
+        raise RequestError(f"precision=fp8 needs GPUs of compute capability 8.9 or newer, and this machine has {unsupported.name}: use bf16")
 
 
 def check_selective_recompute(memory: MemoryPolicy, profile: ModelProfile) -> None:
     """Raise where selective recomputation would save a tensor that the layer's code then changes in place."""
     for layer in profile.layers:
         if layer.has_inplace_ops and memory.recompute_mode(layer.name) == "selective":
-            raise RequestError(
-                f"recompute=selective keeps the products of {layer.name}, whose code changes one in place (like relu_): "
-                f"set recompute.{layer.name}=full, or change the code"
-            )
+            reason = f"recompute=selective saves the matmul outputs of {layer.name}, whose code changes one in place (like relu_)"
+            raise RequestError(f"{reason}: set recompute.{layer.name}=full, or change the code")
