@@ -3,7 +3,7 @@ be better.
 
 [Note: best-first search]
 A point stands for a plan. The queue is ordered by a lower bound on cost, and the cheapest point is refined: first its coarse choices (mesh and
-micro-batches) are bounded by compute time, cut into stages if it is a pipeline; then its ZeRO stage and recomputation, by memory and gradients
+micro-batches) are bounded by compute time, with its stages if it is a pipeline; then its ZeRO stage and recomputation, by memory and gradients
 too; then the estimate decides. Every refinement can only raise the cost. Once `TOP_K` estimates are cheaper than all points in the queue, they are
 the best there are: the search has left out nothing that could have been among them (tests compare it with all plans on small clusters).
 """

@@ -50,8 +50,8 @@ class LowerBounds:
         shards = mesh.dp * mesh.shard if not with_communication else mesh.shard if point.zero else 1
         elements = min(rank.trainable_bytes for rank in ranks) / 4 / shards
         update = compute_cost.optimizer_seconds(elements, self._problem.workload.optimizer, 4, self._problem.offloads_optimizer)
-        by_rank, by_stage = self._added_recompute(point, stage_totals, ranks, stages)
-        compute = [r.forward + r.backward + r.recompute_seconds[point.recompute] + added for r, added in zip(ranks, by_rank, strict=True)]
+        added_by_rank, added_by_stage = self._added_recompute(point, stage_totals, ranks, stages)
+        compute = [r.forward + r.backward + r.recompute_seconds[point.recompute] + added for r, added in zip(ranks, added_by_rank, strict=True)]
         bound, mean_bound = micro * max(compute) + update, 0.0
         exposed = 1.0 - self._overlap(rates)
         gradients = _map_unique(ranks, lambda rank: self.comm.gradient_seconds(point, rank, sharding)) if with_communication else [0.0] * len(ranks)
@@ -61,9 +61,9 @@ class LowerBounds:
             stage_comm = _map_unique(stage_totals, lambda stage: self.comm.stage_seconds(point, stage)) if with_communication else no_comm
             times = [
                 StageTime(s.forward + forward, s.backward + s.recompute_seconds[point.recompute] + added + backward)
-                for s, added, (forward, backward) in zip(stage_totals, by_stage, stage_comm, strict=True)
+                for s, added, (forward, backward) in zip(stage_totals, added_by_stage, stage_comm, strict=True)
             ]
-            during = [max(added - sum(by_stage[s] for s in point.pipeline_spec.stages(rank)), 0.0) for rank, added in enumerate(by_rank)]
+            during = [max(added - sum(added_by_stage[s] for s in point.pipeline_spec.stages(rank)), 0.0) for rank, added in enumerate(added_by_rank)]
             after = [update if point.zero < 2 else 0.0] * len(ranks)  # zero=2 and zero=3 communicate within a pipeline action, possibly nothing after
             for rank, seconds in enumerate(gradients):
                 (after if point.zero < 2 else during)[rank] += exposed * seconds / (1 if point.zero < 2 else micro)

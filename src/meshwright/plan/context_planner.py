@@ -89,7 +89,7 @@ class _ContextPropagation:
         self.sharded_values: set[int] = set()
         self.attention_ops: list[int] = []
         self.position_generators: dict[int, PositionGenerator] = {}
-        self.split_edges: dict[int, set[int]] = {}  # whole value → operations that need it split
+        self.split_edges: dict[int, set[int]] = {}  # unsharded value → operations that need it split
         self.target_count_modules: dict[str, None] = {}
         self.fields: list[ShardedField] = []
         self.split_parameters: list[ParameterShard] = []
@@ -119,26 +119,25 @@ class _ContextPropagation:
     def _mark_sources(self) -> None:
         """Mark the batch tensors, parameters and buffers that have an entry for each position as sharded."""
         fields = {f.value: f for f in self.dataflow.batch_tensors}
-        for number, value in enumerate(self.dataflow.values):
-            if number in self.graph.producer or not self._has_positions(number) or number in self.whole_values:
+        for index, value in enumerate(self.dataflow.values):
+            if index in self.graph.producer or not self._has_positions(index) or index in self.whole_values:
                 continue
             dim = next(d for d, logical_dims in enumerate(value.logical_dims) if self.logical_dim in logical_dims)
             if value.logical_dims[dim] != (self.logical_dim,):
                 continue  # a longer table that the model's code slices
-            if number in fields:
-                self.fields.append(ShardedField(fields[number].leaf, fields[number].name, dim))
+            if index in fields:
+                self.fields.append(ShardedField(fields[index].leaf, fields[index].name, dim))
             elif value.parameter:
-                self._check_reading_module(number, value.parameter)
+                self._check_reading_module(index, value.parameter)
                 self.split_parameters.append(ParameterShard(value.parameter, dim))
             else:
-                raise self.refusal(self.graph.consumers[number][0], "uses a constant with an entry for each position", "register it as a buffer")
-            self.sharded_values.add(number)
+                raise self.refusal(self.graph.consumers[index][0], "uses a constant with an entry for each position", "register it as a buffer")
+            self.sharded_values.add(index)
 
     def _check_reading_module(self, value: int, name: str) -> None:
-        owner = name.rpartition(".")[0]
-        spans = [(m.first_op, m.end_op) for m in self.dataflow.modules if m.module == owner]
+        calls = [call for call in self.dataflow.modules if call.module == name.rpartition(".")[0]]
         for index in self.graph.consumers.get(value, []):
-            if not any(first <= index < last for first, last in spans):
+            if not any(call.first_op <= index < call.end_op for call in calls):
                 raise self.refusal(index, f"reads {name}, which has an entry for each position, outside its own module")
 
     def _propagate_op(self, index: int, op: Operation) -> None:
@@ -169,7 +168,7 @@ class _ContextPropagation:
 
     def _record_attention(self, index: int, op: Operation) -> None:
         if len(op.inputs) > 3:
-            raise self.refusal(index, "gives attention a mask", "leave it out (is_causal=True masks what is to come), or use another axis")
+            raise self.refusal(index, "gives attention a mask", "leave it out (is_causal=True masks later positions), or use another mesh axis")
         if not self.sharded_values.issuperset(op.inputs):
             raise self.refusal(index, "attends to values that do not depend on positions")
         self.attention_ops.append(index)

@@ -29,10 +29,8 @@ class CollectiveSiteBuilder:
         dataflow, dims = self.graph.dataflow, self.graph.value_dims[value]
         size = math.prod(dataflow.values[value].shape) * dataflow.values[value].itemsize
         batch_independent = dataflow.sample_dims.isdisjoint(dims)
-        other_axis_dim = next((self.dim_names[s] for s in dims if s in self.dim_names), "")
-        return CollectiveSite(
-            module, size if batch_independent else size / dataflow.batch, position, batch_independent, other_axis_dim=other_axis_dim
-        )
+        other_dim = next((self.dim_names[s] for s in dims if s in self.dim_names), "")
+        return CollectiveSite(module, size if batch_independent else size / dataflow.batch, position, batch_independent, other_axis_dim=other_dim)
 
     def at_output(self, call: ModuleCall) -> CollectiveSite:
         """The site at a layer's output."""

@@ -29,7 +29,8 @@ class ParameterValue:
 
 
 class DataflowGraph:
-    """A dataflow with lookup tables for planners. `layers` are the modules between which a pipeline may cut, if any."""
+    """A dataflow with lookup tables for planners. `layers` are the modules between which a pipeline may place
+    stage boundaries, if any."""
 
     @classmethod
     def of(cls, dataflow: Dataflow, layers: Collection[str] = ()) -> DataflowGraph:

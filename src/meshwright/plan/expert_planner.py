@@ -39,7 +39,7 @@ def choose_expert_parallel(dataflow: Dataflow, ep_degree: int) -> ExpertPolicy:
 
 def _find_moe_layers(graph: DataflowGraph) -> Iterator[tuple[ModuleCall, int]]:
     """Yield calls of modules in which every parameter is indexed by the expert choices given to the call, with the number of experts. Modules are
-    recorded when their calls end, so of two nested modules with the same parameters the inner one is found."""
+    recorded when their calls end, so of two nested modules with the same parameters the inner one is yielded."""
     num_calls = Counter(call.module for call in graph.dataflow.modules)
     expert_weights: set[int] = set()
     for call in graph.dataflow.modules:

@@ -255,7 +255,7 @@ def _stage_options(plan: Plan, inputs: SearchInputs, cluster: Cluster) -> Iterat
 
 
 class _LayerCosts:
-    """Seconds and bytes of each layer in a stage, in the order in which layers are cut."""
+    """Seconds and bytes of each layer in a stage, in the order in which they are assigned to stages."""
 
     def __init__(self, plan: Plan, local: ModelProfile, layer_order: Sequence[str], inputs: SearchInputs) -> None:
         self.plan, self.local, self.layer_order, self.inputs = plan, local, layer_order, inputs

@@ -39,7 +39,7 @@ class RecomputeOption(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerTotals:
-    """Totals of one micro-batch over some layers, on a rank with all their parameters but those that tensor parallelism puts elsewhere."""
+    """Totals of one micro-batch over some layers on one rank. Parameters are sharded by tensor parallelism, not by ZeRO."""
 
     recompute_seconds: Mapping[RecomputeChoice, float]  # seconds
     activation_bytes: Mapping[RecomputeChoice, float]  # bytes saved for backward
@@ -176,9 +176,8 @@ class LayerTotalsCache:
         fused = compile_mode == "model" or (compile_mode == "blocks" and is_unit)
         forward, cheap, backward = seconds_of("forward"), seconds_of("forward", cheap_only=True), seconds_of("backward")
         seconds: dict[RecomputeChoice, float] = dict.fromkeys(RECOMPUTE_CHOICES, 0.0)
-        saved: dict[RecomputeChoice, float] = dict.fromkeys(
-            RECOMPUTE_MODES, layer.activation_bytes - (layer.compiler_recomputed_bytes if fused else 0.0)
-        )
+        activations = layer.activation_bytes - (layer.compiler_recomputed_bytes if fused else 0.0)
+        saved: dict[RecomputeChoice, float] = dict.fromkeys(RECOMPUTE_MODES, activations)
         if is_unit:
             seconds |= {"selective": cheap, "full": forward}
             saved |= {"selective": layer.output_bytes + layer.expensive_output_bytes, "full": layer.output_bytes}

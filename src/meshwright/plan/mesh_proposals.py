@@ -73,10 +73,17 @@ class MeshProposer:
         if sharding is None:
             return False
         try:
-            mesh, micro, compile_mode = point.mesh, point.micro_batches, self.compile_mode(point.mesh, sharding)
-            memory, schedule = self._memory(point.zero, "full" if point.recompute == "mixed" else point.recompute), point.schedule
-            replace(sharding, mesh=mesh, global_batch=self._batch, memory=memory, device=self._device, micro_batches=micro, schedule=schedule,
-                    compile=compile_mode)  # fmt: skip
+            memory = self._memory(point.zero, "full" if point.recompute == "mixed" else point.recompute)
+            replace(
+                sharding,
+                mesh=point.mesh,
+                global_batch=self._batch,
+                memory=memory,
+                device=self._device,
+                micro_batches=point.micro_batches,
+                schedule=point.schedule,
+                compile=self.compile_mode(point.mesh, sharding),
+            )
         except RequestError:
             return False
         return True
