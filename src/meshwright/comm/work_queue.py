@@ -25,24 +25,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd import profiler
 
 _CLOSE = object()
 _WAKE = object()
 Operation = Callable[[], object]
-StreamWrapper = Callable[[torch.Tensor, Operation], Operation]
+StreamWrapper = Callable[[Tensor, Operation], Operation]
 
 
 class QueuedWork(dist.Work):
     """One queued operation, with a future for callers such as DDP that ask for one."""
 
-    def __init__(self, owner: WorkQueue, name: str, run: Operation, outputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, owner: WorkQueue, name: str, run: Operation, outputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.name, self.done = name, False
         self._queue, self._outputs = owner, outputs
         self._run: Operation | None = run
         self._error: Exception | None = None
-        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        self._future: torch.futures.Future[list[Tensor]] | None = None
         self._lock = threading.Lock()
 
     def execute(self) -> None:
@@ -82,13 +83,13 @@ class QueuedWork(dist.Work):
     def exception(self) -> Any:
         return self._error
 
-    def result(self) -> list[torch.Tensor]:
+    def result(self) -> list[Tensor]:
         return list(self._outputs)
 
     def synchronize(self) -> None:
         self.wait()
 
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
         with self._lock:
             if self._future is None:
                 self._future = torch.futures.Future()
@@ -108,13 +109,13 @@ class CompletedWork(dist.Work):
     is_success = is_completed
 
     def synchronize(self) -> None:
-        """Nothing is left to wait for."""
+        """Does nothing: the operation is complete."""
 
-    def result(self) -> list[torch.Tensor]:
+    def result(self) -> list[Tensor]:
         return []
 
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         future.set_result([])
         return future
 
@@ -137,9 +138,7 @@ class WorkQueue:
         self._wake_ups: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(
-        self, name: str, outputs: Sequence[torch.Tensor], tensor: torch.Tensor | None, async_op: bool, run: Operation
-    ) -> QueuedWork | None:  # fmt: skip
+    def submit(self, name: str, outputs: Sequence[Tensor], tensor: Tensor | None, async_op: bool, run: Operation) -> QueuedWork | None:
         """Queue `run` and return its work; or, for a sync call, run it after everything queued before it and return None.
 
         `tensor` determines the operation's device.
@@ -161,10 +160,13 @@ class WorkQueue:
         return work
 
     def run_until(self, wanted: QueuedWork, timeout_s: float = 0.0) -> None:
-        """Run queued operations in the calling thread until `wanted` is done. Raises TimeoutError if another thread's operation takes longer."""
+        """Run queued operations in the calling thread until `wanted` is done.
+
+        Raises TimeoutError if one operation of another thread takes longer than `timeout_s`, which is counted anew for each operation.
+        """
         while not wanted.done:
             if not self._running.acquire(timeout=timeout_s if timeout_s > 0 else -1):
-                raise TimeoutError(f"{wanted.name} was not done within {timeout_s:.1f} s")
+                raise TimeoutError(f"{wanted.name} was not done: the operation before it took more than {timeout_s:.1f} s")
             try:
                 finished = None if wanted.done else self._run_next()
             finally:
