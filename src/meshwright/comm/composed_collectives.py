@@ -79,11 +79,10 @@ class ComposedComm(AsyncComm):
         window, across = self._group.node_window, self._group.across
         assert window is not None and across is not None, "two-level needs a window of the node"
         parts = tensor.tensor_split(window.size)
-        own = parts[window.rank]
-        ranges = address_ranges(parts)
-        shared_collectives.reduce_scatter(window, ranges, own, own, reduce_fn, name)
-        across.sync.all_reduce(own, name, "sum" if op == "mean" else op).wait()
-        shared_collectives.all_gather(window, ranges, own.data_ptr(), name)
+        part, ranges = parts[window.rank], address_ranges(parts)
+        shared_collectives.reduce_scatter(window, ranges, part, part, reduce_fn, name)
+        across.sync.all_reduce(part, name, "sum" if op == "mean" else op).wait()
+        shared_collectives.all_gather(window, ranges, part.data_ptr(), name)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, name: str, op: str = "sum", sizes: Sequence[int] | None = None) -> Work:
         if tensor.device.type != "cpu":

@@ -42,11 +42,11 @@ def all_reduce(window: SharedMemoryWindow, tensor: Tensor, reduce_fn: Combine, p
         _two_shot_all_reduce(window, address_ranges(parts), parts[window.rank], reduce_fn, post_reduce, operation)
 
 
-def reduce_scatter(window: SharedMemoryWindow, ranges: Sequence[AddressRange], own: Tensor, out: Tensor, reduce_fn: Combine, operation: str) -> None:
-    """Reduce this rank's part over all ranks into `out`, which may be `own`, the local copy of that part. The other parts are not changed."""
+def reduce_scatter(window: SharedMemoryWindow, ranges: Sequence[AddressRange], part: Tensor, out: Tensor, reduce_fn: Combine, operation: str) -> None:
+    """Reduce this rank's part over all ranks into `out`, which may be `part`, its local copy. The other parts are not changed."""
     chunk_bytes = window.chunk_bytes
     if window.size == 1:
-        out.copy_(own)
+        out.copy_(part)
         return
     steps = _num_steps(ranges, chunk_bytes)
     first = window.reserve_steps(steps)
@@ -55,12 +55,12 @@ def reduce_scatter(window: SharedMemoryWindow, ranges: Sequence[AddressRange], o
             _fill_slot(window, first + step, step, ranges, chunk_bytes)
         if step:
             window.await_peers(SLOT_FILLED, operation)
-            _reduce_into(window, first + step - 1, step - 1, own, _chunk_of(out, step - 1, chunk_bytes), reduce_fn)
+            _reduce_into(window, first + step - 1, step - 1, part, _chunk_of(out, step - 1, chunk_bytes), reduce_fn)
 
 
 def all_gather(window: SharedMemoryWindow, ranges: Sequence[AddressRange], source: int, operation: str) -> None:
     """Copy every rank's part, which is at address `source` on that rank, to its range in `ranges` on all ranks."""
-    chunk_bytes, (own, length) = _stream_chunk_bytes(window, sum(map(_byte_count, ranges))), ranges[window.rank]
+    chunk_bytes, (own_start, length) = _stream_chunk_bytes(window, sum(map(_byte_count, ranges))), ranges[window.rank]
     steps = _num_steps(ranges, chunk_bytes)
     if steps == 1:
         _one_step_all_gather(window, ranges, source, operation)
@@ -71,8 +71,8 @@ def all_gather(window: SharedMemoryWindow, ranges: Sequence[AddressRange], sourc
             start, size = _chunk_range((source, length), step, chunk_bytes)
             window.memcpy(window.slot_address(window.rank, first + step), start, size)
             window.signal_peers(SLOT_FILLED)
-            if source != own:
-                window.memcpy(own + step * chunk_bytes, start, size)
+            if source != own_start:
+                window.memcpy(own_start + step * chunk_bytes, start, size)
         if step:
             window.await_peers(SLOT_FILLED, operation)
             for peer in window.peers:
@@ -82,11 +82,11 @@ def all_gather(window: SharedMemoryWindow, ranges: Sequence[AddressRange], sourc
 
 def _one_step_all_gather(window: SharedMemoryWindow, ranges: Sequence[AddressRange], source: int, operation: str) -> None:
     """All-gather without chunks: the Python code for chunks took a tenth of the time of 1 MB among four ranks."""
-    step, copy, slot, (own, length) = window.reserve_steps(1), window.memcpy, window.slot_address, ranges[window.rank]
+    step, copy, slot, (own_start, length) = window.reserve_steps(1), window.memcpy, window.slot_address, ranges[window.rank]
     copy(slot(window.rank, step), source, length)
     window.signal_peers(SLOT_FILLED)
-    if source != own:
-        copy(own, source, length)
+    if source != own_start:
+        copy(own_start, source, length)
     window.await_peers(SLOT_FILLED, operation)
     for peer in window.peers:
         start, size = ranges[peer]
@@ -109,7 +109,7 @@ def _one_shot_all_reduce(window: SharedMemoryWindow, tensor: Tensor, reduce_fn: 
 
 
 def _two_shot_all_reduce(
-    window: SharedMemoryWindow, ranges: Sequence[AddressRange], own: Tensor, reduce_fn: Combine, post_reduce: PostReduce, operation: str
+    window: SharedMemoryWindow, ranges: Sequence[AddressRange], part: Tensor, reduce_fn: Combine, post_reduce: PostReduce, operation: str
 ) -> None:
     """Each rank reduces its own part, then all ranks gather the reduced parts ([Note: slots])."""
     me, chunk_bytes = window.rank, window.chunk_bytes
@@ -126,8 +126,8 @@ def _two_shot_all_reduce(
         if 0 < step <= steps:
             window.await_peers(SLOT_FILLED, operation)
             start, size = _chunk_range(ranges[me], step - 1, chunk_bytes)
-            in_slot = window.view(me, first + step - 1, me * chunk_bytes, size // own.element_size(), own.dtype)  # slot first: peers wait for it
-            _reduce_into(window, first + step - 1, step - 1, own, in_slot, reduce_fn)
+            in_slot = window.view(me, first + step - 1, me * chunk_bytes, size // part.element_size(), part.dtype)  # slot first: peers wait for it
+            _reduce_into(window, first + step - 1, step - 1, part, in_slot, reduce_fn)
             post_reduce(in_slot)
             window.signal_peers(SLOT_REDUCED)
             window.memcpy(start, window.slot_address(me, first + step - 1) + me * chunk_bytes, size)
@@ -142,10 +142,10 @@ def _fill_slot(window: SharedMemoryWindow, slot: int, step: int, ranges: Sequenc
     window.signal_peers(SLOT_FILLED)
 
 
-def _reduce_into(window: SharedMemoryWindow, slot: int, step: int, own: Tensor, into: Tensor, reduce_fn: Combine) -> None:
-    total = _chunk_of(own, step, window.chunk_bytes)
+def _reduce_into(window: SharedMemoryWindow, slot: int, step: int, part: Tensor, into: Tensor, reduce_fn: Combine) -> None:
+    total = _chunk_of(part, step, window.chunk_bytes)
     for peer in window.peers:
-        reduce_fn(total, window.view(peer, slot, window.rank * window.chunk_bytes, into.numel(), own.dtype), out=into)
+        reduce_fn(total, window.view(peer, slot, window.rank * window.chunk_bytes, into.numel(), part.dtype), out=into)
         total = into
 
 

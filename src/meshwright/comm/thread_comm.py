@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.comm.async_comm import ChainedWork
 from meshwright.comm.comm_ledger import Ledger
-from meshwright.core.comm import PeerTensors
+from meshwright.comm.work_queue import COMPLETED
+from meshwright.core.comm import PeerTensors, Work
 
 _TIMEOUT_S = 60.0
 
@@ -41,19 +43,6 @@ class ThreadWorld:
             return self._mailbox.pop(key) if remove else self._mailbox[key]
 
 
-class _LazyWork:
-    """A call whose result is computed by `wait`."""
-
-    def __init__(self, finish: Callable[[], object]) -> None:
-        self._finish: Callable[[], object] | None = finish
-
-    def wait(self) -> bool:
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
-        return True
-
-
 class ThreadComm:
     """`core.comm.Comm` for one thread of a `ThreadWorld`; `subgroup` makes the comm of a subset of its ranks."""
 
@@ -73,15 +62,15 @@ class ThreadComm:
         """The comm of these ranks, which include this one."""
         return ThreadComm(self._world, list(ranks).index(self.rank), tuple(self._ranks[r] for r in ranks), self.ledger)
 
-    def all_reduce(self, tensor: Tensor, name: str, op: str = "sum", factor: float | None = None) -> _LazyWork:
+    def all_reduce(self, tensor: Tensor, name: str, op: str = "sum", factor: float | None = None) -> Work:
         fetch = self._count_and_post("all_reduce", name, tensor, tensor if factor is None else tensor * factor)
-        return _LazyWork(lambda: tensor.copy_(_reduce_parts(fetch(), op)))
+        return _lazy_work(lambda: tensor.copy_(_reduce_parts(fetch(), op)))
 
-    def reduce(self, tensor: Tensor, name: str, op: str = "sum", root: int = 0) -> _LazyWork:
+    def reduce(self, tensor: Tensor, name: str, op: str = "sum", root: int = 0) -> Work:
         fetch = self._count_and_post("reduce", name, tensor, tensor)
-        return _LazyWork(lambda: tensor.copy_(_reduce_parts(fetch(), op)) if self.rank == root else fetch())
+        return _lazy_work(lambda: tensor.copy_(_reduce_parts(fetch(), op)) if self.rank == root else fetch())
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, name: str, op: str = "sum", sizes: Sequence[int] | None = None) -> _LazyWork:
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, name: str, op: str = "sum", sizes: Sequence[int] | None = None) -> Work:
         fetch = self._count_and_post("reduce_scatter", name, tensor, tensor)
         rows = list(sizes) if sizes is not None else [output.numel()] * self.size
 
@@ -90,29 +79,29 @@ class ThreadComm:
             part = (total if sizes is not None else total.reshape(-1)).split(rows)[self.rank]
             output.copy_(part.reshape(output.shape))
 
-        return _LazyWork(finish)
+        return _lazy_work(finish)
 
-    def all_gather(self, output: Tensor, tensor: Tensor, name: str, sizes: Sequence[int] | None = None) -> _LazyWork:
+    def all_gather(self, output: Tensor, tensor: Tensor, name: str, sizes: Sequence[int] | None = None) -> Work:
         fetch = self._count_and_post("all_gather", name, output, tensor)
-        return _LazyWork(lambda: _copy_parts(output, fetch()))
+        return _lazy_work(lambda: _copy_parts(output, fetch()))
 
-    def all_to_all(self, output: Tensor, tensor: Tensor, name: str, recv_counts: Sequence[int], send_counts: Sequence[int]) -> _LazyWork:
+    def all_to_all(self, output: Tensor, tensor: Tensor, name: str, recv_counts: Sequence[int], send_counts: Sequence[int]) -> Work:
         fetch = self._count_and_post("all_to_all", name, tensor, list(tensor.clone().split(list(send_counts))))
-        return _LazyWork(lambda: _copy_parts(output, [parts[self.rank] for parts in fetch()]))
+        return _lazy_work(lambda: _copy_parts(output, [parts[self.rank] for parts in fetch()]))
 
-    def broadcast(self, tensor: Tensor, name: str, source: int = 0) -> _LazyWork:
+    def broadcast(self, tensor: Tensor, name: str, source: int = 0) -> Work:
         fetch = self._count_and_post("broadcast", name, tensor, tensor)
-        return _LazyWork(lambda: tensor.copy_(fetch()[source]))
+        return _lazy_work(lambda: tensor.copy_(fetch()[source]))
 
-    def gather(self, output: Tensor | None, tensor: Tensor, name: str, root: int = 0) -> _LazyWork:
+    def gather(self, output: Tensor | None, tensor: Tensor, name: str, root: int = 0) -> Work:
         fetch = self._count_and_post("gather", name, tensor, tensor, self.size)
-        return _LazyWork(lambda: _copy_parts(output, fetch()) if output is not None and self.rank == root else fetch())
+        return _lazy_work(lambda: _copy_parts(output, fetch()) if output is not None and self.rank == root else fetch())
 
-    def scatter(self, output: Tensor, tensor: Tensor | None, name: str, root: int = 0) -> _LazyWork:
+    def scatter(self, output: Tensor, tensor: Tensor | None, name: str, root: int = 0) -> Work:
         fetch = self._count_and_post("scatter", name, output, tensor, self.size)
-        return _LazyWork(lambda: output.copy_(fetch()[root].reshape(self.size, -1)[self.rank].reshape(output.shape)))
+        return _lazy_work(lambda: output.copy_(fetch()[root].reshape(self.size, -1)[self.rank].reshape(output.shape)))
 
-    def exchange(self, sends: PeerTensors, receives: PeerTensors, name: str) -> _LazyWork:
+    def exchange(self, sends: PeerTensors, receives: PeerTensors, name: str) -> Work:
         for peer, tensor in sends:
             self.ledger.add(name, "send", 2, tensor.nbytes)
             number = self._send_counts[peer] = self._send_counts.get(peer, 0) + 1
@@ -121,7 +110,7 @@ class ThreadComm:
         for peer, _ in receives:
             number = self._receive_counts[peer] = self._receive_counts.get(peer, 0) + 1
             keys.append((self._ranks, "message", peer, self.rank, number))
-        return _LazyWork(lambda: [t.copy_(self._world.fetch(key, remove=True)) for key, (_, t) in zip(keys, receives, strict=True)])
+        return _lazy_work(lambda: [t.copy_(self._world.fetch(key, remove=True)) for key, (_, t) in zip(keys, receives, strict=True)])
 
     def barrier(self) -> None:
         self._post_to_all(None)()
@@ -137,6 +126,11 @@ class ThreadComm:
         for reader in range(self.size):
             self._world.post((self._ranks, call, self.rank, reader), value)
         return lambda: [self._world.fetch((self._ranks, call, writer, self.rank), remove=True) for writer in range(self.size)]
+
+
+def _lazy_work(finish: Callable[[], object]) -> Work:
+    """A call whose result is computed by `wait`."""
+    return ChainedWork(COMPLETED, finish)
 
 
 def _reduce_parts(parts: list[Tensor], op: str) -> Tensor:

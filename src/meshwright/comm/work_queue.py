@@ -34,17 +34,36 @@ Operation = Callable[[], object]
 StreamWrapper = Callable[[Tensor, Operation], Operation]
 
 
-class QueuedWork(dist.Work):
-    """One queued operation, with a future for callers such as DDP that ask for one."""
+class TensorWork(dist.Work):
+    """The part of torch's interface that is common to queued operations and messages: the outputs, or an error."""
 
-    def __init__(self, owner: WorkQueue, name: str, run: Operation, outputs: Sequence[Tensor]) -> None:
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self.name, self.done = name, False
-        self._queue, self._outputs = owner, outputs
-        self._run: Operation | None = run
+        self.done, self._outputs = False, outputs
         self._error: Exception | None = None
         self._future: torch.futures.Future[list[Tensor]] | None = None
         self._lock = threading.Lock()
+
+    def is_success(self) -> bool:
+        return self.done and self._error is None
+
+    def exception(self) -> Any:
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        return list(self._outputs)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class QueuedWork(TensorWork):
+    """One queued operation, with a future for callers such as DDP that ask for one."""
+
+    def __init__(self, owner: WorkQueue, name: str, run: Operation, outputs: Sequence[Tensor]) -> None:
+        super().__init__(outputs)
+        self.name, self._queue = name, owner
+        self._run: Operation | None = run
 
     def execute(self) -> None:
         """Run the operation. Called once, by the thread that holds the queue's lock."""
@@ -76,18 +95,6 @@ class QueuedWork(dist.Work):
 
     def is_completed(self) -> bool:
         return self.done
-
-    def is_success(self) -> bool:
-        return self.done and self._error is None
-
-    def exception(self) -> Any:
-        return self._error
-
-    def result(self) -> list[Tensor]:
-        return list(self._outputs)
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         with self._lock:
@@ -159,16 +166,16 @@ class WorkQueue:
         self._wake_ups.put(_WAKE)
         return work
 
-    def run_until(self, wanted: QueuedWork, timeout_s: float = 0.0) -> None:
-        """Run queued operations in the calling thread until `wanted` is done.
+    def run_until(self, work: QueuedWork, timeout_s: float = 0.0) -> None:
+        """Run queued operations in the calling thread until `work` is done.
 
         Raises TimeoutError if one operation of another thread takes longer than `timeout_s`, which is counted anew for each operation.
         """
-        while not wanted.done:
+        while not work.done:
             if not self._running.acquire(timeout=timeout_s if timeout_s > 0 else -1):
-                raise TimeoutError(f"{wanted.name} was not done: the operation before it took more than {timeout_s:.1f} s")
+                raise TimeoutError(f"{work.name} was not done: the operation before it took more than {timeout_s:.1f} s")
             try:
-                finished = None if wanted.done else self._run_next()
+                finished = None if work.done else self._run_next()
             finally:
                 self._running.release()
             if finished is not None:

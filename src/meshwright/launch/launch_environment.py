@@ -51,10 +51,10 @@ def detect_launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
 
 def default_backend(launched_rank: LaunchedRank | None, device: str) -> str:
     """The default for the device; on CPUs the launcher's own backend, where it has one whose package is installed (MPI under mpirun)."""
-    usual = backend_for(device)
+    default = backend_for(device)
     if device == "cuda" or launched_rank is None or launched_rank.world == 1:
-        return usual
-    return next((name for name, traits in BACKENDS.items() if launched_rank.launcher in traits.launchers and traits.is_installed), usual)
+        return default
+    return next((name for name, traits in BACKENDS.items() if launched_rank.launcher in traits.launchers and traits.is_installed), default)
 
 
 def _int_variable(environ: Mapping[str, str], name: str, default: str, launcher: str) -> int:

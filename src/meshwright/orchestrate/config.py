@@ -33,7 +33,7 @@ class RunConfig(BaseModel):
     seed: int = Field(0, ge=0, description="of parameters, data order and keyed randomness")
     dropout: float = Field(0.0, ge=0.0, lt=1.0, description="where the model has dropout")
 
-    data: str | None = Field(None, description="built-in data set, or a JSON file of instructions; the model's own by default")
+    data: str | None = Field(None, description="built-in dataset, or a JSON file of instructions; the model's own by default")
     data_dir: str | None = Field(None, description="folder for mnist or cifar10")
     optimizer: Literal["adamw", "adam", "sgd", "momentum"] = "adamw"
     learning_rate: float | None = Field(None, gt=0)

@@ -14,10 +14,10 @@ from meshwright.core.backends import backend_for, backend_traits
 from meshwright.core.errors import MeshwrightError, RequestError
 from meshwright.execute.process_groups import register_backend
 from meshwright.launch import LaunchedRank, Rendezvous, default_backend, join_process_group, leave_process_group
-from meshwright.observe import RunFolder, create_run_folder
+from meshwright.observe import RunFolder
 from meshwright.orchestrate.backend_selection import has_several_backends
 from meshwright.orchestrate.config import RunConfig
-from meshwright.orchestrate.orchestrator import LiveMonitor, Orchestrator, ProgressCallback, finish_run, write_run_inputs
+from meshwright.orchestrate.orchestrator import LiveMonitor, Orchestrator, ProgressCallback, create_run, finish_run
 from meshwright.orchestrate.rank_entrypoints import train_rank
 
 
@@ -41,11 +41,7 @@ def train_on_launched_ranks(
         if launched.rank == 0:
             try:
                 prepared = orchestrator.prepare()
-                if not prepared.estimate.fits:
-                    raise RequestError(prepared.why.replace("\n", " "))
-                folder = create_run_folder(Path(config.run_dir), config.name, prefix=prepared.task.name)
-                write_run_inputs(folder.path, prepared)
-                message = [str(folder.path.resolve())]
+                message = [str(create_run(prepared).path.resolve())]
             except MeshwrightError as error:
                 message = [error]
     rank, world, init_method = launched.rank, launched.world, launched.init_method

@@ -93,7 +93,7 @@ class Orchestrator:
             ranks = Plan.load(Path(self.config.plan)).world
         if self.config.cluster != "here":
             if self.config.devices is not None:
-                raise RequestError(f"--devices selects devices of this machine, and --cluster {self.config.cluster} is another: leave one out")
+                raise RequestError(f"--devices is for this machine, and --cluster {self.config.cluster} is another: leave one of them out")
             return resolve_cluster(self.config.cluster, self.environ, ranks=ranks)
         cluster = discover(self.environ, ranks=ranks, devices=self.config.devices)
         return self._limit_to_free_memory(cluster) if any(d.kind == "cuda" for d in cluster.devices) else cluster
@@ -178,7 +178,7 @@ class Orchestrator:
         """Plan the run, probing a machine that has no calibration. With `runs`, the fork server imports what its ranks need meanwhile."""
         strategy = load_strategy(self.config.strategy) if self.config.strategy is not None else None
         if strategy is not None and self.config.plan != "auto":
-            raise RequestError(f"--plan {self.config.plan} runs unchanged, and strategy={self.config.strategy} would change it: leave one out")
+            raise RequestError(f"--plan {self.config.plan} runs unchanged, and strategy={self.config.strategy} changes it: leave one of them out")
         self.config, task = resolve_job(self.config)
         if self.config.cluster == "here" and (runs or self._cached_calibration() is None):
             self.fork_server()
@@ -242,10 +242,7 @@ class Orchestrator:
     def train(self, prepared: PreparedRun, console: Console) -> dict[str, Any]:
         """Launch the plan's ranks, show their progress, write the run folder; returns the result."""
         self._require_local_cluster()
-        if not prepared.estimate.fits:
-            raise RequestError(prepared.why.replace("\n", " "))
-        folder = create_run_folder(Path(self.config.run_dir), self.config.name, prefix=prepared.task.name)
-        write_run_inputs(folder.path, prepared)
+        folder = create_run(prepared)
         fork_server = self.fork_server(prepared.plan.threads or None)
         try:
             ranks = _call_ranks(folder, fork_server, prepared.plan.world, "train_rank", {}, LiveMonitor(folder, console, self.config.log_interval))
@@ -295,6 +292,15 @@ def _call_ranks(
             recorder.fault(failure.fault)
         write_report(folder)
         raise
+
+
+def create_run(prepared: PreparedRun) -> RunFolder:
+    """A new run folder with the run's inputs. Raises RequestError if the plan does not fit in memory."""
+    if not prepared.estimate.fits:
+        raise RequestError(prepared.why.replace("\n", " "))
+    folder = create_run_folder(Path(prepared.config.run_dir), prepared.config.name, prefix=prepared.task.name)
+    write_run_inputs(folder.path, prepared)
+    return folder
 
 
 def write_run_inputs(path: Path, prepared: PreparedRun) -> None:

@@ -47,17 +47,17 @@ def resolve_target(name: str, config: RunConfig, environ: Mapping[str, str], log
     ideal = resolve_cluster(name, environ, ranks=requested_ranks(config)) if name != "here" else None
     local_config = config.model_copy(update={"mesh": None, "nproc": None, "plan": "auto"}) if ideal is not None else config
     with Orchestrator(local_config, environ, log_progress) as orchestrator:
-        here, measured = orchestrator.cluster, orchestrator.calibration()
+        cluster, measured = orchestrator.cluster, orchestrator.calibration()
     if ideal is not None:
-        return _ideal_target(here.nodes[0], len(ideal.devices), measured)
-    kind = here.devices[0].kind
+        return _ideal_target(cluster.nodes[0], len(ideal.devices), measured)
+    kind = cluster.devices[0].kind
 
     def network(plan: Plan) -> Network:
-        ordered, duplex = here.in_device_order(plan.device_order), kind == "cuda" or len(here.nodes) > 1
+        ordered, duplex = cluster.in_device_order(plan.device_order), kind == "cuda" or len(cluster.nodes) > 1
         overlap = _overlap_by_rank(plan, ordered, measured)
         return AlphaBetaNetwork(ordered, measured.rates_for(plan.world), backend_for(kind), duplex=duplex, overlap_by_rank=overlap)
 
-    return SimulationTarget(here, measured, network)
+    return SimulationTarget(cluster, measured, network)
 
 
 def requested_ranks(config: RunConfig) -> int | None:

@@ -9,24 +9,21 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
+
+from meshwright.comm.work_queue import TensorWork
 
 _POLL_S = 50e-6
 
 
-class MessageWork(dist.Work):
+class MessageWork(TensorWork):
     """One send or receive. MPI progresses it during any MPI call of this rank; `wait` completes it. `_lock` lets one thread at a time query MPI."""
 
     def __init__(self, request: Any, tensor: Tensor, buffer: Tensor, source: int, label: str) -> None:
         """`buffer` is the tensor that MPI reads or writes: `tensor` itself, or one that is copied to `tensor` on arrival. Errors name `label`."""
-        super().__init__()
-        self.done = False
-        self.error: Exception | None = None
+        super().__init__([tensor])
         self._request, self._tensor, self._buffer, self._source, self._label = request, tensor, buffer, source, label
-        self._lock = threading.Lock()
-        self._future: torch.futures.Future[list[Tensor]] | None = None
 
     def is_completed(self) -> bool:
         if self._lock.acquire(blocking=False):
@@ -45,8 +42,8 @@ class MessageWork(dist.Work):
             time.sleep(_POLL_S)
         with self._lock:
             self._complete(self._request.Wait)
-        if self.error is not None:
-            raise self.error
+        if self._error is not None:
+            raise self._error
         return True
 
     def _complete(self, test_or_wait: Callable[[Any], Any]) -> None:
@@ -63,20 +60,8 @@ class MessageWork(dist.Work):
                 self._tensor.copy_(self._buffer)
                 self._buffer = self._tensor  # frees the buffer
         except MPI.Exception as error:
-            self.error = error
+            self._error = error
         self.done = True
-
-    def is_success(self) -> bool:
-        return self.done and self.error is None
-
-    def exception(self) -> Any:
-        return self.error
-
-    def result(self) -> list[Tensor]:
-        return [self._tensor]
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def source_rank(self) -> int:
         return self._source
