@@ -66,13 +66,8 @@ def serve_calls(peer: socket.socket) -> int:
 
 
 def describe_fault(error: BaseException, rank: int) -> Fault:
-    text = str(error)
-    return Fault(
-        time=time.time(),
-        rank=rank,
-        kind=type(error).__name__,
-        message=next((line for line in text.splitlines() if line.strip()), type(error).__name__),
-        # A user's mistake needs no traceback; anything else does.
-        traceback="" if isinstance(error, MeshwrightError) else "".join(traceback.format_exception(error)),
-        secondary=any(words in text for words in _SECONDARY_ERRORS),
-    )
+    text, kind = str(error), type(error).__name__
+    message = next((line for line in text.splitlines() if line.strip()), kind)
+    # A user's mistake needs no traceback; anything else does.
+    trace = "" if isinstance(error, MeshwrightError) else "".join(traceback.format_exception(error))
+    return Fault(time.time(), rank, kind, message, trace, secondary=any(words in text for words in _SECONDARY_ERRORS))

@@ -60,7 +60,7 @@ class RunConfig(BaseModel):
     zero: Literal[0, 1, 2, 3] | None = None
     micro_batches: int | None = Field(None, ge=1, description="gradient accumulation: micro-batches of a rank in one step")
     recompute: RecomputeMode | None = Field(None, description="of blocks in backward: none, selective (all but matmuls and attention), or full")
-    recompute_layers: dict[str, RecomputeMode] = Field(default_factory=dict, description="for single blocks; also written recompute.NAME=MODE")
+    recompute_layers: dict[str, RecomputeMode] = Field(default_factory=dict, description="by block; also written recompute.NAME=MODE")
     offload: Offload | None = Field(None, description="what is stored in host memory: none, or optimizer (its state)")
     precision: Literal["auto", "best", "fp64", "fp32", "bf16", "fp16", "fp8"] = Field(
         "auto", description="auto: bf16 on GPUs, fp32 on CPUs; best: the one of fp32, bf16 and fp8 that is predicted fastest"
@@ -68,9 +68,7 @@ class RunConfig(BaseModel):
     compile: Literal["none", "blocks", "model"] | None = None
     backend: Literal[Backend, "auto"] | None = Field(None, description="by device unless given; auto: the fastest measured for each call")
     bucket_mb: float | None = Field(None, gt=0, description="size of a gradient bucket")
-    compression: Literal["none", "bf16", "powersgd", "auto"] | None = Field(
-        None, description="of gradients between data-parallel ranks, which makes the run inexact; auto: where it is predicted faster"
-    )
+    compression: Literal["none", "bf16", "powersgd", "auto"] | None = Field(None, description="of gradients (inexact); auto: if predicted faster")
     compression_rank: int | None = Field(None, ge=1, description="of powersgd's factors; 4 unless given")
     overlap: tuple[Overlap, ...] | None = Field(None, description='what to overlap with computation, like ["gradients", "inputs"]; [] for none')
     timeout_s: float = Field(120.0, gt=0, description="longest wait in one collective")

@@ -112,7 +112,7 @@ def _initialise(MPI: Any, environ: Mapping[str, str]) -> None:
             folder.rmdir()
     _finalize_at_exit(MPI)
     if code:
-        raise RequestError(f"MPI_Init failed with code {code} in {short_version(MPI)}: run mpirun with a small program first")
+        raise RequestError(f"MPI_Init failed with code {code} in {short_version(MPI)}: check that mpirun can start a small MPI program")
 
 
 def _finalize_at_exit(MPI: Any) -> None:
