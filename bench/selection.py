@@ -130,7 +130,7 @@ def measure(folder: str, rounds: int, nodes: list[int]) -> None:
     own, other = (ways[b] for b in ("gloo", "mpi"))
     assert isinstance(own, TorchComm) and isinstance(other, TorchComm)
     # The composed ways that are selected are the very objects that are measured: a twin of them would share cores with their threads.
-    composed = {n: c._composed_routes[n] for n, c in ways.items() if isinstance(c, RoutedComm)}
+    composed = {n: c._comms[n] for n, c in ways.items() if isinstance(c, RoutedComm)}
     choose = lambda op, size: choose_route(chosen, op, size * wire_factor(op, world), "gloo")  # noqa: E731
     turns: dict[str, Comm] = {**ways, SELECTED: RoutedComm({"gloo": own, "mpi": other}, choose, composed)}
     found = []

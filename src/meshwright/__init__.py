@@ -18,15 +18,9 @@ __all__ = [
 
 # Imported on first use, so that `import meshwright` and `meshwright --help` do not wait for torch.
 _EXPORT_MODULES = {
-    "Field": "core.task",
-    "MemoryPolicy": "core.plan",
-    "Mesh": "core.mesh",
-    "MeshwrightError": "core.errors",
-    "Plan": "core.plan",
-    "RequestError": "core.errors",
-    "Task": "core.task",
-    "strategy": "core.plan_strategy",
-}
+    "Field": "core.task", "MemoryPolicy": "core.plan", "Mesh": "core.mesh", "MeshwrightError": "core.errors", "Plan": "core.plan",
+    "RequestError": "core.errors", "Task": "core.task", "strategy": "core.plan_strategy",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -66,8 +66,8 @@ class Run:
 
     def validate(self, batches: Iterable[Batch], loss_fn: Loss) -> float:
         """The mean loss without gradients, reduced over ranks; `batches` are global batches, of which each rank takes its share."""
-        cut = RankLoader(batches, self.plan, self.rank, seed=self.session.seed, device=self.loader.device, num_micro_batches=1)
-        return self.session.validate(cut, loss_fn)
+        loader = RankLoader(batches, self.plan, self.rank, seed=self.session.seed, device=self.loader.device, num_micro_batches=1)
+        return self.session.validate(loader, loss_fn)
 
 
 def prepare(
@@ -85,14 +85,14 @@ def prepare(
 
     `strategy` changes the plan that was found: a function `(plan, profile, cluster) -> Plan`, or its reference FILE.py:NAME.
     """
-    place = _init_process_group()
-    device = _rank_device(place)
+    launched = _init_process_group()
+    device = _rank_device(launched)
     model.to(device)
-    chosen, why = _resolve_plan(model, optimizer, loader, loss_fn, plan, strategy, place)
+    chosen, why = _resolve_plan(model, optimizer, loader, loss_fn, plan, strategy, launched)
     session = Session(chosen, model, optimizer, seed=seed, clip=clip)
-    if place.rank == 0:
-        _report_plan(chosen, why, place)
-    return Run(session, RankLoader(loader, chosen, place.rank, seed=seed, device=device), why)
+    if launched.rank == 0:
+        _report_plan(chosen, why, launched)
+    return Run(session, RankLoader(loader, chosen, launched.rank, seed=seed, device=device), why)
 
 
 def parallelize(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan | str | Path) -> AppliedPlan:
@@ -107,10 +107,10 @@ def plan_for(model: nn.Module, batch: Batch, loss_fn: Loss, *, world: int | None
     workload = Workload(sample_count(batch))
     profile = trace_module(model, loss_fn, batch, name=type(model).__name__, device=cluster.devices[0].kind)
     calibration = calibrate.load_cached(cluster, os.environ) or datasheet_calibration(cluster)
-    asked = Constraints(world=world, **constraints)
-    if asked.flow is None and len(cluster.devices) > 1:
-        asked = replace(asked, flow=_trace_dataflow(model, loss_fn, batch, asked.mesh))
-    return rank_plans(profile, cluster, workload, calibration, asked)
+    fixed = Constraints(world=world, **constraints)
+    if fixed.flow is None and len(cluster.devices) > 1:
+        fixed = replace(fixed, flow=_trace_dataflow(model, loss_fn, batch, fixed.mesh))
+    return rank_plans(profile, cluster, workload, calibration, fixed)
 
 
 def connect(mesh: Mesh | str | None = None, *, backend: str | None = None) -> ProcessGroups:
@@ -119,8 +119,8 @@ def connect(mesh: Mesh | str | None = None, *, backend: str | None = None) -> Pr
     Collective: every rank passes the same mesh. A degree of * takes the remaining ranks ("dp=*,tp=2"); no mesh means data parallel. The ranks
     are those that a launcher started. In a script that runs without a launcher every group has one rank and costs nothing, whatever the mesh.
     """
-    place = _init_process_group(backend)
-    return make_process_groups(_resolve_mesh(mesh, place.world), rank_devices=rank_devices_from_env(os.environ))
+    world = _init_process_group(backend).world
+    return make_process_groups(_resolve_mesh(mesh, world), rank_devices=rank_devices_from_env(os.environ))
 
 
 def _resolve_mesh(mesh: Mesh | str | None, world: int) -> Mesh:
@@ -150,41 +150,39 @@ def _init_process_group(backend: str | None = None) -> LaunchedRank:
         raise RequestError(f"backend {backend} needs a CUDA device, and there is none: use gloo")
     if dist.is_available() and dist.is_initialized():
         if backend not in (None, dist.get_backend()):
-            raise RequestError(f"backend {backend} was asked for, and the process group uses {dist.get_backend()}: change one of them")
-        rank = dist.get_rank()
-        local = int(os.environ.get("LOCAL_RANK", rank % max(torch.cuda.device_count(), 1)))
-        return LaunchedRank(rank, dist.get_world_size(), local, dist.get_world_size(), "", "script")
-    place = detect_launched_rank(os.environ) or LaunchedRank(0, 1, 0, 1, "", "python")
-    device = _rank_device(place).type
-    backend = backend or (backend_for(device, where) if (where := rank_devices_from_env(os.environ)) else default_backend(place, device))
+            raise RequestError(f"backend {backend} was requested, and the process group uses {dist.get_backend()}: change one of them")
+        rank, world = dist.get_rank(), dist.get_world_size()
+        return LaunchedRank(rank, world, int(os.environ.get("LOCAL_RANK", rank % max(torch.cuda.device_count(), 1))), world, "", "script")
+    launched = detect_launched_rank(os.environ) or LaunchedRank(0, 1, 0, 1, "", "python")
+    device, rank_devices = _rank_device(launched).type, rank_devices_from_env(os.environ)
+    backend = backend or (backend_for(device, rank_devices) if rank_devices else default_backend(launched, device))
     register_backend(backend, _INIT_TIMEOUT_S)
-    join_process_group(Rendezvous(place.rank, place.world, place.init_method, backend, device, place.local_rank))
-    return place
+    join_process_group(Rendezvous(launched.rank, launched.world, launched.init_method, backend, device, launched.local_rank))
+    return launched
 
 
-def _rank_device(launched_rank: LaunchedRank) -> torch.device:
+def _rank_device(launched: LaunchedRank) -> torch.device:
     """The device that the launcher assigned to this rank, or the GPU of its local rank, or the CPU."""
-    where = rank_devices_from_env(os.environ)
-    if where:
-        return torch.device(where[launched_rank.rank])
-    return torch.device("cuda", launched_rank.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if rank_devices := rank_devices_from_env(os.environ):
+        return torch.device(rank_devices[launched.rank])
+    return torch.device("cuda", launched.local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _resolve_plan(
     model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable[Batch], loss_fn: Loss | None,
-    plan: Plan | str | Path | None, strategy: Strategy | PlanTransform | str | None, launched_rank: LaunchedRank,
+    plan: Plan | str | Path | None, strategy: Strategy | PlanTransform | str | None, launched: LaunchedRank,
 ) -> tuple[Plan, str]:  # fmt: skip
-    given = plan or (launched_rank.plan if launched_rank.plan not in ("", "auto") else None)
+    given = plan or (launched.plan if launched.plan not in ("", "auto") else None)
     if given is not None and strategy is not None:
-        raise RequestError("a plan that is given is run as it is, and a strategy would change it: leave one of them out")
+        raise RequestError("a given plan runs unchanged, and a strategy would change it: leave one of them out")
     if isinstance(given, Plan):
         return given, "Given by the script."
     if given is not None:
         return Plan.load(Path(given)), f"Given by {given}."
     decision: list[Any] = [None]
-    if launched_rank.rank == 0:
-        decision = [_plan_on_rank_zero(model, optimizer, loader, loss_fn, strategy, launched_rank.world)]
-    if launched_rank.world > 1:
+    if launched.rank == 0:
+        decision = [_plan_on_rank_zero(model, optimizer, loader, loss_fn, strategy, launched.world)]
+    if launched.world > 1:
         dist.broadcast_object_list(decision, src=0)
     if isinstance(decision[0], RequestError):
         raise decision[0]
@@ -197,30 +195,25 @@ def _plan_on_rank_zero(
 ) -> tuple[Plan, str] | RequestError:  # fmt: skip
     """Rank 0's plan and reasons, or the error: returned, not raised, so that it is broadcast and no rank waits forever."""
     try:
-        own = load_strategy(strategy) if isinstance(strategy, str) else as_strategy(strategy, "strategy") if strategy is not None else None
+        transform = load_strategy(strategy) if isinstance(strategy, str) else as_strategy(strategy, "strategy") if strategy is not None else None
         cluster = discover(os.environ, ranks=world, devices=device_selection(rank_devices_from_env(os.environ)) or None)
         batch = _example_batch(loader) if loss_fn is not None or not isinstance(loader, DataLoader) else None
         size = sample_count(batch) if batch is not None else loader.batch_size  # type: ignore[attr-defined]
         if not size:
-            raise RequestError("the loader's batch size is not known: pass loss_fn to prepare, so that a batch is looked at")
-        profile = (
-            profile_parameters_only(model, type(model).__name__)
-            if loss_fn is None
-            else trace_module(model, loss_fn, batch, name=type(model).__name__)
-        )
-        name = type(optimizer).__name__.lower()
-        workload = Workload(size, "train", "fp32", name if name in ("sgd", "adam", "adamw") else "adamw")
+            raise RequestError("the loader has no batch_size: pass loss_fn to prepare, which then reads the size from a batch")
+        name, optimizer_name = type(model).__name__, type(optimizer).__name__.lower()
+        profile = profile_parameters_only(model, name) if loss_fn is None else trace_module(model, loss_fn, batch, name=name)
+        workload = Workload(size, "train", "fp32", optimizer_name if optimizer_name in ("sgd", "adam", "adamw") else "adamw")
         calibration = calibrate.load_cached(cluster, os.environ) or datasheet_calibration(cluster)
         # A script may use its model in ways that torch.compile cannot trace, so the model is compiled only on request.
         config = config_from_environment(os.environ)
-        flow = _trace_dataflow(model, loss_fn, batch, Mesh.parse(config.mesh) if config.mesh else None) if loss_fn is not None and world > 1 else None
-        asked = replace(
-            constraints_from_config(config, flow), world=world, compile=config.compile or "none", backend=dist.get_backend() if world > 1 else None
-        )
-        ranking = rank_plans(profile, cluster, workload, calibration, asked)
+        mesh, backend = Mesh.parse(config.mesh) if config.mesh else None, dist.get_backend() if world > 1 else None
+        flow = _trace_dataflow(model, loss_fn, batch, mesh) if loss_fn is not None and world > 1 else None
+        constraints = replace(constraints_from_config(config, flow), world=world, compile=config.compile or "none", backend=backend)
+        ranking = rank_plans(profile, cluster, workload, calibration, constraints)
         why = explain(ranking)
-        if own is not None:
-            ranking, change = apply_strategy(ranking, own, lambda _: flow)
+        if transform is not None:
+            ranking, change = apply_strategy(ranking, transform, lambda _: flow)
             why = f"{change}\n{why}"
         if not ranking.best.estimate.fits:
             raise RequestError(why.replace("\n", " "))
@@ -237,13 +230,12 @@ def _example_batch(loader: Iterable[Batch]) -> Batch:
     return next(iter(loader))
 
 
-def _report_plan(plan: Plan, why: str, launched_rank: LaunchedRank) -> None:
+def _report_plan(plan: Plan, why: str, launched: LaunchedRank) -> None:
     print(f"meshwright: {plan.summary()}", file=sys.stderr)
-    if launched_rank.run:
-        plan.save(Path(launched_rank.run) / "plan.json")
-        write_json(Path(launched_rank.run) / "why.json", {"why": why})
-    if launched_rank.launcher == "python":
-        devices = len(discover(os.environ).devices)
-        if devices > 1:
-            script = sys.argv[0] or "script.py"
-            print(f"meshwright: one of {devices} devices is used; all: meshwright train {script}", file=sys.stderr)
+    if launched.run:
+        plan.save(Path(launched.run) / "plan.json")
+        write_json(Path(launched.run) / "why.json", {"why": why})
+    if launched.launcher == "python":
+        num_devices = len(discover(os.environ).devices)
+        if num_devices > 1:
+            print(f"meshwright: 1 of {num_devices} devices is used; to use all: meshwright train {sys.argv[0] or 'script.py'}", file=sys.stderr)

@@ -230,4 +230,4 @@ def test_a_plan_for_another_cluster() -> None:
     code, said = run("plan", "gpt-tiny", "--cluster", "dgx-h100:2", "--mesh", "dp=32", *wide)
     assert code == 2 and "this cluster has 16 devices" in said
     code, said = run("train", "gpt-tiny", "--set", "cluster=dgx-h100:2", "--mesh", "dp=2", "--steps", "1")
-    assert code == 2 and "is to plan for, and this runs here" in said
+    assert code == 2 and "train runs on this machine, not on --cluster" in said

@@ -69,14 +69,14 @@ def test_parts_of_unequal_lengths(ranks: int, lengths: list[int], in_place: bool
         def job(comm: ThreadComm) -> list[torch.Tensor]:
             me, mine = window[comm.rank], values(comm.rank, lengths[comm.rank])
             gathered = torch.zeros(sum(lengths), dtype=torch.float64)
-            spans = shared_collectives.split_ranges(gathered, lengths)
+            spans = shared_collectives.address_ranges(gathered.split(lengths))
             if in_place:
                 gathered.split(lengths)[comm.rank].copy_(mine)
             shared_collectives.all_gather(me, spans, spans[comm.rank][0] if in_place else mine.data_ptr(), "gather")
             whole = values(comm.rank, sum(lengths))
             part = whole.split(lengths)[comm.rank]
             out = part if in_place else torch.zeros_like(part)
-            shared_collectives.reduce_scatter(me, shared_collectives.split_ranges(whole, lengths), part, out, torch.add, "scatter")
+            shared_collectives.reduce_scatter(me, shared_collectives.address_ranges(whole.split(lengths)), part, out, torch.add, "scatter")
             return [gathered, out.clone()]
 
         found = ThreadWorld(ranks).run(job)
@@ -190,7 +190,9 @@ def test_without_memory_ranks_go_by_messages(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr(windows, "create_shared_memory", lambda ranks: (-1, "64 bytes: No space left on device"))
     assert ThreadWorld(3).run(lambda comm: open_window(comm, (0, 1, 2), 5.0)) == [None] * 3
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["meshwright: the node has no memory that ranks 0, 1, 2 share (64 bytes: No space left on device): their calls go by messages"]
+    assert lines == [
+        "meshwright: the node has no memory that ranks 0, 1, 2 can share (64 bytes: No space left on device): their collectives use messages"
+    ]
 
 
 def test_ranks_of_several_nodes_share_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

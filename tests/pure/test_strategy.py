@@ -84,7 +84,7 @@ def test_a_decorated_function_can_be_called_and_handed_over() -> None:
     assert same(before.best.plan, None, None) is before.best.plan  # type: ignore[arg-type]
     assert as_strategy(same, "here") is same
     after, line = apply_strategy(before, same, lambda _: None)
-    assert (after, line) == (before, "Strategy same left the best plan as it was.")
+    assert (after, line) == (before, "Strategy same did not change the best plan.")
 
 
 def test_differences_name_fields_and_leave_long_values_out() -> None:

@@ -71,7 +71,7 @@ def test_the_files_are_accepted_unchanged(name: str, here: Path) -> None:
 
 
 def test_a_file_for_inference_is_not_trained_by_mistake(here: Path) -> None:
-    with pytest.raises(RequestError, match=r"inference_axonn.json says nothing of training .* `meshwright generate`, which comes later"):
+    with pytest.raises(RequestError, match=r"inference_axonn.json has no training keys .* `meshwright generate`, which comes later"):
         translated("inference_axonn")
     found = translated("inference_axonn", global_batch=8)
     assert (found.model, found.mesh, found.global_batch, found.precision) == ("hf:Llama-3-8B-Instruct", "dp=4", 8, "bf16")
@@ -94,9 +94,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "dimensions": ({"model_id": "tiny", "tp_dimensions": [2, 2]}, {}, "write three numbers, like"),
     "zero dimension": ({"model_id": "tiny", "tp_dimensions": [0, 1, 1]}, {}, "tp_dimensions.0=0: input should be greater than or equal to 1"),
     "many ranks": ({"tp_dimensions": [2, 4, 1]}, {}, "needs 8 ranks, and this machine has 4 devices: change tp_dimensions to a product of 4"),
-    "odd ranks": ({"tp_dimensions": [3, 1, 1]}, {}, "takes 3 ranks at a time, which do not divide 4: use --nproc 3"),
+    "odd ranks": ({"tp_dimensions": [3, 1, 1]}, {}, "needs a multiple of 3 ranks, and there are 4: use --nproc 3"),
     "other strategy": ({"strategy": "ddp", "tp_dimensions": [2, 1, 1]}, {}, "is for strategy axonn, not ddp"),
-    "one device": ({"strategy": "single_device", "num_epochs": 1}, {"nproc": 2}, "strategy single_device is 1 rank, and --nproc asks for 2"),
+    "one device": ({"strategy": "single_device", "num_epochs": 1}, {"nproc": 2}, "strategy single_device has 1 rank, and --nproc is 2"),
     "batch": ({"strategy": "ddp", "global_batch_size": 18, "gradient_acc_steps": 2}, {}, "change global_batch_size to 16 or 24"),
     "both lengths": ({"strategy": "ddp", "num_epochs": 2}, {"steps": 2, "epochs": 2}, "steps and epochs both say how long"),
     "setting": ({"model_id": "tiny"}, {"tp_dimension": [1]}, "unknown key 'tp_dimension' in --set; did you mean 'tp_dimensions'"),
@@ -135,11 +135,11 @@ def test_a_model_id_is_a_folder_or_published_sizes(here: Path) -> None:
 
 
 def test_weights_are_wanted_unless_random_ones_are(here: Path) -> None:
-    with pytest.raises(RequestError, match=r"no folder here holds the weights of phi-1_5: give a local one .* or .* --set random_init=true"):
+    with pytest.raises(RequestError, match=r"no folder with weights of phi-1_5 was found: use --set model_id=PATH, or --set random_init=true"):
         translated("ddp", random_init=False)
-    with pytest.raises(RequestError, match=r"tiny holds no weights \(\*.safetensors\): put them there, or .* --set random_init=true"):
+    with pytest.raises(RequestError, match=r"tiny has no weights \(\*.safetensors\): put them there, or .* --set random_init=true"):
         translated("ddp", random_init=False, model_id="tiny")
-    with pytest.raises(RequestError, match=r"no file of the data set alpaca is here: give it with --data PATH"):
+    with pytest.raises(RequestError, match=r"no file of dataset alpaca was found: use --data PATH"):
         translated("ddp", data=None)
     (here / "alpaca.json").write_text(json.dumps(RECORDS))
     assert translated("ddp", data=None).data == "alpaca.json"

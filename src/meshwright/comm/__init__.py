@@ -10,16 +10,6 @@ from meshwright.comm.thread_comm import ThreadComm, ThreadWorld
 from meshwright.comm.torch_comm import TorchComm
 
 __all__ = [
-    "ChainedWork",
-    "ComposedComm",
-    "Ledger",
-    "LedgerEntry",
-    "NullComm",
-    "RoutedComm",
-    "SharedMemoryGroup",
-    "SharedMemoryWindow",
-    "ThreadComm",
-    "ThreadWorld",
-    "TorchComm",
-    "open_window",
-]
+    "ChainedWork", "ComposedComm", "Ledger", "LedgerEntry", "NullComm", "RoutedComm", "SharedMemoryGroup", "SharedMemoryWindow", "ThreadComm",
+    "ThreadWorld", "TorchComm", "open_window",
+]  # fmt: skip

@@ -35,6 +35,6 @@ class Ledger:
 
     def drain(self) -> tuple[LedgerEntry, ...]:
         """Return the entries counted so far, in order of first call, and empty the ledger."""
-        lines = tuple(LedgerEntry(name, op, group, calls, size) for (name, op, group), (calls, size) in self._totals.items())
+        entries = tuple(LedgerEntry(name, op, group, calls, size) for (name, op, group), (calls, size) in self._totals.items())
         self._totals.clear()
-        return lines
+        return entries

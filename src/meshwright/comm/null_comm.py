@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
     from meshwright.core.comm import PeerTensors
 
@@ -28,32 +28,30 @@ class NullComm:
     def sync(self) -> NullComm:
         return self
 
-    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> NullWork:
+    def all_reduce(self, tensor: Tensor, name: str, op: str = "sum", factor: float | None = None) -> NullWork:
         if factor is not None:
             tensor.mul_(factor)
         return NullWork()
 
-    def reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", root: int = 0) -> NullWork:
+    def reduce(self, tensor: Tensor, name: str, op: str = "sum", root: int = 0) -> NullWork:
         return NullWork()
 
-    def reduce_scatter(
-        self, output: torch.Tensor, tensor: torch.Tensor, name: str, op: str = "sum", sizes: Sequence[int] | None = None
-    ) -> NullWork:  # fmt: skip
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, name: str, op: str = "sum", sizes: Sequence[int] | None = None) -> NullWork:
         return _copy_to_output(output, tensor)
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str, sizes: Sequence[int] | None = None) -> NullWork:
+    def all_gather(self, output: Tensor, tensor: Tensor, name: str, sizes: Sequence[int] | None = None) -> NullWork:
         return _copy_to_output(output, tensor)
 
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, name: str, recv_counts: Sequence[int], send_counts: Sequence[int]) -> NullWork:
+    def all_to_all(self, output: Tensor, tensor: Tensor, name: str, recv_counts: Sequence[int], send_counts: Sequence[int]) -> NullWork:
         return _copy_to_output(output, tensor)
 
-    def broadcast(self, tensor: torch.Tensor, name: str, source: int = 0) -> NullWork:
+    def broadcast(self, tensor: Tensor, name: str, source: int = 0) -> NullWork:
         return NullWork()
 
-    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, name: str, root: int = 0) -> NullWork:
+    def gather(self, output: Tensor | None, tensor: Tensor, name: str, root: int = 0) -> NullWork:
         return NullWork() if output is None else _copy_to_output(output, tensor)
 
-    def scatter(self, output: torch.Tensor, tensor: torch.Tensor | None, name: str, root: int = 0) -> NullWork:
+    def scatter(self, output: Tensor, tensor: Tensor | None, name: str, root: int = 0) -> NullWork:
         return NullWork() if tensor is None else _copy_to_output(output, tensor)
 
     def exchange(self, sends: PeerTensors, receives: PeerTensors, name: str) -> NullWork:
@@ -65,7 +63,7 @@ class NullComm:
         return None
 
 
-def _copy_to_output(output: torch.Tensor, tensor: torch.Tensor) -> NullWork:
+def _copy_to_output(output: Tensor, tensor: Tensor) -> NullWork:
     if output.data_ptr() != tensor.data_ptr():
         output.copy_(tensor.view(output.shape))
     return NullWork()

@@ -10,8 +10,9 @@ from meshwright.comm.composed_collectives import ComposedComm
 from meshwright.core.comm import Comm, PeerTensors, Work
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
+_UNEVEN_BYTES = 1 << 22  # size by which calls are routed whose sizes may differ between ranks
 RouteChooser = Callable[[str, int], str]  # (operation, bytes of the whole tensor) → backend, or backend:algorithm
 
 
@@ -20,36 +21,34 @@ class RoutedComm(AsyncComm):
     size. Where sizes may differ from rank to rank (all-to-all, messages), one large size (`_UNEVEN_BYTES`) stands for all."""
 
     def __init__(self, routes: Mapping[str, Comm], choose: RouteChooser, composed_routes: Mapping[str, ComposedComm] | None = None) -> None:
-        self._routes, self._choose = dict(routes), choose
-        self._composed_routes = dict(composed_routes or {})
-        self.default_comm = next(iter(self._routes.values()))
+        self._comms: dict[str, Comm | ComposedComm] = {**routes, **(composed_routes or {})}
+        self._choose = choose
+        self.default_comm = next(iter(routes.values()))
         self.rank, self.size = self.default_comm.rank, self.default_comm.size
         self._resolved: dict[tuple[str, int, bool], Comm | ComposedComm] = {}  # by operation, bytes and async; shared with `sync`
 
-    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Work:
+    def all_reduce(self, tensor: Tensor, name: str, op: str = "sum", factor: float | None = None) -> Work:
         return self._comm_for("all_reduce", tensor.nbytes).all_reduce(tensor, name, op, factor)
 
-    def reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", root: int = 0) -> Work:
+    def reduce(self, tensor: Tensor, name: str, op: str = "sum", root: int = 0) -> Work:
         return self._comm_for("reduce", tensor.nbytes).reduce(tensor, name, op, root)
 
-    def reduce_scatter(
-        self, output: torch.Tensor, tensor: torch.Tensor, name: str, op: str = "sum", sizes: Sequence[int] | None = None
-    ) -> Work:  # fmt: skip
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, name: str, op: str = "sum", sizes: Sequence[int] | None = None) -> Work:
         return self._comm_for("reduce_scatter", tensor.nbytes).reduce_scatter(output, tensor, name, op, sizes)
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str, sizes: Sequence[int] | None = None) -> Work:
+    def all_gather(self, output: Tensor, tensor: Tensor, name: str, sizes: Sequence[int] | None = None) -> Work:
         return self._comm_for("all_gather", output.nbytes).all_gather(output, tensor, name, sizes)
 
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, name: str, recv_counts: Sequence[int], send_counts: Sequence[int]) -> Work:
+    def all_to_all(self, output: Tensor, tensor: Tensor, name: str, recv_counts: Sequence[int], send_counts: Sequence[int]) -> Work:
         return self._comm_for("all_to_all", _UNEVEN_BYTES).all_to_all(output, tensor, name, recv_counts, send_counts)
 
-    def broadcast(self, tensor: torch.Tensor, name: str, source: int = 0) -> Work:
+    def broadcast(self, tensor: Tensor, name: str, source: int = 0) -> Work:
         return self._comm_for("broadcast", tensor.nbytes).broadcast(tensor, name, source)
 
-    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, name: str, root: int = 0) -> Work:
+    def gather(self, output: Tensor | None, tensor: Tensor, name: str, root: int = 0) -> Work:
         return self._comm_for("gather", tensor.nbytes * self.size).gather(output, tensor, name, root)
 
-    def scatter(self, output: torch.Tensor, tensor: torch.Tensor | None, name: str, root: int = 0) -> Work:
+    def scatter(self, output: Tensor, tensor: Tensor | None, name: str, root: int = 0) -> Work:
         return self._comm_for("scatter", output.nbytes * self.size).scatter(output, tensor, name, root)
 
     def exchange(self, sends: PeerTensors, receives: PeerTensors, name: str) -> Work:
@@ -60,13 +59,8 @@ class RoutedComm(AsyncComm):
 
     def _comm_for(self, op: str, size: int) -> Any:
         """The comm for a call. `ComposedComm` has only the operations that are routed to it."""
-        return self._resolved.get((op, size, self._async_op)) or self._resolve(op, size)
-
-    def _resolve(self, op: str, size: int) -> Any:
-        route = self._choose(op, size)
-        comm = self._composed_routes[route] if route in self._composed_routes else self._routes[route]
-        self._resolved[op, size, self._async_op] = taken = comm if self._async_op else comm.sync
-        return taken
-
-
-_UNEVEN_BYTES = 1 << 22  # size by which calls are routed whose sizes may differ between ranks
+        key = op, size, self._async_op
+        if key not in self._resolved:
+            comm = self._comms[self._choose(op, size)]
+            self._resolved[key] = comm if self._async_op else comm.sync
+        return self._resolved[key]

@@ -22,10 +22,12 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshwright.comm.wire_format import warn_fallback
 from meshwright.core.comm import Comm
@@ -67,7 +69,7 @@ class SharedMemoryWindow:
         self._incoming_semaphores = [[(peer, self._semaphore_address(kind, rank, peer)) for peer in self.peers] for kind in SIGNAL_KINDS]
         self._failure = ""
         self._steps = 0
-        self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def reserve_steps(self, steps: int) -> int:
         """Reserve `steps` step numbers and return the first. All ranks count in the same way, from the first call on."""
@@ -79,54 +81,52 @@ class SharedMemoryWindow:
         """The address of a rank's slot in a step."""
         return self._base_address + self._slots[rank][step % SLOTS]
 
-    def view(self, rank: int, step: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def view(self, rank: int, step: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """A range of a rank's slot as a tensor. Tensors are cached: creating one costs more than reducing a small one."""
-        at = self._slots[rank][step % SLOTS] + offset
-        found = self._views.get((at, numel, dtype))
-        if found is None:
+        start = self._slots[rank][step % SLOTS] + offset
+        view = self._views.get((start, numel, dtype))
+        if view is None:
             if len(self._views) >= _MAX_CACHED_VIEWS:
                 self._views.clear()
-            found = self._views[at, numel, dtype] = self._bytes[at : at + numel * dtype.itemsize].view(dtype)
-        return found
+            view = self._views[start, numel, dtype] = self._bytes[start : start + numel * dtype.itemsize].view(dtype)
+        return view
 
     def init_semaphores(self) -> None:
         """Initialise all semaphores. Called by the rank that created the memory, before the other ranks use it."""
-        for kind in SIGNAL_KINDS:
-            for to in range(self.size):
-                for sender in range(self.size):
-                    if self._libc.sem_init(self._semaphore_address(kind, to, sender), 1, 0):
-                        raise OSError("it has no semaphores between processes")
+        for kind, receiver, sender in product(SIGNAL_KINDS, range(self.size), range(self.size)):
+            if self._libc.sem_init(self._semaphore_address(kind, receiver, sender), 1, 0):
+                raise OSError("this system has no semaphores between processes")
 
     def signal_peers(self, kind: int) -> None:
         """Signal every other rank."""
         post = self._libc.sem_post
-        for signal in self._outgoing_semaphores[kind]:
-            post(signal)
+        for semaphore in self._outgoing_semaphores[kind]:
+            post(semaphore)
 
     def await_peers(self, kind: int, operation: str) -> None:
         """Wait for a signal from every other rank."""
         trywait = self._libc.sem_trywait
-        for peer, signal in self._incoming_semaphores[kind]:
-            if trywait(signal):
-                self._await_peer(peer, signal, operation)
+        for peer, semaphore in self._incoming_semaphores[kind]:
+            if trywait(semaphore):
+                self._await_peer(peer, semaphore, operation)
 
     def _await_peer(self, peer: int, semaphore: int, operation: str) -> None:
         """Poll for a moment, yielding the core, then sleep. Raises RunError if the peer has exited or the timeout has passed."""
-        trywait, give, now = self._libc.sem_trywait, os.sched_yield, time.monotonic
-        end_s = now() + _SPIN_S
-        while now() < end_s:
-            give()
+        trywait, now = self._libc.sem_trywait, time.monotonic
+        spin_end = now() + _SPIN_S
+        while now() < spin_end:
+            os.sched_yield()
             if not trywait(semaphore):
                 return
-        until = time.monotonic() + self._timeout_s
+        deadline = now() + self._timeout_s
         while not self._failure:
-            gone = self._has_exited(peer)  # checked before the wait: a signal that it sent before it exited still counts
-            end = time.time() + _LIVENESS_CHECK_S
-            if not self._libc.sem_timedwait(semaphore, ctypes.byref(_Timespec(int(end), int(end % 1 * 1e9)))):
+            has_exited = self._has_exited(peer)  # checked before the wait: a signal that it sent before it exited still counts
+            wake = time.time() + _LIVENESS_CHECK_S
+            if not self._libc.sem_timedwait(semaphore, ctypes.byref(_Timespec(int(wake), int(wake % 1 * 1e9)))):
                 return
-            if gone:
+            if has_exited:
                 self._failure = f"rank {self._world_ranks[peer]} has ended while others waited for it at {operation}"
-            elif time.monotonic() > until:
+            elif now() > deadline:
                 self._failure = f"Timed out waiting {self._timeout_s:.0f} s for rank {self._world_ranks[peer]} at {operation}"
         raise RunError(self._failure)
 
@@ -154,17 +154,17 @@ def _libc() -> Any:
     return libc
 
 
-def chunk_bytes_for(ranks: int) -> int:
+def chunk_bytes_for(num_ranks: int) -> int:
     """Bytes of a chunk, in whole pages, such that all slots together stay within `_MAX_WINDOW_BYTES`."""
-    return max(min(_MAX_CHUNK_BYTES, _MAX_WINDOW_BYTES // (SLOTS * ranks * ranks)) // _PAGE_BYTES, 1) * _PAGE_BYTES
+    return max(min(_MAX_CHUNK_BYTES, _MAX_WINDOW_BYTES // (SLOTS * num_ranks * num_ranks)) // _PAGE_BYTES, 1) * _PAGE_BYTES
 
 
-def window_bytes(ranks: int) -> int:
-    return _semaphore_bytes(ranks) + chunk_bytes_for(ranks) * SLOTS * ranks * ranks
+def window_bytes(num_ranks: int) -> int:
+    return _semaphore_bytes(num_ranks) + chunk_bytes_for(num_ranks) * SLOTS * num_ranks * num_ranks
 
 
-def _semaphore_bytes(ranks: int) -> int:
-    size = len(SIGNAL_KINDS) * ranks * ranks * _CACHE_LINE_BYTES
+def _semaphore_bytes(num_ranks: int) -> int:
+    size = len(SIGNAL_KINDS) * num_ranks * num_ranks * _CACHE_LINE_BYTES
     return -(-size // _PAGE_BYTES) * _PAGE_BYTES
 
 
@@ -172,44 +172,42 @@ def open_window(comm: Comm, world_ranks: Sequence[int], timeout_s: float) -> Sha
     """Open the window of a group whose global ranks are `world_ranks`. None, with a warning, if the ranks cannot share memory. Collective."""
 
     def gather(message: bytes) -> list[bytes]:
-        every = torch.zeros(comm.size * len(message), dtype=torch.uint8)
-        comm.all_gather(every, torch.frombuffer(bytearray(message), dtype=torch.uint8), "window").wait()
-        return [bytes(one.tolist()) for one in every.split(len(message))]
+        gathered = torch.zeros(comm.size * len(message), dtype=torch.uint8)
+        comm.all_gather(gathered, torch.frombuffer(bytearray(message), dtype=torch.uint8), "window").wait()
+        return [bytes(part.tolist()) for part in gathered.split(len(message))]
 
-    memory, why = -1, ""
-    if comm.rank == 0:
-        memory, why = create_shared_memory(len(world_ranks))
-    words = gather(_handshake(memory, bool(why)))
-    pid, fd = (int.from_bytes(words[0][at : at + 8], "little") for at in (32, 40))
+    own_fd, reason = create_shared_memory(len(world_ranks)) if comm.rank == 0 else (-1, "")
+    handshakes = gather(_handshake(own_fd, bool(reason)))
+    pid, fd = (int.from_bytes(handshakes[0][start : start + 8], "little") for start in (32, 40))
     window: SharedMemoryWindow | None = None
-    if len({word[:32] for word in words}) > 1:
-        why = "they are on several nodes" if comm.rank == 0 else ""
-    elif fd and not why:
-        window, why = _map_window(memory, f"/proc/{pid}/fd/{fd}", world_ranks, comm.rank, timeout_s)
-    if all(word == _OPENED for word in gather(_OPENED if window is not None else _NOT_OPENED)):
+    if len({handshake[:32] for handshake in handshakes}) > 1:
+        reason = "they are on several nodes" if comm.rank == 0 else ""
+    elif fd and not reason:
+        window, reason = _map_window(own_fd, f"/proc/{pid}/fd/{fd}", world_ranks, comm.rank, timeout_s)
+    if all(answer == _OPENED for answer in gather(_OPENED if window is not None else _NOT_OPENED)):
         return window
-    if why:
-        warn_fallback("the node", f"memory that ranks {', '.join(map(str, world_ranks))} share ({why})", "their calls go by messages", 0)
+    if reason:
+        ranks = ", ".join(map(str, world_ranks))
+        warn_fallback("the node", f"memory that ranks {ranks} can share ({reason})", "their collectives use messages", 0)
     return None
 
 
-def create_shared_memory(ranks: int) -> tuple[int, str]:
+def create_shared_memory(num_ranks: int) -> tuple[int, str]:
     """A file descriptor and "", or -1 and the reason. The memory is allocated here: if it were missing, the first write would kill the process."""
     if not sys.platform.startswith("linux"):
-        return -1, "it takes Linux"
-    memory = os.memfd_create("meshwright")
+        return -1, "this needs Linux"
+    fd = os.memfd_create("meshwright")
     try:
-        os.posix_fallocate(memory, 0, window_bytes(ranks))
+        os.posix_fallocate(fd, 0, window_bytes(num_ranks))
     except OSError as error:
-        os.close(memory)
-        return -1, f"{window_bytes(ranks):,} bytes: {error.strerror}"
-    return memory, ""
+        os.close(fd)
+        return -1, f"{window_bytes(num_ranks):,} bytes: {error.strerror}"
+    return fd, ""
 
 
 def _map_window(fd: int, path: str, world_ranks: Sequence[int], rank: int, timeout_s: float) -> tuple[SharedMemoryWindow | None, str]:
     try:
-        mine = fd if fd >= 0 else os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        window = SharedMemoryWindow(mine, world_ranks, rank, timeout_s)
+        window = SharedMemoryWindow(fd if fd >= 0 else os.open(path, os.O_RDWR | os.O_CLOEXEC), world_ranks, rank, timeout_s)
         if fd >= 0:
             window.init_semaphores()
     except (OSError, AttributeError) as error:
@@ -219,20 +217,14 @@ def _map_window(fd: int, path: str, world_ranks: Sequence[int], rank: int, timeo
 
 def _handshake(fd: int, failed: bool) -> bytes:
     """A hash of the rank's host and PID namespace, its pid, and its file descriptor if it created the memory. Ranks of one node have equal hashes."""
-    facts = [socket.gethostname(), _read_text("/proc/sys/kernel/random/boot_id"), _read_link("/proc/self/ns/pid"), str(os.geteuid())]
-    place = hashlib.sha256("\0".join(facts).encode()).digest()
-    return place + os.getpid().to_bytes(8, "little") + (0 if failed or fd < 0 else fd).to_bytes(8, "little")
+    reads: tuple[Callable[[], object], ...] = (Path("/proc/sys/kernel/random/boot_id").read_text, Path("/proc/self/ns/pid").readlink)
+    facts = [socket.gethostname(), *map(_text_or_empty, reads), str(os.geteuid())]
+    node_hash = hashlib.sha256("\0".join(facts).encode()).digest()
+    return node_hash + os.getpid().to_bytes(8, "little") + (0 if failed or fd < 0 else fd).to_bytes(8, "little")
 
 
-def _read_text(path: str) -> str:
+def _text_or_empty(read: Callable[[], object]) -> str:
     try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
-
-
-def _read_link(path: str) -> str:
-    try:
-        return str(Path(path).readlink())
+        return str(read())
     except OSError:
         return ""

@@ -6,15 +6,17 @@ Features that a backend lacks are emulated: dtypes in `wire_format.py`, gathers 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd import profiler
 
 from meshwright.comm.async_comm import AsyncComm, ChainedWork
 from meshwright.comm.comm_ledger import Ledger
-from meshwright.comm.wire_format import Finish, WireFormat, warn_fallback
+from meshwright.comm.wire_format import Finish, WireFormat, mean_error, warn_fallback
 from meshwright.comm.work_queue import COMPLETED
 from meshwright.core.backends import SCALED_SUM, UNEVEN_GATHER, backend_traits
 from meshwright.core.comm import PeerTensors, Work
@@ -47,132 +49,110 @@ class TorchComm(AsyncComm):
 
     # -- reductions --
 
-    def all_reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", factor: float | None = None) -> Work:
+    def all_reduce(self, tensor: Tensor, name: str, op: str = "sum", factor: float | None = None) -> Work:
         work, op, finish = self._wire_format.reduction_tensor(tensor, op)
-        how = self._reduce_op(op, work, factor)
-        return self._count_and_launch(
-            name, "all_reduce", tensor, lambda: dist.all_reduce(work, how, group=self.group, async_op=self._async_op), finish
-        )
+        return self._collective(name, "all_reduce", tensor.nbytes, finish, dist.all_reduce, work, self._reduce_op(op, work, factor))
 
-    def reduce(self, tensor: torch.Tensor, name: str, op: str = "sum", root: int = 0) -> Work:
+    def reduce(self, tensor: Tensor, name: str, op: str = "sum", root: int = 0) -> Work:
         work, op, finish = self._wire_format.reduction_tensor(tensor, op)
-        how = self._reduce_op(op, work)
-        call = lambda: dist.reduce(work, group_dst=root, op=how, group=self.group, async_op=self._async_op)  # noqa: E731
-        return self._count_and_launch(name, "reduce", tensor, call, finish if self.rank == root else None)
+        finish = finish if self.rank == root else None
+        return self._collective(name, "reduce", tensor.nbytes, finish, dist.reduce, work, group_dst=root, op=self._reduce_op(op, work))
 
-    def reduce_scatter(
-        self, output: torch.Tensor, tensor: torch.Tensor, name: str, op: str = "sum", sizes: Sequence[int] | None = None
-    ) -> Work:  # fmt: skip
-        work, changed, _ = self._wire_format.reduction_tensor(tensor, op)
-        how = self._reduce_op(changed, work)
-        own = output if self._wire_format.accepts(output) and output.dtype == work.dtype else work.new_empty(_compute_shape(output, work))
-        finish = None if own is output else lambda: _copy_result(output, own)
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, name: str, op: str = "sum", sizes: Sequence[int] | None = None) -> Work:
+        work, op, _ = self._wire_format.reduction_tensor(tensor, op)
+        as_pairs = output.is_complex() and not work.is_complex()  # the backend reduces complex numbers as pairs of reals
+        shape = (*output.shape, 2) if as_pairs else output.shape
+        recv = output if self._wire_format.accepts(output) and output.dtype == work.dtype else work.new_empty(shape)
+        finish = None if recv is output else lambda: output.copy_(torch.view_as_complex(recv) if as_pairs else recv)
+        fn, send = (_reduce_scatter, work) if sizes is None else (dist.reduce_scatter, list(work.split(list(sizes))))
+        return self._collective(name, "reduce_scatter", tensor.nbytes, finish, fn, recv, send, op=self._reduce_op(op, work))
+
+    # -- data movement --
+
+    def all_gather(self, output: Tensor, tensor: Tensor, name: str, sizes: Sequence[int] | None = None) -> Work:
+        recv, finish = self._wire_format.receive_tensor(output)
+        send = self._wire_format.send_tensor(tensor)
         if sizes is None:
-            call = lambda: _reduce_scatter(own, work, op=how, group=self.group, async_op=self._async_op)  # noqa: E731
-        else:
-            call = lambda: dist.reduce_scatter(own, list(work.split(list(sizes))), op=how, group=self.group, async_op=self._async_op)  # noqa: E731
-        return self._count_and_launch(name, "reduce_scatter", tensor, call, finish)
-
-    # -- movements --
-
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str, sizes: Sequence[int] | None = None) -> Work:
-        whole, finish = self._wire_format.receive_tensor(output)
-        own = self._wire_format.send_tensor(tensor)
-        if sizes is None:
-            return self._count_and_launch(
-                name, "all_gather", output, lambda: _all_gather(whole, own, group=self.group, async_op=self._async_op), finish
-            )
+            return self._collective(name, "all_gather", output.nbytes, finish, _all_gather, recv, send)
         rows = [n * self._wire_format.rows_on_wire(output) for n in sizes]
         if len(set(rows)) > 1 and UNEVEN_GATHER in self._traits.fallbacks:
-            return self._padded_all_gather(whole, own, rows, name, output, finish)
-        call = lambda: dist.all_gather(list(whole.split(rows)), own, group=self.group, async_op=self._async_op)  # noqa: E731
-        return self._count_and_launch(name, "all_gather", output, call, finish)
+            return self._padded_all_gather(recv, send, rows, name, finish)
+        return self._collective(name, "all_gather", output.nbytes, finish, dist.all_gather, list(recv.split(rows)), send)
 
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, name: str, recv_counts: Sequence[int], send_counts: Sequence[int]) -> Work:
-        whole, finish = self._wire_format.receive_tensor(output)
-        own = self._wire_format.send_tensor(tensor)
-        arrive, leave = ([n * self._wire_format.rows_on_wire(t) for n in splits] for t, splits in ((output, recv_counts), (tensor, send_counts)))
-        call = lambda: dist.all_to_all_single(whole, own, arrive, leave, group=self.group, async_op=self._async_op)  # noqa: E731
-        return self._count_and_launch(name, "all_to_all", tensor, call, finish)
+    def all_to_all(self, output: Tensor, tensor: Tensor, name: str, recv_counts: Sequence[int], send_counts: Sequence[int]) -> Work:
+        recv, finish = self._wire_format.receive_tensor(output)
+        send = self._wire_format.send_tensor(tensor)
+        splits = ([n * self._wire_format.rows_on_wire(t) for n in counts] for t, counts in ((output, recv_counts), (tensor, send_counts)))
+        return self._collective(name, "all_to_all", tensor.nbytes, finish, dist.all_to_all_single, recv, send, *splits)
 
-    def broadcast(self, tensor: torch.Tensor, name: str, source: int = 0) -> Work:
-        if self.rank == source:
-            work, finish = self._wire_format.send_tensor(tensor), None
-        else:
-            work, finish = self._wire_format.receive_tensor(tensor)
-        return self._count_and_launch(
-            name, "broadcast", tensor, lambda: dist.broadcast(work, group=self.group, group_src=source, async_op=self._async_op), finish
-        )
+    def broadcast(self, tensor: Tensor, name: str, source: int = 0) -> Work:
+        wire = self._wire_format
+        work, finish = (wire.send_tensor(tensor), None) if self.rank == source else wire.receive_tensor(tensor)
+        return self._collective(name, "broadcast", tensor.nbytes, finish, dist.broadcast, work, group_src=source)
 
-    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, name: str, root: int = 0) -> Work:
-        own = self._wire_format.send_tensor(tensor)
-        whole, finish = self._wire_format.receive_tensor(output) if output is not None else (None, None)
-        parts = list(whole.view(-1).split(own.numel())) if whole is not None and own.numel() else [own] * self.size
-        shaped = [part.view(own.shape) for part in parts]
-        call = lambda: dist.gather(own, shaped if self.rank == root else None, group=self.group, group_dst=root, async_op=self._async_op)  # noqa: E731
-        self.ledger.add(name, "gather", self.size, tensor.numel() * tensor.element_size() * self.size)
-        return self._launch(name, call, finish)
+    def gather(self, output: Tensor | None, tensor: Tensor, name: str, root: int = 0) -> Work:
+        send = self._wire_format.send_tensor(tensor)
+        recv, finish = self._wire_format.receive_tensor(output) if output is not None else (None, None)
+        parts = self._split_by_rank(recv, send) if self.rank == root else None
+        return self._collective(name, "gather", tensor.nbytes * self.size, finish, dist.gather, send, parts, group_dst=root)
 
-    def scatter(self, output: torch.Tensor, tensor: torch.Tensor | None, name: str, root: int = 0) -> Work:
-        own, finish = self._wire_format.receive_tensor(output)
-        whole = self._wire_format.send_tensor(tensor) if tensor is not None else None
-        parts = list(whole.view(-1).split(own.numel())) if whole is not None and own.numel() else [own] * self.size
-        shaped = [part.view(own.shape) for part in parts]
-        call = lambda: dist.scatter(own, shaped if self.rank == root else None, group=self.group, group_src=root, async_op=self._async_op)  # noqa: E731
-        self.ledger.add(name, "scatter", self.size, output.numel() * output.element_size() * self.size)
-        return self._launch(name, call, finish)
+    def scatter(self, output: Tensor, tensor: Tensor | None, name: str, root: int = 0) -> Work:
+        recv, finish = self._wire_format.receive_tensor(output)
+        send = self._wire_format.send_tensor(tensor) if tensor is not None else None
+        parts = self._split_by_rank(send, recv) if self.rank == root else None
+        return self._collective(name, "scatter", output.nbytes * self.size, finish, dist.scatter, recv, parts, group_src=root)
 
     def exchange(self, sends: PeerTensors, receives: PeerTensors, name: str) -> Work:
         """Send to and receive from single ranks, all concurrently; each send is counted."""
         for _, tensor in sends:
-            self.ledger.add(name, "send", 2, tensor.numel() * tensor.element_size())
-        landings = [(r, *self._wire_format.host_receive_tensor(t)) for r, t in receives]
-        ways = [(dist.isend, r, self._wire_format.host_send_tensor(t)) for r, t in sends] + [(dist.irecv, r, t) for r, t, _ in landings]
-        left = [finish for *_, finish in landings if finish is not None]
-        call = lambda: _WorkList(dist.batch_isend_irecv([dist.P2POp(op, t, group=self.group, group_peer=r) for op, r, t in ways]))  # noqa: E731
-        return self._launch(name, call, (lambda: [finish() for finish in left]) if left else None)
+            self.ledger.add(name, "send", 2, tensor.nbytes)
+        receiving = [(r, *self._wire_format.host_receive_tensor(t)) for r, t in receives]
+        ops = [(dist.isend, r, self._wire_format.host_send_tensor(t)) for r, t in sends] + [(dist.irecv, r, t) for r, t, _ in receiving]
+        finishes = [finish for *_, finish in receiving if finish is not None]
+        call = lambda: _WorkList(dist.batch_isend_irecv([dist.P2POp(op, t, group=self.group, group_peer=r) for op, r, t in ops]))  # noqa: E731
+        return self._launch(name, call, (lambda: [finish() for finish in finishes]) if finishes else None)
 
     def barrier(self) -> None:
         dist.barrier(self.group)
 
-    def _padded_all_gather(
-        self, whole: torch.Tensor, own: torch.Tensor, rows: list[int], name: str, output: torch.Tensor, finish: Finish | None
-    ) -> Work:  # fmt: skip
+    def _padded_all_gather(self, recv: Tensor, send: Tensor, rows: list[int], name: str, finish: Finish | None) -> Work:
         """Pad every part to the longest one for the gather, and trim it on arrival."""
         warn_fallback(self.backend, *UNEVEN_GATHER, dist.get_rank())
-        most = max(rows)
-        padded = own.new_zeros((most, *own.shape[1:]))
-        padded[: own.shape[0]] = own
-        arrived = own.new_empty((self.size * most, *own.shape[1:]))
+        max_rows = max(rows)
+        padded = send.new_zeros((max_rows, *send.shape[1:]))
+        padded[: send.shape[0]] = send
+        gathered = send.new_empty((self.size * max_rows, *send.shape[1:]))
 
         def unpad() -> None:
-            for part, piece, count in zip(whole.split(rows), arrived.split(most), rows, strict=True):
-                part.copy_(piece[:count])
+            for part, padded_part, count in zip(recv.split(rows), gathered.split(max_rows), rows, strict=True):
+                part.copy_(padded_part[:count])
             if finish is not None:
                 finish()
 
-        return self._count_and_launch(
-            name, "all_gather", output, lambda: _all_gather(arrived, padded, group=self.group, async_op=self._async_op), unpad
-        )
+        return self._collective(name, "all_gather", recv.nbytes, unpad, _all_gather, gathered, padded)
 
-    def _count_and_launch(self, name: str, op: str, counted_tensor: torch.Tensor, call: Callable[[], Any], finish: Finish | None = None) -> Work:
-        """Count a call and launch it under its name. Without a profiler the name costs two flag checks."""
-        self.ledger.add(name, op, self.size, counted_tensor.numel() * counted_tensor.element_size())
-        return self._launch(name, call, finish)
+    def _split_by_rank(self, tensor: Tensor | None, like: Tensor) -> list[Tensor]:
+        """One part of `tensor` for each rank, in the shape of `like`."""
+        parts = tensor.view(-1).split(like.numel()) if tensor is not None and like.numel() else [like] * self.size
+        return [part.view(like.shape) for part in parts]
+
+    def _collective(self, name: str, op: str, size: int, finish: Finish | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Work:
+        """Count a call of `size` bytes and launch it under its name. Without a profiler the name costs two flag checks."""
+        self.ledger.add(name, op, self.size, size)
+        return self._launch(name, partial(fn, *args, group=self.group, async_op=self._async_op, **kwargs), finish)
 
     def _launch(self, name: str, call: Callable[[], Any], finish: Finish | None = None) -> Work:
-        if not self._in_kernels:
-            work = _launch_profiled(name, call) if profiler._is_profiler_enabled else call()
-        else:
+        if self._in_kernels:
             torch.cuda.nvtx.range_push(name)
-            try:
-                work = _launch_profiled(name, call) if profiler._is_profiler_enabled else call()
-            finally:
+        try:
+            work = _launch_profiled(name, call) if profiler._is_profiler_enabled else call()
+        finally:
+            if self._in_kernels:
                 torch.cuda.nvtx.range_pop()
         work = COMPLETED if work is None else work  # a sync call returns None and is complete
         return work if finish is None else ChainedWork(work, finish)  # type: ignore[no-any-return]
 
-    def _reduce_op(self, op: str, tensor: torch.Tensor, factor: float | None = None) -> Any:
+    def _reduce_op(self, op: str, tensor: Tensor, factor: float | None = None) -> Any:
         if factor is not None:
             if self._scales:
                 return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
@@ -183,19 +163,10 @@ class TorchComm(AsyncComm):
         if self._scales:
             return dist.ReduceOp.AVG
         if not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ValueError(f"the mean of {tensor.dtype} is not a whole number: convert it, or take the sum")
+            raise mean_error(tensor.dtype)
         # Gloo's own mean divides after the sum; dividing first costs the same and never overflows where the mean would not.
         tensor.mul_(1.0 / self.size)
         return dist.ReduceOp.SUM
-
-
-def _compute_shape(output: torch.Tensor, work: torch.Tensor) -> tuple[int, ...]:
-    """The output's shape in the dtype of `work`, where complex numbers may be pairs of reals."""
-    return (*output.shape, 2) if output.is_complex() and not work.is_complex() else tuple(output.shape)
-
-
-def _copy_result(output: torch.Tensor, own: torch.Tensor) -> None:
-    output.copy_(torch.view_as_complex(own) if output.is_complex() and not own.is_complex() else own)
 
 
 class _WorkList:

@@ -25,25 +25,45 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd import profiler
 
 _CLOSE = object()
 _WAKE = object()
 Operation = Callable[[], object]
-StreamWrapper = Callable[[torch.Tensor, Operation], Operation]
+StreamWrapper = Callable[[Tensor, Operation], Operation]
 
 
-class QueuedWork(dist.Work):
+class TensorWork(dist.Work):
+    """The part of torch's interface that is common to queued operations and messages: the outputs, or an error."""
+
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.done, self._outputs = False, outputs
+        self._error: Exception | None = None
+        self._future: torch.futures.Future[list[Tensor]] | None = None
+        self._lock = threading.Lock()
+
+    def is_success(self) -> bool:
+        return self.done and self._error is None
+
+    def exception(self) -> Any:
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        return list(self._outputs)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class QueuedWork(TensorWork):
     """One queued operation, with a future for callers such as DDP that ask for one."""
 
-    def __init__(self, owner: WorkQueue, name: str, run: Operation, outputs: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self.name, self.done = name, False
-        self._queue, self._outputs = owner, outputs
+    def __init__(self, owner: WorkQueue, name: str, run: Operation, outputs: Sequence[Tensor]) -> None:
+        super().__init__(outputs)
+        self.name, self._queue = name, owner
         self._run: Operation | None = run
-        self._error: Exception | None = None
-        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
-        self._lock = threading.Lock()
 
     def execute(self) -> None:
         """Run the operation. Called once, by the thread that holds the queue's lock."""
@@ -76,19 +96,7 @@ class QueuedWork(dist.Work):
     def is_completed(self) -> bool:
         return self.done
 
-    def is_success(self) -> bool:
-        return self.done and self._error is None
-
-    def exception(self) -> Any:
-        return self._error
-
-    def result(self) -> list[torch.Tensor]:
-        return list(self._outputs)
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
         with self._lock:
             if self._future is None:
                 self._future = torch.futures.Future()
@@ -108,13 +116,13 @@ class CompletedWork(dist.Work):
     is_success = is_completed
 
     def synchronize(self) -> None:
-        """Nothing is left to wait for."""
+        """Does nothing: the operation is complete."""
 
-    def result(self) -> list[torch.Tensor]:
+    def result(self) -> list[Tensor]:
         return []
 
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         future.set_result([])
         return future
 
@@ -137,9 +145,7 @@ class WorkQueue:
         self._wake_ups: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(
-        self, name: str, outputs: Sequence[torch.Tensor], tensor: torch.Tensor | None, async_op: bool, run: Operation
-    ) -> QueuedWork | None:  # fmt: skip
+    def submit(self, name: str, outputs: Sequence[Tensor], tensor: Tensor | None, async_op: bool, run: Operation) -> QueuedWork | None:
         """Queue `run` and return its work; or, for a sync call, run it after everything queued before it and return None.
 
         `tensor` determines the operation's device.
@@ -160,13 +166,16 @@ class WorkQueue:
         self._wake_ups.put(_WAKE)
         return work
 
-    def run_until(self, wanted: QueuedWork, timeout_s: float = 0.0) -> None:
-        """Run queued operations in the calling thread until `wanted` is done. Raises TimeoutError if another thread's operation takes longer."""
-        while not wanted.done:
+    def run_until(self, work: QueuedWork, timeout_s: float = 0.0) -> None:
+        """Run queued operations in the calling thread until `work` is done.
+
+        Raises TimeoutError if one operation of another thread takes longer than `timeout_s`, which is counted anew for each operation.
+        """
+        while not work.done:
             if not self._running.acquire(timeout=timeout_s if timeout_s > 0 else -1):
-                raise TimeoutError(f"{wanted.name} was not done within {timeout_s:.1f} s")
+                raise TimeoutError(f"{work.name} was not done: the operation before it took more than {timeout_s:.1f} s")
             try:
-                finished = None if wanted.done else self._run_next()
+                finished = None if work.done else self._run_next()
             finally:
                 self._running.release()
             if finished is not None:

@@ -6,13 +6,6 @@ from meshwright.launch.rendezvous import Rendezvous, join_process_group, leave_p
 from meshwright.launch.worker_pool import RankFailure, WorkerPool
 
 __all__ = [
-    "ForkServer",
-    "LaunchedRank",
-    "RankFailure",
-    "Rendezvous",
-    "WorkerPool",
-    "default_backend",
-    "detect_launched_rank",
-    "join_process_group",
+    "ForkServer", "LaunchedRank", "RankFailure", "Rendezvous", "WorkerPool", "default_backend", "detect_launched_rank", "join_process_group",
     "leave_process_group",
-]
+]  # fmt: skip

@@ -38,34 +38,30 @@ class ForkServer:
 
     def __init__(self, threads: int, environ: Mapping[str, str], preload: Sequence[str] = ()) -> None:
         self.threads = threads
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        env = {**RANK_DEFAULTS, **environ, "OMP_NUM_THREADS": str(threads)}
+        self.control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _ENTRY_POINT, str(theirs.fileno()), *preload],
-            pass_fds=(theirs.fileno(),),
-            env=env,
+            [sys.executable, "-c", _ENTRY_POINT, str(server_end.fileno()), *preload],
+            pass_fds=(server_end.fileno(),),
+            env={**RANK_DEFAULTS, **environ, "OMP_NUM_THREADS": str(threads)},
             start_new_session=True,  # Ctrl-C in the terminal reaches only the command line, which stops the rest in order
             stdin=subprocess.DEVNULL,
         )
-        theirs.close()
-        self.control = ours
+        server_end.close()
 
-    def spawn(self, rank: int, environ: Mapping[str, str], log: str | None) -> tuple[int, socket.socket]:
+    def spawn(self, log: str | None) -> tuple[int, socket.socket]:
         """Fork one worker; returns its pid and the socket connected to it."""
-        ours, theirs = socket.socketpair()
-        request = json.dumps({"number": rank, "environ": dict(environ), "log": log}).encode()
-        socket.send_fds(self.control, [request], [theirs.fileno()])
-        theirs.close()
-        reply = self.next_report()
-        while "pid" not in reply:
-            reply = self.next_report()
-        return int(reply["pid"]), ours
+        peer, worker_end = socket.socketpair()
+        socket.send_fds(self.control, [json.dumps({"log": log}).encode()], [worker_end.fileno()])
+        worker_end.close()
+        while "pid" not in (reply := self.next_report()):
+            pass
+        return int(reply["pid"]), peer
 
     def next_report(self) -> dict[str, Any]:
         """Block for {'pid': …} or {'ended': pid, 'status': …}; ConnectionError when the fork server has exited."""
         data = self.control.recv(_MAX_MESSAGE_BYTES)
         if not data:
-            raise ConnectionError("the fork server ended")
+            raise ConnectionError("the fork server has exited")
         return json.loads(data)  # type: ignore[no-any-return]
 
     def close(self) -> None:
@@ -87,15 +83,15 @@ def run_fork_server() -> None:
     gc.freeze()  # memory of imported modules stays shared between workers
     gc.enable()
     children: set[int] = set()
-    wake, bell = os.pipe()
-    os.set_blocking(bell, False)
-    signal.set_wakeup_fd(bell)
+    wakeup_read, wakeup_write = os.pipe()
+    os.set_blocking(wakeup_write, False)
+    signal.set_wakeup_fd(wakeup_write)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     while True:
-        sources: list[Any] = [control, wake]
+        sources: list[Any] = [control, wakeup_read]
         ready, _, _ = select.select(sources, [], [])
-        if wake in ready:
-            os.read(wake, 4096)
+        if wakeup_read in ready:
+            os.read(wakeup_read, 4096)
             _reap_workers(children, control)
         if control in ready:
             message, descriptors, _, _ = socket.recv_fds(control, _MAX_MESSAGE_BYTES, 1)
@@ -130,9 +126,11 @@ def _fork_worker(request: dict[str, Any], descriptor: int, control: socket.socke
         die_with_parent(fork_server)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.environ.update(request["environ"])
         if request["log"]:
-            _redirect_output(request["log"])
+            log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(log)
         from meshwright.launch.worker_process import serve_calls
 
         code = serve_calls(socket.socket(fileno=descriptor))
@@ -141,13 +139,6 @@ def _fork_worker(request: dict[str, Any], descriptor: int, control: socket.socke
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
-
-
-def _redirect_output(log: str) -> None:
-    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(target, 1)
-    os.dup2(target, 2)
-    os.close(target)
 
 
 def die_with_parent(parent: int) -> None:

@@ -34,32 +34,31 @@ _LAUNCHER_VARIABLES = {
 
 def detect_launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
     """This process's rank, if a launcher started it; None for a plain process. A batch script's own shell is not a rank (no step id)."""
-    for launcher, (rank, world, local, local_world) in _LAUNCHER_VARIABLES.items():
-        if launcher == "srun" and ("SLURM_STEP_ID" not in environ or environ.get("PMI_SIZE", environ.get(world)) != environ.get(world)):
+    for launcher, names in _LAUNCHER_VARIABLES.items():
+        rank_var, world_var = names[:2]
+        given_rank, given_world = environ.get(rank_var), environ.get(world_var)
+        if launcher == "srun" and ("SLURM_STEP_ID" not in environ or environ.get("PMI_SIZE", given_world) != given_world):
             continue  # the second case: MPICH's mpiexec, which uses srun to start its own helpers
-        if rank in environ and world in environ:
-            numbers = {
-                name: _int_variable(environ, name, launcher, default)
-                for name, default in ((rank, 0), (world, 1), (local, environ[rank]), (local_world, environ[world]))
-            }
-            if not 0 <= numbers[rank] < numbers[world]:
-                raise RequestError(f"{rank}={environ[rank]} is outside {world}={environ[world]}: {launcher}'s variables disagree")
-            place = (numbers[rank], numbers[world], numbers[local], numbers[local_world])
-            ours = environ.get("MESHWRIGHT_RUN", ""), environ.get("MESHWRIGHT_PLAN", "")
-            return LaunchedRank(*place, _init_method(environ, launcher), launcher, *ours)
+        if given_rank is not None and given_world is not None:
+            defaults = (given_rank, given_world) * 2
+            rank, world, local_rank, local_world = (_int_variable(environ, *pair, launcher) for pair in zip(names, defaults, strict=True))
+            if not 0 <= rank < world:
+                raise RequestError(f"{rank_var}={given_rank} is outside {world_var}={given_world}: {launcher}'s variables disagree")
+            run, plan = environ.get("MESHWRIGHT_RUN", ""), environ.get("MESHWRIGHT_PLAN", "")
+            return LaunchedRank(rank, world, local_rank, local_world, _init_method(environ, launcher), launcher, run, plan)
     return None
 
 
 def default_backend(launched_rank: LaunchedRank | None, device: str) -> str:
     """The default for the device; on CPUs the launcher's own backend, where it has one whose package is installed (MPI under mpirun)."""
-    usual = backend_for(device)
+    default = backend_for(device)
     if device == "cuda" or launched_rank is None or launched_rank.world == 1:
-        return usual
-    return next((name for name, traits in BACKENDS.items() if launched_rank.launcher in traits.launchers and traits.is_installed), usual)
+        return default
+    return next((name for name, traits in BACKENDS.items() if launched_rank.launcher in traits.launchers and traits.is_installed), default)
 
 
-def _int_variable(environ: Mapping[str, str], name: str, launcher: str, default: int | str) -> int:
-    text = environ.get(name, str(default))
+def _int_variable(environ: Mapping[str, str], name: str, default: str, launcher: str) -> int:
+    text = environ.get(name, default)
     try:
         return int(text.partition("(")[0])  # Slurm writes 2(x4) for four nodes with 2 each
     except ValueError:

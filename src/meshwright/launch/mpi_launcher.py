@@ -19,13 +19,13 @@ INSTALL_HINT = "pip install 'meshwright[mpi]'"
 
 def mpirun_command(ranks: int, environ: Mapping[str, str], *, cores: int | None = None) -> tuple[list[str], dict[str, str]]:
     """The command prefix that starts `ranks` ranks of a program, and its environment: this process's, updated with `environ`."""
-    found = find_mpirun()
-    if found is None:
-        raise RequestError(f"mpirun is not found: {INSTALL_HINT}, or load the cluster's MPI (module load openmpi)")
+    mpirun = find_mpirun()
+    if mpirun is None:
+        raise RequestError(f"no mpirun was found: {INSTALL_HINT}, or load the cluster's MPI (module load openmpi)")
     merged = {**os.environ, **environ}
     cores = cores or os.cpu_count() or 1
-    command = [str(found), "-n", str(ranks)]
-    if _is_open_mpi(found):
+    command = [str(mpirun), "-n", str(ranks)]
+    if _is_open_mpi(mpirun):
         if os.getuid() == 0:
             merged.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
         command += ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", _binding(ranks, cores)]
@@ -54,20 +54,18 @@ def run_command(command: list[str], environ: Mapping[str, str], stderr: TextIO) 
 
 def strip_exit_banners(lines: Iterable[str]) -> Iterator[str]:
     """All lines except mpirun's banners (between two rules) about processes that exited."""
-    page: list[str] | None = None
+    banner: list[str] = []  # from its first rule on
     for line in lines:
-        rule = line.startswith(_BANNER_RULE)
-        if page is None and not rule:
+        is_rule = line.startswith(_BANNER_RULE)
+        if not banner and not is_rule:
             yield line
-        elif page is None:
-            page = [line]
-        else:
-            page.append(line)
-            if rule:
-                if not any(mark in text for text in page for mark in _EXIT_MARKERS):
-                    yield from page
-                page = None
-    yield from page or ()
+            continue
+        banner.append(line)
+        if is_rule and len(banner) > 1:
+            if not any(marker in text for text in banner for marker in _EXIT_MARKERS):
+                yield from banner
+            banner = []
+    yield from banner
 
 
 def find_mpirun() -> Path | None:

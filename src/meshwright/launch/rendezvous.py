@@ -29,43 +29,38 @@ class Rendezvous:
 
 def join_process_group(rendezvous: Rendezvous) -> None:
     """Create the default process group. A world of one has none."""
-    if rendezvous.world == 1:
+    rank, world, init_method, backend = rendezvous.rank, rendezvous.world, rendezvous.init_method, rendezvous.backend
+    if world == 1:
         return
-    if rendezvous.backend not in dist.Backend.backend_list:
-        raise RequestError(f"backend '{rendezvous.backend}' is not known to this torch: use one of {', '.join(dist.Backend.backend_list)}")
-    if rendezvous.init_method.startswith("file://") or "127.0.0.1" in rendezvous.init_method:
+    if backend not in dist.Backend.backend_list:
+        raise RequestError(f"backend '{backend}' is not known to this torch: use one of {', '.join(dist.Backend.backend_list)}")
+    if init_method.startswith("file://") or "127.0.0.1" in init_method:
         # Ranks of one machine use loopback; Meshwright listens on no other interface.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
-    traits = backend_traits(rendezvous.backend)
+    traits = backend_traits(backend)
     if traits.launchers:
-        _join_launched(rendezvous)
+        _join_mpi(rendezvous)
         return
     device = torch.device("cuda", rendezvous.local_rank) if "cpu" not in traits.devices else None
     if device is not None:
         torch.cuda.set_device(device)
+    timeout = timedelta(seconds=rendezvous.timeout_s)
     try:
-        dist.init_process_group(
-            rendezvous.backend,
-            init_method=rendezvous.init_method,
-            rank=rendezvous.rank,
-            world_size=rendezvous.world,
-            timeout=timedelta(seconds=rendezvous.timeout_s),
-            device_id=device,
-        )
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world, timeout=timeout, device_id=device)
     except (RuntimeError, ValueError) as error:
-        raise RunError(f"rank {rendezvous.rank} could not join the other ranks at {rendezvous.init_method}: {str(error).splitlines()[0]}") from error
+        raise RunError(f"rank {rank} could not join the other ranks at {init_method}: {str(error).splitlines()[0]}") from error
 
 
-def _join_launched(place: Rendezvous) -> None:
+def _join_mpi(rendezvous: Rendezvous) -> None:
     """Join an MPI process group: MPI numbers the ranks itself, so there is no rendezvous address."""
-    if place.device == "cuda":
-        torch.cuda.set_device(place.local_rank % max(torch.cuda.device_count(), 1))
-    dist.init_process_group(place.backend)
-    found = dist.get_rank(), dist.get_world_size()
-    if found != (place.rank, place.world):
+    if rendezvous.device == "cuda":
+        torch.cuda.set_device(rendezvous.local_rank % max(torch.cuda.device_count(), 1))
+    dist.init_process_group(rendezvous.backend)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if (rank, world) != (rendezvous.rank, rendezvous.world):
         leave_process_group()
         raise RequestError(
-            f"the launcher says rank {place.rank} of {place.world}, MPI says rank {found[0]} of {found[1]}: "
+            f"the launcher says rank {rendezvous.rank} of {rendezvous.world}, MPI says rank {rank} of {world}: "
             "start with mpirun (or meshwright train --launcher mpi), of the MPI that mpi4py uses"
         )
 

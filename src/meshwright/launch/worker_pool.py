@@ -10,7 +10,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,14 +45,14 @@ class _Worker:
 class WorkerPool:
     """`count` workers forked from a fork server. Used as a context manager, it stops them all on exit."""
 
-    def __init__(self, fork_server: ForkServer, count: int, *, logs: Path | None = None, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(self, fork_server: ForkServer, count: int, *, logs: Path | None = None) -> None:
         self._fork_server = fork_server
         self._rendezvous_dir = Path(tempfile.mkdtemp(prefix="meshwright-"))  # rendezvous files of this pool
         self._call_count = 0
         self._workers: list[_Worker] = []
         for rank in range(count):
             log = str(logs / f"rank-{rank}.log") if logs and rank else None  # rank 0 writes to this process's stdout and stderr
-            pid, peer = fork_server.spawn(rank, environ or {}, log)
+            pid, peer = fork_server.spawn(log)
             self._workers.append(_Worker(rank, pid, peer))
 
     def __enter__(self) -> WorkerPool:
@@ -65,47 +65,36 @@ class WorkerPool:
     def pids(self) -> list[int]:
         return [w.pid for w in self._workers]
 
-    def call(
-        self,
-        target: str,
-        kwargs: Mapping[str, Any],
-        *,
-        world: int | None = None,
-        timeout_s: float | None = None,
-        tick: Callable[[], None] | None = None,
-    ) -> list[Any]:
+    def call(self, target: str, kwargs: Mapping[str, Any], *, world: int | None = None, timeout_s: float | None = None) -> list[Any]:
         """Run `target(rank=…, world=…, init_method=…, **kwargs)` on the first `world` workers; returns results in rank order.
 
-        `tick` is called a few times a second meanwhile. RankFailure gives the root cause; after it, the pool can only be closed.
+        RankFailure gives the root cause; after it, the pool can only be closed.
         """
-        world = world or len(self._workers)
+        workers = self._workers[:world]
         self._call_count += 1
-        site = f"file://{self._rendezvous_dir / f'call-{self._call_count}'}"
-        chosen = self._workers[:world]
-        for worker in chosen:
-            send_message(worker.peer, (target, {"rank": worker.rank, "world": world, "init_method": site, **kwargs}))
-        return self._collect_results(chosen, timeout_s, tick)
-
-    def _collect_results(self, workers: list[_Worker], timeout_s: float | None, tick: Callable[[], None] | None) -> list[Any]:
+        init_method = f"file://{self._rendezvous_dir / f'call-{self._call_count}'}"
+        for worker in workers:
+            send_message(worker.peer, (target, {"rank": worker.rank, "world": len(workers), "init_method": init_method, **kwargs}))
         results: dict[int, Any] = {}
         faults: list[Fault] = []
         deadline = time.monotonic() + timeout_s if timeout_s else None
         while len(results) < len(workers):
-            waiting = [w for w in workers if w.rank not in results and w.alive]
-            ready, _, _ = select.select([*(w.peer for w in waiting), self._fork_server.control], [], [], 0.1)
-            for worker in waiting:
-                if worker.peer in ready:
-                    self._receive_result(worker, results, faults)
-            if self._fork_server.control in ready:
-                self._handle_report(faults)
-            if tick:
-                tick()
+            self._poll([w for w in workers if w.rank not in results and w.alive], results, faults)
             if faults:
                 raise RankFailure(self._root_cause(workers, results, faults))
             if deadline and time.monotonic() > deadline:
                 late = [w.rank for w in workers if w.rank not in results]
                 raise RankFailure(Fault(time.time(), late[0], "Timeout", f"no answer from ranks {late} within {timeout_s:.0f} s"))
         return [results[w.rank] for w in workers]
+
+    def _poll(self, waiting: list[_Worker], results: dict[int, Any], faults: list[Fault]) -> None:
+        """Add the results and faults that arrive within 0.1 s."""
+        ready, _, _ = select.select([*(w.peer for w in waiting), self._fork_server.control], [], [], 0.1)
+        for worker in waiting:
+            if worker.peer in ready:
+                self._receive_result(worker, results, faults)
+        if self._fork_server.control in ready:
+            self._handle_report(faults)
 
     def _receive_result(self, worker: _Worker, results: dict[int, Any], faults: list[Fault]) -> None:
         try:
@@ -130,15 +119,10 @@ class WorkerPool:
 
     def _root_cause(self, workers: list[_Worker], results: dict[int, Any], faults: list[Fault]) -> Fault:
         """The first fault that is not secondary; waits briefly for one while only secondary faults are known."""
-        until = time.monotonic() + _ROOT_CAUSE_GRACE_S
-        while all(f.secondary for f in faults) and time.monotonic() < until:
-            waiting = [w for w in workers if w.alive and w.rank not in results and w.rank not in {f.rank for f in faults}]
-            ready, _, _ = select.select([*(w.peer for w in waiting), self._fork_server.control], [], [], 0.1)
-            for worker in waiting:
-                if worker.peer in ready:
-                    self._receive_result(worker, results, faults)
-            if self._fork_server.control in ready:
-                self._handle_report(faults)
+        deadline = time.monotonic() + _ROOT_CAUSE_GRACE_S
+        while all(f.secondary for f in faults) and time.monotonic() < deadline:
+            answered = {*results, *(f.rank for f in faults)}
+            self._poll([w for w in workers if w.alive and w.rank not in answered], results, faults)
         primary = [f for f in faults if not f.secondary]
         return min(primary or faults, key=lambda f: f.time)
 
@@ -146,19 +130,20 @@ class WorkerPool:
         """Stop every worker: SIGTERM, a short wait, then SIGKILL."""
         for worker in self._workers:
             worker.peer.close()
-            if worker.alive:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(worker.pid, signal.SIGTERM)
-        until = time.monotonic() + _STOP_GRACE_S
-        while any(w.alive for w in self._workers) and time.monotonic() < until:
+        self._signal_alive(signal.SIGTERM)
+        deadline = time.monotonic() + _STOP_GRACE_S
+        while any(w.alive for w in self._workers) and time.monotonic() < deadline:
             ready, _, _ = select.select([self._fork_server.control], [], [], 0.05)
             if ready:
                 try:
                     self._handle_report([])
                 except (ConnectionError, OSError):
                     break
+        self._signal_alive(signal.SIGKILL)
+        shutil.rmtree(self._rendezvous_dir, ignore_errors=True)
+
+    def _signal_alive(self, signal_number: int) -> None:
         for worker in self._workers:
             if worker.alive:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(worker.pid, signal.SIGKILL)
-        shutil.rmtree(self._rendezvous_dir, ignore_errors=True)
+                    os.kill(worker.pid, signal_number)

@@ -17,14 +17,9 @@ from meshwright.core.event import Fault
 
 # Errors that only report a lost peer: the cause is on another rank.
 _SECONDARY_ERRORS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Application timeout caused",
-    "Timed out waiting",
-    "recvValue failed",
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Application timeout caused", "Timed out waiting", "recvValue failed",
     "has ended while others waited",
-)
+)  # fmt: skip
 
 
 def send_message(peer: socket.socket, value: Any) -> None:
@@ -57,26 +52,22 @@ def serve_calls(peer: socket.socket) -> int:
             target, kwargs = receive_message(peer)
         except EOFError:
             return 0
+        rank = int(kwargs.get("rank", 0))
         try:
             module, _, name = target.partition(":")
             answer = ("done", getattr(importlib.import_module(module), name)(**kwargs))
         except Exception as error:
-            answer = ("failed", describe_fault(error, int(kwargs.get("rank", 0))))
+            answer = ("failed", describe_fault(error, rank))
         sys.stdout.flush()
         try:
             send_message(peer, answer)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            send_message(peer, ("failed", describe_fault(error, int(kwargs.get("rank", 0)))))
+            send_message(peer, ("failed", describe_fault(error, rank)))
 
 
 def describe_fault(error: BaseException, rank: int) -> Fault:
-    text = str(error)
-    return Fault(
-        time=time.time(),
-        rank=rank,
-        kind=type(error).__name__,
-        message=next((line for line in text.splitlines() if line.strip()), type(error).__name__),
-        # A user's mistake needs no traceback; anything else does.
-        traceback="" if isinstance(error, MeshwrightError) else "".join(traceback.format_exception(error)),
-        secondary=any(mark in text for mark in _SECONDARY_ERRORS),
-    )
+    text, kind = str(error), type(error).__name__
+    message = next((line for line in text.splitlines() if line.strip()), kind)
+    # A user's mistake needs no traceback; anything else does.
+    trace = "" if isinstance(error, MeshwrightError) else "".join(traceback.format_exception(error))
+    return Fault(time.time(), rank, kind, message, trace, secondary=any(words in text for words in _SECONDARY_ERRORS))

@@ -19,28 +19,26 @@ from meshwright.schedule import plan_ledgers
 def add_measured_routes(constraints: Constraints, cluster: Cluster, calibration: Calibration) -> tuple[Constraints, str]:
     """The constraints plus every measured route that is faster on this machine; or the unchanged constraints and the reason."""
     ranks, kind = constraints.world or len(cluster.devices), cluster.devices[0].kind
-    usual = backend_for(kind)
-    if not BACKENDS[usual].routable:
-        return constraints, f"Backend: {usual}, which alone reaches GPUs without a copy, and which chooses between rings and trees itself."
+    default = backend_for(kind)
+    if not BACKENDS[default].routable:
+        return constraints, f"Backend: {default}, the only one that reaches GPUs without a copy; it chooses between rings and trees itself."
     rates = calibration.rates_for(ranks)
-    there = [name for name in available_backends(kind, None) if BACKENDS[name].routable]
+    available = [name for name in available_backends(kind, None) if BACKENDS[name].routable]
     nodes = tuple(len(node.devices) for node in cluster.first_devices(ranks).nodes) if len(cluster.nodes) > 1 else ()
-    if not any(len(measured_routes(rates, there, op, nodes)) > 1 for op in OPERATIONS):
-        absent = [(name.upper(), traits.install) for name, traits in BACKENDS.items() if traits.routable and name not in there]
+    if not any(len(measured_routes(rates, available, op, nodes)) > 1 for op in OPERATIONS):
+        absent = [(name.upper(), traits.install) for name, traits in BACKENDS.items() if traits.routable and name not in available]
         missing = "".join(f"{name} is not installed ({how}) and " for name, how in absent)
-        return constraints, f"Backend: {usual}, since {missing}no other way was measured on {ranks} ranks: meshwright bench comm --nproc {ranks}."
-    return replace(constraints, routes=choose_routes(rates, there, OPERATIONS, nodes), nodes=nodes), ""
+        return constraints, f"Backend: {default}, since {missing}no other route was measured on {ranks} ranks: meshwright bench comm --nproc {ranks}."
+    return replace(constraints, routes=choose_routes(rates, available, OPERATIONS, nodes), nodes=nodes), ""
 
 
 def select_routes(ranking: Ranking, clip: bool) -> tuple[Ranking, str]:
     """The ranking whose best plan keeps only the routes that its own collectives use, and a text that says what was chosen and why."""
     best = ranking.best
-    lines = [line for of_ranks in plan_ledgers(best.plan, ranking.profile, clip=clip).values() for line in of_ranks]
+    lines = [line for rank_lines in plan_ledgers(best.plan, ranking.profile, clip=clip).values() for line in rank_lines]
     plan = keep_used_routes(best.plan, lines)
-    said = explain_routes(plan, ranking.calibration.rates_for(plan.world)) or [
-        "gloo's own collectives were measured quickest for every call of this plan."
-    ]
-    return replace(ranking, scored=(ScoredPlan(plan, best.estimate), *ranking.scored[1:])), " ".join(["Backends:", *said])
+    reasons = explain_routes(plan, ranking.calibration.rates_for(plan.world)) or ["gloo's own collectives are fastest for every call of this plan."]
+    return replace(ranking, scored=(ScoredPlan(plan, best.estimate), *ranking.scored[1:])), " ".join(["Backends:", *reasons])
 
 
 def has_several_backends(config: RunConfig) -> bool:

@@ -24,36 +24,15 @@ from meshwright.core.errors import RequestError, RunError, unknown_name_error
 from meshwright.core.plan import SyncPolicy
 from meshwright.core.quantities import show_bytes
 from meshwright.core.routes import ALGORITHMS, Route, has_two_levels, is_applicable
-from meshwright.describe.collective_bench import (
-    BUFFERS_PER_RANK,
-    OPERATIONS,
-    CollectiveResult,
-    RankTimings,
-    fit_by_operation,
-    measure_routes,
-    merge_ranks,
-    timing_curves,
-)
+from meshwright.describe.collective_bench import BUFFERS_PER_RANK, CollectiveResult, RankTimings, measure_routes, merge_ranks
+from meshwright.describe.collective_bench import OPERATIONS as OPERATIONS
+from meshwright.describe.collective_bench import fit_by_operation as fit_by_operation
+from meshwright.describe.collective_bench import timing_curves as timing_curves
 from meshwright.execute.process_groups import composed_routes, shared_memory_group
 from meshwright.launch import ForkServer, Rendezvous, WorkerPool, join_process_group, leave_process_group
 from meshwright.launch.mpi_launcher import find_mpirun, mpirun_command, run_command
 from meshwright.observe.bandwidth_figure import bandwidth_figure
 
-__all__ = [
-    "OPERATIONS",
-    "BenchRequest",
-    "applicable_algorithms",
-    "available_backends",
-    "check_request",
-    "comms_by_route",
-    "count_ranks_per_node",
-    "fit_by_operation",
-    "measure_backends",
-    "message_sizes",
-    "timing_curves",
-    "with_measured_collectives",
-    "write_results",
-]
 ALL_ALGORITHMS = ("flat", *dict.fromkeys(name for names in ALGORITHMS.values() for name in names))
 
 
@@ -85,33 +64,32 @@ def check_request(request: BenchRequest, memory_bytes: int) -> None:
         if op not in OPERATIONS:
             raise unknown_name_error("operation", op, OPERATIONS)
     if request.ranks < 2:
-        raise RequestError("one rank has nobody to talk to: use --nproc 2 or more")
+        raise RequestError("bench comm measures messages between ranks, and --nproc is 1: use --nproc 2 or more")
     for name in request.algorithms:
         if name not in ALL_ALGORITHMS:
             raise unknown_name_error("algorithm", name, ALL_ALGORITHMS)
         if name == "two-level" and not has_two_levels(range(request.ranks), request.ranks_per_node):
             raise RequestError("two-level needs several nodes with equally many ranks: use --nodes 2 with --nproc 4 to pretend, or leave it out")
         if name == "shared" and not is_applicable(name, range(request.ranks), request.ranks_per_node):
-            raise RequestError("memory is shared on one node alone: use --nodes 1, or leave shared out")
-    needed = int(max(request.sizes) * BUFFERS_PER_RANK) * (request.ranks if request.device == "cpu" else 1)
+            raise RequestError("shared needs all ranks on one node: use --nodes 1, or leave shared out")
+    sharing = request.ranks if request.device == "cpu" else 1  # ranks that share the memory
+    needed = int(max(request.sizes) * BUFFERS_PER_RANK) * sharing
     if needed > memory_bytes:
-        most = int(memory_bytes / BUFFERS_PER_RANK / (request.ranks if request.device == "cpu" else 1))
         raise RequestError(
             f"messages of {show_bytes(max(request.sizes))} on {request.ranks} ranks need {show_bytes(needed)}, "
-            f"{show_bytes(memory_bytes)} are free: use --to {most // 10**6}MB or less"
+            f"{show_bytes(memory_bytes)} are free: use --to {int(memory_bytes / BUFFERS_PER_RANK / sharing) // 10**6}MB or less"
         )
 
 
 def available_backends(device: str, requested: Sequence[str] | None) -> list[str]:
     """The backends that can be measured on this machine; raises RequestError for a requested one that cannot."""
-    there = {name: _is_present(traits, device) for name, traits in BACKENDS.items()}
+    present = [name for name, traits in BACKENDS.items() if _is_present(traits, device)]
     for name in requested or ():
         if name not in BACKENDS:
             raise unknown_name_error("backend", name, BACKENDS)
-        if not there[name]:
-            how = BACKENDS[name].install or "it needs CUDA devices"
-            raise RequestError(f"backend {name} is not present: {how}")
-    return [name for name in requested or BACKENDS if there[name]]
+        if name not in present:
+            raise RequestError(f"backend {name} is not present: {BACKENDS[name].install or 'it needs CUDA devices'}")
+    return [name for name in requested or BACKENDS if name in present]
 
 
 def _is_present(traits: BackendTraits, device: str) -> bool:
@@ -120,7 +98,7 @@ def _is_present(traits: BackendTraits, device: str) -> bool:
 
 def applicable_algorithms(ranks: int, ranks_per_node: Sequence[int], requested: Sequence[str] | None) -> tuple[str, ...]:
     """The requested algorithms, or all that apply to these ranks and nodes."""
-    return tuple(requested) if requested else tuple(a for a in ALL_ALGORITHMS if is_applicable(a, range(ranks), ranks_per_node))
+    return tuple(requested or (a for a in ALL_ALGORITHMS if is_applicable(a, range(ranks), ranks_per_node)))
 
 
 def count_ranks_per_node(ranks: int, num_nodes: int | None, cluster: Cluster) -> tuple[int, ...]:
@@ -128,19 +106,19 @@ def count_ranks_per_node(ranks: int, num_nodes: int | None, cluster: Cluster) ->
     if num_nodes is None:
         return tuple(len(node.devices) for node in cluster.nodes)
     if not 1 <= num_nodes <= ranks:
-        raise RequestError(f"--nodes {num_nodes}: {ranks} ranks lie on 1 to {ranks} nodes: change one of them")
+        raise RequestError(f"--nodes {num_nodes}: {ranks} ranks need 1 to {ranks} nodes: change --nodes or --nproc")
     return tuple(ranks // num_nodes + (i < ranks % num_nodes) for i in range(num_nodes))
 
 
 def measure_backends(
     request: BenchRequest, backends: Sequence[str], get_fork_server: Callable[[], ForkServer], log_progress: Callable[[str], None]
 ) -> list[CollectiveResult]:
-    found: list[CollectiveResult] = []
+    results: list[CollectiveResult] = []
     for backend in backends:
         log_progress(f"measuring {backend} on {request.ranks} ranks")
-        every = _measure_with_mpirun(request) if backend_traits(backend).launchers else _measure_with_workers(request, backend, get_fork_server())
-        found += merge_ranks(backend, every)
-    return found
+        by_mpirun = bool(backend_traits(backend).launchers)
+        results += merge_ranks(backend, _measure_with_mpirun(request) if by_mpirun else _measure_with_workers(request, backend, get_fork_server()))
+    return results
 
 
 def _measure_with_workers(request: BenchRequest, backend: str, fork_server: ForkServer) -> list[list[RankTimings]]:
@@ -150,80 +128,77 @@ def _measure_with_workers(request: BenchRequest, backend: str, fork_server: Fork
 
 def measure_on_rank(rank: int, world: int, init_method: str, request: dict[str, Any], backend: str) -> list[RankTimings]:
     """Measure on one rank. `init_method` is empty under MPI, whose ranks need no rendezvous."""
-    what = BenchRequest(**request)
+    bench, traits = BenchRequest(**request), backend_traits(backend)
     torch.set_num_threads(1)
-    cuda = what.device == "cuda"
+    cuda = bench.device == "cuda"
     if cuda:
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    join_process_group(Rendezvous(rank, world, init_method, backend, what.device, rank))
-    routes = comms_by_route(backend, what.algorithms if backend_traits(backend).routable else ("flat",), what.ranks_per_node)
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda and "cuda" in backend_traits(backend).devices else torch.device("cpu")
+    join_process_group(Rendezvous(rank, world, init_method, backend, bench.device, rank))
+    routes = comms_by_route(backend, bench.algorithms if traits.routable else ("flat",), bench.ranks_per_node)
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda and "cuda" in traits.devices else torch.device("cpu")
     try:
-        return measure_routes(routes, device, what.operations, what.sizes, what.budget_s)
+        return measure_routes(routes, device, bench.operations, bench.sizes, bench.budget_s)
     finally:
         leave_process_group()
 
 
 def comms_by_route(backend: str, algorithms: Sequence[str], ranks_per_node: Sequence[int], group: dist.ProcessGroup | None = None) -> dict[str, Comm]:
     """Route name → a Comm over all ranks that uses that algorithm; an operation that the algorithm lacks runs the backend's own. Collective."""
-    own, ranks = TorchComm(group or dist.group.WORLD, Ledger()), list(range(dist.get_world_size()))  # type: ignore[arg-type]
-    asked = [Route(op, backend, 0, a) for op, having in ALGORITHMS.items() for a in having if a in algorithms]
-    sync = SyncPolicy(routes=tuple(asked), ranks_per_node=tuple(ranks_per_node))
-    memories = {backend: shared_memory_group([ranks], backend, sync)} if asked else {}
-    asked = [r for r in asked if memories[backend].has(r.algorithm)]
-    composed = composed_routes(memories, asked, Ledger())
-    found: dict[str, Comm] = {backend: own} if "flat" in algorithms else {}
+    flat, ranks = TorchComm(group or dist.group.WORLD, Ledger()), list(range(dist.get_world_size()))  # type: ignore[arg-type]
+    routes = [Route(op, backend, 0, a) for op, op_algorithms in ALGORITHMS.items() for a in op_algorithms if a in algorithms]
+    sync = SyncPolicy(routes=tuple(routes), ranks_per_node=tuple(ranks_per_node))
+    memories = {backend: shared_memory_group([ranks], backend, sync)} if routes else {}
+    routes = [r for r in routes if memories[backend].has(r.algorithm)]
+    composed = composed_routes(memories, routes, Ledger())
+    comms: dict[str, Comm] = {backend: flat} if "flat" in algorithms else {}
     for name in composed:
-        having = {r.op for r in asked if r.route_name == name}
-        found[name] = RoutedComm({backend: own}, lambda op, _, name=name, having=having: name if op in having else backend, composed)  # type: ignore[misc]
-    return found
+        ops = {r.op for r in routes if r.route_name == name}
+        comms[name] = RoutedComm({backend: flat}, lambda op, _, name=name, ops=ops: name if op in ops else backend, composed)  # type: ignore[misc]
+    return comms
 
 
 def _measure_with_mpirun(request: BenchRequest) -> list[list[RankTimings]]:
     with tempfile.TemporaryDirectory() as folder:
-        home = Path(folder)
-        (home / "request.json").write_text(json.dumps(asdict(request)))
+        (Path(folder) / "request.json").write_text(json.dumps(asdict(request)))
         command, environ = mpirun_command(request.ranks, {"OMP_NUM_THREADS": "1"})
         code = run_command([*command, sys.executable, "-m", "meshwright.orchestrate.bench_comm", folder], environ, sys.stderr)
         if code:
-            raise RunError(f"mpirun ended with code {code}: what it said is above")
-        read = [json.loads((home / f"{r}.json").read_text()) for r in range(request.ranks)]
-    return [[RankTimings(t["op"], t["bytes"], tuple(t["seconds"]), t["correct"], t["way"]) for t in one] for one in read]
+            raise RunError(f"mpirun exited with code {code}: its messages are above")
+        ranks = [json.loads((Path(folder) / f"{r}.json").read_text()) for r in range(request.ranks)]
+    return [[RankTimings(t["op"], t["bytes"], tuple(t["seconds"]), t["correct"], t["way"]) for t in timings] for timings in ranks]
 
 
 def _mpi_rank_main(folder: str) -> None:
     mpi.register()
-    number, world = (int(os.environ.get(a) or os.environ[b]) for a, b in (("OMPI_COMM_WORLD_RANK", "PMI_RANK"), ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")))
-    found = measure_on_rank(number, world, "", json.loads((Path(folder) / "request.json").read_text()), "mpi")
-    (Path(folder) / f"{number}.json").write_text(json.dumps([asdict(t) for t in found]))
+    rank, world = (int(os.environ.get(a) or os.environ[b]) for a, b in (("OMPI_COMM_WORLD_RANK", "PMI_RANK"), ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")))
+    timings = measure_on_rank(rank, world, "", json.loads((Path(folder) / "request.json").read_text()), "mpi")
+    (Path(folder) / f"{rank}.json").write_text(json.dumps([asdict(t) for t in timings]))
 
 
 def with_measured_collectives(
-    calibration: Calibration, ranks: int, alpha_beta_lines: Mapping[str, AlphaBetaModel], curves: Mapping[str, SizeCurve] | None = None
+    calibration: Calibration, ranks: int, lines: Mapping[str, AlphaBetaModel], curves: Mapping[str, SizeCurve] | None = None
 ) -> Calibration:
     """The calibration with these measurements in place of the old ones at this number of ranks; other rank counts are unchanged."""
     nearest = calibration.rates_for(ranks)
-    known = nearest if nearest.ranks == ranks else replace(nearest, collectives={}, curves={})
-    left = {name: curve for name, curve in known.curves.items() if name not in alpha_beta_lines}
-    mine = replace(known, ranks=ranks, collectives={**known.collectives, **alpha_beta_lines}, curves={**left, **(curves or {})})
-    return replace(calibration, layouts=tuple(sorted((*(r for r in calibration.layouts if r.ranks != ranks), mine), key=lambda r: r.ranks)))
+    old = nearest if nearest.ranks == ranks else replace(nearest, collectives={}, curves={})
+    other_curves = {name: curve for name, curve in old.curves.items() if name not in lines}
+    new = replace(old, ranks=ranks, collectives={**old.collectives, **lines}, curves={**other_curves, **(curves or {})})
+    return replace(calibration, layouts=tuple(sorted((*(r for r in calibration.layouts if r.ranks != ranks), new), key=lambda r: r.ranks)))
 
 
-def write_results(
-    folder: Path, measurements: Sequence[CollectiveResult], alpha_beta_lines: Mapping[str, AlphaBetaModel], cluster: Cluster
-) -> dict[str, str]:
+def write_results(folder: Path, results: Sequence[CollectiveResult], lines: Mapping[str, AlphaBetaModel], cluster: Cluster) -> dict[str, str]:
     """Write comm.csv, comm.json and comm.svg; returns their paths by kind."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "comm.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, [f.name for f in fields(CollectiveResult)])
         writer.writeheader()
-        writer.writerows(asdict(p) for p in measurements)
-    data = {"points": [asdict(p) for p in measurements], "lines": {k: asdict(v) for k, v in alpha_beta_lines.items()}}
+        writer.writerows(asdict(p) for p in results)
+    data = {"points": [asdict(p) for p in results], "lines": {k: asdict(v) for k, v in lines.items()}}
     (folder / "comm.json").write_text(json.dumps(data, indent=1) + "\n")
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for p in measurements:
+    for p in results:
         panels.setdefault(p.op, {}).setdefault(p.backend, []).append((float(p.bytes), p.bus_bandwidth))
-    title = f"Bus bandwidth, {measurements[0].ranks} ranks on {cluster.nodes[0].name}"
+    title = f"Bus bandwidth, {results[0].ranks} ranks on {cluster.nodes[0].name}"
     (folder / "comm.svg").write_text(bandwidth_figure(panels, title))
     return {kind: str(folder / f"comm.{kind}") for kind in ("csv", "json", "svg")}
 

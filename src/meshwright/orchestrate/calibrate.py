@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from meshwright.core.backends import BACKENDS, backend_for
 from meshwright.core.cache import cache_folder
@@ -15,6 +16,7 @@ from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError
 from meshwright.core.estimate import Estimate
 from meshwright.core.model import ModelProfile
+from meshwright.core.plan import Plan
 from meshwright.core.rank_devices import assign_rank_devices, node_rank_devices
 from meshwright.core.serialization import from_data, read_json, write_json
 from meshwright.cost.calibration_correction import add_record, measured_over_predicted
@@ -58,8 +60,8 @@ def save_to_cache(calibration: Calibration, cluster: Cluster, environ: Mapping[s
 
 def probed_rank_counts(cluster: Cluster) -> list[int]:
     """The rank counts that a probe runs, one after another. CPUs also get two: ranks with a core each behave differently from ranks that share."""
-    most = len(cluster.devices)
-    return sorted({1, min(2, most), most}) if cluster.devices[0].kind == "cpu" else sorted({1, most})
+    num_devices = len(cluster.devices)
+    return sorted({1, num_devices} | ({min(2, num_devices)} if cluster.devices[0].kind == "cpu" else set()))
 
 
 def probe(
@@ -68,34 +70,41 @@ def probe(
     """Measure this machine with one rank, with two (CPUs only), and with all its ranks together."""
     devices = cluster.devices
     kind, mixed = devices[0].kind, assign_rank_devices(cluster, len(devices))
-    started = [name for name, traits in BACKENDS.items() if not traits.launchers]  # only mpirun can start MPI ranks: `bench comm` measures those
-    chosen = backend if backend in started else backend_for(kind, mixed)
+    startable = [name for name, traits in BACKENDS.items() if not traits.launchers]  # only mpirun can start MPI ranks: `bench comm` measures those
+    backend = backend if backend in startable else backend_for(kind, mixed)
     layouts: list[Rates] = []
     copies: Mapping[str, float] = {}
     for ranks in probed_rank_counts(cluster):
         threads = cluster.threads_per_rank(ranks)
         log_progress(f"measuring {ranks} rank{'s' * (ranks > 1)}")
         with WorkerPool(fork_server, ranks) as workers:
-            kwargs = {"device": kind, "backend": chosen, "threads": threads, "quick": quick, "rank_devices": mixed[:ranks]}
-            rates, found = workers.call("meshwright.orchestrate.rank_entrypoints:probe_rank", kwargs, timeout_s=300)[0]
+            kwargs = {"device": kind, "backend": backend, "threads": threads, "quick": quick, "rank_devices": mixed[:ranks]}
+            rates, rank_copies = workers.call("meshwright.orchestrate.rank_entrypoints:probe_rank", kwargs, timeout_s=300)[0]
         layouts += rates
-        copies = found or copies
-    when = datetime.now(UTC).isoformat(timespec="seconds")
-    return Calibration(cluster.nodes[0].name, devices[0].name, when, tuple(layouts), copies, "probe", PROBE_ERROR)
+        copies = rank_copies or copies
+    return Calibration(cluster.nodes[0].name, devices[0].name, _now(), tuple(layouts), copies, "probe", PROBE_ERROR)
 
 
-def record_run(uncorrected: Calibration, run: MeasuredRun, cluster: Cluster, environ: Mapping[str, str]) -> CalibrationRecord | None:
-    """Store a run's measurement beside the cached rates' prediction; None if no calibration is cached, it has changed since, or devices are mixed."""
-    if run.has_mixed_devices or (found := load_cached(cluster, environ)) is None or found.when != uncorrected.when:
+def record_run(
+    uncorrected: Calibration, plan: Plan, profile: ModelProfile, predicted: Estimate, measured: Mapping[str, Any], cluster: Cluster,
+    environ: Mapping[str, str],
+) -> CalibrationRecord | None:  # fmt: skip
+    """Store what a run measured beside the prediction from uncorrected rates; None if devices are mixed or the cached calibration is not that one."""
+    cached = load_cached(cluster, environ)
+    if plan.rank_devices or cached is None or cached.when != uncorrected.when:
         return None
-    guess = run.estimate
-    compute, network = measured_over_predicted((guess.step_s, guess.breakdown["communication"]), (run.step_s, run.exposed_s))
-    exact = sum(guess.memory_kinds.get(kind, 0) for kind in EXACT_KINDS)
-    held = max(run.memory_bytes - exact, 1) / max(max(guess.memory_bytes) - exact, 1)
-    when = datetime.now(UTC).isoformat(timespec="seconds")
-    record = CalibrationRecord(when, run.model, run.kind, run.precision, run.strategy, run.ranks, run.step_s / guess.step_s, compute, network, held)
-    save_to_cache(add_record(found, record), cluster, environ)
+    step_s, exposed_s = measured["step_s"], measured["exposed_communication_s"]
+    compute, network = measured_over_predicted((predicted.step_s, predicted.breakdown["communication"]), (step_s, exposed_s))
+    exact = sum(predicted.memory_kinds.get(kind, 0) for kind in EXACT_KINDS)
+    memory = max(max(measured["memory_bytes"]) - exact, 1) / max(max(predicted.memory_bytes) - exact, 1)
+    key = (_now(), plan.model, layer_kinds_key(profile), plan.memory.precision, plan.strategy, plan.world)
+    record = CalibrationRecord(*key, step_s / predicted.step_s, compute, network, memory)
+    save_to_cache(add_record(cached, record), cluster, environ)
     return record
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def layer_kinds_key(profile: ModelProfile) -> str:
@@ -103,23 +112,7 @@ def layer_kinds_key(profile: ModelProfile) -> str:
     return ",".join(sorted({layer.kind for layer in profile.layers}))
 
 
-@dataclass(frozen=True)
-class MeasuredRun:
-    """A finished run: its model and plan, the estimate by uncorrected rates, and what it measured."""
-
-    model: str
-    kind: str
-    precision: str
-    strategy: str
-    ranks: int
-    has_mixed_devices: bool
-    estimate: Estimate
-    step_s: float
-    exposed_s: float | None
-    memory_bytes: int
-
-
 def without_network(cluster: Cluster, environ: Mapping[str, str]) -> Calibration:
     """This machine's compute rates (measured, or else from data sheets), for a cluster whose network costs nothing."""
-    found = load_cached(discover(environ), environ) or datasheet_calibration(cluster)
-    return replace(found, layouts=tuple(replace(rates, collectives={}, overlap=1.0) for rates in found.layouts))
+    calibration = load_cached(discover(environ), environ) or datasheet_calibration(cluster)
+    return replace(calibration, layouts=tuple(replace(rates, collectives={}, overlap=1.0) for rates in calibration.layouts))

@@ -33,52 +33,48 @@ class RunConfig(BaseModel):
     seed: int = Field(0, ge=0, description="of parameters, data order and keyed randomness")
     dropout: float = Field(0.0, ge=0.0, lt=1.0, description="where the model has dropout")
 
-    data: str | None = Field(None, description="built-in data set, or a JSON file of instructions; the model's own by default")
+    data: str | None = Field(None, description="built-in dataset, or a JSON file of instructions; the model's own by default")
     data_dir: str | None = Field(None, description="folder for mnist or cifar10")
     optimizer: Literal["adamw", "adam", "sgd", "momentum"] = "adamw"
     learning_rate: float | None = Field(None, gt=0)
     weight_decay: float = Field(0.1, ge=0)
-    betas: tuple[float, float] = Field((0.9, 0.95), description="of Adam: how much of its two averages it keeps")
-    adam_eps: float = Field(1e-8, gt=0, description="of Adam: added to the divisor")
-    lr_schedule: Literal["constant", "cosine"] = Field("constant", description="after the warm-up; cosine falls to nothing at the last step")
-    warmup_steps: int = Field(10, ge=0, description="steps over which the learning rate rises from nothing")
-    clip: float = Field(1.0, ge=0, description="largest gradient norm; 0 leaves gradients alone")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="of Adam: decay rates of its two moving averages")
+    adam_eps: float = Field(1e-8, gt=0, description="of Adam: added to the denominator")
+    lr_schedule: Literal["constant", "cosine"] = Field("constant", description="after the warm-up; cosine decays to zero at the last step")
+    warmup_steps: int = Field(10, ge=0, description="steps over which the learning rate rises from zero")
+    clip: float = Field(1.0, ge=0, description="largest gradient norm; 0: gradients are not clipped")
     validate_every: int = Field(0, ge=0, description="steps between validations; 0: once, at the end")
     validate_batches: int = Field(4, ge=0, description="global batches in one validation; 0: none")
 
     plan: str = Field("auto", description="auto, or a plan.json")
     strategy: str | None = Field(None, description="a function of yours that changes the best plan: FILE.py:NAME or package.module:NAME")
     mesh: str | None = Field(None, description="like dp=2 or shard=2; an axis left out is 1")
-    order: str | None = Field(None, description="axes of the mesh, those farthest apart first, like dp,pp; the planner's choice unless given")
-    nproc: int | None = Field(None, ge=1, le=65536, description="ranks; all devices by default")
+    order: str | None = Field(None, description="mesh axes from outermost to innermost, like dp,pp; the planner's choice unless given")
+    nproc: int | None = Field(None, ge=1, le=65536, description="number of ranks; one for each device by default")
     devices: tuple[int | Literal["cpu"], ...] | None = Field(None, description='which devices, like [0, 2] or [0, "cpu"]')
     cluster: str = Field("here", description="to plan for: here, a machine such as dgx-h100:16, ideal[:N], or a file")
     schedule: PipelineSchedule | None = Field(None, description="order of micro-batches in a pipeline")
     placements: dict[str, str] = Field(default_factory=dict, description='tensor parallelism by layer, like {"head": "replicate"}')
-    sequence: bool | None = Field(None, description="whether tensor-parallel ranks share positions between cut parts")
-    spatial: str | None = Field(None, description="the grid of cp's ranks over the last spatial dims, like 2x2 or 4x1")
+    sequence: bool | None = Field(None, description="sequence parallelism: tensor-parallel ranks split activations by position between their layers")
+    spatial: str | None = Field(None, description="grid of cp ranks over the last spatial dims, like 2x2 or 4x1")
     zero: Literal[0, 1, 2, 3] | None = None
-    micro_batches: int | None = Field(None, ge=1, description="gradient accumulation: pieces a rank cuts its share into")
-    recompute: RecomputeMode | None = Field(
-        None, description="what blocks make again in backward: none, selective (all but products and attention), full"
-    )
-    recompute_layers: dict[str, RecomputeMode] = Field(default_factory=dict, description="blocks that differ; also written recompute.NAME=MODE")
-    offload: Offload | None = Field(None, description="what is kept in host memory instead of the GPU's: none, or optimizer (its state)")
+    micro_batches: int | None = Field(None, ge=1, description="gradient accumulation: micro-batches of a rank in one step")
+    recompute: RecomputeMode | None = Field(None, description="of blocks in backward: none, selective (all but matmuls and attention), or full")
+    recompute_layers: dict[str, RecomputeMode] = Field(default_factory=dict, description="by block; also written recompute.NAME=MODE")
+    offload: Offload | None = Field(None, description="what is stored in host memory: none, or optimizer (its state)")
     precision: Literal["auto", "best", "fp64", "fp32", "bf16", "fp16", "fp8"] = Field(
-        "auto", description="auto: bf16 on GPUs, fp32 on CPUs; best: whichever of fp32, bf16 and fp8 is predicted quickest"
+        "auto", description="auto: bf16 on GPUs, fp32 on CPUs; best: the one of fp32, bf16 and fp8 that is predicted fastest"
     )
     compile: Literal["none", "blocks", "model"] | None = None
-    backend: Literal[Backend, "auto"] | None = Field(None, description="by device unless given; auto: as measured, call by call")
+    backend: Literal[Backend, "auto"] | None = Field(None, description="by device unless given; auto: the fastest measured for each call")
     bucket_mb: float | None = Field(None, gt=0, description="size of a gradient bucket")
-    compression: Literal["none", "bf16", "powersgd", "auto"] | None = Field(
-        None, description="of gradients between data ranks; the run is then not exact; auto: where it is predicted quicker"
-    )
+    compression: Literal["none", "bf16", "powersgd", "auto"] | None = Field(None, description="of gradients (inexact); auto: if predicted faster")
     compression_rank: int | None = Field(None, ge=1, description="of powersgd's factors; 4 unless given")
-    overlap: tuple[Overlap, ...] | None = Field(None, description='what travels beside computation, like ["gradients", "inputs"]; [] for nothing')
+    overlap: tuple[Overlap, ...] | None = Field(None, description='what to overlap with computation, like ["gradients", "inputs"]; [] for none')
     timeout_s: float = Field(120.0, gt=0, description="longest wait in one collective")
-    objective: Objective = Field("time", description="what plans are ranked by: time of a step, throughput a device, memory, money or energy")
-    price: float = Field(0.0, ge=0, description="of a device for an hour, for objective=money")
-    watts: float = Field(0.0, ge=0, description="that a device takes, for objective=energy")
+    objective: Objective = Field("time", description="what plans are ranked by: step time, throughput per device, memory, money or energy")
+    price: float = Field(0.0, ge=0, description="of one device for one hour, for objective=money")
+    watts: float = Field(0.0, ge=0, description="power of one device, for objective=energy")
 
     run_dir: str = Field("runs", description="folder that holds runs")
     name: str | None = Field(None, description="of the run; made from the model and the time unless given")
@@ -94,7 +90,7 @@ class RunConfig(BaseModel):
         for key, value in data.items() if isinstance(data, dict) else ():
             field = cls.model_fields.get(key)
             if isinstance(value, bool) and field is not None and bool not in (field.annotation, *get_args(field.annotation)):
-                raise ValueError(f"{key}={str(value).lower()} is neither a number nor a word")
+                raise ValueError(f"{key}={str(value).lower()} is a bool: write a number or a name")
         return data
 
 
@@ -127,9 +123,9 @@ def load_config(file: Path | None, settings: dict[str, Any], count_ranks: tutori
 
 def _merge_recompute_layers(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings with each 'recompute.NAME' key moved into recompute_layers."""
-    own = {key.removeprefix("recompute."): value for key, value in settings.items() if key.startswith("recompute.")}
+    layers = {key.removeprefix("recompute."): value for key, value in settings.items() if key.startswith("recompute.")}
     rest = {key: value for key, value in settings.items() if not key.startswith("recompute.")}
-    return {**rest, "recompute_layers": {**rest.get("recompute_layers", {}), **own}} if own else rest
+    return {**rest, "recompute_layers": {**rest.get("recompute_layers", {}), **layers}} if layers else rest
 
 
 def parse_setting(text: str) -> tuple[str, Any]:

@@ -14,77 +14,69 @@ from meshwright.core.backends import backend_for, backend_traits
 from meshwright.core.errors import MeshwrightError, RequestError
 from meshwright.execute.process_groups import register_backend
 from meshwright.launch import LaunchedRank, Rendezvous, default_backend, join_process_group, leave_process_group
-from meshwright.observe import RunFolder, create_run_folder
+from meshwright.observe import RunFolder
 from meshwright.orchestrate.backend_selection import has_several_backends
 from meshwright.orchestrate.config import RunConfig
-from meshwright.orchestrate.orchestrator import LiveMonitor, Orchestrator, ProgressCallback, finish_run, write_run_inputs
+from meshwright.orchestrate.orchestrator import LiveMonitor, Orchestrator, ProgressCallback, create_run, finish_run
 from meshwright.orchestrate.rank_entrypoints import train_rank
 
 
 def train_on_launched_ranks(
-    config: RunConfig, launched_rank: LaunchedRank, environ: Mapping[str, str], console: Console, log_progress: ProgressCallback
+    config: RunConfig, launched: LaunchedRank, environ: Mapping[str, str], console: Console, log_progress: ProgressCallback
 ) -> dict[str, Any] | None:
     """Run this rank; returns the result on rank 0, None elsewhere. If planning fails on rank 0, every rank exits with its exit code."""
-    if config.nproc not in (None, launched_rank.world):
-        raise RequestError(f"--nproc {config.nproc}, but {launched_rank.launcher} started {launched_rank.world} ranks: leave --nproc out")
-    config = config.model_copy(update={"nproc": launched_rank.world})
+    if config.nproc not in (None, launched.world):
+        raise RequestError(f"--nproc {config.nproc}, but {launched.launcher} started {launched.world} ranks: leave --nproc out")
+    config = config.model_copy(update={"nproc": launched.world})
     orchestrator = Orchestrator(config, _without_launcher_env(environ), log_progress)
     orchestrator.launches_ranks = False
     device = orchestrator.cluster.devices[0].kind
-    backend = _resolve_backend(config, launched_rank, device)
+    backend = _resolve_backend(config, launched, device)
     orchestrator.config = config = config.model_copy(update={"backend": backend})
     backend = backend if backend != "auto" else backend_for("cpu")  # backend of the process group; MPI beside it needs no rendezvous
     register_backend(backend, config.timeout_s)
     message: list[Any] = [None]
     prepared = None
     with orchestrator:
-        if launched_rank.rank == 0:
+        if launched.rank == 0:
             try:
                 prepared = orchestrator.prepare()
-                if not prepared.estimate.fits:
-                    raise RequestError(prepared.why.replace("\n", " "))
-                folder = create_run_folder(Path(config.run_dir), config.name, prefix=prepared.task.name)
-                write_run_inputs(folder.path, prepared)
-                message = [str(folder.path.resolve())]
+                message = [str(create_run(prepared).path.resolve())]
             except MeshwrightError as error:
                 message = [error]
-    join_process_group(
-        Rendezvous(launched_rank.rank, launched_rank.world, launched_rank.init_method, backend, device, launched_rank.local_rank, config.timeout_s)
-    )
+    rank, world, init_method = launched.rank, launched.world, launched.init_method
+    join_process_group(Rendezvous(rank, world, init_method, backend, device, launched.local_rank, config.timeout_s))
     try:
-        if launched_rank.world > 1:
+        if world > 1:
             dist.broadcast_object_list(message, src=0)
         if isinstance(message[0], MeshwrightError):
-            if launched_rank.rank > 0:
+            if rank > 0:
                 raise SystemExit(message[0].exit_code)  # rank 0 alone prints the message
             raise message[0]
-        lines = config.log_interval if launched_rank.rank == 0 else 0
+        lines = config.log_interval if rank == 0 else 0
         with LiveMonitor(RunFolder(Path(message[0])), console, lines) if lines else nullcontext():
-            measured = train_rank(launched_rank.rank, launched_rank.world, launched_rank.init_method, message[0], launched_rank.local_rank)
-        every: list[Any] = [measured]
-        if launched_rank.world > 1:
-            every = [None] * launched_rank.world
-            dist.all_gather_object(every, measured)
+            measured = train_rank(rank, world, init_method, message[0], launched.local_rank)
+        rank_results: list[Any] = [measured] * world
+        if world > 1:
+            dist.all_gather_object(rank_results, measured)
     finally:
         leave_process_group()
     if prepared is None:
         return None
-    result = finish_run(RunFolder(Path(message[0])), prepared, every)
-    orchestrator.learn_from_run(prepared, result, len(every[0]["times"]))
+    result = finish_run(RunFolder(Path(message[0])), prepared, rank_results)
+    orchestrator.learn_from_run(prepared, result, len(rank_results[0]["times"]))
     return result
 
 
-def _resolve_backend(config: RunConfig, launched_rank: LaunchedRank, device: str) -> str:
+def _resolve_backend(config: RunConfig, launched: LaunchedRank, device: str) -> str:
     """The requested backend, or the launcher's own; `auto` if both gloo and MPI can be chosen from."""
-    usual = default_backend(launched_rank, device)
-    own = backend_traits(usual).launchers
-    if has_several_backends(config) and not own:
-        raise RequestError(
-            f"{config.plan} sends some calls over mpi, and {launched_rank.launcher} started the ranks: use mpirun, with mpi4py installed"
-        )
+    default = default_backend(launched, device)
+    is_mpi = bool(backend_traits(default).launchers)
+    if has_several_backends(config) and not is_mpi:
+        raise RequestError(f"{config.plan} sends some calls over mpi, and {launched.launcher} started the ranks: use mpirun, with mpi4py installed")
     if has_several_backends(config) or config.backend == "auto":
-        return "auto" if own else usual
-    return config.backend or usual
+        return "auto" if is_mpi else default
+    return config.backend or default
 
 
 def _without_launcher_env(environ: Mapping[str, str]) -> dict[str, str]:

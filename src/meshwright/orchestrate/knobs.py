@@ -19,10 +19,6 @@ from meshwright.orchestrate.config import RunConfig
 from meshwright.plan import Constraints
 
 
-def _unchanged(value: Any) -> Any:
-    return value
-
-
 def _unless_auto(value: str) -> str | None:
     return value if value != "auto" else None
 
@@ -33,7 +29,7 @@ class Knob:
 
     key: str  # the field of RunConfig, also its --set key
     field: str  # the field of Constraints that it sets
-    parse: Callable[[Any], Any] = _unchanged  # the configuration's value → the constraint's
+    parse: Callable[[Any], Any] = lambda value: value  # the configuration's value → the constraint's
     in_plan: Callable[[Plan], Any] | None = None  # its value in a plan, compared with a given plan.json; None: not compared
 
 
@@ -73,14 +69,14 @@ def constraints_from_config(config: RunConfig, dataflow: Dataflow | None = None)
 
 def check_given(plan: Plan, config: RunConfig) -> None:
     """Raise RequestError if a given plan.json contradicts another setting of the configuration."""
-    asked = constraints_from_config(config)
+    constraints = constraints_from_config(config)
     for knob in KNOBS:
-        wanted = getattr(asked, knob.field)
-        if knob.in_plan is None or wanted in (None, (), {}):
+        requested = getattr(constraints, knob.field)
+        if knob.in_plan is None or requested in (None, (), {}):
             continue
-        held = knob.in_plan(plan)
-        if wanted != held:
-            raise RequestError(f"{config.plan} has {knob.key} {_show(held)}, the request {_show(wanted)}: change one of them")
+        planned = knob.in_plan(plan)
+        if requested != planned:
+            raise RequestError(f"{config.plan} has {knob.key} {_show(planned)}, the request {_show(requested)}: change one of them")
 
 
 def _show(value: Any) -> str:
@@ -89,14 +85,15 @@ def _show(value: Any) -> str:
 
 def script_environment(config: RunConfig) -> dict[str, str]:
     """The environment variables that hand the configuration to a script's ranks; raises RequestError for a setting that a script cannot obey."""
-    asked = {key for key in config.model_fields_set if getattr(config, key) != RunConfig.model_fields[key].get_default(call_default_factory=True)}
-    for key in sorted(asked - _PLAN_KEYS - _LAUNCH_KEYS):
-        raise RequestError(f"{key} is for the script itself to say: leave it out")
+    fields = RunConfig.model_fields
+    keys = {key for key in config.model_fields_set if getattr(config, key) != fields[key].get_default(call_default_factory=True)}
+    for key in sorted(keys - _PLAN_KEYS - _LAUNCH_KEYS):
+        raise RequestError(f"{key} has no effect on a script, which sets it itself: leave it out")
     if config.backend == "auto":
-        raise RequestError("backend=auto chooses for models that Meshwright plans before their ranks start: use gloo or mpi for a script")
-    constraints = config.model_dump(mode="json", include=asked & _PLAN_KEYS)
+        raise RequestError("backend=auto needs a plan before the ranks start, and a script is planned after: use gloo or mpi")
+    constraints = config.model_dump(mode="json", include=keys & _PLAN_KEYS)
     if constraints and config.plan != "auto":
-        raise RequestError(f"--plan {config.plan} is run as it is, and {', '.join(sorted(constraints))} would change it: leave one of them out")
+        raise RequestError(f"--plan {config.plan} runs unchanged, and {', '.join(sorted(constraints))} would change it: leave one of them out")
     return {"MESHWRIGHT_PLAN": config.plan, **({CONSTRAINTS_VARIABLE: json.dumps(constraints)} if constraints else {})}
 
 

@@ -33,16 +33,15 @@ def train_with_mpirun(config: RunConfig, script: str | None, arguments: list[str
     """Run the training or script under mpirun; returns its exit code, which is that of the first failing rank."""
     if script is not None and not Path(script).is_file():
         raise RequestError(f"{script}: no such file")
-    told = script_environment(config) if script is not None else {}
+    script_env = script_environment(config) if script is not None else {}
     with Orchestrator(config, environ, lambda _: None) as orchestrator:
         node = orchestrator.cluster.nodes[0]
         ranks, kind = len(orchestrator.cluster.devices), orchestrator.cluster.devices[0].kind
     threads = {"OMP_NUM_THREADS": str(max(node.cores // ranks, 1))} if kind == "cpu" else {}
-    home = Path(config.run_dir)
-    home.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", suffix=".json", prefix=".mpi-", dir=home) as file:  # in run_dir: ranks on other machines see it too
+    Path(config.run_dir).mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", suffix=".json", prefix=".mpi-", dir=config.run_dir) as file:  # in run_dir: ranks of other nodes see it too
         json.dump(config.model_dump(mode="json", exclude_defaults=True), file)
         file.flush()
         train = ["-m", "meshwright.cli.main", "train", file.name, *(["--json"] if as_json else [])]
-        command, env = mpirun_command(ranks, {**RANK_DEFAULTS, **environ, **threads, **told}, cores=node.cores)
+        command, env = mpirun_command(ranks, {**RANK_DEFAULTS, **environ, **threads, **script_env}, cores=node.cores)
         return run_command([*command, sys.executable, *([script, *arguments] if script is not None else train)], env, sys.stderr)

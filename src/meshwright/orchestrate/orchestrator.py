@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from meshwright.core.cluster import Cluster, Device
 from meshwright.core.dataflow import Dataflow
 from meshwright.core.errors import RequestError
 from meshwright.core.estimate import Estimate
-from meshwright.core.event import Fault
 from meshwright.core.heterogeneous import with_measured_names
 from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
@@ -61,8 +60,7 @@ class PreparedRun:
     plan: Plan
     estimate: Estimate
     why: str
-    ranking: Ranking | None
-    planning_s: float  # time spent planning, tracing included
+    ranking: Ranking | None  # None if the plan was given
 
 
 class Orchestrator:
@@ -85,100 +83,81 @@ class Orchestrator:
     # -- describe --
 
     def _discover(self) -> Cluster:
-        wanted = self.config.nproc
+        ranks = self.config.nproc
         if self.config.mesh is not None:
             size = Mesh.parse(self.config.mesh).size
-            if wanted not in (None, size):
-                raise RequestError(f"--nproc {wanted} and --mesh {self.config.mesh} ({size} ranks) disagree: change one of them")
-            wanted = size
+            if ranks not in (None, size):
+                raise RequestError(f"--nproc {ranks} and --mesh {self.config.mesh} ({size} ranks) disagree: change one of them")
+            ranks = size
         if self.config.plan != "auto":
-            wanted = Plan.load(Path(self.config.plan)).world
+            ranks = Plan.load(Path(self.config.plan)).world
         if self.config.cluster != "here":
             if self.config.devices is not None:
-                raise RequestError(f"--devices picks among this machine's, and --cluster {self.config.cluster} is another: leave one of them out")
-            return resolve_cluster(self.config.cluster, self.environ, ranks=wanted)
-        cluster = discover(self.environ, ranks=wanted, devices=self.config.devices)
+                raise RequestError(f"--devices is for this machine, and --cluster {self.config.cluster} is another: leave one of them out")
+            return resolve_cluster(self.config.cluster, self.environ, ranks=ranks)
+        cluster = discover(self.environ, ranks=ranks, devices=self.config.devices)
         return self._limit_to_free_memory(cluster) if any(d.kind == "cuda" for d in cluster.devices) else cluster
 
     def _limit_to_free_memory(self, cluster: Cluster) -> Cluster:
         """The cluster with each GPU's memory limited to what is free, since other processes may use the card."""
-        free = {g.index: g.memory_free for g in nvml.list_gpus(self.environ.get("CUDA_VISIBLE_DEVICES"))}
-        order = list(free.values())
+        free = [g.memory_free for g in nvml.list_gpus(self.environ.get("CUDA_VISIBLE_DEVICES"))]
         node = cluster.nodes[0]
-        sharing = Counter(d.index for d in node.devices if d.kind == "cuda")
+        ranks_per_gpu = Counter(d.index for d in node.devices if d.kind == "cuda")
 
         def limited(device: Device) -> Device:
-            if device.kind == "cpu" or device.index >= len(order) or not order[device.index]:
+            if device.kind == "cpu" or device.index >= len(free) or not free[device.index]:
                 return device
-            return replace(device, memory_bytes=min(device.memory_bytes, order[device.index] // sharing[device.index]))
+            return replace(device, memory_bytes=min(device.memory_bytes, free[device.index] // ranks_per_gpu[device.index]))
 
-        devices = tuple(map(limited, node.devices))
-        return replace(cluster, nodes=(replace(node, devices=devices), *cluster.nodes[1:]))
+        return replace(cluster, nodes=(replace(node, devices=tuple(map(limited, node.devices))), *cluster.nodes[1:]))
 
     def fork_server(self, threads: int | None = None) -> ForkServer:
         """The fork server, started on first use; restarted only if another number of threads is needed."""
         node = self.cluster.nodes[0]
-        wanted = threads or self.cluster.threads_per_rank(len(node.devices)) or max(node.cores // len(node.devices), 1)
-        if self._fork_server is not None and self._fork_server.threads != wanted:
+        threads = threads or self.cluster.threads_per_rank(len(node.devices)) or max(node.cores // len(node.devices), 1)
+        if self._fork_server is not None and self._fork_server.threads != threads:
             self._fork_server.close()
             self._fork_server = None
         if self._fork_server is None:
             env = dict(self.environ)
-            cards = dict.fromkeys(d.index for d in self.cluster.devices if d.kind == "cuda")
-            if cards:
+            indices = dict.fromkeys(d.index for d in self.cluster.devices if d.kind == "cuda")
+            if indices:
                 env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-                uuids = {i: g.uuid for i, g in enumerate(nvml.list_gpus(self.environ.get("CUDA_VISIBLE_DEVICES")))}
-                chosen = [uuids[i] for i in cards if i in uuids]
-                if chosen:
-                    env["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
-            self._fork_server = ForkServer(wanted, env, ("meshwright.orchestrate.rank_entrypoints",))
+                gpus = nvml.list_gpus(self.environ.get("CUDA_VISIBLE_DEVICES"))
+                uuids = [gpus[i].uuid for i in indices if i < len(gpus)]
+                if uuids:
+                    env["CUDA_VISIBLE_DEVICES"] = ",".join(uuids)
+            self._fork_server = ForkServer(threads, env, ("meshwright.orchestrate.rank_entrypoints",))
         return self._fork_server
 
     def calibration(self, *, remeasure: bool = False, quick: bool = True) -> Calibration:
         """This machine's calibration, from the cache or measured; for another cluster, its data-sheet rates."""
         if self.config.cluster != "here":
             return calibrate.without_network(self.cluster, self.environ) if self.cluster.name == "ideal" else datasheet_calibration(self.cluster)
-        found = None if remeasure else self._kept()
-        if found is not None:
-            return found
+        cached = None if remeasure else self._cached_calibration()
+        if cached is not None:
+            return cached
         measured = calibrate.probe(self.cluster, self.fork_server(), self.config.backend, quick=quick, log_progress=self.log_progress)
         calibrate.save_to_cache(measured, self.cluster, self.environ)
         return measured
 
-    def _kept(self) -> Calibration | None:
+    def _cached_calibration(self) -> Calibration | None:
         """The cached calibration of these devices or of the whole machine; None if it lacks a rank count that a probe would measure."""
-        whole = discover(self.environ, devices=self.config.devices)
-        found = calibrate.load_cached(self.cluster, self.environ) or calibrate.load_cached(whole, self.environ)
-        if found is None:
-            return None
-        return found if set(calibrate.probed_rank_counts(self.cluster)) <= {r.ranks for r in found.layouts} | {len(whole.devices)} else None
-
-    def corrected_calibration(self, task: Task, profile: ModelProfile, workload: Workload) -> Calibration:
-        """The calibration, corrected by what earlier runs on this machine measured (see [Note: corrections])."""
-        self._uncorrected_calibration = self.calibration()
-        return correct_calibration(self._uncorrected_calibration, task.name, calibrate.layer_kinds_key(profile), workload.precision)
+        machine = discover(self.environ, devices=self.config.devices)
+        cached = calibrate.load_cached(self.cluster, self.environ) or calibrate.load_cached(machine, self.environ)
+        measured = {r.ranks for r in cached.layouts} | {len(machine.devices)} if cached is not None else set()
+        return cached if measured.issuperset(calibrate.probed_rank_counts(self.cluster)) else None
 
     def learn_from_run(self, prepared: PreparedRun, result: dict[str, Any], steps: int) -> None:
         """Store what the run measured to correct later plans, unless it had too few steps; adds what was stored to `result["correction"]`."""
-        measured, plan = result["measured"], prepared.plan
-        if self._uncorrected_calibration is None or steps < _MIN_STEPS_TO_LEARN:
+        plan, profile, uncorrected = prepared.plan, prepared.profile, self._uncorrected_calibration
+        if uncorrected is None or steps < _MIN_STEPS_TO_LEARN:
             return
-        guess = estimate(plan, prepared.profile, self.workload(prepared.task), self.cluster, self._uncorrected_calibration)
-        run = calibrate.MeasuredRun(
-            prepared.task.name,
-            calibrate.layer_kinds_key(prepared.profile),
-            plan.memory.precision,
-            plan.strategy,
-            plan.world,
-            bool(plan.rank_devices),
-            guess,
-            measured["step_s"],
-            measured["exposed_communication_s"],
-            max(measured["memory_bytes"]),
-        )
-        places = (self.cluster, discover(self.environ, devices=self.config.devices))
-        kept = next((r for place in places if (r := calibrate.record_run(self._uncorrected_calibration, run, place, self.environ)) is not None), None)
-        result["correction"] = {"uncorrected_step_s": guess.step_s, "record": to_data(kept) if kept else None}
+        predicted = estimate(plan, profile, self.workload(prepared.task), self.cluster, uncorrected)
+        clusters = (self.cluster, discover(self.environ, devices=self.config.devices))
+        records = (calibrate.record_run(uncorrected, plan, profile, predicted, result["measured"], c, self.environ) for c in clusters)
+        record = next((r for r in records if r is not None), None)
+        result["correction"] = {"uncorrected_step_s": predicted.step_s, "record": to_data(record) if record else None}
 
     # -- plan --
 
@@ -199,31 +178,29 @@ class Orchestrator:
         """Plan the run, probing a machine that has no calibration. With `runs`, the fork server imports what its ranks need meanwhile."""
         strategy = load_strategy(self.config.strategy) if self.config.strategy is not None else None
         if strategy is not None and self.config.plan != "auto":
-            raise RequestError(
-                f"--plan {self.config.plan} is run as it is, and strategy={self.config.strategy} would change it: leave one of them out"
-            )
+            raise RequestError(f"--plan {self.config.plan} runs unchanged, and strategy={self.config.strategy} changes it: leave one of them out")
         self.config, task = resolve_job(self.config)
-        if self.config.cluster == "here" and (runs or self._kept() is None):
+        if self.config.cluster == "here" and (runs or self._cached_calibration() is None):
             self.fork_server()
         workload = self.workload(task)
-        begun = time.perf_counter()
         self.log_progress(f"profiling {task.name}")
         profile = trace_task(task, precision=workload.precision, device=self.cluster.devices[0].kind)
         flow = self.dataflow(task, workload) if self.config.plan == "auto" else None
-        traced = time.perf_counter() - begun
-        calibration = self.corrected_calibration(task, profile, workload)
+        self._uncorrected_calibration = self.calibration()
+        kinds = calibrate.layer_kinds_key(profile)
+        calibration = correct_calibration(self._uncorrected_calibration, task.name, kinds, workload.precision)  # see [Note: corrections]
         self.cluster = with_measured_names(self.cluster, calibration)
-        begun = time.perf_counter()
         if self.config.plan != "auto":
-            plan = self._fill_partitioning(Plan.load(Path(self.config.plan)), task, profile)
+            plan = Plan.load(Path(self.config.plan))
+            if needs_partitioning(plan):  # written by hand, without tensor-parallel shards or pipeline stages
+                plan = fill_partitioning(plan, trace_dataflow(task, plan.memory.precision), profile)
             self._check_plan(plan, workload, task, profile)
-            found = estimate(plan, profile, workload, self.cluster, calibration)
-            why = f"Given by {self.config.plan}: {plan.summary()}."
-            return PreparedRun(self.config, task, self.cluster, profile, plan, found, why, None, traced + time.perf_counter() - begun)
+            predicted = estimate(plan, profile, workload, self.cluster, calibration)
+            return PreparedRun(self.config, task, self.cluster, profile, plan, predicted, f"Given by {self.config.plan}: {plan.summary()}.", None)
         self.log_progress("planning")
-        constraints, unrouted = replace(constraints_from_config(self.config, flow), reorder=self.launches_ranks), ""
+        constraints, no_routes = replace(constraints_from_config(self.config, flow), reorder=self.launches_ranks), ""
         if self.config.backend == "auto":
-            constraints, unrouted = add_measured_routes(constraints, self.cluster, calibration)
+            constraints, no_routes = add_measured_routes(constraints, self.cluster, calibration)
         ranking = rank_plans(profile, self.cluster, workload, calibration, constraints)
         if self.config.precision == "best":
             kind = self.cluster.devices[0].kind
@@ -234,56 +211,41 @@ class Orchestrator:
             ranking, change = apply_strategy(ranking, strategy, lambda plan: flow or trace_dataflow(task, plan.memory.precision))
             why = f"{change}\n{why}"
         if self.config.backend == "auto":
-            ranking, over = select_routes(ranking, self.config.clip > 0) if not unrouted else (ranking, unrouted)
-            why = f"{why}\n{over}"
-        best = ranking.best
-        return PreparedRun(self.config, task, self.cluster, profile, best.plan, best.estimate, why, ranking, traced + time.perf_counter() - begun)
-
-    def _fill_partitioning(self, plan: Plan, task: Task, profile: ModelProfile) -> Plan:
-        """The plan with its partitioning (tensor-parallel shards, pipeline stages) filled in, if it was written by hand without it."""
-        return fill_partitioning(plan, trace_dataflow(task, plan.memory.precision), profile) if needs_partitioning(plan) else plan
+            ranking, routes = (ranking, no_routes) if no_routes else select_routes(ranking, self.config.clip > 0)
+            why = f"{why}\n{routes}"
+        return PreparedRun(self.config, task, self.cluster, profile, ranking.best.plan, ranking.best.estimate, why, ranking)
 
     def _check_plan(self, plan: Plan, workload: Workload, task: Task, profile: ModelProfile) -> None:
         """Raise RequestError unless a given plan is for this model and devices and agrees with every other setting."""
-        where, c = self.config.plan, self.config
+        config, file = self.config, self.config.plan
         if plan.model != task.name:
-            raise RequestError(f"{where} is for {plan.model}, the request is for {task.name}: train {plan.model}, or plan {task.name}")
-        check_given(plan, c)
-        refuse_unused(plan.mesh, c.schedule, c.placements)
+            raise RequestError(f"{file} is for {plan.model}, the request is for {task.name}: train {plan.model}, or plan {task.name}")
+        check_given(plan, config)
+        refuse_unused(plan.mesh, config.schedule, config.placements)
         names = [layer.name for layer in profile.layers]
         for unit in plan.memory.units:
             if not any(name == unit or name.startswith(f"{unit}.") for name in names):
-                raise RequestError(f"{where}: memory.units names '{unit}', which {task.name} does not have: use names such as {names[:3]}")
+                raise RequestError(f"{file}: memory.units names '{unit}', which {task.name} does not have: use names such as {names[:3]}")
         check_precision(plan.memory.precision, self.cluster)
         check_selective_recompute(plan.memory, profile)
-        if self.config.global_batch not in (None, plan.global_batch):
-            raise RequestError(f"{where} has global_batch {plan.global_batch}, the request {self.config.global_batch}: change one of them")
-        kind, here = self.cluster.devices[0].kind, assign_rank_devices(self.cluster, plan.world)
-        if (plan.device, plan.rank_devices) != (kind, here):
-            named = f"{show_rank_devices(here, plan.world, kind)} would be used: plan again here, or change --devices"
-            raise RequestError(f"{where} is for {show_rank_devices(plan.rank_devices, plan.world, plan.device)}, and {named}")
-        if workload.precision != plan.memory.precision and self.config.precision not in ("auto", "best"):
-            raise RequestError(f"{where} has precision {plan.memory.precision}, the request {self.config.precision}: change one of them")
+        if config.global_batch not in (None, plan.global_batch):
+            raise RequestError(f"{file} has global_batch {plan.global_batch}, the request {config.global_batch}: change one of them")
+        kind, rank_devices = self.cluster.devices[0].kind, assign_rank_devices(self.cluster, plan.world)
+        if (plan.device, plan.rank_devices) != (kind, rank_devices):
+            planned, here = show_rank_devices(plan.rank_devices, plan.world, plan.device), show_rank_devices(rank_devices, plan.world, kind)
+            raise RequestError(f"{file} is for {planned}, and {here} would be used: plan again here, or change --devices")
+        if workload.precision != plan.memory.precision and config.precision not in ("auto", "best"):
+            raise RequestError(f"{file} has precision {plan.memory.precision}, the request {config.precision}: change one of them")
 
     # -- run --
 
     def train(self, prepared: PreparedRun, console: Console) -> dict[str, Any]:
         """Launch the plan's ranks, show their progress, write the run folder; returns the result."""
-        plan = prepared.plan
         self._require_local_cluster()
-        if not prepared.estimate.fits:
-            raise RequestError(prepared.why.replace("\n", " "))
-        folder = create_run_folder(Path(self.config.run_dir), self.config.name, prefix=prepared.task.name)
-        write_run_inputs(folder.path, prepared)
-        fork_server = self.fork_server(plan.threads or None)
-        logs = folder.path / "logs"
-        logs.mkdir()
+        folder = create_run(prepared)
+        fork_server = self.fork_server(prepared.plan.threads or None)
         try:
-            with WorkerPool(fork_server, plan.world, logs=logs) as workers, LiveMonitor(folder, console, self.config.log_interval):
-                ranks = workers.call("meshwright.orchestrate.rank_entrypoints:train_rank", {"folder": str(folder.path.resolve())})
-        except RankFailure as failure:
-            self._record_fault(folder, failure.fault)
-            raise
+            ranks = _call_ranks(folder, fork_server, prepared.plan.world, "train_rank", {}, LiveMonitor(folder, console, self.config.log_interval))
         except KeyboardInterrupt:
             with Recorder(folder.path, 0) as recorder:
                 recorder.event("stop", reason="interrupted")
@@ -298,34 +260,47 @@ class Orchestrator:
         if not Path(script).is_file():
             raise RequestError(f"{script}: no such file")
         self._require_local_cluster()
-        told = {
-            **script_environment(self.config),
-            **({DEVICES_VARIABLE: ",".join(where)} if (where := assign_rank_devices(self.cluster, len(self.cluster.devices))) else {}),
-        }
-        ranks = Mesh.parse(self.config.mesh).size if self.config.mesh and not self.config.nproc else len(self.cluster.devices)
+        environment = script_environment(self.config)
+        if rank_devices := assign_rank_devices(self.cluster, len(self.cluster.devices)):
+            environment[DEVICES_VARIABLE] = ",".join(rank_devices)
+        world = Mesh.parse(self.config.mesh).size if self.config.mesh and not self.config.nproc else len(self.cluster.devices)
         self.calibration()
         folder = create_run_folder(Path(self.config.run_dir), self.config.name, prefix=Path(script).stem)
         write_json(folder.path / "job.json", {"script": script, "arguments": arguments})
         write_json(folder.path / "cluster.json", self.cluster)
-        logs = folder.path / "logs"
-        logs.mkdir()
-        kwargs = {"script": script, "arguments": arguments, "folder": str(folder.path.resolve()), "environment": told}
-        try:
-            with WorkerPool(self.fork_server(), ranks, logs=logs) as workers:
-                seconds = workers.call("meshwright.orchestrate.rank_entrypoints:run_script", kwargs)
-        except RankFailure as failure:
-            self._record_fault(folder, failure.fault)
-            raise
+        kwargs = {"script": script, "arguments": arguments, "environment": environment}
+        seconds = _call_ranks(folder, self.fork_server(), world, "run_script", kwargs, nullcontext())
         return {"run": str(folder.path), "ranks": len(seconds), "seconds": max(seconds)}
 
     def _require_local_cluster(self) -> None:
         if self.config.cluster != "here":
-            raise RequestError(f"--cluster {self.config.cluster} is to plan for, and this runs here: leave it out, or use plan or simulate")
+            raise RequestError(f"train runs on this machine, not on --cluster {self.config.cluster}: leave --cluster out, or use plan or simulate")
 
-    def _record_fault(self, folder: RunFolder, fault: Fault) -> None:
-        with Recorder(folder.path, fault.rank) as recorder:
-            recorder.fault(fault)
+
+def _call_ranks(
+    folder: RunFolder, fork_server: ForkServer, world: int, entry_point: str, kwargs: Mapping[str, Any], monitor: AbstractContextManager[None]
+) -> list[Any]:
+    """Run a function of rank_entrypoints.py on every rank. A failure is recorded in the run folder."""
+    logs = folder.path / "logs"
+    logs.mkdir()
+    target = f"meshwright.orchestrate.rank_entrypoints:{entry_point}"
+    try:
+        with WorkerPool(fork_server, world, logs=logs) as workers, monitor:
+            return workers.call(target, {"folder": str(folder.path.resolve()), **kwargs})
+    except RankFailure as failure:
+        with Recorder(folder.path, failure.fault.rank) as recorder:
+            recorder.fault(failure.fault)
         write_report(folder)
+        raise
+
+
+def create_run(prepared: PreparedRun) -> RunFolder:
+    """A new run folder with the run's inputs. Raises RequestError if the plan does not fit in memory."""
+    if not prepared.estimate.fits:
+        raise RequestError(prepared.why.replace("\n", " "))
+    folder = create_run_folder(Path(prepared.config.run_dir), prepared.config.name, prefix=prepared.task.name)
+    write_run_inputs(folder.path, prepared)
+    return folder
 
 
 def write_run_inputs(path: Path, prepared: PreparedRun) -> None:
@@ -356,21 +331,21 @@ def finish_run(folder: RunFolder, prepared: PreparedRun, rank_results: list[dict
     """Write result.json and report.html from what the ranks measured; returns the result."""
     first = rank_results[0]
     step, p95 = median_step(first["times"])  # None if too few steps were timed: JSON has no NaN
-    found, plan, task = prepared.estimate, prepared.plan, prepared.task
+    predicted, plan, task = prepared.estimate, prepared.plan, prepared.task
     samples = plan.global_batch / step if step else None
     result = {
         "run": str(folder.path),
         "plan": to_data(plan),
         "losses": first["losses"],
         "validation": first["validation"],
-        "predicted": {"step_s": found.step_s, "memory_bytes": list(found.memory_bytes)},
+        "predicted": {"step_s": predicted.step_s, "memory_bytes": list(predicted.memory_bytes)},
         "measured": {
             "step_s": step,
             "p95_step_s": p95,
             "memory_bytes": [r["memory_bytes"] for r in rank_results],
             "samples_per_s": samples,
             "tokens_per_s": samples * task.tokens_per_sample if samples and task.tokens_per_sample else None,
-            "mfu": found.mfu * found.step_s / step if found.mfu and step else None,
+            "mfu": predicted.mfu * predicted.step_s / step if predicted.mfu and step else None,
             "exposed_communication_s": first["exposed"].get("exposed_s"),
             "communication_s": first["exposed"].get("communication_s"),
         },
@@ -385,10 +360,7 @@ def finish_run(folder: RunFolder, prepared: PreparedRun, rank_results: list[dict
 
 def median_step(times: list[float]) -> tuple[float | None, float | None]:
     """(median, 95th percentile) of step times; None if no step was timed."""
-    if not times:
-        return None, None
-    ordered = sorted(times)
-    return statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+    return (statistics.median(times), sorted(times)[int(0.95 * len(times))]) if times else (None, None)
 
 
 class LiveMonitor:
@@ -405,6 +377,3 @@ class LiveMonitor:
     def __exit__(self, *_: object) -> None:
         self._stop_event.set()
         self._thread.join(timeout=3)
-
-
-__all__ = ["Orchestrator", "PreparedRun", "finish_run", "write_run_inputs"]

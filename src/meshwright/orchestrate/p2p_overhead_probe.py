@@ -30,8 +30,8 @@ _WARMUP_STEPS, _TIMED_STEPS = 2, 9
 def measure_p2p_overhead(comm: Comm, backend: str) -> float:
     """CPU seconds that one pipeline message costs, summed over all ranks. Collective."""
     task = make_chain_task(comm.size)
-    few, many = (_step_cpu_seconds(plan, task, comm) for plan in make_pipeline_plans(task, comm.size, backend))
-    total = torch.tensor([many - few], dtype=torch.float64)
+    base, longer = (_step_cpu_seconds(plan, task, comm) for plan in make_pipeline_plans(task, comm.size, backend))
+    total = torch.tensor([longer - base], dtype=torch.float64)
     comm.all_reduce(total, "probe").wait()
     return max(float(total) / (2 * (comm.size - 1) * _EXTRA_MICRO_BATCHES), 0.0)
 
@@ -50,13 +50,13 @@ def make_pipeline_plans(task: Task, ranks: int, backend: str) -> list[Plan]:
 def _step_cpu_seconds(plan: Plan, task: Task, comm: Comm) -> float:
     model = task.build()
     session = Session(plan, model, torch.optim.SGD(model.parameters(), lr=0.0))
-    batch, found = {"x": torch.zeros(plan.global_batch, _WIDTH)}, []
+    batch, seconds = {"x": torch.zeros(plan.global_batch, _WIDTH)}, []
     for _ in range(_WARMUP_STEPS + _TIMED_STEPS):
         comm.barrier()
-        begun = time.process_time()
+        start = time.process_time()
         session.step(batch, task.loss)
-        found.append(time.process_time() - begun)
-    return statistics.median(found[_WARMUP_STEPS:])
+        seconds.append(time.process_time() - start)
+    return statistics.median(seconds[_WARMUP_STEPS:])
 
 
 def _build_chain(layers: int) -> nn.Module:
@@ -64,5 +64,5 @@ def _build_chain(layers: int) -> nn.Module:
 
 
 def _loss(model: nn.Module, batch: Batch) -> Tensor:
-    found: Tensor = model(batch["x"]).square().mean()
-    return found
+    loss: Tensor = model(batch["x"]).square().mean()
+    return loss

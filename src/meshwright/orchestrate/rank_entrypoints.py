@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -45,35 +46,34 @@ _METRICS_INTERVAL_S = 0.5
 
 def probe_rank(
     rank: int, world: int, init_method: str, device: str, backend: str, threads: int, quick: bool, rank_devices: Sequence[str] = ()
-) -> tuple[list[Rates], Mapping[str, float]]:  # fmt: skip
+) -> tuple[list[Rates], Mapping[str, float]]:
     """Run one rank of a probe; returns the rates of the slowest rank, for each kind of device or speed group, and host copy rates (rank 0)."""
-    place = rank_devices[rank] if rank_devices else device if device == "cpu" else f"{device}:{rank}"
-    where = _setup_device(place, threads)
-    join_process_group(Rendezvous(rank, world, init_method, backend, where.type, rank))
+    torch_device = _setup_device(rank_devices[rank] if rank_devices else device if device == "cpu" else f"{device}:{rank}", threads)
+    kind = torch_device.type
+    join_process_group(Rendezvous(rank, world, init_method, backend, kind, rank))
     comm = TorchComm(torch.distributed.group.WORLD, Ledger()) if world > 1 else NullComm()  # type: ignore[arg-type]
     rates = measure_rates(
         comm,
-        where,
+        torch_device,
         backend=backend,
         threads=threads,
-        read_memory=torch.cuda.memory_allocated if where.type == "cuda" else resident_bytes,
+        read_memory=torch.cuda.memory_allocated if kind == "cuda" else resident_bytes,
         quick=quick,
         mixed_devices=bool(rank_devices),
         pair_comm=_make_pair_comm(world),
         log_progress=lambda _: None,
     )
-    every: list[Any] = [rates]
-    if world > 1 and where.type == "cpu" and not rank_devices:
+    if world > 1 and kind == "cpu" and not rank_devices:
         rates = replace(rates, fixed={**rates.fixed, "p2p": measure_p2p_overhead(comm, backend)})
+    all_rates: list[Any] = [rates] * world
     if world > 1:
-        every = [None] * world
-        torch.distributed.all_gather_object(every, rates)
-    copies = host_copy_rates(where) if rank == 0 else {}
+        torch.distributed.all_gather_object(all_rates, rates)
+    copies = host_copy_rates(torch_device) if rank == 0 else {}
     leave_process_group()
-    if not rank_devices and where.type == "cpu":
-        return rates_by_speed_group(every), copies
-    kinds = dict.fromkeys(r.device for r in every)
-    return [slowest_rates([r for r in every if r.device == kind]) for kind in kinds], copies
+    if not rank_devices and kind == "cpu":
+        return rates_by_speed_group(all_rates), copies
+    names = dict.fromkeys(r.device for r in all_rates)
+    return [slowest_rates([r for r in all_rates if r.device == name]) for name in names], copies
 
 
 def _make_pair_comm(world: int) -> TorchComm | None:
@@ -105,9 +105,7 @@ def train_rank(rank: int, world: int, init_method: str, folder: str, local_rank:
     estimate = from_data(Estimate, read_json(home / "estimate.json")["estimate"], "estimate.json")
     joined = torch.distributed.is_initialized()
     if plan.device_order and joined:
-        raise RequestError(
-            "plan: device_order puts ranks on devices in another order than theirs, and these ranks were started already: leave device_order out"
-        )
+        raise RequestError("plan: device_order cannot move ranks that a launcher has already started on their devices: leave device_order out")
     local = local_rank if local_rank is not None else plan.device_order[rank] if plan.device_order else rank
     sinks = open_sinks(home, job.tensorboard, job.prometheus_port) if rank == 0 else ()
     with Recorder(home, rank, sinks) as recorder:
@@ -131,15 +129,15 @@ class _TrainingLoop:
         self.losses: list[float] = []
         self.times: list[float] = []
         self.validations: list[dict[str, float]] = []
-        every = 1 if device.type == "cpu" else max(1, round(_METRICS_INTERVAL_S / max(estimate.step_s, 1e-4)))
-        self.log = StepLog(device, every, self._write_metrics)
+        interval_steps = 1 if device.type == "cpu" else max(1, round(_METRICS_INTERVAL_S / max(estimate.step_s, 1e-4)))
+        self.log = StepLog(device, interval_steps, self._write_metrics)
 
     def run(self, folder: Path) -> dict[str, Any]:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         session = self._make_session()
         self._compare_ledger(session, folder, "start-up")
         train, validation = self._make_loaders()
-        self.recorder.event("applied", seconds=round(time.perf_counter() - begun, 3), held=session.applied.memory_bytes())
+        self.recorder.event("applied", seconds=round(time.perf_counter() - start, 3), held=session.applied.memory_bytes())
         if self.plan.memory.precision == "fp8":
             self.recorder.event("fp8", layers=len(session.applied.fp8.converted), in_bf16=dict(session.applied.fp8.skipped))
         rate = self._make_lr_function()
@@ -150,14 +148,13 @@ class _TrainingLoop:
         for step, batch in enumerate(train):
             for group in session.optimizer.param_groups:
                 group["lr"] = rate(step)
-            there = {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}
+            run_step = partial(session.step, {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}, self.task.loss)
             if step == profile_at and self.rank == 0:
                 self.log.drain()
-                work = lambda b=there: session.step(b, self.task.loss)  # noqa: E731
-                result, exposed = profile_step(work, self.device, folder / "trace.json")
+                result, exposed = profile_step(run_step, self.device, folder / "trace.json")
             else:
                 session.applied.groups.ledger.drain()
-                result = session.step(there, self.task.loss)
+                result = run_step()
             if step == _WARMUP_STEPS - 1:
                 self._compare_ledger(session, folder, "step")
             self.log.add(step, result, rate(step))
@@ -169,7 +166,7 @@ class _TrainingLoop:
         self._validate(session, validation, self.job.steps - 1)
         memory = self._peak_memory()
         digest = state_digest(session.applied)
-        self.recorder.event("end", memory_bytes=memory, seconds=round(time.perf_counter() - begun, 3))
+        self.recorder.event("end", memory_bytes=memory, seconds=round(time.perf_counter() - start, 3))
         return {
             "losses": self.losses,
             "times": self.times,
@@ -177,18 +174,18 @@ class _TrainingLoop:
             "memory_bytes": memory,
             "state_digest": digest,
             "exposed": exposed,
-            "seconds": time.perf_counter() - begun,
+            "seconds": time.perf_counter() - start,
         }
 
     def _compare_ledger(self, session: Session, folder: Path, phase: str) -> None:
         """Compare the collectives of start-up, or of the last warm-up step, with the plan's ledger; records an event with the differences."""
         done = [(line.name, line.op, line.group, line.calls, line.bytes) for line in session.applied.groups.ledger.drain()]
         planned = read_json(folder / "ledger.json")
-        mine = next(lines for ranks, lines in planned.items() if str(self.rank) in ranks.split(","))
-        found = ledger_differences([from_data(LedgerLine, line, "ledger.json") for line in mine], done, phase)
-        self.recorder.event("ledger", phase=phase, lines=len(done), differences=found)
-        if found:
-            print(f"meshwright: rank {self.rank}: the {phase} communicated otherwise than planned: {found[0]}", file=sys.stderr)
+        rank_lines = next(lines for ranks, lines in planned.items() if str(self.rank) in ranks.split(","))
+        differences = ledger_differences([from_data(LedgerLine, line, "ledger.json") for line in rank_lines], done, phase)
+        self.recorder.event("ledger", phase=phase, lines=len(done), differences=differences)
+        if differences:
+            print(f"meshwright: rank {self.rank}: communication of the {phase} differs from the plan: {differences[0]}", file=sys.stderr)
 
     def _make_session(self) -> Session:
         torch.manual_seed(self.job.seed)
@@ -218,8 +215,8 @@ class _TrainingLoop:
         if not self.job.validate_batches:
             return
         self.log.drain()
-        there = ({k: v.to(self.device) for k, v in b.items()} for b in islice(make_batches(), self.job.validate_batches))
-        loss = session.validate(there, self.task.loss)
+        batches = ({k: v.to(self.device) for k, v in b.items()} for b in islice(make_batches(), self.job.validate_batches))
+        loss = session.validate(batches, self.task.loss)
         self.validations.append({"step": step, "loss": loss})
         self.recorder.event("validation", step=step, loss=loss)
         self.recorder.metrics({"step": step, "time": time.time(), "validation_loss": loss})
@@ -262,21 +259,21 @@ class _TrainingLoop:
 
 def make_optimizer(job: RunConfig, task: Task, model: torch.nn.Module) -> torch.optim.Optimizer:
     """The optimizer by name. Adam is fused: it updates in one pass and keeps no temporaries."""
-    rate, decay = job.learning_rate or task.learning_rate, job.weight_decay
+    lr, decay = job.learning_rate or task.learning_rate, job.weight_decay
     parameters = [p for p in model.parameters() if p.requires_grad]
-    if job.optimizer in ("adam", "adamw"):
-        kind = torch.optim.AdamW if job.optimizer == "adamw" else torch.optim.Adam
-        decay = decay if job.optimizer == "adamw" else 0.0
-        return kind(parameters, lr=rate, betas=job.betas, eps=job.adam_eps, weight_decay=decay, fused=True)
-    return torch.optim.SGD(parameters, lr=rate, momentum=0.9 if job.optimizer == "momentum" else 0.0, weight_decay=decay)
+    if job.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=lr, betas=job.betas, eps=job.adam_eps, weight_decay=decay, fused=True)
+    if job.optimizer == "adam":
+        return torch.optim.Adam(parameters, lr=lr, betas=job.betas, eps=job.adam_eps, weight_decay=0.0, fused=True)
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9 if job.optimizer == "momentum" else 0.0, weight_decay=decay)
 
 
 def run_script(rank: int, world: int, init_method: str, script: str, arguments: list[str], folder: str, environment: Mapping[str, str]) -> float:
     """Run a user's own script as one rank; `prepare` inside it reads its rank from the environment, as under any launcher. Returns seconds."""
-    begun = time.perf_counter()
-    place = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+    start = time.perf_counter()
     before = dict(os.environ)
-    os.environ.update(place, MESHWRIGHT_INIT_METHOD=init_method, MESHWRIGHT_RUN=folder, **environment)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
+    os.environ.update(MESHWRIGHT_INIT_METHOD=init_method, MESHWRIGHT_RUN=folder, **environment)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
@@ -288,4 +285,4 @@ def run_script(rank: int, world: int, init_method: str, script: str, arguments: 
         leave_process_group()
         os.environ.clear()
         os.environ.update(before)  # a worker may be reused, and must not see the environment of this rank
-    return time.perf_counter() - begun
+    return time.perf_counter() - start

@@ -25,17 +25,15 @@ _MAX_RANKS = 1 << 20
 
 def parse_rank_counts(text: str) -> list[int]:
     """The rank counts of '8..4096' (doubling from the first) or '8,24,64'."""
-    span = re.fullmatch(r"(\d+)\.\.(\d+)", text)
-    if span is not None:
+    counts: list[int] = []
+    if span := re.fullmatch(r"(\d+)\.\.(\d+)", text):
         first, last = map(int, span.groups())
-        sizes = [first << k for k in range(64) if first << k <= last] if first else []
+        counts = [first << k for k in range(64) if first << k <= last] if first else []
     elif re.fullmatch(r"\d+(,\d+)*", text):
-        sizes = [int(part) for part in text.split(",")]
-    else:
-        sizes = []
-    if not sizes or min(sizes) < 1 or max(sizes) > _MAX_RANKS:
+        counts = [int(count) for count in text.split(",")]
+    if not counts or min(counts) < 1 or max(counts) > _MAX_RANKS:
         raise RequestError(f"--scale {text}: write it like 8..4096 or 8,24,64, from 1 to {_MAX_RANKS:,} ranks")
-    return sorted(set(sizes))
+    return sorted(set(counts))
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,8 @@ def scale_mesh(mesh: Mesh, ranks: int) -> Mesh:
     outer = "dp" if mesh.dp > 1 or mesh.shard == 1 else "shard"
     inner = mesh.size // mesh.degree(outer)
     if ranks % inner:
-        raise RequestError(f"{ranks} ranks do not divide by the {inner} of mesh {mesh} without {outer}: use {max(ranks // inner, 1) * inner}")
+        nearest = max(ranks // inner, 1) * inner
+        raise RequestError(f"{ranks} ranks are not a multiple of {inner}, the size of mesh {mesh} without {outer}: use {nearest} ranks")
     return replace(mesh, dp=ranks // inner) if outer == "dp" else replace(mesh, shard=ranks // inner)
 
 
@@ -63,7 +62,7 @@ def simulate_scaling(
 ) -> list[dict[str, Any]]:
     """One row for each number of ranks. If no plan is legal for one, its row holds the reason and the curve continues."""
     if job.given_plan is not None:
-        raise RequestError(f"--scale plans for every number of ranks, and {job.config.plan} is for {job.given_plan.world}: name the model instead")
+        raise RequestError(f"--scale plans for every number of ranks, and {job.config.plan} is for {job.given_plan.world}: give a model instead")
     config, rows = job.config, []
     for number, ranks in enumerate(spec.rank_counts):
         log_progress(f"{ranks:,} ranks ({number + 1} of {len(spec.rank_counts)})")
@@ -73,15 +72,10 @@ def simulate_scaling(
         try:
             mesh = str(scale_mesh(Mesh.parse(config.mesh), ranks)) if config.mesh else None
             job.config = config.model_copy(update={"mesh": mesh, "nproc": None})
-            decided = choose_plan(job, target.with_ranks(ranks), log_progress, batch=batch, ranks=ranks)
-            found = step_to_json(job, simulate_step(job, decided, disturbances, log_progress), disturbances)
-            row |= {key: found[key] for key in _COLUMNS if key in found and key != "global_batch"}
-            row |= {
-                "predicted_s": decided.estimate.step_s,
-                "memory_bytes": found["memory_bytes"]["total"],
-                "fits": found["fits"],
-                "plan": found["plan"],
-            }
+            chosen = choose_plan(job, target.with_ranks(ranks), log_progress, batch=batch, ranks=ranks)
+            step = step_to_json(job, simulate_step(job, chosen, disturbances, log_progress), disturbances)
+            row |= {key: step[key] for key in (*_COLUMNS, "fits", "plan") if key in step and key != "global_batch"}
+            row |= {"predicted_s": chosen.estimate.step_s, "memory_bytes": step["memory_bytes"]["total"]}
         except RequestError as error:
             row["reason"] = str(error)
         finally:
@@ -107,25 +101,18 @@ def write_scaling(folder: Path, rows: list[dict[str, Any]], title: str) -> dict[
         out.writeheader()
         out.writerows(rows)
     write_json(folder / "scaling.json", {"points": rows})
-    written = {"csv": str(folder / "scaling.csv"), "json": str(folder / "scaling.json")}
-    good = [row for row in rows if row["samples_per_s"]]
-    if good:
-        (folder / "scaling.svg").write_text(scaling_figure(good, title), encoding="utf-8")
-        written["figure"] = str(folder / "scaling.svg")
-    return written
+    paths = {"csv": str(folder / "scaling.csv"), "json": str(folder / "scaling.json")}
+    if simulated := [row for row in rows if row["samples_per_s"]]:
+        (folder / "scaling.svg").write_text(scaling_figure(simulated, title), encoding="utf-8")
+        paths["figure"] = str(folder / "scaling.svg")
+    return paths
 
 
 def scaling_figure(rows: list[dict[str, Any]], title: str) -> str:
     rates = [(float(row["ranks"]), float(row["samples_per_s"])) for row in rows]
     ideal = [(ranks, rates[0][1] * ranks / rates[0][0]) for ranks, _ in rates]
     efficiency = [(float(row["ranks"]), 100 * float(row["efficiency"])) for row in rows]
-    several = len(rows) > 1
-    return curves_figure(
-        [
-            Panel(
-                "samples a second", "ranks", {"simulated": rates, "ideal": ideal}, show_count, show_count, several, True, dashed=frozenset({"ideal"})
-            ),
-            Panel("efficiency", "ranks", {"of the smallest": efficiency}, show_count, lambda v: f"{v:.0f} %", several),
-        ],
-        title,
-    )
+    several, curves, dashed = len(rows) > 1, {"simulated": rates, "ideal": ideal}, frozenset({"ideal"})
+    throughput = Panel("samples per second", "ranks", curves, show_count, show_count, several, True, dashed=dashed)
+    relative = Panel("efficiency", "ranks", {"relative to the smallest": efficiency}, show_count, lambda v: f"{v:.0f} %", several)
+    return curves_figure([throughput, relative], title)

@@ -50,7 +50,7 @@ class SimulationJob:
         if self.given_plan is not None:
             return self.given_plan.memory.precision
         if self.config.precision == "best":
-            raise RequestError("precision=best is chosen by plan and train: name one to simulate, like bf16")
+            raise RequestError("precision=best works with plan and train only: use a precision such as bf16 to simulate")
         if self.config.precision == "auto":
             return "bf16" if device == "cuda" else "fp32"
         return self.config.precision
@@ -91,7 +91,7 @@ def choose_plan(
     if job.given_plan is not None:
         plan = fill_partitioning(job.given_plan, job.dataflow, job.profile) if needs_partitioning(job.given_plan) else job.given_plan
         if plan.world > devices:
-            raise RequestError(f"{config.plan} is for {plan.world} ranks, the cluster has {devices} devices: name a larger one")
+            raise RequestError(f"{config.plan} is for {plan.world} ranks, the cluster has {devices} devices: use a larger --cluster")
         return ChosenPlan(plan, estimate(plan, job.profile, workload, target.cluster, target.calibration), target)
     world = ranks or config.nproc or devices
     constraints = constraints_from_config(config, job.dataflow if world > 1 or config.mesh else None)
@@ -120,37 +120,36 @@ class SimulatedStep:
 
 
 def simulate_step(job: SimulationJob, chosen: ChosenPlan, disturbances: Disturbances, log_progress: ProgressCallback) -> SimulatedStep:
-    begun = time.perf_counter()
-    plan, machine = chosen.plan, chosen.target
+    start = time.perf_counter()
+    plan, target, config = chosen.plan, chosen.target, job.config
     log_progress(f"scheduling {plan.summary()}")
-    config = job.config
-    schedule = priced_schedule(plan, job.profile, config.optimizer, machine.cluster, machine.calibration, clip=config.clip > 0)
-    count = sum(map(len, schedule.programs))
-    network = machine.make_network(plan)
-    _check_disturbances(disturbances, schedule, network, count)
-    log_progress(f"simulating {plan.world:,} ranks, {len(schedule.programs)} of them different, {count:,} actions")
-    calm = simulate(schedule, network)
-    found = simulate(schedule, network, disturbances) if disturbances else calm
-    return SimulatedStep(chosen, schedule, found, calm, breakdown(found), time.perf_counter() - begun)
+    schedule = priced_schedule(plan, job.profile, config.optimizer, target.cluster, target.calibration, clip=config.clip > 0)
+    num_actions = sum(map(len, schedule.programs))
+    network = target.make_network(plan)
+    _check_disturbances(disturbances, schedule, network, num_actions)
+    log_progress(f"simulating {plan.world:,} ranks in {len(schedule.programs)} classes, {num_actions:,} actions")
+    undisturbed = simulate(schedule, network)
+    simulation = simulate(schedule, network, disturbances) if disturbances else undisturbed
+    return SimulatedStep(chosen, schedule, simulation, undisturbed, breakdown(simulation), time.perf_counter() - start)
 
 
 def _check_disturbances(disturbances: Disturbances, schedule: Schedule, network: Network, num_actions: int) -> None:
     disturbances.check(schedule.world, network.topology.link_keys() if isinstance(network, FabricNetwork) else None)
-    each = num_actions / len(schedule.programs)
-    if disturbances.jitter and each * schedule.world > _MAX_UNFOLDED_ACTIONS:
-        most = max(int(_MAX_UNFOLDED_ACTIONS / each), 1)
-        raise RequestError(f"--jitter keeps {schedule.world} ranks apart, {each * schedule.world:,.0f} actions: use {most} ranks or fewer, or --slow")
+    per_rank, world = num_actions / len(schedule.programs), schedule.world
+    if disturbances.jitter and per_rank * world > _MAX_UNFOLDED_ACTIONS:
+        max_ranks = max(int(_MAX_UNFOLDED_ACTIONS / per_rank), 1)
+        raise RequestError(f"--jitter simulates all {world} ranks, {per_rank * world:,.0f} actions: use {max_ranks} ranks or fewer, or --slow")
 
 
-def step_to_json(job: SimulationJob, simulated_step: SimulatedStep, disturbances: Disturbances) -> dict[str, Any]:
+def step_to_json(job: SimulationJob, result: SimulatedStep, disturbances: Disturbances) -> dict[str, Any]:
     """The object that `simulate --json` prints for one step."""
-    plan, guess, found = simulated_step.chosen.plan, simulated_step.chosen.estimate, simulated_step.simulation
-    step = found.step_s if found.lost is None else None
+    plan, predicted, simulation = result.chosen.plan, result.chosen.estimate, result.simulation
+    step = simulation.step_s if simulation.lost is None else None
     samples = plan.global_batch / step if step else None
     tokens = job.profile.tokens_per_sample
     return {
         "model": plan.model,
-        "cluster": simulated_step.chosen.target.cluster.name,
+        "cluster": result.chosen.target.cluster.name,
         "ranks": plan.world,
         "mesh": str(plan.mesh),
         "plan": plan.summary(),
@@ -158,43 +157,43 @@ def step_to_json(job: SimulationJob, simulated_step: SimulatedStep, disturbances
         "step_s": step,
         "samples_per_s": samples,
         "tokens_per_s": samples * tokens if samples and tokens else None,
-        "mfu": guess.mfu * guess.step_s / step if step and guess.mfu else None,
-        "memory_bytes": {"total": max(guess.memory_bytes), **guess.memory_kinds},
-        "fits": guess.fits,
-        "reason": guess.reason,
-        "breakdown": simulated_step.breakdown,
-        "error": guess.error,
-        "closed_form": {"step_s": guess.step_s, "breakdown": dict(guess.breakdown), "why": explain_difference(simulated_step) if step else ""},
+        "mfu": predicted.mfu * predicted.step_s / step if step and predicted.mfu else None,
+        "memory_bytes": {"total": max(predicted.memory_bytes), **predicted.memory_kinds},
+        "fits": predicted.fits,
+        "reason": predicted.reason,
+        "breakdown": result.breakdown,
+        "error": predicted.error,
+        "closed_form": {"step_s": predicted.step_s, "breakdown": dict(predicted.breakdown), "why": explain_difference(result) if step else ""},
         "disturbances": to_data(disturbances),
-        "undisturbed_s": simulated_step.undisturbed.step_s,
-        "lost": lost_to_json(simulated_step, disturbances),
-        "classes": len(found.end_times),
-        "seconds": simulated_step.elapsed_s,
+        "undisturbed_s": result.undisturbed.step_s,
+        "lost": lost_to_json(result, disturbances),
+        "classes": len(simulation.end_times),
+        "seconds": result.elapsed_s,
     }
 
 
-def explain_difference(simulated_step: SimulatedStep) -> str:
+def explain_difference(result: SimulatedStep) -> str:
     """Why the simulation and the closed form differ, largest part first."""
-    guess, plan, machine = simulated_step.chosen.estimate, simulated_step.chosen.plan, simulated_step.chosen.target
-    simulated, closed = closed_form_parts(simulated_step.breakdown), guess.breakdown
-    if not guess.step_s or abs(simulated_step.simulation.step_s - guess.step_s) <= 1e-3 * guess.step_s:
+    predicted, plan, cluster = result.chosen.estimate, result.chosen.plan, result.chosen.target.cluster
+    simulated, closed = closed_form_parts(result.breakdown), predicted.breakdown
+    if not predicted.step_s or abs(result.simulation.step_s - predicted.step_s) <= 1e-3 * predicted.step_s:
         return "They agree."
     reasons = []
     if plan.mesh.pp > 1:
-        reasons.append("the closed form adds what ranks do besides to the end of their turns, the simulation walks through all of it")
-    if len(machine.cluster.nodes) > 1 and machine.cluster.link != machine.cluster.nodes[0].link:
-        reasons.append("the closed form prices every call at the slowest link, a simulated call crosses its own group's links and shares them")
-    if len(simulated_step.schedule.programs) > plan.mesh.pp:
-        reasons.append("the closed form's parts are those of the slowest rank, the simulation's are the mean of unlike ranks")
+        reasons.append("the closed form adds work outside the pipeline schedule to its end, the simulation runs every action in order")
+    if len(cluster.nodes) > 1 and cluster.link != cluster.nodes[0].link:
+        reasons.append("the closed form prices every call at the slowest link, the simulation at its group's own links, which calls share")
+    if len(result.schedule.programs) > plan.mesh.pp:
+        reasons.append("the closed form breaks down the slowest rank, the simulation averages over ranks")
     parts = sorted(((name, simulated[name] - closed.get(name, 0.0)) for name in simulated), key=lambda part: -abs(part[1]))
-    differ = ", ".join(f"{name} {'+' if by > 0 else '−'}{show_seconds(abs(by))}" for name, by in parts if abs(by) > 1e-3 * guess.step_s)
+    differ = ", ".join(f"{name} {'+' if d > 0 else '−'}{show_seconds(abs(d))}" for name, d in parts if abs(d) > 1e-3 * predicted.step_s)
     because = "; ".join(reasons)
     return f"Simulated minus closed form: {differ}." + (f" {because[0].upper()}{because[1:]}." if because else "")
 
 
-def lost_to_json(simulated_step: SimulatedStep, disturbances: Disturbances) -> Mapping[str, Any] | None:
+def lost_to_json(result: SimulatedStep, disturbances: Disturbances) -> Mapping[str, Any] | None:
     """For a step that does not end: since when, when the timeout detects it and what follows; None for a step that ends."""
-    lost, timeout = simulated_step.simulation.lost, simulated_step.chosen.plan.sync.timeout_s
+    lost, timeout = result.simulation.lost, result.chosen.plan.sync.timeout_s
     if lost is None:
         return None
     return {

@@ -45,20 +45,19 @@ def resolve_target(name: str, config: RunConfig, environ: Mapping[str, str], log
     if name != "here" and name.partition(":")[0] != "ideal":
         return target_from_datasheets(resolve_cluster(name, environ))
     ideal = resolve_cluster(name, environ, ranks=requested_ranks(config)) if name != "here" else None
-    alone = config.model_copy(update={"mesh": None, "nproc": None, "plan": "auto"}) if ideal is not None else config
-    with Orchestrator(alone, environ, log_progress) as orchestrator:
-        here, measured = orchestrator.cluster, orchestrator.calibration()
+    local_config = config.model_copy(update={"mesh": None, "nproc": None, "plan": "auto"}) if ideal is not None else config
+    with Orchestrator(local_config, environ, log_progress) as orchestrator:
+        cluster, measured = orchestrator.cluster, orchestrator.calibration()
     if ideal is not None:
-        return _ideal_target(here.nodes[0], len(ideal.devices), measured)
-    kind = here.devices[0].kind
+        return _ideal_target(cluster.nodes[0], len(ideal.devices), measured)
+    kind = cluster.devices[0].kind
 
     def network(plan: Plan) -> Network:
-        placed, rates = here.in_device_order(plan.device_order), measured.rates_for(plan.world)
-        return AlphaBetaNetwork(
-            placed, rates, backend_for(kind), duplex=kind == "cuda" or len(here.nodes) > 1, overlap_by_rank=_call_behaviours(plan, placed, measured)
-        )
+        ordered, duplex = cluster.in_device_order(plan.device_order), kind == "cuda" or len(cluster.nodes) > 1
+        overlap = _overlap_by_rank(plan, ordered, measured)
+        return AlphaBetaNetwork(ordered, measured.rates_for(plan.world), backend_for(kind), duplex=duplex, overlap_by_rank=overlap)
 
-    return SimulationTarget(here, measured, network)
+    return SimulationTarget(cluster, measured, network)
 
 
 def requested_ranks(config: RunConfig) -> int | None:
@@ -70,29 +69,28 @@ def requested_ranks(config: RunConfig) -> int | None:
 
 def _ideal_target(node: Node, ranks: int, calibration: Calibration) -> SimulationTarget:
     """`ranks` devices like this node's, with a network that costs no time and does not slow computation."""
-    one = node.devices[0]
-    devices = tuple(replace(one, index=i) for i in range(ranks))
+    device = node.devices[0]
+    devices = tuple(replace(device, index=i) for i in range(ranks))
     layouts = tuple(replace(rates, collectives={}, overlap=1.0) for rates in calibration.layouts)
-    cluster = Cluster("ideal", (replace(node, devices=devices, memory_bytes=ranks * one.memory_bytes, link=_IDEAL_LINK),), _IDEAL_LINK)
+    cluster = Cluster("ideal", (replace(node, devices=devices, memory_bytes=ranks * device.memory_bytes, link=_IDEAL_LINK),), _IDEAL_LINK)
     return SimulationTarget(cluster, replace(calibration, layouts=layouts), lambda _: IdealNetwork())
 
 
 def target_from_datasheets(cluster: Cluster) -> SimulationTarget:
-    figures = datasheet_calibration(cluster)
+    calibration = datasheet_calibration(cluster)
     backend = backend_for(cluster.devices[0].kind)
 
     def network(plan: Plan) -> Network:
-        placed = cluster.in_device_order(plan.device_order)
-        return FabricNetwork.from_cluster(
-            placed, figures.rates_for(plan.world), backend=backend, overlap_by_rank=_call_behaviours(plan, placed, figures)
-        )
+        ordered = cluster.in_device_order(plan.device_order)
+        overlap = _overlap_by_rank(plan, ordered, calibration)
+        return FabricNetwork.from_cluster(ordered, calibration.rates_for(plan.world), backend=backend, overlap_by_rank=overlap)
 
-    return SimulationTarget(cluster, figures, network)
+    return SimulationTarget(cluster, calibration, network)
 
 
-def _call_behaviours(plan: Plan, ordered_cluster: Cluster, calibration: Calibration) -> list[OverlapBehavior]:
+def _overlap_by_rank(plan: Plan, ordered_cluster: Cluster, calibration: Calibration) -> list[OverlapBehavior]:
     """The overlap behaviour of each rank; a single entry if all ranks have the same."""
-    names = rates_labels(plan, ordered_cluster, calibration)
-    rates = {name: calibration.rates_for(plan.world, name) for name in names or ("",)}
-    found = {name: OverlapBehavior(of.async_dispatch, 1.0 - of.overlap) for name, of in rates.items()}
-    return [found[name] for name in names] if len(found) > 1 else list(found.values())
+    labels = rates_labels(plan, ordered_cluster, calibration)
+    rates = {label: calibration.rates_for(plan.world, label) for label in labels or ("",)}
+    overlaps = {label: OverlapBehavior(r.async_dispatch, 1.0 - r.overlap) for label, r in rates.items()}
+    return [overlaps[label] for label in labels] if len(overlaps) > 1 else list(overlaps.values())

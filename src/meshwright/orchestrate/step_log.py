@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshwright.execute.session import StepResult
 
@@ -53,9 +54,9 @@ class StepRecord:
 
 @dataclass
 class _Interval:
-    steps: list[tuple[int, float]]
-    losses: torch.Tensor
-    grad_norms: torch.Tensor | None
+    steps: list[tuple[int, float]]  # step and learning rate
+    losses: Tensor
+    grad_norms: Tensor | None
     start: Any
     end: Any
     is_timed: bool
@@ -88,20 +89,20 @@ class StepLog:
         """End the current interval; starts the copy of its losses and writes the interval before it."""
         if not self._pending_steps:
             return
-        losses = torch.stack([result.loss.detach() for _, result, _ in self._pending_steps])
-        found = [result.grad_norm for _, result, _ in self._pending_steps if result.grad_norm is not None]
-        norms = torch.stack(found) if len(found) == len(self._pending_steps) else None
-        host = [None if t is None else t.to("cpu", non_blocking=self._cuda) for t in (losses, norms)]
-        ended = self._timestamp()
-        assert host[0] is not None
-        now = _Interval([(step, rate) for step, _, rate in self._pending_steps], host[0], host[1], self._interval_start, ended, is_timed)
+        losses = self._copy_to_host([result.loss.detach() for _, result, _ in self._pending_steps])
+        norms = [result.grad_norm for _, result, _ in self._pending_steps if result.grad_norm is not None]
+        host_norms = self._copy_to_host(norms) if len(norms) == len(self._pending_steps) else None
+        start, self._interval_start = self._interval_start, self._timestamp()
+        steps = [(step, rate) for step, _, rate in self._pending_steps]
         self._pending_steps.clear()
-        self._interval_start = ended
-        before, self._in_flight = self._in_flight, now
-        if before is not None:
-            self._write_interval(before)
+        previous, self._in_flight = self._in_flight, _Interval(steps, losses, host_norms, start, self._interval_start, is_timed)
+        if previous is not None:
+            self._write_interval(previous)
         if not self._cuda:
             self.drain()
+
+    def _copy_to_host(self, values: list[Tensor]) -> Tensor:
+        return torch.stack(values).to("cpu", non_blocking=self._cuda)
 
     def drain(self) -> None:
         """Write every pending step, waiting for the device."""
@@ -111,12 +112,8 @@ class StepLog:
             self._write_interval(last)
 
     def _write_interval(self, interval: _Interval) -> None:
-        each = interval.end.seconds_since(interval.start) / len(interval.steps)
+        seconds = interval.end.seconds_since(interval.start) / len(interval.steps)
         losses = interval.losses.tolist()
         norms = interval.grad_norms.tolist() if interval.grad_norms is not None else [None] * len(losses)
-        self._write(
-            [
-                StepRecord(step, loss, norm, rate, each, interval.is_timed)
-                for (step, rate), loss, norm in zip(interval.steps, losses, norms, strict=True)
-            ]
-        )
+        rows = zip(interval.steps, losses, norms, strict=True)
+        self._write([StepRecord(step, loss, norm, rate, seconds, interval.is_timed) for (step, rate), loss, norm in rows])

@@ -20,22 +20,13 @@ from meshwright.core.mesh import Mesh
 _PRECISION_NAMES = {"32": "fp32", "32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16", "64": "fp64", "64-true": "fp64"}
 _TUTORIAL_ONLY_KEYS = frozenset({"model_id", "global_batch_size", "gradient_acc_steps", "tp_dimensions", "dataset_id", "num_epochs"})
 _TRAINING_KEYS = ("global_batch_size", "gradient_acc_steps", "dataset_id", "num_epochs", "log_interval")
-_SEQUENCE_LENGTH = 256
 # The tutorial's training recipe: AdamW without decay, 100 steps of warm-up and a cosine, every block checkpointed, no validation.
 _RECIPE: dict[str, Any] = {
-    "optimizer": "adamw",
-    "learning_rate": 1e-5,
-    "betas": (0.9, 0.95),
-    "adam_eps": 1e-5,
-    "weight_decay": 0.0,
-    "warmup_steps": 100,
-    "lr_schedule": "cosine",
-    "clip": 1.0,
-    "recompute": "full",
-    "seq": _SEQUENCE_LENGTH,
-    "validate_batches": 0,
-}
+    "optimizer": "adamw", "learning_rate": 1e-5, "betas": (0.9, 0.95), "adam_eps": 1e-5, "weight_decay": 0.0, "warmup_steps": 100,
+    "lr_schedule": "cosine", "clip": 1.0, "recompute": "full", "seq": 256, "validate_batches": 0,
+}  # fmt: skip
 
+Settings = Mapping[str, Any]
 RankCounter = Callable[[int | None, tuple[int, ...] | None], int]  # (--nproc, --devices) → number of ranks
 TutorialStrategy = Literal["single_device", "ddp", "fsdp", "axonn"]
 PositiveInt = Annotated[StrictInt, Field(ge=1)]
@@ -82,37 +73,35 @@ class TutorialConfig(BaseModel):
 KEYS = frozenset(TutorialConfig.model_fields)
 
 
-def is_tutorial_config(data: Mapping[str, Any]) -> bool:
+def is_tutorial_config(data: Settings) -> bool:
     """Whether this is a tutorial configuration: it has a key that only those have, or one of their strategies."""
     return not _TUTORIAL_ONLY_KEYS.isdisjoint(data) or data.get("strategy") in get_args(TutorialStrategy)
 
 
-def translate(
-    data: Mapping[str, Any], file: Path, settings: Mapping[str, Any], count_ranks: RankCounter
-) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
+def translate(data: Settings, file: Path, settings: Settings, count_ranks: RankCounter) -> tuple[dict[str, Any], dict[str, Any]]:
     """(fields of RunConfig, the `settings` that override them). Settings may use the tutorial's keys or those of RunConfig."""
-    theirs = {key: value for key, value in settings.items() if _is_tutorial_setting(key, value)}
-    ours = {key: value for key, value in settings.items() if key not in theirs}
-    asked = _parse(data, file, theirs)
-    if not any(key in data or key in settings for key in _TRAINING_KEYS) and not {"global_batch", "epochs", "steps"} & set(ours):
+    tutorial_settings = {key: value for key, value in settings.items() if _is_tutorial_setting(key, value)}
+    run_settings = {key: value for key, value in settings.items() if key not in tutorial_settings}
+    tutorial = _parse(data, file, tutorial_settings)
+    if not any(key in data or key in settings for key in _TRAINING_KEYS) and not {"global_batch", "epochs", "steps"} & set(run_settings):
         raise RequestError(
-            f"{file} says nothing of training (no global_batch_size): it is for `meshwright generate`, which comes later; "
-            "to train with it all the same, add --global-batch 4"
+            f"{file} has no training keys (no global_batch_size): it is for `meshwright generate`, which comes later; "
+            "to train with it nevertheless, add --global-batch 4"
         )
     fields = {
         **_RECIPE,
-        "model": _find_model(asked, file),
-        "random_init": asked.random_init,
-        "data": ours.get("data") or _find_dataset(asked, file),
-        "precision": _PRECISION_NAMES[asked.precision],
-        "global_batch": asked.global_batch_size,
-        "micro_batches": asked.gradient_acc_steps,
-        "seed": asked.seed,
-        "log_interval": asked.log_interval,
-        **({} if "steps" in ours else {"epochs": asked.num_epochs}),
-        **_parallel_settings(asked, file, ours, count_ranks),
+        "model": _find_model(tutorial, file),
+        "random_init": tutorial.random_init,
+        "data": run_settings.get("data") or _find_dataset(tutorial, file),
+        "precision": _PRECISION_NAMES[tutorial.precision],
+        "global_batch": tutorial.global_batch_size,
+        "micro_batches": tutorial.gradient_acc_steps,
+        "seed": tutorial.seed,
+        "log_interval": tutorial.log_interval,
+        **({} if "steps" in run_settings else {"epochs": tutorial.num_epochs}),
+        **_parallel_settings(tutorial, file, run_settings, count_ranks),
     }
-    return fields, ours
+    return fields, run_settings
 
 
 def first_error(error: ValidationError) -> tuple[str, str]:
@@ -134,7 +123,7 @@ def _is_tutorial_setting(key: str, value: Any) -> bool:
     return isinstance(value, bool) if key == "compile" else key in KEYS
 
 
-def _parse(data: Mapping[str, Any], file: Path, settings: Mapping[str, Any]) -> TutorialConfig:
+def _parse(data: Settings, file: Path, settings: Settings) -> TutorialConfig:
     for key in data:
         if key not in KEYS:
             raise unknown_name_error("key", key, KEYS, str(file))
@@ -148,7 +137,7 @@ def _parse(data: Mapping[str, Any], file: Path, settings: Mapping[str, Any]) -> 
 # -- number of ranks and parallelism --
 
 
-def _parallel_settings(tutorial: TutorialConfig, file: Path, run_settings: Mapping[str, Any], count_ranks: RankCounter) -> dict[str, Any]:
+def _parallel_settings(tutorial: TutorialConfig, file: Path, run_settings: Settings, count_ranks: RankCounter) -> dict[str, Any]:
     """The mesh, ZeRO stage and compile mode. A mesh among `run_settings` is kept."""
     if tutorial.strategy != "axonn" and tutorial.tp_degree > 1:
         raise RequestError(f"{file}: tp_dimensions {list(tutorial.tp_dimensions)} is for strategy axonn, not {tutorial.strategy}: change one of them")
@@ -163,40 +152,33 @@ def _parallel_settings(tutorial: TutorialConfig, file: Path, run_settings: Mappi
     return {"mesh": str(mesh), "zero": 3 if mesh.shard > 1 else 0, "compile": compiled}
 
 
-def _world_size(tutorial: TutorialConfig, file: Path, run_settings: Mapping[str, Any], count_ranks: RankCounter) -> int:
+def _world_size(tutorial: TutorialConfig, file: Path, run_settings: Settings, count_ranks: RankCounter) -> int:
+    nproc, devices = run_settings.get("nproc"), run_settings.get("devices")
     if tutorial.strategy == "single_device":
-        if run_settings.get("nproc") not in (None, 1):
-            raise RequestError(
-                f"{file}: strategy single_device is 1 rank, and --nproc asks for {run_settings['nproc']}: change strategy to ddp or fsdp"
-            )
+        if nproc not in (None, 1):
+            raise RequestError(f"{file}: strategy single_device has 1 rank, and --nproc is {nproc}: change strategy to ddp or fsdp")
         return 1
-    number, devices = run_settings.get("nproc"), run_settings.get("devices")
-    world = count_ranks(number if isinstance(number, int) else None, tuple(devices) if isinstance(devices, (list, tuple)) else None)
-    needed, dimensions = tutorial.tp_degree, list(tutorial.tp_dimensions)
-    if needed > world:
-        there = f"--nproc is {world}" if run_settings.get("nproc") else f"this machine has {world} device{'s' * (world > 1)}"
-        raise RequestError(
-            f"{file}: tp_dimensions {dimensions} needs {needed} ranks, and {there}: change tp_dimensions to a product of {world} or less"
-        )
-    if world % needed:
-        raise RequestError(
-            f"{file}: tp_dimensions {dimensions} takes {needed} ranks at a time, which do not divide {world}: use --nproc {world // needed * needed}"
-        )
+    world = count_ranks(nproc if isinstance(nproc, int) else None, tuple(devices) if isinstance(devices, (list, tuple)) else None)
+    tp, error = tutorial.tp_degree, f"{file}: tp_dimensions {list(tutorial.tp_dimensions)} needs"
+    if tp > world:
+        available = f"--nproc is {world}" if nproc else f"this machine has {world} device{'s' * (world > 1)}"
+        raise RequestError(f"{error} {tp} ranks, and {available}: change tp_dimensions to a product of {world} or less")
+    if world % tp:
+        raise RequestError(f"{error} a multiple of {tp} ranks, and there are {world}: use --nproc {world // tp * tp}")
     return world
 
 
-def _check_batch(tutorial: TutorialConfig, file: Path, run_settings: Mapping[str, Any], data_parallel_size: int) -> None:
+def _check_batch(tutorial: TutorialConfig, file: Path, run_settings: Settings, data_parallel_size: int) -> None:
     """Raise RequestError unless the global batch divides by accumulation steps × data-parallel ranks."""
-    batch, pieces = run_settings.get("global_batch", tutorial.global_batch_size), run_settings.get("micro_batches", tutorial.gradient_acc_steps)
-    if not isinstance(batch, int) or not isinstance(pieces, int) or pieces < 1 or batch < 1:
+    batch = run_settings.get("global_batch", tutorial.global_batch_size)
+    steps = run_settings.get("micro_batches", tutorial.gradient_acc_steps)
+    if not isinstance(batch, int) or not isinstance(steps, int) or steps < 1 or batch < 1:
         return  # RunConfig reports this error
-    step = pieces * data_parallel_size
-    if batch % step:
-        better = " or ".join(str(n * step) for n in sorted({max(batch // step, 1), batch // step + 1}))
-        raise RequestError(
-            f"{file}: global_batch_size {batch} does not divide into {pieces} gradient_acc_steps × {data_parallel_size} ranks: "
-            f"change global_batch_size to {better}"
-        )
+    divisor = steps * data_parallel_size
+    if batch % divisor:
+        better = " or ".join(str(n * divisor) for n in sorted({max(batch // divisor, 1), batch // divisor + 1}))
+        divisors = f"{steps} gradient_acc_steps × {data_parallel_size} ranks"
+        raise RequestError(f"{file}: global_batch_size {batch} is not a multiple of {divisors}: change global_batch_size to {better}")
 
 
 # -- local models and datasets --
@@ -209,30 +191,26 @@ def _find_model(tutorial: TutorialConfig, file: Path) -> str:
     if tutorial.random_init:
         if folder is None and zoo.published_config(name) is None:
             if Path(name).is_dir():
-                raise RequestError(f"{file}: model_id {name} holds no config.json: give a folder that does")
+                raise RequestError(f"{file}: model_id {name} is a folder without config.json: give one that has it")
             raise unknown_name_error("model_id", name.rpartition("/")[2], zoo.published_names(), str(file))
         return f"hf:{folder or name}"
     if folder is None:
-        raise RequestError(
-            f"{file}: no folder here holds the weights of {name}: give a local one with --set model_id=PATH, "
-            "or train random weights with --set random_init=true"
-        )
+        raise RequestError(f"{file}: no folder with weights of {name} was found: use --set model_id=PATH, or --set random_init=true for random ones")
     if not zoo.has_weights(folder):
-        raise RequestError(f"{file}: {folder} holds no weights (*.safetensors): put them there, or train random ones with --set random_init=true")
+        raise RequestError(f"{file}: {folder} has no weights (*.safetensors): put them there, or use --set random_init=true for random ones")
     return f"hf:{folder}"
 
 
 def _find_dataset(tutorial: TutorialConfig, file: Path) -> str:
-    found = _find_path(tutorial.dataset_id, file, lambda path: path.suffix == ".json" and path.is_file(), suffix=".json")
-    if found is None:
-        raise RequestError(
-            f"{file}: no file of the data set {tutorial.dataset_id} is here: give it with --data PATH, a JSON list of {{instruction, input, output}}"
-        )
-    return str(found)
+    name = tutorial.dataset_id
+    path = _find_path(name, file, lambda path: path.suffix == ".json" and path.is_file(), suffix=".json")
+    if path is None:
+        raise RequestError(f"{file}: no file of dataset {name} was found: use --data PATH, a JSON list of {{instruction, input, output}}")
+    return str(path)
 
 
 def _find_path(name: str, file: Path, is_valid: Callable[[Path], bool], suffix: str = "") -> Path | None:
     """The first valid path among `name` and its last component, in the current folder or beside the configuration file."""
     last = name.rstrip("/").rpartition("/")[2]
-    places = [Path(name), Path(last), file.parent / name, file.parent / last]
-    return next((path for place in places for path in (place, place.with_name(place.name + suffix)) if path.name and is_valid(path)), None)
+    bases = [Path(name), Path(last), file.parent / name, file.parent / last]
+    return next((path for base in bases for path in (base, base.with_name(base.name + suffix)) if path.name and is_valid(path)), None)

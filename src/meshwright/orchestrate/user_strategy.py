@@ -20,16 +20,16 @@ from meshwright.zoo.factory import import_reference
 
 def load_strategy(reference: str) -> Strategy:
     """The strategy at `path/to/file.py:name` or `package.module:name`; the name is the decorator's or the function's."""
-    place, colon, _ = reference.rpartition(":")
-    if not colon or not place:
+    source = reference.rpartition(":")[0]
+    if not source:
         raise RequestError(f"strategy={reference}: write it as FILE.py:NAME or package.module:NAME")
-    module, wanted = import_reference(reference)
-    named = {value.name: value for value in vars(module).values() if isinstance(value, Strategy)}
-    found = named.get(wanted, getattr(module, wanted, None))
-    if found is None:
-        own = [n for n, v in vars(module).items() if isinstance(v, Strategy) or (isfunction(v) and v.__module__ == module.__name__)]
-        raise unknown_name_error("strategy", wanted, [*named, *own], place) if own else RequestError(f"{reference}: {place} has no '{wanted}'")
-    return as_strategy(found, reference)
+    module, name = import_reference(reference)
+    strategies = {value.name: value for value in vars(module).values() if isinstance(value, Strategy)}
+    strategy = strategies.get(name, getattr(module, name, None))
+    if strategy is None:
+        names = [n for n, v in vars(module).items() if isinstance(v, Strategy) or (isfunction(v) and v.__module__ == module.__name__)]
+        raise unknown_name_error("strategy", name, [*strategies, *names], source) if names else RequestError(f"{reference}: {source} has no '{name}'")
+    return as_strategy(strategy, reference)
 
 
 def apply_strategy(ranking: Ranking, strategy: Strategy, trace_dataflow: Callable[[Plan], Dataflow | None]) -> tuple[Ranking, str]:
@@ -38,22 +38,22 @@ def apply_strategy(ranking: Ranking, strategy: Strategy, trace_dataflow: Callabl
     plan = strategy.apply(best.plan, profile, cluster)
     if needs_partitioning(plan):
         plan = fill_partitioning(plan, trace_dataflow(plan), profile)
-    found = estimate(plan, profile, ranking.workload, cluster, ranking.calibration)
+    predicted = estimate(plan, profile, ranking.workload, cluster, ranking.calibration)
     changed = ", ".join(differences(best.plan, plan))
     if not changed:
-        return ranking, f"Strategy {strategy.name} left the best plan as it was."
-    fits = "" if found.fits else f", and does not fit: {found.reason}"
-    cost = f"{show_seconds(found.step_s)} a step instead of {show_seconds(best.estimate.step_s)}{fits}"
-    line = f"Strategy {strategy.name} changed {changed}: {plan.summary()}, {cost}. What follows is about the plan it was given."
-    return replace(ranking, scored=(ScoredPlan(plan, found), *ranking.scored)), line
+        return ranking, f"Strategy {strategy.name} did not change the best plan."
+    fits = "" if predicted.fits else f", and does not fit: {predicted.reason}"
+    cost = f"{show_seconds(predicted.step_s)} per step instead of {show_seconds(best.estimate.step_s)}{fits}"
+    line = f"Strategy {strategy.name} changed {changed}: {plan.summary()}, {cost}. The reasons below are for the plan before this change."
+    return replace(ranking, scored=(ScoredPlan(plan, predicted), *ranking.scored)), line
 
 
 def needs_partitioning(plan: Plan) -> bool:
     """Whether the mesh has a pp, ep, cp or tp axis for which the plan names no partitioning."""
-    uncut = plan.mesh.pp > 1 and not any(stage.entry for stage in plan.stages)
-    uncut |= plan.mesh.ep > 1 and not plan.expert
-    uncut |= plan.mesh.cp > 1 and not plan.context.attention_sites and not plan.spatial.grid
-    return uncut or (plan.mesh.degree("tp") > 1 and not plan.tensor.sharded_dims)
+    lacks_stages = plan.mesh.pp > 1 and not any(stage.entry for stage in plan.stages)
+    lacks_experts = plan.mesh.ep > 1 and not plan.expert
+    lacks_cp = plan.mesh.cp > 1 and not plan.context.attention_sites and not plan.spatial.grid
+    return lacks_stages or lacks_experts or lacks_cp or (plan.mesh.degree("tp") > 1 and not plan.tensor.sharded_dims)
 
 
 def fill_partitioning(plan: Plan, dataflow: Dataflow | None, profile: ModelProfile) -> Plan:
@@ -68,8 +68,8 @@ def fill_partitioning(plan: Plan, dataflow: Dataflow | None, profile: ModelProfi
     if plan.mesh.ep > 1 and not plan.expert:
         plan = replace(plan, expert=choose_expert_parallel(dataflow, plan.mesh.ep))
     if plan.mesh.cp > 1 and not plan.context.attention_sites and not plan.spatial.grid:
-        (tensor, across), context, spatial = choose_cp_policies(plan.mesh, dataflow, (plan.tensor, plan.tensor_y), plan.memory.precision)
-        plan = replace(plan, tensor=tensor, tensor_y=across, context=context, spatial=spatial)
+        (tensor, tensor_y), context, spatial = choose_cp_policies(plan.mesh, dataflow, (plan.tensor, plan.tensor_y), plan.memory.precision)
+        plan = replace(plan, tensor=tensor, tensor_y=tensor_y, context=context, spatial=spatial)
     if pp > 1 and not any(stage.entry for stage in plan.stages):
         count = pp * schedule_traits(plan.schedule).stages_per_rank
         plan = replace(plan, stages=cut_stages(dataflow, profile, count, plan.tensor, plan.tensor_y, plan.mesh.cp))

@@ -34,11 +34,3 @@ def register(timeout_s: float = 600.0) -> None:
     if not dist.is_mpi_available():
         module.ProcessGroupMPI = _ProcessGroupFactory
         module._MPI_AVAILABLE = True
-
-
-def is_registered() -> bool:
-    """Whether this module provides backend `mpi` in this process."""
-    return getattr(distributed_c10d, "ProcessGroupMPI", None) is _ProcessGroupFactory
-
-
-__all__ = ["is_registered", "register"]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from meshwright.comm.mpi import mpi_library
 
@@ -84,8 +85,8 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]  # torch's stubs know only 
     def getGroupDesc(self) -> str:
         return self._group_desc
 
-    def setGroupDesc(self, note: str) -> None:
-        self._group_desc = note
+    def setGroupDesc(self, desc: str) -> None:
+        self._group_desc = desc
 
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
     group_name, group_desc = property(getGroupName), property(getGroupDesc)
@@ -116,40 +117,38 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]  # torch's stubs know only 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work | None:
         opts = opts or _c10d.AllreduceOptions()
         (tensor,) = tensors
-        reduce = find_reduction(opts.reduceOp, tensor.dtype, self._group_size)
-        return self._submit("all_reduce", tensors, tensor, opts.asyncOp, self._collectives.all_reduce, tensor, reduce)
+        reduction = find_reduction(opts.reduceOp, tensor.dtype, self._group_size)
+        return self._submit("all_reduce", tensors, tensor, opts.asyncOp, self._collectives.all_reduce, tensor, reduction)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work | None:
         opts = opts or _c10d.AllreduceCoalescedOptions()
         reductions = [find_reduction(opts.reduceOp, t.dtype, self._group_size) for t in tensors]
-
-        def run() -> None:
-            for tensor, reduce in zip(tensors, reductions, strict=True):
-                self._collectives.all_reduce(tensor, reduce)
-
-        return self._submit("all_reduce", tensors, tensors[0], opts.asyncOp, run)
+        return self._submit("all_reduce", tensors, tensors[0], opts.asyncOp, _for_each, self._collectives.all_reduce, tensors, reductions)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work | None:
         opts = opts or _c10d.ReduceOptions()
         (tensor,) = tensors
-        reduce = find_reduction(opts.reduceOp, tensor.dtype, self._group_size)
-        return self._submit("reduce", tensors, tensor, opts.asyncOp, self._collectives.reduce, tensor, reduce, opts.rootRank)
+        reduction = find_reduction(opts.reduceOp, tensor.dtype, self._group_size)
+        return self._submit("reduce", tensors, tensor, opts.asyncOp, self._collectives.reduce, tensor, reduction, opts.rootRank)
 
     def reduce_scatter(self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None) -> dist.Work | None:
         opts = opts or _c10d.ReduceScatterOptions()
         (output,), (inputs,) = output_tensors, input_tensors
-        reduce = find_reduction(opts.reduceOp, output.dtype, self._group_size)
+        reduction = find_reduction(opts.reduceOp, output.dtype, self._group_size)
         sizes = [t.numel() for t in inputs]
         if output.numel() != sizes[self._group_rank]:
-            raise buffers.shape_error("reduce_scatter", output.shape, f"what the list says, {sizes[self._group_rank]}")
-        run = lambda: self._collectives.reduce_scatter(output, buffers.synchronized(torch.cat([t.reshape(-1) for t in inputs])), reduce, sizes)  # noqa: E731
+            raise buffers.shape_error("reduce_scatter", output.shape, f"{sizes[self._group_rank]} elements, as its entry in the input list")
+
+        def run() -> None:
+            self._collectives.reduce_scatter(output, buffers.synchronized(torch.cat([t.reshape(-1) for t in inputs])), reduction, sizes)
+
         return self._submit("reduce_scatter", output_tensors, output, opts.asyncOp, run)
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work | None:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work | None:
         opts = opts or _c10d.ReduceScatterOptions()
-        reduce = find_reduction(opts.reduceOp, output.dtype, self._group_size)
+        reduction = find_reduction(opts.reduceOp, output.dtype, self._group_size)
         self._check_shapes("reduce_scatter", input, output)
-        return self._submit("reduce_scatter", (output,), output, opts.asyncOp, self._collectives.reduce_scatter, output, input, reduce)
+        return self._submit("reduce_scatter", (output,), output, opts.asyncOp, self._collectives.reduce_scatter, output, input, reduction)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -158,16 +157,12 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]  # torch's stubs know only 
         reductions = [find_reduction(opts.reduceOp, t.dtype, self._group_size) for t in outputs]
         for output, whole in zip(outputs, inputs, strict=True):
             self._check_shapes("reduce_scatter", whole, output)
-
-        def run() -> None:
-            for output, whole, reduce in zip(outputs, inputs, reductions, strict=True):
-                self._collectives.reduce_scatter(output, whole, reduce)
-
-        return self._submit("reduce_scatter", outputs, outputs[0], opts.asyncOp, run)
+        reduce_scatter = self._collectives.reduce_scatter
+        return self._submit("reduce_scatter", outputs, outputs[0], opts.asyncOp, _for_each, reduce_scatter, outputs, inputs, reductions)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    # -- movements --
+    # -- data movement --
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work | None:
         opts = opts or _c10d.BroadcastOptions()
@@ -180,15 +175,11 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]  # torch's stubs know only 
 
     def allgather_coalesced(self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None) -> dist.Work | None:
         """All-gather several tensors: `output_lists[i]` receives the i-th input of all ranks."""
+        async_op, outputs = opts is None or opts.asyncOp, [t for outputs in output_lists for t in outputs]
+        all_gather = self._collectives.all_gather_list
+        return self._submit("all_gather", outputs, input_list[0], async_op, _for_each, all_gather, output_lists, input_list)
 
-        def run() -> None:
-            for outputs, tensor in zip(output_lists, input_list, strict=True):
-                self._collectives.all_gather_list(outputs, tensor)
-
-        every = [t for outputs in output_lists for t in outputs]
-        return self._submit("all_gather", every, input_list[0], opts is None or opts.asyncOp, run)
-
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work | None:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work | None:
         self._check_shapes("all_gather", output, input)
         return self._submit("all_gather", (output,), output, opts is None or opts.asyncOp, self._collectives.all_gather, output, input)
 
@@ -197,12 +188,8 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]  # torch's stubs know only 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work | None:
         for output, part in zip(outputs, inputs, strict=True):
             self._check_shapes("all_gather", output, part)
-
-        def run() -> None:
-            for output, part in zip(outputs, inputs, strict=True):
-                self._collectives.all_gather(output, part)
-
-        return self._submit("all_gather", outputs, outputs[0], opts is None or opts.asyncOp, run)
+        async_op = opts is None or opts.asyncOp
+        return self._submit("all_gather", outputs, outputs[0], async_op, _for_each, self._collectives.all_gather, outputs, inputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -219,12 +206,12 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]  # torch's stubs know only 
         return self._submit("scatter", output_tensors, tensor, opts.asyncOp, self._collectives.scatter, tensor, inputs, opts.rootRank)
 
     def all_to_all_single(
-        self, output: torch.Tensor, input: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
+        self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any = None
     ) -> dist.Work | None:  # fmt: skip
         receives = buffers.rows_per_rank(output.shape, output.itemsize, tuple(output_splits), self._group_size, buffers.max_count)
         sends = buffers.rows_per_rank(input.shape, input.itemsize, tuple(input_splits), self._group_size, buffers.max_count)
-        later = opts is None or opts.asyncOp
-        return self._submit("all_to_all", (output,), output, later, self._collectives.all_to_all, output, input, receives, sends)
+        async_op = opts is None or opts.asyncOp
+        return self._submit("all_to_all", (output,), output, async_op, self._collectives.all_to_all, output, input, receives, sends)
 
     alltoall_base = all_to_all_single
 
@@ -241,18 +228,18 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]  # torch's stubs know only 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
         (tensor,) = tensors
         buffer = buffers.send_buffer(buffers.synchronized(tensor))
-        return self._message(self._comm.Isend(buffers.as_bytes(buffer), dst, tag), buffer, buffer, self._group_rank)
+        request, label = self._comm.Isend(buffers.as_bytes(buffer), dst, tag), f"the send to rank {self._world_ranks[dst]} with tag {tag}"
+        return self._coalesce(MessageWork(request, buffer, buffer, self._group_rank, label))
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
         (tensor,) = tensors
         buffer = buffers.receive_buffer(buffers.synchronized(tensor))
-        return self._message(self._comm.Irecv(buffers.as_bytes(buffer), src, tag), tensor, buffer, src)
+        sender = "any rank" if src == MPI.ANY_SOURCE else f"rank {self._world_ranks[src]}"
+        request = self._comm.Irecv(buffers.as_bytes(buffer), src, tag)
+        return self._coalesce(MessageWork(request, tensor, buffer, src, f"the receive from {sender} with tag {tag}"))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         return self.recv(tensors, MPI.ANY_SOURCE, tag)
-
-    def _message(self, request: Any, tensor: torch.Tensor, buffer: torch.Tensor, source: int) -> dist.Work:
-        return self._coalesce(MessageWork(request, tensor, buffer, source))
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
@@ -263,10 +250,8 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]  # torch's stubs know only 
 
     # -- submission and checks --
 
-    def _submit(
-        self, name: str, outputs: Tensors, tensor: torch.Tensor | None, async_op: bool, call: Callable[..., object], *args: Any
-    ) -> dist.Work | None:  # fmt: skip
-        work = self._queue.submit(name, outputs, tensor, async_op, partial(call, *args))
+    def _submit(self, name: str, outputs: Tensors, tensor: Tensor | None, async_op: bool, fn: Callable[..., object], *args: Any) -> dist.Work | None:
+        work = self._queue.submit(name, outputs, tensor, async_op, partial(fn, *args))
         return self._coalesce(work) if work is not None else None
 
     def _coalesce(self, work: dist.Work) -> dist.Work:
@@ -274,14 +259,19 @@ class MpiGroup(_ProcessGroup):  # type: ignore[misc]  # torch's stubs know only 
             self._coalesced.append(work)
         return work
 
-    def _check_shapes(self, operation: str, whole: torch.Tensor, part: torch.Tensor) -> None:
+    def _check_shapes(self, operation: str, whole: Tensor, part: Tensor) -> None:
         if whole.dtype != part.dtype:
-            raise ValueError(f"{operation}: tensors of {whole.dtype} and {part.dtype}: make them alike")
+            raise ValueError(f"{operation}: the tensors have dtypes {whole.dtype} and {part.dtype}: convert one of them")
         if whole.numel() != self._group_size * part.numel():
-            raise buffers.shape_error(operation, whole.shape, f"{self._group_size} times {part.numel()}")
+            raise buffers.shape_error(operation, whole.shape, f"{self._group_size} × {part.numel()} elements")
+
+
+def _for_each(fn: Callable[..., object], *lists: Sequence[Any]) -> None:
+    for args in zip(*lists, strict=True):
+        fn(*args)
 
 
 def _format_ranks(ranks: tuple[int, ...]) -> str:
     """'0–3' for three or more consecutive ranks; otherwise a list of numbers."""
-    whole = ranks == tuple(range(ranks[0], ranks[0] + len(ranks))) and len(ranks) > 2
-    return f"{ranks[0]}–{ranks[-1]}" if whole else ", ".join(map(str, ranks))
+    consecutive = len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[0] + len(ranks)))
+    return f"{ranks[0]}–{ranks[-1]}" if consecutive else ", ".join(map(str, ranks))

@@ -49,7 +49,7 @@ def load() -> ModuleType:
     if not MPI.Is_initialized():
         _initialise(MPI, os.environ)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise RequestError(f"{short_version(MPI)} was started without threads: build it with MPI_THREAD_MULTIPLE, or {INSTALL_HINT}")
+        raise RequestError(f"{short_version(MPI)} does not allow calls from several threads: use an MPI with MPI_THREAD_MULTIPLE, or {INSTALL_HINT}")
     check_world(MPI.COMM_WORLD.Get_size(), short_version(MPI), os.environ)
     _check_versions(MPI)
     return MPI
@@ -71,7 +71,7 @@ def short_version(MPI: Any) -> str:
 
 def check_launcher(library: str, environ: Mapping[str, str]) -> None:
     """Raise RequestError if Open MPI's mpirun started this rank with an MPICH-like library: that would end the process in MPI_Init."""
-    if "OMPI_COMM_WORLD_SIZE" in environ and any(make in library for make in ("MPICH", "Intel", "MVAPICH")):
+    if "OMPI_COMM_WORLD_SIZE" in environ and any(vendor in library for vendor in ("MPICH", "Intel", "MVAPICH")):
         raise RequestError(
             f"Open MPI's mpirun has started this rank, but mpi4py loaded {library}: "
             "start with the mpirun of that library, or put Open MPI's library first in LD_LIBRARY_PATH"
@@ -81,10 +81,10 @@ def check_launcher(library: str, environ: Mapping[str, str]) -> None:
 def check_world(world_size: int, library: str, environ: Mapping[str, str]) -> None:
     """Raise RequestError if the world size is not the launcher's: ranks started by one MPI that load another each see a world of one."""
     for name in _WORLD_SIZE_VARS:
-        started = environ.get(name, "")
-        if started.isdigit() and int(started) != world_size:
+        count = environ.get(name, "")
+        if count.isdigit() and int(count) != world_size:
             raise RequestError(
-                f"{started} ranks were started ({name}), but {library}, which mpi4py loaded, sees {world_size}: "
+                f"{count} ranks were started ({name}), but {library}, which mpi4py loaded, sees {world_size}: "
                 "start with the mpirun of that library, or pip install the mpi4py that belongs to this mpirun"
             )
 
@@ -100,29 +100,29 @@ def _initialise(MPI: Any, environ: Mapping[str, str]) -> None:
     if job and rank >= 0:
         folder = Path(tempfile.gettempdir()) / f"meshwright-{os.getuid()}-{''.join(c if c.isalnum() else '-' for c in job)}"
         folder.mkdir(exist_ok=True)
-        mark = folder / str(rank)
-        mark.touch()
+        marker = folder / str(rank)
+        marker.touch()
         threading.Thread(target=_report_missing_ranks, args=(done, folder, rank, world), daemon=True).start()
     provided = ctypes.c_int()
     code = ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(provided))
     done.set()
     if job and rank >= 0:
-        mark.unlink(missing_ok=True)
+        marker.unlink(missing_ok=True)
         with suppress(OSError):  # other ranks' files are still in it, or another rank has removed it
             folder.rmdir()
     _finalize_at_exit(MPI)
     if code:
-        raise RequestError(f"MPI_Init failed with code {code} in {short_version(MPI)}: run mpirun with a small program first")
+        raise RequestError(f"MPI_Init failed with code {code} in {short_version(MPI)}: check that mpirun can start a small MPI program")
 
 
 def _finalize_at_exit(MPI: Any) -> None:
     """Finalise MPI at exit. A rank that ends by an error exits without it: MPI_Finalize would wait for the other ranks, which mpirun then ends."""
     failed = threading.Event()
-    show = sys.excepthook
+    default_hook = sys.excepthook
 
     def on_error(*error: Any) -> None:
         failed.set()
-        show(*error)
+        default_hook(*error)
 
     def finalize() -> None:
         if failed.is_set():
@@ -139,11 +139,11 @@ def _finalize_at_exit(MPI: Any) -> None:
 def _report_missing_ranks(done: threading.Event, folder: Path, rank: int, world: int) -> None:
     if done.wait(timeout_s):
         return
-    came = {int(path.name) for path in folder.iterdir()}
-    missing = sorted(set(range(world)) - came)
-    if rank == min(came):
-        who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}" if missing else "a rank of another machine"
-        print(f"meshwright: {who} of {world} did not arrive at MPI's start within {timeout_s:.0f} s", file=sys.stderr, flush=True)
+    started = {int(path.name) for path in folder.iterdir()}
+    missing = sorted(set(range(world)) - started)
+    if rank == min(started):
+        who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}" if missing else "a rank on another machine"
+        print(f"meshwright: {who} of {world} did not call MPI_Init within {timeout_s:.0f} s", file=sys.stderr, flush=True)
     os._exit(1)
 
 
@@ -156,10 +156,10 @@ def _check_versions(MPI: Any) -> None:
 
 
 def compare_versions(versions: list[dict[str, str]]) -> None:
-    for what, first in versions[0].items():
+    for package, version in versions[0].items():
         for rank, other in enumerate(versions):
-            if other[what] != first:
-                raise RequestError(f"rank 0 has {what} {first}, rank {rank} has {what} {other[what]}: use one environment on every rank")
+            if other[package] != version:
+                raise RequestError(f"rank 0 has {package} {version}, rank {rank} has {package} {other[package]}: use one environment on every rank")
 
 
 @cache

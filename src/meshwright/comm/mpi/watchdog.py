@@ -53,39 +53,32 @@ class Watchdog:
             with self._lock:
                 self._watched = [w for w in self._watched if w.queue() is not None]
                 watched = list(self._watched)
-            for one in watched:
-                queue, now = one.queue(), time.monotonic()
+            for entry in watched:
+                queue, now = entry.queue(), time.monotonic()
                 if queue is None:
                     continue
                 number, operation = queue.sequence_number, queue.current
-                if number != one.sequence_number or not operation:
-                    one.sequence_number, one.unchanged_since = number, now
-                elif now - one.unchanged_since > mpi_library.timeout_s:
-                    self._abort_job(one, operation, number)
+                if number != entry.sequence_number or not operation:
+                    entry.sequence_number, entry.unchanged_since = number, now
+                elif now - entry.unchanged_since > mpi_library.timeout_s:
+                    self._abort_job(entry, operation, number)
 
     def _abort_job(self, watched: _WatchedQueue, operation: str, sequence_number: int) -> None:
         """Tell the other ranks of the group that this rank waits; ranks that do not send the same message are missing. Print them, then exit."""
         me = self._control.Get_rank()
         message = (watched.name, sequence_number)
-        requests = [self._control.isend(message, dest=r, tag=_WAITING_TAG) for r in watched.ranks if r != me]
+        peers = [r for r in watched.ranks if r != me]
+        requests = [self._control.isend(message, dest=r, tag=_WAITING_TAG) for r in peers]
         waiting = {me}
         deadline = time.monotonic() + _GRACE_S
         while time.monotonic() < deadline:
-            for rank in watched.ranks:
-                if (
-                    rank != me
-                    and self._control.iprobe(source=rank, tag=_WAITING_TAG)
-                    and self._control.recv(source=rank, tag=_WAITING_TAG) == message
-                ):
-                    waiting.add(rank)
+            arrived = [r for r in peers if self._control.iprobe(source=r, tag=_WAITING_TAG)]
+            waiting |= {r for r in arrived if self._control.recv(source=r, tag=_WAITING_TAG) == message}
             time.sleep(0.01)
         missing = [r for r in watched.ranks if r not in waiting]
         if me == min(waiting):
-            print(
-                f"meshwright: {_missing_line(missing, len(waiting), f'{operation} number {sequence_number} of {watched.name}')}",
-                file=sys.stderr,
-                flush=True,
-            )
+            line = _missing_line(missing, len(waiting), f"{operation} number {sequence_number} of {watched.name}")
+            print(f"meshwright: {line}", file=sys.stderr, flush=True)
         del requests
         time.sleep(0.5)  # lets the line reach the terminal before mpirun kills all ranks
         os._exit(1)
