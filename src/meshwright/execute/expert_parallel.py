@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from meshwright.core.comm import Comm
@@ -37,12 +37,12 @@ class ExpertParallelShards:
     policy: ExpertPolicy
     rows_per_rank: dict[str, tuple[int, ...]]
 
-    def shard(self, name: str, full: torch.Tensor) -> torch.Tensor:
+    def shard(self, name: str, full: Tensor) -> Tensor:
         """This rank's rows of a full tensor: some, all, or none."""
         mine = self.rows_per_rank[name]
         return full.narrow(0, sum(mine[: self.comm.rank]), mine[self.comm.rank]).clone()
 
-    def unshard(self, name: str, shard: torch.Tensor) -> torch.Tensor:
+    def unshard(self, name: str, shard: Tensor) -> Tensor:
         """The full tensor of a parameter that several ranks share; collective over them. A table is on one rank, which has all of it."""
         shares = self.rows_per_rank.get(name, ())
         return torch.cat(all_gather_uneven(shard, self.comm, 0, list(shares))) if sum(map(bool, shares)) > 1 else shard
@@ -54,7 +54,7 @@ class ExpertParallelShards:
 
 
 def shard_experts(
-    model: nn.Module, optimizer: torch.optim.Optimizer, policy: ExpertPolicy, comm: Comm, recompute_cache: RecomputeCache, compiled: bool = False
+    model: nn.Module, optimizer: torch.optim.Optimizer, policy: ExpertPolicy, comm: Comm, cache: RecomputeCache, compiled: bool = False
 ) -> ExpertParallelShards:  # fmt: skip
     """Keep this rank's share of experts and tables, in place; `optimizer` steps that share only. Collective: every rank calls it with the same
     policy. A pipeline rank has the MoE layers of its own stages.
@@ -71,58 +71,48 @@ def shard_experts(
     shard_tensors(model, optimizer, parts.rows_per_rank, parts.shard)
     for mixture, trial in zip(mixtures, trials, strict=True):
         module = modules[mixture.module]
-        module.forward = apart(_ExpertParallelForward(module, mixture, comm, recompute_cache, trial.find_expert_count_attrs()))
+        module.forward = apart(_ExpertParallelForward(module, mixture, comm, cache, trial.find_expert_count_attrs()))
     if policy.tables:
         container = modules[policy.lookup_module]
-        container.forward = apart(TableParallelForward(container, modules, policy, comm, recompute_cache))
+        container.forward = apart(TableParallelForward(container, modules, policy, comm, cache))
     return parts
 
 
 class _ExpertParallelForward:
     """An MoE layer's forward on one rank (see [Note: expert-parallel forward])."""
 
-    def __init__(
-        self, module: nn.Module, moe_layer: MoELayer, comm: Comm, recompute_cache: RecomputeCache, expert_count_attrs: tuple[str, ...]
-    ) -> None:
-        self.module, self.moe_layer, self.comm, self.recompute_cache, self.expert_count_attrs = (
-            module,
-            moe_layer,
-            comm,
-            recompute_cache,
-            expert_count_attrs,
-        )
+    def __init__(self, module: nn.Module, moe_layer: MoELayer, comm: Comm, cache: RecomputeCache, expert_count_attrs: tuple[str, ...]) -> None:
+        self.module, self.moe_layer, self.comm, self.cache, self.expert_count_attrs = (module, moe_layer, comm, cache, expert_count_attrs)
         self.original_forward = module.forward
         self.num_local_experts = moe_layer.experts_per_rank[comm.rank]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         mixture, comm, name = self.moe_layer, self.comm, self.moe_layer.module
         given = _MoEArguments(mixture, args, kwargs)
         tokens, choices = given.tokens, given.expert_ids
         flat = choices.reshape(-1)
         counts = torch.bincount(flat, minlength=mixture.num_experts)[: mixture.num_experts]  # an id past the last expert means no expert
-        told = all_to_all_no_grad(
-            counts, comm, f"counts/{name}", [self.num_local_experts] * comm.size, mixture.experts_per_rank, self.recompute_cache
-        )
+        told = all_to_all_no_grad(counts, comm, f"counts/{name}", [self.num_local_experts] * comm.size, mixture.experts_per_rank, self.cache)
         arrivals = told.view(comm.size, self.num_local_experts)
         sends = [int(part.sum()) for part in counts.cpu().split(mixture.experts_per_rank)]
         receives = arrivals.sum(1).tolist()
         order = flat.argsort(stable=True)[: sum(sends)]
         home = order // choices.shape[1]
-        rows = all_to_all(tokens[home], comm, f"tokens/{name}", receives, sends, self.recompute_cache)
+        rows = all_to_all(tokens[home], comm, f"tokens/{name}", receives, sends, self.cache)
         experts = torch.arange(self.num_local_experts, device=flat.device, dtype=flat.dtype).repeat(comm.size).repeat_interleave(arrivals.reshape(-1))
-        results = all_to_all(self._run_local_experts(given, rows, experts), comm, f"results/{name}", sends, receives, self.recompute_cache)
+        results = all_to_all(self._run_local_experts(given, rows, experts), comm, f"results/{name}", sends, receives, self.cache)
         if given.routing_weights is not None:
             results = results * given.routing_weights.reshape(-1)[order].unsqueeze(1)
         return torch.zeros_like(tokens).index_add(0, home, results.to(tokens.dtype))
 
-    def _run_local_experts(self, arguments: _MoEArguments, tokens: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    def _run_local_experts(self, arguments: _MoEArguments, tokens: Tensor, experts: Tensor) -> Tensor:
         """Run the module's own code on the received tokens. Without any, its parameters get a zero gradient, because every parameter must get
         one."""
         if not tokens.shape[0]:
-            return _ZeroExpertGrad.apply(tokens, *(p for p in self.module.parameters() if p.requires_grad))  # type: ignore[no-any-return]
+            return _ZeroExpertGrad.apply(tokens, *(p for p in self.module.parameters() if p.requires_grad))
         args, kwargs = arguments.with_tokens(tokens, experts)
         with _override_expert_count(self.module, self.expert_count_attrs, self.num_local_experts):
-            out: torch.Tensor = self.original_forward(*args, **kwargs)
+            out: Tensor = self.original_forward(*args, **kwargs)
         return out.to(tokens.dtype)
 
 
@@ -138,7 +128,7 @@ class _MoEArguments:
         found: list[Any] = [None if at is None else self.leaves[at] for at in self.leaf_indices]
         self.tokens, self.expert_ids, self.routing_weights = found
 
-    def with_tokens(self, tokens: torch.Tensor, experts: torch.Tensor) -> Any:
+    def with_tokens(self, tokens: Tensor, experts: Tensor) -> Any:
         """The same call on other tokens, each with one expert of weight 1."""
         leaves = list(self.leaves)
         ones = None if self.routing_weights is None else self.routing_weights.new_ones((tokens.shape[0], 1))
@@ -152,12 +142,12 @@ class _ZeroExpertGrad(torch.autograd.Function):
     """Gives zero gradients to experts that no token chose: buckets are reduced in order, and other ranks' are already in flight."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, tokens: Tensor, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(*parameters)
         return tokens.view_as(tokens)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         return grad, *(torch.zeros_like(p) for p in ctx.saved_tensors)
 
 
@@ -198,21 +188,21 @@ class _MoEProbe:
         raise RequestError(f"ep: the code of {self.moe_layer.module} does not run on a part of its experts: use dp instead")
 
     @torch.no_grad()
-    def _run(self, tokens: torch.Tensor, expert_ids: torch.Tensor, weight: float) -> torch.Tensor:
+    def _run(self, tokens: Tensor, expert_ids: Tensor, weight: float) -> Tensor:
         given = {self.moe_layer.tokens_input: tokens, self.moe_layer.expert_ids_input: expert_ids}
         if self.moe_layer.routing_weights_input is not None:
             given[self.moe_layer.routing_weights_input] = torch.full(expert_ids.shape, weight, dtype=tokens.dtype, device=tokens.device)
         training = {m: m.training for m in self.module.modules()}
         self.module.eval()
         try:
-            out: torch.Tensor = self.module(*(given[at] for at in sorted(given)))
+            out: Tensor = self.module(*(given[at] for at in sorted(given)))
             return out
         finally:
             for module, was in training.items():
                 module.training = was
 
 
-def _allclose(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _allclose(a: Tensor, b: Tensor) -> bool:
     """Whether `a` and `b` are equal up to rounding; other experts' results would differ by their own size."""
     near = 0.05 if a.element_size() < 4 else 1e-3
     return a.shape == b.shape and bool((a - b).abs().nan_to_num().max() <= near * b.abs().nan_to_num().max())

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from meshwright.core.comm import Comm
 from meshwright.execute.apply import AppliedPlan
@@ -16,7 +17,7 @@ from meshwright.execute.process_groups import process_group
 from meshwright.execute.shard_layout import ShardLayout
 
 
-def full_state(applied: AppliedPlan) -> Iterator[tuple[str, torch.Tensor]]:
+def full_state(applied: AppliedPlan) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter, then every tensor of optimizer state, unsharded, on the CPU, in the model's order. Collective."""
     mine = _stage_state(applied)
     if applied.pipeline is None and applied.expert_parallel is None:
@@ -42,7 +43,7 @@ def _group_and_holder(applied: AppliedPlan, name: str) -> tuple[Comm, int | None
     return applied.groups.ep, applied.expert_parallel.holder_rank(name) if applied.expert_parallel is not None else None
 
 
-def _stage_state(applied: AppliedPlan) -> Iterator[tuple[str, torch.Tensor]]:
+def _stage_state(applied: AppliedPlan) -> Iterator[tuple[str, Tensor]]:
     """The state that this rank's pipeline stages hold: all of it without a pipeline."""
     names = {id(p): name for name, p in applied.model.named_parameters()}
     for name, value in _parameter_values(applied):
@@ -56,13 +57,13 @@ def _stage_state(applied: AppliedPlan) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{names[id(param)]}/{key}", _unshard(names[id(param)], _as_tensor(value).detach().cpu(), applied)
 
 
-def _parameter_values(applied: AppliedPlan) -> Iterator[tuple[str, torch.Tensor]]:
+def _parameter_values(applied: AppliedPlan) -> Iterator[tuple[str, Tensor]]:
     if applied.gradient_sync is not None:
         return applied.gradient_sync.full_parameters(applied.model)
     return ((name, param.detach().cpu()) for name, param in applied.model.named_parameters())
 
 
-def _unshard(name: str, shard: torch.Tensor, applied: AppliedPlan) -> torch.Tensor:
+def _unshard(name: str, shard: Tensor, applied: AppliedPlan) -> Tensor:
     """Gather the full tensor of a tensor- or expert-parallel shard. A tensor without dims (a step count) is the same on every rank."""
     if (applied.tensor_parallel is None and applied.expert_parallel is None) or not shard.dim():
         return shard
@@ -71,9 +72,9 @@ def _unshard(name: str, shard: torch.Tensor, applied: AppliedPlan) -> torch.Tens
     return (applied.expert_parallel.unshard(name, shard) if applied.expert_parallel is not None else shard).cpu()
 
 
-def _sharded_states(applied: AppliedPlan, buckets: Sequence[ShardedBuffer], names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _sharded_states(applied: AppliedPlan, buckets: Sequence[ShardedBuffer], names: dict[int, str]) -> Iterator[tuple[str, Tensor]]:
     """Gather the optimizer state of ZeRO's flat shards and split it by parameter. All ranks have the same keys."""
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, Tensor] = {}
     for bucket in buckets:
         states = [(shard, applied.optimizer_state(shard.param)) for shard in bucket.optimizer_shards]
         for key in sorted({key for _, state in states for key in state}):
@@ -88,7 +89,7 @@ def _sharded_states(applied: AppliedPlan, buckets: Sequence[ShardedBuffer], name
     yield from sorted(found.items(), key=lambda item: (order[item[0].rpartition("/")[0]], item[0]))
 
 
-def _gather_flat(shard_layout: ShardLayout, parts: list[tuple[int, torch.Tensor]], comm: Comm) -> torch.Tensor:
+def _gather_flat(shard_layout: ShardLayout, parts: list[tuple[int, Tensor]], comm: Comm) -> Tensor:
     """All-gather a flat buffer from every rank's shard; `parts` are (offset in this rank's shard, values). Empty if there are no parts."""
     if not parts:
         return torch.empty(0)
@@ -100,7 +101,7 @@ def _gather_flat(shard_layout: ShardLayout, parts: list[tuple[int, torch.Tensor]
     return flat
 
 
-def _as_tensor(value: Any) -> torch.Tensor:
+def _as_tensor(value: Any) -> Tensor:
     return value if torch.is_tensor(value) else torch.tensor(float(value))
 
 

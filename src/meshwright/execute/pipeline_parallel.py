@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import _PipelineSchedule
@@ -65,7 +65,7 @@ class _FakeComm(NullComm):
     def __init__(self, comm: Comm) -> None:
         self.rank, self.size = comm.rank, comm.size
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str, sizes: Sequence[int] | None = None) -> NullWork:
+    def all_gather(self, output: Tensor, tensor: Tensor, name: str, sizes: Sequence[int] | None = None) -> NullWork:
         return NullWork()
 
 
@@ -86,7 +86,7 @@ class PipelineRuntime:
         sendable = backend_traits(dist.get_backend(process_group(groups.pp))).devices
         self._p2p_device = plan.device if plan.device in sendable else "cpu"  # gloo sends host memory only
         self._current = -1  # the running stage; -1: none
-        self._boundary_values: dict[str, torch.Tensor] = {}  # boundary activations by name
+        self._boundary_values: dict[str, Tensor] = {}  # boundary activations by name
         self._shape_cache: dict[Hashable, _StageShapes] = {}  # by sample shapes: a schedule's buffers fit one shape only
         self._shapes = _StageShapes()
         self.tied_groups = [(name, new_subgroup(plan.mesh, "pp", ranks, groups.ledger)) for name, ranks in self.tied_parameters()]
@@ -253,7 +253,7 @@ class PipelineRuntime:
 
     # -- running --
 
-    def run(self, micro_batches: list[Batch], run_stage: Any, loss_fn: Loss, autocast: Any) -> list[torch.Tensor]:
+    def run(self, micro_batches: list[Batch], run_stage: Any, loss_fn: Loss, autocast: Any) -> list[Tensor]:
         """Run forward and backward of all micro-batches; return the losses, on the rank of the last stage. `run_stage(index)` computes a loss."""
         self._shapes = self._shapes_for(micro_batches[0], loss_fn, autocast, training=True)
         self._run_stage = run_stage
@@ -262,7 +262,7 @@ class PipelineRuntime:
         for stage in stages:
             stage.has_backward = True
             stage.clear_runtime_states()
-        losses: list[torch.Tensor] = []
+        losses: list[Tensor] = []
         count = len(micro_batches)
         kwargs = [{"index": torch.tensor(i)} for i in range(count)]  # torch 2.11 expects every argument to be a tensor
         try:
@@ -279,7 +279,7 @@ class PipelineRuntime:
         self._shapes = self._shapes_for(batch, loss_fn, autocast, training=False)
         self._run_stage = run_stage
         out: Any = None
-        passed: tuple[torch.Tensor, ...] = ()
+        passed: tuple[Tensor, ...] = ()
         for index, stage in enumerate(self.plan.stages):
             if index not in self.local_stages:
                 continue
@@ -296,7 +296,7 @@ class PipelineRuntime:
                         dist.send(tensor.contiguous(), group=process_group(self.groups.pp), group_dst=self.plan.stage_rank(index + 1))
         return out if len(self.plan.stages) - 1 in self.local_stages else None
 
-    def forward(self, stage: int, received: tuple[torch.Tensor, ...], index: int) -> Any:
+    def forward(self, stage: int, received: tuple[Tensor, ...], index: int) -> Any:
         """Run one micro-batch through one stage; return the loss from the last stage, boundary activations from the others."""
         self._boundary_values = {c.name: t.to(self.plan.device) for c, t in zip(self.plan.stages[stage].boundary_activations, received, strict=True)}
         self._current = stage
@@ -311,7 +311,7 @@ class PipelineRuntime:
             self._current = -1
             self._boundary_values = {}
 
-    def _to_send_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _to_send_buffer(self, tensor: Tensor) -> Tensor:
         """The tensor, contiguous and on the P2P device. To split backward, torch detaches a stage's outputs in place, which a view does not
         allow."""
         inner = self.plan.splits_backward and tensor._is_view()
@@ -332,7 +332,7 @@ class _StageModule(nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return self._runtime[0].stage_parameters(self._index)
 
-    def forward(self, *received: torch.Tensor, index: torch.Tensor) -> Any:
+    def forward(self, *received: Tensor, index: Tensor) -> Any:
         return self._runtime[0].forward(self._index, received, int(index))
 
 
@@ -345,8 +345,8 @@ class _RecordedStage(pipelining.PipelineStage):
         index: int,
         count: int,
         device: torch.device,
-        input_specs: tuple[torch.Tensor, ...],
-        output_specs: tuple[torch.Tensor, ...],
+        input_specs: tuple[Tensor, ...],
+        output_specs: tuple[Tensor, ...],
         group: Any,
         ledger: Ledger,
     ) -> None:
@@ -385,7 +385,7 @@ def _only_with_grad(ops: Any, needs_grad: list[bool]) -> Any:
     return [op for op, wanted in zip(ops, needs_grad, strict=True) if wanted] if len(ops) == len(needs_grad) else ops
 
 
-def _tensor_leaves(tree: Any) -> list[torch.Tensor]:
+def _tensor_leaves(tree: Any) -> list[Tensor]:
     return [t for t in pytree.tree_leaves(tree) if torch.is_tensor(t)]
 
 
@@ -407,15 +407,15 @@ class _StageShapes:
     schedule: _PipelineSchedule | None = None  # for training
 
 
-def _meta_of(tensor: torch.Tensor) -> _TensorMeta:
+def _meta_of(tensor: Tensor) -> _TensorMeta:
     return _TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
-def _meta_tensor(meta: _TensorMeta) -> torch.Tensor:
+def _meta_tensor(meta: _TensorMeta) -> Tensor:
     return torch.empty(meta.shape, dtype=meta.dtype, device="meta").requires_grad_(meta.requires_grad)
 
 
-def _zeros_factory(tensor: torch.Tensor, device: str) -> Any:
+def _zeros_factory(tensor: Tensor, device: str) -> Any:
     shape, dtype = tuple(tensor.shape), tensor.dtype
     return lambda: torch.zeros(shape, dtype=dtype, device=device)
 

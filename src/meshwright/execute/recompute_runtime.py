@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.core.errors import RunError
@@ -28,14 +28,14 @@ class RecomputeCache:
     """Results of collectives in the running unit, if it recomputes selectively; empty otherwise."""
 
     def __init__(self) -> None:
-        self._results: deque[tuple[torch.Tensor, int]] | None = None
+        self._results: deque[tuple[Tensor, int]] | None = None
         self._replaying = False
 
     @property
     def is_active(self) -> bool:
         return self._results is not None
 
-    def run_or_replay(self, collective: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def run_or_replay(self, collective: Callable[[], Tensor]) -> Tensor:
         """Run a collective and save its result, or return the saved result when the unit is recomputed."""
         if self._results is None:
             return collective()
@@ -49,7 +49,7 @@ class RecomputeCache:
         return kept
 
     @contextmanager
-    def activate(self, results: deque[tuple[torch.Tensor, int]], replaying: bool) -> Iterator[None]:
+    def activate(self, results: deque[tuple[Tensor, int]], replaying: bool) -> Iterator[None]:
         before = self._results, self._replaying
         self._results, self._replaying = results, replaying
         try:
@@ -106,33 +106,33 @@ _COMPILED_CHECKPOINT_ARGS: dict[str, Any] = {
 }
 
 
-def _checkpoint_contexts(mode: RecomputeMode, random_keys: RandomKeys, recompute_cache: RecomputeCache) -> tuple[Any, Any]:
+def _checkpoint_contexts(mode: RecomputeMode, random_keys: RandomKeys, cache: RecomputeCache) -> tuple[Any, Any]:
     """(context of the forward, context of the recompute). The recompute uses the forward's random key: in a pipeline other samples came between."""
     keyed = partial(random_keys.using, random_keys.current)
     if mode == "full":
         return nullcontext(), _ContextStack(keyed)
     keep, replay = create_selective_checkpoint_contexts(_selective_policy)
-    kept: deque[tuple[torch.Tensor, int]] = deque()
-    first = _ContextStack(_autocast_cache_disabled, lambda: recompute_cache.activate(kept, replaying=False), lambda: keep)
-    return first, _ContextStack(keyed, _autocast_cache_disabled, lambda: recompute_cache.activate(kept, replaying=True), lambda: replay)
+    kept: deque[tuple[Tensor, int]] = deque()
+    first = _ContextStack(_autocast_cache_disabled, lambda: cache.activate(kept, replaying=False), lambda: keep)
+    return first, _ContextStack(keyed, _autocast_cache_disabled, lambda: cache.activate(kept, replaying=True), lambda: replay)
 
 
 def recompute_units(
-    model: nn.Module, modes: Mapping[str, RecomputeMode], random_keys: RandomKeys, recompute_cache: RecomputeCache, *, compiler_disabled: bool = False
+    model: nn.Module, modes: Mapping[str, RecomputeMode], random_keys: RandomKeys, cache: RecomputeCache, *, compiler_disabled: bool = False
 ) -> None:
     """Wrap each unit in place. `compiler_disabled`: compiled graphs break inside of units, so they cannot contain the checkpoint either."""
     for name, mode in modes.items():
         unit = model.get_submodule(name)
-        outer = _checkpointed(unit.forward, mode, random_keys, recompute_cache)
+        outer = _checkpointed(unit.forward, mode, random_keys, cache)
         unit.forward = torch.compiler.disable(outer, recursive=False) if compiler_disabled else outer
 
 
-def _checkpointed(forward: Callable[..., Any], mode: RecomputeMode, random_keys: RandomKeys, recompute_cache: RecomputeCache) -> Callable[..., Any]:
+def _checkpointed(forward: Callable[..., Any], mode: RecomputeMode, random_keys: RandomKeys, cache: RecomputeCache) -> Callable[..., Any]:
     def outer(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # a graph takes its key as a tensor, and the compiler supports only torch's own contexts
             return checkpoint(forward, *args, use_reentrant=False, **_COMPILED_CHECKPOINT_ARGS[mode], **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_checkpoint_contexts, mode, random_keys, recompute_cache), **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_checkpoint_contexts, mode, random_keys, cache), **kwargs)
 
     return outer

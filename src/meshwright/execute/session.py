@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from meshwright.core.errors import RequestError, RunError
@@ -22,8 +22,8 @@ _MicroBatch = tuple[int, int, Batch]  # first sample, number of samples, samples
 class StepResult:
     """A step's loss and gradient norm. Tensors stay on the device: nothing forces a synchronisation until they are read."""
 
-    loss: torch.Tensor  # mean over the global batch, the same on every rank
-    grad_norm: torch.Tensor | None  # before clipping; None when nothing needed it
+    loss: Tensor  # mean over the global batch, the same on every rank
+    grad_norm: Tensor | None  # before clipping; None when nothing needed it
     skipped: bool = False  # fp16 only: the gradient overflowed and the step was not taken
 
 
@@ -49,7 +49,7 @@ class Session:
         self.applied: AppliedPlan = apply(plan, model, optimizer)
         self.plan = plan = self.applied.plan
         if self.applied.gradient_sync:
-            self.applied.gradient_sync.reduce_op = "sum"  # `step` weights the loss by samples, so a plain sum is exact
+            self.applied.gradient_sync.set_reduce_op("sum")  # `step` weights the loss by samples, so a plain sum is exact
         self.steps_done = 0
         self._autocast = autocast_factory(plan)
         self._loss_scaler = LossScaler() if plan.memory.precision == "fp16" else None
@@ -101,7 +101,7 @@ class Session:
             with self.applied.accumulate():
                 loss.backward()
 
-    def _weighted_loss(self, micro_batch: _MicroBatch, global_batch: int, loss_fn: Loss, loss_reducer: _LossReducer) -> torch.Tensor:
+    def _weighted_loss(self, micro_batch: _MicroBatch, global_batch: int, loss_fn: Loss, loss_reducer: _LossReducer) -> Tensor:
         """Run one micro-batch forward; return its share of the global mean loss, scaled for fp16."""
         start, size, samples = micro_batch
         self.applied.random_keys.set(self.seed, self.steps_done, self._first_sample + start)
@@ -123,12 +123,12 @@ class Session:
         self.steps_done += 1
         return StepResult(loss, norm, skipped)
 
-    def _unscale_and_clip(self, correction: torch.Tensor | None) -> tuple[torch.Tensor | None, bool]:
+    def _unscale_and_clip(self, correction: Tensor | None) -> tuple[Tensor | None, bool]:
         """Unscale, weight by true counts and clip in one multiplication; return the norm, and whether fp16 overflowed."""
         if self.clip is None and self._loss_scaler is None and correction is None:
             return None, False
-        factor: torch.Tensor | float = (correction if correction is not None else 1.0) / (self._loss_scaler.value if self._loss_scaler else 1.0)
-        norm: torch.Tensor | None = None
+        factor: Tensor | float = (correction if correction is not None else 1.0) / (self._loss_scaler.value if self._loss_scaler else 1.0)
+        norm: Tensor | None = None
         if self.clip is not None or self._loss_scaler is not None:
             norm = self.applied.squared_norm().sqrt() * factor
             if self._loss_scaler is not None:
@@ -142,7 +142,7 @@ class Session:
             self._scale_gradients(factor)
         return norm, False
 
-    def _scale_gradients(self, factor: torch.Tensor | float) -> None:
+    def _scale_gradients(self, factor: Tensor | float) -> None:
         """Multiply gradients by `factor`. A fused optimizer divides by `grad_scale` while it reads the gradient anyway: one pass over memory
         less."""
         if self._fused and torch.is_tensor(factor):
@@ -182,7 +182,7 @@ class Session:
             raise RequestError("no validation batches: the validation split is smaller than one global batch")
         return float(sums[0] / sums[1])
 
-    def _evaluate(self, batch: Batch, loss_fn: Loss) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
+    def _evaluate(self, batch: Batch, loss_fn: Loss) -> Tensor | tuple[Tensor, Tensor] | None:
         """The loss of one batch; None on a pipeline's ranks that do not hold the last stage."""
 
         def whole(_: int = 0) -> Any:
@@ -190,8 +190,8 @@ class Session:
                 return (self.applied.context.wrap_loss(loss_fn) if self.applied.context is not None else loss_fn)(self.model, batch)
 
         if self.applied.pipeline is None:
-            return whole()  # type: ignore[no-any-return]
-        return self.applied.pipeline.evaluate(batch, whole, loss_fn, self._autocast)  # type: ignore[no-any-return]
+            return whole()
+        return self.applied.pipeline.evaluate(batch, whole, loss_fn, self._autocast)
 
 
 class _LossReducer:
@@ -199,13 +199,13 @@ class _LossReducer:
 
     def __init__(self, plan: Plan, applied: AppliedPlan) -> None:
         self._plan, self._applied = plan, applied
-        self._sums: list[torch.Tensor] = []
-        self._counts: list[torch.Tensor] = []
+        self._sums: list[Tensor] = []
+        self._counts: list[Tensor] = []
         self._has_counts = False
         self._wait: Callable[[], Any] = lambda: None
-        self._reduced: torch.Tensor | None = None
+        self._reduced: Tensor | None = None
 
-    def add(self, value: torch.Tensor | tuple[torch.Tensor, torch.Tensor], size: int, global_batch: int) -> torch.Tensor:
+    def add(self, value: Tensor | tuple[Tensor, Tensor], size: int, global_batch: int) -> Tensor:
         """Take one micro-batch's loss; return what to differentiate: its share of the global mean, by samples. Spatial-parallel ranks all have
         the same loss, so each counts a part of it."""
         parts = global_batch * self._plan.spatial.num_parts
@@ -230,7 +230,7 @@ class _LossReducer:
         self._reduced = torch.stack(parts)
         self._wait = self._applied.groups.batch.all_reduce(self._reduced, "loss").wait
 
-    def result(self, global_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def result(self, global_batch: int) -> tuple[Tensor, Tensor | None]:
         """(global mean loss, factor that turns sample-weighted gradients into count-weighted ones, or None)."""
         if self._reduced is None:
             raise RunError("no micro-batch was run")

@@ -18,7 +18,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -148,7 +148,7 @@ def _with_halo(window_op: WindowOp, grid: tuple[int, ...], comm: Comm) -> Callab
     fill = -math.inf if window_op.window.kind == "max" else 0.0
     padding = tuple(0 if ways > 1 else n for ways, n in zip(grid, window_op.window.padding, strict=True))
 
-    def call(func: Any, input: torch.Tensor, **named: Any) -> Any:
+    def call(func: Any, input: Tensor, **named: Any) -> Any:
         if window_op.window.kind == "conv" and torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))  # as the convolution would; the halo then has fewer bytes
         return func(_ExchangeHalos.apply(input, mine, comm, f"halo/{window_op.module or 'model'}", fill), **{**named, "padding": padding})
@@ -160,7 +160,7 @@ class _ExchangeHalos(torch.autograd.Function):
     """Forward returns a block with its neighbours' halos and the padding around it; backward sends the halos' gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, halo_plan: HaloPlan, comm: Comm, name: str, pad_value: float) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, halo_plan: HaloPlan, comm: Comm, name: str, pad_value: float) -> Tensor:
         ctx.mine, ctx.comm, ctx.name = halo_plan, comm, name
         buffer = x.new_empty((*x.shape[:2], *halo_plan.shape))
         for border in _border_boxes(halo_plan):
@@ -174,7 +174,7 @@ class _ExchangeHalos(torch.autograd.Function):
         return buffer[_box_index(halo_plan.window_box)].contiguous()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         mine, steps = ctx.mine, _group_by_dim(ctx.mine.exchanges)[::-1]
         if box_shape(mine.window_box) != mine.shape:
             buffer = grad.new_zeros((*grad.shape[:2], *mine.shape))
@@ -213,8 +213,8 @@ def _relative_box(box: Box, origin: Box) -> Box:
 
 
 def _exchange_slabs(
-    buffer: torch.Tensor, messages: list[tuple[HaloExchange, Box | None, Box | None]], comm: Comm, name: str
-) -> list[tuple[HaloExchange, torch.Tensor]]:
+    buffer: Tensor, messages: list[tuple[HaloExchange, Box | None, Box | None]], comm: Comm, name: str
+) -> list[tuple[HaloExchange, Tensor]]:
     """Send boxes of the buffer to neighbours and return the received slabs; `messages` are (exchange, box to send, box to receive)."""
     sends = [(e.peer, buffer[_box_index(out)].contiguous()) for e, out, _ in messages if out is not None]
     arriving = [(e, buffer.new_empty((*buffer.shape[:2], *box_shape(into)))) for e, _, into in messages if into is not None]
@@ -234,7 +234,7 @@ class _NormStatistics:
         self.weights = [volume(local_box(norm.sizes, policy.grid, rank)) / self.num_positions for rank in range(comm.size)]
         self.weight = self.weights[comm.rank]
 
-    def moments(self, x: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    def moments(self, x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """(mean, variance) over `dims` on all ranks. Combining means of squares instead would lose precision to cancellation."""
         variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
         mine = torch.stack([mean, variance])
@@ -249,9 +249,7 @@ class _SpatialNormalize(torch.autograd.Function):
     """(x − mean) / deviation over all blocks; also returns mean and variance, which have no gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, dims: tuple[int, ...], eps: float, statistics: _NormStatistics
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, x: Tensor, dims: tuple[int, ...], eps: float, statistics: _NormStatistics) -> tuple[Tensor, Tensor, Tensor]:
         mean, variance = statistics.moments(x, dims)
         inverse = torch.rsqrt(variance + eps)
         out = (x - mean) * inverse
@@ -261,24 +259,24 @@ class _SpatialNormalize(torch.autograd.Function):
         return out, mean, variance
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:  # type: ignore[override]
         out, inverse = ctx.saved_tensors
         sums = torch.stack([grad.mean(ctx.dims, keepdim=True), (grad * out).mean(ctx.dims, keepdim=True)]) * ctx.shared.weight
         ctx.shared.comm.sync.all_reduce(sums, ctx.shared.name).wait()
         return (grad - sums[0] - out * sums[1]) * inverse, None, None, None
 
 
-def _upcast(x: torch.Tensor) -> torch.Tensor:
+def _upcast(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _batch_norm(statistics: _NormStatistics) -> Callable[..., Any]:
     def call(
-        func: Any, input: torch.Tensor, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
+        func: Any, input: Tensor, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
         training: bool = False, momentum: float = 0.1, eps: float = 1e-5, **rest: Any,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> Tensor:  # fmt: skip
         if not training:
-            return func(input, running_mean, running_var, weight, bias, training, momentum, eps, **rest)  # type: ignore[no-any-return]
+            return func(input, running_mean, running_var, weight, bias, training, momentum, eps, **rest)
         out, mean, variance = _SpatialNormalize.apply(_upcast(input), (0, *range(2, input.dim())), eps, statistics)
         if running_mean is not None:
             count = input.shape[0] * statistics.num_positions
@@ -290,7 +288,7 @@ def _batch_norm(statistics: _NormStatistics) -> Callable[..., Any]:
 
 
 def _group_norm(statistics: _NormStatistics) -> Callable[..., Any]:
-    def call(func: Any, input: torch.Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> torch.Tensor:
+    def call(func: Any, input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
         grouped = _upcast(input).unflatten(1, (num_groups, -1))
         out = _SpatialNormalize.apply(grouped, tuple(range(2, grouped.dim())), eps, statistics)[0].flatten(1, 2)
         kind = out.dtype if torch.is_autocast_enabled(input.device.type) else input.dtype
@@ -302,7 +300,7 @@ def _group_norm(statistics: _NormStatistics) -> Callable[..., Any]:
 _NORM_REPLACEMENTS: dict[str, Callable[[_NormStatistics], Callable[..., Any]]] = {"batch_norm": _batch_norm, "group_norm": _group_norm}
 
 
-def _affine(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     shape = (1, -1, *[1] * (x.dim() - 2))
     x = x * weight.to(x.dtype).view(shape) if weight is not None else x
     return x + bias.to(x.dtype).view(shape) if bias is not None else x
@@ -315,7 +313,7 @@ class _GatherBlocks(torch.autograd.Function):
     """All-gathers blocks into the full tensor. See [Note: what each rank differentiates]."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, gather: SpatialGather, policy: SpatialPolicy, comm: Comm) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, gather: SpatialGather, policy: SpatialPolicy, comm: Comm) -> Tensor:
         ctx.dims, ctx.ways = gather.dims, comm.size
         ctx.box = local_box(gather.sizes, policy.grid, comm.rank)
         front = x.movedim(gather.dims, tuple(range(len(gather.dims))))
@@ -331,7 +329,7 @@ class _GatherBlocks(torch.autograd.Function):
         return whole.movedim(tuple(range(len(gather.dims))), gather.dims).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         for dim, (start, stop) in zip(ctx.dims, ctx.box, strict=True):
             grad = grad.narrow(dim, start, stop - start)
         return grad * ctx.ways, None, None, None

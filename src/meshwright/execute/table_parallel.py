@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -38,7 +38,7 @@ class _LookupQuery:
     """One recorded call of a table. Its result has one row per index or, for an EmbeddingBag, one row per bag."""
 
     table: str
-    indices: torch.Tensor
+    indices: Tensor
     shape: tuple[int, ...]  # of the result
 
     @property
@@ -49,10 +49,8 @@ class _LookupQuery:
 class TableParallelForward:
     """The forward of the module around all tables (see [Note: lookups in one exchange])."""
 
-    def __init__(
-        self, container: nn.Module, modules: Mapping[str, nn.Module], policy: ExpertPolicy, comm: Comm, recompute_cache: RecomputeCache
-    ) -> None:
-        self.container, self.policy, self.comm, self.recompute_cache = container, policy, comm, recompute_cache
+    def __init__(self, container: nn.Module, modules: Mapping[str, nn.Module], policy: ExpertPolicy, comm: Comm, cache: RecomputeCache) -> None:
+        self.container, self.policy, self.comm, self.cache = container, policy, comm, cache
         self.name = policy.lookup_module or "model"
         self.original_forward = container.forward
         self.tables = {t.module: modules[t.module] for t in policy.tables}
@@ -60,7 +58,7 @@ class TableParallelForward:
         self._queries: list[_LookupQuery] | None = None
         self._meta_suffices = True  # the dry run may use meta tensors for learned values
         self._meta_mode = _MetaTensorMode()
-        self._results: deque[tuple[str, torch.Tensor]] = deque()
+        self._results: deque[tuple[str, Tensor]] = deque()
         owners = {t.module: t.ep_rank for t in policy.tables}
         self.lookups_by_rank = sorted(range(len(policy.lookups)), key=lambda i: owners[policy.lookups[i].module])  # queries in send order
         self.lookups_per_rank = [len(policy.lookups_on(owner)) for owner in range(comm.size)]
@@ -78,7 +76,7 @@ class TableParallelForward:
             self._results.clear()
 
     def _make_table_stub(self, name: str) -> Any:
-        def forward(input: torch.Tensor) -> torch.Tensor:  # torch's name of this argument
+        def forward(input: Tensor) -> Tensor:  # torch's name of this argument
             if self._queries is None:
                 return self._pop_result(name)
             table: Any = self.tables[name]
@@ -90,7 +88,7 @@ class TableParallelForward:
 
         return forward
 
-    def _pop_result(self, name: str) -> torch.Tensor:
+    def _pop_result(self, name: str) -> Tensor:
         if not self._results or self._results[0][0] != name:
             raise RunError(f"{name} was looked up outside the forward of {self.name}, or in another order than at first: its rows were not requested")
         return self._results.popleft()[1]
@@ -122,16 +120,16 @@ class TableParallelForward:
             self._queries = None
         return asked
 
-    def _exchange_lookups(self, queries: list[_LookupQuery]) -> list[torch.Tensor]:
+    def _exchange_lookups(self, queries: list[_LookupQuery]) -> list[Tensor]:
         """Send queries, given in send order, to the ranks that hold their tables; return the rows that come back, in the same order."""
         comm, mine = self.comm, self.lookups_per_rank[self.comm.rank]
         device = queries[0].indices.device
         sizes = torch.tensor([(q.indices.numel(), q.num_rows) for q in queries], device=device)
-        counts = all_to_all_no_grad(sizes, comm, f"counts/{self.name}", [mine] * comm.size, self.lookups_per_rank, self.recompute_cache)
+        counts = all_to_all_no_grad(sizes, comm, f"counts/{self.name}", [mine] * comm.size, self.lookups_per_rank, self.cache)
         told = counts.view(comm.size, mine, 2).tolist()
         indices = torch.cat([q.indices.reshape(-1).long() for q in queries])
         receives, sends = [sum(n for n, _ in r) for r in told], self._sum_by_rank([q.indices.numel() for q in queries])
-        there = all_to_all_no_grad(indices, comm, f"indices/{self.name}", receives, sends, self.recompute_cache)
+        there = all_to_all_no_grad(indices, comm, f"indices/{self.name}", receives, sends, self.cache)
         pieces = iter(there.split([n for r in told for n, _ in r]))
         parts = [[next(pieces) for _ in r] for r in told]  # by the rank that asked, then by query
         first = sum(self.lookups_per_rank[: comm.rank])
@@ -139,9 +137,7 @@ class TableParallelForward:
         flat = [[row[r].reshape(-1) for row in rows] for r in range(comm.size)]
         sends = [sum(t.numel() for t in part) for part in flat]
         answers = [q.num_rows * q.shape[-1] for q in queries]
-        home = all_to_all(
-            torch.cat([t for part in flat for t in part]), comm, f"results/{self.name}", self._sum_by_rank(answers), sends, self.recompute_cache
-        )
+        home = all_to_all(torch.cat([t for part in flat for t in part]), comm, f"results/{self.name}", self._sum_by_rank(answers), sends, self.cache)
         return [t.view(q.shape) for t, q in zip(home.split(answers), queries, strict=True)]
 
     def _sum_by_rank(self, sizes: list[int]) -> list[int]:
@@ -149,7 +145,7 @@ class TableParallelForward:
         found = iter(sizes)
         return [sum(next(found) for _ in range(n)) for n in self.lookups_per_rank]
 
-    def _lookup_rows(self, table: str, indices: list[torch.Tensor], row_counts: list[int]) -> list[torch.Tensor]:
+    def _lookup_rows(self, table: str, indices: list[Tensor], row_counts: list[int]) -> list[Tensor]:
         """One table's rows for every rank: a single call for an Embedding; for an EmbeddingBag one call per rank, since bags may differ in
         length."""
         look_up = self.table_forwards[table]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from meshwright.core.comm import Comm, Work
@@ -24,7 +24,7 @@ class ReduceScatterQueue:
         """At most `max_in_flight` buffers overlap with later computation, because they hold memory."""
         self.groups, self.op = groups, "mean"
         self._max_in_flight = max_in_flight
-        self._in_flight: deque[tuple[ShardedUnit, FlatBuffer, torch.Tensor, torch.Tensor, Work]] = deque()
+        self._in_flight: deque[tuple[ShardedUnit, FlatBuffer, Tensor, Tensor, Work]] = deque()
 
     def launch(self, unit: ShardedUnit, flat: FlatBuffer) -> None:
         grads, reduced = flat.take_grads(), torch.empty_like(flat.local_shard)
@@ -107,7 +107,7 @@ class UnitHooks:
             self._backward_id = now
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def _on_gradient_ready(self, param: torch.Tensor) -> None:
+    def _on_gradient_ready(self, param: Tensor) -> None:
         unit, flat, slot = self._slot_of_param[id(param)]
         assert param.grad is not None
         self._start_backward()
@@ -139,12 +139,12 @@ class _AfterBackward(torch.autograd.Function):
     """Identity whose backward calls `callback` when it has the gradients of all tensors."""
 
     @staticmethod
-    def forward(ctx: Any, callback: Callable[[], None], *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, callback: Callable[[], None], *tensors: Tensor) -> Any:
         ctx.callback = callback
         return tuple(t.view_as(t) for t in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         ctx.callback()
         return None, *grads
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class _DependOnInputs(torch.autograd.Function):
@@ -13,16 +14,16 @@ class _DependOnInputs(torch.autograd.Function):
     because torch's parameter groups must not intersect in two places."""
 
     @staticmethod
-    def forward(ctx: Any, num_outputs: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, num_outputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.others = len(tensors) - num_outputs
         return tuple(t.clone() for t in tensors[:num_outputs])
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
         return None, *grads, *(None,) * ctx.others
 
 
-def depend_on_inputs(outputs: tuple[torch.Tensor, ...], received: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def depend_on_inputs(outputs: tuple[Tensor, ...], received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     learned, inputs = [t for t in outputs if t.requires_grad], [t for t in received if t.requires_grad]
     if not learned or not inputs:
         return outputs
