@@ -244,7 +244,7 @@ def test_a_mixture_that_does_not_weigh_its_experts_is_refused() -> None:
         def forward(self, choices: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             return super().forward(choices, tokens, weights.square())
 
-    with pytest.raises(RequestError, match="does not add up its experts' results by their weights"):
+    with pytest.raises(RequestError, match="does not sum its experts' results by their weights"):
         alone(True, Squares())
 
 
