@@ -76,13 +76,11 @@ class PipelineRuntime:
     def __init__(self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, groups: ProcessGroups) -> None:
         self.plan, self.model, self.groups = plan, model, groups
         self.local_stages = [s for s in range(len(plan.stages)) if plan.stage_rank(s) == groups.pp.rank]
-        self.all_parameters = [(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
         holders = stages_holding(plan.stages)
-        self.stages_of_param = {name: holders(name) for name, _, _ in self.all_parameters}
+        self.stages_of_param = {name: holders(name) for name, _ in model.named_parameters()}
         self._meta_model = _meta_copy(model)
-        self._meta_context = (
-            ContextParallelRuntime(self._meta_model, plan.context, _FakeComm(groups.cp), RecomputeCache()) if groups.cp.size > 1 else None
-        )
+        context_comm = _FakeComm(groups.cp)
+        self._meta_context = ContextParallelRuntime(self._meta_model, plan.context, context_comm, RecomputeCache()) if context_comm.size > 1 else None
         self._drop_remote_parameters(optimizer)
         sendable = backend_traits(dist.get_backend(process_group(groups.pp))).devices
         self._p2p_device = plan.device if plan.device in sendable else "cpu"  # gloo sends host memory only
@@ -252,7 +250,7 @@ class PipelineRuntime:
             schedule._step_microbatches([()] * count, kwargs, [None] * count, losses, False)
         except RuntimeError as error:
             if self.plan.splits_backward and any(words in str(error) for words in _SPLIT_BACKWARD_ERRORS):
-                message = f"schedule={self.plan.schedule} splits backward, which torch cannot do with this model: use schedule=interleaved"
+                message = f"schedule={self.plan.schedule} splits backward, which torch cannot do with this model: use interleaved"
                 raise RequestError(message) from error
             raise
         return losses
@@ -281,7 +279,7 @@ class PipelineRuntime:
         self._current = stage
         if self.plan.splits_backward and stage and torch.is_grad_enabled() and not any(t.requires_grad for t in received):
             reason = f"stage {stage} receives no activation that needs a gradient"
-            raise RequestError(f"schedule={self.plan.schedule} splits backward, and {reason}: use schedule=interleaved")
+            raise RequestError(f"schedule={self.plan.schedule} splits backward, and {reason}: use interleaved")
         try:
             return self._run_stage(index)
         except _StageEndError:

@@ -43,10 +43,10 @@ class RecomputeCache:
             out = collective()
             self._results.append((out.detach(), out._version))
             return out
-        kept, version = self._results.popleft()
-        if kept._version != version:
+        out, version = self._results.popleft()
+        if out._version != version:
             raise RunError("recompute=selective: the model's code changes a tensor-parallel layer's output in place: set recompute=full")
-        return kept
+        return out
 
     @contextmanager
     def activate(self, results: deque[tuple[Tensor, int]], replaying: bool) -> Iterator[None]:
@@ -111,10 +111,10 @@ def _checkpoint_contexts(mode: RecomputeMode, random_keys: RandomKeys, cache: Re
     keyed = partial(random_keys.using, random_keys.current)
     if mode == "full":
         return nullcontext(), _ContextStack(keyed)
-    keep, replay = create_selective_checkpoint_contexts(_selective_policy)
-    kept: deque[tuple[Tensor, int]] = deque()
-    first = _ContextStack(_autocast_cache_disabled, lambda: cache.activate(kept, replaying=False), lambda: keep)
-    return first, _ContextStack(keyed, _autocast_cache_disabled, lambda: cache.activate(kept, replaying=True), lambda: replay)
+    save, replay = create_selective_checkpoint_contexts(_selective_policy)
+    results: deque[tuple[Tensor, int]] = deque()
+    forward = _ContextStack(_autocast_cache_disabled, lambda: cache.activate(results, replaying=False), lambda: save)
+    return forward, _ContextStack(keyed, _autocast_cache_disabled, lambda: cache.activate(results, replaying=True), lambda: replay)
 
 
 def recompute_units(
@@ -123,8 +123,8 @@ def recompute_units(
     """Wrap each unit in place. `compiler_disabled`: compiled graphs break inside of units, so they cannot contain the checkpoint either."""
     for name, mode in modes.items():
         unit = model.get_submodule(name)
-        outer = _checkpointed(unit.forward, mode, random_keys, cache)
-        unit.forward = torch.compiler.disable(outer, recursive=False) if compiler_disabled else outer
+        forward = _checkpointed(unit.forward, mode, random_keys, cache)
+        unit.forward = torch.compiler.disable(forward, recursive=False) if compiler_disabled else forward
 
 
 def _checkpointed(forward: Callable[..., Any], mode: RecomputeMode, random_keys: RandomKeys, cache: RecomputeCache) -> Callable[..., Any]:

@@ -15,17 +15,17 @@ class _DependOnInputs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, num_outputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.others = len(tensors) - num_outputs
+        ctx.num_inputs = len(tensors) - num_outputs
         return tuple(t.clone() for t in tensors[:num_outputs])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
-        return None, *grads, *(None,) * ctx.others
+        return None, *grads, *(None,) * ctx.num_inputs
 
 
 def depend_on_inputs(outputs: tuple[Tensor, ...], received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    learned, inputs = [t for t in outputs if t.requires_grad], [t for t in received if t.requires_grad]
-    if not learned or not inputs:
+    with_grad, inputs = [t for t in outputs if t.requires_grad], [t for t in received if t.requires_grad]
+    if not with_grad or not inputs:
         return outputs
-    now = iter(_DependOnInputs.apply(len(learned), *learned, *inputs))
-    return tuple(next(now) if t.requires_grad else t for t in outputs)
+    dependent = iter(_DependOnInputs.apply(len(with_grad), *with_grad, *inputs))
+    return tuple(next(dependent) if t.requires_grad else t for t in outputs)
