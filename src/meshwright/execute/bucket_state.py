@@ -51,8 +51,7 @@ class BucketState:
         return (OptimizerShard(self.shard, 0, self.param_group, range(len(self.params))),) if self.shard is not None else ()
 
     def _new_flat_buffer(self) -> Tensor:
-        first = self.params[0]
-        return torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
+        return torch.zeros(self.layout.numel, dtype=self.params[0].dtype, device=self.params[0].device)
 
     def shard_parameters(self) -> nn.Parameter:
         """Move the parameters into a flat buffer; return this rank's shard of it."""

@@ -31,14 +31,9 @@ class OptimizerShard:
 class ShardedBuffer(Protocol):
     """Parameters in one flat buffer, and the shards of it that the optimizer steps; none if optimizer state is not sharded."""
 
-    @property
-    def layout(self) -> Bucket: ...
-
-    @property
-    def params(self) -> tuple[nn.Parameter, ...]: ...
-
-    @property
-    def slices(self) -> ShardLayout: ...
+    layout: Bucket
+    params: tuple[nn.Parameter, ...]
+    slices: ShardLayout
 
     @property
     def optimizer_shards(self) -> tuple[OptimizerShard, ...]: ...
@@ -88,6 +83,4 @@ def check_shardable(optimizer: torch.optim.Optimizer, zero: int) -> None:
     if optimizer.state:
         raise RequestError(f"zero={zero} shards the optimizer's state: apply the plan before the optimizer's first step")
     if type(optimizer).__name__ not in ELEMENTWISE_OPTIMIZERS:
-        raise RequestError(
-            f"zero={zero} steps flat shards, for which {type(optimizer).__name__} is not known to work: use an element-wise optimizer or zero=0"
-        )
+        raise RequestError(f"zero={zero} steps flat shards, and {type(optimizer).__name__} is not known to be element-wise: use zero=0")

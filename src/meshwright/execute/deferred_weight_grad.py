@@ -74,29 +74,17 @@ class _DeferringMatmul(torch.autograd.Function):
 
 
 class _WaitInputGrad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, pending: list[Work]) -> Tensor:
-        ctx.pending = pending
-        return x.view_as(x)
+    """Forward copies an input, or all-gathers its positions if it is sequence-sharded; backward waits for the reduction of its gradient."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        while ctx.pending:
-            ctx.pending.pop().wait()
-        return grad, None
-
-
-class _GatherInputWaitGrad(torch.autograd.Function):
-    """`_WaitInputGrad` for sequence-sharded inputs: forward all-gathers positions, backward waits for the sum of this rank's positions."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, pending: list[PendingReduceScatter], shard: SequenceShard, cache: RecomputeCache) -> Tensor:
-        ctx.pending = pending
-        return cache.run_or_replay(lambda: shard.all_gather(x))
+    def forward(ctx: Any, x: Tensor, pending: list[Work | PendingReduceScatter], shard: SequenceShard | None, cache: RecomputeCache) -> Tensor:
+        ctx.pending, ctx.is_sharded = pending, shard is not None
+        return x.view_as(x) if shard is None else cache.run_or_replay(lambda: shard.all_gather(x))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return ctx.pending.pop().wait(), None, None, None
+        reduced = ctx.pending.pop().wait()  # an all-reduce is in place
+        return reduced if ctx.is_sharded else grad, None, None, None
 
 
 class _LaunchInputGrad(torch.autograd.Function):
@@ -117,13 +105,13 @@ def copy_to_region_overlapped(
 ) -> Tensor:  # fmt: skip
     """Copy an activation, or gather it if it is sequence-sharded, into a tensor-parallel region; the reduction of its gradient overlaps with the
     weight gradients of `layers`."""
-    pending: list[Any] = []
+    pending: list[Work | PendingReduceScatter] = []
     shard = shard.snapshot() if shard is not None else None
-    x = _GatherInputWaitGrad.apply(x, pending, shard, cache) if shard is not None else _WaitInputGrad.apply(x, pending)
+    x = _WaitInputGrad.apply(x, pending, shard, cache)
     for layer in layers:
         vars(layer)[_ATTRIBUTE] = DeferredWeightGrad(layer.weight, transposed=hasattr(layer, "nf"))  # type: ignore[arg-type]
-    reduce = shard.reduce_scatter if shard is not None else lambda grad: comm.all_reduce(grad, name)
-    return _LaunchInputGrad.apply(x, lambda grad: pending.append(reduce(grad)))
+    launch = lambda grad: pending.append(comm.all_reduce(grad, name) if shard is None else shard.reduce_scatter(grad))  # noqa: E731
+    return _LaunchInputGrad.apply(x, launch)
 
 
 def clear_deferred(layers: list[nn.Module]) -> None:

@@ -33,7 +33,6 @@ class ExpertParallelShards:
     """How expert-parallel parameters are sharded: by parameter name, the rows of dim 0 that each rank of the `ep` axis holds."""
 
     comm: Comm
-    policy: ExpertPolicy
     rows_per_rank: dict[str, tuple[int, ...]]
 
     def shard(self, name: str, full: Tensor) -> Tensor:
@@ -63,7 +62,7 @@ def shard_experts(
     if optimizer.state:
         raise RequestError("expert parallelism shards the optimizer's state: apply the plan before the optimizer's first step")
     eager = eager_decorator(compiled)
-    shards = ExpertParallelShards(comm, policy, policy.rows_per_rank(comm.size))
+    shards = ExpertParallelShards(comm, policy.rows_per_rank(comm.size))
     modules = dict(model.named_modules())
     layers = [layer for layer in policy.moe_layers if next(modules[layer.module].parameters(), None) is not None]
     probes = [_MoEProbe(modules[layer.module], layer, comm.rank) for layer in layers]
@@ -149,8 +148,7 @@ class _ZeroExpertGrad(torch.autograd.Function):
 
 
 class _MoEProbe:
-    """Runs a few tokens through an MoE layer before and after it is sharded: its code may depend on the number of experts, and may weight their
-    results in its own way."""
+    """Runs tokens through an MoE layer before and after it is sharded: its code may depend on the number of experts, or weight their results."""
 
     def __init__(self, module: nn.Module, layer: MoELayer, rank: int) -> None:
         self.module, self.layer, self.num_local_experts = module, layer, layer.experts_per_rank[rank]

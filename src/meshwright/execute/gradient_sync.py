@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from meshwright.core.comm import Comm
 from meshwright.core.plan import Plan, SyncPolicy
@@ -101,7 +102,7 @@ class GradientBuckets:
     """The `DataParallel` implementation of ZeRO-0, 1 and 2: hooks on a model's parameters; `finish` makes the gradients final."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, groups: ProcessGroups, replication: Mapping[int, ParamReplication]
+        self, model: nn.Module, optimizer: Optimizer, plan: Plan, groups: ProcessGroups, replication: Mapping[int, ParamReplication]
     ) -> None:
         self.zero = zero = plan.memory.zero
         self.buckets = _make_buckets(_params_by_arrival(model, optimizer, zero), plan, groups, replication)
@@ -209,7 +210,7 @@ class GradientBuckets:
         return sum(bucket.gradient_bytes() for bucket in self.buckets)
 
 
-def _params_by_arrival(model: nn.Module, optimizer: torch.optim.Optimizer, zero: int) -> list[tuple[nn.Parameter, int]]:
+def _params_by_arrival(model: nn.Module, optimizer: Optimizer, zero: int) -> list[tuple[nn.Parameter, int]]:
     """Trainable parameters with their optimizer group, last registered first: about the order in which gradients arrive."""
     group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     params = [p for p in reversed(list(model.parameters())) if p.requires_grad and p.numel()]  # a table on another rank is empty here
@@ -219,11 +220,17 @@ def _params_by_arrival(model: nn.Module, optimizer: torch.optim.Optimizer, zero:
 def _make_buckets(
     params_with_group: Sequence[tuple[nn.Parameter, int]], plan: Plan, groups: ProcessGroups, replication: Mapping[int, ParamReplication]
 ) -> list[BucketState]:
+    """Assign parameters to buckets, which replication separates too: experts' gradients are reduced over other groups, and the gradient norm of
+    shards (zero > 0) counts by bucket. Replicated parameters never share a bucket with tensor-parallel shards, which may differ in size: sums
+    would have another order, and copies would drift apart."""
     zero, params = plan.memory.zero, [p for p, _ in params_with_group]
+    replications = {id(p): replication.get(id(p), ParamReplication()) for p in params}
+    if not zero:
+        replications = {key: value._replace(in_grad_norm=True) for key, value in replications.items()}
     layouts = assign_buckets(
         [p.numel() for p in params],
         [p.element_size() for p in params],
-        [(group, str(p.dtype), _bucket_key(replication.get(id(p), ParamReplication()), zero)) for p, group in params_with_group],
+        [(group, str(p.dtype), replications[id(p)]) for p, group in params_with_group],
         first_bytes=plan.sync.first_bucket_bytes,
         bytes_cap=plan.sync.bucket_bytes,
         shards=groups.shard.size if zero else 1,
@@ -233,14 +240,7 @@ def _make_buckets(
     return [BucketState(layout, slot_params[i], f"bucket{i}", zero, slices[i]) for i, layout in enumerate(layouts)]
 
 
-def _bucket_key(replication: ParamReplication, zero: int) -> ParamReplication:
-    """The replication that separates buckets. The gradient norm counts by bucket only for shards (zero > 0); experts' gradients are reduced over
-    other groups at every stage. Replicated parameters never share a bucket with tensor-parallel shards, which may differ in size: sums would have
-    another order, and copies would drift apart."""
-    return replication if zero else replication._replace(in_grad_norm=True)
-
-
-def _shard_parameters(buckets: Sequence[BucketState], optimizer: torch.optim.Optimizer) -> None:
+def _shard_parameters(buckets: Sequence[BucketState], optimizer: Optimizer) -> None:
     """Move parameters into flat buffers and give the optimizer this rank's shards instead."""
     shards: dict[int, list[nn.Parameter]] = {}
     for bucket in buckets:

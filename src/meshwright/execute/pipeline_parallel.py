@@ -13,6 +13,7 @@ import copy
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,7 +123,7 @@ class PipelineRuntime:
             if index in self.local_stages:
                 for activation in stage.boundary_activations:
                     for consumer in activation.consumers:
-                        hook = self._inject_received(index, activation, consumer.position)
+                        hook = lambda _, *inputs, i=index, a=activation, c=consumer: self._inject_received(i, a, c.position, inputs)  # noqa: E731
                         modules[consumer.module].register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
             if index and index - 1 in self.local_stages:
                 end_stage = lambda _m, args, kwargs, stage=index - 1: self._end_stage(stage, (args, kwargs))  # noqa: E731
@@ -152,13 +153,8 @@ class PipelineRuntime:
         if self._current >= 0 and activation.source not in self.plan.stages[self._current].skipped_modules:
             self._boundary_values[activation.name] = _tensor_leaves(output)[activation.position]
 
-    def _inject_received(self, stage: int, activation: BoundaryActivation, position: int) -> Any:
-        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            if self._current != stage:
-                return None
-            return map_tensor_at((args, kwargs), position, lambda _: self._boundary_values[activation.name])
-
-        return before
+    def _inject_received(self, stage: int, activation: BoundaryActivation, position: int, inputs: Any) -> Any:
+        return map_tensor_at(inputs, position, lambda _: self._boundary_values[activation.name]) if self._current == stage else None
 
     # -- shape inference --
 
@@ -187,7 +183,8 @@ class PipelineRuntime:
 
         def record_skipped(name: str, output: Any) -> None:
             leaves, spec = pytree.tree_flatten(output)
-            shapes.skipped_outputs[name] = ([_zeros_factory(leaf, device) if torch.is_tensor(leaf) else leaf for leaf in leaves], spec)
+            zeros = [partial(torch.zeros, tuple(t.shape), dtype=t.dtype, device=device) if torch.is_tensor(t) else t for t in leaves]
+            shapes.skipped_outputs[name] = (zeros, spec)
 
         def record_boundary(activation: BoundaryActivation, tree: Any) -> None:
             shapes.boundary_metas[activation.name] = self._local_meta(activation, _meta_of(_tensor_leaves(tree)[activation.position]))
@@ -294,9 +291,6 @@ class PipelineRuntime:
         must_clone = self.plan.splits_backward and tensor._is_view()
         return (tensor.clone(memory_format=torch.contiguous_format) if must_clone else tensor.contiguous()).to(self._p2p_device)
 
-    def stage_parameters(self, stage: int) -> Iterator[nn.Parameter]:
-        return (p for name, p in self.model.named_parameters() if stage in self.stages_of_param[name])
-
 
 class _StageModule(nn.Module):
     """The module that torch's schedules call: the model's forward, from this stage's entry to its end."""
@@ -306,7 +300,8 @@ class _StageModule(nn.Module):
         self._runtime, self._index = [runtime], index  # in a list: the model must not become a submodule
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        return self._runtime[0].stage_parameters(self._index)
+        runtime = self._runtime[0]
+        return (p for name, p in runtime.model.named_parameters() if self._index in runtime.stages_of_param[name])
 
     def forward(self, *received: Tensor, index: Tensor) -> Any:
         return self._runtime[0].forward(self._index, received, int(index))
@@ -349,8 +344,7 @@ class _RecordedStage(pipelining.PipelineStage):
 
 
 def _only_with_grad(ops: Any, needs_grad: list[bool]) -> Any:
-    """The ops of tensors that require grad. torch 2.11 sends a gradient back for every received tensor, and the previous stage drops it; later
-    versions send only these."""
+    """The ops of tensors that require grad. torch 2.11 sends a gradient, which is dropped, for every other one too; later versions do not."""
     return list(itertools.compress(ops, needs_grad)) if len(ops) == len(needs_grad) else ops
 
 
@@ -382,11 +376,6 @@ def _meta_of(tensor: Tensor) -> _TensorMeta:
 
 def _meta_tensor(meta: _TensorMeta) -> Tensor:
     return torch.empty(meta.shape, dtype=meta.dtype, device="meta").requires_grad_(meta.requires_grad)
-
-
-def _zeros_factory(tensor: Tensor, device: str) -> Any:
-    shape, dtype = tuple(tensor.shape), tensor.dtype
-    return lambda: torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _meta_copy(model: nn.Module) -> nn.Module:

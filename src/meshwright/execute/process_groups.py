@@ -53,8 +53,7 @@ def register_backend(backend: str, timeout_s: float) -> None:
 
 
 def make_process_groups(mesh: Mesh, sync: SyncPolicy = _DEFAULT_SYNC, rank_devices: Sequence[str] = ()) -> ProcessGroups:
-    """Make this rank's groups. Collective: every rank of the default process group calls it with the same mesh, policy and, for unlike ranks,
-    devices."""
+    """Make this rank's groups. Collective: every rank of the default process group calls it with the same arguments."""
     ledger = Ledger()
     if mesh.size == 1:
         return ProcessGroups(0, NullComm(), **dict.fromkeys(GROUP_AXES, NullComm()), ledger=ledger)

@@ -1,5 +1,4 @@
-"""Activation checkpointing: a unit saves only its input, or also the outputs of expensive ops (selective), and recomputes the rest during
-backward.
+"""Activation checkpointing: a unit saves its input, or also the outputs of expensive ops (selective), and backward recomputes the rest.
 
 [Note: collectives in a unit that saves its matmuls]
 A tensor-parallel matmul's output is all-reduced in place, so what selective recomputation has saved of it is the reduced one. The collective's
@@ -12,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -58,21 +57,17 @@ class RecomputeCache:
             self._results, self._replaying = before
 
 
-class _ContextStack:
-    """Contexts around one run of a unit: entered in order, and any number of times."""
+class _ContextStack(ExitStack):
+    """Contexts around one run of a unit: entered in order, and anew for every run."""
 
     def __init__(self, *context_factories: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
         self._context_factories = context_factories
-        self._stacks: list[ExitStack] = []
 
-    def __enter__(self) -> None:
-        stack = ExitStack()
-        for make in self._context_factories:
-            stack.enter_context(make())
-        self._stacks.append(stack)
-
-    def __exit__(self, *raised: Any) -> None:
-        self._stacks.pop().__exit__(*raised)
+    def __enter__(self) -> Self:
+        for make_context in self._context_factories:
+            self.enter_context(make_context())
+        return self
 
 
 @contextmanager
@@ -100,10 +95,7 @@ def _argument_value(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     return None
 
 
-_COMPILED_CHECKPOINT_ARGS: dict[str, Any] = {
-    "full": {},
-    "selective": {"context_fn": partial(create_selective_checkpoint_contexts, _selective_policy)},
-}
+_COMPILED_ARGS: dict[str, Any] = {"full": {}, "selective": {"context_fn": partial(create_selective_checkpoint_contexts, _selective_policy)}}
 
 
 def _checkpoint_contexts(mode: RecomputeMode, random_keys: RandomKeys, cache: RecomputeCache) -> tuple[Any, Any]:
@@ -132,7 +124,7 @@ def _checkpointed(forward: Callable[..., Any], mode: RecomputeMode, random_keys:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # a graph takes its key as a tensor, and the compiler supports only torch's own contexts
-            return checkpoint(forward, *args, use_reentrant=False, **_COMPILED_CHECKPOINT_ARGS[mode], **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, **_COMPILED_ARGS[mode], **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_checkpoint_contexts, mode, random_keys, cache), **kwargs)
 
     return outer

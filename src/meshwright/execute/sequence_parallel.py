@@ -58,8 +58,7 @@ class SequenceShard:
         return self._flatten_positions(torch.cat(shards, dim))
 
     def reduce_scatter(self, partial: Tensor, comm: Comm | None = None) -> PendingReduceScatter:
-        """Start summing partial sums of all positions over ranks; the result is this rank's positions of the sum. `comm` may be another
-        communicator of the same group."""
+        """Start summing partial sums over ranks; the result is this rank's positions. `comm` may be another communicator of the group."""
         lengths = self.sequence.shard_lengths
         longest, rows = max(lengths), self._unflatten_positions(partial, self.sequence.length).movedim(self.layout.dim + 1, 0)
         if min(lengths) < longest:  # backends scatter equal sizes only

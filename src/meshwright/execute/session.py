@@ -57,7 +57,7 @@ class Session:
         self._compiled: dict[Loss, Loss] = {}
         # The kernels read the scale in fp32, which is too coarse for fp64.
         self._fused = plan.memory.precision != "fp64" and plan.memory.offload == "none" and getattr(optimizer, "_step_supports_amp_scaling", False)
-        self._first_sample, self._num_samples = plan.sample_range(plan.mesh.data_rank(self.applied.groups.rank))
+        self._first_sample = plan.sample_range(plan.mesh.data_rank(self.applied.groups.rank))[0]
 
     # -- training --
 

@@ -25,24 +25,11 @@ from torch.utils import _pytree as pytree
 
 from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError
-from meshwright.core.spatial_policy import (
-    Box,
-    HaloExchange,
-    HaloPlan,
-    SpatialGather,
-    SpatialNorm,
-    SpatialPolicy,
-    WindowOp,
-    box_shape,
-    largest_block,
-    local_box,
-    plan_halo,
-    show_grid,
-    volume,
-)
+from meshwright.core.spatial_policy import Box, HaloPlan, SpatialGather, SpatialPolicy, WindowOp, box_shape, local_box, plan_halo, show_grid
 from meshwright.execute.module_hooks import eager_decorator, run_forward_in
 from meshwright.execute.sharded_norm import combine_moments, gather_moments, upcast
 
+_Message = tuple[int, Box | None, Box | None]  # rank of the neighbour, box to send to it, box to receive from it
 _CallKey = tuple[str, tuple[int, ...], tuple[int, ...]]  # function, kernel size, sizes of the block
 
 
@@ -56,7 +43,8 @@ def shard_spatial(model: nn.Module, policy: SpatialPolicy, comm: Comm, compiled:
         calls[op.function, op.window.kernel, _local_sizes(op.sizes, policy, comm)] = _with_halo(op, policy.grid, comm)
     for norm in policy.norms:
         calls = replacements.setdefault(norm.module, {})
-        calls[norm.function, (), _local_sizes(norm.sizes, policy, comm)] = _NORM_REPLACEMENTS[norm.function](_NormStatistics(norm, policy, comm))
+        statistics = _NormStatistics(norm.module, norm.sizes, policy.grid, comm)
+        calls[norm.function, (), _local_sizes(norm.sizes, policy, comm)] = _NORM_REPLACEMENTS[norm.function](statistics)
     for name, calls in replacements.items():
         run_forward_in(modules[name], partial(_SpatialMode, calls), eager)
     for gather in {(g.module, g.position): g for g in policy.gathers}.values():
@@ -157,15 +145,15 @@ class _ExchangeHalos(torch.autograd.Function):
         for border in _border_boxes(halo_plan):
             buffer[_box_index(border)] = pad_value
         buffer[_box_index(halo_plan.own_box)] = x
-        for exchanges in _group_by_dim(halo_plan.exchanges):
-            for box, slab in _exchange_slabs(buffer, [(e.peer, e.send_box, e.recv_box) for e in exchanges], comm, name):
+        for messages in _messages_by_dim(halo_plan):
+            for box, slab in _exchange_slabs(buffer, messages, comm, name):
                 buffer[_box_index(box)] = slab
         return buffer[_box_index(halo_plan.window_box)].contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         halo_plan = ctx.halo_plan
-        steps = [[(e.peer, e.recv_box, e.send_box) for e in exchanges] for exchanges in _group_by_dim(halo_plan.exchanges)[::-1]]
+        steps = [[(peer, recv_box, send_box) for peer, send_box, recv_box in messages] for messages in _messages_by_dim(halo_plan)[::-1]]
         if box_shape(halo_plan.window_box) != halo_plan.shape:
             buffer = grad.new_zeros((*grad.shape[:2], *halo_plan.shape))
             buffer[_box_index(halo_plan.window_box)] = grad
@@ -181,9 +169,9 @@ class _ExchangeHalos(torch.autograd.Function):
         return out, None, None, None, None
 
 
-def _group_by_dim(exchanges: tuple[HaloExchange, ...]) -> list[list[HaloExchange]]:
-    """Group exchanges by dim. Those of one dim are in flight together; dims follow one another, so that corners are included."""
-    return [list(group) for _, group in groupby(exchanges, key=lambda e: e.dim)]
+def _messages_by_dim(halo_plan: HaloPlan) -> list[list[_Message]]:
+    """The messages of each dim. Those of one dim are in flight together; dims follow one another, so that corners are included."""
+    return [[(e.peer, e.send_box, e.recv_box) for e in group] for _, group in groupby(halo_plan.exchanges, key=lambda e: e.dim)]
 
 
 def _border_boxes(halo_plan: HaloPlan) -> Iterator[Box]:
@@ -200,8 +188,8 @@ def _relative_box(box: Box, origin: Box) -> Box:
     return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(box, origin, strict=True))
 
 
-def _exchange_slabs(buffer: Tensor, messages: list[tuple[int, Box | None, Box | None]], comm: Comm, name: str) -> list[tuple[Box, Tensor]]:
-    """Send boxes of the buffer to neighbours and return the received (box, slab)s; `messages` are (rank, box to send, box to receive)."""
+def _exchange_slabs(buffer: Tensor, messages: list[_Message], comm: Comm, name: str) -> list[tuple[Box, Tensor]]:
+    """Send boxes of the buffer to neighbours and return the received (box, slab)s."""
     sends = [(peer, buffer[_box_index(box)].contiguous()) for peer, box, _ in messages if box is not None]
     receives = [(peer, box, buffer.new_empty((*buffer.shape[:2], *box_shape(box)))) for peer, _, box in messages if box is not None]
     comm.exchange(sends, [(peer, slab) for peer, _, slab in receives], name).wait()
@@ -214,10 +202,9 @@ def _exchange_slabs(buffer: Tensor, messages: list[tuple[int, Box | None, Box | 
 class _NormStatistics:
     """Combines norm statistics over the blocks of all ranks, weighted by block size."""
 
-    def __init__(self, norm: SpatialNorm, policy: SpatialPolicy, comm: Comm) -> None:
-        self.comm, self.name = comm, f"statistics/{norm.module or 'model'}"
-        self.num_positions = math.prod(norm.sizes)
-        self.weights = [volume(local_box(norm.sizes, policy.grid, rank)) / self.num_positions for rank in range(comm.size)]
+    def __init__(self, module: str, sizes: tuple[int, ...], grid: tuple[int, ...], comm: Comm) -> None:
+        self.comm, self.name, self.num_positions = comm, f"statistics/{module or 'model'}", math.prod(sizes)
+        self.weights = [math.prod(box_shape(local_box(sizes, grid, rank))) / self.num_positions for rank in range(comm.size)]
         self.weight = self.weights[comm.rank]
 
     def moments(self, x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -291,16 +278,16 @@ class _GatherBlocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gather: SpatialGather, policy: SpatialPolicy, comm: Comm) -> Tensor:
         ctx.dims, ctx.num_ranks = gather.dims, comm.size
-        ctx.box = local_box(gather.sizes, policy.grid, comm.rank)
+        boxes = [local_box(gather.sizes, policy.grid, rank) for rank in range(comm.size)]
+        ctx.box = boxes[comm.rank]
         leading_dims = tuple(range(len(gather.dims)))
         block = x.movedim(gather.dims, leading_dims)
-        padded = block.new_zeros((*largest_block(gather.sizes, policy.grid), *block.shape[len(gather.dims) :]))
+        padded = block.new_zeros((*box_shape(boxes[0]), *block.shape[len(gather.dims) :]))  # the first rank's block is the largest
         padded[tuple(slice(n) for n in box_shape(ctx.box))] = block
         blocks = padded.new_empty((comm.size, *padded.shape))
         comm.sync.all_gather(blocks.view(-1), padded.view(-1), gather.name).wait()
         full = padded.new_empty((*gather.sizes, *block.shape[len(gather.dims) :]))
-        for rank in range(comm.size):
-            box = local_box(gather.sizes, policy.grid, rank)
+        for rank, box in enumerate(boxes):
             full[tuple(slice(*span) for span in box)] = blocks[rank][tuple(slice(n) for n in box_shape(box))]
         return full.movedim(leading_dims, gather.dims).contiguous()
 

@@ -39,8 +39,7 @@ def profile_step(step: Callable[[], T], device: torch.device, trace: Path | None
 
 
 def _split_spans(events: Iterable[Any], *, gpu: bool) -> tuple[Spans, Spans]:
-    """(communication, computation) as merged spans of seconds. What a thread computes inside a collective call is part of the call: shared-memory
-    collectives reduce there."""
+    """(communication, computation) as merged spans of seconds. Computation inside a collective's call, such as a reduction, is part of the call."""
     comm: dict[int, Spans] = {}  # by thread
     compute: dict[int, Spans] = {}
     for event in events:

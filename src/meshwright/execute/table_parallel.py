@@ -154,8 +154,7 @@ class TableParallelForward:
 
 
 class _MetaTensorMode(TorchFunctionMode):
-    """Runs ops on learned values, and on results of such ops, on the meta device. Output shapes are cached per call signature: inferring them
-    takes torch as long as a small matmul."""
+    """Runs ops on learned values, and on their results, on the meta device. Caches output shapes: inferring them takes as long as a small matmul."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from meshwright.core.comm import Comm
@@ -76,9 +77,7 @@ class TensorParallelShards:
         return shard
 
 
-def shard_model(
-    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, groups: ProcessGroups, cache: RecomputeCache
-) -> TensorParallelShards:  # fmt: skip
+def shard_model(model: nn.Module, optimizer: Optimizer, plan: Plan, groups: ProcessGroups, cache: RecomputeCache) -> TensorParallelShards:
     """Shard `model` in place; `optimizer` then steps the shards. Collective: every rank calls it with the same plan.
 
     Units that recompute selectively save their collectives' results in `cache`.
@@ -160,7 +159,7 @@ def sync_rng_state(comm: Comm, device_type: str) -> None:
 # -- parameters --
 
 
-def shard_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, names: Container[str], shard_fn: Callable[[str, Tensor], Tensor]) -> None:
+def shard_tensors(model: nn.Module, optimizer: Optimizer, names: Container[str], shard_fn: Callable[[str, Tensor], Tensor]) -> None:
     """Replace every parameter and buffer among `names` by this rank's shard of it, wherever it is registered."""
     name_of = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
     shards: dict[int, Tensor] = {}

@@ -1,5 +1,4 @@
-"""The hooks of ZeRO-3 (see [Note: a unit's life] in zero3_runtime.py): they unshard units around forward and backward, and reduce-scatter
-gradients."""
+"""The hooks of ZeRO-3 (see [Note: a unit's life] in zero3_runtime.py): unshard units for forward and backward, reduce-scatter gradients."""
 
 from __future__ import annotations
 

@@ -36,13 +36,11 @@ from meshwright.schedule.buckets import ParamReplication
 class FullyShardedUnits:
     """The `DataParallel` implementation of ZeRO-3: hooks on a model's units, and an optimizer that steps this rank's shards."""
 
-    zero = 3
-
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, groups: ProcessGroups,
         replication: Mapping[int, ParamReplication], tied_params: Collection[str],
     ) -> None:  # fmt: skip
-        check_shardable(optimizer, self.zero)
+        check_shardable(optimizer, zero=3)
         compute_dtype = low_precision_dtype(plan)
         group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         factory = FlatBufferFactory(groups.shard, plan.balance.state_fractions, compute_dtype, group_of, replication)
