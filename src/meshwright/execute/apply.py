@@ -164,7 +164,7 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
         sync_rng_state(groups.cp, plan.device)
         shard_spatial(model, plan.spatial, groups.cp, plan.compile != "none")
     modes = {name: mode for name, mode in plan.memory.recompute_modes.items() if name in units}
-    recompute_units(model, modes, keys, cache, compiler_disabled=tensor is not None and plan.compile != "none")
+    recompute_units(model, modes, keys, cache, eager=tensor is not None and plan.compile != "none")
     if plan.compile == "blocks":
         for name in units:
             model.get_submodule(name).compile()

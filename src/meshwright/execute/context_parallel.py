@@ -145,11 +145,11 @@ class ContextParallelRuntime:
         if not is_causal:
             return F.scaled_dot_product_attention(query, keys, values, **options)
         outputs = []
-        for (first, count), part in zip(self.position_ranges, query.split([n for _, n in self.position_ranges], -2), strict=True):
+        for (first, count), local_query in zip(self.position_ranges, query.split([n for _, n in self.position_ranges], -2), strict=True):
             end = first + count
             mask = None if first == 0 else _causal_mask(count, end, query.device)
             past = keys.narrow(-2, 0, end), values.narrow(-2, 0, end)
-            outputs.append(F.scaled_dot_product_attention(part, *past, attn_mask=mask, is_causal=first == 0, **options))
+            outputs.append(F.scaled_dot_product_attention(local_query, *past, attn_mask=mask, is_causal=first == 0, **options))
         return torch.cat(outputs, -2) if len(outputs) > 1 else outputs[0]
 
     def all_gather(self, local: Tensor, name: str) -> Tensor:
@@ -217,8 +217,8 @@ def _pack_kv(*key_value: Tensor) -> Tensor:
 
 
 def _unpack_kv(rows: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
-    parts = rows.split([s.numel() for s in shapes], 1)
-    return [part.unflatten(1, shape).movedim(0, -2) for part, shape in zip(parts, shapes, strict=True)]
+    tensors = rows.split([s.numel() for s in shapes], 1)
+    return [t.unflatten(1, shape).movedim(0, -2) for t, shape in zip(tensors, shapes, strict=True)]
 
 
 class _ContextParallelMode(TorchFunctionMode):

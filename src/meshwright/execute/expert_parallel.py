@@ -90,7 +90,7 @@ class _ExpertParallelForward:
         ids = call.expert_ids.reshape(-1)
         counts = torch.bincount(ids, minlength=layer.num_experts)[: layer.num_experts]  # an id past the last expert means no expert
         recv_counts = all_to_all_no_grad(counts, comm, f"counts/{name}", [self.num_local_experts] * comm.size, layer.experts_per_rank, cache)
-        sends = [int(part.sum()) for part in counts.cpu().split(layer.experts_per_rank)]
+        sends = [int(rank_counts.sum()) for rank_counts in counts.cpu().split(layer.experts_per_rank)]
         receives = recv_counts.view(comm.size, self.num_local_experts).sum(1).tolist()
         order = ids.argsort(stable=True)[: sum(sends)]
         sources = order // call.expert_ids.shape[1]

@@ -98,17 +98,15 @@ class FlatBufferFactory:
     state_fractions: Sequence[float]  # of each rank of the group; empty if they are equal
     compute_dtype: torch.dtype | None  # of floating-point parameters once they are gathered; None: the storage dtype
     param_groups: Mapping[int, int]  # index of the optimizer's param group, by parameter id
-    kinds: Mapping[int, ParamReplication]  # by parameter id
+    replication: Mapping[int, ParamReplication]  # by parameter id
 
     def make(self, params: Sequence[nn.Parameter], tied_names: Mapping[int, str]) -> tuple[FlatBuffer, ...]:
         """The buffers of one unit. A parameter with a tied name has a buffer of its own."""
         params = sorted(params, key=self._param_group)
-        layouts = unit_buckets(
-            [p.numel() for p in params],
-            [self._gathered_dtype(p).itemsize for p in params],
-            [(str(p.dtype), p.requires_grad, tied_names.get(id(p), ""), self.kinds.get(id(p), ParamReplication())) for p in params],
-            self.shard_group.size,
-        )
+        replication = [self.replication.get(id(p), ParamReplication()) for p in params]
+        keys = [(str(p.dtype), p.requires_grad, tied_names.get(id(p), ""), r) for p, r in zip(params, replication, strict=True)]
+        itemsizes = [self._gathered_dtype(p).itemsize for p in params]
+        layouts = unit_buckets([p.numel() for p in params], itemsizes, keys, self.shard_group.size)
         return tuple(self._make_one(layout, tuple(params[s.index] for s in layout.slots)) for layout in layouts)
 
     def _make_one(self, layout: Bucket, params: tuple[nn.Parameter, ...]) -> FlatBuffer:
@@ -119,16 +117,8 @@ class FlatBufferFactory:
         slices = make_shard_layout(layout, self.shard_group, self.state_fractions)
         gathered = torch.empty(layout.numel, dtype=self._gathered_dtype(first), device=first.device)
         nan = torch.full((), float("nan"), device=first.device).to(gathered.dtype)
-        flat = FlatBuffer(
-            layout,
-            params,
-            slices,
-            local_shard=slices.local_shard(full).clone(),
-            full_params=gathered,
-            param_views=tuple(param_views(gathered, layout, params)),
-            placeholders=tuple(nan.expand(p.shape) for p in params),
-            padding=_padding(layout),
-        )
+        views, placeholders = tuple(param_views(gathered, layout, params)), tuple(nan.expand(p.shape) for p in params)
+        flat = FlatBuffer(layout, params, slices, slices.local_shard(full).clone(), gathered, views, placeholders, _padding(layout))
         if first.requires_grad:
             flat.optimizer_shards = tuple(_split_by_param_group(flat, [self._param_group(p) for p in params]))
             flat.await_gradients()

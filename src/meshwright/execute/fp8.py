@@ -83,7 +83,7 @@ def convert_to_fp8(model: nn.Module, units: Iterable[str], dtype: torch.dtype = 
             transposed = type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")  # transformers' linear layer
             if type(layer) is not nn.Linear and not transposed:
                 continue
-            reason = "stands alone: it may be the head" if name == unit else _unsupported_reason(layer.weight)
+            reason = "it is a unit by itself, which may be the head" if name == unit else _unsupported_reason(layer.weight)
             if reason:
                 skipped[name] = reason
                 continue

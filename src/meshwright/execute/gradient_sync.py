@@ -223,18 +223,12 @@ def _make_buckets(
     """Assign parameters to buckets, which replication separates too: experts' gradients are reduced over other groups, and the gradient norm of
     shards (zero > 0) counts by bucket. Replicated parameters never share a bucket with tensor-parallel shards, which may differ in size: sums
     would have another order, and copies would drift apart."""
-    zero, params = plan.memory.zero, [p for p, _ in params_with_group]
-    replications = {id(p): replication.get(id(p), ParamReplication()) for p in params}
-    if not zero:
-        replications = {key: value._replace(in_grad_norm=True) for key, value in replications.items()}
-    layouts = assign_buckets(
-        [p.numel() for p in params],
-        [p.element_size() for p in params],
-        [(group, str(p.dtype), replications[id(p)]) for p, group in params_with_group],
-        first_bytes=plan.sync.first_bucket_bytes,
-        bytes_cap=plan.sync.bucket_bytes,
-        shards=groups.shard.size if zero else 1,
-    )
+    zero, params, keys = plan.memory.zero, [p for p, _ in params_with_group], []
+    for param, group in params_with_group:
+        of = replication.get(id(param), ParamReplication())
+        keys.append((group, str(param.dtype), of if zero else of._replace(in_grad_norm=True)))
+    numels, itemsizes, shards = [p.numel() for p in params], [p.element_size() for p in params], groups.shard.size if zero else 1
+    layouts = assign_buckets(numels, itemsizes, keys, first_bytes=plan.sync.first_bucket_bytes, bytes_cap=plan.sync.bucket_bytes, shards=shards)
     slices = [make_shard_layout(layout, groups.shard, plan.balance.state_fractions) for layout in layouts]
     slot_params = [tuple(params[s.index] for s in layout.slots) for layout in layouts]
     return [BucketState(layout, slot_params[i], f"bucket{i}", zero, slices[i]) for i, layout in enumerate(layouts)]

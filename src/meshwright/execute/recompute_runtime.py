@@ -109,14 +109,12 @@ def _checkpoint_contexts(mode: RecomputeMode, random_keys: RandomKeys, cache: Re
     return forward, _ContextStack(keyed, _autocast_cache_disabled, lambda: cache.activate(results, replaying=True), lambda: replay)
 
 
-def recompute_units(
-    model: nn.Module, modes: Mapping[str, RecomputeMode], random_keys: RandomKeys, cache: RecomputeCache, *, compiler_disabled: bool = False
-) -> None:
-    """Wrap each unit in place. `compiler_disabled`: compiled graphs break inside of units, so they cannot contain the checkpoint either."""
+def recompute_units(model: nn.Module, modes: Mapping[str, RecomputeMode], random_keys: RandomKeys, cache: RecomputeCache, *, eager: bool) -> None:
+    """Wrap each unit in place. `eager`: compiled graphs break inside of units, so they cannot contain the checkpoint either."""
     for name, mode in modes.items():
         unit = model.get_submodule(name)
         forward = _checkpointed(unit.forward, mode, random_keys, cache)
-        unit.forward = torch.compiler.disable(forward, recursive=False) if compiler_disabled else forward
+        unit.forward = torch.compiler.disable(forward, recursive=False) if eager else forward
 
 
 def _checkpointed(forward: Callable[..., Any], mode: RecomputeMode, random_keys: RandomKeys, cache: RecomputeCache) -> Callable[..., Any]:

@@ -86,8 +86,8 @@ def make_units(
 def link_units(units: Sequence[ShardedUnit]) -> None:
     """Set each unit's predecessor and successor, for prefetching. The root unit's code runs around all others."""
     chain = [unit for unit in units if not unit.is_expert_parallel and unit.name != ROOT]
-    for unit, following in itertools.pairwise(chain):
-        unit.next_unit, following.prev_unit = following, unit
+    for unit, next_unit in itertools.pairwise(chain):
+        unit.next_unit, next_unit.prev_unit = next_unit, unit
     root = next((unit for unit in units if unit.name == ROOT), None)
     if root is not None and chain:
         root.next_unit, root.prev_unit = chain[0], chain[-1]

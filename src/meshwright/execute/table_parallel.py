@@ -90,7 +90,7 @@ class TableParallelForward:
 
     def _pop_result(self, name: str) -> Tensor:
         if not self._results or self._results[0][0] != name:
-            raise RunError(f"{name} was looked up outside the forward of {self.name}, or in another order than at first: its rows were not requested")
+            raise RunError(f"table {name} was looked up outside the forward of {self.name}, or in another order than in its dry run: use dp instead")
         return self._results.popleft()[1]
 
     # -- queries --
@@ -150,7 +150,7 @@ class TableParallelForward:
         look_up = self.table_forwards[table]
         if not isinstance(self.tables[table], nn.EmbeddingBag):
             return list(look_up(torch.cat(indices)).split(row_counts))
-        return [look_up(part.view(n, part.numel() // n if n else 1)) for part, n in zip(indices, row_counts, strict=True)]
+        return [look_up(bags.view(n, bags.numel() // n if n else 1)) for bags, n in zip(indices, row_counts, strict=True)]
 
 
 class _MetaTensorMode(TorchFunctionMode):
@@ -169,7 +169,7 @@ class _MetaTensorMode(TorchFunctionMode):
             return func(*args, **kwargs)
         call = (func, spec, *((t.shape, t.dtype) if torch.is_tensor(t) else t for t in leaves))
         in_place = name.endswith("_") and not name.endswith("__")
-        if in_place or not all(isinstance(part, Hashable) for part in call[2:]):
+        if in_place or not all(isinstance(argument, Hashable) for argument in call[2:]):
             return self._run_on_meta(func, leaves, spec)
         if call not in self._cache:
             self._cache[call] = self._run_on_meta(func, leaves, spec)
