@@ -271,7 +271,7 @@ def uneven_tokens(rank: int, world: int, init_method: str, plan: dict[str, Any],
         network, _ = build(model, torch.float64, 3)
         applied = apply(told, network, make_optimizer("sgd", network))
         if applied.gradient_sync is not None:
-            applied.gradient_sync.reduce_op = "sum"
+            applied.gradient_sync.set_reduce_op("sum")
         made = torch.Generator().manual_seed(1)
         tokens = torch.randn(sum(counts), expert_models.WIDTH, generator=made, dtype=torch.float64)
         choices = torch.randint(0, expert_models.EXPERTS, (sum(counts), 2), generator=made)

@@ -90,7 +90,8 @@ def test_batches_of_several_sizes(pool: Any, mesh: Mesh, schedule: str) -> None:
     for rank, mine in enumerate(ranks):
         assert mine["losses"] == pytest.approx(single["losses"], rel=1e-9)
         assert mine["looks"] == 2 + 3
-        left_out = f"a batch of {odd} samples is left out: it cannot be cut for {mesh.data_parallel_size} ranks, 2 equal micro-batches each"
+        degree = mesh.data_parallel_size
+        left_out = f"a batch of {odd} samples is skipped: it cannot be split over {degree} data ranks with 2 equal micro-batches each"
         assert (left_out in mine["said"]) == (rank == 0)
 
 

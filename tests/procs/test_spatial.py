@@ -96,4 +96,4 @@ def test_a_users_own_loop(pool: Any) -> None:
             assert mine["buffers"] == pytest.approx(alone["buffers"], rel=1e-9)
             assert mine["evaluated"] == pytest.approx(alone["evaluated"], rel=1e-9)
             assert mine["prepared"] == pytest.approx(alone["prepared"], rel=1e-6)  # the session reports losses in the plan's fp32
-            assert "this plan cuts inputs of 32x32 positions, and one of 16x16 came" in mine["refused"]
+            assert "this plan splits inputs of 32x32 positions, and this input has 16x16" in mine["refused"]

@@ -51,7 +51,7 @@ def test_the_sum_is_launched_before_the_weights_products_and_awaited_after_them(
     plain = torch.autograd.grad((query(hidden) * key(hidden)).square().sum(), parameters)
     for layer in (query, key):
         defer_weight_grad(layer)
-    entered = copy_to_region_overlapped(below(x).tanh(), (comm, "enter"), [query, key], RecomputeCache())
+    entered = copy_to_region_overlapped(below(x).tanh(), comm, "enter", None, [query, key], RecomputeCache())
     loss = (query(entered) * key(entered)).square().sum()
     with Products(told):
         loss.backward()

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import check_runnable
 from meshwright.core.plan import Plan
 from meshwright.core.task import Batch
 from meshwright.core.tied_parameters import check_tied_parameters
-from meshwright.core.workload import LOW_PRECISION_DTYPES
 from meshwright.describe.attention_decompose import decompose_attention
 from meshwright.describe.layers import tied_parameter_names
 from meshwright.execute.context_parallel import ContextParallelRuntime
@@ -24,7 +23,7 @@ from meshwright.execute.data_parallel import DataParallel, full_gradient
 from meshwright.execute.expert_parallel import ExpertParallelShards, shard_experts
 from meshwright.execute.fp8 import Fp8Layers, convert_to_fp8, has_fp8
 from meshwright.execute.gradient_sync import GradientBuckets
-from meshwright.execute.memory_runtime import DTYPES, RandomKeys, storage_bytes
+from meshwright.execute.memory_runtime import RandomKeys, low_precision_dtype, storage_bytes
 from meshwright.execute.offload import OptimizerOffload
 from meshwright.execute.pipeline_parallel import PipelineRuntime
 from meshwright.execute.process_groups import ProcessGroups, make_process_groups
@@ -53,8 +52,7 @@ class AppliedPlan:
     optimizer_offload: OptimizerOffload | None = None
 
     def local(self, batch: Batch) -> Batch:
-        """Return this rank's positions of `batch` under context parallelism, and `batch` itself under any other plan. For training loops other
-        than `Session`."""
+        """Return this rank's positions of `batch` under context parallelism, and `batch` itself under any other plan. For loops without `Session`."""
         if self.context is None:
             return batch
         if self.context.loss_slices_positions:
@@ -65,7 +63,7 @@ class AppliedPlan:
         """Context for every backward of a step but the last: gradients accumulate and nothing is sent, where the plan allows it."""
         return self.gradient_sync.accumulate() if self.gradient_sync else nullcontext()
 
-    def local_gradients(self) -> list[torch.Tensor]:
+    def local_gradients(self) -> list[Tensor]:
         """Gradients of the parameters or shards that this rank's optimizer steps."""
         return [p.grad for p in self.optimizer_parameters() if p.grad is not None]
 
@@ -77,28 +75,23 @@ class AppliedPlan:
 
     def optimizer_state(self, param: nn.Parameter) -> dict[str, Any]:
         """The optimizer's state of a stepped parameter, on the device or on the host."""
-        found: dict[str, Any] = self.optimizer.state.get(self.optimizer_offload.host_copy(param) if self.optimizer_offload is not None else param, {})
-        return found
+        return self.optimizer.state.get(param if self.optimizer_offload is None else self.optimizer_offload.host_copy(param), {})
 
-    def squared_norm(self) -> torch.Tensor:
-        """Return the sum of squares over the whole gradient, the same on every rank. A gradient that n ranks hold in copy counts 1/n on each."""
-        kinds = self._replication()
-        held: dict[int, list[torch.Tensor]] = {}
+    def squared_norm(self) -> Tensor:
+        """Return the sum of squares over the full gradient, the same on every rank. A gradient that n ranks replicate counts 1/n on each."""
+        replication = self._replication()
+        grads_by_copies: dict[int, list[Tensor]] = {}
         for param in self.optimizer_parameters():
-            of = kinds.get(id(param), ParamReplication())
+            of = replication.get(id(param), ParamReplication())
             if of.in_grad_norm and param.grad is not None:
-                held.setdefault(of.copies, []).append(param.grad)
-        kind = torch.float64 if self.plan.memory.precision == "fp64" else torch.float32
-        total = torch.zeros((), dtype=kind, device=self.plan.device)
-        for copies, grads in held.items():
-            squares = torch.stack([n.to(kind) for n in torch._foreach_norm(grads)]).square().sum()
+                grads_by_copies.setdefault(of.copies, []).append(param.grad)
+        dtype = torch.float64 if self.plan.memory.precision == "fp64" else torch.float32
+        total = torch.zeros((), dtype=dtype, device=self.plan.device)
+        for copies, grads in grads_by_copies.items():
+            squares = torch.stack([n.to(dtype) for n in torch._foreach_norm(grads)]).square().sum()
             total = total + (squares / copies if copies > 1 else squares)
-        if self.tensor_parallel is not None:
-            self.groups.tp.sync.all_reduce(total, "norm/tp").wait()
-        if self.expert_parallel is not None:
-            self.groups.ep.sync.all_reduce(total, "norm/ep").wait()
-        if self.pipeline is not None:
-            self.groups.pp.sync.all_reduce(total, "norm/pp").wait()
+        for axis in ("tp", "ep", "pp"):
+            self.groups.get(axis).sync.all_reduce(total, f"norm/{axis}").wait()
         if self.plan.memory.zero:
             self.groups.shard.sync.all_reduce(total, "norm").wait()
         return total
@@ -111,22 +104,22 @@ class AppliedPlan:
 
     def all_reduce_tied_gradients(self) -> None:
         """Sum the gradients of parameters that several pipeline stages use over those stages."""
-        named = dict(self.model.named_parameters()) if self.pipeline is not None and self.pipeline.tied_groups else {}
-        for name, comm in self.pipeline.tied_groups if self.pipeline is not None else ():
-            param = named.get(name)
-            if comm is not None and param is not None:
+        if self.pipeline is None or not self.pipeline.tied_groups:
+            return
+        params = dict(self.model.named_parameters())
+        for name, comm in self.pipeline.tied_groups:
+            if comm is not None and (param := params.get(name)) is not None:
                 gradient = self.gradient_sync.tied_gradient(param) if self.gradient_sync else full_gradient(param)
                 comm.sync.all_reduce(gradient, f"tied/{name}").wait()
 
-    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+    def clip_gradients(self, max_norm: float) -> Tensor:
         """Scale the gradient down to a norm of at most `max_norm` and return its norm before that. Correct under every plan, which
         `torch.nn.utils.clip_grad_norm_` is not: under ZeRO-1 and 2 a rank holds only its shard of the gradient."""
         if self.gradient_sync:
             self.gradient_sync.finish()
         norm = self.squared_norm().sqrt()
-        pieces = self.local_gradients()
-        if pieces:
-            torch._foreach_mul_(pieces, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        if grads := self.local_gradients():
+            torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
     def clear_gradients(self) -> None:
@@ -146,8 +139,8 @@ class AppliedPlan:
 
 
 def _param_replication(model: nn.Module, plan: Plan, pipeline: PipelineRuntime | None) -> dict[int, ParamReplication]:
-    kind = replication_of(plan)
-    return {id(p): kind(name, pipeline is None or pipeline.in_grad_norm(name)) for name, p in model.named_parameters()}
+    replication = replication_of(plan)
+    return {id(p): replication(name, pipeline is None or pipeline.in_grad_norm(name)) for name, p in model.named_parameters()}
 
 
 def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> AppliedPlan:
@@ -161,31 +154,31 @@ def apply(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> App
     if groups.pp.size > 1 or groups.tp.size > 1:
         decompose_attention(model)  # the plan was made from the dataflow of decomposed attention
     pipeline = PipelineRuntime(plan, model, optimizer, groups) if groups.pp.size > 1 else None
-    recall = RecomputeCache()
-    owners = shard_experts(model, optimizer, plan.expert, groups.ep, recall, plan.compile != "none") if groups.ep.size > 1 else None
-    units = [name for name in plan.memory.units if name not in {t.module for t in plan.expert.tables} or owners is None]
+    cache = RecomputeCache()
+    experts = shard_experts(model, optimizer, plan.expert, groups.ep, cache, plan.compile != "none") if groups.ep.size > 1 else None
+    units = [name for name in plan.memory.units if name not in {t.module for t in plan.expert.tables} or experts is None]
     fp8 = convert_to_fp8(model, plan.memory.units) if plan.memory.precision == "fp8" else Fp8Layers()
-    tensor = shard_model(model, optimizer, plan, groups, recall) if groups.tp.size > 1 else None
-    context = ContextParallelRuntime(model, plan.context, groups.cp, recall) if groups.cp.size > 1 and plan.context.attention_sites else None
+    tensor = shard_model(model, optimizer, plan, groups, cache) if groups.tp.size > 1 else None
+    context = ContextParallelRuntime(model, plan.context, groups.cp, cache) if groups.cp.size > 1 and plan.context.attention_sites else None
     if plan.spatial.grid:
         sync_rng_state(groups.cp, plan.device)
         shard_spatial(model, plan.spatial, groups.cp, plan.compile != "none")
     modes = {name: mode for name, mode in plan.memory.recompute_modes.items() if name in units}
-    recompute_units(model, modes, keys, recall, compiler_disabled=tensor is not None and plan.compile != "none")
+    recompute_units(model, modes, keys, cache, eager=tensor is not None and plan.compile != "none")
     if plan.compile == "blocks":
         for name in units:
             model.get_submodule(name).compile()
-    buckets: DataParallel | None = None
-    kinds = _param_replication(model, plan, pipeline)
+    gradient_sync: DataParallel | None = None
+    replication = _param_replication(model, plan, pipeline)
     if groups.data.size > 1 and plan.memory.zero == 3:
-        shared = [name for name, _ in pipeline.tied_parameters()] if pipeline is not None else []
-        buckets = FullyShardedUnits(model, optimizer, plan, groups, kinds, shared)
+        tied = [name for name, _ in pipeline.tied_parameters()] if pipeline is not None else []
+        gradient_sync = FullyShardedUnits(model, optimizer, plan, groups, replication, tied)
     elif groups.data.size > 1:
-        buckets = GradientBuckets(model, optimizer, plan, groups, kinds)
-    offloaded = OptimizerOffload(optimizer) if plan.memory.offload == "optimizer" else None
+        gradient_sync = GradientBuckets(model, optimizer, plan, groups, replication)
+    offload = OptimizerOffload(optimizer) if plan.memory.offload == "optimizer" else None
     if pipeline is not None:
         pipeline.attach_hooks()
-    return AppliedPlan(plan, model, optimizer, groups, buckets, keys, tensor, pipeline, context, owners, fp8, offloaded)
+    return AppliedPlan(plan, model, optimizer, groups, gradient_sync, keys, tensor, pipeline, context, experts, fp8, offload)
 
 
 def _check_plan(plan: Plan, model: nn.Module) -> None:
@@ -195,7 +188,7 @@ def _check_plan(plan: Plan, model: nn.Module) -> None:
     if plan.mesh.ep > 1 and not plan.expert:
         raise RequestError(f"plan: mesh {plan.mesh} has an ep axis, but expert is empty: let `meshwright plan` or plan_for fill it in")
     if plan.mesh.pp > 1 and not any(stage.entry for stage in plan.stages):
-        raise RequestError(f"plan: mesh {plan.mesh} has a pp axis, but stages are not cut: let `meshwright plan` or plan_for fill them in")
+        raise RequestError(f"plan: mesh {plan.mesh} has a pp axis, but stages have no entries: let `meshwright plan` or plan_for fill them in")
     if plan.mesh.cp > 1 and not plan.context.attention_sites and not plan.spatial.grid:
         raise RequestError(f"plan: mesh {plan.mesh} has a cp axis, but context and spatial are empty: let `meshwright plan` or plan_for fill one in")
     if plan.memory.precision == "fp8" and not has_fp8(plan.device):
@@ -206,20 +199,18 @@ def _check_plan(plan: Plan, model: nn.Module) -> None:
             raise RequestError(f"plan: memory.units names '{name}', which the model does not have: use a name such as {list(modules)[1:4]}")
     check_tied_parameters(plan, tied_parameter_names(model))
     if is_sharded(model):
-        raise RequestError("this model follows a plan already: apply one plan to a fresh model")
+        raise RequestError("a plan was applied to this model already: build the model anew and apply one plan")
 
 
 def broadcast_initial_state(model: nn.Module, groups: ProcessGroups) -> None:
     """Broadcast rank 0's parameters and buffers to all ranks, whatever seed a user's script built them with."""
-    every = [t.data for t in [*model.parameters(), *model.buffers()]]
-    for run in init_broadcast_groups([t.numel() * t.element_size() for t in every], [t.dtype for t in every]):
-        tensors = [every[i] for i in run]
+    state = [t.data for t in [*model.parameters(), *model.buffers()]]
+    for group in init_broadcast_groups([t.nbytes for t in state], [t.dtype for t in state]):
+        tensors = [state[i] for i in group]
         flat = torch.cat([t.reshape(-1) for t in tensors])
         groups.world.broadcast(flat, "init/params").wait()
-        offset = 0
-        for tensor in tensors:
-            tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))
-            offset += tensor.numel()
+        for tensor, values in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(values.view_as(tensor))
 
 
 def average_buffers(applied: AppliedPlan) -> None:
@@ -232,7 +223,5 @@ def average_buffers(applied: AppliedPlan) -> None:
 
 def autocast_factory(plan: Plan) -> Callable[[], AbstractContextManager[None]]:
     """Return a factory of the context that forward runs in: autocast where the plan's precision is low."""
-    if plan.memory.precision in LOW_PRECISION_DTYPES:
-        dtype = DTYPES[LOW_PRECISION_DTYPES[plan.memory.precision]]
-        return lambda: torch.autocast(plan.device, dtype=dtype)
-    return nullcontext
+    dtype = low_precision_dtype(plan)
+    return nullcontext if dtype is None else lambda: torch.autocast(plan.device, dtype=dtype)

@@ -4,14 +4,13 @@ shard of them that this rank's optimizer steps. Nothing here communicates."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.core.comm import Work
 from meshwright.execute.data_parallel import OptimizerShard
-from meshwright.execute.shard_layout import ShardLayout
+from meshwright.execute.shard_layout import ShardLayout, param_views
 from meshwright.schedule.buckets import Bucket
 
 
@@ -24,13 +23,13 @@ class BucketState:
     name: str
     zero: int
     slices: ShardLayout  # of the flat buffers; unused under stage 0
-    grads: torch.Tensor | None = None  # the flat gradient; None while released (stage 2)
-    flat_params: torch.Tensor | None = None  # stages 1 and 2
+    grads: Tensor | None = None  # the flat gradient; None while released (stage 2)
+    flat_params: Tensor | None = None  # stages 1 and 2
     shard: nn.Parameter | None = None  # this rank's slice of `flat_params`, which the optimizer steps
-    grad_views: list[torch.Tensor] = field(default_factory=list)  # views of `grads`, one for each parameter
+    grad_views: list[Tensor] = field(default_factory=list)  # views of `grads`, one for each parameter
     awaited_slots: set[int] = field(default_factory=set)  # slots whose gradient has not arrived in this backward
     pending: Work | None = None
-    accumulated: torch.Tensor | None = None  # an earlier backward's reduced shard, when the user accumulates across backwards
+    accumulated: Tensor | None = None  # an earlier backward's reduced shard, when the user accumulates across backwards
 
     def __post_init__(self) -> None:
         self.await_all()
@@ -45,24 +44,20 @@ class BucketState:
     @property
     def param_group(self) -> int:
         """Index of the optimizer's param group."""
-        key: Any = self.layout.key
-        return int(key[0])
+        return self.layout.key[0]  # type: ignore[index, no-any-return]
 
     @property
     def optimizer_shards(self) -> tuple[OptimizerShard, ...]:
         return (OptimizerShard(self.shard, 0, self.param_group, range(len(self.params))),) if self.shard is not None else ()
 
-    def _new_flat_buffer(self) -> torch.Tensor:
-        first = self.params[0]
-        return torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
+    def _new_flat_buffer(self) -> Tensor:
+        return torch.zeros(self.layout.numel, dtype=self.params[0].dtype, device=self.params[0].device)
 
     def shard_parameters(self) -> nn.Parameter:
         """Move the parameters into a flat buffer; return this rank's shard of it."""
         flat = self._new_flat_buffer()
-        for slot, param in zip(self.layout.slots, self.params, strict=True):
-            view = flat[slot.offset : slot.offset + slot.numel].view_as(param)
-            view.copy_(param.data)
-            param.data = view
+        for view, param in zip(param_views(flat, self.layout, self.params), self.params, strict=True):
+            param.data = view.copy_(param.data)
         self.flat_params, self.shard = flat, nn.Parameter(self.slices.local_shard(flat))
         return self.shard
 
@@ -70,12 +65,10 @@ class BucketState:
         """Before a backward: mark every gradient as awaited."""
         self.pending, self.awaited_slots = None, set(range(len(self.params)))
 
-    def set_flat_grads(self, grads: torch.Tensor) -> None:
-        self.grads = grads
-        slots = zip(self.layout.slots, self.params, strict=True)
-        self.grad_views = [grads[slot.offset : slot.offset + slot.numel].view_as(param) for slot, param in slots]
+    def set_flat_grads(self, grads: Tensor) -> None:
+        self.grads, self.grad_views = grads, param_views(grads, self.layout, self.params)
 
-    def grad_view(self, slot: int) -> torch.Tensor:
+    def grad_view(self, slot: int) -> Tensor:
         self._save_accumulated()
         if self.grads is None:
             self.set_flat_grads(self._new_flat_buffer())
@@ -112,14 +105,14 @@ class BucketState:
     def store_shard_gradient(self) -> None:
         """Make a slice of the reduced flat gradient the shard's gradient. Stage 2 frees the rest of the memory."""
         assert self.grads is not None and self.shard is not None
-        mine = self.slices.local_shard(self.grads)
+        grad = self.slices.local_shard(self.grads)
         for param in self.params:
             param.grad = None
         if self.zero == 2:
-            self.shard.grad = mine.clone() if self.shard.grad is None else self.shard.grad.add_(mine)
+            self.shard.grad = grad.clone() if self.shard.grad is None else self.shard.grad.add_(grad)
             self.grads, self.grad_views, self.pending = None, [], None
         else:
-            self.shard.grad = mine if self.accumulated is None else mine.add_(self.accumulated)
+            self.shard.grad = grad if self.accumulated is None else grad.add_(self.accumulated)
             self.accumulated = None
 
     def clear(self) -> None:
@@ -131,6 +124,5 @@ class BucketState:
             param.grad = None
 
     def gradient_bytes(self) -> int:
-        held = [self.grads] if self.grads is not None else []
-        held += [self.shard.grad] if self.zero == 2 and self.shard is not None and self.shard.grad is not None else []
-        return sum(t.numel() * t.element_size() for t in held)
+        shard_grad = self.shard.grad if self.zero == 2 and self.shard is not None else None
+        return sum(grad.nbytes for grad in (self.grads, shard_grad) if grad is not None)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.core.errors import RequestError
 from meshwright.execute.shard_layout import ShardLayout
 from meshwright.schedule.buckets import Bucket
 
-# Optimizers whose update of one element depends on that element alone; only these may step flat shards, which cut through tensors.
+# Optimizers whose update of one element depends on that element alone; only these may step flat shards, which split tensors.
 ELEMENTWISE_OPTIMIZERS = {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 
 
@@ -31,14 +31,9 @@ class OptimizerShard:
 class ShardedBuffer(Protocol):
     """Parameters in one flat buffer, and the shards of it that the optimizer steps; none if optimizer state is not sharded."""
 
-    @property
-    def layout(self) -> Bucket: ...
-
-    @property
-    def params(self) -> tuple[nn.Parameter, ...]: ...
-
-    @property
-    def slices(self) -> ShardLayout: ...
+    layout: Bucket
+    params: tuple[nn.Parameter, ...]
+    slices: ShardLayout
 
     @property
     def optimizer_shards(self) -> tuple[OptimizerShard, ...]: ...
@@ -47,43 +42,37 @@ class ShardedBuffer(Protocol):
 class DataParallel(Protocol):
     """Synchronizes gradients by hooks on a model and its optimizer; works under `backward()` of any loop."""
 
-    reduce_op: str  # "mean": a user's own loop averages over ranks; Session weights the loss itself and sets "sum"
-
     @property
     def buckets(self) -> Sequence[ShardedBuffer]:
         """Buffers of trainable parameters."""
-        ...
+
+    def set_reduce_op(self, op: str) -> None:
+        """How gradients of ranks are combined: "mean", unless `Session` weights the loss itself and sets "sum"."""
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Context in which backward accumulates gradients and sends nothing, if there is a buffer to accumulate full gradients in."""
-        ...
 
     def finish(self) -> None:
         """Make gradients final. Calling it again does nothing."""
-        ...
 
     def reduce_all(self) -> None:
         """Reduce all accumulated gradients, however they were accumulated: a pipeline's backward may bypass autograd's hooks."""
-        ...
 
     def clear(self) -> None:
         """Drop gradients after a step."""
-        ...
 
-    def tied_gradient(self, param: nn.Parameter) -> torch.Tensor:
+    def tied_gradient(self, param: nn.Parameter) -> Tensor:
         """This rank's part of the gradient of a parameter that pipeline stages share."""
-        ...
 
-    def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Every parameter's values in the storage dtype, on the CPU, in the model's order. Collective."""
-        ...
 
     def parameter_bytes(self, model: nn.Module) -> int: ...
 
     def gradient_bytes(self) -> int: ...
 
 
-def full_gradient(param: nn.Parameter) -> torch.Tensor:
+def full_gradient(param: nn.Parameter) -> Tensor:
     """A parameter's gradient; zeros if no backward has reached it."""
     if param.grad is None:
         param.grad = torch.zeros_like(param)
@@ -92,6 +81,6 @@ def full_gradient(param: nn.Parameter) -> torch.Tensor:
 
 def check_shardable(optimizer: torch.optim.Optimizer, zero: int) -> None:
     if optimizer.state:
-        raise RequestError(f"zero={zero} cuts the optimizer's state: apply the plan before the optimizer's first step")
+        raise RequestError(f"zero={zero} shards the optimizer's state: apply the plan before the optimizer's first step")
     if type(optimizer).__name__ not in ELEMENTWISE_OPTIMIZERS:
-        raise RequestError(f"zero={zero} steps slices cut across tensors, and {type(optimizer).__name__} is not known to be element-wise: use zero=0")
+        raise RequestError(f"zero={zero} steps flat shards, and {type(optimizer).__name__} is not known to be element-wise: use zero=0")

@@ -1,4 +1,4 @@
-"""Expert and table parallelism: each rank of the `ep` axis keeps its share of the experts and embedding tables, and rows go there by all-to-all.
+"""Expert and table parallelism: each rank of the `ep` axis holds some of the experts and embedding tables, and all-to-alls send rows there.
 
 [Note: expert-parallel forward]
 Pairs of a token and an expert are sorted by expert, so that the pairs for one rank are contiguous. Ranks first exchange the number of tokens per
@@ -8,13 +8,13 @@ The results go back by all-to-all; there the routing weights are applied and eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from meshwright.core.comm import Comm
@@ -22,11 +22,10 @@ from meshwright.core.errors import RequestError
 from meshwright.core.expert_policy import ExpertPolicy, MoELayer
 from meshwright.execute.all_to_all import all_to_all, all_to_all_no_grad
 from meshwright.execute.autograd_collectives import all_gather_uneven
+from meshwright.execute.module_hooks import eager_decorator
 from meshwright.execute.recompute_runtime import RecomputeCache
 from meshwright.execute.table_parallel import TableParallelForward
 from meshwright.execute.tensor_parallel import shard_tensors
-
-_Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @dataclass(frozen=True)
@@ -34,117 +33,101 @@ class ExpertParallelShards:
     """How expert-parallel parameters are sharded: by parameter name, the rows of dim 0 that each rank of the `ep` axis holds."""
 
     comm: Comm
-    policy: ExpertPolicy
     rows_per_rank: dict[str, tuple[int, ...]]
 
-    def shard(self, name: str, full: torch.Tensor) -> torch.Tensor:
+    def shard(self, name: str, full: Tensor) -> Tensor:
         """This rank's rows of a full tensor: some, all, or none."""
-        mine = self.rows_per_rank[name]
-        return full.narrow(0, sum(mine[: self.comm.rank]), mine[self.comm.rank]).clone()
+        rows = self.rows_per_rank[name]
+        return full.narrow(0, sum(rows[: self.comm.rank]), rows[self.comm.rank]).clone()
 
-    def unshard(self, name: str, shard: torch.Tensor) -> torch.Tensor:
-        """The full tensor of a parameter that several ranks share; collective over them. A table is on one rank, which has all of it."""
-        shares = self.rows_per_rank.get(name, ())
-        return torch.cat(all_gather_uneven(shard, self.comm, 0, list(shares))) if sum(map(bool, shares)) > 1 else shard
+    def unshard(self, name: str, shard: Tensor) -> Tensor:
+        """The full tensor of a parameter that is sharded over several ranks; collective over them. A table is on one rank, which has all of it."""
+        rows = self.rows_per_rank.get(name, ())
+        return torch.cat(all_gather_uneven(shard, self.comm, 0, list(rows))) if sum(map(bool, rows)) > 1 else shard
 
     def holder_rank(self, name: str) -> int | None:
-        """The one rank that has a parameter; None if all ranks have it, or a part of it."""
-        shares = self.rows_per_rank.get(name, ())
-        return next(i for i, n in enumerate(shares) if n) if sum(map(bool, shares)) == 1 else None
+        """The only rank that has a parameter; None if all ranks have it, or a shard of it."""
+        holders = [rank for rank, n in enumerate(self.rows_per_rank.get(name, ())) if n]
+        return holders[0] if len(holders) == 1 else None
 
 
 def shard_experts(
-    model: nn.Module, optimizer: torch.optim.Optimizer, policy: ExpertPolicy, comm: Comm, recompute_cache: RecomputeCache, compiled: bool = False
+    model: nn.Module, optimizer: torch.optim.Optimizer, policy: ExpertPolicy, comm: Comm, cache: RecomputeCache, compiled: bool = False
 ) -> ExpertParallelShards:  # fmt: skip
-    """Keep this rank's share of experts and tables, in place; `optimizer` steps that share only. Collective: every rank calls it with the same
-    policy. A pipeline rank has the MoE layers of its own stages.
+    """Keep this rank's experts and tables, in place; `optimizer` steps these only. Collective: every rank calls it with the same policy. A
+    pipeline rank has the MoE layers of its own stages.
 
     If blocks will be `compiled`, all-to-alls are kept out of the graphs: the number of rows is known only at run time.
     """
     if optimizer.state:
-        raise RequestError("expert-parallel ranks keep their part of the optimizer's state: apply the plan before the optimizer's first step")
-    apart: _Decorator = torch.compiler.disable if compiled else lambda function: function
-    parts = ExpertParallelShards(comm, policy, policy.rows_per_rank(comm.size))
+        raise RequestError("expert parallelism shards the optimizer's state: apply the plan before the optimizer's first step")
+    eager = eager_decorator(compiled)
+    shards = ExpertParallelShards(comm, policy.rows_per_rank(comm.size))
     modules = dict(model.named_modules())
-    mixtures = [m for m in policy.moe_layers if next(modules[m.module].parameters(), None) is not None]
-    trials = [_MoEProbe(modules[m.module], m, comm.rank) for m in mixtures]
-    shard_tensors(model, optimizer, parts.rows_per_rank, parts.shard)
-    for mixture, trial in zip(mixtures, trials, strict=True):
-        module = modules[mixture.module]
-        module.forward = apart(_ExpertParallelForward(module, mixture, comm, recompute_cache, trial.find_expert_count_attrs()))
+    layers = [layer for layer in policy.moe_layers if next(modules[layer.module].parameters(), None) is not None]
+    probes = [_MoEProbe(modules[layer.module], layer, comm.rank) for layer in layers]
+    shard_tensors(model, optimizer, shards.rows_per_rank, shards.shard)
+    for layer, probe in zip(layers, probes, strict=True):
+        module = modules[layer.module]
+        module.forward = eager(_ExpertParallelForward(module, layer, comm, cache, probe.find_expert_count_attrs()))
     if policy.tables:
         container = modules[policy.lookup_module]
-        container.forward = apart(TableParallelForward(container, modules, policy, comm, recompute_cache))
-    return parts
+        container.forward = eager(TableParallelForward(container, modules, policy, comm, cache))
+    return shards
 
 
 class _ExpertParallelForward:
     """An MoE layer's forward on one rank (see [Note: expert-parallel forward])."""
 
-    def __init__(
-        self, module: nn.Module, moe_layer: MoELayer, comm: Comm, recompute_cache: RecomputeCache, expert_count_attrs: tuple[str, ...]
-    ) -> None:
-        self.module, self.moe_layer, self.comm, self.recompute_cache, self.expert_count_attrs = (
-            module,
-            moe_layer,
-            comm,
-            recompute_cache,
-            expert_count_attrs,
-        )
+    def __init__(self, module: nn.Module, layer: MoELayer, comm: Comm, cache: RecomputeCache, expert_count_attrs: tuple[str, ...]) -> None:
+        self.module, self.layer, self.comm, self.cache, self.expert_count_attrs = module, layer, comm, cache, expert_count_attrs
         self.original_forward = module.forward
-        self.num_local_experts = moe_layer.experts_per_rank[comm.rank]
+        self.num_local_experts = layer.experts_per_rank[comm.rank]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        mixture, comm, name = self.moe_layer, self.comm, self.moe_layer.module
-        given = _MoEArguments(mixture, args, kwargs)
-        tokens, choices = given.tokens, given.expert_ids
-        flat = choices.reshape(-1)
-        counts = torch.bincount(flat, minlength=mixture.num_experts)[: mixture.num_experts]  # an id past the last expert means no expert
-        told = all_to_all_no_grad(
-            counts, comm, f"counts/{name}", [self.num_local_experts] * comm.size, mixture.experts_per_rank, self.recompute_cache
-        )
-        arrivals = told.view(comm.size, self.num_local_experts)
-        sends = [int(part.sum()) for part in counts.cpu().split(mixture.experts_per_rank)]
-        receives = arrivals.sum(1).tolist()
-        order = flat.argsort(stable=True)[: sum(sends)]
-        home = order // choices.shape[1]
-        rows = all_to_all(tokens[home], comm, f"tokens/{name}", receives, sends, self.recompute_cache)
-        experts = torch.arange(self.num_local_experts, device=flat.device, dtype=flat.dtype).repeat(comm.size).repeat_interleave(arrivals.reshape(-1))
-        results = all_to_all(self._run_local_experts(given, rows, experts), comm, f"results/{name}", sends, receives, self.recompute_cache)
-        if given.routing_weights is not None:
-            results = results * given.routing_weights.reshape(-1)[order].unsqueeze(1)
-        return torch.zeros_like(tokens).index_add(0, home, results.to(tokens.dtype))
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        layer, comm, cache, name = self.layer, self.comm, self.cache, self.layer.module
+        call = _MoEArguments(layer, args, kwargs)
+        ids = call.expert_ids.reshape(-1)
+        counts = torch.bincount(ids, minlength=layer.num_experts)[: layer.num_experts]  # an id past the last expert means no expert
+        recv_counts = all_to_all_no_grad(counts, comm, f"counts/{name}", [self.num_local_experts] * comm.size, layer.experts_per_rank, cache)
+        sends = [int(rank_counts.sum()) for rank_counts in counts.cpu().split(layer.experts_per_rank)]
+        receives = recv_counts.view(comm.size, self.num_local_experts).sum(1).tolist()
+        order = ids.argsort(stable=True)[: sum(sends)]
+        sources = order // call.expert_ids.shape[1]
+        tokens = all_to_all(call.tokens[sources], comm, f"tokens/{name}", receives, sends, cache)
+        experts = torch.arange(self.num_local_experts, device=ids.device, dtype=ids.dtype).repeat(comm.size).repeat_interleave(recv_counts)
+        results = all_to_all(self._run_local_experts(call, tokens, experts), comm, f"results/{name}", sends, receives, cache)
+        if call.routing_weights is not None:
+            results = results * call.routing_weights.reshape(-1)[order].unsqueeze(1)
+        return torch.zeros_like(call.tokens).index_add(0, sources, results.to(call.tokens.dtype))
 
-    def _run_local_experts(self, arguments: _MoEArguments, tokens: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """Run the module's own code on the received tokens. Without any, its parameters get a zero gradient, because every parameter must get
-        one."""
+    def _run_local_experts(self, call: _MoEArguments, tokens: Tensor, experts: Tensor) -> Tensor:
+        """Run the module's own code on the received tokens. Without any, its parameters get zero gradients, because every parameter must get one."""
         if not tokens.shape[0]:
-            return _ZeroExpertGrad.apply(tokens, *(p for p in self.module.parameters() if p.requires_grad))  # type: ignore[no-any-return]
-        args, kwargs = arguments.with_tokens(tokens, experts)
+            return _ZeroExpertGrad.apply(tokens, *(p for p in self.module.parameters() if p.requires_grad))
+        args, kwargs = call.with_tokens(tokens, experts)
         with _override_expert_count(self.module, self.expert_count_attrs, self.num_local_experts):
-            out: torch.Tensor = self.original_forward(*args, **kwargs)
-        return out.to(tokens.dtype)
+            return self.original_forward(*args, **kwargs).to(tokens.dtype)
 
 
 class _MoEArguments:
     """A call's arguments, and which of their tensors are tokens, expert ids and routing weights."""
 
-    def __init__(self, moe_layer: MoELayer, args: Any, kwargs: Any) -> None:
+    def __init__(self, layer: MoELayer, args: Any, kwargs: Any) -> None:
         self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(self.leaves) if torch.is_tensor(leaf)]
-        self.leaf_indices = tuple(
-            None if at is None else places[at] for at in (moe_layer.tokens_input, moe_layer.expert_ids_input, moe_layer.routing_weights_input)
-        )
-        found: list[Any] = [None if at is None else self.leaves[at] for at in self.leaf_indices]
-        self.tokens, self.expert_ids, self.routing_weights = found
+        tensors = [i for i, leaf in enumerate(self.leaves) if torch.is_tensor(leaf)]
+        inputs = (layer.tokens_input, layer.expert_ids_input, layer.routing_weights_input)
+        self.leaf_indices = tuple(None if i is None else tensors[i] for i in inputs)
+        arguments: list[Any] = [None if i is None else self.leaves[i] for i in self.leaf_indices]
+        self.tokens, self.expert_ids, self.routing_weights = arguments
 
-    def with_tokens(self, tokens: torch.Tensor, experts: torch.Tensor) -> Any:
+    def with_tokens(self, tokens: Tensor, experts: Tensor) -> Any:
         """The same call on other tokens, each with one expert of weight 1."""
         leaves = list(self.leaves)
         ones = None if self.routing_weights is None else self.routing_weights.new_ones((tokens.shape[0], 1))
-        for at, value in zip(self.leaf_indices, (tokens, experts.unsqueeze(1), ones), strict=True):
-            if at is not None:
-                leaves[at] = value
+        for i, value in zip(self.leaf_indices, (tokens, experts.unsqueeze(1), ones), strict=True):
+            if i is not None:
+                leaves[i] = value
         return pytree.tree_unflatten(leaves, self.spec)
 
 
@@ -152,70 +135,66 @@ class _ZeroExpertGrad(torch.autograd.Function):
     """Gives zero gradients to experts that no token chose: buckets are reduced in order, and other ranks' are already in flight."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, tokens: Tensor, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(*parameters)
         return tokens.view_as(tokens)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         return grad, *(torch.zeros_like(p) for p in ctx.saved_tensors)
 
 
-# -- checks that a module can run on a part of its experts --
+# -- checks that a module can run on some of its experts --
 
 
 class _MoEProbe:
-    """Runs a few tokens through an MoE layer before and after it is sharded: its code may depend on the number of experts, and may weight their
-    results in its own way."""
+    """Runs tokens through an MoE layer before and after it is sharded: its code may depend on the number of experts, or weight their results."""
 
-    def __init__(self, module: nn.Module, moe_layer: MoELayer, rank: int) -> None:
-        self.module, self.moe_layer, self.num_local_experts = module, moe_layer, moe_layer.experts_per_rank[rank]
-        like = next(module.parameters())
-        made = torch.randn(max(moe_layer.num_experts, 2), moe_layer.hidden_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        self.tokens = made.to(like.device, like.dtype)
-        self.expert_ids = torch.arange(len(made), device=like.device) % moe_layer.num_experts
-        first = moe_layer.first_expert(rank)
-        whole = self._run(self.tokens, self.expert_ids.unsqueeze(1), 1.0)
-        self.expected = whole[first : first + self.num_local_experts]
-        if moe_layer.routing_weights_input is not None:
+    def __init__(self, module: nn.Module, layer: MoELayer, rank: int) -> None:
+        self.module, self.layer, self.num_local_experts = module, layer, layer.experts_per_rank[rank]
+        param, generator = next(module.parameters()), torch.Generator().manual_seed(0)
+        tokens = torch.randn(max(layer.num_experts, 2), layer.hidden_size, generator=generator, dtype=torch.float64).to(param)
+        self.expert_ids = torch.arange(len(tokens), device=param.device) % layer.num_experts
+        results = self._run(tokens, self.expert_ids.unsqueeze(1), 1.0)
+        if layer.routing_weights_input is not None:
             pairs = torch.stack([self.expert_ids, self.expert_ids.roll(1)], 1)
-            other = self._run(self.tokens, self.expert_ids.roll(1).unsqueeze(1), 1.0)
-            if not _allclose(self._run(self.tokens, pairs, 0.5), 0.5 * whole + 0.5 * other):
-                raise RequestError(f"ep: {moe_layer.module} does not add up its experts' results by their weights: use dp instead")
-        self.tokens = self.tokens[first : first + self.num_local_experts]
+            others = self._run(tokens, pairs[:, 1:], 1.0)
+            if not _allclose(self._run(tokens, pairs, 0.5), 0.5 * results + 0.5 * others):
+                raise RequestError(f"ep: {layer.module} does not sum its experts' results by their weights: use dp instead")
+        first = layer.first_expert(rank)
+        self.tokens, self.expected = (t[first : first + self.num_local_experts] for t in (tokens, results))
 
     def find_expert_count_attrs(self) -> tuple[str, ...]:
         """The module's int attributes that must hold the number of local experts while the sharded module runs."""
-        numbers = [key for key, value in vars(self.module).items() if type(value) is int and value == self.moe_layer.num_experts]
-        choices = self.expert_ids[: self.num_local_experts].unsqueeze(1)
-        for names in dict.fromkeys([*((n,) for n in numbers), tuple(numbers), ()]):
+        candidates = [key for key, value in vars(self.module).items() if type(value) is int and value == self.layer.num_experts]
+        expert_ids = self.expert_ids[: self.num_local_experts].unsqueeze(1)
+        for names in dict.fromkeys([*((n,) for n in candidates), tuple(candidates), ()]):
             try:
                 with _override_expert_count(self.module, names, self.num_local_experts):
-                    if _allclose(self._run(self.tokens, choices, 1.0), self.expected):
+                    if _allclose(self._run(self.tokens, expert_ids, 1.0), self.expected):
                         return names
             except (RuntimeError, IndexError, ValueError):
                 continue
-        raise RequestError(f"ep: the code of {self.moe_layer.module} does not run on a part of its experts: use dp instead")
+        raise RequestError(f"ep: the code of {self.layer.module} does not run on some of its experts only: use dp instead")
 
     @torch.no_grad()
-    def _run(self, tokens: torch.Tensor, expert_ids: torch.Tensor, weight: float) -> torch.Tensor:
-        given = {self.moe_layer.tokens_input: tokens, self.moe_layer.expert_ids_input: expert_ids}
-        if self.moe_layer.routing_weights_input is not None:
-            given[self.moe_layer.routing_weights_input] = torch.full(expert_ids.shape, weight, dtype=tokens.dtype, device=tokens.device)
+    def _run(self, tokens: Tensor, expert_ids: Tensor, weight: float) -> Tensor:
+        inputs = {self.layer.tokens_input: tokens, self.layer.expert_ids_input: expert_ids}
+        if self.layer.routing_weights_input is not None:
+            inputs[self.layer.routing_weights_input] = torch.full(expert_ids.shape, weight, dtype=tokens.dtype, device=tokens.device)
         training = {m: m.training for m in self.module.modules()}
         self.module.eval()
         try:
-            out: torch.Tensor = self.module(*(given[at] for at in sorted(given)))
-            return out
+            return self.module(*(inputs[i] for i in sorted(inputs)))
         finally:
-            for module, was in training.items():
-                module.training = was
+            for module, was_training in training.items():
+                module.training = was_training
 
 
-def _allclose(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _allclose(a: Tensor, b: Tensor) -> bool:
     """Whether `a` and `b` are equal up to rounding; other experts' results would differ by their own size."""
-    near = 0.05 if a.element_size() < 4 else 1e-3
-    return a.shape == b.shape and bool((a - b).abs().nan_to_num().max() <= near * b.abs().nan_to_num().max())
+    tolerance = 0.05 if a.element_size() < 4 else 1e-3
+    return a.shape == b.shape and bool((a - b).abs().nan_to_num().max() <= tolerance * b.abs().nan_to_num().max())
 
 
 @contextmanager

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.core.comm import Comm, Work
 from meshwright.execute.data_parallel import OptimizerShard
-from meshwright.execute.shard_layout import ShardLayout, make_shard_layout
+from meshwright.execute.shard_layout import ShardLayout, make_shard_layout, param_views
 from meshwright.schedule.buckets import Bucket, ParamReplication, unit_buckets
 
 
@@ -25,13 +25,13 @@ class FlatBuffer:
     layout: Bucket
     params: tuple[nn.Parameter, ...]
     slices: ShardLayout
-    local_shard: torch.Tensor  # in the storage dtype
-    full_params: torch.Tensor  # all ranks' shards, in the compute dtype; its storage is empty unless unsharded
-    param_views: tuple[torch.Tensor, ...]
-    placeholders: tuple[torch.Tensor, ...]  # the parameters' data while resharded
+    local_shard: Tensor  # in the storage dtype
+    full_params: Tensor  # all ranks' shards, in the compute dtype; its storage is empty unless unsharded
+    param_views: tuple[Tensor, ...]
+    placeholders: tuple[Tensor, ...]  # the parameters' data while resharded
     padding: tuple[slice, ...]  # between parameters
     optimizer_shards: tuple[OptimizerShard, ...] = ()  # of `local_shard`, by optimizer param group; none for frozen parameters
-    grads: torch.Tensor | None = None  # the reduce-scatter's input
+    grads: Tensor | None = None  # the reduce-scatter's input
     awaited_slots: set[int] = field(default_factory=set)  # slots whose gradient has not arrived in this backward
     is_sent: bool = False  # reduce-scattered in this backward
     pending_gather: Work | None = None
@@ -56,16 +56,16 @@ class FlatBuffer:
             param.data = placeholder
         self.full_params.untyped_storage().resize_(0)
 
-    def grad_view(self, slot: int) -> torch.Tensor:
-        """The place of a parameter's gradient in the reduce-scatter's input."""
+    def grad_view(self, slot: int) -> Tensor:
+        """The view of a parameter's gradient in the reduce-scatter's input."""
         if self.grads is None:
             self.grads = torch.empty(self.layout.numel, dtype=self.local_shard.dtype, device=self.local_shard.device)
             for gap in self.padding:
                 self.grads[gap].zero_()
-        place = self.layout.slots[slot]
-        return self.grads[place.offset : place.offset + place.numel].view_as(self.params[slot])
+        offset, numel = self.layout.slots[slot].offset, self.layout.slots[slot].numel
+        return self.grads[offset : offset + numel].view_as(self.params[slot])
 
-    def take_grads(self) -> torch.Tensor:
+    def take_grads(self) -> Tensor:
         """Pass the reduce-scatter's input to the caller. Gradients that backward did not reach are zero."""
         for slot in self.awaited_slots:
             self.grad_view(slot).zero_()
@@ -77,18 +77,17 @@ class FlatBuffer:
         """Before a backward: mark every gradient as awaited."""
         self.is_sent, self.awaited_slots = False, set(range(len(self.params)))
 
-    def add_shard_gradient(self, reduced: torch.Tensor) -> None:
+    def add_shard_gradient(self, reduced: Tensor) -> None:
         """Add a reduce-scatter's output to the gradients of the optimizer's shards."""
         for shard in self.optimizer_shards:
             new = reduced[shard.start : shard.start + shard.param.numel()]
             shard.param.grad = new if shard.param.grad is None else shard.param.grad.add_(new)
 
-    def gather_full(self, comm: Comm, unit: str) -> dict[int, torch.Tensor]:
+    def gather_full(self, comm: Comm, unit: str) -> dict[int, Tensor]:
         """The parameters' full values in the storage dtype, on the CPU, by parameter id. Collective."""
         full = self.local_shard.new_empty(self.layout.numel)
         comm.sync.all_gather(full, self.local_shard, f"state/{unit}", self.slices.uneven_sizes).wait()
-        slots = zip(self.layout.slots, self.params, strict=True)
-        return {id(p): full[s.offset : s.offset + s.numel].view(p.shape).cpu() for s, p in slots}
+        return {id(param): view.cpu() for param, view in zip(self.params, param_views(full, self.layout, self.params), strict=True)}
 
 
 @dataclass(frozen=True)
@@ -99,44 +98,34 @@ class FlatBufferFactory:
     state_fractions: Sequence[float]  # of each rank of the group; empty if they are equal
     compute_dtype: torch.dtype | None  # of floating-point parameters once they are gathered; None: the storage dtype
     param_groups: Mapping[int, int]  # index of the optimizer's param group, by parameter id
-    kinds: Mapping[int, ParamReplication]  # by parameter id
+    replication: Mapping[int, ParamReplication]  # by parameter id
 
     def make(self, params: Sequence[nn.Parameter], tied_names: Mapping[int, str]) -> tuple[FlatBuffer, ...]:
         """The buffers of one unit. A parameter with a tied name has a buffer of its own."""
         params = sorted(params, key=self._param_group)
-        layouts = unit_buckets(
-            [p.numel() for p in params],
-            [self._gathered_dtype(p).itemsize for p in params],
-            [(str(p.dtype), p.requires_grad, tied_names.get(id(p), ""), self.kinds.get(id(p), ParamReplication())) for p in params],
-            self.shard_group.size,
-        )
+        replication = [self.replication.get(id(p), ParamReplication()) for p in params]
+        keys = [(str(p.dtype), p.requires_grad, tied_names.get(id(p), ""), r) for p, r in zip(params, replication, strict=True)]
+        itemsizes = [self._gathered_dtype(p).itemsize for p in params]
+        layouts = unit_buckets([p.numel() for p in params], itemsizes, keys, self.shard_group.size)
         return tuple(self._make_one(layout, tuple(params[s.index] for s in layout.slots)) for layout in layouts)
 
     def _make_one(self, layout: Bucket, params: tuple[nn.Parameter, ...]) -> FlatBuffer:
-        first, slots = params[0], layout.slots
+        first = params[0]
         full = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
-        for slot, param in zip(slots, params, strict=True):
-            full[slot.offset : slot.offset + slot.numel].view_as(param).copy_(param.data)
+        for view, param in zip(param_views(full, layout, params), params, strict=True):
+            view.copy_(param.data)
         slices = make_shard_layout(layout, self.shard_group, self.state_fractions)
         gathered = torch.empty(layout.numel, dtype=self._gathered_dtype(first), device=first.device)
-        nothing = torch.full((), float("nan"), device=first.device).to(gathered.dtype)
-        flat = FlatBuffer(
-            layout,
-            params,
-            slices,
-            local_shard=slices.local_shard(full).clone(),
-            full_params=gathered,
-            param_views=tuple(gathered[s.offset : s.offset + s.numel].view_as(p) for s, p in zip(slots, params, strict=True)),
-            placeholders=tuple(nothing.expand(p.shape) for p in params),
-            padding=_padding(layout),
-        )
+        nan = torch.full((), float("nan"), device=first.device).to(gathered.dtype)
+        views, placeholders = tuple(param_views(gathered, layout, params)), tuple(nan.expand(p.shape) for p in params)
+        flat = FlatBuffer(layout, params, slices, slices.local_shard(full).clone(), gathered, views, placeholders, _padding(layout))
         if first.requires_grad:
             flat.optimizer_shards = tuple(_split_by_param_group(flat, [self._param_group(p) for p in params]))
             flat.await_gradients()
         flat.reshard()
         return flat
 
-    def _gathered_dtype(self, param: torch.Tensor) -> torch.dtype:
+    def _gathered_dtype(self, param: Tensor) -> torch.dtype:
         return self.compute_dtype if self.compute_dtype is not None and param.is_floating_point() else param.dtype
 
     def _param_group(self, param: nn.Parameter) -> int:

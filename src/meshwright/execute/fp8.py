@@ -9,15 +9,16 @@ unit's weights would undo the sharding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.core.cluster import FP8_MIN_CAPABILITY
+from meshwright.execute.module_hooks import add_bias
 
 FORWARD_DTYPE, BACKWARD_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
 SIZE_MULTIPLE = 16  # the kernels need every size to be a multiple of this
@@ -35,68 +36,60 @@ def has_fp8(device: str) -> bool:
     return device == "cuda" and torch.cuda.get_device_capability() >= FP8_MIN_CAPABILITY
 
 
-def to_fp8(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def to_fp8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(x in fp8, the scale to multiply it by). The largest magnitude maps to the dtype's largest number, which bf16 can represent too."""
     low, high = torch.aminmax(x)  # one pass; a norm would be computed in float32 under autocast
     scale = torch.maximum(-low, high).float().clamp(min=1e-12) / torch.finfo(dtype).max
     return (x * scale.reciprocal()).to(dtype), scale
 
 
-def _scaled_matmul(
-    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, out_dtype: torch.dtype, fast_accumulation: bool
-) -> torch.Tensor:
+def _scaled_matmul(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_dtype: torch.dtype, fast_accumulation: bool) -> Tensor:
     """a (rows × inner) times b (columns × inner). The kernels need both contiguous, with the inner dim last."""
     a, b = a.contiguous(), b.contiguous()
-    out: torch.Tensor = torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
-    return out
+    return torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=out_dtype, use_fast_accum=fast_accumulation)
 
 
 class Fp8Matmul(torch.autograd.Function):
     """x @ weight.T in fp8, and both of its gradients. `x` is (rows, in), `weight` (out, in); the output has x's dtype."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         x8, x_scale = to_fp8(x, FORWARD_DTYPE)
         weight8, weight_scale = to_fp8(weight, FORWARD_DTYPE)
         ctx.save_for_backward(x8, x_scale, weight)
-        ctx.kind = x.dtype
+        ctx.dtype = x.dtype
         return _scaled_matmul(x8, x_scale, weight8, weight_scale, x.dtype, fast_accumulation=True)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         x8, x_scale, weight = ctx.saved_tensors
         grad8, grad_scale = to_fp8(grad, BACKWARD_DTYPE)
-        for_x = for_weight = None
+        x_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
             weight8, weight_scale = to_fp8(weight, FORWARD_DTYPE)
-            for_x = _scaled_matmul(grad8, grad_scale, weight8.t(), weight_scale, ctx.kind, fast_accumulation=False)
+            x_grad = _scaled_matmul(grad8, grad_scale, weight8.t(), weight_scale, ctx.dtype, fast_accumulation=False)
         if ctx.needs_input_grad[1]:
-            for_weight = _scaled_matmul(grad8.t(), grad_scale, x8.t(), x_scale, weight.dtype, fast_accumulation=False)
-        return for_x, for_weight
+            weight_grad = _scaled_matmul(grad8.t(), grad_scale, x8.t(), x_scale, weight.dtype, fast_accumulation=False)
+        return x_grad, weight_grad
 
 
 def convert_to_fp8(model: nn.Module, units: Iterable[str], dtype: torch.dtype = torch.bfloat16) -> Fp8Layers:
     """Convert the linear layers inside `units`, in place; arithmetic around them is in `dtype`. Call it before the model is sharded: a layer
-    reads its sizes when it is called, and has its matmul as `product` for code that reduces it over ranks."""
-    used, kept = [], {}
+    reads its sizes when it is called, and has its matmul as `fp8_matmul` for code that reduces it over ranks."""
+    converted, skipped = [], {}
     modules = dict(model.named_modules())
     for unit in units:
         for name, layer in modules[unit].named_modules(prefix=unit):
-            turned = _is_transposed(layer)
-            if type(layer) is not nn.Linear and not turned:
+            transposed = type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")  # transformers' linear layer
+            if type(layer) is not nn.Linear and not transposed:
                 continue
-            reason = "stands alone: it may be the head" if name == unit else _unsupported_reason(layer.weight)
+            reason = "it is a unit by itself, which may be the head" if name == unit else _unsupported_reason(layer.weight)
             if reason:
-                kept[name] = reason
+                skipped[name] = reason
                 continue
-            used.append(name)
-            _convert_layer(layer, turned, dtype)
-    return Fp8Layers(tuple(used), kept)
-
-
-def _is_transposed(layer: nn.Module) -> bool:
-    """Whether the layer is transformers' Conv1D: a linear layer with a transposed weight."""
-    return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
+            converted.append(name)
+            _convert_layer(layer, transposed, dtype)
+    return Fp8Layers(tuple(converted), skipped)
 
 
 def _unsupported_reason(weight: Any) -> str:
@@ -105,27 +98,15 @@ def _unsupported_reason(weight: Any) -> str:
 
 
 def _convert_layer(layer: nn.Module, transposed: bool, dtype: torch.dtype) -> None:
-    product = _fp8_matmul(layer, transposed, dtype)
+    """Patch a layer. If fp8 does not support a tensor-parallel shard's sizes or the number of rows, the matmul runs without fp8."""
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        out = product(x)
-        bias: Any = layer.bias
-        return out if bias is None else out + bias.to(out.dtype)
-
-    layer.product = product  # type: ignore[assignment]
-    layer.forward = forward
-
-
-def _fp8_matmul(layer: nn.Module, transposed: bool, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The layer without its bias. If fp8 does not support a tensor-parallel shard's sizes or the number of rows, the matmul runs without fp8."""
-
-    def product(x: torch.Tensor) -> torch.Tensor:
+    def fp8_matmul(x: Tensor) -> Tensor:
         weight: Any = layer.weight
         weight = weight.t() if transposed else weight
         rows = x.numel() // x.shape[-1]
         if rows % SIZE_MULTIPLE or _unsupported_reason(weight):
             return F.linear(x, weight)
-        out: torch.Tensor = Fp8Matmul.apply(x.to(dtype).reshape(rows, x.shape[-1]), weight)
-        return out.unflatten(0, x.shape[:-1])
+        return Fp8Matmul.apply(x.to(dtype).reshape(rows, x.shape[-1]), weight).unflatten(0, x.shape[:-1])
 
-    return product
+    layer.fp8_matmul = fp8_matmul  # type: ignore[assignment]
+    layer.forward = lambda x: add_bias(layer, fp8_matmul(x))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from meshwright.core.comm import Comm
 from meshwright.execute.apply import AppliedPlan
@@ -16,33 +17,30 @@ from meshwright.execute.process_groups import process_group
 from meshwright.execute.shard_layout import ShardLayout
 
 
-def full_state(applied: AppliedPlan) -> Iterator[tuple[str, torch.Tensor]]:
+def full_state(applied: AppliedPlan) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter, then every tensor of optimizer state, unsharded, on the CPU, in the model's order. Collective."""
-    mine = _stage_state(applied)
     if applied.pipeline is None and applied.expert_parallel is None:
-        yield from mine
+        yield from _stage_state(applied)
         return
-    held = dict(mine)
-    names = (
-        [name for name, _, _ in applied.pipeline.all_parameters] if applied.pipeline is not None else [n for n, _ in applied.model.named_parameters()]
-    )
-    for keys in (lambda name: [name], lambda name: sorted(k for k in held if k.startswith(f"{name}/"))):
+    local = dict(_stage_state(applied))
+    names = list(applied.pipeline.stages_of_param) if applied.pipeline is not None else [n for n, _ in applied.model.named_parameters()]
+    for keys in (lambda name: [name], lambda name: sorted(k for k in local if k.startswith(f"{name}/"))):
         for name in names:
             comm, holder = _group_and_holder(applied, name)
-            found: list[Any] = [[(k, held[k]) for k in keys(name)] if holder in (None, comm.rank) else None]
+            entries: list[Any] = [[(k, local[k]) for k in keys(name)] if holder in (None, comm.rank) else None]
             if holder is not None:
-                dist.broadcast_object_list(found, group=process_group(comm), group_src=holder)
-            yield from found[0]
+                dist.broadcast_object_list(entries, group=process_group(comm), group_src=holder)
+            yield from entries[0]
 
 
 def _group_and_holder(applied: AppliedPlan, name: str) -> tuple[Comm, int | None]:
-    """(group, the one pipeline or expert-parallel rank in it that holds a parameter); None as rank if this rank has it anyway."""
+    """(group, the one pipeline or expert-parallel rank in it that holds a parameter, or None if all of its ranks do)."""
     if applied.pipeline is not None:
         return applied.groups.pp, applied.plan.stage_rank(applied.pipeline.stages_of_param[name][0])
     return applied.groups.ep, applied.expert_parallel.holder_rank(name) if applied.expert_parallel is not None else None
 
 
-def _stage_state(applied: AppliedPlan) -> Iterator[tuple[str, torch.Tensor]]:
+def _stage_state(applied: AppliedPlan) -> Iterator[tuple[str, Tensor]]:
     """The state that this rank's pipeline stages hold: all of it without a pipeline."""
     names = {id(p): name for name, p in applied.model.named_parameters()}
     for name, value in _parameter_values(applied):
@@ -56,51 +54,49 @@ def _stage_state(applied: AppliedPlan) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{names[id(param)]}/{key}", _unshard(names[id(param)], _as_tensor(value).detach().cpu(), applied)
 
 
-def _parameter_values(applied: AppliedPlan) -> Iterator[tuple[str, torch.Tensor]]:
+def _parameter_values(applied: AppliedPlan) -> Iterator[tuple[str, Tensor]]:
     if applied.gradient_sync is not None:
         return applied.gradient_sync.full_parameters(applied.model)
     return ((name, param.detach().cpu()) for name, param in applied.model.named_parameters())
 
 
-def _unshard(name: str, shard: torch.Tensor, applied: AppliedPlan) -> torch.Tensor:
+def _unshard(name: str, shard: Tensor, applied: AppliedPlan) -> Tensor:
     """Gather the full tensor of a tensor- or expert-parallel shard. A tensor without dims (a step count) is the same on every rank."""
-    if (applied.tensor_parallel is None and applied.expert_parallel is None) or not shard.dim():
-        return shard
-    shard = shard.to(applied.plan.device)
-    shard = applied.tensor_parallel.unshard(name, shard) if applied.tensor_parallel is not None else shard
-    return (applied.expert_parallel.unshard(name, shard) if applied.expert_parallel is not None else shard).cpu()
+    for shards in (applied.tensor_parallel, applied.expert_parallel) if shard.dim() else ():
+        shard = shards.unshard(name, shard.to(applied.plan.device)) if shards is not None else shard
+    return shard.cpu()
 
 
-def _sharded_states(applied: AppliedPlan, buckets: Sequence[ShardedBuffer], names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _sharded_states(applied: AppliedPlan, buckets: Sequence[ShardedBuffer], names: dict[int, str]) -> Iterator[tuple[str, Tensor]]:
     """Gather the optimizer state of ZeRO's flat shards and split it by parameter. All ranks have the same keys."""
-    found: dict[str, torch.Tensor] = {}
+    full_states: dict[str, Tensor] = {}
     for bucket in buckets:
         states = [(shard, applied.optimizer_state(shard.param)) for shard in bucket.optimizer_shards]
         for key in sorted({key for _, state in states for key in state}):
-            held = [(shard, _as_tensor(state[key]).detach()) for shard, state in states if key in state]
-            flat = _gather_flat(bucket.slices, [(shard.start, value) for shard, value in held if value.dim()], applied.groups.shard)
-            for shard, value in held:
-                for at in shard.slots:
-                    slot, param = bucket.layout.slots[at], bucket.params[at]
-                    whole = flat[slot.offset : slot.offset + slot.numel].view(param.shape) if value.dim() else value
-                    found[f"{names[id(param)]}/{key}"] = whole.cpu()
+            values = [(shard, _as_tensor(state[key]).detach()) for shard, state in states if key in state]
+            flat = _gather_flat(bucket.slices, [(shard.start, value) for shard, value in values if value.dim()], applied.groups.shard)
+            for shard, value in values:
+                for i in shard.slots:
+                    slot, param = bucket.layout.slots[i], bucket.params[i]
+                    full = flat[slot.offset : slot.offset + slot.numel].view(param.shape) if value.dim() else value
+                    full_states[f"{names[id(param)]}/{key}"] = full.cpu()
     order = {name: i for i, name in enumerate(names.values())}
-    yield from sorted(found.items(), key=lambda item: (order[item[0].rpartition("/")[0]], item[0]))
+    yield from sorted(full_states.items(), key=lambda item: (order[item[0].rpartition("/")[0]], item[0]))
 
 
-def _gather_flat(shard_layout: ShardLayout, parts: list[tuple[int, torch.Tensor]], comm: Comm) -> torch.Tensor:
-    """All-gather a flat buffer from every rank's shard; `parts` are (offset in this rank's shard, values). Empty if there are no parts."""
-    if not parts:
+def _gather_flat(layout: ShardLayout, segments: list[tuple[int, Tensor]], comm: Comm) -> Tensor:
+    """All-gather a flat buffer from every rank's shard; `segments` are (offset in this rank's shard, values). Empty if there are none."""
+    if not segments:
         return torch.empty(0)
-    mine = parts[0][1].new_zeros(shard_layout.size)
-    for start, part in parts:
-        mine[start : start + part.numel()] = part
-    flat = mine.new_empty(sum(shard_layout.sizes))
-    comm.all_gather(flat, mine, "state", shard_layout.uneven_sizes).wait()
+    shard = segments[0][1].new_zeros(layout.size)
+    for start, values in segments:
+        shard[start : start + values.numel()] = values
+    flat = shard.new_empty(sum(layout.sizes))
+    comm.all_gather(flat, shard, "state", layout.uneven_sizes).wait()
     return flat
 
 
-def _as_tensor(value: Any) -> torch.Tensor:
+def _as_tensor(value: Any) -> Tensor:
     return value if torch.is_tensor(value) else torch.tensor(float(value))
 
 

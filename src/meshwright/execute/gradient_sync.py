@@ -3,9 +3,9 @@
 [Note: one engine for zero = 0, 1, 2]
 A gradient is copied into its bucket as soon as autograd has it; a large one is a bucket by itself. A full bucket is reduced at once, in a fixed
 order, overlapping with the rest of backward. The three stages differ only in what happens to the bucket:
-  0  all-reduce; every rank keeps the whole bucket and steps every parameter.
-  1  reduce-scatter into the rank's own slice of the bucket; the optimizer steps a flat shard; an all-gather restores the parameters.
-  2  as 1, but the bucket is freed once it is reduced, so a rank holds gradients for its own shard only.
+  0  all-reduce; every rank keeps the full bucket and steps every parameter.
+  1  reduce-scatter into the rank's slice of the bucket; the optimizer steps a flat shard; an all-gather restores the parameters.
+  2  as 1, but the bucket is freed once it is reduced, so a rank holds gradients of its shard only.
 An all-reduce is a reduce-scatter and an all-gather, so all three put the same bytes on the wire.
 """
 
@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from meshwright.core.comm import Comm
 from meshwright.core.plan import Plan, SyncPolicy
@@ -44,11 +45,12 @@ class BucketReducer:
         if self.frees_buckets:
             self._in_flight.append(bucket)
         if self.zero:
-            own, sizes = bucket.slices.local_shard(grads), bucket.slices.uneven_sizes
-            bucket.pending = self._compressor.reduce_scatter(self.groups.shard, own, grads, f"grads/{bucket.name}", self.op, sizes)
+            shard, sizes = bucket.slices.local_shard(grads), bucket.slices.uneven_sizes
+            bucket.pending = self._compressor.reduce_scatter(self.groups.shard, shard, grads, f"grads/{bucket.name}", self.op, sizes)
         else:
-            views = lambda: [bucket.grad_view(slot) for slot in range(len(bucket.params))]  # noqa: E731
-            bucket.pending = self._compressor.all_reduce(self._replica_group(bucket), grads, f"grads/{bucket.name}", self.op, bucket.name, views)
+            get_views = lambda: [bucket.grad_view(slot) for slot in range(len(bucket.params))]  # noqa: E731
+            comm = self._replica_group(bucket)
+            bucket.pending = self._compressor.all_reduce(comm, grads, f"grads/{bucket.name}", self.op, bucket.name, get_views)
 
     def wait(self, buckets: Sequence[BucketState]) -> None:
         """Wait until the gradients of these launched buckets are final."""
@@ -70,8 +72,8 @@ class BucketReducer:
     def _reduce_over_replicas(self, bucket: BucketState) -> None:
         assert bucket.pending is not None and bucket.grads is not None
         bucket.pending.wait()
-        own = bucket.slices.local_shard(bucket.grads)
-        bucket.pending = self._compressor.all_reduce(self._replica_group(bucket), own, f"replicas/{bucket.name}", self.op)
+        shard = bucket.slices.local_shard(bucket.grads)
+        bucket.pending = self._compressor.all_reduce(self._replica_group(bucket), shard, f"replicas/{bucket.name}", self.op)
 
     def _finish(self, bucket: BucketState) -> None:
         assert bucket.pending is not None
@@ -82,7 +84,7 @@ class BucketReducer:
     def _replica_group(self, bucket: BucketState) -> Comm:
         return self.groups.expert_replica if bucket.layout.replication.is_expert_parallel else self.groups.replica
 
-    def average_expert_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+    def average_expert_gradient(self, grad: Tensor) -> Tensor:
         """Divide an expert's gradient by the size of `ep` where ranks are averaged: it sums over the tokens of all ranks along `ep`."""
         return grad / self.groups.ep.size if self.op == "mean" else grad
 
@@ -100,7 +102,7 @@ class GradientBuckets:
     """The `DataParallel` implementation of ZeRO-0, 1 and 2: hooks on a model's parameters; `finish` makes the gradients final."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, groups: ProcessGroups, replication: Mapping[int, ParamReplication]
+        self, model: nn.Module, optimizer: Optimizer, plan: Plan, groups: ProcessGroups, replication: Mapping[int, ParamReplication]
     ) -> None:
         self.zero = zero = plan.memory.zero
         self.buckets = _make_buckets(_params_by_arrival(model, optimizer, zero), plan, groups, replication)
@@ -124,7 +126,7 @@ class GradientBuckets:
 
     def _reset_queues(self) -> None:
         """Refill the queues, each of which is sent in order. Experts' buckets have their own, since other ranks have other experts and buckets."""
-        self._send_queues = tuple(deque(b for b in self.buckets if b.layout.replication.is_expert_parallel is owned) for owned in (False, True))
+        self._send_queues = tuple(deque(b for b in self.buckets if b.layout.replication.is_expert_parallel is expert) for expert in (False, True))
 
     def _register_hooks(self) -> None:
         for bucket in self.buckets:
@@ -134,12 +136,7 @@ class GradientBuckets:
                 if bucket.layout.replication.is_expert_parallel:
                     param.register_hook(self._reducer.average_expert_gradient)
 
-    @property
-    def reduce_op(self) -> str:
-        return self._reducer.op
-
-    @reduce_op.setter
-    def reduce_op(self, op: str) -> None:
+    def set_reduce_op(self, op: str) -> None:
         self._reducer.op = op
 
     # -- during backward --
@@ -153,7 +150,7 @@ class GradientBuckets:
         finally:
             self._sync_enabled = before
 
-    def _on_gradient_ready(self, param: torch.Tensor) -> None:
+    def _on_gradient_ready(self, param: Tensor) -> None:
         bucket, slot = self._slot_of_param[id(param)]
         if not self._backward_started and self._sync_enabled:
             self._backward_started = True
@@ -174,7 +171,10 @@ class GradientBuckets:
 
     def finish(self) -> None:
         """Reduce unsent buckets and wait. Runs by itself at the end of each backward; calling it again does nothing."""
-        if not self._sync_enabled or (not self._backward_started and not self._has_unsent_gradients()):
+        if not self._sync_enabled:
+            return
+        # Under ZeRO, gradients may have been accumulated under `accumulate` that no backward has sent since.
+        if not self._backward_started and not (self.zero and any(p.grad is not None for b in self.buckets for p in b.params)):
             return
         for bucket in (b for queue in self._send_queues for b in queue):
             bucket.fill_missing_gradients()
@@ -191,20 +191,16 @@ class GradientBuckets:
             self._backward_started = True
             self.finish()
 
-    def _has_unsent_gradients(self) -> bool:
-        """Whether gradients were accumulated under `accumulate` and no backward has sent them since."""
-        return any(p.grad is not None for b in self.buckets for p in b.params) if self.zero else False
-
     def clear(self) -> None:
         for bucket in self.buckets:
             bucket.clear()
 
     # -- state --
 
-    def tied_gradient(self, param: nn.Parameter) -> torch.Tensor:
+    def tied_gradient(self, param: nn.Parameter) -> Tensor:
         return full_gradient(param)
 
-    def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         return ((name, param.detach().cpu()) for name, param in model.named_parameters())
 
     def parameter_bytes(self, model: nn.Module) -> int:
@@ -214,41 +210,31 @@ class GradientBuckets:
         return sum(bucket.gradient_bytes() for bucket in self.buckets)
 
 
-def _params_by_arrival(model: nn.Module, optimizer: torch.optim.Optimizer, zero: int) -> list[tuple[nn.Parameter, int]]:
+def _params_by_arrival(model: nn.Module, optimizer: Optimizer, zero: int) -> list[tuple[nn.Parameter, int]]:
     """Trainable parameters with their optimizer group, last registered first: about the order in which gradients arrive."""
     group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    found = [(p, group_of.get(id(p), -1)) for p in model.parameters() if p.requires_grad and p.numel()]  # a table on another rank is empty here
-    if zero == 0:
-        return [(p, 0) for p, _ in reversed(found)]
-    return [(p, group) for p, group in reversed(found) if group >= 0]
+    params = [p for p in reversed(list(model.parameters())) if p.requires_grad and p.numel()]  # a table on another rank is empty here
+    return [(p, group_of[id(p)] if zero else 0) for p in params if not zero or id(p) in group_of]
 
 
 def _make_buckets(
-    params_with_group: Sequence[tuple[nn.Parameter, int]], plan: Plan, groups: ProcessGroups, kinds: Mapping[int, ParamReplication]
+    params_with_group: Sequence[tuple[nn.Parameter, int]], plan: Plan, groups: ProcessGroups, replication: Mapping[int, ParamReplication]
 ) -> list[BucketState]:
-    zero, params = plan.memory.zero, [p for p, _ in params_with_group]
-    layouts = assign_buckets(
-        [p.numel() for p in params],
-        [p.element_size() for p in params],
-        [(group, str(p.dtype), _bucket_kind(kinds.get(id(p), ParamReplication()), zero)) for p, group in params_with_group],
-        first_bytes=plan.sync.first_bucket_bytes,
-        bytes_cap=plan.sync.bucket_bytes,
-        shards=groups.shard.size if zero else 1,
-    )
+    """Assign parameters to buckets, which replication separates too: experts' gradients are reduced over other groups, and the gradient norm of
+    shards (zero > 0) counts by bucket. Replicated parameters never share a bucket with tensor-parallel shards, which may differ in size: sums
+    would have another order, and copies would drift apart."""
+    zero, params, keys = plan.memory.zero, [p for p, _ in params_with_group], []
+    for param, group in params_with_group:
+        of = replication.get(id(param), ParamReplication())
+        keys.append((group, str(param.dtype), of if zero else of._replace(in_grad_norm=True)))
+    numels, itemsizes, shards = [p.numel() for p in params], [p.element_size() for p in params], groups.shard.size if zero else 1
+    layouts = assign_buckets(numels, itemsizes, keys, first_bytes=plan.sync.first_bucket_bytes, bytes_cap=plan.sync.bucket_bytes, shards=shards)
     slices = [make_shard_layout(layout, groups.shard, plan.balance.state_fractions) for layout in layouts]
-    return [
-        BucketState(layout, tuple(params[s.index] for s in layout.slots), f"bucket{i}", zero, slices[i]) for i, layout in enumerate(layouts)
-    ]  # fmt: skip
+    slot_params = [tuple(params[s.index] for s in layout.slots) for layout in layouts]
+    return [BucketState(layout, slot_params[i], f"bucket{i}", zero, slices[i]) for i, layout in enumerate(layouts)]
 
 
-def _bucket_kind(kind: ParamReplication, zero: int) -> ParamReplication:
-    """The replication that separates buckets. The gradient norm counts by bucket only for shards (zero > 0); experts' gradients are reduced over
-    other groups at every stage. Replicated parameters never share a bucket with tensor-parallel shards, which may differ in size: sums would have
-    another order, and copies would drift apart."""
-    return kind if zero else kind._replace(in_grad_norm=True)
-
-
-def _shard_parameters(buckets: Sequence[BucketState], optimizer: torch.optim.Optimizer) -> None:
+def _shard_parameters(buckets: Sequence[BucketState], optimizer: Optimizer) -> None:
     """Move parameters into flat buffers and give the optimizer this rank's shards instead."""
     shards: dict[int, list[nn.Parameter]] = {}
     for bucket in buckets:

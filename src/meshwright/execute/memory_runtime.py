@@ -1,4 +1,4 @@
-"""Random keys of micro-batches, and the bytes that a rank's tensors hold. ZeRO-3 is in `zero3_runtime.py`."""
+"""Random keys of micro-batches, dtypes, and the bytes that a rank's tensors hold."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from meshwright.core.plan import Plan
 from meshwright.core.task import KeyedRandomModule
+from meshwright.core.workload import LOW_PRECISION_DTYPES
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def low_precision_dtype(plan: Plan) -> torch.dtype | None:
+    """The dtype that forward computes in, if it is not that of the parameters."""
+    name = LOW_PRECISION_DTYPES.get(plan.memory.precision)
+    return DTYPES[name] if name is not None else None
 
 
 class RandomKeys:
@@ -38,10 +46,7 @@ class RandomKeys:
                 self.set(*before)
 
 
-def storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
+def storage_bytes(tensors: Sequence[Tensor]) -> int:
     """Bytes of the distinct storages behind `tensors`: views into one buffer count once."""
-    seen = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        seen[storage.data_ptr(), storage.nbytes()] = storage.nbytes()
-    return sum(seen.values())
+    storages = {(s.data_ptr(), s.nbytes()) for s in (t.untyped_storage() for t in tensors)}
+    return sum(nbytes for _, nbytes in storages)

@@ -1,33 +1,69 @@
-"""Hooks that apply a function to one tensor of a module's inputs or outputs."""
+"""Changes to a module's forward from outside: hooks on one tensor of its inputs or outputs, and contexts around its code."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-TensorFn = Callable[[torch.Tensor], torch.Tensor]
+TensorFn = Callable[[Tensor], Tensor]
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def at_module_input(module: nn.Module, position: int, fn: TensorFn, compiler_disabled: Callable[..., Any] = lambda function: function) -> None:
-    """Apply `fn` to the tensor at `position` among a module's inputs, and replace all its occurrences there. `compiler_disabled` keeps the hook
-    out of compiled graphs."""
-
-    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return map_tensor_at((args, kwargs), position, fn)
-
-    module.register_forward_pre_hook(compiler_disabled(before), with_kwargs=True)
+def eager_decorator(compiled: bool) -> Decorator:
+    """Return a decorator that keeps functions out of graphs, if blocks will be `compiled`."""
+    return torch.compiler.disable if compiled else lambda function: function
 
 
-def at_module_output(module: nn.Module, position: int, fn: TensorFn, compiler_disabled: Callable[..., Any]) -> None:
-    module.register_forward_hook(compiler_disabled(lambda _m, _a, out: map_tensor_at(out, position, fn)))
+def at_module_input(module: nn.Module, position: int, fn: TensorFn, eager: Decorator = lambda function: function) -> None:
+    """Apply `fn` to the tensor at `position` among a module's inputs, and replace all its occurrences there."""
+    module.register_forward_pre_hook(eager(lambda _, args, kwargs: map_tensor_at((args, kwargs), position, fn)), with_kwargs=True)
+
+
+def at_module_output(module: nn.Module, position: int, fn: TensorFn, eager: Decorator) -> None:
+    module.register_forward_hook(eager(lambda _m, _a, out: map_tensor_at(out, position, fn)))
 
 
 def map_tensor_at(tree: Any, position: int, fn: TensorFn) -> Any:
     leaves, spec = pytree.tree_flatten(tree)
-    given = [leaf for leaf in leaves if torch.is_tensor(leaf)][position]
-    now = fn(given)
-    return pytree.tree_unflatten([now if leaf is given else leaf for leaf in leaves], spec)
+    old = [leaf for leaf in leaves if torch.is_tensor(leaf)][position]
+    new = fn(old)
+    return pytree.tree_unflatten([new if leaf is old else leaf for leaf in leaves], spec)
+
+
+def run_forward_in(module: nn.Module, context: Callable[[], AbstractContextManager[Any]], eager: Decorator = lambda function: function) -> None:
+    """Enter a context around every call of `module.forward`."""
+    inner = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return inner(*args, **kwargs)
+
+    module.forward = eager(forward)
+
+
+def replace_parameter(module: nn.Module, key: str, fn: TensorFn) -> None:
+    """During the module's forward, replace a parameter or buffer by `fn` of it."""
+    inner = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        param = module._parameters.get(key)
+        vars(module)[key] = fn(param if param is not None else module._buffers[key])  # type: ignore[arg-type]
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            del vars(module)[key]
+
+    module.forward = forward
+
+
+def add_bias(layer: nn.Module, out: Tensor) -> Tensor:
+    """Add a layer's bias, if it has one, to the output of its matmul or convolution."""
+    bias: Any = layer.bias
+    if bias is None:
+        return out
+    return out + (bias.view(-1, *[1] * len(layer.kernel_size)) if isinstance(layer, nn.modules.conv._ConvNd) else bias).to(out.dtype)

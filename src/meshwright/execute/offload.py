@@ -8,7 +8,6 @@ copies. Nothing else changes: ZeRO's stage decides which shards a rank steps.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -22,47 +21,40 @@ class OptimizerOffload:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer.state:
             raise RequestError("offload=optimizer moves the optimizer's state: apply the plan before the optimizer's first step")
-        self.device_parameters: list[nn.Parameter] = []
-        self._copies: dict[int, nn.Parameter] = {}
+        self._copies: dict[nn.Parameter, nn.Parameter] = {}  # on the host, by the device's parameters
         for group in optimizer.param_groups:
-            self.device_parameters += group["params"]
-            group["params"] = [self._make_host_copy(param) for param in group["params"]]
+            for param in group["params"]:
+                copy = torch.empty_like(param, device="cpu", pin_memory=param.is_cuda).copy_(param.detach())
+                self._copies[param] = nn.Parameter(copy, param.requires_grad)
+            group["params"] = [self._copies[param] for param in group["params"]]
+        self.device_parameters = list(self._copies)
         optimizer.register_step_pre_hook(lambda *_: self._copy_gradients_to_host())
-        back = optimizer.register_step_post_hook(lambda *_: self._copy_params_to_device())
+        handle = optimizer.register_step_post_hook(lambda *_: self._copy_params_to_device())
         hooks = optimizer._optimizer_step_post_hooks
         assert isinstance(hooks, OrderedDict)
-        hooks.move_to_end(back.id, last=False)  # before the hooks that gather stepped parameters
+        hooks.move_to_end(handle.id, last=False)  # before the hooks that gather stepped parameters
 
     def host_copy(self, param: nn.Parameter) -> nn.Parameter:
         """The host copy of a stepped parameter, by which the optimizer knows it."""
-        return self._copies[id(param)]
-
-    def _make_host_copy(self, param: nn.Parameter) -> nn.Parameter:
-        there = torch.empty_like(param, device="cpu", pin_memory=param.is_cuda).copy_(param.detach())
-        self._copies[id(param)] = nn.Parameter(there, param.requires_grad)
-        return self._copies[id(param)]
-
-    def _pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        return ((param, self._copies[id(param)]) for param in self.device_parameters)
+        return self._copies[param]
 
     def _copy_gradients_to_host(self) -> None:
-        for param, copy in self._pairs():
+        for param, copy in self._copies.items():
             if param.grad is None:
                 copy.grad = None
                 continue
             if copy.grad is None:
                 copy.grad = torch.empty_like(copy, pin_memory=param.is_cuda)
             copy.grad.copy_(param.grad, non_blocking=True)
-        _synchronize(self.device_parameters)
+        self._synchronize()
 
     def _copy_params_to_device(self) -> None:
         """Copy new values back and drop the device's gradients: an optimizer's zero_grad would clear only the copies'."""
-        for param, copy in self._pairs():
+        for param, copy in self._copies.items():
             param.data.copy_(copy.data, non_blocking=True)
             param.grad = None
-        _synchronize(self.device_parameters)
+        self._synchronize()
 
-
-def _synchronize(params: list[nn.Parameter]) -> None:
-    if params and params[0].is_cuda:
-        torch.cuda.current_stream(params[0].device).synchronize()
+    def _synchronize(self) -> None:
+        if self.device_parameters and self.device_parameters[0].is_cuda:
+            torch.cuda.current_stream(self.device_parameters[0].device).synchronize()

@@ -10,13 +10,15 @@ samples itself, and only learned values are sent. The schedules and the communic
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import _PipelineSchedule
@@ -65,7 +67,7 @@ class _FakeComm(NullComm):
     def __init__(self, comm: Comm) -> None:
         self.rank, self.size = comm.rank, comm.size
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, name: str, sizes: Sequence[int] | None = None) -> NullWork:
+    def all_gather(self, output: Tensor, tensor: Tensor, name: str, sizes: Sequence[int] | None = None) -> NullWork:
         return NullWork()
 
 
@@ -75,18 +77,16 @@ class PipelineRuntime:
     def __init__(self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, groups: ProcessGroups) -> None:
         self.plan, self.model, self.groups = plan, model, groups
         self.local_stages = [s for s in range(len(plan.stages)) if plan.stage_rank(s) == groups.pp.rank]
-        self.all_parameters = [(name, tuple(p.shape), p.dtype) for name, p in model.named_parameters()]
         holders = stages_holding(plan.stages)
-        self.stages_of_param = {name: holders(name) for name, _, _ in self.all_parameters}
+        self.stages_of_param = {name: holders(name) for name, _ in model.named_parameters()}
         self._meta_model = _meta_copy(model)
-        self._meta_context = (
-            ContextParallelRuntime(self._meta_model, plan.context, _FakeComm(groups.cp), RecomputeCache()) if groups.cp.size > 1 else None
-        )
+        context_comm = _FakeComm(groups.cp)
+        self._meta_context = ContextParallelRuntime(self._meta_model, plan.context, context_comm, RecomputeCache()) if context_comm.size > 1 else None
         self._drop_remote_parameters(optimizer)
         sendable = backend_traits(dist.get_backend(process_group(groups.pp))).devices
         self._p2p_device = plan.device if plan.device in sendable else "cpu"  # gloo sends host memory only
         self._current = -1  # the running stage; -1: none
-        self._boundary_values: dict[str, torch.Tensor] = {}  # boundary activations by name
+        self._boundary_values: dict[str, Tensor] = {}  # boundary activations by name
         self._shape_cache: dict[Hashable, _StageShapes] = {}  # by sample shapes: a schedule's buffers fit one shape only
         self._shapes = _StageShapes()
         self.tied_groups = [(name, new_subgroup(plan.mesh, "pp", ranks, groups.ledger)) for name, ranks in self.tied_parameters()]
@@ -95,24 +95,20 @@ class PipelineRuntime:
 
     def _drop_remote_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         """Free the parameters of other ranks' stages."""
-        known = {id(p): name for name, p in self.model.named_parameters()}
-        keep = {name for name, stages in self.stages_of_param.items() if set(stages) & set(self.local_stages)}
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        remote = {id(p) for p in self.model.parameters() if not set(self.stages_of_param[names[id(p)]]) & set(self.local_stages)}
         for module in self.model.modules():
             for key, param in list(module._parameters.items()):
-                if param is not None and known[id(param)] not in keep:
+                if param is not None and id(param) in remote:
                     del module._parameters[key]
                     vars(module)[key] = torch.empty(0, dtype=param.dtype, device=param.device)  # code may read its dtype
         for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if known.get(id(p)) in keep or id(p) not in known]
+            group["params"] = [p for p in group["params"] if id(p) not in remote]
 
     def tied_parameters(self) -> list[tuple[str, tuple[int, ...]]]:
         """Parameters that stages on several ranks use, with those ranks: their gradients must be summed."""
-        found = []
-        for name, stages in self.stages_of_param.items():
-            ranks = tuple(sorted({self.plan.stage_rank(s) for s in stages}))
-            if len(ranks) > 1:
-                found.append((name, ranks))
-        return found
+        ranks_of = {name: tuple(sorted({self.plan.stage_rank(s) for s in stages})) for name, stages in self.stages_of_param.items()}
+        return [(name, ranks) for name, ranks in ranks_of.items() if len(ranks) > 1]
 
     def in_grad_norm(self, name: str) -> bool:
         """Whether this rank counts a parameter in sums over the pipeline: of the ranks that hold it, one does."""
@@ -126,22 +122,22 @@ class PipelineRuntime:
         for index, stage in enumerate(self.plan.stages):
             if index in self.local_stages:
                 for activation in stage.boundary_activations:
-                    for sink in activation.consumers:
-                        hook = self._inject_received(index, activation, sink.position)
-                        modules[sink.module].register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+                    for consumer in activation.consumers:
+                        hook = lambda _, *inputs, i=index, a=activation, c=consumer: self._inject_received(i, a, c.position, inputs)  # noqa: E731
+                        modules[consumer.module].register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
             if index and index - 1 in self.local_stages:
-                boundary = lambda _m, args, kwargs, at=index - 1: self._end_stage(at, (args, kwargs))  # noqa: E731
-                modules[stage.entry].register_forward_pre_hook(boundary, with_kwargs=True, prepend=True)
-                for activation in (c for c in stage.boundary_activations if not c.at_module_input):
-                    modules[activation.source].register_forward_hook(lambda _m, _a, out, c=activation: self._capture_output(c, out))
+                end_stage = lambda _m, args, kwargs, stage=index - 1: self._end_stage(stage, (args, kwargs))  # noqa: E731
+                modules[stage.entry].register_forward_pre_hook(end_stage, with_kwargs=True, prepend=True)
+                for activation in (a for a in stage.boundary_activations if not a.at_module_input):
+                    modules[activation.source].register_forward_hook(lambda _m, _a, out, a=activation: self._capture_output(a, out))
 
     def _skip_module(self, module: Any, name: str) -> None:
         """Intercept the module's calls, before its hooks: return placeholders if an earlier stage has computed it."""
-        plain = module._compiled_call_impl or module._call_impl
+        inner = module._compiled_call_impl or module._call_impl
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._current < 0 or name not in self.plan.stages[self._current].skipped_modules:
-                return plain(*args, **kwargs)
+                return inner(*args, **kwargs)
             leaves, spec = self._shapes.skipped_outputs[name]
             return pytree.tree_unflatten([leaf() if callable(leaf) else leaf for leaf in leaves], spec)
 
@@ -149,7 +145,7 @@ class PipelineRuntime:
 
     def _end_stage(self, stage: int, inputs: Any) -> None:
         if self._current == stage:
-            for activation in (c for c in self.plan.stages[stage + 1].boundary_activations if c.at_module_input):
+            for activation in (a for a in self.plan.stages[stage + 1].boundary_activations if a.at_module_input):
                 self._boundary_values[activation.name] = _tensor_leaves(inputs)[activation.position]
             raise _StageEndError
 
@@ -157,13 +153,8 @@ class PipelineRuntime:
         if self._current >= 0 and activation.source not in self.plan.stages[self._current].skipped_modules:
             self._boundary_values[activation.name] = _tensor_leaves(output)[activation.position]
 
-    def _inject_received(self, stage: int, activation: BoundaryActivation, position: int) -> Any:
-        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            if self._current != stage:
-                return None
-            return map_tensor_at((args, kwargs), position, lambda _: self._boundary_values[activation.name])
-
-        return before
+    def _inject_received(self, stage: int, activation: BoundaryActivation, position: int, inputs: Any) -> Any:
+        return map_tensor_at(inputs, position, lambda _: self._boundary_values[activation.name]) if self._current == stage else None
 
     # -- shape inference --
 
@@ -175,102 +166,89 @@ class PipelineRuntime:
     def _shapes_for(self, micro_batch: Batch, loss_fn: Loss, autocast: Any, *, training: bool) -> _StageShapes:
         """The shapes for micro-batches of this shape, inferred when one first comes. Every rank of the pipeline sees the same ones."""
         key = (training, tuple((tuple(t.shape), t.dtype) for t in _tensor_leaves(micro_batch)))
-        found = self._shape_cache.pop(key, None)
-        if found is None:
-            found = self._infer_shapes(loss_fn, micro_batch, autocast)
+        shapes = self._shape_cache.pop(key, None)
+        if shapes is None:
+            shapes = self._infer_shapes(loss_fn, micro_batch, autocast)
             if training:
-                found.schedule = self._build_schedule(found)
-        self._shape_cache[key] = found
+                shapes.schedule = self._build_schedule(shapes)
+        self._shape_cache[key] = shapes
         if len(self._shape_cache) > _MAX_CACHED_SHAPES:
             del self._shape_cache[next(iter(self._shape_cache))]
-        return found
+        return shapes
 
     def _infer_shapes(self, loss_fn: Loss, micro_batch: Batch, autocast: Any) -> _StageShapes:
         """Shapes and dtypes of boundary activations and of skipped modules' outputs, from one forward on fake tensors."""
-        found = _StageShapes()
-        wanted = {n for s in self.local_stages for n in self.plan.stages[s].skipped_modules}
-        activations = {c.name: c for stage in self.plan.stages for c in stage.boundary_activations}
+        shapes, device = _StageShapes(), self.plan.device
         modules = dict(self._meta_model.named_modules())
-        device = self.plan.device
 
-        def note(name: str, output: Any) -> None:
+        def record_skipped(name: str, output: Any) -> None:
             leaves, spec = pytree.tree_flatten(output)
-            found.skipped_outputs[name] = ([_zeros_factory(leaf, device) if torch.is_tensor(leaf) else leaf for leaf in leaves], spec)
+            zeros = [partial(torch.zeros, tuple(t.shape), dtype=t.dtype, device=device) if torch.is_tensor(t) else t for t in leaves]
+            shapes.skipped_outputs[name] = (zeros, spec)
 
-        handles = [modules[n].register_forward_hook(lambda _m, _a, out, n=n: note(n, out)) for n in wanted]
+        def record_boundary(activation: BoundaryActivation, tree: Any) -> None:
+            shapes.boundary_metas[activation.name] = self._local_meta(activation, _meta_of(_tensor_leaves(tree)[activation.position]))
 
-        def take(carry: BoundaryActivation, tree: Any) -> None:
-            found.boundary_metas[carry.name] = self._local_meta(carry, _meta_of(_tensor_leaves(tree)[carry.position]))
-
-        for carry in activations.values():
-            source = modules[carry.source]
-            if carry.at_module_input:
-                handles.append(source.register_forward_pre_hook(lambda _m, a, k, c=carry: take(c, (a, k)), with_kwargs=True))
+        skipped = {n for s in self.local_stages for n in self.plan.stages[s].skipped_modules}
+        handles = [modules[n].register_forward_hook(lambda _m, _a, out, n=n: record_skipped(n, out)) for n in skipped]
+        for activation in {a.name: a for stage in self.plan.stages for a in stage.boundary_activations}.values():
+            source = modules[activation.source]
+            if activation.at_module_input:
+                handles.append(source.register_forward_pre_hook(lambda _m, *inputs, a=activation: record_boundary(a, inputs), with_kwargs=True))
             else:
-                handles.append(source.register_forward_hook(lambda _m, _a, out, c=carry: take(c, out)))
+                handles.append(source.register_forward_hook(lambda _m, _a, out, a=activation: record_boundary(a, out)))
         for copied, module in zip(self._meta_model.modules(), self.model.modules(), strict=True):
             copied.training = module.training
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with (
-            mode,
-            fake_parameters(self._meta_model, self.plan.memory.precision, device),
-            silence_torch_logging(),
-            assume_unpacked_sequences(),
-            autocast(),
-        ):
+        parameters = fake_parameters(self._meta_model, self.plan.memory.precision, device)
+        with FakeTensorMode(allow_non_fake_inputs=True), parameters, silence_torch_logging(), assume_unpacked_sequences(), autocast():
             fakes = pytree.tree_map(lambda t: torch.zeros(t.shape, dtype=t.dtype, device=t.device) if torch.is_tensor(t) else t, micro_batch)
             value = (self._meta_context.wrap_loss(loss_fn) if self._meta_context is not None else loss_fn)(self._meta_model, fakes)
-            found.loss_has_count = isinstance(value, tuple)
-            found.loss = _meta_of(value[0] if isinstance(value, tuple) else value)
+            shapes.loss_has_count = isinstance(value, tuple)
+            shapes.loss = _meta_of(value[0] if isinstance(value, tuple) else value)
         for handle in handles:
             handle.remove()
-        return found
+        return shapes
 
     def _local_meta(self, activation: BoundaryActivation, full: _TensorMeta) -> _TensorMeta:
         """This rank's shape of a boundary activation, from its full shape."""
         if not activation.logical_dim:
             return full
-        held, every = self.plan.logical_dim_shards[self.plan.mesh.coordinate(self.groups.rank, "tp")][activation.logical_dim]
-        return replace(full, shape=tuple(n // every * held if d == activation.dim else n for d, n in enumerate(full.shape)))
+        local_size, size = self.plan.logical_dim_shards[self.plan.mesh.coordinate(self.groups.rank, "tp")][activation.logical_dim]
+        return replace(full, shape=tuple(n // size * local_size if d == activation.dim else n for d, n in enumerate(full.shape)))
 
     def _build_schedule(self, shapes: _StageShapes) -> _PipelineSchedule:
-        stages = []
         device = torch.device("cuda", torch.cuda.current_device()) if self._p2p_device == "cuda" else torch.device("cpu")
-        for index in self.local_stages:
-            takes = tuple(_meta_tensor(shapes.boundary_metas[c.name]) for c in self.plan.stages[index].boundary_activations)
-            last = index == len(self.plan.stages) - 1
-            gives = (
-                (_meta_tensor(shapes.loss),)
-                if last
-                else tuple(_meta_tensor(shapes.boundary_metas[c.name]) for c in self.plan.stages[index + 1].boundary_activations)
-            )
-            part = _StageModule(self, index)
-            stages.append(_RecordedStage(part, index, len(self.plan.stages), device, takes, gives, process_group(self.groups.pp), self.groups.ledger))
-        kind = _SCHEDULES[self.plan.schedule]
+        # What each stage takes in; after the last one comes the loss.
+        specs = [tuple(_meta_tensor(shapes.boundary_metas[a.name]) for a in stage.boundary_activations) for stage in self.plan.stages]
+        specs.append((_meta_tensor(shapes.loss),))
+        group = process_group(self.groups.pp)
+        stages = [
+            _RecordedStage(_StageModule(self, i), i, len(self.plan.stages), device, specs[i], specs[i + 1], group, self.groups.ledger)
+            for i in self.local_stages
+        ]
         several = schedule_traits(self.plan.schedule).stages_per_rank > 1
-        made: _PipelineSchedule = kind(stages if several else stages[0], self.plan.micro_batches, loss_fn=lambda out, _: out, scale_grads=False)
-        return made
+        make = _SCHEDULES[self.plan.schedule]
+        return make(stages if several else stages[0], self.plan.micro_batches, loss_fn=lambda out, _: out, scale_grads=False)
 
     # -- running --
 
-    def run(self, micro_batches: list[Batch], run_stage: Any, loss_fn: Loss, autocast: Any) -> list[torch.Tensor]:
+    def run(self, micro_batches: list[Batch], run_stage: Any, loss_fn: Loss, autocast: Any) -> list[Tensor]:
         """Run forward and backward of all micro-batches; return the losses, on the rank of the last stage. `run_stage(index)` computes a loss."""
         self._shapes = self._shapes_for(micro_batches[0], loss_fn, autocast, training=True)
         self._run_stage = run_stage
         schedule: Any = self._shapes.schedule
-        stages = getattr(schedule, "_stages", None) or [schedule._stage]
-        for stage in stages:
+        for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
             stage.has_backward = True
             stage.clear_runtime_states()
-        losses: list[torch.Tensor] = []
+        losses: list[Tensor] = []
         count = len(micro_batches)
         kwargs = [{"index": torch.tensor(i)} for i in range(count)]  # torch 2.11 expects every argument to be a tensor
         try:
             schedule._step_microbatches([()] * count, kwargs, [None] * count, losses, False)
         except RuntimeError as error:
             if self.plan.splits_backward and any(words in str(error) for words in _SPLIT_BACKWARD_ERRORS):
-                reason = f"schedule={self.plan.schedule} cuts backward in two, which torch cannot do with this model: use interleaved"
-                raise RequestError(reason) from error
+                message = f"schedule={self.plan.schedule} splits backward, which torch cannot do with this model: use interleaved"
+                raise RequestError(message) from error
             raise
         return losses
 
@@ -278,48 +256,40 @@ class PipelineRuntime:
         """Run one batch forward through all stages, one after the other; return the loss on the rank of the last."""
         self._shapes = self._shapes_for(batch, loss_fn, autocast, training=False)
         self._run_stage = run_stage
-        out: Any = None
-        passed: tuple[torch.Tensor, ...] = ()
-        for index, stage in enumerate(self.plan.stages):
-            if index not in self.local_stages:
-                continue
-            if index and self.plan.stage_rank(index - 1) != self.groups.pp.rank:
-                shapes = [self._shapes.boundary_metas[c.name] for c in stage.boundary_activations]
-                passed = tuple(torch.empty(s.shape, dtype=s.dtype, device=self._p2p_device) for s in shapes)
-                for tensor in passed:
-                    dist.recv(tensor, group=process_group(self.groups.pp), group_src=self.plan.stage_rank(index - 1))
-            out = self.forward(index, passed, 0)
-            if index + 1 < len(self.plan.stages):
-                passed = out
-                if self.plan.stage_rank(index + 1) != self.groups.pp.rank:
-                    for tensor in out:
-                        dist.send(tensor.contiguous(), group=process_group(self.groups.pp), group_dst=self.plan.stage_rank(index + 1))
-        return out if len(self.plan.stages) - 1 in self.local_stages else None
+        group, rank, last = process_group(self.groups.pp), self.groups.pp.rank, len(self.plan.stages) - 1
+        out: Any = ()  # of the stage before, if it is on this rank
+        for index in self.local_stages:
+            if index and self.plan.stage_rank(index - 1) != rank:
+                metas = [self._shapes.boundary_metas[a.name] for a in self.plan.stages[index].boundary_activations]
+                out = tuple(torch.empty(m.shape, dtype=m.dtype, device=self._p2p_device) for m in metas)
+                for tensor in out:
+                    dist.recv(tensor, group=group, group_src=self.plan.stage_rank(index - 1))
+            out = self.forward(index, out, 0)
+            if index < last and self.plan.stage_rank(index + 1) != rank:
+                for tensor in out:
+                    dist.send(tensor.contiguous(), group=group, group_dst=self.plan.stage_rank(index + 1))
+        return out if last in self.local_stages else None
 
-    def forward(self, stage: int, received: tuple[torch.Tensor, ...], index: int) -> Any:
+    def forward(self, stage: int, received: tuple[Tensor, ...], index: int) -> Any:
         """Run one micro-batch through one stage; return the loss from the last stage, boundary activations from the others."""
-        self._boundary_values = {c.name: t.to(self.plan.device) for c, t in zip(self.plan.stages[stage].boundary_activations, received, strict=True)}
+        self._boundary_values = {a.name: t.to(self.plan.device) for a, t in zip(self.plan.stages[stage].boundary_activations, received, strict=True)}
         self._current = stage
         if self.plan.splits_backward and stage and torch.is_grad_enabled() and not any(t.requires_grad for t in received):
-            raise RequestError(f"schedule={self.plan.schedule} cuts backward in two, and stage {stage} passes no gradient on: use interleaved")
+            reason = f"stage {stage} receives no activation that needs a gradient"
+            raise RequestError(f"schedule={self.plan.schedule} splits backward, and {reason}: use interleaved")
         try:
             return self._run_stage(index)
         except _StageEndError:
-            out = tuple(self._to_send_buffer(self._boundary_values[c.name]) for c in self.plan.stages[stage + 1].boundary_activations)
+            out = tuple(self._to_send_buffer(self._boundary_values[a.name]) for a in self.plan.stages[stage + 1].boundary_activations)
             return depend_on_inputs(out, received) if self.plan.splits_backward else out
         finally:
             self._current = -1
             self._boundary_values = {}
 
-    def _to_send_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, contiguous and on the P2P device. To split backward, torch detaches a stage's outputs in place, which a view does not
-        allow."""
-        inner = self.plan.splits_backward and tensor._is_view()
-        whole = tensor.clone(memory_format=torch.contiguous_format) if inner else tensor.contiguous()
-        return whole.to(self._p2p_device)
-
-    def stage_parameters(self, stage: int) -> Iterator[nn.Parameter]:
-        return (p for name, p in self.model.named_parameters() if stage in self.stages_of_param[name])
+    def _to_send_buffer(self, tensor: Tensor) -> Tensor:
+        """The tensor, contiguous and on the P2P device. To split backward, torch detaches a stage's outputs in place, which views forbid."""
+        must_clone = self.plan.splits_backward and tensor._is_view()
+        return (tensor.clone(memory_format=torch.contiguous_format) if must_clone else tensor.contiguous()).to(self._p2p_device)
 
 
 class _StageModule(nn.Module):
@@ -330,9 +300,10 @@ class _StageModule(nn.Module):
         self._runtime, self._index = [runtime], index  # in a list: the model must not become a submodule
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        return self._runtime[0].stage_parameters(self._index)
+        runtime = self._runtime[0]
+        return (p for name, p in runtime.model.named_parameters() if self._index in runtime.stages_of_param[name])
 
-    def forward(self, *received: torch.Tensor, index: torch.Tensor) -> Any:
+    def forward(self, *received: Tensor, index: Tensor) -> Any:
         return self._runtime[0].forward(self._index, received, int(index))
 
 
@@ -340,16 +311,9 @@ class _RecordedStage(pipelining.PipelineStage):
     """torch's stage, with static shapes, whose sends are recorded in the ledger."""
 
     def __init__(
-        self,
-        submodule: nn.Module,
-        index: int,
-        count: int,
-        device: torch.device,
-        input_specs: tuple[torch.Tensor, ...],
-        output_specs: tuple[torch.Tensor, ...],
-        group: Any,
-        ledger: Ledger,
-    ) -> None:
+        self, submodule: nn.Module, index: int, count: int, device: torch.device,
+        input_specs: tuple[Tensor, ...], output_specs: tuple[Tensor, ...], group: Any, ledger: Ledger,
+    ) -> None:  # fmt: skip
         super().__init__(submodule, index, count, device, input_args=input_specs, output_args=output_specs, group=group)
         self._ledger, self._input_specs = ledger, input_specs
         self._needs_grad = [t.requires_grad for t in input_specs], [t.requires_grad for t in output_specs]
@@ -376,16 +340,15 @@ class _RecordedStage(pipelining.PipelineStage):
 
     def _record_sends(self, ops: Any, name: str) -> None:
         for op in ops:
-            self._ledger.add(name, "send", 2, op.tensor.numel() * op.tensor.element_size())
+            self._ledger.add(name, "send", 2, op.tensor.nbytes)
 
 
 def _only_with_grad(ops: Any, needs_grad: list[bool]) -> Any:
-    """The ops of tensors that require grad. torch 2.11 sends a gradient back for every received tensor, and the previous stage drops it; later
-    versions send only these."""
-    return [op for op, wanted in zip(ops, needs_grad, strict=True) if wanted] if len(ops) == len(needs_grad) else ops
+    """The ops of tensors that require grad. torch 2.11 sends a gradient, which is dropped, for every other one too; later versions do not."""
+    return list(itertools.compress(ops, needs_grad)) if len(ops) == len(needs_grad) else ops
 
 
-def _tensor_leaves(tree: Any) -> list[torch.Tensor]:
+def _tensor_leaves(tree: Any) -> list[Tensor]:
     return [t for t in pytree.tree_leaves(tree) if torch.is_tensor(t)]
 
 
@@ -407,23 +370,18 @@ class _StageShapes:
     schedule: _PipelineSchedule | None = None  # for training
 
 
-def _meta_of(tensor: torch.Tensor) -> _TensorMeta:
+def _meta_of(tensor: Tensor) -> _TensorMeta:
     return _TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
-def _meta_tensor(meta: _TensorMeta) -> torch.Tensor:
+def _meta_tensor(meta: _TensorMeta) -> Tensor:
     return torch.empty(meta.shape, dtype=meta.dtype, device="meta").requires_grad_(meta.requires_grad)
-
-
-def _zeros_factory(tensor: torch.Tensor, device: str) -> Any:
-    shape, dtype = tuple(tensor.shape), tensor.dtype
-    return lambda: torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _meta_copy(model: nn.Module) -> nn.Module:
     """A copy of the model's structure whose parameters and buffers have shapes only."""
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        memo[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
     return copy.deepcopy(model, memo)

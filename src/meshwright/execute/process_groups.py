@@ -43,8 +43,7 @@ class ProcessGroups:
     ledger: Ledger = field(default_factory=Ledger)
 
     def get(self, name: str) -> Comm:
-        found: Comm = getattr(self, name)
-        return found
+        return getattr(self, name)
 
 
 def register_backend(backend: str, timeout_s: float) -> None:
@@ -54,24 +53,22 @@ def register_backend(backend: str, timeout_s: float) -> None:
 
 
 def make_process_groups(mesh: Mesh, sync: SyncPolicy = _DEFAULT_SYNC, rank_devices: Sequence[str] = ()) -> ProcessGroups:
-    """Make this rank's groups. Collective: every rank of the default process group calls it with the same mesh, policy and, for unlike ranks,
-    devices."""
+    """Make this rank's groups. Collective: every rank of the default process group calls it with the same arguments."""
     ledger = Ledger()
     if mesh.size == 1:
-        alone = NullComm()
-        return ProcessGroups(0, alone, **dict.fromkeys(GROUP_AXES, alone), ledger=ledger)
+        return ProcessGroups(0, NullComm(), **dict.fromkeys(GROUP_AXES, NullComm()), ledger=ledger)
     if dist.get_world_size() != mesh.size:
-        raise RequestError(f"the plan's mesh {mesh} has {mesh.size} ranks, {dist.get_world_size()} were started: use --nproc {mesh.size}")
-    maker = _GroupFactory(ledger, sync, rank_devices)
-    comms = {name: maker.comm_for(mesh.groups(*axes)) for name, axes in GROUP_AXES.items()}
-    return ProcessGroups(dist.get_rank(), maker.comm_for([list(range(mesh.size))]), **comms, ledger=ledger)
+        raise RequestError(f"the plan's mesh {mesh} has {mesh.size} ranks, but {dist.get_world_size()} were started: use --nproc {mesh.size}")
+    factory = _GroupFactory(ledger, sync, rank_devices)
+    comms = {name: factory.comm_for(mesh.groups(*axes)) for name, axes in GROUP_AXES.items()}
+    return ProcessGroups(dist.get_rank(), factory.comm_for([list(range(mesh.size))]), **comms, ledger=ledger)
 
 
 def process_group(comm: Comm) -> dist.ProcessGroup:
     """The torch process group over the default backend, for what torch itself sends."""
-    own = comm.default_comm if isinstance(comm, RoutedComm) else comm
-    assert isinstance(own, TorchComm)
-    return own.group
+    default = comm.default_comm if isinstance(comm, RoutedComm) else comm
+    assert isinstance(default, TorchComm)
+    return default.group
 
 
 class _GroupFactory:
@@ -80,8 +77,8 @@ class _GroupFactory:
     def __init__(self, ledger: Ledger, sync: SyncPolicy, rank_devices: Sequence[str]) -> None:
         self._ledger, self._sync, self._rank_devices = ledger, sync, rank_devices
         self._comms: dict[tuple[tuple[int, ...], ...], Comm] = {}
-        self._others = tuple(dict.fromkeys(r.backend for r in sync.routes if r.backend != dist.get_backend()))
-        for backend in self._others:
+        self._other_backends = tuple(dict.fromkeys(r.backend for r in sync.routes if r.backend != dist.get_backend()))
+        for backend in self._other_backends:
             register_backend(backend, sync.timeout_s)
 
     def comm_for(self, rank_groups: list[list[int]]) -> Comm:
@@ -91,51 +88,51 @@ class _GroupFactory:
         return self._comms[key]
 
     def _make_comm(self, rank_groups: list[list[int]]) -> Comm:
-        own = TorchComm(self._new_group(rank_groups), self._ledger)
-        if not self._sync.routes or not backend_traits(own.backend).routable:
-            return own
-        others = {b: TorchComm(dist.new_subgroups_by_enumeration(rank_groups, backend=b)[0], self._ledger) for b in self._others}
-        mine = _my_group(rank_groups)
-        routes = applicable_routes(self._sync.routes, mine, self._sync.ranks_per_node)
-        memories = {b: shared_memory_group(rank_groups, b, self._sync) for b in self._composed_backends()}
+        default = TorchComm(self._new_group(rank_groups), self._ledger)
+        if not self._sync.routes or not backend_traits(default.backend).routable:
+            return default
+        others = {b: _backend_comm(rank_groups, b, self._ledger) for b in self._other_backends}
+        routes = applicable_routes(self._sync.routes, _my_group(rank_groups), self._sync.ranks_per_node)
+        composed_backends = dict.fromkeys(r.backend for r in self._sync.routes if r.algorithm != "flat")
+        memories = {b: shared_memory_group(rank_groups, b, self._sync) for b in composed_backends}
         routes = tuple(r for r in routes if r.algorithm == "flat" or memories[r.backend].has(r.algorithm))
-        choose = lambda op, size: choose_route(routes, op, size * wire_factor(op, own.size), own.backend)  # noqa: E731
-        return RoutedComm({own.backend: own, **others}, choose, composed_routes(memories, routes, self._ledger))
-
-    def _composed_backends(self) -> list[str]:
-        return list(dict.fromkeys(r.backend for r in self._sync.routes if r.algorithm != "flat"))
+        choose = lambda op, size: choose_route(routes, op, size * wire_factor(op, default.size), default.backend)  # noqa: E731
+        return RoutedComm({default.backend: default, **others}, choose, composed_routes(memories, routes, self._ledger))
 
     def _new_group(self, rank_groups: list[list[int]]) -> dist.ProcessGroup:
         """This rank's group; if ranks are on unlike devices, each group has the backend of its own devices."""
         if len(rank_groups) == 1:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
-        usual = dist.get_backend()
-        found = [dist.new_group(group, backend=group_backend(self._rank_devices, group, usual)) for group in rank_groups]
-        return found[next(i for i, group in enumerate(rank_groups) if dist.get_rank() in group)]
+        backends = [group_backend(self._rank_devices, group, dist.get_backend()) for group in rank_groups]
+        groups = [dist.new_group(group, backend=backend) for group, backend in zip(rank_groups, backends, strict=True)]
+        return groups[rank_groups.index(_my_group(rank_groups))]
 
 
 def shared_memory_group(ranks: list[list[int]], backend: str, sync: SyncPolicy) -> SharedMemoryGroup:
     """The shared memory that the policy's routes over one backend need, for this rank's group among `ranks`. Collective over the world."""
-    comm = TorchComm(dist.new_subgroups_by_enumeration(ranks, backend=backend)[0], Ledger())
-    mine = _my_group(ranks)
+    comm, my_ranks = _backend_comm(ranks, backend, Ledger()), _my_group(ranks)
     algorithms = {r.algorithm for r in sync.routes if r.backend == backend}
-    on_one_node = "shared" in algorithms and is_applicable("shared", mine, sync.ranks_per_node)
-    window = open_window(comm, mine, sync.timeout_s) if on_one_node else None
+    on_one_node = "shared" in algorithms and is_applicable("shared", my_ranks, sync.ranks_per_node)
+    window = open_window(comm, my_ranks, sync.timeout_s) if on_one_node else None
     if "two-level" not in algorithms or not all(has_two_levels(group, sync.ranks_per_node) for group in ranks):
         return SharedMemoryGroup(comm, backend, window)
-    nodes = [[[group[place] for place in node] for node in group_by_node(group, sync.ranks_per_node)] for group in ranks]
-    within = [node for group in nodes for node in group]
-    across = [list(place) for group in nodes for place in zip(*group, strict=True)]
-    inside, outside = (TorchComm(dist.new_subgroups_by_enumeration(some, backend=backend)[0], Ledger()) for some in (within, across))
-    node_window = open_window(inside, _my_group(within), sync.timeout_s)
+    nodes = [[[group[i] for i in node] for node in group_by_node(group, sync.ranks_per_node)] for group in ranks]
+    node_ranks = [node for group in nodes for node in group]
+    cross_node_ranks = [list(peers) for group in nodes for peers in zip(*group, strict=True)]
+    node_comm, cross_node_comm = _backend_comm(node_ranks, backend, Ledger()), _backend_comm(cross_node_ranks, backend, Ledger())
+    node_window = open_window(node_comm, _my_group(node_ranks), sync.timeout_s)
     opened = torch.tensor([node_window is not None], dtype=torch.int32)
     comm.all_reduce(opened, "window", "min").wait()  # one node without shared memory: no rank takes this route, or ranks would wait for each other
-    return SharedMemoryGroup(comm, backend, window, node_window if opened.item() else None, outside)
+    return SharedMemoryGroup(comm, backend, window, node_window if opened.item() else None, cross_node_comm)
 
 
-def _my_group(groups: list[list[int]]) -> list[int]:
-    return next(group for group in groups if dist.get_rank() in group)
+def _my_group(rank_groups: list[list[int]]) -> list[int]:
+    return next(group for group in rank_groups if dist.get_rank() in group)
+
+
+def _backend_comm(rank_groups: list[list[int]], backend: str, ledger: Ledger) -> TorchComm:
+    return TorchComm(dist.new_subgroups_by_enumeration(rank_groups, backend=backend)[0], ledger)
 
 
 def composed_routes(memories: Mapping[str, SharedMemoryGroup], routes: Sequence[Route], ledger: Ledger) -> dict[str, ComposedComm]:

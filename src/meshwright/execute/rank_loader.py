@@ -15,6 +15,8 @@ from meshwright.core.plan import Plan
 from meshwright.core.task import Batch
 from meshwright.execute.session import sample_count
 
+_LOADER_OPTIONS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
+
 
 def sample_range(plan: Plan, data_rank: int, global_batch: int) -> tuple[int, int]:
     """(first sample, count) of a data rank in a global batch of `global_batch` samples; a short last batch is split in proportion."""
@@ -53,36 +55,26 @@ class RankLoader:
         return len(self._loader)  # type: ignore[arg-type]
 
     def _can_split(self, global_batch: int) -> bool:
-        """Whether a batch is used. A last batch too small to give every rank its micro-batches is left out on every rank; so is one that a
+        """Whether a batch is used. A last batch too small to give every rank its micro-batches is skipped on every rank; so is one that a
         pipeline, whose micro-batches have one size, cannot split evenly."""
-        width, pieces = self.plan.mesh.data_parallel_size, self.num_micro_batches
-        shares = [sample_range(self.plan, r, global_batch)[1] for r in range(width)]
-        uneven = self.plan.mesh.pp > 1 and any(share % pieces for share in shares)
-        enough = min(shares) >= pieces and not uneven
-        if not enough and self.rank == 0:
-            parts = f"{pieces} equal micro-batches each" if uneven else f"{pieces} micro-batches each"
-            print(f"meshwright: a batch of {global_batch} samples is left out: it cannot be cut for {width} ranks, {parts}", file=sys.stderr)
-        return enough
+        degree, num_micro_batches = self.plan.mesh.data_parallel_size, self.num_micro_batches
+        shares = [sample_range(self.plan, rank, global_batch)[1] for rank in range(degree)]
+        uneven = self.plan.mesh.pp > 1 and any(share % num_micro_batches for share in shares)
+        can_split = min(shares) >= num_micro_batches and not uneven
+        if not can_split and self.rank == 0:
+            split = f"{degree} data ranks with {num_micro_batches} {'equal ' * uneven}micro-batches each"
+            print(f"meshwright: a batch of {global_batch} samples is skipped: it cannot be split over {split}", file=sys.stderr)
+        return can_split
 
     def _iter_by_index(self, loader: DataLoader[Any]) -> Iterator[tuple[int, Batch]]:
         """Read only this rank's samples: batches of indices are the same on every rank, and are split before anything is loaded."""
         sampler = _RankBatchSampler(self, loader.batch_sampler)
-        cut: DataLoader[Any] = DataLoader(
-            loader.dataset,
-            batch_sampler=sampler,
-            num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            prefetch_factor=loader.prefetch_factor,
-        )
-        for batch in cut:
+        options: dict[str, Any] = {option: getattr(loader, option) for option in _LOADER_OPTIONS}
+        for batch in DataLoader(loader.dataset, batch_sampler=sampler, **options):
             yield sampler.global_batches.popleft(), batch
 
     def _iter_by_slice(self, loader: Iterable[Batch]) -> Iterator[tuple[int, Batch]]:
-        """A stream has no indices: every rank reads the whole batch and keeps its part."""
+        """A stream has no indices: every rank reads the global batch and keeps its share."""
         for batch in loader:
             total = sample_count(batch)
             if self._can_split(total):

@@ -1,5 +1,4 @@
-"""Activation checkpointing: a unit saves only its input, or also the outputs of expensive ops (selective), and recomputes the rest during
-backward.
+"""Activation checkpointing: a unit saves its input, or also the outputs of expensive ops (selective), and backward recomputes the rest.
 
 [Note: collectives in a unit that saves its matmuls]
 A tensor-parallel matmul's output is all-reduced in place, so what selective recomputation has saved of it is the reduced one. The collective's
@@ -12,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.core.errors import RunError
@@ -28,14 +27,14 @@ class RecomputeCache:
     """Results of collectives in the running unit, if it recomputes selectively; empty otherwise."""
 
     def __init__(self) -> None:
-        self._results: deque[tuple[torch.Tensor, int]] | None = None
+        self._results: deque[tuple[Tensor, int]] | None = None
         self._replaying = False
 
     @property
     def is_active(self) -> bool:
         return self._results is not None
 
-    def run_or_replay(self, collective: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def run_or_replay(self, collective: Callable[[], Tensor]) -> Tensor:
         """Run a collective and save its result, or return the saved result when the unit is recomputed."""
         if self._results is None:
             return collective()
@@ -43,13 +42,13 @@ class RecomputeCache:
             out = collective()
             self._results.append((out.detach(), out._version))
             return out
-        kept, version = self._results.popleft()
-        if kept._version != version:
+        out, version = self._results.popleft()
+        if out._version != version:
             raise RunError("recompute=selective: the model's code changes a tensor-parallel layer's output in place: set recompute=full")
-        return kept
+        return out
 
     @contextmanager
-    def activate(self, results: deque[tuple[torch.Tensor, int]], replaying: bool) -> Iterator[None]:
+    def activate(self, results: deque[tuple[Tensor, int]], replaying: bool) -> Iterator[None]:
         before = self._results, self._replaying
         self._results, self._replaying = results, replaying
         try:
@@ -58,21 +57,17 @@ class RecomputeCache:
             self._results, self._replaying = before
 
 
-class _ContextStack:
-    """Contexts around one run of a unit: entered in order, and any number of times."""
+class _ContextStack(ExitStack):
+    """Contexts around one run of a unit: entered in order, and anew for every run."""
 
     def __init__(self, *context_factories: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
         self._context_factories = context_factories
-        self._stacks: list[ExitStack] = []
 
-    def __enter__(self) -> None:
-        stack = ExitStack()
-        for make in self._context_factories:
-            stack.enter_context(make())
-        self._stacks.append(stack)
-
-    def __exit__(self, *raised: Any) -> None:
-        self._stacks.pop().__exit__(*raised)
+    def __enter__(self) -> Self:
+        for make_context in self._context_factories:
+            self.enter_context(make_context())
+        return self
 
 
 @contextmanager
@@ -100,39 +95,34 @@ def _argument_value(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     return None
 
 
-_COMPILED_CHECKPOINT_ARGS: dict[str, Any] = {
-    "full": {},
-    "selective": {"context_fn": partial(create_selective_checkpoint_contexts, _selective_policy)},
-}
+_COMPILED_ARGS: dict[str, Any] = {"full": {}, "selective": {"context_fn": partial(create_selective_checkpoint_contexts, _selective_policy)}}
 
 
-def _checkpoint_contexts(mode: RecomputeMode, random_keys: RandomKeys, recompute_cache: RecomputeCache) -> tuple[Any, Any]:
+def _checkpoint_contexts(mode: RecomputeMode, random_keys: RandomKeys, cache: RecomputeCache) -> tuple[Any, Any]:
     """(context of the forward, context of the recompute). The recompute uses the forward's random key: in a pipeline other samples came between."""
     keyed = partial(random_keys.using, random_keys.current)
     if mode == "full":
         return nullcontext(), _ContextStack(keyed)
-    keep, replay = create_selective_checkpoint_contexts(_selective_policy)
-    kept: deque[tuple[torch.Tensor, int]] = deque()
-    first = _ContextStack(_autocast_cache_disabled, lambda: recompute_cache.activate(kept, replaying=False), lambda: keep)
-    return first, _ContextStack(keyed, _autocast_cache_disabled, lambda: recompute_cache.activate(kept, replaying=True), lambda: replay)
+    save, replay = create_selective_checkpoint_contexts(_selective_policy)
+    results: deque[tuple[Tensor, int]] = deque()
+    forward = _ContextStack(_autocast_cache_disabled, lambda: cache.activate(results, replaying=False), lambda: save)
+    return forward, _ContextStack(keyed, _autocast_cache_disabled, lambda: cache.activate(results, replaying=True), lambda: replay)
 
 
-def recompute_units(
-    model: nn.Module, modes: Mapping[str, RecomputeMode], random_keys: RandomKeys, recompute_cache: RecomputeCache, *, compiler_disabled: bool = False
-) -> None:
-    """Wrap each unit in place. `compiler_disabled`: compiled graphs break inside of units, so they cannot contain the checkpoint either."""
+def recompute_units(model: nn.Module, modes: Mapping[str, RecomputeMode], random_keys: RandomKeys, cache: RecomputeCache, *, eager: bool) -> None:
+    """Wrap each unit in place. `eager`: compiled graphs break inside of units, so they cannot contain the checkpoint either."""
     for name, mode in modes.items():
         unit = model.get_submodule(name)
-        outer = _checkpointed(unit.forward, mode, random_keys, recompute_cache)
-        unit.forward = torch.compiler.disable(outer, recursive=False) if compiler_disabled else outer
+        forward = _checkpointed(unit.forward, mode, random_keys, cache)
+        unit.forward = torch.compiler.disable(forward, recursive=False) if eager else forward
 
 
-def _checkpointed(forward: Callable[..., Any], mode: RecomputeMode, random_keys: RandomKeys, recompute_cache: RecomputeCache) -> Callable[..., Any]:
+def _checkpointed(forward: Callable[..., Any], mode: RecomputeMode, random_keys: RandomKeys, cache: RecomputeCache) -> Callable[..., Any]:
     def outer(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # a graph takes its key as a tensor, and the compiler supports only torch's own contexts
-            return checkpoint(forward, *args, use_reentrant=False, **_COMPILED_CHECKPOINT_ARGS[mode], **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_checkpoint_contexts, mode, random_keys, recompute_cache), **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, **_COMPILED_ARGS[mode], **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_checkpoint_contexts, mode, random_keys, cache), **kwargs)
 
     return outer

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from meshwright.core.errors import RequestError, RunError
@@ -22,8 +23,8 @@ _MicroBatch = tuple[int, int, Batch]  # first sample, number of samples, samples
 class StepResult:
     """A step's loss and gradient norm. Tensors stay on the device: nothing forces a synchronisation until they are read."""
 
-    loss: torch.Tensor  # mean over the global batch, the same on every rank
-    grad_norm: torch.Tensor | None  # before clipping; None when nothing needed it
+    loss: Tensor  # mean over the global batch, the same on every rank
+    grad_norm: Tensor | None  # before clipping; None when nothing needed it
     skipped: bool = False  # fp16 only: the gradient overflowed and the step was not taken
 
 
@@ -49,59 +50,55 @@ class Session:
         self.applied: AppliedPlan = apply(plan, model, optimizer)
         self.plan = plan = self.applied.plan
         if self.applied.gradient_sync:
-            self.applied.gradient_sync.reduce_op = "sum"  # `step` weights the loss by samples, so a plain sum is exact
+            self.applied.gradient_sync.set_reduce_op("sum")  # `step` weights the loss by samples, so a plain sum is exact
         self.steps_done = 0
         self._autocast = autocast_factory(plan)
         self._loss_scaler = LossScaler() if plan.memory.precision == "fp16" else None
         self._compiled: dict[Loss, Loss] = {}
         # The kernels read the scale in fp32, which is too coarse for fp64.
         self._fused = plan.memory.precision != "fp64" and plan.memory.offload == "none" and getattr(optimizer, "_step_supports_amp_scaling", False)
-        self._first_sample, self._num_samples = plan.sample_range(plan.mesh.data_rank(self.applied.groups.rank))
+        self._first_sample = plan.sample_range(plan.mesh.data_rank(self.applied.groups.rank))[0]
 
     # -- training --
 
     def step(self, batch: Batch, loss_fn: Loss, total: int | None = None) -> StepResult:
         """One optimizer step on one global batch of `total` samples, of which `batch` holds this rank's."""
         total = total or self.plan.global_batch
-        count = sample_count(batch)
-        chunks = self.plan.micro_batches
-        if count < chunks:
-            raise RequestError(f"a batch of {count} samples cannot make {chunks} micro-batches: set micro_batches={max(count, 1)}")
-        meter = _LossReducer(self.plan, self.applied)
-        pieces = list(_split_micro_batches(batch, count, chunks))
+        count, num_micro_batches = sample_count(batch), self.plan.micro_batches
+        if count < num_micro_batches:
+            raise RequestError(f"a batch of {count} samples does not split into {num_micro_batches} micro-batches: set micro_batches={max(count, 1)}")
+        loss_reducer = _LossReducer(self.plan, self.applied)
+        micro_batches = list(_split_micro_batches(batch, count, num_micro_batches))
         if self.applied.pipeline is not None:
-            self._run_pipeline(pieces, total, loss_fn, meter)
+            self._run_pipeline(micro_batches, total, loss_fn, loss_reducer)
         else:
-            for index, piece in enumerate(pieces):
-                self._forward_backward(piece, total, loss_fn, meter, is_last=index == chunks - 1)
-        return self._finish_step(meter, total)
+            for index, micro_batch in enumerate(micro_batches):
+                self._forward_backward(micro_batch, total, loss_fn, loss_reducer, is_last=index == num_micro_batches - 1)
+        return self._finish_step(loss_reducer, total)
 
     def _run_pipeline(self, micro_batches: list[_MicroBatch], global_batch: int, loss_fn: Loss, loss_reducer: _LossReducer) -> None:
         """Run all micro-batches through this rank's stages. Gradients accumulate, and are reduced when the pipeline has drained."""
-        pipeline, buckets = self.applied.pipeline, self.applied.gradient_sync
+        pipeline = self.applied.pipeline
         assert pipeline is not None
         if len({size for _, size, _ in micro_batches}) > 1:
-            raise RequestError(
-                f"a pipeline's micro-batches are of one size: {len(micro_batches)} do not divide this batch evenly; leave its rest out"
-            )
+            reason = f"this batch does not split into {len(micro_batches)} equal ones"
+            raise RequestError(f"a pipeline's micro-batches have one size, and {reason}: leave samples out (drop_last)")
         with self.applied.accumulate():
             run_stage = lambda index: self._weighted_loss(micro_batches[index], global_batch, self._prepare_loss_fn(loss_fn), loss_reducer)  # noqa: E731
-            pipeline.run([piece for _, _, piece in micro_batches], run_stage, loss_fn, self._autocast)
+            pipeline.run([samples for _, _, samples in micro_batches], run_stage, loss_fn, self._autocast)
         loss_reducer.start_all_reduce(pipeline.loss_has_count)
         self.applied.all_reduce_tied_gradients()
-        if buckets is not None:
-            buckets.reduce_all()
+        if self.applied.gradient_sync is not None:
+            self.applied.gradient_sync.reduce_all()
 
     def _forward_backward(self, micro_batch: _MicroBatch, global_batch: int, loss_fn: Loss, loss_reducer: _LossReducer, *, is_last: bool) -> None:
         loss = self._weighted_loss(micro_batch, global_batch, self._prepare_loss_fn(loss_fn), loss_reducer)
         if is_last:
             loss_reducer.start_all_reduce()  # overlaps with backward
+        with nullcontext() if is_last else self.applied.accumulate():
             loss.backward()
-        else:
-            with self.applied.accumulate():
-                loss.backward()
 
-    def _weighted_loss(self, micro_batch: _MicroBatch, global_batch: int, loss_fn: Loss, loss_reducer: _LossReducer) -> torch.Tensor:
+    def _weighted_loss(self, micro_batch: _MicroBatch, global_batch: int, loss_fn: Loss, loss_reducer: _LossReducer) -> Tensor:
         """Run one micro-batch forward; return its share of the global mean loss, scaled for fp16."""
         start, size, samples = micro_batch
         self.applied.random_keys.set(self.seed, self.steps_done, self._first_sample + start)
@@ -123,12 +120,12 @@ class Session:
         self.steps_done += 1
         return StepResult(loss, norm, skipped)
 
-    def _unscale_and_clip(self, correction: torch.Tensor | None) -> tuple[torch.Tensor | None, bool]:
+    def _unscale_and_clip(self, correction: Tensor | None) -> tuple[Tensor | None, bool]:
         """Unscale, weight by true counts and clip in one multiplication; return the norm, and whether fp16 overflowed."""
         if self.clip is None and self._loss_scaler is None and correction is None:
             return None, False
-        factor: torch.Tensor | float = (correction if correction is not None else 1.0) / (self._loss_scaler.value if self._loss_scaler else 1.0)
-        norm: torch.Tensor | None = None
+        factor: Tensor | float = (correction if correction is not None else 1.0) / (self._loss_scaler.value if self._loss_scaler else 1.0)
+        norm: Tensor | None = None
         if self.clip is not None or self._loss_scaler is not None:
             norm = self.applied.squared_norm().sqrt() * factor
             if self._loss_scaler is not None:
@@ -142,9 +139,8 @@ class Session:
             self._scale_gradients(factor)
         return norm, False
 
-    def _scale_gradients(self, factor: torch.Tensor | float) -> None:
-        """Multiply gradients by `factor`. A fused optimizer divides by `grad_scale` while it reads the gradient anyway: one pass over memory
-        less."""
+    def _scale_gradients(self, factor: Tensor | float) -> None:
+        """Multiply gradients by `factor`. A fused optimizer divides by `grad_scale` while it reads them, which saves a pass over memory."""
         if self._fused and torch.is_tensor(factor):
             self.optimizer.grad_scale = 1.0 / factor  # type: ignore[attr-defined]
         elif grads := self.applied.local_gradients():
@@ -173,8 +169,8 @@ class Session:
             self.applied.random_keys.set(self.seed, -1 - index, self._first_sample)
             value = self._evaluate(batch, loss_fn)
             if value is not None:
-                weighted = (value[0], value[1]) if isinstance(value, tuple) else (value * size, size)
-                sums += torch.tensor([float(weighted[0]), float(weighted[1])], dtype=torch.float64)
+                loss_sum, count = value if isinstance(value, tuple) else (value * size, size)
+                sums += torch.tensor([float(loss_sum), float(count)], dtype=torch.float64)
         self.model.train(was_training)
         sums = sums.to(self.plan.device)
         self.applied.groups.batch.all_reduce(sums, "validation").wait()
@@ -182,16 +178,14 @@ class Session:
             raise RequestError("no validation batches: the validation split is smaller than one global batch")
         return float(sums[0] / sums[1])
 
-    def _evaluate(self, batch: Batch, loss_fn: Loss) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
+    def _evaluate(self, batch: Batch, loss_fn: Loss) -> Tensor | tuple[Tensor, Tensor] | None:
         """The loss of one batch; None on a pipeline's ranks that do not hold the last stage."""
 
-        def whole(_: int = 0) -> Any:
+        def evaluate(_: int = 0) -> Any:
             with self._autocast():
                 return (self.applied.context.wrap_loss(loss_fn) if self.applied.context is not None else loss_fn)(self.model, batch)
 
-        if self.applied.pipeline is None:
-            return whole()  # type: ignore[no-any-return]
-        return self.applied.pipeline.evaluate(batch, whole, loss_fn, self._autocast)  # type: ignore[no-any-return]
+        return evaluate() if self.applied.pipeline is None else self.applied.pipeline.evaluate(batch, evaluate, loss_fn, self._autocast)
 
 
 class _LossReducer:
@@ -199,19 +193,18 @@ class _LossReducer:
 
     def __init__(self, plan: Plan, applied: AppliedPlan) -> None:
         self._plan, self._applied = plan, applied
-        self._sums: list[torch.Tensor] = []
-        self._counts: list[torch.Tensor] = []
+        self._sums: list[Tensor] = []
+        self._counts: list[Tensor] = []
         self._has_counts = False
         self._wait: Callable[[], Any] = lambda: None
-        self._reduced: torch.Tensor | None = None
+        self._reduced: Tensor | None = None
 
-    def add(self, value: torch.Tensor | tuple[torch.Tensor, torch.Tensor], size: int, global_batch: int) -> torch.Tensor:
+    def add(self, value: Tensor | tuple[Tensor, Tensor], size: int, global_batch: int) -> Tensor:
         """Take one micro-batch's loss; return what to differentiate: its share of the global mean, by samples. Spatial-parallel ranks all have
         the same loss, so each counts a part of it."""
-        parts = global_batch * self._plan.spatial.num_parts
         if isinstance(value, tuple):
-            loss, count = value[0] / parts, torch.as_tensor(value[1], device=value[0].device)
-            self._counts.append(count.detach())
+            loss = value[0] / (global_batch * self._plan.spatial.num_parts)
+            self._counts.append(torch.as_tensor(value[1], device=value[0].device).detach())
         else:
             loss = value * (size / (global_batch * self._plan.mesh.cp))  # ranks along cp have equal parts of the same samples
         if loss.dim():
@@ -221,16 +214,16 @@ class _LossReducer:
 
     def start_all_reduce(self, has_counts: bool | None = None) -> None:
         """Start the sum over all ranks that the batch passes through; pipeline ranks without the last stage add zero."""
-        kind = torch.float64 if self._plan.memory.precision == "fp64" else torch.float32
+        dtype = torch.float64 if self._plan.memory.precision == "fp64" else torch.float32
         self._has_counts = bool(self._counts) if has_counts is None else has_counts
-        empty = torch.zeros((), dtype=kind, device=self._plan.device)
-        parts = [torch.stack(self._sums).sum().to(kind) if self._sums else empty]
+        zero = torch.zeros((), dtype=dtype, device=self._plan.device)
+        sums = [torch.stack(self._sums).sum().to(dtype) if self._sums else zero]
         if self._has_counts:
-            parts.append(torch.stack([c.to(kind) for c in self._counts]).sum() / self._plan.spatial.num_parts if self._counts else empty)
-        self._reduced = torch.stack(parts)
+            sums.append(torch.stack([c.to(dtype) for c in self._counts]).sum() / self._plan.spatial.num_parts if self._counts else zero)
+        self._reduced = torch.stack(sums)
         self._wait = self._applied.groups.batch.all_reduce(self._reduced, "loss").wait
 
-    def result(self, global_batch: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def result(self, global_batch: int) -> tuple[Tensor, Tensor | None]:
         """(global mean loss, factor that turns sample-weighted gradients into count-weighted ones, or None)."""
         if self._reduced is None:
             raise RunError("no micro-batch was run")
@@ -242,12 +235,11 @@ class _LossReducer:
 
 
 def _split_micro_batches(batch: Batch, count: int, num_micro_batches: int) -> Iterable[_MicroBatch]:
-    """Split a batch into micro-batches."""
     start = 0
     for index in range(num_micro_batches):
         size = count // num_micro_batches + (index < count % num_micro_batches)
-        piece = batch if num_micro_batches == 1 else pytree.tree_map(lambda t, a=start, n=size: t[a : a + n] if torch.is_tensor(t) else t, batch)
-        yield start, size, piece
+        samples = batch if num_micro_batches == 1 else pytree.tree_map(lambda t, a=start, n=size: t[a : a + n] if torch.is_tensor(t) else t, batch)
+        yield start, size, samples
         start += size
 
 
@@ -256,4 +248,4 @@ def sample_count(batch: Batch) -> int:
     for leaf in pytree.tree_leaves(batch):
         if torch.is_tensor(leaf) and leaf.dim():
             return int(leaf.shape[0])
-    raise RequestError("the batch holds no tensor with a first dimension to count samples by")
+    raise RequestError("the batch has no tensor whose first dimension could be the number of samples: put one into it")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from meshwright.core.comm import Comm
 from meshwright.schedule.buckets import Bucket, shard_sizes
@@ -31,8 +31,13 @@ class ShardLayout:
         """Sizes for a collective; None if they are equal, which every backend does fastest."""
         return self.sizes if len(set(self.sizes)) > 1 else None
 
-    def local_shard(self, flat: torch.Tensor) -> torch.Tensor:
+    def local_shard(self, flat: Tensor) -> Tensor:
         return flat[self.start : self.start + self.size]
+
+
+def param_views(flat: Tensor, bucket: Bucket, params: Sequence[Tensor]) -> list[Tensor]:
+    """Views of the parameters' slots in a flat buffer, in the parameters' shapes."""
+    return [flat[slot.offset : slot.offset + slot.numel].view(param.shape) for slot, param in zip(bucket.slots, params, strict=True)]
 
 
 def make_shard_layout(bucket: Bucket, shard: Comm, state_fractions: Sequence[float]) -> ShardLayout:

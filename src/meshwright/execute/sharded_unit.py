@@ -73,11 +73,11 @@ def make_units(
     names = {id(p): name for name, p in model.named_parameters()}
     experts = _expert_units(model, plan) if groups.ep.size > 1 else []
     units = _stage_units(model, plan, groups) if groups.pp.size > 1 else [*plan.memory.units, ""]
-    left = {id(p) for p in model.parameters() if p.numel()}
+    remaining = {id(p) for p in model.parameters() if p.numel()}
     for name in dict.fromkeys([*experts, *units]):
         module = model.get_submodule(name)
-        params = [p for p in module.parameters() if id(p) in left]
-        left -= {id(p) for p in params}
+        params = [p for p in module.parameters() if id(p) in remaining]
+        remaining -= {id(p) for p in params}
         if params:
             tied_names = {id(p): names[id(p)] for p in params if names[id(p)] in tied}
             yield ShardedUnit(name or ROOT, factory.make(params, tied_names), name in experts), module
@@ -86,24 +86,24 @@ def make_units(
 def link_units(units: Sequence[ShardedUnit]) -> None:
     """Set each unit's predecessor and successor, for prefetching. The root unit's code runs around all others."""
     chain = [unit for unit in units if not unit.is_expert_parallel and unit.name != ROOT]
-    for unit, following in itertools.pairwise(chain):
-        unit.next_unit, following.prev_unit = following, unit
+    for unit, next_unit in itertools.pairwise(chain):
+        unit.next_unit, next_unit.prev_unit = next_unit, unit
     root = next((unit for unit in units if unit.name == ROOT), None)
     if root is not None and chain:
         root.next_unit, root.prev_unit = chain[0], chain[-1]
 
 
 def _expert_units(model: nn.Module, plan: Plan) -> list[str]:
-    """MoE layers of which this rank holds experts. They are units of their own, because other ranks hold their replicas than those of the rest."""
-    found = {m.module: [n for n, _ in model.get_submodule(m.module).named_parameters()] for m in plan.expert.moe_layers}
-    for module, names in found.items():
+    """MoE layers of which this rank holds experts. They are units of their own, because their replicas are on other ranks than those of the rest."""
+    param_names = {m.module: [n for n, _ in model.get_submodule(m.module).named_parameters()] for m in plan.expert.moe_layers}
+    for module, names in param_names.items():
         for name in (n for n in names if f"{module}.{n}" not in plan.expert.parameters):
-            raise RequestError(f"zero=3 with ep: {module} has experts and, in {name}, a parameter that every rank holds: use zero=1 or zero=2")
-    return [module for module, names in found.items() if names]
+            raise RequestError(f"zero=3 with ep: {module} has experts and, in {name}, a replicated parameter: use zero=1 or zero=2")
+    return [module for module, names in param_names.items() if names]
 
 
 def _stage_units(model: nn.Module, plan: Plan, groups: ProcessGroups) -> list[str]:
     """Units of a pipeline rank. A stage leaves the model's forward midway, so the model itself is no unit, and every layer of the stage is one."""
     modules = dict(model.named_modules())
-    mine = {n for i, stage in enumerate(plan.stages) if plan.stage_rank(i) == groups.pp.rank for n in stage.layers if n in modules}
-    return sorted(mine, key=lambda n: (-n.count("."), n))  # inner modules first
+    layers = {n for i, stage in enumerate(plan.stages) if plan.stage_rank(i) == groups.pp.rank for n in stage.layers if n in modules}
+    return sorted(layers, key=lambda n: (-n.count("."), n))  # inner modules first

@@ -14,69 +14,58 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from meshwright.core.comm import Comm
 from meshwright.core.errors import RequestError
-from meshwright.core.spatial_policy import (
-    Box,
-    HaloExchange,
-    HaloPlan,
-    SpatialGather,
-    SpatialInput,
-    SpatialNorm,
-    SpatialPolicy,
-    WindowOp,
-    box_shape,
-    largest_block,
-    local_box,
-    plan_halo,
-    show_grid,
-    volume,
-)
+from meshwright.core.spatial_policy import Box, HaloPlan, SpatialGather, SpatialPolicy, WindowOp, box_shape, local_box, plan_halo, show_grid
+from meshwright.execute.module_hooks import eager_decorator, run_forward_in
+from meshwright.execute.sharded_norm import combine_moments, gather_moments, upcast
 
-_Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+_Message = tuple[int, Box | None, Box | None]  # rank of the neighbour, box to send to it, box to receive from it
 _CallKey = tuple[str, tuple[int, ...], tuple[int, ...]]  # function, kernel size, sizes of the block
 
 
 def shard_spatial(model: nn.Module, policy: SpatialPolicy, comm: Comm, compiled: bool = False) -> None:
     """Make `model` work on this rank's blocks, in place. Collectives are kept out of compiled graphs."""
-    apart: _Decorator = torch.compiler.disable if compiled else lambda function: function
+    eager = eager_decorator(compiled)
     modules = dict(model.named_modules())
-    tables: dict[str, dict[_CallKey, Callable[..., Any]]] = {}
-    for slide in policy.window_ops:
-        table = tables.setdefault(slide.module, {})
-        table[slide.function, slide.window.kernel, _local_sizes(slide.sizes, policy, comm)] = _with_halo(slide, policy.grid, comm)
+    replacements: dict[str, dict[_CallKey, Callable[..., Any]]] = {}
+    for op in policy.window_ops:
+        calls = replacements.setdefault(op.module, {})
+        calls[op.function, op.window.kernel, _local_sizes(op.sizes, policy, comm)] = _with_halo(op, policy.grid, comm)
     for norm in policy.norms:
-        table = tables.setdefault(norm.module, {})
-        table[norm.function, (), _local_sizes(norm.sizes, policy, comm)] = _NORM_REPLACEMENTS[norm.function](_NormStatistics(norm, policy, comm))
-    for name, table in tables.items():
-        modules[name].forward = apart(_with_mode(modules[name].forward, table))
+        calls = replacements.setdefault(norm.module, {})
+        statistics = _NormStatistics(norm.module, norm.sizes, policy.grid, comm)
+        calls[norm.function, (), _local_sizes(norm.sizes, policy, comm)] = _NORM_REPLACEMENTS[norm.function](statistics)
+    for name, calls in replacements.items():
+        run_forward_in(modules[name], partial(_SpatialMode, calls), eager)
     for gather in {(g.module, g.position): g for g in policy.gathers}.values():
-        modules[gather.module].register_forward_hook(apart(_gather_output_hook(gather, policy, comm)))
-    model.register_forward_pre_hook(_shard_inputs(policy.inputs, policy, comm), with_kwargs=True)
+        modules[gather.module].register_forward_hook(eager(_gather_output_hook(gather, policy, comm)))
+    model.register_forward_pre_hook(_shard_inputs(policy, comm), with_kwargs=True)
 
 
 def _local_sizes(sizes: tuple[int, ...], policy: SpatialPolicy, comm: Comm) -> tuple[int, ...]:
     return box_shape(local_box(sizes, policy.grid, comm.rank))
 
 
-def _shard_inputs(spatial_inputs: tuple[SpatialInput, ...], policy: SpatialPolicy, comm: Comm) -> Callable[..., Any]:
+def _shard_inputs(policy: SpatialPolicy, comm: Comm) -> Callable[..., Any]:
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)]
-        for boundary in spatial_inputs:
-            whole = leaves[places[boundary.position]]
-            if tuple(whole.shape[2:]) != boundary.sizes:
-                asked, given = show_grid(boundary.sizes), show_grid(tuple(whole.shape[2:]))
-                raise RequestError(f"this plan cuts inputs of {asked} positions, and one of {given} came: give {asked}, or plan for {given}")
-            leaves[places[boundary.position]] = whole[_box_index(local_box(boundary.sizes, policy.grid, comm.rank))].contiguous()
+        tensors = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)]
+        for spatial_input in policy.inputs:
+            i, planned = tensors[spatial_input.position], spatial_input.sizes
+            if tuple(leaves[i].shape[2:]) != planned:
+                wanted, given = show_grid(planned), show_grid(tuple(leaves[i].shape[2:]))
+                raise RequestError(f"this plan splits inputs of {wanted} positions, and this input has {given}: use {wanted}, or plan for {given}")
+            leaves[i] = leaves[i][_box_index(local_box(planned, policy.grid, comm.rank))].contiguous()
         return pytree.tree_unflatten(leaves, spec)
 
     return before
@@ -104,20 +93,10 @@ class _SpatialMode(TorchFunctionMode):
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             named = _named_arguments(name, args, kwargs)
-            found = self.replacements.get((name, _kernel_size(named), tuple(named["input"].shape[2:])))
-            if found is not None:
-                return found(func, **named)
+            replacement = self.replacements.get((name, _kernel_size(named), tuple(named["input"].shape[2:])))
+            if replacement is not None:
+                return replacement(func, **named)
         return func(*args, **kwargs)
-
-
-def _with_mode(original_forward: Callable[..., Any], replacements: Mapping[_CallKey, Callable[..., Any]]) -> Callable[..., Any]:
-    mode = _SpatialMode(replacements)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with mode:
-            return original_forward(*args, **kwargs)
-
-    return forward
 
 
 _ARGUMENT_NAMES = {
@@ -142,16 +121,16 @@ def _kernel_size(named: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _with_halo(window_op: WindowOp, grid: tuple[int, ...], comm: Comm) -> Callable[..., Any]:
-    """Return a replacement that runs the call on this rank's block with its halo. Along unsharded dims the call pads for itself, as it would
-    have."""
-    mine = plan_halo(window_op, grid, comm.rank)
-    fill = -math.inf if window_op.window.kind == "max" else 0.0
-    padding = tuple(0 if ways > 1 else n for ways, n in zip(grid, window_op.window.padding, strict=True))
+    """Return a replacement that runs the call on this rank's block with its halo. Along unsharded dims the call still pads for itself."""
+    halo_plan = plan_halo(window_op, grid, comm.rank)
+    pad_value = -math.inf if window_op.window.kind == "max" else 0.0
+    padding = tuple(0 if degree > 1 else n for degree, n in zip(grid, window_op.window.padding, strict=True))
 
-    def call(func: Any, input: torch.Tensor, **named: Any) -> Any:
+    def call(func: Any, input: Tensor, **named: Any) -> Any:
         if window_op.window.kind == "conv" and torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))  # as the convolution would; the halo then has fewer bytes
-        return func(_ExchangeHalos.apply(input, mine, comm, f"halo/{window_op.module or 'model'}", fill), **{**named, "padding": padding})
+        padded = _ExchangeHalos.apply(input, halo_plan, comm, f"halo/{window_op.module or 'model'}", pad_value)
+        return func(padded, **{**named, "padding": padding})
 
     return call
 
@@ -160,51 +139,48 @@ class _ExchangeHalos(torch.autograd.Function):
     """Forward returns a block with its neighbours' halos and the padding around it; backward sends the halos' gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, halo_plan: HaloPlan, comm: Comm, name: str, pad_value: float) -> torch.Tensor:
-        ctx.mine, ctx.comm, ctx.name = halo_plan, comm, name
+    def forward(ctx: Any, x: Tensor, halo_plan: HaloPlan, comm: Comm, name: str, pad_value: float) -> Tensor:
+        ctx.halo_plan, ctx.comm, ctx.name = halo_plan, comm, name
         buffer = x.new_empty((*x.shape[:2], *halo_plan.shape))
         for border in _border_boxes(halo_plan):
             buffer[_box_index(border)] = pad_value
         buffer[_box_index(halo_plan.own_box)] = x
-        for exchanges in _group_by_dim(halo_plan.exchanges):
-            arrived = _exchange_slabs(buffer, [(e, e.send_box, e.recv_box) for e in exchanges], comm, name)
-            for exchange, slab in arrived:
-                assert exchange.recv_box is not None
-                buffer[_box_index(exchange.recv_box)] = slab
+        for messages in _messages_by_dim(halo_plan):
+            for box, slab in _exchange_slabs(buffer, messages, comm, name):
+                buffer[_box_index(box)] = slab
         return buffer[_box_index(halo_plan.window_box)].contiguous()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        mine, steps = ctx.mine, _group_by_dim(ctx.mine.exchanges)[::-1]
-        if box_shape(mine.window_box) != mine.shape:
-            buffer = grad.new_zeros((*grad.shape[:2], *mine.shape))
-            buffer[_box_index(mine.window_box)] = grad
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        halo_plan = ctx.halo_plan
+        steps = [[(peer, recv_box, send_box) for peer, send_box, recv_box in messages] for messages in _messages_by_dim(halo_plan)[::-1]]
+        if box_shape(halo_plan.window_box) != halo_plan.shape:
+            buffer = grad.new_zeros((*grad.shape[:2], *halo_plan.shape))
+            buffer[_box_index(halo_plan.window_box)] = grad
         else:
             buffer = grad.clone(memory_format=torch.contiguous_format) if len(steps) > 1 else grad
-        for exchanges in steps[:-1]:
-            for exchange, slab in _exchange_slabs(buffer, [(e, e.recv_box, e.send_box) for e in exchanges], ctx.comm, ctx.name):
-                assert exchange.send_box is not None
-                buffer[_box_index(exchange.send_box)] += slab
-        last = _exchange_slabs(buffer, [(e, e.recv_box, e.send_box) for e in steps[-1]], ctx.comm, ctx.name) if steps else []
-        out = buffer[_box_index(mine.own_box)].clone(memory_format=torch.contiguous_format)
-        for exchange, slab in last:  # slabs of the last exchange lie in the rank's own block, whatever dims were exchanged before
-            assert exchange.send_box is not None
-            out[_box_index(_relative_box(exchange.send_box, mine.own_box))] += slab
+        for messages in steps[:-1]:
+            for box, slab in _exchange_slabs(buffer, messages, ctx.comm, ctx.name):
+                buffer[_box_index(box)] += slab
+        last = _exchange_slabs(buffer, steps[-1], ctx.comm, ctx.name) if steps else []
+        out = buffer[_box_index(halo_plan.own_box)].clone(memory_format=torch.contiguous_format)
+        for box, slab in last:  # slabs of the last exchange lie in the rank's own block, whatever dims were exchanged before
+            out[_box_index(_relative_box(box, halo_plan.own_box))] += slab
         return out, None, None, None, None
 
 
-def _group_by_dim(exchanges: tuple[HaloExchange, ...]) -> list[list[HaloExchange]]:
-    """Group exchanges by dim. Those of one dim are in flight together; dims follow one another, so that corners are included."""
-    return [list(both) for _, both in groupby(exchanges, key=lambda e: e.dim)]
+def _messages_by_dim(halo_plan: HaloPlan) -> list[list[_Message]]:
+    """The messages of each dim. Those of one dim are in flight together; dims follow one another, so that corners are included."""
+    return [[(e.peer, e.send_box, e.recv_box) for e in group] for _, group in groupby(halo_plan.exchanges, key=lambda e: e.dim)]
 
 
 def _border_boxes(halo_plan: HaloPlan) -> Iterator[Box]:
-    """The parts of a buffer before and after the rank's own block, dim by dim: filling the whole buffer first would cost a pass over memory."""
-    whole = tuple((0, n) for n in halo_plan.shape)
+    """The parts of a buffer before and after the rank's own block, dim by dim: filling all of the buffer first would cost a pass over memory."""
+    full = tuple((0, n) for n in halo_plan.shape)
     for dim, (start, stop) in enumerate(halo_plan.own_box):
-        for run in ((0, start), (stop, halo_plan.shape[dim])):
-            if run[0] < run[1]:
-                yield (*whole[:dim], run, *whole[dim + 1 :])
+        for span in ((0, start), (stop, halo_plan.shape[dim])):
+            if span[0] < span[1]:
+                yield (*full[:dim], span, *full[dim + 1 :])
 
 
 def _relative_box(box: Box, origin: Box) -> Box:
@@ -212,14 +188,12 @@ def _relative_box(box: Box, origin: Box) -> Box:
     return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(box, origin, strict=True))
 
 
-def _exchange_slabs(
-    buffer: torch.Tensor, messages: list[tuple[HaloExchange, Box | None, Box | None]], comm: Comm, name: str
-) -> list[tuple[HaloExchange, torch.Tensor]]:
-    """Send boxes of the buffer to neighbours and return the received slabs; `messages` are (exchange, box to send, box to receive)."""
-    sends = [(e.peer, buffer[_box_index(out)].contiguous()) for e, out, _ in messages if out is not None]
-    arriving = [(e, buffer.new_empty((*buffer.shape[:2], *box_shape(into)))) for e, _, into in messages if into is not None]
-    comm.exchange(sends, [(e.peer, slab) for e, slab in arriving], name).wait()
-    return arriving
+def _exchange_slabs(buffer: Tensor, messages: list[_Message], comm: Comm, name: str) -> list[tuple[Box, Tensor]]:
+    """Send boxes of the buffer to neighbours and return the received (box, slab)s."""
+    sends = [(peer, buffer[_box_index(box)].contiguous()) for peer, box, _ in messages if box is not None]
+    receives = [(peer, box, buffer.new_empty((*buffer.shape[:2], *box_shape(box)))) for peer, _, box in messages if box is not None]
+    comm.exchange(sends, [(peer, slab) for peer, _, slab in receives], name).wait()
+    return [(box, slab) for _, box, slab in receives]
 
 
 # -- norms --
@@ -228,58 +202,46 @@ def _exchange_slabs(
 class _NormStatistics:
     """Combines norm statistics over the blocks of all ranks, weighted by block size."""
 
-    def __init__(self, norm: SpatialNorm, policy: SpatialPolicy, comm: Comm) -> None:
-        self.comm, self.name = comm, f"statistics/{norm.module or 'model'}"
-        self.num_positions = math.prod(norm.sizes)
-        self.weights = [volume(local_box(norm.sizes, policy.grid, rank)) / self.num_positions for rank in range(comm.size)]
+    def __init__(self, module: str, sizes: tuple[int, ...], grid: tuple[int, ...], comm: Comm) -> None:
+        self.comm, self.name, self.num_positions = comm, f"statistics/{module or 'model'}", math.prod(sizes)
+        self.weights = [math.prod(box_shape(local_box(sizes, grid, rank))) / self.num_positions for rank in range(comm.size)]
         self.weight = self.weights[comm.rank]
 
-    def moments(self, x: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    def moments(self, x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """(mean, variance) over `dims` on all ranks. Combining means of squares instead would lose precision to cancellation."""
         variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
-        mine = torch.stack([mean, variance])
-        every = mine.new_empty((self.comm.size, *mine.shape))
-        self.comm.sync.all_gather(every.view(-1), mine.view(-1), self.name).wait()
-        weights = every.new_tensor(self.weights).view(-1, *[1] * mean.dim())
-        whole = (weights * every[:, 0]).sum(0)
-        return whole, (weights * (every[:, 1] + (every[:, 0] - whole).square())).sum(0)
+        return combine_moments(gather_moments(torch.stack([mean, variance]), self.comm, self.name), self.weights)
 
 
 class _SpatialNormalize(torch.autograd.Function):
     """(x − mean) / deviation over all blocks; also returns mean and variance, which have no gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, dims: tuple[int, ...], eps: float, statistics: _NormStatistics
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, x: Tensor, dims: tuple[int, ...], eps: float, statistics: _NormStatistics) -> tuple[Tensor, Tensor, Tensor]:
         mean, variance = statistics.moments(x, dims)
         inverse = torch.rsqrt(variance + eps)
         out = (x - mean) * inverse
-        ctx.dims, ctx.shared = dims, statistics
+        ctx.dims, ctx.statistics = dims, statistics
         ctx.save_for_backward(out, inverse)
         ctx.mark_non_differentiable(mean, variance)
         return out, mean, variance
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:  # type: ignore[override]
         out, inverse = ctx.saved_tensors
-        sums = torch.stack([grad.mean(ctx.dims, keepdim=True), (grad * out).mean(ctx.dims, keepdim=True)]) * ctx.shared.weight
-        ctx.shared.comm.sync.all_reduce(sums, ctx.shared.name).wait()
+        sums = torch.stack([grad.mean(ctx.dims, keepdim=True), (grad * out).mean(ctx.dims, keepdim=True)]) * ctx.statistics.weight
+        ctx.statistics.comm.sync.all_reduce(sums, ctx.statistics.name).wait()
         return (grad - sums[0] - out * sums[1]) * inverse, None, None, None
-
-
-def _upcast(x: torch.Tensor) -> torch.Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _batch_norm(statistics: _NormStatistics) -> Callable[..., Any]:
     def call(
-        func: Any, input: torch.Tensor, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
+        func: Any, input: Tensor, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
         training: bool = False, momentum: float = 0.1, eps: float = 1e-5, **rest: Any,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> Tensor:  # fmt: skip
         if not training:
-            return func(input, running_mean, running_var, weight, bias, training, momentum, eps, **rest)  # type: ignore[no-any-return]
-        out, mean, variance = _SpatialNormalize.apply(_upcast(input), (0, *range(2, input.dim())), eps, statistics)
+            return func(input, running_mean, running_var, weight, bias, training, momentum, eps, **rest)
+        out, mean, variance = _SpatialNormalize.apply(upcast(input), (0, *range(2, input.dim())), eps, statistics)
         if running_mean is not None:
             count = input.shape[0] * statistics.num_positions
             running_mean.lerp_(mean.flatten().to(running_mean.dtype), momentum)
@@ -290,11 +252,10 @@ def _batch_norm(statistics: _NormStatistics) -> Callable[..., Any]:
 
 
 def _group_norm(statistics: _NormStatistics) -> Callable[..., Any]:
-    def call(func: Any, input: torch.Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> torch.Tensor:
-        grouped = _upcast(input).unflatten(1, (num_groups, -1))
+    def call(func: Any, input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
+        grouped = upcast(input).unflatten(1, (num_groups, -1))
         out = _SpatialNormalize.apply(grouped, tuple(range(2, grouped.dim())), eps, statistics)[0].flatten(1, 2)
-        kind = out.dtype if torch.is_autocast_enabled(input.device.type) else input.dtype
-        return _affine(out, weight, bias).to(kind)
+        return _affine(out, weight, bias).to(out.dtype if torch.is_autocast_enabled(input.device.type) else input.dtype)
 
     return call
 
@@ -302,7 +263,7 @@ def _group_norm(statistics: _NormStatistics) -> Callable[..., Any]:
 _NORM_REPLACEMENTS: dict[str, Callable[[_NormStatistics], Callable[..., Any]]] = {"batch_norm": _batch_norm, "group_norm": _group_norm}
 
 
-def _affine(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     shape = (1, -1, *[1] * (x.dim() - 2))
     x = x * weight.to(x.dtype).view(shape) if weight is not None else x
     return x + bias.to(x.dtype).view(shape) if bias is not None else x
@@ -315,38 +276,33 @@ class _GatherBlocks(torch.autograd.Function):
     """All-gathers blocks into the full tensor. See [Note: what each rank differentiates]."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, gather: SpatialGather, policy: SpatialPolicy, comm: Comm) -> torch.Tensor:
-        ctx.dims, ctx.ways = gather.dims, comm.size
-        ctx.box = local_box(gather.sizes, policy.grid, comm.rank)
-        front = x.movedim(gather.dims, tuple(range(len(gather.dims))))
-        most = largest_block(gather.sizes, policy.grid)
-        padded = front.new_zeros((*most, *front.shape[len(most) :]))
-        padded[_leading_slices(box_shape(ctx.box))] = front
-        every = padded.new_empty((comm.size, *padded.shape))
-        comm.sync.all_gather(every.view(-1), padded.view(-1), gather.name).wait()
-        whole = padded.new_empty((*gather.sizes, *front.shape[len(most) :]))
-        for rank in range(comm.size):
-            box = local_box(gather.sizes, policy.grid, rank)
-            whole[tuple(slice(*run) for run in box)] = every[rank][_leading_slices(box_shape(box))]
-        return whole.movedim(tuple(range(len(gather.dims))), gather.dims).contiguous()
+    def forward(ctx: Any, x: Tensor, gather: SpatialGather, policy: SpatialPolicy, comm: Comm) -> Tensor:
+        ctx.dims, ctx.num_ranks = gather.dims, comm.size
+        boxes = [local_box(gather.sizes, policy.grid, rank) for rank in range(comm.size)]
+        ctx.box = boxes[comm.rank]
+        leading_dims = tuple(range(len(gather.dims)))
+        block = x.movedim(gather.dims, leading_dims)
+        padded = block.new_zeros((*box_shape(boxes[0]), *block.shape[len(gather.dims) :]))  # the first rank's block is the largest
+        padded[tuple(slice(n) for n in box_shape(ctx.box))] = block
+        blocks = padded.new_empty((comm.size, *padded.shape))
+        comm.sync.all_gather(blocks.view(-1), padded.view(-1), gather.name).wait()
+        full = padded.new_empty((*gather.sizes, *block.shape[len(gather.dims) :]))
+        for rank, box in enumerate(boxes):
+            full[tuple(slice(*span) for span in box)] = blocks[rank][tuple(slice(n) for n in box_shape(box))]
+        return full.movedim(leading_dims, gather.dims).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         for dim, (start, stop) in zip(ctx.dims, ctx.box, strict=True):
             grad = grad.narrow(dim, start, stop - start)
-        return grad * ctx.ways, None, None, None
-
-
-def _leading_slices(counts: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(0, n) for n in counts)
+        return grad * ctx.num_ranks, None, None, None
 
 
 def _gather_output_hook(gather: SpatialGather, policy: SpatialPolicy, comm: Comm) -> Callable[..., Any]:
     def after(_: nn.Module, args: Any, output: Any) -> Any:
         leaves, spec = pytree.tree_flatten(output)
-        places = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)]
-        at = places[gather.position]
-        leaves[at] = _GatherBlocks.apply(leaves[at], gather, policy, comm)
+        i = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)][gather.position]
+        leaves[i] = _GatherBlocks.apply(leaves[i], gather, policy, comm)
         return pytree.tree_unflatten(leaves, spec)
 
     return after

@@ -1,7 +1,8 @@
-"""One step under torch's profiler: a Chrome trace, and how much communication no computation hid."""
+"""One step under torch's profiler: a Chrome trace, and the seconds of exposed communication."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,9 +22,9 @@ _KERNELS = tuple(traits.kernels for traits in BACKENDS.values() if traits.kernel
 
 def profile_step(step: Callable[[], T], device: torch.device, trace: Path | None) -> tuple[T, dict[str, float]]:
     """Run `step` once; return its result and its seconds of communication, total and exposed. Writes a Chrome trace to `trace`."""
-    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-    every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # a work queue's thread exists before the profiler starts
-    with profile(activities=kinds, experimental_config=every) as profiler:
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # a work queue's thread exists before the profiler starts
+    with profile(activities=activities, experimental_config=all_threads) as profiler:
         result = step()
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -33,28 +34,27 @@ def profile_step(step: Callable[[], T], device: torch.device, trace: Path | None
     # User annotations appear on the GPU too, and are not work themselves.
     kernels = [e for e in events if not getattr(e, "is_user_annotation", False)]
     on_gpu = [e for e in kernels if device.type == "cuda" and str(e.device_type).endswith("CUDA")]
-    talk, work_spans = _split_spans(on_gpu or events, gpu=bool(on_gpu))
-    return result, {"communication_s": total_length(talk), "exposed_s": total_length(talk) - total_length(intersect_spans(talk, work_spans))}
+    comm, compute = _split_spans(on_gpu or events, gpu=bool(on_gpu))
+    return result, {"communication_s": total_length(comm), "exposed_s": total_length(comm) - total_length(intersect_spans(comm, compute))}
 
 
 def _split_spans(events: Iterable[Any], *, gpu: bool) -> tuple[Spans, Spans]:
-    """(communication, computation) as merged spans of seconds. What a thread computes inside a collective call is part of the call: shared-memory
-    collectives add up there."""
-    talk: dict[int, Spans] = {}
-    work: dict[int, Spans] = {}
+    """(communication, computation) as merged spans of seconds. Computation inside a collective's call, such as a reduction, is part of the call."""
+    comm: dict[int, Spans] = {}  # by thread
+    compute: dict[int, Spans] = {}
     for event in events:
         span = (event.time_range.start * 1e-6, event.time_range.end * 1e-6)
         name = event.name.lower()
         if name.startswith(_CALLS) or any(part in name for part in _KERNELS):
-            talk.setdefault(event.thread, []).append(span)
+            comm.setdefault(event.thread, []).append(span)
         elif gpu or name.startswith("aten::"):
-            work.setdefault(event.thread, []).append(span)
+            compute.setdefault(event.thread, []).append(span)
     if not gpu:
-        work = {thread: subtract_spans(merge_spans(spans), merge_spans(talk.get(thread, []))) for thread, spans in work.items()}
-    return merge_spans([span for spans in talk.values() for span in spans]), merge_spans([span for spans in work.values() for span in spans])
+        compute = {thread: subtract_spans(merge_spans(spans), merge_spans(comm.get(thread, []))) for thread, spans in compute.items()}
+    return merge_spans(itertools.chain(*comm.values())), merge_spans(itertools.chain(*compute.values()))
 
 
-def merge_spans(spans: Spans) -> Spans:
+def merge_spans(spans: Iterable[tuple[float, float]]) -> Spans:
     """Merge overlapping spans."""
     merged: Spans = []
     for start, end in sorted(spans):
@@ -67,17 +67,17 @@ def merge_spans(spans: Spans) -> Spans:
 
 def intersect_spans(a: Spans, b: Spans) -> Spans:
     """Spans in which both lists of merged spans are active."""
-    found: Spans = []
+    overlaps: Spans = []
     i = j = 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
         if start < end:
-            found.append((start, end))
+            overlaps.append((start, end))
         if a[i][1] < b[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return overlaps
 
 
 def subtract_spans(a: Spans, b: Spans) -> Spans:

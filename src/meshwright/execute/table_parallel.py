@@ -11,6 +11,7 @@ next to nothing. If the code reads such values, the dry run uses real tensors.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -38,7 +39,7 @@ class _LookupQuery:
     """One recorded call of a table. Its result has one row per index or, for an EmbeddingBag, one row per bag."""
 
     table: str
-    indices: torch.Tensor
+    indices: Tensor
     shape: tuple[int, ...]  # of the result
 
     @property
@@ -49,10 +50,8 @@ class _LookupQuery:
 class TableParallelForward:
     """The forward of the module around all tables (see [Note: lookups in one exchange])."""
 
-    def __init__(
-        self, container: nn.Module, modules: Mapping[str, nn.Module], policy: ExpertPolicy, comm: Comm, recompute_cache: RecomputeCache
-    ) -> None:
-        self.container, self.policy, self.comm, self.recompute_cache = container, policy, comm, recompute_cache
+    def __init__(self, container: nn.Module, modules: Mapping[str, nn.Module], policy: ExpertPolicy, comm: Comm, cache: RecomputeCache) -> None:
+        self.container, self.policy, self.comm, self.cache = container, policy, comm, cache
         self.name = policy.lookup_module or "model"
         self.original_forward = container.forward
         self.tables = {t.module: modules[t.module] for t in policy.tables}
@@ -60,39 +59,38 @@ class TableParallelForward:
         self._queries: list[_LookupQuery] | None = None
         self._meta_suffices = True  # the dry run may use meta tensors for learned values
         self._meta_mode = _MetaTensorMode()
-        self._results: deque[tuple[str, torch.Tensor]] = deque()
-        owners = {t.module: t.ep_rank for t in policy.tables}
-        self.lookups_by_rank = sorted(range(len(policy.lookups)), key=lambda i: owners[policy.lookups[i].module])  # queries in send order
-        self.lookups_per_rank = [len(policy.lookups_on(owner)) for owner in range(comm.size)]
+        self._results: deque[tuple[str, Tensor]] = deque()
+        rank_of = {t.module: t.ep_rank for t in policy.tables}
+        self.lookups_by_rank = sorted(range(len(policy.lookups)), key=lambda i: rank_of[policy.lookups[i].module])  # queries in send order
+        self.lookups_per_rank = [len(policy.lookups_on(rank)) for rank in range(comm.size)]
         for name, table in self.tables.items():
             table.forward = self._make_table_stub(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        questions = self._collect_queries(args, kwargs)
-        answers = self._exchange_lookups([questions[i] for i in self.lookups_by_rank])
-        found = dict(zip(self.lookups_by_rank, answers, strict=True))
-        self._results = deque((q.table, found[i]) for i, q in enumerate(questions))
+        queries = self._collect_queries(args, kwargs)
+        results = dict(zip(self.lookups_by_rank, self._exchange_lookups([queries[i] for i in self.lookups_by_rank]), strict=True))
+        self._results = deque((query.table, results[i]) for i, query in enumerate(queries))
         try:
             return self.original_forward(*args, **kwargs)
         finally:
             self._results.clear()
 
     def _make_table_stub(self, name: str) -> Any:
-        def forward(input: torch.Tensor) -> torch.Tensor:  # torch's name of this argument
+        def forward(input: Tensor) -> Tensor:  # torch's name of this argument
             if self._queries is None:
                 return self._pop_result(name)
             table: Any = self.tables[name]
-            lead = input.shape[:1] if isinstance(table, nn.EmbeddingBag) else input.shape
-            self._queries.append(_LookupQuery(name, input.clone(), (*lead, table.embedding_dim)))
+            shape = (*(input.shape[:1] if isinstance(table, nn.EmbeddingBag) else input.shape), table.embedding_dim)
+            self._queries.append(_LookupQuery(name, input.clone(), shape))
             if len(self._queries) == len(self.policy.lookups):
                 raise _QueriesCollectedError
-            return torch.zeros((*lead, table.embedding_dim), dtype=table.weight.dtype, device="meta" if self._meta_suffices else input.device)
+            return torch.zeros(shape, dtype=table.weight.dtype, device="meta" if self._meta_suffices else input.device)
 
         return forward
 
-    def _pop_result(self, name: str) -> torch.Tensor:
+    def _pop_result(self, name: str) -> Tensor:
         if not self._results or self._results[0][0] != name:
-            raise RunError(f"{name} was looked up outside the forward of {self.name}, or in another order than at first: its rows were not requested")
+            raise RunError(f"table {name} was looked up outside the forward of {self.name}, or in another order than in its dry run: use dp instead")
         return self._results.popleft()[1]
 
     # -- queries --
@@ -100,18 +98,19 @@ class TableParallelForward:
     def _collect_queries(self, args: Any, kwargs: Any) -> list[_LookupQuery]:
         if self._meta_suffices:
             try:
-                asked = self._dry_run(args, kwargs, self._meta_mode)
-                self._meta_suffices = not any(q.indices.is_meta for q in asked)
+                queries = self._dry_run(args, kwargs, self._meta_mode)
+                self._meta_suffices = not any(q.indices.is_meta for q in queries)
             except Exception:  # an error of the model's own recurs in the dry run on real tensors
                 self._meta_suffices = False
         if not self._meta_suffices:
-            asked = self._dry_run(args, kwargs, nullcontext())
-        if [q.table for q in asked] != [lookup.module for lookup in self.policy.lookups]:
-            raise RunError(f"{self.name} looked up {[q.table for q in asked]}, and {len(self.policy.lookups)} other lookups were planned: plan again")
-        return asked
+            queries = self._dry_run(args, kwargs, nullcontext())
+        tables, planned = [q.table for q in queries], [lookup.module for lookup in self.policy.lookups]
+        if tables != planned:
+            raise RunError(f"{self.name} looked up {tables}, and the plan has lookups of {planned}: plan again")
+        return queries
 
     def _dry_run(self, args: Any, kwargs: Any, mode: AbstractContextManager[Any]) -> list[_LookupQuery]:
-        asked = self._queries = []
+        queries = self._queries = []
         args, kwargs = pytree.tree_map(lambda t: t.clone() if torch.is_tensor(t) else t, (args, kwargs))  # code may change its inputs in place
         try:
             with torch.no_grad(), _preserve_state(self.container), mode:
@@ -120,47 +119,42 @@ class TableParallelForward:
             pass
         finally:
             self._queries = None
-        return asked
+        return queries
 
-    def _exchange_lookups(self, queries: list[_LookupQuery]) -> list[torch.Tensor]:
+    def _exchange_lookups(self, queries: list[_LookupQuery]) -> list[Tensor]:
         """Send queries, given in send order, to the ranks that hold their tables; return the rows that come back, in the same order."""
-        comm, mine = self.comm, self.lookups_per_rank[self.comm.rank]
-        device = queries[0].indices.device
-        sizes = torch.tensor([(q.indices.numel(), q.num_rows) for q in queries], device=device)
-        counts = all_to_all_no_grad(sizes, comm, f"counts/{self.name}", [mine] * comm.size, self.lookups_per_rank, self.recompute_cache)
-        told = counts.view(comm.size, mine, 2).tolist()
+        comm, num_local = self.comm, self.lookups_per_rank[self.comm.rank]
+        sizes = torch.tensor([(q.indices.numel(), q.num_rows) for q in queries], device=queries[0].indices.device)
+        sizes = all_to_all_no_grad(sizes, comm, f"counts/{self.name}", [num_local] * comm.size, self.lookups_per_rank, self.cache)
+        counts = sizes.view(comm.size, num_local, 2).tolist()  # (indices, rows) by sending rank, then by query
         indices = torch.cat([q.indices.reshape(-1).long() for q in queries])
-        receives, sends = [sum(n for n, _ in r) for r in told], self._sum_by_rank([q.indices.numel() for q in queries])
-        there = all_to_all_no_grad(indices, comm, f"indices/{self.name}", receives, sends, self.recompute_cache)
-        pieces = iter(there.split([n for r in told for n, _ in r]))
-        parts = [[next(pieces) for _ in r] for r in told]  # by the rank that asked, then by query
+        receives, sends = [sum(n for n, _ in c) for c in counts], self._sum_by_rank([q.indices.numel() for q in queries])
+        received = all_to_all_no_grad(indices, comm, f"indices/{self.name}", receives, sends, self.cache).split([n for c in counts for n, _ in c])
         first = sum(self.lookups_per_rank[: comm.rank])
-        rows = [self._lookup_rows(q.table, [p[j] for p in parts], [r[j][1] for r in told]) for j, q in enumerate(queries[first : first + mine])]
-        flat = [[row[r].reshape(-1) for row in rows] for r in range(comm.size)]
-        sends = [sum(t.numel() for t in part) for part in flat]
-        answers = [q.num_rows * q.shape[-1] for q in queries]
-        home = all_to_all(
-            torch.cat([t for part in flat for t in part]), comm, f"results/{self.name}", self._sum_by_rank(answers), sends, self.recompute_cache
-        )
-        return [t.view(q.shape) for t, q in zip(home.split(answers), queries, strict=True)]
+        local_queries = enumerate(queries[first : first + num_local])
+        rows = [self._lookup_rows(q.table, list(received[i::num_local]), [c[i][1] for c in counts]) for i, q in local_queries]
+        replies = [[row[rank].reshape(-1) for row in rows] for rank in range(comm.size)]
+        sends = [sum(t.numel() for t in reply) for reply in replies]
+        numels = [q.num_rows * q.shape[-1] for q in queries]
+        flat = torch.cat([t for reply in replies for t in reply])
+        results = all_to_all(flat, comm, f"results/{self.name}", self._sum_by_rank(numels), sends, self.cache)
+        return [t.view(q.shape) for t, q in zip(results.split(numels), queries, strict=True)]
 
     def _sum_by_rank(self, sizes: list[int]) -> list[int]:
         """Sum the queries' sizes by the rank that holds their table."""
-        found = iter(sizes)
-        return [sum(next(found) for _ in range(n)) for n in self.lookups_per_rank]
+        remaining = iter(sizes)
+        return [sum(itertools.islice(remaining, n)) for n in self.lookups_per_rank]
 
-    def _lookup_rows(self, table: str, indices: list[torch.Tensor], row_counts: list[int]) -> list[torch.Tensor]:
-        """One table's rows for every rank: a single call for an Embedding; for an EmbeddingBag one call per rank, since bags may differ in
-        length."""
+    def _lookup_rows(self, table: str, indices: list[Tensor], row_counts: list[int]) -> list[Tensor]:
+        """One table's rows for every rank: one call for an Embedding; one per rank for an EmbeddingBag, since bags may differ in length."""
         look_up = self.table_forwards[table]
         if not isinstance(self.tables[table], nn.EmbeddingBag):
             return list(look_up(torch.cat(indices)).split(row_counts))
-        return [look_up(part.view(n, part.numel() // n if n else 1)) for part, n in zip(indices, row_counts, strict=True)]
+        return [look_up(bags.view(n, bags.numel() // n if n else 1)) for bags, n in zip(indices, row_counts, strict=True)]
 
 
 class _MetaTensorMode(TorchFunctionMode):
-    """Runs ops on learned values, and on results of such ops, on the meta device. Output shapes are cached per call signature: inferring them
-    takes torch as long as a small matmul."""
+    """Runs ops on learned values, and on their results, on the meta device. Caches output shapes: inferring them takes as long as a small matmul."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +169,7 @@ class _MetaTensorMode(TorchFunctionMode):
             return func(*args, **kwargs)
         call = (func, spec, *((t.shape, t.dtype) if torch.is_tensor(t) else t for t in leaves))
         in_place = name.endswith("_") and not name.endswith("__")
-        if in_place or not all(isinstance(part, Hashable) for part in call[2:]):
+        if in_place or not all(isinstance(argument, Hashable) for argument in call[2:]):
             return self._run_on_meta(func, leaves, spec)
         if call not in self._cache:
             self._cache[call] = self._run_on_meta(func, leaves, spec)
@@ -189,11 +183,11 @@ class _MetaTensorMode(TorchFunctionMode):
 @contextmanager
 def _preserve_state(module: nn.Module) -> Iterator[None]:
     """Restore RNG states and buffers on exit."""
-    kept = [(b, b.clone()) for b in module.buffers()]
+    copies = [(b, b.clone()) for b in module.buffers()]
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
-        for buffer, before in kept:
-            buffer.copy_(before)
+        for buffer, copy in copies:
+            buffer.copy_(copy)

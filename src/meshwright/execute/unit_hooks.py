@@ -1,5 +1,4 @@
-"""The hooks of ZeRO-3 (see [Note: a unit's life] in zero3_runtime.py): they unshard units around forward and backward, and reduce-scatter
-gradients."""
+"""The hooks of ZeRO-3 (see [Note: a unit's life] in zero3_runtime.py): unshard units for forward and backward, reduce-scatter gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from meshwright.core.comm import Comm, Work
@@ -24,7 +23,7 @@ class ReduceScatterQueue:
         """At most `max_in_flight` buffers overlap with later computation, because they hold memory."""
         self.groups, self.op = groups, "mean"
         self._max_in_flight = max_in_flight
-        self._in_flight: deque[tuple[ShardedUnit, FlatBuffer, torch.Tensor, torch.Tensor, Work]] = deque()
+        self._in_flight: deque[tuple[ShardedUnit, FlatBuffer, Tensor, Tensor, Work]] = deque()
 
     def launch(self, unit: ShardedUnit, flat: FlatBuffer) -> None:
         grads, reduced = flat.take_grads(), torch.empty_like(flat.local_shard)
@@ -61,10 +60,9 @@ class UnitHooks:
             for slot, param in enumerate(flat.params):
                 self._slot_of_param[id(param)] = (unit, flat, slot)
                 param.register_post_accumulate_grad_hook(self._on_gradient_ready)
-        before = torch.compiler.disable(lambda _, args, kwargs: self._pre_forward(unit, args, kwargs))
-        after = torch.compiler.disable(lambda _m, _a, output: self._post_forward(unit, output))
-        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        module.register_forward_hook(after)
+        pre_hook = torch.compiler.disable(lambda _, args, kwargs: self._pre_forward(unit, args, kwargs))
+        module.register_forward_pre_hook(pre_hook, prepend=True, with_kwargs=True)
+        module.register_forward_hook(torch.compiler.disable(lambda _m, _a, output: self._post_forward(unit, output)))
 
     # -- forward --
 
@@ -82,12 +80,12 @@ class UnitHooks:
         return value.to(self._compute_dtype) if torch.is_tensor(value) and value.is_floating_point() else value
 
     def _post_forward(self, unit: ShardedUnit, output: Any) -> None:
-        wanted = [t for t in pytree.tree_leaves(output) if torch.is_tensor(t) and t.requires_grad] if torch.is_grad_enabled() else []
         if _runs_backward():  # recompute: the unit's own backward is next
             self._pre_backward(unit)
             return
-        for tensor in wanted:
-            tensor.register_hook(lambda _: self._pre_backward(unit))
+        for tensor in pytree.tree_leaves(output) if torch.is_grad_enabled() else ():
+            if torch.is_tensor(tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: self._pre_backward(unit))
         unit.reshard()
 
     # -- backward --
@@ -98,16 +96,16 @@ class UnitHooks:
             return  # its backward is over; the hook is on a tensor that the unit passed through
         unit.in_backward = True
         unit.unshard(self._shard_group)
-        before = unit.prev_unit
-        if before is not None and not before.in_backward and before.last_backward_id != self._backward_id:
-            before.start_unshard(self._shard_group)
+        prev = unit.prev_unit
+        if prev is not None and not prev.in_backward and prev.last_backward_id != self._backward_id:
+            prev.start_unshard(self._shard_group)
 
     def _start_backward(self) -> None:
-        if self._backward_id != (now := torch._C._current_graph_task_id()):
-            self._backward_id = now
+        if self._backward_id != (backward_id := torch._C._current_graph_task_id()):
+            self._backward_id = backward_id
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def _on_gradient_ready(self, param: torch.Tensor) -> None:
+    def _on_gradient_ready(self, param: Tensor) -> None:
         unit, flat, slot = self._slot_of_param[id(param)]
         assert param.grad is not None
         self._start_backward()
@@ -139,12 +137,12 @@ class _AfterBackward(torch.autograd.Function):
     """Identity whose backward calls `callback` when it has the gradients of all tensors."""
 
     @staticmethod
-    def forward(ctx: Any, callback: Callable[[], None], *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, callback: Callable[[], None], *tensors: Tensor) -> Any:
         ctx.callback = callback
         return tuple(t.view_as(t) for t in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         ctx.callback()
         return None, *grads
 
@@ -152,10 +150,10 @@ class _AfterBackward(torch.autograd.Function):
 def _call_after_backward(callback: Callable[[], None], args: Any, kwargs: Any) -> Any:
     """Call `callback` when backward has the gradients of all of a unit's inputs. Frozen parameters are not needed after that."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    learned = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.requires_grad]
-    if learned:
-        for i, passed in zip(learned, _AfterBackward.apply(callback, *(leaves[i] for i in learned)), strict=True):
-            leaves[i] = passed
+    indices = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.requires_grad]
+    if indices:
+        for i, tensor in zip(indices, _AfterBackward.apply(callback, *(leaves[i] for i in indices)), strict=True):
+            leaves[i] = tensor
     return pytree.tree_unflatten(leaves, spec)
 
 

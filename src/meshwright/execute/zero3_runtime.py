@@ -20,14 +20,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.core.errors import RequestError
 from meshwright.core.plan import Plan
-from meshwright.core.workload import LOW_PRECISION_DTYPES
 from meshwright.execute.data_parallel import check_shardable, full_gradient
 from meshwright.execute.flat_buffer import FlatBuffer, FlatBufferFactory
-from meshwright.execute.memory_runtime import DTYPES, storage_bytes
+from meshwright.execute.memory_runtime import low_precision_dtype, storage_bytes
 from meshwright.execute.process_groups import ProcessGroups
 from meshwright.execute.sharded_unit import ShardedUnit, link_units, make_units
 from meshwright.execute.unit_hooks import ReduceScatterQueue, UnitHooks
@@ -37,25 +36,18 @@ from meshwright.schedule.buckets import ParamReplication
 class FullyShardedUnits:
     """The `DataParallel` implementation of ZeRO-3: hooks on a model's units, and an optimizer that steps this rank's shards."""
 
-    zero = 3
-
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        plan: Plan,
-        groups: ProcessGroups,
-        replication: Mapping[int, ParamReplication],
-        tied_params: Collection[str],
-    ) -> None:
-        check_shardable(optimizer, self.zero)
-        low = DTYPES[LOW_PRECISION_DTYPES[plan.memory.precision]] if plan.memory.precision in LOW_PRECISION_DTYPES else None
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, groups: ProcessGroups,
+        replication: Mapping[int, ParamReplication], tied_params: Collection[str],
+    ) -> None:  # fmt: skip
+        check_shardable(optimizer, zero=3)
+        compute_dtype = low_precision_dtype(plan)
         group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        factory = FlatBufferFactory(groups.shard, plan.balance.state_fractions, low, group_of, replication)
+        factory = FlatBufferFactory(groups.shard, plan.balance.state_fractions, compute_dtype, group_of, replication)
         self.groups = groups
         self._scatters = ReduceScatterQueue(groups, max_in_flight=1 if "scatters" in plan.sync.overlap else 0)
         self._unit_of: dict[int, tuple[ShardedUnit, FlatBuffer]] = {}  # by a parameter's id
-        hooks, units = UnitHooks(groups.shard, self._scatters, low), []
+        hooks, units = UnitHooks(groups.shard, self._scatters, compute_dtype), []
         for unit, module in make_units(model, plan, groups, factory, tied_params):
             units.append(unit)
             hooks.attach(unit, module)
@@ -64,23 +56,14 @@ class FullyShardedUnits:
             link_units(units)
         self._flat_buffers = [flat for unit in units for flat in unit.flat_buffers]
         self.buckets = [flat for flat in self._flat_buffers if flat.optimizer_shards]
-        self._give_shards_to(optimizer)
+        for index, group in enumerate(optimizer.param_groups):
+            shards = [shard.param for flat in self.buckets for shard in flat.optimizer_shards if shard.param_group == index]
+            group["params"] = shards + [p for p in group["params"] if id(p) not in self._unit_of]
         model.register_state_dict_pre_hook(_forbid_state_dict)
         optimizer.register_step_pre_hook(lambda *_: self.finish())
         optimizer.register_step_post_hook(lambda *_: hooks.discard_prefetched())
 
-    def _give_shards_to(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace sharded parameters in the optimizer's param groups by this rank's shards."""
-        for index, group in enumerate(optimizer.param_groups):
-            mine = [shard.param for flat in self.buckets for shard in flat.optimizer_shards if shard.param_group == index]
-            group["params"] = mine + [p for p in group["params"] if id(p) not in self._unit_of]
-
-    @property
-    def reduce_op(self) -> str:
-        return self._scatters.op
-
-    @reduce_op.setter
-    def reduce_op(self, op: str) -> None:
+    def set_reduce_op(self, op: str) -> None:
         self._scatters.op = op
 
     def finish(self) -> None:
@@ -100,22 +83,22 @@ class FullyShardedUnits:
 
     # -- state --
 
-    def tied_gradient(self, param: nn.Parameter) -> torch.Tensor:
+    def tied_gradient(self, param: nn.Parameter) -> Tensor:
         """This rank's shard of the gradient of a parameter that has a buffer of its own."""
         (shard,) = self._unit_of[id(param)][1].optimizer_shards
         return full_gradient(shard.param)
 
-    def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    def full_parameters(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter's values on the CPU, all-gathered one buffer at a time."""
-        found: dict[int, torch.Tensor] = {}
+        gathered: dict[int, Tensor] = {}
         for name, param in model.named_parameters():
             if id(param) not in self._unit_of:
                 yield name, param.detach().cpu()
                 continue
-            if id(param) not in found:
+            if id(param) not in gathered:
                 unit, flat = self._unit_of[id(param)]
-                found |= flat.gather_full(self.groups.shard, unit.name)
-            yield name, found.pop(id(param))
+                gathered |= flat.gather_full(self.groups.shard, unit.name)
+            yield name, gathered.pop(id(param))
 
     def parameter_bytes(self, model: nn.Module) -> int:
         sharded = sum(flat.local_shard.nbytes for flat in self._flat_buffers)
@@ -127,10 +110,8 @@ class FullyShardedUnits:
 
 
 def _forbid_state_dict(*_: Any) -> None:
-    raise RequestError(
-        "zero=3: between uses parameters have no values, and state_dict would hold none: "
-        "on all ranks, dict(meshwright.execute.full_state.full_state(applied)) has them whole"
-    )
+    call = "dict(meshwright.execute.full_state.full_state(applied))"
+    raise RequestError(f"zero=3: state_dict would hold no values, because a rank holds shards of them: call {call} on all ranks instead")
 
 
 def is_sharded(model: nn.Module) -> bool:

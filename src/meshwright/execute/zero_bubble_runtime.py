@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class _DependOnInputs(torch.autograd.Function):
@@ -13,18 +14,18 @@ class _DependOnInputs(torch.autograd.Function):
     because torch's parameter groups must not intersect in two places."""
 
     @staticmethod
-    def forward(ctx: Any, num_outputs: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.others = len(tensors) - num_outputs
+    def forward(ctx: Any, num_outputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.num_inputs = len(tensors) - num_outputs
         return tuple(t.clone() for t in tensors[:num_outputs])
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[override]
-        return None, *grads, *(None,) * ctx.others
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+        return None, *grads, *(None,) * ctx.num_inputs
 
 
-def depend_on_inputs(outputs: tuple[torch.Tensor, ...], received: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    learned, inputs = [t for t in outputs if t.requires_grad], [t for t in received if t.requires_grad]
-    if not learned or not inputs:
+def depend_on_inputs(outputs: tuple[Tensor, ...], received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    with_grad, inputs = [t for t in outputs if t.requires_grad], [t for t in received if t.requires_grad]
+    if not with_grad or not inputs:
         return outputs
-    now = iter(_DependOnInputs.apply(len(learned), *learned, *inputs))
-    return tuple(next(now) if t.requires_grad else t for t in outputs)
+    dependent = iter(_DependOnInputs.apply(len(with_grad), *with_grad, *inputs))
+    return tuple(next(dependent) if t.requires_grad else t for t in outputs)
