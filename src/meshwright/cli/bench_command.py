@@ -24,7 +24,10 @@ app = typer.Typer(no_args_is_help=True)
 
 @app.callback()
 def bench() -> None:
-    """Measure this machine, and store the results in its calibration, from which plans are estimated."""
+    """Measure this machine, and store the results in its calibration, from which plans are estimated.
+
+    Example: meshwright bench comm
+    """
 
 
 @app.command("comm")
@@ -32,7 +35,7 @@ def comm(
     nproc: Annotated[int, typer.Option("--nproc", help="Number of ranks.")] = 2,
     backends: Annotated[str | None, typer.Option("--backend", help="Backends to measure, like gloo,mpi; all that are installed by default.")] = None,
     operations: Annotated[str | None, typer.Option("--ops", help="Collectives to measure, like all_reduce,all_gather; all by default.")] = None,
-    algorithms: Annotated[str | None, typer.Option("--algorithms", help="Like flat,shared,two-level; by default all that apply.")] = None,
+    algorithms: Annotated[str | None, typer.Option("--algorithms", help="Of flat,shared,two-level; all that apply by default.")] = None,
     nodes: Annotated[int | None, typer.Option("--nodes", help="Treat the ranks as if they were on this many nodes.")] = None,
     to: Annotated[str, typer.Option("--to", help="Largest message, like 64MB or 1GB; it must fit into memory.")] = "64MB",
     seconds: Annotated[float, typer.Option("--seconds", help="Time for each operation and message size.")] = 0.1,

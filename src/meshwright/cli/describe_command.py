@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from meshwright.core.cluster import Cluster
     from meshwright.core.model import LayerProfile, ModelProfile
 
-app = typer.Typer(help="Show the devices of this machine or of a known cluster, and the cost of a model by layer.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.callback()
+def describe() -> None:
+    """Show the devices of this machine or of a known cluster, or the cost of a model by layer.
+
+    Example: meshwright describe model gpt-mini
+    """
 
 
 @app.command("cluster")

@@ -13,7 +13,7 @@ from meshwright.core.serialization import to_data
 
 
 def doctor(as_json: options.Json = False) -> None:
-    """Check Python, torch, devices, memory, disk and ports, and print how to fix what is wrong; then the exit code is 1.
+    """Check Python, torch, devices, memory, disk and ports, and print how to fix what is wrong. Exits with 1 if something must be fixed.
 
     Example: meshwright doctor
     """

@@ -22,11 +22,15 @@ Mesh = Annotated[str | None, typer.Option("--mesh", help="Mesh axes and their de
 Set = Annotated[list[str] | None, typer.Option("--set", help="Set a field of the run's configuration, like zero=3 or recompute=full; repeatable.")]
 Cluster = Annotated[
     str | None,
-    typer.Option("--cluster", help="here, NODES nodes of a known machine like dgx-h100:16, ideal[:RANKS], or a .toml or .json file[:NODES]."),
+    typer.Option(
+        "--cluster",
+        help="here (this machine), a known machine and its number of nodes like dgx-h100:16, ideal[:RANKS] (communication costs nothing), "
+        "or a .toml or .json file[:NODES].",
+    ),
 ]
 Devices = Annotated[str | None, typer.Option("--devices", help="Device numbers to use, like 0,2; 'cpu' adds a CPU rank beside GPUs, like 0,cpu.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, its name below --run-dir, or 'last'.")]
-RunDir = Annotated[str, typer.Option("--run-dir", help="Folder that holds the folders of runs.")]
+RunDir = Annotated[str, typer.Option("--run-dir", help="Folder that contains the runs' folders.")]
 
 
 def parse_devices(text: str | None) -> list[int | Literal["cpu"]] | None:

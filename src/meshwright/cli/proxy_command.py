@@ -35,7 +35,7 @@ def proxy(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the schedule to this file instead of running it.")] = None,
     backend: Annotated[str | None, typer.Option("--backend", help="gloo, nccl or mpi; sim simulates the schedule instead of running it.")] = None,
     cluster: options.Cluster = None,
-    nproc: options.Nproc = None,
+    nproc: Annotated[int | None, typer.Option("--nproc", help="Number of ranks; by default what the proxy needs, or one per device.")] = None,
     compute: Annotated[Literal["wait", "real"], typer.Option("--compute", help="wait, or real: multiply matrices of as many FLOPs.")] = "wait",
     scale_down: Annotated[float, typer.Option("--scale-down", help="Divide message sizes and waits by this.")] = 1.0,
     warm_up: Annotated[int | None, typer.Option("--warm-up", min=0, help="Steps before the timed ones; as the original by default.")] = None,
@@ -50,8 +50,9 @@ def proxy(
 ) -> None:
     """Run or simulate the communication of a training step without its model: waits replace computation.
 
-    Proxies: gpt2, bert, resnet50, resnet152, resnet152-strong, cosmoflow, dlrm, gpt3, gpt3-moe, gpt3-one-pipe-step, gpt3-moe-one-pipe-step, fsdp,
-    hybrid-2d, hybrid-3d, hybrid-3d-moe; or the communication of any plan, with --plan.
+    Proxies: gpt2, bert, resnet50, resnet152, resnet152-strong, cosmoflow, dlrm,
+    gpt3, gpt3-moe, gpt3-one-pipe-step, gpt3-moe-one-pipe-step, fsdp,
+    hybrid-2d, hybrid-3d, hybrid-3d-moe; or the communication of any plan (--plan).
 
     Examples:
       meshwright proxy gpt3 --backend sim --cluster ideal

@@ -33,7 +33,7 @@ def train(
     devices: options.Devices = None,
     backend: Annotated[str | None, typer.Option("--backend", help="gloo, mpi or nccl; auto: for each call the fastest that was measured.")] = None,
     launcher: Annotated[str | None, typer.Option("--launcher", help="local (this command starts the ranks, the default) or mpi (mpirun).")] = None,
-    run_dir: Annotated[str | None, typer.Option("--run-dir", help="Folder for the folders of runs; runs by default.")] = None,
+    run_dir: Annotated[str | None, typer.Option("--run-dir", help="Folder that gets a folder for the run; runs by default.")] = None,
     settings: options.Set = None,
     as_json: options.Json = False,
 ) -> None:
