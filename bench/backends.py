@@ -63,8 +63,8 @@ DEEPSPEED = {f"DeepSpeed ZeRO-{stage}": stage for stage in (1, 2, 3)}
 
 def main(
     rounds: Annotated[int, typer.Option(min=3, help="Timed steps of each engine.")] = 25,
-    output: Annotated[Path, typer.Option(help="Where the JSON goes.")] = HERE / "results" / "backends.json",
-    as_json: Annotated[bool, typer.Option("--json", help="Print that JSON on stdout instead of the table.")] = False,
+    output: Annotated[Path, typer.Option(help="JSON file for the results.")] = HERE / "results" / "backends.json",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON on stdout instead of the table.")] = False,
 ) -> None:
     """Measure on 2 ranks, one thread each; exit code 1 where a goal is missed.
 

@@ -46,15 +46,15 @@ class Case:
 
     def model(self) -> GPT:
         torch.manual_seed(self.seed)
-        made = GPT(GPTConfig(self.vocab, self.seq, self.layers, self.heads, self.width))
+        model = GPT(GPTConfig(self.vocab, self.seq, self.layers, self.heads, self.width))
         if not self.tied:
-            made.head.weight = nn.Parameter(made.head.weight.detach().clone())
-        return made
+            model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+        return model
 
     def data(self, rank: int, number: int) -> Batch:
         """Batch `number` of one rank: the same for every engine."""
-        made = torch.Generator().manual_seed(1_000_003 * number + rank)
-        return {"tokens": torch.randint(0, _ALPHABET, (self.batch, self.seq + 1), generator=made)}
+        generator = torch.Generator().manual_seed(1_000_003 * number + rank)
+        return {"tokens": torch.randint(0, _ALPHABET, (self.batch, self.seq + 1), generator=generator)}
 
 
 def missing_peers() -> list[str]:
@@ -63,8 +63,8 @@ def missing_peers() -> list[str]:
 
 def trial(rank: int, world: int, **case: Any) -> Trial:
     """For one rank."""
-    what = Case(**case)
-    return Trial(list(engines(what, rank, world)), lambda number: what.data(rank, number))
+    config = Case(**case)
+    return Trial(list(engines(config, rank, world)), lambda number: config.data(rank, number))
 
 
 def engines(case: Case, rank: int, world: int) -> Iterator[Engine]:
@@ -115,12 +115,12 @@ def fabric(case: Case, world: int) -> Callable[[Batch], Tensor]:
     from lightning.fabric.plugins.environments import LightningEnvironment
     from lightning.fabric.strategies import DDPStrategy
 
-    made = Fabric(accelerator="cpu", devices=world, strategy=DDPStrategy(cluster_environment=LightningEnvironment()))
-    made.launch()
-    assert made.world_size == world
+    launcher = Fabric(accelerator="cpu", devices=world, strategy=DDPStrategy(cluster_environment=LightningEnvironment()))
+    launcher.launch()
+    assert launcher.world_size == world
     plain = case.model()
-    model, optimizer = made.setup(plain, optimizer_of(plain))
-    return by_hand(model, optimizer, made.backward)
+    model, optimizer = launcher.setup(plain, optimizer_of(plain))
+    return by_hand(model, optimizer, launcher.backward)
 
 
 def meshwright(case: Case, world: int, zero: int, sync: SyncPolicy = SYNC) -> Callable[[Batch], Tensor]:

@@ -1,4 +1,4 @@
-"""Exposed communication: how long a rank's main thread waits in Meshwright's collectives. What travels beside computation costs it nothing."""
+"""Exposed communication: how long a rank's main thread waits in Meshwright's collectives. Communication that overlaps computation does not count."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from meshwright.comm import ComposedComm, TorchComm
 
 
 class Waits:
-    """From its making on, every call of a `Comm` and every wait for one adds to `seconds`; so do the waits of torch's pipeline schedules."""
+    """Once created, every call of a `Comm` and every wait for one adds to `seconds`; so do the waits of torch's pipeline schedules."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        inner, composed, between = TorchComm._launch, ComposedComm._submit, schedules._wait_batch_p2p
+        inner, composed, wait_batch = TorchComm._launch, ComposedComm._submit, schedules._wait_batch_p2p
         TorchComm._launch = lambda comm, *call: _Timed(self.timed(lambda: inner(comm, *call)), self)  # type: ignore[method-assign]
         ComposedComm._submit = lambda comm, *call: _Timed(self.timed(lambda: composed(comm, *call)), self)  # type: ignore[method-assign]
-        schedules._wait_batch_p2p = lambda works: self.timed(lambda: between(works))
+        schedules._wait_batch_p2p = lambda works: self.timed(lambda: wait_batch(works))
 
     def timed(self, call: Callable[[], Any]) -> Any:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         try:
             return call()
         finally:
-            self.seconds += time.perf_counter() - begun
+            self.seconds += time.perf_counter() - start
 
 
 class _Timed(dist.Work):
-    """A call under way. A `Work`, since FSDP2 waits for nothing else."""
+    """A running call. It is a `Work`, because FSDP2 waits for nothing else."""
 
     def __init__(self, work: Any, waits: Waits) -> None:
         super().__init__()

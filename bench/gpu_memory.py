@@ -80,8 +80,8 @@ LIMITS = (
 
 def main(
     only: Annotated[str, typer.Option(help="models, limits, or all.")] = "all",
-    output: Annotated[Path, typer.Option(help="Where the JSON goes; the rows go beside it, as .csv.")] = HERE / "results" / "gpu_memory.json",
-    as_json: Annotated[bool, typer.Option("--json", help="Print that JSON on stdout instead of lines.")] = False,
+    output: Annotated[Path, typer.Option(help="JSON file for the results; the rows go beside it, as .csv.")] = HERE / "results" / "gpu_memory.json",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON on stdout instead of lines.")] = False,
 ) -> None:
     """Measure on one GPU; exit code 1 where a model's peak is off by more than 5%.
 

@@ -71,7 +71,7 @@ def _images(name: str, build: Callable[[], nn.Module], loss: Loss, shape: tuple[
 
 
 def _tasks() -> Iterator[Task]:
-    """Sizes such that one process takes 50 to 200 ms a step and plans differ: wide layers talk, long sequences and volumes compute."""
+    """Sizes such that one process takes 50 to 200 ms a step and plans differ: wide layers communicate, long sequences and volumes compute."""
     gpt = GPTConfig(vocab=512, context=32, layers=4, heads=4, width=128)
     yield _language("gpt", partial(GPT, gpt), gpt.vocab, gpt.context, 16)
     llama = LlamaConfig(vocab=1024, context=24, layers=4, heads=8, kv_heads=4, width=160, ffn=416)
@@ -92,8 +92,8 @@ TASKS: Mapping[str, Task] = {task.name: task for task in _tasks()}
 
 def cluster_here() -> Cluster:
     """This machine as four ranks of one thread each, however many cores or GPUs it has."""
-    found = discover({}, ranks=WORLD, gpus=())
-    return replace(found, nodes=(replace(found.nodes[0], cores=1),))
+    cluster = discover({}, ranks=WORLD, gpus=())
+    return replace(cluster, nodes=(replace(cluster.nodes[0], cores=1),))
 
 
 def subject(name: str) -> Subject:
@@ -102,33 +102,33 @@ def subject(name: str) -> Subject:
 
 
 def legal(of: Subject, cluster: Cluster) -> list[Plan]:
-    """Every plan of one, two and four ranks that the planner may weigh, in each schedule, and some over the axes that it does not try by itself."""
-    wishes = [Constraints(flow=of.flow), *(Constraints(flow=of.flow, schedule=s) for s in SCHEDULES[1:])]  # type: ignore[arg-type]
-    wishes += [Constraints(flow=of.flow, mesh=mesh) for mesh in OTHER_AXES]
-    found: dict[str, Plan] = {}
-    for wish in wishes:
+    """Every plan of one, two and four ranks that the planner may consider, in each schedule, and some over axes that it does not try by itself."""
+    constraints = [Constraints(flow=of.flow), *(Constraints(flow=of.flow, schedule=s) for s in SCHEDULES[1:])]  # type: ignore[arg-type]
+    constraints += [Constraints(flow=of.flow, mesh=mesh) for mesh in OTHER_AXES]
+    plans: dict[str, Plan] = {}
+    for constraint in constraints:
         try:
-            for plan in candidates(of.profile, cluster, of.workload, wish):
-                found.setdefault(label(plan), plan)
+            for plan in candidates(of.profile, cluster, of.workload, constraint):
+                plans.setdefault(label(plan), plan)
         except RequestError:
-            continue  # this model has nothing to cut there
-    return list(found.values())
+            continue  # nothing of this model can be split there
+    return list(plans.values())
 
 
-def chosen(plans: list[Plan], most: int) -> list[Plan]:
-    """A grid of at most so many: strategies take turns, each with its plainest plan (few micro-batches, nothing recomputed) first and then
-    with the others, of which each strategy begins at another place."""
+def chosen(plans: list[Plan], max_count: int) -> list[Plan]:
+    """A grid of at most `max_count` plans: strategies take turns, each with its plainest plan (few micro-batches, nothing recomputed) first and then
+    with the others, of which each strategy starts with a different one."""
     rows: dict[tuple[int, str], list[Plan]] = {}
     for plan in sorted(plans, key=lambda p: (p.memory.recompute != "none", p.micro_batches, p.memory.recompute, p.tensor.is_sequence_parallel)):
         if plan.micro_batches <= 8:
             rows.setdefault((plan.world, plan.strategy), []).append(plan)
-    turns = chain.from_iterable(zip_longest(*(_varied(row, place) for place, row in enumerate(rows.values()))))
-    return sorted([p for p in turns if p is not None][:most], key=lambda p: (p.world, label(p)))
+    plans_in_turn = chain.from_iterable(zip_longest(*(_varied(row, offset) for offset, row in enumerate(rows.values()))))
+    return sorted([p for p in plans_in_turn if p is not None][:max_count], key=lambda p: (p.world, label(p)))
 
 
-def _varied(row: list[Plan], place: int) -> list[Plan]:
-    at = 1 + place % max(len(row) - 1, 1)
-    return [row[0], *row[at:], *row[1:at]]
+def _varied(row: list[Plan], offset: int) -> list[Plan]:
+    start = 1 + offset % max(len(row) - 1, 1)
+    return [row[0], *row[start:], *row[1:start]]
 
 
 def label(plan: Plan) -> str:
@@ -150,13 +150,13 @@ _AXES = ("pp", "dp", "shard", "cp", "ep", "tp")
 
 def batch_of(task: Task, count: int, seed: int) -> dict[str, torch.Tensor]:
     """Random samples in the task's shape."""
-    made = torch.Generator().manual_seed(seed)
-    found = {}
+    generator = torch.Generator().manual_seed(seed)
+    batch = {}
     for name, field in task.fields.items():
         shape = (count, *field.shape)
-        whole = field.dtype.startswith("int")
-        found[name] = torch.randint(0, field.high, shape, generator=made) if whole else torch.rand(shape, generator=made)
-    return found
+        is_integer = field.dtype.startswith("int")
+        batch[name] = torch.randint(0, field.high, shape, generator=generator) if is_integer else torch.rand(shape, generator=generator)
+    return batch
 
 
 def session_of(task: Task, plan: Plan) -> Session:
@@ -166,7 +166,7 @@ def session_of(task: Task, plan: Plan) -> Session:
 
 
 def probed(rank: int, world: int, init_method: str, space: str) -> tuple[list[Rates], Mapping[str, float]]:
-    """One rank of a probe, where its links are."""
+    """One rank of a probe, in its network namespace."""
     move_in(space, rank)
     return probe_rank(rank, world, init_method, "cpu", "gloo", 1, True)
 
@@ -185,29 +185,29 @@ class Ran(NamedTuple):
 def timed(
     rank: int, world: int, init_method: str, model: str, plans: list[tuple[Any, int]], warm: int, space: str = "", long_s: float = math.inf
 ) -> list[Ran]:  # fmt: skip
-    """Each plan on this rank; built, run and let go one after the other. A plan comes with how many of its steps are timed; of one whose first
+    """Each plan on this rank: built, run and freed one after the other. A plan comes with how many of its steps are timed; of one whose first
     takes longer than `long_s` that one counts."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     move_in(space, rank)
     join_process_group(Rendezvous(rank, world, init_method))
-    found = []
+    results = []
     for data, steps in plans:
-        began = time.perf_counter(), _cores_s(), time.process_time()
+        before = time.perf_counter(), _cores_s(), time.process_time()
         times, refused = [], ""
         try:
             times = _steps(TASKS[model], from_data(Plan, data, "plan"), warm, steps, long_s)
         except RequestError as error:
             refused = str(error)
-        ended = time.perf_counter(), _cores_s(), time.process_time()
-        found.append(Ran(times, refused, *(end - begin for begin, end in zip(began, ended, strict=True))))
+        after = time.perf_counter(), _cores_s(), time.process_time()
+        results.append(Ran(times, refused, *(b - a for a, b in zip(before, after, strict=True))))
         gc.collect()
     leave_process_group()
-    return found
+    return results
 
 
 def _cores_s() -> float:
-    """For how long this machine's cores have worked, for whomever, or for other machines; without interrupts, which no process is told of."""
+    """Seconds that this machine's cores have worked for any process, or were stolen by other virtual machines; without interrupts."""
     try:
         user, nice, system, _, _, _, _, stolen, *_ = (int(n) for n in Path("/proc/stat").read_text().splitlines()[0].split()[1:])
     except (OSError, ValueError):
@@ -216,7 +216,7 @@ def _cores_s() -> float:
 
 
 def others_share(ranks: list[Ran]) -> float:
-    """Cores that others had while a plan ran."""
+    """Number of cores that other processes used while a plan ran."""
     return max(ranks[0].cores_s - sum(r.own_s for r in ranks), 0.0) / ranks[0].lasted_s
 
 
@@ -230,9 +230,9 @@ def _steps(task: Task, plan: Plan, warm: int, steps: int, long_s: float) -> list
     while len(times) < warm + steps:
         if plan.world > 1:
             dist.barrier()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         float(session.step(batch, task.loss).loss)
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - start)
         if len(times) == 1 and _any_longer(times[0], long_s, plan.world):
             break
     gc.enable()
@@ -250,4 +250,4 @@ def _any_longer(seconds: float, than_s: float, world: int) -> bool:
 
 def median_of_slowest(ranks: list[list[float]]) -> float:
     """A step lasts until the slowest rank is done."""
-    return statistics.median(max(each) for each in zip(*ranks, strict=True))
+    return statistics.median(max(times) for times in zip(*ranks, strict=True))

@@ -1,6 +1,6 @@
 """Links between this machine's ranks, shaped: each rank moves into a network namespace behind a token bucket.
 
-Needs root, `ip` and `tc`. Names carry the process's number; whatever was made is taken away at the end.
+Needs root, `ip` and `tc`. Names contain the process id; all namespaces are removed at the end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 @contextlib.contextmanager
 def shaped(link: str, ranks: int) -> Iterator[str]:
-    """For a while `ranks` namespaces on one bridge; their common name, or nothing where links are left as they are."""
+    """Creates `ranks` namespaces on one bridge for the duration; yields their common name, or '' where links are not shaped."""
     if not RATES[link]:
         yield ""
         return

@@ -4,8 +4,8 @@ The peak is that of torch's allocator in a step (its profiler's record of every 
 and free of what libraries and the C library hold, which "framework" stands for in a prediction and which is left out on both sides. So one set of
 processes can run all plans, one after the other. The largest rank counts.
 
-Steps differ: gloo's thread lets go of what it sent only when it has a core again, after the rank that waited has gone on; a stage that is ahead
-holds what it has sent. So of every rank the step that needed least counts, without the first, which has no optimizer state yet: what the plan
+Steps differ: gloo's thread frees what it sent only when it gets a core again, after the waiting rank has continued; a stage that is ahead
+holds what it has sent. So the smallest peak of a rank's steps counts, without the first, which has no optimizer state yet: what the plan
 itself needs. All steps are in the JSON.
 """
 
@@ -45,11 +45,11 @@ _STEPS = 5
 
 
 def main(
-    count: Annotated[int, typer.Option(min=1, help="How many plans.")] = 30,
-    seed: Annotated[int, typer.Option(help="Which ones.")] = 0,
-    first: Annotated[int, typer.Option(min=0, help="Begin with this one of them; what the JSON has of those before stays.")] = 0,
-    output: Annotated[Path, typer.Option(help="Where the JSON goes.")] = HERE / "results" / "memory.json",
-    as_json: Annotated[bool, typer.Option("--json", help="Print that JSON on stdout instead of the table.")] = False,
+    count: Annotated[int, typer.Option(min=1, help="Number of plans.")] = 30,
+    seed: Annotated[int, typer.Option(help="Seed that selects them.")] = 0,
+    first: Annotated[int, typer.Option(min=0, help="Start with this plan; results of those before stay in the JSON.")] = 0,
+    output: Annotated[Path, typer.Option(help="JSON file for the results.")] = HERE / "results" / "memory.json",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON on stdout instead of the table.")] = False,
 ) -> None:
     """Predict and measure the peak memory of random plans, as many of each model.
 
@@ -73,10 +73,10 @@ def main(
 
 def drawn(subjects: dict[str, Subject], count: int, seed: int) -> list[tuple[str, Plan]]:
     """Models take turns; of each, plans without order."""
-    made, cluster = random.Random(seed), cluster_here()
+    generator, cluster = random.Random(seed), cluster_here()
     plans = {name: legal(of, cluster) for name, of in subjects.items()}
     names = list(subjects)
-    return [(name, made.choice(plans[name])) for name in (names[i % len(names)] for i in range(count))]
+    return [(name, generator.choice(plans[name])) for name in (names[i % len(names)] for i in range(count))]
 
 
 def _row(workers: WorkerPool, of: Subject, plan: Plan) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def predicted_kinds(of: Subject, plan: Plan) -> dict[str, int]:
 
 
 def peaks(rank: int, world: int, init_method: str, model: str, plan: Any) -> list[int] | str:
-    """In a worker: the most bytes that tensors held at once in each step after the first, or why the plan cannot run."""
+    """In a worker: the peak bytes of tensors in each step after the first, or why the plan cannot run."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     join_process_group(Rendezvous(rank, world, init_method))
@@ -114,7 +114,7 @@ def peaks(rank: int, world: int, init_method: str, model: str, plan: Any) -> lis
                 session.step(batch, task.loss)
 
     try:
-        found = _most(train)[1:]
+        found = _step_peaks(train)[1:]
     except RequestError as error:
         return str(error)
     leave_process_group()
@@ -122,10 +122,10 @@ def peaks(rank: int, world: int, init_method: str, model: str, plan: Any) -> lis
     return found
 
 
-def _most(run: Callable[[], None]) -> list[int]:
-    """The most that was allocated and not yet freed after each mark, beyond what was there before. Of operations there is no record but for the
-    marks, since theirs would be hundreds of times as long."""
-    _tell_of_all_threads()
+def _step_peaks(run: Callable[[], None]) -> list[int]:
+    """Peak of allocated bytes after each mark, beyond those allocated before the run. Of operations only marks are recorded: a record of all would
+    be hundreds of times as long."""
+    _count_all_threads()
     config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
     _prepare_profiler(config, {ProfilerActivity.CPU})
     _enable_profiler(config, {ProfilerActivity.CPU}, {RecordScope.USER_SCOPE})
@@ -133,30 +133,30 @@ def _most(run: Callable[[], None]) -> list[int]:
         run()
     finally:
         record = _disable_profiler()
-    events = sorted(_every(record.experimental_event_tree()), key=lambda event: event.start_time_ns)
-    before, found = 0, list[int]()
+    events = sorted(_all_events(record.experimental_event_tree()), key=lambda event: event.start_time_ns)
+    now, peaks = 0, list[int]()
     sizes = [event.extra_fields for event in events if event.name == "[memory]"]
     base = sizes[0].total_allocated - sizes[0].alloc_size
     for event in events:
         if event.name == _MARK:
-            found.append(before)
+            peaks.append(now)
         elif event.name == "[memory]":
-            before = event.extra_fields.total_allocated - base
-            found[-1:] = [max(before, each) for each in found[-1:]]
-    return found
+            now = event.extra_fields.total_allocated - base
+            peaks[-1:] = [max(now, peak) for peak in peaks[-1:]]
+    return peaks
 
 
-def _tell_of_all_threads() -> None:
-    """Have the allocator's sum count what any thread allocates and frees. By itself it hears of the thread that is profiled alone, and gloo's
-    thread is often the last to hold what was sent."""
+def _count_all_threads() -> None:
+    """Make the allocator's total count allocations of all threads. By default only the profiled thread counts, and gloo's thread is often the last to
+    hold a sent buffer."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
 
 
-def _every(events: list[Any]) -> Iterator[Any]:
+def _all_events(events: list[Any]) -> Iterator[Any]:
     for event in events:
         yield event
-        yield from _every(event.children)
+        yield from _all_events(event.children)
 
 
 def show(rows: list[dict[str, Any]]) -> Table:

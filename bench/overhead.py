@@ -27,8 +27,8 @@ def main(
     batch: Annotated[int, typer.Option(min=1, help="Samples a rank.")] = Case.batch,
     seq: Annotated[int, typer.Option(min=1, help="Tokens in a sample.")] = Case.seq,
     layers: Annotated[int, typer.Option(min=1, help="Blocks of the GPT.")] = Case.layers,
-    output: Annotated[Path, typer.Option(help="Where the JSON goes.")] = HERE / "results" / "overhead.json",
-    as_json: Annotated[bool, typer.Option("--json", help="Print that JSON on stdout instead of the table.")] = False,
+    output: Annotated[Path, typer.Option(help="JSON file for the results.")] = HERE / "results" / "overhead.json",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON on stdout instead of the table.")] = False,
 ) -> None:
     """Time raw PyTorch, Accelerate, Lightning Fabric and Meshwright side by side on 2 ranks, one thread each.
 

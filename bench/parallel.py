@@ -1,7 +1,7 @@
-"""Every kind of parallelism as Meshwright finds it in a module, beside the same written by hand in torch (`by_hand/`), and what overlap hides.
+"""Every kind of parallelism as Meshwright applies it to a module, beside the same written by hand in torch (`by_hand/`), and the effect of overlap.
 
 How it is measured: see `rounds.py`; each block has a process group of its own. Exposed communication is the time of a step in which a
-rank's main thread waits in collectives (`exposed.py`); a pipeline's holds its bubble.
+rank's main thread waits in collectives (`exposed.py`); a pipeline's includes its bubble.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from rounds import HERE, machine, run, say, summarise
 def main(
     only: Annotated[list[str] | None, typer.Option(help=f"Blocks to measure, of {', '.join(BLOCKS)}; all if not given.")] = None,
     rounds: Annotated[int, typer.Option(min=3, help="Timed steps of each engine.")] = 15,
-    output: Annotated[Path, typer.Option(help="Where the JSON goes. Blocks that are there already and not measured now are kept.")] = HERE
+    output: Annotated[Path, typer.Option(help="JSON file for the results; blocks in it that are not measured now stay.")] = HERE
     / "results"
     / "parallel.json",
-    as_json: Annotated[bool, typer.Option("--json", help="Print that JSON on stdout instead of the table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON on stdout instead of the table.")] = False,
 ) -> None:
     """Time each kind of parallelism by hand and through Meshwright on 2 or 4 ranks, one thread each, with overlap on and off.
 

@@ -1,7 +1,7 @@
-"""The planner's estimate of traced models beside published runs of the same layout, and beside the closed form, which is held to all of these runs
-(`published.py`). Models are built from each row's own dimensions, traced, and cut as the row says; rates are the data sheet's with the constants of
-the row's own generation of frameworks. Attention is a flash kernel in all plans: of rows that had none only the distance from the closed form with
-flash kernels is told.
+"""The planner's estimate of traced models beside published runs of the same layout, and beside the closed form, which `published.py` compares with
+all of these runs. Models are built from each row's own dimensions, traced, and parallelized as the row says; rates are the data sheet's with the
+constants of the row's own generation of frameworks. Attention is a flash kernel in all plans: of rows without one only the distance from the closed
+form with flash kernels is reported.
 """
 
 from __future__ import annotations
@@ -68,38 +68,37 @@ class Row:
 
 def main(
     data: Path = DATA,
-    each: Annotated[int, typer.Option(help="Rows of each source, at most.")] = 8,
-    row: Annotated[list[str] | None, typer.Option(help="These rows alone.")] = None,
+    each: Annotated[int, typer.Option(help="Largest number of rows of each source.")] = 8,
+    row: Annotated[list[str] | None, typer.Option(help="Only these rows; repeatable.")] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     jobs = [job for job in read(data)[0] if job.seconds and _comparable(job) and (not row or job.row in row)]
-    found, skipped = [], {}
+    rows, skipped = [], {}
     for job in track(_some(jobs, each), "planning", console=Console(stderr=True), transient=True):
         try:
-            found.append(compare(job))
+            rows.append(compare(job))
         except MeshwrightError as error:
             skipped[job.row] = str(error)
     if as_json:
-        typer.echo(json.dumps({"rows": [asdict(r) for r in found], "skipped": skipped, "mape": _means(found)}, indent=1))
+        typer.echo(json.dumps({"rows": [asdict(r) for r in rows], "skipped": skipped, "mape": _means(rows)}, indent=1))
         return
     table = Table("row", "source", "mesh", "part", "measured", "closed form", "planner", "apart", box=None)
-    for r in found:
+    for r in rows:
         figures = (f"{r.measured_s:.3f} s", f"{r.closed:+.0%}", f"{r.planned:+.0%}" if r.planned is not None else "", f"{r.apart:+.0%}")
         table.add_row(r.row, r.source, r.mesh, "test" if r.test else "training", *figures)
-    Console().print(table, _means(found), skipped)
+    Console().print(table, _means(rows), skipped)
 
 
 def compare(job: Job) -> Row:
     constants = load_fitted_constants().constants(job.kind, job.generation)
     spread = settled(job, constants)
     closed = closed_form_step(job.model, spread, job.machine, constants).seconds
-    plan, found = priced(job, spread)
-    like = closed_form_step(job.model, replace(spread, flash_attention=True, dropout=False), job.machine, constants).seconds
+    plan, cost = priced(job, spread)
+    flash_s = closed_form_step(job.model, replace(spread, flash_attention=True, dropout=False), job.machine, constants).seconds
     assert job.seconds
-    planned = found.step_s / job.seconds - 1 if spread.flash_attention else None
-    return Row(
-        job.row, job.source, str(plan.mesh), is_test(job), job.seconds, closed / job.seconds - 1, planned, found.step_s / like - 1, found.breakdown
-    )
+    planned = cost.step_s / job.seconds - 1 if spread.flash_attention else None
+    errors = (closed / job.seconds - 1, planned, cost.step_s / flash_s - 1)
+    return Row(job.row, job.source, str(plan.mesh), is_test(job), job.seconds, *errors, cost.breakdown)
 
 
 def priced(job: Job, spread: ParallelConfig) -> tuple[Plan, Estimate]:
@@ -107,7 +106,7 @@ def priced(job: Job, spread: ParallelConfig) -> tuple[Plan, Estimate]:
     cluster = machine(job.machine.device.name, spread.world)
     zero = spread.zero if spread.dp > 1 else 0
     shard = min(spread.shard, spread.dp) if zero else 1
-    wishes = Constraints(
+    constraints = Constraints(
         mesh=Mesh(pp=spread.pp, cp=spread.cp, tp=(spread.tp,), dp=spread.dp // shard, shard=shard),
         zero=zero,
         micro_batches=spread.micro_batches,
@@ -123,13 +122,13 @@ def priced(job: Job, spread: ParallelConfig) -> tuple[Plan, Estimate]:
         schedule="interleaved" if spread.pp > 1 and spread.virtual_stages > 1 else None,
     )
     workload = Workload(spread.global_batch, precision=profile.precision)  # type: ignore[arg-type]
-    plan = next(candidates(profile, cluster, workload, wishes))
+    plan = next(candidates(profile, cluster, workload, constraints))
     if spread.virtual_stages > 1 and spread.pp > 1:
         plan = replace(plan, stages=cut_stages(flow, profile, spread.pp * spread.virtual_stages, plan.tensor, plan.tensor_y, plan.mesh.cp))
     calibration = datasheet_calibration(cluster, job.generation)
     price = partial(estimate, profile=profile, workload=workload, cluster=cluster, calibration=calibration)
-    found = tune(plan, price(plan), wishes, calibration.rates_for(plan.world), price)
-    return found.plan, found.estimate
+    tuned = tune(plan, price(plan), constraints, calibration.rates_for(plan.world), price)
+    return tuned.plan, tuned.estimate
 
 
 @cache
@@ -157,16 +156,16 @@ def _comparable(job: Job) -> bool:
 
 
 def _some(jobs: list[Job], each: int) -> list[Job]:
-    """Of every source as many, chosen by what was run, so that they are the same ones every time; a model's rows one after the other."""
+    """The same number of rows of every source, chosen by a hash of the configuration, so that they are always the same; sorted by model."""
     by_source: dict[str, list[Job]] = defaultdict(list)
     for job in sorted(jobs, key=lambda j: zlib.crc32(j.configuration.encode() + b"planned")):
         by_source[job.source].append(job)
-    return sorted((job for found in by_source.values() for job in found[:each]), key=lambda j: (j.source, j.model.hidden, j.row))
+    return sorted((job for source_jobs in by_source.values() for job in source_jobs[:each]), key=lambda j: (j.source, j.model.hidden, j.row))
 
 
 def _means(rows: list[Row]) -> dict[str, dict[str, float]]:
     parts = {"all": rows, "test": [r for r in rows if r.test]}
-    return {part: {n: _mean(getattr(r, n) for r in found) for n in ("closed", "planned", "apart")} for part, found in parts.items()}
+    return {part: {n: _mean(getattr(r, n) for r in part_rows) for n in ("closed", "planned", "apart")} for part, part_rows in parts.items()}
 
 
 def _mean(errors: Iterable[float | None]) -> float:

@@ -30,8 +30,8 @@ CASES = (("gpt2-124m", "dgx-h100:8", 512, 1.0), ("llama3-405b", "dgx-h100:2048",
 def main(
     only: Annotated[str, typer.Option(help="Only cases whose cluster holds this text.")] = "",
     profile: Annotated[bool, typer.Option("--profile", help="Also say which functions take the time of ranking.")] = False,
-    output: Annotated[Path, typer.Option(help="Where the JSON goes.")] = HERE / "results" / "planning_time.json",
-    as_json: Annotated[bool, typer.Option("--json", help="Print that JSON on stdout instead of the table.")] = False,
+    output: Annotated[Path, typer.Option(help="JSON file for the results.")] = HERE / "results" / "planning_time.json",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON on stdout instead of the table.")] = False,
 ) -> None:
     """Plan models for clusters that nobody has here, and say where the seconds of processor time went.
 

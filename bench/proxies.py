@@ -1,15 +1,14 @@
-"""Every proxy run for real on 4 ranks, scaled down, beside what the simulator predicts from times measured by turns with them.
+"""Every proxy run on 4 real ranks, scaled down, beside the simulator's prediction from call times that are measured in turn with it.
 
-These are measured with the proxies' own runner: schedules of nothing but one call, repeated, over the groups that the proxies have (two ranks that
-share a core take longer than two that do not), all of them at the same time, and over one of them while the other ranks sleep; one call after the
-other, all at once, which also tells how long a rank is busy handing one over, and both again with a wait before each call, which takes longer. All
-schedules, these and the proxies', are run in one process group by turns; of a proxy's three steps a round the last counts: as in a job, a step's
-memory was used by the step before it. The simulator is given a round's times (medians of it and its neighbours), each proxy's schedule and who shares
-a core, and nothing else; predicted and measured are compared within the round, and the median of these ratios is what counts: a machine that changes
-its pace does so for both.
+The proxies' own runner measures the calls, with schedules that repeat one call over the groups of the proxies: all groups at the same time (two
+ranks that share a core take longer), and one group while the other ranks sleep; one call after the other; all calls launched at once, which also
+gives the time that a rank needs to launch one; and both with a wait before each call, which takes longer. All schedules run in turn in one process
+group; of a proxy's three steps in a round the last counts, because its memory was used before, as in a job. The simulator gets the times of a round
+(medians of it and its neighbours), the proxy's schedule, and which ranks share a core. Prediction and measurement are compared within a round and the
+median of these ratios counts, so that a machine that changes its speed does so for both.
 
-Ranks keep to cores of their own, or take turns on them where these are fewer, as `meshwright` starts them. Left to the kernel, one proxy took 13 ms
-for a while and 19 for another, by which ranks happened to share a core: two kinds of steps, of which no number is within 10%.
+Ranks are pinned to their own cores, or share them where there are fewer, as `meshwright` starts them. Without pinning one proxy took 13 ms at times
+and 19 ms at others, depending on which ranks shared a core.
 """
 
 from __future__ import annotations
@@ -50,11 +49,11 @@ SIZES = (2**10, 2**16, 2**17, 2**19, 2**20, 2**21, 2**22, 3 * 2**21)  # what the
 CALLS, RESTED_CALLS = 16, 6
 STEPS, WARM_UP = 3, 3  # of a proxy in a round; rounds that are not counted
 LEAST_S = 1e-6
-NEIGHBOURS = 2  # rounds before and after one that its times are taken from, too
+NEIGHBOURS = 2  # rounds before and after one that count for its medians too
 IDLE_S, IDLE_RATE = 2e-3, 6e8  # longer than any call here takes
 REST_S, REST_RATE = 1e-3, 1.5e9  # as long as it takes
 NOTHING = AlphaBetaModel(0.0, float("inf"))
-Times = tuple[float, float, float]  # seconds of a schedule, between one call and the next handed over, and of work that its thread did
+Times = tuple[float, float, float]  # seconds of a schedule, between two launches, and of the thread's CPU time
 Groups = tuple[tuple[int, ...], ...]
 Probe = tuple[str, Groups, int, bool, bool]  # operation, groups that work at once, bytes, one by one, after a wait each
 # Widths are smaller than a GPT-3's so that messages stay in the range of the lines while waits stay a visible part, as they are at full size.
@@ -78,11 +77,11 @@ CASES: Mapping[str, dict[str, Any]] = {
 
 
 def main(
-    rounds: Annotated[int, typer.Option(min=3, help="Timed steps of each schedule.")] = 36,
+    rounds: Annotated[int, typer.Option(min=3, help="Number of timed rounds.")] = 36,
     backend: Annotated[str, typer.Option(help="A backend of torch.distributed.")] = "gloo",
-    only: Annotated[str, typer.Option(help="One proxy alone.")] = "",
-    output: Annotated[Path, typer.Option(help="Where the JSON goes.")] = HERE / "results" / "proxies.json",
-    as_json: Annotated[bool, typer.Option("--json", help="Print that JSON on stdout instead of the table.")] = False,
+    only: Annotated[str, typer.Option(help="Only this proxy.")] = "",
+    output: Annotated[Path, typer.Option(help="JSON file for the results.")] = HERE / "results" / "proxies.json",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON on stdout instead of the table.")] = False,
 ) -> None:
     """Measure single calls, run every proxy, and compare with the simulator.
 
@@ -91,20 +90,20 @@ def main(
     Example: mpirun -n 4 --oversubscribe python bench/proxies.py --backend mpi
     """
     if only and only not in CASES:
-        raise typer.BadParameter(f"no {only}: choose of {', '.join(CASES)}", param_hint="--only")
+        raise typer.BadParameter(f"no {only}: choose one of {', '.join(CASES)}", param_hint="--only")
     schedules = {name: PROXIES[name].build(PROXIES[name].parse_config((), CASES[name]), WORLD) for name in CASES if only in ("", name)}
     probes = {probe: repeated(*probe) for probe in wanted(schedules.values())}
     policy = RunPolicy(WARM_UP, rounds, backend=backend)
     answers = measured([*probes.values(), *schedules.values()], [1] * len(probes) + [STEPS] * len(schedules), policy)
     if not answers:
         return
-    places = numbered([answer.cores for answer in answers])
+    core_ids = numbered([answer.cores for answer in answers])
     rows = list(zip(*(answer.times for answer in answers), strict=True))  # by schedule, rank, round
-    times = [{probe: [by_rank[turn] for by_rank in row] for probe, row in zip(probes, rows, strict=False)} for turn in range(rounds)]
-    machines = [fitted(settled(times, turn), places) for turn in range(rounds)]
-    steps = [[max(taken for taken, *_ in every) for every in zip(*row, strict=True)] for row in rows[len(probes) :]]
-    found = [compare(name, schedule, machines, taken) for (name, schedule), taken in zip(schedules.items(), steps, strict=True)]
-    result = {"machine": _machine(), "backend": backend, "rounds": rounds, "places": places, "times": typical(machines), "proxies": found}
+    times = [{probe: [by_rank[i] for by_rank in row] for probe, row in zip(probes, rows, strict=False)} for i in range(rounds)]
+    machines = [fitted(settled(times, i), core_ids) for i in range(rounds)]
+    steps = [[max(step_s for step_s, *_ in ranks) for ranks in zip(*row, strict=True)] for row in rows[len(probes) :]]
+    rows_by_proxy = [compare(name, schedule, machines, step_s) for (name, schedule), step_s in zip(schedules.items(), steps, strict=True)]
+    result = {"machine": _machine(), "backend": backend, "rounds": rounds, "places": core_ids, "times": typical(machines), "proxies": rows_by_proxy}
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result)) if as_json else Console().print(show(result))
@@ -112,25 +111,25 @@ def main(
 
 
 class Answer(NamedTuple):
-    """Of a rank: the cores that it kept to, and by schedule and round the last of so many steps."""
+    """A rank's result: its cores, and the times of the last step by schedule and round."""
 
     cores: tuple[int, ...]
     times: list[list[Times]]
 
 
 def measured(schedules: list[Schedule], steps: list[int], policy: RunPolicy) -> list[Answer]:
-    """By rank, on ranks of our own or on those that a launcher started; there rank 0 alone gets the answer."""
-    place = detect_launched_rank(os.environ)
-    if place is not None:
-        mine = by_turns(place.rank, place.world, place.init_method, schedules, steps, policy, gather=True)
-        return mine if place.rank == 0 else []
+    """The answer of each rank, on ranks started here or by a launcher; in the latter case only rank 0 gets them."""
+    launched = detect_launched_rank(os.environ)
+    if launched is not None:
+        answers = by_turns(launched.rank, launched.world, launched.init_method, schedules, steps, policy, gather=True)
+        return answers if launched.rank == 0 else []
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    nursery = ForkServer(1, {**os.environ, "PYTHONPATH": path})
+    fork_server = ForkServer(1, {**os.environ, "PYTHONPATH": path})
     try:
-        with WorkerPool(nursery, WORLD) as workers:
+        with WorkerPool(fork_server, WORLD) as workers:
             return workers.call("proxies:by_turns", {"schedules": schedules, "steps": steps, "policy": policy})
     finally:
-        nursery.close()
+        fork_server.close()
 
 
 def by_turns(
@@ -143,131 +142,137 @@ def by_turns(
     join_process_group(Rendezvous(rank, world, init_method, policy.backend))
     groups = GroupComms()
     runners = [ScheduleRunner(schedule, rank, torch.device("cpu"), policy, groups) for schedule in schedules]
-    found: list[list[Times]] = [[] for _ in schedules]
+    times: list[list[Times]] = [[] for _ in schedules]
     gc.collect()
     gc.freeze()
-    for turn in range(-policy.warm, policy.runs):
-        for at, runner in enumerate(runners):
-            for _ in range(steps[at]):
+    for round_number in range(-policy.warm, policy.runs):
+        for i, runner in enumerate(runners):
+            for _ in range(steps[i]):
                 runner.align_ranks()
-                worked = time.thread_time()
-                spans = runner.run_step_now(max(turn, 0))
-                worked = time.thread_time() - worked
-            if turn >= 0:
-                found[at].append(times_of(spans, worked))
+                cpu_s = time.thread_time()
+                spans = runner.run_step_now(max(round_number, 0))
+                cpu_s = time.thread_time() - cpu_s
+            if round_number >= 0:
+                times[i].append(times_of(spans, cpu_s))
         if rank == 0:
-            print(f"round {turn + policy.warm + 1} of {policy.warm + policy.runs}", file=sys.stderr, flush=True)
-    every: list[Any] = [None] * world
+            print(f"round {round_number + policy.warm + 1} of {policy.warm + policy.runs}", file=sys.stderr, flush=True)
+    answers: list[Any] = [None] * world
     if gather:
-        dist.all_gather_object(every, Answer(cores, found))
+        dist.all_gather_object(answers, Answer(cores, times))
     leave_process_group()
-    return every if gather else Answer(cores, found)
+    return answers if gather else Answer(cores, times)
 
 
 def keep_to_cores(rank: int, world: int) -> tuple[int, ...]:
-    """This rank's part of the cores that it may use, of which threads that it starts take theirs; empty where the system has no such notion."""
+    """Pin this rank, and the threads that it starts, to its part of the cores; empty where the system cannot."""
     if not hasattr(os, "sched_setaffinity"):
         return ()
     allowed = sorted(os.sched_getaffinity(0))
-    each = max(len(allowed) // world, 1)
-    first = rank * each % len(allowed)
-    os.sched_setaffinity(0, allowed[first : first + each])
-    return tuple(allowed[first : first + each])
+    num_cores = max(len(allowed) // world, 1)
+    first = rank * num_cores % len(allowed)
+    os.sched_setaffinity(0, allowed[first : first + num_cores])
+    return tuple(allowed[first : first + num_cores])
 
 
 def numbered(cores: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """By rank, a number for its cores; one for itself where nobody knows them."""
-    keys = [mine or (-1, rank) for rank, mine in enumerate(cores)]
+    """A number for each rank's set of cores; a distinct one where the cores are unknown."""
+    keys = [rank_cores or (-1, rank) for rank, rank_cores in enumerate(cores)]
     return tuple(keys.index(key) for key in keys)
 
 
-def times_of(spans: list[Span], worked: float) -> Times:
-    begun = [span.start_s for span in spans]
-    return max(span.end_s for span in spans), (max(begun) - min(begun)) / max(len(begun) - 1, 1), worked
+def times_of(spans: list[Span], cpu_s: float) -> Times:
+    starts = [span.start_s for span in spans]
+    return max(span.end_s for span in spans), (max(starts) - min(starts)) / max(len(starts) - 1, 1), cpu_s
 
 
 def wanted(schedules: Iterable[Schedule]) -> list[Probe]:
-    """Every operation over groups as the schedules have them, and over one of them alone: one call after the other, and all at once."""
-    found: dict[tuple[str, int], Groups] = {}
+    """Every operation over the schedules' groups, and over one of them: one call after the other, and all at once."""
+    groups_by_op: dict[tuple[str, int], Groups] = {}
     for schedule in schedules:
         for action in (action for program in schedule.programs for action in program):
             groups = schedule.groups.get(action.axis, ())
             if groups and len(groups[0]) > 1 and action.op in (*COLLECTIVE_OPS, "send"):
                 ranks = 2 if action.op == "send" else len(groups[0])
-                found.setdefault((action.op, ranks), tuple(group[:ranks] for group in groups))
-    over = [(op, groups) for (op, _), groups in found.items()]
-    how = [(size, blocks) for size in SIZES for blocks in (True, False)]
-    warm = [(op, busy, size, blocks, False) for op, groups in over for busy in dict.fromkeys((groups, groups[:1])) for size, blocks in how]
-    return warm + [(op, groups, size, blocks, True) for op, groups in over for size, blocks in how]
+                groups_by_op.setdefault((action.op, ranks), tuple(group[:ranks] for group in groups))
+    ops = [(op, groups) for (op, _), groups in groups_by_op.items()]
+    variants = [(size, blocks) for size in SIZES for blocks in (True, False)]
+    warm = [(op, busy, size, blocks, False) for op, groups in ops for busy in dict.fromkeys((groups, groups[:1])) for size, blocks in variants]
+    return warm + [(op, groups, size, blocks, True) for op, groups in ops for size, blocks in variants]
 
 
-def settled(rows: list[dict[Probe, list[Times]]], turn: int) -> dict[Probe, list[Times]]:
-    """A round's times, each the median of this round's and of its neighbours': a pause of the machine's in a row of calls would be in each of them,
-    and so in a proxy's step as often as it makes that call."""
-    near = rows[max(turn - NEIGHBOURS, 0) : turn + NEIGHBOURS + 1]
-    return {
-        probe: [tuple(statistics.median(kind) for kind in zip(*every, strict=True)) for every in zip(*(row[probe] for row in near), strict=True)]
-        for probe in rows[turn]
-    }  # type: ignore[return-value]
+def settled(rows: list[dict[Probe, list[Times]]], number: int) -> dict[Probe, list[Times]]:
+    """The times of a round, each the median over it and its neighbours: a pause of the machine during repeated calls would otherwise count in
+    every call of a proxy's step."""
+    neighbours = rows[max(number - NEIGHBOURS, 0) : number + NEIGHBOURS + 1]
+
+    def medians(times: Iterable[Times]) -> Times:
+        return tuple(statistics.median(kind) for kind in zip(*times, strict=True))  # type: ignore[return-value]
+
+    return {probe: [medians(times) for times in zip(*(row[probe] for row in neighbours), strict=True)] for probe in rows[number]}
 
 
-def fitted(times: Mapping[Probe, list[Times]], places: tuple[int, ...]) -> CoreNetwork:
-    """What each operation takes among 4 and among 2, from one round."""
-    crowds = {f"{op}/{len(groups[0])}": crowd(op, groups, places) for op, groups, _, _, rested in times if rested}
-    found: dict[tuple[str, int, bool, str], list[tuple[float, float]]] = {}
+def fitted(times: Mapping[Probe, list[Times]], core_ids: tuple[int, ...]) -> CoreNetwork:
+    """The seconds of each operation among 4 and among 2 ranks, from one round."""
+    crowds = {f"{op}/{len(groups[0])}": crowd(op, groups, core_ids) for op, groups, _, _, rested in times if rested}
+    points_by_key: dict[tuple[str, int, bool, str], list[tuple[float, float]]] = {}
     for (op, groups, size, blocks, rested), by_rank in times.items():
         ranks, busy = len(groups[0]), [by_rank[rank] for group in groups for rank in group]
-        hands = [by_rank[group[0]] for group in groups] if op == "send" else busy  # who receives a message copies it, and is busy with that
+        hands = [by_rank[group[0]] for group in groups] if op == "send" else busy  # only senders: the receiver of a message is busy copying it
         sent, last = size * wire_factor(op, ranks), max(t for t, *_ in busy)
         if rested and blocks:
-            now = {"rested": (last - (RESTED_CALLS + 1) * rest_s(size)) / RESTED_CALLS}
+            seconds_by_kind = {"rested": (last - (RESTED_CALLS + 1) * rest_s(size)) / RESTED_CALLS}
         elif rested:
-            now = {"rested": statistics.mean(worked for *_, worked in hands) / RESTED_CALLS}
+            seconds_by_kind = {"rested": statistics.mean(worked for *_, worked in hands) / RESTED_CALLS}
         else:
-            now = {"each": last / CALLS, "hand": statistics.mean(hand for _, hand, _ in hands)}
-        for kind, seconds in now.items():
-            found.setdefault((f"{op}/{ranks}", len(groups), blocks, kind), []).append((sent, max(seconds, LEAST_S)))
-    curves = {key: TimeCurve(tuple(sorted(points))) for key, points in found.items()}
+            seconds_by_kind = {"each": last / CALLS, "hand": statistics.mean(hand for _, hand, _ in hands)}
+        for kind, seconds in seconds_by_kind.items():
+            points_by_key.setdefault((f"{op}/{ranks}", len(groups), blocks, kind), []).append((sent, max(seconds, LEAST_S)))
+    curves = {key: TimeCurve(tuple(sorted(points))) for key, points in points_by_key.items()}
 
-    def less(curve: TimeCurve, *others: TimeCurve) -> TimeCurve:
+    def minus(curve: TimeCurve, *others: TimeCurve) -> TimeCurve:
         return TimeCurve(tuple((sent, max(seconds - sum(o.seconds(sent) for o in others), LEAST_S)) for sent, seconds in curve.points))
 
-    def on_its_way(pairs: int) -> TimeCurve:
-        """A message is handed over, which takes as long as one pair alone takes for it: beside others the sender waits for a core, which is theirs.
-        Then it is on its way: both are in what each takes in a row, and in there and back."""
+    def transfer_time(pairs: int) -> TimeCurve:
+        """The time of a message after its launch: repeated messages and round trips contain both. The launch takes as long as for a single pair: with
+        several pairs the sender also waits for a core."""
         row, back, hand = curves["send/2", pairs, False, "each"], curves["send/2", pairs, True, "each"], curves["send/2", 1, False, "hand"]
-        return less(TimeCurve(tuple((sent, max(seconds, back.seconds(sent))) for sent, seconds in row.points)), hand)
+        return minus(TimeCurve(tuple((sent, max(seconds, back.seconds(sent))) for sent, seconds in row.points)), hand)
 
-    def taken(name: str, blocks: bool) -> CallTiming:
-        """A rank that stands still for a call takes for it what one by one take; what more it takes after a wait is its handing over. One that does
-        not stand still works for a call after a wait as long as its thread does, of which as much as in a row of calls is in a row's times."""
-        most = max(number for other, number, *_ in curves if other == name)
-        together, alone, rested = curves[name, most, blocks, "each"], curves[name, 1, blocks, "each"], curves[name, most, blocks, "rested"]
+    def timing(name: str, blocks: bool) -> CallTiming:
+        """A blocking call takes what repeated calls take; the additional time after a wait is its cold launch. For an async call after a wait the
+        rank works as long as its thread's CPU time, of which the launch in repeated calls is a part."""
+        num_groups = max(number for key, number, *_ in curves if key == name)
+        together, rested = (curves[name, num_groups, blocks, kind] for kind in ("each", "rested"))
+        alone = curves[name, 1, blocks, "each"]
         if blocks:
-            return CallTiming(together, alone, NOTHING, less(rested, together), crowds[name])
-        hand = curves[name, 1 if name == "send/2" else most, blocks, "hand"]
+            return CallTiming(together, alone, NOTHING, minus(rested, together), crowds[name])
+        hand = curves[name, 1 if name == "send/2" else num_groups, blocks, "hand"]
         if name == "send/2":
-            together, alone = on_its_way(most), on_its_way(1)
-        return CallTiming(together, alone, hand, less(rested, hand), crowds[name])
+            together, alone = transfer_time(num_groups), transfer_time(1)
+        return CallTiming(together, alone, hand, minus(rested, hand), crowds[name])
 
     names = {name for name, *_ in curves}
-    return CoreNetwork({name: taken(name, False) for name in names}, {name: taken(name, True) for name in names}, places)
+    return CoreNetwork({name: timing(name, False) for name in names}, {name: timing(name, True) for name in names}, core_ids)
 
 
-def crowd(op: str, groups: Groups, places: tuple[int, ...]) -> int:
-    """Groups at work on one core when all are."""
-    return max(Counter(place for group in groups for place in busy_cores(op, group, places)).values())
+def crowd(op: str, groups: Groups, core_ids: tuple[int, ...]) -> int:
+    """The number of groups that use the same core when all groups are active."""
+    return max(Counter(core for group in groups for core in busy_cores(op, group, core_ids)).values())
 
 
 def typical(machines: list[CoreNetwork]) -> dict[str, Any]:
-    """What was measured: by way, operation and kind of time, the bytes that a rank sends and the median over rounds."""
+    """Median call times over rounds by the bytes that a rank sends, for each kind of call ("beside" is async), operation and kind of time."""
+    fields = {"together": "contended", "alone": "uncontended", "hand": "launch_overhead", "rested": "cold_launch_overhead"}
 
-    def median(way: str, name: str, kind: str) -> list[tuple[float, float]]:
-        every = [getattr(getattr(cores, way)[name], kind).points for cores in machines]
-        return [(points[0][0], statistics.median(seconds for _, seconds in points)) for points in zip(*every, strict=True)]
+    def median(timings: Sequence[CallTiming], field: str) -> list[tuple[float, float]]:
+        curves = [getattr(timing, field).points for timing in timings]
+        return [(points[0][0], statistics.median(seconds for _, seconds in points)) for points in zip(*curves, strict=True)]
 
-    kinds = {"beside": ("together", "alone", "hand", "rested"), "blocking": ("together", "alone", "rested")}
-    return {way: {name: {kind: median(way, name, kind) for kind in kinds[way]} for name in sorted(machines[0].async_timings)} for way in kinds}
+    def by_name(calls: Sequence[Mapping[str, CallTiming]], kinds: Iterable[str]) -> dict[str, Any]:
+        return {name: {kind: median([timings[name] for timings in calls], fields[kind]) for kind in kinds} for name in sorted(calls[0])}
+
+    blocking = by_name([m.blocking for m in machines], ("together", "alone", "rested"))
+    return {"beside": by_name([m.async_timings for m in machines], fields), "blocking": blocking}
 
 
 def rest_s(size: int) -> float:
@@ -278,36 +283,36 @@ def repeated(op: str, groups: Groups, size: int, blocks: bool, rested: bool) -> 
     """One call after the other, a message there and the next one back; or all at once, and all messages from the first to the second; `rested`
     with a wait before each and after the last. Ranks of no group sleep meanwhile: one that waits for others may take a core."""
     programs = []
-    for place in range(2 if op == "send" else 1):
+    for index in range(2 if op == "send" else 1):
         out = ProgramBuilder()
         for number in range(RESTED_CALLS if rested else CALLS):
             if rested:
                 out.compute(f"rest/{number}", rest_s(size))
             if op != "send":
                 out.collective(f"call/{number}", op, "probe", size, blocks=blocks)  # type: ignore[arg-type]
-            elif place == (number % 2 if blocks else 0):
-                out.send(f"call/{number}", "probe", 1 - place, size, blocks=blocks)
+            elif index == (number % 2 if blocks else 0):
+                out.send(f"call/{number}", "probe", 1 - index, size, blocks=blocks)
             else:
-                out.receive(f"call/{number}", "probe", 1 - place, size, blocks=blocks)
+                out.receive(f"call/{number}", "probe", 1 - index, size, blocks=blocks)
         if rested:
             out.compute("rest/last", rest_s(size))
         programs.append(out)
     idle = ProgramBuilder()
     idle.compute("idle", CALLS * (IDLE_S + size / IDLE_RATE))
-    places = {rank: place % len(programs) for group in groups for place, rank in enumerate(group)}
-    return build_schedule(f"{op} of {size}", WORLD, {"probe": groups}, [*programs, idle], lambda rank: places.get(rank, len(programs)))
+    program_of_rank = {rank: index % len(programs) for group in groups for index, rank in enumerate(group)}
+    return build_schedule(f"{op} of {size}", WORLD, {"probe": groups}, [*programs, idle], lambda rank: program_of_rank.get(rank, len(programs)))
 
 
 def compare(name: str, schedule: Schedule, machines: list[CoreNetwork], steps: list[float]) -> dict[str, Any]:
-    """A proxy's steps beside what each round's times make of it."""
+    """A proxy's measured steps beside the prediction from each round's times."""
     predicted = [simulate(cores.with_launch_overhead(schedule), cores).step_s for cores in machines]
-    off = [a / b - 1 for a, b in zip(predicted, steps, strict=True)]
+    errors = [a / b - 1 for a, b in zip(predicted, steps, strict=True)]
     return {
         "proxy": name,
         "measured_s": statistics.median(steps),
         "predicted_s": statistics.median(predicted),
-        "off": statistics.median(off),
-        "off_by_round": off,
+        "off": statistics.median(errors),
+        "off_by_round": errors,
         "ideal_s": simulate(schedule, IdealNetwork()).step_s,
         "steps_s": steps,
     }

@@ -1,12 +1,12 @@
-"""Is the planner right? Plans of six small models, predicted and measured on this machine: what its choice costs beyond the best, and in which order.
+"""Is the planner right? Plans of six small models, predicted and measured on this machine: the regret of its choice, and the rank correlation.
 
 The grid of a model (`grid.py`) holds at most 60 plans of one, two and four ranks of one thread. A pool of four processes stays up; in every
-round each plan is built, warmed up, timed and let go, in an order that turns round from one round to the next. A plan's time is the median over
+round each plan is built, warmed up, timed and freed, in an order that is reversed from one round to the next. A plan's time is the median over
 rounds of the median of its steps, each as long as the slowest rank's. Regret is the measured time of the plan with the best prediction over the
 best measured time, less one. Predictions come from a probe of this machine as it is during the run (`--calibration` takes another).
 
-Two cores that four ranks share show every disturbance. So what others took of the cores is counted while each plan runs, and a plan that was
-disturbed is measured again, some times; the least disturbed time counts, and the share that others had then is in the JSON.
+Two cores that four ranks share show every disturbance. So the CPU time of other processes is counted while each plan runs, and a plan that was
+disturbed is measured again, a few times; the least disturbed time counts, and the share of the others is in the JSON.
 """
 
 from __future__ import annotations
@@ -75,18 +75,16 @@ Times = dict[str, Measured]  # by a plan's label
 
 def main(
     models: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(TASKS)}; all if not given.")] = None,
-    link: Annotated[
-        str, typer.Option(help="Of the machine as it is (fast), or of 200 Mbit/s (slow), in which ranks are in network namespaces.")
-    ] = "fast",
+    link: Annotated[str, typer.Option(help="fast (the machine as it is), or slow (200 Mbit/s, with each rank in a network namespace).")] = "fast",
     rounds: Annotated[int, typer.Option(min=1, help="How often each plan is built and timed.")] = 2,
     calibration: Annotated[Path | None, typer.Option(help="A probe's JSON; read if it is there, written if it is not.")] = None,
-    output: Annotated[Path, typer.Option(help="Where the JSON goes. Models that are there already and not measured now are kept.")] = HERE
+    output: Annotated[Path, typer.Option(help="JSON file for the results; models in it that are not measured now stay.")] = HERE
     / "results"
     / "regret.json",
-    more: Annotated[bool, typer.Option(help="Go on from the JSON: measure what it lacks of these rounds, or was disturbed.")] = False,
-    limit: Annotated[float, typer.Option(help="Seconds after which no other plans are begun; --more goes on from there.")] = math.inf,
-    again: Annotated[bool, typer.Option(help="Measure nothing: predict the plans of the JSON again.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print that JSON on stdout instead of the table.")] = False,
+    more: Annotated[bool, typer.Option(help="Continue from the JSON: measure rounds that are missing or were disturbed.")] = False,
+    limit: Annotated[float, typer.Option(help="Seconds after which no further plans are started; --more continues from there.")] = math.inf,
+    again: Annotated[bool, typer.Option(help="Measure nothing; predict the plans of the JSON again.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON on stdout instead of the table.")] = False,
 ) -> None:
     """Predict and measure a grid of plans for each model.
 
@@ -102,12 +100,12 @@ def main(
             raise unknown_name_error("link", link, tuple(RATES))
         result, until = _result(output), time.monotonic() + limit
         cluster = cluster_here()
-        with _nursery() as nursery, shaped(link, WORLD) as space:
-            known = _calibration(calibration, cluster, nursery, space)
+        with _fork_server() as fork_server, shaped(link, WORLD) as space:
+            known = _calibration(calibration, cluster, fork_server, space)
             for name in models or TASKS:
                 of, key = subject(name), name if link == "fast" else f"{name}, {link} link"
-                before = _told(result, key, of, cluster, known) if again or more else {}
-                times = before if again else _measured(nursery, of, cluster, known, rounds, space, before, until)
+                before = _earlier_times(result, key, of, cluster, known) if again or more else {}
+                times = before if again else _measured(fork_server, of, cluster, known, rounds, space, before, until)
                 result["models"][key] = judged(of, cluster, known, times) | {"machine": machine()}
                 write_json(output, result)
     except MeshwrightError as error:
@@ -117,35 +115,35 @@ def main(
 
 
 @contextmanager
-def _nursery() -> Iterator[ForkServer]:
-    made = ForkServer(1, {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])})
+def _fork_server() -> Iterator[ForkServer]:
+    server = ForkServer(1, {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])})
     try:
-        yield made
+        yield server
     finally:
-        made.close()
+        server.close()
 
 
 def _result(output: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {"most": MOST, "warm": WARM, "steps": list(STEPS), "models": {}}
-    return found
+    result: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {"most": MOST, "warm": WARM, "steps": list(STEPS), "models": {}}
+    return result
 
 
-def _calibration(path: Path | None, cluster: Cluster, nursery: ForkServer, space: str) -> Calibration:
+def _calibration(path: Path | None, cluster: Cluster, fork_server: ForkServer, space: str) -> Calibration:
     if path is not None and path.exists():
         return from_data(Calibration, read_json(path), str(path))
     layouts = []
     for ranks in probed_rank_counts(cluster):
         say(f"measuring {ranks} ranks")
-        with WorkerPool(nursery, ranks) as workers:
+        with WorkerPool(fork_server, ranks) as workers:
             layouts += workers.call("grid:probed", {"space": space}, timeout_s=120)[0][0]
-    made = Calibration(cluster.nodes[0].name, cluster.devices[0].name, machine()["date"], tuple(layouts), error=PROBE_ERROR)
+    calibration = Calibration(cluster.nodes[0].name, cluster.devices[0].name, machine()["date"], tuple(layouts), error=PROBE_ERROR)
     if path is not None:
-        write_json(path, made)
-    return made
+        write_json(path, calibration)
+    return calibration
 
 
-def _told(result: dict[str, Any], name: str, of: Subject, cluster: Cluster, known: Calibration) -> Times:
-    """Times of an earlier run. Plans are found again by their labels; those that are no longer legal are said."""
+def _earlier_times(result: dict[str, Any], name: str, of: Subject, cluster: Cluster, known: Calibration) -> Times:
+    """Times of an earlier run. Plans are matched by their labels; those that are no longer legal are logged."""
     rows = result["models"][name]["plans"] if name in result["models"] else []
     plans = {label(p): p for p in (*legal(of, cluster), rank_plans(of.profile, cluster, of.workload, known, Constraints(flow=of.flow)).best.plan)}
     for row in rows:
@@ -157,35 +155,35 @@ def _told(result: dict[str, Any], name: str, of: Subject, cluster: Cluster, know
 
 
 def _measured(
-    nursery: ForkServer, of: Subject, cluster: Cluster, known: Calibration, rounds: int, space: str, before: Times, until: float
+    fork_server: ForkServer, of: Subject, cluster: Cluster, known: Calibration, rounds: int, space: str, before: Times, until: float
 ) -> Times:  # fmt: skip
-    """Each plan by its label, with what was measured `before`; plans that cannot run, or came too late, are left out and said."""
+    """Each plan by its label, with what was measured `before`; plans that cannot run, or for which no time was left, are left out and logged."""
     times = dict(before)
     for plan in chosen(legal(of, cluster), MOST - 1) if not before else ():
         times.setdefault(label(plan), Measured(plan))
-    own = rank_plans(of.profile, cluster, of.workload, known, Constraints(flow=of.flow)).scored[0].plan
-    times.setdefault(label(own), Measured(own))
+    chosen_plan = rank_plans(of.profile, cluster, of.workload, known, Constraints(flow=of.flow)).scored[0].plan
+    times.setdefault(label(chosen_plan), Measured(chosen_plan))
     predicted = {name: estimate(m.plan, of.profile, of.workload, cluster, known).step_s for name, m in times.items()}
-    with WorkerPool(nursery, WORLD) as workers:
-        one = _Trial(workers, of.task.name, predicted, space)
+    with WorkerPool(fork_server, WORLD) as workers:
+        trial = _Trial(workers, of.task.name, predicted, space)
         for number, attempt in ((n, a) for n in range(rounds) for a in range(TRIES)):
             names = [name for name, m in times.items() if m.wants(number)]
             say(f"{of.task.name}: round {number + 1} of {rounds}, {len(names)} plans" + " again" * bool(attempt)) if names else None
-            for piece in _pieces(names, [times[n].plan.world for n in names], number):
+            for batch in _batches(names, [times[n].plan.world for n in names], number):
                 if time.monotonic() < until:
-                    one.run(times, piece, number)
+                    trial.run(times, batch, number)
     late = [name for name, m in times.items() if not m.seconds]
     say(f"  no time for {', '.join(late)}") if late else None
     return {name: m for name, m in times.items() if m.seconds}
 
 
-def _pieces(names: list[str], worlds: list[int], number: int) -> list[list[str]]:
-    """Plans of one world together, some at a time; every other round runs from the end."""
-    found = []
+def _batches(names: list[str], worlds: list[int], number: int) -> list[list[str]]:
+    """Batches of plans with the same number of ranks; every other round runs in reverse order."""
+    batches = []
     for world in sorted(set(worlds)):
-        alike = [n for n, w in zip(names, worlds, strict=True) if w == world]
-        found += [alike[i : i + _AT_ONCE] for i in range(0, len(alike), _AT_ONCE)]
-    return [piece[::-1] for piece in found[::-1]] if number % 2 else found
+        same_world = [n for n, w in zip(names, worlds, strict=True) if w == world]
+        batches += [same_world[i : i + _AT_ONCE] for i in range(0, len(same_world), _AT_ONCE)]
+    return [batch[::-1] for batch in batches[::-1]] if number % 2 else batches
 
 
 def _steps(step_s: float) -> int:
@@ -194,7 +192,7 @@ def _steps(step_s: float) -> int:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Workers that measure plans of one model, of which it is known about how long they take."""
+    """Workers that measure plans of one model, with the predicted step times."""
 
     workers: WorkerPool
     model: str
@@ -203,41 +201,41 @@ class _Trial:
 
     def run(self, times: Times, names: Sequence[str], number: int) -> None:
         world = times[names[0]].plan.world
-        least = min((min(m.seconds) for m in times.values() if m.seconds), default=min(self.predicted.values()))
+        best_s = min((min(m.seconds) for m in times.values() if m.seconds), default=min(self.predicted.values()))
         plans = [(to_data(times[n].plan), _steps(self.predicted[n])) for n in names]
-        what = {"model": self.model, "plans": plans, "warm": WARM, "space": self.space if world > 1 else "", "long_s": LONG * least}
-        ranks = self.workers.call("grid:timed", what, world=world, timeout_s=240)
-        for name, each in zip(names, zip(*ranks, strict=True), strict=True):
-            if refused := next((ran.refused for ran in each if ran.refused), ""):
+        arguments = {"model": self.model, "plans": plans, "warm": WARM, "space": self.space if world > 1 else "", "long_s": LONG * best_s}
+        ranks = self.workers.call("grid:timed", arguments, world=world, timeout_s=240)
+        for name, results in zip(names, zip(*ranks, strict=True), strict=True):
+            if refused := next((ran.refused for ran in results if ran.refused), ""):
                 say(f"  left out {name}: {refused}")
                 del times[name]
             else:
-                times[name].add(number, each)
+                times[name].add(number, results)
 
 
-# -- what it means --
+# -- evaluation --
 
 
 def judged(of: Subject, cluster: Cluster, known: Calibration, times: Times) -> dict[str, Any]:
-    """Every plan with both times, and what the choice costs."""
+    """Every plan with predicted and measured time, and the regret of the choice."""
     rows = []
     for name, m in times.items():
-        found = estimate(m.plan, of.profile, of.workload, cluster, known)
+        predicted = estimate(m.plan, of.profile, of.workload, cluster, known)
         rows.append({
-            "label": name, "world": m.plan.world, "measured_s": statistics.median(m.seconds), "predicted_s": found.step_s, "seconds": m.seconds,
-            "others": m.others, "breakdown": dict(found.breakdown), "weight": _weight(m.plan),
+            "label": name, "world": m.plan.world, "measured_s": statistics.median(m.seconds), "predicted_s": predicted.step_s, "seconds": m.seconds,
+            "others": m.others, "breakdown": dict(predicted.breakdown), "weight": _weight(m.plan),
         })  # fmt: skip
     rows.sort(key=lambda row: row["measured_s"])
     pick = min(rows, key=lambda row: row["predicted_s"] * row["weight"])
-    own = label(rank_plans(of.profile, cluster, of.workload, known, Constraints(flow=of.flow)).scored[0].plan)
+    planner_choice = label(rank_plans(of.profile, cluster, of.workload, known, Constraints(flow=of.flow)).scored[0].plan)
     best = rows[0]["measured_s"]
-    own_s = next((row["measured_s"] for row in rows if row["label"] == own), None)
+    planner_choice_s = next((row["measured_s"] for row in rows if row["label"] == planner_choice), None)
     return {
         "best": rows[0]["label"],
         "choice": pick["label"],
         "regret": pick["measured_s"] / best - 1,
-        "rank_plans": own,
-        "rank_plans_regret": own_s / best - 1 if own_s else None,
+        "rank_plans": planner_choice,
+        "rank_plans_regret": planner_choice_s / best - 1 if planner_choice_s else None,
         "spearman": spearman([row["predicted_s"] for row in rows], [row["measured_s"] for row in rows]),
         "off": statistics.median(abs(row["predicted_s"] / row["measured_s"] - 1) for row in rows),
         "noise": statistics.median(max(r["seconds"]) / min(r["seconds"]) - 1 for r in rows),
@@ -246,7 +244,7 @@ def judged(of: Subject, cluster: Cluster, known: Calibration, times: Times) -> d
 
 
 def _weight(plan: Plan) -> float:
-    """By what the planner's order judges a plan longer than it is."""
+    """The factor of the planner's complexity penalty."""
     return complexity_penalty(plan.mesh, plan.memory.zero, plan.micro_batches, plan.tensor.is_sequence_parallel, bool(plan.memory.recompute_modes))
 
 

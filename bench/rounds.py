@@ -45,7 +45,7 @@ class Engine:
     name: str
     block: str
     step: Callable[[Batch], Tensor]  # forward, backward, synchronise, optimizer step; the loss, of this rank or of all ranks
-    ours: bool = False  # all its communication goes through Meshwright, so the time spent waiting for it can be told
+    ours: bool = False  # all its communication goes through Meshwright, so the time spent waiting for it can be measured
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class Trial:
 def run(maker: str, arguments: dict[str, Any], rounds: int, world: int) -> list[list[dict[str, Any]]]:
     """What each rank measured, engine by engine; `maker` is the 'module:function' that makes a rank's `Trial`."""
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    nursery = ForkServer(1, {**os.environ, "PYTHONPATH": path})
+    fork_server = ForkServer(1, {**os.environ, "PYTHONPATH": path})
     try:
-        with WorkerPool(nursery, world) as workers:
+        with WorkerPool(fork_server, world) as workers:
             return workers.call("rounds:measure", {"maker": maker, "arguments": arguments, "rounds": rounds})
     finally:
-        nursery.close()
+        fork_server.close()
 
 
 # -- in a worker --
@@ -77,48 +77,48 @@ def measure(rank: int, world: int, init_method: str, maker: str, arguments: dict
     join_process_group(Rendezvous(rank, world, init_method))
     module, _, function = maker.partition(":")
     waits = Waits()
-    found = timed(getattr(importlib.import_module(module), function)(rank, world, **arguments), waits, rounds)
+    measurements = timed(getattr(importlib.import_module(module), function)(rank, world, **arguments), waits, rounds)
     leave_process_group()
-    return found
+    return measurements
 
 
 def timed(trial: Trial, waits: Waits, rounds: int) -> list[dict[str, Any]]:
     """Seconds and losses of every engine on this rank, one entry a round; the warm-up has losses only."""
-    built = trial.engines
-    found: list[dict[str, Any]] = [
-        {"engine": e.name, "block": e.block, "ours": e.ours, "seconds": [], "cpu_seconds": [], "waited": [], "losses": []} for e in built
+    engines = trial.engines
+    rows: list[dict[str, Any]] = [
+        {"engine": e.name, "block": e.block, "ours": e.ours, "seconds": [], "cpu_seconds": [], "waited": [], "losses": []} for e in engines
     ]
     gc.collect()
     gc.freeze()  # else a collection walks through all that the peers imported, in whichever engine's step it happens
-    started = time.perf_counter()
+    first_start = time.perf_counter()
     for number in range(WARM_UP + rounds):
         batch = trial.data(number)
-        for index in order(len(built), number):
+        for index in order(len(engines), number):
             dist.barrier()
             waits.seconds = 0.0
-            begun, worked = time.perf_counter(), time.process_time()
-            loss = float(built[index].step(batch))
-            seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - worked
-            found[index]["losses"].append(loss)
+            start, cpu_start = time.perf_counter(), time.process_time()
+            loss = float(engines[index].step(batch))
+            seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+            rows[index]["losses"].append(loss)
             if number >= WARM_UP:
-                found[index]["seconds"].append(seconds)
-                found[index]["cpu_seconds"].append(cpu_seconds)
-                found[index]["waited"].append(waits.seconds)
+                rows[index]["seconds"].append(seconds)
+                rows[index]["cpu_seconds"].append(cpu_seconds)
+                rows[index]["waited"].append(waits.seconds)
         if dist.get_rank() == 0:
-            done, whole = number + 1, WARM_UP + rounds
-            left = (time.perf_counter() - started) / done * (whole - done)
-            say(f"round {done} of {whole}, {WARM_UP} of them to warm up; {left / 60:.1f} min left", over=done < whole)
-    return found
+            done, total = number + 1, WARM_UP + rounds
+            remaining_s = (time.perf_counter() - first_start) / done * (total - done)
+            say(f"round {done} of {total}, {WARM_UP} of them to warm up; {remaining_s / 60:.1f} min left", over=done < total)
+    return rows
 
 
 def order(count: int, number: int) -> list[int]:
-    """Rotates from round to round so that, over `count` rounds, each engine takes each place once and follows each other one once.
+    """Rotates from round to round so that, over `count` rounds, each engine takes each position once and follows each other engine once.
 
     Without the latter a raw engine that always comes after a sharded one, which leaves the allocator in another state, looks 3% slower.
     """
     zigzag = [-(i // 2) if i % 2 == 0 else (i + 1) // 2 for i in range(count)]  # 0, 1, -1, 2, -2, …: all steps between neighbours differ
-    found = [(place + number) % count for place in zigzag]
-    return found[::-1] if count % 2 and number // count % 2 else found  # an odd count is balanced only together with its mirror image
+    indices = [(offset + number) % count for offset in zigzag]
+    return indices[::-1] if count % 2 and number // count % 2 else indices  # an odd count is balanced only together with its mirror image
 
 
 def say(text: str, over: bool = False) -> None:
@@ -127,7 +127,7 @@ def say(text: str, over: bool = False) -> None:
     print(("\r\033[K" if terminal else "") + text, file=sys.stderr, end="" if over and terminal else "\n", flush=True)
 
 
-# -- what it means --
+# -- evaluation --
 
 
 def summarise(ranks: list[list[dict[str, Any]]]) -> tuple[list[dict[str, Any]], float]:
@@ -141,9 +141,9 @@ def summarise(ranks: list[list[dict[str, Any]]]) -> tuple[list[dict[str, Any]], 
 
 def _row(per_rank: tuple[dict[str, Any], ...], raw: dict[str, Any] | None) -> dict[str, Any]:
     """One engine: a step lasts until the slowest rank is done; processor time is all ranks' together, waiting is the mean rank's."""
-    seconds = [max(each) for each in zip(*(found["seconds"] for found in per_rank), strict=True)]
-    cpu = [sum(each) for each in zip(*(found["cpu_seconds"] for found in per_rank), strict=True)]
-    waited = [statistics.fmean(each) for each in zip(*(found["waited"] for found in per_rank), strict=True)]
+    seconds = [max(times) for times in zip(*(row["seconds"] for row in per_rank), strict=True)]
+    cpu = [sum(times) for times in zip(*(row["cpu_seconds"] for row in per_rank), strict=True)]
+    waited = [statistics.fmean(times) for times in zip(*(row["waited"] for row in per_rank), strict=True)]
     low, ratio, high = statistics.quantiles(ratios(seconds, raw["seconds"] if raw else seconds), n=4)
     return {
         "engine": per_rank[0]["engine"],
@@ -174,15 +174,15 @@ def check_losses(ranks: list[list[dict[str, Any]]]) -> float:
     curves = {}
     for per_rank in zip(*ranks, strict=True):
         name = f"{per_rank[0]['engine']} ({per_rank[0]['block']})"
-        curves[name] = [statistics.fmean(losses) for losses in zip(*(found["losses"] for found in per_rank), strict=True)]
+        curves[name] = [statistics.fmean(losses) for losses in zip(*(row["losses"] for row in per_rank), strict=True)]
     first, expected = next(iter(curves.items()))
     worst = 0.0
     for name, curve in curves.items():
-        for number, (loss, wanted) in enumerate(zip(curve, expected, strict=True)):
-            off = abs(loss - wanted) / abs(wanted)
-            if not off <= LOSS_TOLERANCE:
-                raise RunError(f"{name} has loss {loss:.6f} at step {number}, {first} has {wanted:.6f}: the engines do not train the same")
-            worst = max(worst, off)
+        for number, (loss, reference) in enumerate(zip(curve, expected, strict=True)):
+            error = abs(loss - reference) / abs(reference)
+            if not error <= LOSS_TOLERANCE:
+                raise RunError(f"{name} has loss {loss:.6f} at step {number}, {first} has {reference:.6f}: the engines do not train the same")
+            worst = max(worst, error)
     return worst
 
 

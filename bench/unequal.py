@@ -1,4 +1,4 @@
-"""Unequal devices: the planner's parts against the best equal split, measured on CPU ranks of which one is slowed, and estimated on unlike GPUs.
+"""Unequal devices: the planner's shares against the best equal split, measured on CPU ranks of which one is slowed, and estimated on mixed GPUs.
 
 The slowed rank runs in a control group that gives it a part of its core (Linux, version 1, as root). Both ranks are probed as they then are; from
 that the planner makes its plan and the best equal one, and both run alternately in one set of processes. A plan's time is the median over rounds
@@ -86,29 +86,29 @@ SHEETS = (("workstation", "gpt2-124m", 16), ("mix", "gpt2-124m", 64), ("mix", "g
 
 def main(
     models: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(TASKS)}; gpt and vae if not given.")] = None,
-    slow: Annotated[float, typer.Option(min=0.05, max=1.0, help="The part of its core that the slowed rank has.")] = 0.4,
+    slow: Annotated[float, typer.Option(min=0.05, max=1.0, help="The fraction of its core that the slowed rank gets.")] = 0.4,
     rounds: Annotated[int, typer.Option(min=1, help="How often each plan is built and timed.")] = 5,
     only: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CASES)}, sheets; all if not given.")] = None,
-    output: Annotated[Path, typer.Option(help="Where the JSON goes; cases that are there already and not measured now are kept.")] = HERE
+    output: Annotated[Path, typer.Option(help="JSON file for the results; cases in it that are not measured now stay.")] = HERE
     / "results"
     / "unequal.json",
-    as_json: Annotated[bool, typer.Option("--json", help="Print that JSON on stdout instead of the table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON on stdout instead of the table.")] = False,
 ) -> None:
-    """Measure and estimate what unequal parts gain.
+    """Measure and estimate the gain of unequal shares.
 
     Examples:
       python bench/unequal.py
       python bench/unequal.py --models gpt --only batches --slow 0.25
     """
-    wanted = only or [*CASES, "sheets"]
+    selected = only or [*CASES, "sheets"]
     result: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {"measured": {}, "estimated": {}}
     try:
-        for name in models or ("gpt", "vae") if set(wanted) & set(CASES) else ():
-            of, cases = subject(name), [c for c in CASES if c in wanted]
+        for name in models or ("gpt", "vae") if set(selected) & set(CASES) else ():
+            of, cases = subject(name), [c for c in CASES if c in selected]
             for part, some in ((slow, [c for c in cases if c != SHORT]), (1.0, [c for c in cases if c == SHORT])):
                 result["measured"] |= measured(of, part, rounds, some) if some else {}
         result["machine"] = machine()
-        if "sheets" in wanted:
+        if "sheets" in selected:
             result["estimated"] |= {f"{model} on {where}": estimated(where, model, batch) for where, model, batch in SHEETS}
     except MeshwrightError as error:
         fail("unequal", error)
@@ -122,36 +122,37 @@ def main(
 
 def measured(of: Subject, slow: float, rounds: int, cases: list[str]) -> dict[str, Any]:
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    nursery = ForkServer(1, {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
-    found: dict[str, Any] = {}
+    fork_server = ForkServer(1, {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+    results: dict[str, Any] = {}
     try:
-        with WorkerPool(nursery, WORLD) as workers:
+        with WorkerPool(fork_server, WORLD) as workers:
             cluster, known = probed(workers, slow)
             for case in cases:
                 where = short_of_memory(of, cluster, known) if case == SHORT else cluster
-                wishes = Constraints(flow=of.flow, reorder=case != SHORT, **CASES[case])
-                ranking = rank_plans(of.profile, where, of.workload, known, wishes)
+                constraints = Constraints(flow=of.flow, reorder=case != SHORT, **CASES[case])
+                ranking = rank_plans(of.profile, where, of.workload, known, constraints)
                 say(f"{of.task.name}, {case}: {describe_shares(ranking.best.plan, where)}")
-                found[f"{of.task.name}: {case}"] = {"slow": slow, **_told(ranking, where), **_alternating(workers, of, ranking, slow, rounds)}
+                timed = _alternating(workers, of, ranking, slow, rounds)
+                results[f"{of.task.name}: {case}"] = {"slow": slow, **_ranking_to_json(ranking, where), **timed}
     finally:
-        nursery.close()
-    return found
+        fork_server.close()
+    return results
 
 
 def probed(workers: WorkerPool, slow: float) -> tuple[Cluster, Calibration]:
     """This machine as two ranks of one thread, of which the second is slowed, as a probe finds it."""
-    how = {"device": "cpu", "backend": "gloo", "threads": 1, "quick": True}
+    arguments = {"device": "cpu", "backend": "gloo", "threads": 1, "quick": True}
     probe = "meshwright.orchestrate.rank_entrypoints:probe_rank"
-    layouts = workers.call(probe, how, world=1, timeout_s=120)[0][0]
+    layouts = workers.call(probe, arguments, world=1, timeout_s=120)[0][0]
     with slowed(workers.pids[1], slow):
-        layouts += workers.call(probe, how, timeout_s=200)[0][0]
+        layouts += workers.call(probe, arguments, timeout_s=200)[0][0]
     cluster = discover({}, ranks=WORLD)
     known = Calibration(cluster.nodes[0].name, cluster.devices[0].name, machine()["date"], tuple(layouts), error=PROBE_ERROR)
     return with_measured_names(cluster, known), known
 
 
 def short_of_memory(of: Subject, cluster: Cluster, known: Calibration) -> Cluster:
-    """The second device has as much as it needs for everything but half of the states that are its share."""
+    """The second device's memory lacks half of the optimizer state of its share."""
     best = rank_plans(of.profile, cluster, of.workload, known, Constraints(flow=of.flow, recompute="none", **CASES[SHORT])).best
     enough = int((max(best.estimate.memory_bytes) - best.estimate.memory_kinds["optimizer"] / 2) / HEADROOM)
     node = cluster.nodes[0]
@@ -161,7 +162,7 @@ def short_of_memory(of: Subject, cluster: Cluster, known: Calibration) -> Cluste
 
 @contextmanager
 def slowed(pid: int, part: float) -> Iterator[None]:
-    """The process and its threads have so much of a core, and no more."""
+    """Limits the process and its threads to `part` of a core."""
     if part == 1.0:
         yield
         return
@@ -187,19 +188,19 @@ def _alternating(workers: WorkerPool, of: Subject, ranking: Ranking, slow: float
     for number in range(rounds):
         for name in list(plans)[:: 1 if number % 2 else -1]:
             times[name].append(_timed(workers, of, plans[name], slow))
-    seconds = {name: statistics.median(every) for name, every in times.items()}
+    seconds = {name: statistics.median(rounds_s) for name, rounds_s in times.items()}
     gain = statistics.median(a / b for a, b in zip(times["equal"], times["planned"], strict=True))
     return {"measured_s": seconds, "measured_gain": gain, "rounds": times}
 
 
 def _timed(workers: WorkerPool, of: Subject, plan: Plan, slow: float) -> float:
-    """The slow device is whichever process the plan has put there."""
-    seats = plan.device_order or tuple(range(plan.world))
-    what = {"model": of.task.name, "plans": [(to_data(plan), STEPS)], "warm": WARM}
-    if 1 not in seats:
-        return median_of_slowest([rank[0].steps for rank in workers.call("grid:timed", what, world=plan.world, timeout_s=200)])
-    with slowed(workers.pids[seats.index(1)], slow):
-        return median_of_slowest([rank[0].steps for rank in workers.call("grid:timed", what, world=plan.world, timeout_s=200)])
+    """Seconds of a step, with the process slowed whose rank the plan puts on the slow device."""
+    device_of_rank = plan.device_order or tuple(range(plan.world))
+    arguments = {"model": of.task.name, "plans": [(to_data(plan), STEPS)], "warm": WARM}
+    if 1 not in device_of_rank:
+        return median_of_slowest([rank[0].steps for rank in workers.call("grid:timed", arguments, world=plan.world, timeout_s=200)])
+    with slowed(workers.pids[device_of_rank.index(1)], slow):
+        return median_of_slowest([rank[0].steps for rank in workers.call("grid:timed", arguments, world=plan.world, timeout_s=200)])
 
 
 # -- estimated --
@@ -211,11 +212,11 @@ def estimated(where: str, model: str, batch: int) -> dict[str, Any]:
     precision = "fp16" if where == "mix" else "bf16"  # V100s have no bf16
     profile, flow = trace_task(task, precision=precision, device="cuda"), trace_dataflow(task, precision)
     say(f"{model} on {where}")
-    found = rank_plans(profile, cluster, Workload(batch, precision=precision), datasheet_calibration(cluster), Constraints(flow=flow, reorder=True))
-    return _told(found, cluster)
+    ranking = rank_plans(profile, cluster, Workload(batch, precision=precision), datasheet_calibration(cluster), Constraints(flow=flow, reorder=True))
+    return _ranking_to_json(ranking, cluster)
 
 
-def _told(ranking: Ranking, cluster: Cluster) -> dict[str, Any]:
+def _ranking_to_json(ranking: Ranking, cluster: Cluster) -> dict[str, Any]:
     best, equal = ranking.best, ranking.best_equal_split
     assert equal is not None
     return {
@@ -230,7 +231,7 @@ def _told(ranking: Ranking, cluster: Cluster) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> Table:
-    table = Table(title="Unequal parts against the best equal split", title_justify="left", header_style="bold", box=None)
+    table = Table(title="Unequal shares against the best equal split", title_justify="left", header_style="bold", box=None)
     table.add_column("case")
     for column in ("equal", "planned", "gain", "predicted"):
         table.add_column(column, justify="right")

@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank keeps half of the experts, and tokens travel to those that they chose and back (all_to_all)."""
+"""Expert parallelism: each rank holds half of the experts; all-to-alls send tokens to their experts and back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EXPERTS = 8
 
 def experts(block: str, rank: int, world: int) -> Trial:
     job = Job(_mixtral, _loss, _CASE.data(0, 0), _CASE.batch)
-    engines = job.engines(block, lambda: _owners(rank, world), job.plan(Mesh(ep=world)), ("gradients",))
+    engines = job.engines(block, lambda: _expert_parallel(rank, world), job.plan(Mesh(ep=world)), ("gradients",))
     return Trial(list(engines), lambda number: _CASE.data(rank, number))
 
 
@@ -42,20 +42,20 @@ def _loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(input_ids=tokens[:, :-1], use_cache=False).logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def _owners(rank: int, world: int) -> Step:
-    """What is not owned is DDP's. A loss is a rank's mean, so an owner's gradient, a sum over all ranks' tokens, is divided by the ranks."""
+def _expert_parallel(rank: int, world: int) -> Step:
+    """DDP replicates all but the experts. A loss is a rank's mean, so an expert's gradient, a sum over all ranks' tokens, is divided by the ranks."""
     model: Any = _mixtral()
     for layer in model.model.layers:
         layer.mlp.experts = _Experts(layer.mlp.experts, rank, world)
-    owned = {name: p for name, p in model.named_parameters() if ".experts." in name}
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(owned))
+    expert_parameters = {name: p for name, p in model.named_parameters() if ".experts." in name}
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(expert_parameters))
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = optimizer_of(replica)
 
     def step(batch: Batch) -> Tensor:
         loss = _loss(replica, batch)
         loss.backward()
-        torch._foreach_mul_([p.grad for p in owned.values() if p.grad is not None], 1.0 / world)
+        torch._foreach_mul_([p.grad for p in expert_parameters.values() if p.grad is not None], 1.0 / world)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -64,49 +64,49 @@ def _owners(rank: int, world: int) -> Step:
 
 
 class _Experts(nn.Module):
-    def __init__(self, whole: Any, rank: int, world: int) -> None:
+    def __init__(self, full: Any, rank: int, world: int) -> None:
         super().__init__()
-        self.mine, self.world = _EXPERTS // world, world
-        self.gate_up, self.down = (nn.Parameter(w.detach().chunk(world)[rank].clone()) for w in (whole.gate_up_proj, whole.down_proj))
+        self.num_local, self.world = _EXPERTS // world, world
+        self.gate_up, self.down = (nn.Parameter(w.detach().chunk(world)[rank].clone()) for w in (full.gate_up_proj, full.down_proj))
 
     def forward(self, tokens: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
         flat = choices.flatten()
         order = flat.argsort(stable=True)
-        home = order // choices.shape[1]
+        token_index = order // choices.shape[1]
         counts = flat.bincount(minlength=_EXPERTS)
-        arrived = torch.empty_like(counts)
-        dist.all_to_all_single(arrived, counts)
-        arrived = arrived.view(self.world, self.mine)
-        sends, receives = counts.view(self.world, -1).sum(1).tolist(), arrived.sum(1).tolist()
-        rows = _Exchange.apply(tokens[home], sends, receives)
-        results = _Exchange.apply(self._run(rows, arrived), receives, sends)
+        received_counts = torch.empty_like(counts)
+        dist.all_to_all_single(received_counts, counts)
+        received_counts = received_counts.view(self.world, self.num_local)
+        sends, receives = counts.view(self.world, -1).sum(1).tolist(), received_counts.sum(1).tolist()
+        rows = _Exchange.apply(tokens[token_index], sends, receives)
+        results = _Exchange.apply(self._run(rows, received_counts), receives, sends)
         results = results * weights.flatten()[order].unsqueeze(1)
-        return torch.zeros_like(tokens).index_add_(0, home, results)
+        return torch.zeros_like(tokens).index_add_(0, token_index, results)
 
-    def _run(self, rows: Tensor, arrived: Tensor) -> Tensor:
-        """Rows came by rank, then by expert; an expert's are put together."""
-        experts = torch.arange(self.mine).repeat(self.world).repeat_interleave(arrived.flatten())
+    def _run(self, rows: Tensor, received_counts: Tensor) -> Tensor:
+        """Rows arrive by rank, then by expert; they are sorted by expert."""
+        experts = torch.arange(self.num_local).repeat(self.world).repeat_interleave(received_counts.flatten())
         order = experts.argsort(stable=True)
-        ends = arrived.sum(0).cumsum(0).to(torch.int32)
+        ends = received_counts.sum(0).cumsum(0).to(torch.int32)
         gate, up = F.grouped_mm(rows[order], self.gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
-        made = F.grouped_mm(F.silu(gate) * up, self.down.transpose(1, 2), offs=ends)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order))
-        return made[back]
+        outputs = F.grouped_mm(F.silu(gate) * up, self.down.transpose(1, 2), offs=ends)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order))
+        return outputs[inverse]
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sends: list[int], receives: list[int]) -> Tensor:
         ctx.sends, ctx.receives = sends, receives
-        return _sent(x, sends, receives)
+        return _all_to_all(x, sends, receives)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return _sent(grad.contiguous(), ctx.receives, ctx.sends), None, None
+        return _all_to_all(grad.contiguous(), ctx.receives, ctx.sends), None, None
 
 
-def _sent(x: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+def _all_to_all(x: Tensor, sends: list[int], receives: list[int]) -> Tensor:
     out = x.new_empty((sum(receives), *x.shape[1:]))
     dist.all_to_all_single(out, x, receives, sends)
     return out

@@ -1,5 +1,5 @@
 """Tensor parallelism on a grid of 2 × 2 ranks: heads, hidden features and vocabulary over one axis, the features between layers over the
-other; layer norms meet over their statistics."""
+other; layer norms exchange their statistics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from by_hand.data import GPT, gpt_job
 from by_hand.ours import Step
-from by_hand.tensor import Copy, Reduce, piece
+from by_hand.tensor import Copy, Reduce, shard_of
 from cases import by_hand, optimizer_of
 from meshwright.core.mesh import Mesh
 from meshwright.zoo import gpt
@@ -23,15 +23,15 @@ from rounds import Trial
 def grid(block: str, rank: int, world: int) -> Trial:
     job, mesh = gpt_job(GPT), init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
 
-    def cut() -> Step:
-        model = _cut(mesh.get_group("x"), mesh.get_group("y"))
+    def sharded() -> Step:
+        model = _shard_model(mesh.get_group("x"), mesh.get_group("y"))
         return by_hand(model, optimizer_of(model))
 
-    return Trial(list(job.engines(block, cut, job.plan(Mesh(tp=(2, 2))), ("inputs",))), lambda number: GPT.data(0, number))
+    return Trial(list(job.engines(block, sharded, job.plan(Mesh(tp=(2, 2))), ("inputs",))), lambda number: GPT.data(0, number))
 
 
-def _cut(x: Any, y: Any) -> gpt.GPT:
-    """Inside a block activations are cut over `x`, between blocks over `y`."""
+def _shard_model(x: Any, y: Any) -> gpt.GPT:
+    """Inside a block activations are sharded over `x`, between blocks over `y`."""
     model = GPT.model()
     for block in model.blocks:
         block.attention.qkv = _Product(block.attention.qkv, x, y)
@@ -48,35 +48,35 @@ def _cut(x: Any, y: Any) -> gpt.GPT:
 
 
 class _Product(nn.Module):
-    """Outputs are dealt out over one axis and inputs over the other: partial sums meet there, and gradients of the input here."""
+    """Outputs are sharded over one axis and inputs over the other: partial sums are reduced over the latter, input gradients over the former."""
 
-    def __init__(self, whole: nn.Linear, outputs: Any, inputs: Any) -> None:
+    def __init__(self, linear: nn.Linear, outputs: Any, inputs: Any) -> None:
         super().__init__()
         self.outputs, self.inputs = outputs, inputs
-        self.weight = nn.Parameter(piece(piece(whole.weight, 0, outputs), 1, inputs).clone())
-        self.bias = nn.Parameter(piece(whole.bias, 0, outputs).clone())
+        self.weight = nn.Parameter(shard_of(shard_of(linear.weight, 0, outputs), 1, inputs).clone())
+        self.bias = nn.Parameter(shard_of(linear.bias, 0, outputs).clone())
 
     def forward(self, x: Tensor) -> Tensor:
         return Reduce.apply(F.linear(Copy.apply(x, self.outputs), self.weight), self.inputs) + self.bias  # type: ignore[no-any-return]
 
 
 class _Table(nn.Module):
-    """Rows over one axis, features over the other; what a rank does not hold adds nothing."""
+    """Rows over one axis, features over the other; rows that a rank does not hold count as zeros."""
 
-    def __init__(self, whole: nn.Embedding, rows: Any, features: Any) -> None:
+    def __init__(self, table: nn.Embedding, rows: Any, features: Any) -> None:
         super().__init__()
         self.rows = rows
-        self.weight = nn.Parameter(piece(piece(whole.weight, 0, rows), 1, features).clone())
+        self.weight = nn.Parameter(shard_of(shard_of(table.weight, 0, rows), 1, features).clone())
         self.first = dist.get_rank(rows) * self.weight.shape[0]
 
     def forward(self, tokens: Tensor) -> Tensor:
-        mine = (tokens >= self.first) & (tokens < self.first + self.weight.shape[0])
-        found = F.embedding(torch.where(mine, tokens - self.first, 0), self.weight)
-        return Reduce.apply(found * mine.unsqueeze(-1).to(found.dtype), self.rows)  # type: ignore[no-any-return]
+        is_local = (tokens >= self.first) & (tokens < self.first + self.weight.shape[0])
+        vectors = F.embedding(torch.where(is_local, tokens - self.first, 0), self.weight)
+        return Reduce.apply(vectors * is_local.unsqueeze(-1).to(vectors.dtype), self.rows)  # type: ignore[no-any-return]
 
 
 class _Head(nn.Module):
-    """The tied table as a matrix; the pieces of the vocabulary are gathered."""
+    """The tied table as a matrix; logits are gathered over the vocabulary."""
 
     def __init__(self, table: _Table, vocabulary: Any, features: Any) -> None:
         super().__init__()
@@ -92,20 +92,20 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
         ctx.group = group
         world = dist.get_world_size(group)
-        every = x.new_empty((world * x.shape[0], *x.shape[1:]))
-        dist.all_gather_into_tensor(every, x, group=group)
-        return torch.cat(every.chunk(world), -1)
+        gathered = x.new_empty((world * x.shape[0], *x.shape[1:]))
+        dist.all_gather_into_tensor(gathered, x, group=group)
+        return torch.cat(gathered.chunk(world), -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return piece(grad, -1, ctx.group).contiguous(), None
+        return shard_of(grad, -1, ctx.group).contiguous(), None
 
 
 class _Norm(nn.Module):
     def __init__(self, whole: nn.LayerNorm, group: Any) -> None:
         super().__init__()
         self.group, self.eps = group, whole.eps
-        self.weight, self.bias = (nn.Parameter(piece(p, 0, group).clone()) for p in (whole.weight, whole.bias))
+        self.weight, self.bias = (nn.Parameter(shard_of(p, 0, group).clone()) for p in (whole.weight, whole.bias))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.addcmul(self.bias, _Normalise.apply(x, self.eps, self.group), self.weight)

@@ -1,4 +1,4 @@
-"""The engine that every block holds against its hand-written one: the module as it is, and a plan found in its dataflow."""
+"""Meshwright's engine of every block: the unchanged module, and a plan derived from its dataflow."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ class Job:
     samples: int  # of one rank
 
     def plan(self, mesh: Mesh, *, micro: int = 1, units: tuple[str, ...] = (), placements: Mapping[str, str] | None = None) -> Plan:
-        """With the cuts that the planner finds; units are cut over the shard axis."""
+        """With the planner's policies; ZeRO-3 shards `units` over the shard axis."""
         model = self.build()
         flow, profile = (trace(model, self.loss, self.example) for trace in (trace_module_dataflow, _profile))
         none = TensorPolicy(), TensorPolicy()
         tensor = choose_tensor_grid(flow, mesh.tp, placements, profile.layer_names if mesh.pp > 1 else ()) if mesh.degree("tp") > 1 else none
         (first, second), context, spatial = choose_cp_policies(mesh, flow, tensor, "fp32")
-        owners = choose_expert_parallel(flow, mesh.ep) if mesh.ep > 1 else ExpertPolicy()
+        expert = choose_expert_parallel(flow, mesh.ep) if mesh.ep > 1 else ExpertPolicy()
         stages = cut_stages(flow, profile, mesh.pp, first, second) if mesh.pp > 1 else ()
         memory = MemoryPolicy(zero=3, units=units) if mesh.shard > 1 else MemoryPolicy()
-        shared: dict[str, Any] = {"tensor": first, "tensor_y": second, "context": context, "spatial": spatial, "expert": owners}
-        return Plan("bench", self.samples * mesh.data_parallel_size, mesh, micro, stages, memory=memory, **shared)
+        policies: dict[str, Any] = {"tensor": first, "tensor_y": second, "context": context, "spatial": spatial, "expert": expert}
+        return Plan("bench", self.samples * mesh.data_parallel_size, mesh, micro, stages, memory=memory, **policies)
 
     def engines(self, block: str, by_hand: Callable[[], Step], plan: Plan, overlaps: tuple[Overlap, ...]) -> Iterator[Engine]:
-        """By hand, the same again, Meshwright with everything overlapped that may be, and without each of `overlaps` and all of them."""
+        """By hand, the same again, Meshwright with all overlap, and without each of `overlaps` and without all of them."""
         yield Engine("by hand", block, by_hand())
         yield Engine("by hand, again", block, by_hand())
         yield Engine("Meshwright", block, self.run(plan), ours=True)
         for left_out in overlaps if len(overlaps) > 1 else ():
-            kept = tuple(o for o in OVERLAPS if o != left_out)
-            yield Engine(f"Meshwright, all but {left_out}", block, self.run(_overlapping(plan, kept)), ours=True)
+            overlap = tuple(o for o in OVERLAPS if o != left_out)
+            yield Engine(f"Meshwright, all but {left_out}", block, self.run(_overlapping(plan, overlap)), ours=True)
         if overlaps:
             yield Engine("Meshwright, no overlap", block, self.run(_overlapping(plan, ())), ours=True)
 

@@ -1,4 +1,4 @@
-"""Embedding tables at owners: indices travel to the rank that has the table, rows travel back; the perceptrons are replicas."""
+"""Table-wise sharded embedding tables: indices are sent to the rank that holds the table, rows are sent back; the perceptrons are replicated."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _SAMPLES = 2048
 def tables(block: str, rank: int, world: int) -> Trial:
     job = Job(_dlrm, click_loss, _data(0, 0), _SAMPLES)
     plan = job.plan(Mesh(ep=world))
-    owners = [table.ep_rank for table in plan.expert.tables]  # by hand the same rank has a table
-    return Trial(list(job.engines(block, lambda: _owned(owners), plan, ("gradients",))), lambda number: _data(rank, number))
+    owners = [table.ep_rank for table in plan.expert.tables]  # by hand, tables are on the same ranks
+    return Trial(list(job.engines(block, lambda: _sharded_tables(owners), plan, ("gradients",))), lambda number: _data(rank, number))
 
 
 def _dlrm() -> DLRM:
@@ -33,23 +33,23 @@ def _dlrm() -> DLRM:
 
 
 def _data(rank: int, number: int) -> Batch:
-    made = torch.Generator().manual_seed(1_000_003 * number + rank)
-    dense, label = torch.randn(_SAMPLES, _CONFIG.dense, generator=made), torch.randint(0, 2, (_SAMPLES,), generator=made)
-    return {"dense": dense, "label": label, "sparse": torch.randint(0, _CONFIG.rows, (_SAMPLES, _CONFIG.tables), generator=made)}
+    generator = torch.Generator().manual_seed(1_000_003 * number + rank)
+    dense, label = torch.randn(_SAMPLES, _CONFIG.dense, generator=generator), torch.randint(0, 2, (_SAMPLES,), generator=generator)
+    return {"dense": dense, "label": label, "sparse": torch.randint(0, _CONFIG.rows, (_SAMPLES, _CONFIG.tables), generator=generator)}
 
 
-def _owned(owners: list[int]) -> Step:
-    """As for experts, what is owned is no replica's, and its gradient is divided by the ranks."""
-    model, world = _Owned(_dlrm(), owners), dist.get_world_size()
-    held = {name: p for name, p in model.named_parameters() if name.startswith("tables.")}
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(held))
+def _sharded_tables(owners: list[int]) -> Step:
+    """As for experts: DDP ignores the sharded tables, and their gradients are divided by the number of ranks."""
+    model, world = _ShardedTables(_dlrm(), owners), dist.get_world_size()
+    local = {name: p for name, p in model.named_parameters() if name.startswith("tables.")}
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(local))
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = optimizer_of(replica)
 
     def step(batch: Batch) -> Tensor:
         loss = click_loss(replica, batch)
         loss.backward()
-        torch._foreach_mul_([p.grad for p in held.values() if p.grad is not None], 1.0 / world)
+        torch._foreach_mul_([p.grad for p in local.values() if p.grad is not None], 1.0 / world)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -57,15 +57,15 @@ def _owned(owners: list[int]) -> Step:
     return step
 
 
-class _Owned(nn.Module):
-    def __init__(self, whole: DLRM, owners: list[int]) -> None:
+class _ShardedTables(nn.Module):
+    def __init__(self, dlrm: DLRM, owners: list[int]) -> None:
         super().__init__()
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.by_owner = sorted(range(len(owners)), key=lambda table: owners[table])  # tables in the order in which indices travel
-        self.places = [self.by_owner.index(table) for table in range(len(owners))]
+        self.by_owner = sorted(range(len(owners)), key=lambda table: owners[table])  # tables in the order in which indices are sent
+        self.indices = [self.by_owner.index(table) for table in range(len(owners))]
         self.numbers = [owners.count(rank) for rank in range(self.world)]
-        self.tables = nn.ModuleList(table for table, owner in zip(whole.tables, owners, strict=True) if owner == self.rank)
-        self.bottom, self.top, self.interact = whole.bottom, whole.top, whole._pairwise_interaction
+        self.tables = nn.ModuleList(table for table, owner in zip(dlrm.tables, owners, strict=True) if owner == self.rank)
+        self.bottom, self.top, self.interact = dlrm.bottom, dlrm.top, dlrm._pairwise_interaction
 
     def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
         bottom = self.bottom(dense)
@@ -74,27 +74,27 @@ class _Owned(nn.Module):
         return top.squeeze(1)
 
     def _rows(self, sparse: Tensor) -> list[Tensor]:
-        asked = sparse.t()[self.by_owner].contiguous()
-        mine = self.numbers[self.rank]
-        there = asked.new_empty((self.world * mine, asked.shape[1]))
-        dist.all_to_all_single(there, asked, [mine] * self.world, self.numbers)
-        found = [table(part.contiguous()) for table, part in zip(self.tables, there.view(self.world, mine, -1).unbind(1), strict=True)]
-        home = _Home.apply(torch.stack(found, 1).flatten(0, 1), self.numbers, mine)
-        return [home[place] for place in self.places]
+        to_send = sparse.t()[self.by_owner].contiguous()
+        num_local = self.numbers[self.rank]
+        received = to_send.new_empty((self.world * num_local, to_send.shape[1]))
+        dist.all_to_all_single(received, to_send, [num_local] * self.world, self.numbers)
+        rows = [table(ids.contiguous()) for table, ids in zip(self.tables, received.view(self.world, num_local, -1).unbind(1), strict=True)]
+        returned = _ReturnRows.apply(torch.stack(rows, 1).flatten(0, 1), self.numbers, num_local)
+        return [returned[i] for i in self.indices]
 
 
-class _Home(torch.autograd.Function):
-    """Every rank's rows, table by table, go back to it."""
+class _ReturnRows(torch.autograd.Function):
+    """Sends each rank's rows back to it, table by table."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, numbers: list[int], mine: int) -> Tensor:
-        ctx.numbers, ctx.mine = numbers, mine
+    def forward(ctx: Any, rows: Tensor, numbers: list[int], num_local: int) -> Tensor:
+        ctx.numbers, ctx.num_local = numbers, num_local
         out = rows.new_empty((sum(numbers), *rows.shape[1:]))
-        dist.all_to_all_single(out, rows, numbers, [mine] * len(numbers))
+        dist.all_to_all_single(out, rows, numbers, [num_local] * len(numbers))
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        out = grad.new_empty((len(ctx.numbers) * ctx.mine, *grad.shape[1:]))
-        dist.all_to_all_single(out, grad.contiguous(), [ctx.mine] * len(ctx.numbers), ctx.numbers)
+        out = grad.new_empty((len(ctx.numbers) * ctx.num_local, *grad.shape[1:]))
+        dist.all_to_all_single(out, grad.contiguous(), [ctx.num_local] * len(ctx.numbers), ctx.numbers)
         return out, None, None

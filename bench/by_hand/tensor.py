@@ -20,7 +20,7 @@ from meshwright.core.mesh import Mesh
 from meshwright.zoo import gpt
 from rounds import Trial
 
-_WHOLE = {"embedding": "whole", "head": "whole"}  # as by hand
+_REPLICATED = {"embedding": "replicate", "head": "replicate"}  # as by hand
 
 
 def line(block: str, rank: int, world: int) -> Trial:
@@ -30,7 +30,7 @@ def line(block: str, rank: int, world: int) -> Trial:
         model = _cut(GPT, None)
         return by_hand(model, optimizer_of(model))
 
-    engines = job.engines(block, cut, job.plan(Mesh(tp=(world,)), placements=_WHOLE), ("inputs",))
+    engines = job.engines(block, cut, job.plan(Mesh(tp=(world,)), placements=_REPLICATED), ("inputs",))
     return Trial(list(engines), lambda number: GPT.data(0, number))
 
 
@@ -41,7 +41,7 @@ def hybrid(block: str, rank: int, world: int) -> Trial:
         model = DistributedDataParallel(_cut(SMALL, mesh.get_group("tp")), process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)
         return by_hand(model, optimizer_of(model))
 
-    engines = job.engines(block, replicate, job.plan(Mesh(dp=2, tp=(2,)), placements=_WHOLE), ("gradients", "inputs"))
+    engines = job.engines(block, replicate, job.plan(Mesh(dp=2, tp=(2,)), placements=_REPLICATED), ("gradients", "inputs"))
     return Trial(list(engines), lambda number: SMALL.data(rank // 2, number))
 
 
@@ -54,7 +54,7 @@ def depth(block: str, rank: int, world: int) -> Trial:
             fully_shard(part, mesh=mesh["shard"], reshard_after_forward=True)
         return by_hand(model, optimizer_of(model))
 
-    plan = job.plan(Mesh(tp=(2, 1, 2)).canonical(), units=units_of(SMALL), placements=_WHOLE)
+    plan = job.plan(Mesh(tp=(2, 1, 2)).canonical(), units=units_of(SMALL), placements=_REPLICATED)
     engines = job.engines(block, shard, plan, ("inputs", "gathers", "scatters"))
     return Trial(list(engines), lambda number: SMALL.data(rank // 2, number))
 
@@ -70,7 +70,7 @@ def _cut(case: Case, group: Any) -> gpt.GPT:
 
 
 class Copy(torch.autograd.Function):
-    """Whole going in; the gradients of the ranks' parts are summed."""
+    """Identity in forward; in backward the ranks' gradients are all-reduced."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -85,7 +85,7 @@ class Copy(torch.autograd.Function):
 
 
 class Reduce(torch.autograd.Function):
-    """Partial sums going in; the sum comes out."""
+    """All-reduces partial sums in forward; identity in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -98,7 +98,7 @@ class Reduce(torch.autograd.Function):
         return grad, None
 
 
-def piece(whole: Tensor, dim: int, group: Any) -> Tensor:
+def shard_of(whole: Tensor, dim: int, group: Any) -> Tensor:
     return whole.detach().chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
 
 
@@ -106,8 +106,8 @@ class Column(nn.Module):
     def __init__(self, whole: nn.Linear, group: Any) -> None:
         super().__init__()
         self.group = group
-        self.weight = nn.Parameter(piece(whole.weight, 0, group).clone())
-        self.bias = nn.Parameter(piece(whole.bias, 0, group).clone())
+        self.weight = nn.Parameter(shard_of(whole.weight, 0, group).clone())
+        self.bias = nn.Parameter(shard_of(whole.bias, 0, group).clone())
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(Copy.apply(x, self.group), self.weight, self.bias)
@@ -117,7 +117,7 @@ class Row(nn.Module):
     def __init__(self, whole: nn.Linear, group: Any) -> None:
         super().__init__()
         self.group = group
-        self.weight = nn.Parameter(piece(whole.weight, 1, group).clone())
+        self.weight = nn.Parameter(shard_of(whole.weight, 1, group).clone())
         self.bias = nn.Parameter(whole.bias.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:

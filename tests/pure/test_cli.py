@@ -383,7 +383,7 @@ def test_plan_shows_a_table_and_how_to_run_it(run: Tool) -> None:
 
 
 def test_a_flag_wins_over_set_which_wins_over_the_file(here: Path) -> None:
-    from meshwright.cli.common import make_config
+    from meshwright.cli.options import make_config
 
     (here / "c.json").write_text('{"steps": 1, "seed": 1, "global_batch": 1}')
     config = make_config(here / "c.json", ["seed=2", "global_batch=2"], global_batch=3, seq=None)

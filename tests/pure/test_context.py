@@ -227,7 +227,7 @@ def test_a_plan_keeps_it_names_it_and_says_it() -> None:
     assert from_data(Plan, to_data(plan), "plan") == plan
     assert plan.strategy == "context parallel 2 × data parallel"
     said = " ".join(describe_plan(plan))
-    assert "Each sequence of 64 positions is shared by 2 ranks, 32 each, one run from the front" in said
+    assert "Each sequence of 64 positions is split over 2 ranks, 32 each, one chunk from the front" in said
 
 
 def test_compilers_do_not_go_with_it() -> None:

@@ -156,10 +156,10 @@ def test_what_owners_do_not_go_with(changes: dict[str, Any], line: str) -> None:
 
 def test_owners_in_words() -> None:
     plan, _ = spread(MIXTURE, Mesh(ep=2), 8)
-    assert any("a rank holds 2 to 3 experts; all-to-alls take tokens" in line for line in describe_plan(plan))
+    assert any("a rank holds 2 to 3 experts; all-to-alls send tokens" in line for line in describe_plan(plan))
     assert ("experts and tables", "3 + 2 experts × 2", "on each of 2 ep ranks") in plan_setting_rows(plan)
     plan, _ = spread(TABLES, Mesh(ep=2), 8)
-    assert any("4 embedding tables are spread over 2 ep ranks" in line for line in describe_plan(plan))
+    assert any("4 embedding tables are distributed over 2 ep ranks" in line for line in describe_plan(plan))
 
 
 # -- what it costs --

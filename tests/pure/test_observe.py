@@ -26,21 +26,11 @@ from meshwright.core.event import Fault
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.serialization import write_json
-from meshwright.observe import (
-    Decision,
-    JsonlTail,
-    JsonlTails,
-    PlanCandidate,
-    Recorder,
-    RunFolder,
-    create_run_folder,
-    find_run_folder,
-    follow,
-    process_memory,
-    sinks,
-)
-from meshwright.observe.live_view import render_view
+from meshwright.observe import Recorder, RunFolder, create_run_folder, find_run_folder, follow, process_memory, sinks
+from meshwright.observe.jsonl_tail import JsonlTail, JsonlTails
+from meshwright.observe.live_frame import render_view
 from meshwright.observe.progress import ProgressTracker, sparkline
+from meshwright.observe.run_folder import Decision, PlanCandidate
 
 ESTIMATE = Estimate(0.1, {"forward": 0.1}, (1000,), {"parameters": 1000}, 80.0, True, "fits", 0.1)
 

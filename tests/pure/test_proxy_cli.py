@@ -32,10 +32,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 SIM = ("--backend", "sim", "--cluster", "ideal")
 MISTAKES: dict[str, tuple[list[str], str]] = {
-    "no name": ([], "which proxy? one of: gpt2, bert"),
+    "no name": ([], "the name of a proxy is missing: give one of gpt2, bert"),
     "name": (["gpt"], "unknown proxy 'gpt'"),
     "world": (["gpt3", "--nproc", "6"], "6 ranks are not a multiple of stages × shards = 96 × 4 = 384: use 384 ranks"),
-    "too many ranks": (["gpt3"], "gpt3 needs 384 ranks as asked: use fewer stages, shards or experts, --backend sim, or --nproc 384"),
+    "too many ranks": (["gpt3"], "gpt3 needs 384 ranks: use fewer stages, shards or experts, --backend sim, or --nproc 384"),
     "arguments": (["gpt3", "1", "2", "3"], "takes 2 arguments (STAGES SCALE), 3 are given"),
     "not a number": (["gpt2", "many"], "layers 'many' is not a whole number"),
     "key": (["gpt3", "--set", "shrads=2"], "did you mean 'shards'?"),

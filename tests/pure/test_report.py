@@ -18,9 +18,10 @@ from meshwright.core.estimate import Estimate
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import MemoryPolicy, Plan
 from meshwright.core.serialization import to_data, write_json
-from meshwright.observe import Decision, PlanCandidate, RunFolder, write_report
+from meshwright.observe import RunFolder, write_report
 from meshwright.observe.charts import Chart, ReferenceLine, Series, downsample, line_chart, ticks
 from meshwright.observe.markup import Html, join, tag
+from meshwright.observe.run_folder import Decision, PlanCandidate
 
 BEGAN = 1_763_172_900.0
 STEPS = 150
@@ -168,7 +169,7 @@ def test_the_numbers_of_the_run_are_in_the_report(done: RunFolder) -> None:
     words = " ".join(page.text.split())
     for number in ("118 ms", "123 ms", "+4.6 %", "612 MB", "619 MB", "733 MB", "+21 %", "66,381", "29.6 %", "61.4 MB", "14.9 ms", "4.60 GB"):
         assert number in words, number
-    for phrase in ("state are cut over 4 ranks", "Second is data parallel at 124 ms", "ARM Neoverse-V2", "ui.perfetto.dev", "9f2c41d07e", "done"):
+    for phrase in ("state are sharded over 4 ranks", "Second is data parallel at 124 ms", "ARM Neoverse-V2", "ui.perfetto.dev", "9f2c41d07e", "done"):
         assert phrase in words, phrase
     losses = [r["loss"] for r in fake_metrics(STEPS) if "loss" in r]
     loss, step_time = page.charts()[:2]
@@ -216,7 +217,7 @@ def test_a_survived_fault_is_told_but_does_not_lead(done: RunFolder) -> None:
     write_json(done.path / "result.json", result)
     page = page_of(done)
     assert ("span", "class", "badge done") in page.attributes
-    assert "1 fault on the way" in page.text and "rank 3: killed by SIGKILL" in page.text
+    assert "1 fault during the run" in page.text and "rank 3: killed by SIGKILL" in page.text
 
 
 def test_a_stop_says_why(tmp_path: Path) -> None:
@@ -259,7 +260,7 @@ BROKEN = [("plan.json", '{"model": "x", "globl_batch": 3}'), ("estimate.json", "
 def test_a_broken_file_is_named_and_the_rest_is_told(done: RunFolder, name: str, text: str) -> None:
     (done.path / name).write_text(text)
     page = page_of(done)
-    assert "Could not be read" in page.text and name in page.text
+    assert "Files that could not be read" in page.text and name in page.text
     assert "2.044" in page.text
     assert ("span", "class", "badge done") in page.attributes
 

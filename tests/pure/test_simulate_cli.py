@@ -65,9 +65,9 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "jitter": (["gpt-tiny", *FILE, "--jitter", "-1"], "a share of each computation, from 0 to 1"),
     "file of faults": (["gpt-tiny", *FILE, "--disturb", "two.json"], "unknown key"),
     "scale": (["gpt-tiny", *FILE, "--scale", "8...16"], "write it like 8..4096 or 8,24,64"),
-    "weak alone": (["gpt-tiny", *FILE, "--weak"], "--weak says nothing without --scale"),
-    "restart alone": (["gpt-tiny", *FILE, "--restart", "5"], "--restart says nothing without --mtbf"),
-    "folder alone": (["gpt-tiny", *FILE, "-o", "study"], "-o says nothing without --scale or --mtbf"),
+    "weak alone": (["gpt-tiny", *FILE, "--weak"], "--weak has no effect without --scale"),
+    "restart alone": (["gpt-tiny", *FILE, "--restart", "5"], "--restart has no effect without --mtbf"),
+    "folder alone": (["gpt-tiny", *FILE, "-o", "study"], "-o has no effect without --scale or --mtbf"),
     "storage": (["gpt-tiny", *FILE, "--mtbf", "9", "--storage", "0"], "give bytes a second above 0"),
     "scale of a trace": (["gpt-tiny", *FILE, "--scale", "1..2", "--trace", "t.json"], "leave one of them out"),
     "mesh": (["gpt-tiny", *FILE, "--mesh", "dp=64"], "needs 64 devices"),
@@ -166,6 +166,6 @@ def test_every_example_of_the_help_runs(run: Tool) -> None:
 
     from meshwright.cli.simulate_command import simulate
 
-    for example in re.findall(r"Example: meshwright simulate (.+)", inspect.getdoc(simulate) or ""):
+    for example in re.findall(r"^ *meshwright simulate (.+)", inspect.getdoc(simulate) or "", re.M):
         code, out, err = run(*shlex.split(example))
         assert code == 0 and out, err

@@ -130,7 +130,7 @@ def test_cosmoflow_is_cut_as_published() -> None:
     plan = Plan("cosmoflow", 8, Mesh(cp=4), spatial=policy)
     assert from_data(Plan, to_data(plan), "plan") == plan
     assert plan.strategy == "spatial 1x2x2"
-    assert "blocks become whole after layers.4" in describe_plan(plan)[1]
+    assert "blocks are gathered after layers.4" in describe_plan(plan)[1]
     assert ("grid", "1x2x2") in [row[:2] for row in plan_setting_rows(plan)]
 
 

@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import sys
 
-if sys.version_info < (3, 11):  # noqa: UP036 - said here because nothing below would even parse everywhere
+if sys.version_info < (3, 11):  # noqa: UP036 - checked here because what follows may not even parse
     sys.exit(f"meshwright: Python {sys.version_info[0]}.{sys.version_info[1]} is too old: use Python 3.11 or newer")
 
 import atexit
 import difflib
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import typer
 
-from meshwright.cli import (
-    bench_command,
-    describe_command,
-    doctor_command,
-    plan_command,
-    proxy_command,
-    report_command,
-    simulate_command,
-    train_command,
-    watch_command,
-)
-from meshwright.cli.common import fail
+from meshwright.cli import bench_command, describe_command
+from meshwright.cli.console import fail
+from meshwright.cli.doctor_command import doctor
+from meshwright.cli.plan_command import plan
+from meshwright.cli.proxy_command import proxy
+from meshwright.cli.report_command import report
+from meshwright.cli.simulate_command import simulate
+from meshwright.cli.train_command import train
+from meshwright.cli.watch_command import watch
 from meshwright.core.errors import MeshwrightError, unknown_name_error
 
 app = typer.Typer(
     name="meshwright",
-    help="Plan, run and explain the training of any PyTorch model on whatever machines there are.\n\nStart with: meshwright train",
+    help="Plan, run and explain the training of any PyTorch model on one machine or a cluster.\n\nStart with: meshwright train",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -38,18 +36,14 @@ app = typer.Typer(
 )
 app.add_typer(describe_command.app, name="describe")
 app.add_typer(bench_command.app, name="bench")
-app.command("plan")(plan_command.plan)
-app.command("train", context_settings={"ignore_unknown_options": False, "allow_interspersed_args": True})(train_command.train)
-app.command("proxy")(proxy_command.proxy)
-app.command("simulate")(simulate_command.simulate)
-app.command("report")(report_command.report)
-app.command("watch")(watch_command.watch)
-app.command("doctor")(doctor_command.doctor)
+_VERBS: tuple[Callable[..., None], ...] = (plan, train, proxy, simulate, report, watch, doctor)
+for verb in _VERBS:
+    app.command()(verb)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run one command line and exit: 0 done, 1 the run failed, 2 the request was wrong, 130 interrupted."""
-    atexit.register(gc.freeze)  # the collector does not look through all of torch once more at exit
+    atexit.register(gc.freeze)  # no garbage collection of all of torch's objects at exit
     command = typer.main.get_command(app)
     try:
         code = command.main(args=arguments, prog_name="meshwright", standalone_mode=False)
@@ -63,14 +57,14 @@ def main(arguments: list[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "numpy", "pydantic"):
             raise
-        wanted = "'torch>=2.11,<2.15'" if error.name == "torch" else error.name
-        fail(f"{error.name} is not installed: pip install {wanted}", 2)
+        requirement = "'torch>=2.11,<2.15'" if error.name == "torch" else error.name
+        fail(f"{error.name} is not installed: pip install {requirement}", 2)
     except BrokenPipeError:
         sys.exit(0)
     except OSError as error:
         if error.filename is None:
             raise
-        fail(f"{error.filename}: {(error.strerror or 'cannot be used').lower()}: choose another place", 2)
+        fail(f"{error.filename}: {(error.strerror or 'cannot be used').lower()}: choose another path", 2)
     except Exception as error:
         # Typer's usage errors, by name: which module defines them depends on typer's version.
         kinds = {kind.__name__ for kind in type(error).__mro__}

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from meshwright.cli.common import JsonFlag, print_json
+from meshwright.cli import options
+from meshwright.cli.console import print_json
 
 
-def report(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, its name below --run-dir, or 'last'.")] = "last",
-    run_dir: Annotated[str, typer.Option("--run-dir", help="Folder that holds runs.")] = "runs",
-    as_json: JsonFlag = False,
-) -> None:
+def report(run: options.Run = "last", run_dir: options.RunDir = "runs", as_json: options.Json = False) -> None:
     """Write report.html for a run, finished or not, and print its path.
 
     Example: meshwright report last

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from meshwright.cli.common import stdout
+from meshwright.cli import options
+from meshwright.cli.console import stdout
 
 
-def watch(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, its name below --run-dir, or 'last'.")] = "last",
-    run_dir: Annotated[str, typer.Option("--run-dir", help="Folder that holds runs.")] = "runs",
-) -> None:
-    """Follow a run until it ends. Ctrl-C stops watching, not the run.
+def watch(run: options.Run = "last", run_dir: options.RunDir = "runs") -> None:
+    """Show the progress of a run until it ends. Ctrl-C ends the view, not the run.
 
     Example: meshwright watch last
     """

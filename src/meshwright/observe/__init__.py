@@ -1,27 +1,16 @@
 """Level 1, the Monitoring Subsystem: a run writes its folder with `Recorder`; views and reports read it with `RunFolder`."""
 
-from meshwright.observe.jsonl_tail import JsonlTail, JsonlTails
 from meshwright.observe.live_view import follow
 from meshwright.observe.process_memory import peak_resident_bytes, reset_peak_resident, resident_bytes
 from meshwright.observe.recorder import Recorder
 from meshwright.observe.report import write_report
-from meshwright.observe.run_folder import Decision, PlanCandidate, RunFolder, create_run_folder, find_run_folder
-from meshwright.observe.run_status import RunStatus
-from meshwright.observe.sinks import JsonlSink, MetricsSink, PrometheusSink, TensorBoardSink, open_sinks
+from meshwright.observe.run_folder import RunFolder, create_run_folder, find_run_folder
+from meshwright.observe.sinks import open_sinks
 from meshwright.observe.step_lines import follow_step_lines
 
 __all__ = [
-    "Decision",
-    "JsonlSink",
-    "JsonlTail",
-    "JsonlTails",
-    "MetricsSink",
-    "PlanCandidate",
-    "PrometheusSink",
     "Recorder",
     "RunFolder",
-    "RunStatus",
-    "TensorBoardSink",
     "create_run_folder",
     "find_run_folder",
     "follow",

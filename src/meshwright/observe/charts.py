@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.observe import formatting
+from meshwright.observe.formatting import DASH, finite_or_none, format_percent, format_signed_percent, relative_error
 from meshwright.observe.markup import Html, join, tag
 
 WIDTH, HEIGHT = 560.0, 250.0
@@ -61,50 +61,41 @@ class _PlotArea:
         return LEFT + (step - self.x0) / (self.x1 - self.x0) * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        share = (min(max(value, self.y0), self.y1) - self.y0) / (self.y1 - self.y0)
-        return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+        fraction = (min(max(value, self.y0), self.y1) - self.y0) / (self.y1 - self.y0)
+        return HEIGHT - BOTTOM - fraction * (HEIGHT - TOP - BOTTOM)
 
 
 def line_chart(chart: Chart) -> Html:
     """A figure with title, legend, curves and, for values that could not be drawn, a note."""
-    drawn = [s for s in chart.series if any(math.isfinite(v) for _, v in s.points)]
+    visible = [s for s in chart.series if any(math.isfinite(v) for _, v in s.points)]
     title = tag("span", chart.title, class_="title")
-    if not drawn:
-        bad = any(s.points for s in chart.series)
-        text = "No finite value was recorded." if bad else "Nothing was recorded."
+    if not visible:
+        text = "No finite value was recorded." if any(s.points for s in chart.series) else "Nothing was recorded."
         return tag("figure", tag("figcaption", title), tag("p", text, class_="empty"), class_="chart")
-    frame, clipped = _make_plot_area(chart, drawn)
-    thin = [Series(s.name, downsample(s.points), s.colour, s.dots) for s in drawn]
-    legend = [_legend_entry(s.name, f"c{s.colour}{' dot' if s.dots else ''}") for s in thin if s.name != chart.title.lower()]
-    legend += [_legend_entry(chart.reference.name, "dash")] if chart.reference else []
-    layers = [
-        _draw_grid(chart, frame),
-        *(_draw_curve(s, frame) for s in thin),
-        *([_draw_reference(chart.reference, frame)] if chart.reference else []),
-    ]
-    hover = tag("g", tag("line", class_="cross", y1=TOP, y2=HEIGHT - BOTTOM), class_="hover")
-    label = f"{chart.title} by step"
-    svg = tag(
-        "svg", *layers, hover, viewBox=f"0 0 {WIDTH:.0f} {HEIGHT:.0f}", role="img", aria_label=label, data_chart=_hover_data(chart, thin, frame)
-    )
-    return tag("figure", tag("figcaption", title, tag("span", *legend, class_="legend")), svg, _notes(chart, drawn, clipped), class_="chart")
+    area, clipped = _make_plot_area(chart, visible)
+    sampled = [replace(s, points=downsample(s.points)) for s in visible]
+    legend = [_legend_entry(s.name, f"c{s.colour}{' dot' if s.dots else ''}") for s in sampled if s.name != chart.title.lower()]
+    layers = [_draw_grid(chart, area), *(_draw_curve(s, area) for s in sampled)]
+    if chart.reference:
+        legend.append(_legend_entry(chart.reference.name, "dash"))
+        layers.append(_draw_reference(chart.reference, area))
+    layers.append(tag("g", tag("line", class_="cross", y1=TOP, y2=HEIGHT - BOTTOM), class_="hover"))
+    box, label = f"0 0 {WIDTH:.0f} {HEIGHT:.0f}", f"{chart.title} by step"
+    svg = tag("svg", *layers, viewBox=box, role="img", aria_label=label, data_chart=_hover_data(chart, sampled, area))
+    return tag("figure", tag("figcaption", title, tag("span", *legend, class_="legend")), svg, _notes(chart, visible, clipped), class_="chart")
 
 
 def downsample(points: Sequence[ChartPoint], max_points: int = MAX_POINTS) -> list[ChartPoint]:
     """At most about `max_points` points, keeping the lowest and highest of each interval so that no spike is lost."""
     if len(points) <= max_points:
         return list(points)
-    kept: list[ChartPoint] = []
-    stretches = max(max_points // 2, 1)
-    for i in range(stretches):
-        part = points[i * len(points) // stretches : (i + 1) * len(points) // stretches]
-        good = [p for p in part if math.isfinite(p[1])]
-        if not good:
-            kept.append(part[0])
-            continue
-        ends = {min(good, key=lambda p: p[1]), max(good, key=lambda p: p[1])}
-        kept += sorted(ends)
-    return kept
+    sampled: list[ChartPoint] = []
+    count = max(max_points // 2, 1)
+    for i in range(count):
+        interval = points[i * len(points) // count : (i + 1) * len(points) // count]
+        finite = [p for p in interval if math.isfinite(p[1])] or interval[:1]
+        sampled += sorted({min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])})
+    return sampled
 
 
 def ticks(low: float, high: float, count: int, integers_only: bool = False) -> list[float]:
@@ -119,62 +110,58 @@ def ticks(low: float, high: float, count: int, integers_only: bool = False) -> l
 
 def stacked_bar(parts: Mapping[str, float], format_value: Callable[[float], str]) -> Html:
     """One bar split into its parts, with the numbers in a legend. Parts of zero appear in the legend only."""
-    known = {name: max(formatting.finite_or_none(value) or 0.0, 0.0) for name, value in parts.items()}
-    total = sum(known.values())
+    values = {name: max(finite_or_none(value) or 0.0, 0.0) for name, value in parts.items()}
+    total = sum(values.values())
     if total <= 0:
-        return tag("p", "Nothing is known about it.", class_="empty")
-    pieces, keys = [], []
-    for i, (name, value) in enumerate(known.items()):
-        share = value / total
-        text = f"{name}: {format_value(value)} ({formatting.format_percent(share)})"
+        return tag("p", "No values are known.", class_="empty")
+    segments, legend = [], []
+    for i, (name, value) in enumerate(values.items()):
+        colour, shown, percent = f"c{i % 6 + 1}", format_value(value), format_percent(value / total)
         if value > 0:
-            pieces.append(tag("span", class_=f"c{i % 6 + 1}", style=f"flex-grow:{share:.5f}", title=text))
-        keys.append(
-            tag("li", _legend_entry(name, f"c{i % 6 + 1} box"), tag("b", format_value(value)), tag("small", formatting.format_percent(share)))
-        )
-    return join([tag("div", *pieces, class_="stack", role="img", aria_label="parts of the whole"), tag("ul", *keys, class_="parts")])
+            segments.append(tag("span", class_=colour, style=f"flex-grow:{value / total:.5f}", title=f"{name}: {shown} ({percent})"))
+        legend.append(tag("li", _legend_entry(name, f"{colour} box"), tag("b", shown), tag("small", percent)))
+    return join([tag("div", *segments, class_="stack", role="img", aria_label="parts of the total"), tag("ul", *legend, class_="parts")])
 
 
 def paired_bars(rows: Sequence[tuple[str, float | None, float | None]], format_value: Callable[[Any], str], tolerance: float) -> Html:
     """(label, predicted, measured) as two bars one above the other, with the relative difference."""
-    top = max((v for _, *pair in rows for v in pair if v is not None), default=0.0) or 1.0
-    return tag("div", *(_bar_pair(label, predicted, measured, format_value, top, tolerance) for label, predicted, measured in rows), class_="pairs")
+    longest = max((v for _, *pair in rows for v in pair if v is not None), default=0.0) or 1.0
+
+    def bar(kind: str, value: float | None) -> Html:
+        filled = tag("i", class_=kind, style=f"width:{0.0 if value is None else 100 * value / longest:.2f}%")
+        return tag("div", tag("span", kind, class_="what"), tag("span", filled, class_="track"), tag("b", format_value(value)), class_="bar")
+
+    def pair(label: str, predicted: float | None, measured: float | None) -> Html:
+        heading = tag("h4", label, difference_chip(measured, predicted, tolerance))
+        return tag("div", heading, bar("predicted", predicted), bar("measured", measured), class_="pair")
+
+    return tag("div", *(pair(*row) for row in rows), class_="pairs")
 
 
 def difference_chip(measured: float | None, predicted: float | None, tolerance: float) -> Html:
     """'+4.2 %' in a colour: within the stated error, within twice that, or beyond."""
-    off = formatting.relative_error(measured, predicted)
-    if off is None:
-        return tag("span", formatting.DASH, class_="chip")
-    grade = "good" if abs(off) <= tolerance else "fair" if abs(off) <= 2 * tolerance else "poor"
-    return tag("span", formatting.format_signed_percent(off), class_=f"chip {grade}", title="measured against predicted")
+    error = relative_error(measured, predicted)
+    if error is None:
+        return tag("span", DASH, class_="chip")
+    grade = "good" if abs(error) <= tolerance else "fair" if abs(error) <= 2 * tolerance else "poor"
+    return tag("span", format_signed_percent(error), class_=f"chip {grade}", title="measured relative to predicted")
 
 
-def _bar_pair(label: str, predicted: float | None, measured: float | None, format_value: Callable[[Any], str], top: float, tolerance: float) -> Html:
-    def bar(kind: str, value: float | None) -> Html:
-        width = 0.0 if value is None else 100 * value / top
-        filled = tag("i", class_=kind, style=f"width:{width:.2f}%")
-        return tag("div", tag("span", kind, class_="what"), tag("span", filled, class_="track"), tag("b", format_value(value)), class_="bar")
-
-    heading = tag("h4", label, difference_chip(measured, predicted, tolerance))
-    return tag("div", heading, bar("predicted", predicted), bar("measured", measured), class_="pair")
-
-
-def _make_plot_area(chart: Chart, visible_series: Sequence[Series]) -> tuple[_PlotArea, bool]:
-    values = sorted(v for s in visible_series for _, v in s.points if math.isfinite(v))
-    steps = [x for s in visible_series for x, _ in s.points]
+def _make_plot_area(chart: Chart, visible: Sequence[Series]) -> tuple[_PlotArea, bool]:
+    values = sorted(v for s in visible for _, v in s.points if math.isfinite(v))
+    steps = [x for s in visible for x, _ in s.points]
     low, high = values[0], values[-1]
-    usual = values[int(0.95 * (len(values) - 1))]
+    p95 = values[int(0.95 * (len(values) - 1))]
     # One warm-up step ten times as long as the rest would flatten the curve: clip it at the edge and add a note.
-    clipped = len(values) >= 8 and usual > 0 and high > 3 * usual
-    high = 1.3 * usual if clipped else high
-    if chart.reference:
-        low, high = min(low, chart.reference.value * (1 - chart.reference.error)), max(high, chart.reference.value * (1 + chart.reference.error))
+    clipped = len(values) >= 8 and p95 > 0 and high > 3 * p95
+    high = 1.3 * p95 if clipped else high
+    if line := chart.reference:
+        low, high = min(low, line.value * (1 - line.error)), max(high, line.value * (1 + line.error))
     low = min(low, 0.0) if chart.from_zero else low
-    room = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
-    bottom = low if chart.from_zero and low == 0 else low - room
-    x0, x1 = min(steps), max(steps)
-    return _PlotArea(x0 - (0.5 if x0 == x1 else 0), x1 + (0.5 if x0 == x1 else 0), bottom, high + room), clipped
+    margin = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
+    bottom = low if chart.from_zero and low == 0 else low - margin
+    widen = 0.5 if min(steps) == max(steps) else 0
+    return _PlotArea(min(steps) - widen, max(steps) + widen, bottom, high + margin), clipped
 
 
 def _draw_grid(chart: Chart, area: _PlotArea) -> Html:
@@ -207,9 +194,8 @@ def _draw_curve(series: Series, area: _PlotArea) -> Html:
         else:
             runs.append([])
     parts = [tag("polyline", points=" ".join(run)) for run in runs if len(run) > 1]
-    alone = {run[0] for run in runs if len(run) == 1}  # a line needs two points: a single one between gaps is drawn as a dot
-    every = [p for run in runs for p in run]
-    for point in every if series.dots else sorted(alone):
+    # A line needs two points: a single one between gaps is drawn as a dot.
+    for point in (p for run in runs if series.dots or len(run) == 1 for p in run):
         x, _, y = point.partition(",")
         parts.append(tag("circle", cx=x, cy=y, r="4" if series.dots else "3"))
     return tag("g", *parts, class_=f"curve c{series.colour}")
@@ -220,24 +206,24 @@ def _hover_data(chart: Chart, series: Sequence[Series], area: _PlotArea) -> str:
     steps = sorted({x for s in series for x, _ in s.points})
     rows: list[dict[str, object]] = []
     for s in series:
-        at = dict(s.points)
-        values = [at.get(x) for x in steps]
+        by_step = dict(s.points)
+        values = [by_step.get(x) for x in steps]
         text = [None if v is None else chart.format_value(v) if math.isfinite(v) else str(v) for v in values]
-        place = [round(area.y(v), 1) if v is not None and math.isfinite(v) else None for v in values]
-        rows.append({"name": s.name, "colour": s.colour, "text": text, "y": place})
+        y = [round(area.y(v), 1) if v is not None and math.isfinite(v) else None for v in values]
+        rows.append({"name": s.name, "colour": s.colour, "text": text, "y": y})
     if chart.reference:
         rows.append({"name": chart.reference.name, "colour": 0, "text": chart.format_value(chart.reference.value)})
     return json.dumps({"step": [int(x) for x in steps], "x": [round(area.x(x), 1) for x in steps], "rows": rows}, separators=(",", ":"))
 
 
-def _notes(chart: Chart, visible_series: Sequence[Series], clipped: bool) -> Html:
-    said = []
+def _notes(chart: Chart, visible: Sequence[Series], clipped: bool) -> Html:
+    notes = []
     if clipped:
-        step, high = max((p for s in visible_series for p in s.points if math.isfinite(p[1])), key=lambda p: p[1])
-        said.append(f"Off the scale: {chart.format_value(high)} at step {step:,.0f}.")
-    bad = sum(not math.isfinite(v) for s in chart.series for _, v in s.points)
-    said += [f"{bad} value{'s' * (bad > 1)} not finite (gap{'s' * (bad > 1)})."] if bad else []
-    return tag("p", " ".join(said), class_="chart-note") if said else Html()
+        step, high = max((p for s in visible for p in s.points if math.isfinite(p[1])), key=lambda p: p[1])
+        notes.append(f"Off the scale: {chart.format_value(high)} at step {step:,.0f}.")
+    count = sum(not math.isfinite(v) for s in chart.series for _, v in s.points)
+    notes += [f"{count} value{'s' * (count > 1)} not finite (gap{'s' * (count > 1)})."] if count else []
+    return tag("p", " ".join(notes), class_="chart-note") if notes else Html()
 
 
 def _legend_entry(name: str, kind: str) -> Html:

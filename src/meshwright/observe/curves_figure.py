@@ -1,10 +1,10 @@
-"""Draws curves as one SVG file: panels side by side, linear or logarithmic axes, lines or dots, no library."""
+"""Draws curves as one SVG file: panels in rows, linear or logarithmic axes, lines or dots, no library."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from meshwright.observe.charts import ticks
 from meshwright.observe.markup import Html, join, tag
@@ -28,11 +28,13 @@ class Panel:
     log_x: bool = False
     log_y: bool = False
     dots: frozenset[str] = frozenset()
-    dashed: frozenset[str] = field(default_factory=frozenset)
+    dashed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class _PlotAxis:
+    """The range of values on an axis (of their logarithms if `log`), and the SVG coordinates of its ends."""
+
     low: float
     high: float
     log: bool
@@ -47,14 +49,21 @@ class _PlotAxis:
         if not self.log:
             return ticks(self.low, self.high, 5)
         powers = [10.0**p for p in range(math.floor(self.low), math.ceil(self.high) + 1)]
-        every = powers if len(powers) > 3 else sorted(p * m for p in powers for m in (1, 2, 5))
-        return [v for v in every if self.low - 1e-9 <= math.log10(v) <= self.high + 1e-9]
+        values = powers[:: len(powers) // 8 + 1] if len(powers) > 3 else sorted(p * m for p in powers for m in (1, 2, 5))
+        return [v for v in values if self.low - 1e-9 <= math.log10(v) <= self.high + 1e-9]
 
 
-def curves_figure(panels: Sequence[Panel], title: str) -> str:
-    width, height = len(panels) * _WIDTH, _HEIGHT + 36
+def curves_figure(panels: Sequence[Panel], title: str, columns: int | None = None, shared_axes: bool = False) -> str:
+    """The SVG text: the panels in rows of `columns` (all in one row by default); a curve's name has the same colour in all panels."""
+    columns = columns or len(panels)
+    width, height = columns * _WIDTH, math.ceil(len(panels) / columns) * _HEIGHT + 36
+    names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
+    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
     parts = [tag("style", Html(_STYLE)), tag("rect", width=width, height=height, fill="#fff"), tag("text", title, x=12, y=22, class_="t")]
-    parts += [tag("g", _draw_panel(panel), transform=f"translate({i * _WIDTH:.0f},36)") for i, panel in enumerate(panels)]
+    for i, panel in enumerate(panels):
+        points = [p for shown in (panels if shared_axes else [panel]) for curve in shown.curves.values() for p in curve]
+        shift = f"translate({i % columns * _WIDTH:.0f},{36 + i // columns * _HEIGHT:.0f})"
+        parts.append(tag("g", _draw_panel(panel, points, colours), transform=shift))
     svg = tag("svg", *parts, xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {width:.0f} {height:.0f}", role="img", aria_label=title)
     return f"{svg}\n"
 
@@ -64,12 +73,12 @@ def _make_axis(values: Sequence[float], log: bool, start: float, end: float, fro
     if log:
         low, high = math.log10(low), math.log10(high)
     low = min(low, 0.0) if from_zero and not log else low
-    room = 0.04 * (high - low) or 0.5
-    return _PlotAxis(low if from_zero and not log else low - room, high + room, log, start, end)
+    margin = 0.04 * (high - low) or 0.5
+    return _PlotAxis(low if from_zero and not log else low - margin, high + margin, log, start, end)
 
 
-def _draw_panel(panel: Panel) -> Html:
-    points = [p for curve in panel.curves.values() for p in curve]
+def _draw_panel(panel: Panel, points: Sequence[CurvePoint], colours: Mapping[str, str]) -> Html:
+    """The panel's axes, which cover `points`, and its curves. The legend is where few curves go: below those of logarithmic values, which rise."""
     x = _make_axis([p[0] for p in points], panel.log_x, _LEFT, _WIDTH - _RIGHT)
     y = _make_axis([p[1] for p in points], panel.log_y, _HEIGHT - _BOTTOM, _TOP, from_zero=True)
     parts = [tag("text", panel.title, x=_LEFT, y=16, class_="t")]
@@ -80,9 +89,10 @@ def _draw_panel(panel: Panel) -> Html:
         parts.append(tag("line", x1=x.position(value), x2=x.position(value), y1=_TOP, y2=_HEIGHT - _BOTTOM))
         parts.append(tag("text", panel.format_x(value), x=x.position(value), y=_HEIGHT - _BOTTOM + 16, text_anchor="middle"))
     parts.append(tag("text", panel.x_label, x=(_LEFT + _WIDTH - _RIGHT) / 2, y=_HEIGHT - 8, text_anchor="middle"))
+    top = _HEIGHT - _BOTTOM - 14 * len(panel.curves) if panel.log_y else _TOP + 14
     for i, (name, curve) in enumerate(panel.curves.items()):
-        colour = _COLOURS[i % len(_COLOURS)]
-        parts.append(tag("text", name, x=_WIDTH - _RIGHT - 4, y=_TOP + 14 + 14 * i, text_anchor="end", style=f"fill:{colour};font-weight:600"))
+        colour = colours[name]
+        parts.append(tag("text", name, x=_WIDTH - _RIGHT - 4, y=top + 14 * i, text_anchor="end", style=f"fill:{colour};font-weight:600"))
         parts.append(_draw_curve([(x.position(a), y.position(b)) for a, b in curve], colour, name in panel.dots, name in panel.dashed))
     return join(parts)
 

@@ -23,6 +23,11 @@ def format_seconds(value: Any) -> str:
     return DASH if number is None else "0 s" if number <= 0 else show_seconds(number)
 
 
+def format_whole_seconds(value: float) -> str:
+    """Format as whole seconds: decimals that change at every refresh only distract."""
+    return format_seconds(round(value)) if value >= 1 else f"{max(value, 0):.0f} s"
+
+
 def format_bytes(value: Any) -> str:
     number = finite_or_none(value)
     return DASH if number is None else re.sub(r"\.0+(?= )", "", show_bytes(number))  # 612 MB, not 612.0 MB
@@ -55,14 +60,10 @@ def format_percent(value: Any, digits: int = 0) -> str:
 def relative_error(measured: Any, predicted: Any) -> float | None:
     """(measured - predicted) / predicted, or None when either is unknown."""
     real, expected = finite_or_none(measured), finite_or_none(predicted)
-    if real is None or expected is None or expected <= 0:
-        return None
-    return (real - expected) / expected
+    return None if real is None or expected is None or expected <= 0 else (real - expected) / expected
 
 
 def format_signed_percent(value: Any) -> str:
     """0.042 → '+4.2 %'; beyond ±10 % without decimals."""
     number = finite_or_none(value)
-    if number is None:
-        return DASH
-    return f"{100 * number:+.1f} %".replace("-", "−") if abs(number) < 0.0995 else f"{100 * number:+.0f} %".replace("-", "−")
+    return DASH if number is None else f"{100 * number:+.{1 if abs(number) < 0.0995 else 0}f} %".replace("-", "−")

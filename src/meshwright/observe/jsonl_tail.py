@@ -10,7 +10,7 @@ from typing import Any
 JsonRecord = dict[str, Any]
 
 
-def parse_lines(data: bytes) -> Iterator[JsonRecord]:
+def _parse_lines(data: bytes) -> Iterator[JsonRecord]:
     """The JSON objects among complete lines. A line truncated by a killed writer is skipped: the others are still valid."""
     for line in data.splitlines():
         try:
@@ -25,30 +25,28 @@ class JsonlTail:
     """Reads one growing file. A partial last line stays unread until its newline is written."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._offset = 0
+        self._path, self._offset = path, 0
 
     def read(self) -> list[JsonRecord]:
         """Records written since the last call; empty if the file does not exist yet."""
         try:
-            with self.path.open("rb") as file:
+            with self._path.open("rb") as file:
                 if file.seek(0, 2) < self._offset:
                     self._offset = 0  # the file was replaced by a shorter one: read it from its beginning
                 file.seek(self._offset)
                 data = file.read()
         except OSError:
             return []
-        whole = data.rfind(b"\n") + 1
-        self._offset += whole
-        return list(parse_lines(data[:whole]))
+        complete = data.rfind(b"\n") + 1
+        self._offset += complete
+        return list(_parse_lines(data[:complete]))
 
 
 class JsonlTails:
     """Reads all files of a folder that match a pattern, including files that appear later."""
 
     def __init__(self, folder: Path, pattern: str) -> None:
-        self._folder = folder
-        self._pattern = pattern
+        self._folder, self._pattern = folder, pattern
         self._tails: dict[Path, JsonlTail] = {}
 
     def read(self) -> list[JsonRecord]:
@@ -61,6 +59,6 @@ class JsonlTails:
 def read_records(path: Path) -> list[JsonRecord]:
     """Every complete record of a file, including a last line without newline if it is complete JSON."""
     try:
-        return list(parse_lines(path.read_bytes()))
+        return list(_parse_lines(path.read_bytes()))
     except OSError:
         return []

@@ -1,4 +1,4 @@
-"""Builds HTML and SVG from functions, safe by default: a plain string is escaped, only `Html` is taken as markup."""
+"""Builds HTML and SVG from functions, safe by default: a plain string is escaped, only `Html` is inserted as markup."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ class Html(str):
 
 def tag(name: str, /, *children: str, **attributes: str | float | None) -> Html:
     """An element, like tag('td', text, class_='number'). An underscore in an attribute's name becomes '-'; None omits the attribute."""
-    given = "".join(
-        f' {key.strip("_").replace("_", "-")}="{escape(_attribute_text(value))}"' for key, value in attributes.items() if value is not None
-    )
-    return Html(f"<{name}{given}>" if name in _VOID_TAGS else f"<{name}{given}>{join(children)}</{name}>")
+    texts = {key.strip("_").replace("_", "-"): escape(_attribute_text(value)) for key, value in attributes.items() if value is not None}
+    start = name + "".join(f' {key}="{text}"' for key, text in texts.items())
+    return Html(f"<{start}>" if name in _VOID_TAGS else f"<{start}>{join(children)}</{name}>")
 
 
 def join(children: Iterable[str]) -> Html:
@@ -39,9 +38,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], numeric_columns: I
 
 
 def section(title: str, *children: str, note: str = "", anchor: str = "") -> Html:
-    heading = tag("h2", title)
-    lead = tag("p", note, class_="note") if note else Html()
-    return tag("section", heading, lead, *children, id=anchor or None)
+    return tag("section", tag("h2", title), tag("p", note, class_="note") if note else Html(), *children, id=anchor or None)
 
 
 def _attribute_text(value: str | float) -> str:

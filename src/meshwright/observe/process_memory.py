@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -36,11 +37,8 @@ def _from_status(key: str) -> int | None:
         text = _PROC_STATUS.read_text(encoding="ascii", errors="replace")
     except OSError:
         return None
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        if name == key:
-            return int(value.split()[0]) * 1024
-    return None
+    match = re.search(rf"^{key}:\s*(\d+)", text, re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
 
 
 def _from_rusage() -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,9 +68,8 @@ class ProgressTracker:
 
     def poll(self) -> None:
         # Events first: if they include the end of the run, all its metrics were written before it and are read below.
-        new = [event for record in self._events.read() if (event := parse_event(record))]
-        if new:
-            self._known_events = sorted([*self._known_events, *new], key=lambda e: (e.time, e.rank))
+        self._known_events += filter(None, map(parse_event, self._events.read()))
+        self._known_events.sort(key=lambda e: (e.time, e.rank))
         for record in self._metrics.read():
             self._add_metrics(record)
 
@@ -91,7 +91,7 @@ class ProgressTracker:
             last_metrics=self._recent[-1] if self._recent else {},
             losses=tuple(self._losses.values()),
             validation=self._validation,
-            step_s=_finite_median([r.get("step_s") for r in self._recent]),
+            step_s=_finite_median(r.get("step_s") for r in self._recent),
             remaining_s=self._remaining_seconds(steps - done) if steps is not None and not status.is_over else None,
             elapsed_s=self._elapsed_seconds(status, now),
             events=tuple(self._known_events),
@@ -127,24 +127,22 @@ class ProgressTracker:
         return self._folder.status_from(self._known_events, result, job)
 
     def _steps_done(self) -> int:
-        if not self._losses:
-            return 0
         # A run that counts its steps from 0 has done one more than the number of its last step.
-        return next(reversed(self._losses)) + (1 if 0 in self._losses else 0)
+        return next(reversed(self._losses)) + (0 in self._losses) if self._losses else 0
 
-    def _remaining_seconds(self, remaining: int) -> float | None:
+    def _remaining_seconds(self, steps: int) -> float | None:
         times = [t for r in self._recent if (t := finite_or_none(r.get("time"))) is not None]
         # Wall time includes validation and saving; but steps written in one batch share a timestamp, so the median step time is the lower bound.
-        clock = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
+        wall_s = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
         estimate = self._read_once("estimate")
-        each = _finite_median([r.get("step_s") for r in self._recent]) or (estimate.step_s if estimate else None)
-        return max(remaining, 0) * max(each or 0.0, clock) if each or clock > 0 else None
+        step_s = _finite_median(r.get("step_s") for r in self._recent) or (estimate.step_s if estimate else None)
+        return max(steps, 0) * max(step_s or 0.0, wall_s) if step_s or wall_s > 0 else None
 
     def _elapsed_seconds(self, status: RunStatus, now: float) -> float:
-        last = self._recent[-1].get("time") if self._recent else None
-        ends = [e.time for e in self._known_events[-1:]] + [t for t in [finite_or_none(last)] if t is not None]
-        began = status.started_at or min(ends, default=now)
-        return max((max(ends, default=now) if status.is_over else now) - began, 0.0)
+        last_step = finite_or_none(self._recent[-1].get("time")) if self._recent else None
+        times = [e.time for e in self._known_events[-1:]] + ([last_step] if last_step is not None else [])
+        end = max(times, default=now) if status.is_over else now
+        return max(end - (status.started_at or min(times, default=now)), 0.0)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -154,17 +152,12 @@ def sparkline(values: Sequence[float], width: int) -> str:
     values = values[:: max(len(values) // (16 * width), 1)]  # a long history is sampled: this runs at every refresh
     cells = min(width, len(values))
     groups = [values[i * len(values) // cells : (i + 1) * len(values) // cells] for i in range(cells)]
-    means = [_finite_mean(group) for group in groups]
-    known = [m for m in means if m is not None]
-    low, span = min(known, default=0.0), (max(known, default=0.0) - min(known, default=0.0)) or 1.0
+    means = [statistics.fmean(group) if all(map(math.isfinite, group)) else None for group in groups]
+    finite = [m for m in means if m is not None] or [0.0]
+    low, span = min(finite), (max(finite) - min(finite)) or 1.0
     return "".join("×" if m is None else "▁▂▃▄▅▆▇█"[min(int((m - low) / span * 8), 7)] for m in means)
 
 
-def _finite_mean(values: Sequence[float]) -> float | None:
-    good = [v for v in map(finite_or_none, values) if v is not None]
-    return statistics.fmean(good) if len(good) == len(values) else None
-
-
-def _finite_median(values: Sequence[Any]) -> float | None:
-    good = [v for v in map(finite_or_none, values) if v is not None]
-    return statistics.median(good) if good else None
+def _finite_median(values: Iterable[Any]) -> float | None:
+    finite = [v for v in map(finite_or_none, values) if v is not None]
+    return statistics.median(finite) if finite else None

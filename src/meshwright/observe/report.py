@@ -43,18 +43,12 @@ def write_report(folder: RunFolder) -> Path:
 
 def render(summary: RunSummary) -> str:
     """The HTML text of the whole page."""
-    parts = [(anchor, name, html) for anchor, name, part in SECTIONS if (html := part(summary))]
-    nav = tag("nav", *(tag("a", name, href=f"#{anchor}") for anchor, name, _ in parts))
-    alarm = report_sections.faults(summary)
-    first = alarm if summary.status.is_over and summary.status.state != "done" else Html()
-    main = tag(
-        "main",
-        first,
-        report_sections.unreadable_files(summary),
-        report_sections.metric_cards(summary),
-        Html() if first else alarm,
-        *(html for _, _, html in parts),
-    )
+    sections = [(anchor, name, html) for anchor, name, render_section in SECTIONS if (html := render_section(summary))]
+    nav = tag("nav", *(tag("a", name, href=f"#{anchor}") for anchor, name, _ in sections))
+    overview = [report_sections.unreadable_files(summary), report_sections.metric_cards(summary)]
+    is_first = summary.status.is_over and summary.status.state != "done"  # faults that ended the run come first, survived ones after the numbers
+    overview.insert(0 if is_first else 2, report_sections.faults(summary))
+    main = tag("main", *overview, *(html for _, _, html in sections))
     foot = tag("footer", f"Written by Meshwright on {time.strftime('%Y-%m-%d at %H:%M:%S')} from the folder {summary.name}.")
     body = tag("body", _header(summary, nav), main, foot, tag("div", id="tip", role="status"), tag("script", Html(_asset("report.js"))))
     return "<!doctype html>\n" + tag("html", _head(summary), body, lang="en") + "\n"
@@ -70,9 +64,8 @@ def _header(summary: RunSummary, nav: Html) -> Html:
     state = summary.status.state
     badge = tag("span", state, class_=f"badge {state}")
     switch = tag("button", "◐", id="theme", type="button", title="Light or dark", aria_label="Light or dark")
-    began = summary.events[0].time if summary.events else None
     facts = [summary.name]
-    facts += [time.strftime("%Y-%m-%d %H:%M", time.localtime(began))] if began else []
+    facts += [time.strftime("%Y-%m-%d %H:%M", time.localtime(summary.events[0].time))] if summary.events else []
     facts += [describe_devices(summary.cluster, summary.plan.world if summary.plan else None)] if summary.cluster else []
     plan = tag("p", summary.plan.summary(), class_="summary") if summary.plan else Html()
     reason = tag("p", f"Stopped: {summary.status.detail}", class_="reason") if state == "stopped" and summary.status.detail else Html()

@@ -10,9 +10,10 @@ from itertools import zip_longest
 from typing import Any
 
 from meshwright.core.cluster import Node
+from meshwright.core.estimate import Estimate
 from meshwright.core.event import Event, Fault
-from meshwright.observe import formatting
 from meshwright.observe.charts import Chart, ReferenceLine, Series, difference_chip, line_chart, paired_bars, stacked_bar
+from meshwright.observe.formatting import DASH, finite_or_none, format_bytes, format_number, format_percent, format_rate, format_seconds
 from meshwright.observe.markup import Html, join, section, table, tag
 from meshwright.observe.run_folder import PlanCandidate
 from meshwright.observe.run_status import root_cause
@@ -27,71 +28,64 @@ EMPTY = Html()
 
 def faults(summary: RunSummary) -> Html:
     """The faults of a run: as its failure if they ended it, otherwise as faults that it survived."""
-    state, every = summary.status.state, list(summary.faults)
-    if state == "interrupted" and not every:
+    state = summary.status.state
+    if state == "interrupted" and not summary.faults:
         return tag("div", tag("h2", "Interrupted"), tag("p", summary.status.detail), class_="alarm")
-    first = summary.status.fault if state == "failed" else root_cause(every)
-    if first is None:
+    cause = summary.status.fault if state == "failed" else root_cause(summary.faults)
+    if cause is None:
         return EMPTY
+    others = [_fault_box(f, f"{_rank_name(f.rank)}: {f.kind}") for f in summary.faults if state != "failed" or f != cause]
+    count = f"{len(others)} {'other ' * (state == 'failed')}fault{'s' * (len(others) > 1)}"
     if state != "failed":
-        count = f"{len(every)} fault{'s' * (len(every) > 1)} on the way"
-        return tag("div", tag("h2", count), *(_fault_box(f, f"{_rank_name(f.rank)}: {f.kind}") for f in every), class_="alarm mild")
-    others = [_fault_box(f, f"{_rank_name(f.rank)}: {f.kind}") for f in every if f != first]
-    more = [tag("details", tag("summary", f"{len(others)} other fault{'s' * (len(others) > 1)}"), *others)] if others else []
-    after = f"after step {summary.steps[-1]['step']}" if summary.steps else "before the first step"
-    return tag("div", tag("h2", f"{_rank_name(first.rank).capitalize()} failed: {first.kind}"), _fault_box(first, after), *more, class_="alarm")
+        return tag("div", tag("h2", f"{count} during the run"), *others, class_="alarm mild")
+    more = [tag("details", tag("summary", count), *others)] if others else []
+    when = f"after step {summary.steps[-1]['step']}" if summary.steps else "before the first step"
+    return tag("div", tag("h2", f"{_rank_name(cause.rank).capitalize()} failed: {cause.kind}"), _fault_box(cause, when), *more, class_="alarm")
 
 
 def unreadable_files(summary: RunSummary) -> Html:
     if not summary.unreadable:
         return EMPTY
-    return tag("div", tag("h2", "Could not be read"), tag("ul", *(tag("li", text) for text in summary.unreadable)), class_="alarm mild")
+    return tag("div", tag("h2", "Files that could not be read"), tag("ul", *(tag("li", text) for text in summary.unreadable)), class_="alarm mild")
 
 
 def metric_cards(summary: RunSummary) -> Html:
     """Cards with the run's main numbers: loss, step time, throughput, peak memory, MFU and duration."""
-    estimate, tolerance = summary.estimate, summary.tolerance
-    step_s = summary.measured_metric("step_s")
-    peak, expected = _max_known(summary.measured_memory()), _max_known(summary.predicted_memory())
-    losses = summary.curve("loss")
-    made = [_loss_card(losses, summary.validation_curve())] if losses else []
+    estimate = summary.estimate
+    losses, validation = summary.curve("loss"), summary.validation_curve()
+    step_s, peak = summary.measured_metric("step_s"), _max_known(summary.measured_memory())
+    cards = []
+
+    def prediction_note(measured: float, predicted: float | None, format_value: Callable[[Any], str]) -> tuple[str, ...]:
+        return () if predicted is None else (f"predicted {format_value(predicted)} ", difference_chip(measured, predicted, summary.tolerance))
+
+    if losses:
+        notes = [f"from {format_number(losses[0][1])}"] if len(losses) > 1 else []
+        notes += [f"validation {format_number(validation[-1][1])}"] if validation else []
+        cards.append(_card("Loss", format_number(losses[-1][1]), ", ".join(notes)))
     if step_s is not None:
-        made.append(
-            _card(
-                "Step time",
-                formatting.format_seconds(step_s),
-                *_prediction_note(step_s, estimate.step_s if estimate else None, formatting.format_seconds, tolerance),
-            )
-        )
-    if (speed := summary.measured_metric("samples_per_s")) is not None:
+        cards.append(_card("Step time", format_seconds(step_s), *prediction_note(step_s, estimate.step_s if estimate else None, format_seconds)))
+    if (rate := summary.measured_metric("samples_per_s")) is not None:
         tokens = summary.measured_metric("tokens_per_s")
-        made.append(
-            _card("Throughput", formatting.format_rate(speed, "samples/s"), formatting.format_rate(tokens, "tokens/s") if tokens is not None else "")
-        )
+        cards.append(_card("Throughput", format_rate(rate, "samples/s"), format_rate(tokens, "tokens/s") if tokens is not None else ""))
     if peak is not None:
-        made.append(_card("Peak memory", formatting.format_bytes(peak), *_prediction_note(peak, expected, formatting.format_bytes, tolerance)))
+        cards.append(_card("Peak memory", format_bytes(peak), *prediction_note(peak, _max_known(summary.predicted_memory()), format_bytes)))
     if (mfu := summary.measured_metric("mfu")) is not None:
-        expected_mfu = estimate.mfu if estimate else None
-        made.append(
-            _card(
-                "MFU",
-                formatting.format_percent(mfu, 1),
-                f"predicted {formatting.format_percent(expected_mfu, 1)}" if expected_mfu is not None else "",
-            )
-        )
+        predicted = f"predicted {format_percent(estimate.mfu, 1)}" if estimate and estimate.mfu is not None else ""
+        cards.append(_card("MFU", format_percent(mfu, 1), predicted))
     if (seconds := summary.duration_s()) is not None:
-        made.append(_card("Duration", formatting.format_seconds(seconds), f"{len(summary.steps):,} step{'s' * (len(summary.steps) != 1)}"))
-    return tag("div", *made, class_="cards") if made else EMPTY
+        cards.append(_card("Duration", format_seconds(seconds), f"{len(summary.steps):,} step{'s' * (len(summary.steps) != 1)}"))
+    return tag("div", *cards, class_="cards") if cards else EMPTY
 
 
 def plan(summary: RunSummary) -> Html:
     if summary.plan is None:
         return EMPTY
-    words = tag("p", " ".join(describe_plan(summary.plan)), class_="lead")
-    rows = [(join([choice, tag("br"), tag("small", meaning)]), tag("b", value)) for choice, value, meaning in plan_setting_rows(summary.plan)]
-    half = -(-len(rows) // 2)
-    halves = [tag("div", table(("", ""), part, numeric_columns=(1,))) for part in (rows[:half], rows[half:])]
-    return section("The plan", words, tag("div", *halves, class_="columns choices"), anchor="plan")
+    text = tag("p", " ".join(describe_plan(summary.plan)), class_="lead")
+    rows = [(join([setting, tag("br"), tag("small", meaning)]), tag("b", value)) for setting, value, meaning in plan_setting_rows(summary.plan)]
+    middle = (len(rows) + 1) // 2
+    columns = [tag("div", table(("", ""), half, numeric_columns=(1,))) for half in (rows[:middle], rows[middle:])]
+    return section("The plan", text, tag("div", *columns, class_="columns choices"), anchor="plan")
 
 
 def why(summary: RunSummary) -> Html:
@@ -107,10 +101,12 @@ def prediction(summary: RunSummary) -> Html:
     estimate = summary.estimate
     if estimate is None:
         return EMPTY
-    error = formatting.format_percent(estimate.error)
+    error = format_percent(estimate.error)
     note = f"The estimate was made before the run, with a stated error of ±{error} (one sigma). Measured step time is the median."
-    grid = tag("div", tag("div", *_rate_bars(summary), _fits_note(summary)), tag("div", *_memory_bars(summary)), class_="columns")
-    return section("Predicted against measured", grid, note=note, anchor="prediction")
+    verdict = tag("b", "It fits: " if estimate.fits else "It does not fit: ")
+    fits = tag("p", verdict, estimate.reason, class_="note") if estimate.reason else EMPTY
+    columns = tag("div", tag("div", *_rate_bars(summary, estimate), fits), tag("div", *_memory_bars(summary)), class_="columns")
+    return section("Predicted and measured", columns, note=note, anchor="prediction")
 
 
 def curves(summary: RunSummary) -> Html:
@@ -124,31 +120,28 @@ def breakdown(summary: RunSummary) -> Html:
     estimate = summary.estimate
     if estimate is None:
         return EMPTY
-    measured = formatting.finite_or_none((summary.result.get("measured") or {}).get("exposed_communication_s"))
-    exposed = f" Measured: {formatting.format_seconds(measured)} of communication was not hidden." if measured is not None else ""
-    sent = f" A rank sends {formatting.format_bytes(estimate.traffic_bytes)} in a step." if estimate.traffic_bytes else ""
-    time_part = tag(
-        "div", tag("h3", f"A step of {formatting.format_seconds(estimate.step_s)}"), stacked_bar(estimate.breakdown, formatting.format_seconds)
-    )
-    largest = formatting.format_bytes(_max_known(summary.predicted_memory()))
-    memory = tag("div", tag("h3", f"The largest rank, {largest}"), stacked_bar(estimate.memory_kinds, formatting.format_bytes))
+    exposed_s = _exposed_communication(summary)
+    exposed = f" Measured: {format_seconds(exposed_s)} of exposed communication." if exposed_s is not None else ""
+    sent = f" A rank sends {format_bytes(estimate.traffic_bytes)} in a step." if estimate.traffic_bytes else ""
+    seconds = tag("div", tag("h3", f"A step of {format_seconds(estimate.step_s)}"), stacked_bar(estimate.breakdown, format_seconds))
+    peak = format_bytes(_max_known(summary.predicted_memory()))
+    memory = tag("div", tag("h3", f"The largest rank, {peak}"), stacked_bar(estimate.memory_kinds, format_bytes))
     notes = tag("ul", *(tag("li", note) for note in estimate.notes), class_="notes") if estimate.notes else EMPTY
     note = f"As predicted.{sent}{exposed}"
-    return section("Where time and memory go", tag("div", time_part, memory, class_="columns"), notes, note=note, anchor="breakdown")
+    return section("Where time and memory go", tag("div", seconds, memory, class_="columns"), notes, note=note, anchor="breakdown")
 
 
 def cluster(summary: RunSummary) -> Html:
     if summary.cluster is None:
         return EMPTY
     nodes = summary.cluster.nodes
-    head = ("node", "devices", "cores", "memory", "joined by")
-    body = table(head, map(_node_row, nodes[:MAX_NODES]), numeric_columns=(2, 3))
+    body = table(("node", "devices", "cores", "memory", "link"), map(_node_row, nodes[:MAX_NODES]), numeric_columns=(2, 3))
     more = tag("p", f"The first {MAX_NODES} of {len(nodes)} nodes.", class_="note") if len(nodes) > MAX_NODES else EMPTY
     link = summary.cluster.link
-    joined = f"; nodes are joined by {link.name}, {formatting.format_rate(8 * link.bandwidth / 1e9, 'Gbit/s')}" if len(nodes) > 1 else ""
-    started = f"; started by {summary.cluster.scheduler}" if summary.cluster.scheduler != "none" else ""
+    network = f"; nodes are connected by {link.name}, {format_rate(8 * link.bandwidth / 1e9, 'Gbit/s')}" if len(nodes) > 1 else ""
+    scheduler = f"; started by {summary.cluster.scheduler}" if summary.cluster.scheduler != "none" else ""
     count = len(summary.cluster.devices)
-    note = f"{summary.cluster.name}: {count} device{'s' * (count != 1)} on {len(nodes)} node{'s' * (len(nodes) != 1)}{joined}{started}."
+    note = f"{summary.cluster.name}: {count} device{'s' * (count != 1)} on {len(nodes)} node{'s' * (len(nodes) != 1)}{network}{scheduler}."
     return section("The cluster", body, more, note=note, anchor="cluster")
 
 
@@ -170,43 +163,39 @@ def trace(summary: RunSummary) -> Html:
         join(["Press ", tag("b", "Open trace file"), " and choose ", link, " in this run's folder."]),
         join(["Move with ", *(tag("kbd", key) for key in "WASD"), "; click a bar to see what it is and how long it took."]),
     )
-    note = "trace.json has every operation of one step of rank 0, with its beginning and its end."
+    note = "trace.json holds every operation of one step of rank 0, with its start and end."
     return section("Timeline of one step", tag("ol", *(tag("li", step) for step in steps)), note=note, anchor="trace")
 
 
 def events(summary: RunSummary) -> Html:
-    every = summary.events
-    if not every:
+    events, half = summary.events, MAX_EVENTS // 2
+    if not events:
         return EMPTY
-    half = MAX_EVENTS // 2
-    shown = every if len(every) <= MAX_EVENTS else (*every[:half], *every[-half:])
-    note = f"The first and last {half} of {len(every)}." if len(every) > len(shown) else ""
-    body = table(("after", "rank", "event", "step", "what"), [_event_row(e, every[0].time) for e in shown], numeric_columns=(0, 1, 3))
-    attribute = "" if len(shown) <= 40 else None
-    return section("Events", tag("details", tag("summary", f"{len(every)} events"), body, open=attribute), note=note, anchor="events")
+    shown = events if len(events) <= MAX_EVENTS else (*events[:half], *events[-half:])
+    note = f"The first and last {half} of {len(events)}." if len(events) > len(shown) else ""
+    body = table(("after", "rank", "event", "step", "details"), [_event_row(e, events[0].time) for e in shown], numeric_columns=(0, 1, 3))
+    is_open = "" if len(shown) <= 40 else None
+    return section("Events", tag("details", tag("summary", f"{len(events)} events"), body, open=is_open), note=note, anchor="events")
 
 
-def _rate_bars(summary: RunSummary) -> list[Html]:
+def _rate_bars(summary: RunSummary, estimate: Estimate) -> list[Html]:
     """Bars of step time and metrics derived from it, each on its own scale; except step time, only what was both predicted and measured."""
-    estimate = summary.estimate
-    assert estimate is not None
-    hidden = formatting.finite_or_none((summary.result.get("measured") or {}).get("exposed_communication_s"))
     rows: list[tuple[str, float | None, float | None, Callable[[Any], str]]] = [
+        ("Step time", estimate.step_s, summary.measured_metric("step_s"), format_seconds),
         ("Samples a second", estimate.samples_per_s, summary.measured_metric("samples_per_s"), _format_bare_rate),
         ("Tokens a second", estimate.tokens_per_s, summary.measured_metric("tokens_per_s"), _format_bare_rate),
-        ("MFU", estimate.mfu, summary.measured_metric("mfu"), lambda value: formatting.format_percent(value, 1)),
-        ("Communication not hidden", estimate.breakdown.get("communication"), hidden, formatting.format_seconds),
+        ("MFU", estimate.mfu, summary.measured_metric("mfu"), lambda value: format_percent(value, 1)),
+        ("Exposed communication", estimate.breakdown.get("communication"), _exposed_communication(summary), format_seconds),
     ]
-    known = [row for row in rows if row[1] is not None and row[2] is not None]
-    every = [("Step time", estimate.step_s, summary.measured_metric("step_s"), formatting.format_seconds), *known]
-    return [paired_bars([(label, predicted, measured)], show, summary.tolerance) for label, predicted, measured, show in every]
+    shown = [row for i, row in enumerate(rows) if i == 0 or None not in row]
+    return [paired_bars([(label, predicted, measured)], show, summary.tolerance) for label, predicted, measured, show in shown]
 
 
 def _memory_bars(summary: RunSummary) -> list[Html]:
     ranks = list(zip_longest(summary.predicted_memory(), summary.measured_memory()))
     rows = [(f"Peak memory, rank {rank}", predicted, measured) for rank, (predicted, measured) in enumerate(ranks[:MAX_RANKS])]
     more = tag("p", f"The first {MAX_RANKS} of {len(ranks)} ranks.", class_="note") if len(ranks) > MAX_RANKS else EMPTY
-    return [paired_bars(rows, formatting.format_bytes, summary.tolerance), more]
+    return [paired_bars(rows, format_bytes, summary.tolerance), more]
 
 
 def _charts(summary: RunSummary) -> list[Chart]:
@@ -217,69 +206,52 @@ def _charts(summary: RunSummary) -> list[Chart]:
     loss = [Series("training", summary.curve("loss"), 1)]
     loss += [Series("validation", summary.validation_curve(), 2, dots=True)] if summary.validation else []
     charts = [
-        Chart("Loss", loss, formatting.format_number),
-        Chart("Step time", [Series("measured", summary.curve("step_s"), 3)], formatting.format_seconds, step_level, from_zero=True),
+        Chart("Loss", loss, format_number),
+        Chart("Step time", [Series("measured", summary.curve("step_s"), 3)], format_seconds, step_level, from_zero=True),
         Chart("Throughput", [Series("samples/s", summary.curve("samples_per_s"), 4)], _format_bare_rate, from_zero=True),
-        Chart("Memory of rank 0", [Series("peak so far", summary.curve("memory_bytes"), 5)], formatting.format_bytes, peak_level, from_zero=True),
+        Chart("Memory of rank 0", [Series("peak so far", summary.curve("memory_bytes"), 5)], format_bytes, peak_level, from_zero=True),
     ]
     for title, key, colour in (("Gradient norm", "grad_norm", 6), ("Learning rate", "learning_rate", 2)):
         points = summary.curve(key)
-        charts += [Chart(title, [Series(title.lower(), points, colour)], formatting.format_number, from_zero=True)] if points else []
+        charts += [Chart(title, [Series(title.lower(), points, colour)], format_number, from_zero=True)] if points else []
     return charts
 
 
 def _fault_box(fault: Fault, title: str) -> Html:
     when = time.strftime(" at %H:%M:%S", time.localtime(fault.time)) if fault.time else ""
-    follows = ". This only follows from another rank's failure." if fault.secondary else ""
-    said = tag("p", fault.message, class_="message") if fault.message else EMPTY
-    trail = tag("pre", fault.traceback.strip()) if fault.traceback.strip() else EMPTY
-    return tag("div", tag("p", title, when, follows, class_="where"), said, trail, class_="fault")
+    follows = ". A consequence of another rank's failure." if fault.secondary else ""
+    message = tag("p", fault.message, class_="message") if fault.message else EMPTY
+    traceback = tag("pre", fault.traceback.strip()) if fault.traceback.strip() else EMPTY
+    return tag("div", tag("p", title, when, follows, class_="where"), message, traceback, class_="fault")
 
 
 def _ranking_table(summary: RunSummary, ranking: Sequence[PlanCandidate]) -> Html:
     chosen = next((i for i, c in enumerate(ranking) if summary.plan and c.summary == summary.plan.summary()), None)
-    slowest = max((c.step_s for c in ranking if formatting.finite_or_none(c.step_s) is not None and c.step_s is not None), default=0.0) or 1.0
+    slowest = max((finite_or_none(c.step_s) or 0.0 for c in ranking), default=0.0) or 1.0
     rows = []
     for i, entry in enumerate(ranking):
-        width = 100 * (formatting.finite_or_none(entry.step_s) or 0.0) / slowest
+        width = 100 * (finite_or_none(entry.step_s) or 0.0) / slowest
         name = tag("div", entry.summary, *([" ", tag("span", "chosen", class_="chip good")] if i == chosen else []), class_="wide")
         bar = tag("span", tag("i", style=f"width:{width:.1f}%"), class_="mini")
         fits = tag("span", "fits" if entry.fits else "too large", class_=f"chip {'good' if entry.fits else 'poor'}")
-        rows.append((str(i + 1), name, bar, formatting.format_seconds(entry.step_s), formatting.format_bytes(entry.memory_bytes), fits, entry.reason))
+        rows.append((str(i + 1), name, bar, format_seconds(entry.step_s), format_bytes(entry.memory_bytes), fits, entry.reason))
     head = ("", "plan", "", "step time", "memory", "", "reason")
-    return join(
-        [tag("h3", f"{len(ranking)} plan{'s' * (len(ranking) != 1)} weighed"), table(head, rows, numeric_columns=(0, 3, 4), highlighted_row=chosen)]
-    )
-
-
-def _fits_note(summary: RunSummary) -> Html:
-    estimate = summary.estimate
-    assert estimate is not None
-    return tag("p", tag("b", "It fits: " if estimate.fits else "It does not fit: "), estimate.reason, class_="note") if estimate.reason else EMPTY
-
-
-def _loss_card(losses: list[tuple[float, float]], validation: list[tuple[float, float]]) -> Html:
-    notes = [f"from {formatting.format_number(losses[0][1])}"] if len(losses) > 1 else []
-    notes += [f"validation {formatting.format_number(validation[-1][1])}"] if validation else []
-    return _card("Loss", formatting.format_number(losses[-1][1]), ", ".join(notes))
-
-
-def _prediction_note(measured: float, predicted: float | None, format_value: Callable[[Any], str], tolerance: float) -> tuple[str, ...]:
-    return () if predicted is None else (f"predicted {format_value(predicted)} ", difference_chip(measured, predicted, tolerance))
+    title = tag("h3", f"{len(ranking)} plan{'s' * (len(ranking) != 1)} compared")
+    return join([title, table(head, rows, numeric_columns=(0, 3, 4), highlighted_row=chosen)])
 
 
 def _card(name: str, value: str, *notes: str) -> Html:
     number, _, unit = value.partition(" ")
-    shown = tag("strong", number, tag("span", unit)) if unit else tag("strong", number)
+    shown = tag("strong", number, *([tag("span", unit)] if unit else []))
     return tag("div", tag("span", name, class_="name"), shown, tag("small", *notes), class_="card")
 
 
 def _node_row(node: Node) -> tuple[str, ...]:
     kinds = Counter((d.name, d.memory_bytes) for d in node.devices)
-    devices = ", ".join(f"{count} × {name} ({formatting.format_bytes(memory)})" for (name, memory), count in kinds.items())
-    link = f"{node.link.name}, {formatting.format_bytes(node.link.bandwidth)}/s"
+    devices = ", ".join(f"{count} × {name} ({format_bytes(memory)})" for (name, memory), count in kinds.items())
+    link = f"{node.link.name}, {format_bytes(node.link.bandwidth)}/s"
     name = join([tag("b", node.name), tag("br"), tag("small", node.cpu)]) if node.cpu else tag("b", node.name)
-    return (name, devices, str(node.cores), formatting.format_bytes(node.memory_bytes), link)
+    return (name, devices, str(node.cores), format_bytes(node.memory_bytes), link)
 
 
 def _event_row(event: Event, start_time: float) -> tuple[str, ...]:
@@ -292,13 +264,18 @@ def _rank_name(rank: int) -> str:
     return f"rank {rank}" if rank >= 0 else "the supervisor"
 
 
+def _exposed_communication(summary: RunSummary) -> float | None:
+    """Measured seconds a step."""
+    return finite_or_none((summary.result.get("measured") or {}).get("exposed_communication_s"))
+
+
 def _max_known(values: Sequence[float | None]) -> float | None:
     return max((v for v in values if v is not None), default=None)
 
 
 def _format_bare_rate(value: Any) -> str:
-    return formatting.format_rate(value, "").rstrip()
+    return format_rate(value, "").rstrip()
 
 
 def _format_value(value: Any) -> str:
-    return formatting.DASH if value is None or value == "" else value if isinstance(value, str) else json.dumps(value)
+    return DASH if value is None or value == "" else value if isinstance(value, str) else json.dumps(value)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,7 +42,7 @@ class Decision:
 
     estimate: Estimate
     why: str = ""
-    ranking: tuple[PlanCandidate, ...] = field(default_factory=tuple)
+    ranking: tuple[PlanCandidate, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,20 +110,18 @@ class RunFolder:
 def create_run_folder(root: Path, name: str | None = None, prefix: str = "run") -> RunFolder:
     """A new folder in `root`: called `name`, or `prefix` and the time; a name that is taken gets -2, -3, …"""
     if name is not None and (name != slug(name) or not name):
-        raise RequestError(f"'{name}' cannot name a run: use letters, digits, '.', '_' and '-', like '{slug(name) or 'run'}'")
+        raise RequestError(f"'{name}' cannot name a run's folder: use letters, digits, '.', '_' and '-', like '{slug(name) or 'run'}'")
     base = name or f"{slug(prefix) or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        number = 1
-        while True:
+        for number in itertools.count(1):
             path = root / (base if number == 1 else f"{base}-{number}")
-            try:
+            with contextlib.suppress(FileExistsError):
                 path.mkdir()  # fails if it exists, so that two runs started at once get two folders
-                return RunFolder(path)
-            except FileExistsError:
-                number += 1
+                break
     except OSError as error:
         raise RequestError(f"cannot make a run folder in {root}: {error.strerror}; choose another with --run-dir") from None
+    return RunFolder(path)
 
 
 def find_run_folder(run_name: str, root: Path) -> RunFolder:
@@ -129,13 +129,14 @@ def find_run_folder(run_name: str, root: Path) -> RunFolder:
     runs = {path.name: path for path in root.iterdir() if path.is_dir()} if root.is_dir() else {}
     if run_name in runs:
         return RunFolder(runs[run_name])
-    if run_name == "last" and (marked := [path for path in runs.values() if _is_run(path)]):
-        return RunFolder(max(marked, key=lambda path: (RunFolder(path).last_write(), path.name)))
+    runs = {name: path for name, path in runs.items() if _is_run(path)}
+    if run_name == "last" and runs:
+        return RunFolder(max(runs.values(), key=lambda path: (RunFolder(path).last_write(), path.name)))
     if run_name and _is_run(Path(run_name)):
         return RunFolder(Path(run_name))
-    if not any(map(_is_run, runs.values())):
+    if not runs:
         raise RequestError(f"unknown run '{run_name}': there are no runs in {root}; start one with `meshwright train`, or give a run's path")
-    raise unknown_name_error("run", run_name, [*(name for name, path in runs.items() if _is_run(path)), "last"], str(root))
+    raise unknown_name_error("run", run_name, [*runs, "last"], str(root))
 
 
 def slug(text: str) -> str:
@@ -153,11 +154,10 @@ def parse_event(record: Mapping[str, Any]) -> Event | None:
 
 def collect_faults(events: list[Event], result: Mapping[str, Any] | None) -> list[Fault]:
     """Faults of the events and the result, in order of time; a fault that is in both counts once."""
-    found = [_parse_fault(e.data, e.time, e.rank) for e in events if e.kind == "fault"]
-    known = {(f.rank, f.kind, f.message) for f in found}
-    listed = (result or {}).get("faults") or []
-    extra = [_parse_fault(data, 0.0, -1) for data in listed if isinstance(data, dict)]
-    return sorted([*found, *(f for f in extra if (f.rank, f.kind, f.message) not in known)], key=lambda f: f.time)
+    recorded = [_parse_fault(e.data, e.time, e.rank) for e in events if e.kind == "fault"]
+    faults = [_parse_fault(data, 0.0, -1) for data in (result or {}).get("faults") or [] if isinstance(data, dict)]
+    known = {(f.rank, f.kind, f.message) for f in recorded}
+    return sorted([*recorded, *(f for f in faults if (f.rank, f.kind, f.message) not in known)], key=lambda f: f.time)
 
 
 def _all_steps_done(result: Mapping[str, Any], job: Mapping[str, Any]) -> bool:
@@ -180,13 +180,10 @@ def _parse_fault(data: Mapping[str, Any], event_time: float, rank: int) -> Fault
 
 def _parse_decision(data: Any, where: str) -> Decision:
     content = _require_object(data, where)
-    known = PlanCandidate.__dataclass_fields__
-    ranking = [{k: v for k, v in entry.items() if k in known} for entry in content.get("ranking") or []]
-    return Decision(
-        from_data(Estimate, content.get("estimate"), f"{where}: estimate"),
-        str(content.get("why") or ""),
-        tuple(from_data(PlanCandidate, entry, f"{where}: ranking[{i}]") for i, entry in enumerate(ranking)),
-    )
+    fields = PlanCandidate.__dataclass_fields__  # other keys are ignored
+    entries = [{k: v for k, v in entry.items() if k in fields} for entry in content.get("ranking") or []]
+    ranking = tuple(from_data(PlanCandidate, entry, f"{where}: ranking[{i}]") for i, entry in enumerate(entries))
+    return Decision(from_data(Estimate, content.get("estimate"), f"{where}: estimate"), str(content.get("why") or ""), ranking)
 
 
 def _require_object(data: Any, where: str) -> dict[str, Any]:
@@ -200,7 +197,7 @@ def _int_or_default(value: Any, default: int = -1) -> int:
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / mark).exists() for mark in _RUN_FILES)
+    return any((path / name).exists() for name in _RUN_FILES)
 
 
 def _modified_at(path: Path) -> float:

@@ -38,7 +38,7 @@ def infer_status(events: Sequence[Event], faults: Sequence[Fault], has_result: b
     if has_result and status.state in ("running", "failed"):
         return RunStatus("done", "", None, status.started_at)  # the run survived the fault: the result came after it
     if status.state == "running" and not _is_alive(events, last_write, now):
-        return RunStatus("interrupted", "its processes are gone and left no word", None, status.started_at)
+        return RunStatus("interrupted", "its processes ended without reporting a result or a fault", None, status.started_at)
     return status
 
 
@@ -48,21 +48,20 @@ def root_cause(faults: Sequence[Fault]) -> Fault | None:
 
 
 def _replay_events(events: Sequence[Event], faults: Sequence[Fault]) -> RunStatus:
-    status, last = RunStatus("waiting"), 0.0
-    moments: list[Event | Fault] = sorted([*(e for e in events if e.kind != "fault"), *faults], key=lambda m: m.time)
-    for moment in moments:
-        if isinstance(moment, Fault):
-            first = status.fault if status.state == "failed" and not (status.fault and status.fault.secondary and not moment.secondary) else moment
-            assert first is not None
-            status = RunStatus("failed", f"rank {first.rank}: {first.kind}: {first.message}".rstrip(": "), first, status.started_at)
-        elif moment.kind == "start":
-            again = status.state in ("done", "stopped") or moment.time - last > RESUME_GAP_S
-            status = RunStatus("running", started_at=moment.time if again or not status.started_at else status.started_at)
-        elif moment.kind == "stop" and status.state != "failed":
-            status = RunStatus("stopped", str(moment.data.get("reason", "")), None, status.started_at)
-        elif moment.kind == "end" and moment.rank == 0 and status.state == "running":
+    status, last_time = RunStatus("waiting"), 0.0
+    records: list[Event | Fault] = sorted([*(e for e in events if e.kind != "fault"), *faults], key=lambda r: r.time)
+    for record in records:
+        if isinstance(record, Fault):
+            cause = record if status.fault is None or (status.fault.secondary and not record.secondary) else status.fault
+            status = RunStatus("failed", f"rank {cause.rank}: {cause.kind}: {cause.message}".rstrip(": "), cause, status.started_at)
+        elif record.kind == "start":
+            is_resumed = status.state in ("done", "stopped") or record.time - last_time > RESUME_GAP_S
+            status = RunStatus("running", started_at=record.time if is_resumed or not status.started_at else status.started_at)
+        elif record.kind == "stop" and status.state != "failed":
+            status = RunStatus("stopped", str(record.data.get("reason", "")), None, status.started_at)
+        elif record.kind == "end" and record.rank == 0 and status.state == "running":
             status = RunStatus("done", "", None, status.started_at)
-        last = moment.time
+        last_time = record.time
     return status
 
 
@@ -81,5 +80,5 @@ def _process_exists(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        return True  # it exists, but belongs to another user
+        pass  # it exists, but belongs to another user
     return True

@@ -62,19 +62,18 @@ class RunSummary:
 
     def measured_metric(self, key: str) -> float | None:
         """The metric from the result; without one, the median over the steps so far."""
-        given = finite_or_none(_dict_or_empty(self.result.get("measured")).get(key))
+        reported = finite_or_none(_dict_or_empty(self.result.get("measured")).get(key))
         values = [v for r in self.steps if (v := finite_or_none(r.get(key))) is not None]
-        return given if given is not None else statistics.median(values) if values else None
+        return reported if reported is not None else statistics.median(values) if values else None
 
     def measured_memory(self) -> list[float | None]:
         """Peak memory by rank: from the result, or else from the ranks' "end" events and rank 0's metrics."""
-        listed = _dict_or_empty(self.result.get("measured")).get("memory_bytes")
-        if isinstance(listed, list):
-            return [finite_or_none(v) for v in listed]
+        reported = _dict_or_empty(self.result.get("measured")).get("memory_bytes")
+        if isinstance(reported, list):
+            return [finite_or_none(v) for v in reported]
         peaks = {e.rank: finite_or_none(e.data.get("memory_bytes")) for e in self.events if e.kind == "end" and e.rank >= 0}
-        own = [v for r in self.steps if (v := finite_or_none(r.get("memory_bytes"))) is not None]
-        if own:
-            peaks.setdefault(0, max(own))
+        if rank0 := [v for r in self.steps if (v := finite_or_none(r.get("memory_bytes"))) is not None]:
+            peaks.setdefault(0, max(rank0))
         return [peaks.get(rank) for rank in range(max(peaks, default=-1) + 1)]
 
     def predicted_memory(self) -> list[float | None]:
@@ -83,19 +82,19 @@ class RunSummary:
     def duration_s(self) -> float | None:
         """The run's duration: from the result, or else from its first to its last event or step."""
         times = [e.time for e in self.events] + [v for r in self.steps if (v := finite_or_none(r.get("time"))) is not None]
-        given = finite_or_none(self.result.get("seconds"))
-        return given if given is not None else max(times) - min(times) if times else None
+        reported = finite_or_none(self.result.get("seconds"))
+        return reported if reported is not None else max(times) - min(times) if times else None
 
 
 def read_run_summary(folder: RunFolder) -> RunSummary:
     """Read every file of the run. The error of a broken file goes into `unreadable`; the others are still read."""
-    unread: list[str] = []
+    errors: list[str] = []
 
     def attempt(read: Callable[[], T | None]) -> T | None:
         try:
             return read()
         except RequestError as error:
-            unread.append(str(error))
+            errors.append(str(error))
             return None
 
     metrics, events = folder.metrics(), folder.events()
@@ -113,14 +112,14 @@ def read_run_summary(folder: RunFolder) -> RunSummary:
         events=tuple(events),
         faults=tuple(collect_faults(events, result)),
         has_trace=(folder.path / "trace.json").exists(),
-        unreadable=tuple(unread),
+        unreadable=tuple(errors),
     )
 
 
 def _by_step(metrics: list[JsonRecord], key: str) -> tuple[JsonRecord, ...]:
     """Records that have `key`, in order of step; of a step done twice (a resumed run) the last record is kept."""
-    found = {r["step"]: r for r in metrics if key in r and isinstance(r.get("step"), int)}
-    return tuple(found[step] for step in sorted(found))
+    records = {r["step"]: r for r in metrics if key in r and isinstance(r.get("step"), int)}
+    return tuple(records[step] for step in sorted(records))
 
 
 def _dict_or_empty(value: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from meshwright.observe.formatting import finite_or_none
 
 
 class MetricsSink(Protocol):
-    """A destination of metrics records. `write` must not keep the record."""
+    """A destination of metrics records. `write` must not hold on to the record."""
 
     def write(self, record: Mapping[str, Any]) -> None: ...
 
@@ -42,7 +42,7 @@ class JsonlSink:
             self._file = -1
 
     def _append(self, line: bytes) -> None:
-        assert self._file >= 0, f"{self._path} was closed before this record came"
+        assert self._file >= 0, f"{self._path} is closed: no record can be written to it"
         try:
             os.write(self._file, line)
         except OSError as error:
@@ -57,13 +57,11 @@ class TensorBoardSink:
     """Writes every number of a record as a TensorBoard scalar."""
 
     def __init__(self, folder: Path) -> None:
-        module = _import_optional("torch.utils.tensorboard", "TensorBoard")
-        self._writer: Any = module.SummaryWriter(log_dir=str(folder))
+        self._writer: Any = _import_optional("torch.utils.tensorboard", "TensorBoard").SummaryWriter(log_dir=str(folder))
 
     def write(self, record: Mapping[str, Any]) -> None:
-        step, when = record.get("step"), record.get("time")
         for key, value in _numeric_fields(record).items():
-            self._writer.add_scalar(f"train/{key}", value, global_step=step, walltime=when)
+            self._writer.add_scalar(f"train/{key}", value, global_step=record.get("step"), walltime=record.get("time"))
 
     def close(self) -> None:
         self._writer.close()
@@ -115,10 +113,7 @@ def _numeric_fields(record: Mapping[str, Any]) -> dict[str, float]:
 
 def _to_json_value(value: Any) -> Any:
     """Scalars of numpy and torch as numbers, anything else as text: an odd value in a record must not stop training."""
-    item = getattr(value, "item", None)
-    if callable(item):
-        try:
-            return item()
-        except (ValueError, RuntimeError):  # more than one element
-            return str(value)
-    return str(value)
+    try:
+        return value.item()
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # no scalar: another type, or more than one element
+        return str(value)

@@ -17,26 +17,19 @@ def follow_step_lines(folder: RunFolder, stop: Callable[[], bool], console: Cons
     """Print every `log_interval`-th step, and the last one, until `stop()` is true."""
     metrics, steps = JsonlTail(folder.path / "metrics.jsonl"), folder.job().get("steps")
     while True:
-        asked = stop()  # before reading: records written before the stop must still be shown
+        stopping = stop()  # before reading: records written before the stop must still be shown
         for record in metrics.read():
             step = record.get("step")
             if isinstance(step, int) and "loss" in record and ((step + 1) % log_interval == 0 or step + 1 == steps):
                 console.print(format_step_line(record, steps), soft_wrap=True, highlight=False, markup=False)
-        if asked:
+        if stopping:
             return
         time.sleep(interval)
 
 
 def format_step_line(record: JsonRecord, steps: int | None) -> str:
     """'12/404, 812.3 ms, lr 1.19e-06, loss 2.3456, 5.12 GB, grad norm 3.210': memory is the peak so far, of rank 0."""
-    norm = record.get("grad_norm")
-    return ", ".join(
-        [
-            f"{record['step'] + 1}/{steps if steps is not None else '?'}",
-            f"{1e3 * record['step_s']:.1f} ms",
-            f"lr {record['learning_rate']:.2e}",
-            f"loss {record['loss']:.4f}",
-            f"{record['memory_bytes'] / 1e9:.2f} GB",
-            f"grad norm {norm:.3f}" if norm is not None else "grad norm –",
-        ]
-    )
+    step = f"{record['step'] + 1}/{steps if steps is not None else '?'}, {1e3 * record['step_s']:.1f} ms"
+    norm = f"{record['grad_norm']:.3f}" if record.get("grad_norm") is not None else "–"
+    memory = f"{record['memory_bytes'] / 1e9:.2f} GB"
+    return f"{step}, lr {record['learning_rate']:.2e}, loss {record['loss']:.4f}, {memory}, grad norm {norm}"

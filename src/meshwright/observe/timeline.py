@@ -12,47 +12,27 @@ from meshwright.core.span import Span
 
 def write_timeline(path: Path, spans_by_rank: Mapping[str, Sequence[Span]], metadata: Mapping[str, Any]) -> None:
     """Write the trace file. `spans_by_rank` maps a rank's display name to its spans; `metadata` is merged into the top-level object."""
-    write_json(
-        path,
-        {
-            "traceEvents": [event for number, (name, spans) in enumerate(spans_by_rank.items()) for event in _rank_events(number, name, spans)],
-            **metadata,
-        },
-    )
+    events = [event for pid, (name, spans) in enumerate(spans_by_rank.items()) for event in _rank_events(pid, name, spans)]
+    write_json(path, {"traceEvents": events, **metadata})
 
 
-def _rank_events(number: int, name: str, spans: Sequence[Span]) -> list[dict[str, Any]]:
-    events = [_metadata_event("process_name", number, 0, name), _metadata_event("thread_name", number, 0, "computation")]
-    free: list[float] = []  # when each communication row becomes free
+def _rank_events(pid: int, name: str, spans: Sequence[Span]) -> list[dict[str, Any]]:
+    """The events of one rank, which is a process of the trace; its rows are threads, row 0 for computation."""
+    events = [_metadata_event("process_name", pid, 0, name), _metadata_event("thread_name", pid, 0, "computation")]
+    row_ends: list[float] = []  # when each communication row becomes free
     for span in sorted(spans, key=lambda s: (s.start_s, s.end_s)):
-        row = 0
+        row, arguments = 0, {}
         if span.group_size:
-            at = next((i for i, end in enumerate(free) if end <= span.start_s), len(free))
-            if at == len(free):
-                free.append(0.0)
-                events.append(_metadata_event("thread_name", number, at + 1, "communication" if at == 0 else f"communication {at + 1}"))
-            free[at] = span.end_s
-            row = at + 1
-        events.append(
-            {
-                "name": span.name,
-                "cat": span.op,
-                "ph": "X",
-                "ts": round(span.start_s * 1e6, 3),
-                "dur": round(span.seconds * 1e6, 3),
-                "pid": number,
-                "tid": row,
-                "args": {
-                    "op": span.op,
-                    "group": span.axis,
-                    "ranks": span.group_size,
-                    "bytes": span.bytes,
-                    "exposed_us": round(span.exposed_s * 1e6, 3),
-                }
-                if span.group_size
-                else {},
-            }
-        )
+            i = next((i for i, end in enumerate(row_ends) if end <= span.start_s), len(row_ends))
+            row = i + 1
+            if i == len(row_ends):
+                row_ends.append(0.0)
+                events.append(_metadata_event("thread_name", pid, row, "communication" if row == 1 else f"communication {row}"))
+            row_ends[i] = span.end_s
+            arguments = {"op": span.op, "group": span.axis, "ranks": span.group_size, "bytes": span.bytes}
+            arguments["exposed_us"] = round(span.exposed_s * 1e6, 3)
+        start_us, duration_us = round(span.start_s * 1e6, 3), round(span.seconds * 1e6, 3)
+        events.append({"name": span.name, "cat": span.op, "ph": "X", "ts": start_us, "dur": duration_us, "pid": pid, "tid": row, "args": arguments})
     return events
 
 
