@@ -51,5 +51,5 @@ def load(
     if name not in _BUILTIN_NAMES:
         raise unknown_name_error("data set", name, _BUILTIN_NAMES)
     if folder is None:
-        raise RequestError(f"data set '{name}' is read from local files: say in which folder they are")
+        raise RequestError(f"data set '{name}' is read from local files: give the folder that holds them")
     return images.load_mnist(fields, split, folder) if name == "mnist" else images.load_cifar10(fields, split, folder)
