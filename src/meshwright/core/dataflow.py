@@ -66,8 +66,7 @@ class SizeRead:
 
 @dataclass(frozen=True)
 class Operation:
-    """One traced operation: it contracts the logical dims `contracted_dims` and needs all of `indivisible_dims`; all others it treats index by
-    index."""
+    """One traced operation: it contracts the logical dims `contracted_dims`, needs all of `indivisible_dims`, and treats others index by index."""
 
     name: str
     module: str

@@ -33,8 +33,7 @@ class GroupBandwidth:
     pattern: TrafficPattern
     ranks: int
     nodes: int
-    hops: int  # of the longest path
-    switch_hops: int  # of `hops`, those between two switches
+    switch_hops: int  # between two switches, of the path with the most
     inside_s: float  # latency between two ranks of one node
     between_s: float  # latency between ranks of two nodes
     rate: float  # bytes/s that each rank sends
@@ -91,8 +90,8 @@ def compute_group_bandwidth(
         rate, sharing, slowest = min(_all_to_all_bandwidth(usage, len(order), topology.world, all_groups_active) for usage in usages)
     latencies = [(nodes[a] == nodes[b], sum(hop.latency_s for hop in path)) for (a, b), path in zip(edges, paths, strict=True)]
     inside_s, between_s = (max((latency for inside, latency in latencies if inside == wanted), default=0.0) for wanted in (True, False))
-    hops, switch_hops = max(map(len, paths)), max(sum(hop.switches for hop in path) for path in paths)
-    return GroupBandwidth(pattern, len(order), len(counts), hops, switch_hops, inside_s, between_s, rate, slowest, sharing)
+    switch_hops = max(sum(hop.switches for hop in path) for path in paths)
+    return GroupBandwidth(pattern, len(order), len(counts), switch_hops, inside_s, between_s, rate, slowest, sharing)
 
 
 def _ring_bandwidth(usage: _HopUsage, group_size: int, min_ranks_per_node: int, rings: int, all_groups_active: bool) -> tuple[float, float, str]:

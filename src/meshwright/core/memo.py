@@ -9,8 +9,7 @@ T = TypeVar("T")
 
 
 class Memo:
-    """Results by what they were computed from: objects that must be identical (kept alive, so that their ids stay unique), and values that
-    must be equal."""
+    """Results by what they were computed from: identical objects (kept alive, so that their ids stay unique) and equal values."""
 
     def __init__(self) -> None:
         self._results: dict[Hashable, tuple[tuple[object, ...], Any]] = {}

@@ -1,5 +1,4 @@
-"""Validity checks that a plan runs when it is created; each error gives the reason and what to change. Incompatible features are in
-plan_compatibility.py."""
+"""Checks that a plan runs when it is created; each error gives the reason and what to change. Incompatible features: plan_compatibility.py."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ GroupRanks = Mapping[str, tuple[tuple[int, ...], ...]]
 
 @dataclass(frozen=True)
 class Action:
-    """One action of a rank. A collective starts at its position in the program and runs asynchronously; `depends_on` names actions that must end
-    before."""
+    """One action of a rank. A collective starts at its position in the program and runs asynchronously, after the actions in `depends_on`."""
 
     name: str
     op: Op

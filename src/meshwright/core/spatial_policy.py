@@ -192,8 +192,8 @@ def is_local(window_op: WindowOp, grid: tuple[int, ...]) -> bool:
 
 def halo_widths(window_op: WindowOp, grid: tuple[int, ...]) -> tuple[int, ...]:
     """For each dim, the widest halo that any rank receives from one side."""
-    every = [(e.dim, e.recv_box) for rank in range(math.prod(grid)) for e in plan_halo(window_op, grid, rank).exchanges]
-    return tuple(max((box_shape(box)[dim] for d, box in every if d == dim and box is not None), default=0) for dim in range(len(grid)))
+    exchanges = [e for rank in range(math.prod(grid)) for e in plan_halo(window_op, grid, rank).exchanges]
+    return tuple(max((box_shape(e.recv_box)[dim] for e in exchanges if e.dim == dim and e.recv_box), default=0) for dim in range(len(grid)))
 
 
 def halo_messages(window_op: WindowOp, grid: tuple[int, ...], rank: int) -> Iterator[tuple[HaloPhase, int, float]]:
@@ -212,20 +212,18 @@ def largest_block(sizes: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, .
 
 def choose_grid(num_parts: int, dims: int) -> tuple[int, ...]:
     """The most nearly square grid over the last of `dims` spatial dims: 4 is 2×2, 2 is 2×1, 8 is 2×2×2 in a volume and 4×2 in an image."""
-    best = min(_factorizations(num_parts, dims), key=lambda f: (max(f), sum(f)))
-    used = [n for n in best if n > 1]
-    grid = [*used, *[1] * (min(2, dims) - len(used))]
+    squarest = min(_factorizations(num_parts, dims), key=lambda f: (max(f), sum(f)))
+    degrees = [n for n in squarest if n > 1]
+    grid = [*degrees, *[1] * (min(2, dims) - len(degrees))]
     return (1,) * (dims - len(grid)) + tuple(grid)
 
 
 def _factorizations(number: int, num_factors: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as a product of `num_factors` factors, largest first."""
-    if num_factors == 1:
-        yield (number,)
-        return
-    for first in range(1, number + 1):
-        if number % first == 0:
-            yield from ((first, *rest) for rest in _factorizations(number // first, num_factors - 1) if first >= rest[0])
+    """The products of `num_factors` factors, largest first, that make a number."""
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    for factors in itertools.product(divisors, repeat=num_factors):
+        if math.prod(factors) == number and sorted(factors, reverse=True) == list(factors):
+            yield factors
 
 
 def parse_grid(text: str) -> tuple[int, ...]:

@@ -9,8 +9,7 @@ from meshwright.core.plan import Plan, Stage
 
 
 def check_tied_parameters(plan: Plan, tied_names: Iterable[Sequence[str]]) -> None:
-    """Reject tied layers on one pipeline rank under ZeRO-3, which unshards layer by layer. Each entry of `tied_names` is the names of one
-    parameter."""
+    """Reject tied layers on one pipeline rank under ZeRO-3, which unshards layer by layer. An entry of `tied_names` names one parameter."""
     if plan.mesh.pp == 1 or plan.memory.zero != 3:
         return
     ranks = {layer: plan.stage_rank(i) for i, stage in enumerate(plan.stages) for layer in stage.layers}

@@ -24,7 +24,6 @@ class Dataset(Protocol):
 
     def batch(self, indices: Tensor) -> dict[str, Tensor]:
         """The samples at `indices` as one batch: one tensor per field, whose first dim is as long as `indices`."""
-        ...
 
 
 def is_instruction_file(name: str | None) -> bool:

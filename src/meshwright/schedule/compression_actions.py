@@ -1,5 +1,4 @@
-"""Bytes of a gradient bucket's collectives under a plan's compression, from the same functions of its shapes that
-`execute/compression_runtime.py` uses."""
+"""Bytes of a gradient bucket's collectives under a plan's compression, by the functions that `execute/compression_runtime.py` uses."""
 
 from __future__ import annotations
 

@@ -47,8 +47,7 @@ class PricedRankClass:
 
 
 def lower(plan: Plan, profile: ModelProfile, cost_model: ActionCostModel | Sequence[PricedRankClass], *, clip: bool = False) -> Schedule:
-    """The plan's steady step, with one cost model for all ranks or one per rank class. `profile` may have any batch size; it is rescaled to the
-    micro-batches."""
+    """The plan's steady step, with one cost model for all ranks or one per rank class. `profile` may have any batch size."""
     classes = cost_model if isinstance(cost_model, Sequence) else [PricedRankClass(cost_model, plan.max_micro_batch_size, range(plan.world))]
     profiles = [profile.at_batch(rank_class.micro_batch) for rank_class in classes]
     class_coordinates = _class_coordinates(plan, classes)

@@ -33,8 +33,7 @@ def check_pipeline_order(order: str, ranks: int, num_micro_batches: int, chunks:
 
 
 def pipeline_schedule(order: str, ranks: int, rank: int, num_micro_batches: int, chunks: int = 1, per_round: int = 0) -> list[PipelineAction]:
-    """The pipeline actions of one rank. A chunk runs `per_round` micro-batches before the next chunk does; 0: as many as the schedule derives from
-    their number."""
+    """The pipeline actions of one rank. A chunk runs `per_round` micro-batches before the next chunk does; 0: the schedule's default."""
     check_pipeline_order(order, ranks, per_round or num_micro_batches, chunks)
     traits = schedule_traits(order)
     per_round = per_round or traits.micro_batches_per_round(ranks, num_micro_batches)

@@ -15,9 +15,8 @@ from meshwright.schedule.spatial_actions import spatial_profile
 def local_profile(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int = 0, ep_rank: int = 0) -> ModelProfile:
     """The profile as one rank sees it. Parameters are exact; work and activations scale with the layer's sharded parameters."""
     same, equal = plan.partition_key
-    return profile.memo.get_or_compute(
-        "local", same, (*equal, tp_rank, pp_rank, ep_rank), lambda: _build_local_profile(plan, profile, tp_rank, pp_rank, ep_rank)
-    )
+    ranks = (tp_rank, pp_rank, ep_rank)
+    return profile.memo.get_or_compute("local", same, (*equal, *ranks), lambda: _build_local_profile(plan, profile, *ranks))
 
 
 def _build_local_profile(plan: Plan, profile: ModelProfile, tp_rank: int, pp_rank: int, ep_rank: int) -> ModelProfile:

@@ -1,5 +1,4 @@
-"""Sequence parallelism in a schedule: the collectives of tensor-parallel ranks that shard positions (see [Note: sequence] in
-core/tensor_policy.py)."""
+"""Sequence parallelism in a schedule: collectives of tensor-parallel ranks that shard positions. [Note: sequence] in core/tensor_policy.py."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ from meshwright.schedule.spatial_actions import ModuleAction
 
 
 def sequence_collectives(policy: TensorPolicy, num_parts: int, axis: str, samples: int) -> Iterator[ModuleAction]:
-    """The collectives of one tensor-parallel axis. A collective at a module's input or output is not repeated when that module itself is
-    recomputed."""
+    """The collectives of one tensor-parallel axis. One at a module's input or output is not repeated when that module itself is recomputed."""
     dims = {logical_dim.name: logical_dim for logical_dim in policy.sharded_dims}
 
     def action(kind: str, op: Op, site: CollectiveSite) -> Action:

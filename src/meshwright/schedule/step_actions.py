@@ -96,8 +96,7 @@ class UnitBuffer:
 
 
 def unit_buffers(plan: Plan, profile: ModelProfile) -> dict[str, tuple[UnitBuffer, ...]]:
-    """The units of ZeRO-3, with the buffers that `execute` will make for them: the plan's units, MoE layers with sharded experts, and the rest of
-    the model as `root`. `profile` is one rank's."""
+    """One rank's ZeRO-3 units and their buffers: the plan's units, MoE layers with sharded experts, and the rest of the model as `root`."""
     same, equal = plan.partition_key
     sizes = (plan.memory.units, plan.memory.precision, plan.mesh.shard)
     return profile.memo.get_or_compute("units", same, (*equal, *sizes), lambda: _unit_buffers(plan, profile))
@@ -155,9 +154,8 @@ def _layer_actions(
 def layer_collectives(plan: Plan, profile: ModelProfile, coordinate: MeshCoordinate) -> LayerCollectives:
     """The collectives inside layers, by layer and phase; `again` holds those that recomputing a layer repeats."""
     same, equal = plan.partition_key
-    return profile.memo.get_or_compute(
-        "layer collectives", same, (*equal, coordinate, bool(plan.balance.shares)), lambda: _build_layer_collectives(plan, profile, coordinate)
-    )
+    key = (*equal, coordinate, bool(plan.balance.shares))
+    return profile.memo.get_or_compute("layer collectives", same, key, lambda: _build_layer_collectives(plan, profile, coordinate))
 
 
 def _build_layer_collectives(plan: Plan, profile: ModelProfile, coordinate: MeshCoordinate) -> LayerCollectives:
@@ -322,11 +320,9 @@ def _buckets_ready_after(buckets: tuple[Bucket, ...], profile: ModelProfile) -> 
     ready: dict[int, list[int]] = {}
     latest = dict.fromkeys((False, True), len(profile.layers))
     for index, bucket in enumerate(buckets):
-        is_expert = (
-            bucket.replication.is_expert_parallel
-        )  # buckets are reduced in order, so a late one delays the rest; experts' have their own order
-        latest[is_expert] = min(latest[is_expert], *(layer_of[s.index] for s in bucket.slots))
-        ready.setdefault(latest[is_expert], []).append(index)
+        lane = bucket.replication.is_expert_parallel  # buckets of a lane are reduced in order, so a late one delays the rest
+        latest[lane] = min(latest[lane], *(layer_of[s.index] for s in bucket.slots))
+        ready.setdefault(latest[lane], []).append(index)
     return ready
 
 
