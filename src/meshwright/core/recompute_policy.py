@@ -29,7 +29,7 @@ def check_recompute(modes: Collection[str], tp_degree: int, compile_mode: str, s
     """Check that a plan whose units have these modes can be run; `schedule` is a pipeline's."""
     if modes and schedule and schedule_traits(schedule).splits_backward:
         why = "defers weight gradients, and recompute would run each unit again for every one of them"
-        raise RequestError(f"plan: schedule={schedule} {why}: set recompute=none or schedule=interleaved")
+        raise RequestError(f"plan: schedule={schedule} {why}: set recompute=none or use interleaved")
     if "selective" in modes and compile_mode != "none" and tp_degree > 1:
         needs = f"recompute=selective with compile={compile_mode} needs each unit in one graph"
         raise RequestError(f"plan: {needs}, and tensor parallelism (tp={tp_degree}) breaks it: set compile=none or recompute=full")
