@@ -134,8 +134,8 @@ def test_the_ledger_counts_rounded_bytes(zero: int) -> None:
         ("bf16", Mesh(dp=2), MemoryPolicy(precision="fp64"), "precision=fp64"),
         ("bf16", Mesh(), MemoryPolicy(), "leave it out"),
         ("bf16", Mesh(tp=(2,)), MemoryPolicy(), "leave it out"),
-        ("powersgd", Mesh(shard=2), MemoryPolicy(1), "zero=1 cuts them"),
-        ("powersgd", Mesh(dp=2, tp=(2,)), MemoryPolicy(), "tp cuts them"),
+        ("powersgd", Mesh(shard=2), MemoryPolicy(1), "zero=1 shards them"),
+        ("powersgd", Mesh(dp=2, tp=(2,)), MemoryPolicy(), "tp shards them"),
     ],
 )
 def test_plans_that_cannot_be_compressed_are_refused(compression: Any, mesh: Mesh, memory: MemoryPolicy, said: str) -> None:

@@ -503,7 +503,7 @@ def test_shares_lie_end_to_end(shares: list[int], data: st.DataObject) -> None:
         (lambda: Plan("m", 8, Mesh(dp=2), balance=BalancePolicy((8,))), "balance.shares has 1 entries for 2 data ranks: give 2"),
         (lambda: Plan("m", 8, Mesh(dp=2), balance=BalancePolicy((4, 5))), "balance.shares sum to 9, not to global_batch=8"),
         (lambda: Plan("m", 8, Mesh(dp=2), 4, balance=BalancePolicy((5, 3))), "a share of 3 samples cannot make 4 micro-batches: set micro_batches=3"),
-        (lambda: Plan("m", 8, Mesh(dp=2), memory=MemoryPolicy(2)), "zero=2 cuts over the shard axis, and mesh dp=2 has none: use --mesh shard=2"),
+        (lambda: Plan("m", 8, Mesh(dp=2), memory=MemoryPolicy(2)), "zero=2 shards over the shard axis, and mesh dp=2 has none: use --mesh shard=2"),
         (lambda: Plan("m", 8, Mesh(shard=2)), "mesh shard=2 has a shard axis but zero=0: set zero=1, 2 or 3, or use --mesh dp=2"),
         (lambda: Plan("m", 8, micro_batches=0), "micro_batches=0 must be at least 1"),
         (lambda: Plan("m", 8, version=3), "plan version 3"),

@@ -102,7 +102,7 @@ def test_cuts_are_the_best_of_all_that_fit(chain: Any) -> None:
 
 def test_states_that_do_not_fit_the_plan_are_refused() -> None:
     for mesh, zero, states, reason in (
-        (Mesh(dp=2), 0, (0.5, 0.5), "cuts nothing"),
+        (Mesh(dp=2), 0, (0.5, 0.5), "shards none"),
         (Mesh(shard=2), 1, (1.0,), "1 entries for shard=2"),
         (Mesh(shard=2), 1, (0.9, 0.9), "sum to 1.8"),
     ):

@@ -16,8 +16,8 @@ from meshwright.core.model import ModelProfile, TensorSpec
 from meshwright.core.plan import Plan
 from meshwright.core.schedule import Action, wire_factor
 from meshwright.core.tensor_policy import ParameterShard, ShardedDim, TensorPolicy
-from meshwright.schedule import Bucket, assign_buckets, build_schedule, local_profile, plan_ledger, plan_ledgers
-from meshwright.schedule.buckets import ALIGN_BYTES, OWN_BUCKET_DIVISOR, init_broadcast_groups
+from meshwright.schedule import build_schedule, local_profile, plan_ledger, plan_ledgers
+from meshwright.schedule.buckets import ALIGN_BYTES, OWN_BUCKET_DIVISOR, Bucket, assign_buckets, init_broadcast_groups
 from meshwright.schedule.step_actions import gradient_buckets
 
 # Buckets

@@ -100,7 +100,7 @@ MISTAKES = {
     "no name": ("mine.py", "strategy=mine.py: write it as FILE.py:NAME or package.module:NAME"),
     "number": ("mine.py:number", "mine.py:number is a int, not a function (plan, profile, cluster) -> Plan"),
     "nothing": ("mine.py:nothing", "strategy nothing returned NoneType: it must return a Plan"),
-    "world": ("mine.py:elsewhere", "strategy elsewhere made a plan for world=4 out of one for world=2: keep the mesh's size"),
+    "world": ("mine.py:elsewhere", "strategy elsewhere changed world=2 to world=4: keep the mesh's size"),
     "not a plan": ("mine.py:unlawful", "strategy unlawful: global batch 64 does not divide into 2 data ranks × 5 micro-batches"),
     "raises": ("math:sqrt", "strategy sqrt raised TypeError: math.sqrt() takes exactly one argument"),
 }

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Backend = Literal["gloo", "mpi", "nccl"]
 Fallback = tuple[str, str]  # (what a backend lacks, what is done instead): reported at its first use, and by `bench comm`
 SCALED_SUM: Fallback = ("scaled sum (PREMUL_SUM)", "a product, then a sum")
-UNEVEN_GATHER: Fallback = ("all-gather of unequal parts", "padded to the longest")
+UNEVEN_GATHER: Fallback = ("all-gather of unequal shards", "padded to the longest")
 _COMMON_DTYPES = frozenset({"float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64"})
 
 
@@ -77,5 +77,4 @@ def backend_traits(backend: str) -> BackendTraits:
 def backend_for(kind: str, rank_devices: Sequence[str] = ()) -> str:
     """The default backend of ranks on such devices. `rank_devices` are given where ranks are on mixed devices or share a GPU: then it is the
     CPU backend, which supports them all."""
-    wanted = "cpu" if rank_devices else kind
-    return next(name for name, traits in BACKENDS.items() if traits.default_for == wanted)
+    return next(name for name, traits in BACKENDS.items() if traits.default_for == ("cpu" if rank_devices else kind))

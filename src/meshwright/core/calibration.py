@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 
 SizeCurve = tuple[tuple[float, float], ...]
 
@@ -15,12 +16,10 @@ def interpolate(points: SizeCurve, size: float) -> float:
     """The rate at `size`: log-linear between measured points, constant beyond them."""
     if not points:
         return 0.0
-    at = bisect_left(points, (size, 0.0))
-    if at == 0:
-        return points[0][1]
-    if at == len(points):
-        return points[-1][1]
-    (x0, y0), (x1, y1) = points[at - 1], points[at]
+    index = bisect_left(points, (size, 0.0))
+    if index in (0, len(points)):
+        return points[0 if index == 0 else -1][1]
+    (x0, y0), (x1, y1) = points[index - 1], points[index]
     weight = (math.log(size) - math.log(x0)) / (math.log(x1) - math.log(x0))
     return math.exp(math.log(y0) * (1 - weight) + math.log(y1) * weight)
 
@@ -38,11 +37,8 @@ def monotone_seconds(points: SizeCurve) -> SizeCurve:
 
 def monotone_rates(points: SizeCurve) -> SizeCurve:
     """Rates by call size, raised so that no call takes longer than a larger one: a point that does is noisy, or lies beyond a fit."""
-    least, found = math.inf, []
-    for size, rate in reversed(points):
-        least = min(least, size / rate)
-        found.append((size, size / least))
-    return tuple(reversed(found))
+    seconds = list(accumulate((size / rate for size, rate in reversed(points)), min))[::-1]
+    return tuple((size, size / least) for (size, _), least in zip(points, seconds, strict=True))
 
 
 @dataclass(frozen=True)
@@ -78,9 +74,8 @@ class Rates:
     oversubscription: float = 1.0  # ranks per core; rates of computation are those of a rank with a core to itself
     members: tuple[int, ...] = ()  # the ranks of this entry, where ranks of one kind of device differ in speed
     fixed: Mapping[str, float] = field(default_factory=dict)  # fixed seconds of: "tensor" (in an optimizer step), "p2p" (a message between stages), …
-    core_busy_curves: Mapping[str, SizeCurve] = field(
-        default_factory=dict
-    )  # like `curves`: seconds for which a call occupies the core that the rank computes on
+    # Like `curves`: seconds for which a call occupies the core that the rank computes on.
+    core_busy_curves: Mapping[str, SizeCurve] = field(default_factory=dict)
 
     def measured_seconds(self, name: str, sent_bytes: float) -> float | None:
         """Seconds of one call: interpolated between measured sizes, beyond them by the α–β bandwidth. None where no sizes were measured."""
@@ -104,39 +99,36 @@ class Rates:
         that was measured, else in proportion."""
         if self.oversubscription <= 1.0:
             return self
-        times = self.oversubscription
+        ranks_per_core = self.oversubscription
 
-        def seconds(name: str, sent: float, taken: float) -> float:
-            kept = self.core_busy_seconds(name, sent)
-            return taken / times if kept is None else taken - (times - 1.0) * min(kept, taken / times)
+        def alone_seconds(name: str, sent: float, seconds: float) -> float:
+            busy = self.core_busy_seconds(name, sent)
+            alone = seconds / ranks_per_core
+            return alone if busy is None else seconds - (ranks_per_core - 1.0) * min(busy, alone)
 
-        def line(name: str, of: AlphaBetaModel) -> AlphaBetaModel:
+        def alone_model(name: str, model: AlphaBetaModel) -> AlphaBetaModel:
             if name not in self.core_busy_curves:
-                return AlphaBetaModel(of.alpha_s / times, of.bytes_per_s * times, None if of.gap_s is None else of.gap_s / times)
-            ends = self.core_busy_curves[name][0][0], self.core_busy_curves[name][-1][0]
-            few, many = (seconds(name, sent, of.seconds(sent)) for sent in ends)
-            each = max(many - few, 1e-15) / max(ends[1] - ends[0], 1.0)
-            return AlphaBetaModel(max(few - each * ends[0], 0.0), 1.0 / each)
+                gap = None if model.gap_s is None else model.gap_s / ranks_per_core
+                return AlphaBetaModel(model.alpha_s / ranks_per_core, model.bytes_per_s * ranks_per_core, gap)
+            least, largest = self.core_busy_curves[name][0][0], self.core_busy_curves[name][-1][0]
+            fastest, slowest = (alone_seconds(name, sent, model.seconds(sent)) for sent in (least, largest))
+            s_per_byte = max(slowest - fastest, 1e-15) / max(largest - least, 1.0)
+            return AlphaBetaModel(max(fastest - s_per_byte * least, 0.0), 1.0 / s_per_byte)
 
-        return replace(
-            self,
-            oversubscription=1.0,
-            collectives={name: line(name, of) for name, of in self.collectives.items()},
-            curves={name: tuple((sent, seconds(name, sent, taken)) for sent, taken in points) for name, points in self.curves.items()},
-            fixed={key: value / times if key == "tp_sync" else value for key, value in self.fixed.items()},
-        )
+        curves = {name: tuple((sent, alone_seconds(name, sent, seconds)) for sent, seconds in points) for name, points in self.curves.items()}
+        collectives = {name: alone_model(name, model) for name, model in self.collectives.items()}
+        fixed = {key: seconds / ranks_per_core if key == "tp_sync" else seconds for key, seconds in self.fixed.items()}
+        return replace(self, oversubscription=1.0, collectives=collectives, curves=curves, fixed=fixed)
 
     def compute_rate(self, kind: str, precision: str, flops: float) -> float:
-        """Flop/s of one call of this size; 0 when nothing like it was measured (then memory decides)."""
+        """FLOP/s of one call of this size; 0 when nothing like it was measured (then memory bandwidth decides)."""
         if precision == "fp8" and (kind != "matmul" or "matmul/fp8" not in self.compute):
             precision = "bf16"  # the precision of everything around fp8 matmuls, and the nearest to fp8
-        alike = () if kind.startswith("special") else (f"matmul/{precision}", "matmul/fp32")
-        if kind.endswith("-backward") and f"{kind}/{precision}" not in self.compute and alike:
+        similar = () if kind.startswith("special") else (f"matmul/{precision}", "matmul/fp32")
+        if kind.endswith("-backward") and f"{kind}/{precision}" not in self.compute and similar:
             kind = kind.removesuffix("-backward")  # not measured separately
-        for key in (f"{kind}/{precision}", *alike[:1], f"{kind}/fp32", *alike[1:]):
-            if key in self.compute:
-                return interpolate(self.compute[key], flops)
-        return 0.0
+        keys = (f"{kind}/{precision}", *similar[:1], f"{kind}/fp32", *similar[1:])
+        return next((interpolate(self.compute[key], flops) for key in keys if key in self.compute), 0.0)
 
 
 def scale_rates(rates: Rates, factor: float) -> Rates:
@@ -180,6 +172,6 @@ class Calibration:
     def rates_for(self, ranks: int, device: str = "") -> Rates:
         """The entry measured at `ranks`, or the nearest one, for the kind of device where there are several; several ranks never get the entry
         of a single rank, which has no collectives."""
-        alike = [r for r in self.layouts if r.device == device] or self.layouts
-        several = [r for r in alike if r.ranks > 1] if ranks > 1 else []
-        return min(several or alike, key=lambda r: (abs(r.ranks - ranks), -r.ranks))
+        same_device = [r for r in self.layouts if r.device == device] or self.layouts
+        several_ranks = [r for r in same_device if r.ranks > 1] if ranks > 1 else []
+        return min(several_ranks or same_device, key=lambda r: (abs(r.ranks - ranks), -r.ranks))

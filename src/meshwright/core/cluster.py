@@ -95,13 +95,12 @@ class Cluster:
         if not device_order or device_order in self._reordered:
             return self._reordered[device_order] if device_order else self
         if sorted(set(device_order)) != sorted(device_order) or max(device_order) >= len(self.devices):
-            raise RequestError(f"plan: device_order has {len(device_order)} different devices of this cluster's {len(self.devices)}: plan again here")
-        nodes: list[Node] = []
-        for index, mine in groupby(device_order, key=self.node_index):
-            nodes.append(replace(self.nodes[index], devices=tuple(self.devices[at] for at in mine)))
-        if len({self.node_index(at) for at in device_order}) < len(nodes):
+            raise RequestError(f"plan: device_order must list different devices of this cluster's {len(self.devices)}: plan again on this cluster")
+        by_node = groupby(device_order, key=self.node_index)
+        nodes = tuple(replace(self.nodes[index], devices=tuple(self.devices[d] for d in devices)) for index, devices in by_node)
+        if len(set(map(self.node_index, device_order))) < len(nodes):
             raise RequestError("plan: device_order leaves a node and comes back to it: keep the ranks of a node together")
-        self._reordered[device_order] = replace(self, nodes=tuple(nodes))
+        self._reordered[device_order] = replace(self, nodes=nodes)
         return self._reordered[device_order]
 
     @cached_property
@@ -154,18 +153,15 @@ class Cluster:
 
     def least_memory(self, ranks: int) -> int:
         """The smallest memory among the first `ranks` devices."""
-        whole = bisect_right(self.rank_ends, ranks)
-        nodes = {id(node): node for node in self.nodes[:whole]}
-        part = self.devices[self.rank_ends[whole - 1] if whole else 0 : ranks]
-        return min(d.memory_bytes for d in (*(d for node in nodes.values() for d in node.devices), *part))
+        count = bisect_right(self.rank_ends, ranks)  # of nodes that are used completely
+        nodes = {id(node): node for node in self.nodes[:count]}
+        remaining = self.devices[self.rank_ends[count - 1] if count else 0 : ranks]
+        return min(d.memory_bytes for d in (*(d for node in nodes.values() for d in node.devices), *remaining))
 
     def first_devices(self, ranks: int) -> Cluster:
         """The first `ranks` devices of this cluster."""
         if not 1 <= ranks <= len(self.devices):
-            raise RequestError(f"{ranks} ranks asked for, this cluster has {len(self.devices)} devices: use --nproc 1..{len(self.devices)}")
-        kept, nodes = ranks, []
-        for node in self.nodes:
-            if kept > 0:
-                nodes.append(node if len(node.devices) <= kept else replace(node, devices=node.devices[:kept]))
-                kept -= len(node.devices)
+            raise RequestError(f"{ranks} ranks are requested, and this cluster has {len(self.devices)} devices: use --nproc 1..{len(self.devices)}")
+        starts = zip(self.nodes, (0, *self.rank_ends), strict=False)
+        nodes = (n if start + len(n.devices) <= ranks else replace(n, devices=n.devices[: ranks - start]) for n, start in starts if start < ranks)
         return replace(self, nodes=tuple(nodes))

@@ -30,7 +30,7 @@ class ClusterTopology:
         if a.node == b.node:
             return self._intra_node_path(a, b)
         if fabric is None:
-            return (_dedicated_hop("network", a, cluster.link),)
+            return (_uncontended_hop("network", a, cluster.link),)
         path = fabric.path(a, b, self._shape)
         if isinstance(fabric, FatTree) and fabric.rails and a.local_index != b.local_index and b.local_index < len(cluster.nodes[a.node].devices):
             return (*self._intra_node_path(a, DeviceLocation(a.node, b.local_index)), *path)
@@ -38,21 +38,17 @@ class ClusterTopology:
 
     def _intra_node_path(self, a: DeviceLocation, b: DeviceLocation) -> LinkPath:
         node = self._cluster.nodes[a.node]
-        return node.inside.path(a, b, self._shape) if node.inside is not None else (_dedicated_hop("inside", a, node.link),)
+        return node.inside.path(a, b, self._shape) if node.inside is not None else (_uncontended_hop("inside", a, node.link),)
 
     def group_bandwidth(self, ranks: Sequence[int], pattern: TrafficPattern, all_groups_active: bool) -> GroupBandwidth:
         """The bandwidth of each of `ranks` in a collective: alone, or while all other ranks communicate too, in groups like this one."""
         key = (pattern, all_groups_active, ranks)
         if key not in self._group_bandwidths:
-            ways = TopologyQueries(self.path, self._cluster.node_index, self._rings_in_node, self._shape.nodes * self._shape.ranks_per_node)
-            self._group_bandwidths[key] = compute_group_bandwidth(ways, ranks, pattern, all_groups_active)
+            queries = TopologyQueries(self.path, self._cluster.node_index, self._shape.ranks)
+            self._group_bandwidths[key] = compute_group_bandwidth(queries, ranks, pattern, all_groups_active)
         return self._group_bandwidths[key]
 
-    def _rings_in_node(self, node: int, members: int) -> int:
-        inside = self._cluster.nodes[node].inside
-        return inside.parallel_rings(members) if inside is not None else 1
 
-
-def _dedicated_hop(kind: str, a: DeviceLocation, link: Link) -> PathHop:
+def _uncontended_hop(kind: str, a: DeviceLocation, link: Link) -> PathHop:
     """A hop that no other path shares."""
-    return PathHop((kind, *a), link.name, link.latency_s, link.effective_bandwidth, 1, 1 << 62)
+    return link.hop((kind, *a), 1, 1 << 62)

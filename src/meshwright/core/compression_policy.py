@@ -20,27 +20,26 @@ Compression = Literal["none", "bf16", "powersgd"]
 
 
 def low_rank_shape(shape: Sequence[int], rank: int) -> tuple[int, int, int] | None:
-    """(rows, columns, rank) of a tensor that is sent as two factors; None for one that is sent whole, since factors would not be smaller."""
+    """(rows, columns, rank) of a tensor that is sent as two factors; None for one that is sent uncompressed, since factors would not be smaller."""
     if len(shape) < 2 or not math.prod(shape):
         return None
     rows, columns = shape[0], math.prod(shape[1:])
-    kept = min(rank, rows, columns)
-    return (rows, columns, kept) if (rows + columns) * kept < rows * columns else None
+    rank = min(rank, rows, columns)
+    return (rows, columns, rank) if (rows + columns) * rank < rows * columns else None
 
 
 def check_compression(compression: str, rank: int, mesh: Mesh, zero: int, precision: str) -> None:
     if compression == "none":
         return
     if mesh.group_size("data") == 1:
-        raise RequestError(f"plan: compression={compression} is for gradients between data ranks, and mesh {mesh} has one: leave it out")
+        raise RequestError(f"plan: compression={compression} is for gradients of several data ranks, and mesh {mesh} has one: leave it out")
     if precision == "fp64":
-        raise RequestError(f"plan: precision=fp64 asks for exact gradients, and compression={compression} rounds them: leave one of them out")
+        raise RequestError(f"plan: precision=fp64 is for exact gradients, and compression={compression} rounds them: leave one of them out")
     if zero == 3:
-        raise RequestError(f"plan: compression={compression} works on buckets, and zero=3 reduces layer by layer: use zero=0, 1 or 2")
+        raise RequestError(f"plan: compression={compression} works on buckets, and zero=3 reduces unit by unit: use zero=0, 1 or 2")
     if compression == "powersgd":
-        others = [axis for axis in ("pp", "cp", "ep", "tp") if mesh.degree(axis) > 1]
-        if zero or others:
-            what = f"zero={zero}" if zero else others[0]
-            raise RequestError(f"plan: compression=powersgd needs whole gradients on every rank, and {what} cuts them: use bf16, or --mesh dp alone")
+        sharding = [f"zero={zero}"] * (zero > 0) + [axis for axis in ("pp", "cp", "ep", "tp") if mesh.degree(axis) > 1]
+        if sharding:
+            raise RequestError(f"plan: compression=powersgd needs all gradients on every rank, and {sharding[0]} shards them: use bf16, or only dp")
         if rank < 1:
             raise RequestError(f"plan: compression_rank={rank} must be at least 1")

@@ -65,7 +65,7 @@ class AttentionSite:
 
 @dataclass(frozen=True)
 class ContextPolicy:
-    """Context parallelism of one model over `cp` ranks. Empty: sequences stay whole."""
+    """Context parallelism of one model over `cp` ranks. Empty: sequences are not sharded."""
 
     sequence_length: int = 0  # positions in one sample
     chunks: int = 0  # that a sequence is split into: one or two per rank
@@ -80,5 +80,5 @@ class ContextPolicy:
     def position_ranges(self, rank: int, num_parts: int) -> tuple[tuple[int, int], ...]:
         """(first, number) of the contiguous ranges of positions that one rank holds, in order."""
         size = self.sequence_length // self.chunks
-        mine = (rank,) if self.chunks == num_parts else (rank, self.chunks - 1 - rank)
-        return tuple((chunk * size, size) for chunk in mine)
+        chunks = (rank,) if self.chunks == num_parts else (rank, self.chunks - 1 - rank)
+        return tuple((chunk * size, size) for chunk in chunks)

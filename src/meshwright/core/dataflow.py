@@ -66,8 +66,7 @@ class SizeRead:
 
 @dataclass(frozen=True)
 class Operation:
-    """One traced operation: it contracted the logical dims `contracted_dims` and needs `indivisible_dims` whole; all others it treats
-    index by index."""
+    """One traced operation: it contracts the logical dims `contracted_dims`, needs all of `indivisible_dims`, and treats others index by index."""
 
     name: str
     module: str
@@ -126,14 +125,18 @@ class Dataflow:
     @cached_property
     def inputs(self) -> tuple[int, ...]:
         """Values that are neither an operation's output nor a parameter: the data, and constants."""
-        made = {v for op in self.operations for v in op.outputs}
-        return tuple(i for i, value in enumerate(self.values) if i not in made and not value.parameter)
+        computed = {v for op in self.operations for v in op.outputs}
+        return tuple(i for i, value in enumerate(self.values) if i not in computed and not value.parameter)
 
     @cached_property
     def sample_dims(self) -> frozenset[int]:
         """The logical dims that count samples; a value without any of them has the same size for every batch size."""
-        found = {s for v in self.inputs if self.values[v].shape[:1] == (self.batch,) for s in self.values[v].logical_dims[0]}
+
+        def first_dims(values: tuple[int, ...]) -> set[int]:
+            return {dim for v in values if self.values[v].shape[:1] == (self.batch,) for dim in self.values[v].logical_dims[0]}
+
+        dims = first_dims(self.inputs)
         for op in self.operations:  # one without a rule does not relate its outputs' sample dim to its inputs'
-            if not found.isdisjoint(op.indivisible_dims):
-                found.update(s for v in op.outputs if self.values[v].shape[:1] == (self.batch,) for s in self.values[v].logical_dims[0])
-        return frozenset(found)
+            if not dims.isdisjoint(op.indivisible_dims):
+                dims |= first_dims(op.outputs)
+        return frozenset(dims)

@@ -27,5 +27,4 @@ def unknown_name_error(kind: str, name: str, choices: Iterable[str], where: str 
     names = sorted(choices)
     near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.4)
     hint = f"did you mean '{near[0]}'?" if near else f"one of: {', '.join(names)}"
-    place = f" in {where}" if where else ""
-    return RequestError(f"unknown {kind} '{name}'{place}; {hint}")
+    return RequestError(f"unknown {kind} '{name}'{f' in {where}' if where else ''}; {hint}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -21,4 +21,4 @@ class Estimate:
     tokens_per_s: float | None = None
     mfu: float | None = None
     traffic_bytes: float = 0.0  # what a rank sends in one step
-    notes: tuple[str, ...] = field(default_factory=tuple)
+    notes: tuple[str, ...] = ()

@@ -33,7 +33,7 @@ class MoELayer:
 
 @dataclass(frozen=True)
 class EmbeddingTable:
-    """An embedding table, held whole by one rank of `ep`."""
+    """An embedding table that one rank of `ep` holds."""
 
     module: str
     parameter: str
@@ -64,8 +64,8 @@ class ExpertPolicy:
 
     def rows_per_rank(self, ep_size: int) -> dict[str, tuple[int, ...]]:
         """For every expert-parallel parameter, how many rows of its dim 0 each of `ep_size` ranks holds."""
-        found = {name: m.experts_per_rank for m in self.moe_layers for name in m.parameters}
-        return found | {t.parameter: tuple(t.rows if t.ep_rank == owner else 0 for owner in range(ep_size)) for t in self.tables}
+        experts = {name: m.experts_per_rank for m in self.moe_layers for name in m.parameters}
+        return experts | {t.parameter: tuple(t.rows if t.ep_rank == rank else 0 for rank in range(ep_size)) for t in self.tables}
 
     @property
     def parameters(self) -> frozenset[str]:
@@ -73,5 +73,5 @@ class ExpertPolicy:
 
     def lookups_on(self, ep_rank: int) -> tuple[TableLookup, ...]:
         """The lookups that one rank of `ep` answers, in order."""
-        mine = {t.module for t in self.tables if t.ep_rank == ep_rank}
-        return tuple(lookup for lookup in self.lookups if lookup.module in mine)
+        modules = {t.module for t in self.tables if t.ep_rank == ep_rank}
+        return tuple(lookup for lookup in self.lookups if lookup.module in modules)

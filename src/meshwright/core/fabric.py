@@ -6,24 +6,19 @@ A node's network cards form one bundle: a hop has the bandwidth of all its links
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from meshwright.core.mesh import grid_coordinates
 from meshwright.core.node_topology import ClusterShape, DeviceLocation, Link, LinkPath, PathHop
 
 
-def _nic_hop(kind: str, location: DeviceLocation, link: Link, ports: int, cluster_shape: ClusterShape) -> PathHop:
-    """The bundle of a node's cards, in one direction. Where there are more cards than ranks, a rank uses several."""
-    speed = ports * link.effective_bandwidth
-    return PathHop(
-        (kind, location.node),
-        link.name,
-        link.latency_s / 2,
-        speed,
-        cluster_shape.ranks_per_node,
-        cluster_shape.nodes,
-        max(link.effective_bandwidth, speed / cluster_shape.ranks_per_node),
-    )
+def _nic_hops(a: DeviceLocation, b: DeviceLocation, link: Link, ports: int, cluster: ClusterShape) -> tuple[PathHop, PathHop]:
+    """The bundles of network cards of node a, upwards, and node b, downwards. Where there are more cards than ranks, a rank uses several."""
+    lane = max(link.effective_bandwidth, ports * link.effective_bandwidth / cluster.ranks_per_node)
+    half = replace(link, latency_s=link.latency_s / 2)
+    up = half.hop(("nic up", a.node), cluster.ranks_per_node, cluster.nodes, ports)._replace(lane_bandwidth=lane)
+    return up, up._replace(key=("nic down", b.node))
 
 
 @dataclass(frozen=True)
@@ -34,8 +29,8 @@ class SingleSwitch:
     ports: int = 1
     kind: Literal["flat"] = "flat"
 
-    def path(self, a: DeviceLocation, b: DeviceLocation, cluster_shape: ClusterShape) -> LinkPath:
-        return _nic_hop("nic up", a, self.link, self.ports, cluster_shape), _nic_hop("nic down", b, self.link, self.ports, cluster_shape)
+    def path(self, a: DeviceLocation, b: DeviceLocation, cluster: ClusterShape) -> LinkPath:
+        return _nic_hops(a, b, self.link, self.ports, cluster)
 
 
 @dataclass(frozen=True)
@@ -55,32 +50,23 @@ class FatTree:
     rails: bool = False
     kind: Literal["fat-tree"] = "fat-tree"
 
-    def path(self, a: DeviceLocation, b: DeviceLocation, cluster_shape: ClusterShape) -> LinkPath:
-        up, down = _nic_hop("nic up", a, self.link, self.ports, cluster_shape), _nic_hop("nic down", b, self.link, self.ports, cluster_shape)
+    def path(self, a: DeviceLocation, b: DeviceLocation, cluster: ClusterShape) -> LinkPath:
+        up, down = _nic_hops(a, b, self.link, self.ports, cluster)
         if a.node // self.leaf == b.node // self.leaf:
             return up, down
-        path = (
-            up,
-            self._tier_hop("leaf up", a, self.leaf, self.taper, cluster_shape),
-            self._tier_hop("leaf down", b, self.leaf, self.taper, cluster_shape),
-            down,
-        )
+        leaf_up, leaf_down = self._tier_hops("leaf", a, b, self.leaf, self.taper, cluster)
         nodes = self.leaf * self.pod
         if not self.pod or a.node // nodes == b.node // nodes:
-            return path
-        taper = self.taper * self.pod_taper
-        return (
-            *path[:2],
-            self._tier_hop("pod up", a, nodes, taper, cluster_shape),
-            self._tier_hop("pod down", b, nodes, taper, cluster_shape),
-            *path[2:],
-        )
+            return up, leaf_up, leaf_down, down
+        return up, leaf_up, *self._tier_hops("pod", a, b, nodes, self.taper * self.pod_taper, cluster), leaf_down, down
 
-    def _tier_hop(self, kind: str, location: DeviceLocation, nodes: int, taper: float, cluster_shape: ClusterShape) -> PathHop:
-        nodes = min(nodes, cluster_shape.nodes)
-        speed = nodes * self.ports * self.link.effective_bandwidth / taper
-        many = math.ceil(cluster_shape.nodes / nodes)
-        return PathHop((kind, location.node // nodes), self.link.name, self.hop_s, speed, nodes * cluster_shape.ranks_per_node, many, switches=True)
+    def _tier_hops(self, tier: str, a: DeviceLocation, b: DeviceLocation, nodes: int, taper: float, cluster: ClusterShape) -> tuple[PathHop, PathHop]:
+        """Up from a's switch of a tier with `nodes` nodes below each switch, and down to b's."""
+        nodes = min(nodes, cluster.nodes)
+        ranks, num_switches = nodes * cluster.ranks_per_node, math.ceil(cluster.nodes / nodes)
+        link = replace(self.link, latency_s=self.hop_s)
+        up = link.hop((f"{tier} up", a.node // nodes), ranks, num_switches, nodes * self.ports, taper, switches=True)
+        return up, up._replace(key=(f"{tier} down", b.node // nodes))
 
 
 @dataclass(frozen=True)
@@ -100,46 +86,37 @@ class Dragonfly:
     spines: int = 0
     kind: Literal["dragonfly"] = "dragonfly"
 
-    def path(self, a: DeviceLocation, b: DeviceLocation, cluster_shape: ClusterShape) -> LinkPath:
-        up, down = _nic_hop("nic up", a, self.link, self.ports, cluster_shape), _nic_hop("nic down", b, self.link, self.ports, cluster_shape)
+    def path(self, a: DeviceLocation, b: DeviceLocation, cluster: ClusterShape) -> LinkPath:
+        up, down = _nic_hops(a, b, self.link, self.ports, cluster)
         first, last = a.node // self.switch, b.node // self.switch
         if first == last:
             return up, down
-        out, into = first // self.group, last // self.group
+        source_group, target_group = first // self.group, last // self.group
+        between = (self._global_hop(source_group, target_group, cluster),) if source_group != target_group else ()
         if self.spines:
-            climb, fall = self._leaf_hop("leaf up", first, cluster_shape), self._leaf_hop("leaf down", last, cluster_shape)
-            return (up, climb, *((self._global_hop(out, into, cluster_shape),) if out != into else ()), fall, down)
-        if out == into:
-            return up, self._local_hop(first, last, cluster_shape), down
-        leave, enter = out * self.group + into % self.group, into * self.group + out % self.group  # the switches that hold this link
-        before = (self._local_hop(first, leave, cluster_shape),) if first != leave else ()
-        after = (self._local_hop(enter, last, cluster_shape),) if enter != last else ()
-        return (up, *before, self._global_hop(out, into, cluster_shape), *after, down)
+            return up, self._leaf_hop("leaf up", first, cluster), *between, self._leaf_hop("leaf down", last, cluster), down
+        if not between:
+            return up, self._local_hop(first, last, cluster), down
+        leave = source_group * self.group + target_group % self.group  # the switches at the ends of the link between the groups
+        enter = target_group * self.group + source_group % self.group
+        before = (self._local_hop(first, leave, cluster),) if first != leave else ()
+        after = (self._local_hop(enter, last, cluster),) if enter != last else ()
+        return up, *before, *between, *after, down
 
-    def _local_hop(self, first: int, last: int, cluster_shape: ClusterShape) -> PathHop:
-        many = math.ceil(cluster_shape.nodes / self.switch) * max(self.group - 1, 1)
-        speed, ranks = self.local_links * self.local.effective_bandwidth, self.switch * cluster_shape.ranks_per_node
-        return PathHop(("local", first, last), self.local.name, self.local.latency_s, speed, ranks, many, num_target_coordinates=1, switches=True)
+    def _local_hop(self, first: int, last: int, cluster: ClusterShape) -> PathHop:
+        ranks, num_links = self.switch * cluster.ranks_per_node, math.ceil(cluster.nodes / self.switch) * max(self.group - 1, 1)
+        hop = self.local.hop(("local", first, last), ranks, num_links, self.local_links, switches=True)
+        return hop._replace(num_target_coordinates=1)
 
-    def _leaf_hop(self, kind: str, leaf: int, cluster_shape: ClusterShape) -> PathHop:
-        speed, ranks = self.spines * self.local_links * self.local.effective_bandwidth, self.switch * cluster_shape.ranks_per_node
-        many = math.ceil(cluster_shape.nodes / self.switch)
-        return PathHop((kind, leaf), self.local.name, self.local.latency_s, speed, ranks, many, switches=True)
+    def _leaf_hop(self, kind: str, leaf: int, cluster: ClusterShape) -> PathHop:
+        ranks, num_leaves = self.switch * cluster.ranks_per_node, math.ceil(cluster.nodes / self.switch)
+        return self.local.hop((kind, leaf), ranks, num_leaves, self.spines * self.local_links, switches=True)
 
-    def _global_hop(self, source_group: int, target_group: int, cluster_shape: ClusterShape) -> PathHop:
+    def _global_hop(self, source_group: int, target_group: int, cluster: ClusterShape) -> PathHop:
         size = self.switch * self.group
-        groups = max(math.ceil(cluster_shape.nodes / size), 2)
-        speed, ranks = self.global_links * self.between.effective_bandwidth, min(size, cluster_shape.nodes) * cluster_shape.ranks_per_node
-        return PathHop(
-            ("between groups", source_group, target_group),
-            self.between.name,
-            self.between.latency_s,
-            speed,
-            ranks,
-            groups * (groups - 1),
-            num_target_coordinates=1,
-            switches=True,
-        )
+        groups, ranks = max(math.ceil(cluster.nodes / size), 2), min(size, cluster.nodes) * cluster.ranks_per_node
+        hop = self.between.hop(("between groups", source_group, target_group), ranks, groups * (groups - 1), self.global_links, switches=True)
+        return hop._replace(num_target_coordinates=1)
 
 
 @dataclass(frozen=True)
@@ -150,22 +127,17 @@ class Torus:
     shape: tuple[int, ...]
     kind: Literal["torus"] = "torus"
 
-    def path(self, a: DeviceLocation, b: DeviceLocation, cluster_shape: ClusterShape) -> LinkPath:
-        at, to = list(_coordinates(a.node, self.shape)), _coordinates(b.node, self.shape)
-        found = []
+    def path(self, a: DeviceLocation, b: DeviceLocation, cluster: ClusterShape) -> LinkPath:
+        at, goal = list(grid_coordinates(a.node, self.shape)), grid_coordinates(b.node, self.shape)
+        path = []
         for dim in reversed(range(len(self.shape))):
             size = self.shape[dim]
-            ahead = (to[dim] - at[dim]) % size
+            ahead = (goal[dim] - at[dim]) % size
             step, sign = (1, "+") if ahead <= size - ahead else (-1, "-")
-            while at[dim] != to[dim]:
-                key: tuple[str | int, ...] = (f"torus {dim}{sign}", *at)
-                found.append(
-                    PathHop(
-                        key, self.link.name, self.link.latency_s, self.link.effective_bandwidth, cluster_shape.ranks_per_node, math.prod(self.shape)
-                    )
-                )
+            while at[dim] != goal[dim]:
+                path.append(self.link.hop((f"torus {dim}{sign}", *at), cluster.ranks_per_node, math.prod(self.shape)))
                 at[dim] = (at[dim] + step) % size
-        return tuple(found)
+        return tuple(path)
 
 
 @dataclass(frozen=True)
@@ -183,47 +155,32 @@ class HammingMesh:
     def shape(self) -> tuple[int, int]:
         return self.board[0] * self.boards[0], self.board[1] * self.boards[1]
 
-    def path(self, a: DeviceLocation, b: DeviceLocation, cluster_shape: ClusterShape) -> LinkPath:
-        at, to = list(_coordinates(a.node, self.shape)), _coordinates(b.node, self.shape)
-        found: list[PathHop] = []
-        for dim in (1, 0):
-            found += self._dim_hops(dim, at, to[dim], cluster_shape)
-            at[dim] = to[dim]
-        return tuple(found)
+    def path(self, a: DeviceLocation, b: DeviceLocation, cluster: ClusterShape) -> LinkPath:
+        (row, start), (last_row, column) = (grid_coordinates(location.node, self.shape) for location in (a, b))
+        return *self._dim_hops(1, row, start, column, cluster), *self._dim_hops(0, column, row, last_row, cluster)
 
-    def _dim_hops(self, dim: int, at: list[int], goal: int, cluster_shape: ClusterShape) -> list[PathHop]:
-        size, line = self.board[dim], at[1 - dim]
-        if at[dim] // size == goal // size:
-            return self._mesh_hops(dim, line, at[dim], goal, cluster_shape)
-        out, into = _nearer_edge(at[dim], size), _nearer_edge(goal, size)
-        ends = (("up", out), ("down", into))
-        jump = [self._switch_hop(f"{['column', 'row'][dim]} {way}", line, edge, cluster_shape) for way, edge in ends]
-        return [*self._mesh_hops(dim, line, at[dim], out, cluster_shape), *jump, *self._mesh_hops(dim, line, into, goal, cluster_shape)]
+    def _dim_hops(self, dim: int, line: int, start: int, goal: int, cluster: ClusterShape) -> list[PathHop]:
+        """The hops along one dim, within row or column `line`."""
+        size = self.board[dim]
+        if start // size == goal // size:
+            return self._mesh_hops(dim, line, start, goal, cluster)
+        leave, enter = _nearer_edge(start, size), _nearer_edge(goal, size)
+        ends = (("up", leave), ("down", enter))
+        switch = [self._switch_hop(dim, direction, line, edge, cluster) for direction, edge in ends]
+        return [*self._mesh_hops(dim, line, start, leave, cluster), *switch, *self._mesh_hops(dim, line, enter, goal, cluster)]
 
-    def _mesh_hops(self, dim: int, line: int, start: int, goal: int, cluster_shape: ClusterShape) -> list[PathHop]:
+    def _mesh_hops(self, dim: int, line: int, start: int, goal: int, cluster: ClusterShape) -> list[PathHop]:
         step, sign = (1, "+") if goal > start else (-1, "-")
-        name, many = self.link.name, math.prod(self.shape)
-        keys = [(f"mesh {dim}{sign}", line, place) for place in range(start, goal, step)]
-        return [PathHop(key, name, self.link.latency_s, self.link.effective_bandwidth, cluster_shape.ranks_per_node, many) for key in keys]
+        keys = [(f"mesh {dim}{sign}", line, position) for position in range(start, goal, step)]
+        return [self.link.hop(key, cluster.ranks_per_node, math.prod(self.shape)) for key in keys]
 
-    def _switch_hop(self, kind: str, line: int, edge: int, cluster_shape: ClusterShape) -> PathHop:
-        dim = 1 if kind.startswith("row") else 0
-        ranks = max(self.board[dim] // 2, 1) * cluster_shape.ranks_per_node  # ranks that are nearer to this edge than to the other
-        many = math.prod(self.shape) * cluster_shape.ranks_per_node // ranks
-        return PathHop(
-            (kind, line, edge), self.link.name, self.link.latency_s, self.link.effective_bandwidth / self.taper, ranks, many, switches=True
-        )
+    def _switch_hop(self, dim: int, direction: str, line: int, edge: int, cluster: ClusterShape) -> PathHop:
+        ranks = max(self.board[dim] // 2, 1) * cluster.ranks_per_node  # ranks that are nearer to this edge than to the other
+        num_links = math.prod(self.shape) * cluster.ranks_per_node // ranks
+        return self.link.hop((f"{('column', 'row')[dim]} {direction}", line, edge), ranks, num_links, taper=self.taper, switches=True)
 
 
 Fabric = SingleSwitch | FatTree | Dragonfly | Torus | HammingMesh
-
-
-def _coordinates(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    found = []
-    for size in reversed(shape):
-        index, place = divmod(index, size)
-        found.append(place)
-    return tuple(reversed(found))
 
 
 def _nearer_edge(coordinate: int, size: int) -> int:

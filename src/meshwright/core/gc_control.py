@@ -15,7 +15,7 @@ def gc_disabled(work: Callable[P, R]) -> Callable[P, R]:
     """Decorator that runs `work` with garbage collection disabled: it saves a sixth to a quarter of the time of tracing and planning."""
 
     @functools.wraps(work)
-    def held(*args: P.args, **kwargs: P.kwargs) -> R:
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if not gc.isenabled():
             return work(*args, **kwargs)
         gc.disable()
@@ -24,4 +24,4 @@ def gc_disabled(work: Callable[P, R]) -> Callable[P, R]:
         finally:
             gc.enable()
 
-    return held
+    return run

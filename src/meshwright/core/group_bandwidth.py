@@ -33,8 +33,7 @@ class GroupBandwidth:
     pattern: TrafficPattern
     ranks: int
     nodes: int
-    hops: int  # of the longest path
-    switch_hops: int  # of `hops`, those between two switches
+    switch_hops: int  # between two switches, of the path with the most
     inside_s: float  # latency between two ranks of one node
     between_s: float  # latency between ranks of two nodes
     rate: float  # bytes/s that each rank sends
@@ -49,10 +48,10 @@ class GroupBandwidth:
     def alpha_beta(self, op: str) -> AlphaBetaModel:
         """The α–β model of one collective of the group."""
         if op in _TREE_OPS:
-            way = (self.ranks / self.nodes - 1) * self.inside_s + (self.nodes - 1).bit_length() * self.between_s
+            latency = (self.ranks / self.nodes - 1) * self.inside_s + (self.nodes - 1).bit_length() * self.between_s
         else:
-            way = (self.ranks - self.nodes) * self.inside_s + (self.nodes - 1) * self.between_s
-        return AlphaBetaModel(COLLECTIVE_LAUNCH_S + (2 if op == "all_reduce" else 1) * way, self.rate)
+            latency = (self.ranks - self.nodes) * self.inside_s + (self.nodes - 1) * self.between_s
+        return AlphaBetaModel(COLLECTIVE_LAUNCH_S + (2 if op == "all_reduce" else 1) * latency, self.rate)
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,6 @@ class TopologyQueries:
 
     path: Callable[[int, int], LinkPath]
     node: Callable[[int], int]
-    rings: Callable[[int, int], int]  # (node, members) → rings that run in parallel within it
     world: int  # number of ranks
 
 
@@ -81,28 +79,19 @@ def compute_group_bandwidth(
     """The bandwidth of `ranks`. `all_groups_active`: all other ranks communicate too, in groups like this one; else the network is idle."""
     order = sorted(ranks)
     nodes = {rank: topology.node(rank) for rank in order}
-    held = Counter(nodes.values())
-    edges, stand_for = _all_to_all_edges(order) if pattern == "all_to_all" else _ring_edges(order, nodes)
+    counts = Counter(nodes.values()).values()  # ranks on each node
+    edges, weights = _all_to_all_edges(order) if pattern == "all_to_all" else _ring_edges(order, nodes)
     paths = [topology.path(*edge) for edge in edges]
-    sorts = _usage_by_kind(paths, stand_for)
+    usages = _usage_by_kind(paths, weights)
     if pattern == "ring":
-        rings = topology.rings(nodes[order[0]], min(m for m in held.values() if m > 1)) if len(held) < len(order) else 1
-        rate, sharing, slowest = min(_ring_bandwidth(sort, len(order), min(held.values()), rings, all_groups_active) for sort in sorts)
+        rings = min((count - 1 for count in counts if count > 1), default=1)
+        rate, sharing, slowest = min(_ring_bandwidth(usage, len(order), min(counts), rings, all_groups_active) for usage in usages)
     else:
-        rate, sharing, slowest = min(_all_to_all_bandwidth(sort, len(order), topology.world, all_groups_active) for sort in sorts)
-    delays = [(nodes[a] == nodes[b], sum(hop.latency_s for hop in path)) for (a, b), path in zip(edges, paths, strict=True)]
-    return GroupBandwidth(
-        pattern=pattern,
-        ranks=len(order),
-        nodes=len(held),
-        hops=max(map(len, paths)),
-        switch_hops=max(sum(hop.switches for hop in path) for path in paths),
-        inside_s=max((delay for near, delay in delays if near), default=0.0),
-        between_s=max((delay for near, delay in delays if not near), default=0.0),
-        rate=rate,
-        slowest=slowest,
-        sharing=sharing,
-    )
+        rate, sharing, slowest = min(_all_to_all_bandwidth(usage, len(order), topology.world, all_groups_active) for usage in usages)
+    latencies = [(nodes[a] == nodes[b], sum(hop.latency_s for hop in path)) for (a, b), path in zip(edges, paths, strict=True)]
+    inside_s, between_s = (max((latency for inside, latency in latencies if inside == wanted), default=0.0) for wanted in (True, False))
+    switch_hops = max(sum(hop.switches for hop in path) for path in paths)
+    return GroupBandwidth(pattern, len(order), len(counts), switch_hops, inside_s, between_s, rate, slowest, sharing)
 
 
 def _ring_bandwidth(usage: _HopUsage, group_size: int, min_ranks_per_node: int, rings: int, all_groups_active: bool) -> tuple[float, float, str]:
@@ -118,10 +107,10 @@ def _all_to_all_bandwidth(usage: _HopUsage, group_size: int, size: int, all_grou
     """The same for a uniform all-to-all, from the fraction of a rank's bytes that crosses links of this kind, and the ranks that share one."""
     hop, pairs = usage.hop, group_size * (group_size - 1)
     crossing = usage.visits / pairs
-    wires, places = (_estimate_distinct(seen, usage) for seen in (len(usage.keys), len(usage.source_keys)))
-    load = crossing * group_size / wires
+    links, sources = (_estimate_distinct(sampled, usage) for sampled in (len(usage.keys), len(usage.source_keys)))
+    load = crossing * group_size / links
     if all_groups_active:  # load on the group's own links, or on all links of the kind
-        load = max(load, crossing * hop.source_ranks * places / wires, crossing * size / hop.kind_count)
+        load = max(load, crossing * hop.source_ranks * sources / links, crossing * size / hop.kind_count)
     return min(hop.bandwidth / load, hop.lane_bandwidth / crossing) if hop.lane_bandwidth else hop.bandwidth / load, load, hop.link_name
 
 
@@ -139,31 +128,27 @@ def _estimate_distinct(sampled: int, usage: _HopUsage) -> float:
 
 def _usage_by_kind(paths: Sequence[LinkPath], weights: Sequence[float]) -> list[_HopUsage]:
     """The hops of `paths` by kind; each path counts `weights` times."""
-    found: dict[str | int, _HopUsage] = {}
+    usages: dict[str | int, _HopUsage] = {}
     for path, weight in zip(paths, weights, strict=True):
         for hop in path:
-            sort = found.setdefault(hop.kind, _HopUsage(hop))
-            sort.visits += weight
-            sort.keys[hop.key] += 1
-            sort.source_keys.add(hop.source_key)
-    return list(found.values())
+            usage = usages.setdefault(hop.kind, _HopUsage(hop))
+            usage.visits += weight
+            usage.keys[hop.key] += 1
+            usage.source_keys.add(hop.source_key)
+    return list(usages.values())
 
 
 def _ring_edges(ranks: Sequence[int], nodes: Mapping[int, int]) -> tuple[list[Edge], list[float]]:
     """The ring's edges (or a sample), within nodes and between them, and how many edges each represents."""
     edges: list[Edge] = []
     weights: list[float] = []
-    both: tuple[list[Edge], list[Edge]] = ([], [])
-    for a, b in zip(ranks, (*ranks[1:], ranks[0]), strict=True):
-        both[nodes[a] == nodes[b]].append((a, b))
-    for every in both:
-        some = (
-            every
-            if len(every) <= _MAX_EDGES
-            else [every[int((n + n * _LOW_DISCREPANCY[0] % 1.0) * len(every) / _MAX_EDGES)] for n in range(_MAX_EDGES)]
-        )
-        edges += some
-        weights += [len(every) / max(len(some), 1)] * len(some)
+    ring = list(zip(ranks, (*ranks[1:], ranks[0]), strict=True))
+    for inside in (False, True):
+        sample = candidates = [(a, b) for a, b in ring if (nodes[a] == nodes[b]) == inside]
+        if len(candidates) > _MAX_EDGES:
+            sample = [candidates[int((n + n * _LOW_DISCREPANCY[0] % 1.0) * len(candidates) / _MAX_EDGES)] for n in range(_MAX_EDGES)]
+        edges += sample
+        weights += [len(candidates) / max(len(sample), 1)] * len(sample)
     return edges, weights
 
 
@@ -173,8 +158,7 @@ def _all_to_all_edges(ranks: Sequence[int]) -> tuple[list[Edge], list[float]]:
     if count * (count - 1) <= _MAX_EDGES:
         edges = [(a, b) for a in ranks for b in ranks if a != b]
     else:
-        places = (
-            (int(number * _LOW_DISCREPANCY[0] % 1.0 * count), int(number * _LOW_DISCREPANCY[1] % 1.0 * (count - 1))) for number in range(_MAX_EDGES)
-        )
-        edges = [(ranks[first], ranks[second + (second >= first)]) for first, second in places]
+        x, y = _LOW_DISCREPANCY
+        pairs = ((int(n * x % 1.0 * count), int(n * y % 1.0 * (count - 1))) for n in range(_MAX_EDGES))
+        edges = [(ranks[first], ranks[second + (second >= first)]) for first, second in pairs]
     return edges, [count * (count - 1) / len(edges)] * len(edges)

@@ -18,17 +18,21 @@ _MAX_PERMUTED_KINDS = 3  # up to this number of kinds of devices, all orders are
 def device_labels(cluster: Cluster, calibration: Calibration, world: int) -> tuple[str, ...]:
     """By rank, the label of its device's rates in the calibration: the device's name, or else its kind. Empty where the calibration
     covers a single kind of device."""
-    known = {rates.device for rates in calibration.layouts}
-    if known == {""}:
+    measured = {rates.device for rates in calibration.layouts}
+    if measured == {""}:
         return ()
-    found = tuple(device.name if device.name in known else device.kind if device.kind in known else "" for device in cluster.devices[:world])
-    return found if any(found) else ()
+    labels = tuple(_device_label(device, measured) for device in cluster.devices[:world])
+    return labels if any(labels) else ()
+
+
+def _device_label(device: Device, measured: set[str]) -> str:
+    return device.name if device.name in measured else device.kind if device.kind in measured else ""
 
 
 def device_memories(cluster: Cluster, world: int) -> tuple[int, ...]:
     """By rank, the memory of its device; empty where all are about the same."""
-    least, most = cluster.least_memory(world), max(d.memory_bytes for node in cluster.distinct_nodes for d in node.devices)
-    return tuple(device.memory_bytes for device in cluster.devices[:world]) if most > _MEMORY_TOLERANCE * max(least, 1) else ()
+    least, largest = cluster.least_memory(world), max(d.memory_bytes for node in cluster.distinct_nodes for d in node.devices)
+    return tuple(device.memory_bytes for device in cluster.devices[:world]) if largest > _MEMORY_TOLERANCE * max(least, 1) else ()
 
 
 def is_heterogeneous(cluster: Cluster, calibration: Calibration, world: int = 0) -> bool:
@@ -42,9 +46,7 @@ def _device_key(device: Device) -> tuple[str, str, int]:
 
 def matmul_speed(device: Device, calibration: Calibration, precision: str) -> float:
     """A device's FLOP/s in a large matmul, for ordering devices by speed."""
-    known = {rates.device for rates in calibration.layouts}
-    label = device.name if device.name in known else device.kind if device.kind in known else ""
-    rates = calibration.rates_for(2, label)
+    rates = calibration.rates_for(2, _device_label(device, {rates.device for rates in calibration.layouts}))
     return rates.compute_rate("matmul", precision, _LARGE_MATMUL_FLOPS) / rates.oversubscription
 
 
@@ -57,16 +59,15 @@ def device_orders(cluster: Cluster, calibration: Calibration, precision: str) ->
         members = [range(end - len(node.devices), end) for node, end in zip(cluster.nodes, cluster.rank_ends, strict=True)]
     else:
         blocks = [((_device_key(device),), device) for device in cluster.devices]
-        members = [range(at, at + 1) for at in range(len(cluster.devices))]
+        members = [range(i, i + 1) for i in range(len(cluster.devices))]
     kinds = dict(reversed(blocks))
     by_speed = sorted(kinds, key=lambda kind: -matmul_speed(kinds[kind], calibration, precision))
     by_size = sorted(kinds, key=lambda kind: -kinds[kind].memory_bytes)
     orders = [by_speed, by_speed[::-1], by_size, by_size[::-1], *(permutations(by_speed) if len(kinds) <= _MAX_PERMUTED_KINDS else ())]
-    found = dict.fromkeys([tuple(range(len(cluster.devices)))])
-    for order in orders:
-        at = sorted(range(len(blocks)), key=lambda block: (order.index(blocks[block][0]), block))
-        found[tuple(rank for block in at for rank in members[block])] = None
-    yield from ((), *list(found)[1:])
+    default = tuple(range(len(cluster.devices)))
+    permuted = (sorted(range(len(blocks)), key=lambda i: (order.index(blocks[i][0]), i)) for order in orders)
+    candidates = dict.fromkeys(tuple(rank for i in block_order for rank in members[i]) for block_order in permuted)
+    yield from ((), *(order for order in candidates if order != default))
 
 
 def homogeneous_average(cluster: Cluster, calibration: Calibration, precision: str) -> tuple[Cluster, Calibration]:
@@ -75,20 +76,20 @@ def homogeneous_average(cluster: Cluster, calibration: Calibration, precision: s
     devices = cluster.devices
     mean = sum(d.memory_bytes for d in devices) // len(devices)
     speeds = [matmul_speed(d, calibration, precision) for d in devices]
-    slowest = min(range(len(devices)), key=lambda at: speeds[at])
-    faster = sum(speeds) / len(speeds) / max(speeds[slowest], 1e-9)
-    like = devices[slowest]
-    equal = map_nodes(cluster, lambda n: replace(n, devices=tuple(replace(like, index=d.index, memory_bytes=mean) for d in n.devices)))
-    label = device_labels(cluster, calibration, len(devices))
-    layouts = [r for r in calibration.layouts if not label or r.device == label[slowest]]
-    return equal, replace(calibration, layouts=tuple(scale_rates(replace(r, device=""), faster) for r in layouts))
+    slowest = speeds.index(min(speeds))
+    speedup = sum(speeds) / len(speeds) / max(speeds[slowest], 1e-9)
+    average = replace(devices[slowest], memory_bytes=mean)
+    homogeneous = map_nodes(cluster, lambda n: replace(n, devices=tuple(replace(average, index=d.index) for d in n.devices)))
+    labels = device_labels(cluster, calibration, len(devices))
+    layouts = [r for r in calibration.layouts if not labels or r.device == labels[slowest]]
+    return homogeneous, replace(calibration, layouts=tuple(scale_rates(replace(r, device=""), speedup) for r in layouts))
 
 
 def with_measured_names(cluster: Cluster, calibration: Calibration) -> Cluster:
     """The cluster with the device names that a probe assigned, where ranks of one kind of device differ in speed."""
-    most = max(rates.ranks for rates in calibration.layouts)
-    names = {rank: rates.device for rates in calibration.layouts if rates.ranks == most for rank in rates.members}
+    max_ranks = max(rates.ranks for rates in calibration.layouts)
+    names = {rank: rates.device for rates in calibration.layouts if rates.ranks == max_ranks for rank in rates.members}
     if len(names) < len(cluster.devices):
         return cluster
-    called = iter([names[rank] for rank in range(len(cluster.devices))])
-    return replace(cluster, nodes=tuple(replace(n, devices=tuple(replace(d, name=next(called)) for d in n.devices)) for n in cluster.nodes))
+    name = iter([names[rank] for rank in range(len(cluster.devices))])
+    return replace(cluster, nodes=tuple(replace(n, devices=tuple(replace(d, name=next(name)) for d in n.devices)) for n in cluster.nodes))

@@ -9,18 +9,16 @@ T = TypeVar("T")
 
 
 class Memo:
-    """Results by what they were computed from: objects that must be identical (kept alive, so that their ids stay unique), and values that
-    must be equal."""
+    """Results by what they were computed from: identical objects (kept alive, so that their ids stay unique) and equal values."""
 
     def __init__(self) -> None:
         self._results: dict[Hashable, tuple[tuple[object, ...], Any]] = {}
 
     def get_or_compute(self, what: str, identities: tuple[object, ...], values: Hashable, make: Callable[[], T]) -> T:
         key = (what, *map(id, identities), values)
-        found = self._results.get(key)
-        if found is None:
-            found = self._results[key] = identities, make()
-        return found[1]  # type: ignore[no-any-return]
+        if key not in self._results:
+            self._results[key] = identities, make()
+        return self._results[key][1]  # type: ignore[no-any-return]
 
     def __reduce__(self) -> tuple[type[Memo], tuple[()]]:
         """Pickle as empty: object ids are meaningless in another process."""

@@ -80,9 +80,9 @@ class Mesh:
     @cached_property
     def ordered_axes(self) -> tuple[str, ...]:
         """All axes from the outermost to the innermost, with those of the tensor-parallel grid for `tp`."""
-        moved = iter(self.order)
-        axes = [next(moved) if axis in self.order else axis for axis in AXES]
-        return tuple(part for axis in axes for part in (TP_GRID_AXES if axis == "tp" else (axis,)))
+        permuted = iter(self.order)
+        axes = [next(permuted) if axis in self.order else axis for axis in AXES]
+        return tuple(dim for axis in axes for dim in (TP_GRID_AXES if axis == "tp" else (axis,)))
 
     def stride(self, axis: str) -> int:
         """The difference in rank between two neighbours along an axis."""
@@ -104,16 +104,16 @@ class Mesh:
 
     def groups(self, *axes: str) -> list[list[int]]:
         """The rank lists that differ only along `axes`; each collective on those axes runs in one of them."""
-        every, inside = [0], [0]  # the first rank of each group, and its members' offsets from it
+        first_ranks, offsets = [0], [0]  # the first rank of each group, and its members' offsets from it
         stride = self.size
         for axis in self.ordered_axes:
             stride //= self.degree(axis)
-            steps = [at * stride for at in range(self.degree(axis))]
+            steps = [i * stride for i in range(self.degree(axis))]
             if axis in axes or (axis in TP_GRID_AXES and "tp" in axes):
-                inside = [member + step for member in inside for step in steps]
+                offsets = [offset + step for offset in offsets for step in steps]
             else:
-                every = [first + step for first in every for step in steps]
-        return [[first + member for member in inside] for first in every]
+                first_ranks = [first + step for first in first_ranks for step in steps]
+        return [[first + offset for offset in offsets] for first in first_ranks]
 
     @staticmethod
     def parse(text: str) -> Mesh:
@@ -143,8 +143,8 @@ class Mesh:
     @property
     def nondefault_order(self) -> str:
         """Its axes, outermost first; empty where they are in the default order."""
-        found = [a for a in dict.fromkeys("tp" if a in TP_GRID_AXES else a for a in self.ordered_axes) if self.degree(a) > 1]
-        return ",".join(found) if found != [a for a in AXES if self.degree(a) > 1] else ""
+        axes = [a for a in dict.fromkeys("tp" if a in TP_GRID_AXES else a for a in self.ordered_axes) if self.degree(a) > 1]
+        return ",".join(axes) if axes != [a for a in AXES if self.degree(a) > 1] else ""
 
 
 AXES: tuple[str, ...] = tuple(f.name for f in fields(Mesh) if f.name != "order")  # tp is the last, so its ranks are consecutive
@@ -155,15 +155,13 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
     "data": ("dp", "shard", "cp", "ep"),  # ranks whose gradients are reduced together
     "replica": ("dp", "cp", "ep"),  # of these, ranks that hold the same parameters
     "expert_replica": ("dp", "cp"),  # of these, ranks that hold the same experts and embedding tables
-    "pp": ("pp",),
-    "dp": ("dp",),
-    "shard": ("shard",),
-    "cp": ("cp",),
-    "ep": ("ep",),
-    "tp": ("tp",),
-    "tpx": ("tpx",),
-    "tpy": ("tpy",),
+    **{axis: (axis,) for axis in (*AXES, *TP_GRID_AXES[:2])},
 }
+
+
+def grid_coordinates(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The coordinates of a rank or node on a grid; consecutive ones are neighbours along the last dim."""
+    return tuple(index // math.prod(shape[dim + 1 :]) % size for dim, size in enumerate(shape))
 
 
 def check_runnable(mesh: Mesh) -> None:

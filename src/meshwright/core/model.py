@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from meshwright.core.memo import Memo
 
@@ -43,10 +43,7 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
@@ -129,9 +126,8 @@ class ModelProfile:
         if batch == self.batch:
             return self
         if batch not in self._by_batch:
-            more = batch - self.batch
-            memo: dict[tuple[int, int], tuple[Kernel, ...]] = {}
-            layers = tuple(_layer_at_batch(a, b, more, batch, memo) for a, b in zip(self.layers, self.per_sample_layers, strict=True))
+            extra, cache = batch - self.batch, dict[tuple[int, int], tuple[Kernel, ...]]()
+            layers = tuple(_layer_at_batch(a, b, extra, batch, cache) for a, b in zip(self.layers, self.per_sample_layers, strict=True))
             self._by_batch[batch] = replace(self, layers=layers, batch=batch)
         return self._by_batch[batch]
 
@@ -146,35 +142,35 @@ class ModelProfile:
         return {}
 
 
-def _transient_bytes_at(layer: LayerProfile, batch: int) -> float:
-    if batch == 1 and layer.single_sample_bytes is not None:
-        return layer.single_sample_bytes
-    return max([0.0, *(base + batch * each for base, each in layer.transient_lines)])
+# The fields of a layer that scale with its work and its batch; its kernels do too.
+_SCALED_FIELDS = (
+    *("flops_forward", "flops_backward", "activation_bytes", "output_bytes", "fusible_bytes", "compiler_recomputed_bytes"),
+    *("transient_bytes", "matmul_workspace_bytes", "expensive_output_bytes"),
+)
+KernelCache = dict[tuple[int, float], tuple[Kernel, ...]]  # by the id of a layer's kernels, which equal blocks share, and a factor
+
+
+def scale_layer(layer: LayerProfile, factor: float, cache: KernelCache) -> LayerProfile:
+    """The layer with `factor` of its work and activations."""
+    key = (id(layer.kernels), factor)
+    if key not in cache:
+        cache[key] = tuple(replace(k, flops=k.flops * factor, bytes=k.bytes * factor) for k in layer.kernels)
+    scaled: dict[str, Any] = {name: getattr(layer, name) * factor for name in _SCALED_FIELDS}
+    return replace(layer, **scaled, kernels=cache[key])
 
 
 def _layer_at_batch(
-    layer: LayerProfile, slope: LayerProfile, extra_samples: int, batch: int, kernel_cache: dict[tuple[int, int], tuple[Kernel, ...]]
+    layer: LayerProfile, slope: LayerProfile, extra: int, batch: int, cache: dict[tuple[int, int], tuple[Kernel, ...]]
 ) -> LayerProfile:
+    """A layer at `batch` samples, which are `extra` more than those it was traced with; `slope` is its increment per sample."""
     key = (id(layer.kernels), id(slope.kernels))
-    if key not in kernel_cache:
-        kernel_cache[key] = tuple(
-            replace(k, flops=max(k.flops + extra_samples * s.flops, 0.0), bytes=max(k.bytes + extra_samples * s.bytes, 0.0))
+    if key not in cache:
+        cache[key] = tuple(
+            replace(k, flops=max(k.flops + extra * s.flops, 0.0), bytes=max(k.bytes + extra * s.bytes, 0.0))
             for k, s in zip(layer.kernels, slope.kernels, strict=True)
         )
-
-    def line(get: Callable[[LayerProfile], float]) -> float:
-        return max(get(layer) + extra_samples * get(slope), 0.0)
-
-    return replace(
-        layer,
-        flops_forward=line(lambda x: x.flops_forward),
-        flops_backward=line(lambda x: x.flops_backward),
-        activation_bytes=line(lambda x: x.activation_bytes),
-        output_bytes=line(lambda x: x.output_bytes),
-        fusible_bytes=line(lambda x: x.fusible_bytes),
-        compiler_recomputed_bytes=line(lambda x: x.compiler_recomputed_bytes),
-        transient_bytes=_transient_bytes_at(layer, batch) if layer.transient_lines else line(lambda x: x.transient_bytes),
-        matmul_workspace_bytes=line(lambda x: x.matmul_workspace_bytes),
-        expensive_output_bytes=line(lambda x: x.expensive_output_bytes),
-        kernels=kernel_cache[key],
-    )
+    values: dict[str, Any] = {name: max(getattr(layer, name) + extra * getattr(slope, name), 0.0) for name in _SCALED_FIELDS}
+    if layer.transient_lines:
+        lines = [0.0, *(base + batch * per_sample for base, per_sample in layer.transient_lines)]
+        values["transient_bytes"] = layer.single_sample_bytes if batch == 1 and layer.single_sample_bytes is not None else max(lines)
+    return replace(layer, **values, kernels=cache[key])

@@ -6,7 +6,7 @@ built or stored, so a hundred thousand devices cost no more than eight.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 
@@ -23,6 +23,13 @@ class Link:
     def effective_bandwidth(self) -> float:
         return self.bandwidth * self.efficiency
 
+    def hop(
+        self, key: tuple[str | int, ...], source_ranks: int, kind_count: int, num_links: int = 1, taper: float = 1.0, switches: bool = False
+    ) -> PathHop:
+        """A hop over `num_links` such links together."""
+        bandwidth = num_links * self.effective_bandwidth / taper
+        return PathHop(key, self.name, self.latency_s, bandwidth, source_ranks, kind_count, switches=switches)
+
 
 class DeviceLocation(NamedTuple):
     """A rank's node index, and its index within the node."""
@@ -37,6 +44,10 @@ class ClusterShape(NamedTuple):
     nodes: int
     ranks_per_node: int
 
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
 
 class PathHop(NamedTuple):
     """One link of a path, in one direction. Two paths with a common `key` share that link."""
@@ -50,7 +61,7 @@ class PathHop(NamedTuple):
     lane_bandwidth: float = 0.0  # of a bundle: one link's bandwidth; a group gets at most one link per member on the node; 0: no bundle
     num_target_coordinates: int = 0  # how many of the key's last indices identify the target
     switches: bool = False  # connects two switches
-    is_dedicated: bool = False  # connects two devices exclusively, so that several rings can run in parallel on disjoint links
+    is_dedicated: bool = False  # connects two devices exclusively: a group runs one ring per neighbour of a device, on disjoint links
 
     @property
     def kind(self) -> str | int:
@@ -72,13 +83,9 @@ class NodeSwitch:
     link: Link
     kind: Literal["switched"] = "switched"
 
-    def path(self, a: DeviceLocation, b: DeviceLocation, cluster_shape: ClusterShape) -> LinkPath:
-        name, half, speed = self.link.name, self.link.latency_s / 2, self.link.effective_bandwidth
-        many = cluster_shape.nodes * cluster_shape.ranks_per_node
-        return (PathHop(("port up", *a), name, half, speed, 1, many), PathHop(("port down", *b), name, half, speed, 1, many))
-
-    def parallel_rings(self, group_size: int) -> int:
-        return 1
+    def path(self, a: DeviceLocation, b: DeviceLocation, cluster: ClusterShape) -> LinkPath:
+        half = replace(self.link, latency_s=self.link.latency_s / 2)
+        return half.hop(("port up", *a), 1, cluster.ranks), half.hop(("port down", *b), 1, cluster.ranks)
 
 
 @dataclass(frozen=True)
@@ -88,24 +95,9 @@ class FullyConnected:
     link: Link
     kind: Literal["wired"] = "wired"
 
-    def path(self, a: DeviceLocation, b: DeviceLocation, cluster_shape: ClusterShape) -> LinkPath:
-        many = cluster_shape.nodes * cluster_shape.ranks_per_node * max(cluster_shape.ranks_per_node - 1, 1)
-        return (
-            PathHop(
-                ("wire", *a, b.local_index),
-                self.link.name,
-                self.link.latency_s,
-                self.link.effective_bandwidth,
-                1,
-                many,
-                num_target_coordinates=1,
-                is_dedicated=True,
-            ),
-        )
-
-    def parallel_rings(self, group_size: int) -> int:
-        """One ring per neighbour of a device, on disjoint links: a collective uses all links."""
-        return max(group_size - 1, 1)
+    def path(self, a: DeviceLocation, b: DeviceLocation, cluster: ClusterShape) -> LinkPath:
+        num_links = cluster.ranks * max(cluster.ranks_per_node - 1, 1)
+        return (self.link.hop(("wire", *a, b.local_index), 1, num_links)._replace(num_target_coordinates=1, is_dedicated=True),)
 
 
 @dataclass(frozen=True)
@@ -118,23 +110,19 @@ class PcieTree:
     bridge: Link | None = None
     kind: Literal["pcie"] = "pcie"
 
-    def path(self, a: DeviceLocation, b: DeviceLocation, cluster_shape: ClusterShape) -> LinkPath:
-        name, speed, part = self.link.name, self.link.effective_bandwidth, self.link.latency_s / 4
-        cards, switches = cluster_shape.nodes * cluster_shape.ranks_per_node, cluster_shape.nodes * -(-cluster_shape.ranks_per_node // self.switch)
-        up, down = PathHop(("card up", *a), name, part, speed, 1, cards), PathHop(("card down", *b), name, part, speed, 1, cards)
+    def path(self, a: DeviceLocation, b: DeviceLocation, cluster: ClusterShape) -> LinkPath:
+        quarter = replace(self.link, latency_s=self.link.latency_s / 4)
+        up, down = quarter.hop(("card up", *a), 1, cluster.ranks), quarter.hop(("card down", *b), 1, cluster.ranks)
         if a.local_index // self.switch == b.local_index // self.switch:
             return up, down
-        out = PathHop(("switch up", a.node, a.local_index // self.switch), name, part, speed, self.switch, switches)
-        into = PathHop(("switch down", b.node, b.local_index // self.switch), name, part, speed, self.switch, switches)
-        socket = self.socket or cluster_shape.ranks_per_node
+        num_switches = cluster.nodes * -(-cluster.ranks_per_node // self.switch)
+        out = quarter.hop(("switch up", a.node, a.local_index // self.switch), self.switch, num_switches)
+        into = quarter.hop(("switch down", b.node, b.local_index // self.switch), self.switch, num_switches)
+        socket = self.socket or cluster.ranks_per_node
         if a.local_index // socket == b.local_index // socket:
             return up, out, into, down
-        bridge, sockets = self.bridge or self.link, cluster_shape.nodes * -(-cluster_shape.ranks_per_node // socket)
-        key = ("bridge", a.node, a.local_index // socket)
-        return up, out, PathHop(key, bridge.name, bridge.latency_s, bridge.effective_bandwidth, socket, sockets), into, down
-
-    def parallel_rings(self, group_size: int) -> int:
-        return 1
+        num_sockets = cluster.nodes * -(-cluster.ranks_per_node // socket)
+        return up, out, (self.bridge or self.link).hop(("bridge", a.node, a.local_index // socket), socket, num_sockets), into, down
 
 
 NodeTopology = NodeSwitch | FullyConnected | PcieTree

@@ -33,13 +33,13 @@ class ScheduleTraits:
 
     def accepted_micro_batches(self, ranks: int, micro_batches: int) -> int:
         """`micro_batches` if it makes whole rounds, otherwise the next multiple of `ranks`, which does."""
-        whole = not self.in_rounds or micro_batches % max(1, micro_batches // ranks) == 0
-        return micro_batches if whole else -(-micro_batches // ranks) * ranks
+        is_accepted = not self.in_rounds or micro_batches % max(1, micro_batches // ranks) == 0
+        return micro_batches if is_accepted else -(-micro_batches // ranks) * ranks
 
     def rank_of(self, stage: int, ranks: int) -> int:
         """The pipeline rank that holds a stage."""
-        chunk, place = divmod(stage, ranks)
-        return ranks - 1 - place if self.v_shaped and chunk % 2 else place
+        chunk, rank = divmod(stage, ranks)
+        return ranks - 1 - rank if self.v_shaped and chunk % 2 else rank
 
     def stages_of(self, rank: int, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
         """The stages that a pipeline rank holds, in their order."""

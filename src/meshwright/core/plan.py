@@ -107,8 +107,7 @@ class MemoryPolicy:
     @cached_property
     def recompute_modes(self) -> Mapping[str, RecomputeMode]:
         """The units that recompute, with their modes."""
-        found = {name: self.layers.get(name, self.recompute) for name in self.units}
-        return {name: mode for name, mode in found.items() if mode != "none"}
+        return {name: mode for name in self.units if (mode := self.layers.get(name, self.recompute)) != "none"}
 
 
 @dataclass(frozen=True)
@@ -204,20 +203,16 @@ class Plan:
     @cached_property
     def logical_dim_shards(self) -> tuple[Mapping[str, tuple[int, int]], ...]:
         """By coordinate of `tp` and name of the sharded logical dim: (length of that rank's shard, length of the whole dim)."""
+        mesh, dims = self.mesh, [(axis, dim) for axis, policy in self.tensor_policies for dim in policy.sharded_dims]
         return tuple(
-            {
-                s.name: (s.shard_range(self.mesh.grid_coordinate(place, axis), self.mesh.degree(axis))[1], s.size)
-                for axis, p in self.tensor_policies
-                for s in p.sharded_dims
-            }
-            for place in range(self.mesh.degree("tp"))
+            {dim.name: (dim.shard_range(mesh.grid_coordinate(tp_rank, axis), mesh.degree(axis))[1], dim.size) for axis, dim in dims}
+            for tp_rank in range(mesh.degree("tp"))
         )
 
     def sample_range(self, data_rank: int) -> tuple[int, int]:
         """(first sample, number of samples) of the global batch for one data rank."""
-        each = self.global_batch // self.mesh.data_parallel_size
-        shares = self.balance.shares
-        return (sum(shares[:data_rank]), shares[data_rank]) if shares else (data_rank * each, each)
+        shares, equal = self.balance.shares, self.global_batch // self.mesh.data_parallel_size
+        return (sum(shares[:data_rank]), shares[data_rank]) if shares else (data_rank * equal, equal)
 
     def state_fraction(self, shard_rank: int) -> float:
         """The fraction of the states sharded by ZeRO that a coordinate of the shard axis holds; 1 where nothing is sharded."""
@@ -277,7 +272,7 @@ class Plan:
 
 
 def _recompute_summary(memory: MemoryPolicy) -> str:
-    default = {"none": "", "selective": "recompute selective", "full": "recompute"}[memory.recompute]
-    own = ", ".join(f"{name} {mode}" for name, mode in memory.layers.items())
-    own = own if len(memory.layers) <= 3 else f"{len(memory.layers)} layers otherwise"
-    return f"{default or 'recompute'} ({own})" if own else default
+    default = "recompute selective" if memory.recompute == "selective" else "recompute"
+    layers = ", ".join(f"{name} {mode}" for name, mode in memory.layers.items())
+    layers = layers if len(memory.layers) <= 3 else f"{len(memory.layers)} layers otherwise"
+    return f"{default} ({layers})" if layers else default

@@ -1,5 +1,4 @@
-"""Validity checks that a plan runs when it is created; each error gives the reason and what to change. Incompatible features are in
-plan_compatibility.py."""
+"""Checks that a plan runs when it is created; each error gives the reason and what to change. Incompatible features: plan_compatibility.py."""
 
 from __future__ import annotations
 
@@ -27,11 +26,14 @@ def check_plan(plan: Plan) -> None:
     if plan.micro_batches < 1:
         raise RequestError(f"plan: micro_batches={plan.micro_batches} must be at least 1")
     if zero and mesh.shard == 1 and mesh.size > 1:
-        raise RequestError(f"plan: zero={zero} cuts over the shard axis, and mesh {mesh} has none: use --mesh shard={mesh.size}")
+        raise RequestError(f"plan: zero={zero} shards over the shard axis, and mesh {mesh} has none: use --mesh shard={mesh.size}")
     if not zero and mesh.shard > 1:
         raise RequestError(f"plan: mesh {mesh} has a shard axis but zero=0: set zero=1, 2 or 3, or use --mesh dp={mesh.data_parallel_size}")
     _check_memory(plan)
-    _check_devices(plan)
+    if plan.device_order and len(plan.device_order) != plan.world:
+        raise RequestError(f"plan: device_order has {len(plan.device_order)} entries for mesh {mesh} of {plan.world} ranks: give {plan.world}")
+    if plan.threads < 0:
+        raise RequestError(f"plan: threads={plan.threads} must be 0 (the environment's setting) or more")
     _check_sync(plan)
     check_compatibility(plan)
     check_state_fractions(plan.balance.state_fractions, mesh, zero)
@@ -48,18 +50,11 @@ def _check_memory(plan: Plan) -> None:
     check_recompute_modes(memory.recompute, memory.layers, memory.units)
     check_recompute(memory.recompute_modes.values(), mesh.degree("tp"), plan.compile, plan.schedule if mesh.pp > 1 else "")
     if "selective" in memory.recompute_modes.values() and plan.spatial.grid:
-        raise RequestError(f"plan: recompute=selective would exchange again over cp in mesh {mesh}: set recompute=full or none")
+        raise RequestError(f"plan: recompute=selective would repeat the halo exchanges over cp in mesh {mesh}: set recompute=full or none")
     if memory.precision == "fp8" and plan.device == "cpu":
         raise RequestError("plan: precision=fp8 needs a GPU of compute capability 8.9 or newer, and this plan is for CPUs: use bf16")
     if memory.offload not in OFFLOADS:
         raise RequestError(f"plan: memory.offload={memory.offload} must be {' or '.join(OFFLOADS)}")
-
-
-def _check_devices(plan: Plan) -> None:
-    if plan.device_order and len(plan.device_order) != plan.world:
-        raise RequestError(f"plan: device_order has {len(plan.device_order)} entries for mesh {plan.mesh} of {plan.world} ranks: give {plan.world}")
-    if plan.threads < 0:
-        raise RequestError(f"plan: threads={plan.threads} must be 0 (as the environment says) or more")
 
 
 def _check_sync(plan: Plan) -> None:
@@ -71,7 +66,7 @@ def _check_sync(plan: Plan) -> None:
     check_routes(sync.routes, plan.backend, sync.ranks_per_node, plan.world)
     check_compression(sync.compression, sync.compression_rank, plan.mesh, plan.memory.zero, precision)
     if plan.rank_devices and sync.routes:
-        raise RequestError("plan: sync.routes are for ranks on like devices, and rank_devices names others: leave sync.routes out")
+        raise RequestError("plan: sync.routes are for ranks on devices of one kind, and rank_devices lists several: leave sync.routes out")
     if plan.rank_devices:
         check_rank_devices(plan.rank_devices, plan.mesh, plan.backend, precision)
 
@@ -84,16 +79,14 @@ def _check_shares(plan: Plan) -> None:
         raise RequestError(f"plan: balance.shares sum to {sum(shares)}, not to global_batch={plan.global_batch}: change one of them")
     if min(shares) < 1:
         raise RequestError(f"plan: a share of {min(shares)} samples is empty: give every data rank at least one")
-    if min(shares) < plan.micro_batches:
-        most = max(min(shares), 1)
-        raise RequestError(f"plan: a share of {min(shares)} samples cannot make {plan.micro_batches} micro-batches: set micro_batches={most}")
+    if (least := min(shares)) < plan.micro_batches:
+        raise RequestError(f"plan: a share of {least} samples cannot make {plan.micro_batches} micro-batches: set micro_batches={least}")
 
 
 def _check_batch(plan: Plan) -> None:
     batch, width = plan.global_batch, plan.mesh.data_parallel_size
     step = width * plan.micro_batches
     if batch < 1 or batch % step:
-        down, up = max(batch // step, 1) * step, (max(batch, 0) // step + 1) * step
-        better = f"{down}" if down == up else f"{down} or {up}"
-        cut = f"{width} data ranks × {plan.micro_batches} micro-batches = {step}"
-        raise RequestError(f"global batch {batch} does not divide into {cut}: change --global-batch to {better}")
+        valid = dict.fromkeys((max(batch // step, 1) * step, (max(batch, 0) // step + 1) * step))
+        parts = f"{width} data ranks × {plan.micro_batches} micro-batches = {step}"
+        raise RequestError(f"global batch {batch} does not divide into {parts}: change --global-batch to {' or '.join(map(str, valid))}")

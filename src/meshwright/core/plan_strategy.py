@@ -17,7 +17,7 @@ PlanTransform = Callable[[Plan, ModelProfile, Cluster], Plan]
 _FIXED_FIELDS = {
     "world": "keep the mesh's size, or start another number with --nproc",
     "model": "keep it",
-    "global_batch": "keep it: it is --global-batch's",
+    "global_batch": "keep it, or set another one with --global-batch",
 }
 
 
@@ -34,20 +34,19 @@ class Strategy:
     def apply(self, plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
         """The changed plan, checked: any error is one line that names the strategy."""
         try:
-            made = self.function(plan, profile, cluster)
+            changed = self.function(plan, profile, cluster)
         except RequestError as error:  # plans validate themselves on construction
             raise RequestError(f"strategy {self.name}: {error}") from error
         except Exception as error:  # it is the user's code, which may raise anything
-            said = " ".join(str(error).split())[:200]
-            raise RequestError(f"strategy {self.name} raised {type(error).__name__}: {said}") from error
-        if not isinstance(made, Plan):
-            raise RequestError(f"strategy {self.name} returned {type(made).__name__}: it must return a Plan, like dataclasses.replace(plan, …)")
+            raise RequestError(f"strategy {self.name} raised {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+        if not isinstance(changed, Plan):
+            raise RequestError(f"strategy {self.name} returned {type(changed).__name__}: it must return a Plan, like dataclasses.replace(plan, …)")
         for field, advice in _FIXED_FIELDS.items():
-            before, after = getattr(plan, field), getattr(made, field)
+            before, after = getattr(plan, field), getattr(changed, field)
             if before != after:
-                raise RequestError(f"strategy {self.name} made a plan for {field}={after} out of one for {field}={before}: {advice}")
-        check_runnable(made.mesh)
-        return made
+                raise RequestError(f"strategy {self.name} changed {field}={before} to {field}={after}: {advice}")
+        check_runnable(changed.mesh)
+        return changed
 
 
 def strategy(name: str) -> Callable[[PlanTransform], Strategy]:

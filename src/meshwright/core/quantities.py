@@ -46,37 +46,38 @@ def show_seconds(value: float) -> str:
     return f"{value * 1e6:.2g} µs"
 
 
+def _parse_number(text: str, unit: str, what: str) -> tuple[float, re.Match[str]]:
+    """A number and what follows it, which must match the pattern `unit`; `what` describes a valid value for the error line."""
+    match = re.fullmatch(rf"\s*(?P<number>[0-9]+\.?[0-9]*|\.[0-9]+)\s*{unit}\s*", text)
+    if match is None:
+        raise RequestError(f"'{text}' is not {what}")
+    return float(match["number"]), match
+
+
 def parse_bytes(text: str) -> int:
     """'24GB' → 24000000000, '16GiB' → 17179869184, '1024' → 1024."""
-    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([kKMGTP]?)(i?)B?\s*", text)
-    if match is None:
-        raise RequestError(f"'{text}' is not a size; write it like 24GB or 512MiB")
-    number, prefix, binary = match.groups()
-    power = " KMGTP".index(prefix.upper() or " ")
-    return int(float(number) * (1024 if binary else 1000) ** power)
+    number, match = _parse_number(text, "(?P<prefix>[kKMGTP]?)(?P<binary>i?)B?", "a size; write it like 24GB or 512MiB")
+    return int(number * _prefix_factor(match))
 
 
 def parse_rate(text: str) -> float:
     """Bytes per second: '300 GB/s' → 3e11, '200 Gb/s' and '200 Gbit/s' → 2.5e10."""
-    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([kKMGTP]?)(i?)(B|b|bit)/s\s*", text)
-    if match is None:
-        raise RequestError(f"'{text}' is not a bandwidth; write it like 300 GB/s (bytes) or 200 Gb/s (bits)")
-    number, prefix, binary, unit = match.groups()
-    scale = (1024 if binary else 1000) ** " KMGTP".index(prefix.upper() or " ")
-    return float(number) * scale / (1 if unit == "B" else 8)
+    unit, what = "(?P<prefix>[kKMGTP]?)(?P<binary>i?)(?P<unit>B|b|bit)/s", "a bandwidth; write it like 300 GB/s (bytes) or 200 Gb/s (bits)"
+    number, match = _parse_number(text, unit, what)
+    return number * _prefix_factor(match) / (1 if match["unit"] == "B" else 8)
+
+
+def _prefix_factor(match: re.Match[str]) -> int:
+    return int((1024 if match["binary"] else 1000) ** " KMGTP".index(match["prefix"].upper() or " "))
 
 
 def parse_flops(text: str) -> float:
     """Operations per second: '312 TFLOP/s' → 3.12e14."""
-    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([MGTPE])FLOP/?[sS]\s*", text)
-    if match is None:
-        raise RequestError(f"'{text}' is not a rate of arithmetic; write it like 312 TFLOP/s")
-    return float(match[1]) * 1000.0 ** _PREFIXES.index(match[2])
+    number, match = _parse_number(text, "(?P<prefix>[MGTPE])FLOP/?[sS]", "a compute rate; write it like 312 TFLOP/s")
+    return number * 1000.0 ** _PREFIXES.index(match["prefix"])
 
 
 def parse_seconds(text: str) -> float:
     """'2 us' and '2 µs' → 2e-6, '1.5 ms' → 1.5e-3, '3 s' → 3.0."""
-    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*(s|ms|us|µs|μs|ns)\s*", text)
-    if match is None:
-        raise RequestError(f"'{text}' is not a time; write it like 2 us or 1.5 ms")
-    return float(match[1]) * {"s": 1.0, "ms": 1e-3, "ns": 1e-9}.get(match[2], 1e-6)
+    number, match = _parse_number(text, "(?P<unit>s|ms|us|µs|μs|ns)", "a time; write it like 2 us or 1.5 ms")
+    return number * {"s": 1.0, "ms": 1e-3, "ns": 1e-9}.get(match["unit"], 1e-6)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Literal
 
 from meshwright.core.backends import backend_for, backend_traits
@@ -30,17 +29,12 @@ def assign_rank_devices(cluster: Cluster, world: int) -> tuple[str, ...]:
     ranks share a card."""
     if len(cluster.distinct_nodes) == 1 and not node_rank_devices(cluster.nodes[0].devices):
         return ()  # avoids a loop over the nodes of a large cluster
-    nodes, left = [], world
-    for node in cluster.nodes:
-        if left <= 0:
-            break
-        nodes.append(node if len(node.devices) <= left else replace(node, devices=node.devices[:left]))
-        left -= len(node.devices)
-    found = {id(node): node_rank_devices(node.devices) for node in {id(node): node for node in nodes}.values()}
-    if not any(found.values()) and len({node.devices[0].kind for node in nodes}) == 1:
+    used = cluster.first_devices(min(world, len(cluster.devices)))
+    mixed = {id(node): node_rank_devices(node.devices) for node in used.distinct_nodes}
+    if not any(mixed.values()) and len({node.devices[0].kind for node in used.nodes}) == 1:
         return ()
-    alone = {id(node): tuple("cpu" if d.kind == "cpu" else f"cuda:{i}" for i, d in enumerate(node.devices)) for node in nodes}
-    return tuple(place for node in nodes for place in found[id(node)] or alone[id(node)])
+    uniform = {id(node): tuple("cpu" if d.kind == "cpu" else f"cuda:{i}" for i, d in enumerate(node.devices)) for node in used.distinct_nodes}
+    return tuple(device for node in used.nodes for device in mixed[id(node)] or uniform[id(node)])
 
 
 def node_rank_devices(devices: Sequence[Device]) -> tuple[str, ...]:
@@ -59,16 +53,16 @@ def rank_devices_from_env(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def device_selection(rank_devices: Sequence[str]) -> tuple[int | Literal["cpu"], ...]:
     """The devices as a user selects them: the index of a card, or cpu."""
-    return tuple("cpu" if place == "cpu" else device_index(place) for place in rank_devices)
+    return tuple("cpu" if device == "cpu" else device_index(device) for device in rank_devices)
 
 
 def check_rank_devices(rank_devices: Sequence[str], mesh: Mesh, backend: str, precision: str) -> None:
     """Check that mesh, backend and precision support these devices."""
     if len(rank_devices) != mesh.size:
         raise RequestError(f"plan: rank_devices has {len(rank_devices)} entries for mesh {mesh} of {mesh.size} ranks: give {mesh.size}")
-    for place in rank_devices:
-        if place != "cpu" and not (place.startswith("cuda:") and place[5:].isdigit()):
-            raise RequestError(f"plan: rank_devices: '{place}' is no device: write cpu or cuda:0")
+    for device in rank_devices:
+        if device != "cpu" and not (device.startswith("cuda:") and device[5:].isdigit()):
+            raise RequestError(f"plan: rank_devices: '{device}' is no device: write cpu or cuda:0")
     if not backend_traits(backend).shares_gpus:
         raise RequestError(f"plan: {backend.upper()} needs a card for every rank, and rank_devices has CPUs or a card twice: use backend=gloo")
     if precision == "fp8" and "cpu" in rank_devices:
@@ -76,15 +70,14 @@ def check_rank_devices(rank_devices: Sequence[str], mesh: Mesh, backend: str, pr
     for axis in (a for a in _SAME_RNG_AXES if mesh.degree(a) > 1):
         for group in mesh.groups(axis):
             if len({device_kind(rank_devices[r]) for r in group}) > 1:
-                raise RequestError(
-                    f"plan: mesh {mesh}: {axis} joins ranks on a CPU and on a GPU, which draw other random numbers: use dp, shard or pp for them"
-                )
+                why = f"{axis} joins ranks on a CPU and on a GPU, which draw different random numbers"
+                raise RequestError(f"plan: mesh {mesh}: {why}: use dp, shard or pp for them")
 
 
 def group_backend(rank_devices: Sequence[str], group: Sequence[int], backend: str) -> str:
     """The GPU backend for a group whose ranks all have a GPU to themselves, else the plan's process-group backend."""
-    mine = [rank_devices[rank] for rank in group] if rank_devices else []
-    return backend_for("cuda") if mine and "cpu" not in mine and len(set(mine)) == len(mine) else backend
+    devices = [rank_devices[rank] for rank in group] if rank_devices else []
+    return backend_for("cuda") if devices and "cpu" not in devices and len(set(devices)) == len(devices) else backend
 
 
 def show_rank_devices(rank_devices: Sequence[str], world: int, kind: str) -> str:

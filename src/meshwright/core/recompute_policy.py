@@ -17,9 +17,9 @@ def check_recompute_modes(default: str, layers: Mapping[str, str], units: tuple[
     if default not in RECOMPUTE_MODES:
         raise RequestError(f"plan: memory.recompute={default} must be none, selective or full")
     for name, mode in layers.items():
+        if not units:
+            raise RequestError(f"plan: recompute.{name}: this model has no unit to recompute: leave it out")
         if name not in units:
-            if not units:
-                raise RequestError(f"plan: recompute.{name}: this model has no unit to recompute: leave it out")
             raise unknown_name_error("layer", name, units, "recompute")
         if mode not in RECOMPUTE_MODES:
             raise RequestError(f"plan: recompute.{name}={mode} must be none, selective or full")
@@ -28,11 +28,8 @@ def check_recompute_modes(default: str, layers: Mapping[str, str], units: tuple[
 def check_recompute(modes: Collection[str], tp_degree: int, compile_mode: str, schedule: str) -> None:
     """Check that a plan whose units have these modes can be run; `schedule` is a pipeline's."""
     if modes and schedule and schedule_traits(schedule).splits_backward:
-        raise RequestError(
-            f"plan: {schedule} takes each weight's gradient apart, and each would compute its unit again: set recompute=none or use interleaved"
-        )
+        why = "defers weight gradients, and recompute would run each unit again for every one of them"
+        raise RequestError(f"plan: schedule={schedule} {why}: set recompute=none or use interleaved")
     if "selective" in modes and compile_mode != "none" and tp_degree > 1:
-        raise RequestError(
-            f"plan: recompute=selective with compile={compile_mode} needs each unit in one graph, and tensor parallelism (tp={tp_degree}) breaks it: "
-            "set compile=none or recompute=full"
-        )
+        needs = f"recompute=selective with compile={compile_mode} needs each unit in one graph"
+        raise RequestError(f"plan: {needs}, and tensor parallelism (tp={tp_degree}) breaks it: set compile=none or recompute=full")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from meshwright.core.backends import backend_traits
@@ -41,17 +43,17 @@ def parse_route_name(route: str) -> tuple[str, str]:
 
 def choose_route(routes: Sequence[Route], op: str, sent_bytes: float, backend: str) -> str:
     """The route of one call; `backend` itself unless a route applies. It depends only on what all ranks know, so they choose the same."""
-    begun = [r for r in routes if r.op == op and r.min_sent_bytes <= sent_bytes]
-    return max(begun, key=lambda r: r.min_sent_bytes).route_name if begun else backend
+    candidates = [r for r in routes if r.op == op and r.min_sent_bytes <= sent_bytes]
+    return max(candidates, key=lambda r: r.min_sent_bytes).route_name if candidates else backend
 
 
 def group_by_node(ranks: Sequence[int], ranks_per_node: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """The group indices of a group's ranks, node by node; `ranks_per_node` is how many ranks of the world each node has."""
-    starts = [sum(ranks_per_node[:i]) for i in range(1, len(ranks_per_node))]
-    found: dict[int, list[int]] = {}
-    for place, rank in enumerate(ranks):
-        found.setdefault(sum(rank >= start for start in starts), []).append(place)
-    return tuple(map(tuple, found.values()))
+    starts = list(accumulate(ranks_per_node[:-1]))  # the first rank of every node but the first
+    by_node: dict[int, list[int]] = {}
+    for index, rank in enumerate(ranks):
+        by_node.setdefault(bisect_right(starts, rank), []).append(index)
+    return tuple(map(tuple, by_node.values()))
 
 
 def has_two_levels(ranks: Sequence[int], ranks_per_node: Sequence[int]) -> bool:
@@ -74,26 +76,22 @@ def applicable_routes(routes: Sequence[Route], ranks: Sequence[int], ranks_per_n
 
 def routes_for_world(routes: Sequence[Route], ranks_per_node: Sequence[int], world: int) -> tuple[tuple[Route, ...], tuple[int, ...]]:
     """Routes and ranks per node, reduced to the first `world` ranks of those they were made for."""
-    cut = [min(n, max(world - sum(ranks_per_node[:i]), 0)) for i, n in enumerate(ranks_per_node)]
-    kept = tuple(n for n in cut if n) if sum(ranks_per_node) >= world else ()
-    return applicable_routes(routes, range(world), kept), kept
+    counts = (min(n, max(world - sum(ranks_per_node[:i]), 0)) for i, n in enumerate(ranks_per_node))
+    reduced = tuple(n for n in counts if n) if sum(ranks_per_node) >= world else ()
+    return applicable_routes(routes, range(world), reduced), reduced
 
 
 def check_routes(routes: Sequence[Route], backend: str, ranks_per_node: Sequence[int], world: int) -> None:
     for route in routes:
         if not (backend_traits(route.backend).routable and backend_traits(backend).routable):
-            raise RequestError(
-                f"plan: sync.routes join gloo and mpi, and {route.op} goes over {route.backend} in a plan for {backend}: leave them out"
-            )
+            where = f"{route.op} uses {route.backend} in a plan for {backend}"
+            raise RequestError(f"plan: sync.routes are for gloo and mpi, and {where}: leave sync.routes out")
         if route.algorithm != "flat" and route.algorithm not in ALGORITHMS.get(route.op, ()):
             raise unknown_name_error("algorithm", route.algorithm, ("flat", *ALGORITHMS.get(route.op, ())), f"plan: sync.routes for {route.op}")
         if route.algorithm == "two-level" and not ranks_per_node:
-            raise RequestError(
-                "plan: sync.routes has two-level, and sync.ranks_per_node does not say how many ranks each node has: give them, like [2, 2]"
-            )
+            raise RequestError("plan: a two-level route needs the number of ranks on each node: give sync.ranks_per_node, like [2, 2]")
     if routes and backend_traits(backend).launchers:
         raise RequestError(f"plan: sync.routes need process groups over gloo, and the plan's backend is {backend}: set backend=gloo")
     if ranks_per_node and (sum(ranks_per_node) != world or min(ranks_per_node) < 1):
-        raise RequestError(
-            f"plan: sync.ranks_per_node {list(ranks_per_node)} are {sum(ranks_per_node)} ranks, and the mesh has {world}: give as many"
-        )
+        given = f"{list(ranks_per_node)} has {sum(ranks_per_node)} ranks"
+        raise RequestError(f"plan: sync.ranks_per_node={given}, and the mesh has {world}: give positive numbers that sum to {world}")

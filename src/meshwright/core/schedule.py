@@ -17,7 +17,7 @@ GroupRanks = Mapping[str, tuple[tuple[int, ...], ...]]
 
 @dataclass(frozen=True)
 class Action:
-    """One action of a rank. A collective runs asynchronously from its place in the program; `depends_on` names actions that must end before."""
+    """One action of a rank. A collective starts at its position in the program and runs asynchronously, after the actions in `depends_on`."""
 
     name: str
     op: Op
@@ -44,9 +44,9 @@ class Action:
 
     def renamed(self, name: str, depends_on: tuple[str, ...] = ()) -> Action:
         """A copy with another name and other dependencies. A search makes millions of them, and `replace` takes ten times as long."""
-        made = object.__new__(Action)
-        made.__dict__.update(self.__dict__, name=name, depends_on=depends_on)
-        return made
+        copy = object.__new__(Action)
+        copy.__dict__.update(self.__dict__, name=name, depends_on=depends_on)
+        return copy
 
     def num_ranks(self, mesh: Mesh) -> int:
         """The number of participating ranks."""
@@ -77,6 +77,6 @@ class Schedule:
 
 def wire_factor(op: str, group_size: int) -> float:
     """Bytes that a rank must send per byte of the tensor, by the bandwidth-optimal algorithm; an all-reduce is reduce-scatter plus all-gather."""
-    share = (group_size - 1) / group_size
-    several = float(group_size > 1)
-    return {"all_reduce": 2 * share, "broadcast": several, "reduce": several, "send": 1.0, "recv": 1.0}.get(op, share)
+    others = (group_size - 1) / group_size
+    tree = float(group_size > 1)
+    return {"all_reduce": 2 * others, "broadcast": tree, "reduce": tree, "send": 1.0, "recv": 1.0}.get(op, others)

@@ -45,7 +45,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write whole or not at all: a reader never sees half a file."""
+    """Write atomically: a reader never sees half a file."""
     if path.is_dir():
         raise RequestError(f"{path} is a folder: name a file in it")
     partial = path.with_name(path.name + ".partial")
@@ -68,8 +68,7 @@ def _convert(kind: Any, data: Any, where: str) -> Any:
         return _convert_tuple(get_args(kind), data, where)
     if origin in (dict, Mapping):
         _expect(isinstance(data, dict), "an object", data, where)
-        value_kind = get_args(kind)[1]
-        return {k: _convert(value_kind, v, f"{where}.{k}") for k, v in data.items()}
+        return {k: _convert(get_args(kind)[1], v, f"{where}.{k}") for k, v in data.items()}
     if dataclasses.is_dataclass(kind):
         return _convert_dataclass(kind, data, where)
     if kind is float:
@@ -83,13 +82,8 @@ def _convert(kind: Any, data: Any, where: str) -> Any:
 
 def _select_variant(options: list[Any], data: Any, where: str) -> Any:
     """Of several dataclasses, the one whose `kind` the data names; otherwise the first."""
-    kinds = {
-        field.default: option
-        for option in options
-        if dataclasses.is_dataclass(option)
-        for field in dataclasses.fields(option)
-        if field.name == "kind"
-    }
+    variants = [option for option in options if dataclasses.is_dataclass(option)]
+    kinds = {field.default: variant for variant in variants for field in dataclasses.fields(variant) if field.name == "kind"}
     if len(kinds) < 2:
         return options[0]
     _expect(isinstance(data, dict) and "kind" in data, f"an object with a kind ({', '.join(map(str, kinds))})", data, where)
@@ -115,8 +109,7 @@ def _convert_dataclass(kind: Any, data: Any, where: str) -> Any:
         if key not in fields:
             raise unknown_name_error("key", key, fields, where)
     for name, field in fields.items():
-        optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-        if name not in data and not optional:
+        if name not in data and field.default is field.default_factory is dataclasses.MISSING:
             raise RequestError(f"{where}: the key '{name}' is missing")
     return kind(**{k: _convert(hints[k], _with_current_keys(f"{kind.__name__}.{k}", v, where), f"{where}.{k}") for k, v in data.items()})
 

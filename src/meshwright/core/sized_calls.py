@@ -30,9 +30,7 @@ def sized_call(name: str, args: Any, kwargs: Any) -> SizedCall | None:
         return None
     if name in ("__getitem__", "narrow"):
         return _sized_slice(args) if name == "__getitem__" else _sized_narrow(args, kwargs)
-    first = 0 if name in _TENSOR_FACTORIES and not name.startswith("new_") else 1
-    if name == "unflatten":
-        first = 2
+    first = 2 if name == "unflatten" else 0 if name in _TENSOR_FACTORIES and not name.startswith("new_") else 1
     dim = _call_dim(name, args, kwargs)
     key = next((k for k in _SIZE_KEYWORDS if k in kwargs), None)
     if key is not None:
@@ -49,21 +47,21 @@ def sized_call(name: str, args: Any, kwargs: Any) -> SizedCall | None:
 def _sized_slice(args: Any) -> SizedCall | None:
     """The bounds of `x[:, 2:4]` or `x[..., :4]`, dim by dim; None for an index with integers, masks or new dims."""
     items = args[1] if isinstance(args[1], tuple) else (args[1],)
-    cuts = [i for i in items if isinstance(i, slice)]
+    slices = [i for i in items if isinstance(i, slice)]
     others = [i for i in items if not isinstance(i, slice)]
-    bounds = [b for cut in cuts for b in (cut.start, cut.stop)]
-    plain = all(i is ... for i in others) and len(others) < 2 and all(cut.step is None for cut in cuts)
+    bounds = [b for s in slices for b in (s.start, s.stop)]
+    plain = all(i is ... for i in others) and len(others) < 2 and all(s.step is None for s in slices)
     if not plain or not any(map(_is_size, bounds)) or not all(b is None or _is_size(b) for b in bounds):
         return None
-    before = next((at for at, i in enumerate(items) if i is ...), len(items))
-    dims = tuple(at if at < before else at - len(cuts) for at in range(len(cuts)) for _ in range(2))
+    before = next((position for position, i in enumerate(items) if i is ...), len(items))
+    dims = tuple(i if i < before else i - len(slices) for i in range(len(slices)) for _ in range(2))
 
-    def put(new: Sequence[int]) -> tuple[Any, Any]:
-        now = [None if was is None else n for was, n in zip(bounds, new, strict=True)]
-        made: list[Any] = [slice(*now[at : at + 2]) for at in range(0, len(now), 2)]
-        return (args[0], (*made[:before], *others, *made[before:])), {}
+    def with_bounds(sizes: Sequence[int]) -> tuple[Any, Any]:
+        values = [None if old is None else new for old, new in zip(bounds, sizes, strict=True)]
+        new_slices: list[Any] = [slice(*values[i : i + 2]) for i in range(0, len(values), 2)]
+        return (args[0], (*new_slices[:before], *others, *new_slices[before:])), {}
 
-    return SizedCall(tuple(-1 if b is None else b for b in bounds), 0, put, dims)
+    return SizedCall(tuple(-1 if b is None else b for b in bounds), 0, with_bounds, dims)
 
 
 def _sized_narrow(args: Any, kwargs: Any) -> SizedCall | None:
@@ -76,9 +74,9 @@ def _sized_narrow(args: Any, kwargs: Any) -> SizedCall | None:
 
 
 def _call_dim(name: str, args: Any, kwargs: Any) -> int:
-    at = {"split": 2, "split_with_sizes": 2, "unflatten": 1}.get(name)
-    found = kwargs.get("dim", args[at] if at is not None and len(args) > at else 0)
-    return found if _is_size(found) else 0
+    position = {"split": 2, "split_with_sizes": 2, "unflatten": 1}.get(name)
+    dim = kwargs.get("dim", args[position] if position is not None and len(args) > position else 0)
+    return dim if _is_size(dim) else 0
 
 
 def _as_sized_call(sizes: Any, dim: int, with_sizes: Callable[[Any], tuple[Any, Any]]) -> SizedCall | None:

@@ -10,32 +10,25 @@ one dim after another, so that the second exchange carries the corners of the fi
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from meshwright.core.dataflow import SlidingWindow
 from meshwright.core.errors import RequestError
+from meshwright.core.mesh import grid_coordinates
 from meshwright.core.tensor_policy import shard_range
 
 HaloPhase = Literal["forward", "backward"]
 Box = tuple[tuple[int, int], ...]  # (start, stop) of each spatial dim
 
 
-def grid_coordinates(rank: int, grid: tuple[int, ...]) -> tuple[int, ...]:
-    """A rank's coordinates on the grid; consecutive ranks are neighbours along the last dim."""
-    found = []
-    for ways in reversed(grid):
-        rank, at = divmod(rank, ways)
-        found.append(at)
-    return tuple(reversed(found))
-
-
 def local_box(sizes: tuple[int, ...], grid: tuple[int, ...], rank: int) -> Box:
     """The block of positions that a rank holds."""
-    runs = [shard_range(n, at, ways) for n, at, ways in zip(sizes, grid_coordinates(rank, grid), grid, strict=True)]
-    return tuple((first, first + count) for first, count in runs)
+    ranges = itertools.starmap(shard_range, zip(sizes, grid_coordinates(rank, grid), grid, strict=True))
+    return tuple((first, first + count) for first, count in ranges)
 
 
 def volume(box: Box) -> int:
@@ -144,66 +137,63 @@ def input_range(window_op: WindowOp, dim: int, coordinate: int, num_parts: int) 
 
 def plan_halo(window_op: WindowOp, grid: tuple[int, ...], rank: int) -> HaloPlan:
     """One rank's halo exchange. A dim that is not sharded keeps the operation's own padding, so the block spans it whole."""
-    places = grid_coordinates(rank, grid)
+    coordinates = grid_coordinates(rank, grid)
     own = local_box(window_op.sizes, grid, rank)
-    need = [input_range(window_op, d, places[d], ways) if ways > 1 else own[d] for d, ways in enumerate(grid)]
-    spans = [(min(n[0], o[0]), max(n[1], o[1])) for n, o in zip(need, own, strict=True)]
-    filled = [(max(s, 0), min(e, n)) for (s, e), n in zip(spans, window_op.sizes, strict=True)]
+    needed = [input_range(window_op, dim, coordinates[dim], degree) if degree > 1 else own[dim] for dim, degree in enumerate(grid)]
+    spans = [(min(n[0], o[0]), max(n[1], o[1])) for n, o in zip(needed, own, strict=True)]
+    unpadded = [(max(start, 0), min(stop, size)) for (start, stop), size in zip(spans, window_op.sizes, strict=True)]
 
-    def in_buffer(box: list[tuple[int, int]]) -> Box:
+    def in_buffer(box: Sequence[tuple[int, int]]) -> Box:
         return tuple((start - span[0], stop - span[0]) for (start, stop), span in zip(box, spans, strict=True))
 
-    def slab(dim: int, run: tuple[int, int]) -> Box | None:
-        if run[0] >= run[1]:
-            return None
-        return in_buffer([*filled[:dim], run, *own[dim + 1 :]])
+    def slab(dim: int, positions: tuple[int, int]) -> Box | None:
+        return in_buffer([*unpadded[:dim], positions, *own[dim + 1 :]]) if positions[0] < positions[1] else None
 
-    found = []
-    for dim, ways in enumerate(grid):
-        stride = math.prod(grid[dim + 1 :])
-        for step in (-1, 1):
-            other = places[dim] + step
-            if not 0 <= other < ways:
-                continue
-            theirs = input_range(window_op, dim, other, ways)
-            if step < 0:
-                send, receive = (own[dim][0], min(theirs[1], own[dim][1])), (filled[dim][0], own[dim][0])
-            else:
-                send, receive = (max(theirs[0], own[dim][0]), own[dim][1]), (own[dim][1], filled[dim][1])
-            if slab(dim, send) or slab(dim, receive):
-                found.append(HaloExchange(dim, rank + step * stride, slab(dim, send), slab(dim, receive)))
-    return HaloPlan(box_shape(tuple(spans)), in_buffer(list(own)), in_buffer(need), tuple(found))
+    exchanges = []
+    for dim, step in itertools.product(range(len(grid)), (-1, 1)):
+        neighbour = coordinates[dim] + step
+        if not 0 <= neighbour < grid[dim]:
+            continue
+        start, stop = own[dim]
+        needs_from, needs_to = input_range(window_op, dim, neighbour, grid[dim])
+        if step < 0:
+            send, receive = slab(dim, (start, min(needs_to, stop))), slab(dim, (unpadded[dim][0], start))
+        else:
+            send, receive = slab(dim, (max(needs_from, start), stop)), slab(dim, (stop, unpadded[dim][1]))
+        if send or receive:
+            exchanges.append(HaloExchange(dim, rank + step * math.prod(grid[dim + 1 :]), send, receive))
+    return HaloPlan(box_shape(tuple(spans)), in_buffer(own), in_buffer(needed), tuple(exchanges))
 
 
 def halo_obstacle(window_op: WindowOp, grid: tuple[int, ...]) -> str:
     """Why this operation cannot run on blocks; empty if it can."""
-    for dim, ways in enumerate(grid):
-        if min(window_op.sizes[dim], window_op.output_sizes[dim]) < ways:
-            return f"a dim of {min(window_op.sizes[dim], window_op.output_sizes[dim])} cannot be split over {ways} ranks"
-        for at in range(ways):
-            start, stop = input_range(window_op, dim, at, ways)
-            before, after = shard_range(window_op.sizes[dim], max(at - 1, 0), ways), shard_range(window_op.sizes[dim], min(at + 1, ways - 1), ways)
-            if ways > 1 and (max(start, 0) < before[0] or min(stop, window_op.sizes[dim]) > sum(after)):
-                return f"its window reaches past the neighbour, who has {min(before[1], after[1])} of {window_op.sizes[dim]} positions"
+    for dim, (degree, size) in enumerate(zip(grid, window_op.sizes, strict=True)):
+        if (smaller := min(size, window_op.output_sizes[dim])) < degree:
+            return f"a dim of {smaller} cannot be split over {degree} ranks"
+        for i in range(degree) if degree > 1 else ():
+            start, stop = input_range(window_op, dim, i, degree)
+            before, after = shard_range(size, max(i - 1, 0), degree), shard_range(size, min(i + 1, degree - 1), degree)
+            if max(start, 0) < before[0] or min(stop, size) > sum(after):
+                return f"its window reaches past the neighbour, who has {min(before[1], after[1])} of {size} positions"
     return ""
 
 
 def is_local(window_op: WindowOp, grid: tuple[int, ...]) -> bool:
     """Whether every rank needs only positions it holds, from its first on (a convolution may leave the last ones unused): no exchange."""
-    rest = window_op.window.stride if window_op.window.kind == "conv" else (1,) * len(grid)
-    for dim, ways in enumerate(grid):
-        for at in range(ways) if ways > 1 else ():
-            first, count = shard_range(window_op.sizes[dim], at, ways)
-            start, stop = input_range(window_op, dim, at, ways)
-            if window_op.window.padding[dim] or start != first or not 0 <= first + count - stop < rest[dim]:
+    max_unused = window_op.window.stride if window_op.window.kind == "conv" else (1,) * len(grid)
+    for dim, degree in enumerate(grid):
+        for i in range(degree) if degree > 1 else ():
+            first, count = shard_range(window_op.sizes[dim], i, degree)
+            start, stop = input_range(window_op, dim, i, degree)
+            if window_op.window.padding[dim] or start != first or not 0 <= first + count - stop < max_unused[dim]:
                 return False
     return True
 
 
 def halo_widths(window_op: WindowOp, grid: tuple[int, ...]) -> tuple[int, ...]:
     """For each dim, the widest halo that any rank receives from one side."""
-    every = [(e.dim, e.recv_box) for rank in range(math.prod(grid)) for e in plan_halo(window_op, grid, rank).exchanges]
-    return tuple(max((box_shape(box)[dim] for d, box in every if d == dim and box is not None), default=0) for dim in range(len(grid)))
+    exchanges = [e for rank in range(math.prod(grid)) for e in plan_halo(window_op, grid, rank).exchanges]
+    return tuple(max((box_shape(e.recv_box)[dim] for e in exchanges if e.dim == dim and e.recv_box), default=0) for dim in range(len(grid)))
 
 
 def halo_messages(window_op: WindowOp, grid: tuple[int, ...], rank: int) -> Iterator[tuple[HaloPhase, int, float]]:
@@ -222,20 +212,18 @@ def largest_block(sizes: tuple[int, ...], grid: tuple[int, ...]) -> tuple[int, .
 
 def choose_grid(num_parts: int, dims: int) -> tuple[int, ...]:
     """The most nearly square grid over the last of `dims` spatial dims: 4 is 2×2, 2 is 2×1, 8 is 2×2×2 in a volume and 4×2 in an image."""
-    best = min(_factorizations(num_parts, dims), key=lambda f: (max(f), sum(f)))
-    used = [n for n in best if n > 1]
-    grid = [*used, *[1] * (min(2, dims) - len(used))]
+    squarest = min(_factorizations(num_parts, dims), key=lambda f: (max(f), sum(f)))
+    degrees = [n for n in squarest if n > 1]
+    grid = [*degrees, *[1] * (min(2, dims) - len(degrees))]
     return (1,) * (dims - len(grid)) + tuple(grid)
 
 
 def _factorizations(number: int, num_factors: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as a product of `num_factors` factors, largest first."""
-    if num_factors == 1:
-        yield (number,)
-        return
-    for first in range(1, number + 1):
-        if number % first == 0:
-            yield from ((first, *rest) for rest in _factorizations(number // first, num_factors - 1) if first >= rest[0])
+    """The products of `num_factors` factors, largest first, that make a number."""
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    for factors in itertools.product(divisors, repeat=num_factors):
+        if math.prod(factors) == number and sorted(factors, reverse=True) == list(factors):
+            yield factors
 
 
 def parse_grid(text: str) -> tuple[int, ...]:

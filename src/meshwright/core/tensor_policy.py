@@ -9,8 +9,8 @@ from functools import cached_property
 
 def shard_range(size: int, rank: int, num_parts: int) -> tuple[int, int]:
     """(first, number) of one rank's part of `size` split over `num_parts` ranks; the remainder goes to the first ranks, one each."""
-    each, more = divmod(size, num_parts)
-    return rank * each + min(rank, more), each + (rank < more)
+    least, remainder = divmod(size, num_parts)
+    return rank * least + min(rank, remainder), least + (rank < remainder)
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,10 @@ class ShardedDim:
     def shard_range(self, rank: int, num_parts: int) -> tuple[int, int]:
         """(first, number) of one rank's shard."""
         return shard_range(self.size, rank, num_parts)
+
+    def padded_bytes(self, size: float, num_parts: int) -> float:
+        """Bytes of a gather of `size` bytes over this dim: backends move equal shards, so all are padded to the largest."""
+        return size / self.size * self.shard_range(0, num_parts)[1] * num_parts
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class CollectiveSite:
 
     module: str
     bytes: float
-    position: int = 0  # of the input, for gradients that are reduced where a whole activation enters a sharded region
+    position: int = 0  # of the input, for gradients that are reduced where an unsharded activation enters a sharded region
     is_batch_independent: bool = False
     logical_dim: str = ""  # the dim that is gathered or looked up
     skipped_in_recompute: tuple[str, ...] = ()  # modules that save nothing for backward after it: their recompute stops before it
@@ -105,11 +109,11 @@ class TensorPolicy:
     sharded_dims: tuple[ShardedDim, ...] = ()
     copy_sites: tuple[CollectiveSite, ...] = ()  # backward: the gradient of this input is a partial sum and is reduced
     reduce_sites: tuple[CollectiveSite, ...] = ()  # forward: the output is a partial sum and is reduced
-    gather_sites: tuple[CollectiveSite, ...] = ()  # forward: the output's last feature dim is sharded and something needs it whole
+    gather_sites: tuple[CollectiveSite, ...] = ()  # forward: the output's last feature dim is sharded and something needs all of it
     embedding_sites: tuple[CollectiveSite, ...] = ()  # forward: a rank looks up its own rows, and the results are reduced
     norm_sites: tuple[CollectiveSite, ...] = ()  # forward and backward: a norm is over a sharded dim, and its statistics are reduced
-    sequence_scatter_sites: tuple[CollectiveSite, ...] = ()  # forward: a rank keeps its positions of a whole input
-    sequence_gather_sites: tuple[CollectiveSite, ...] = ()  # forward: an input or output that is sharded by positions is needed whole
+    sequence_scatter_sites: tuple[CollectiveSite, ...] = ()  # forward: a rank keeps its positions of an unsharded input
+    sequence_gather_sites: tuple[CollectiveSite, ...] = ()  # forward: an input or output that is sharded by positions is gathered
     dropout_sites: tuple[DropoutSite, ...] = ()  # random numbers are drawn for all positions, so that they do not depend on the sharding
     partial_grad_parameters: tuple[str, ...] = ()  # unsharded parameters with partial gradients, which are reduced
     size_rewrites: tuple[SizeRewrite, ...] = ()
@@ -118,11 +122,11 @@ class TensorPolicy:
     def shard_lengths(self, rank: int, num_parts: int) -> Mapping[str, Mapping[int, int]]:
         """By parameter and dim: the length of the shard of one of `num_parts` ranks."""
         if (rank, num_parts) not in self._shard_lengths:
-            found = self._shard_lengths[rank, num_parts] = {}
+            lengths = self._shard_lengths[rank, num_parts] = {}
             for logical_dim in self.sharded_dims:
                 _, count = logical_dim.shard_range(rank, num_parts)
-                for cut in logical_dim.parameter_shards:
-                    found.setdefault(cut.parameter, {})[cut.dim] = cut.outer * count * cut.inner
+                for shard in logical_dim.parameter_shards:
+                    lengths.setdefault(shard.parameter, {})[shard.dim] = shard.outer * count * shard.inner
         return self._shard_lengths[rank, num_parts]
 
     @cached_property
@@ -147,10 +151,10 @@ class TensorPolicy:
 
 
 def _by_enclosing_module(sites: Iterable[CollectiveSite]) -> Mapping[str, tuple[CollectiveSite, ...]]:
-    found: dict[str, list[CollectiveSite]] = {}
+    by_module: dict[str, tuple[CollectiveSite, ...]] = {}
     for site in sites:
         module = site.module
         while module:
-            found.setdefault(module, []).append(site)
+            by_module[module] = (*by_module.get(module, ()), site)
             module = module.rpartition(".")[0]
-    return {module: tuple(inside) for module, inside in found.items()}
+    return by_module

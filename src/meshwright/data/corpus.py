@@ -49,9 +49,10 @@ def _token_field(fields: Mapping[str, Field]) -> tuple[str, int]:
         name, field = next(iter(fields.items()))
         if field.dtype == "int64" and len(field.shape) == 1 and field.shape[0] >= 2:
             if 0 < field.high < _BYTE_VALUES:
-                raise RequestError(f"data set 'source' is made of bytes and needs a vocabulary of {_BYTE_VALUES}; the model's has {field.high}")
+                raise RequestError(f"data set 'source' has bytes as tokens and needs a vocabulary of {_BYTE_VALUES}; the model's has {field.high}")
             return name, field.shape[0]
-    raise RequestError(f"data set 'source' feeds language models, one field of tokens; this model wants {', '.join(fields) or 'nothing'}")
+    needs = ", ".join(fields) or "none"
+    raise RequestError(f"data set 'source' feeds language models, which have one field, of tokens; this model's fields: {needs}")
 
 
 def _source_files(root: Path) -> Iterator[Path]:

@@ -24,7 +24,6 @@ class Dataset(Protocol):
 
     def batch(self, indices: Tensor) -> dict[str, Tensor]:
         """The samples at `indices` as one batch: one tensor per field, whose first dim is as long as `indices`."""
-        ...
 
 
 def is_instruction_file(name: str | None) -> bool:
@@ -51,5 +50,5 @@ def load(
     if name not in _BUILTIN_NAMES:
         raise unknown_name_error("data set", name, _BUILTIN_NAMES)
     if folder is None:
-        raise RequestError(f"data set '{name}' is read from local files: say in which folder they are")
+        raise RequestError(f"data set '{name}' is read from local files: give the folder that holds them")
     return images.load_mnist(fields, split, folder) if name == "mnist" else images.load_cifar10(fields, split, folder)

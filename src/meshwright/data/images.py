@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib
 import io
+import itertools
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,7 +44,7 @@ class ImageDataset:
 
 def _image_shape(name: str, fields: Mapping[str, Field]) -> tuple[int, ...]:
     if not fields or not set(fields) <= {"image", "label"}:
-        raise RequestError(f"data set '{name}' has image and label; this model wants {', '.join(fields) or 'nothing'}")
+        raise RequestError(f"data set '{name}' has the fields image and label; this model's fields: {', '.join(fields) or 'none'}")
     if "label" in fields and (fields["label"].shape or 0 < fields["label"].high < _NUM_CLASSES):
         raise RequestError(f"data set '{name}' has one label of {_NUM_CLASSES} classes a sample; the model's label field is {fields['label']}")
     shape = fields["image"].shape if "image" in fields else (1, 1, 1)
@@ -86,11 +87,10 @@ def load_mnist(fields: Mapping[str, Field], split: str, folder: Path) -> ImageDa
 
 
 def _find_idx(folder: Path, name: str) -> Path:
-    for place in (folder, folder / "raw", folder / "MNIST" / "raw"):
-        for spelling in (name, name.replace("-idx", ".idx")):
-            for path in (place / spelling, place / f"{spelling}.gz"):
-                if path.is_file():
-                    return path
+    dotted = name.replace("-idx", ".idx")
+    for below, file in itertools.product((".", "raw", "MNIST/raw"), (name, f"{name}.gz", dotted, f"{dotted}.gz")):
+        if (path := folder / below / file).is_file():
+            return path
     raise RequestError(f"data set 'mnist': there is no {name} or {name}.gz in {folder}")
 
 
@@ -166,4 +166,4 @@ class ArrayUnpickler(pickle.Unpickler):
         try:
             return self._ALLOWED[module_name, global_name]
         except KeyError:
-            raise pickle.UnpicklingError(f"it asks for {module_name}.{global_name}, which data never needs; it was not run") from None
+            raise pickle.UnpicklingError(f"it refers to {module_name}.{global_name}, which data never needs; it was not run") from None

@@ -68,16 +68,16 @@ class PretrainedTokenizer:
 
     def __init__(self, folder: Path) -> None:
         try:
-            found = importlib.import_module("transformers").AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            auto = importlib.import_module("transformers").AutoTokenizer
+            self._tokenizer = auto.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         except ImportError as error:
-            raise RequestError(f"the tokenizer in {folder} needs a package that is not here: {_one_line(error)}") from None
+            raise RequestError(f"the tokenizer in {folder} needs a package that is not installed: {_one_line(error)}") from None
         except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
             raise RequestError(f"the tokenizer in {folder} cannot be read: {_one_line(error)}") from None
-        if found.eos_token_id is None:
+        if self._tokenizer.eos_token_id is None:
             raise RequestError(f"the tokenizer in {folder} has no end of text: set eos_token in its tokenizer_config.json")
-        self._tokenizer = found
-        self.eos_id = int(found.eos_token_id)
-        self.vocab_size = max(len(found), self.eos_id + 1)
+        self.eos_id = int(self._tokenizer.eos_token_id)
+        self.vocab_size = max(len(self._tokenizer), self.eos_id + 1)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text).input_ids
@@ -106,32 +106,33 @@ class InstructionDataset:
 
     def tokenize(self, record: InstructionRecord) -> tuple[list[int], list[int]]:
         """(tokens, targets). A long answer is truncated at its end; a prompt that leaves no room for an answer, at its beginning."""
-        full = [*self._tokenizer.encode(record.prompt + record.output), self._tokenizer.eos_id]
-        prompt = min(len(self._tokenizer.encode(record.prompt)), len(full) - 1)
-        spare = max(prompt + 1 - self._length, 0)
-        full, prompt = full[spare : spare + self._length], prompt - spare
-        targets = [IGNORE_INDEX] * (prompt - 1) + full[max(prompt, 1) :]
-        rest = self._length - len(full)
-        return full + [self._tokenizer.eos_id] * rest, targets + [IGNORE_INDEX] * (self._length - len(targets))
+        tokens = [*self._tokenizer.encode(record.prompt + record.output), self._tokenizer.eos_id]
+        prompt_length = min(len(self._tokenizer.encode(record.prompt)), len(tokens) - 1)
+        dropped = max(prompt_length + 1 - self._length, 0)
+        tokens, prompt_length = tokens[dropped : dropped + self._length], prompt_length - dropped
+        targets = [IGNORE_INDEX] * (prompt_length - 1) + tokens[max(prompt_length, 1) :]
+        padding = [self._tokenizer.eos_id] * (self._length - len(tokens))
+        return tokens + padding, targets + [IGNORE_INDEX] * (self._length - len(targets))
 
 
 def load(path: Path, fields: Mapping[str, Field], split: str, *, tokenizer: Path | None = None, hold_out: bool = True) -> InstructionDataset:
     """The file's records for a task with the fields tokens and targets. With `hold_out`, the last 5% are the validation part."""
     if set(fields) != {"tokens", "targets"}:
-        raise RequestError(f"{path}: instructions and answers are tokens and targets; this model wants {', '.join(fields) or 'nothing'}")
+        raise RequestError(f"{path}: instructions and answers need a model with the fields tokens and targets, not {', '.join(fields) or 'none'}")
     records = read_records(path)
     chosen = find_tokenizer(tokenizer)
     (width,), high = fields["tokens"].shape, fields["tokens"].high
     if chosen.vocab_size > high:
-        whose = "without a tokenizer bytes are tokens, which" if isinstance(chosen, ByteTokenizer) else f"the tokenizer in {tokenizer}"
-        needs = f"{whose} need{'' if isinstance(chosen, ByteTokenizer) else 's'} a vocabulary of {chosen.vocab_size}"
-        raise RequestError(f"{path}: {needs}, and the model's is {high}: use a model or a tokenizer that fits the other")
+        is_bytes = isinstance(chosen, ByteTokenizer)
+        needs = "without a tokenizer bytes are tokens, which need" if is_bytes else f"the tokenizer in {tokenizer} needs"
+        text = f"{path}: {needs} a vocabulary of {chosen.vocab_size}, and the model's is {high}"
+        raise RequestError(f"{text}: use another tokenizer or a model with a larger vocabulary")
     if width < 2:
         raise RequestError(f"{path}: a sample needs at least 2 tokens: use --seq 2 or more")
     border = len(records) - max(int(_VALIDATION_FRACTION * len(records)), 1) if hold_out else len(records)
     part = records[:border] if split == "train" else records[border:]
     if not part:
-        raise RequestError(f"{path}: its {len(records)} record leaves nothing for the {split} part: give more, or --set validate_batches=0")
+        raise RequestError(f"{path}: {len(records)} record leaves none for the {split} part: give more, or --set validate_batches=0")
     return InstructionDataset(part, chosen, width)
 
 

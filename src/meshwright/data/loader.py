@@ -30,28 +30,25 @@ class Loader:
     ) -> None:
         if first_sample < 0 or count < 1 or first_sample + count > sampler.global_batch:
             raise RequestError(f"samples {first_sample}…{first_sample + count - 1} are not a part of a global batch of {sampler.global_batch}")
-        self.dataset = dataset
-        self.sampler = sampler
-        self.first_sample = first_sample
-        self.num_samples = count
-        self.steps = steps
-        self.pin_memory = pin_memory
+        self.dataset, self.sampler = dataset, sampler
+        self.samples = slice(first_sample, first_sample + count)
+        self.steps, self.pin_memory = steps, pin_memory
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         # An executor rather than a queue: no thread blocks on a full queue, so stopping early needs no signal, and a
         # future passes the thread's exception to the consumer.
         pool = ThreadPoolExecutor(1, thread_name_prefix="loader")
-        ready: deque[tuple[int, Future[dict[str, Tensor]]]] = deque()
-        due, asked, given = self.sampler.position, 0, 0
+        pending: deque[tuple[int, Future[dict[str, Tensor]]]] = deque()
+        position, submitted, yielded = self.sampler.position, 0, 0
         try:
-            while self.steps is None or given < self.steps:
-                while len(ready) <= _PREFETCH_BATCHES and (self.steps is None or asked < self.steps):
-                    after = self.sampler.position_after(due, self.sampler.global_batch)
-                    ready.append((after, pool.submit(self._fetch, due)))
-                    due, asked = after, asked + 1
-                position, future = ready.popleft()
+            while self.steps is None or yielded < self.steps:
+                while len(pending) <= _PREFETCH_BATCHES and (self.steps is None or submitted < self.steps):
+                    batch_end = self.sampler.position_after(position, self.sampler.global_batch)
+                    pending.append((batch_end, pool.submit(self._fetch, position)))
+                    position, submitted = batch_end, submitted + 1
+                batch_end, future = pending.popleft()
                 batch = future.result()
-                self.sampler.position, given = position, given + 1
+                self.sampler.position, yielded = batch_end, yielded + 1
                 yield batch
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
@@ -64,6 +61,5 @@ class Loader:
         self.sampler.load_state_dict(state)
 
     def _fetch(self, position: int) -> dict[str, Tensor]:
-        indices = self.sampler.indices_from(position, self.sampler.global_batch)
-        batch = self.dataset.batch(indices[self.first_sample : self.first_sample + self.num_samples])
+        batch = self.dataset.batch(self.sampler.indices_from(position, self.sampler.global_batch)[self.samples])
         return {name: values.pin_memory() for name, values in batch.items()} if self.pin_memory else batch

@@ -32,19 +32,11 @@ class GlobalSampler:
         self._permutations: dict[int, Tensor] = {}
 
     def indices(self, step: int) -> Tensor:
-        """The whole global batch of `step` in a run with this batch size from the start."""
-        return self.indices_from(self.position_of(step), self.global_batch)
-
-    def batch_slice(self, step: int, first: int, count: int) -> Tensor:
-        """The samples [first, first + count) of the global batch of `step`."""
-        return self.indices(step)[first : first + count]
-
-    def position_of(self, step: int) -> int:
-        """The position at which the batch of `step` begins in a run with this batch size from the start."""
+        """The global batch of `step` in a run with this batch size from the start."""
         if self.global_batch > self.length:
-            return step * self.global_batch
-        epoch, within = divmod(step, self.length // self.global_batch)
-        return epoch * self.length + within * self.global_batch
+            return self.indices_from(step * self.global_batch, self.global_batch)
+        epoch, step_in_epoch = divmod(step, self.length // self.global_batch)
+        return self.indices_from(epoch * self.length + step_in_epoch * self.global_batch, self.global_batch)
 
     def indices_from(self, position: int, count: int) -> Tensor:
         """The `count` samples of the batch due at `position`."""
@@ -52,9 +44,9 @@ class GlobalSampler:
         parts = []
         while count > 0:  # more than one iteration only for a batch larger than the data set
             epoch, offset = divmod(position, self.length)
-            taken = min(count, self.length - offset)
-            parts.append(self._permutation(epoch)[offset : offset + taken] if self.shuffle else torch.arange(offset, offset + taken))
-            position, count = position + taken, count - taken
+            size = min(count, self.length - offset)
+            parts.append(self._permutation(epoch)[offset : offset + size] if self.shuffle else torch.arange(offset, offset + size))
+            position, count = position + size, count - size
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def position_after(self, position: int, count: int) -> int:
@@ -67,9 +59,8 @@ class GlobalSampler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position; the stream must be the same, the batch size may differ."""
         for key in ("length", "seed", "shuffle"):
-            here = getattr(self, key)
-            if state[key] != here:
-                raise RequestError(f"cannot resume the data: saved with {key} {state[key]}, now it is {here}: use the same data set and seed")
+            if state[key] != (now := getattr(self, key)):
+                raise RequestError(f"cannot resume the data: it was saved with {key}={state[key]}, now {key}={now}: use the same data set and seed")
         self.position = int(state["position"])
 
     def _batch_start(self, position: int, count: int) -> int:
@@ -79,10 +70,9 @@ class GlobalSampler:
 
     def _permutation(self, epoch: int) -> Tensor:
         # The dictionary is replaced, never modified, so that a loader's thread and the main thread can both read it.
-        found = self._permutations.get(epoch)
-        if found is None:
+        permutation = self._permutations.get(epoch)
+        if permutation is None:
             digest = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=7).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
-            found = torch.randperm(self.length, generator=generator)
-            self._permutations = {**dict(list(self._permutations.items())[-1:]), epoch: found}
-        return found
+            permutation = torch.randperm(self.length, generator=torch.Generator().manual_seed(int.from_bytes(digest, "big")))
+            self._permutations = {**dict(list(self._permutations.items())[-1:]), epoch: permutation}
+        return permutation

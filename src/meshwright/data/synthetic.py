@@ -60,14 +60,12 @@ class SyntheticDataset:
         columns: dict[str, Array] = {}
         features = [np.zeros((len(samples), 0))]
         for name, field in self._inputs.items():
-            columns[name], seen = self._input_field(name, field, samples)
-            features.append(seen)
+            columns[name], field_features = self._input_field(name, field, samples)
+            features.append(field_features)
         for name, field in self._targets.items():
             columns[name] = self._target_field(name, field, np.concatenate(features, axis=1))
-        return {name: _to_tensor(values, self._field(name)) for name, values in columns.items()}
-
-    def _field(self, name: str) -> Field:
-        return self._inputs.get(name) or self._targets[name]
+        fields = {**self._inputs, **self._targets}
+        return {name: _to_tensor(values, fields[name]) for name, values in columns.items()}
 
     def _uniform_draw(self, name: str, *key: Array) -> Array:
         # crc32, not hash(): Python's hash of a string differs from process to process.
@@ -87,8 +85,8 @@ class SyntheticDataset:
         # Volumes get one mean per channel: a network that pools them to a point loses the position within the volume.
         count = field.shape[0] if len(field.shape) == 4 else min(_NUM_LEVELS, size)
         levels = self._uniform_draw(f"{name} level", samples, np.arange(count))
-        stretches = np.diff(np.arange(levels.shape[1] + 1) * size // levels.shape[1])
-        values = np.repeat((0.75 * levels).astype(np.float32), stretches, axis=1)
+        segment_sizes = np.diff(np.arange(count + 1) * size // count)
+        values = np.repeat((0.75 * levels).astype(np.float32), segment_sizes, axis=1)
         noise = (0.25 * self._uniform_draw(name, samples, np.arange(min(size, _NOISE_PERIOD)))).astype(np.float32)
         for start in range(0, size, _NOISE_PERIOD):
             part = values[:, start : start + _NOISE_PERIOD]
@@ -104,11 +102,11 @@ class SyntheticDataset:
     def _token_input(self, name: str, field: Field, samples: Array) -> Array:
         """Tokens that count upwards by a fixed stride, one in ten replaced by a random one: each token is predictable from the previous one."""
         alphabet = min(field.high, _ALPHABET_SIZE)
-        place = np.arange(math.prod(field.shape))
+        position = np.arange(math.prod(field.shape))
         start = (alphabet * self._uniform_draw(f"{name} start", samples)).astype(np.int64)
         stride = 1 + int(self._uniform_draw(f"{name} stride") * (alphabet - 1))
-        other = (alphabet * self._uniform_draw(name, samples, place)).astype(np.int64)
-        return np.where(self._uniform_draw(f"{name} noise", samples, place) < 0.1, other, (start + place * stride) % alphabet)
+        random = (alphabet * self._uniform_draw(name, samples, position)).astype(np.int64)
+        return np.where(self._uniform_draw(f"{name} noise", samples, position) < 0.1, random, (start + position * stride) % alphabet)
 
     def _target_field(self, name: str, field: Field, features: Array) -> Array:
         """A fixed random map of the features: the winning class for integers, a value in (−1, 1) for floats."""
@@ -116,9 +114,7 @@ class SyntheticDataset:
         weights = self._uniform_draw(name, np.arange(features.shape[1]).reshape(-1, 1), np.arange(outputs)) - 0.5
         # A sum along an axis, not a matrix product: its rounding does not depend on which other samples are in the batch.
         scores = (features[:, :, None] * weights).sum(axis=1)
-        if _is_float(field):
-            return np.tanh(2.0 * scores)
-        return scores.reshape(len(scores), -1, field.high).argmax(axis=2)
+        return np.tanh(2.0 * scores) if _is_float(field) else scores.reshape(len(scores), -1, field.high).argmax(axis=2)
 
 
 def _torch_dtype(field: Field) -> torch.dtype:

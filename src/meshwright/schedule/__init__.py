@@ -1,19 +1,7 @@
 """Level 1, no torch: from a plan and a profile to the ordered actions of one step."""
 
-from meshwright.schedule.buckets import Bucket, assign_buckets
 from meshwright.schedule.planned_ledger import LedgerLine, ledger_differences, plan_ledger, plan_ledgers
 from meshwright.schedule.rank_profile import local_profile
 from meshwright.schedule.step_actions import MeshCoordinate, build_program, build_schedule
 
-__all__ = [
-    "Bucket",
-    "LedgerLine",
-    "MeshCoordinate",
-    "assign_buckets",
-    "build_program",
-    "build_schedule",
-    "ledger_differences",
-    "local_profile",
-    "plan_ledger",
-    "plan_ledgers",
-]
+__all__ = ["LedgerLine", "MeshCoordinate", "build_program", "build_schedule", "ledger_differences", "local_profile", "plan_ledger", "plan_ledgers"]

@@ -17,8 +17,8 @@ INIT_BROADCAST_BYTES = 2**28  # start-up broadcasts values in groups of about th
 
 class ParamReplication(NamedTuple):
     """How a parameter is replicated, as one rank sees it: how many ranks along `tp` and `ep` hold the same, whether this rank counts it in sums
-    over a pipeline, and whether it is expert parallel, so that ranks along `ep` hold others. A bucket never mixes these: their gradients are
-    reduced over other groups, or their squares count differently."""
+    over a pipeline, and whether it is expert parallel, so that each rank along `ep` has its own. A bucket never mixes these: their gradients are
+    reduced over different groups, or their squares count differently."""
 
     copies: int = 1
     in_grad_norm: bool = True
@@ -29,17 +29,17 @@ def replication_of(plan: Plan) -> Callable[[str, bool], ParamReplication]:
     """Return a function from a parameter's name, and whether this rank counts it in sums over a pipeline, to its replication."""
     mesh = plan.mesh
     experts = plan.expert.parameters if mesh.ep > 1 else frozenset()
-    everywhere = mesh.degree("tp") * mesh.ep  # ranks that hold a parameter which is neither sharded nor an expert's
+    replicated = mesh.degree("tp") * mesh.ep  # ranks that hold a parameter which is neither sharded nor an expert's
     copies = dict.fromkeys(experts, mesh.degree("tp"))
     for axis, policy in plan.tensor_policies:
-        for name in {c.parameter for s in policy.sharded_dims for c in s.parameter_shards}:
-            copies[name] = copies.get(name, everywhere) // mesh.degree(axis)
-    return lambda name, counted: ParamReplication(copies.get(name, everywhere), counted, name in experts)
+        for name in {shard.parameter for dim in policy.sharded_dims for shard in dim.parameter_shards}:
+            copies[name] = copies.get(name, replicated) // mesh.degree(axis)
+    return lambda name, counted: ParamReplication(copies.get(name, replicated), counted, name in experts)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place in its bucket, in elements."""
+    """A parameter's position in its bucket, in elements."""
 
     index: int  # into the sequence given to assign_buckets
     offset: int
@@ -80,29 +80,25 @@ def assign_buckets(
     gradient is then the bucket and need not be copied into one. Buckets are ordered by when they are complete.
     """
     open_slots: dict[Hashable, list[Slot]] = {}
-    filled: dict[Hashable, int] = {}
-    done: list[Bucket] = []
+    buckets: list[Bucket] = []
 
-    def padded(numel: int, itemsize: int) -> int:
+    def close(key: Hashable, slots: list[Slot]) -> None:
+        itemsize, last = itemsizes[slots[-1].index], slots[-1]
         unit = shards * max(ALIGN_BYTES // itemsize, 1) if shards > 1 else 1
-        return -(-numel // unit) * unit
-
-    def close(key: Hashable, itemsize: int) -> None:
-        done.append(Bucket(key, tuple(open_slots.pop(key)), padded(filled.pop(key), itemsize), itemsize))
+        buckets.append(Bucket(key, tuple(slots), -(-(last.offset + last.numel) // unit) * unit, itemsize))
 
     for index, (numel, itemsize, key) in enumerate(zip(numels, itemsizes, keys, strict=True)):
         if numel * itemsize * OWN_BUCKET_DIVISOR >= bytes_cap:
-            done.append(Bucket(key, (Slot(index, 0, numel),), padded(numel, itemsize), itemsize))
+            close(key, [Slot(index, 0, numel)])
             continue
-        align = max(ALIGN_BYTES // itemsize, 1)
-        start = -(-filled.get(key, 0) // align) * align
-        open_slots.setdefault(key, []).append(Slot(index, start, numel))
-        filled[key] = start + numel
-        if filled[key] * itemsize >= (bytes_cap if done else first_bytes):
-            close(key, itemsize)
-    for key, slots in list(open_slots.items()):
-        close(key, itemsizes[slots[-1].index])
-    return tuple(sorted(done, key=lambda b: b.slots[-1].index))
+        slots, align = open_slots.setdefault(key, []), max(ALIGN_BYTES // itemsize, 1)
+        start = -(-(slots[-1].offset + slots[-1].numel) // align) * align if slots else 0
+        slots.append(Slot(index, start, numel))
+        if (start + numel) * itemsize >= (bytes_cap if buckets else first_bytes):
+            close(key, open_slots.pop(key))
+    for key, slots in open_slots.items():
+        close(key, slots)
+    return tuple(sorted(buckets, key=lambda b: b.slots[-1].index))
 
 
 def unit_buckets(numels: Sequence[int], itemsizes: Sequence[int], keys: Sequence[Hashable], shards: int) -> tuple[Bucket, ...]:
@@ -112,11 +108,9 @@ def unit_buckets(numels: Sequence[int], itemsizes: Sequence[int], keys: Sequence
 
 def shard_sizes(bucket: Bucket, shards: int, state_fractions: Sequence[float] = ()) -> tuple[int, ...]:
     """Elements of a bucket for each rank of the shard axis: equal, or in proportion to `state_fractions`."""
-    return (
-        split_proportionally(bucket.numel, state_fractions, max(ALIGN_BYTES // bucket.itemsize, 1))
-        if state_fractions
-        else (bucket.numel // shards,) * shards
-    )
+    if not state_fractions:
+        return (bucket.numel // shards,) * shards
+    return split_proportionally(bucket.numel, state_fractions, max(ALIGN_BYTES // bucket.itemsize, 1))
 
 
 def shard_size(bucket: Bucket, shards: int, state_fractions: Sequence[float], shard: int) -> int:
@@ -128,13 +122,13 @@ def init_broadcast_groups(sizes: Sequence[int], keys: Sequence[Hashable], max_by
     """Groups of indices of tensors that start-up broadcasts in one call. A group has one key, and ends with the tensor that brings it to
     `max_bytes`; `sizes` are bytes."""
     for key in dict.fromkeys(keys):
-        run: list[int] = []
-        held = 0
+        group: list[int] = []
+        group_bytes = 0
         for index in (i for i, k in enumerate(keys) if k == key and sizes[i]):
-            run.append(index)
-            held += sizes[index]
-            if held >= max_bytes:
-                yield run
-                run, held = [], 0
-        if run:
-            yield run
+            group.append(index)
+            group_bytes += sizes[index]
+            if group_bytes >= max_bytes:
+                yield group
+                group, group_bytes = [], 0
+        if group:
+            yield group

@@ -1,5 +1,4 @@
-"""Bytes of a gradient bucket's collectives under a plan's compression, from the same functions of its shapes that
-`execute/compression_runtime.py` uses."""
+"""Bytes of a gradient bucket's collectives under a plan's compression, by the functions that `execute/compression_runtime.py` uses."""
 
 from __future__ import annotations
 
@@ -29,16 +28,15 @@ def bucket_collectives(sync: SyncPolicy, bucket: Bucket, shapes: Sequence[Sequen
         return [BucketCollective("", bucket.numel * _BF16_BYTES, bucket.padding // bucket.itemsize * _BF16_BYTES)]
     if sync.compression != "powersgd":
         return [BucketCollective("", bucket.bytes, bucket.padding)]
-    factors = {slot: low_rank_shape(shapes[slot.index], sync.compression_rank) for slot in bucket.slots}
-    whole = sum(slot.numel for slot, shape in factors.items() if shape is None)
-    kept = [shape for shape in factors.values() if shape is not None]
-    lefts, rights = (sum(shape[side] * shape[2] for shape in kept) for side in (0, 1))
-    every = (
-        BucketCollective("", whole * bucket.itemsize),
-        BucketCollective(".p", lefts * bucket.itemsize),
-        BucketCollective(".q", rights * bucket.itemsize, after_previous=True),
+    shapes_by_slot = {slot: low_rank_shape(shapes[slot.index], sync.compression_rank) for slot in bucket.slots}
+    uncompressed = sum(slot.numel for slot, shape in shapes_by_slot.items() if shape is None)
+    p_numel, q_numel = (sum(shape[side] * shape[2] for shape in shapes_by_slot.values() if shape is not None) for side in (0, 1))
+    calls = (
+        BucketCollective("", uncompressed * bucket.itemsize),
+        BucketCollective(".p", p_numel * bucket.itemsize),
+        BucketCollective(".q", q_numel * bucket.itemsize, after_previous=True),
     )
-    return [sent for sent in every if sent.bytes]
+    return [call for call in calls if call.bytes]
 
 
 def replica_bytes(sync: SyncPolicy, bucket: Bucket, shard_numel: int) -> int:

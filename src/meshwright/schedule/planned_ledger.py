@@ -32,9 +32,8 @@ class LedgerLine:
 
 def plan_ledger(plan: Plan, profile: ModelProfile, *, clip: bool = True, rank: int = 0) -> tuple[LedgerLine, ...]:
     """One rank's predicted ledger, under the names that the run records."""
-    return _ledger_lines(
-        plan.for_rank(rank), profile, build_schedule(plan, profile.at_batch(_micro_batch_samples(plan, rank)), clip=clip).program_for(rank)
-    )
+    schedule = build_schedule(plan, profile.at_batch(_micro_batch_samples(plan, rank)), clip=clip)
+    return _ledger_lines(plan.for_rank(rank), profile, schedule.program_for(rank))
 
 
 def plan_ledgers(plan: Plan, profile: ModelProfile, *, clip: bool = True) -> dict[str, list[LedgerLine]]:
@@ -44,8 +43,10 @@ def plan_ledgers(plan: Plan, profile: ModelProfile, *, clip: bool = True) -> dic
     groups: dict[tuple[int, int, str], list[int]] = {}
     for rank, count in enumerate(samples):
         groups.setdefault((count, schedules[count].program_of_rank.get(str(rank), 0), plan.for_rank(rank).device), []).append(rank)
-    every = ((ranks, schedules[count].program_for(ranks[0])) for (count, _, _), ranks in groups.items())
-    return {",".join(map(str, ranks)): list(_ledger_lines(plan.for_rank(ranks[0]), profile, program)) for ranks, program in every}
+    return {
+        ",".join(map(str, ranks)): list(_ledger_lines(plan.for_rank(ranks[0]), profile, schedules[count].program_for(ranks[0])))
+        for (count, _, _), ranks in groups.items()
+    }
 
 
 def _micro_batch_samples(plan: Plan, rank: int) -> int:
@@ -54,20 +55,16 @@ def _micro_batch_samples(plan: Plan, rank: int) -> int:
 
 
 def _ledger_lines(plan: Plan, profile: ModelProfile, program: Sequence[Action]) -> tuple[LedgerLine, ...]:
-    found: dict[tuple[str, str, str, int], list[int]] = {}
-    bounds = set()
+    calls: dict[tuple[str, str, str, int], list[Action]] = {}
     for action in program:
-        if action.is_communication and action.num_ranks(plan.mesh) > 1:
-            key = (ledger_name(action.name), action.op, action.axis, action.num_ranks(plan.mesh))
-            bounds |= {key} if action.expected_bytes is not None else set()
-            sums = found.setdefault(key, [0, 0, 0])
-            for i, more in enumerate((1, action.bytes, action.padding)):
-                sums[i] += more
-    steps = (
-        LedgerLine("step", *key, calls, size, padding, size * wire_factor(key[1], key[3]), key in bounds)
-        for key, (calls, size, padding) in found.items()
-    )
-    return (*_startup_lines(plan, profile), *steps)
+        if action.is_communication and (num_ranks := action.num_ranks(plan.mesh)) > 1:
+            calls.setdefault((ledger_name(action.name), action.op, action.axis, num_ranks), []).append(action)
+    lines = list(_startup_lines(plan, profile))
+    for key, actions in calls.items():
+        size, padding = sum(a.bytes for a in actions), sum(a.padding for a in actions)
+        bound = any(a.expected_bytes is not None for a in actions)
+        lines.append(LedgerLine("step", *key, len(actions), size, padding, size * wire_factor(key[1], key[3]), bound))
+    return tuple(lines)
 
 
 def _startup_lines(plan: Plan, profile: ModelProfile) -> Iterator[LedgerLine]:
@@ -78,9 +75,9 @@ def _startup_lines(plan: Plan, profile: ModelProfile) -> Iterator[LedgerLine]:
         return LedgerLine("start-up", name, "broadcast", axis, plan.mesh.group_size(axis), calls, size, 0, size * 1.0)
 
     if plan.world > 1:
-        held = [*sorted(profile.tensors, key=lambda t: t.registration_index), *profile.buffers]
-        runs = list(init_broadcast_groups([t.bytes for t in held], [t.dtype for t in held]))
-        yield line("init/params", "world", len(runs), sum(t.bytes for t in held))
+        tensors = [*sorted(profile.tensors, key=lambda t: t.registration_index), *profile.buffers]
+        broadcasts = list(init_broadcast_groups([t.bytes for t in tensors], [t.dtype for t in tensors]))
+        yield line("init/params", "world", len(broadcasts), sum(t.bytes for t in tensors))
     states = [_RNG_STATE_BYTES["cpu"]] + [_RNG_STATE_BYTES["cuda"]] * (plan.device == "cuda")
     if plan.mesh.degree("tp") > 1:
         yield line("init/rng", "tp", len(states), sum(states))
@@ -96,14 +93,12 @@ def ledger_name(name: str) -> str:
 def ledger_differences(expected: Iterable[LedgerLine], measured: Iterable[tuple[str, str, int, int, int]], phase: str = "step") -> list[str]:
     """How a step, or start-up, differs from the ledger; `measured` is (name, operation, ranks, calls, bytes). Empty if they are equal or, where
     bytes are a bound, within it."""
-    lines = [line for line in expected if line.phase == phase]
-    planned = {(line.name, line.op, line.group): (line.calls, line.bytes) for line in lines}
-    bounds = {(line.name, line.op, line.group) for line in lines if line.bound}
-    done = {(name, op, group): (calls, size) for name, op, group, calls, size in measured}
-    found = []
-    for key in dict.fromkeys([*planned, *done]):
-        (calls, size), (did, sent) = planned.get(key, (0, 0)), done.get(key, (0, 0))
-        if calls != did or (sent > size if key in bounds else sent != size):
-            most = "at most " if key in bounds else ""
-            found.append(f"{key[1]} {key[0]} over {key[2]} ranks: {calls} calls, {most}{size} bytes planned; {did} calls, {sent} bytes done")
-    return found
+    planned = {(line.name, line.op, line.group): (line.calls, line.bytes, line.bound) for line in expected if line.phase == phase}
+    recorded = {(name, op, group): (calls, size) for name, op, group, calls, size in measured}
+    differences = []
+    for name, op, group in dict.fromkeys([*planned, *recorded]):
+        (calls, size, bound), (did, sent) = planned.get((name, op, group), (0, 0, False)), recorded.get((name, op, group), (0, 0))
+        if calls != did or (sent > size if bound else sent != size):
+            limit = "at most " if bound else ""
+            differences.append(f"{op} {name} over {group} ranks: {calls} calls, {limit}{size} bytes planned; {did} calls, {sent} bytes done")
+    return differences
