@@ -31,7 +31,8 @@ def _build_local_profile(plan: Plan, profile: ModelProfile, tp_rank: int, pp_ran
         return profile
     scaling = _TensorParallelScaling(plan, profile, tp_rank)
     input_bytes = [0.0, *(layer.output_bytes for layer in profile.layers[:-1])]
-    return replace(profile, layers=tuple(map(scaling.local_layer, profile.layers, profile.per_sample_layers, input_bytes)))
+    layers = zip(profile.layers, profile.per_sample_layers, input_bytes, strict=True)
+    return replace(profile, layers=tuple(scaling.local_layer(*layer) for layer in layers))
 
 
 class _TensorParallelScaling:
