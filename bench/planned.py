@@ -128,8 +128,7 @@ def priced(job: Job, spread: ParallelConfig) -> tuple[Plan, Estimate]:
         plan = replace(plan, stages=cut_stages(flow, profile, spread.pp * spread.virtual_stages, plan.tensor, plan.tensor_y, plan.mesh.cp))
     calibration = datasheet_calibration(cluster, job.generation)
     price = partial(estimate, profile=profile, workload=workload, cluster=cluster, calibration=calibration)
-    found = tune(plan, price(plan), wishes, calibration.rates_for(plan.world), price)
-    return found.plan, found.estimate
+    return tune(plan, price(plan), wishes, calibration.rates_for(plan.world), price)[:2]
 
 
 @cache

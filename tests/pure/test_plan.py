@@ -271,7 +271,7 @@ def too_big(devices: int = 2, batch: int = 8, memory: float = 3e7, wishes: Const
 
 def test_nothing_fits_says_what_is_needed_and_what_there_is() -> None:
     found, text = too_big()
-    assert text.startswith("Nothing fits: the smallest plan ")
+    assert text.startswith("No plan fits in memory: the smallest plan ")
     assert re.search(r"needs [\d.]+ MB a device, this one has 30\.0 MB", text)
     least = min(found.scored, key=lambda s: max(s.estimate.memory_bytes))
     kind, size = max(least.estimate.memory_kinds.items(), key=lambda item: item[1])

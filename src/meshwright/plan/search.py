@@ -197,10 +197,10 @@ def _rank_equal_split(
                 scored += [ScoredPlan(other, problem.estimate(other))] if other is not None else []
     scored.sort(key=lambda s: _sort_key(s, workload))
     best = scored[0]
-    tuned = tune(best.plan, best.estimate, constraints, calibration.rates_for(best.plan.world), problem.estimate)
-    scored[0] = ScoredPlan(tuned.plan, tuned.estimate)
+    plan, tuned, notes = tune(best.plan, best.estimate, constraints, calibration.rates_for(best.plan.world), problem.estimate)
+    scored[0] = ScoredPlan(plan, tuned)
     took_s = time.process_time() - begun
-    return Ranking(tuple(scored), profile, cluster, workload, calibration, constraints, tuned.notes, considered, took_s, cutter, coarse_points)
+    return Ranking(tuple(scored), profile, cluster, workload, calibration, constraints, notes, considered, took_s, cutter, coarse_points)
 
 
 def needs_bounded_search(profile: ModelProfile, cluster: Cluster, constraints: Constraints, best_only: bool = False) -> bool:
