@@ -196,7 +196,7 @@ def test_owners_need_to_know_the_model() -> None:
 def test_tensor_parallelism_needs_to_know_the_model() -> None:
     with pytest.raises(RequestError, match="loss_fn"):
         rank(blocks(2), 4, wishes=Constraints(mesh=Mesh(tp=(2,))))
-    with pytest.raises(RequestError, match="nothing in this model can be cut"):
+    with pytest.raises(RequestError, match="nothing in this model can be sharded"):
         rank(blocks(2), 4, wishes=Constraints(mesh=Mesh(tp=(2,)), flow=Dataflow(2, (), (), (), (), ())))
 
 
