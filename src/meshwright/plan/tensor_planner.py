@@ -157,12 +157,9 @@ def _build_policy(graph: DataflowGraph, axis: _TensorAxis, placements: Placement
     chosen, sites = set(axis.chosen_dims), CollectiveSiteBuilder(graph, axis.other_axis_dims, axis.gathered_layers)
     names = axis.sharded_dim_names(graph)
     dims = [ShardedDim(name, graph.dataflow.sizes[s], tuple(graph.parameter_shards(s))) for s, name in names.items()]
-    gathered: list[ShardedDim] = []
-    gathers: list[CollectiveSite] = []
-    lookups: list[CollectiveSite] = []
-    if axis.first_axis_dims is None:
-        gathered, gathers, lookups = _gathered_layers(graph, sites, {c.parameter for d in dims for c in d.parameter_shards}, axis.degree, placements)
-    sharded = {c.parameter for d in (*dims, *gathered) for c in d.parameter_shards}
+    sharded = {c.parameter for d in dims for c in d.parameter_shards}
+    gathered, gathers, lookups = _gathered_layers(graph, sites, sharded, axis.degree, placements) if axis.first_axis_dims is None else ([], [], [])
+    sharded |= {c.parameter for d in gathered for c in d.parameter_shards}
     copies, partial = find_copy_sites(graph, sites, chosen, {m.module for m in gathers})
     return TensorPolicy(
         sharded_dims=(*dims, *gathered),
@@ -221,12 +218,10 @@ def _gathered_layers(
         size = graph.dataflow.values[weight.value].shape[dim]
         if size < tp_degree:
             continue
-        shards = (
-            [*dims[weight.name].parameter_shards] if weight.name in dims else [ParameterShard(weight.name, dim)]
-        )  # layers may share a tied matrix
-        shards += [ParameterShard(bias.name, 0)] if bias is not None else []
-        dims.setdefault(weight.name, ShardedDim(f"{weight.name}:{dim}", size, ()))
-        dims[weight.name] = replace(dims[weight.name], parameter_shards=tuple(dict.fromkeys(shards)))
+        tied = dims.get(weight.name)  # the same matrix in another layer
+        sharded = tied or ShardedDim(f"{weight.name}:{dim}", size, (ParameterShard(weight.name, dim),))
+        biases = (ParameterShard(bias.name, 0),) if bias is not None else ()
+        dims[weight.name] = replace(sharded, parameter_shards=tuple(dict.fromkeys((*sharded.parameter_shards, *biases))))
         site = replace(site_builder.at_output(call), logical_dim=dims[weight.name].name)
         (lookups if call.kind == "embedding" else gathers).append(site)
     return list(dims.values()), gathers, lookups
@@ -242,9 +237,9 @@ def _is_worth_gather(graph: DataflowGraph, call: ModuleCall, weight: ParameterVa
 def _layer_parameters(graph: DataflowGraph, call: ModuleCall) -> tuple[ParameterValue | None, ParameterValue | None]:
     """The matrix and the bias that a layer's own operations read; a tied matrix has the name of its first owner."""
     read = {v for op in range(call.first_op, call.end_op) for v in graph.op(op).inputs}
-    parameters = [w for w in graph.parameters if w.value in read]
-    by_rank = {len(graph.dataflow.values[w.value].shape): w for w in reversed(parameters)}  # the first of each number of dims
-    return by_rank.get(2), by_rank.get(1)
+    parameters = [graph.parameters[i] for i in sorted(graph.parameter_position[v] for v in read if v in graph.parameter_position)]
+    by_num_dims = {len(graph.dataflow.values[w.value].shape): w for w in reversed(parameters)}  # the first of each
+    return by_num_dims.get(2), by_num_dims.get(1)
 
 
 def _feature_dim(graph: DataflowGraph, call: ModuleCall, weight: ParameterValue) -> int:
@@ -284,7 +279,7 @@ def _unsharded_reasons(graph: DataflowGraph, sharded: set[str], placements: Plac
         in_module = [f"{name} in {module} needs all of it" for name, logical_dims in indivisible.get(module, []) if logical_dims & dims]
         elsewhere = [blocked_dims[s] for s in sorted(dims) if s in blocked_dims]
         requested = [f"placements ask for {placement}"] if placement else []
-        reasons[parameter.name] = [*requested, *in_module, *elsewhere, "another parameter with its dim is sharded along another dim"][0]
+        reasons[parameter.name] = [*requested, *in_module, *elsewhere, "a parameter that shares its dim is sharded along another dim"][0]
     return reasons
 
 
