@@ -136,7 +136,7 @@ def largest_fitting_batch(ranking: Ranking) -> int | None:
 
 
 def longest_fitting_sequence(ranking: Ranking, trace_length: Callable[[int], ModelProfile]) -> int | None:
-    """The longest sample that fits, among successive halves of the length asked for."""
+    """The longest sample that fits, among successive halves of the requested length."""
     for length in _halves(ranking.profile.tokens_per_sample or 1, minimum=16):
         try:
             profile = trace_length(length)

@@ -72,9 +72,7 @@ def find_stage_boundaries(
 def balanced_stages(boundaries: StageBoundaries, profile: ModelProfile, count: int) -> tuple[Stage, ...]:
     order, positions = boundaries.layer_order, boundaries.cut_positions
     if count > len(positions) + 1:
-        raise RequestError(
-            f"{count} stages: this model has {len(positions)} stage boundaries, so at most {len(positions) + 1} stages: use a smaller pp"
-        )
+        raise RequestError(f"this model cannot be split into {count} pipeline stages, only into {len(positions) + 1} at most: use a smaller pp")
     costs = {layer.name: layer.flops_forward + layer.flops_backward for layer in profile.layers}
     return build_stages(boundaries, _balanced_cuts([costs.get(name, 0.0) for name in order], positions, count, boundaries.best_cut_rows))
 

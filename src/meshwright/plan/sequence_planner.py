@@ -75,7 +75,7 @@ class _SitePlacement:
         self._check_reads()
 
     def _place_scatters(self) -> bool:
-        """Scatter whole values that are combined with sharded ones at the input of the smallest module that does so; their other uses in it then
+        """Scatter replicated values that are combined with sharded ones at the input of the smallest module that does so; their other uses in it then
         get shards too."""
         for value, ops in self.region.needs_scatter.items():
             call = next((c for c in self.graph.input_calls(value) if any(c.first_op <= i < c.end_op for i in ops)), None)
@@ -105,7 +105,7 @@ class _SitePlacement:
         if value in region.sharded_values and _producing_call(self.graph, value) is not None:
             region.gathered_outputs.add(value)
         elif producer is not None and producer not in region.stop_ops:
-            region.stop_ops.add(producer)  # its inputs are then needed whole, and may be gathered instead
+            region.stop_ops.add(producer)  # its inputs are then gathered instead
         else:
             index = min(region.needs_gather[value], default=0)
             location, op = self.graph.describe_location(index), self.graph.op(index).name
@@ -128,7 +128,7 @@ class _SitePlacement:
                 raise SequenceParallelError(f"{module} {several}")
 
     def _check_reads(self) -> None:
-        """Raise where code reads the number of positions from a sharded value, which gives this rank's number, and uses it for a whole value."""
+        """Raise where code reads the number of positions from a sharded value, which gives this rank's number, and uses it for a replicated value."""
         flow, region = self.graph.dataflow, self.region
         for read in flow.size_reads:
             op_index = read.before_operation

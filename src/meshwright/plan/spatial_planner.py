@@ -34,7 +34,7 @@ from meshwright.plan.dataflow_graph import DataflowGraph
 _RANDOM_OPS = frozenset(("native_dropout", "dropout", "bernoulli", "bernoulli_", "rand_like", "randn_like", "uniform_", "normal_", "exponential_"))
 _HALO_FUNCTIONS = {"conv": "conv{}d", "max": "max_pool{}d", "mean": "avg_pool{}d"}  # the calls to which the run can add a halo
 _NORM_FUNCTIONS = ("batch_norm", "group_norm")
-_MIN_SHARDED_SHARE = 0.1  # of all activations: with a smaller part in blocks, ranks would mostly repeat the same work
+_MIN_SHARDED_SHARE = 0.1  # of all activations: with a smaller share in blocks, ranks would mostly repeat the same work
 GridDims = tuple[int, ...]  # for each dim of a value, the grid dim that shards it, or -1
 
 

@@ -51,16 +51,16 @@ def _tune_compression(plan: Plan, base: Estimate, allowed: tuple[Compression, ..
 
 
 def _tune_buckets(plan: Plan, base: Estimate, call_s: float | None, price: Price) -> tuple[Plan, Estimate, str]:
-    usual = plan.sync.bucket_bytes
-    tried: dict[int, tuple[Plan, Estimate]] = {usual: (plan, base)}
+    default = plan.sync.bucket_bytes
+    tried: dict[int, tuple[Plan, Estimate]] = {default: (plan, base)}
     for size in BUCKET_SIZES:
-        if size != usual:
+        if size != default:
             other = replace(plan, sync=replace(plan.sync, bucket_bytes=size, first_bucket_bytes=min(plan.sync.first_bucket_bytes, size)))
             tried[size] = other, price(other)
     if len({estimate.step_s for _, estimate in tried.values()}) == 1:
         return plan, base, ""  # all gradients fit into one bucket of any of these sizes
     best = min((s for s in tried if tried[s][1].fits), key=lambda s: (tried[s][1].step_s, -s))  # among equals, the fewest calls
-    chosen = best if tried[best][1].step_s < (1 - _MIN_GAIN) * base.step_s else usual
+    chosen = best if tried[best][1].step_s < (1 - _MIN_GAIN) * base.step_s else default
     times = ", ".join(f"{show_bytes(size)} {show_seconds(tried[size][1].step_s)}" for size in sorted(tried))
     call = f"a call costs {show_seconds(call_s)}" if call_s is not None else "each bucket is one call"
     why = f"{call}, and the last bucket is reduced after backward"
