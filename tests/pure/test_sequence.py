@@ -144,7 +144,7 @@ def test_channels_are_no_positions() -> None:
 
 def test_one_dimension_and_no_other_ranks_with_positions() -> None:
     _, flow = traced(model_of("gpt-tiny"))
-    with pytest.raises(RequestError, match="one dimension of tensor parallelism"):
+    with pytest.raises(RequestError, match="needs one tensor axis"):
         choose_tensor_grid(flow, (2, 2), sequence_parallel=True)
     policy = choose_tensor_grid(flow, (2,), sequence_parallel=True)[0]
     changes: dict[str, Any] = {"tensor": policy}
