@@ -127,8 +127,7 @@ def priced(job: Job, spread: ParallelConfig) -> tuple[Plan, Estimate]:
         plan = replace(plan, stages=cut_stages(flow, profile, spread.pp * spread.virtual_stages, plan.tensor, plan.tensor_y, plan.mesh.cp))
     calibration = datasheet_calibration(cluster, job.generation)
     price = partial(estimate, profile=profile, workload=workload, cluster=cluster, calibration=calibration)
-    tuned = tune(plan, price(plan), constraints, calibration.rates_for(plan.world), price)
-    return tuned.plan, tuned.estimate
+    return tune(plan, price(plan), constraints, calibration.rates_for(plan.world), price)[:2]
 
 
 @cache

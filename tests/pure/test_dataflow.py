@@ -225,8 +225,8 @@ def test_a_call_with_other_sizes() -> None:
 def test_more_ranks_than_pieces_is_said_with_numbers() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     policy = choose_cuts(flow_of(model, 4), 8)
-    assert policy.unsharded_reasons["0.weight"] == "3 pieces do not go over 8 ranks"
-    with pytest.raises(RequestError, match=r"tp=8: nothing in this model can be cut \(3 pieces"):
+    assert policy.unsharded_reasons["0.weight"] == "a dim of 3 cannot be split over 8 ranks"
+    with pytest.raises(RequestError, match=r"tp=8: nothing in this model can be sharded \(a dim of 3"):
         reject_if_unsharded((policy, TensorPolicy()), (8,))
 
 

@@ -40,7 +40,7 @@ def test_the_fewest_devices_fit_and_one_less_do_not(memory: float) -> None:
     assert not found.best.estimate.fits
     text = explain(found)
     assert "\n" not in text
-    assert text.startswith("Nothing fits: the smallest plan ")
+    assert text.startswith("No plan fits in memory: the smallest plan ")
     (count,) = map(int, re.findall(r"(\d+) such devices", text))
     assert rank(FLAT, resize_cluster(found.cluster, count), 64).best.estimate.fits
     assert not rank(FLAT, resize_cluster(found.cluster, count - 1), 64).best.estimate.fits

@@ -196,7 +196,7 @@ def test_owners_need_to_know_the_model() -> None:
 def test_tensor_parallelism_needs_to_know_the_model() -> None:
     with pytest.raises(RequestError, match="loss_fn"):
         rank(blocks(2), 4, wishes=Constraints(mesh=Mesh(tp=(2,))))
-    with pytest.raises(RequestError, match="nothing in this model can be cut"):
+    with pytest.raises(RequestError, match="nothing in this model can be sharded"):
         rank(blocks(2), 4, wishes=Constraints(mesh=Mesh(tp=(2,)), flow=Dataflow(2, (), (), (), (), ())))
 
 
@@ -271,7 +271,7 @@ def too_big(devices: int = 2, batch: int = 8, memory: float = 3e7, wishes: Const
 
 def test_nothing_fits_says_what_is_needed_and_what_there_is() -> None:
     found, text = too_big()
-    assert text.startswith("Nothing fits: the smallest plan ")
+    assert text.startswith("No plan fits in memory: the smallest plan ")
     assert re.search(r"needs [\d.]+ MB a device, this one has 30\.0 MB", text)
     least = min(found.scored, key=lambda s: max(s.estimate.memory_bytes))
     kind, size = max(least.estimate.memory_kinds.items(), key=lambda item: item[1])

@@ -87,7 +87,7 @@ def test_bytes_are_those_of_the_whole_and_ranks_hold_pieces() -> None:
     [
         ((Block(), Block(own=True)), "draws random numbers itself"),
         ((Block(), Counting()), "takes the number of positions from one value and uses it for another"),
-        ((nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), "no cut part is followed by one"),
+        ((nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), "no tensor-parallel layer is followed by another"),
     ],
 )
 def test_what_cannot_share_positions_is_refused_with_the_place(blocks: tuple[nn.Module, ...], reason: str) -> None:
@@ -138,13 +138,13 @@ def test_random_numbers_are_those_of_the_whole_wherever_positions_lie(along: Seq
 def test_channels_are_no_positions() -> None:
     """A convolution's output has its channels in the middle; its own bias counts them."""
     _, flow = traced(model_of("cosmoflow-tiny"))
-    with pytest.raises(RequestError, match="no cut part is followed by one"):
+    with pytest.raises(RequestError, match="no tensor-parallel layer is followed by another"):
         choose_tensor_grid(flow, (2,), sequence_parallel=True)
 
 
 def test_one_dimension_and_no_other_ranks_with_positions() -> None:
     _, flow = traced(model_of("gpt-tiny"))
-    with pytest.raises(RequestError, match="one dimension of tensor parallelism"):
+    with pytest.raises(RequestError, match="needs one tensor axis"):
         choose_tensor_grid(flow, (2, 2), sequence_parallel=True)
     policy = choose_tensor_grid(flow, (2,), sequence_parallel=True)[0]
     changes: dict[str, Any] = {"tensor": policy}

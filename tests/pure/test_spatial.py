@@ -126,7 +126,7 @@ def test_cosmoflow_is_cut_as_published() -> None:
     assert [(g.module, g.sizes) for g in policy.gathers] == [("layers.4", (4, 4, 4))]
     assert not policy.window_ops[0].needs_grad and all(s.needs_grad for s in policy.window_ops[1:])
     assert policy.layer_notes["layers.0.conv"] == "128x128x128 positions in blocks of 128x64x64, halo 0x1x1"
-    assert policy.layer_notes["dense1"] == "whole: view in the model lays positions out anew; gathered after layers.4"
+    assert policy.layer_notes["dense1"] == "replicated: view in the model reshapes positions; gathered after layers.4"
     plan = Plan("cosmoflow", 8, Mesh(cp=4), spatial=policy)
     assert from_data(Plan, to_data(plan), "plan") == plan
     assert plan.strategy == "spatial 1x2x2"
@@ -195,7 +195,7 @@ def test_a_module_whose_calls_cannot_be_told_apart_is_whole() -> None:
             x = self.squeeze(self.conv(x))
             return self.conv(torch.cat([x.flip(2), x.flip(3)], 3)[:, :, :, ::2].contiguous())  # whole, of the size of a block of the first call's
 
-    with pytest.raises(RequestError, match="cp=4: nothing in this model can be cut"):
+    with pytest.raises(RequestError, match="cp=4: nothing in this model can be sharded"):
         fates(Twice(), 2, 8, 8, ways=4)
 
 
@@ -203,14 +203,14 @@ def test_refusals_are_one_line() -> None:
     for name in ("Bert", "Llama"):
         model = architectures.build(name)
         flow = trace_module_dataflow(model, architectures.loss(name), architectures.batch(name, 2, 0))
-        with pytest.raises(RequestError, match=r"cp=2: no convolution .* use context parallelism of sequences, or --mesh dp=2"):
+        with pytest.raises(RequestError, match=r"cp=2: this model has no convolution: use context parallelism of sequences, or --mesh dp=2"):
             choose_spatial(flow, 2)
     vit = trace_module_dataflow(architectures.build("ViT"), architectures.loss("ViT"), architectures.batch("ViT", 2, 0))
     with pytest.raises(RequestError, match=r"cp=2: .*: use --mesh dp=2"):
         choose_spatial(vit, 2)
     with pytest.raises(RequestError, match="spatial=3x1 is not a grid of cp=4 ranks over at most 2 dims: use 2x2"):
         choose_spatial(flow_of(nn.Conv2d(2, 2, 3), 2, 8, 8), 4, (3, 1))
-    with pytest.raises(RequestError, match="cp=4: nothing in this model can be cut"):
+    with pytest.raises(RequestError, match="cp=4: nothing in this model can be sharded"):
         choose_spatial(flow_of(nn.Conv2d(2, 2, 3, padding=1), 2, 1, 8), 4)
     policy = choose_spatial(flow_of(nn.Conv2d(2, 2, 3, padding=1), 2, 8, 8), 2)
     for mesh, message in ((Mesh(cp=2, tp=(2,)), "not go with tp yet"), (Mesh(cp=2, pp=2), "not go with pp yet"), (Mesh(cp=4), "plan again")):

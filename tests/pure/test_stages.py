@@ -89,7 +89,7 @@ def test_stages_are_uneven_where_that_balances() -> None:
 
 
 def test_more_stages_than_places_is_said_with_numbers() -> None:
-    with pytest.raises(RequestError, match=r"16 stages: this model can be cut in \d+ places, so it has at most \d+ stages"):
+    with pytest.raises(RequestError, match=r"cannot be split into 16 pipeline stages, only into \d+ at most: use a smaller pp"):
         stages_of("gpt-tiny", 16)
 
 

@@ -9,21 +9,6 @@ from meshwright.core.pipeline_schedules import schedule_traits
 from meshwright.core.quantities import show_bytes, show_seconds
 from meshwright.core.workload import Workload
 
-# The relative gain that each added mechanism must bring: predictions are not more precise, and simple plans break less. Splitting a batch
-# into micro-batches or recomputing never makes a real device much faster; where a prediction says so, it is noise in a curve.
-_MECHANISM_PENALTIES = {
-    "zero": 0.004,
-    "hybrid": 0.004,
-    "tensor": 0.02,
-    "grid": 0.02,
-    "sequence": 0.01,
-    "context": 0.03,
-    "expert": 0.02,
-    "order": 0.01,
-    "pipeline": 0.03,
-    "micro_batches": 0.04,
-    "recompute": 0.04,
-}
 _SECONDS_PER_HOUR = 3600.0
 
 
@@ -39,38 +24,40 @@ def complexity_penalty(
     mesh: Mesh, zero: int, micro_batches: int, sequence_parallel: bool, recomputes: bool, schedule: str = "1f1b", stages_per_rank: int = 2
 ) -> float:
     """The factor by which a plan's cost is multiplied for its mechanisms; `stages_per_rank` is the number of pipeline stages on a rank."""
-    added = {
-        "zero": zero,
-        "hybrid": mesh.dp > 1 < mesh.shard,
-        "pipeline": mesh.pp > 1,
-        "tensor": mesh.degree("tp") > 1,
-        "grid": len(mesh.tp) > 1,
-        "sequence": sequence_parallel,
-        "context": mesh.cp > 1,
-        "expert": mesh.ep > 1,
-        "order": bool(mesh.order),
-        "micro_batches": micro_batches.bit_length() - 1,
-        "recompute": recomputes,
-    }
-    staged = schedule_traits(schedule).added_cost * (stages_per_rank.bit_length() - 1) if mesh.pp > 1 else 0.0
-    return 1.0 + sum([*(_MECHANISM_PENALTIES[name] * count for name, count in added.items()), staged])
+    # The relative gain that each added mechanism must bring: predictions are not more precise, and simple plans break less. Splitting a batch
+    # into micro-batches or recomputing never makes a real device much faster; where a prediction says so, it is noise in a curve.
+    penalties = [
+        0.004 * zero,
+        0.004 * (mesh.dp > 1 < mesh.shard),  # hybrid sharding
+        0.03 * (mesh.pp > 1),
+        0.02 * (mesh.degree("tp") > 1),
+        0.02 * (len(mesh.tp) > 1),  # 2D tensor parallelism
+        0.01 * sequence_parallel,
+        0.03 * (mesh.cp > 1),
+        0.02 * (mesh.ep > 1),
+        0.01 * bool(mesh.order),
+        0.04 * (micro_batches.bit_length() - 1),
+        0.04 * recomputes,
+        schedule_traits(schedule).added_cost * (stages_per_rank.bit_length() - 1) if mesh.pp > 1 else 0.0,
+    ]
+    return 1.0 + sum(penalties)
 
 
 def objective_cost(workload: Workload, step_s: float, world: int, memory: float) -> float:
     """The quantity to minimize, for one step: seconds, device-seconds, bytes, money or joules."""
     if workload.objective == "memory":
         return memory
-    each = {"time": 1.0 / world, "throughput": 1.0, "money": workload.price / _SECONDS_PER_HOUR, "energy": workload.watts}[workload.objective]
-    return step_s * world * each
+    factors = {"time": 1.0 / world, "throughput": 1.0, "money": workload.price / _SECONDS_PER_HOUR, "energy": workload.watts}
+    return step_s * world * factors[workload.objective]
 
 
 def show_cost(workload: Workload, step_s: float, world: int, memory: float) -> str:
     """The cost, worded for messages."""
-    found = objective_cost(workload, step_s, world, memory)
+    cost = objective_cost(workload, step_s, world, memory)
     if workload.objective == "throughput":
-        return f"{workload.global_batch / found:,.4g} samples/s a device"
+        return f"{workload.global_batch / cost:,.4g} samples/s a device"
     if workload.objective == "money":
-        return f"{found:,.4g} a step"
+        return f"{cost:,.4g} a step"
     if workload.objective == "energy":
-        return f"{found / 1e3:,.4g} kJ a step"
-    return f"{show_bytes(found)} a device" if workload.objective == "memory" else f"{show_seconds(found)} a step"
+        return f"{cost / 1e3:,.4g} kJ a step"
+    return f"{show_bytes(cost)} a device" if workload.objective == "memory" else f"{show_seconds(cost)} a step"

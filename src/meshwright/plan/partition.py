@@ -1,4 +1,4 @@
-"""Model Partitioner, deciding half: which modules are units, that is, are gathered, recomputed and compiled as one."""
+"""Model partitioner, deciding half: which modules are units, whose parameters are gathered, recomputed and compiled together."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def choose_units(profile: ModelProfile) -> tuple[str, ...]:
     blocks = tuple(layer.name for layer in profile.layers if layer.block)
     if blocks:
         return blocks
-    least = _MIN_UNIT_SHARE * profile.parameters
-    names = [layer.name for layer in profile.layers if layer.parameters > least and layer.name not in ("", "(model)")]
+    large = [layer for layer in profile.layers if layer.parameters > _MIN_UNIT_SHARE * profile.parameters]
+    names = [layer.name for layer in large if layer.name not in ("", "(model)")]
     return tuple(name for name in names if not any(other.startswith(f"{name}.") for other in names))  # units do not nest
 
 

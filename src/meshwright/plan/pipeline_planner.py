@@ -1,4 +1,4 @@
-"""Where a model can be cut into pipeline stages, and the cut that balances them. Pure reasoning over dataflow and profile."""
+"""Where a model can be split into pipeline stages, and the split that balances them. Pure reasoning over dataflow and profile."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate, pairwise
 
 from meshwright.core.dataflow import Dataflow, ModuleCall
 from meshwright.core.errors import RequestError
-from meshwright.core.model import ModelProfile
+from meshwright.core.model import LayerProfile, ModelProfile
 from meshwright.core.plan import BoundaryActivation, ModuleInput, Stage, TiedParameter
 from meshwright.core.tensor_policy import TensorPolicy
 from meshwright.plan.context_planner import sequence_dim
@@ -23,7 +24,7 @@ BestCutRow = list[tuple[float, tuple[int, ...]]]  # by end: (cost of the most ex
 
 @dataclass(frozen=True)
 class _Boundary:
-    """A place between two layers where the model can be cut, given by the module call that comes after it."""
+    """A boundary between two layers at which a stage can begin, given by the module call that comes after it."""
 
     call: ModuleCall
     activations: tuple[BoundaryActivation, ...]
@@ -41,7 +42,7 @@ def cut_stages(
 
 @dataclass(frozen=True)
 class StageBoundaries:
-    """The places where a model can be cut into stages, for any number of stages."""
+    """The boundaries at which a model can be split, for any number of stages."""
 
     dataflow: Dataflow
     layer_order: Sequence[str]  # layers in the order of their first use
@@ -57,45 +58,37 @@ class StageBoundaries:
 def find_stage_boundaries(
     dataflow: Dataflow, profile: ModelProfile, tensor: TensorPolicy | None = None, tensor_y: TensorPolicy | None = None, cp: int = 1
 ) -> StageBoundaries:
-    order = [name for name, _ in _layers_in_order(dataflow, profile)]
-    inner = frozenset(sharded_logical_dims(dataflow, tensor))
-    shared = (
-        sequence_sharded_values(DataflowGraph.of(dataflow, profile.layer_names), tensor, inner)
-        if tensor is not None and tensor.is_sequence_parallel
-        else {}
-    )
-    sharded = _BoundarySharding(inner, sharded_logical_dims(dataflow, tensor_y), shared, cp, sequence_dim(dataflow, cp) if cp > 1 else -1)
-    values = [(at, dataflow.values[v]) for at, op in enumerate(dataflow.operations) for v in op.inputs]
-    reads = [(at, value.parameter) for at, value in values if value.parameter and value.needs_grad]
-    return StageBoundaries(dataflow, order, {b.call.module: b for b in _find_boundaries(dataflow, order, sharded)}, reads)
+    order = _layers_in_order(dataflow, profile)
+    blocked = frozenset(sharded_logical_dims(dataflow, tensor))
+    sequence: Mapping[int, tuple[str, int]] = {}
+    if tensor is not None and tensor.is_sequence_parallel:
+        sequence = sequence_sharded_values(DataflowGraph.of(dataflow, profile.layer_names), tensor, blocked)
+    sharding = _BoundarySharding(blocked, sharded_logical_dims(dataflow, tensor_y), sequence, cp, sequence_dim(dataflow, cp) if cp > 1 else -1)
+    inputs = [(i, dataflow.values[v]) for i, op in enumerate(dataflow.operations) for v in op.inputs]
+    reads = [(i, value.parameter) for i, value in inputs if value.parameter and value.needs_grad]
+    return StageBoundaries(dataflow, order, {b.call.module: b for b in _find_boundaries(dataflow, order, sharding)}, reads)
 
 
 def balanced_stages(boundaries: StageBoundaries, profile: ModelProfile, count: int) -> tuple[Stage, ...]:
-    order, places = boundaries.layer_order, boundaries.cut_positions
-    if len(places) + 1 < count:
-        raise RequestError(f"{count} stages: this model can be cut in {len(places)} places, so it has at most {len(places) + 1} stages")
+    order, positions = boundaries.layer_order, boundaries.cut_positions
+    if count > len(positions) + 1:
+        raise RequestError(f"this model cannot be split into {count} pipeline stages, only into {len(positions) + 1} at most: use a smaller pp")
     costs = {layer.name: layer.flops_forward + layer.flops_backward for layer in profile.layers}
-    return build_stages(boundaries, _balanced_cuts([costs.get(name, 0.0) for name in order], places, count, boundaries.best_cut_rows))
+    return build_stages(boundaries, _balanced_cuts([costs.get(name, 0.0) for name in order], positions, count, boundaries.best_cut_rows))
 
 
 def build_stages(boundaries: StageBoundaries, cuts: Sequence[int]) -> tuple[Stage, ...]:
     """The stages between `cuts`, which are a subset of `boundaries.cut_positions`."""
-    flow, order, found = boundaries.dataflow, boundaries.layer_order, boundaries.by_layer
-    edges, count = [0, *cuts, len(order)], len(cuts) + 1
-    starts = [0, *(found[order[c]].call.first_op for c in cuts), len(flow.operations)]
+    order = boundaries.layer_order
+    entries = [None, *(boundaries.by_layer[order[cut]] for cut in cuts)]
+    layer_ranges = pairwise([0, *cuts, len(order)])
+    op_ranges = pairwise([0, *(entry.call.first_op for entry in entries if entry), len(boundaries.dataflow.operations)])
     stages = []
-    for index in range(count):
-        names = tuple(order[edges[index] : edges[index + 1]])
-        boundary = found[order[edges[index]]] if index else None
-        stages.append(
-            Stage(
-                layers=names,
-                entry=boundary.call.module if boundary else "",
-                boundary_activations=boundary.activations if boundary else (),
-                skipped_modules=boundary.finished_modules if boundary else (),
-                tied_parameters=_borrowed_parameters(boundaries, starts[index], starts[index + 1], names),
-            )
-        )
+    for entry, (first, last), (first_op, end_op) in zip(entries, layer_ranges, op_ranges, strict=True):
+        layers = tuple(order[first:last])
+        tied = _borrowed_parameters(boundaries, first_op, end_op, layers)
+        received = (entry.call.module, entry.activations, entry.finished_modules) if entry else ("", (), ())
+        stages.append(Stage(layers, *received, tied))
     return tuple(stages)
 
 
@@ -115,162 +108,129 @@ class _BoundarySharding:
         if value in self.sequence_sharded:
             return self.sequence_sharded[value] if self.sequence_sharded[value][1] >= 0 else None
         carried = {s for dim in logical_dims for s in dim}
-        places = [(self.crossing_dims[dim[0]], at) for at, dim in enumerate(logical_dims) if len(dim) == 1 and dim[0] in self.crossing_dims]
-        if self.blocked_dims & carried or len(places) != sum(s in self.crossing_dims for s in carried):
+        crossing = [(self.crossing_dims[dim[0]], i) for i, dim in enumerate(logical_dims) if len(dim) == 1 and dim[0] in self.crossing_dims]
+        if self.blocked_dims & carried or len(crossing) != sum(s in self.crossing_dims for s in carried):
             return None
-        return places[0] if places else ("", 0)
+        return crossing[0] if crossing else ("", 0)
 
 
-def _layers_in_order(dataflow: Dataflow, profile: ModelProfile) -> list[tuple[str, int]]:
+def _layers_in_order(dataflow: Dataflow, profile: ModelProfile) -> list[str]:
     """Layers in the order of their first use: when their module is called, or else when one of their parameters is read."""
-    first: dict[str, int] = {}
-    for call in dataflow.modules:
-        first[call.module] = min(first.get(call.module, call.first_op), call.first_op)
-    reads: dict[str, int] = {}
-    for index, op in enumerate(dataflow.operations):
-        for value in op.inputs:
-            if dataflow.values[value].parameter:
-                reads.setdefault(dataflow.values[value].parameter, index)
     end = len(dataflow.operations)
-    placed = []
-    for layer in profile.layers:
-        at = first.get(layer.name, min((reads.get(t.name, end) for t in layer.tensors), default=end))
-        placed.append((layer.name, end if layer.name == "(model)" else at))
-    return sorted(placed, key=lambda item: item[1])
+    first_call = {call.module: call.first_op for call in sorted(dataflow.modules, key=lambda call: -call.first_op)}
+    first_read = {dataflow.values[v].parameter: i for i in reversed(range(end)) for v in dataflow.operations[i].inputs}
+
+    def first_use(layer: LayerProfile) -> int:
+        read = min((first_read.get(t.name, end) for t in layer.tensors), default=end)
+        return end if layer.name == "(model)" else first_call.get(layer.name, read)
+
+    return [layer.name for layer in sorted(profile.layers, key=first_use)]
 
 
 def _find_boundaries(dataflow: Dataflow, layers: Sequence[str], sharding: _BoundarySharding) -> list[_Boundary]:
-    """Boundaries at which every crossing value can be sent: made by a module before and taken in as a module input after."""
+    """Boundaries at which every crossing value can be sent: a module before returns it, and modules after take it as an input."""
     index: _BoundaryIndex = dataflow.memo.get_or_compute("boundaries", (), (), lambda: _BoundaryIndex(dataflow))
-    found = []
+    boundaries = []
     for name in layers[1:]:
-        mine = index.calls_by_module.get(name, [])
-        if len(mine) == 1 and mine[0].first_op > 0:
-            activations = _boundary_activations(index, mine[0], sharding)
-            if activations:
-                found.append(_Boundary(mine[0], activations, tuple(dict.fromkeys(m.module for m in index.finished_modules(mine[0].first_op)))))
-    return found
+        calls = index.graph.calls_by_module.get(name, [])
+        if len(calls) == 1 and calls[0].first_op > 0 and (activations := _boundary_activations(index, calls[0], sharding)):
+            finished = dict.fromkeys(m.module for m in index.finished_modules(calls[0].first_op))
+            boundaries.append(_Boundary(calls[0], activations, tuple(finished)))
+    return boundaries
 
 
 class _BoundaryIndex:
-    """A dataflow indexed for the queries of every boundary, independent of how layers are cut into stages."""
+    """A dataflow indexed for the queries of every boundary, independent of how layers are split into stages."""
 
     def __init__(self, dataflow: Dataflow) -> None:
-        self.dataflow, self.depends_on_parameters = dataflow, _depends_on_parameters(dataflow)
-        self.parameter_calls = _find_parameter_calls(dataflow, _parameter_read_counts(dataflow, self.depends_on_parameters))
-        self.calls_by_module: dict[str, list[ModuleCall]] = {}
-        self.consumer_calls: dict[int, list[ModuleCall]] = {}  # by value: the calls that take it as an input
-        self.producer_calls: dict[int, list[ModuleCall]] = {}  # by value: the calls that return it
-        for call in dataflow.modules:
-            self.calls_by_module.setdefault(call.module, []).append(call)
-            for calls, values in ((self.consumer_calls, call.inputs), (self.producer_calls, call.outputs)):
-                for value in dict.fromkeys(values):
-                    calls.setdefault(value, []).append(call)
-        self.producers: dict[int, list[int]] = {}  # by value: the operations that produce it
-        self.consumers: dict[int, list[int]] = {}
-        for at, op in enumerate(dataflow.operations):
+        self.graph, self._depends_on_parameters = DataflowGraph.of(dataflow), _depends_on_parameters(dataflow)
+        self._parameter_calls = _find_parameter_calls(dataflow, self._depends_on_parameters)
+        self._producers: dict[int, list[int]] = {}  # by value: the operations that produce it
+        for i, op in enumerate(dataflow.operations):
             for value in op.outputs:
-                self.producers.setdefault(value, []).append(at)
-            for value in op.inputs:
-                self.consumers.setdefault(value, []).append(at)
-        self._lifetimes = sorted((self.producers[v][0], uses[-1], v) for v, uses in self.consumers.items() if v in self.producers)
-        self.finished_modules, self.crossing_values = (
-            cache(lambda start: _finished_modules(self.parameter_calls, start)),
-            cache(self._find_crossing_values),
-        )
+                self._producers.setdefault(value, []).append(i)
+        uses = self.graph.consumers
+        self._lifetimes = sorted((self._producers[v][0], uses[v][-1], v) for v in uses if v in self._producers)
+        self.finished_modules, self.crossing_values = cache(self._find_finished_modules), cache(self._find_crossing_values)
+
+    def _find_finished_modules(self, start: int) -> list[ModuleCall]:
+        """The outermost modules with parameters whose last call ends before operation `start`."""
+        finished: list[ModuleCall] = []
+        for call, last_end in self._parameter_calls:
+            if last_end <= start and (not finished or call.end_op > finished[-1].end_op):
+                finished.append(call)
+        return finished
 
     def _find_crossing_values(self, start: int) -> dict[int, list[int]]:
         """Values produced before operation `start` and used from there on, with the operations that use them."""
-        found, done = {}, self.finished_modules(start)
-        for made, last, value in self._lifetimes:
-            if made >= start:
+        crossing, finished = {}, self.finished_modules(start)
+        for produced, last_use, value in self._lifetimes:
+            if produced >= start:
                 break
-            if last >= start and (
-                self.depends_on_parameters[value] or any(m.first_op <= at < m.end_op for m in done for at in self.producers[value])
-            ):
-                found[value] = self.consumers[value][bisect_left(self.consumers[value], start) :]
-        return found
+            in_finished = (m.first_op <= i < m.end_op for m in finished for i in self._producers[value])
+            if last_use >= start and (self._depends_on_parameters[value] or any(in_finished)):
+                ops = self.graph.consumers[value]
+                crossing[value] = ops[bisect_left(ops, start) :]
+        return crossing
 
 
 def _depends_on_parameters(dataflow: Dataflow) -> list[bool]:
     """Whether each value depends on trainable parameters. Every stage computes the other values (masks, position tables) itself."""
-    found = [bool(v.parameter) and v.needs_grad for v in dataflow.values]
+    depends = [bool(v.parameter) and v.needs_grad for v in dataflow.values]
     for op in dataflow.operations:
-        if any(found[v] for v in op.inputs):
+        if any(depends[v] for v in op.inputs):
             for value in op.outputs:
-                found[value] = True
-    return found
+                depends[value] = True
+    return depends
 
 
 def _boundary_activations(index: _BoundaryIndex, entry: ModuleCall, sharding: _BoundarySharding) -> tuple[BoundaryActivation, ...]:
     """The activations that cross the boundary before `entry`; empty if one of them is not available as an input or output of a module."""
-    flow = index.dataflow
-    used = index.crossing_values(entry.first_op)
+    graph, flow = index.graph, index.graph.dataflow
     activations = []
-    for value, ops in sorted(used.items()):
-        after = [m for m in index.consumer_calls.get(value, ()) if m.first_op >= entry.first_op]
+    for value, ops in sorted(index.crossing_values(entry.first_op).items()):
+        after = [m for m in graph.consumer_calls(value) if m.first_op >= entry.first_op]
         outer = [m for m in after if not any(o is not m and o.first_op <= m.first_op and m.end_op <= o.end_op for o in after)]
-        noted = flow.values[value]
-        cut = sharding.sharding_of(value, noted.logical_dims)
-        if cut is None or not all(any(m.first_op <= i < m.end_op for m in outer) for i in ops):
+        tensor = flow.values[value]
+        sharded_dim = sharding.sharding_of(value, tensor.logical_dims)
+        if sharded_dim is None or not all(any(m.first_op <= i < m.end_op for m in outer) for i in ops):
             return ()
-        fixed = flow.sample_dims.isdisjoint(s for dim in noted.logical_dims for s in dim)
-        size = math.prod(noted.shape) * noted.itemsize / (1 if fixed else flow.batch)
-        size /= sharding.cp if any(sharding.sequence_dim in dim for dim in noted.logical_dims) else 1
-        sinks = tuple(ModuleInput(m.module, m.inputs.index(value)) for m in outer)
-        before = (
-            m for m in index.producer_calls.get(value, ()) if m.end_op <= entry.first_op and m is not entry
-        )  # an `entry` without operations (dropout with p=0) also ends at its own first_op
-        sources = [m for m in before if len(index.calls_by_module[m.module]) == 1]
-        if sources:
-            source = max(sources, key=lambda m: m.end_op - m.first_op)
-            activations.append(BoundaryActivation(source.module, source.outputs.index(value), sinks, size, False, *cut, fixed, noted.needs_grad))
-        elif value in entry.inputs:
-            activations.append(BoundaryActivation(entry.module, entry.inputs.index(value), sinks, size, True, *cut, fixed, noted.needs_grad))
-        else:
+        fixed = flow.sample_dims.isdisjoint(s for dim in tensor.logical_dims for s in dim)
+        size = math.prod(tensor.shape) * tensor.itemsize / (1 if fixed else flow.batch)
+        size /= sharding.cp if any(sharding.sequence_dim in dim for dim in tensor.logical_dims) else 1
+        # An `entry` without operations (dropout with p=0) also ends at its own first_op.
+        before = [m for m in graph.producer_calls(value) if m.end_op <= entry.first_op and m is not entry]
+        sources = [m for m in before if len(graph.calls_by_module[m.module]) == 1]
+        if not sources and value not in entry.inputs:
             return ()
+        source = max(sources, key=lambda m: m.end_op - m.first_op, default=entry)
+        position = (source.outputs if sources else entry.inputs).index(value)
+        consumers = tuple(ModuleInput(m.module, m.inputs.index(value)) for m in outer)
+        activations.append(BoundaryActivation(source.module, position, consumers, size, not sources, *sharded_dim, fixed, tensor.needs_grad))
     return tuple(activations)
 
 
-ParameterCalls = list[tuple[ModuleCall, int]]
-
-
-def _find_parameter_calls(dataflow: Dataflow, read_counts: Sequence[int]) -> ParameterCalls:
+def _find_parameter_calls(dataflow: Dataflow, depends_on_parameters: Sequence[bool]) -> list[tuple[ModuleCall, int]]:
     """Calls of modules that read trainable parameters, outer calls first, each with the end of the last call of the same module."""
-    last: dict[str, int] = {}
+    reads = (any(depends_on_parameters[v] and dataflow.values[v].parameter for v in op.inputs) for op in dataflow.operations)
+    read_counts = list(accumulate(reads, initial=0))  # how many of the first n operations read a trainable parameter
+    last_end: dict[str, int] = {}
     for call in dataflow.modules:
-        last[call.module] = max(last.get(call.module, 0), call.end_op)
-    found = [(m, last[m.module]) for m in dataflow.modules if m.module and read_counts[m.end_op] > read_counts[m.first_op]]
-    return sorted(found, key=lambda item: (item[0].first_op, -item[0].end_op))  # nested calls come after the enclosing one
-
-
-def _finished_modules(parameter_calls: ParameterCalls, start: int) -> list[ModuleCall]:
-    """The outermost modules with parameters whose last call ends before operation `start`."""
-    found: list[ModuleCall] = []
-    for call, last in parameter_calls:
-        if last <= start and (not found or call.end_op > found[-1].end_op):
-            found.append(call)
-    return found
-
-
-def _parameter_read_counts(dataflow: Dataflow, depends_on_parameters: Sequence[bool]) -> list[int]:
-    """For every n, how many of the first n operations read a trainable parameter."""
-    sums = [0]
-    for op in dataflow.operations:
-        sums.append(sums[-1] + any(depends_on_parameters[v] and bool(dataflow.values[v].parameter) for v in op.inputs))
-    return sums
+        last_end[call.module] = max(last_end.get(call.module, 0), call.end_op)
+    calls = [(m, last_end[m.module]) for m in dataflow.modules if m.module and read_counts[m.end_op] > read_counts[m.first_op]]
+    return sorted(calls, key=lambda item: (item[0].first_op, -item[0].end_op))  # nested calls come after the enclosing one
 
 
 def _borrowed_parameters(boundaries: StageBoundaries, start: int, end: int, layers: tuple[str, ...]) -> tuple[TiedParameter, ...]:
     """Parameters that this stage's operations read although a layer of another stage holds them."""
-    found: dict[str, str] = {}
-    here = frozenset(layers) - {"(model)"}
-    first, last = (bisect_left(boundaries.parameter_reads, (at, "")) for at in (start, end))
-    for index, name in boundaries.parameter_reads[first:last]:
-        if name not in found and not _owns_parameter(here, name):
-            inside = [m.module for m in boundaries.dataflow.modules if m.module in layers and m.first_op <= index < m.end_op]
-            found[name] = max(inside, key=len, default=layers[0])
-    return tuple(TiedParameter(name, layer) for name, layer in sorted(found.items()))
+    readers: dict[str, str] = {}  # parameter → the layer that reads it
+    stage_layers = frozenset(layers) - {"(model)"}
+    first, last = (bisect_left(boundaries.parameter_reads, (op, "")) for op in (start, end))
+    for op, name in boundaries.parameter_reads[first:last]:
+        if name not in readers and not _owns_parameter(stage_layers, name):
+            inside = [m.module for m in boundaries.dataflow.modules if m.module in layers and m.first_op <= op < m.end_op]
+            readers[name] = max(inside, key=len, default=layers[0])
+    return tuple(TiedParameter(name, layer) for name, layer in sorted(readers.items()))
 
 
 def _owns_parameter(layers: frozenset[str], parameter: str) -> bool:
@@ -280,34 +240,33 @@ def _owns_parameter(layers: frozenset[str], parameter: str) -> bool:
     return False
 
 
-def _balanced_cuts(costs: Sequence[float], cut_positions: Sequence[int], count: int, best_cut_rows: list[BestCutRow]) -> list[int]:
-    """Dynamic programming over cut positions: the cut into `count` stages whose most expensive stage is cheapest. `best_cut_rows` caches the
-    results for fewer stages."""
-    ends = [*cut_positions, len(costs)]
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    if not best_cut_rows:
-        best_cut_rows.append([(sums[end], ()) for end in ends])
-    for pieces in range(len(best_cut_rows) + 1, count + 1):
-        best_cut_rows.append([_extend_best_cut(best_cut_rows[-1], sums, ends, pieces - 2, end) for end in range(len(ends))])
-    return list(best_cut_rows[count - 1][-1][1])
+def _balanced_cuts(costs: Sequence[float], cut_positions: Sequence[int], count: int, rows: list[BestCutRow]) -> list[int]:
+    """Dynamic programming over cut positions: the cut into `count` stages whose most expensive stage is cheapest. `rows` caches the best cuts into
+    fewer stages."""
+    ends, sums = [*cut_positions, len(costs)], list(accumulate(costs, initial=0.0))
+    if not rows:
+        rows.append([(sums[end], ()) for end in ends])
+    for stages in range(len(rows) + 1, count + 1):
+        rows.append([_extend_best_cut(rows[-1], sums, ends, stages - 2, end) for end in range(len(ends))])
+    return list(rows[count - 1][-1][1])
 
 
-def _extend_best_cut(
-    best_cut_row: BestCutRow, prefix_costs: Sequence[float], ends: Sequence[int], first: int, end: int
-) -> tuple[float, tuple[int, ...]]:  # fmt: skip
+def _extend_best_cut(row: BestCutRow, sums: Sequence[float], ends: Sequence[int], first: int, end: int) -> tuple[float, tuple[int, ...]]:
     """The best cut with one more stage. As the cut moves right, the cost of the stages before it grows and that of the last stage shrinks, so the
     best cut is where the two cross."""
     if end <= first:
         return math.inf, ()
-    last = prefix_costs[ends[end]]
-    site = bisect_left(range(first, end), True, key=lambda cut: best_cut_row[cut][0] >= last - prefix_costs[ends[cut]]) + first
-    near = [max(best_cut_row[cut][0], last - prefix_costs[ends[cut]]) for cut in (site - 1, site) if first <= cut < end]
-    best = min(near)
-    low, high = site, site
-    while low > first and max(best_cut_row[low - 1][0], last - prefix_costs[ends[low - 1]]) <= best:
+
+    def last_stage_cost(cut: int) -> float:
+        return sums[ends[end]] - sums[ends[cut]]
+
+    def max_cost(cut: int) -> float:
+        return max(row[cut][0], last_stage_cost(cut))
+
+    low = high = bisect_left(range(first, end), True, key=lambda cut: row[cut][0] >= last_stage_cost(cut)) + first
+    best = min(max_cost(cut) for cut in (low - 1, low) if first <= cut < end)
+    while low > first and max_cost(low - 1) <= best:
         low -= 1
-    while high < end and max(best_cut_row[high][0], last - prefix_costs[ends[high]]) <= best:
+    while high < end and max_cost(high) <= best:
         high += 1
-    return min((best, (*best_cut_row[cut][1], ends[cut])) for cut in range(low, high))
+    return min((best, (*row[cut][1], ends[cut])) for cut in range(low, high))

@@ -43,7 +43,6 @@ class PlanningProblem:
 
     @property
     def backend(self) -> str:
-        """The process-group backend."""
         return self.constraints.backend or backend_for(self.cluster.devices[0].kind)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from meshwright.core.calibration import Calibration
@@ -16,48 +17,40 @@ from meshwright.plan.objective import objective_cost, show_cost
 from meshwright.plan.search import Ranking, rank_plans
 
 TraceInPrecision = Callable[[Precision], tuple[ModelProfile, Dataflow | None]]
-PRECISIONS_WIDEST_FIRST: tuple[Precision, ...] = (
-    "fp32",
-    "bf16",
-    "fp8",
-)  # each has the range of the one before; fp16 does not, and loses small gradients
+PRECISIONS_WIDEST_FIRST: tuple[Precision, ...] = ("fp32", "bf16", "fp8")  # no fp16: its smaller range loses small gradients
 _MIN_GAIN = 0.01  # relative: predictions are not more precise, and a wider precision does no harm
 
 
 def available_precisions(cluster: Cluster, calibration: Calibration) -> tuple[Precision, ...]:
-    """fp32, and the precisions whose matmul rate is measured or on the data sheet of every device: nothing is known of others."""
+    """fp32, and the precisions that the cluster supports and whose matmul rate is known for every device, measured or from its data sheet."""
     known = set.intersection(*({key.partition("/")[2] for key in rates.compute if key.startswith("matmul/")} for rates in calibration.layouts))
     return tuple(p for p in PRECISIONS_WIDEST_FIRST if p == "fp32" or (p in known and _supports(p, cluster)))
 
 
 def _supports(precision: Precision, cluster: Cluster) -> bool:
-    try:
+    with suppress(RequestError):
         check_precision(precision, cluster)
-    except RequestError:
-        return False
-    return True
+        return True
+    return False
 
 
 def best_precision(ranking: Ranking, retrace: TraceInPrecision) -> Ranking:
     """The ranking in the precision whose best plan costs least, with a note on what the others would cost. The widest wins a tie."""
-    tried: dict[Precision, Ranking] = {}
+    rankings: dict[Precision, Ranking] = {}
     for precision in available_precisions(ranking.cluster, ranking.calibration):
         if precision == ranking.workload.precision:
-            tried[precision] = ranking
+            rankings[precision] = ranking
             continue
         profile, flow = retrace(precision)
         inputs = (ranking.cluster, replace(ranking.workload, precision=precision), ranking.calibration, replace(ranking.constraints, flow=flow))
-        try:
-            tried[precision] = rank_plans(profile, *inputs)
-        except RequestError:
-            continue  # the constraints are legal only in other precisions
-    chosen = next(iter(tried))
-    for precision, found in tried.items():
-        if _is_better(found, tried[chosen]):
+        with suppress(RequestError):  # the constraints are legal only in other precisions
+            rankings[precision] = rank_plans(profile, *inputs)
+    chosen = next(iter(rankings))
+    for precision, candidate in rankings.items():
+        if _is_better(candidate, rankings[chosen]):
             chosen = precision
-    others = ", ".join(f"{precision} {_describe_cost(found)}" for precision, found in tried.items())
-    best = tried[chosen]
-    return replace(best, tuning_notes=(f"Precision: {chosen} (predicted: {others}).", *best.tuning_notes))
+    costs = ", ".join(f"{precision} {_describe_cost(candidate)}" for precision, candidate in rankings.items())
+    return replace(rankings[chosen], tuning_notes=(f"Precision: {chosen} (predicted: {costs}).", *rankings[chosen].tuning_notes))
 
 
 def _ranking_cost(ranking: Ranking) -> float:

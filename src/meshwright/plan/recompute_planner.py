@@ -35,7 +35,7 @@ _SOLVER_TOLERANCE = 4e-6  # of the budget: the solver's feasibility tolerance ma
 
 @dataclass(frozen=True)
 class UnitClass:
-    """A number of equal units, and what each allowed mode costs one of them."""
+    """A number of equal units, and what each allowed mode costs one unit."""
 
     count: int
     seconds: Mapping[RecomputeMode, float]
@@ -48,9 +48,6 @@ class UnitClass:
         return [mode for mode in RECOMPUTE_MODES if mode in self.seconds]
 
 
-ModeCounts = Sequence[Mapping[RecomputeMode, int]]  # one mapping for each unit class
-
-
 def choose_mixed_recompute(plan: Plan, profile: ModelProfile, workload: Workload, cluster: Cluster, calibration: Calibration) -> Plan | None:
     """The plan with the recomputation that makes it fit in the least time; None where it fits without, or where nothing makes it fit. Units whose
     mode the user set keep it. The program assumes one workspace for all layers and ignores gradients that are allocated while activations are
@@ -58,71 +55,74 @@ def choose_mixed_recompute(plan: Plan, profile: ModelProfile, workload: Workload
     tried."""
     if plan.splits_backward:
         return None
-    every = list(activation_budgets(plan, profile, workload, cluster, calibration))
-    met = {
-        id(room.local_profile): _repeated_comm_seconds(plan, cluster, room) for room in {id(room.local_profile): room for room in every}.values()
-    }  # equal ranks have equal collectives
-    for less in _BUDGET_REDUCTIONS:
-        found = _plan_with_modes(plan, [replace(room, bytes=int(room.bytes * (1 - less))) for room in every], met)
-        if found is None:
+    budgets = list(activation_budgets(plan, profile, workload, cluster, calibration))
+    first_of_equals = {id(budget.local_profile): budget for budget in budgets}  # equal ranks have equal collectives
+    comm_seconds = {key: _repeated_comm_seconds(plan, cluster, budget) for key, budget in first_of_equals.items()}
+
+    def fits(candidate: Plan) -> bool:
+        return estimate(candidate, profile, workload, cluster, calibration, with_time=False).fits
+
+    for reduction in _BUDGET_REDUCTIONS:
+        mixed = _plan_with_modes(plan, [replace(budget, bytes=int(budget.bytes * (1 - reduction))) for budget in budgets], comm_seconds)
+        if mixed is None:
             break
-        if estimate(found, profile, workload, cluster, calibration, with_time=False).fits:
-            return found
-    if estimate(plan, profile, workload, cluster, calibration, with_time=False).fits:
+        if fits(mixed):
+            return mixed
+    if fits(plan):
         return None
-    alike = (other for mode in RECOMPUTE_MODES[1:] if (other := _recompute_all(plan, profile, mode)) is not None)  # the faster mode first
-    return next((other for other in alike if estimate(other, profile, workload, cluster, calibration, with_time=False).fits), None)
+    uniform = (_recompute_all(plan, profile, mode) for mode in RECOMPUTE_MODES[1:])  # the faster mode first
+    return next((candidate for candidate in uniform if candidate is not None and fits(candidate)), None)
 
 
 def _recompute_all(plan: Plan, profile: ModelProfile, mode: RecomputeMode) -> Plan | None:
     """The plan with all units whose mode is open in this mode; None if no unit allows it."""
     modes: dict[str, RecomputeMode] = {x.name: mode for x in profile.layers if _is_mode_open(plan, x) and mode in _allowed_modes(plan, x)}
-    memory = replace(plan.memory, layers={**plan.memory.layers, **modes})
-    if len(modes) == len(plan.memory.units):
-        memory = replace(plan.memory, recompute=mode)
+    return _with_memory(plan, recompute=mode) if modes and len(modes) == len(plan.memory.units) else _with_layer_modes(plan, modes)
+
+
+def _with_layer_modes(plan: Plan, modes: Mapping[str, RecomputeMode]) -> Plan | None:
+    return _with_memory(plan, layers={**plan.memory.layers, **modes}) if modes else None
+
+
+def _with_memory(plan: Plan, **changes: Any) -> Plan | None:
+    """The plan with a changed memory policy; None if it is not legal."""
     try:
-        return replace(plan, memory=memory) if modes else None
+        return replace(plan, memory=replace(plan.memory, **changes))
     except RequestError:
         return None
 
 
-def _plan_with_modes(plan: Plan, budgets: Sequence[ActivationBudget], repeated_comm_seconds: Mapping[int, Mapping[str, float]]) -> Plan | None:
+def _plan_with_modes(plan: Plan, budgets: Sequence[ActivationBudget], comm_seconds: Mapping[int, Mapping[str, float]]) -> Plan | None:
     modes: dict[str, RecomputeMode] = {}
-    for room in budgets:
-        kinds, members = _unit_classes(plan, room, repeated_comm_seconds[id(room.local_profile)])
-        counts = solve_modes(kinds, *_remaining_budget(plan, room))
+    for budget in budgets:
+        classes, unit_names = _unit_classes(plan, budget, comm_seconds[id(budget.local_profile)])
+        counts = solve_modes(classes, *_remaining_budget(plan, budget))
         if counts is None:
             return None
-        for name, mode in _assign_modes(members, counts).items():
+        for name, mode in _assign_modes(unit_names, counts).items():
             modes[name] = max(mode, modes.get(name, "none"), key=RECOMPUTE_MODES.index)
-    if not modes:
-        return None
-    try:
-        return replace(plan, memory=replace(plan.memory, layers={**plan.memory.layers, **modes}))
-    except RequestError:
-        return None
+    return _with_layer_modes(plan, modes)
 
 
-def solve_modes(
-    unit_classes: Sequence[UnitClass], budgets: Sequence[float], rematerialized_bytes: float = 0.0
-) -> list[dict[RecomputeMode, int]] | None:
+def solve_modes(classes: Sequence[UnitClass], budgets: Sequence[float], rematerialized_bytes: float = 0.0) -> list[dict[RecomputeMode, int]] | None:
     """How many units of each class have which mode, for the least time; None if nothing fits. `budgets` are the bytes available at each moment,
     and `rematerialized_bytes` those that another layer recomputes in backward."""
-    plain = [
-        rematerialized_bytes + sum(kind.count * kind.saved_bytes["none"] * kind.in_flight[at] for kind in unit_classes) for at in range(len(budgets))
-    ]
-    if all(need <= room for need, room in zip(plain, budgets, strict=True)):
-        return [{"none": kind.count} for kind in unit_classes]
-    if min(budgets) <= 0 or not unit_classes:
+
+    def bytes_without_recompute(moment: int) -> float:
+        return rematerialized_bytes + sum(c.count * c.saved_bytes["none"] * c.in_flight[moment] for c in classes)
+
+    if all(bytes_without_recompute(moment) <= budget for moment, budget in enumerate(budgets)):
+        return [{"none": c.count} for c in classes]
+    if min(budgets) <= 0 or not classes:
         return None
-    return _IntegerProgram(unit_classes, budgets, rematerialized_bytes).solve()
+    return _IntegerProgram(classes, budgets, rematerialized_bytes).solve()
 
 
 class _IntegerProgram:
     """The program for the solver: a column for the count of each class in each mode, one that says whether that count is positive, and one for the
     rematerialized bytes. Bytes are in units of the largest budget and seconds in units of the most expensive unit's, so that numbers are near 1."""
 
-    def __init__(self, unit_classes: Sequence[UnitClass], budgets: Sequence[float], rematerialized_bytes: float) -> None:
+    def __init__(self, classes: Sequence[UnitClass], budgets: Sequence[float], rematerialized_bytes: float) -> None:
         import highspy  # imported here: the import takes 0.1 s, and few searches need it
 
         self._columns = 0
@@ -132,32 +132,29 @@ class _IntegerProgram:
         self._integer = highspy.HighsVarType.kInteger
         self._optimal = highspy.HighsModelStatus.kOptimal
         self._infinity = highspy.kHighsInf
-        dearest = max((s for kind in unit_classes for s in kind.seconds.values()), default=0.0) or 1.0
-        unit = max(budgets)
-        passing = self._add_column(0.0, self._infinity, integer=False, lower=rematerialized_bytes / unit)
+        max_seconds = max((s for c in classes for s in c.seconds.values()), default=0.0) or 1.0
+        max_bytes = max(budgets)
+        rematerialized = self._add_column(0.0, self._infinity, integer=False, lower=rematerialized_bytes / max_bytes)
         self._count_columns: list[dict[RecomputeMode, int]] = []
-        for kind in unit_classes:
-            of = {mode: self._add_column(kind.seconds[mode] / dearest, kind.count) for mode in kind.modes}
-            self._add_row(kind.count, kind.count, dict.fromkeys(of.values(), 1.0))
-            for mode in kind.modes[1:]:
-                some = self._add_column(0.0, 1)
-                self._add_row(-self._infinity, 0.0, {of[mode]: 1.0, some: -float(kind.count)})
-                self._add_row(0.0, self._infinity, {passing: 1.0, some: -kind.rematerialized_bytes[mode] / unit})
-            self._count_columns.append(of)
-        for at, room in enumerate(budgets):
-            used = {
-                column: k.in_flight[at] * k.saved_bytes[m] / unit
-                for k, of in zip(unit_classes, self._count_columns, strict=True)
-                for m, column in of.items()
-            }
-            self._add_row(-self._infinity, room / unit * (1 - _SOLVER_TOLERANCE), {**used, passing: 1.0})
+        for c in classes:
+            columns = {mode: self._add_column(c.seconds[mode] / max_seconds, c.count) for mode in c.modes}
+            self._add_row(c.count, c.count, dict.fromkeys(columns.values(), 1.0))
+            for mode in c.modes[1:]:
+                is_used = self._add_column(0.0, 1)
+                self._add_row(-self._infinity, 0.0, {columns[mode]: 1.0, is_used: -float(c.count)})
+                self._add_row(0.0, self._infinity, {rematerialized: 1.0, is_used: -c.rematerialized_bytes[mode] / max_bytes})
+            self._count_columns.append(columns)
+        for moment, budget in enumerate(budgets):
+            counts = [(c, *item) for c, columns in zip(classes, self._count_columns, strict=True) for item in columns.items()]
+            saved = {column: c.in_flight[moment] * c.saved_bytes[mode] / max_bytes for c, mode, column in counts}
+            self._add_row(-self._infinity, budget / max_bytes * (1 - _SOLVER_TOLERANCE), {**saved, rematerialized: 1.0})
 
     def solve(self) -> list[dict[RecomputeMode, int]] | None:
         self._solver.run()
         if self._solver.getModelStatus() != self._optimal:
             return None
         values = self._solver.getSolution().col_value
-        return [{mode: round(values[column]) for mode, column in of.items()} for of in self._count_columns]
+        return [{mode: round(values[column]) for mode, column in columns.items()} for columns in self._count_columns]
 
     def _add_column(self, cost: float, upper: float, integer: bool = True, lower: float = 0.0) -> int:
         self._solver.addVar(lower, float(upper))
@@ -171,35 +168,31 @@ class _IntegerProgram:
         self._solver.addRow(float(lower), float(upper), len(terms), list(terms), list(terms.values()))
 
 
-def _unit_classes(plan: Plan, budget: ActivationBudget, repeated_comm_seconds: Mapping[str, float]) -> tuple[list[UnitClass], list[list[str]]]:
+def _unit_classes(plan: Plan, budget: ActivationBudget, comm_seconds: Mapping[str, float]) -> tuple[list[UnitClass], list[list[str]]]:
     """The classes of a rank's units whose mode is open, and the names of the units in each."""
     price = ComputeCost(budget.rates, plan.memory.precision, plan.compile != "none", frozenset(plan.memory.units))
     memo: dict[tuple[int, str, bool], float] = {}
-    found: dict[tuple[Any, ...], list[str]] = {}
+    names_by_class: dict[tuple[Any, ...], list[str]] = {}
     for layer, name in zip(budget.local_profile.layers, budget.layer_names, strict=True):
         if not _is_mode_open(plan, layer):
             continue
-        modes = _allowed_modes(plan, layer)
-        times = [price.layer_seconds(layer, "forward", memo, cheap_only=cheap) for cheap in (True, False)]
-        seconds = {"none": 0.0, "selective": times[0], "full": times[1] + repeated_comm_seconds.get(layer.name, 0.0)}
-        rows = tuple((mode, seconds[mode], *saved_activation_bytes(plan, layer, mode)) for mode in modes)
-        found.setdefault((rows, tuple(counts.get(layer.name, 1) for counts in budget.in_flight)), []).append(name)
-    kinds = [
-        UnitClass(len(names), {m: s for m, s, _, _ in rows}, {m: kept for m, _, kept, _ in rows}, {m: back for m, _, _, back in rows}, flight)
-        for (rows, flight), names in found.items()
+        cheap, forward = (price.layer_seconds(layer, "forward", memo, cheap_only=only) for only in (True, False))
+        seconds = {"none": 0.0, "selective": cheap, "full": forward + comm_seconds.get(layer.name, 0.0)}
+        rows = tuple((mode, seconds[mode], *saved_activation_bytes(plan, layer, mode)) for mode in _allowed_modes(plan, layer))
+        names_by_class.setdefault((rows, tuple(counts.get(layer.name, 1) for counts in budget.in_flight)), []).append(name)
+    classes = [
+        UnitClass(len(names), {m: s for m, s, _, _ in rows}, {m: saved for m, _, saved, _ in rows}, {m: again for m, _, _, again in rows}, in_flight)
+        for (rows, in_flight), names in names_by_class.items()
     ]
-    return kinds, list(found.values())
+    return classes, list(names_by_class.values())
 
 
 def _remaining_budget(plan: Plan, budget: ActivationBudget) -> tuple[list[float], float]:
     """The bytes that layers with a fixed mode leave of the budget at each moment, and the most bytes that one of them rematerializes."""
-    fixed = [
-        (layer.name, *saved_activation_bytes(plan, layer, plan.memory.recompute_mode(layer.name)))
-        for layer in budget.local_profile.layers
-        if not _is_mode_open(plan, layer)
-    ]
-    left = [budget.bytes - sum(counts.get(name, 1) * kept for name, kept, _ in fixed) for counts in budget.in_flight]
-    return left, max((back for _, _, back in fixed), default=0.0)
+    fixed = [layer for layer in budget.local_profile.layers if not _is_mode_open(plan, layer)]
+    sizes = [(layer.name, *saved_activation_bytes(plan, layer, plan.memory.recompute_mode(layer.name))) for layer in fixed]
+    remaining = [budget.bytes - sum(counts.get(name, 1) * saved for name, saved, _ in sizes) for counts in budget.in_flight]
+    return remaining, max((rematerialized for _, _, rematerialized in sizes), default=0.0)
 
 
 def _is_mode_open(plan: Plan, layer: LayerProfile) -> bool:
@@ -208,27 +201,27 @@ def _is_mode_open(plan: Plan, layer: LayerProfile) -> bool:
 
 def _allowed_modes(plan: Plan, layer: LayerProfile) -> list[RecomputeMode]:
     """The modes that `execute` supports for a unit under this plan; Plan itself refuses what cannot run at all."""
-    owned = any(table.module.startswith(f"{layer.name}.") for table in plan.expert.tables)
-    split = plan.compile != "none" and plan.mesh.degree("tp") > 1
-    if owned or plan.splits_backward:
+    has_sharded_tables = any(table.module.startswith(f"{layer.name}.") for table in plan.expert.tables)
+    compiled_tp = plan.compile != "none" and plan.mesh.degree("tp") > 1
+    if has_sharded_tables or plan.splits_backward:
         return ["none"]
-    return ["none", "full"] if split or layer.has_inplace_ops or plan.spatial.grid else list(RECOMPUTE_MODES)
+    return ["none", "full"] if compiled_tp or layer.has_inplace_ops or plan.spatial.grid else list(RECOMPUTE_MODES)
 
 
 def _repeated_comm_seconds(plan: Plan, cluster: Cluster, budget: ActivationBudget) -> dict[str, float]:
     """By unit: seconds of its model-parallel collectives that recomputation repeats and computation does not overlap."""
     if plan.mesh.group_size("data") * plan.mesh.pp == plan.world and plan.mesh.cp == plan.mesh.ep == 1:
         return {}
-    hidden = budget.rates.overlap if "gradients" in plan.sync.overlap else 0.0
+    overlapped = budget.rates.overlap if "gradients" in plan.sync.overlap else 0.0
     price = cache(lambda action: collective_seconds(action, plan, cluster, budget.rates))  # collectives of equal blocks differ only in their names
-    every = layer_collectives(plan, budget.local_profile, MeshCoordinate(pp=budget.rank))
-    return {unit: (1.0 - hidden) * sum(price(action.renamed("")) for action in met["again"]) for unit, met in every.items()}
+    collectives = layer_collectives(plan, budget.local_profile, MeshCoordinate(pp=budget.rank))
+    return {unit: (1.0 - overlapped) * sum(price(action.renamed("")) for action in actions["again"]) for unit, actions in collectives.items()}
 
 
-def _assign_modes(unit_names: Sequence[Sequence[str]], counts: ModeCounts) -> dict[str, RecomputeMode]:
+def _assign_modes(unit_names: Sequence[Sequence[str]], counts: Sequence[Mapping[RecomputeMode, int]]) -> dict[str, RecomputeMode]:
     """Assign modes to names: the first units of a class recompute most, since their activations would be saved longest."""
-    found: dict[str, RecomputeMode] = {}
-    for names, of in zip(unit_names, counts, strict=True):
-        modes = [mode for mode in reversed(RECOMPUTE_MODES) for _ in range(of.get(mode, 0))]
-        found |= {name: mode for name, mode in zip(names, modes, strict=True) if mode != "none"}
-    return found
+    modes_by_unit: dict[str, RecomputeMode] = {}
+    for names, count in zip(unit_names, counts, strict=True):
+        modes = [mode for mode in reversed(RECOMPUTE_MODES) for _ in range(count.get(mode, 0))]
+        modes_by_unit |= {name: mode for name, mode in zip(names, modes, strict=True) if mode != "none"}
+    return modes_by_unit

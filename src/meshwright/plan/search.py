@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from meshwright.core.calibration import Calibration
 from meshwright.core.cluster import Cluster
@@ -64,11 +66,8 @@ class Ranking:
     @property
     def speedup_over_equal(self) -> float | None:
         """Step time of the best plan with equal shares divided by that of the best plan; None on homogeneous devices, or if no equal split fits."""
-        return (
-            self.best_equal_split.estimate.step_s / self.best.estimate.step_s
-            if self.best_equal_split is not None and self.best_equal_split.estimate.fits
-            else None
-        )
+        equal = self.best_equal_split
+        return equal.estimate.step_s / self.best.estimate.step_s if equal is not None and equal.estimate.fits else None
 
     @property
     def runner_up(self) -> ScoredPlan | None:
@@ -87,81 +86,83 @@ def rank_plans(
 
     Offloading optimizer states to host memory costs time and saves only memory, so it is considered only where memory is the bottleneck.
     """
-    found = _rank_equal_split(PlanningProblem(profile, cluster, workload, calibration, constraints), previous)
+    problem = PlanningProblem(profile, cluster, workload, calibration, constraints)
+    ranking = _rank_equal_split(problem, previous)
     if is_heterogeneous(cluster, calibration, constraints.world or len(cluster.devices)):
-        found = _rank_heterogeneous(found, previous)
-    if previous is not None or not _is_memory_bound(found):
-        return found
-    below = _sort_key(found.best, workload)[1] if found.best.estimate.fits else math.inf
-    offloading = PlanningProblem(profile, cluster, workload, calibration, replace(constraints, offload="optimizer"))
-    other = _rank_equal_split(offloading, found, below, coarse_points=found.coarse_points)
-    scored = tuple(sorted((*found.scored, *other.scored), key=lambda s: _sort_key(s, workload)))
-    tuned = found.tuning_notes if scored[0] is found.best else other.tuning_notes
-    return replace(found, scored=scored, tuning_notes=tuned, num_considered=found.num_considered + other.num_considered)
+        ranking = _rank_heterogeneous(problem, ranking, previous)
+    if previous is not None or not _is_memory_bound(ranking):
+        return ranking
+    cost_limit = _sort_key(ranking.best, workload)[1] if ranking.best.estimate.fits else math.inf
+    offloading = replace(problem, constraints=replace(constraints, offload="optimizer"))
+    other = _rank_equal_split(offloading, ranking, cost_limit, coarse_points=ranking.coarse_points)
+    scored = tuple(sorted((*ranking.scored, *other.scored), key=lambda s: _sort_key(s, workload)))
+    notes = ranking.tuning_notes if scored[0] is ranking.best else other.tuning_notes
+    return replace(ranking, scored=scored, tuning_notes=notes, num_considered=ranking.num_considered + other.num_considered)
 
 
-def _rank_heterogeneous(ranking: Ranking, previous: Ranking | None) -> Ranking:
+def _rank_heterogeneous(problem: PlanningProblem, ranking: Ranking, previous: Ranking | None) -> Ranking:
     """Add plans with unequal shares (see [Note: heterogeneous shares]). Their seeds are the best plans with equal shares, and the best plans for a
     cluster of mean devices."""
-    cluster, workload, calibration, constraints = ranking.cluster, ranking.workload, ranking.calibration, ranking.constraints
-    inputs = SearchInputs(
-        ranking.profile, cluster, workload, calibration, ranking.partition_cache or PartitionCache(ranking.profile, workload, constraints)
-    )
-    seeds, mean = _seed_plans(ranking), None
+    profile, cluster, workload = problem.profile, problem.cluster, problem.workload
+    calibration, constraints = problem.calibration, problem.constraints
+    partition_cache = ranking.partition_cache or PartitionCache(profile, workload, constraints)
+    inputs = SearchInputs(profile, cluster, workload, calibration, partition_cache)
+    seeds, mean, key = _seed_plans(ranking), None, partial(_sort_key, workload=workload)
     if not assign_rank_devices(cluster, len(cluster.devices)):
         mean = homogeneous_average(cluster, calibration, workload.precision)
-        averaged = PlanningProblem(ranking.profile, mean[0], workload, mean[1], constraints)
-        others = _seed_plans(_rank_equal_split(averaged, previous, force_bounded=needs_bounded_search(ranking.profile, cluster, constraints)))
+        averaged = PlanningProblem(profile, mean[0], workload, mean[1], constraints)
+        others = _seed_plans(_rank_equal_split(averaged, previous, force_bounded=needs_bounded_search(profile, cluster, constraints)))
         seeds += [plan for plan in others if plan not in seeds]
 
     def price(plan: Plan) -> ScoredPlan:
-        return ScoredPlan(plan, estimate(plan, ranking.profile, workload, cluster, calibration))
-
-    def key(scored: ScoredPlan) -> tuple[bool, float]:
-        return _sort_key(scored, workload)
+        return ScoredPlan(plan, problem.estimate(plan))
 
     def min_step_s(plan: Plan) -> float:
         """Lower bound on a plan's step time with any shares: its time on as many mean devices. 0 for plans on some of the devices, which may be
         faster than the mean."""
         if mean is None or plan.world < len(cluster.devices) or workload.objective == "memory":
             return 0.0
-        return estimate(plan, ranking.profile, workload, *mean).step_s / _MEAN_DEVICE_TOLERANCE
+        return estimate(plan, profile, workload, *mean).step_s / _MEAN_DEVICE_TOLERANCE
 
     def plans_that_fit(plans: list[Plan]) -> list[Plan]:
         """The plans that fit, or else the one closest to fitting: the others need no time estimate."""
-        rough = [(plan, estimate(plan, ranking.profile, workload, cluster, calibration, with_time=False)) for plan in plans]
-        return [plan for plan, found in rough if found.fits] or [min(rough, key=lambda pair: max(pair[1].memory_bytes))[0]]
+        memory = [(plan, estimate(plan, profile, workload, cluster, calibration, with_time=False)) for plan in plans]
+        return [plan for plan, need in memory if need.fits] or [min(memory, key=lambda pair: max(pair[1].memory_bytes))[0]]
 
     def fastest_step_s(scored_plans: list[ScoredPlan]) -> float:
         return min((s.estimate.step_s for s in scored_plans if s.estimate.fits), default=math.inf)
 
-    equal, sharded = list(ranking.scored), list[ScoredPlan]()
-    for seconds, plan in sorted(((min_step_s(plan), plan) for plan in seeds), key=lambda pair: pair[0]):
-        placed = list(with_device_orders(plan, inputs, constraints.reorder))
-        if seconds <= fastest_step_s(equal):
+    equal, unequal = list(ranking.scored), list[ScoredPlan]()
+    for lower_bound, seed in sorted(((min_step_s(plan), plan) for plan in seeds), key=lambda pair: pair[0]):
+        placed = list(with_device_orders(seed, inputs, constraints.reorder))
+        if lower_bound <= fastest_step_s(equal):
             equal += map(price, placed)
-        if seconds <= fastest_step_s([*equal, *sharded]):
-            parts = (list(balanced_variants(other, inputs)) for device_index in placed for other in with_axis_orders(device_index))
-            sharded += [min(map(price, plans_that_fit(every)), key=key) for every in parts if every]
-    scored = sorted([*equal, *sharded], key=key)
-    return replace(
-        ranking, scored=tuple(scored), best_equal_split=min(equal, key=key), tuning_notes=ranking.tuning_notes if scored[0] is ranking.best else ()
-    )
+        if lower_bound <= fastest_step_s([*equal, *unequal]):
+            variants = [list(balanced_variants(ordered, inputs)) for plan in placed for ordered in with_axis_orders(plan)]
+            unequal += [min(map(price, plans_that_fit(plans)), key=key) for plans in variants if plans]
+    scored = sorted([*equal, *unequal], key=key)
+    notes = ranking.tuning_notes if scored[0] is ranking.best else ()
+    return replace(ranking, scored=tuple(scored), best_equal_split=min(equal, key=key), tuning_notes=notes)
 
 
 def _seed_plans(ranking: Ranking) -> list[Plan]:
     """The best plans, and the fastest of every strategy and world size."""
-    first: dict[tuple[str, int], Plan] = {}
-    for scored in ranking.scored:
-        first.setdefault((scored.plan.strategy, scored.plan.world), scored.plan)
-    found = [*(s.plan for s in ranking.scored[:_NUM_TOP_PLANS]), *first.values()]
-    return list({id(plan): plan for plan in found}.values())
+    seeds = [*ranking.scored[:_NUM_TOP_PLANS], *_first_of_strategies(ranking.scored)]
+    return list({id(s.plan): s.plan for s in seeds}.values())
+
+
+def _first_of_strategies(scored: Iterable[ScoredPlan]) -> list[ScoredPlan]:
+    """The first plan of every strategy and world size."""
+    first: dict[tuple[str, int], ScoredPlan] = {}
+    for s in scored:
+        first.setdefault((s.plan.strategy, s.plan.world), s)
+    return list(first.values())
 
 
 def _is_memory_bound(ranking: Ranking) -> bool:
     best = ranking.best
-    saving = not best.estimate.fits or bool(best.plan.memory.recompute_modes)
-    return saving and best.plan.device == "cuda" and ranking.constraints.offload is None
+    saves_memory = not best.estimate.fits or bool(best.plan.memory.recompute_modes)
+    return saves_memory and best.plan.device == "cuda" and ranking.constraints.offload is None
 
 
 def _rank_equal_split(
@@ -169,27 +170,22 @@ def _rank_equal_split(
 ) -> Ranking:
     """Rank plans with equal shares. Plans that cost at least `cost_limit` are skipped; `force_bounded` prunes by bounds however few plans there
     are."""
-    profile, cluster, workload, calibration, constraints = (
-        problem.profile,
-        problem.cluster,
-        problem.workload,
-        problem.calibration,
-        problem.constraints,
-    )
+    profile, cluster, workload = problem.profile, problem.cluster, problem.workload
+    calibration, constraints = problem.calibration, problem.constraints
     check_objective(workload)
-    begun = time.process_time()
+    start_s = time.process_time()
     scored: list[ScoredPlan] = []
     if constraints.mesh is None and (force_bounded or needs_bounded_search(profile, cluster, constraints, previous is not None)):
         check_constraints(constraints, len(cluster.devices))
         search = BestFirstSearch(problem, previous.partition_cache if previous else None, 1 if previous else TOP_K, cost_limit, coarse_points)
-        scored = [ScoredPlan(*found) for found in search.search()]
-        considered, cutter, coarse_points = search.num_considered, search.partition_cache, search.coarse_points
+        scored = [ScoredPlan(*priced) for priced in search.search()]
+        considered, partition_cache, coarse_points = search.num_considered, search.partition_cache, search.coarse_points
         if not scored and previous is not None:
             return replace(previous, scored=(), num_considered=considered)
     else:
-        considered, cutter, coarse_points = 0, PartitionCache(profile, workload, constraints), ()
-        axes = MeshProposer(cluster, workload, constraints, cutter, LowerBounds(problem))
-        for plan in candidates(profile, cluster, workload, constraints, cutter, axes.meshes):
+        considered, partition_cache, coarse_points = 0, PartitionCache(profile, workload, constraints), ()
+        proposer = MeshProposer(cluster, workload, constraints, partition_cache, LowerBounds(problem))
+        for plan in candidates(profile, cluster, workload, constraints, partition_cache, proposer.meshes):
             if not (scored and _is_dominated(plan, scored[-1], workload)):
                 scored.append(ScoredPlan(plan, problem.estimate(plan)))
             if not scored[-1].estimate.fits and plan.memory.recompute == "none" and constraints.recompute is None and workload.objective != "memory":
@@ -197,37 +193,33 @@ def _rank_equal_split(
                 scored += [ScoredPlan(other, problem.estimate(other))] if other is not None else []
     scored.sort(key=lambda s: _sort_key(s, workload))
     best = scored[0]
-    tuned = tune(best.plan, best.estimate, constraints, calibration.rates_for(best.plan.world), problem.estimate)
-    scored[0] = ScoredPlan(tuned.plan, tuned.estimate)
-    took_s = time.process_time() - begun
-    return Ranking(tuple(scored), profile, cluster, workload, calibration, constraints, tuned.notes, considered, took_s, cutter, coarse_points)
+    plan, tuned, notes = tune(best.plan, best.estimate, constraints, calibration.rates_for(best.plan.world), problem.estimate)
+    scored[0] = ScoredPlan(plan, tuned)
+    search_s = time.process_time() - start_s
+    inputs = (profile, cluster, workload, calibration, constraints)
+    return Ranking(tuple(scored), *inputs, notes, considered, search_s, partition_cache, coarse_points)
 
 
 def needs_bounded_search(profile: ModelProfile, cluster: Cluster, constraints: Constraints, best_only: bool = False) -> bool:
     """Whether there are too many plans to price each one: many devices, a deep model, several kinds of devices (each priced separately), or a
     search for the best plan alone. Jobs that mix CPU and GPU ranks are small, and all their plans are priced."""
     world = constraints.world or len(cluster.devices)
-    dear = len(profile.layers) > _MANY_LAYERS or len({device.name for device in cluster.devices[:world]}) > 1
-    return world > MAX_EXHAUSTIVE_DEVICES or (
-        (best_only or (world > MAX_EXHAUSTIVE_DEVICES // 2 and dear)) and not assign_rank_devices(cluster, world)
-    )
+    is_slow = len(profile.layers) > _MANY_LAYERS or len({device.name for device in cluster.devices[:world]}) > 1
+    is_too_slow = best_only or (world > MAX_EXHAUSTIVE_DEVICES // 2 and is_slow)
+    return world > MAX_EXHAUSTIVE_DEVICES or (is_too_slow and not assign_rank_devices(cluster, world))
 
 
 def rescore_best(ranking: Ranking, cluster: Cluster, calibration: Calibration, memory_only: bool = False) -> ScoredPlan:
     """The best plan on another cluster, among the top plans here and the fastest and the smallest of every strategy. `memory_only`: the clusters
     differ in memory alone, so step times are kept."""
-    quickest: dict[tuple[str, int], ScoredPlan] = {}
-    smallest: dict[tuple[str, int], ScoredPlan] = {}
-    for found, order in ((quickest, ranking.scored), (smallest, sorted(ranking.scored, key=lambda s: max(s.estimate.memory_bytes)))):
-        for scored in order:
-            found.setdefault((scored.plan.strategy, scored.plan.world), scored)
-    near = (*ranking.scored[:_NUM_TOP_PLANS], *quickest.values(), *smallest.values())
-    if ranking.num_considered:  # each estimate on a large cluster takes a while
-        near = (*list(quickest.values())[:2], *list(smallest.values())[:1])
+    fastest = _first_of_strategies(ranking.scored)
+    smallest = _first_of_strategies(sorted(ranking.scored, key=lambda s: max(s.estimate.memory_bytes)))
+    # Each estimate on a large cluster takes a while.
+    near = [*fastest[:2], *smallest[:1]] if ranking.num_considered else [*ranking.scored[:_NUM_TOP_PLANS], *fastest, *smallest]
 
     def rescore(scored: ScoredPlan) -> ScoredPlan:
-        found = estimate(scored.plan, ranking.profile, ranking.workload, cluster, calibration, with_time=not memory_only)
-        return ScoredPlan(scored.plan, replace(scored.estimate, fits=found.fits, reason=found.reason) if memory_only else found)
+        there = estimate(scored.plan, ranking.profile, ranking.workload, cluster, calibration, with_time=not memory_only)
+        return ScoredPlan(scored.plan, replace(scored.estimate, fits=there.fits, reason=there.reason) if memory_only else there)
 
     return min(map(rescore, {id(s.plan): s for s in near}.values()), key=lambda s: _sort_key(s, ranking.workload))
 
@@ -239,14 +231,11 @@ def _is_dominated(plan: Plan, previous: ScoredPlan, workload: Workload) -> bool:
 
 
 def _sort_key(scored: ScoredPlan, workload: Workload) -> tuple[bool, float]:
-    found, plan = scored.estimate, scored.plan
-    memory = float(max(found.memory_bytes))
-    if not found.fits:
+    plan, memory = scored.plan, float(max(scored.estimate.memory_bytes))
+    if not scored.estimate.fits:
         return True, memory  # closest to fitting first
     if workload.objective == "memory":
         return False, memory
-    each = max(len(plan.stages) // plan.mesh.pp, 1)
-    extra = complexity_penalty(
-        plan.mesh, plan.memory.zero, plan.micro_batches, plan.tensor.is_sequence_parallel, bool(plan.memory.recompute_modes), plan.schedule, each
-    )
-    return False, objective_cost(workload, found.step_s, plan.world, memory) * extra
+    stages_per_rank, recomputes = max(len(plan.stages) // plan.mesh.pp, 1), bool(plan.memory.recompute_modes)
+    mechanisms = (plan.mesh, plan.memory.zero, plan.micro_batches, plan.tensor.is_sequence_parallel, recomputes, plan.schedule, stages_per_rank)
+    return False, objective_cost(workload, scored.estimate.step_s, plan.world, memory) * complexity_penalty(*mechanisms)

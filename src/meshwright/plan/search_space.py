@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from itertools import product
 from typing import get_args
 
 from meshwright.core.backends import backend_for
 from meshwright.core.cluster import Cluster
 from meshwright.core.compression_policy import Compression
-from meshwright.core.context_policy import ContextPolicy
 from meshwright.core.dataflow import Dataflow
 from meshwright.core.errors import RequestError
 from meshwright.core.expert_policy import ExpertPolicy
@@ -22,7 +22,6 @@ from meshwright.core.plan import BalancePolicy, CompileMode, Offload, Overlap, P
 from meshwright.core.rank_devices import assign_rank_devices, device_kind
 from meshwright.core.recompute_policy import RecomputeMode
 from meshwright.core.routes import Route, routes_for_world
-from meshwright.core.spatial_policy import SpatialPolicy
 from meshwright.core.tensor_policy import TensorPolicy
 from meshwright.core.tied_parameters import check_tied_parameters
 from meshwright.core.workload import Workload
@@ -73,12 +72,9 @@ _SYNC_FIELDS = {f.name for f in fields(SyncPolicy)} & {f.name for f in fields(Co
 
 @dataclass(frozen=True)
 class ModelPartition:
-    """How one mesh shards and cuts one model."""
+    """How one mesh partitions one model: a partial plan with its tensor, context, spatial and expert parallelism, and its pipeline stages."""
 
-    tensor_grid: TensorGrid
-    context: ContextPolicy
-    spatial: SpatialPolicy
-    expert: ExpertPolicy
+    sharding: Plan
     stages: tuple[Stage, ...]
 
 
@@ -86,41 +82,35 @@ MeshEnumerator = Callable[[int], list[Mesh]]  # world size → meshes in which d
 
 
 def candidates(
-    profile: ModelProfile,
-    cluster: Cluster,
-    workload: Workload,
-    constraints: Constraints,
-    partition_cache: PartitionCache | None = None,
-    enumerate_meshes: MeshEnumerator | None = None,
-) -> Iterator[Plan]:
-    """Yield the legal plans. If the constraints allow none, raise the first reason, which is about the simplest plan and says what to change."""
+    profile: ModelProfile, cluster: Cluster, workload: Workload, constraints: Constraints,
+    partition_cache: PartitionCache | None = None, enumerate_meshes: MeshEnumerator | None = None,
+) -> Iterator[Plan]:  # fmt: skip
+    """Yield the legal plans. If the constraints allow none, raise the first error, which is about the simplest plan and says what to change."""
     check_constraints(constraints, len(cluster.devices))
-    reason: RequestError | None = None
-    found = False
+    first_error: RequestError | None = None
+    any_legal = False
     partition_cache = partition_cache or PartitionCache(profile, workload, constraints)
-    every = mesh_layouts(cluster, constraints, enumerate_meshes or (lambda world: model_parallel_meshes(world, constraints)))
-    for mesh, zero in ((ordered, zero) for found, zero in every for ordered in _axis_order_variants(found, cluster, constraints)):
-        for sequence in sequence_parallel_choices(mesh, constraints):
-            for schedule in schedule_choices(mesh, constraints):
+    layouts = mesh_layouts(cluster, constraints, enumerate_meshes or (lambda world: model_parallel_meshes(world, constraints)))
+    modes = (constraints.recompute,) if constraints.recompute else RECOMPUTE_MODES
+    for mesh, zero in ((ordered, zero) for layout, zero in layouts for ordered in _axis_order_variants(layout, cluster, constraints)):
+        for sequence, schedule in product(sequence_parallel_choices(mesh, constraints), schedule_choices(mesh, constraints)):
+            try:
+                check_runnable(mesh)
+                partition = partition_cache.partition(mesh, sequence, schedule)
+            except RequestError as error:
+                first_error = first_error or error
+                continue
+            if not is_schedule_eligible(schedule, partition.stages, constraints):
+                continue
+            for micro, recompute in product(micro_batch_counts(workload.global_batch, mesh, constraints), modes):
+                point = SearchPoint(mesh, zero, micro, recompute, sequence, schedule)
                 try:
-                    check_runnable(mesh)
-                    cuts = partition_cache.partition(mesh, sequence, schedule)
+                    yield make_plan(profile, cluster, workload, constraints, point, partition)
+                    any_legal = True
                 except RequestError as error:
-                    reason = reason or error
-                    continue
-                for micro in (
-                    micro_batch_counts(workload.global_batch, mesh, constraints) if is_schedule_eligible(schedule, cuts.stages, constraints) else ()
-                ):
-                    for recompute in (constraints.recompute,) if constraints.recompute else RECOMPUTE_MODES:
-                        try:
-                            yield make_plan(
-                                profile, cluster, workload, constraints, SearchPoint(mesh, zero, micro, recompute, sequence, schedule), cuts
-                            )
-                            found = True
-                        except RequestError as error:
-                            reason = reason or error  # the first reason is about the simplest plan
-    if not found:
-        raise reason or RequestError("no plan is legal here: relax --mesh, --nproc or --set")
+                    first_error = first_error or error
+    if not any_legal:
+        raise first_error or RequestError("no plan is legal here: relax --mesh, --nproc or --set")
 
 
 def _axis_order_variants(mesh: Mesh, cluster: Cluster, constraints: Constraints) -> Iterator[Mesh]:
@@ -132,43 +122,36 @@ def _axis_order_variants(mesh: Mesh, cluster: Cluster, constraints: Constraints)
 
 def check_constraints(constraints: Constraints, devices: int) -> None:
     """Raise for constraints that no mesh can satisfy, at once rather than as the reason for leaving out each mesh."""
-    if constraints.mesh is not None:
-        refuse_unused(constraints.mesh, constraints.schedule, constraints.placements, constraints.sequence)
-    elif constraints.flow is None or (constraints.world or devices) == 1:
-        refuse_unused(Mesh(), constraints.schedule, constraints.placements, constraints.sequence)
-    if (
-        constraints.mesh is not None
-        and Mesh(order=constraints.order).order
-        and sum(constraints.mesh.degree(axis) > 1 for axis in constraints.order) < 2
-    ):
-        raise RequestError(
-            f"order={','.join(constraints.order)} is for axes that a mesh has, and {constraints.mesh} has fewer than two of them: leave it out"
-        )
+    mesh, order = constraints.mesh, constraints.order
+    if mesh is not None or constraints.flow is None or (constraints.world or devices) == 1:
+        refuse_unused(mesh if mesh is not None else Mesh(), constraints.schedule, constraints.placements, constraints.sequence)
+    if mesh is not None and Mesh(order=order).order and sum(mesh.degree(axis) > 1 for axis in order) < 2:
+        raise RequestError(f"order={','.join(order)} orders the axes of a mesh, and {mesh} has fewer than two of them: leave it out")
     if constraints.flow is not None:
         check_placements(constraints.flow, constraints.placements)
     if constraints.compression_rank is not None and "powersgd" not in (constraints.compression, *constraints.allow):
-        raise RequestError(f"compression_rank={constraints.compression_rank} is powersgd's: set compression=powersgd, or leave it out")
+        raise RequestError(f"compression_rank={constraints.compression_rank} needs powersgd: set compression=powersgd, or leave it out")
 
 
 def refuse_unused(mesh: Mesh, schedule: str | None, placements: Mapping[str, str], sequence_parallel: bool | None = None) -> None:
     """Raise for a setting that this mesh would ignore."""
     if schedule is not None and mesh.pp == 1:
-        raise RequestError(f"schedule={schedule} orders a pipeline's micro-batches, and mesh {mesh} has none: use --mesh pp=2, or leave it out")
+        raise RequestError(f"schedule={schedule} needs pipeline stages, and mesh {mesh} has none: use --mesh pp=2, or leave it out")
     if placements and mesh.degree("tp") == 1:
-        raise RequestError(f"placements say how tensor parallelism cuts layers, and mesh {mesh} has none: use --mesh tp=2, or leave them out")
+        raise RequestError(f"placements need tensor parallelism, and mesh {mesh} has none: use --mesh tp=2, or leave them out")
     if sequence_parallel and mesh.degree("tp") == 1:
-        raise RequestError(f"sequence=true is for tensor-parallel ranks, and mesh {mesh} has none: use --mesh tp=2, or leave it out")
+        raise RequestError(f"sequence=true needs tensor parallelism, and mesh {mesh} has none: use --mesh tp=2, or leave it out")
 
 
 def sequence_parallel_choices(mesh: Mesh, constraints: Constraints) -> tuple[bool, ...]:
-    """Values of `sequence_parallel` to search: as asked, or both where the mesh supports it."""
+    """Values of `sequence_parallel` to search: the constraint, or both where the mesh supports it."""
     if constraints.sequence is not None:
         return (constraints.sequence,)
     return (False, True) if len(mesh.tp) == 1 < mesh.degree("tp") and mesh.cp == mesh.ep == 1 else (False,)
 
 
 def schedule_choices(mesh: Mesh, constraints: Constraints) -> tuple[PipelineSchedule, ...]:
-    """Pipeline schedules to search: as asked, or all whose traits say `searched`."""
+    """Pipeline schedules to search: the constraint, or all whose traits say `searched`."""
     if constraints.schedule is not None or mesh.pp == 1:
         return (constraints.schedule or "1f1b",)
     return tuple(schedule for schedule in get_args(PipelineSchedule) if schedule_traits(schedule).searched)
@@ -186,7 +169,7 @@ UNSHARDED: TensorGrid = (TensorPolicy(), TensorPolicy())
 
 
 class PartitionCache:
-    """Partitions a model for one mesh after another and caches the parts that meshes have in common."""
+    """Partitions a model for one mesh after another and caches what meshes have in common."""
 
     def __init__(self, profile: ModelProfile, workload: Workload, constraints: Constraints) -> None:
         self.profile, self.workload, self.constraints = profile, workload, constraints
@@ -199,20 +182,20 @@ class PartitionCache:
         self._single_stage = single_stage(profile)
 
     def partition(self, mesh: Mesh, sequence_parallel: bool, schedule: str = "1f1b", stages_per_rank: int = 0) -> ModelPartition:
-        parts = self.sharding(mesh, sequence_parallel)
+        sharding = self.sharding(mesh, sequence_parallel)
         count = mesh.pp * (stages_per_rank or schedule_traits(schedule).stages_per_rank)
         stages = self._stages(count, mesh.tp, mesh.cp, sequence_parallel) if mesh.pp > 1 else self._single_stage
-        return ModelPartition((parts.tensor, parts.tensor_y), parts.context, parts.spatial, parts.expert, stages)
+        return ModelPartition(sharding, stages)
 
     def sharding(self, mesh: Mesh, sequence_parallel: bool) -> Plan:
-        """A partial plan that says which part of every layer a rank holds: tensor, context, spatial and expert parallelism."""
+        """A partial plan that says how ranks shard every layer: tensor, context, spatial and expert parallelism."""
         return self._cached_sharding(Mesh(cp=mesh.cp, ep=mesh.ep, tp=mesh.tp), mesh.pp > 1, sequence_parallel)
 
     def _choose_sharding(self, mesh: Mesh, pipelined: bool, sequence_parallel: bool) -> Plan:
         grid = self.tensor_grid(mesh.tp, pipelined, sequence_parallel) if mesh.degree("tp") > 1 else UNSHARDED
-        (tensor, across), context, spatial = choose_cp_policies(mesh, self.constraints.flow, grid, self.workload.precision, self.constraints.spatial)
-        owners = self.expert_policy(mesh.ep) if mesh.ep > 1 else ExpertPolicy()
-        return Plan("", mesh.ep, mesh, tensor=tensor, tensor_y=across, context=context, spatial=spatial, expert=owners)
+        (first, second), context, spatial = choose_cp_policies(mesh, self.constraints.flow, grid, self.workload.precision, self.constraints.spatial)
+        expert = self.expert_policy(mesh.ep) if mesh.ep > 1 else ExpertPolicy()
+        return Plan("", mesh.ep, mesh, tensor=first, tensor_y=second, context=context, spatial=spatial, expert=expert)
 
     def _require_dataflow(self, requirement: str) -> Dataflow:
         if self.constraints.flow is None:
@@ -221,23 +204,21 @@ class PartitionCache:
 
     def _choose_tensor(self, tp_degrees: tuple[int, ...], pipelined: bool, sequence_parallel: bool) -> TensorGrid:
         flow = self._require_dataflow(f"mesh {Mesh(tp=tp_degrees)}: tensor parallelism needs")
-        known = self._chosen_tensor.get((len(tp_degrees), pipelined, sequence_parallel))
-        if known is not None and all(
-            logical_dim.size >= n for policy, n in zip(known, tp_degrees, strict=False) for logical_dim in policy.sharded_dims
-        ):
-            return known  # the choice made for another degree stays the best while every dim has at least one element a rank
-        found = choose_tensor_grid(
-            flow, tp_degrees, self.constraints.placements, self.profile.layer_names if pipelined else (), sequence_parallel=sequence_parallel
-        )
-        reject_if_unsharded(found, tp_degrees)
-        self._chosen_tensor.setdefault((len(tp_degrees), pipelined, sequence_parallel), found)
-        return found
+        key = (len(tp_degrees), pipelined, sequence_parallel)
+        grid = self._chosen_tensor.get(key)
+        if grid is not None and all(dim.size >= degree for policy, degree in zip(grid, tp_degrees, strict=False) for dim in policy.sharded_dims):
+            return grid  # the choice made for another degree stays the best while every dim has at least one element a rank
+        layers = self.profile.layer_names if pipelined else ()
+        grid = choose_tensor_grid(flow, tp_degrees, self.constraints.placements, layers, sequence_parallel=sequence_parallel)
+        reject_if_unsharded(grid, tp_degrees)
+        self._chosen_tensor.setdefault(key, grid)
+        return grid
 
     def _choose_stages(self, count: int, tp_degrees: tuple[int, ...], cp: int, sequence_parallel: bool) -> tuple[Stage, ...]:
         return balanced_stages(self.stage_boundaries(count, tp_degrees, cp, sequence_parallel), self.profile, count)
 
     def stage_boundaries(self, count: int, tp_degrees: tuple[int, ...], cp: int, sequence_parallel: bool) -> StageBoundaries:
-        """The places where the model can be cut into stages."""
+        """The boundaries at which the model can be split into stages."""
         tensor = self.tensor_grid(tp_degrees, True, sequence_parallel) if math.prod(tp_degrees) > 1 else UNSHARDED
         if (id(tensor), cp) not in self._boundaries:
             flow = self._require_dataflow(f"mesh {Mesh(pp=count)}: a pipeline needs")
@@ -246,24 +227,21 @@ class PartitionCache:
 
 
 def mesh_layouts(cluster: Cluster, constraints: Constraints, enumerate_meshes: MeshEnumerator) -> Iterator[tuple[Mesh, int]]:
+    fixed = constraints.zero
     if constraints.mesh is not None:
         mesh = replace(constraints.mesh.canonical(), order=constraints.order or constraints.mesh.order)
-        if mesh.shard > constraints.mesh.shard and constraints.zero not in (None, 3):
+        if mesh.shard > constraints.mesh.shard and fixed not in (None, 3):
             depth = f"mesh {constraints.mesh}: the depth of tensor parallelism gathers weights before use, which is zero=3"
-            raise RequestError(f"{depth}: leave zero={constraints.zero} out")
-        every = [3] if mesh.shard > constraints.mesh.shard else [1, 2, 3] if mesh.shard > 1 else [0]
-        yield from ((mesh, zero) for zero in ([constraints.zero] if constraints.zero is not None else every))
+            raise RequestError(f"{depth}: leave zero={fixed} out")
+        stages = [3] if mesh.shard > constraints.mesh.shard else [1, 2, 3] if mesh.shard > 1 else [0]
+        yield from ((mesh, zero) for zero in ([fixed] if fixed is not None else stages))
         return
     for world in world_sizes(len(cluster.devices), constraints):
-        for mesh in enumerate_meshes(world):
-            for zero in (constraints.zero,) if constraints.zero is not None else (0, 1, 2, 3):
-                if zero == 0:
-                    yield mesh, 0
-                elif mesh.dp == 1:
-                    if constraints.zero is not None:
-                        yield mesh, zero
-                else:
-                    yield from ((replace(mesh, dp=mesh.dp // shard, shard=shard), zero) for shard in divisors(mesh.dp) if shard > 1)
+        for mesh, zero in product(enumerate_meshes(world), (0, 1, 2, 3) if fixed is None else (fixed,)):
+            if zero == 0 or (mesh.dp == 1 and fixed is not None):
+                yield mesh, zero
+            else:
+                yield from ((replace(mesh, dp=mesh.dp // shard, shard=shard), zero) for shard in divisors(mesh.dp) if shard > 1)
 
 
 def model_parallel_meshes(world: int, constraints: Constraints) -> list[Mesh]:
@@ -271,16 +249,15 @@ def model_parallel_meshes(world: int, constraints: Constraints) -> list[Mesh]:
     requires pp > 1; one on placements or sequence parallelism requires tp > 1."""
     if constraints.flow is None:
         return [Mesh(dp=world, order=constraints.order)]
-    every = [(pp, ways) for pp in divisors(world) for ways in divisors(world // pp)]
-    tensor = bool(constraints.placements or constraints.sequence)
-    wanted = [(pp, ways) for pp, ways in every if (pp > 1 or constraints.schedule is None) and (ways > 1 or not tensor)]
-    return [Mesh(pp=pp, dp=world // pp // ways, tp=(ways,), order=constraints.order) for pp, ways in wanted]
+    min_pp, min_tp = 1 + (constraints.schedule is not None), 1 + bool(constraints.placements or constraints.sequence)
+    degrees = [(pp, tp) for pp in divisors(world) for tp in divisors(world // pp) if pp >= min_pp and tp >= min_tp]
+    return [Mesh(pp=pp, dp=world // pp // tp, tp=(tp,), order=constraints.order) for pp, tp in degrees]
 
 
 def world_sizes(devices: int, constraints: Constraints) -> list[int]:
     if constraints.world is not None:
         return [constraints.world]
-    return sorted({1, devices, *(2**k for k in range(1, devices.bit_length()) if 2**k <= devices)})
+    return sorted({devices, *(2**k for k in range(devices.bit_length()))})
 
 
 def divisors(number: int) -> list[int]:
@@ -292,7 +269,7 @@ def micro_batch_counts(batch: int, mesh: Mesh, constraints: Constraints) -> list
     if constraints.micro_batches is not None:
         return [constraints.micro_batches]
     share = max(batch // mesh.data_parallel_size, 1)
-    return [2**k for k in range(share.bit_length()) if share % 2**k == 0] or [1]
+    return [2**k for k in range(share.bit_length()) if share % 2**k == 0]
 
 
 def make_plan(
@@ -303,31 +280,26 @@ def make_plan(
     assert recompute != "mixed"
     if world > len(cluster.devices):
         raise RequestError(f"mesh {mesh} needs {world} devices, this cluster has {len(cluster.devices)}: use --nproc {len(cluster.devices)} or less")
-    device, where = cluster.devices[0].kind, assign_rank_devices(cluster, world)
-    plan = Plan(
+    device, rank_devices, sharding = cluster.devices[0].kind, assign_rank_devices(cluster, world), partition.sharding
+    offload, layer_modes = constraints.offload or "none", constraints.recompute_layers
+    # No graph may span a unit whose backward is split in two, or in which the run patches the model's own calls.
+    eager = sharding.context.attention_sites or rank_devices or schedule_traits(point.schedule).splits_backward
+    plan = replace(
+        sharding,
         model=profile.name,
         global_batch=workload.global_batch,
         mesh=mesh,
         micro_batches=point.micro_batches,
         stages=partition.stages,
         schedule=point.schedule,
-        memory=choose_memory(
-            profile, cluster, workload.precision, point.zero, recompute, constraints.recompute_layers, constraints.offload or "none"
-        ),
+        memory=choose_memory(profile, cluster, workload.precision, point.zero, recompute, layer_modes, offload),
         sync=_sync_policy(constraints, world),
-        balance=equal_balance(workload.global_batch, mesh) if len(set(map(device_kind, where))) > 1 else BalancePolicy(),
+        balance=equal_balance(workload.global_batch, mesh) if len(set(map(device_kind, rank_devices))) > 1 else BalancePolicy(),
         placements=constraints.placements,
-        tensor=partition.tensor_grid[0],
-        tensor_y=partition.tensor_grid[1],
-        context=partition.context,
-        spatial=partition.spatial,
-        expert=partition.expert,
-        compile=_compile_mode(
-            constraints, device, world, partition.context.attention_sites or where or schedule_traits(point.schedule).splits_backward
-        ),
+        compile=constraints.compile or ("none" if eager else default_compile(device, world)),
         device=device,
-        rank_devices=where,
-        backend=constraints.backend or backend_for(device, where),
+        rank_devices=rank_devices,
+        backend=constraints.backend or backend_for(device, rank_devices),
         threads=cluster.threads_per_rank(world),
     )
     check_tied_parameters(plan, profile.tied_parameters)
@@ -336,18 +308,11 @@ def make_plan(
 
 def _sync_policy(constraints: Constraints, world: int) -> SyncPolicy:
     routes, nodes = routes_for_world(constraints.routes or (), constraints.nodes or (), world)
-    told = {name: value for name in _SYNC_FIELDS if (value := getattr(constraints, name)) is not None}
-    return SyncPolicy(**told, routes=routes, ranks_per_node=nodes)
-
-
-def _compile_mode(constraints: Constraints, device: str, world: int, eager: object) -> CompileMode:
-    """The compile mode. `eager` is true where no graph may span a unit: its backward is split in two, or the run patches the model's own calls."""
-    return constraints.compile if constraints.compile is not None else "none" if eager else default_compile(device, world)
+    fixed = {name: value for name in _SYNC_FIELDS if (value := getattr(constraints, name)) is not None}
+    return SyncPolicy(**fixed, routes=routes, ranks_per_node=nodes)
 
 
 def default_compile(device: str, world: int) -> CompileMode:
     """The compile mode where the user gives none. On GPUs compiling pays off within a minute: the whole model on one device, block by block on
     several so that gradient communication starts early."""
-    if device == "cpu":
-        return "none"
-    return "model" if world == 1 else "blocks"
+    return "none" if device == "cpu" else "model" if world == 1 else "blocks"

@@ -3,6 +3,7 @@ sequence]). Pure reasoning over dataflow."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -14,10 +15,12 @@ from meshwright.plan.dataflow_graph import DataflowGraph
 from meshwright.plan.sequence_region import SequenceParallelError, SequenceRegion, logical_dim_of
 from meshwright.plan.size_arguments import size_arguments
 
+_NO_REGION = "no tensor-parallel layer is followed by another one that takes the same positions"
+
 
 def add_sequence_parallel(graph: DataflowGraph, policy: TensorPolicy, sharded_dims: frozenset[int], tp_degree: int) -> TensorPolicy:
     """The same policy with sequence parallelism added. Raises a RequestError with the reason if the model does not allow it."""
-    reason = "no cut part is followed by one that takes the same positions"
+    reason = _NO_REGION
     for logical_dim in _candidate_dims(graph, policy, sharded_dims, tp_degree):
         try:
             region = SequenceRegion(graph, policy, logical_dim, sharded_dims)
@@ -33,40 +36,38 @@ def add_sequence_parallel(graph: DataflowGraph, policy: TensorPolicy, sharded_di
 def sequence_sharded_values(graph: DataflowGraph, policy: TensorPolicy, sharded_dims: frozenset[int]) -> dict[int, tuple[str, int]]:
     """Values that are sequence-sharded wherever they are used: value → (name of the logical dim, tensor dim), with dim -1 if that dim holds other
     logical dims too."""
-    found: dict[int, tuple[str, int]] = {}
-    for logical_dim in {
-        s for m in (*policy.reduce_sites, *policy.sequence_scatter_sites) if m.sequence_layout for s in [logical_dim_of(graph, policy, m)]
-    }:
+    sharded: dict[int, tuple[str, int]] = {}
+    sites = (site for site in (*policy.reduce_sites, *policy.sequence_scatter_sites) if site.sequence_layout)
+    for logical_dim in {logical_dim_of(graph, policy, site) for site in sites}:
         region = SequenceRegion(graph, policy, logical_dim, sharded_dims)
         region.restore_from_policy()
         region.propagate()
         for value in region.sharded_values - region.gathered_outputs:
-            along = region.position_layout(value)
-            found[value] = (along.logical_dim, -1 if along.has_outer_dims or along.inner > 1 else along.dim)
-    return found
+            layout = region.position_layout(value)
+            sharded[value] = (layout.logical_dim, -1 if layout.has_outer_dims or layout.inner > 1 else layout.dim)
+    return sharded
 
 
 def _candidate_dims(graph: DataflowGraph, policy: TensorPolicy, sharded_dims: frozenset[int], tp_degree: int) -> list[int]:
     """Logical dims of reduced outputs that are neither samples nor features (dims of the layer's own parameters); the most frequent first."""
-    count: dict[int, int] = {}
+    counts: Counter[int] = Counter()
     for site in policy.reduce_sites:
         for call in graph.calls_by_module[site.module]:
             read = {v for i in range(call.first_op, call.end_op) for v in graph.op(i).inputs if v in graph.parameter_of}
             features = {s for v in read for s in graph.value_dims[v]}
-            for logical_dim in graph.value_dims[call.outputs[0]] - features - graph.dataflow.sample_dims - sharded_dims:
-                if graph.dataflow.sizes[logical_dim] >= tp_degree:
-                    count[logical_dim] = count.get(logical_dim, 0) + 1
-    return sorted(count, key=lambda s: (-count[s], s))
+            positions = graph.value_dims[call.outputs[0]] - features - graph.dataflow.sample_dims - sharded_dims
+            counts.update(s for s in positions if graph.dataflow.sizes[s] >= tp_degree)
+    return sorted(counts, key=lambda s: (-counts[s], s))
 
 
 class _SitePlacement:
     """Places scatters and gathers at the inputs and outputs of modules, until every operation of a region gets its inputs as it needs them."""
 
     def __init__(self, region: SequenceRegion) -> None:
-        self.region, self.reader = region, region.graph
+        self.region, self.graph = region, region.graph
 
     def solve(self) -> None:
-        for _ in range(len(self.reader.dataflow.values)):
+        for _ in range(len(self.graph.dataflow.values)):
             self.region.propagate()
             if not self._place_scatters() and not self._place_gathers():
                 break
@@ -74,100 +75,93 @@ class _SitePlacement:
         self._check_reads()
 
     def _place_scatters(self) -> bool:
-        """Scatter whole values that are combined with sharded ones at the input of the smallest module that does so; their other uses in it then
+        """Scatter replicated values that are combined with sharded ones at the input of the smallest module that does so; their other uses in it then
         get shards too."""
         for value, ops in self.region.needs_scatter.items():
-            call = next((c for c in self.reader.input_calls(value) if any(c.first_op <= i < c.end_op for i in ops)), None)
+            call = next((c for c in self.graph.input_calls(value) if any(c.first_op <= i < c.end_op for i in ops)), None)
             if call is None:
                 index = min(ops)
-                raise SequenceParallelError(
-                    f"{self.reader.describe_location(index)} combines positions with a value that every rank has whole ({self.reader.op(index).name})"
-                )
+                location, op = self.graph.describe_location(index), self.graph.op(index).name
+                raise SequenceParallelError(f"{location} combines sharded positions with a replicated value ({op})")
             self.region.scatters[value, call.first_op] = call
         return bool(self.region.needs_scatter)
 
     def _place_gathers(self) -> bool:
         for value, ops in self.region.needs_gather.items():
-            left = set(ops)
-            for call in self.reader.input_calls(value):
-                inside = {i for i in self.reader.consumers.get(value, []) if call.first_op <= i < call.end_op}
-                if left & inside and inside <= ops:
+            remaining = set(ops)
+            for call in self.graph.input_calls(value):
+                inside = {i for i in self.graph.consumers.get(value, []) if call.first_op <= i < call.end_op}
+                if remaining & inside and inside <= ops:
                     self.region.gathers[value, call.first_op] = call
-                    left -= inside
-            if left or not ops:
+                    remaining -= inside
+            if remaining or not ops:
                 self._gather_at_output(value)
         return bool(self.region.needs_gather)
 
     def _gather_at_output(self, value: int) -> None:
-        region = self.region
+        region, producer = self.region, self.graph.producer.get(value)
         for key in [k for k in region.gathers if k[0] == value]:
             del region.gathers[key]
-        made = self.reader.producer.get(value)
-        if value in region.sharded_values and _producing_call(self.reader, value) is not None:
+        if value in region.sharded_values and _producing_call(self.graph, value) is not None:
             region.gathered_outputs.add(value)
-        elif made is not None and made not in region.stop_ops:
-            region.stop_ops.add(made)  # its inputs are then needed whole, and may be gathered instead
+        elif producer is not None and producer not in region.stop_ops:
+            region.stop_ops.add(producer)  # its inputs are then gathered instead
         else:
             index = min(region.needs_gather[value], default=0)
-            raise SequenceParallelError(
-                f"{self.reader.describe_location(index)} needs all positions of what no module gives out ({self.reader.op(index).name})"
-            )
+            location, op = self.graph.describe_location(index), self.graph.op(index).name
+            raise SequenceParallelError(f"{location} needs all positions of a value that no module returns ({op})")
 
     def _check_calls(self) -> None:
         """Raise unless all calls of a module have the same scatters and gathers: what is done at its input is done in every call."""
         region = self.region
         entering = {(v, c.first_op) for v, c in region.sharded_entries()}
-        known = {"entries": entering, "scatters": set(region.scatters), "gathers": set(region.gathers)}
-        entries = [(v, c) for v, calls in region.entry_calls.items() for c in calls if (v, c.first_op) in entering]
-        sites = {(c.module, c.inputs.index(v), "entries") for v, c in entries}
-        sites |= {(c.module, c.inputs.index(v), "scatters") for (v, _), c in region.scatters.items()}
-        sites |= {(c.module, c.inputs.index(v), "gathers") for (v, _), c in region.gathers.items()}
-        several = "is called several times, with positions of all ranks and of one"
+        entries = [((v, c.first_op), c) for v, calls in region.entry_calls.items() for c in calls if (v, c.first_op) in entering]
+        calls_by_kind = {"entries": entries, "scatters": region.scatters.items(), "gathers": region.gathers.items()}
+        keys = {kind: {key for key, _ in calls} for kind, calls in calls_by_kind.items()}
+        sites = {(c.module, c.inputs.index(v), kind) for kind, calls in calls_by_kind.items() for (v, _), c in calls}
+        several = "is called several times, with sharded and with replicated positions"
         for module, position, kind in sorted(sites):
-            for call in self.reader.calls_by_module[module]:
-                if (call.inputs[position], call.first_op) not in known[kind]:
-                    raise SequenceParallelError(f"{module} {several}")
+            if any((c.inputs[position], c.first_op) not in keys[kind] for c in self.graph.calls_by_module[module]):
+                raise SequenceParallelError(f"{module} {several}")
         for module in {c.module for c in region.reduced_outputs.values()} | set(region.dropout_modules):
-            if any(c.outputs[0] not in region.sharded_values for c in self.reader.calls_by_module[module]):
+            if any(c.outputs[0] not in region.sharded_values for c in self.graph.calls_by_module[module]):
                 raise SequenceParallelError(f"{module} {several}")
 
     def _check_reads(self) -> None:
-        """Raise where code reads the number of positions from a sharded value, which gives this rank's number, and uses it for a whole value."""
-        flow, region = self.reader.dataflow, self.region
+        """Raise where code reads the number of positions from a sharded value, which gives this rank's number, and uses it for a replicated value."""
+        flow, region = self.graph.dataflow, self.region
         for read in flow.size_reads:
-            if region.logical_dim not in flow.values[read.value].logical_dims[read.dim] or not region.is_sharded_within(
-                read.value, read.before_operation, read.before_operation
-            ):
+            op_index = read.before_operation
+            counts_positions = region.logical_dim in flow.values[read.value].logical_dims[read.dim]
+            if not counts_positions or not region.is_sharded_within(read.value, op_index, op_index):
                 continue
-            frames = {c.module for c in flow.modules if c.first_op <= read.before_operation <= c.end_op}
-            if not frames.isdisjoint(region.dropout_modules):
+            modules = {c.module for c in flow.modules if c.first_op <= op_index <= c.end_op}
+            if not modules.isdisjoint(region.dropout_modules):
                 continue  # dropout modules run on all positions
-            for op in (o for o in flow.operations[read.before_operation :] if o.call_index >= 0 and flow.sized_calls[o.call_index].module in frames):
-                made = flow.values[op.outputs[0]]
-                counts = any(region.logical_dim in made.logical_dims[at] for _, _, at, _ in size_arguments(flow, op))
-                if counts and op.outputs[0] not in region.sharded_values:
-                    frame = flow.sized_calls[op.call_index].module or "the model"
-                    raise SequenceParallelError(f"the code of {frame} takes the number of positions from one value and uses it for another")
+            for op in (o for o in flow.operations[op_index:] if o.call_index >= 0 and flow.sized_calls[o.call_index].module in modules):
+                dims = flow.values[op.outputs[0]].logical_dims
+                if op.outputs[0] not in region.sharded_values and any(region.logical_dim in dims[at] for _, _, at, _ in size_arguments(flow, op)):
+                    module = flow.sized_calls[op.call_index].module or "the model"
+                    raise SequenceParallelError(f"the code of {module} takes the number of positions from one value and uses it for another")
 
 
 class _SequencePolicyBuilder:
     """Builds the policy of a region whose scatters and gathers are placed."""
 
     def __init__(self, region: SequenceRegion) -> None:
-        self.region, self.reader = region, region.graph
-        self._meets = CollectiveSiteBuilder(self.reader, {})
+        self.region, self.graph = region, region.graph
+        self._site_builder = CollectiveSiteBuilder(self.graph, {})
         self._entries = {(c.module, c.inputs.index(v)): v for v, c in region.sharded_entries()}
 
     def build(self) -> TensorPolicy:
-        region, old, flow = self.region, self.region.policy, self.reader.dataflow
+        region, old, flow = self.region, self.region.policy, self.graph.dataflow
         if len(self._entries) <= len(region.gathers) + len(region.gathered_outputs):
-            raise SequenceParallelError("no cut part is followed by one that takes the same positions")
-        whole = set(range(len(flow.values))) - {v for v in region.sharded_values if v not in region.gathered_outputs}
-        sizes, unclear, uneven = self.reader.size_rewrites({region.logical_dim: region.dim_name}, whole)
+            raise SequenceParallelError(_NO_REGION)
+        replicated = set(range(len(flow.values))) - (region.sharded_values - region.gathered_outputs)
+        sizes, unclear, uneven = self.graph.size_rewrites({region.logical_dim: region.dim_name}, replicated)
         for rewrite in (*unclear, *uneven):
-            raise SequenceParallelError(
-                f"the code of {rewrite.module or 'the model'} uses the number of positions, {rewrite.original_size}, for other things too"
-            )
+            module = rewrite.module or "the model"
+            raise SequenceParallelError(f"the code of {module} uses the number of positions, {rewrite.original_size}, for other things too")
         layout, outputs = region.position_layout, {c.module: v for v, c in region.reduced_outputs.items()}
         return replace(
             old,
@@ -181,37 +175,37 @@ class _SequencePolicyBuilder:
             size_rewrites=(*old.size_rewrites, *sizes),
         )
 
-    def _moved_entry(self, meet: CollectiveSite) -> CollectiveSite:
-        place = self.region.moved_entries.get((meet.module, meet.position))
-        if place is None or place not in self._entries:
-            return meet
-        return replace(meet, module=place[0], position=place[1], sequence_layout=self.region.position_layout(self._entries[place]))
+    def _moved_entry(self, site: CollectiveSite) -> CollectiveSite:
+        entry = self.region.moved_entries.get((site.module, site.position))
+        if entry is None or entry not in self._entries:
+            return site
+        return replace(site, module=entry[0], position=entry[1], sequence_layout=self.region.position_layout(self._entries[entry]))
 
     def _input_sites(self, calls: Mapping[tuple[int, int], ModuleCall]) -> Iterator[CollectiveSite]:
         for module, position, value in dict.fromkeys((c.module, c.inputs.index(v), v) for (v, _), c in calls.items()):
-            yield self._along_positions(self._meets.build(module, value, position), value)
+            yield self._along_positions(self._site_builder.build(module, value, position), value)
 
     def _output_sites(self) -> Iterator[CollectiveSite]:
         for value in sorted(self.region.gathered_outputs):
-            call = _producing_call(self.reader, value)
+            call = _producing_call(self.graph, value)
             assert call is not None
-            yield replace(self._along_positions(self._meets.build(call.module, value, call.outputs.index(value)), value), at_output=True)
+            yield replace(self._along_positions(self._site_builder.build(call.module, value, call.outputs.index(value)), value), at_output=True)
 
-    def _along_positions(self, meet: CollectiveSite, value: int) -> CollectiveSite:
-        return replace(meet, sequence_layout=self.region.position_layout(value), needs_grad=self.reader.dataflow.values[value].needs_grad)
+    def _along_positions(self, site: CollectiveSite, value: int) -> CollectiveSite:
+        return replace(site, sequence_layout=self.region.position_layout(value), needs_grad=self.graph.dataflow.values[value].needs_grad)
 
     def _partial_biases(self) -> Iterator[str]:
         """Biases of layers whose output is reduce-scattered: each rank adds them to its own positions only, so their gradients are partial."""
         sharded = self.region.sharded_dims
         for call in self.region.reduced_outputs.values():
             for index in range(call.first_op, call.end_op):
-                op = self.reader.op(index)
+                op = self.graph.op(index)
                 for value in op.inputs if sharded.intersection(op.contracted_dims) else ():
-                    if value in self.reader.parameter_of and not sharded & self.reader.value_dims[value]:
-                        yield self.reader.parameter_of[value]
+                    if value in self.graph.parameter_of and not sharded & self.graph.value_dims[value]:
+                        yield self.graph.parameter_of[value]
 
 
-def _producing_call(reader: DataflowGraph, value: int) -> ModuleCall | None:
+def _producing_call(graph: DataflowGraph, value: int) -> ModuleCall | None:
     """The smallest module call that produces a value and returns it."""
-    made = reader.producer.get(value, -1)
-    return min((c for c in reader.producer_calls(value) if c.first_op <= made < c.end_op), key=lambda c: c.end_op - c.first_op, default=None)
+    op = graph.producer.get(value, -1)
+    return min((c for c in graph.producer_calls(value) if c.first_op <= op < c.end_op), key=lambda c: c.end_op - c.first_op, default=None)

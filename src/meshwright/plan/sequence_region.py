@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from meshwright.core.dataflow import ModuleCall, Operation
 from meshwright.core.errors import RequestError
-from meshwright.core.tensor_policy import CollectiveSite, SequenceLayout, ShardedDim, TensorPolicy
+from meshwright.core.tensor_policy import CollectiveSite, SequenceLayout, TensorPolicy
 from meshwright.plan.dataflow_graph import DataflowGraph
 
 _SEQUENCE_DIM_NAME = "sequence"
@@ -28,55 +29,47 @@ class SequenceRegion:
     policy: TensorPolicy
     logical_dim: int
     sharded_dims: frozenset[int]
-    scatters: dict[tuple[int, int], ModuleCall] = field(default_factory=dict)  # (value, first_op of the call): whole outside the call, sharded inside
-    gathers: dict[tuple[int, int], ModuleCall] = field(default_factory=dict)  # (value, first_op of the call): sharded outside the call, whole inside
-    gathered_outputs: set[int] = field(default_factory=set)  # values gathered at the output of the module that makes them
-    stop_ops: set[int] = field(default_factory=set)  # operations that could work on a shard of the positions, but whose output is needed whole
+    scatters: dict[tuple[int, int], ModuleCall] = field(default_factory=dict)  # (value, first_op of the call): replicated outside, sharded inside
+    gathers: dict[tuple[int, int], ModuleCall] = field(default_factory=dict)  # (value, first_op of the call): sharded outside, replicated inside
+    gathered_outputs: set[int] = field(default_factory=set)  # values gathered at the output of the module that returns them
+    stop_ops: set[int] = field(default_factory=set)  # operations that could run on sharded positions, but whose output is needed gathered
 
     def __post_init__(self) -> None:
         flow = self.graph.dataflow
-        self.dim_name = next((s.name for s in self.policy.sharded_dims if not s.parameter_shards and self._is_this_dim(s)), "")
-        taken = sum(not s.parameter_shards for s in self.policy.sharded_dims)
-        self.dim_name = self.dim_name or (f"{_SEQUENCE_DIM_NAME}.{taken}" if taken else _SEQUENCE_DIM_NAME)
-        sums = {m.module for m in self.policy.reduce_sites if m.sequence_layout is None or m.sequence_layout.logical_dim == self.dim_name}
-        self.reduced_outputs = {c.outputs[0]: c for c in flow.modules if c.module in sums and self.has_dim(c.outputs[0])}
+        names = [s.name for s in self.policy.sharded_dims if not s.parameter_shards]  # of this region, if restored, and of other regions
+        new_name = f"{_SEQUENCE_DIM_NAME}.{len(names)}" if names else _SEQUENCE_DIM_NAME
+        self.dim_name = next(filter(self._is_this_dim, names), new_name)
+        reduced = {m.module for m in self.policy.reduce_sites if m.sequence_layout is None or m.sequence_layout.logical_dim == self.dim_name}
+        self.reduced_outputs = {c.outputs[0]: c for c in flow.modules if c.module in reduced and self.has_dim(c.outputs[0])}
         self.entry_calls: dict[int, list[ModuleCall]] = {}
         self.moved_entries: dict[tuple[str, int], tuple[str, int]] = {}  # (module, input) of a copy site → of the outermost call around it
-        positions = {(m.module, m.position) for m in self.policy.copy_sites}
+        copied_inputs = {(m.module, m.position) for m in self.policy.copy_sites}
         for call in flow.modules:
-            for at, value in enumerate(call.inputs):
-                if (call.module, at) in positions and self.has_dim(value):
+            for i, value in enumerate(call.inputs):
+                if (call.module, i) in copied_inputs and self.has_dim(value):
                     outer = self._outermost_call(call, value)
-                    self.moved_entries[call.module, at] = (outer.module, outer.inputs.index(value))
+                    self.moved_entries[call.module, i] = (outer.module, outer.inputs.index(value))
                     self.entry_calls.setdefault(value, []).append(outer)
 
     def _outermost_call(self, call: ModuleCall, value: int) -> ModuleCall:
         """The largest module around a tensor-parallel part that is given the same value and uses it for nothing else. Code in it that reads the
         value's sizes sees those of the gathered value."""
         users = self.graph.consumers.get(value, [])
-        mine = [i for i in users if call.first_op <= i < call.end_op]
+        inside = [i for i in users if call.first_op <= i < call.end_op]
         around = [c for c in self.graph.input_calls(value) if c.first_op <= call.first_op and call.end_op <= c.end_op]
-        return [c for c in (call, *around) if [i for i in users if c.first_op <= i < c.end_op] == mine][-1]
+        return [c for c in (call, *around) if [i for i in users if c.first_op <= i < c.end_op] == inside][-1]
 
-    def _is_this_dim(self, strand: ShardedDim) -> bool:
+    def _is_this_dim(self, name: str) -> bool:
         """Whether a sharded dim of an already built policy is this region's logical dim."""
-        marked = [
-            m
-            for m in (*self.policy.reduce_sites, *self.policy.sequence_scatter_sites)
-            if m.sequence_layout is not None and m.sequence_layout.logical_dim == strand.name
-        ]
-        return any(logical_dim_of(self.graph, self.policy, m) == self.logical_dim for m in marked)
+        sites = _sites_along(name, (*self.policy.reduce_sites, *self.policy.sequence_scatter_sites))
+        return any(logical_dim_of(self.graph, self.policy, site) == self.logical_dim for site in sites)
 
     def has_dim(self, value: int) -> bool:
         return self.logical_dim in self.graph.value_dims[value]
 
     def restore_from_policy(self) -> None:
         """Set the scatters and gathers that are recorded in the policy."""
-        for site in (
-            m
-            for m in (*self.policy.sequence_scatter_sites, *self.policy.sequence_gather_sites)
-            if m.sequence_layout is not None and m.sequence_layout.logical_dim == self.dim_name
-        ):
+        for site in _sites_along(self.dim_name, (*self.policy.sequence_scatter_sites, *self.policy.sequence_gather_sites)):
             for call in self.graph.calls_by_module[site.module]:
                 if site.at_output:
                     self.gathered_outputs.add(call.outputs[site.position])
@@ -84,27 +77,21 @@ class SequenceRegion:
                     (self.scatters if site in self.policy.sequence_scatter_sites else self.gathers)[call.inputs[site.position], call.first_op] = call
 
     def _is_sharded_at(self, value: int, index: int) -> bool:
-        """Whether a rank holds a shard of the value's positions where operation `index` uses it. The innermost enclosing scatter or gather
-        decides."""
+        """Whether a rank holds a shard of the value's positions where operation `index` uses it: the innermost scatter or gather decides."""
         return self.is_sharded_within(value, index, index + 1)
 
     def is_sharded_within(self, value: int, first: int, last: int) -> bool:
         boundaries = [(c, True) for (v, _), c in self.scatters.items() if v == value]
         boundaries += [(c, False) for (v, _), c in self.gathers.items() if v == value]
         boundaries += [(c, False) for c in self.entry_calls.get(value, [])]
-        inside = [
-            (c.end_op - c.first_op, shared)
-            for c, shared in boundaries
-            if c.first_op <= first and last <= c.end_op and (c.first_op, c.end_op) != (first, last)
-        ]
-        if inside:
-            return min(inside)[1]
+        around = [(c, sharded) for c, sharded in boundaries if c.first_op <= first and last <= c.end_op and (c.first_op, c.end_op) != (first, last)]
+        if around:
+            return min((c.end_op - c.first_op, sharded) for c, sharded in around)[1]
         return value in self.sharded_values and value not in self.gathered_outputs
 
     def sharded_entries(self) -> list[tuple[int, ModuleCall]]:
         """Sharded values that a tensor-parallel part gathers at its input, and the calls of those parts."""
-        every = ((v, c) for v, calls in self.entry_calls.items() for c in calls)
-        return [(v, c) for v, c in every if self.is_sharded_within(v, c.first_op, c.end_op)]
+        return [(v, c) for v, calls in self.entry_calls.items() for c in calls if self.is_sharded_within(v, c.first_op, c.end_op)]
 
     def propagate(self) -> None:
         """Propagate shards through all operations, with the scatters and gathers placed so far."""
@@ -112,8 +99,8 @@ class SequenceRegion:
         self.sharded_values: set[int] = set(self.reduced_outputs)
         self.dropout_modules: dict[str, int] = {}  # modules that multiply by random numbers → their output
         self.partial_parameters: dict[str, None] = {}
-        self.needs_gather: dict[int, set[int]] = {}  # sharded value → operations that need it whole
-        self.needs_scatter: dict[int, set[int]] = {}  # whole value → operations that need only this rank's positions
+        self.needs_gather: dict[int, set[int]] = {}  # sharded value → operations that need it gathered
+        self.needs_scatter: dict[int, set[int]] = {}  # replicated value → operations that need only this rank's positions
         calls = {c.first_op: c for c in sorted(flow.modules, key=lambda c: c.first_op - c.end_op) if len(c.inputs) == len(c.outputs) == 1}
         skip = 0
         for index, op in enumerate(flow.operations):
@@ -128,23 +115,22 @@ class SequenceRegion:
             self.needs_gather.setdefault(value, set())
 
     def _propagate_op(self, index: int, op: Operation) -> None:
-        mine = [v for v in op.inputs if self._is_sharded_at(v, index)]
-        if not mine:
+        sharded = [v for v in op.inputs if self._is_sharded_at(v, index)]
+        if not sharded:
             return
-        held = [self.graph.parameter_of[v] for v in op.inputs if v in self.graph.parameter_of]
-        if index in self.stop_ops or not self._is_position_wise(op) or any(self.has_dim(v) for v in op.inputs if v in self.graph.parameter_of):
-            for value in mine:
+        parameters = [v for v in op.inputs if v in self.graph.parameter_of]
+        if index in self.stop_ops or not self._is_position_wise(op) or any(map(self.has_dim, parameters)):
+            for value in sharded:
                 self.needs_gather.setdefault(value, set()).add(index)
             return
         if op.name in ("bernoulli_", "native_dropout"):
-            raise SequenceParallelError(
-                f"the code of {self.graph.describe_location(index)} draws random numbers itself ({op.name}), not through a module such as nn.Dropout"
-            )
+            location = self.graph.describe_location(index)
+            raise SequenceParallelError(f"the code of {location} draws random numbers itself ({op.name}), not through a module such as nn.Dropout")
         for value in op.inputs:
-            if self.has_dim(value) and value not in mine:
+            if self.has_dim(value) and value not in sharded:
                 self.needs_scatter.setdefault(value, set()).add(index)
         self.sharded_values.update(v for v in op.outputs if self.has_dim(v))
-        self.partial_parameters.update(dict.fromkeys(held))
+        self.partial_parameters.update(dict.fromkeys(self.graph.parameter_of[v] for v in parameters))
 
     def _is_position_wise(self, op: Operation) -> bool:
         """Whether an operation treats all positions alike and touches no dim that tensor parallelism shards."""
@@ -155,49 +141,43 @@ class SequenceRegion:
 
     def position_layout(self, value: int) -> SequenceLayout:
         """Where the positions lie in a value."""
-        logical_dims = self.graph.dataflow.values[value].logical_dims
-        dim = next(d for d, found in enumerate(logical_dims) if self.logical_dim in found)
-        at = logical_dims[dim].index(self.logical_dim)
-        sizes = self.graph.dataflow.sizes
-        return SequenceLayout(
-            self.dim_name,
-            dim,
-            math.prod(sizes[s] for s in logical_dims[dim][at + 1 :]),
-            has_outer_dims=math.prod(sizes[s] for s in logical_dims[dim][:at]) > 1,
-        )
+        flow = self.graph.dataflow
+        dim, logical_dims = next((i, dims) for i, dims in enumerate(flow.values[value].logical_dims) if self.logical_dim in dims)
+        at = logical_dims.index(self.logical_dim)
+        outer, inner = (math.prod(flow.sizes[s] for s in dims) for dims in (logical_dims[:at], logical_dims[at + 1 :]))
+        return SequenceLayout(self.dim_name, dim, inner, has_outer_dims=outer > 1)
 
 
-def _is_dropout_like(reader: DataflowGraph, call: ModuleCall) -> bool:
+def _sites_along(dim_name: str, sites: Iterable[CollectiveSite]) -> list[CollectiveSite]:
+    return [site for site in sites if site.sequence_layout is not None and site.sequence_layout.logical_dim == dim_name]
+
+
+def _is_dropout_like(graph: DataflowGraph, call: ModuleCall) -> bool:
     """Whether a module multiplies its input by random numbers of its own and does nothing else. Its output for an input of ones is then those
     numbers."""
-    flow, (given,), (made,) = reader.dataflow, call.inputs, call.outputs
-    if given == made or flow.values[given].logical_dims != flow.values[made].logical_dims:
+    flow, (source,), (out,) = graph.dataflow, call.inputs, call.outputs
+    if source == out or flow.values[source].logical_dims != flow.values[out].logical_dims:
         return False
-    on_the_way = {given}
-    draws = False
+    derived, draws = {source}, False  # values computed from the input; whether random numbers are drawn
     for op in flow.operations[call.first_op : call.end_op]:
-        met = on_the_way.intersection(op.inputs)
         draws |= op.name in ("bernoulli_", "native_dropout", "arange") or op.name in _LIKE_OPS
-        if not met or op.name in _LIKE_OPS:
+        if derived.isdisjoint(op.inputs) or op.name in _LIKE_OPS:
             continue
-        if len([v for v in op.inputs if v in on_the_way]) > 1 or op.name not in _MASKING_OPS or any(v in reader.parameter_of for v in op.inputs):
+        if sum(v in derived for v in op.inputs) > 1 or op.name not in _MASKING_OPS or any(v in graph.parameter_of for v in op.inputs):
             return False
-        on_the_way.update(op.outputs)
-    return draws and made in on_the_way
+        derived.update(op.outputs)
+    return draws and out in derived
 
 
-def logical_dim_of(reader: DataflowGraph, policy: TensorPolicy, meet: CollectiveSite) -> int:
+def logical_dim_of(graph: DataflowGraph, policy: TensorPolicy, site: CollectiveSite) -> int:
     """The logical dim of positions along which a collective scatters or gathers."""
-    call = reader.calls_by_module[meet.module][0]
-    assert meet.sequence_layout is not None
-    value = call.outputs[0] if meet in policy.reduce_sites else call.inputs[meet.position]
-    names = {s.name: s.size for s in policy.sharded_dims}
-    dim = reader.dataflow.values[value].logical_dims[meet.sequence_layout.dim]
+    call, layout, sizes = graph.calls_by_module[site.module][0], site.sequence_layout, graph.dataflow.sizes
+    assert layout is not None
+    value = call.outputs[0] if site in policy.reduce_sites else call.inputs[site.position]
+    size = next(s.size for s in policy.sharded_dims if s.name == layout.logical_dim)
     inner = 1
-    for logical_dim in reversed(dim):
-        if inner == meet.sequence_layout.inner and reader.dataflow.sizes[logical_dim] == names[meet.sequence_layout.logical_dim]:
+    for logical_dim in reversed(graph.dataflow.values[value].logical_dims[layout.dim]):
+        if inner == layout.inner and sizes[logical_dim] == size:
             return logical_dim
-        inner *= reader.dataflow.sizes[logical_dim]
-    raise RequestError(
-        f"plan: tensor.sums says that positions lie in dim {meet.sequence_layout.dim} of {meet.module}'s output, and they do not: plan again"
-    )
+        inner *= sizes[logical_dim]
+    raise RequestError(f"plan: the sequence_layout of {site.module} puts its positions in dim {layout.dim}, and they are not there: plan again")

@@ -10,21 +10,21 @@ SLICE_OPS = ("slice", "narrow")  # slices by number that can be rewritten are re
 
 
 def size_arguments(dataflow: Dataflow, op: Operation) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (position among the call's sizes, the number, the output dim that it counts, the length of the dim that it slices or 0).
+    """Yield (index among the call's sizes, the number, the output dim that it counts, the length of the dim that it slices or 0).
 
-    A call may run several operations: a size belongs to the operation that made the dim of that size, a slice index to the operation that sliced
-    the dim. A slice from 0 has no start to count.
+    A call may run several operations: a size belongs to the operation whose output has the dim of that size, a slice index to the operation that
+    sliced the dim. A slice from 0 has no start to count.
     """
-    call, made = dataflow.sized_calls[op.call_index], dataflow.values[op.outputs[0]]
-    for position, number in enumerate(call.sizes):
+    call, out = dataflow.sized_calls[op.call_index], dataflow.values[op.outputs[0]]
+    for i, number in enumerate(call.sizes):
         if number == -1:
             continue
         if call.dims:
-            at, given = call.dims[position], dataflow.values[op.inputs[0]]
-            if op.name in SLICE_OPS and number and given.shape[at] != made.shape[at]:
-                yield position, number, at, given.shape[at]
+            at, source = call.dims[i], dataflow.values[op.inputs[0]]
+            if op.name in SLICE_OPS and number and source.shape[at] != out.shape[at]:
+                yield i, number, at, source.shape[at]
             continue
-        dim = call.dim if call.function.startswith(("split", "unflatten")) else position
-        at = dim + position if call.function == "unflatten" else dim
-        if -len(made.logical_dims) <= at < len(made.logical_dims) and made.shape[at] == number:
-            yield position, number, at, 0
+        dim = call.dim if call.function.startswith(("split", "unflatten")) else i
+        at = dim + i if call.function == "unflatten" else dim
+        if -len(out.logical_dims) <= at < len(out.logical_dims) and out.shape[at] == number:
+            yield i, number, at, 0

@@ -8,7 +8,8 @@ another pass starts. After a gather every rank does the same work.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from meshwright.core.dataflow import Dataflow, ModuleCall, Operation
@@ -33,38 +34,36 @@ from meshwright.plan.dataflow_graph import DataflowGraph
 _RANDOM_OPS = frozenset(("native_dropout", "dropout", "bernoulli", "bernoulli_", "rand_like", "randn_like", "uniform_", "normal_", "exponential_"))
 _HALO_FUNCTIONS = {"conv": "conv{}d", "max": "max_pool{}d", "mean": "avg_pool{}d"}  # the calls to which the run can add a halo
 _NORM_FUNCTIONS = ("batch_norm", "group_norm")
-_MIN_SHARDED_SHARE = 0.1  # of all activations: with a smaller part in blocks, ranks would mostly repeat the same work
+_MIN_SHARDED_SHARE = 0.1  # of all activations: with a smaller share in blocks, ranks would mostly repeat the same work
 GridDims = tuple[int, ...]  # for each dim of a value, the grid dim that shards it, or -1
 
 
 def choose_spatial(dataflow: Dataflow, cp_degree: int, grid: tuple[int, ...] = ()) -> SpatialPolicy:
     """How `cp_degree` ranks shard the positions of a model's samples. Raises a RequestError with the reason if they cannot."""
     dims = next((len(op.window.kernel) for op in dataflow.operations if op.window is not None and op.window.kind == "conv"), 0)
-    instead = f"use --mesh dp={cp_degree}"
     if not dims:
-        raise RequestError(
-            f"cp={cp_degree}: no convolution here whose positions could be cut: use context parallelism of sequences, or --mesh dp={cp_degree}"
-        )
+        raise RequestError(f"cp={cp_degree}: this model has no convolution: use context parallelism of sequences, or --mesh dp={cp_degree}")
     grid = _check_grid(grid, cp_degree, dims) if grid else choose_grid(cp_degree, dims)
-    reader = DataflowGraph.of(dataflow)
+    graph, instead = DataflowGraph.of(dataflow), f"use --mesh dp={cp_degree}"
     roots = [call for call in dataflow.modules if not call.module]
-    boundaries = {p for p, v in enumerate(roots[0].inputs) if _is_splittable(dataflow, v, grid)} if roots else set()
+    split_inputs = {p for p, v in enumerate(roots[0].inputs) if _is_splittable(dataflow, v, grid)} if roots else set()
     gathers: dict[tuple[str, int], str] = {}
     reason = "its input has too few positions, or none"
-    while boundaries:
-        walk = _SpatialPropagation(reader, grid, boundaries, gathers)
+    while split_inputs:
+        propagation = _SpatialPropagation(graph, grid, split_inputs, gathers)
         try:
-            walk.propagate()
-        except _NeedsGatherError as need:
-            reason = need.reason
-            found = walk.gather_sites().before(need.values, need.op_index)
-            boundaries -= {place for place in found if isinstance(place, int)}
-            gathers.update({place: need.reason for place in found if not isinstance(place, int) and place not in gathers})
+            propagation.propagate()
+        except _NeedsGatherError as error:
+            reason = error.reason
+            sites = _gather_sites(propagation, error.values, error.op_index)
+            split_inputs -= {site for site in sites if isinstance(site, int)}
+            gathers.update({site: reason for site in sites if not isinstance(site, int) and site not in gathers})
             continue
-        if walk.result.share < _MIN_SHARDED_SHARE:
-            raise RequestError(f"cp={cp_degree}: blocks would hold {walk.result.share:.0%} of this model's activations ({reason}): {instead}")
-        return walk.policy()
-    raise RequestError(f"cp={cp_degree}: nothing in this model can be cut over positions ({reason}): {instead}")
+        share = propagation.result.share
+        if share < _MIN_SHARDED_SHARE:
+            raise RequestError(f"cp={cp_degree}: ranks would shard only {share:.0%} of this model's activations ({reason}): {instead}")
+        return propagation.policy()
+    raise RequestError(f"cp={cp_degree}: nothing in this model can be sharded over positions ({reason}): {instead}")
 
 
 def _check_grid(grid: tuple[int, ...], cp_degree: int, dims: int) -> tuple[int, ...]:
@@ -76,13 +75,13 @@ def _check_grid(grid: tuple[int, ...], cp_degree: int, dims: int) -> tuple[int, 
 
 
 def _is_splittable(dataflow: Dataflow, value: int, grid: tuple[int, ...]) -> bool:
-    noted = dataflow.values[value]
-    sizes = noted.shape[2:]
-    return noted.floating and len(sizes) == len(grid) and all(n >= ways for n, ways in zip(sizes, grid, strict=True))
+    tensor = dataflow.values[value]
+    sizes = tensor.shape[2:]
+    return tensor.floating and len(sizes) == len(grid) and all(size >= degree for size, degree in zip(sizes, grid, strict=True))
 
 
 def _is_norm(op: Operation) -> bool:
-    """Whether it is the operation that does the norm itself: torch's norm functions may cast and count in others."""
+    """Whether it is the operation that does the norm itself: torch's norm functions may also cast and count."""
     return op.function in _NORM_FUNCTIONS and op.function in op.name
 
 
@@ -103,7 +102,7 @@ class _PropagationResult:
     gathers: list[SpatialGather] = field(default_factory=list)
     decisions: dict[str, str] = field(default_factory=dict)  # module → how its sliding window or norm works on blocks
     block_modules: dict[str, None] = field(default_factory=dict)  # all modules that work on blocks
-    whole_calls: dict[tuple[str, str], set[tuple[int, ...]]] = field(default_factory=dict)  # (module, function) → sizes of its whole inputs
+    replicated_calls: dict[tuple[str, str], set[tuple[int, ...]]] = field(default_factory=dict)  # (module, function) → sizes of its replicated inputs
     block_inputs: dict[int, list[int]] = field(default_factory=dict)  # operation → its inputs that are blocks
     block_elements: float = 0.0  # elements produced in blocks, and in all
     total_elements: float = 0.0
@@ -117,7 +116,7 @@ class _SpatialPropagation:
     """One pass over the operations: model inputs are split into blocks, and gathered where earlier passes found it necessary."""
 
     def __init__(self, graph: DataflowGraph, grid: tuple[int, ...], split_inputs: set[int], required_gathers: Mapping[tuple[str, int], str]) -> None:
-        self.graph, self.dataflow, self.grid, self.split_inputs, self.required_gathers = (graph, graph.dataflow, grid, split_inputs, required_gathers)
+        self.graph, self.dataflow, self.grid, self.split_inputs, self.required_gathers = graph, graph.dataflow, grid, split_inputs, required_gathers
         self.model_calls = [call for call in self.dataflow.modules if not call.module]
         self.block_dims: dict[int, GridDims] = {}  # value that is a block → its grid dims
         self.result = _PropagationResult()
@@ -138,13 +137,12 @@ class _SpatialPropagation:
         self._check_calls_distinct()
 
     def _enter_model(self, index: int) -> None:
-        whole = (-1, -1, *range(len(self.grid)))
         for root in self.model_calls:
             if root.first_op == index:
-                self.block_dims.update({root.inputs[p]: whole for p in self.split_inputs})
+                self.block_dims.update({root.inputs[p]: (-1, -1, *range(len(self.grid))) for p in self.split_inputs})
 
     def _exit_module(self, call: ModuleCall) -> None:
-        """Gather the outputs of a module that must be whole; all outputs of the model must be, since every rank computes the whole loss."""
+        """Gather the outputs of a module where required; those of the model must be gathered, since every rank computes the whole loss."""
         for position, value in enumerate(call.outputs):
             if value not in self.block_dims:
                 continue
@@ -157,26 +155,26 @@ class _SpatialPropagation:
                 self.block_dims.pop(call.inputs[position], None)
 
     def _record_gather(self, call: ModuleCall, position: int, value: int) -> None:
-        axes, noted = self.block_dims.pop(value), self.dataflow.values[value]
-        dims = tuple(axes.index(a) for a in range(len(self.grid)))
-        sizes = tuple(noted.shape[d] for d in dims)
+        grid_dims, tensor = self.block_dims.pop(value), self.dataflow.values[value]
+        dims = tuple(map(grid_dims.index, range(len(self.grid))))
+        sizes = tuple(tensor.shape[d] for d in dims)
         around = [m for m in self.dataflow.modules if m.first_op <= call.first_op and call.end_op <= m.end_op]
         final = tuple(m.module for m in around if m.module and m.ops_before_last_save < call.end_op)
-        size = math.prod(noted.shape) * noted.itemsize / math.prod(sizes) / self.dataflow.batch
+        size = math.prod(tensor.shape) * tensor.itemsize / math.prod(sizes) / self.dataflow.batch
         self.result.gathers.append(SpatialGather(call.module, position, dims, sizes, size, final))
 
     # -- operations --
 
     def _propagate_op(self, index: int, op: Operation) -> None:
-        made = sum(math.prod(self.dataflow.values[v].shape) for v in op.outputs)
-        self.result.total_elements += made
-        parts = [v for v in op.inputs if v in self.block_dims]
-        if not parts:
+        elements = sum(math.prod(self.dataflow.values[v].shape) for v in op.outputs)
+        self.result.total_elements += elements
+        blocks = [v for v in op.inputs if v in self.block_dims]
+        if not blocks:
             if op.window is not None or _is_norm(op):
-                self.result.whole_calls.setdefault((op.module, op.function), set()).add(self.dataflow.values[op.inputs[0]].shape[2:])
+                self.result.replicated_calls.setdefault((op.module, op.function), set()).add(self.dataflow.values[op.inputs[0]].shape[2:])
             return
-        self.result.block_elements += made
-        self.result.block_inputs[index] = parts
+        self.result.block_elements += elements
+        self.result.block_inputs[index] = blocks
         self.result.block_modules[op.module or "(model)"] = None
         if op.name in _RANDOM_OPS:
             raise self._needs_gather(index, "draws random numbers, which depend on the layout")
@@ -193,40 +191,39 @@ class _SpatialPropagation:
 
     def _spatial_sizes(self, index: int, op: Operation) -> tuple[int, ...]:
         """The spatial sizes of an input of shape (sample, channel, positions …), sharded along the positions."""
-        axes = self.block_dims.get(op.inputs[0], ())
-        if axes != (-1, -1, *range(len(self.grid))) or any(v in self.block_dims for v in op.inputs[1:]):
+        if self.block_dims.get(op.inputs[0], ()) != (-1, -1, *range(len(self.grid))) or any(v in self.block_dims for v in op.inputs[1:]):
             raise self._needs_gather(index, "takes positions in another order")
         return self.dataflow.values[op.inputs[0]].shape[2:]
 
     def _propagate_window(self, index: int, op: Operation) -> None:
         sizes, window = self._spatial_sizes(index, op), op.window
         assert window is not None
-        given, out = self.dataflow.values[op.inputs[0]], op.outputs[0]
+        source, out = self.dataflow.values[op.inputs[0]], op.outputs[0]
         if len(op.outputs) > 1 and self._is_used(op.outputs[1]):
-            raise self._needs_gather(index, "gives indices into all positions")
-        made = self.dataflow.values[out].shape[2:]
-        slide = WindowOp(op.module, op.function, window, sizes, made, given.shape[1] * given.itemsize, given.needs_grad)
+            raise self._needs_gather(index, "returns indices into all positions")
+        output_sizes = self.dataflow.values[out].shape[2:]
+        window_op = WindowOp(op.module, op.function, window, sizes, output_sizes, source.shape[1] * source.itemsize, source.needs_grad)
         if window.kind == "grow":
-            if any(n % ways for n, ways in zip(sizes, self.grid, strict=True)):
-                raise self._needs_gather(index, f"grows {show_grid(sizes)} positions, which {show_grid(self.grid)} ranks do not share evenly")
-        elif halo_obstacle(slide, self.grid):
-            raise self._needs_gather(index, f"cannot work on blocks: {halo_obstacle(slide, self.grid)}")
-        elif not is_local(slide, self.grid):
+            if any(size % degree for size, degree in zip(sizes, self.grid, strict=True)):
+                raise self._needs_gather(index, f"upsamples {show_grid(sizes)} positions, which {show_grid(self.grid)} ranks cannot split evenly")
+        elif obstacle := halo_obstacle(window_op, self.grid):
+            raise self._needs_gather(index, f"cannot work on blocks: {obstacle}")
+        elif not is_local(window_op, self.grid):
             if op.function != _HALO_FUNCTIONS[window.kind].format(len(window.kernel)):
                 raise self._needs_gather(index, f"is called by {op.function}, which cannot be given a halo")
-            self.result.window_ops.append(slide)
+            self.result.window_ops.append(window_op)
         self.block_dims[out] = self.block_dims[op.inputs[0]]
-        self._record_decision(op.module, sizes, slide)
+        self._record_decision(op.module, sizes, window_op)
 
     def _is_used(self, value: int) -> bool:
         return bool(self.graph.consumers.get(value)) or any(value in call.outputs for call in self.dataflow.modules)
 
     def _propagate_norm(self, index: int, op: Operation) -> None:
-        sizes, given = self._spatial_sizes(index, op), self.dataflow.values[op.inputs[0]]
-        fixed = op.function == "batch_norm"
+        sizes, source = self._spatial_sizes(index, op), self.dataflow.values[op.inputs[0]]
+        is_batch_norm = op.function == "batch_norm"
         # A group norm's operation also returns its statistics, one number for each sample and group.
-        numbers = given.shape[1] if fixed else math.prod(self.dataflow.values[op.outputs[1]].shape) // self.dataflow.batch
-        self.result.norms.append(SpatialNorm(op.module, op.function, sizes, numbers, max(given.itemsize, 4), fixed, given.needs_grad))
+        numbers = source.shape[1] if is_batch_norm else math.prod(self.dataflow.values[op.outputs[1]].shape) // self.dataflow.batch
+        self.result.norms.append(SpatialNorm(op.module, op.function, sizes, numbers, max(source.itemsize, 4), is_batch_norm, source.needs_grad))
         self.block_dims[op.outputs[0]] = self.block_dims[op.inputs[0]]
         self._record_decision(op.module, sizes)
 
@@ -236,24 +233,22 @@ class _SpatialPropagation:
 
     def _propagate_pointwise(self, index: int, op: Operation) -> None:
         """Handle an operation that treats all positions alike: the sharded dims come out unchanged, and no dim is needed whole."""
-        kept: dict[tuple[int, ...], int] = {}
+        values, sharded = self.dataflow.values, dict[tuple[int, ...], int]()  # logical dims of a sharded dim → its grid dim
         for value in self.result.block_inputs[index]:
-            for logical_dims, axis in zip(self.dataflow.values[value].logical_dims, self.block_dims[value], strict=True):
-                if axis >= 0 and kept.setdefault(logical_dims, axis) != axis:
+            for logical_dims, grid_dim in zip(values[value].logical_dims, self.block_dims[value], strict=True):
+                if grid_dim >= 0 and sharded.setdefault(logical_dims, grid_dim) != grid_dim:
                     raise self._needs_gather(index, "mixes one spatial dim with another")
-        touched = {s for logical_dims in kept for s in logical_dims}
-        if touched.intersection(op.contracted_dims) or touched.intersection(op.indivisible_dims):
+        if {s for logical_dims in sharded for s in logical_dims}.intersection((*op.contracted_dims, *op.indivisible_dims)):
             raise self._needs_gather(index, "needs all positions")
-        if op.call_index >= 0 and not self._splits_unsharded_dim(op, kept):
+        if op.call_index >= 0 and not self._splits_unsharded_dim(op, sharded):
             raise self._needs_gather(index, "is given sizes by the code")
-        for value in op.inputs:
-            if value not in self.block_dims and any(logical_dims in kept for logical_dims in self.dataflow.values[value].logical_dims):
-                raise self._needs_gather(index, "takes in something whole, position by position")
+        if any(value not in self.block_dims and not sharded.keys().isdisjoint(values[value].logical_dims) for value in op.inputs):
+            raise self._needs_gather(index, "combines blocks with the same positions of a replicated value")
         for value in op.outputs:
-            axes = tuple(kept.get(logical_dims, -1) for logical_dims in self.dataflow.values[value].logical_dims)
-            if sorted(a for a in axes if a >= 0) != list(range(len(self.grid))):
-                raise self._needs_gather(index, "lays positions out anew")
-            self.block_dims[value] = axes
+            grid_dims = tuple(sharded.get(logical_dims, -1) for logical_dims in values[value].logical_dims)
+            if sorted(d for d in grid_dims if d >= 0) != list(range(len(self.grid))):
+                raise self._needs_gather(index, "reshapes positions")
+            self.block_dims[value] = grid_dims
 
     def _splits_unsharded_dim(self, op: Operation, sharded_dims: Mapping[tuple[int, ...], int]) -> bool:
         """Whether the operation is a split by sizes along a dim that is not sharded."""
@@ -262,69 +257,60 @@ class _SpatialPropagation:
 
     def _check_calls_distinct(self) -> None:
         """The run identifies calls inside a module by function, kernel and block sizes; where these are ambiguous, the module's input is gathered."""
-        told: dict[tuple[str, str, tuple[int, ...], tuple[int, ...]], WindowOp | SpatialNorm] = {}
-        every: list[WindowOp | SpatialNorm] = [*self.result.window_ops, *self.result.norms]
-        for found in every:
-            kernel = found.window.kernel if isinstance(found, WindowOp) else ()
+        calls: dict[tuple[str, str, tuple[int, ...], tuple[int, ...]], WindowOp | SpatialNorm] = {}
+        ops: list[WindowOp | SpatialNorm] = [*self.result.window_ops, *self.result.norms]
+        for op in ops:
+            kernel = op.window.kernel if isinstance(op, WindowOp) else ()
             for rank in range(math.prod(self.grid)):
-                local = box_shape(local_box(found.sizes, self.grid, rank))
-                alike = told.setdefault((found.module, found.function, kernel, local), found) != found
-                inside = (m for (m, f), sizes in self.result.whole_calls.items() if f == found.function and local in sizes)
-                if alike or any(m == found.module or not found.module or m.startswith(f"{found.module}.") for m in inside):
-                    index = next(i for i in self.result.block_inputs if self.dataflow.operations[i].module == found.module)
+                local = box_shape(local_box(op.sizes, self.grid, rank))
+                is_ambiguous = calls.setdefault((op.module, op.function, kernel, local), op) != op
+                replicated = (m for (m, f), sizes in self.result.replicated_calls.items() if f == op.function and local in sizes)
+                if is_ambiguous or any(m == op.module or not op.module or m.startswith(f"{op.module}.") for m in replicated):
+                    index = next(i for i in self.result.block_inputs if self.dataflow.operations[i].module == op.module)
                     raise self._needs_gather(index, "is called on blocks and on other tensors of a block's size")
 
-    # -- results --
-
-    def gather_sites(self) -> _GatherSites:
-        return _GatherSites(self.dataflow, self.model_calls, self.split_inputs, self.required_gathers, self.result.block_inputs)
-
     def policy(self) -> SpatialPolicy:
-        seen, roots = self.result, self.model_calls
-        boundaries = tuple(SpatialInput(p, self.dataflow.values[roots[0].inputs[p]].shape[2:]) for p in sorted(self.split_inputs))
-        after = next((f"{self.required_gathers[g.module, g.position]}; gathered after {g.module or 'the model'}" for g in seen.gathers), "")
-        owners = [w.name.rpartition(".")[0] for w in self.graph.parameters]
-        layers = dict.fromkeys([*(op.module for op in self.dataflow.operations if op.window is not None), *owners])
-        fates = {
-            n: seen.decisions.get(n, "on blocks" if n in seen.block_modules else f"whole: {after}") for n in (name or "(model)" for name in layers)
-        }
-        return SpatialPolicy(self.grid, boundaries, tuple(seen.window_ops), tuple(seen.norms), tuple(seen.gathers), tuple(seen.block_modules), fates)
+        result, inputs = self.result, self.model_calls[0].inputs
+        split_inputs = tuple(SpatialInput(p, self.dataflow.values[inputs[p]].shape[2:]) for p in sorted(self.split_inputs))
+        reasons = (f"{self.required_gathers[g.module, g.position]}; gathered after {g.module or 'the model'}" for g in result.gathers)
+        replicated = f"replicated: {next(reasons, '')}"
+        parameter_modules = [w.name.rpartition(".")[0] for w in self.graph.parameters]
+        layers = dict.fromkeys([*(op.module for op in self.dataflow.operations if op.window is not None), *parameter_modules])
+        names = [name or "(model)" for name in layers]
+        notes = {name: result.decisions.get(name, "on blocks" if name in result.block_modules else replicated) for name in names}
+        window_ops, norms, gathers = tuple(result.window_ops), tuple(result.norms), tuple(result.gathers)
+        return SpatialPolicy(self.grid, split_inputs, window_ops, norms, gathers, tuple(result.block_modules), notes)
 
 
-@dataclass(frozen=True)
-class _GatherSites:
-    """Places where blocks can be gathered: outputs of modules. Where there is none, an input of the model is not split."""
+def _gather_sites(propagation: _SpatialPropagation, values: Iterable[int], op_index: int) -> set[tuple[str, int] | int]:
+    """Where to gather these values before an operation: outputs of modules (module, output); where there is none, the position of a model input
+    that must not be split."""
+    sites: set[tuple[str, int] | int] = set()
+    for value in values:
+        site = _last_module_output(propagation, value, op_index)
+        producer = max((i for i in range(op_index) if value in propagation.dataflow.operations[i].outputs), default=-1)
+        if site is not None:
+            sites.add(site)
+        elif producer in propagation.result.block_inputs:
+            sites |= _gather_sites(propagation, propagation.result.block_inputs[producer], producer)
+        else:
+            inputs = {p for call in propagation.model_calls for p in propagation.split_inputs if call.inputs[p] == value}
+            sites |= inputs or propagation.split_inputs
+    return sites
 
-    flow: Dataflow
-    model_calls: Sequence[ModuleCall]
-    split_inputs: Collection[int]
-    known: Collection[tuple[str, int]]  # gathers that earlier passes require
-    block_inputs: Mapping[int, Sequence[int]]  # operation → its inputs that are blocks
 
-    def before(self, values: Iterable[int], op_index: int) -> set[tuple[str, int] | int]:
-        """Where to gather so that these values are whole at an operation: (module, output), or the position of a model input that must not be
-        split."""
-        found: set[tuple[str, int] | int] = set()
-        for value in values:
-            site = self._last_output(value, op_index)
-            maker = max((i for i in range(op_index) if value in self.flow.operations[i].outputs), default=-1)
-            if site is not None:
-                found.add(site)
-            elif maker >= 0 and maker in self.block_inputs:
-                found |= self.before(self.block_inputs[maker], maker)
-            else:
-                found |= {p for call in self.model_calls for p in self.split_inputs if call.inputs[p] == value} or set(self.split_inputs)
-        return found
-
-    def _last_output(self, value: int, op_index: int) -> tuple[str, int] | None:
-        """The last module call that returns the value, the outermost of those; only modules called once, so that other calls stay sharded."""
-        calls = [c for c in self.flow.modules if value in c.outputs and c.end_op <= op_index and self._is_inside_model(c)]
-        often = {c.module: sum(m.module == c.module for m in self.flow.modules) > len(self.model_calls) for c in calls}
-        fresh = [c for c in calls if not often[c.module] and (c.module, c.outputs.index(value)) not in self.known]
-        if not fresh:
-            return None
-        last = max(fresh, key=lambda c: (c.end_op, c.end_op - c.first_op))
-        return last.module, last.outputs.index(value)
-
-    def _is_inside_model(self, call: ModuleCall) -> bool:
-        return any(model.first_op <= call.first_op and call.end_op <= model.end_op for model in self.model_calls)
+def _last_module_output(propagation: _SpatialPropagation, value: int, op_index: int) -> tuple[str, int] | None:
+    """The last module call that returns the value, the outermost of those; only modules called once, so that other calls stay sharded."""
+    modules, models = propagation.dataflow.modules, propagation.model_calls
+    num_calls = Counter(call.module for call in modules)
+    calls = [
+        call
+        for call in modules
+        if value in call.outputs
+        and call.end_op <= op_index
+        and any(model.first_op <= call.first_op and call.end_op <= model.end_op for model in models)
+        and num_calls[call.module] <= len(models)
+        and (call.module, call.outputs.index(value)) not in propagation.required_gathers
+    ]
+    last = max(calls, key=lambda call: (call.end_op, call.end_op - call.first_op), default=None)
+    return (last.module, last.outputs.index(value)) if last is not None else None
