@@ -64,7 +64,11 @@ class DLRM(nn.Module):
     def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
         bottom = self.bottom(dense)
         vectors = torch.stack([bottom, *(table(sparse[:, i]) for i, table in enumerate(self.tables))], dim=1)
+        return self.top(torch.cat((bottom, self._pairwise_interaction(vectors)), dim=1)).squeeze(1)
+
+    def _pairwise_interaction(self, vectors: Tensor) -> Tensor:
+        """The dot product of each pair of vectors, once."""
         products = torch.bmm(vectors, vectors.transpose(1, 2))
         count = self.config.tables + 1
-        row, column = torch.tril_indices(count, count, offset=-1, device=vectors.device)  # each pair of vectors once
-        return self.top(torch.cat((bottom, products[:, row, column]), dim=1)).squeeze(1)
+        row, column = torch.tril_indices(count, count, offset=-1, device=vectors.device)
+        return products[:, row, column]
