@@ -16,8 +16,6 @@ def instruction_task(task: Task) -> Task:
     """`task` on instructions and answers. Its loss is (sum, count) over the answers' tokens, so every token weighs the same on all ranks."""
     counted = _ANSWER_LOSSES.get(task.loss)
     if counted is None or task.tokens_per_sample is None:
-        raise RequestError(
-            f"instructions and answers need a language model of the zoo or an hf: model; {task.name} is neither: leave --data out"
-        )
+        raise RequestError(f"instructions and answers need a language model of the zoo or an hf: model; {task.name} is neither: leave --data out")
     tokens = Field((task.tokens_per_sample,), "int64", task.fields["tokens"].high)
     return replace(task, loss=counted, fields={"tokens": tokens, "targets": tokens}, data="")
