@@ -21,8 +21,9 @@ from torch.utils import _pytree as pytree
 from meshwright.core.dataflow import ModuleCall, SizeRead
 from meshwright.describe.dim_unification import LogicalDim, factors_of, unify
 from meshwright.describe.layers import Layer, find_layers
+from meshwright.describe.propagation_rules import TensorDims
 from meshwright.describe.repeated_blocks import Forward, leaf_signature, repeated_blocks, replaced_forwards
-from meshwright.describe.trace_records import DataflowTrace, ModuleFrame, TensorDims, TracedOp
+from meshwright.describe.trace_records import DataflowTrace, ModuleFrame, TracedOp
 
 
 class TraceWriter(Protocol):
