@@ -288,8 +288,7 @@ def _module_hooks(model: nn.Module, recorder: _DataflowRecorder) -> Iterator[Non
     with ExitStack() as stack:
         for name, module in model.named_modules():
             kind = _layer_kind(module)
-            before = module.register_forward_pre_hook(lambda _m, a, k, n=name, kind=kind: recorder.enter_module(n, kind, (a, k)), with_kwargs=True)
-            after = module.register_forward_hook(lambda _m, _a, output: recorder.leave_module(output))
-            stack.callback(before.remove)
-            stack.callback(after.remove)
+            enter = module.register_forward_pre_hook(lambda _m, a, k, n=name, kind=kind: recorder.enter_module(n, kind, (a, k)), with_kwargs=True)
+            stack.enter_context(enter)
+            stack.enter_context(module.register_forward_hook(lambda _m, _a, output: recorder.leave_module(output)))
         yield
