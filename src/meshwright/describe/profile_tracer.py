@@ -297,9 +297,7 @@ class _FlashAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (self.attend if func is self.original else func)(*args, **(kwargs or {}))
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: Any = 0.0, is_causal: bool = False, **_: Any
-    ) -> Any:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: Any = 0, is_causal: bool = False, **_: Any) -> Any:
         return _FlashCost.apply(query, key, value, self.recorder, is_causal)
 
 
