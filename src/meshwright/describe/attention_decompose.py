@@ -13,7 +13,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 
@@ -49,16 +49,9 @@ def _standard_attentions(model: nn.Module) -> list[Any]:
 
 
 def _decomposed_forward(
-    module: nn.MultiheadAttention,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_padding_mask: torch.Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: torch.Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None, need_weights: bool = True,
+    attn_mask: Tensor | None = None, average_attn_weights: bool = True, is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     if need_weights or module.bias_k is not None or module.add_zero_attn or query.is_nested or (is_causal and attn_mask is None):
         args = (query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         return nn.MultiheadAttention.forward(module, *args)
@@ -72,7 +65,7 @@ def _decomposed_forward(
     return (out.squeeze(0) if unbatched else out.transpose(0, 1) if sequence_first else out), None
 
 
-def _project_qkv(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _project_qkv(module: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     """Queries, keys and values with heads as a separate dim; one matmul where all three are projections of the same tensor."""
     if module._qkv_same_embed_dim and key is query and value is query:
         return F.linear(query, module.in_proj_weight, module.in_proj_bias).unflatten(-1, (3, -1, module.head_dim)).unbind(-3)
@@ -84,14 +77,14 @@ def _project_qkv(module: Any, query: torch.Tensor, key: torch.Tensor, value: tor
     return tuple(F.linear(x, w, b).unflatten(-1, (-1, module.head_dim)) for x, w, b in projections)
 
 
-def _heads_first(x: torch.Tensor, sequence_first: bool, unbatched: bool) -> torch.Tensor:
+def _heads_first(x: Tensor, sequence_first: bool, unbatched: bool) -> Tensor:
     """The tensor as (sample, head, position, width), from either layout of positions and samples."""
     if unbatched:
         return x.transpose(0, 1).unsqueeze(0)
     return x.permute(1, 2, 0, 3) if sequence_first else x.transpose(1, 2)
 
 
-def _merge_masks(attn_mask: torch.Tensor | None, padding: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+def _merge_masks(attn_mask: Tensor | None, padding: Tensor | None, query: Tensor) -> Tensor | None:
     """The mask to add to the scores. In a mask of three dims the first is samples × heads."""
     mask = None
     if attn_mask is not None:
@@ -103,5 +96,5 @@ def _merge_masks(attn_mask: torch.Tensor | None, padding: torch.Tensor | None, q
     return mask
 
 
-def _additive_mask(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+def _additive_mask(mask: Tensor, query: Tensor) -> Tensor:
     return mask if mask.is_floating_point() else torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, float("-inf"))

@@ -50,15 +50,11 @@ class CollectiveResult:
     correct: bool
 
 
-def measure_collectives(comm: Comm, device: torch.device, operations: Sequence[str], sizes: Sequence[int], budget_s: float) -> list[RankTimings]:
-    """Time the operations by size; every rank calls this at the same time. `budget_s` is per operation and size."""
-    return measure_routes({"": comm}, device, operations, sizes, budget_s)
-
-
 def measure_routes(
     routes: Mapping[str, Comm], device: torch.device, operations: Sequence[str], sizes: Sequence[int], budget_s: float
 ) -> list[RankTimings]:  # fmt: skip
-    """`measure_collectives` for several routes of one group, such as gloo and gloo:shared, interleaved, so that a disturbance affects all of them."""
+    """Time the operations by size; every rank calls this at the same time. `budget_s` is per operation and size. Calls of several routes of one
+    group, such as gloo and gloo:shared, are interleaved, so that a disturbance affects all of them."""
     timings: dict[str, list[RankTimings]] = {route: [] for route in routes}
     for op in operations:
         supported = {route: comm for route, comm in routes.items() if parse_route_name(route)[1] in ("flat", *ALGORITHMS.get(op, ()))}

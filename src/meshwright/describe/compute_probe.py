@@ -126,9 +126,8 @@ def _attention(length: int, device: torch.device, dtype: torch.dtype, backward: 
 
 def _gelu(elements: int, device: torch.device, backward: bool) -> tuple[float, Callable[[], object]]:
     x = torch.randn(elements, device=device)
-    if backward:
-        return float(elements), lambda: torch.ops.aten.gelu_backward(x, x, approximate="tanh")
-    return float(elements), lambda: F.gelu(x, approximate="tanh")
+    run = partial(torch.ops.aten.gelu_backward, x, x) if backward else partial(F.gelu, x)
+    return float(elements), partial(run, approximate="tanh")
 
 
 def _bare_call_seconds(device: torch.device) -> float:

@@ -53,13 +53,9 @@ _NO_LIMIT = 1 << 60  # a cgroup without a limit reports a number near 2**63 (v1)
 
 
 def discover(
-    environ: Mapping[str, str],
-    *,
-    ranks: int | None = None,
-    devices: DeviceSelection | None = None,
-    root: Path = Path("/"),
+    environ: Mapping[str, str], *, ranks: int | None = None, devices: DeviceSelection | None = None, root: Path = Path("/"),
     gpus: Sequence[nvml.Gpu] | None = None,
-) -> Cluster:
+) -> Cluster:  # fmt: skip
     """This machine. `devices` selects by index and `ranks` sets how many; `gpus` replaces what the driver reports.
 
     With GPUs, one device each, plus CPU devices where `devices` names them; without, one for each core that this process may use, or `ranks` of

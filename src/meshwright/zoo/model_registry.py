@@ -47,7 +47,6 @@ _TRAINING_DEFAULTS: dict[str, tuple[int, float]] = {
 
 
 def names() -> tuple[str, ...]:
-    """The zoo's own models."""
     return tuple(_TRAINING_DEFAULTS)
 
 
@@ -83,7 +82,7 @@ def load(name: str, *, seq: int | None = None, dropout: float = 0.0, random_init
 
 
 def _reject_options(name: str, seq: int | None, dropout: float) -> None:
-    """Reject an option that a model does not support, rather than ignore it."""
+    """Raise an error for an option that a model does not support, rather than ignore it."""
     if seq is not None:
         raise RequestError(f"--seq {seq}: {name} takes no sequence length; it is for the language models of the zoo and hf: models")
     if dropout:

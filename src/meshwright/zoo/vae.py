@@ -61,8 +61,7 @@ def _conv_encoder_decoder(config: VAEConfig) -> tuple[nn.Sequential, nn.Sequenti
 
 
 class VAE(nn.Module):
-    """Encoder, reparameterised sample, decoder. In training the sample is mean + σ·noise with keyed noise; in evaluation
-    it is the mean, so that a validation loss needs no key."""
+    """Encoder, reparameterised sample, decoder. In training the sample is mean + σ·noise with keyed noise; in evaluation it is the mean."""
 
     def __init__(self, config: VAEConfig) -> None:
         super().__init__()
