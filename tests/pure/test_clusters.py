@@ -111,7 +111,7 @@ def test_a_hundred_thousand_devices_are_cheap() -> None:
         ("dgx-h100:x", "write it like dgx-h100:4"),
         ("dgx-h100:0", "write it like dgx-h100:4"),
         ("ideal:", "write it like ideal:64"),
-        ("leonardo:9999", "it has 3456 nodes; use 1..3456"),
+        ("leonardo:9999", "the machine has 3456 nodes; use 1..3456"),
         ("nowhere.toml", "nowhere.toml: No such file"),
     ],
 )
@@ -165,7 +165,7 @@ def test_nodes_without_a_network_and_too_small_a_torus() -> None:
     with pytest.raises(RequestError, match=r"lab.toml:1: 3 nodes and no \[network\]"):
         parse_cluster(EXAMPLE.split("[network]")[0], "lab.toml", "lab")
     torus = EXAMPLE.replace('kind = "flat"', 'kind = "torus"\nshape = [1, 2]')
-    with pytest.raises(RequestError, match="2 places for 3 nodes"):
+    with pytest.raises(RequestError, match="2 positions for 3 nodes"):
         parse_cluster(torus, "lab.toml", "lab")
     with pytest.raises(RequestError, match="2 kinds of nodes"):
         parse_cluster(EXAMPLE, "lab.toml", "lab", nodes=4)

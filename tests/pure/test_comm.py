@@ -24,7 +24,7 @@ from meshwright.core.schedule import Action
 from meshwright.core.serialization import from_data, to_data
 from meshwright.cost.collective_cost import collective_seconds
 from meshwright.cost.route_selection import choose_routes, explain_routes, keep_used_routes
-from meshwright.describe.collective_bench import OPERATIONS, fit_by_operation, measure_collectives, merge_ranks
+from meshwright.describe.collective_bench import OPERATIONS, fit_by_operation, measure_routes, merge_ranks
 from meshwright.describe.discover import discover
 from meshwright.launch import LaunchedRank, default_backend
 from meshwright.launch import mpi_launcher as launch
@@ -129,7 +129,7 @@ def test_a_rank_that_fails_is_heard() -> None:
 def test_every_operation_is_measured_checked_fitted_and_drawn(tmp_path: Path) -> None:
     sizes = bench_comm.message_sizes(4096)
     assert sizes == (8, 64, 512, 4096)
-    every = ThreadWorld(2).run(lambda comm: measure_collectives(comm, torch.device("cpu"), OPERATIONS, sizes, 0.001))
+    every = ThreadWorld(2).run(lambda comm: measure_routes({"": comm}, torch.device("cpu"), OPERATIONS, sizes, 0.001))
     points = merge_ranks("threads", every)
     assert {p.op for p in points} == set(OPERATIONS)
     assert all(p.correct and p.median_s <= p.p95_s <= p.p99_s and p.bus_bandwidth > 0 for p in points)

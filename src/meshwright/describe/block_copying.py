@@ -1,5 +1,5 @@
-"""Traces only the first two of a run of equal blocks; for the others, copies the second's trace entries with their own parameters, values and logical
-dims.
+"""Traces only the first two of a run of equal blocks; the others get copies of the second's trace entries, with their own parameters, values and
+logical dims.
 
 A block is copied only if its inputs have the shapes and logical dims of its representative's, and if the logical dims of the representative's outputs
 also occur outside it. Then tracing it would record exactly the copy: a block shares logical dims with the rest of the model only through its inputs,
@@ -8,19 +8,22 @@ and all others are its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from meshwright.core.dataflow import SizeRead
+from meshwright.core.dataflow import ModuleCall, SizeRead
 from meshwright.describe.dim_unification import LogicalDim, factors_of, unify
-from meshwright.describe.layers import Layer, behavior_signature, find_layers
-from meshwright.describe.trace_records import DataflowTrace, ModuleFrame, TensorDims, TracedOp, TracedTensor
+from meshwright.describe.layers import Layer, find_layers
+from meshwright.describe.propagation_rules import TensorDims
+from meshwright.describe.repeated_blocks import Forward, leaf_signature, repeated_blocks, replaced_forwards
+from meshwright.describe.trace_records import DataflowTrace, ModuleFrame, TracedOp
 
 
 class TraceWriter(Protocol):
@@ -54,7 +57,7 @@ class _TracedBlock:
     """A traced representative: its inputs and outputs, and the range of its trace entries."""
 
     name: str
-    shapes: tuple[Any, ...]
+    signature: tuple[Any, ...]  # shapes, dtypes and requires_grad of its inputs
     inputs: list[int]
     outputs: list[Any]  # per leaf: (value index, tensor), or any other value
     spec: Any
@@ -66,32 +69,11 @@ class _TracedBlock:
     local_dims: set[int] | None = None  # logical dims that occur only inside it; computed on demand
 
 
-@contextmanager
-def copy_repeated_blocks(model: nn.Module, writer: TraceWriter) -> Iterator[None]:
+def copy_repeated_blocks(model: nn.Module, writer: TraceWriter) -> AbstractContextManager[None]:
     """While active, blocks from the third of their kind on are copied."""
-    kinds: dict[str, list[Layer]] = {}
-    for layer in find_layers(model):
-        if not layer.own_parameters_only and list(layer.module.children()):
-            kinds.setdefault(behavior_signature(layer.module), []).append(layer)
-    changed: list[tuple[nn.Module, Any]] = []
-    named = {value.parameter: number for number, value in enumerate(writer.trace.values) if value.parameter}
-    for blocks in kinds.values():
-        if len(blocks) > 2 and _parameters_unshared(blocks, named):
-            seen: list[_TracedBlock] = []
-            for layer in blocks[1:]:
-                changed.append((layer.module, vars(layer.module).get("forward")))
-                layer.module.forward = _copying_forward(writer, layer, layer.module.forward, seen, _block_parameters(named, layer.name))
-    try:
-        yield
-    finally:
-        for module, own in reversed(changed):
-            del module.forward
-            if own is not None:
-                module.forward = own
-
-
-def _block_parameters(parameter_values: dict[str, int], block: str) -> dict[str, int]:
-    return {name.removeprefix(f"{block}."): number for name, number in parameter_values.items() if name.startswith(f"{block}.")}
+    values = {value.parameter: index for index, value in enumerate(writer.trace.values) if value.parameter}
+    groups = [blocks for blocks in repeated_blocks(find_layers(model)) if _parameters_unshared(blocks, values)]
+    return replaced_forwards(groups, partial(_copying_forward, writer, values))
 
 
 def _parameters_unshared(blocks: Sequence[Layer], parameter_values: dict[str, int]) -> bool:
@@ -99,68 +81,43 @@ def _parameters_unshared(blocks: Sequence[Layer], parameter_values: dict[str, in
     return all(f"{b.name}.{name}" in parameter_values for b in blocks for name, _ in (*b.module.named_parameters(), *b.module.named_buffers()))
 
 
-def _copying_forward(
-    writer: TraceWriter, layer: Layer, forward: Callable[..., Any], traced: list[_TracedBlock], parameters: dict[str, int]
-) -> Callable[..., Any]:  # fmt: skip
+def _copying_forward(writer: TraceWriter, parameter_values: dict[str, int], layer: Layer, forward: Forward, traced: list[_TracedBlock]) -> Forward:
+    prefix = f"{layer.name}."
+    parameters = {name.removeprefix(prefix): index for name, index in parameter_values.items() if name.startswith(prefix)}
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = pytree.tree_leaves((args, kwargs))
-        shapes = _input_signature(given)
-        numbers = [writer.value_index(t) for t in given if torch.is_tensor(t)]
-        if traced and _can_copy(writer.trace, traced[0], layer.name, shapes, numbers, parameters):
-            return _copy_block(writer, traced[0], layer.name, numbers, parameters)
+        leaves = pytree.tree_leaves((args, kwargs))
+        signature = leaf_signature(leaves)
+        inputs = [writer.value_index(t) for t in leaves if torch.is_tensor(t)]
+        if traced and _can_copy(writer.trace, traced[0], layer.name, signature, inputs, parameters):
+            return _copy_block(writer, traced[0], layer.name, inputs, parameters)
         if traced:
             return forward(*args, **kwargs)
-        return _trace_representative(writer, layer, lambda: forward(*args, **kwargs), traced, parameters, (shapes, numbers))
+        # The representative: run it, and record which trace entries are its own.
+        trace, start = writer.trace, _TracePosition.of(writer.trace)
+        earlier_reads, trace.reads = trace.reads, set()
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            reads, trace.reads = trace.reads, earlier_reads | trace.reads
+        leaves, spec = pytree.tree_flatten(output)
+        outputs = [(writer.value_index(leaf), leaf) if torch.is_tensor(leaf) else leaf for leaf in leaves]
+        end, last_saved_op = _TracePosition.of(trace), writer.frames[-1].last_saved_op
+        traced.append(_TracedBlock(layer.name, signature, inputs, outputs, spec, start, end, reads, last_saved_op, parameters))
+        return output
 
     return call
-
-
-def _trace_representative(
-    writer: TraceWriter,
-    layer: Layer,
-    run: Callable[[], Any],
-    traced: list[_TracedBlock],
-    parameters: dict[str, int],
-    signature_and_inputs: tuple[tuple[Any, ...], list[int]],
-) -> Any:
-    """Run the representative, and record which trace entries are its own."""
-    book, first = writer.trace, _TracePosition.of(writer.trace)
-    before, book.reads = book.reads, set()
-    try:
-        output = run()
-    finally:
-        reads, book.reads = book.reads, before | book.reads
-    found, spec = pytree.tree_flatten(output)
-    outputs = [(writer.value_index(leaf), leaf) if torch.is_tensor(leaf) else leaf for leaf in found]
-    traced.append(
-        _TracedBlock(
-            layer.name,
-            signature_and_inputs[0],
-            signature_and_inputs[1],
-            outputs,
-            spec,
-            first,
-            _TracePosition.of(book),
-            reads,
-            writer.frames[-1].last_saved_op,
-            parameters,
-        )
-    )
-    return output
-
-
-def _input_signature(inputs: Sequence[Any]) -> tuple[Any, ...]:
-    with torch._C.DisableTorchFunction():  # these reads are not the model's own size reads
-        return tuple((tuple(t.shape), t.dtype, t.requires_grad) if torch.is_tensor(t) else repr(t)[:80] for t in inputs)
 
 
 def _factor_ids(dims: TensorDims) -> list[list[int]]:
     return [[id(s) for s in factors_of(dim)] for dim in dims]
 
 
-def _can_copy(trace: DataflowTrace, block: _TracedBlock, name: str, shapes: tuple[Any, ...], inputs: list[int], parameters: dict[str, int]) -> bool:
+def _can_copy(
+    trace: DataflowTrace, block: _TracedBlock, name: str, signature: tuple[Any, ...], inputs: list[int], parameters: dict[str, int]
+) -> bool:
     """Whether a copy would be identical to a trace."""
-    if name == block.name or shapes != block.shapes or parameters.keys() != block.parameters.keys():
+    if name == block.name or signature != block.signature or parameters.keys() != block.parameters.keys():
         return False
     if any(_factor_ids(trace.values[a].dims) != _factor_ids(trace.values[b].dims) for a, b in zip(block.inputs, inputs, strict=True)):
         return False
@@ -168,19 +125,18 @@ def _can_copy(trace: DataflowTrace, block: _TracedBlock, name: str, shapes: tupl
         return False  # two of the representative's inputs are one tensor and this block's are not, or the reverse
     if block.local_dims is None:
         block.local_dims = _local_dims(trace, block, parameters)
-    out = {s for leaf in block.outputs if isinstance(leaf, tuple) for s in _dims_in(trace, (leaf[0],))}
-    return out <= _dims_in(trace, block.inputs)
+    return _dims_in(trace, (leaf[0] for leaf in block.outputs if isinstance(leaf, tuple))) <= _dims_in(trace, block.inputs)
 
 
 def _local_dims(trace: DataflowTrace, block: _TracedBlock, parameters: dict[str, int]) -> set[int]:
     """Logical dims that occur only inside the representative. The set is final: values that lack a logical dim cannot be unified with it later."""
-    theirs = {*block.parameters.values(), *parameters.values(), *range(block.start.values, block.end.values)}
-    inside = (*range(block.start.values, block.end.values), *block.parameters.values())
-    return _dims_in(trace, inside) - _dims_in(trace, (n for n in range(len(trace.values)) if n not in theirs))
+    inside = {*range(block.start.values, block.end.values), *block.parameters.values()}
+    outside = set(range(len(trace.values))) - inside - set(parameters.values())
+    return _dims_in(trace, inside) - _dims_in(trace, outside)
 
 
 def _dims_in(trace: DataflowTrace, values: Iterable[int]) -> set[int]:
-    return {id(s) for number in values for dim in trace.values[number].dims for s in factors_of(dim)}
+    return {id(s) for index in values for dim in trace.values[index].dims for s in factors_of(dim)}
 
 
 def _copy_block(writer: TraceWriter, block: _TracedBlock, name: str, inputs: list[int], parameters: dict[str, int]) -> Any:
@@ -191,17 +147,17 @@ def _copy_block(writer: TraceWriter, block: _TracedBlock, name: str, inputs: lis
         frame.last_saved_op = copy.map_op(block.last_saved_op) if block.last_saved_op > block.start.ops else frame.last_saved_op
     writer.paused = True
     try:
-        leaves_out = [_output_like(writer, copy.map_value(leaf[0]), leaf[1]) if isinstance(leaf, tuple) else leaf for leaf in block.outputs]
+        outputs = [_output_like(writer, copy.map_value(leaf[0]), leaf[1]) if isinstance(leaf, tuple) else leaf for leaf in block.outputs]
     finally:
         writer.paused = False
-    return pytree.tree_unflatten(leaves_out, block.spec)
+    return pytree.tree_unflatten(outputs, block.spec)
 
 
 def _output_like(writer: TraceWriter, value: int, template: torch.Tensor) -> torch.Tensor:
     with torch._C.DisableTorchFunction():
-        made = torch.empty_like(template).requires_grad_(template.requires_grad)
-    writer.bind_value(made, value)
-    return made
+        output = torch.empty_like(template).requires_grad_(template.requires_grad)
+    writer.bind_value(output, value)
+    return output
 
 
 class _BlockCopy:
@@ -210,7 +166,7 @@ class _BlockCopy:
     def __init__(self, trace: DataflowTrace, block: _TracedBlock, name: str, inputs: list[int], parameters: dict[str, int]) -> None:
         self.trace, self.block, self.name = trace, block, name
         self.start = _TracePosition.of(trace)
-        self._values = dict(zip(block.inputs, inputs, strict=True)) | {number: parameters[key] for key, number in block.parameters.items()}
+        self._values = dict(zip(block.inputs, inputs, strict=True)) | {index: parameters[name] for name, index in block.parameters.items()}
         self._local_dims = block.local_dims or set()
         self._dim_map: dict[int, LogicalDim] = {}
 
@@ -234,42 +190,29 @@ class _BlockCopy:
 
     def _map_dims(self, logical_dims: Sequence[LogicalDim]) -> list[LogicalDim]:
         """The logical dims for this block: new ones in place of the representative's local ones."""
-        found = []
-        for logical_dim in factors_of(logical_dims):
-            if id(logical_dim) in self._local_dims:
-                logical_dim = self._dim_map.setdefault(id(logical_dim), LogicalDim(logical_dim.size))
-            found.append(logical_dim)
-        return found
+        factors = factors_of(logical_dims)
+        return [self._dim_map.setdefault(id(s), LogicalDim(s.size)) if id(s) in self._local_dims else s for s in factors]
 
     def write(self) -> None:
-        book, first, last = self.trace, self.block.start, self.block.end
-        for number in self.block.parameters.values():
-            for mine, theirs in zip(book.values[self._values[number]].dims, book.values[number].dims, strict=True):
-                unify(mine, self._map_dims(theirs))
-            book.values[self._values[number]].needs_grad |= book.values[number].needs_grad
-        book.values += [self._copy_tensor(value) for value in book.values[first.values : last.values]]
-        book.ops += [self._copy_op(op) for op in book.ops[first.ops : last.ops]]
-        for call in book.modules[first.modules : last.modules]:
-            copy = replace(call, module=self._map_module(call.module), first_op=self.map_op(call.first_op), end_op=self.map_op(call.end_op))
-            kept = self.map_op(call.ops_before_last_save) if call.ops_before_last_save >= 0 else -1
-            book.modules.append(
-                replace(copy, inputs=self._map_values(call.inputs), outputs=self._map_values(call.outputs), ops_before_last_save=kept)
-            )
-        book.calls += [replace(call, module=self._map_module(call.module)) for call in book.calls[first.calls : last.calls]]
-        book.reads |= {SizeRead(self.map_value(r.value), r.dim, self.map_op(r.before_operation)) for r in self.block.reads}
+        trace, start, end = self.trace, self.block.start, self.block.end
+        for index in self.block.parameters.values():
+            parameter, represented = trace.values[self._values[index]], trace.values[index]
+            for dim, represented_dim in zip(parameter.dims, represented.dims, strict=True):
+                unify(dim, self._map_dims(represented_dim))
+            parameter.needs_grad |= represented.needs_grad
+        trace.values += [replace(value, dims=[self._map_dims(dim) for dim in value.dims]) for value in trace.values[start.values : end.values]]
+        trace.ops += [self._copy_op(op) for op in trace.ops[start.ops : end.ops]]
+        trace.modules += [self._copy_module_call(call) for call in trace.modules[start.modules : end.modules]]
+        trace.calls += [replace(call, module=self._map_module(call.module)) for call in trace.calls[start.calls : end.calls]]
+        trace.reads |= {SizeRead(self.map_value(r.value), r.dim, self.map_op(r.before_operation)) for r in self.block.reads}
 
-    def _copy_tensor(self, tensor: TracedTensor) -> TracedTensor:
-        return replace(tensor, dims=[self._map_dims(dim) for dim in tensor.dims])
+    def _copy_module_call(self, call: ModuleCall) -> ModuleCall:
+        saves = self.map_op(call.ops_before_last_save) if call.ops_before_last_save >= 0 else -1
+        copy = replace(call, module=self._map_module(call.module), inputs=self._map_values(call.inputs), outputs=self._map_values(call.outputs))
+        return replace(copy, first_op=self.map_op(call.first_op), end_op=self.map_op(call.end_op), ops_before_last_save=saves)
 
     def _copy_op(self, op: TracedOp) -> TracedOp:
-        call, function, numbers = op.call_site
-        return TracedOp(
-            op.name,
-            self._map_module(op.module),
-            list(self._map_values(op.inputs)),
-            list(self._map_values(op.outputs)),
-            self._map_dims(op.contracted_dims),
-            self._map_dims(op.unsharded_dims),
-            (self._map_call(call) if call >= 0 else call, function, numbers),
-            op.window,
-        )
+        values = list(self._map_values(op.inputs)), list(self._map_values(op.outputs))
+        dims = self._map_dims(op.contracted_dims), self._map_dims(op.unsharded_dims)
+        call, function, constants = op.call_site
+        return TracedOp(op.name, self._map_module(op.module), *values, *dims, (self._map_call(call), function, constants), op.window)

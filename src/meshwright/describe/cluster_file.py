@@ -42,9 +42,9 @@ def parse_cluster(text: str, where: str, name: str, nodes: int | None = None) ->
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        found = re.search(r" \(at line (\d+), column \d+\)$", str(error))
-        place, said = (f"{where}:{found[1]}", str(error)[: found.start()]) if found else (where, str(error))
-        raise RequestError(f"{place}: not TOML: {said}") from None
+        position = re.search(r" \(at line (\d+), column \d+\)$", str(error))
+        location, reason = (f"{where}:{position[1]}", str(error)[: position.start()]) if position else (where, str(error))
+        raise RequestError(f"{location}: not TOML: {reason}") from None
     try:
         spec = specs.ClusterSpec.model_validate(data)
     except ValidationError as error:
@@ -58,17 +58,17 @@ def key_lines(text: str) -> dict[_KeyPath, int]:
     counts: dict[str, int] = {}
     table: _KeyPath = ()
     for number, line in enumerate(text.splitlines(), 1):
-        if found := re.match(r"\s*\[\[\s*([\w-]+)\s*\]\]", line):
-            counts[found[1]] = counts.get(found[1], -1) + 1
-            table = (found[1], counts[found[1]])
-            lines.setdefault((found[1],), number)
+        if match := re.match(r"\s*\[\[\s*([\w-]+)\s*\]\]", line):
+            counts[match[1]] = counts.get(match[1], -1) + 1
+            table = (match[1], counts[match[1]])
+            lines.setdefault((match[1],), number)
             lines[table] = number
-        elif found := re.match(r"\s*\[\s*([\w.-]+)\s*\]\s*(#|$)", line):
-            first, *rest = found[1].split(".")
+        elif match := re.match(r"\s*\[\s*([\w.-]+)\s*\]\s*(#|$)", line):
+            first, *rest = match[1].split(".")
             table = ((first, counts[first]) if first in counts else (first,)) + tuple(rest)  # in an array of tables, the latest entry
             lines[table] = number
-        elif found := re.match(r"\s*([\w.-]+)\s*=", line):
-            lines.setdefault(table + tuple(found[1].split(".")), number)
+        elif match := re.match(r"\s*([\w.-]+)\s*=", line):
+            lines.setdefault(table + tuple(match[1].split(".")), number)
     return lines
 
 
@@ -76,24 +76,24 @@ def _first_error(error: ValidationError, text: str, where: str) -> RequestError:
     """The first error. Pydantic's location interleaves the attempted kinds with the keys of the file."""
     first = error.errors(include_url=False)[0]
     kinds = {kind for by_kind in _SPECS_BY_KIND.values() for kind in by_kind}
-    loc = [part for part in first["loc"] if part not in kinds]
+    loc = [key for key in first["loc"] if key not in kinds]
     lines = key_lines(text)
     line = next(lines[tuple(loc[:end])] for end in range(len(loc), -1, -1) if tuple(loc[:end]) in lines)
-    mine = loc[:-1] if first["type"] in ("missing", "extra_forbidden") else loc
-    shown = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in mine).lstrip(".")
-    place = f"{where}:{line}: {shown}: " if shown else f"{where}:{line}: "
+    keys = loc[:-1] if first["type"] in ("missing", "extra_forbidden") else loc
+    path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).lstrip(".")
+    location = f"{where}:{line}: {path}: " if path else f"{where}:{line}: "
     if first["type"] == "extra_forbidden":
-        return RequestError(f"{place}{unknown_name_error('key', str(loc[-1]), _known_keys(first['loc']))}")
+        return RequestError(f"{location}{unknown_name_error('key', str(loc[-1]), _known_keys(first['loc']))}")
     if first["type"] == "missing":
-        return RequestError(f"{place}the key '{loc[-1]}' is missing")
+        return RequestError(f"{location}the key '{loc[-1]}' is missing")
     if first["type"] == "value_error":
-        return RequestError(f"{place}{first['ctx']['error']}")
-    return RequestError(f"{place}found {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}")
+        return RequestError(f"{location}{first['ctx']['error']}")
+    return RequestError(f"{location}found {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}")
 
 
 def _known_keys(loc: tuple[str | int, ...]) -> list[str]:
     """The keys that are valid where an unknown one was found."""
     model: type[BaseModel] = specs.ClusterSpec
-    for before, part in zip(("", *loc), loc[:-1], strict=False):
-        model = _SPECS_BY_KIND.get(str(before), {}).get(str(part)) or _SPECS_BY_KEY.get(str(part)) or model
+    for parent, key in zip(("", *loc), loc[:-1], strict=False):
+        model = _SPECS_BY_KIND.get(str(parent), {}).get(str(key)) or _SPECS_BY_KEY.get(str(key)) or model
     return list(model.model_fields)

@@ -14,7 +14,7 @@ from meshwright.core.serialization import from_data, read_json
 from meshwright.describe.cluster_file import load_cluster, parse_cluster
 from meshwright.describe.discover import discover
 
-IDEAL_LINK = Link("ideal", 0.0, 1e18)  # costs nothing noticeable
+IDEAL_LINK = Link("ideal", 0.0, 1e18)  # communication takes no noticeable time
 
 
 def resolve_cluster(text: str, environ: Mapping[str, str], *, ranks: int | None = None) -> Cluster:
@@ -24,27 +24,26 @@ def resolve_cluster(text: str, environ: Mapping[str, str], *, ranks: int | None 
     if text == "here":
         return discover(environ, ranks=ranks)
     if name.endswith((".json", ".toml")):
-        found = _cluster_from_file(Path(name), _parse_count(text, number, f"{name}:4"))
+        cluster = _cluster_from_file(Path(name), _parse_count(text, number, f"{name}:4"))
     elif name == "ideal":
         return ideal_cluster(_parse_count(text, number, "ideal:64") or ranks, environ)
     else:
         if name not in machine_names():
             raise unknown_name_error("cluster", name, ["here", "ideal", *machine_names(), "a file's name in .toml or .json"])
-        found = catalog_cluster(name, _parse_count(text, number, f"{name}:4"))
-    return found.first_devices(ranks) if ranks is not None else found
+        cluster = catalog_cluster(name, _parse_count(text, number, f"{name}:4"))
+    return cluster.first_devices(ranks) if ranks is not None else cluster
 
 
 def _cluster_from_file(path: Path, nodes: int | None) -> Cluster:
-    found = load_cluster(path) if path.suffix == ".toml" else from_data(Cluster, read_json(path), str(path))
-    if not found.devices:
-        raise RequestError(f"{path}: a cluster without devices runs nothing: give its nodes devices")
-    node = found.nodes[0]
-    return replace(found, nodes=tuple(replace(node, name=f"{node.name}-{i}") for i in range(nodes))) if nodes is not None else found
+    cluster = load_cluster(path) if path.suffix == ".toml" else from_data(Cluster, read_json(path), str(path))
+    if not cluster.devices:
+        raise RequestError(f"{path}: the cluster has no devices: add devices to its nodes")
+    node = cluster.nodes[0]
+    return replace(cluster, nodes=tuple(replace(node, name=f"{node.name}-{i}") for i in range(nodes))) if nodes is not None else cluster
 
 
 @cache
 def machine_names() -> tuple[str, ...]:
-    """The names of the catalog's machines."""
     folder = files("meshwright.describe.catalog").joinpath("machines")
     return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
 
@@ -58,11 +57,10 @@ def catalog_cluster(name: str, nodes: int | None = None) -> Cluster:
 
 
 def ideal_cluster(count: int | None, environ: Mapping[str, str]) -> Cluster:
-    """`count` devices like this machine's first (by default as many as it has), on a network that costs nothing."""
+    """`count` devices like this machine's first (by default as many as it has), on a network that takes no time."""
     here = discover(environ)
-    device, node = here.devices[0], here.nodes[0]
-    count = count or len(here.devices)
-    devices = tuple(replace(device, index=index) for index in range(count))
+    node = here.nodes[0]
+    devices = tuple(replace(here.devices[0], index=i) for i in range(count or len(here.devices)))
     return Cluster("ideal", (Node("ideal", devices, node.cores, node.memory_bytes, node.cpu, link=IDEAL_LINK),), IDEAL_LINK, source="no network")
 
 

@@ -181,11 +181,11 @@ class DeviceSpec(_StrictModel):
     @model_validator(mode="after")
     def _check_known(self) -> DeviceSpec:
         try:
-            known = self.datasheet
+            sheet = self.datasheet
         except RequestError as error:
             raise ValueError(str(error)) from None
-        if known is None and (self.name is None or self.memory is None):
-            raise ValueError('a device is one of the catalog\'s (device = "H100"), or has a name and memory of its own')
+        if sheet is None and (self.name is None or self.memory is None):
+            raise ValueError('name a device of the catalog (device = "H100"), or give a name and a memory')
         return self
 
     @property
@@ -194,12 +194,12 @@ class DeviceSpec(_StrictModel):
 
     def build_devices(self, first_index: int, default_memory: int) -> list[Device]:
         """The devices, numbered from `first_index`; `default_memory` is a CPU's memory where the file does not give it."""
-        known = self.datasheet
-        peak = {**(known.peak_flops if known else {}), **self.peak}
-        memory = self.memory or (known.memory_bytes if known else 0) or default_memory
-        bandwidth = self.memory_bandwidth or (known.memory_bandwidth if known else 0.0)
-        kind, name = (known.kind, self.name or known.name) if known else (self.kind, self.name or "")
-        source = known.source if known else "cluster file"
+        sheet = self.datasheet
+        peak = {**(sheet.peak_flops if sheet else {}), **self.peak}
+        memory = self.memory or (sheet.memory_bytes if sheet else 0) or default_memory
+        bandwidth = self.memory_bandwidth or (sheet.memory_bandwidth if sheet else 0.0)
+        kind, name = (sheet.kind, self.name or sheet.name) if sheet else (self.kind, self.name or "")
+        source = sheet.source if sheet else "cluster file"
         return [Device(kind, name, first_index + i, memory, peak, bandwidth, source, "fp8" in peak) for i in range(self.count)]
 
 
@@ -216,22 +216,22 @@ class NodeSpec(_StrictModel):
 
     @model_validator(mode="after")
     def _check_linked(self) -> NodeSpec:
-        number = sum(d.count for d in self.devices)
-        if number > 1 and self.inside is None:
-            raise ValueError(f'{number} devices and no link between them; add inside = {{ bandwidth = "32 GB/s", latency = "10 us" }}')
+        count = sum(d.count for d in self.devices)
+        if count > 1 and self.inside is None:
+            raise ValueError(f'{count} devices and no link between them; add inside = {{ bandwidth = "32 GB/s", latency = "10 us" }}')
         return self
 
     def node(self) -> Node:
-        number = sum(d.count for d in self.devices)
+        count = sum(d.count for d in self.devices)
         devices: list[Device] = []
         for spec in self.devices:
-            devices += spec.build_devices(len(devices), self.memory // number)
+            devices += spec.build_devices(len(devices), self.memory // count)
         node = Node(self.name, tuple(devices), self.cores, self.memory, self.cpu)
         return replace(node, link=self.inside.link("between devices"), inside=self.inside.topology()) if self.inside else node
 
 
 class ClusterSpec(_StrictModel):
-    """The whole file."""
+    """The file."""
 
     name: str | None = None
     source: str = ""
@@ -241,20 +241,20 @@ class ClusterSpec(_StrictModel):
 
     @model_validator(mode="after")
     def _check_linked(self) -> ClusterSpec:
-        number = sum(n.count for n in self.nodes)
-        if number > 1 and self.network is None:
-            raise ValueError(f'{number} nodes and no [network]; add one with bandwidth = "200 Gb/s" and latency = "5 us"')
+        count = sum(n.count for n in self.nodes)
+        if count > 1 and self.network is None:
+            raise ValueError(f'{count} nodes and no [network]; add one with bandwidth = "200 Gb/s" and latency = "5 us"')
         fabric = self.network.fabric() if self.network else None
-        places = math.prod(fabric.shape) if isinstance(fabric, Torus | HammingMesh) else number
-        if places < number:
-            raise ValueError(f"[network] has {places} places for {number} nodes; make it larger")
+        positions = math.prod(fabric.shape) if isinstance(fabric, Torus | HammingMesh) else count
+        if positions < count:
+            raise ValueError(f"[network] has {positions} positions for {count} nodes; make its shape larger")
         return self
 
     def cluster(self, name: str, nodes: int | None = None) -> Cluster:
         if nodes is not None and len(self.nodes) > 1:
-            raise RequestError(f"{name}: it has {len(self.nodes)} kinds of nodes, so :{nodes} does not say which; leave it out")
+            raise RequestError(f"{name}:{nodes}: the cluster has {len(self.nodes)} kinds of nodes, so their number is ambiguous; leave :{nodes} out")
         if nodes is not None and self.most and nodes > self.most:
-            raise RequestError(f"{name}:{nodes}: it has {self.most} nodes; use 1..{self.most}")
-        every = tuple(node for spec in self.nodes for node in (spec.node(),) * (nodes or spec.count))
-        made = Cluster(self.name or name, every, source=self.source)
-        return replace(made, link=self.network.link("network"), fabric=self.network.fabric()) if self.network else made
+            raise RequestError(f"{name}:{nodes}: the machine has {self.most} nodes; use 1..{self.most}")
+        all_nodes = tuple(node for spec in self.nodes for node in (spec.node(),) * (nodes or spec.count))
+        cluster = Cluster(self.name or name, all_nodes, source=self.source)
+        return replace(cluster, link=self.network.link("network"), fabric=self.network.fabric()) if self.network else cluster

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -49,87 +50,80 @@ class CollectiveResult:
     correct: bool
 
 
-def measure_collectives(comm: Comm, device: torch.device, operations: Sequence[str], sizes: Sequence[int], budget_s: float) -> list[RankTimings]:
-    """Time the operations by size; every rank calls this at the same time. `budget_s` is per operation and size."""
-    return measure_routes({"": comm}, device, operations, sizes, budget_s)
-
-
 def measure_routes(
     routes: Mapping[str, Comm], device: torch.device, operations: Sequence[str], sizes: Sequence[int], budget_s: float
 ) -> list[RankTimings]:  # fmt: skip
-    """`measure_collectives` for several routes of one group, such as gloo and gloo:shared, interleaved, so that a disturbance affects all of them."""
-    found: dict[str, list[RankTimings]] = {route: [] for route in routes}
+    """Time the operations by size; every rank calls this at the same time. `budget_s` is per operation and size. Calls of several routes of one
+    group, such as gloo and gloo:shared, are interleaved, so that a disturbance affects all of them."""
+    timings: dict[str, list[RankTimings]] = {route: [] for route in routes}
     for op in operations:
-        having = {w: comm for w, comm in routes.items() if parse_route_name(w)[1] in ("flat", *ALGORITHMS.get(op, ()))}
+        supported = {route: comm for route, comm in routes.items() if parse_route_name(route)[1] in ("flat", *ALGORITHMS.get(op, ()))}
         for size in sizes:
-            for timed in _measure_size(having, device, op, size, budget_s):
-                found[timed.way].append(timed)
-    return [timed for of_way in found.values() for timed in of_way]
+            for timing in _measure_size(supported, device, op, size, budget_s):
+                timings[timing.way].append(timing)
+    return list(chain.from_iterable(timings.values()))
 
 
 def merge_ranks(backend: str, timings_by_rank: Sequence[Sequence[RankTimings]]) -> list[CollectiveResult]:
     """The results over all ranks, from every rank's timings."""
-    found = []
-    for cells in zip(*timings_by_rank, strict=True):
-        times = [max(call) for call in zip(*(cell.seconds for cell in cells), strict=True)]
-        first, ranks = cells[0], len(cells)
+    results = []
+    for timings in zip(*timings_by_rank, strict=True):
+        times = [max(call) for call in zip(*(timing.seconds for timing in timings), strict=True)]
+        first, ranks, calls = timings[0], len(timings), len(times)
         median = statistics.median(times)
-        tail = statistics.quantiles(times, n=100, method="inclusive")
+        percentiles = statistics.quantiles(times, n=100, method="inclusive")
         rate = first.bytes / median
-        factor = wire_factor(first.op, ranks)
-        correct = all(cell.correct for cell in cells)
-        found.append(
-            CollectiveResult(first.way or backend, first.op, ranks, first.bytes, len(times), median, tail[94], tail[98], rate, rate * factor, correct)
-        )
-    return found
+        bandwidths, correct = (rate, rate * wire_factor(first.op, ranks)), all(timing.correct for timing in timings)
+        seconds = median, percentiles[94], percentiles[98]
+        results.append(CollectiveResult(first.way or backend, first.op, ranks, first.bytes, calls, *seconds, *bandwidths, correct))
+    return results
 
 
 def fit_by_operation(points: Sequence[CollectiveResult]) -> dict[str, AlphaBetaModel]:
     """'gloo/all_reduce' → α and β, over the bytes that a rank must send."""
-    names = dict.fromkeys((p.backend, p.op) for p in points)
-    return {
-        f"{backend}/{op}": fit_alpha_beta([(p.bytes * wire_factor(op, p.ranks), p.median_s) for p in points if (p.backend, p.op) == (backend, op)])
-        for backend, op in names
-    }
+    return {name: fit_alpha_beta(samples) for name, samples in _samples_by_name(points).items()}
 
 
 def timing_curves(points: Sequence[CollectiveResult]) -> dict[str, SizeCurve]:
     """'gloo:shared/all_reduce' → seconds by size, over the bytes that a rank must send."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    return {name: tuple(sorted(dict(samples).items())) for name, samples in _samples_by_name(points).items()}
+
+
+def _samples_by_name(points: Sequence[CollectiveResult]) -> dict[str, list[tuple[float, float]]]:
+    samples: dict[str, list[tuple[float, float]]] = {}
     for p in points:
-        found.setdefault(f"{p.backend}/{p.op}", []).append((p.bytes * wire_factor(p.op, p.ranks), p.median_s))
-    return {name: tuple(sorted(dict(of_way).items())) for name, of_way in found.items()}
+        samples.setdefault(f"{p.backend}/{p.op}", []).append((p.bytes * wire_factor(p.op, p.ranks), p.median_s))
+    return samples
 
 
 def _measure_size(routes: Mapping[str, Comm], device: torch.device, op: str, size: int, budget_s: float) -> list[RankTimings]:
     cases = {route: _CollectiveCase(comm, device, op, size) for route, comm in routes.items()}
     comm = next(iter(routes.values()))
-    correct, took = {}, []
+    correct, warmup_seconds = {}, []
     for route, case in cases.items():
         case.fill_inputs()
         case.start().wait()
         correct[route] = case.is_correct()
         for _ in range(_WARMUP_CALLS):
             comm.barrier()
-            begun = time.perf_counter()
+            start = time.perf_counter()
             case.start().wait()
-        took.append(time.perf_counter() - begun)
+        warmup_seconds.append(time.perf_counter() - start)
     # Every rank must make the same number of calls, or they would deadlock; fast routes make several calls in each round.
-    slowest = torch.tensor(took, dtype=torch.float64, device=device)
+    slowest = torch.tensor(warmup_seconds, dtype=torch.float64, device=device)
     comm.all_reduce(slowest, "bench", "max").wait()
-    each = {route: max(seconds, 1e-6) for route, seconds in zip(cases, slowest.tolist(), strict=True)}
-    counts = {route: int(min(max(budget_s / each[route], _MIN_CALLS), _MAX_CALLS)) for route in cases}
-    turns = min(counts.values())
+    calls = {route: int(min(max(budget_s / max(s, 1e-6), _MIN_CALLS), _MAX_CALLS)) for route, s in zip(cases, slowest.tolist(), strict=True)}
+    rounds = min(calls.values())
     seconds: dict[str, list[float]] = {route: [] for route in routes}
-    for turn in range(turns):
-        order = list(cases)[turn % len(cases) :] + list(cases)[: turn % len(cases)]
-        for route in (w for w in order for _ in range(counts[w] // turns)):
+    for i in range(rounds):
+        order = list(cases)[i % len(cases) :] + list(cases)[: i % len(cases)]
+        for route in (r for r in order for _ in range(calls[r] // rounds)):
             comm.barrier()
-            begun = time.perf_counter()
+            start = time.perf_counter()
             cases[route].start().wait()
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            seconds[route].append(time.perf_counter() - begun)
+            seconds[route].append(time.perf_counter() - start)
     return [RankTimings(op, case.bytes, tuple(seconds[route]), correct[route], route) for route, case in cases.items()]
 
 
@@ -138,59 +132,54 @@ class _CollectiveCase:
 
     def __init__(self, comm: Comm, device: torch.device, op: str, size: int) -> None:
         self._comm, self._op = comm.sync, op
-        n = comm.size
-        part = max(size // 4 // n, 1) if op not in ("all_reduce", "broadcast", "reduce", "send") else max(size // 4, 1)
-        whole = part if op in ("all_reduce", "broadcast", "reduce", "send") else part * n
-        self.bytes = whole * 4
-        self._full_buffer = torch.empty(whole, device=device)
-        needs_other = op in ("all_to_all", "send")
-        self._other = (
-            torch.empty(whole if needs_other else part, device=device) if op not in ("all_reduce", "broadcast", "reduce") else self._full_buffer
-        )
-        self._split_sizes = [part] * n
+        shards = 1 if op in ("all_reduce", "broadcast", "reduce", "send") else comm.size
+        shard = max(size // 4 // shards, 1)
+        self.bytes = 4 * shard * shards
+        self._full = torch.empty(shard * shards, device=device)
+        self._other = self._full  # the other operand: another full tensor, a shard, or none for operations in place
+        if op not in ("all_reduce", "broadcast", "reduce"):
+            self._other = torch.empty_like(self._full) if op in ("all_to_all", "send") else torch.empty(shard, device=device)
+        self._split_sizes = [shard] * comm.size
 
     def fill_inputs(self) -> None:
-        mine = float(self._comm.rank + 1)
-        if self._op in ("all_gather", "gather"):
-            self._other.fill_(mine)
-            self._full_buffer.zero_()
-        else:
-            if self._other is not self._full_buffer:
-                self._other.zero_()
-            self._full_buffer.fill_(mine)
+        source, target = (self._other, self._full) if self._op in ("all_gather", "gather") else (self._full, self._other)
+        target.zero_()
+        source.fill_(float(self._comm.rank + 1))
 
     def start(self) -> Work:
-        comm, whole, other = self._comm, self._full_buffer, self._other
+        comm, full, other = self._comm, self._full, self._other
         root = comm.rank == 0
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-        routes: dict[str, Callable[[], Work]] = {
-            "all_reduce": lambda: comm.all_reduce(whole, "bench"),
-            "all_gather": lambda: comm.all_gather(whole, other, "bench"),
-            "reduce_scatter": lambda: comm.reduce_scatter(other, whole, "bench"),
-            "all_to_all": lambda: comm.all_to_all(other, whole, "bench", self._split_sizes, self._split_sizes),
-            "broadcast": lambda: comm.broadcast(whole, "bench"),
-            "reduce": lambda: comm.reduce(whole, "bench"),
-            "gather": lambda: comm.gather(whole if root else None, other, "bench"),
-            "scatter": lambda: comm.scatter(other, whole if root else None, "bench"),
-            "send": lambda: comm.exchange([(right, whole)], [(left, other)], "bench"),
+        calls: dict[str, Callable[[], Work]] = {
+            "all_reduce": lambda: comm.all_reduce(full, "bench"),
+            "all_gather": lambda: comm.all_gather(full, other, "bench"),
+            "reduce_scatter": lambda: comm.reduce_scatter(other, full, "bench"),
+            "all_to_all": lambda: comm.all_to_all(other, full, "bench", self._split_sizes, self._split_sizes),
+            "broadcast": lambda: comm.broadcast(full, "bench"),
+            "reduce": lambda: comm.reduce(full, "bench"),
+            "gather": lambda: comm.gather(full if root else None, other, "bench"),
+            "scatter": lambda: comm.scatter(other, full if root else None, "bench"),
+            "send": lambda: comm.exchange([(right, full)], [(left, other)], "bench"),
         }
-        return routes[self._op]()
+        return calls[self._op]()
 
     def is_correct(self) -> bool:
         """Whether the result of the first call is as expected."""
-        n, me = self._comm.size, self._comm.rank
-        total, ranks = float(n * (n + 1) // 2), torch.arange(1.0, n + 1, device=self._full_buffer.device)
-        everyone = ranks.repeat_interleave(self._split_sizes[0]) if self._op in ("all_gather", "gather", "all_to_all") else ranks
-        wanted: dict[str, tuple[torch.Tensor, float | torch.Tensor]] = {
-            "all_reduce": (self._full_buffer, total),
-            "all_gather": (self._full_buffer, everyone),
+        n, rank, full = self._comm.size, self._comm.rank, self._full
+        if self._op in ("reduce", "gather") and rank:
+            return True  # only rank 0 has a result
+        total, ranks = float(n * (n + 1) // 2), torch.arange(1.0, n + 1, device=full.device)
+        gathered = ranks.repeat_interleave(self._split_sizes[0]) if self._op in ("all_gather", "gather", "all_to_all") else ranks
+        expected: dict[str, tuple[torch.Tensor, float | torch.Tensor]] = {
+            "all_reduce": (full, total),
+            "all_gather": (full, gathered),
             "reduce_scatter": (self._other, total),
-            "all_to_all": (self._other, everyone),
-            "broadcast": (self._full_buffer, 1.0),
-            "reduce": (self._full_buffer if me == 0 else ranks[:1], total if me == 0 else 1.0),
-            "gather": (self._full_buffer if me == 0 else ranks[:1], everyone if me == 0 else 1.0),
+            "all_to_all": (self._other, gathered),
+            "broadcast": (full, 1.0),
+            "reduce": (full, total),
+            "gather": (full, gathered),
             "scatter": (self._other, 1.0),
-            "send": (self._other, float((me - 1) % n + 1)),
+            "send": (self._other, float((rank - 1) % n + 1)),
         }
-        found, value = wanted[self._op]
-        return bool((found == value).all())
+        result, value = expected[self._op]
+        return bool((result == value).all())

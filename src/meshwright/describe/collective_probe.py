@@ -28,14 +28,14 @@ def measure_oversubscription(comm: Comm, stopwatch: Stopwatch) -> float:
     if stopwatch.clock is time.perf_counter:
         return 1.0
     a = torch.randn(128, 128)
-    found = []
+    ratios = []
     for _ in range(3):
         comm.barrier()
-        begun, worked = time.perf_counter(), time.thread_time()
-        while time.perf_counter() - begun < _OVERSUBSCRIPTION_S:
+        wall_start, cpu_start = time.perf_counter(), time.thread_time()
+        while time.perf_counter() - wall_start < _OVERSUBSCRIPTION_S:
             torch.mm(a, a)
-        found.append((time.perf_counter() - begun) / (time.thread_time() - worked))
-    return max(statistics.median(found), 1.0)
+        ratios.append((time.perf_counter() - wall_start) / (time.thread_time() - cpu_start))
+    return max(statistics.median(ratios), 1.0)
 
 
 def collective_curves(
@@ -43,13 +43,13 @@ def collective_curves(
 ) -> tuple[dict[str, SizeCurve], dict[str, SizeCurve]]:
     """(seconds, core-busy seconds) of every collective among all ranks by the bytes that a rank must send; also among the two ranks of each pair,
     and of messages between them, while all pairs communicate."""
-    found = {f"{backend}/{op}": points for op, points in _measure_collectives(comm, device, device_type).items()}
+    measured = {f"{backend}/{op}": points for op, points in _measure_collectives(comm, device, device_type).items()}
     if pair_comm is not None and pair_comm.size == 2:
         if comm.size > 2:
-            found |= {f"{backend}/{op}/2": points for op, points in _measure_collectives(pair_comm, device, device_type).items()}
-        found[f"{backend}/send"] = _measure_p2p(pair_comm, device, device_type)
-    takes, keeps = ({name: monotone_seconds(tuple((p[0], p[at]) for p in points)) for name, points in found.items()} for at in (1, 2))
-    return takes, keeps if device.type == "cpu" else {}
+            measured |= {f"{backend}/{op}/2": points for op, points in _measure_collectives(pair_comm, device, device_type).items()}
+        measured[f"{backend}/send"] = _measure_p2p(pair_comm, device, device_type)
+    wall, busy = ({name: monotone_seconds(tuple((p[0], p[i]) for p in points)) for name, points in measured.items()} for i in (1, 2))
+    return wall, busy if device.type == "cpu" else {}
 
 
 class _AllReduceBothWays(torch.autograd.Function):
@@ -57,53 +57,53 @@ class _AllReduceBothWays(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, all_reduce: Callable[[torch.Tensor], object]) -> torch.Tensor:
-        ctx.meet = all_reduce
-        whole = x.clone()
-        all_reduce(whole)
-        return whole
+        ctx.all_reduce = all_reduce
+        out = x.clone()
+        all_reduce(out)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        whole = grads[0].clone()
-        ctx.meet(whole)
-        return whole, None
+        grad = grads[0].clone()
+        ctx.all_reduce(grad)
+        return grad, None
 
 
 def in_layer_overhead(comm: Comm) -> float:
     """Seconds that a collective inside a layer takes beyond the bare call: ranks reach it through autograd, each at its own pace."""
     weights = [torch.randn(_CHAIN_WIDTH, _CHAIN_WIDTH).div_(_CHAIN_WIDTH).requires_grad_() for _ in range(_CHAIN_LAYERS)]
-    given = torch.randn(8 * _CHAIN_WIDTH, _CHAIN_WIDTH)
+    inputs = torch.randn(8 * _CHAIN_WIDTH, _CHAIN_WIDTH)
 
-    def run_chain(meet: Callable[[torch.Tensor], object]) -> float:
-        x = given
-        begun = time.perf_counter()
+    def run_chain(all_reduce: Callable[[torch.Tensor], object]) -> float:
+        x = inputs
+        start = time.perf_counter()
         for weight in weights:
-            x = _AllReduceBothWays.apply(torch.mm(x, weight).tanh(), meet)
+            x = _AllReduceBothWays.apply(torch.mm(x, weight).tanh(), all_reduce)
         x.sum().backward()
-        return time.perf_counter() - begun
+        return time.perf_counter() - start
 
     with_calls, plain, bare = [], [], []
     for _ in range(_CHAIN_RUNS):
         comm.barrier()
         plain.append(run_chain(lambda _: None))
         comm.barrier()
-        with_calls.append(run_chain(lambda whole: comm.sync.all_reduce(whole, "probe").wait()))
-        bare.append(_seconds_between_work(lambda: comm.sync.all_reduce(given.clone(), "probe"), torch.device("cpu"), _LARGE_MESSAGE_BYTES)[0])
-    each = (statistics.fmean(with_calls) - statistics.fmean(plain)) / (2 * _CHAIN_LAYERS)
-    return max(each - statistics.fmean(bare), 0.0)
+        with_calls.append(run_chain(lambda tensor: comm.sync.all_reduce(tensor, "probe").wait()))
+        bare.append(_seconds_between_work(lambda: comm.sync.all_reduce(inputs.clone(), "probe"), torch.device("cpu"), _LARGE_MESSAGE_BYTES)[0])
+    per_call = (statistics.fmean(with_calls) - statistics.fmean(plain)) / (2 * _CHAIN_LAYERS)
+    return max(per_call - statistics.fmean(bare), 0.0)
 
 
 def _measure_collectives(comm: Comm, device: torch.device, device_type: str) -> dict[str, list[tuple[float, float, float]]]:
-    found = {}
+    curves = {}
     for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
         points = []
         for size in _MESSAGE_SIZES[device_type]:
-            whole = torch.ones(size // 4 // comm.size * comm.size, device=device)
-            part = torch.ones(whole.numel() // comm.size, device=device)
-            call = partial(_call_collective, comm.sync, op, whole, part)
+            full = torch.ones(size // 4 // comm.size * comm.size, device=device)
+            shard = torch.ones(full.numel() // comm.size, device=device)
+            call = partial(_call_collective, comm.sync, op, full, shard)
             points.append((size * wire_factor(op, comm.size), *_seconds_between_work(call, device, size)))
-        found[op] = points
-    return found
+        curves[op] = points
+    return curves
 
 
 def _seconds_between_work(call: Callable[[], Work], device: torch.device, size: int) -> tuple[float, float]:
@@ -111,18 +111,18 @@ def _seconds_between_work(call: Callable[[], Work], device: torch.device, size: 
     in it. Every rank must make the same number of calls, or they would deadlock."""
     a = torch.randn(64, 64, device=device)
     calls = _CALLS_PER_SIZE if size < _LARGE_MESSAGE_BYTES else _CALLS_PER_SIZE // 3
-    total, kept = 0.0, 0.0
-    for number in range(calls + 2):
-        begun = time.thread_time()
-        while device.type == "cpu" and time.thread_time() - begun < _WORK_BETWEEN_CALLS_S:
+    wall_s, cpu_s = 0.0, 0.0
+    for i in range(calls + 2):
+        work_start = time.thread_time()
+        while device.type == "cpu" and time.thread_time() - work_start < _WORK_BETWEEN_CALLS_S:
             torch.mm(a, a)
-        begun, worked = time.perf_counter(), time.process_time()
+        wall_start, cpu_start = time.perf_counter(), time.process_time()
         call().wait()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        total += time.perf_counter() - begun if number > 1 else 0.0
-        kept += time.process_time() - worked if number > 1 else 0.0
-    return total / calls, kept / calls
+        wall_s += time.perf_counter() - wall_start if i > 1 else 0.0
+        cpu_s += time.process_time() - cpu_start if i > 1 else 0.0
+    return wall_s / calls, cpu_s / calls
 
 
 def _measure_p2p(pair_comm: Comm, device: torch.device, device_type: str) -> list[tuple[float, float, float]]:
@@ -136,18 +136,18 @@ def _measure_p2p(pair_comm: Comm, device: torch.device, device_type: str) -> lis
             pair_comm.exchange(message if sends else [], [] if sends else message, "probe").wait()
             return pair_comm.exchange([] if sends else message, message if sends else [], "probe")
 
-        seconds, kept = _seconds_between_work(ping_pong, device, size)
-        points.append((float(size), seconds / 2, kept / 2))
+        wall_s, cpu_s = _seconds_between_work(ping_pong, device, size)
+        points.append((float(size), wall_s / 2, cpu_s / 2))
     return points
 
 
-def _call_collective(comm: Comm, op: str, whole: torch.Tensor, part: torch.Tensor) -> Work:
+def _call_collective(comm: Comm, op: str, full: torch.Tensor, shard: torch.Tensor) -> Work:
     if op == "all_reduce":
-        return comm.all_reduce(whole, "probe")
+        return comm.all_reduce(full, "probe")
     if op == "all_to_all":
-        rows = [part.numel()] * comm.size
-        return comm.all_to_all(torch.empty_like(whole), whole, "probe", rows, rows)
-    return comm.all_gather(whole, part, "probe") if op == "all_gather" else comm.reduce_scatter(part, whole, "probe")
+        split_sizes = [shard.numel()] * comm.size
+        return comm.all_to_all(torch.empty_like(full), full, "probe", split_sizes, split_sizes)
+    return comm.all_gather(full, shard, "probe") if op == "all_gather" else comm.reduce_scatter(shard, full, "probe")
 
 
 def fit_alpha_beta(samples: list[tuple[float, float]]) -> AlphaBetaModel:
@@ -156,10 +156,10 @@ def fit_alpha_beta(samples: list[tuple[float, float]]) -> AlphaBetaModel:
     total = sum(weights)
     mean_x = sum(w * x for w, (x, _) in zip(weights, samples, strict=True)) / total
     mean_t = sum(w * t for w, (_, t) in zip(weights, samples, strict=True)) / total
-    above = sum(w * (x - mean_x) * (t - mean_t) for w, (x, t) in zip(weights, samples, strict=True))
-    below = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, samples, strict=True))
-    slope = above / below if below else 0.0
-    if slope <= 0:  # noise larger than the effect: take the largest message alone
+    covariance = sum(w * (x - mean_x) * (t - mean_t) for w, (x, t) in zip(weights, samples, strict=True))
+    variance = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, samples, strict=True))
+    slope = covariance / variance if variance else 0.0
+    if slope <= 0:  # noise larger than the effect: use only the largest message
         size, seconds = samples[-1]
         return AlphaBetaModel(min(t for _, t in samples), size / seconds)
     return AlphaBetaModel(max(mean_t - slope * mean_x, min(t for _, t in samples) * 0.1), 1.0 / slope)
@@ -167,28 +167,27 @@ def fit_alpha_beta(samples: list[tuple[float, float]]) -> AlphaBetaModel:
 
 def measure_overlap(comm: Comm, device: torch.device, device_type: str) -> float:
     """The share of a collective that is hidden when it runs beside computation of about the same length."""
-    whole = torch.ones(2**20 if device_type == "cpu" else 2**26, device=device)
+    tensor = torch.ones(2**20 if device_type == "cpu" else 2**26, device=device)
     n = 256 if device.type == "cpu" else 2048
     a = torch.randn(n, n, device=device)
     watch = Stopwatch(device, 0.0)  # wall-clock time: ranks that share a core hide nothing
 
-    def times(work: Callable[[], object]) -> float:
+    def mean_seconds(work: Callable[[], object]) -> float:
         comm.barrier()
         return statistics.fmean(watch.time_once(work) for _ in range(7))
 
-    alone = times(lambda: comm.all_reduce(whole, "probe").wait())
-    one = times(lambda: torch.mm(a, a))
-    count = min(max(int(alone / max(one, 1e-7)), 1), 1000)  # per rank: one may compute far faster than another
+    collective_s = mean_seconds(lambda: comm.all_reduce(tensor, "probe").wait())
+    matmul_s = mean_seconds(lambda: torch.mm(a, a))
+    count = min(max(int(collective_s / max(matmul_s, 1e-7)), 1), 1000)  # per rank: one may compute far faster than another
 
     def compute() -> None:
         for _ in range(count):
             torch.mm(a, a)
 
     def both() -> None:
-        work = comm.all_reduce(whole, "probe")
+        work = comm.all_reduce(tensor, "probe")
         compute()
         work.wait()
 
-    busy = times(compute)
-    together = times(both)
-    return min(max((alone + busy - together) / min(alone, busy), 0.0), 1.0)
+    compute_s, both_s = mean_seconds(compute), mean_seconds(both)
+    return min(max((collective_s + compute_s - both_s) / min(collective_s, compute_s), 0.0), 1.0)

@@ -27,28 +27,25 @@ _LONG_CALL_S = 0.03  # a longer call is a sufficient measurement; larger sizes a
 
 
 def compute_rates(device: torch.device, stopwatch: Stopwatch) -> dict[str, SizeCurve]:
-    found: dict[str, SizeCurve] = {}
+    kind = device.type
+    rates: dict[str, SizeCurve] = {}
     for precision, dtype in DTYPES.items():
-        if precision == "fp16" and device.type == "cpu":
+        if precision == "fp16" and kind == "cpu":
             continue
-        found[f"matmul/{precision}"] = _rate_curve(_MATMUL_SIZES[device.type], stopwatch, partial(_matmul, device=device, dtype=dtype))
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_MIN_CAPABILITY:
-        found["matmul/fp8"] = _rate_curve(_MATMUL_SIZES["cuda"], stopwatch, partial(_matmul_fp8, device=device))
-    low = "bf16" if device.type == "cuda" else "fp32"
-    found["conv/fp32"] = _rate_curve((8, 32, 64), stopwatch, partial(_conv, device=device))
-    found[f"attention/{low}"] = _rate_curve(
-        _ATTENTION_LENGTHS[device.type], stopwatch, partial(_attention, device=device, dtype=DTYPES[low], backward=False)
-    )
-    if device.type == "cpu":
-        found[f"attention-backward/{low}"] = _rate_curve(
-            _ATTENTION_LENGTHS["cpu"], stopwatch, partial(_attention, device=device, dtype=DTYPES[low], backward=True)
-        )
-        found["batched/fp32"] = batched_matmul_rates(stopwatch)
+        rates[f"matmul/{precision}"] = _rate_curve(_MATMUL_SIZES[kind], stopwatch, partial(_matmul, device=device, dtype=dtype))
+    if kind == "cuda" and torch.cuda.get_device_capability(device) >= FP8_MIN_CAPABILITY:
+        rates["matmul/fp8"] = _rate_curve(_MATMUL_SIZES["cuda"], stopwatch, partial(_matmul_fp8, device=device))
+    low = "bf16" if kind == "cuda" else "fp32"
+    rates["conv/fp32"] = _rate_curve((8, 32, 64), stopwatch, partial(_conv, device=device))
+    attention = partial(_attention, device=device, dtype=DTYPES[low])
+    rates[f"attention/{low}"] = _rate_curve(_ATTENTION_LENGTHS[kind], stopwatch, partial(attention, backward=False))
+    if kind == "cpu":
+        rates[f"attention-backward/{low}"] = _rate_curve(_ATTENTION_LENGTHS["cpu"], stopwatch, partial(attention, backward=True))
+        rates["batched/fp32"] = batched_matmul_rates(stopwatch)
     for phase in ("forward", "backward"):
-        found[f"special-{phase}/fp32"] = _rate_curve(
-            _ELEMENTWISE_SIZES[device.type], stopwatch, partial(_gelu, device=device, backward=phase == "backward")
-        )
-    return found
+        gelu = partial(_gelu, device=device, backward=phase == "backward")
+        rates[f"special-{phase}/fp32"] = _rate_curve(_ELEMENTWISE_SIZES[kind], stopwatch, gelu)
+    return rates
 
 
 def _rate_curve(sizes: tuple[int, ...], stopwatch: Stopwatch, make: Callable[[int], tuple[float, Callable[[], object]]]) -> SizeCurve:
@@ -80,44 +77,42 @@ def _conv(channels: int, device: torch.device) -> tuple[float, Callable[[], obje
 
 def batched_matmul_rates(stopwatch: Stopwatch) -> SizeCurve:
     """FLOP/s of batched small matmuls on a CPU, by FLOPs per byte read and written: the shape of one matmul decides, not their number."""
-    found = []
+    points = []
     for n in (4, 8, 16, 32, 64):
         x = torch.randn(64, n, n)
-        found.append((n / 6, 2.0 * 64 * n**3 / stopwatch(partial(torch.bmm, x, x))))
-    return tuple(found)
+        points.append((n / 6, 2.0 * 64 * n**3 / stopwatch(partial(torch.bmm, x, x))))
+    return tuple(points)
 
 
 def convolution_rates(stopwatch: Stopwatch) -> tuple[dict[str, SizeCurve], dict[str, float]]:
     """2-d and 3-d convolutions on a CPU: FLOP/s by output channels, which decide more than input channels, and the seconds per call independent of
     the number of samples. A single sample takes another code path, which is often faster; weight gradients alone, as in a first layer, take more
-    than half as long as the whole backward. Shapes are as in networks: few channels come with many positions."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    than half as long as the full backward. Shapes are as in networks: few channels come with many positions."""
+    rates: dict[str, list[tuple[float, float]]] = {}
     fixed: dict[str, list[float]] = {}
     for dims, finest in ((2, 32), (3, 16)):
-        for made, given, edge in ((4, 4, finest), (8, 4, finest), (16, 4, finest), (32, 16, finest // 2), (64, 32, finest // 4)):
-            flops = 2.0 * edge**dims * given * made * 3**dims
-            make = partial(_convolution, in_channels=given, out_channels=made, spatial_sizes=[edge] * dims)
+        for c_out, c_in, edge in ((4, 4, finest), (8, 4, finest), (16, 4, finest), (32, 16, finest // 2), (64, 32, finest // 4)):
+            flops = 2.0 * edge**dims * c_in * c_out * 3**dims
+            make = partial(_convolution, in_channels=c_in, out_channels=c_out, spatial_sizes=[edge] * dims)
             for phase, passes in (("forward", 1), ("backward", 2), ("weights", 1)):
-                few, more = (stopwatch(make(samples, phase=phase)) for samples in _CONV_SAMPLES)
-                each = max(more - few, 0.1 * more) / (_CONV_SAMPLES[1] - _CONV_SAMPLES[0])
-                found.setdefault(f"conv{dims}-{phase}-channels/fp32", []).append((made, passes * flops / each))
-                fixed.setdefault(f"conv{dims}-{phase}", []).append(max(few - _CONV_SAMPLES[0] * each, 0.0))
-                alone = stopwatch(make(1, phase=phase))
-                found.setdefault(f"conv{dims}-{phase}-channels-alone/fp32", []).append((made, passes * flops / alone))
-    return {key: tuple(points) for key, points in found.items()}, {key: statistics.median(every) for key, every in fixed.items()}
+                low_s, high_s = (stopwatch(make(samples, phase=phase)) for samples in _CONV_SAMPLES)
+                sample_s = max(high_s - low_s, 0.1 * high_s) / (_CONV_SAMPLES[1] - _CONV_SAMPLES[0])
+                rates.setdefault(f"conv{dims}-{phase}-channels/fp32", []).append((c_out, passes * flops / sample_s))
+                fixed.setdefault(f"conv{dims}-{phase}", []).append(max(low_s - _CONV_SAMPLES[0] * sample_s, 0.0))
+                single_s = stopwatch(make(1, phase=phase))
+                rates.setdefault(f"conv{dims}-{phase}-channels-alone/fp32", []).append((c_out, passes * flops / single_s))
+    return {key: tuple(points) for key, points in rates.items()}, {key: statistics.median(seconds) for key, seconds in fixed.items()}
 
 
 def _convolution(samples: int, in_channels: int, out_channels: int, spatial_sizes: list[int], phase: str) -> Callable[[], object]:
-    ones = [1] * len(spatial_sizes)
-    x, w, out = (
-        torch.randn(samples, in_channels, *spatial_sizes),
-        torch.randn(out_channels, in_channels, *[3] * len(spatial_sizes)),
-        torch.randn(samples, out_channels, *spatial_sizes),
-    )
-    how: Any = (ones, ones, ones, False, [0] * len(spatial_sizes), 1)
+    dims = len(spatial_sizes)
+    x, out = (torch.randn(samples, channels, *spatial_sizes) for channels in (in_channels, out_channels))
+    w = torch.randn(out_channels, in_channels, *[3] * dims)
+    stride = padding = dilation = [1] * dims
+    options: Any = (stride, padding, dilation, False, [0] * dims, 1)
     if phase == "forward":
-        return partial(torch.ops.aten.convolution, x, w, None, *how)
-    return partial(torch.ops.aten.convolution_backward, out, x, w, [out_channels], *how, [phase == "backward", True, True])
+        return partial(torch.ops.aten.convolution, x, w, None, *options)
+    return partial(torch.ops.aten.convolution_backward, out, x, w, [out_channels], *options, [phase == "backward", True, True])
 
 
 def _attention(length: int, device: torch.device, dtype: torch.dtype, backward: bool) -> tuple[float, Callable[[], object]]:
@@ -131,9 +126,8 @@ def _attention(length: int, device: torch.device, dtype: torch.dtype, backward: 
 
 def _gelu(elements: int, device: torch.device, backward: bool) -> tuple[float, Callable[[], object]]:
     x = torch.randn(elements, device=device)
-    if backward:
-        return float(elements), lambda: torch.ops.aten.gelu_backward(x, x, approximate="tanh")
-    return float(elements), lambda: F.gelu(x, approximate="tanh")
+    run = partial(torch.ops.aten.gelu_backward, x, x) if backward else partial(F.gelu, x)
+    return float(elements), partial(run, approximate="tanh")
 
 
 def _bare_call_seconds(device: torch.device) -> float:
@@ -193,10 +187,10 @@ def optimizer_rates(stopwatch: Stopwatch) -> tuple[SizeCurve, dict[str, float]]:
         return stopwatch(optimizer.step)
 
     few, many = seconds(8, 16), seconds(72, 16)
-    each = max((many - few) / 64, 0.0)
-    step = max(few - 8 * each, 0.0)
+    tensor_s = max((many - few) / 64, 0.0)
+    step_s = max(few - 8 * tensor_s, 0.0)
     points = tuple((float(size), 8 * size / max(seconds(8, size) - few, 8e-12 * size)) for size in (2**14, 2**18))
-    return points, {"optimizer": step, "tensor": each}
+    return points, {"optimizer": step_s, "tensor": tensor_s}
 
 
 def recompute_seconds(stopwatch: Stopwatch) -> dict[str, float]:
@@ -208,13 +202,13 @@ def recompute_seconds(stopwatch: Stopwatch) -> dict[str, float]:
     def policy(_: Any, func: Any, *__: Any, **___: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if is_compute_intensive(func) else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def run(**how: Any) -> None:
-        checkpoint(layers, x, use_reentrant=False, **how).sum().backward()
+    def run(**options: Any) -> None:
+        checkpoint(layers, x, use_reentrant=False, **options).sum().backward()
 
     plain, forward = stopwatch(lambda: layers(x).sum().backward()), stopwatch(lambda: layers(x))
-    full, some = stopwatch(run), stopwatch(lambda: run(context_fn=partial(create_selective_checkpoint_contexts, policy)))
+    full, selective = stopwatch(run), stopwatch(lambda: run(context_fn=partial(create_selective_checkpoint_contexts, policy)))
     operations = 2 * 16
-    return {"full": max((full - plain - forward) / operations, 0.0), "selective": max((some - plain - forward / 2) / operations, 0.0)}
+    return {"full": max((full - plain - forward) / operations, 0.0), "selective": max((selective - plain - forward / 2) / operations, 0.0)}
 
 
 def split_backward_seconds(stopwatch: Stopwatch) -> float:
@@ -231,8 +225,8 @@ def split_backward_seconds(stopwatch: Stopwatch) -> float:
         _, groups = stage_backward_input([out], [torch.ones_like(out)], [x], layers.parameters())
         stage_backward_weight(layers.parameters(), groups)
 
-    plain, parted = stopwatch(lambda: layers(x).sum().backward()), stopwatch(run)
-    return max((parted - plain) / len(layers), 0.0)
+    plain, split = stopwatch(lambda: layers(x).sum().backward()), stopwatch(run)
+    return max((split - plain) / len(layers), 0.0)
 
 
 def grad_hook_seconds(stopwatch: Stopwatch) -> float:

@@ -19,27 +19,26 @@ ConvWorkspace = tuple[float, float]  # bytes of a call, and the extra bytes of a
 
 def convolution_workspace(func: Any, args: Any, out: Any) -> ConvWorkspace:
     """Workspace of one call on one thread."""
-    of = partial(_workspace_bytes, func, args, out)
+    workspace = partial(_workspace_bytes, func, args, out)
     samples = args[1 if "backward" in func.name() else 0].shape[0]
-    return of(samples), of(1) - (2 * of(2) - of(3))
+    return workspace(samples), workspace(1) - (2 * workspace(2) - workspace(3))
 
 
 def _workspace_bytes(func: Any, args: Any, out: Any, samples: int) -> float:
-    """Workspace bytes of the call with `samples` samples."""
     backward = "backward" in func.name()
-    given, weight = args[1 if backward else 0], args[2 if backward else 1]
-    made = args[0] if backward else out
-    kernel, item = math.prod(weight.shape[2:]), given.element_size()
-    columns = float(kernel * given.shape[1] * math.prod(made.shape[2:]) * item)
-    if not _uses_onednn(given, weight, args[4:10] if backward else args[3:9], samples):
+    x, weight = args[1 if backward else 0], args[2 if backward else 1]
+    output = args[0] if backward else out
+    kernel, itemsize = math.prod(weight.shape[2:]), x.element_size()
+    columns = float(kernel * x.shape[1] * math.prod(output.shape[2:]) * itemsize)
+    if not _uses_onednn(x, weight, args[4:10] if backward else args[3:9], samples):
         return columns * samples if kernel > 1 else 0.0
     if backward:
-        return columns + _WEIGHT_GRAD_BUFFERS * weight.numel() * item
-    return max(columns, float(samples * math.prod(made.shape[1:]) * item))
+        return columns + _WEIGHT_GRAD_BUFFERS * weight.numel() * itemsize
+    return max(columns, float(samples * math.prod(output.shape[1:]) * itemsize))
 
 
 def _uses_onednn(x: torch.Tensor, weight: torch.Tensor, conv_args: Any, samples: int) -> bool:
     if x.dim() != weight.dim():  # unbatched input
         return True
-    chosen = torch._C._select_conv_backend(x.new_empty((samples, *x.shape[1:])), weight, None, *conv_args, None)  # type: ignore[attr-defined]
-    return "Mkldnn" in str(chosen)
+    backend = torch._C._select_conv_backend(x.new_empty((samples, *x.shape[1:])), weight, None, *conv_args, None)  # type: ignore[attr-defined]
+    return "Mkldnn" in str(backend)

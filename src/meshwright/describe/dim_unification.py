@@ -35,11 +35,11 @@ class DimMismatchError(Exception):
 
 def factors_of(dim: Dim) -> list[LogicalDim]:
     """The logical dims that a dim is a product of, as far as known."""
-    found: list[LogicalDim] = []
+    factors: list[LogicalDim] = []
     for logical_dim in dim:
         root = logical_dim.root()
-        found += factors_of(root.factors) if root.factors else [root]
-    return found
+        factors += factors_of(root.factors) if root.factors else [root]
+    return factors
 
 
 def new_dim(size: int) -> list[LogicalDim]:
@@ -68,36 +68,34 @@ def unify(first: Dim, second: Dim) -> None:
 
 def reshape_dims(dims: Sequence[Dim], sizes: Sequence[int]) -> list[list[LogicalDim]]:
     """The logical dims of each new dim when the same elements, in the same order, get other sizes."""
-    rest = [s for dim in dims for s in dim]
-    found: list[list[LogicalDim]] = []
+    remaining = [s for dim in dims for s in dim]
+    new_dims: list[list[LogicalDim]] = []
     for size in sizes:
-        taken: list[LogicalDim] = []
-        need = size
-        while need > 1:
-            rest = factors_of(rest)
-            if not rest:
+        new_dims.append([])
+        while size > 1:
+            remaining = factors_of(remaining)
+            if not remaining:
                 raise DimMismatchError
-            head = rest[0]
-            if need % head.size == 0:
-                taken.append(head)
-                need //= head.size
-                rest = rest[1:]
-            elif head.size % need == 0:
-                head.split(need)
+            first = remaining[0]
+            if size % first.size == 0:
+                new_dims[-1].append(first)
+                size //= first.size
+                remaining = remaining[1:]
+            elif first.size % size == 0:
+                first.split(size)
             else:
                 raise DimMismatchError
-        found.append(taken)
-    if factors_of(rest):
+    if factors_of(remaining):
         raise DimMismatchError
-    return found
+    return new_dims
 
 
 def split_evenly(dim: Dim, size: int, piece_size: int) -> tuple[list[LogicalDim], list[LogicalDim]]:
     """A dim of `size` as (index of the piece, position in a piece of `piece_size`)."""
     if not piece_size or size % piece_size:
         raise DimMismatchError
-    which, place = reshape_dims([dim], (size // piece_size, piece_size))
-    return which, place
+    piece, position = reshape_dims([dim], (size // piece_size, piece_size))
+    return piece, position
 
 
 def dim_size(dim: Dim) -> int:

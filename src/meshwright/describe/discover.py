@@ -20,7 +20,7 @@ from meshwright.core.cluster import FP8_MIN_CAPABILITY, Cluster, Device, Interfa
 from meshwright.core.errors import RequestError
 from meshwright.core.quantities import show_bytes
 from meshwright.describe import nvml
-from meshwright.describe.catalog import DeviceDatasheet, find_by_driver_name
+from meshwright.describe.catalog import find_by_driver_name
 
 # Which launcher started this process, by its environment variables. The first match wins, so the owner of an allocation (Slurm sets PMI_SIZE too)
 # comes before the tool that starts processes inside it. All variables of an entry must be set.
@@ -37,71 +37,44 @@ _SCHEDULERS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 # ARM cores identify themselves by number only: (implementer, part) → name.
 _ARM_CORES = {
-    (0x41, 0xD03): "Arm Cortex-A53",
-    (0x41, 0xD05): "Arm Cortex-A55",
-    (0x41, 0xD07): "Arm Cortex-A57",
-    (0x41, 0xD08): "Arm Cortex-A72",
-    (0x41, 0xD0B): "Arm Cortex-A76",
-    (0x41, 0xD0C): "Arm Neoverse-N1",
-    (0x41, 0xD40): "Arm Neoverse-V1",
-    (0x41, 0xD49): "Arm Neoverse-N2",
-    (0x41, 0xD4F): "Arm Neoverse-V2",
-    (0x41, 0xD83): "Arm Neoverse-V3AE",
-    (0x41, 0xD84): "Arm Neoverse-V3",
-    (0x41, 0xD8E): "Arm Neoverse-N3",
-    (0x46, 0x001): "Fujitsu A64FX",
-    (0x48, 0xD01): "HiSilicon TaiShan v110",
-    (0x4E, 0x004): "NVIDIA Carmel",
-    (0x51, 0x001): "Qualcomm Oryon",
-    (0xC0, 0xAC3): "AmpereOne",
-    (0xC0, 0xAC4): "AmpereOne A",
-}
+    (0x41, 0xD03): "Arm Cortex-A53", (0x41, 0xD05): "Arm Cortex-A55", (0x41, 0xD07): "Arm Cortex-A57", (0x41, 0xD08): "Arm Cortex-A72",
+    (0x41, 0xD0B): "Arm Cortex-A76", (0x41, 0xD0C): "Arm Neoverse-N1", (0x41, 0xD40): "Arm Neoverse-V1", (0x41, 0xD49): "Arm Neoverse-N2",
+    (0x41, 0xD4F): "Arm Neoverse-V2", (0x41, 0xD83): "Arm Neoverse-V3AE", (0x41, 0xD84): "Arm Neoverse-V3", (0x41, 0xD8E): "Arm Neoverse-N3",
+    (0x46, 0x001): "Fujitsu A64FX", (0x48, 0xD01): "HiSilicon TaiShan v110", (0x4E, 0x004): "NVIDIA Carmel", (0x51, 0x001): "Qualcomm Oryon",
+    (0xC0, 0xAC3): "AmpereOne", (0xC0, 0xAC4): "AmpereOne A",
+}  # fmt: skip
 
 # Assumed until a probe measures them: common latencies between two GPUs of one node, and a PCIe 3.0 path for an unknown card.
 _NVLINK_LATENCY_S, _PCIE_LATENCY_S = 5e-6, 1e-5
 _UNKNOWN_PCIE = Link("PCIe", _PCIE_LATENCY_S, 12e9)
 DeviceSelection = tuple[int | Literal["cpu"], ...]  # GPUs by index, and "cpu" for CPU devices beside them
 _SIOCGIFADDR = 0xC0206921 if sys.platform == "darwin" else 0x8915
-# A cgroup without a limit reports a number near 2**63 (v1) or "max" (v2).
-_NO_LIMIT = 1 << 60
+_NO_LIMIT = 1 << 60  # a cgroup without a limit reports a number near 2**63 (v1) or "max" (v2)
 
 
 def discover(
-    environ: Mapping[str, str],
-    *,
-    ranks: int | None = None,
-    devices: DeviceSelection | None = None,
-    root: Path = Path("/"),
+    environ: Mapping[str, str], *, ranks: int | None = None, devices: DeviceSelection | None = None, root: Path = Path("/"),
     gpus: Sequence[nvml.Gpu] | None = None,
-) -> Cluster:
+) -> Cluster:  # fmt: skip
     """This machine. `devices` selects by index and `ranks` sets how many; `gpus` replaces what the driver reports.
 
     With GPUs, one device each, plus CPU devices where `devices` names them; without, one for each core that this process may use, or `ranks` of
     them. A GPU that is named twice is shared by two ranks."""
     if ranks is not None and ranks < 1:
         raise RequestError(f"--nproc {ranks}: at least 1 process is needed")
-    found = nvml.list_gpus(environ.get("CUDA_VISIBLE_DEVICES")) if gpus is None else gpus
+    gpus = nvml.list_gpus(environ.get("CUDA_VISIBLE_DEVICES")) if gpus is None else gpus
     cpu, cores, free = cpu_model(root), usable_cores(root), available_memory(root)
-    if found and not (devices and set(devices) == {"cpu"}):
-        picked = _select_devices(len(found), ranks, devices, "GPUs")
-        cards = [i for i in picked if i != "cpu"]
-        chosen = _devices_in_order(picked, {i: _cuda_device(i, found[i], free) for i in cards}, cpu, free)
-        link = _gpu_link([found[i] for i in cards]) if len(set(cards)) == len(picked) else Node.link  # others communicate through host memory
+    if gpus and not (devices and set(devices) == {"cpu"}):
+        selection = _select_devices(len(gpus), ranks, devices, "GPUs")
+        indices = [i for i in selection if i != "cpu"]
+        selected = _devices_in_order(selection, {i: _cuda_device(i, gpus[i], free) for i in indices}, cpu, free)
+        link = _gpu_link([gpus[i] for i in indices]) if len(set(indices)) == len(selection) else Node.link  # others communicate through host memory
     else:
         # More ranks than cores is allowed: slow, but it lets a laptop try out a large plan.
-        asked = tuple(range(len(devices))) if devices and "cpu" in devices else devices
-        picked = _select_devices(max(cores, ranks or 0, len(asked or ())), ranks, asked, "CPU devices")
-        chosen, link = _cpu_devices(tuple(i for i in picked if i != "cpu"), cpu, free), Node.link
-    node = Node(
-        name=socket.gethostname(),
-        devices=chosen,
-        cores=cores,
-        memory_bytes=total_memory(root),
-        cpu=cpu,
-        numa=numa_domains(root),
-        interfaces=interfaces(root),
-        link=link,
-    )
+        devices = tuple(range(len(devices))) if devices and "cpu" in devices else devices
+        selection = _select_devices(max(cores, ranks or 0, len(devices or ())), ranks, devices, "CPU devices")
+        selected, link = _cpu_devices(tuple(i for i in selection if i != "cpu"), cpu, free), Node.link
+    node = Node(socket.gethostname(), selected, cores, total_memory(root), cpu, numa_domains(root), interfaces(root), link)
     return Cluster("here", (node,), scheduler=scheduler(environ))
 
 
@@ -138,8 +111,7 @@ def cpu_model(root: Path = Path("/")) -> str:
     for line in _read_text(root / "proc/cpuinfo").splitlines():
         key, _, value = line.partition(":")
         fields.setdefault(key.strip(), value.strip())
-    # x86 has "model name"; POWER and s390 say "cpu"; RISC-V "uarch".
-    for key in ("model name", "cpu", "uarch"):
+    for key in ("model name", "cpu", "uarch"):  # x86; POWER and s390; RISC-V
         if fields.get(key):
             return fields[key]
     if "CPU implementer" in fields and "CPU part" in fields:
@@ -153,15 +125,15 @@ def numa_domains(root: Path = Path("/")) -> tuple[tuple[int, ...], ...]:
     allowed = _affinity()
     folders = sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda folder: int(folder.name[4:]))
     lists = (cpu_list(_read_text(folder / "cpulist")) for folder in folders)
-    kept = (tuple(core for core in cores if not allowed or core in allowed) for cores in lists)
-    return tuple(cores for cores in kept if cores)
+    domains = (tuple(core for core in cores if not allowed or core in allowed) for cores in lists)
+    return tuple(filter(None, domains))
 
 
 def cpu_list(text: str) -> tuple[int, ...]:
     """'0-3,8' → (0, 1, 2, 3, 8): the kernel's notation for sets of cores."""
     cores: list[int] = []
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
+    for interval in filter(None, text.strip().split(",")):
+        first, _, last = interval.partition("-")
         cores.extend(range(int(first), int(last or first) + 1))
     return tuple(cores)
 
@@ -173,25 +145,25 @@ def interfaces(root: Path = Path("/")) -> tuple[Interface, ...]:
         names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and _read_text(entry / "operstate").strip() != "down")
     else:
         names = [name for _, name in socket.if_nameindex()]
-    found = [Interface(name, _ipv4(name), _bits_per_s(folder / name)) for name in names if not re.fullmatch(r"lo\d*", name)]
-    return tuple(sorted(found, key=lambda interface: -interface.bits_per_s))
+    all_interfaces = [Interface(name, _ipv4(name), _bits_per_s(folder / name)) for name in names if not re.fullmatch(r"lo\d*", name)]
+    return tuple(sorted(all_interfaces, key=lambda interface: -interface.bits_per_s))
 
 
 def _select_devices(count: int, ranks: int | None, devices: DeviceSelection | None, kind: str) -> DeviceSelection:
     """Which of `count` devices to use: those in `devices`, or all, and the first `ranks` of these."""
-    chosen: DeviceSelection = tuple(range(count)) if devices is None else devices
-    wrong = [index for index in chosen if index != "cpu" and not 0 <= index < count]
-    asked = ",".join(map(str, chosen))
-    if wrong or not chosen:
-        what = f"there is no device {wrong[0]}" if wrong else "no device is named"
+    selection: DeviceSelection = tuple(range(count)) if devices is None else devices
+    unknown = [index for index in selection if index != "cpu" and not 0 <= index < count]
+    option = f"--devices {','.join(map(str, selection))}"
+    if unknown or not selection:
+        problem = f"there is no device {unknown[0]}" if unknown else "no device is named"
         valid = "0" if count == 1 else f"0..{count - 1}"
-        raise RequestError(f"--devices {asked}: {what}; this machine has {count} {kind}, valid: {valid}")
-    if len(set(chosen)) < len(chosen) and kind != "GPUs":
-        raise RequestError(f"--devices {asked}: a device is named twice; name each once")
-    if ranks is not None and ranks > len(chosen):
+        raise RequestError(f"{option}: {problem}; this machine has {count} {kind}, valid: {valid}")
+    if len(set(selection)) < len(selection) and kind != "GPUs":
+        raise RequestError(f"{option}: a device is named twice; name each once")
+    if ranks is not None and ranks > len(selection):
         other = ", or add CPUs (--devices 0,cpu,cpu)" if kind == "GPUs" else ""
-        raise RequestError(f"--nproc {ranks}: there are {len(chosen)} {kind} to use; give 1..{len(chosen)}{other}")
-    return chosen[:ranks]
+        raise RequestError(f"--nproc {ranks}: there are {len(selection)} {kind} to use; give 1..{len(selection)}{other}")
+    return selection[:ranks]
 
 
 def _cuda_device(index: int, gpu: nvml.Gpu, host_memory: int) -> Device:
@@ -199,30 +171,22 @@ def _cuda_device(index: int, gpu: nvml.Gpu, host_memory: int) -> Device:
     # A GPU that reports no memory of its own shares the host's.
     total, free = (gpu.memory_total, gpu.memory_free) if gpu.memory_total else (host_memory, host_memory)
     origin = sheet.source if sheet else "no data sheet known: measure it with `describe cluster --probe`"
-    return Device(
-        kind="cuda",
-        name=gpu.name,
-        index=index,
-        memory_bytes=total,
-        peak_flops=dict(sheet.peak_flops) if sheet else {},
-        memory_bandwidth=sheet.memory_bandwidth if sheet else 0.0,
-        source=f"{origin}; {show_bytes(free)} of {show_bytes(total)} free now",
-        fp8=gpu.compute_capability >= FP8_MIN_CAPABILITY,
-    )
+    source, fp8 = f"{origin}; {show_bytes(free)} of {show_bytes(total)} free now", gpu.compute_capability >= FP8_MIN_CAPABILITY
+    peak_flops, bandwidth = (dict(sheet.peak_flops), sheet.memory_bandwidth) if sheet else ({}, 0.0)
+    return Device("cuda", gpu.name, index, total, peak_flops, bandwidth, source, fp8)
 
 
 def _devices_in_order(selection: DeviceSelection, gpus: Mapping[int, Device], cpu: str, memory: int) -> tuple[Device, ...]:
     """Devices in the order they were named. Ranks on one GPU divide its memory, and CPU ranks the host's."""
-    shares = Counter(selection)
-    hosts = iter(_cpu_devices(tuple(range(shares["cpu"])), cpu, memory))
-    return tuple(next(hosts) if i == "cpu" else replace(gpus[i], memory_bytes=gpus[i].memory_bytes // shares[i]) for i in selection)
+    num_ranks = Counter(selection)
+    cpus = iter(_cpu_devices(tuple(range(num_ranks["cpu"])), cpu, memory))
+    return tuple(next(cpus) if i == "cpu" else replace(gpus[i], memory_bytes=gpus[i].memory_bytes // num_ranks[i]) for i in selection)
 
 
 def _gpu_link(gpus: Sequence[nvml.Gpu]) -> Link:
     """The slowest link between two of `gpus`: NVLink where all have it, else PCIe through the host."""
-    known = [find_by_driver_name(gpu.name) for gpu in gpus]
-    sheets: list[DeviceDatasheet] = [sheet for sheet in known if sheet is not None]
-    if len(sheets) < len(known):
+    sheets = [sheet for gpu in gpus if (sheet := find_by_driver_name(gpu.name)) is not None]
+    if len(sheets) < len(gpus):
         return _UNKNOWN_PCIE
     if all(gpu.nvlinks_active for gpu in gpus):
         slowest = min(sheets, key=lambda sheet: sheet.link_bandwidth)
@@ -242,8 +206,8 @@ def _affinity() -> frozenset[int]:
 
 def _meminfo(root: Path) -> dict[str, int]:
     """/proc/meminfo in bytes; empty where there is none."""
-    found = re.findall(r"^(\w+):\s+(\d+) kB", _read_text(root / "proc/meminfo"), re.MULTILINE)
-    return {key: int(value) * 1024 for key, value in found}
+    lines = re.findall(r"^(\w+):\s+(\d+) kB", _read_text(root / "proc/meminfo"), re.MULTILINE)
+    return {key: int(value) * 1024 for key, value in lines}
 
 
 def _physical_memory() -> int:
@@ -264,12 +228,9 @@ def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
         mount = root / "sys/fs/cgroup" / (controller if controllers else "")
         if not mount.is_dir():  # v1 mounts cpu and cpuacct together; the short name is a symlink that not every system has
             mount = mount.parent / controllers
-        here = mount / path.strip().lstrip("/")
-        while True:
-            yield here
-            if here == mount or mount not in here.parents:
-                break
-            here = here.parent
+        folder = mount / path.strip().lstrip("/")
+        yield folder
+        yield from (parent for parent in folder.parents if parent.is_relative_to(mount))
 
 
 def _cpu_quotas(root: Path) -> Iterator[float]:

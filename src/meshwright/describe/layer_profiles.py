@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,45 +22,43 @@ class LayerTrace:
     kernels: list[tuple[KernelKind, Phase, float, float]] = field(default_factory=list)
     saved_bytes: float = 0.0
     saved_by: Counter[str] = field(default_factory=Counter)  # those bytes by the running module that has parameters of its own
-    fusible: float = 0.0
+    fusible_bytes: float = 0.0
     rematerialized_bytes: float = 0.0
-    output: float = 0.0
+    output_bytes: float = 0.0
     live_bytes: list[float] = field(default_factory=list)  # at each operation: live bytes that no other layer has saved
-    single_sample_extra: dict[int, float] = field(
-        default_factory=dict
-    )  # by operation: extra live bytes of a single sample, where it is off the line of several
-    product_bytes: float = 0.0
-    compute_intensive_bytes: float = 0.0
-    overwrites: bool = False
-
-
-def with_missing_layers(traces: dict[str, LayerTrace], layers: list[Layer]) -> dict[str, LayerTrace]:
-    return {**traces, **{layer.name: LayerTrace() for layer in layers if layer.name not in traces}}
+    single_sample_extra: dict[int, float] = field(default_factory=dict)  # by operation: live bytes of one sample beyond the line of several
+    matmul_workspace_bytes: float = 0.0
+    expensive_output_bytes: float = 0.0
+    has_inplace_ops: bool = False
 
 
 def layer_profiles(
     model: nn.Module, layers: list[Layer], first: dict[str, LayerTrace], second: dict[str, LayerTrace], *, slope: bool = False, fp64: bool = False
 ) -> tuple[LayerProfile, ...]:
     """Layer profiles at the first probed batch, or (slope) the increase per sample."""
-    owner_of = _parameters_by_layer(model, layers)
-    places = {id(p): i for i, p in enumerate(model.parameters())}
-    # Traces are in execution order; layers that never ran keep their registration order.
-    ran = {name: i for i, name in enumerate(first)}
-    entries = sorted(layers, key=lambda layer: ran.get(layer.name, -1))
-    if any(t.kernels for name, t in first.items() if name == "") and all(layer.name for layer in layers):
+    parameters = _parameters_by_layer(model, layers)
+    parameter_order = {id(p): i for i, p in enumerate(model.parameters())}
+    # Traces are in execution order; layers that never ran follow in registration order.
+    executed = {name: i for i, name in enumerate(first)}
+    entries = sorted(layers, key=lambda layer: executed.get(layer.name, len(executed)))
+    if "" in first and first[""].kernels and all(layer.name for layer in layers):
         entries.append(Layer("", model, own_parameters_only=True))  # operations in the model's own forward, such as the loss
-    kinds = {layer.name: module_signature(layer.module) for layer in entries}
-    repeated = {s for s in kinds.values() if list(kinds.values()).count(s) > 1} if len(kinds) < 2000 else set()
+    signatures = {layer.name: module_signature(layer.module) for layer in entries}
+    repeated = {s for s in signatures.values() if list(signatures.values()).count(s) > 1} if len(signatures) < 2000 else set()
     representative: dict[str, str] = {}
-    shared: dict[tuple[Kernel, ...], tuple[Kernel, ...]] = {}
+    shared_kernels: dict[tuple[Kernel, ...], tuple[Kernel, ...]] = {}
+
+    def figure(low: float, high: float) -> float:
+        return high - low if slope else low
+
     profiles = []
     for layer in entries:
         a, b = first.get(layer.name, LayerTrace()), second.get(layer.name, LayerTrace())
-        tensors = tuple(_tensor_spec(n, p, places[id(p)], fp64) for n, p in owner_of.get(layer.name, []))
+        tensors = tuple(_tensor_spec(n, p, parameter_order[id(p)], fp64) for n, p in parameters.get(layer.name, []))
         kernels = _merge_kernels(a, b, slope)
-        kernels = shared.setdefault(kernels, kernels)
-        sign = kinds[layer.name]
-        block = representative.setdefault(sign, layer.name) if sign in repeated and list(layer.module.children()) else ""
+        kernels = shared_kernels.setdefault(kernels, kernels)
+        signature = signatures[layer.name]
+        block = representative.setdefault(signature, layer.name) if signature in repeated and list(layer.module.children()) else ""
         profiles.append(
             LayerProfile(
                 name=layer.name or "(model)",
@@ -69,14 +66,14 @@ def layer_profiles(
                 parameters=sum(t.numel for t in tensors),
                 flops_forward=_flops(kernels, "forward"),
                 flops_backward=_flops(kernels, "backward"),
-                activation_bytes=b.saved_bytes - a.saved_bytes if slope else a.saved_bytes,
-                output_bytes=b.output - a.output if slope else a.output,
-                fusible_bytes=b.fusible - a.fusible if slope else a.fusible,
-                compiler_recomputed_bytes=b.rematerialized_bytes - a.rematerialized_bytes if slope else a.rematerialized_bytes,
-                transient_bytes=_workspace_bytes(a, b, slope),
-                matmul_workspace_bytes=b.product_bytes - a.product_bytes if slope else a.product_bytes,
-                expensive_output_bytes=b.compute_intensive_bytes - a.compute_intensive_bytes if slope else a.compute_intensive_bytes,
-                has_inplace_ops=a.overwrites,
+                activation_bytes=figure(a.saved_bytes, b.saved_bytes),
+                output_bytes=figure(a.output_bytes, b.output_bytes),
+                fusible_bytes=figure(a.fusible_bytes, b.fusible_bytes),
+                compiler_recomputed_bytes=figure(a.rematerialized_bytes, b.rematerialized_bytes),
+                transient_bytes=figure(*(max(max(t.live_bytes, default=0.0) - t.saved_bytes, 0.0) for t in (a, b))),
+                matmul_workspace_bytes=figure(a.matmul_workspace_bytes, b.matmul_workspace_bytes),
+                expensive_output_bytes=figure(a.expensive_output_bytes, b.expensive_output_bytes),
+                has_inplace_ops=a.has_inplace_ops,
                 tensors=tensors,
                 kernels=kernels,
                 block=block,
@@ -94,8 +91,8 @@ def buffer_specs(model: nn.Module, fp64: bool = False) -> tuple[TensorSpec, ...]
 
 def _tensor_spec(name: str, tensor: torch.Tensor, order: int, fp64: bool) -> TensorSpec:
     """The tensor as it will be stored: in fp64 runs, every floating-point tensor is fp64."""
-    kind = torch.float64 if fp64 and tensor.is_floating_point() else tensor.dtype
-    return TensorSpec(name, tuple(tensor.shape), kind.itemsize, order, tensor.requires_grad, dtype=str(kind).removeprefix("torch."))
+    dtype = torch.float64 if fp64 and tensor.is_floating_point() else tensor.dtype
+    return TensorSpec(name, tuple(tensor.shape), dtype.itemsize, order, tensor.requires_grad, dtype=str(dtype).removeprefix("torch."))
 
 
 def _flops(kernels: tuple[Kernel, ...], phase: Phase) -> float:
@@ -108,50 +105,41 @@ def _merge_kernels(a: LayerTrace, b: LayerTrace, slope: bool) -> tuple[Kernel, .
     same = len(a.kernels) == len(b.kernels) and all(x[:2] == y[:2] for x, y in zip(a.kernels, b.kernels, strict=True))
     low = PROBED_BATCHES[0]
     pairs = zip(a.kernels, b.kernels, strict=True) if same else ((k, (*k[:2], k[2] * (low + 1) / low, k[3] * (low + 1) / low)) for k in a.kernels)
-    counts: dict[tuple[Any, ...], int] = {}
-    for (kind, phase, flops, moved), (_, _, flops_b, moved_b) in pairs:
-        key = (kind, phase, flops, moved, flops_b - flops, moved_b - moved)
-        counts[key] = counts.get(key, 0) + 1
+    counts = Counter((kind, phase, flops, moved, flops_b - flops, moved_b - moved) for (kind, phase, flops, moved), (_, _, flops_b, moved_b) in pairs)
     return tuple(Kernel(k[0], k[1], k[4] if slope else k[2], k[5] if slope else k[3], n) for k, n in counts.items())
 
 
 def _saved_share_by_module(a: LayerTrace, b: LayerTrace) -> tuple[tuple[str, float], ...]:
     """Each module's share of the bytes saved per sample."""
-    more = b.saved_bytes - a.saved_bytes
-    if more <= 0:
-        return ()
-    return tuple((name, (saved - a.saved_by[name]) / more) for name, saved in sorted(b.saved_by.items()) if saved > a.saved_by[name])
+    total = b.saved_bytes - a.saved_bytes
+    saved = sorted(b.saved_by.items()) if total > 0 else ()
+    return tuple((name, (size - a.saved_by[name]) / total) for name, size in saved if size > a.saved_by[name])
 
 
 def _workspace_lines(a: LayerTrace, b: LayerTrace) -> tuple[AffineBytes, ...]:
     """Live bytes at each operation beyond what its layer saves by the end, as lines over the number of samples."""
     same, low = len(a.live_bytes) == len(b.live_bytes), PROBED_BATCHES[0]
     pairs = zip(a.live_bytes, b.live_bytes, strict=True) if same else [(max(a.live_bytes, default=0.0), max(b.live_bytes, default=0.0))]
-    both = [(x - a.saved_bytes, y - b.saved_bytes) for x, y in pairs]
-    return upper_envelope([(x - low * (y - x), y - x) for x, y in both])
+    unsaved = [(x - a.saved_bytes, y - b.saved_bytes) for x, y in pairs]
+    return upper_envelope([(x - low * (y - x), y - x) for x, y in unsaved])
 
 
 def _single_sample_workspace(a: LayerTrace, b: LayerTrace) -> float | None:
     """Workspace of a single sample, where some operation treats it differently from several."""
     if not a.single_sample_extra or len(a.live_bytes) != len(b.live_bytes):
         return None
-    more = PROBED_BATCHES[0] - 1
-    alive = [x - more * (y - x) + a.single_sample_extra.get(at, 0.0) for at, (x, y) in enumerate(zip(a.live_bytes, b.live_bytes, strict=True))]
-    return max(max(alive) - (a.saved_bytes - more * (b.saved_bytes - a.saved_bytes)), 0.0)
-
-
-def _workspace_bytes(a: LayerTrace, b: LayerTrace, slope: bool) -> float:
-    low, high = (max(max(t.live_bytes, default=0.0) - t.saved_bytes, 0.0) for t in (a, b))
-    return high - low if slope else low
+    extra_samples, live = PROBED_BATCHES[0] - 1, zip(a.live_bytes, b.live_bytes, strict=True)
+    live_bytes = [x - extra_samples * (y - x) + a.single_sample_extra.get(op, 0.0) for op, (x, y) in enumerate(live)]
+    return max(max(live_bytes) - (a.saved_bytes - extra_samples * (b.saved_bytes - a.saved_bytes)), 0.0)
 
 
 def _parameters_by_layer(model: nn.Module, layers: list[Layer]) -> dict[str, list[tuple[str, nn.Parameter]]]:
     """Each parameter under the one layer it is counted in; a tied one under the first layer that registers it."""
-    found: dict[str, list[tuple[str, nn.Parameter]]] = {}
-    taken: set[int] = set()
+    by_layer: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    counted: set[int] = set()
     for layer in layers:
         for name, param in layer.module.named_parameters(recurse=not layer.own_parameters_only):
-            if id(param) not in taken:
-                taken.add(id(param))
-                found.setdefault(layer.name, []).append((f"{layer.name}.{name}" if layer.name else name, param))
-    return found
+            if id(param) not in counted:
+                counted.add(id(param))
+                by_layer.setdefault(layer.name, []).append((f"{layer.name}.{name}" if layer.name else name, param))
+    return by_layer

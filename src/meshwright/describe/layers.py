@@ -18,9 +18,9 @@ class Layer:
 
 def find_layers(model: nn.Module) -> list[Layer]:
     """The layers of `model` in registration order; every parameter belongs to exactly one."""
-    found: list[Layer] = []
-    _collect_layers("", model, found)
-    return found
+    layers: list[Layer] = []
+    _collect_layers("", model, layers)
+    return layers
 
 
 def _collect_layers(name: str, module: nn.Module, layers: list[Layer]) -> None:
@@ -40,13 +40,12 @@ def _collect_layers(name: str, module: nn.Module, layers: list[Layer]) -> None:
 
 
 def _contains_blocks(module: nn.Module) -> bool:
-    """Whether it contains a ModuleList or Sequential of several parts, to split at."""
+    """Whether it contains a ModuleList or Sequential of several modules, to split at."""
     return any(isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1 for m in module.modules())
 
 
-def _has_repeats(parts: nn.ModuleList | nn.Sequential) -> bool:
-    signatures = [module_signature(part) for part in parts]
-    return len(signatures) > 1 and len(set(signatures)) < len(signatures)
+def _has_repeats(modules: nn.ModuleList | nn.Sequential) -> bool:
+    return len(set(map(module_signature, modules))) < len(modules)
 
 
 def module_signature(module: nn.Module) -> str:
@@ -57,17 +56,17 @@ def module_signature(module: nn.Module) -> str:
 
 def behavior_signature(module: nn.Module) -> str:
     """Equal for modules that compute the same: the same submodules with the same settings. A submodule's index in the model is not a setting."""
-    parts = []
-    for name, part in module.named_modules():
+    signatures = []
+    for name, submodule in module.named_modules():
         settings = {
             key: getattr(value, "__qualname__", repr(value))
-            for key, value in vars(part).items()
+            for key, value in vars(submodule).items()
             if not key.startswith("_") and key != "training" and not key.endswith(_INDEX_SUFFIXES)
             and (isinstance(value, (int, float, str, bool, tuple)) or callable(value)) and not isinstance(value, nn.Module)
         }  # fmt: skip
-        extra = "" if any(key.endswith(_INDEX_SUFFIXES) for key in vars(part)) else part.extra_repr()
-        parts.append(f"{name}:{type(part).__qualname__}({extra}){sorted(settings.items())}")
-    return module_signature(module) + ";".join(parts)
+        extra = "" if any(key.endswith(_INDEX_SUFFIXES) for key in vars(submodule)) else submodule.extra_repr()
+        signatures.append(f"{name}:{type(submodule).__qualname__}({extra}){sorted(settings.items())}")
+    return module_signature(module) + ";".join(signatures)
 
 
 _INDEX_SUFFIXES = ("idx", "index", "site", "layer_id", "layer_number")
@@ -75,7 +74,7 @@ _INDEX_SUFFIXES = ("idx", "index", "site", "layer_id", "layer_number")
 
 def tied_parameter_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     """The names of each tied parameter; the first is the one that it is counted under."""
-    names: dict[int, list[str]] = {}
+    names_by_id: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-    return tuple(tuple(found) for found in names.values() if len(found) > 1)
+        names_by_id.setdefault(id(param), []).append(name)
+    return tuple(tuple(names) for names in names_by_id.values() if len(names) > 1)

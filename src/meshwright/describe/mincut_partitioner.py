@@ -10,12 +10,11 @@ flow.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
-
-_INFINITE_CAPACITY = float("inf")
 
 
 @dataclass
@@ -35,104 +34,102 @@ class MinCutPartitioner:
 
     def __init__(self, constants: Iterable[int]) -> None:
         self._constants = frozenset(constants)  # parameters, buffers, the batch: always in memory
-        self._values: list[_StorageNode] = []
+        self._nodes: list[_StorageNode] = []
         self._index_by_address: dict[int, int] = {}
 
     def record_op(self, storages: Iterable[Any], sources: Iterable[Any], layer: str, recomputable: bool) -> None:
         """Record a forward operation; `recomputable`: a compiler may recompute it in backward."""
-        inputs = (
-            tuple(self._node_index(s) for s in {s._cdata: s for s in sources}.values() if s._cdata not in self._constants) if recomputable else ()
-        )
+        distinct = {s._cdata: s for s in sources if s._cdata not in self._constants} if recomputable else {}
+        inputs = tuple(map(self._node_index, distinct.values()))
         for storage in storages:
             if storage._cdata not in self._index_by_address and storage._cdata not in self._constants:
-                self._index_by_address[storage._cdata] = len(self._values)
-                self._values.append(_StorageNode(storage.nbytes(), layer, recomputable, inputs))
+                self._index_by_address[storage._cdata] = len(self._nodes)
+                self._nodes.append(_StorageNode(storage.nbytes(), layer, recomputable, inputs))
 
     def mark_saved(self, storage: Any, layer: str) -> None:
         """Record that eager execution saves the storage, for this layer."""
-        self._values[self._node_index(storage)].saved_by = layer
+        self._nodes[self._node_index(storage)].saved_by = layer
 
     def reassign_saver(self, address: int, layer: str) -> None:
         if address in self._index_by_address:
-            self._values[self._index_by_address[address]].saved_by = layer
+            self._nodes[self._index_by_address[address]].saved_by = layer
 
     def mark_read_by_matmul(self, storages: Iterable[Any]) -> None:
         """Record that a matmul in backward reads these storages."""
         for storage in storages:
             if storage._cdata in self._index_by_address:
-                self._values[self._index_by_address[storage._cdata]].read_by_matmul = True
+                self._nodes[self._index_by_address[storage._cdata]].read_by_matmul = True
 
     def forget(self, address: int) -> None:
         self._index_by_address.pop(address, None)
 
     def rematerialized_bytes(self) -> dict[str, int]:
         """By layer: bytes that eager execution saves and a compiler does not."""
-        found: dict[str, list[int]] = {}
-        for number, value in enumerate(self._values):
-            if value.saved_by is not None and not value.read_by_matmul:
-                found.setdefault(value.saved_by, []).append(number)
-        return {layer: max(sum(self._values[n].bytes for n in needed) - self._min_cut_bytes(layer, needed), 0) for layer, needed in found.items()}
+        saved: dict[str, list[int]] = {}
+        for index, node in enumerate(self._nodes):
+            if node.saved_by is not None and not node.read_by_matmul:
+                saved.setdefault(node.saved_by, []).append(index)
+        return {layer: max(sum(self._nodes[n].bytes for n in needed) - self._min_cut_bytes(layer, needed), 0) for layer, needed in saved.items()}
 
     def _node_index(self, storage: Any) -> int:
         if storage._cdata not in self._index_by_address:
-            self._index_by_address[storage._cdata] = len(self._values)
-            self._values.append(_StorageNode(storage.nbytes(), None))
+            self._index_by_address[storage._cdata] = len(self._nodes)
+            self._nodes.append(_StorageNode(storage.nbytes(), None))
         return self._index_by_address[storage._cdata]
 
     def _min_cut_bytes(self, layer: str, needed: list[int]) -> int:
         """The fewest bytes to save from which everything needed can be recomputed in this layer."""
-        room: dict[int, dict[int, float]] = {}  # residual capacities; a storage is two nodes, its input and its output side
+        capacity: dict[int, dict[int, float]] = {}  # residual capacities; a storage is two nodes, its input and its output side
         todo, seen = deque(needed), set(needed)
         start, end = -1, -2
 
         def add_edge(a: int, b: int, size: float) -> None:
-            room.setdefault(a, {})[b] = size
-            room.setdefault(b, {}).setdefault(a, 0.0)
+            capacity.setdefault(a, {})[b] = size
+            capacity.setdefault(b, {}).setdefault(a, 0.0)
 
         while todo:
-            number = todo.popleft()
-            value = self._values[number]
-            add_edge(2 * number, 2 * number + 1, 0.0 if value.read_by_matmul else float(value.bytes))
-            if value.read_by_matmul:
+            index = todo.popleft()
+            node = self._nodes[index]
+            add_edge(2 * index, 2 * index + 1, 0.0 if node.read_by_matmul else float(node.bytes))
+            if node.read_by_matmul:
                 continue  # saved in any case
-            if not value.recomputable or value.layer not in (layer, ""):
-                add_edge(start, 2 * number, _INFINITE_CAPACITY)
+            if not node.recomputable or node.layer not in (layer, ""):
+                add_edge(start, 2 * index, math.inf)
                 continue
-            for source in value.sources:
-                add_edge(2 * source + 1, 2 * number, _INFINITE_CAPACITY)
+            for source in node.sources:
+                add_edge(2 * source + 1, 2 * index, math.inf)
                 if source not in seen:
                     seen.add(source)
                     todo.append(source)
-        for number in needed:
-            add_edge(2 * number + 1, end, _INFINITE_CAPACITY)
-        return int(_max_flow(room, start, end))
+        for index in needed:
+            add_edge(2 * index + 1, end, math.inf)
+        return int(_max_flow(capacity, start, end))
 
 
 def _max_flow(capacity: dict[int, dict[int, float]], source: int, sink: int) -> float:
     """The maximum flow by shortest augmenting paths; modifies `capacity`."""
     total = 0.0
-    while (way := _augmenting_path(capacity, source, sink)) is not None:
-        least = min(capacity[a][b] for a, b in way)
-        for a, b in way:
-            capacity[a][b] -= least
-            capacity[b][a] += least
-        total += least
+    while path := _augmenting_path(capacity, source, sink):
+        flow = min(capacity[a][b] for a, b in path)
+        for a, b in path:
+            capacity[a][b] -= flow
+            capacity[b][a] += flow
+        total += flow
     return total
 
 
-def _augmenting_path(capacity: dict[int, dict[int, float]], source: int, sink: int) -> list[tuple[int, int]] | None:
-    before: dict[int, int] = {source: source}
+def _augmenting_path(capacity: dict[int, dict[int, float]], source: int, sink: int) -> list[tuple[int, int]]:
+    """The edges of a shortest path with capacity left, from the sink back; empty if there is none."""
+    previous: dict[int, int] = {source: source}
     todo = deque([source])
-    while todo and sink not in before:
-        here = todo.popleft()
-        for there, left in capacity.get(here, {}).items():
-            if left > 0 and there not in before:
-                before[there] = here
-                todo.append(there)
-    if sink not in before:
-        return None
-    way, at = list[tuple[int, int]](), sink
-    while at != source:
-        way.append((before[at], at))
-        at = before[at]
-    return way
+    while todo and sink not in previous:
+        node = todo.popleft()
+        for neighbor, residual in capacity.get(node, {}).items():
+            if residual > 0 and neighbor not in previous:
+                previous[neighbor] = node
+                todo.append(neighbor)
+    path, node = list[tuple[int, int]](), sink
+    while node != source and node in previous:
+        path.append((previous[node], node))
+        node = previous[node]
+    return path

@@ -43,8 +43,8 @@ def list_gpus(visible: str | None = None, library: Any = None) -> tuple[Gpu, ...
     """The GPUs that CUDA will show, in its order; `visible` is the value of CUDA_VISIBLE_DEVICES, None when it is not set.
 
     Empty without a driver. `library` replaces libnvidia-ml in tests."""
-    found = _read_in_subprocess() if library is None else _read_all(library)
-    return tuple(found[at] for at in select_visible(visible, [gpu.uuid for gpu in found]))
+    gpus = _read_in_subprocess() if library is None else _read_all(library)
+    return tuple(gpus[i] for i in select_visible(visible, [gpu.uuid for gpu in gpus]))
 
 
 def select_visible(visible: str | None, uuids: Sequence[str]) -> list[int]:
@@ -114,15 +114,9 @@ def _read_gpu(library: Any, index: int) -> Gpu | None:
     major, minor = ctypes.c_int(0), ctypes.c_int(0)
     library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
     library.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
-    return Gpu(
-        index=index,
-        name=_query_string(library.nvmlDeviceGetName, handle),
-        uuid=_query_string(library.nvmlDeviceGetUUID, handle),
-        memory_total=memory.total,
-        memory_free=memory.free,
-        compute_capability=(major.value, minor.value),
-        nvlinks_active=sum(_link_active(library, handle, link) for link in range(_MAX_NVLINKS)),
-    )
+    name, uuid = (_query_string(query, handle) for query in (library.nvmlDeviceGetName, library.nvmlDeviceGetUUID))
+    nvlinks_active = sum(_link_active(library, handle, link) for link in range(_MAX_NVLINKS))
+    return Gpu(index, name, uuid, memory.total, memory.free, (major.value, minor.value), nvlinks_active)
 
 
 def _query_string(call: Any, handle: ctypes.c_void_p) -> str:

@@ -51,32 +51,32 @@ def measure_rates(
     measured = compute_rates(device, watch)
     fixed: dict[str, float] = {}
     if device.type == "cpu":
-        convolved, fixed = convolution_rates(Stopwatch(device, watch.budget_s / 4, threads))
-        measured |= convolved
+        conv_rates, fixed = convolution_rates(Stopwatch(device, watch.budget_s / 4, threads))
+        measured |= conv_rates
     compute = {name: monotone_rates(points) if name.startswith(("matmul/", "attention")) else points for name, points in measured.items()}
     comm.barrier()
     log_progress("memory bandwidth")
     call_s = op_overhead_seconds(device, watch)
     memory = memory_bandwidth(device, watch)
     if device.type == "cpu":
-        compute["optimizer/fp32"], steps = optimizer_rates(watch)
-        fixed |= steps | recompute_seconds(watch) | {"hook": grad_hook_seconds(watch), "split_backward": split_backward_seconds(watch)}
-    crowding = measure_oversubscription(comm, watch)
+        compute["optimizer/fp32"], optimizer_s = optimizer_rates(watch)
+        fixed |= optimizer_s | recompute_seconds(watch) | {"hook": grad_hook_seconds(watch), "split_backward": split_backward_seconds(watch)}
+    per_core = measure_oversubscription(comm, watch)
     curves: dict[str, SizeCurve] = {}
     busy: dict[str, SizeCurve] = {}
     overlap = 0.0
     if comm.size > 1:
         log_progress("collectives")
         curves, busy = collective_curves(comm, pair_comm, device, backend, sizes)
-        extra = in_layer_overhead(comm) if sizes == "cpu" else 0.0  # a collective, so on all ranks or none: in a mixed job some have a GPU
-        fixed |= {"tp_sync": extra} if device.type == "cpu" else {}
+        overhead_s = in_layer_overhead(comm) if sizes == "cpu" else 0.0  # a collective, so on all ranks or none: in a mixed job some have a GPU
+        fixed |= {"tp_sync": overhead_s} if device.type == "cpu" else {}
         overlap = measure_overlap(comm, device, sizes)
     lines = {name: fit_alpha_beta(list(points)) for name, points in curves.items()}
     comm.barrier()
     host = _host_offload_rates(device) if device.type == "cuda" else {}
     log_progress("framework")
     base = _baseline_memory(device, read_memory)
-    queued = device.type == "cuda"
+    async_dispatch = device.type == "cuda"
     return Rates(
         comm.size,
         threads,
@@ -87,10 +87,10 @@ def measure_rates(
         overlap,
         base,
         kind,
-        queued,
+        async_dispatch,
         host,
         curves,
-        oversubscription=crowding,
+        oversubscription=per_core,
         fixed=fixed,
         core_busy_curves=busy,
     )
@@ -142,20 +142,20 @@ def host_copy_rates(device: torch.device) -> Mapping[str, float]:
         return {}
     size = 2**28
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(size, dtype=torch.uint8, device=device)
+    on_device = torch.empty(size, dtype=torch.uint8, device=device)
     watch = Stopwatch(device, 0.2)
-    return {"host_to_device": size / watch(lambda: there.copy_(host)), "device_to_host": size / watch(lambda: host.copy_(there))}
+    return {"host_to_device": size / watch(lambda: on_device.copy_(host)), "device_to_host": size / watch(lambda: host.copy_(on_device))}
 
 
 def _host_offload_rates(device: torch.device) -> dict[str, float]:
     """Rates of an optimizer in host memory, while all ranks do the same: the link in each direction, and the optimizer's own pass."""
     elements = 2**24
-    there = torch.zeros(elements, device=device)
-    copy = torch.nn.Parameter(torch.zeros(elements, pin_memory=True))
-    copy.grad = torch.ones_like(copy)
-    optimizer = torch.optim.AdamW([copy], fused=True)
+    on_device = torch.zeros(elements, device=device)
+    host = torch.nn.Parameter(torch.zeros(elements, pin_memory=True))
+    host.grad = torch.ones_like(host)
+    optimizer = torch.optim.AdamW([host], fused=True)
     watch = Stopwatch(device, 0.1)
-    link = watch(lambda: (there.copy_(copy.detach(), non_blocking=True), copy.grad.copy_(there, non_blocking=True)))  # type: ignore[union-attr]
+    link = watch(lambda: (on_device.copy_(host.detach(), non_blocking=True), host.grad.copy_(on_device, non_blocking=True)))  # type: ignore[union-attr]
     step = watch(optimizer.step)
     return {"link": 2 * 4 * elements / link, "step": 7 * 4 * elements / step}
 

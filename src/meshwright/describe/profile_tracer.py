@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -29,17 +29,10 @@ from meshwright.core.errors import RequestError
 from meshwright.core.gc_control import gc_disabled
 from meshwright.core.model import KernelKind, ModelProfile, Phase
 from meshwright.core.task import Batch, Loss, Task
+from meshwright.describe import fake_tensors
 from meshwright.describe.convolution_workspace import ConvWorkspace, convolution_workspace
 from meshwright.describe.cuda_autocast import CudaAutocast
-from meshwright.describe.fake_tensors import (
-    AUTOCAST_DTYPES,
-    cached_fake_model,
-    example_batch,
-    example_batch_like,
-    fake_parameters,
-    silence_torch_logging,
-)
-from meshwright.describe.layer_profiles import PROBED_BATCHES, LayerTrace, buffer_specs, layer_profiles, with_missing_layers
+from meshwright.describe.layer_profiles import PROBED_BATCHES, LayerTrace, buffer_specs, layer_profiles
 from meshwright.describe.layers import Layer, find_layers, tied_parameter_names
 from meshwright.describe.mincut_partitioner import MinCutPartitioner
 from meshwright.describe.op_classification import flops_of, is_zero_cost, kernel_kind
@@ -53,8 +46,9 @@ _GATHER_OPS = {torch.ops.aten.embedding, torch.ops.aten.index_select, torch.ops.
 @gc_disabled
 def trace_task(task: Task, *, precision: str = "fp32", attention: str = "flash", device: str = "cpu") -> ModelProfile:
     """Profile a task's model without allocating it, as it would run on the given `device` type."""
-    model, mode = cached_fake_model(task)
-    profile = _trace_profile(model, task.loss, lambda batch: example_batch(task, batch, precision), mode, task.name, precision, attention, device)
+    model, mode = fake_tensors.cached_fake_model(task)
+    make_batch = partial(fake_tensors.example_batch, task, precision=precision)
+    profile = _trace_profile(model, task.loss, make_batch, mode, task.name, precision, attention, device)
     return replace(profile, tokens_per_sample=task.tokens_per_sample)
 
 
@@ -64,7 +58,7 @@ def trace_module(
 ) -> ModelProfile:
     """Profile a live model on the shapes of one of its batches. Neither is modified."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    return _trace_profile(model, loss, lambda size: example_batch_like(batch, size), mode, name, precision, attention, device)
+    return _trace_profile(model, loss, partial(fake_tensors.example_batch_like, batch), mode, name, precision, attention, device)
 
 
 def profile_parameters_only(model: nn.Module, name: str) -> ModelProfile:
@@ -78,53 +72,42 @@ def _trace_profile(
 ) -> ModelProfile:
     layers = find_layers(model)
     runs = [_trace_step(model, layers, loss, make_batch, batch, mode, precision, attention, device) for batch in PROBED_BATCHES]
-    first, second = (with_missing_layers(run, layers) for run, _ in runs)
-    doubled = precision == "fp64"
-    low = layer_profiles(model, layers, first, second, fp64=doubled)
-    slopes = layer_profiles(model, layers, first, second, slope=True, fp64=doubled)
-    return ModelProfile(
-        name,
-        low,
-        PROBED_BATCHES[0],
-        slopes,
-        precision,
-        attention,
-        None,
-        tied_parameter_names(model),
-        runs[0][1],
-        buffer_specs(model, doubled),
-        _sample_bytes(make_batch, mode),
-    )
+    (first, counted_loss), (second, _) = runs
+    fp64 = precision == "fp64"
+    low = layer_profiles(model, layers, first, second, fp64=fp64)
+    slopes = layer_profiles(model, layers, first, second, slope=True, fp64=fp64)
+    tied, buffers = tied_parameter_names(model), buffer_specs(model, fp64)
+    with mode:
+        few, more = (sum(_bytes(t) for t in pytree.tree_leaves(make_batch(n)) if torch.is_tensor(t)) for n in PROBED_BATCHES)
+    return ModelProfile(name, low, PROBED_BATCHES[0], slopes, precision, attention, None, tied, counted_loss, buffers, float(more - few))
 
 
 def _trace_step(
     model: nn.Module, layers: list[Layer], loss: Loss, make_batch: Callable[[int], Batch], batch: int,
     mode: FakeTensorMode, precision: str, attention: str, device: str,
 ) -> tuple[dict[str, LayerTrace], bool]:  # fmt: skip
-    """Run one forward and backward on fakes; return each layer's trace, and whether the loss came with a count."""
+    """Run one forward and backward on fakes; return each layer's trace, and whether the loss is (sum, count)."""
     with ExitStack() as stack:
         stack.enter_context(mode)
-        fakes = stack.enter_context(fake_parameters(model, precision))
+        fakes = stack.enter_context(fake_tensors.fake_parameters(model, precision))
         inputs = make_batch(batch)
         recorder = _ProfileRecorder([*fakes.values(), *(t for t in pytree.tree_leaves(inputs) if torch.is_tensor(t))], device)
         stack.enter_context(_layer_hooks(layers, recorder))
         stack.enter_context(_release_finished_grads(fakes.values(), recorder.lifetimes))
-        stands_for: dict[str, str] = {}
-        stack.enter_context(skip_repeated_blocks(layers, stands_for, recorder.make_marker))
-        stack.enter_context(silence_torch_logging())
+        representative_of: dict[str, str] = {}
+        stack.enter_context(skip_repeated_blocks(layers, representative_of, recorder.make_marker))
+        stack.enter_context(fake_tensors.silence_torch_logging())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.on_saved_tensor, lambda t: t))
         stack.enter_context(recorder)
         stack.enter_context(_patched_attention(recorder) if attention == "flash" else sdpa_kernel(SDPBackend.MATH))
         try:
             with ExitStack() as casts:
-                if precision in AUTOCAST_DTYPES:
-                    casts.enter_context(torch.autocast("cpu", dtype=AUTOCAST_DTYPES[precision]))
+                if precision in fake_tensors.AUTOCAST_DTYPES:
+                    casts.enter_context(torch.autocast("cpu", dtype=fake_tensors.AUTOCAST_DTYPES[precision]))
                     casts.enter_context(CudaAutocast() if device == "cuda" else nullcontext())
                 value = loss(model, inputs)
-            recorder.counted_loss = isinstance(value, tuple)
-            total = value[0] if isinstance(value, tuple) else value
             recorder.phase = "backward"
-            total.backward()
+            (value[0] if isinstance(value, tuple) else value).backward()
         except RequestError:
             raise
         except Exception as error:
@@ -132,9 +115,9 @@ def _trace_step(
             raise RequestError(f"model {type(model).__name__} could not be traced on a batch of {batch}: {reason[0][:200]}") from error
     for name, size in recorder.partitioner.rematerialized_bytes().items():
         recorder.layer_traces[name].rematerialized_bytes = float(size)
-    for name, speaker in stands_for.items():
-        recorder.layer_traces[name] = recorder.layer_traces[speaker]
-    return recorder.layer_traces, recorder.counted_loss
+    for name, representative in representative_of.items():
+        recorder.layer_traces[name] = recorder.layer_traces[representative]
+    return recorder.layer_traces, isinstance(value, tuple)
 
 
 class _ProfileRecorder(TorchDispatchMode):
@@ -144,7 +127,6 @@ class _ProfileRecorder(TorchDispatchMode):
         super().__init__()
         self.device = device
         self.phase: Phase = "forward"
-        self.counted_loss = False
         self.layer_traces: dict[str, LayerTrace] = {"": LayerTrace()}
         self.stack: list[str] = [""]
         self.modules: list[str] = []  # stack of running modules that have parameters of their own
@@ -168,7 +150,7 @@ class _ProfileRecorder(TorchDispatchMode):
 
     def leave_layer(self, output: Any) -> None:
         self._last_layer = self.stack.pop()
-        self.layer_traces[self._last_layer].output += sum(_bytes(t) for t in pytree.tree_leaves(output) if torch.is_tensor(t))
+        self.layer_traces[self._last_layer].output_bytes += sum(_bytes(t) for t in pytree.tree_leaves(output) if torch.is_tensor(t))
         self._loose_ops_start = len(self.layer_traces[""].live_bytes)
         self._start_node_run()
 
@@ -179,15 +161,15 @@ class _ProfileRecorder(TorchDispatchMode):
         self.modules.pop()
 
     def _assign_loose_saved(self) -> None:
-        """Attribute what the model's own code saved between two layers to the earlier one: the pipeline cut is there, and backward frees it there.
+        """Attribute what the model's own code saved between two layers to the earlier one: a pipeline stage ends there, and backward frees it there.
         What follows the last layer, such as the loss, stays separate."""
-        own, then = self.layer_traces[""], self.layer_traces[self._last_layer]
-        if own is not then:
-            then.live_bytes += [there + then.saved_bytes for there in own.live_bytes[self._loose_ops_start :]]
-            del own.live_bytes[self._loose_ops_start :]
+        loose, layer = self.layer_traces[""], self.layer_traces[self._last_layer]
+        if loose is not layer:
+            layer.live_bytes += [size + layer.saved_bytes for size in loose.live_bytes[self._loose_ops_start :]]
+            del loose.live_bytes[self._loose_ops_start :]
             for storage, size, fusible in self._loose_saved:
-                own.saved_bytes, own.fusible = own.saved_bytes - size, own.fusible - fusible
-                then.saved_bytes, then.fusible = then.saved_bytes + size, then.fusible + fusible
+                loose.saved_bytes, loose.fusible_bytes = loose.saved_bytes - size, loose.fusible_bytes - fusible
+                layer.saved_bytes, layer.fusible_bytes = layer.saved_bytes + size, layer.fusible_bytes + fusible
                 self.lifetimes.reassign_saver(storage, self._last_layer)
                 self.partitioner.reassign_saver(storage, self._last_layer)
             self._activation_layers[-1] = self._last_layer
@@ -199,33 +181,33 @@ class _ProfileRecorder(TorchDispatchMode):
         self._activation_layers.append(self.stack[-1])
 
     def _on_free(self, storage: int) -> None:
-        for known in (self._counted_storages, self._pointwise, self._product_storages):
-            known.discard(storage)
+        for storages in (self._counted_storages, self._pointwise, self._product_storages):
+            storages.discard(storage)
         self.partitioner.forget(storage)
 
     def _current_layer(self, layers: list[str] | None = None) -> str:
-        """The running layer."""
+        """The running layer; in backward, the layer in `layers` that the running autograd node belongs to."""
         layers = layers or self._node_layers
         if self.phase == "forward":
             return self.stack[-1]
         node: Any = torch._C._current_autograd_node()
         if node is None:
             return ""
-        at = bisect_right(self._sequence_starts, node._sequence_nr()) - 1
-        return layers[min(at, len(layers) - 1)]
+        run = bisect_right(self._sequence_starts, node._sequence_nr()) - 1
+        return layers[min(run, len(layers) - 1)]
 
-    def make_marker(self, known: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        """A function that marks a skipped block's substitute outputs as the representative's output `known` is marked."""
-        pointwise = known.untyped_storage()._cdata in self._pointwise
+    def make_marker(self, output: Tensor) -> Callable[[Tensor], None]:
+        """A function that marks a skipped block's substitute outputs as the representative's `output` is marked."""
+        pointwise = output.untyped_storage()._cdata in self._pointwise
 
-        def mark(made: torch.Tensor) -> None:
+        def mark(substitute: Tensor) -> None:
             if pointwise:
-                self.lifetimes.track(made.untyped_storage())
-                self._pointwise.add(made.untyped_storage()._cdata)
+                self.lifetimes.track(substitute.untyped_storage())
+                self._pointwise.add(substitute.untyped_storage()._cdata)
 
         return mark
 
-    def on_saved_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def on_saved_tensor(self, tensor: Tensor) -> Tensor:
         if tensor.layout is not torch.strided:
             return tensor
         storage = tensor.untyped_storage()
@@ -235,29 +217,29 @@ class _ProfileRecorder(TorchDispatchMode):
             self.partitioner.mark_saved(storage, layer)
             self._counted_storages.add(storage._cdata)
             fusible = storage.nbytes() if storage._cdata in self._pointwise else 0
-            self.layer_traces[layer].saved_bytes += storage.nbytes()
-            self.layer_traces[layer].fusible += fusible
+            trace = self.layer_traces[layer]
+            trace.saved_bytes += storage.nbytes()
+            trace.fusible_bytes += fusible
             if self.modules:
-                self.layer_traces[layer].saved_by[self.modules[-1]] += storage.nbytes()
+                trace.saved_by[self.modules[-1]] += storage.nbytes()
             if not layer and self.phase == "forward":
                 self._loose_saved.append((storage._cdata, storage.nbytes(), fusible))
         return tensor
 
     def record_kernel(
-        self, kind: KernelKind, flops: float, bytes_moved: float, tensors: Iterable[torch.Tensor] = (), workspace: ConvWorkspace = (0.0, 0.0)
+        self, kind: KernelKind, flops: float, bytes_moved: float, tensors: Iterable[Tensor] = (), workspace: ConvWorkspace = (0.0, 0.0)
     ) -> None:
         """Record one call. Its workspace is what it needs beyond parameters and saved activations, plus its library's scratch memory."""
-        layer = self._current_layer()
-        tally = self.layer_traces[layer]
-        tally.kernels.append((kind, self.phase, flops, bytes_moved))
-        holder = self._current_layer(self._activation_layers)
-        held = self.layer_traces[holder]
+        trace = self.layer_traces[self._current_layer()]
+        trace.kernels.append((kind, self.phase, flops, bytes_moved))
+        activation_layer = self._current_layer(self._activation_layers)
+        memory_trace = self.layer_traces[activation_layer]
         if workspace[1]:
-            held.single_sample_extra[len(held.live_bytes)] = workspace[1]
-        held.live_bytes.append(float(self.lifetimes.live_bytes_for(holder)) + workspace[0])
+            memory_trace.single_sample_extra[len(memory_trace.live_bytes)] = workspace[1]
+        memory_trace.live_bytes.append(float(self.lifetimes.live_bytes_for(activation_layer)) + workspace[0])
         if kind not in ("memory", "special"):
-            fresh = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors) if s._cdata not in self._counted_storages}
-            tally.product_bytes = max(tally.product_bytes, float(sum(fresh.values())))
+            unsaved = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors) if s._cdata not in self._counted_storages}
+            trace.matmul_workspace_bytes = max(trace.matmul_workspace_bytes, float(sum(unsaved.values())))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -272,41 +254,36 @@ class _ProfileRecorder(TorchDispatchMode):
             kind = kernel_kind(str(func._overloadpacket), flops, max((t.dim() for t in tensors), default=0))
             if kind == "special":
                 flops = float(max(t.numel() for t in tensors))
-            read = pytree.tree_leaves(out) if func._overloadpacket in _GATHER_OPS else tensors
-            scratch = (0.0, 0.0)
+            moved = pytree.tree_leaves(out) if func._overloadpacket in _GATHER_OPS else tensors
+            workspace = (0.0, 0.0)
             if kind.startswith("conv"):
-                read = _conv_activations(func, args, tensors)
-                scratch = convolution_workspace(func, args, out) if self.device == "cpu" else scratch
-            self.record_kernel(kind, flops, float(sum({id(t): _bytes(t) for t in read if torch.is_tensor(t)}.values())), tensors, scratch)
+                weight = args[2 if "backward" in func.name() else 1]
+                moved = [t for t in tensors if t.dim() > 1 and t.shape != weight.shape]  # the weight stays in the cache, and so does its gradient
+                workspace = convolution_workspace(func, args, out) if self.device == "cpu" else workspace
+            self.record_kernel(kind, flops, float(sum({id(t): _bytes(t) for t in moved if torch.is_tensor(t)}.values())), tensors, workspace)
             inputs = [t.untyped_storage() for t in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(t) and t.layout is torch.strided]
-            soft = kind in ("memory", "special")
+            pointwise = kind in ("memory", "special")
             if self.phase == "forward":
-                self.partitioner.record_op(storages, inputs, self._current_layer(), soft and torch.Tag.nondeterministic_seeded not in func.tags)
-            elif not soft:
+                self.partitioner.record_op(storages, inputs, self._current_layer(), pointwise and torch.Tag.nondeterministic_seeded not in func.tags)
+            elif not pointwise:
                 self.partitioner.mark_read_by_matmul(inputs)
-            made = {s._cdata for s in storages}
-            self._pointwise = self._pointwise | made if soft else self._pointwise - made
-            if func._schema.is_mutable and self._product_storages & made:
-                self.layer_traces[self._current_layer()].overwrites = True
-            elif not soft:
+            written = {s._cdata for s in storages}
+            self._pointwise = self._pointwise | written if pointwise else self._pointwise - written
+            if func._schema.is_mutable and self._product_storages & written:
+                self.layer_traces[self._current_layer()].has_inplace_ops = True
+            elif not pointwise:
                 self.record_product_outputs(storages)
         return out
 
     def record_product_outputs(self, storages: Iterable[Any]) -> None:
         """Record a matmul's results: what selective activation checkpointing would save."""
         if self.phase == "forward":
-            fresh = {s._cdata: s.nbytes() for s in storages if s._cdata not in self._product_storages}
-            self._product_storages.update(fresh)
-            self.layer_traces[self._current_layer()].compute_intensive_bytes += sum(fresh.values())
+            outputs = {s._cdata: s.nbytes() for s in storages if s._cdata not in self._product_storages}
+            self._product_storages.update(outputs)
+            self.layer_traces[self._current_layer()].expensive_output_bytes += sum(outputs.values())
 
 
-def _conv_activations(func: Any, args: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What a convolution reads and writes per sample: neither the weight, which stays in the cache, nor its gradient."""
-    weight = args[2 if "backward" in func.name() else 1]
-    return [t for t in tensors if t.dim() > 1 and t.shape != weight.shape]
-
-
-def _bytes(tensor: torch.Tensor) -> int:
+def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
@@ -318,24 +295,17 @@ class _FlashAttention(TorchFunctionMode):
         self.recorder, self.original = recorder, original
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not self.original:
-            return func(*args, **kwargs)
-        return _flash_attention(self.recorder, *args, **kwargs)
+        return (self.attend if func is self.original else func)(*args, **(kwargs or {}))
 
-
-def _flash_attention(
-    recorder: _ProfileRecorder, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
-    is_causal: bool = False, **_: Any,
-) -> Any:  # fmt: skip
-    return _FlashCost.apply(query, key, value, recorder, is_causal)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: Any = 0, is_causal: bool = False, **_: Any) -> Any:
+        return _FlashCost.apply(query, key, value, self.recorder, is_causal)
 
 
 class _FlashCost(torch.autograd.Function):
     """Saves what a flash kernel saves (q, k, v, output, log-sum-exp) and computes nothing."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recorder: _ProfileRecorder, causal: bool) -> torch.Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, recorder: _ProfileRecorder, causal: bool) -> Tensor:
         # Kernels give the output the query's strides, so that merging heads afterwards copies nothing.
         out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty((*q.shape[:-1], v.shape[-1]))
         sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
@@ -347,7 +317,7 @@ class _FlashCost(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, v, out, sums = ctx.saved_tensors
         ctx.recorder.partitioner.mark_read_by_matmul(t.untyped_storage() for t in (q, k, v, out, sums))
         flops = sdpa_backward_flop_count(_as_4d(tuple(out.shape)), *_repeat_kv_shapes(q, k, v))
@@ -355,7 +325,7 @@ class _FlashCost(torch.autograd.Function):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None
 
 
-def _repeat_kv_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[int, ...], ...]:
+def _repeat_kv_shapes(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[int, ...], ...]:
     """Shapes with key and value heads repeated to the query's: older FLOP counters do not know grouped heads."""
     return _as_4d(tuple(q.shape)), _as_4d((*q.shape[:-2], *k.shape[-2:])), _as_4d((*q.shape[:-2], *v.shape[-2:]))
 
@@ -370,53 +340,40 @@ def _as_4d(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _patched_attention(recorder: _ProfileRecorder) -> Iterator[None]:
     """Replace scaled_dot_product_attention by name as well: a function mode is off inside the functions that it handles, such as torch's own
     modules."""
-
-    theirs = F.scaled_dot_product_attention
-    with _FlashAttention(recorder, theirs):
-        F.scaled_dot_product_attention = partial(_flash_attention, recorder)
+    original = F.scaled_dot_product_attention
+    with _FlashAttention(recorder, original) as mode:
+        F.scaled_dot_product_attention = mode.attend
         try:
             yield
         finally:
-            F.scaled_dot_product_attention = theirs
+            F.scaled_dot_product_attention = original
 
 
 @contextmanager
 def _layer_hooks(layers: list[Layer], recorder: _ProfileRecorder) -> Iterator[None]:
     """Notify the recorder when the forward of each layer, and of each of its modules with parameters of its own, begins and ends."""
     with ExitStack() as stack:
-        for layer in layers:
-            for name, module in [] if layer.own_parameters_only else layer.module.named_modules():
+        for layer in (layer for layer in layers if not layer.own_parameters_only):
+            for name, module in layer.module.named_modules():
                 if any(True for _ in module.parameters(recurse=False)):
-                    begins = module.register_forward_pre_hook(partial(recorder.enter_module, name))
-                    ends = module.register_forward_hook(recorder.leave_module)
-                    stack.callback(begins.remove)
-                    stack.callback(ends.remove)
-            if not layer.own_parameters_only:
-                before = layer.module.register_forward_pre_hook(lambda *_, name=layer.name: recorder.enter_layer(name))
-                after = layer.module.register_forward_hook(lambda _m, _a, output: recorder.leave_layer(output))
-                stack.callback(before.remove)
-                stack.callback(after.remove)
+                    stack.enter_context(module.register_forward_pre_hook(partial(recorder.enter_module, name)))
+                    stack.enter_context(module.register_forward_hook(recorder.leave_module))
+            stack.enter_context(layer.module.register_forward_pre_hook(lambda *_, name=layer.name: recorder.enter_layer(name)))
+            stack.enter_context(layer.module.register_forward_hook(lambda _m, _a, output: recorder.leave_layer(output)))
         yield
 
 
 @contextmanager
-def _release_finished_grads(fakes: Iterable[torch.Tensor], lifetimes: StorageLifetimes) -> Iterator[None]:
+def _release_finished_grads(fakes: Iterable[Tensor], lifetimes: StorageLifetimes) -> Iterator[None]:
     """Stop counting accumulated gradients: they belong to their parameter, not to a step's workspace."""
 
-    def on_grad_accumulated(param: torch.Tensor) -> None:
+    def on_grad_accumulated(param: Tensor) -> None:
         assert param.grad is not None
         if param.grad.layout is torch.strided:
             lifetimes.stop_counting(param.grad.untyped_storage())
 
-    hooks = [t.register_post_accumulate_grad_hook(on_grad_accumulated) for t in fakes if t.requires_grad]
-    try:
+    with ExitStack() as stack:
+        for tensor in fakes:
+            if tensor.requires_grad:
+                stack.enter_context(tensor.register_post_accumulate_grad_hook(on_grad_accumulated))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _sample_bytes(make_batch: Callable[[int], Batch], mode: FakeTensorMode) -> float:
-    with mode:
-        few, more = (sum(_bytes(t) for t in pytree.tree_leaves(make_batch(n)) if torch.is_tensor(t)) for n in PROBED_BATCHES)
-    return float(more - few)

@@ -14,14 +14,14 @@ OnSizeRead = Callable[[torch.Tensor, Iterable[int]], None]
 def record_size_reads(func: Any, args: Any, out: Any, on_read: OnSizeRead) -> Any:
     """The call's result, with every read of a size reported. Only floating-point tensors with three or more dims are of interest."""
     name = getattr(func, "__name__", "")
-    whole = getattr(func, "__self__", None) is torch.Tensor.shape or (name == "size" and isinstance(out, tuple))
-    if not whole and name not in ("size", "numel", "nelement"):
+    full_shape = getattr(func, "__self__", None) is torch.Tensor.shape or (name == "size" and isinstance(out, tuple))
+    if not full_shape and name not in ("size", "numel", "nelement"):
         return out
     with torch._C.DisableTorchFunction():
         tensor, rank = args[0], args[0].dim()
         if not tensor.is_floating_point() or rank < 3:
             return out
-    if whole:
+    if full_shape:
         return _RecordedShape(out, lambda dims: on_read(tensor, dims))
     on_read(tensor, [args[1] % rank] if name == "size" and len(args) > 1 and isinstance(args[1], int) else range(rank))
     return out
@@ -33,13 +33,13 @@ class _RecordedShape(tuple[int, ...]):
     on_read: Callable[[Iterable[int]], None]
 
     def __new__(cls, sizes: Iterable[int], on_read: Callable[[Iterable[int]], None]) -> _RecordedShape:
-        made = super().__new__(cls, sizes)
-        made.on_read = on_read
-        return made
+        shape = super().__new__(cls, sizes)
+        shape.on_read = on_read
+        return shape
 
     def __getitem__(self, index: Any) -> Any:
-        places = range(len(self))[index]
-        self.on_read([places] if isinstance(places, int) else places)
+        dims = range(len(self))[index]
+        self.on_read([dims] if isinstance(dims, int) else dims)
         return super().__getitem__(index)
 
     def __iter__(self) -> Iterator[int]:

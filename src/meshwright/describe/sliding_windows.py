@@ -13,18 +13,18 @@ _IntTuple = tuple[int, ...]
 def conv_window(kernel: _IntTuple, args: Sequence[Any]) -> SlidingWindow | None:
     """The window of a convolution. A transposed one has a window only if its outputs do not overlap; otherwise positions need their neighbours'
     contributions."""
-    stride, padding, dilation, more = (tuple(args[i]) for i in (3, 4, 5, 7))
+    stride, padding, dilation, output_padding = (tuple(args[i]) for i in (3, 4, 5, 7))
     if not args[6]:
         return SlidingWindow("conv", kernel, stride, padding, dilation)
-    apart = kernel == stride and not any(padding) and not any(more) and set(dilation) == {1}
-    return SlidingWindow("grow", kernel, stride, padding, dilation) if apart else None
+    disjoint = kernel == stride and not any(padding) and not any(output_padding) and set(dilation) == {1}
+    return SlidingWindow("grow", kernel, stride, padding, dilation) if disjoint else None
 
 
 def pool_window(arguments: Mapping[str, Any], kind: WindowKind, rank: int) -> SlidingWindow:
     def int_tuple(key: str, default: Any) -> _IntTuple:
-        found = arguments.get(key) or default
-        found = tuple(found) if isinstance(found, (list, tuple)) else (found,)
-        return found * rank if len(found) == 1 else found
+        value = arguments.get(key) or default
+        sizes = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+        return sizes * rank if len(sizes) == 1 else sizes
 
     kernel = int_tuple("kernel_size", 1)
     return SlidingWindow(kind, kernel, int_tuple("stride", kernel), int_tuple("padding", 0), int_tuple("dilation", 1))
@@ -33,8 +33,8 @@ def pool_window(arguments: Mapping[str, Any], kind: WindowKind, rank: int) -> Sl
 def avg_pool_window(arguments: Mapping[str, Any], rank: int) -> SlidingWindow | None:
     """The window of an average pooling, or None if border windows differ: the mean must count the padding, or there must be none."""
     window = pool_window(arguments, "mean", rank)
-    alike = not arguments.get("ceil_mode", False) and (arguments.get("count_include_pad", True) or not any(window.padding))
-    return window if alike else None
+    equal_borders = not arguments.get("ceil_mode", False) and (arguments.get("count_include_pad", True) or not any(window.padding))
+    return window if equal_borders else None
 
 
 def upsample_window(arguments: Mapping[str, Any], rank: int) -> SlidingWindow | None:

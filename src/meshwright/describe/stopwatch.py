@@ -31,10 +31,10 @@ class Stopwatch:
         first = self.time_once(work)
         # A GPU runs asynchronously: queue several calls and synchronise once, or the synchronisation would be measured.
         batch = 1 if self.device.type == "cpu" else max(2, min(100, int(0.002 / max(self.time_once(work), 1e-6))))
-        least = 1 if self.device.type == "cpu" and first > self.budget_s else 3  # small disturbances do not matter in a long call
+        min_calls = 1 if self.device.type == "cpu" and first > self.budget_s else 3  # small disturbances do not matter in a long call
         times: list[float] = []
-        begun = time.perf_counter()
-        while len(times) < least or not self._is_finished(times, time.perf_counter() - begun):
+        start = time.perf_counter()
+        while len(times) < min_calls or not self._is_finished(times, time.perf_counter() - start):
             times.append(self.time_once(lambda: [work() for _ in range(batch)]) / batch)
         return sorted(times)[len(times) // 4]
 

@@ -7,6 +7,7 @@ reused afterwards: `on_free` tells whoever stores addresses.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -27,67 +28,67 @@ class StorageLifetimes:
     def __init__(self, on_free: Callable[[int], None]) -> None:
         self._on_free = on_free
         self._storages: dict[int, _LiveStorage] = {}
-        self._live = self._saved_bytes = 0
-        self._by_layer: dict[str, int] = {}
+        self._live_bytes = self._saved_bytes = 0
+        self._saved_by_layer: Counter[str] = Counter()
 
     def track(self, storage: Any) -> None:
         key = storage._cdata
         if key not in self._storages:
             self._storages[key] = _LiveStorage(storage.nbytes(), weakref.ref(storage, lambda _: self._freed(key)))
-            self._live += self._storages[key].bytes
+            self._live_bytes += self._storages[key].bytes
 
     def mark_saved(self, storage: Any, layer: str) -> None:
         """Count the storage as saved for backward by `layer`; only the first saver counts it."""
         self.track(storage)
-        one = self._storages[storage._cdata]
-        if one.saved_by is None:
-            one.saved_by = layer
-            self._saved_bytes += one.bytes
-            self._by_layer[layer] = self._by_layer.get(layer, 0) + one.bytes
+        live = self._storages[storage._cdata]
+        if live.saved_by is None:
+            live.saved_by = layer
+            self._saved_bytes += live.bytes
+            self._saved_by_layer[layer] += live.bytes
 
     def reassign_saver(self, address: int, layer: str) -> None:
         """Count the saved storage for another layer."""
-        one = self._storages.get(address)
-        if one is not None and one.saved_by is not None:
-            self._by_layer[one.saved_by] -= one.bytes
-            self._by_layer[layer] = self._by_layer.get(layer, 0) + one.bytes
-            one.saved_by = layer
+        live = self._storages.get(address)
+        if live is not None and live.saved_by is not None:
+            self._saved_by_layer[live.saved_by] -= live.bytes
+            self._saved_by_layer[layer] += live.bytes
+            live.saved_by = layer
 
     def stop_counting(self, storage: Any) -> None:
-        """Exclude the storage: another owner accounts for it, as a parameter does for its finished gradient."""
-        one = self._storages.get(storage._cdata)
-        if one is not None and one.saved_by is None:
-            self._live -= one.bytes
-            one.bytes = 0
+        """Exclude the storage because it is counted elsewhere, as an accumulated gradient is with its parameter."""
+        live = self._storages.get(storage._cdata)
+        if live is not None and live.saved_by is None:
+            self._live_bytes -= live.bytes
+            live.bytes = 0
 
     def live_bytes_for(self, layer: str) -> int:
         """Live bytes that no other layer has saved."""
-        return self._live - self._saved_bytes + self._by_layer.get(layer, 0)
+        return self._live_bytes - self._saved_bytes + self._saved_by_layer[layer]
 
     def _freed(self, address: int) -> None:
-        one = self._storages.pop(address)
-        self._live -= one.bytes
-        if one.saved_by is not None:
-            self._saved_bytes -= one.bytes
-            self._by_layer[one.saved_by] -= one.bytes
+        live = self._storages.pop(address)
+        self._live_bytes -= live.bytes
+        if live.saved_by is not None:
+            self._saved_bytes -= live.bytes
+            self._saved_by_layer[live.saved_by] -= live.bytes
         self._on_free(address)
 
 
 def upper_envelope(lines: Iterable[AffineBytes]) -> tuple[AffineBytes, ...]:
     """The lines over the number of samples that are the highest somewhere, from one sample on."""
-    found: list[AffineBytes] = []
+    hull: list[AffineBytes] = []
     for base, slope in sorted(set(lines), key=lambda line: (line[1], line[0])):
-        while found and (found[-1][1] == slope or not _still_highest(found, (base, slope))):
-            found.pop()
-        found.append((base, slope))
-    return tuple(found)
+        while hull and (hull[-1][1] == slope or not _still_highest(hull, (base, slope))):
+            hull.pop()
+        hull.append((base, slope))
+    return tuple(hull)
 
 
 def _still_highest(hull: list[AffineBytes], new: AffineBytes) -> bool:
     """Whether the last line is still the highest anywhere once a steeper one is added."""
-    (base, slope), ends = hull[-1], _crossing(hull[-1], new)
-    begins = _crossing(hull[-2], hull[-1]) if len(hull) > 1 else 1.0
-    return ends > max(begins, 1.0) and base + slope > 0
+    (base, slope), end = hull[-1], _crossing(hull[-1], new)
+    begin = _crossing(hull[-2], hull[-1]) if len(hull) > 1 else 1.0
+    return end > max(begin, 1.0) and base + slope > 0
 
 
 def _crossing(shallow: AffineBytes, steep: AffineBytes) -> float:

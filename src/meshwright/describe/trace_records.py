@@ -8,8 +8,6 @@ from meshwright.core.dataflow import LayerKind, ModuleCall, SizedCallSite, SizeR
 from meshwright.describe.dim_unification import LogicalDim
 from meshwright.describe.propagation_rules import TensorDims
 
-__all__ = ["DataflowTrace", "ModuleFrame", "TensorDims", "TracedOp", "TracedTensor"]
-
 
 @dataclass
 class TracedOp:
@@ -38,8 +36,6 @@ class ModuleFrame:
 
 @dataclass
 class TracedTensor:
-    """A traced tensor: its shape, dims and properties."""
-
     shape: tuple[int, ...]
     dims: TensorDims
     itemsize: int = 4

@@ -22,13 +22,9 @@ class DLRMConfig:
     top: tuple[int, ...]
 
     @property
-    def bottom_widths(self) -> tuple[int, ...]:
-        return (self.dense, *self.bottom, self.width)
-
-    @property
     def top_widths(self) -> tuple[int, ...]:
-        vectors = self.tables + 1
-        return (self.width + vectors * (vectors - 1) // 2, *self.top, 1)
+        pairs = (self.tables + 1) * self.tables // 2  # of the tables' vectors and the bottom MLP's
+        return (self.width + pairs, *self.top, 1)
 
 
 DLRM_CONFIGS: dict[str, DLRMConfig] = {
@@ -51,7 +47,7 @@ class DLRM(nn.Module):
         super().__init__()
         self.config = config
         self.tables = nn.ModuleList(nn.Embedding(config.rows, config.width) for _ in range(config.tables))
-        self.bottom = _mlp(config.bottom_widths, last_relu=True)
+        self.bottom = _mlp((config.dense, *config.bottom, config.width), last_relu=True)
         self.top = _mlp(config.top_widths, last_relu=False)
         self.reset_parameters()
 
@@ -68,8 +64,7 @@ class DLRM(nn.Module):
     def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
         bottom = self.bottom(dense)
         vectors = torch.stack([bottom, *(table(sparse[:, i]) for i, table in enumerate(self.tables))], dim=1)
-        top: Tensor = self.top(torch.cat((bottom, self._pairwise_interaction(vectors)), dim=1))
-        return top.squeeze(1)
+        return self.top(torch.cat((bottom, self._pairwise_interaction(vectors)), dim=1)).squeeze(1)
 
     def _pairwise_interaction(self, vectors: Tensor) -> Tensor:
         """The dot product of each pair of vectors, once."""

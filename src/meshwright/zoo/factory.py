@@ -8,16 +8,13 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.core.errors import RequestError
 from meshwright.core.task import Batch, Field, Task
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def load(reference: str) -> Task:
@@ -28,35 +25,31 @@ def load(reference: str) -> Task:
         raise RequestError(f"{reference}: {reference.rpartition(':')[0]} has no '{attribute}'")
     if not callable(factory):
         raise RequestError(f"{reference}: '{attribute}' is a {type(factory).__name__}, not a function that returns a Task or a module")
-    made = _call_factory(factory, reference)
-    if isinstance(made, Task):
-        return made
-    if isinstance(made, nn.Module):
-        return _task_from_module(made, factory, reference)
-    raise RequestError(f"{reference}: returned {type(made).__name__}; it must return a meshwright Task, or a module with loss(batch) and fields")
+    result = _call_factory(factory, reference)
+    if isinstance(result, Task):
+        return result
+    if isinstance(result, nn.Module):
+        return _task_from_module(result, factory, reference)
+    raise RequestError(f"{reference}: returned {type(result).__name__}; it must return a meshwright Task, or a module with loss(batch) and fields")
 
 
 def module_loss(model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
     """The module's own loss method. It should call `self(...)`, not `self.forward(...)`, so that hooks run."""
-    loss: Tensor | tuple[Tensor, Tensor] = model.loss(batch)  # type: ignore[operator]
-    return loss
+    return model.loss(batch)  # type: ignore[operator]
 
 
 def import_reference(reference: str) -> tuple[ModuleType, str]:
     """Import the module of `package.module:name` or `path/to/file.py:name`; returns it and the name."""
-    place, _, attribute = reference.rpartition(":")
+    source, _, attribute = reference.rpartition(":")
     try:
-        return _import_file(Path(place)) if place.endswith(".py") else _import_module(place), attribute
+        if source.endswith(".py"):
+            return _import_file(Path(source)), attribute
+        _add_to_sys_path(Path.cwd())  # the console script's path starts at its own folder; a user's package is usually in the current one
+        return importlib.import_module(source), attribute
     except RequestError:
         raise
     except Exception as error:  # importing runs the user's code, which may raise anything
-        raise RequestError(f"{reference}: cannot import {place}: {type(error).__name__}: {_one_line(error)}") from error
-
-
-def _import_module(name: str) -> ModuleType:
-    # The console script's path starts at its own folder; a user's package is usually in the current one.
-    _add_to_sys_path(Path.cwd())
-    return importlib.import_module(name)
+        raise RequestError(f"{reference}: cannot import {source}: {type(error).__name__}: {one_line(error)}") from error
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -82,15 +75,15 @@ def _call_factory(factory: Callable[[], Any], reference: str) -> Any:
     """The factory's result, without memory for weights where possible: a module is first built on the meta device."""
     try:
         with torch.device("meta"):
-            made = factory()
-        if isinstance(made, nn.Module):
-            return made
+            result = factory()
+        if isinstance(result, nn.Module):
+            return result
     except Exception:  # some constructors read values, which meta tensors lack; the plain call below decides
         pass
     try:
         return factory()
     except Exception as error:
-        raise RequestError(f"{reference}: the factory raised {type(error).__name__}: {_one_line(error)}") from error
+        raise RequestError(f"{reference}: the factory raised {type(error).__name__}: {one_line(error)}") from error
 
 
 def _task_from_module(module: nn.Module, factory: Callable[[], nn.Module], reference: str) -> Task:
@@ -103,5 +96,5 @@ def _task_from_module(module: nn.Module, factory: Callable[[], nn.Module], refer
     return Task(name=reference, build=factory, loss=module_loss, fields=dict(fields))
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]

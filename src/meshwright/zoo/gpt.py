@@ -52,13 +52,12 @@ class TokenPositionEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x: Tensor = self.dropout(self.tokens(tokens) + self.positions(positions))
-        return x
+        return self.dropout(self.tokens(tokens) + self.positions(positions))
 
 
 class Attention(nn.Module):
-    """Causal self-attention. The rows of `qkv` are ordered by head (q, k, v of head 0, then of head 1, …), so that an
-    even split of its rows gives whole heads to each tensor-parallel rank."""
+    """Causal self-attention. The rows of `qkv` are ordered by head (q, k, v of head 0, then of head 1, …), so that an even split of its rows gives
+    entire heads to each tensor-parallel rank."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -71,8 +70,7 @@ class Attention(nn.Module):
         # The number of heads is inferred, since a tensor-parallel rank holds only some of them.
         qkv = self.qkv(x).view(batch, length, -1, 3, self.head_width).permute(3, 0, 2, 1, 4)
         y = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
-        out: Tensor = self.output(y.transpose(1, 2).reshape(batch, length, -1))
-        return out
+        return self.output(y.transpose(1, 2).reshape(batch, length, -1))
 
 
 class MLP(nn.Module):
@@ -84,8 +82,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(4 * config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
-        return out
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
 class Block(nn.Module):
@@ -102,8 +99,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention_dropout(self.attention(self.attention_norm(x)))
-        out: Tensor = x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
-        return out
+        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
 
 
 class GPT(nn.Module):

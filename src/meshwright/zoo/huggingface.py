@@ -7,18 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.core.errors import RequestError
 from meshwright.core.task import Batch, Field, Task
+from meshwright.zoo.factory import one_line
 from meshwright.zoo.losses import counted_cross_entropy
 from meshwright.zoo.published_configs import published_config, published_names
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 _DEFAULT_SEQ_LENGTH = 1024
 _BYTE_VOCAB_SIZE = 256  # the smallest vocabulary that the built-in corpus of bytes fits in
@@ -47,8 +46,7 @@ def load(path: str, *, seq: int | None, dropout: float, random_init: bool = Fals
 def causal_loss(model: nn.Module, batch: Batch) -> Tensor:
     """The model's own loss, which shifts the labels by one itself."""
     tokens = batch["tokens"]
-    loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-    return loss
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
 def answer_token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -78,7 +76,7 @@ def _load_config(path: Path) -> Any:
     try:
         config = _import_transformers().AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError) as error:
-        raise RequestError(f"hf:{path}: not a configuration that transformers reads: {_one_line(error)}") from error
+        raise RequestError(f"hf:{path}: not a configuration that transformers reads: {one_line(error)}") from error
     if not isinstance(getattr(config, "vocab_size", None), int):
         raise RequestError(f"hf:{path}: the configuration has no vocab_size, so it is not a language model")
     return config
@@ -97,8 +95,7 @@ def _sequence_length(config: Any, path: str, seq: int | None) -> int:
 
 
 def _set_dropout(config: Any, dropout: float) -> None:
-    """Set every dropout in the configuration (resid_pdrop, attention_dropout, hidden_dropout_prob and more); torch's dropout is
-    not keyed, so the default is none."""
+    """Set every dropout of the configuration (resid_pdrop, attention_dropout, …); torch's dropout is not keyed, so the default is none."""
     for key, value in config.to_dict().items():
         if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
             setattr(config, key, dropout)
@@ -110,10 +107,9 @@ def _build_model(config: Any, path: str, folder: Path | None) -> nn.Module:
     if folder is not None and not probe.is_meta and not isinstance(probe, FakeTensor):
         return _load_pretrained(config, folder).to(probe.device)
     try:
-        model: nn.Module = _import_transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return _import_transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except ValueError as error:
-        raise RequestError(f"hf:{path}: no causal language model for this configuration: {_one_line(error)}") from error
-    return model
+        raise RequestError(f"hf:{path}: no causal language model for this configuration: {one_line(error)}") from error
 
 
 def _load_pretrained(config: Any, folder: Path) -> nn.Module:
@@ -121,31 +117,24 @@ def _load_pretrained(config: Any, folder: Path) -> nn.Module:
     options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True, "dtype": torch.float32}
     try:
         with torch.device("cpu"), _progress_bars_disabled():
-            model, found = _import_transformers().AutoModelForCausalLM.from_pretrained(
-                str(folder), config=config, output_loading_info=True, **options
-            )
+            auto_model = _import_transformers().AutoModelForCausalLM
+            model, info = auto_model.from_pretrained(str(folder), config=config, output_loading_info=True, **options)
     except Exception as error:  # safetensors and transformers raise their own types for files that are broken, truncated or of another model
-        raise RequestError(f"hf:{folder}: its weights cannot be loaded: {_one_line(error)}; mend them, or --set random_init=true") from error
-    if missing := sorted(found["missing_keys"]):
-        raise RequestError(
-            f"hf:{folder}: its weights lack {len(missing)} tensors of the model, such as {missing[0]}: mend them, or --set random_init=true"
-        )
-    loaded: nn.Module = model.train()  # transformers returns a loaded model in evaluation mode
-    return loaded
+        raise RequestError(f"hf:{folder}: its weights cannot be loaded: {one_line(error)}; repair the files, or --set random_init=true") from error
+    if missing := sorted(info["missing_keys"]):
+        lack = f"its weights lack {len(missing)} tensors of the model, such as {missing[0]}"
+        raise RequestError(f"hf:{folder}: {lack}: repair the files, or --set random_init=true")
+    return model.train()  # transformers returns a loaded model in evaluation mode
 
 
 @contextmanager
 def _progress_bars_disabled() -> Iterator[None]:
     """Disable transformers' progress bars, which every rank would draw."""
     logging = _import_transformers().utils.logging
-    shown = logging.is_progress_bar_enabled()
+    enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if enabled:
             logging.enable_progress_bar()
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

@@ -11,14 +11,13 @@ import math
 import torch
 from torch import Tensor, nn
 
-_TWO_POW_64 = 1 << 64
+_TWO_POW_63 = 1 << 63
 _MASK_32 = 0xFFFFFFFF
 
 
 def _to_int64(value: int) -> int:
     """The int64 with the same 64 bits: torch has no unsigned 64-bit arithmetic."""
-    value %= _TWO_POW_64
-    return value - _TWO_POW_64 if value >= _TWO_POW_64 // 2 else value
+    return (value + _TWO_POW_63) % (2 * _TWO_POW_63) - _TWO_POW_63
 
 
 # The constants of splitmix64: an odd step whose multiples spread evenly, and the two multipliers of its finaliser.

@@ -60,8 +60,8 @@ def rope_frequencies(config: LlamaConfig, device: torch.device, dtype: torch.dty
         return base
     # Llama 3.1: frequencies of at least 4 turns in 8192 positions stay, those below 1 turn are divided by the factor, those between are blended.
     turns = 8192 * base / (2 * math.pi)
-    kept = ((turns - 1.0) / 3.0).clamp(0.0, 1.0)
-    return base * (kept + (1.0 - kept) / config.rope_factor)
+    unscaled = ((turns - 1.0) / 3.0).clamp(0.0, 1.0)
+    return base * (unscaled + (1.0 - unscaled) / config.rope_factor)
 
 
 class RotaryEmbedding(nn.Module):
@@ -108,8 +108,7 @@ class Attention(nn.Module):
         key = apply_rotary(self._split_heads(self.key(x)), rotary)
         value = self._split_heads(self.value(x))
         y = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.grouped)
-        out: Tensor = self.output(y.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1))
-        return out
+        return self.output(y.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1))
 
 
 class MLP(nn.Module):
@@ -122,8 +121,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.ffn, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return out
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
@@ -138,8 +136,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotary)
-        out: Tensor = x + self.mlp(self.mlp_norm(x))
-        return out
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class Llama(nn.Module):
@@ -171,5 +168,4 @@ class Llama(nn.Module):
         rotary = self.rotary(x)
         for block in self.blocks:
             x = block(x, rotary)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))

@@ -1,20 +1,15 @@
-"""The losses of the zoo's models: `(model, batch) -> mean`, or (sum, count) where some targets are ignored, for any module with the same
-call signature, on any device, in any float dtype."""
+"""The losses of the zoo's models: `(model, batch) -> mean`, or (sum, count) where some targets are ignored; in any float dtype."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from meshwright.core.task import Batch
+from meshwright.core.task import Batch
 
 
 def _to_model_dtype(model: nn.Module, values: Tensor) -> Tensor:
-    """The data in the model's float dtype."""
     return values.to(next(model.parameters()).dtype)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from meshwright.core.errors import RequestError, unknown_name_error
 from meshwright.core.task import Field, Loss, Task
@@ -17,49 +18,35 @@ from meshwright.zoo.gpt import GPT, GPT_CONFIGS
 from meshwright.zoo.llama import LLAMA_CONFIGS, Llama
 from meshwright.zoo.vae import VAE, VAE_CONFIGS
 
-if TYPE_CHECKING:
-    from torch import nn
-
 _NUM_CLASSES = 10
-
-
-@dataclass(frozen=True)
-class _TrainingDefaults:
-    """A model's default global batch and AdamW learning rate."""
-
-    global_batch: int
-    learning_rate: float
-
-
-# Large models have their published batch; models that run on one machine have a batch that fits there.
-_TRAINING_DEFAULTS: dict[str, _TrainingDefaults] = {
-    "gpt-tiny": _TrainingDefaults(16, 3e-3),
-    "gpt-mini": _TrainingDefaults(32, 3e-3),
-    "gpt2-124m": _TrainingDefaults(32, 6e-4),
-    "gpt2-355m": _TrainingDefaults(64, 3e-4),
-    "gpt2-774m": _TrainingDefaults(128, 2.5e-4),
-    "gpt2-1.5b": _TrainingDefaults(512, 2e-4),
-    "gpt-1.3b": _TrainingDefaults(512, 2e-4),
-    "gpt3-175b": _TrainingDefaults(1536, 6e-5),
-    "llama-tiny": _TrainingDefaults(16, 3e-3),
-    "smollm2": _TrainingDefaults(32, 1e-3),
-    "llama3-1b": _TrainingDefaults(128, 3e-4),
-    "llama3-3b": _TrainingDefaults(256, 3e-4),
-    "llama3-8b": _TrainingDefaults(512, 3e-4),
-    "llama3-70b": _TrainingDefaults(1024, 1.5e-4),
-    "llama3-405b": _TrainingDefaults(2048, 8e-5),
-    "vae": _TrainingDefaults(64, 1e-3),
-    "vae-conv": _TrainingDefaults(64, 1e-3),
-    "cnn": _TrainingDefaults(256, 1e-3),
-    "cosmoflow": _TrainingDefaults(64, 1e-3),
-    "cosmoflow-tiny": _TrainingDefaults(16, 3e-3),
-    "dlrm": _TrainingDefaults(2048, 1e-3),
-    "dlrm-tiny": _TrainingDefaults(64, 3e-3),
+# Default global batch and AdamW learning rate. Large models have their published batch; models that run on one machine have a batch that fits there.
+_TRAINING_DEFAULTS: dict[str, tuple[int, float]] = {
+    "gpt-tiny": (16, 3e-3),
+    "gpt-mini": (32, 3e-3),
+    "gpt2-124m": (32, 6e-4),
+    "gpt2-355m": (64, 3e-4),
+    "gpt2-774m": (128, 2.5e-4),
+    "gpt2-1.5b": (512, 2e-4),
+    "gpt-1.3b": (512, 2e-4),
+    "gpt3-175b": (1536, 6e-5),
+    "llama-tiny": (16, 3e-3),
+    "smollm2": (32, 1e-3),
+    "llama3-1b": (128, 3e-4),
+    "llama3-3b": (256, 3e-4),
+    "llama3-8b": (512, 3e-4),
+    "llama3-70b": (1024, 1.5e-4),
+    "llama3-405b": (2048, 8e-5),
+    "vae": (64, 1e-3),
+    "vae-conv": (64, 1e-3),
+    "cnn": (256, 1e-3),
+    "cosmoflow": (64, 1e-3),
+    "cosmoflow-tiny": (16, 3e-3),
+    "dlrm": (2048, 1e-3),
+    "dlrm-tiny": (64, 3e-3),
 }
 
 
 def names() -> tuple[str, ...]:
-    """The zoo's own models."""
     return tuple(_TRAINING_DEFAULTS)
 
 
@@ -79,20 +66,23 @@ def load(name: str, *, seq: int | None = None, dropout: float = 0.0, random_init
         return _gpt_task(name, seq, dropout)
     if name in LLAMA_CONFIGS:
         _reject_options(name, None, dropout)
-        return _llama_task(name, seq)
+        llama = LLAMA_CONFIGS[name]
+        return _language_task(name, partial(Llama, llama), llama.vocab, seq or llama.context)
     if name in COSMOFLOW_CONFIGS:
         _reject_options(name, seq, 0.0)
         return _cosmoflow_task(name, dropout)
     if name not in _TRAINING_DEFAULTS:
         raise unknown_name_error("model", name, names())
     _reject_options(name, seq, dropout)
+    if name in DLRM_CONFIGS:
+        return _dlrm_task(name)
     if name in VAE_CONFIGS:
-        return _vae_task(name)
-    return _dlrm_task(name) if name in DLRM_CONFIGS else _cnn_task(name)
+        return _image_task(name, partial(VAE, VAE_CONFIGS[name]), losses.elbo_loss, VAE_CONFIGS[name].image)
+    return _image_task(name, CNN, losses.classification_loss, CNN.image)
 
 
 def _reject_options(name: str, seq: int | None, dropout: float) -> None:
-    """Reject an option that a model does not support, rather than ignore it."""
+    """Raise an error for an option that a model does not support, rather than ignore it."""
     if seq is not None:
         raise RequestError(f"--seq {seq}: {name} takes no sequence length; it is for the language models of the zoo and hf: models")
     if dropout:
@@ -100,8 +90,7 @@ def _reject_options(name: str, seq: int | None, dropout: float) -> None:
 
 
 def _make_task(name: str, build: Callable[[], nn.Module], loss: Loss, fields: dict[str, Field], data: str) -> Task:
-    job = _TRAINING_DEFAULTS[name]
-    return Task(name, build, loss, fields, data, job.global_batch, job.learning_rate)
+    return Task(name, build, loss, fields, data, *_TRAINING_DEFAULTS[name])
 
 
 def _language_task(name: str, build: Callable[[], nn.Module], vocab: int, seq: int) -> Task:
@@ -116,22 +105,8 @@ def _gpt_task(name: str, seq: int | None, dropout: float) -> Task:
     return _language_task(name, partial(GPT, config), config.vocab, seq or config.context)
 
 
-def _llama_task(name: str, seq: int | None) -> Task:
-    config = LLAMA_CONFIGS[name]
-    return _language_task(name, partial(Llama, config), config.vocab, seq or config.context)
-
-
-def _image_fields(shape: tuple[int, ...]) -> dict[str, Field]:
-    return {"image": Field(shape), "label": Field((), "int64", _NUM_CLASSES)}
-
-
-def _vae_task(name: str) -> Task:
-    config = VAE_CONFIGS[name]
-    return _make_task(name, partial(VAE, config), losses.elbo_loss, _image_fields(config.image), "digits")
-
-
-def _cnn_task(name: str) -> Task:
-    return _make_task(name, CNN, losses.classification_loss, _image_fields(CNN.image), "digits")
+def _image_task(name: str, build: Callable[[], nn.Module], loss: Loss, image: tuple[int, ...]) -> Task:
+    return _make_task(name, build, loss, {"image": Field(image), "label": Field((), "int64", _NUM_CLASSES)}, "digits")
 
 
 def _cosmoflow_task(name: str, dropout: float) -> Task:

@@ -27,6 +27,6 @@ def published_config(model_id: str) -> Path | None:
     """The config.json of 'phi-1_5' or 'microsoft/phi-1_5', in any letter case; None for an unknown model, and for paths."""
     if model_id.startswith((".", "/", "~")) or model_id.count("/") > 1:
         return None
-    word = model_id.rpartition("/")[2].lower()
-    known = {name.lower(): name for name in published_names()} | _ALIASES
-    return _CONFIG_DIR / f"{known[word]}.json" if word in known else None
+    name = model_id.rpartition("/")[2].lower()
+    known = {published.lower(): published for published in published_names()} | _ALIASES
+    return _CONFIG_DIR / f"{known[name]}.json" if name in known else None

@@ -22,7 +22,7 @@ class VAEConfig:
 
     def __post_init__(self) -> None:
         if self.convolutional and (self.image[1] % 4 or self.image[2] % 4):
-            raise ValueError(f"image {self.image} cannot be halved twice")
+            raise ValueError(f"the height and width of image {self.image} must be multiples of 4")
 
 
 VAE_CONFIGS: dict[str, VAEConfig] = {
@@ -61,8 +61,7 @@ def _conv_encoder_decoder(config: VAEConfig) -> tuple[nn.Sequential, nn.Sequenti
 
 
 class VAE(nn.Module):
-    """Encoder, reparameterised sample, decoder. In training the sample is mean + σ·noise with keyed noise; in evaluation
-    it is the mean, so that a validation loss needs no key."""
+    """Encoder, reparameterised sample, decoder. In training the sample is mean + σ·noise with keyed noise; in evaluation it is the mean."""
 
     def __init__(self, config: VAEConfig) -> None:
         super().__init__()
@@ -72,7 +71,5 @@ class VAE(nn.Module):
 
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mean, log_variance = self.encoder(image).chunk(2, dim=1)
-        code = mean
-        if self.training:
-            code = mean + torch.exp(0.5 * log_variance) * self.noise(mean)
+        code = mean + torch.exp(0.5 * log_variance) * self.noise(mean) if self.training else mean
         return self.decoder(code), mean, log_variance
