@@ -82,10 +82,10 @@ def _named(build: Callable[[Any, int, str], Schedule], name: str) -> Callable[[A
 
 
 _PROXY_LIST = (
-    Proxy("gpt2", "GPT-2 large, pipeline and replicas, communication alone", PipelineProxyConfig, gpt2, _PIPELINE, _LAYERS, 10, 256),
+    Proxy("gpt2", "GPT-2 large, pipeline and replicas, communication only", PipelineProxyConfig, gpt2, _PIPELINE, _LAYERS, 10, 256),
     Proxy("bert", "BERT large, the same", BertProxyConfig, bert, _PIPELINE, _LAYERS, 10, 256),
-    Proxy("resnet50", "ResNet-50, replicas, communication alone", ResNet50ProxyConfig, resnet50, _product_of(), (), 10, 512),
-    Proxy("resnet152", "ResNet-152, replicas, reduction beside backward", ResNet152ProxyConfig, resnet152, _product_of()),
+    Proxy("resnet50", "ResNet-50, replicas, communication only", ResNet50ProxyConfig, resnet50, _product_of(), (), 10, 512),
+    Proxy("resnet152", "ResNet-152, replicas, gradient reduction overlapped with backward", ResNet152ProxyConfig, resnet152, _product_of()),
     Proxy("resnet152-strong", "the same, fixed global batch", StrongScalingProxyConfig, resnet152_strong, lambda c: c.table[0][0] if c.table else 1),
     Proxy("cosmoflow", "CosmoFlow, blocks of space and replicas", CosmoFlowProxyConfig, cosmoflow, _product_of("shards")),
     Proxy("dlrm", "DLRM, table parallel", DLRMProxyConfig, dlrm, _product_of(), (), 0, 1),
@@ -102,7 +102,7 @@ _PROXY_LIST = (
     *(
         Proxy(name, about, config_class, _named(gpt3, name), min_world, _SCALE, defaults=defaults)
         for name, about, config_class, min_world, defaults in (
-            ("hybrid-2d", "replicas × stages, 1F1B, reduction beside backward", GPT3ProxyConfig, _TENSOR, _REPLICAS_AND_STAGES),
+            ("hybrid-2d", "replicas × stages, 1F1B, gradient reduction overlapped with backward", GPT3ProxyConfig, _TENSOR, _REPLICAS_AND_STAGES),
             ("hybrid-3d", "replicas × shards × stages, likewise", GPT3ProxyConfig, _TENSOR, _OVERLAPPED),
             ("hybrid-3d-moe", "replicas × experts × stages, likewise", MoEProxyConfig, _EXPERTS, _OVERLAPPED),
         )
