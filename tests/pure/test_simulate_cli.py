@@ -61,7 +61,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "no factor": (["gpt-tiny", *FILE, "--slow", "1"], "write it as RANK=FACTOR, like 3=1.5"),
     "fail": (["gpt-tiny", *FILE, "--fail", "1=2"], "write it as RANK@SECONDS, like 3@0.5"),
     "link": (["gpt-tiny", *FILE, "--mesh", "dp=2", "--degrade", "insid=0.5"], "did you mean 'inside'?"),
-    "no links": (["gpt-tiny", "--cluster", "ideal", "--mesh", "dp=2", "--degrade", "inside=0.5"], "links are those of a cluster's file"),
+    "no links": (["gpt-tiny", "--cluster", "ideal", "--mesh", "dp=2", "--degrade", "inside=0.5"], "simulate a cluster file, which has links"),
     "jitter": (["gpt-tiny", *FILE, "--jitter", "-1"], "as a share of each computation's time, from 0 to 1"),
     "file of faults": (["gpt-tiny", *FILE, "--disturb", "two.json"], "unknown key"),
     "scale": (["gpt-tiny", *FILE, "--scale", "8...16"], "write it like 8..4096 or 8,24,64"),
