@@ -331,7 +331,7 @@ def test_many_micro_batches_cost_what_running_them_all_would(micro: int, how: di
     chosen = plan(profile, batch=3 * micro * 2, micro=micro, **how)
     where, machine = cluster(3), calibration(3, overlap=overlap)
     found = estimate(chosen, profile, Workload(chosen.global_batch), where, machine)
-    whole = _run_actions(chosen, profile.at_batch(2), Workload(chosen.global_batch), where, machine.rates_for(3), 0)
+    whole = _run_actions(chosen, profile.at_batch(2), "adamw", where, machine.rates_for(3), 0)
     assert found.step_s == pytest.approx(whole.now, rel=1e-6)
     assert found.traffic_bytes == pytest.approx(whole.traffic)
     assert found.breakdown == pytest.approx(whole.breakdown, rel=1e-6, abs=1e-12)

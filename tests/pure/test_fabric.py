@@ -207,7 +207,7 @@ def test_a_device_that_dies_after_its_part_is_no_loss() -> None:
         ({"fail": {"1": -2.0}}, "give seconds from 0 on"),
         ({"jitter": 2.0}, "from 0 to 1"),
         ({"degrade": (("outsid", 0.5, 0.0),)}, "did you mean 'outside'?"),
-        ({"degrade": (("outside", -0.5, 0.0),)}, "is 0 (down) or more"),
+        ({"degrade": (("outside", -0.5, 0.0),)}, "give 0 (down) or more"),
     ],
 )
 def test_what_cannot_go_wrong_is_refused(faults: dict[str, Any], says: str) -> None:

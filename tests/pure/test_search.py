@@ -135,8 +135,8 @@ def test_a_folded_step_costs_what_the_whole_one_does(
     where, rates = cluster(4), calibration(4, overlap=overlap, network=network).rates_for(4)
     local = profile.at_batch(plan.max_micro_batch_size)
     assert removable_blocks(plan, local, profile.layer_names)
-    folded = step_cost._step_clock(plan, local, Workload(plan.global_batch), where, rates)
-    whole = step_cost._micro_batches_clock(plan, local, Workload(plan.global_batch), where, rates, 0)
+    folded = step_cost._step_clock(plan, local, "adamw", where, rates)
+    whole = step_cost._micro_batches_clock(plan, local, "adamw", where, rates, 0)
     assert folded.now == pytest.approx(whole.now, rel=1e-6)
     assert folded.traffic == pytest.approx(whole.traffic, rel=1e-9)
 
@@ -172,4 +172,4 @@ def test_states_go_to_the_host_where_nothing_fits_otherwise() -> None:
     assert rank_plans(profile, replace(one, nodes=(roomy,)), Workload(4), calibration(1), Constraints()).best.plan.memory.offload == "none"
     poor = replace(node, memory_bytes=held)
     full = rank_plans(profile, replace(one, nodes=(poor,)), Workload(4), calibration(1), Constraints(offload="optimizer")).best.estimate
-    assert not full.fits and "a node's own memory" in full.reason
+    assert not full.fits and "a node's host memory" in full.reason

@@ -20,43 +20,39 @@ class ActionCost:
         self._oversubscription = rates.oversubscription
         self._steps_bucket_slices = plan.memory.zero in (1, 2) and plan.mesh.group_size("data") > 1  # the optimizer steps a slice of each bucket
         self._splits_backward = plan.splits_backward
-        self._layer_seconds: dict[tuple[int, int, str, bool, bool], float] = {}  # memo: micro-batches repeat the same actions
+        self._memo: dict[tuple[int, int, str, bool, bool], float] = {}  # micro-batches repeat the same actions
 
     def seconds(self, profile: ModelProfile, action: Action) -> float:
-        """Seconds of one action. `profile` is one rank's part of the model. Ranks that share a core slow each other down by the oversubscription
+        """Seconds of one action; `profile` is one rank's part of the model. Ranks that share a core slow each other down by the oversubscription
         factor (see [Note: oversubscribed cores] in describe/stopwatch.py)."""
         if action.op == "optimizer":
-            return self._oversubscription * self._step(profile)
+            return self._oversubscription * self._optimizer_seconds(profile)
         key = (id(profile), action.layer, action.op, action.skips_expensive, action.name.startswith("recompute/"))
-        if key not in self._layer_seconds:
-            self._layer_seconds[key] = self._oversubscription * self._layer(profile, *key[1:])
-        return self._layer_seconds[key]
+        if key not in self._memo:
+            self._memo[key] = self._oversubscription * self._layer_seconds(profile, *key[1:])
+        return self._memo[key]
 
-    def _layer(self, profile: ModelProfile, index: int, op: str, cheap: bool, again: bool) -> float:
-        layer = profile.layers[index]
-        more = self._compute_cost.recompute_overhead(layer, cheap) if again else 0.0
-        more += (
-            self._gradient_overhead(layer) + (self._compute_cost.split_backward_overhead(layer) if self._splits_backward else 0.0)
-            if op == "backward"
-            else 0.0
-        )
-        return self._compute_cost.layer_seconds(layer, op, self._compute_cost.memo(profile), cheap, profile.batch == 1) + more
+    def _layer_seconds(self, profile: ModelProfile, index: int, op: str, cheap: bool, recompute: bool) -> float:
+        layer, cost = profile.layers[index], self._compute_cost
+        overhead = cost.recompute_overhead(layer, cheap) if recompute else 0.0
+        if op == "backward":
+            overhead += self._gradient_overhead(layer) + (cost.split_backward_overhead(layer) if self._splits_backward else 0.0)
+        return cost.layer_seconds(layer, op, cost.memo(profile), cheap, profile.batch == 1) + overhead
 
-    def _step(self, profile: ModelProfile) -> float:
-        """Seconds of the optimizer step."""
-        item = profile.tensors[0].itemsize if profile.tensors else 4
+    def _optimizer_seconds(self, profile: ModelProfile) -> float:
+        itemsize = profile.tensors[0].itemsize if profile.tensors else 4
         trained = sum(t.numel for t in profile.tensors if t.trainable)
         tensors = len(gradient_buckets(self._plan, profile)) if self._steps_bucket_slices else sum(t.trainable for t in profile.tensors)
         offload = self._plan.memory.offload == "optimizer"
-        return self._compute_cost.optimizer_seconds(trained * self._state_share, self._optimizer, item, offload, tensors)
+        return self._compute_cost.optimizer_seconds(trained * self._state_share, self._optimizer, itemsize, offload, tensors)
 
     def _gradient_overhead(self, layer: LayerProfile) -> float:
         """Seconds of gradient accumulation and hooks in one backward. Counted only where the hook cost was measured: on a GPU this overlaps with
         other work."""
         if "hook" not in self._compute_cost.rates.fixed:
             return 0.0
-        count, sites = self._plan.micro_batches, self._plan.mesh.group_size("data") > 1
-        return sum(self._compute_cost.gradient_seconds(t.numel, t.itemsize, count, sites) for t in layer.tensors if t.trainable)
+        micro_batches, synced = self._plan.micro_batches, self._plan.mesh.group_size("data") > 1
+        return sum(self._compute_cost.gradient_seconds(t.numel, t.itemsize, micro_batches, synced) for t in layer.tensors if t.trainable)
 
     def flops(self, profile: ModelProfile, action: Action) -> float:
         if action.op == "optimizer" or action.skips_expensive:

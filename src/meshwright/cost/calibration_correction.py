@@ -18,28 +18,28 @@ _MAX_FACTOR = 3.0  # upper limit of a single run's ratio and of a correction
 _FACTOR_PRIOR_RUNS = 0.5  # weight of the prior (factor 1), in runs: one run of the same model moves a prediction two thirds of the way
 _ERROR_PRIOR_RUNS = 2.0  # weight of the error stated before any run, in runs
 _MIN_ERROR = 0.03
+_SIGMA_PER_DEVIATION = 1.48  # sigma of a normal distribution over its median absolute deviation
 _MIN_COMMUNICATION_SHARE = 0.05  # share of a step: communication below it says nothing about the network
 MAX_RECORDS = 64  # most records that a file keeps
 
 
 def correct_calibration(calibration: Calibration, model: str, kind: str, precision: str) -> Calibration:
     """The calibration with rates scaled by what runs at this precision measured, runs of this model weighted most, and with the remaining error."""
-    found = [(r, _record_weight(r, model, kind)) for r in calibration.records if r.precision == precision]
-    if not found:
+    records = [(r, _record_weight(r, model, kind)) for r in calibration.records if r.precision == precision]
+    if not records:
         return calibration
-    compute = _correction_factor([(r.compute, w) for r, w in found])
-    network = _correction_factor([(r.network, w) for r, w in found if r.network is not None])
-    memory = _correction_factor([(r.memory, w) for r, w in found])
+    compute = _correction_factor([(r.compute, w) for r, w in records])
+    network = _correction_factor([(r.network, w) for r, w in records if r.network is not None])
+    memory = _correction_factor([(r.memory, w) for r, w in records])
     layouts = tuple(_scale_rates(rates, compute, network, memory) for rates in calibration.layouts)
-    runs = sum(w for _, w in found)
-    spread = (
-        _weighted_median([(abs(math.log(_clip_ratio(r.step)) - _median_log_ratio([(r.step, w) for r, w in found])), w) for r, w in found]) * 1.48
-    )  # 1.48 × median absolute deviation: sigma of a normal distribution
-    error = math.sqrt((runs * spread**2 + _ERROR_PRIOR_RUNS * calibration.error**2) / (runs + _ERROR_PRIOR_RUNS))
-    off = 1.0 / math.exp(_median_log_ratio([(r.step, w) for r, w in found])) - 1.0
-    names = ", ".join(dict.fromkeys(r.model for r, _ in sorted(found, key=lambda item: -item[1])))
-    low = f"{abs(off):.0%} {'low' if off < 0 else 'high'}"
-    basis = f"a probe of this machine, corrected by {len(found)} run{'s' * (len(found) > 1)} of {names}: predicted steps of this kind were {low}"
+    runs = sum(w for _, w in records)
+    median = _median_log_ratio([(r.step, w) for r, w in records])
+    sigma = _weighted_median([(abs(math.log(_clip_ratio(r.step)) - median), w) for r, w in records]) * _SIGMA_PER_DEVIATION
+    error = math.sqrt((runs * sigma**2 + _ERROR_PRIOR_RUNS * calibration.error**2) / (runs + _ERROR_PRIOR_RUNS))
+    bias = 1.0 / math.exp(median) - 1.0
+    names = ", ".join(dict.fromkeys(r.model for r, _ in sorted(records, key=lambda item: -item[1])))
+    basis = f"a probe of this machine, corrected by {len(records)} run{'s' * (len(records) > 1)} of {names}: "
+    basis += f"predicted steps of this kind were {abs(bias):.0%} {'low' if bias < 0 else 'high'}"
     return replace(calibration, layouts=layouts, error=max(error, _MIN_ERROR), basis=basis)
 
 
@@ -99,7 +99,8 @@ def add_record(calibration: Calibration, record: CalibrationRecord) -> Calibrati
 def measured_over_predicted(predicted: tuple[float, float], measured: tuple[float, float | None]) -> tuple[float, float | None]:
     """Measured over predicted (computation, network), from (step, exposed communication) of each. Where the run did not measure communication
     separately, or there is next to none, the whole difference is attributed to computation."""
-    (step, waited), (took, exposed) = predicted, measured
-    if exposed is None or waited < _MIN_COMMUNICATION_SHARE * step or exposed < _MIN_COMMUNICATION_SHARE * took:
-        return _clip_ratio(max(took - waited, 0.1 * took) / max(step - waited, 1e-12)), None
-    return _clip_ratio((took - exposed) / max(step - waited, 1e-12)), _clip_ratio(exposed / waited)
+    (predicted_step, predicted_exposed), (step, exposed) = predicted, measured
+    predicted_compute = max(predicted_step - predicted_exposed, 1e-12)
+    if exposed is None or predicted_exposed < _MIN_COMMUNICATION_SHARE * predicted_step or exposed < _MIN_COMMUNICATION_SHARE * step:
+        return _clip_ratio(max(step - predicted_exposed, 0.1 * step) / predicted_compute), None
+    return _clip_ratio((step - exposed) / predicted_compute), _clip_ratio(exposed / predicted_exposed)

@@ -31,28 +31,27 @@ def collective_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rate
 
 
 def contention_seconds(action: Action, plan: Plan, rates: Rates, seconds: float) -> float:
-    """Compute time lost to an overlapped collective: the time it keeps a core that ranks share, where that was measured; otherwise its exposed
-    part."""
+    """Compute time lost to an overlapped collective: the time it keeps a shared core busy, where measured; otherwise its exposed part."""
     if "gradients" not in plan.sync.overlap:
         return seconds
-    sent, taken, names = _measured_route(action, plan, rates)
-    kept = next((found for name in names if (found := rates.core_busy_seconds(f"{taken}/{name}", sent)) is not None), None)
-    return seconds * (1.0 - rates.overlap) if kept is None else min(seconds, rates.oversubscription * kept)
+    sent, route, names = _measured_route(action, plan, rates)
+    busy = next((s for name in names if (s := rates.core_busy_seconds(f"{route}/{name}", sent)) is not None), None)
+    return seconds * (1.0 - rates.overlap) if busy is None else min(seconds, rates.oversubscription * busy)
 
 
 def _call_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rates, group: int) -> float:
     link = group_link(cluster, action, plan.mesh)
-    sent, taken, names = _measured_route(action, plan, rates)
-    found = next((found for name in names if (found := rates.measured_seconds(f"{taken}/{name}", sent)) is not None), None)
-    return alpha_beta_of(action.op, group, taken, rates, link).seconds(sent) if found is None else found
+    sent, route, names = _measured_route(action, plan, rates)
+    measured = next((s for name in names if (s := rates.measured_seconds(f"{route}/{name}", sent)) is not None), None)
+    return alpha_beta_of(action.op, group, route, rates, link).seconds(sent) if measured is None else measured
 
 
 def _measured_route(action: Action, plan: Plan, rates: Rates) -> tuple[float, str, list[str]]:
-    """Bytes a rank sends, the route taken, and the names under which that was measured, most specific first."""
+    """Bytes a rank sends, the call's route, and the names under which the calibration may have it, most specific first."""
     group, sent = action.num_ranks(plan.mesh), sent_bytes(action, plan) * padding_factor(action, plan)
     routes = plan.sync.routes if action.axis != "pp" else ()  # pipeline sends use the plan's backend
-    anyhow = [action.op] if rates.ranks == group or action.op == "send" else []
-    return sent, choose_route(routes, action.op, sent, plan.backend), [f"{action.op}/{group}", *anyhow]
+    any_group = [action.op] if rates.ranks == group or action.op == "send" else []
+    return sent, choose_route(routes, action.op, sent, plan.backend), [f"{action.op}/{group}", *any_group]
 
 
 def padding_factor(action: Action, plan: Plan) -> float:
@@ -63,15 +62,14 @@ def padding_factor(action: Action, plan: Plan) -> float:
 
 
 def p2p_seconds(action: Action, plan: Plan, cluster: Cluster, rates: Rates, source: int, target: int) -> float:
-    """Seconds of one boundary message between two pipeline ranks, over the link between those two: pipeline ranks are not equally far from each
-    other."""
+    """Seconds of one boundary message over the link between two pipeline ranks: they are not all equally far from each other."""
     stride = plan.mesh.stride("pp")
     ends = min(source, target) * stride, max(source, target) * stride
     key = ("message", ends)
     if key not in cluster.link_cache:
         cluster.link_cache[key] = effective_link(cluster, ends, "send")
-    found = rates.measured_seconds(f"{plan.backend}/send", action.bytes) if rates.ranks == 2 else None
-    return alpha_beta_of("send", 2, plan.backend, rates, cluster.link_cache[key]).seconds(action.bytes) if found is None else found
+    measured = rates.measured_seconds(f"{plan.backend}/send", action.bytes) if rates.ranks == 2 else None
+    return alpha_beta_of("send", 2, plan.backend, rates, cluster.link_cache[key]).seconds(action.bytes) if measured is None else measured
 
 
 def group_link(cluster: Cluster, action: Action, mesh: Mesh) -> Link | GroupBandwidth:
@@ -87,15 +85,22 @@ def group_link(cluster: Cluster, action: Action, mesh: Mesh) -> Link | GroupBand
 
 def group_strides(axis: str, mesh: Mesh) -> tuple[tuple[int, int], ...]:
     """(stride, degree) of the axes that a group spans, outermost first; adjacent axes are merged."""
-    found = [(1, mesh.size)] if axis == "world" else []
-    axes = [a for part in GROUP_AXES.get(axis, (axis,)) for a in (TP_GRID_AXES if part == "tp" else (part,))]
-    for name in sorted(axes, key=mesh.ordered_axes.index) if axis != "world" else ():
+    if axis == "world":
+        return ((1, mesh.size),)
+    strides: list[tuple[int, int]] = []
+    for name in _mesh_axes(axis, mesh):
         stride, degree = mesh.stride(name), mesh.degree(name)
-        if found and found[-1][0] == stride * degree:
-            stride, degree = stride, degree * found.pop()[1]
+        if strides and strides[-1][0] == stride * degree:
+            degree *= strides.pop()[1]
         if degree > 1:
-            found.append((stride, degree))
-    return tuple(found)
+            strides.append((stride, degree))
+    return tuple(strides)
+
+
+def _mesh_axes(axis: str, mesh: Mesh) -> list[str]:
+    """The mesh axes that groups along `axis` span, outermost first."""
+    axes = [a for part in GROUP_AXES.get(axis, (axis,)) for a in (TP_GRID_AXES if part == "tp" else (part,))]
+    return sorted(axes, key=mesh.ordered_axes.index)
 
 
 @lru_cache(maxsize=4096)
@@ -103,15 +108,12 @@ def group_ranks(axis: str, count: int, mesh: Mesh) -> Sequence[int]:
     """The ranks of rank 0's group along an axis, or the first `count` of them. The axis' other groups have the same spacing."""
     if axis == "world":
         return range(mesh.size)
-    found = [0]
-    axes = [a for part in GROUP_AXES.get(axis, (axis,)) for a in (TP_GRID_AXES if part == "tp" else (part,))]
-    for part in sorted(axes, key=mesh.ordered_axes.index):
-        stride = mesh.stride(part)
-        places = range(0, mesh.degree(part) * stride, stride)
-        found = [rank + place for rank in found for place in places]
-    found = found[: count or None]
-    even = range(0, found[-1] + 1, found[1]) if len(found) > 1 else range(1)
-    return even if len(even) == len(found) else tuple(found)  # lookups in a range take constant time
+    ranks = [0]
+    for name in _mesh_axes(axis, mesh):
+        ranks = [rank + i * mesh.stride(name) for rank in ranks for i in range(mesh.degree(name))]
+    ranks = ranks[: count or None]
+    even = range(0, ranks[-1] + 1, ranks[1]) if len(ranks) > 1 else range(1)
+    return even if len(even) == len(ranks) else tuple(ranks)  # lookups in a range take constant time
 
 
 def effective_link(cluster: Cluster, ranks: Sequence[int], op: str) -> Link | GroupBandwidth:
@@ -128,8 +130,8 @@ def alpha_beta_of(op: str, group: int, route: str, rates: Rates, link: Link | Gr
     """α–β of one collective among `group` ranks on a route: measured at this group size, scaled from another size, or from the link's figures."""
     ops = ("all_to_all", "all_gather") if op == "all_to_all" else (op,)  # both send every other rank its share of as many bytes
     backend = parse_route_name(route)[0]
-    nearest = dict.fromkeys(filter(None, (route, backend, backend_traits(backend).priced_like)))
-    for name in (f"{known}/{like}" for known in nearest for like in ops):
+    routes = dict.fromkeys(filter(None, (route, backend, backend_traits(backend).priced_like)))
+    for name in (f"{known}/{like}" for known in routes for like in ops):
         if (line := rates.collectives.get(f"{name}/{group}")) is not None:
             return line
         if (line := rates.collectives.get(name)) is not None:

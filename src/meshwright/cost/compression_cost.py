@@ -22,15 +22,12 @@ def compression_seconds(plan: Plan, profile: ModelProfile, rates: Rates) -> floa
     seconds = 0.0
     for tensor in trained:
         if (shape := low_rank_shape(tensor.shape, plan.sync.compression_rank)) is not None:
-            rows, columns, kept = shape
-            flops = 2.0 * rows * columns * kept
+            rows, columns, rank = shape
+            flops = 2.0 * rows * columns * rank
             rate = rates.compute_rate("matmul", "fp32", flops)
-            orthogonal = 4.0 * rows * kept * kept / rate if rate else 0.0
-            seconds += (
-                max(3 * flops / rate if rate else 0.0, _memory_seconds(rates, float(_POWERSGD_PASSES * tensor.bytes)))
-                + orthogonal
-                + _POWERSGD_CALLS * rates.op_overhead_s
-            )
+            matmuls, orthogonal = (3 * flops / rate, 4.0 * rows * rank * rank / rate) if rate else (0.0, 0.0)
+            passes = _memory_seconds(rates, float(_POWERSGD_PASSES * tensor.bytes))
+            seconds += max(matmuls, passes) + orthogonal + _POWERSGD_CALLS * rates.op_overhead_s
     return seconds
 
 

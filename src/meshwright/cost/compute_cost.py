@@ -1,5 +1,4 @@
-"""Compute time of layers: a roofline over measured rates. Each kernel takes the longer of its arithmetic and its memory traffic, plus a call
-overhead."""
+"""Compute time of layers by a roofline over measured rates: a kernel takes the longer of its arithmetic and its memory traffic, plus its launch."""
 
 from __future__ import annotations
 
@@ -12,17 +11,15 @@ from meshwright.core.workload import OPTIMIZER_STATES
 
 # Share of the memory-bound traffic and of the calls that remain after compilation, which fuses element-wise chains into one pass.
 # From GPT-2 124M on one H200 (docs/measured/training-speed.md): compiled against eager step time.
-FUSED_TRAFFIC_SHARE = 0.35
-FUSED_CALL_SHARE = 0.25
+_FUSED_TRAFFIC_SHARE = 0.35
+_FUSED_CALL_SHARE = 0.25
 # Memory traffic of computing scales, casting to fp8 and transposing operands, per byte that the matmul would move in bf16; by whether compiled.
 # From a 1.2B stack of blocks on one H200 (docs/measured/training-speed.md): fp8 against bf16 step time.
-FP8_CAST_TRAFFIC = {True: 2.2, False: 8.4}
+_FP8_CAST_TRAFFIC = {True: 2.2, False: 8.4}
 _FALLBACK_KINDS = {"conv2": "conv", "conv3": "conv", "batched": "matmul"}  # the kind whose rate is used where this one was not measured separately
 _ADAM_MEMORY_PASSES = 7  # times that a parameter's bytes are read or written in AdamW's step
-
-
 # Bytes/s assumed where unmeasured: a PCIe 4 slot, and an optimizer's pass over the memory of a host that several GPUs share.
-DEFAULT_HOST_LINK_RATE, DEFAULT_HOST_STEP_RATE = 2.2e10, 1.5e10
+_HOST_LINK_RATE, _HOST_STEP_RATE = 2.2e10, 1.5e10
 
 
 @dataclass(frozen=True)
@@ -33,15 +30,13 @@ class ComputeCost:
     precision: str
     compiled: bool = False
     fp8_layers: frozenset[str] = frozenset()  # layers whose matmuls run in fp8, where that is the precision
-    fp8_cast_traffic: float | None = None  # overrides FP8_CAST_TRAFFIC, where it was measured for these kernels
+    fp8_cast_traffic: float | None = None  # overrides _FP8_CAST_TRAFFIC, where it was measured for these kernels
 
     def memo(self, profile: ModelProfile) -> dict[tuple[int, str, bool], float]:
         """The profile's cache of layer times at these rates, shared by all plans."""
-        rates, how = (
-            self.rates,
-            (self.rates.op_overhead_s, self.rates.async_dispatch, self.precision, self.compiled, self.fp8_layers, self.fp8_cast_traffic),
-        )
-        return profile.memo.get_or_compute("priced", (rates.compute, rates.memory, rates.fixed), how, dict[tuple[int, str, bool], float])
+        rates = self.rates
+        settings = (rates.op_overhead_s, rates.async_dispatch, self.precision, self.compiled, self.fp8_layers, self.fp8_cast_traffic)
+        return profile.memo.get_or_compute("priced", (rates.compute, rates.memory, rates.fixed), settings, dict[tuple[int, str, bool], float])
 
     def layer_seconds(
         self, layer: LayerProfile, phase: str, memo: dict[tuple[int, str, bool], float], cheap_only: bool = False, single_sample: bool = False
@@ -52,14 +47,13 @@ class ComputeCost:
         if key not in memo:
             precision = "bf16" if self.precision == "fp8" and layer.name not in self.fp8_layers else self.precision
             kernels = [k for k in layer.kernels if k.phase == phase and not (cheap_only and k.kind in EXPENSIVE_KINDS)]
-            memo[key] = max(
-                sum(self._kernel_seconds(k, precision, single_sample, conv_kernel_of(layer, k)) for k in kernels), self._host_launch_seconds(kernels)
-            )
+            seconds = sum(self._kernel_seconds(k, precision, single_sample, conv_kernel_of(layer, k)) for k in kernels)
+            memo[key] = max(seconds, self._host_launch_seconds(kernels))
         return memo[key]
 
     def _host_launch_seconds(self, kernels: list[Kernel]) -> float:
         """Seconds the host takes to launch these kernels, where that rate is known: it is the bound when each kernel is short."""
-        each = self.rates.fixed.get("host", 0.0) * (FUSED_CALL_SHARE if self.compiled else 1.0)
+        each = self.rates.fixed.get("host", 0.0) * (_FUSED_CALL_SHARE if self.compiled else 1.0)
         return each * sum(k.count for k in kernels) if each else 0.0
 
     def recompute_overhead(self, layer: LayerProfile, cheap_only: bool) -> float:
@@ -80,10 +74,10 @@ class ComputeCost:
             set_up = self.rates.fixed.get(conv.name, 0.0) if conv and not single_sample else 0.0
             arithmetic = kernel.flops / rate + set_up if rate else 0.0
         bandwidth = interpolate(self.rates.memory, max(kernel.bytes, 1.0))
-        traffic = kernel.bytes * (FUSED_TRAFFIC_SHARE if fused else 1.0) / bandwidth if bandwidth else 0.0
+        traffic = kernel.bytes * (_FUSED_TRAFFIC_SHARE if fused else 1.0) / bandwidth if bandwidth else 0.0
         if precision == "fp8" and kernel.kind == "matmul" and bandwidth:
-            arithmetic += (FP8_CAST_TRAFFIC[self.compiled] if self.fp8_cast_traffic is None else self.fp8_cast_traffic) * kernel.bytes / bandwidth
-        call = self.rates.op_overhead_s * (FUSED_CALL_SHARE if fused else 1.0)
+            arithmetic += (_FP8_CAST_TRAFFIC[self.compiled] if self.fp8_cast_traffic is None else self.fp8_cast_traffic) * kernel.bytes / bandwidth
+        call = self.rates.op_overhead_s * (_FUSED_CALL_SHARE if fused else 1.0)
         return kernel.count * (max(arithmetic, traffic, call) if self.rates.async_dispatch else max(arithmetic, traffic) + call)
 
     def _kernel_rate(self, kernel: Kernel, precision: str, single_sample: bool, conv: ConvKernel | None) -> float:
@@ -94,13 +88,12 @@ class ComputeCost:
             return interpolate(measured, conv.channels)
         if kind != kernel.kind:
             names = [f"{kernel.kind}-{kernel.phase}-alone"] * single_sample + [f"{kernel.kind}-{kernel.phase}", kernel.kind]
-            measured = next((found for name in names if (found := self.rates.compute.get(f"{name}/{precision}"))), None)
-            if measured:
+            if measured := next((curve for name in names if (curve := self.rates.compute.get(f"{name}/{precision}"))), None):
                 return interpolate(measured, kernel.flops / max(kernel.bytes, 1.0))
         if kind == "causal":
             return 2 * self._kernel_rate(replace(kernel, kind="attention", flops=kernel.flops / 2), precision, single_sample, None)
-        apart = kind == "special" or (kind == "attention" and kernel.phase == "backward")
-        return self.rates.compute_rate(f"{kind}-{kernel.phase}" if apart else kind, precision, kernel.flops)
+        by_phase = kind == "special" or (kind == "attention" and kernel.phase == "backward")
+        return self.rates.compute_rate(f"{kind}-{kernel.phase}" if by_phase else kind, precision, kernel.flops)
 
     def gradient_seconds(self, numel: int, itemsize: int, micro_batches: int, synced: bool) -> float:
         """Seconds of a parameter's gradient per backward beyond computing it: accumulation over micro-batches and, where it is reduced across
@@ -108,8 +101,7 @@ class ComputeCost:
         size = numel * itemsize
         bandwidth = interpolate(self.rates.memory, max(2.0 * size, 1.0))
         passes, calls = 3.0 * (1 - 1 / micro_batches) + (2.0 / micro_batches if synced else 0.0), 1 if synced else 1 - 1 / micro_batches
-        bare = self.rates.fixed.get("hook", 0.0)
-        return (passes * size / bandwidth if bandwidth else 0.0) + bare * (calls + synced)
+        return (passes * size / bandwidth if bandwidth else 0.0) + self.rates.fixed.get("hook", 0.0) * (calls + synced)
 
     def optimizer_seconds(self, elements: float, name: str, itemsize: int, offload: bool = False, tensors: int = 1) -> float:
         """Seconds of one fused pass: read parameter, gradient and states, write parameter and states; at the measured rate of AdamW where there is
@@ -117,7 +109,7 @@ class ComputeCost:
         moves = 3 + 2 * OPTIMIZER_STATES.get(name, 2)
         moved = elements * itemsize * moves
         if offload:
-            link, step = (self.rates.host.get(key, usual) for key, usual in (("link", DEFAULT_HOST_LINK_RATE), ("step", DEFAULT_HOST_STEP_RATE)))
+            link, step = self.rates.host.get("link", _HOST_LINK_RATE), self.rates.host.get("step", _HOST_STEP_RATE)
             return 2 * elements * itemsize / link + moved / step
         if rate := interpolate(self.rates.compute.get("optimizer/fp32", ()), max(elements / max(tensors, 1), 1.0)):
             fixed = self.rates.fixed.get("optimizer", 0.0) + tensors * self.rates.fixed.get("tensor", 0.0)
@@ -136,12 +128,12 @@ class ConvKernel(NamedTuple):
 def conv_kernel_of(layer: LayerProfile, kernel: Kernel) -> ConvKernel | None:
     """The `ConvKernel` of a kernel if it is a convolution of known shape, with the mean output channels of the layer's convolutions."""
     dims = {"conv2": 4, "conv3": 5}.get(kernel.kind)
-    found = [t.shape[0] for t in layer.tensors if len(t.shape) == dims] if dims else []
-    if not found:
+    channels = [t.shape[0] for t in layer.tensors if len(t.shape) == dims] if dims else []
+    if not channels:
         return None
-    whole = max((k.flops for k in layer.kernels if k.kind == kernel.kind and k.phase == "forward"), default=0.0)
-    part = "weights" if kernel.phase == "backward" and kernel.flops <= 1.01 * whole else kernel.phase
-    return ConvKernel(f"{kernel.kind}-{part}", sum(found) / len(found))
+    forward = max((k.flops for k in layer.kernels if k.kind == kernel.kind and k.phase == "forward"), default=0.0)
+    gradient = "weights" if kernel.phase == "backward" and kernel.flops <= 1.01 * forward else kernel.phase
+    return ConvKernel(f"{kernel.kind}-{gradient}", sum(channels) / len(channels))
 
 
 def model_flops(profile: ModelProfile) -> float:

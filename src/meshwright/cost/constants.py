@@ -1,8 +1,6 @@
-"""Constants of the closed form: the efficiency that a device architecture and a framework generation reach, fitted to published runs (fitted.json,
-beside this file).
+"""Constants of the closed form: the efficiency that a device architecture and a framework generation reach, fitted to published runs (fitted.json).
 
-A value is a common base times a factor of the architecture times a factor of the generation; the factor is 1 for an architecture or generation
-without runs.
+A value is a common base times a factor of the architecture and one of the generation; a factor is 1 where there are no runs.
 """
 
 from __future__ import annotations
@@ -53,20 +51,18 @@ class CostConstants:
 
 
 # Device-name prefixes by architecture: devices of one architecture reach the same shares of their data sheets.
-ARCHITECTURES = (
+_ARCHITECTURES = (
     ("volta", ("V100", "T4")), ("ampere", ("A100", "A800", "A10", "A40", "GeForce RTX 3", "RTX A")),
     ("hopper", ("H100", "H800", "H20", "H200", "GH200")),
     ("blackwell", ("B200", "B300", "GB200", "GB300")), ("ada", ("L4", "GeForce RTX 4", "RTX 6000")), ("cdna", ("MI",)),
 )  # fmt: skip
 FITTED_ARCHITECTURES = ("volta", "ampere", "hopper")  # architectures with enough published runs for a fit
-NEWEST_GENERATION = (
-    "fsdp2"  # the newest framework generation that works as this one does: torch's own kernels, compiled, parameters all-gathered layer by layer
-)
+NEWEST_GENERATION = "fsdp2"  # the newest framework generation: torch's own kernels, compiled, parameters all-gathered layer by layer
 
 
 def device_architecture(name: str) -> str:
     """The architecture of a device by its name; empty if unknown."""
-    return next((kind for kind, starts in ARCHITECTURES if name.startswith(starts)), "")
+    return next((kind for kind, starts in _ARCHITECTURES if name.startswith(starts)), "")
 
 
 @dataclass(frozen=True)
@@ -81,9 +77,8 @@ class FittedConstants:
     errors: Mapping[str, float]  # mean relative step-time error on held-out runs, by generation ("" = all)
 
     def constants(self, architecture: str, generation: str) -> CostConstants:
-        kinds = (self.devices.get(architecture, {}), self.generations.get(generation, {}))
-        values = {f.name: self.base[f.name] * kinds[0].get(f.name, 1.0) * kinds[1].get(f.name, 1.0) for f in fields(CostConstants)}
-        return CostConstants(**values)
+        device, framework = self.devices.get(architecture, {}), self.generations.get(generation, {})
+        return CostConstants(**{f.name: self.base[f.name] * device.get(f.name, 1.0) * framework.get(f.name, 1.0) for f in fields(CostConstants)})
 
 
 @cache

@@ -24,7 +24,7 @@ _UNKNOWN_FLOPS, _UNKNOWN_BANDWIDTH = 2e10, 1e10  # for a device without a data s
 _CALL_S = 5e-6
 _OVERLAP = 0.8
 _BASE_BYTES = 300_000_000  # an interpreter with torch
-DEFAULT_ERROR = 0.4  # relative, one sigma, where nothing was fitted
+_DEFAULT_ERROR = 0.4  # relative, one sigma, where nothing was fitted
 _TRACED_LAUNCH_SHARE = 0.5  # launch time of a traced kernel over that of a closed-form kernel: a traced block has twice as many
 _SIGMA_PER_MEAN_ERROR = 1.25  # one sigma over the mean absolute error of a normal distribution
 _PLAN_ERROR = 0.12  # relative error of plans of traced models with the framework's own constants, on 33 published runs (bench/planned.py)
@@ -32,31 +32,28 @@ _UNSEEN_DEVICE_ERROR = 0.2  # added for an architecture without a published run
 
 
 def datasheet_calibration(cluster: Cluster, generation: str = NEWEST_GENERATION) -> Calibration:
-    """The calibration of a cluster from data sheets: the slowest device's rates, which bound the step, and each device's by name where there are
-    several."""
-    nodes = cluster.distinct_nodes
-    devices = [device for node in nodes for device in node.devices]
+    """The calibration of a cluster from data sheets: the slowest device's rates, which bound the step, and each kind of device's by name."""
+    devices = [device for node in cluster.distinct_nodes for device in node.devices]
     layouts = [device_rates(_slowest_device(devices), generation)]
-    unlike = dict.fromkeys(device.name for device in devices)
-    if len(unlike) > 1:
-        layouts += [replace(device_rates(_slowest_device([d for d in devices if d.name == name]), generation), device=name) for name in unlike]
-    names = " and ".join(unlike)
+    names = dict.fromkeys(device.name for device in devices)
+    if len(names) > 1:
+        layouts += [replace(device_rates(_slowest_device([d for d in devices if d.name == name]), generation), device=name) for name in names]
     error, basis = _error_estimate(devices)
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    return Calibration(cluster.name, names, when, tuple(layouts), source="data sheets", error=error, basis=basis)
+    return Calibration(cluster.name, " and ".join(names), when, tuple(layouts), source="data sheets", error=error, basis=basis)
 
 
 def device_rates(device: Device, generation: str = NEWEST_GENERATION) -> Rates:
     if device.kind != "cuda" or not device.peak_flops or not device.memory_bandwidth:
         return _rule_of_thumb_rates(device)
     constants = load_fitted_constants().constants(device_architecture(device.name), generation)
-    found = rates_from_datasheet(device, constants)
+    rates = rates_from_datasheet(device, constants)
     shapes = (constants.matmul, constants.matmul_half_s, constants.matmul_power)
-    others = {f"matmul/{p}": matmul_rate_curve(peak, *shapes) for p, peak in device.peak_flops.items() if f"matmul/{p}" not in found.compute}
+    others = {f"matmul/{p}": matmul_rate_curve(peak, *shapes) for p, peak in device.peak_flops.items() if f"matmul/{p}" not in rates.compute}
     overlap = 1.0 - min(constants.exposed_dp, 1.0)
-    compute = {name: monotone_rates(points) for name, points in {**found.compute, **others}.items()}
+    compute = {name: monotone_rates(points) for name, points in {**rates.compute, **others}.items()}
     fixed = {"host": _TRACED_LAUNCH_SHARE * constants.host_s}
-    return replace(found, threads=0, compute=compute, overlap=overlap, base_bytes=int(constants.base_bytes), fixed=fixed)
+    return replace(rates, threads=0, compute=compute, overlap=overlap, base_bytes=int(constants.base_bytes), fixed=fixed)
 
 
 def _rule_of_thumb_rates(device: Device) -> Rates:
@@ -67,21 +64,20 @@ def _rule_of_thumb_rates(device: Device) -> Rates:
 
 
 def _error_estimate(devices: list[Device]) -> tuple[float, str]:
-    """One sigma and its basis: the constants' error on held-out runs, the further error of plans, and an addition for devices without published
-    runs."""
+    """One sigma and its basis: the constants' error on held-out runs, the error of plans, and an addition for devices without published runs."""
     if any(d.kind != "cuda" or not d.peak_flops for d in devices):
-        return DEFAULT_ERROR, "data sheets and a rule of thumb"
-    file = load_fitted_constants()
-    off = file.errors.get(NEWEST_GENERATION, file.errors[""])
+        return _DEFAULT_ERROR, "data sheets and a rule of thumb"
+    errors = load_fitted_constants().errors
+    error = errors.get(NEWEST_GENERATION, errors[""])
     unseen = sorted({d.name for d in devices if device_architecture(d.name) not in FITTED_ARCHITECTURES})
-    sigma = math.hypot(_SIGMA_PER_MEAN_ERROR * off, _PLAN_ERROR, _UNSEEN_DEVICE_ERROR if unseen else 0.0)
-    basis = f"data sheets and constants fitted to published runs, which are off by {off:.0%} in the mean on those left out, plans by more"
-    return sigma, basis + (f"; none of them is of {unseen[0]}" if unseen else "")
+    sigma = math.hypot(_SIGMA_PER_MEAN_ERROR * error, _PLAN_ERROR, _UNSEEN_DEVICE_ERROR if unseen else 0.0)
+    basis = f"data sheets and constants fitted to published runs: their mean error on held-out runs is {error:.0%}, that of plans is larger"
+    return sigma, basis + (f"; no published run used {unseen[0]}" if unseen else "")
 
 
 def _slowest_device(devices: list[Device]) -> Device:
     """A synthetic device with the minimum of every figure that all of them have."""
     shared = set.intersection(*(set(device.peak_flops) for device in devices))
     peaks = {p: min(device.peak_flops[p] for device in devices) for p in devices[0].peak_flops if p in shared}
-    last = min(devices, key=lambda d: max(d.peak_flops.values(), default=0.0))
-    return Device(last.kind, last.name, 0, 0, peaks, min(device.memory_bandwidth for device in devices))
+    slowest = min(devices, key=lambda d: max(d.peak_flops.values(), default=0.0))
+    return Device(slowest.kind, slowest.name, 0, 0, peaks, min(device.memory_bandwidth for device in devices))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import Plan
@@ -19,15 +20,7 @@ from meshwright.schedule.step_actions import gradient_buckets
 
 _MIN_BLOCKS = 14  # fewest equal blocks for which extrapolation pays
 SAMPLED_DEPTHS = (3, 4, 5)
-_COLLECTIVE_FIELDS = (
-    "copy_sites",
-    "reduce_sites",
-    "gather_sites",
-    "embedding_sites",
-    "norm_sites",
-    "sequence_scatter_sites",
-    "sequence_gather_sites",
-)
+_SITE_FIELDS = tuple(f"{kind}_sites" for kind in ("copy", "reduce", "gather", "embedding", "norm", "sequence_scatter", "sequence_gather"))
 
 
 def removable_blocks(plan: Plan, profile: ModelProfile, local_layers: Collection[str]) -> tuple[int, ...]:
@@ -35,30 +28,30 @@ def removable_blocks(plan: Plan, profile: ModelProfile, local_layers: Collection
     rank's layers, except its ends, which may be special. Empty where removal would not pay."""
     if plan.spatial.grid or plan.expert.tables or plan.placements:
         return ()
-    longest: list[int] = []
-    run: list[int] = []
-    before: Hashable = None
     stages = {name: index for index, stage in enumerate(plan.stages) for name in stage.layers}
-    for index, layer in enumerate(profile.layers):
-        there = layer.block and layer.name in local_layers
-        kind = (layer.block, id(layer.kernels), plan.memory.recompute_mode(layer.name), stages.get(layer.name)) if there else None
-        run = [*run, index] if kind is not None and kind == before else [index] if kind is not None else []
-        longest, before = max(longest, run, key=len), kind
+
+    def block_key(index: int) -> Hashable:
+        layer = profile.layers[index]
+        if not (layer.block and layer.name in local_layers):
+            return None
+        return layer.block, id(layer.kernels), plan.memory.recompute_mode(layer.name), stages.get(layer.name)
+
+    runs = [list(run) for key, run in groupby(range(len(profile.layers)), block_key) if key is not None]
+    longest = max(runs, key=len, default=[])
     return tuple(longest[2:-2]) if len(longest) >= _MIN_BLOCKS else ()
 
 
 def truncate_blocks(plan: Plan, profile: ModelProfile, removable: Sequence[int], depth: int) -> tuple[Plan, ModelProfile]:
     """The plan and profile with only the first `depth` of the removable blocks."""
-    gone = set(removable[depth:])
-    kept = [index for index in range(len(profile.layers)) if index not in gone]
+    removed = set(removable[depth:])
+    indices = tuple(index for index in range(len(profile.layers)) if index not in removed)
 
     def truncated_profile() -> ModelProfile:
-        layers = tuple(profile.layers[index] for index in kept)
-        return replace(profile, layers=layers, per_sample_layers=tuple(profile.per_sample_layers[index] for index in kept))
+        layers, per_sample = (tuple(layers[index] for index in indices) for layers in (profile.layers, profile.per_sample_layers))
+        return replace(profile, layers=layers, per_sample_layers=per_sample)
 
-    return without_layers(plan, profile, {profile.layers[index].name for index in gone}), profile.memo.get_or_compute(
-        "few", (), tuple(kept), truncated_profile
-    )
+    truncated_plan = without_layers(plan, profile, {profile.layers[index].name for index in removed})
+    return truncated_plan, profile.memo.get_or_compute("truncated", (), indices, truncated_profile)
 
 
 def buckets_repeat(plan: Plan, full_profile: ModelProfile, truncated: Sequence[tuple[Plan, ModelProfile]], extra_blocks: int, pp_rank: int) -> bool:
@@ -66,8 +59,8 @@ def buckets_repeat(plan: Plan, full_profile: ModelProfile, truncated: Sequence[t
     if plan.memory.zero == 3 or plan.mesh.group_size("data") == 1:
         return True
     buckets = [gradient_buckets(p, local_profile(p, model, 0, pp_rank)) for p, model in (*truncated, (plan, full_profile))]
-    counts = [len(found) for found in buckets]
-    full = [{b.bytes for b in found if b.bytes >= plan.sync.bucket_bytes} for found in buckets]
+    counts = [len(of_depth) for of_depth in buckets]
+    full = [{b.bytes for b in of_depth if b.bytes >= plan.sync.bucket_bytes} for of_depth in buckets]
     added = counts[2] - counts[1]
     return added == counts[1] - counts[0] and counts[3] == counts[2] + extra_blocks * added and full[2] == full[3]
 
@@ -76,9 +69,9 @@ def without_layers(plan: Plan, profile: ModelProfile, removed: Collection[str]) 
     """The plan without the tensor-, context- and expert-parallel policies of the removed layers; the other layers are unaffected."""
     if not (plan.tensor_policies or plan.context.attention_sites or plan.expert.moe_layers):
         return plan
-    gone = frozenset(removed)
+    names = frozenset(removed)
     same, equal = plan.partition_key
-    changes = profile.memo.get_or_compute("narrowed", same, (*equal, gone), lambda: _changes_without_layers(plan, gone))
+    changes = profile.memo.get_or_compute("without_layers", same, (*equal, names), lambda: _changes_without_layers(plan, names))
     return replace(plan, **changes)  # type: ignore[arg-type]
 
 
@@ -88,23 +81,16 @@ def _changes_without_layers(plan: Plan, removed: frozenset[str]) -> dict[str, ob
             module = module.rpartition(".")[0]
         return not module
 
-    borrowed = {b.parameter for stage in plan.stages for b in stage.tied_parameters}  # tied parameters, which several stages use, keep their shards
+    tied = {t.parameter for stage in plan.stages for t in stage.tied_parameters}  # several stages use them: they keep their shards
 
     def restrict_policy(policy: TensorPolicy) -> TensorPolicy:
-        sites = {kind: tuple(m for m in getattr(policy, kind) if is_kept(m.module)) for kind in _COLLECTIVE_FIELDS}
-        named = {
-            name
-            for kind in sites.values()
-            for m in kind
-            for name in (m.logical_dim, m.other_axis_dim, m.sequence_layout.logical_dim if m.sequence_layout else "")
-        }
+        sites = {field: tuple(site for site in getattr(policy, field) if is_kept(site.module)) for field in _SITE_FIELDS}
+        used = {name for field in sites.values() for site in field for name in (site.logical_dim, site.other_axis_dim)}
+        used |= {site.sequence_layout.logical_dim for field in sites.values() for site in field if site.sequence_layout}
 
-        def is_needed(strand: ShardedDim) -> bool:
-            return (
-                strand.name in named
-                or not strand.parameter_shards
-                or any(is_kept(c.parameter) or c.parameter in borrowed for c in strand.parameter_shards)
-            )
+        def is_needed(dim: ShardedDim) -> bool:
+            shards = dim.parameter_shards
+            return dim.name in used or not shards or any(is_kept(s.parameter) or s.parameter in tied for s in shards)
 
         return replace(
             policy,
@@ -113,9 +99,9 @@ def _changes_without_layers(plan: Plan, removed: frozenset[str]) -> dict[str, ob
             **sites,  # type: ignore[arg-type]
         )
 
-    found: dict[str, object] = {"tensor": restrict_policy(plan.tensor), "tensor_y": restrict_policy(plan.tensor_y)} if plan.tensor_policies else {}
+    changes: dict[str, object] = {"tensor": restrict_policy(plan.tensor), "tensor_y": restrict_policy(plan.tensor_y)} if plan.tensor_policies else {}
     if plan.context.attention_sites:
-        found["context"] = replace(plan.context, attention_sites=tuple(a for a in plan.context.attention_sites if is_kept(a.module)))
+        changes["context"] = replace(plan.context, attention_sites=tuple(a for a in plan.context.attention_sites if is_kept(a.module)))
     if plan.expert.moe_layers:
-        found["expert"] = replace(plan.expert, moe_layers=tuple(m for m in plan.expert.moe_layers if is_kept(m.module)))
-    return found
+        changes["expert"] = replace(plan.expert, moe_layers=tuple(m for m in plan.expert.moe_layers if is_kept(m.module)))
+    return changes

@@ -13,11 +13,11 @@ def equivalent_pipeline_ranks(plan: Plan, profile: ModelProfile, ranks: Sequence
     if plan.mesh.pp <= 2 or not plan.stages or plan.placements:
         return {rank: [rank] for rank in ranks}
     layers = {layer.name: _layer_key(plan, layer) for layer in profile.layers}
-    kinds: dict[Hashable, list[int]] = {}
+    groups: dict[Hashable, list[int]] = {}
     for rank in ranks:
         key = tuple(_stage_key(plan, stage, layers) for stage in range(len(plan.stages)) if plan.stage_rank(stage) == rank)
-        kinds.setdefault(key, []).append(rank)
-    return {found[0]: found for found in kinds.values()}
+        groups.setdefault(key, []).append(rank)
+    return {group[0]: group for group in groups.values()}
 
 
 def _layer_key(plan: Plan, layer: LayerProfile) -> Hashable:
@@ -27,13 +27,10 @@ def _layer_key(plan: Plan, layer: LayerProfile) -> Hashable:
 
 def _stage_key(plan: Plan, index: int, layers: dict[str, Hashable]) -> Hashable:
     stage, rank = plan.stages[index], plan.stage_rank(index)
-    near = [plan.stages[i] if 0 <= i < len(plan.stages) and plan.stage_rank(i) != rank else None for i in (index - 1, index + 1)]
-    sent = [_boundary_key(stage) if near[0] else None, _boundary_key(near[1]) if near[1] else None]
-    return tuple(layers.get(name, name) for name in stage.layers), *sent, stage.tied_parameters
+    before, after = (plan.stages[i] if 0 <= i < len(plan.stages) and plan.stage_rank(i) != rank else None for i in (index - 1, index + 1))
+    messages = (_boundary_key(stage) if before else None, _boundary_key(after) if after else None)
+    return tuple(layers.get(name, name) for name in stage.layers), *messages, stage.tied_parameters
 
 
 def _boundary_key(stage: Stage) -> Hashable:
-    return tuple(
-        (activation.bytes, activation.is_batch_independent, activation.needs_grad, bool(activation.logical_dim))
-        for activation in stage.boundary_activations
-    )
+    return tuple((a.bytes, a.is_batch_independent, a.needs_grad, bool(a.logical_dim)) for a in stage.boundary_activations)

@@ -21,40 +21,40 @@ EXACT_KINDS = ("parameters", "gradients", "optimizer", "batch")  # kinds that fo
 def model_state_bytes(plan: Plan, profile: ModelProfile, optimizer: str, shard: int = 0) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state on a rank's device after backward, padding included: ZeRO's arithmetic for these storage
     types. `shard` is the rank's coordinate along that axis, which matters where the plan shards unevenly."""
-    found = _all_model_states(plan, profile, optimizer, shard)
-    return found if plan.memory.offload == "none" else {**found, "optimizer": 0}
+    states = _all_model_states(plan, profile, optimizer, shard)
+    return states if plan.memory.offload == "none" else {**states, "optimizer": 0}
 
 
 def offloaded_bytes(plan: Plan, profile: ModelProfile, optimizer: str, shard: int = 0) -> int:
     """Bytes a rank holds in host memory instead: optimizer states, and copies of the parameters it steps and of their gradients."""
     if plan.memory.offload == "none":
         return 0
-    held = _all_model_states(plan, profile, optimizer, shard)
-    stepped = held["optimizer"] // OPTIMIZER_STATES[optimizer] if OPTIMIZER_STATES[optimizer] else held["gradients"]
-    return held["optimizer"] + 2 * stepped
+    states = _all_model_states(plan, profile, optimizer, shard)
+    stepped = states["optimizer"] // OPTIMIZER_STATES[optimizer] if OPTIMIZER_STATES[optimizer] else states["gradients"]
+    return states["optimizer"] + 2 * stepped
 
 
 def _all_model_states(plan: Plan, profile: ModelProfile, optimizer: str, shard: int) -> dict[str, int]:
-    whole = sum(t.bytes for t in profile.tensors)
+    total = sum(t.bytes for t in profile.tensors)
     trained = sum(t.bytes for t in profile.tensors if t.trainable)
     states = OPTIMIZER_STATES[optimizer]
+
+    def shard_bytes(bucket: Bucket, itemsize: int) -> int:
+        return shard_size(bucket, plan.mesh.shard, plan.balance.state_fractions, shard) * itemsize
+
     if plan.mesh.group_size("data") == 1:
-        return {"parameters": whole, "gradients": trained, "optimizer": states * trained}
+        return {"parameters": total, "gradients": trained, "optimizer": states * trained}
     if plan.memory.zero == 3:
-        buffers = [buffer for found in unit_buffers(plan, profile).values() for buffer in found]
-        pieces = [(_shard_numel(plan, b.layout, shard) * b.itemsize, b.trainable) for b in buffers]
-        piece = sum(size for size, trainable in pieces if trainable)
-        return {"parameters": sum(size for size, _ in pieces), "gradients": piece, "optimizer": states * piece}
+        shards = [(shard_bytes(b.layout, b.itemsize), b.trainable) for buffers in unit_buffers(plan, profile).values() for b in buffers]
+        gradients = sum(size for size, trainable in shards if trainable)
+        return {"parameters": sum(size for size, _ in shards), "gradients": gradients, "optimizer": states * gradients}
     buckets = gradient_buckets(plan, profile)
-    flat = sum(b.bytes for b in buckets)
+    bucketed = sum(b.bytes for b in buckets)
     if plan.memory.zero == 0:
-        return {"parameters": whole, "gradients": flat, "optimizer": states * trained}
-    piece = sum(_shard_numel(plan, b, shard) * b.itemsize for b in buckets)
-    return {"parameters": flat + whole - trained, "gradients": flat if plan.memory.zero == 1 else piece, "optimizer": states * piece}
-
-
-def _shard_numel(plan: Plan, bucket: Bucket, shard: int) -> int:
-    return shard_size(bucket, plan.mesh.shard, plan.balance.state_fractions, shard)
+        return {"parameters": total, "gradients": bucketed, "optimizer": states * trained}
+    sharded = sum(shard_bytes(b, b.itemsize) for b in buckets)
+    gradients = bucketed if plan.memory.zero == 1 else sharded
+    return {"parameters": bucketed + total - trained, "gradients": gradients, "optimizer": states * sharded}
 
 
 def peak_bytes(
@@ -62,23 +62,23 @@ def peak_bytes(
 ) -> dict[str, int]:
     """The largest rank's peak by kind; `profile` is at the largest micro-batch. For a pipeline, `in_flight` says how many micro-batches each layer
     holds, at the moments that may need most; `shard` is the rank's coordinate along that axis."""
-    held = model_state_bytes(plan, profile, optimizer, shard)
-    moments = []
-    for counts, first in (turn for under_way in in_flight for turn in _backward_passes(plan, under_way)):
-        beside, own = sync_memory(plan, profile, first), first and plan.mesh.group_size("data") == 1
-        moment = peak_live_memory(plan, profile, counts, beside, own)
-        moments.append(moment if own else replace(moment, gradients=moment.gradients + held["gradients"] - beside.allocated_gradients))
-    fullest = max(moments, key=lambda moment: moment.bytes)
-    crossing, received = _stage_boundary_bytes(plan, profile, pp_rank, max(max(counts.values(), default=1) for counts in in_flight))
+    states = model_state_bytes(plan, profile, optimizer, shard)
+    peaks = []
+    for counts, first in (backward for in_flight_counts in in_flight for backward in _backward_passes(plan, in_flight_counts)):
+        sync, fresh_gradients = sync_memory(plan, profile, first), first and plan.mesh.group_size("data") == 1
+        peak = peak_live_memory(plan, profile, counts, sync, fresh_gradients)
+        peaks.append(peak if fresh_gradients else replace(peak, gradients=peak.gradients + states["gradients"] - sync.allocated_gradients))
+    peak = max(peaks, key=lambda live: live.bytes)
+    sent, received = _stage_boundary_bytes(plan, profile, pp_rank, max(max(counts.values(), default=1) for counts in in_flight))
     kinds = {
-        "parameters": held["parameters"],
-        "optimizer": held["optimizer"],
-        "activations": int(fullest.activations + crossing) + max(_rng_state_bytes(plan, profile, counts) for counts in in_flight),
+        "parameters": states["parameters"],
+        "optimizer": states["optimizer"],
+        "activations": int(peak.activations + sent) + max(_rng_state_bytes(plan, profile, counts) for counts in in_flight),
         "batch": int(profile.sample_bytes * plan.max_share),
-        "workspace": int(fullest.workspace),
-        "communication": int(fullest.communication + received) + compression_bytes(plan, held["gradients"]),
+        "workspace": int(peak.workspace),
+        "communication": int(peak.communication + received) + compression_bytes(plan, states["gradients"]),
         "framework": rates.base_bytes,
-        "gradients": int(fullest.gradients),
+        "gradients": int(peak.gradients),
     }
     return {kind: size if kind in EXACT_KINDS else int(size * rates.memory_correction) for kind, size in kinds.items()}
 
@@ -96,14 +96,12 @@ def _stage_boundary_bytes(plan: Plan, profile: ModelProfile, pp_rank: int, in_fl
     if plan.mesh.pp == 1 or not plan.stages:
         return 0.0, 0.0
     same, equal = plan.partition_key
-    on, back = profile.memo.get_or_compute(
-        "crossing", same, (*equal, pp_rank), lambda: [_sent_boundary_bytes(plan, profile, pp_rank, p) for p in ("forward", "backward")]
-    )
-    return float(in_flight * on), float(plan.micro_batches * on + max(plan.micro_batches - in_flight, 0) * back)
 
+    def sent_bytes() -> list[int]:
+        return [sum(a.bytes for a in pipeline_sends(plan, profile, MeshCoordinate(pp=pp_rank), phase, 0)) for phase in ("forward", "backward")]
 
-def _sent_boundary_bytes(plan: Plan, profile: ModelProfile, pp_rank: int, phase: str) -> int:
-    return sum(action.bytes for action in pipeline_sends(plan, profile, MeshCoordinate(pp=pp_rank), phase, 0))
+    forward, backward = profile.memo.get_or_compute("boundary", same, (*equal, pp_rank), sent_bytes)
+    return float(in_flight * forward), float(plan.micro_batches * forward + max(plan.micro_batches - in_flight, 0) * backward)
 
 
 @dataclass(frozen=True)
@@ -129,34 +127,28 @@ def peak_live_memory(
     one unit at a time), its workspace and, in backward, the gradients of later layers and the buffers in flight. When it ends, complete buckets
     are sent. Other micro-batches in flight keep their saved activations: `in_flight` counts them by layer, including the running one.
     `fresh_gradients`: this backward allocates the gradients (see `_backward_passes`)."""
-    fresh_gradients = _gradients_are_transient(plan) if fresh_gradients is None else fresh_gradients
-    kept = [saved_activation_bytes(plan, layer, plan.memory.recompute_mode(layer.name)) for layer in profile.layers]
+    if fresh_gradients is None:  # later micro-batches, and buckets of several ranks, find the gradients allocated
+        fresh_gradients = plan.mesh.group_size("data") == 1 and plan.micro_batches == 1
+    saved_bytes = [saved_activation_bytes(plan, layer, plan.memory.recompute_mode(layer.name)) for layer in profile.layers]
     counts = [(in_flight or {}).get(layer.name, 1) for layer in profile.layers]
-    before = sum(max(count - 1, 0) * keeps for count, (keeps, _) in zip(counts, kept, strict=True))
+    activations = sum(max(count - 1, 0) * saved for count, (saved, _) in zip(counts, saved_bytes, strict=True))
     sync, none = sync or SyncMemory(), (0.0,) * len(profile.layers)
-    fresh, working, leaving = sync.new_gradients or (*none, 0.0), sync.during_layer or none, sync.after_layer or none
-    later = float(sum(t.bytes for t in profile.tensors if t.trainable)) if fresh_gradients else 0.0
-    fullest = (0.0, 0.0, later + sync.allocated_gradients, sync.end)  # the end of backward, or the optimizer step
-    most, given, fused = sum(fullest), 0.0, plan.compile == "model"
-    for at, (layer, (keeps, back), count) in enumerate(zip(profile.layers, kept, counts, strict=True)):
-        if before + fresh[at] + leaving[at] > most:
-            fullest = (before, 0.0, fresh[at], leaving[at])
-            most = before + fresh[at] + leaving[at]
-        later -= sum(t.bytes for t in layer.tensors if t.trainable) if fresh_gradients else 0.0
-        # Fused code needs the largest matmul's operands, or the gradients it receives and produces; the received ones reuse the memory of saved
-        # tensors.
-        workspace = max(layer.matmul_workspace_bytes, layer.output_bytes + max(given - keeps, 0.0)) if fused else layer.transient_bytes
-        total = before + keeps + back + workspace + later + fresh[at + 1] + working[at]
-        if total > most:
-            fullest, most = (before + keeps + back, workspace, later + fresh[at + 1], working[at]), total
-        before, given = before + (keeps if count else 0.0), layer.output_bytes
-    return LiveMemory(*fullest)
-
-
-def _gradients_are_transient(plan: Plan) -> bool:
-    """Whether gradients are allocated as activations are freed: with one data-parallel rank and one micro-batch. Later micro-batches, and buckets
-    of several ranks, find them allocated."""
-    return plan.mesh.group_size("data") == 1 and plan.micro_batches == 1
+    new_gradients, during, after = sync.new_gradients or (*none, 0.0), sync.during_layer or none, sync.after_layer or none
+    gradients = float(sum(t.bytes for t in profile.tensors if t.trainable)) if fresh_gradients else 0.0
+    peak = (0.0, 0.0, gradients + sync.allocated_gradients, sync.end)  # the end of backward, or the optimizer step
+    peak_bytes, input_bytes, fused = sum(peak), 0.0, plan.compile == "model"
+    for i, (layer, (saved, restored), count) in enumerate(zip(profile.layers, saved_bytes, counts, strict=True)):
+        if activations + new_gradients[i] + after[i] > peak_bytes:
+            peak = (activations, 0.0, new_gradients[i], after[i])
+            peak_bytes = activations + new_gradients[i] + after[i]
+        gradients -= sum(t.bytes for t in layer.tensors if t.trainable) if fresh_gradients else 0.0
+        # Fused code needs the largest matmul's operands, or the gradients it receives and produces; received ones reuse the memory of saved tensors.
+        workspace = max(layer.matmul_workspace_bytes, layer.output_bytes + max(input_bytes - saved, 0.0)) if fused else layer.transient_bytes
+        total = activations + saved + restored + workspace + gradients + new_gradients[i + 1] + during[i]
+        if total > peak_bytes:
+            peak, peak_bytes = (activations + saved + restored, workspace, gradients + new_gradients[i + 1], during[i]), total
+        activations, input_bytes = activations + (saved if count else 0.0), layer.output_bytes
+    return LiveMemory(*peak)
 
 
 def _backward_passes(plan: Plan, counts: Mapping[str, int]) -> list[tuple[Mapping[str, int], bool]]:
@@ -174,9 +166,11 @@ def _backward_passes(plan: Plan, counts: Mapping[str, int]) -> list[tuple[Mappin
 def saved_activation_bytes(plan: Plan, layer: LayerProfile, mode: str) -> tuple[float, float]:
     """Bytes a layer saves for backward per micro-batch, and bytes that recomputation restores."""
     compiled = plan.compile == "model" or (plan.compile == "blocks" and layer.name in plan.memory.units)
-    remade = layer.compiler_recomputed_bytes if compiled else 0.0
-    saved = layer.activation_bytes - remade
+    recomputed = layer.compiler_recomputed_bytes if compiled else 0.0
+    saved = layer.activation_bytes - recomputed
     if mode == "none":
         return saved, 0.0
-    kept = layer.output_bytes + (layer.expensive_output_bytes if mode == "selective" else 0.0)  # a repeated block's input is as large as its output
-    return kept, saved if mode == "full" else max(layer.fusible_bytes - remade, 0.0)
+    block_input = layer.output_bytes  # a repeated block's input is as large as its output
+    if mode == "full":
+        return block_input, saved
+    return block_input + layer.expensive_output_bytes, max(layer.fusible_bytes - recomputed, 0.0)

@@ -18,15 +18,17 @@ _SETTLING_ROUNDS = 4  # of micro-batches, after which the pipeline is in steady 
 
 
 def oversubscribed_ends(pipeline: PipelineSpec, stages: Sequence[StageTime], cores: float) -> list[float]:
-    """When each rank finishes its last action. With many micro-batches only a few are simulated, and the rest is extrapolated from the last
-    increment."""
-    step = schedule_period(pipeline)
-    less = _SETTLING_ROUNDS * step + pipeline.micro_batches % step
-    if pipeline.micro_batches <= less + step:
-        return _SharedCoreSimulation(action_graph(pipeline, pipeline.micro_batches), stages, cores).run()
-    one, two = (_SharedCoreSimulation(action_graph(pipeline, number), stages, cores).run() for number in (less, less + step))
-    more = (pipeline.micro_batches - less) / step
-    return [a + more * (b - a) for a, b in zip(one, two, strict=True)]
+    """When each rank finishes its last action. Of many micro-batches a few are simulated, and the rest is extrapolated from the last increment."""
+
+    def simulate(micro_batches: int) -> list[float]:
+        return _SharedCoreSimulation(action_graph(pipeline, micro_batches), stages, cores).run()
+
+    period = schedule_period(pipeline)
+    settled = _SETTLING_ROUNDS * period + pipeline.micro_batches % period
+    if pipeline.micro_batches <= settled + period:
+        return simulate(pipeline.micro_batches)
+    periods = (pipeline.micro_batches - settled) / period
+    return [end + periods * (later - end) for end, later in zip(simulate(settled), simulate(settled + period), strict=True)]
 
 
 @dataclass(slots=True)
@@ -55,17 +57,17 @@ class _SharedCoreSimulation:
             self._schedule_next(rank, now)
         while working:
             busy = [rank for rank in working if rank.work_left]
-            pace = min(1.0, self.cores / len(busy)) if busy else 1.0
-            least = min((rank.work_left for rank in busy), default=_NEVER)
-            starts = min((rank.ready_at for rank in working if not rank.work_left), default=_NEVER)
-            then = min(now + least / pace, starts)
-            worked = min(least, (starts - now) * pace)
+            core_share = min(1.0, self.cores / len(busy)) if busy else 1.0
+            least_work = min((rank.work_left for rank in busy), default=_NEVER)
+            next_start = min((rank.ready_at for rank in working if not rank.work_left), default=_NEVER)
+            event_time = min(now + least_work / core_share, next_start)
+            worked = min(least_work, (next_start - now) * core_share)
             for rank in busy:
                 rank.work_left -= worked
                 if rank.work_left <= _DONE_TOLERANCE * worked:
                     rank.work_left = 0.0
-                    self._finish_action(rank, then)
-            now = then
+                    self._finish_action(rank, event_time)
+            now = event_time
             for rank in working:
                 if not rank.work_left and rank.ready_at <= now:
                     rank.work_left = max(self.work[self.graph.rows[rank.rows[rank.next_action] - 1][2]], _MIN_WORK_S)
@@ -84,5 +86,5 @@ class _SharedCoreSimulation:
         """Set when the rank's next action may start: a transfer starts when both its sender and its receiver are ready."""
         if rank.next_action < len(rank.rows):
             _, needs, kind = self.graph.rows[rank.rows[rank.next_action] - 1]
-            if (came := self.end_times[needs]) < _NEVER:
-                rank.ready_at = max(max(rank.free_at, came - self.send_leads[kind]) + self.receive_times[kind], now)
+            if (sent_at := self.end_times[needs]) < _NEVER:
+                rank.ready_at = max(max(rank.free_at, sent_at - self.send_leads[kind]) + self.receive_times[kind], now)

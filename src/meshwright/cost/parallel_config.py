@@ -11,8 +11,7 @@ from meshwright.cost.transformer_kernels import TransformerConfig, TransformerRe
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Parallel degrees and options of a step. Ranks of `tp` are adjacent, then those of `cp`, `dp` and `pp`; `ep` shards experts over the `dp`
-    ranks."""
+    """Parallel degrees and options of a step. Ranks of `tp` are adjacent, then those of `cp`, `dp` and `pp`; `ep` shards experts over `dp`."""
 
     micro_batch: int
     global_batch: int
@@ -48,18 +47,8 @@ class ParallelConfig:
         return self.dp * self.cp
 
     def rank_shard(self, unfused_passes: float = 1.0) -> TransformerShard:
-        return TransformerShard(
-            samples=self.micro_batch,
-            tp=self.tp,
-            cp=self.cp,
-            ep=self.ep,
-            sequence_parallel=self.sequence_parallel,
-            flash_attention=self.flash_attention,
-            dropout=self.dropout,
-            frozen=self.frozen,
-            fp8=self.precision == "fp8",
-            unfused_passes=unfused_passes,
-        )
+        kernels = (self.sequence_parallel, self.flash_attention, self.dropout, self.frozen, self.precision == "fp8", unfused_passes)
+        return TransformerShard(self.micro_batch, self.tp, self.cp, self.ep, *kernels)
 
     def layers_by_stage(self, layers: int) -> list[int]:
         """Layers per stage, as even as possible; the first stages get the remainder, since the last has the head."""
@@ -68,21 +57,20 @@ class ParallelConfig:
     def parameters_by_stage(self, model: TransformerConfig) -> list[float]:
         """A rank's parameters by stage that all replicas hold, before ZeRO; the embedding is on the first stage, the head on the last."""
         block = (model.attention_parameters + (0.0 if model.experts else model.ffn_parameters)) / self.tp
-        found = [n * block for n in self.layers_by_stage(model.layers)]
-        words = model.vocab * model.hidden / self.tp
-        found[0] += words
-        found[-1] += 0.0 if self.pp == 1 and model.tied_embeddings else words
-        return found
+        stages = [n * block for n in self.layers_by_stage(model.layers)]
+        embedding = model.vocab * model.hidden / self.tp
+        stages[0] += embedding
+        stages[-1] += 0.0 if self.pp == 1 and model.tied_embeddings else embedding
+        return stages
 
     def experts_by_stage(self, model: TransformerConfig) -> list[float]:
-        """A rank's expert parameters by stage: one in `ep` replicas holds them, so their gradients are reduced, and ZeRO shards them, in groups
-        smaller by that factor."""
-        own = model.ffn_parameters * model.experts / self.ep / self.tp
-        return [n * own for n in self.layers_by_stage(model.layers)]
+        """A rank's expert parameters by stage; one in `ep` replicas holds them."""
+        layer = model.ffn_parameters * model.experts / self.ep / self.tp
+        return [n * layer for n in self.layers_by_stage(model.layers)]
 
     @property
     def expert_replicas(self) -> int:
-        """Ranks that hold the same experts."""
+        """Ranks that hold the same experts: their gradients are reduced, and ZeRO shards them, among these."""
         return max(self.replicas // self.ep, 1)
 
 

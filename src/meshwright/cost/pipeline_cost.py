@@ -56,22 +56,22 @@ def finish_times(pipeline: PipelineSpec, stages: Sequence[StageTime]) -> list[fl
     """When each rank finishes its last action (see [Note: pipeline step time])."""
     if pipeline.traits.forward_first:
         return _gpipe_finish_times(pipeline, stages)
-    unit, few = _repeat_period(pipeline), _initial_micro_batches(pipeline)
-    most = max(sum(sum(stages[s][:3]) + sum(stages[s].receive_times) for s in pipeline.stages(rank)) for rank in range(pipeline.ranks))
+    period, simulated = _repeat_period(pipeline), _initial_micro_batches(pipeline)
+    busiest = max(sum(sum(stages[s][:3]) + sum(stages[s].receive_times) for s in pipeline.stages(rank)) for rank in range(pipeline.ranks))
     before: tuple[int, float] | None = None
-    while few < pipeline.micro_batches:
-        graph = _build_graph(pipeline._replace(micro_batches=few), unit)
+    while simulated < pipeline.micro_batches:
+        graph = _build_graph(pipeline._replace(micro_batches=simulated), period)
         ends = graph.end_times(stages)
-        left, last = pipeline.micro_batches - few, graph.finish_times(ends)
-        for lag in (lag for lag in (unit, pipeline.ranks) if left % lag == 0):
-            if (more := graph.steady_increment(ends, lag)) is not None:
-                return [end + left // lag * more for end in last]
-        slope = (max(last) - before[1]) / (few - before[0]) if before is not None else 0.0
-        if abs(slope - most) <= 1e-9 * max(last) or few * len(stages) > _MAX_FORWARD_ACTIONS:
-            return [end + left * max(most, slope) for end in last]
-        before, step = (few, max(last)), max(unit, pipeline.ranks)
-        few += -(-few // (2 * step)) * step
-    graph = _build_graph(pipeline, unit)
+        remaining, finish = pipeline.micro_batches - simulated, graph.finish_times(ends)
+        for lag in (lag for lag in (period, pipeline.ranks) if remaining % lag == 0):
+            if (increment := graph.steady_increment(ends, lag)) is not None:
+                return [end + remaining // lag * increment for end in finish]
+        slope = (max(finish) - before[1]) / (simulated - before[0]) if before is not None else 0.0
+        if abs(slope - busiest) <= 1e-9 * max(finish) or simulated * len(stages) > _MAX_FORWARD_ACTIONS:
+            return [end + remaining * max(busiest, slope) for end in finish]
+        before, step = (simulated, max(finish)), max(period, pipeline.ranks)
+        simulated += -(-simulated // (2 * step)) * step
+    graph = _build_graph(pipeline, period)
     return graph.finish_times(graph.end_times(stages))
 
 
@@ -80,13 +80,13 @@ def lower_bound_seconds(
 ) -> tuple[float, float]:
     """Lower bounds on the step time, as (maximum, mean) over the ranks: a rank's fill time, its work with `extra` seconds per micro-batch, and
     `after_last` seconds; plus its drain time, unless weight gradients come last."""
-    into = [0.0, *accumulate(stage.forward for stage in stages[: pipeline.ranks])]
-    out = [0.0, *accumulate(stage.backward for stage in stages[: pipeline.ranks])]
-    rest = after_last or [0.0] * pipeline.ranks
-    back = rest if pipeline.traits.splits_backward else [max(way + rest[0], own) for way, own in zip(out, rest, strict=False)]
-    works = [sum(sum(stages[s][:3]) for s in pipeline.stages(rank)) + (extra[rank] if extra else 0.0) for rank in range(pipeline.ranks)]
-    every = [into[rank] + pipeline.micro_batches * work + back[rank] for rank, work in enumerate(works)]
-    return max(every), sum(every) / len(every)
+    fill = [0.0, *accumulate(stage.forward for stage in stages[: pipeline.ranks])]
+    drain = [0.0, *accumulate(stage.backward for stage in stages[: pipeline.ranks])]
+    after = after_last or [0.0] * pipeline.ranks
+    end = after if pipeline.traits.splits_backward else [max(d + after[0], a) for d, a in zip(drain, after, strict=False)]
+    work = [sum(sum(stages[s][:3]) for s in pipeline.stages(rank)) + (extra[rank] if extra else 0.0) for rank in range(pipeline.ranks)]
+    bounds = [fill[rank] + pipeline.micro_batches * seconds + end[rank] for rank, seconds in enumerate(work)]
+    return max(bounds), sum(bounds) / len(bounds)
 
 
 def in_flight_by_stage(pipeline: PipelineSpec, rank: int) -> tuple[tuple[int, ...], ...]:
@@ -97,30 +97,30 @@ def in_flight_by_stage(pipeline: PipelineSpec, rank: int) -> tuple[tuple[int, ..
     if (in_flight := pipeline.traits.in_flight) is not None:
         return ((in_flight(pipeline.ranks, rank, pipeline.micro_batches),),)
     period = _repeat_period(pipeline)
-    most = min(pipeline.micro_batches, 3 * -(-pipeline.ranks // period) * period)  # from there on the counts repeat
-    return _in_flight_by_stage(pipeline._replace(micro_batches=most), rank, period)
+    micro_batches = min(pipeline.micro_batches, 3 * -(-pipeline.ranks // period) * period)  # from there on the counts repeat
+    return _in_flight_by_stage(pipeline._replace(micro_batches=micro_batches), rank, period)
 
 
 @lru_cache(maxsize=4096)
 def _in_flight_by_stage(pipeline: PipelineSpec, rank: int, period: int) -> tuple[tuple[int, ...], ...]:
-    counts, found = [0] * pipeline.chunks, set()
-    done = "weights" if pipeline.traits.splits_backward else "backward"
+    counts, moments = [0] * pipeline.chunks, set()
+    freeing_phase = "weights" if pipeline.traits.splits_backward else "backward"
     for action in _rank_actions(pipeline, rank, period):
         if action.phase == "forward":
             counts[action.chunk] += 1
-            found.add(tuple(counts))
-        elif action.phase == done:
+            moments.add(tuple(counts))
+        elif action.phase == freeing_phase:
             counts[action.chunk] -= 1
-    return pareto_maxima(found)
+    return pareto_maxima(moments)
 
 
 def pareto_maxima(counts: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     """The tuples that no other tuple dominates (is at least as large in every entry)."""
-    found: list[tuple[int, ...]] = []
+    maxima: list[tuple[int, ...]] = []
     for count in sorted(counts, reverse=True):  # a dominating tuple comes earlier in this order
-        if not any(all(map(ge, other, count)) for other in found):
-            found.append(count)
-    return tuple(found)
+        if not any(all(map(ge, other, count)) for other in maxima):
+            maxima.append(count)
+    return tuple(maxima)
 
 
 def _rank_actions(pipeline: PipelineSpec, rank: int, period: int) -> list[PipelineAction]:
@@ -136,66 +136,64 @@ def _initial_micro_batches(pipeline: PipelineSpec) -> int:
     """Micro-batches to simulate first: enough to fill the pipeline and repeat; the number left is a multiple of the period."""
     if pipeline.traits.in_rounds:
         return 5 * _repeat_period(pipeline)
-    few = (3 if pipeline.traits.splits_backward else 2) * pipeline.ranks + _REPEATS_REQUIRED + 2
-    return few + (pipeline.micro_batches - few) % pipeline.ranks
+    fewest = (3 if pipeline.traits.splits_backward else 2) * pipeline.ranks + _REPEATS_REQUIRED + 2
+    return fewest + (pipeline.micro_batches - fewest) % pipeline.ranks
 
 
 def _gpipe_finish_times(pipeline: PipelineSpec, stages: Sequence[StageTime]) -> list[float]:
-    few = min(pipeline.micro_batches, 2)
-    runs = [(graph := _build_graph(pipeline._replace(micro_batches=n), 1)).finish_times(graph.end_times(stages)) for n in range(1, few + 1)]
-    return [last + (pipeline.micro_batches - few) * (last - first) for first, last in zip(runs[0], runs[-1], strict=True)]
+    simulated = min(pipeline.micro_batches, 2)
+    graphs = [_build_graph(pipeline._replace(micro_batches=n), 1) for n in range(1, simulated + 1)]
+    one, two = (graph.finish_times(graph.end_times(stages)) for graph in (graphs[0], graphs[-1]))
+    return [last + (pipeline.micro_batches - simulated) * (last - first) for first, last in zip(one, two, strict=True)]
 
 
 @dataclass(frozen=True)
 class ActionGraph:
-    """All actions in topological order, each as (row of the rank's previous action, row of the neighbour's action it needs, kind). Row 0 is the
-    start."""
+    """All actions in topological order, each as (row of the rank's previous action, row of the neighbour's action it needs, kind)."""
 
     rows: tuple[tuple[int, int, int], ...]
-    rank_rows: tuple[tuple[int, ...], ...]  # each rank's actions, as row numbers from 1
+    rank_rows: tuple[tuple[int, ...], ...]  # each rank's actions, as row numbers from 1; row 0 is the start
     rank_actions: tuple[list[PipelineAction], ...]
-    stages: int
 
     def end_times(self, stages: Sequence[StageTime]) -> list[float]:
         """The end of each action; the first entry is the start."""
-        seconds, early = action_times(stages)
-        found = [0.0]
+        seconds, send_leads = action_times(stages)
+        ends = [0.0]
         for before, needs, kind in self.rows:
-            start, arrives = found[before], found[needs] - early[kind]
-            found.append((arrives if arrives > start else start) + seconds[kind])
-        return found
+            start, arrives = ends[before], ends[needs] - send_leads[kind]
+            ends.append((arrives if arrives > start else start) + seconds[kind])
+        return ends
 
     def finish_times(self, ends: Sequence[float]) -> list[float]:
         return [ends[rows[-1]] for rows in self.rank_rows]
 
     def steady_increment(self, ends: Sequence[float], lag: int) -> float | None:
         """How much later all ranks' actions are than `lag` micro-batches before; None if not by the same amount everywhere."""
-        found = self._rank_increment(ends, lag, 0)
+        first = self._rank_increment(ends, lag, 0)
         others = (self._rank_increment(ends, lag, rank) for rank in range(1, len(self.rank_rows)))
-        return found if found is not None and all(o is not None and abs(o - found) <= 1e-9 * ends[-1] for o in others) else None
+        return first if first is not None and all(other is not None and abs(other - first) <= 1e-9 * ends[-1] for other in others) else None
 
     def _rank_increment(self, ends: Sequence[float], lag: int, rank: int) -> float | None:
         """How much later a rank's last repeating actions are than those `lag` micro-batches before; None if not all by the same amount."""
         rows, window = self.rank_rows[rank], _repeating_window(self.rank_actions[rank], lag)
         if window is None:
             return None
-        first, end, apart = window
-        found = [ends[rows[at + apart]] - ends[rows[at]] for at in range(first, end)]
-        return found[0] if max(found) - min(found) <= 1e-9 * ends[rows[end]] else None
+        first, end, distance = window
+        increments = [ends[rows[i + distance]] - ends[rows[i]] for i in range(first, end)]
+        return increments[0] if max(increments) - min(increments) <= 1e-9 * ends[rows[end]] else None
 
 
 def _repeating_window(actions: Sequence[PipelineAction], lag: int) -> tuple[int, int, int] | None:
     """(first, end, distance in actions) of the last actions in a rank's order that recur `lag` micro-batches later; None if there are too few."""
-    apart = lag * len(actions) // (1 + max(action.micro_batch for action in actions))
-    need = max(apart, _REPEATS_REQUIRED * apart // lag)
+    distance = lag * len(actions) // (1 + max(action.micro_batch for action in actions))
 
-    def repeats(at: int) -> bool:
-        phase, chunk, micro = actions[at]
-        return actions[at + apart] == (phase, chunk, micro + lag)
+    def repeats(i: int) -> bool:
+        phase, chunk, micro_batch = actions[i]
+        return actions[i + distance] == (phase, chunk, micro_batch + lag)
 
-    end = next((at for at in range(len(actions) - apart - 1, -1, -1) if actions[at].phase == "forward" and repeats(at)), -1) + 1
-    first = end - need
-    return (first, end, apart) if first >= 0 and all(map(repeats, range(first, end))) else None
+    end = next((i for i in range(len(actions) - distance - 1, -1, -1) if actions[i].phase == "forward" and repeats(i)), -1) + 1
+    first = end - max(distance, _REPEATS_REQUIRED * distance // lag)
+    return (first, end, distance) if first >= 0 and all(map(repeats, range(first, end))) else None
 
 
 def action_times(stages: Sequence[StageTime]) -> tuple[list[float], list[float]]:
@@ -219,41 +217,41 @@ def schedule_period(pipeline: PipelineSpec) -> int:
 
 @lru_cache(maxsize=64)
 def _build_graph(pipeline: PipelineSpec, period: int) -> ActionGraph:
-    count = pipeline.ranks * pipeline.chunks
-    orders = [_rank_actions(pipeline, rank, period) for rank in range(pipeline.ranks)]
-    todo = [list(_action_keys(actions, pipeline.stages(rank), count, pipeline.micro_batches)) for rank, actions in enumerate(orders)]
-    numbers = [0] * (3 * count * pipeline.micro_batches + 1)  # rows by key; the last key stands for no dependency
-    numbers[-1] = -1
-    waiting = [-1] * len(numbers)
+    num_stages = pipeline.ranks * pipeline.chunks
+    actions = [_rank_actions(pipeline, rank, period) for rank in range(pipeline.ranks)]
+    keys = [list(_action_keys(actions[rank], pipeline.stages(rank), num_stages, pipeline.micro_batches)) for rank in range(pipeline.ranks)]
+    row_of = [0] * (3 * num_stages * pipeline.micro_batches + 1)  # rows by key; the last key stands for no dependency
+    row_of[-1] = -1
+    waiting = [-1] * len(row_of)
     rows: list[tuple[int, int, int]] = []
-    found: list[list[int]] = [[] for _ in orders]
-    awake = list(range(pipeline.ranks - 1, -1, -1))
-    while awake:
-        rank = awake.pop()
-        before = found[rank][-1] if found[rank] else 0
-        for at in range(len(found[rank]), len(todo[rank])):
-            key, needs, kind = todo[rank][at]
-            if not numbers[needs]:
+    rank_rows: list[list[int]] = [[] for _ in actions]
+    runnable = list(range(pipeline.ranks - 1, -1, -1))
+    while runnable:
+        rank = runnable.pop()
+        before = rank_rows[rank][-1] if rank_rows[rank] else 0
+        for i in range(len(rank_rows[rank]), len(keys[rank])):
+            key, needs, kind = keys[rank][i]
+            if not row_of[needs]:
                 waiting[needs] = rank
                 break
-            rows.append((before, max(numbers[needs], 0), kind))
-            before = numbers[key] = len(rows)
-            found[rank].append(before)
+            rows.append((before, max(row_of[needs], 0), kind))
+            before = row_of[key] = len(rows)
+            rank_rows[rank].append(before)
             if waiting[key] >= 0:
-                awake.append(waiting[key])
-    return ActionGraph(tuple(rows), tuple(map(tuple, found)), tuple(orders), count)
+                runnable.append(waiting[key])
+    return ActionGraph(tuple(rows), tuple(map(tuple, rank_rows)), tuple(actions))
 
 
 def _action_keys(actions: Sequence[PipelineAction], rank_stages: Sequence[int], stages: int, micro_batches: int) -> Iterator[tuple[int, int, int]]:
     """For each action: its key, the key of the action on another stage that it needs (the previous stage's activations or the next one's
     gradients), and its kind."""
-    nothing = 3 * stages * micro_batches
-    for phase, chunk, number in actions:
-        stage, place = rank_stages[chunk], _PHASE_INDEX[phase]
-        kind = place * stages + stage
-        key = kind * micro_batches + number
-        before, after = place == 0 and stage > 0, place == 1 and stage < stages - 1
-        yield key, key - micro_batches if before else key + micro_batches if after else nothing, kind
+    no_dependency = 3 * stages * micro_batches
+    for phase, chunk, micro_batch in actions:
+        stage = rank_stages[chunk]
+        kind = _PHASE_INDEX[phase] * stages + stage
+        key = kind * micro_batches + micro_batch
+        before, after = phase == "forward" and stage > 0, phase == "backward" and stage < stages - 1
+        yield key, key - micro_batches if before else key + micro_batches if after else no_dependency, kind
 
 
 def max_in_flight(pipeline: PipelineSpec, ranks: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.core.calibration import Calibration
@@ -29,19 +29,18 @@ class RankClass:
 def find_rank_classes(plan: Plan, cluster: Cluster, calibration: Calibration) -> list[RankClass]:
     """The plan's rank classes; `cluster` must be in the plan's device order."""
     mesh, world = plan.mesh, plan.world
-    few = min(world, len(cluster.devices))
-    names = rates_labels(plan, cluster, calibration)
-    large = device_memories(cluster, few)
-    if len(set(names)) <= 1 and not large and not plan.balance.state_fractions:
-        return [RankClass(names[0] if names else "", range(world), plan.max_share, range(mesh.pp))]
-    found: dict[Hashable, list[int]] = {}
+    num_devices = min(world, len(cluster.devices))
+    labels, memories = rates_labels(plan, cluster, calibration), device_memories(cluster, num_devices)
+    if len(set(labels)) <= 1 and not memories and not plan.balance.state_fractions:
+        return [RankClass(labels[0] if labels else "", range(world), plan.max_share, range(mesh.pp))]
+    classes: dict[tuple[str, int, int, float], list[int]] = {}
     for rank in range(world):
-        device = rank % few
-        samples, part = plan.sample_range(mesh.data_rank(rank))[1], plan.state_fraction(mesh.coordinate(rank, "shard"))
-        found.setdefault((names[device] if names else "", large[device] if large else 0, samples, part), []).append(rank)
+        device = rank % num_devices
+        samples, fraction = plan.sample_range(mesh.data_rank(rank))[1], plan.state_fraction(mesh.coordinate(rank, "shard"))
+        classes.setdefault((labels[device] if labels else "", memories[device] if memories else 0, samples, fraction), []).append(rank)
     return [
-        RankClass(str(key[0]), ranks, int(key[2]), sorted({mesh.coordinate(r, "pp") for r in ranks}), mesh.coordinate(ranks[0], "shard"))  # type: ignore[index]
-        for key, ranks in found.items()
+        RankClass(label, ranks, samples, sorted({mesh.coordinate(rank, "pp") for rank in ranks}), mesh.coordinate(ranks[0], "shard"))
+        for (label, _, samples, _), ranks in classes.items()
     ]
 
 
@@ -56,10 +55,10 @@ def memory_capacity(cluster: Cluster, plan: Plan, rank_class: RankClass) -> int:
     if devices[rank_class.ranks[0]].kind != "cpu" or device_memories(cluster, min(plan.world, len(devices))):
         alike = len(rank_class.ranks) == plan.world
         return cluster.least_memory(plan.world) if alike else min(devices[rank].memory_bytes for rank in rank_class.ranks)
-    shares, first = [], 0
+    bytes_per_rank, first = [], 0
     for node in cluster.nodes:
         used = sum(device.kind == "cpu" for device in node.devices[: max(plan.world - first, 0)])
         if used:
-            shares.append(sum(d.memory_bytes for d in node.devices if d.kind == "cpu") // used)
+            bytes_per_rank.append(sum(d.memory_bytes for d in node.devices if d.kind == "cpu") // used)
         first += len(node.devices)
-    return min(shares)
+    return min(bytes_per_rank)

@@ -12,8 +12,8 @@ from meshwright.cost.parallel_config import UniformCluster
 
 # Seconds to start a collective of 1 MB or more, at one rank or node, and for each doubling: NCCL all-reduce among 2 to 8 A100s of one node and among
 # 2 to 16 nodes (bench/fit_published.py prints the fit).
-INTRA_NODE_START_S, INTRA_NODE_DOUBLING_S = 40e-6, 11.5e-6
-INTER_NODE_START_S, INTER_NODE_DOUBLING_S = 60e-6, 33e-6
+_INTRA_NODE_START_S, _INTRA_NODE_DOUBLING_S = 40e-6, 11.5e-6
+_INTER_NODE_START_S, _INTER_NODE_DOUBLING_S = 60e-6, 33e-6
 
 
 @dataclass(frozen=True)
@@ -24,23 +24,22 @@ class Ring:
     stride: int = 1
 
     def ranks_per_node(self, per_node: int) -> int:
-        """The group's ranks on one node."""
         return max(min(self.ranks, per_node // self.stride), 1)
 
 
 def ring_alpha_beta(op: str, ring: Ring, cluster: UniformCluster, constants: CostConstants) -> AlphaBetaModel:
     """α–β per rank while all sibling groups communicate too: groups side by side share a node's network."""
-    within = cluster.link.bandwidth * constants.intra
+    intra = cluster.link.bandwidth * constants.intra
     local = ring.ranks_per_node(cluster.per_node)
     if local == ring.ranks:
-        return AlphaBetaModel(INTRA_NODE_START_S + INTRA_NODE_DOUBLING_S * math.log2(max(ring.ranks, 1)), within)
+        return AlphaBetaModel(_INTRA_NODE_START_S + _INTRA_NODE_DOUBLING_S * math.log2(max(ring.ranks, 1)), intra)
     nodes = ring.ranks / local
     # A ring enters and leaves a node once, over all the NICs of its members; in pairwise exchanges each rank has one NIC.
-    cards = 1 if op in ("all_to_all", "send") else local
-    across = cluster.network.bandwidth * constants.inter * min(cards / cluster.per_node, 1.0)
+    nics = 1 if op in ("all_to_all", "send") else local
+    inter = cluster.network.bandwidth * constants.inter * min(nics / cluster.per_node, 1.0)
     if op == "all_to_all":
-        across *= ring.ranks / (ring.ranks - local)  # what stays in the node does not cross
-    return AlphaBetaModel(INTER_NODE_START_S + INTER_NODE_DOUBLING_S * math.log2(max(nodes, 1)), min(within, across))
+        inter *= ring.ranks / (ring.ranks - local)  # what stays in the node does not cross
+    return AlphaBetaModel(_INTER_NODE_START_S + _INTER_NODE_DOUBLING_S * math.log2(max(nodes, 1)), min(intra, inter))
 
 
 def ring_seconds(op: str, size: float, ring: Ring, cluster: UniformCluster, constants: CostConstants, messages: float = 1.0) -> float:

@@ -44,9 +44,9 @@ def sync_memory(plan: Plan, profile: ModelProfile, first_backward: bool = False)
     same, equal = plan.partition_key
     memory, sync = plan.memory, plan.sync
     sizes = (memory.zero, memory.units, memory.precision, sync.first_bucket_bytes, sync.bucket_bytes, tuple(sorted(sync.overlap)))
-    more = (plan.mesh, plan.backend, plan.micro_batches == 1, first_backward)
-    make = {0: _zero_0_1_memory, 1: _zero_0_1_memory, 2: _zero_2_memory, 3: _zero_3_memory}[plan.memory.zero]
-    return profile.memo.get_or_compute("travel", same, (*equal, *sizes, *more), lambda: make(plan, profile, first_backward))
+    options = (plan.mesh, plan.backend, plan.micro_batches == 1, first_backward)
+    compute = (_zero_0_1_memory, _zero_0_1_memory, _zero_2_memory, _zero_3_memory)[memory.zero]
+    return profile.memo.get_or_compute("sync_memory", same, (*equal, *sizes, *options), lambda: compute(plan, profile, first_backward))
 
 
 def _buffer_copies(plan: Plan) -> int:
@@ -57,8 +57,8 @@ def _buffer_copies(plan: Plan) -> int:
 def _bucket_layers(profile: ModelProfile, buckets: Sequence[Bucket]) -> list[tuple[int, int]]:
     """The first and the last layer of each bucket's parameters."""
     layers = [index for index, _ in gradient_arrival_order(profile)]
-    found = [[layers[slot.index] for slot in bucket.slots] for bucket in buckets]
-    return [(min(each), max(each)) for each in found]
+    by_bucket = [[layers[slot.index] for slot in bucket.slots] for bucket in buckets]
+    return [(min(indices), max(indices)) for indices in by_bucket]
 
 
 def _is_single_gradient(bucket: Bucket) -> bool:
@@ -73,37 +73,37 @@ def _suffix_sums(by_layer: Sequence[float]) -> tuple[float, ...]:
 def _zero_0_1_memory(plan: Plan, profile: ModelProfile, first_backward: bool) -> SyncMemory:
     """ZeRO-0 and 1: buckets are allocated from the start, except single gradients without padding; sent buffers are held until the end."""
     buckets, count = gradient_buckets(plan, profile), len(profile.layers)
-    alone, sent = [0.0] * count, [0.0] * count
-    for bucket, (at, _) in zip(buckets, _bucket_layers(profile, buckets), strict=True):
+    single_gradients, copies = [0.0] * count, [0.0] * count
+    for bucket, (first_layer, _) in zip(buckets, _bucket_layers(profile, buckets), strict=True):
         if first_backward and _is_single_gradient(bucket):
-            alone[at] += bucket.bytes
+            single_gradients[first_layer] += bucket.bytes
         if plan.memory.zero == 1:
-            sent[at] += (_buffer_copies(plan) - 1) * bucket.bytes
-    fresh, copied = _suffix_sums(alone), _suffix_sums(sent)
+            copies[first_layer] += (_buffer_copies(plan) - 1) * bucket.bytes
+    new_gradients, copied = _suffix_sums(single_gradients), _suffix_sums(copies)
     if plan.mesh.pp > 1:  # buckets are sent after the pipeline has drained
-        return SyncMemory(fresh, (0.0,) * count, (0.0,) * count, copied[0])
-    return SyncMemory(fresh, copied[1:], copied[:-1], copied[0])
+        return SyncMemory(new_gradients, (0.0,) * count, (0.0,) * count, copied[0])
+    return SyncMemory(new_gradients, copied[1:], copied[:-1], copied[0])
 
 
 def _zero_2_memory(plan: Plan, profile: ModelProfile, first_backward: bool) -> SyncMemory:
     """ZeRO-2: a bucket exists from its first gradient until its reduction; one is in flight while the next is filled. In the first backward a
     rank's shard of it is kept from then on; later backwards accumulate into that."""
-    buckets, times, count = gradient_buckets(plan, profile), _buffer_copies(plan), len(profile.layers)
-    working, leaving, kept = [0.0] * count, [0.0] * count, [0.0] * count
-    before, late, own = 0.0, 0.0, 0.0
-    for bucket, (start, last) in zip(buckets, _bucket_layers(profile, buckets), strict=True):
-        filled = 0 if _is_single_gradient(bucket) else bucket.bytes  # a single-gradient bucket is its layer's workspace until it is sent
-        for at in range(start, last + 1):
-            working[at] += before + filled
-        leaving[start] = max(leaving[start], before + times * bucket.bytes)
-        if first_backward and start:
-            kept[start - 1] += own  # the previous bucket's shard: allocated when this bucket has been sent
+    buckets, copies, count = gradient_buckets(plan, profile), _buffer_copies(plan), len(profile.layers)
+    during, after, shards = [0.0] * count, [0.0] * count, [0.0] * count
+    in_flight, final_gradients, shard = 0.0, 0.0, 0.0  # of the previous bucket: bytes in flight, and a rank's shard
+    for bucket, (first, last) in zip(buckets, _bucket_layers(profile, buckets), strict=True):
+        filling = 0 if _is_single_gradient(bucket) else bucket.bytes  # a single-gradient bucket is its layer's workspace until it is sent
+        for layer in range(first, last + 1):
+            during[layer] += in_flight + filling
+        after[first] = max(after[first], in_flight + copies * bucket.bytes)
+        if first_backward and first:
+            shards[first - 1] += shard  # allocated when this bucket has been sent
         elif first_backward:
-            late += own
-        before, own = float(times * bucket.bytes), bucket.bytes / plan.mesh.shard
+            final_gradients += shard
+        in_flight, shard = float(copies * bucket.bytes), bucket.bytes / plan.mesh.shard
     if not first_backward:
-        return SyncMemory((), tuple(working), tuple(leaving), before)
-    return SyncMemory(_suffix_sums(kept), tuple(working), tuple(leaving), before / times, late + own)
+        return SyncMemory((), tuple(during), tuple(after), in_flight)
+    return SyncMemory(_suffix_sums(shards), tuple(during), tuple(after), in_flight / copies, final_gradients + shard)
 
 
 @dataclass(frozen=True)
@@ -119,53 +119,48 @@ def _zero_3_memory(plan: Plan, profile: ModelProfile, first_backward: bool) -> S
     """ZeRO-3: the unsharded parameters of the root, the running unit and the prefetched one; their gradients, of which one is in flight while the
     next is filled."""
     units = _unit_memory(plan, profile)
-    root, others = units.pop("root", None), sorted(units.values(), key=lambda u: -u.first_layer)
-    every = sorted([*others, *([root] if root else [])], key=lambda u: -u.first_layer)  # in the order of completion
-    times, ahead = _buffer_copies(plan), "gathers" in plan.sync.overlap and plan.mesh.pp == 1
-    again = plan.micro_batches > 1  # reduced shards are accumulated into existing ones
-    working, leaving = [], []
-    for at in range(len(profile.layers)):
-        mine = next((u for u in others if u.first_layer <= at <= u.last_layer), None)
-        following = next((u for u in others if u is not mine and u.last_layer < at), None) if ahead else None
-        here = sum(u.parameter_bytes for u in (mine, following) if u)
-        if following and _prefetch_in_flight(plan, profile, mine, at, following):
-            here += following.parameter_bytes
-        if root and root.first_layer <= at:
-            here += root.parameter_bytes + (root.gradient_bytes if at <= root.last_layer else 0.0)
-        sent = next((u for u in reversed(every) if u.first_layer > at), None)
-        gone = _reduce_scatter_bytes(sent, times, again, plan.mesh.shard)
-        working.append(here + gone + (mine.gradient_bytes if mine and not mine.dominant_gradient else 0.0))
-        complete = [u for u in every if u.first_layer == at]
-        sends = sum(_reduce_scatter_bytes(u, times, again, plan.mesh.shard) - (root.gradient_bytes if u is root else 0.0) for u in complete)
-        leaving.append(here + gone + max(sends, mine.gradient_bytes + mine.dominant_gradient if mine in complete and mine else 0.0))
-    return SyncMemory((), tuple(working), tuple(leaving), 0.0)
+    root, blocks = units.pop("root", None), sorted(units.values(), key=lambda u: -u.first_layer)
+    completion_order = sorted([*blocks, *([root] if root else [])], key=lambda u: -u.first_layer)
+    prefetches = "gathers" in plan.sync.overlap and plan.mesh.pp == 1
+    # A reduced shard is accumulated into an existing one if there are several micro-batches.
+    copies = _buffer_copies(plan) + (1 / plan.mesh.shard if plan.micro_batches > 1 else 0.0)
+    during, after = [], []
+    for layer in range(len(profile.layers)):
+        running = next((u for u in blocks if u.first_layer <= layer <= u.last_layer), None)
+        prefetched = next((u for u in blocks if u is not running and u.last_layer < layer), None) if prefetches else None
+        live = sum(u.parameter_bytes for u in (running, prefetched) if u)
+        if prefetched and _prefetch_in_flight(plan, profile, running, layer, prefetched):
+            live += prefetched.parameter_bytes
+        if root and root.first_layer <= layer:
+            live += root.parameter_bytes + (root.gradient_bytes if layer <= root.last_layer else 0.0)
+        sent = next((u for u in reversed(completion_order) if u.first_layer > layer), None)
+        in_flight = sent.gradient_bytes * copies if sent else 0.0
+        during.append(live + in_flight + (running.gradient_bytes if running and not running.dominant_gradient else 0.0))
+        complete = [u for u in completion_order if u.first_layer == layer]
+        sends = sum(u.gradient_bytes * copies - (root.gradient_bytes if u is root else 0.0) for u in complete)
+        after.append(live + in_flight + max(sends, running.gradient_bytes + running.dominant_gradient if running in complete and running else 0.0))
+    return SyncMemory((), tuple(during), tuple(after), 0.0)
 
 
 def _prefetch_in_flight(plan: Plan, profile: ModelProfile, current: _UnitMemory | None, layer_index: int, prefetched: _UnitMemory) -> bool:
     """Whether gloo's own copy of the prefetched unit is still allocated when the running unit ends (see [Note: gloo buffers])."""
-    layers = profile.layers[current.first_layer : current.last_layer + 1] if current else profile.layers[layer_index : layer_index + 1]
-    return (
-        backend_traits(plan.backend).copies_input
-        and sum(layer.flops_backward for layer in layers) < _FLOPS_PER_GLOO_BYTE * prefetched.parameter_bytes
-    )
-
-
-def _reduce_scatter_bytes(unit: _UnitMemory | None, copies: int, accumulates: bool, shards: int) -> float:
-    return unit.gradient_bytes * (copies + (1 / shards if accumulates else 0.0)) if unit else 0.0
+    first, last = (current.first_layer, current.last_layer) if current else (layer_index, layer_index)
+    flops = sum(layer.flops_backward for layer in profile.layers[first : last + 1])
+    return backend_traits(plan.backend).copies_input and flops < _FLOPS_PER_GLOO_BYTE * prefetched.parameter_bytes
 
 
 def _unit_memory(plan: Plan, profile: ModelProfile) -> dict[str, _UnitMemory]:
-    places: dict[str, list[int]] = {}
+    unit_layers: dict[str, list[int]] = {}
     buffers = unit_buffers(plan, profile)
-    for at, layer in enumerate(profile.layers):
+    for index, layer in enumerate(profile.layers):
         inside = [name for name in buffers if name == layer.name or (layer.name and name.startswith(f"{layer.name}."))]
         for name in inside or ["root"]:
-            places.setdefault(name, []).append(at)
-    found = {}
-    for name, buffers_of in buffers.items():
-        if buffers_of and name in places:
-            values, grads = sum(b.layout.bytes for b in buffers_of), sum(b.bytes for b in buffers_of if b.trainable)
-            held = [at for at in places[name] if name != "root" or profile.layers[at].tensors] or places[name]
-            largest = max(slot.numel * b.itemsize for b in buffers_of for slot in b.layout.slots)
-            found[name] = _UnitMemory(min(held), max(held), values, grads, largest if 2 * largest > grads else 0.0)
-    return found
+            unit_layers.setdefault(name, []).append(index)
+    units = {}
+    for name, unit in buffers.items():
+        if unit and name in unit_layers:
+            parameters, gradients = sum(b.layout.bytes for b in unit), sum(b.bytes for b in unit if b.trainable)
+            layers = [i for i in unit_layers[name] if name != "root" or profile.layers[i].tensors] or unit_layers[name]
+            largest = max(slot.numel * b.itemsize for b in unit for slot in b.layout.slots)
+            units[name] = _UnitMemory(min(layers), max(layers), parameters, gradients, largest if 2 * largest > gradients else 0.0)
+    return units

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from meshwright.core.model import Kernel, KernelKind, LayerProfile
+from meshwright.core.model import Kernel, LayerProfile
 
 TransformerRecompute = Literal["none", "attention", "full"]
 ACTIVATION_ITEMSIZE = 2  # bytes of an activation: bf16 and fp16, and the tensors around fp8 matmuls
@@ -88,8 +88,8 @@ def block_profile(model: TransformerConfig, shard: TransformerShard) -> LayerPro
     """One block on one rank."""
     tokens = shard.samples * model.seq / shard.cp
     kernels = (*_attention_kernels(model, shard, tokens), *_feed_forward_kernels(model, shard, tokens), *_elementwise_kernels(model, shard, tokens))
-    plain = tokens * model.hidden * ACTIVATION_ITEMSIZE / (shard.tp if shard.sequence_parallel else 1)
-    return _layer_profile("block", kernels, _saved_bytes(model, shard, tokens), plain, _score_bytes(model, shard, tokens))
+    output_bytes = tokens * model.hidden * ACTIVATION_ITEMSIZE / (shard.tp if shard.sequence_parallel else 1)
+    return _layer_profile("block", kernels, _saved_bytes(model, shard, tokens), output_bytes, _score_bytes(model, shard, tokens))
 
 
 @lru_cache(maxsize=4096)
@@ -97,17 +97,13 @@ def head_profile(model: TransformerConfig, shard: TransformerShard) -> LayerProf
     """The output projection and the loss over the vocabulary; the embedding lookup costs next to nothing."""
     tokens = shard.samples * model.seq / shard.cp
     logits = tokens * model.vocab / shard.tp
-    kernels = (
-        *_matmul_kernels(shard, tokens, model.vocab / shard.tp, model.hidden),
-        _memory_kernel("forward", logits * 12),
-        _memory_kernel("backward", logits * 10),
-    )
+    projection = _matmul_kernels(shard, tokens, model.vocab / shard.tp, model.hidden)
+    kernels = (*projection, _memory_kernel("forward", logits * 12), _memory_kernel("backward", logits * 10))
     return _layer_profile("head", kernels, logits * (ACTIVATION_ITEMSIZE + 4), logits * ACTIVATION_ITEMSIZE, logits * 4)
 
 
 def _layer_profile(name: str, kernels: tuple[Kernel, ...], saved_bytes: float, output: float, scores: float) -> LayerProfile:
-    forward = sum(k.flops * k.count for k in kernels if k.phase == "forward")
-    backward = sum(k.flops * k.count for k in kernels if k.phase == "backward")
+    forward, backward = (sum(k.flops * k.count for k in kernels if k.phase == phase) for phase in ("forward", "backward"))
     return LayerProfile(name, name, 0, forward, backward, saved_bytes, output, transient_bytes=scores, kernels=kernels)
 
 
@@ -115,58 +111,52 @@ def _matmul_kernels(shard: TransformerShard, rows: float, columns: float, inner:
     """A matmul's forward, and the one or two matmuls of its backward."""
     flops = 2 * rows * columns * inner
     moved = ACTIVATION_ITEMSIZE * (rows * columns + rows * inner + (0.0 if shard.fp8 else columns * inner))
-    one = Kernel("matmul", "forward", flops, moved, count)
-    return one, Kernel("matmul", "backward", flops, moved, count if shard.frozen else 2 * count)
+    return Kernel("matmul", "forward", flops, moved, count), Kernel("matmul", "backward", flops, moved, count if shard.frozen else 2 * count)
 
 
-def _memory_kernel(phase: Literal["forward", "backward"], bytes_moved: float, count: int = 1, kind: KernelKind = "memory") -> Kernel:
-    return Kernel(kind, phase, 0.0, bytes_moved, count)
+def _memory_kernel(phase: Literal["forward", "backward"], bytes_moved: float, count: int = 1) -> Kernel:
+    return Kernel("memory", phase, 0.0, bytes_moved, count)
 
 
 def _attention_kernels(model: TransformerConfig, shard: TransformerShard, tokens: float) -> tuple[Kernel, ...]:
-    wide = model.query_hidden / shard.tp
-    qkv = _matmul_kernels(shard, tokens, wide + 2 * model.kv_hidden / shard.tp, model.hidden)
-    out = _matmul_kernels(shard, tokens, model.hidden, wide)
-    square = 2 * tokens * model.seq * wide  # FLOPs of one matmul over all pairs of positions
+    width = model.query_hidden / shard.tp
+    qkv = _matmul_kernels(shard, tokens, width + 2 * model.kv_hidden / shard.tp, model.hidden)
+    out = _matmul_kernels(shard, tokens, model.hidden, width)
+    flops = 2 * tokens * model.seq * width  # of one matmul over all pairs of positions
     if shard.flash_attention:
-        traffic = 4 * tokens * wide * ACTIVATION_ITEMSIZE
-        core = (Kernel("attention", "forward", square, traffic), Kernel("attention", "backward", 2.5 * square, 2 * traffic))
-        return (*qkv, *core, *out)
+        moved = 4 * tokens * width * ACTIVATION_ITEMSIZE
+        return (*qkv, Kernel("attention", "forward", flops, moved), Kernel("attention", "backward", 2.5 * flops, 2 * moved), *out)
     scores = ACTIVATION_ITEMSIZE * tokens * model.seq * model.heads / shard.tp
-    moved = scores + 2 * tokens * wide * ACTIVATION_ITEMSIZE
-    products = (Kernel("matmul", "forward", square, moved, 2), Kernel("matmul", "backward", square, moved, 4))
+    moved = scores + 2 * tokens * width * ACTIVATION_ITEMSIZE
+    matmuls = (Kernel("matmul", "forward", flops, moved, 2), Kernel("matmul", "backward", flops, moved, 4))
     # Scaling, mask, softmax and dropout: read and written once each where fused, with a mask of one byte.
-    passes = (_memory_kernel("forward", 4.5 * scores * shard.unfused_passes, 1), _memory_kernel("backward", 4.5 * scores * shard.unfused_passes, 1))
-    return (*qkv, *products, *passes, *out)
+    softmax = 4.5 * scores * shard.unfused_passes
+    return (*qkv, *matmuls, _memory_kernel("forward", softmax), _memory_kernel("backward", softmax), *out)
 
 
 def _feed_forward_kernels(model: TransformerConfig, shard: TransformerShard, tokens: float) -> tuple[Kernel, ...]:
     gates = 2 if model.glu else 1
     if not model.experts:
-        wide = model.ffn / shard.tp
-        return (*_matmul_kernels(shard, tokens, gates * wide, model.hidden), *_matmul_kernels(shard, tokens, model.hidden, wide))
-    own = max(model.experts // shard.ep, 1)
-    each = tokens * model.topk * shard.ep / model.experts
-    wide = model.expert_ffn / shard.tp
-    route = _matmul_kernels(shard, tokens, model.experts, model.hidden)
-    shuffled = tuple(_memory_kernel(phase, 4 * tokens * model.topk * model.hidden * ACTIVATION_ITEMSIZE, 2) for phase in ("forward", "backward"))
-    experts = (*_matmul_kernels(shard, each, gates * wide, model.hidden, own), *_matmul_kernels(shard, each, model.hidden, wide, own))
-    return (*route, *shuffled, *experts)  # type: ignore[arg-type]
+        width = model.ffn / shard.tp
+        return (*_matmul_kernels(shard, tokens, gates * width, model.hidden), *_matmul_kernels(shard, tokens, model.hidden, width))
+    local_experts, width = max(model.experts // shard.ep, 1), model.expert_ffn / shard.tp
+    rows = tokens * model.topk * shard.ep / model.experts  # per expert
+    router = _matmul_kernels(shard, tokens, model.experts, model.hidden)
+    permuted = 4 * tokens * model.topk * model.hidden * ACTIVATION_ITEMSIZE
+    up = _matmul_kernels(shard, rows, gates * width, model.hidden, local_experts)
+    down = _matmul_kernels(shard, rows, model.hidden, width, local_experts)
+    return (*router, _memory_kernel("forward", permuted, 2), _memory_kernel("backward", permuted, 2), *up, *down)
 
 
 def _elementwise_kernels(model: TransformerConfig, shard: TransformerShard, tokens: float) -> tuple[Kernel, ...]:
     """Two norms, two residual additions (and dropout), the activation function, rotary embedding of q and k."""
-    plain = tokens * model.hidden * ACTIVATION_ITEMSIZE / (shard.tp if shard.sequence_parallel else 1) * shard.unfused_passes
-    wide = tokens * _ffn_width(model) / shard.tp * ACTIVATION_ITEMSIZE * shard.unfused_passes
+    hidden = tokens * model.hidden * ACTIVATION_ITEMSIZE / (shard.tp if shard.sequence_parallel else 1) * shard.unfused_passes
+    ffn = tokens * _ffn_width(model) / shard.tp * ACTIVATION_ITEMSIZE * shard.unfused_passes
     rotated = tokens * (model.query_hidden + model.kv_hidden) / shard.tp * ACTIVATION_ITEMSIZE * shard.unfused_passes if model.glu else 0.0
-    masks = 0.5 * plain if shard.dropout else 0.0
-    gates = 3 if model.glu else 2
-    forward = (_memory_kernel("forward", 2 * plain, 2), _memory_kernel("forward", 3 * plain + masks, 2), _memory_kernel("forward", gates * wide))
-    backward = (
-        _memory_kernel("backward", 4 * plain, 2),
-        _memory_kernel("backward", 2 * plain + masks, 2),
-        _memory_kernel("backward", (gates + 1) * wide),
-    )
+    masks = 0.5 * hidden if shard.dropout else 0.0
+    passes = 3 if model.glu else 2
+    forward = (_memory_kernel("forward", *kernel) for kernel in ((2 * hidden, 2), (3 * hidden + masks, 2), (passes * ffn, 1)))
+    backward = (_memory_kernel("backward", *kernel) for kernel in ((4 * hidden, 2), (2 * hidden + masks, 2), ((passes + 1) * ffn, 1)))
     return (*forward, *backward, _memory_kernel("forward", 2 * rotated), _memory_kernel("backward", 2 * rotated))
 
 
@@ -176,15 +166,14 @@ def _ffn_width(model: TransformerConfig) -> float:
 
 def _saved_bytes(model: TransformerConfig, shard: TransformerShard, tokens: float) -> float:
     """Bytes saved for backward, after Korthikanti et al. (2022): what tensor parallelism does not shard, what it does, and the scores."""
-    entering = 1 if shard.fp8 else ACTIVATION_ITEMSIZE  # bytes per element of a matmul's input
-    whole = (
-        tokens * model.hidden * (2 * ACTIVATION_ITEMSIZE + 2 * entering + (2 if shard.dropout else 0)) / (shard.tp if shard.sequence_parallel else 1)
-    )
-    passing = (2 if shard.fp8 else 3) if model.glu else 1  # tensors saved between the two matmuls; fp8 kernels fuse the gate
-    wide = _ffn_width(model) * (ACTIVATION_ITEMSIZE * passing + entering)
+    input_itemsize = 1 if shard.fp8 else ACTIVATION_ITEMSIZE  # of a matmul's input
+    replicated = tokens * model.hidden * (2 * ACTIVATION_ITEMSIZE + 2 * input_itemsize + (2 if shard.dropout else 0))
+    replicated /= shard.tp if shard.sequence_parallel else 1
+    between = (2 if shard.fp8 else 3) if model.glu else 1  # tensors saved between the two matmuls; fp8 kernels fuse the gate
+    ffn = _ffn_width(model) * (ACTIVATION_ITEMSIZE * between + input_itemsize)
     routed = 2 * model.topk * model.hidden * ACTIVATION_ITEMSIZE * tokens if model.experts else 0.0
-    share = tokens * (ACTIVATION_ITEMSIZE * (model.query_hidden + 2 * model.kv_hidden) + entering * model.query_hidden + wide) / shard.tp
-    return whole + share + routed + _score_bytes(model, shard, tokens)
+    attention = ACTIVATION_ITEMSIZE * (model.query_hidden + 2 * model.kv_hidden) + input_itemsize * model.query_hidden
+    return replicated + tokens * (attention + ffn) / shard.tp + routed + _score_bytes(model, shard, tokens)
 
 
 def _score_bytes(model: TransformerConfig, shard: TransformerShard, tokens: float) -> float:

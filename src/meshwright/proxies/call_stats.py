@@ -39,22 +39,22 @@ class RankStats:
 
 def collect_stats(ranks: Sequence[int], steps: Iterable[Sequence[Span]]) -> RankStats:
     """Collect the statistics of the steps of one rank, or of `ranks` with the same times."""
-    found: dict[tuple[str, str, str, int], CallStats] = {}
-    times, compute = [], []
+    by_key: dict[tuple[str, str, str, int], CallStats] = {}
+    step_times, compute = [], []
     for spans in steps:
-        times.append(max((s.end_s for s in spans), default=0.0))
+        step_times.append(max((s.end_s for s in spans), default=0.0))
         compute.append(sum(s.seconds for s in spans if not s.group_size))
-        now: dict[tuple[str, str, str, int], list[Span]] = {}
+        step: dict[tuple[str, str, str, int], list[Span]] = {}
         for span in spans:
             if span.group_size:
-                now.setdefault((ledger_name(span.name), span.op, span.axis, span.group_size), []).append(span)
-        for key, mine in now.items():
-            kept = found.setdefault(key, CallStats(*key))
-            kept.calls, kept.bytes = len(mine), sum(s.bytes for s in mine)
-            kept.call_seconds += [s.seconds for s in mine]
-            kept.step_seconds.append(sum(s.seconds for s in mine))
-            kept.exposed_seconds.append(sum(s.exposed_s for s in mine))
-    return RankStats(list(ranks), times, compute, list(found.values()))
+                step.setdefault((ledger_name(span.name), span.op, span.axis, span.group_size), []).append(span)
+        for key, calls in step.items():
+            stats = by_key.setdefault(key, CallStats(*key))
+            stats.calls, stats.bytes = len(calls), sum(s.bytes for s in calls)
+            stats.call_seconds += [s.seconds for s in calls]
+            stats.step_seconds.append(sum(s.seconds for s in calls))
+            stats.exposed_seconds.append(sum(s.exposed_s for s in calls))
+    return RankStats(list(ranks), step_times, compute, list(by_key.values()))
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -65,28 +65,21 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 def collective_row(stats: Sequence[CallStats], weights: Sequence[int], step_s: float) -> dict[str, Any]:
     """One collective over the ranks that call it: calls and bytes of the rank with most bytes, times over all calls, sums as a mean over ranks."""
-    first = stats[0]
-    times = percentiles([t for part in stats for t in part.call_seconds])
-    most = max(stats, key=lambda p: p.bytes)
-    each = most.bytes / most.calls
-    spent = _weighted_mean([statistics.median(p.step_seconds) for p in stats], weights)
-    held = _weighted_mean([statistics.median(p.exposed_seconds) for p in stats], weights)
-    median = times["median"]
+    times = percentiles([seconds for rank in stats for seconds in rank.call_seconds])
+    largest = max(stats, key=lambda rank: rank.bytes)
+    call_bytes, median = largest.bytes / largest.calls, times["median"]
+    total = _weighted_mean([statistics.median(rank.step_seconds) for rank in stats], weights)
+    exposed = _weighted_mean([statistics.median(rank.exposed_seconds) for rank in stats], weights)
     return {
-        "name": first.name,
-        "op": first.op,
-        "axis": first.axis,
-        "group": first.group,
-        "calls": most.calls,
-        "bytes": most.bytes,
+        **{key: getattr(largest, key) for key in ("name", "op", "axis", "group", "calls", "bytes")},
         "median_s": median,
         "p95_s": times["p95"],
         "max_s": times["max"],
-        "bandwidth": each / median if median else None,
-        "bus_bandwidth": each * wire_factor(first.op, first.group) / median if median else None,
-        "share": spent / step_s if step_s else 0.0,
-        "exposed_s": held,
-        "overlapped_s": max(spent - held, 0.0),
+        "bandwidth": call_bytes / median if median else None,
+        "bus_bandwidth": call_bytes * wire_factor(largest.op, largest.group) / median if median else None,
+        "share": total / step_s if step_s else 0.0,
+        "exposed_s": exposed,
+        "overlapped_s": max(total - exposed, 0.0),
     }
 
 
@@ -94,15 +87,14 @@ def summarize(rank_stats: Sequence[RankStats]) -> dict[str, Any]:
     """The result of a run: step times (of the slowest rank), and the collectives over all ranks and per rank."""
     steps = [max(times) for times in zip(*(r.steps for r in rank_stats), strict=True)]
     step = percentiles(steps)
-    keys = dict.fromkeys((t.name, t.op, t.axis, t.group) for r in rank_stats for t in r.call_stats)
-    everyone = []
-    for key in keys:
-        mine = [(t, len(r.ranks)) for r in rank_stats for t in r.call_stats if (t.name, t.op, t.axis, t.group) == key]
-        everyone.append(collective_row([t for t, _ in mine], [n for _, n in mine], step["median"]))
+    by_key: dict[tuple[str, str, str, int], list[tuple[CallStats, int]]] = {}
+    for rank in rank_stats:
+        for calls in rank.call_stats:
+            by_key.setdefault((calls.name, calls.op, calls.axis, calls.group), []).append((calls, len(rank.ranks)))
     return {
         "step_s": step,
         "compute_s": max((statistics.median(r.compute) for r in rank_stats if r.compute), default=0.0),
-        "collectives": everyone,
+        "collectives": [collective_row([calls for calls, _ in ranks], [n for _, n in ranks], step["median"]) for ranks in by_key.values()],
         "ranks": [
             {
                 "ranks": r.ranks if len(r.ranks) <= 8 else [*r.ranks[:8], f"… {len(r.ranks)} in all"],

@@ -44,7 +44,7 @@ def cosmoflow(config: CosmoFlowProxyConfig, world: int) -> Schedule:
         "dp": tuple(tuple(range(s, world, shards)) for s in range(shards)),
         **world_group(world),
     }
-    programs = [_CosmoFlowProgramBuilder(config, place, world).program() for place in range(shards)]
+    programs = [_CosmoFlowProgramBuilder(config, index, world).program() for index in range(shards)]
     return build_schedule("cosmoflow", world, groups, programs, lambda rank: rank % shards)
 
 
@@ -56,30 +56,29 @@ class _CosmoFlowProgramBuilder:
         self.neighbours = [shard_index ^ (1 << bit) for bit in range(config.shards.bit_length() - 1)]
 
     def program(self) -> ProgramBuilder:
-        dims, out = self.config, self.builder
-        convolutions = len(dims.gradients_of)
-        layers = len(dims.forward_us)
-        for layer, wait in enumerate(dims.forward_us):
+        config, out = self.config, self.builder
+        convolutions, layers = len(config.gradients_of), len(config.forward_us)
+        for layer, microseconds in enumerate(config.forward_us):
             if 1 <= layer < convolutions:
-                self._exchange_halo(f"forward/{layer}", dims.forward_halos[layer - 1])
+                self._exchange_halo(f"forward/{layer}", config.forward_halos[layer - 1])
             elif layer >= convolutions and self.neighbours:
-                out.collective(f"gather/{layer}", "all_gather", "shards", dims.float_bytes(dims.gathers[layer - convolutions]) * dims.shards)
-            out.compute(f"forward/{layer}", dims.scaled_seconds(wait), self._flops(layer))
+                out.collective(f"gather/{layer}", "all_gather", "shards", config.float_bytes(config.gathers[layer - convolutions]) * config.shards)
+            out.compute(f"forward/{layer}", config.scaled_seconds(microseconds), self._flops(layer))
         dense = layers - convolutions
-        launched: list[str] = []
-        for step, wait in enumerate(dims.backward_us):
-            out.compute(f"backward/{step}", dims.scaled_seconds(wait), 2 * self._flops(layers - 1 - step), op="backward")
+        reductions: list[str] = []
+        for step, microseconds in enumerate(config.backward_us):
+            out.compute(f"backward/{step}", config.scaled_seconds(microseconds), 2 * self._flops(layers - 1 - step), op="backward")
             if step < dense and self.neighbours:
-                out.collective(f"scatter/{step}", "reduce_scatter", "shards", dims.float_bytes(dims.scatters[step]) * dims.shards)
+                out.collective(f"scatter/{step}", "reduce_scatter", "shards", config.float_bytes(config.scatters[step]) * config.shards)
             elif dense <= step < layers - 1:
-                self._exchange_halo(f"backward/{step}", dims.backward_halos[step - dense])
-            launched += self._reduce_gradients(step, dense)
-        out.wait("wait/gradients", launched)
+                self._exchange_halo(f"backward/{step}", config.backward_halos[step - dense])
+            reductions += self._reduce_gradients(step, dense)
+        out.wait("wait/gradients", reductions)
         return out
 
     def _flops(self, layer: int) -> float:
-        known = _COSMOFLOW_FLOPS[layer] if layer < len(_COSMOFLOW_FLOPS) else 0.0
-        return self.config.scaled_flops(known * self.config.batch / self.config.shards)
+        flops = _COSMOFLOW_FLOPS[layer] if layer < len(_COSMOFLOW_FLOPS) else 0.0
+        return self.config.scaled_flops(flops * self.config.batch / self.config.shards)
 
     def _exchange_halo(self, tag: str, floats: int) -> None:
         size = self.config.float_bytes(floats)
@@ -89,32 +88,24 @@ class _CosmoFlowProgramBuilder:
 
     def _reduce_gradients(self, step: int, dense: int) -> list[str]:
         """Async all-reduces: all dense layers together after the last of them, then each convolution."""
-        dims = self.config
-        if step == dense - 1 and self.world > dims.shards:
-            sizes: tuple[int, ...] = _COSMOFLOW_DENSE if dims.gradients == "tensor" else (dims.dense_gradient,)
-            return [self.builder.collective(f"grads/dense/{i}", "all_reduce", "dp", dims.float_bytes(n), blocks=False) for i, n in enumerate(sizes)]
+        config, by_tensor = self.config, self.config.gradients == "tensor"
+        if step == dense - 1 and self.world > config.shards:
+            return self.builder.all_reduces("grads/dense", "dp", map(config.float_bytes, _COSMOFLOW_DENSE if by_tensor else [config.dense_gradient]))
         if step >= dense and self.world > 1:
-            number = len(dims.gradients_of) - 1 - (step - dense)
-            whole = dims.gradients_of[step - dense]
-            sizes = (whole - 32 * 2**number, 32 * 2**number) if dims.gradients == "tensor" else (whole,)
-            return [
-                self.builder.collective(f"grads/conv{number}/{i}", "all_reduce", "world", dims.float_bytes(n), blocks=False)
-                for i, n in enumerate(sizes)
-            ]
+            number, numel = len(config.gradients_of) - 1 - (step - dense), config.gradients_of[step - dense]
+            sizes = [numel - 32 * 2**number, 32 * 2**number] if by_tensor else [numel]  # the weight, and the bias
+            return self.builder.all_reduces(f"grads/conv{number}", "world", map(config.float_bytes, sizes))
         return []
 
 
 def _check_lists(config: CosmoFlowProxyConfig) -> None:
     convolutions, layers = len(config.gradients_of), len(config.forward_us)
-    wanted = {
-        "backward_us": layers, "forward_halos": convolutions - 1, "backward_halos": convolutions - 1,
-        "gathers": layers - convolutions, "scatters": layers - convolutions,
-    }  # fmt: skip
-    for name, count in wanted.items():
-        if len(getattr(config, name)) != count:
-            raise RequestError(
-                f"cosmoflow: {name} has {len(getattr(config, name))} entries, {layers} layers with {convolutions} convolutions need {count}"
-            )
+    halos, dense = convolutions - 1, layers - convolutions
+    needed = {"backward_us": layers, "forward_halos": halos, "backward_halos": halos, "gathers": dense, "scatters": dense}
+    for name, count in needed.items():
+        given = len(getattr(config, name))
+        if given != count:
+            raise RequestError(f"cosmoflow: {name} has {given} entries, {layers} layers with {convolutions} convolutions need {count}")
 
 
 @dataclass(frozen=True)
@@ -143,21 +134,16 @@ def mlp_tensors(widths: tuple[int, ...]) -> list[int]:
 
 def dlrm(config: DLRMProxyConfig, world: int) -> Schedule:
     if world < 1 or config.exchanged_floats % world:
-        raise RequestError(
-            f"dlrm: {world} ranks do not divide {config.exchanged_floats} = batch × features: use a power of two, or change one of these"
-        )
+        floats = f"{config.exchanged_floats} = batch × features"
+        raise RequestError(f"dlrm: {world} ranks do not divide {floats}: use a power of two, or change one of these")
     out = ProgramBuilder()
-    local = config.batch / world
-    launched: list[str] = []
+    local_batch = config.batch / world
+    reductions: list[str] = []
 
     def compute(name: str, microseconds: float, num_weights: float = 0.0, times: int = 1) -> None:
         """Add a forward, or with `times` = 2 a backward; `num_weights` is the number of weights that a sample is multiplied with."""
-        out.compute(
-            name,
-            config.scaled_seconds(times * microseconds),
-            config.scaled_flops(2.0 * num_weights * local * times),
-            op="forward" if times == 1 else "backward",
-        )
+        flops = config.scaled_flops(2.0 * num_weights * local_batch * times)
+        out.compute(name, config.scaled_seconds(times * microseconds), flops, op="forward" if times == 1 else "backward")
 
     def exchange(name: str) -> None:
         if world > 1:
@@ -166,9 +152,7 @@ def dlrm(config: DLRMProxyConfig, world: int) -> Schedule:
     def reduce(name: str, widths: tuple[int, ...]) -> None:
         sizes = mlp_tensors(widths) if config.gradients == "tensor" else [sum(mlp_tensors(widths))]
         if world > 1:
-            launched.extend(
-                out.collective(f"grads/{name}/{i}", "all_reduce", "world", config.float_bytes(n), blocks=False) for i, n in enumerate(sizes)
-            )
+            reductions.extend(out.all_reduces(f"grads/{name}", "world", map(config.float_bytes, sizes)))
 
     bottom, top = sum(mlp_tensors(config.bottom)), sum(mlp_tensors(config.top))
     compute("embedding/forward", config.embedding_us)
@@ -183,5 +167,5 @@ def dlrm(config: DLRMProxyConfig, world: int) -> Schedule:
     reduce("bottom", config.bottom)
     exchange("embeddings/backward")
     compute("embedding/backward", config.embedding_us, 0.0, 2)
-    out.wait("wait/gradients", launched)
+    out.wait("wait/gradients", reductions)
     return build_schedule("dlrm", world, world_group(world), [out], lambda _: 0)

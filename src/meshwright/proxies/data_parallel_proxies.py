@@ -16,15 +16,15 @@ RESNET152_FLOPS = 2 * 11.56e9  # forward, for one image of 224 × 224
 
 def resnet_tensors(blocks: tuple[int, int, int, int], classes: int) -> list[int]:
     """Sizes of the parameters of a ResNet with bottleneck blocks, last first: the order in which gradients become ready."""
-    found, wide = [64 * 3 * 49, 64, 64], 64
+    tensors, wide = [64 * 3 * 49, 64, 64], 64
     for stage, count in enumerate(blocks):
         narrow = 64 * 2**stage
         for block in range(count):
-            found += [wide * narrow, narrow, narrow, narrow * narrow * 9, narrow, narrow, narrow * 4 * narrow, 4 * narrow, 4 * narrow]
+            tensors += [wide * narrow, narrow, narrow, narrow * narrow * 9, narrow, narrow, narrow * 4 * narrow, 4 * narrow, 4 * narrow]
             if block == 0:
-                found += [wide * 4 * narrow, 4 * narrow, 4 * narrow]
+                tensors += [wide * 4 * narrow, 4 * narrow, 4 * narrow]
             wide = 4 * narrow
-    return [*found, wide * classes, classes][::-1]
+    return [*tensors, wide * classes, classes][::-1]
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ def resnet50(config: ResNet50ProxyConfig, world: int) -> Schedule:
     programs = []
     for rank in range(world if config.exchange != "all_reduce" else 1):
         out = ProgramBuilder()
-        for at, size in enumerate(sizes if config.exchange != "ring" and world > 1 else ()):
-            out.collective(f"grads/bucket{at}", "all_reduce", "world", size)
-        for at, size in enumerate(sizes if config.exchange != "all_reduce" and world > 1 else ()):
-            arrives = out.receive(f"ring/bucket{at}/in", "world", (rank - 1) % world, size)
-            out.send(f"ring/bucket{at}", "world", (rank + 1) % world, size, blocks=True)
-            out.wait(f"wait/bucket{at}", (arrives,))
+        for i, size in enumerate(sizes if config.exchange != "ring" and world > 1 else ()):
+            out.collective(f"grads/bucket{i}", "all_reduce", "world", size)
+        for i, size in enumerate(sizes if config.exchange != "all_reduce" and world > 1 else ()):
+            received = out.receive(f"ring/bucket{i}/in", "world", (rank - 1) % world, size)
+            out.send(f"ring/bucket{i}", "world", (rank + 1) % world, size, blocks=True)
+            out.wait(f"wait/bucket{i}", (received,))
         programs.append(out)
     return build_schedule("resnet50", world, world_group(world), programs, lambda rank: rank)
 
@@ -63,13 +63,12 @@ def resnet152(config: ResNet152ProxyConfig, world: int, name: str = "resnet152")
     tensors = resnet_tensors((3, 8, 36, 3), 1000)
     out = ProgramBuilder()
     out.compute("forward", config.scaled_seconds(config.forward_us), flops)
-    cut = _assign_to_buckets(tensors, config.buckets) if config.gradients == "tensor" else [[n] for n in config.buckets]
-    launched = []
-    for at, numbers in enumerate(cut):
-        out.compute(f"backward/{at}", config.scaled_seconds(config.backward_us), 2 * flops / len(cut), op="backward")
-        for which, n in enumerate(numbers if world > 1 else ()):
-            launched.append(out.collective(f"grads/bucket{at}/{which}", "all_reduce", "world", config.float_bytes(n), blocks=False))
-    out.wait("wait/gradients", launched)
+    buckets = _assign_to_buckets(tensors, config.buckets) if config.gradients == "tensor" else [[n] for n in config.buckets]
+    reductions = []
+    for i, sizes in enumerate(buckets):
+        out.compute(f"backward/{i}", config.scaled_seconds(config.backward_us), 2 * flops / len(buckets), op="backward")
+        reductions += out.all_reduces(f"grads/bucket{i}", "world", map(config.float_bytes, sizes if world > 1 else ()))
+    out.wait("wait/gradients", reductions)
     return build_schedule(name, world, world_group(world), [out], lambda _: 0)
 
 
@@ -100,11 +99,8 @@ def resnet152_strong(config: StrongScalingProxyConfig, world: int) -> Schedule:
     """ResNet-152 with the same global batch for every world size."""
     row = next((row for row in config.table if row[0] == world), None)
     if row is None:
-        known = ", ".join(str(r[0]) for r in config.table)
-        raise RequestError(
-            f"resnet152-strong: {world} ranks are not in its table ({known}): use one of these, "
-            f"or --set 'table=[[{world}, batch, forward_us, backward_us]]'"
-        )
+        known, setting = ", ".join(str(r[0]) for r in config.table), f"--set 'table=[[{world}, batch, forward_us, backward_us]]'"
+        raise RequestError(f"resnet152-strong: {world} ranks are not in its table ({known}): use one of these, or {setting}")
     _, batch, forward, backward = row
     return resnet152(ResNet152ProxyConfig(config.scale_down, config.gradients, config.buckets, forward, backward, batch), world, "resnet152-strong")
 
@@ -132,30 +128,25 @@ def fsdp(config: FSDPProxyConfig, world: int) -> Schedule:
         "shard": tuple(tuple(range(r * sharding, (r + 1) * sharding)) for r in range(replicas)),
         "dp": tuple(tuple(range(s, world, sharding)) for s in range(sharding)),
     }
-    piece = config.float_bytes(config.unit_floats / sharding)
+    shard_bytes = config.float_bytes(config.unit_floats / sharding)
     out = ProgramBuilder()
-    launched: list[str] = []
+    reductions: list[str] = []
     for phase in ("forward", "backward"):
         units = list(range(config.units) if phase == "forward" else reversed(range(config.units)))
         gathered = 0
-        for action, unit in enumerate(units):
-            while sharding > 1 and gathered < min(action + 1 + config.prefetch, config.units):
-                out.collective(f"params/{phase}/{units[gathered]}", "all_gather", "shard", piece * sharding, blocks=False)
+        for i, unit in enumerate(units):
+            while sharding > 1 and gathered < min(i + 1 + config.prefetch, config.units):
+                out.collective(f"params/{phase}/{units[gathered]}", "all_gather", "shard", shard_bytes * sharding, blocks=False)
                 gathered += 1
             scale, seconds = (1, config.forward_us) if phase == "forward" else (2, config.backward_us)
             flops = config.scaled_flops(2.0 * scale * config.unit_floats * config.tokens)
-            waits = (f"params/{phase}/{unit}",) if sharding > 1 else ()
+            waits: tuple[str, ...] = (f"params/{phase}/{unit}",) if sharding > 1 else ()
             out.compute(f"{phase}/{unit}", config.scaled_seconds(seconds), flops, op=phase, waits=waits)  # type: ignore[arg-type]
-            if phase == "backward":
-                launched += _reduce_unit(out, unit, piece, sharding, replicas)
-    out.wait("wait/gradients", launched)
+            waits = ()
+            if phase == "backward" and sharding > 1:
+                waits = (out.collective(f"grads/unit/{unit}", "reduce_scatter", "shard", shard_bytes * sharding, blocks=False),)
+                reductions += waits
+            if phase == "backward" and replicas > 1:
+                reductions.append(out.collective(f"replicas/unit/{unit}", "all_reduce", "dp", shard_bytes, blocks=False, waits=waits))
+    out.wait("wait/gradients", reductions)
     return build_schedule("fsdp", world, groups, [out], lambda _: 0)
-
-
-def _reduce_unit(program: ProgramBuilder, unit: int, shard_bytes: int, shard_degree: int, replicas: int) -> list[str]:
-    names = (
-        [program.collective(f"grads/unit/{unit}", "reduce_scatter", "shard", shard_bytes * shard_degree, blocks=False)] if shard_degree > 1 else []
-    )
-    if replicas > 1:
-        names.append(program.collective(f"replicas/unit/{unit}", "all_reduce", "dp", shard_bytes, blocks=False, waits=names))
-    return names

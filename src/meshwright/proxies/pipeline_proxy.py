@@ -59,13 +59,13 @@ def build_pipeline(spec: PipelineProxySpec) -> Schedule:
         fewer = max(spec.layers // stages, 1) * stages
         raise RequestError(f"{spec.name}: {spec.layers} layers do not divide over {stages} stages: use {fewer} layers, or other stages and chunks")
     if schedule_traits(spec.schedule).splits_backward:
-        whole = ", ".join(name for name, traits in SCHEDULES.items() if not traits.splits_backward)
-        raise RequestError(f"{spec.name}: order {spec.schedule} splits backward, and a proxy's is whole: use one of {whole}")
+        others = ", ".join(name for name, traits in SCHEDULES.items() if not traits.splits_backward)
+        raise RequestError(f"{spec.name}: order {spec.schedule} splits backward, which proxies do not: use one of {others}")
     check_pipeline_order(spec.schedule, spec.grid.stages, spec.micro_batches, spec.chunks)
     groups = spec.grid.groups()
-    makers = [_StageProgramBuilder(spec, place, {axis for axis, lists in groups.items() if len(lists[0]) > 1}) for place in range(spec.grid.stages)]
-    world = spec.grid.replicas * spec.grid.shards * spec.grid.stages
-    return build_schedule(spec.name, world, groups, [m.program() for m in makers], spec.grid.stage)
+    axes = {axis for axis, lists in groups.items() if len(lists[0]) > 1}
+    programs = [_StageProgramBuilder(spec, stage, axes).program() for stage in range(spec.grid.stages)]
+    return build_schedule(spec.name, spec.grid.replicas * spec.grid.shards * spec.grid.stages, groups, programs, spec.grid.stage)
 
 
 class _StageProgramBuilder:
@@ -95,8 +95,8 @@ class _StageProgramBuilder:
         stage = action.chunk * self.spec.grid.stages + self.stage_index
         last = self.spec.grid.stages * self.spec.chunks - 1
         before, after = (stage - 1, stage + 1) if action.phase == "forward" else (stage + 1, stage - 1)
-        places = [s % self.spec.grid.stages if 0 <= s <= last and self.spec.grid.stages > 1 else -1 for s in (before, after)]
-        return places[0], places[1], "pp" if action.phase == "forward" else "pp_back"
+        source, target = (s % self.spec.grid.stages if 0 <= s <= last and self.spec.grid.stages > 1 else -1 for s in (before, after))
+        return source, target, "pp" if action.phase == "forward" else "pp_back"
 
     def _exchange_at_once(self, action: PipelineAction) -> None:
         """Send and receive concurrently, and wait for both."""
@@ -114,25 +114,24 @@ class _StageProgramBuilder:
         tag = f"{action.phase}/{action.micro_batch}" + (f"/{action.chunk}" if self.spec.chunks > 1 else "")
         if source >= 0:
             self.builder.receive(f"p2p/{tag}/in", axis, source, self.spec.boundary_bytes, blocks=True)
-        work = self.spec.forward if action.phase == "forward" else self.spec.backward
+        op: Op = "forward" if action.phase == "forward" else "backward"
+        layer = self.spec.forward if op == "forward" else self.spec.backward
         waits = [name] if target >= 0 and (name := self.last_sent.get(action.phase)) else []
-        ends = action.phase == "backward" and self.spec.overlap and action.micro_batch == self.spec.micro_batches - 1
+        reduces = action.phase == "backward" and self.spec.overlap and action.micro_batch == self.spec.micro_batches - 1
         for number in range(self.layers_per_chunk):
-            if work.seconds or waits:
-                self.builder.compute(
-                    f"{action.phase}/{number}/{tag}", work.seconds, work.flops, op="forward" if action.phase == "forward" else "backward", waits=waits
-                )
+            if layer.seconds or waits:
+                self.builder.compute(f"{action.phase}/{number}/{tag}", layer.seconds, layer.flops, op=op, waits=waits)
             waits = []
-            if ends:
+            if reduces:
                 self._reduce_layer(action.chunk, self.layers_per_chunk - 1 - number, blocks=False)
             if number == self.layers_per_chunk - 1 and target >= 0:
                 self.last_sent[action.phase] = self.builder.send(f"p2p/{tag}", axis, target, self.spec.boundary_bytes)
-            for at, (name, op, size) in enumerate(work.collectives if "tp" in self.axes else ()):
-                self.builder.collective(f"{name}/{tag}/{number}/{at}", op, "tp", size)
+            for i, (name, collective, size) in enumerate(layer.collectives if "tp" in self.axes else ()):
+                self.builder.collective(f"{name}/{tag}/{number}/{i}", collective, "tp", size)
 
     def _reduce_layer(self, chunk: int, layer: int, *, blocks: bool) -> None:
         number = (chunk * self.spec.grid.stages + self.stage_index) * self.layers_per_chunk + layer
-        for at, (name, axis, size) in enumerate(self.spec.gradients(number)):
+        for i, (name, axis, size) in enumerate(self.spec.gradients(number)):
             if axis in self.axes:
-                made = self.builder.collective(f"{name}/{number}/{at}", "all_reduce", axis, size, blocks=blocks)
-                self.async_reductions += [] if blocks else [made]
+                reduction = self.builder.collective(f"{name}/{number}/{i}", "all_reduce", axis, size, blocks=blocks)
+                self.async_reductions += [] if blocks else [reduction]

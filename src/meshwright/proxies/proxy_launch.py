@@ -33,10 +33,9 @@ class ProxyOutcome:
 
 def simulate_schedule(schedule: Schedule, network: Network, *, jitter: float = 0.0, seed: int = 0) -> ProxyOutcome:
     """Simulate one step on a network model."""
-    found = simulate(schedule, network, Disturbances(jitter=jitter, seed=seed))
-    tallies = [collect_stats(found.rank_partition.ranks_in(number), [spans]) for number, spans in enumerate(found.spans)]
-    names = {_rank_label(t.ranks): spans for t, spans in zip(tallies, found.spans, strict=True)}
-    return ProxyOutcome(summarize(tallies), names)
+    simulation = simulate(schedule, network, Disturbances(jitter=jitter, seed=seed))
+    stats = [collect_stats(simulation.rank_partition.ranks_in(number), [spans]) for number, spans in enumerate(simulation.spans)]
+    return ProxyOutcome(summarize(stats), {_rank_label(s.ranks): spans for s, spans in zip(stats, simulation.spans, strict=True)})
 
 
 def _rank_label(ranks: list[int]) -> str:
@@ -50,23 +49,19 @@ def launch_and_run(schedule: Schedule, policy: RunPolicy, environ: Mapping[str, 
     try:
         log_progress(f"{schedule.world} ranks over {policy.backend}: {policy.warm} steps to warm up, {policy.runs} timed")
         with WorkerPool(fork_server, schedule.world) as workers:
-            answers = workers.call("meshwright.proxies.proxy_launch:run_rank", {"schedule": schedule, "policy": policy})
+            results = workers.call("meshwright.proxies.proxy_launch:run_rank", {"schedule": schedule, "policy": policy})
     finally:
         fork_server.close()
-    return _merge_ranks(answers)
+    return _merge_ranks(results)
 
 
-def run_under_launcher(schedule: Schedule, policy: RunPolicy, launched_rank: LaunchedRank, log_progress: LogCallback) -> ProxyOutcome | None:
+def run_under_launcher(schedule: Schedule, policy: RunPolicy, here: LaunchedRank, log_progress: LogCallback) -> ProxyOutcome | None:
     """Run this rank's part of the schedule; return the outcome on rank 0, None on the others."""
     check_schedule(schedule)
-    if launched_rank.rank == 0:
-        log_progress(
-            f"{launched_rank.world} ranks from {launched_rank.launcher} over {policy.backend}: {policy.warm} steps to warm up, {policy.runs} timed"
-        )
-    answer = run_rank(
-        launched_rank.rank, launched_rank.world, launched_rank.init_method, schedule, policy, local_rank=launched_rank.local_rank, gather=True
-    )
-    return _merge_ranks(answer) if launched_rank.rank == 0 else None
+    if here.rank == 0:
+        log_progress(f"{here.world} ranks from {here.launcher} over {policy.backend}: {policy.warm} steps to warm up, {policy.runs} timed")
+    results = run_rank(here.rank, here.world, here.init_method, schedule, policy, local_rank=here.local_rank, gather=True)
+    return _merge_ranks(results) if here.rank == 0 else None
 
 
 def run_rank(
@@ -84,13 +79,13 @@ def run_rank(
     try:
         runner = ScheduleRunner(schedule, rank, device, policy)
         steps = run_steps(runner, policy, _print_progress if rank == 0 else lambda _: None)
-        mine = (collect_stats([rank], steps), steps[-1], runner.ledger.drain())
+        result = (collect_stats([rank], steps), steps[-1], runner.ledger.drain())
         if not gather:
-            return mine
-        every: list[Any] = [mine] * world
+            return result
+        results: list[Any] = [result] * world
         if world > 1:
-            dist.all_gather_object(every, mine)
-        return every
+            dist.all_gather_object(results, result)
+        return results
     finally:
         if not joined:
             leave_process_group()
@@ -100,9 +95,9 @@ def _print_progress(text: str) -> None:
     print(f"· {text}", file=sys.stderr, flush=True)
 
 
-def _merge_ranks(answers: Sequence[tuple[RankStats, list[Span], tuple[Any, ...]]]) -> ProxyOutcome:
-    tallies = [a[0] for a in answers]
-    return ProxyOutcome(summarize(tallies), {f"rank {t.ranks[0]}": a[1] for t, a in zip(tallies, answers, strict=True)}, tuple(a[2] for a in answers))
+def _merge_ranks(results: Sequence[tuple[RankStats, list[Span], tuple[Any, ...]]]) -> ProxyOutcome:
+    stats, spans, ledgers = zip(*results, strict=True)
+    return ProxyOutcome(summarize(stats), {f"rank {s.ranks[0]}": of_rank for s, of_rank in zip(stats, spans, strict=True)}, ledgers)
 
 
 def check_memory(schedule: Schedule, available: int, ranks: int) -> None:
@@ -111,7 +106,5 @@ def check_memory(schedule: Schedule, available: int, ranks: int) -> None:
     need = max(buffer_bytes(schedule, rank) for rank in programs.values()) * ranks
     if need > 0.9 * available:
         factor = -(-need // int(0.9 * available))
-        raise RequestError(
-            f"{schedule.name}: its buffers need {show_bytes(need)} for {ranks} ranks and {show_bytes(available)} are free: "
-            f"use --scale-down {factor} or more, or --backend sim"
-        )
+        need_and_free = f"its buffers need {show_bytes(need)} for {ranks} ranks and {show_bytes(available)} are free"
+        raise RequestError(f"{schedule.name}: {need_and_free}: use --scale-down {factor} or more, or --backend sim")

@@ -50,6 +50,10 @@ class ProgramBuilder:
         self.actions.append(Action(name, op, bytes=size, axis=axis, is_blocking=blocks, depends_on=tuple(waits)))
         return name
 
+    def all_reduces(self, name: str, axis: str, sizes: Iterable[int]) -> list[str]:
+        """Add an async all-reduce of each size; return their names."""
+        return [self.collective(f"{name}/{i}", "all_reduce", axis, size, blocks=False) for i, size in enumerate(sizes)]
+
     def send(self, name: str, axis: str, peer: int, size: int, *, blocks: bool = False, waits: Sequence[str] = ()) -> str:
         self.actions.append(Action(name, "send", bytes=size, axis=axis, group_size=2, peer=peer, is_blocking=blocks, depends_on=tuple(waits)))
         return name
@@ -59,16 +63,15 @@ class ProgramBuilder:
         return name
 
     def wait(self, name: str, waits: Iterable[str]) -> None:
-        names = tuple(waits)
-        if names:
+        if names := tuple(waits):
             self.actions.append(Action(name, "wait", depends_on=names))
 
 
 def build_schedule(name: str, world: int, groups: GroupRanks, programs: Sequence[ProgramBuilder], program_of: Callable[[int], int]) -> Schedule:
     """A schedule from programs and each rank's program number. Axes with only one-rank groups are left out, and no action may use them."""
-    several = {axis: tuple(lists) for axis, lists in groups.items() if any(len(g) > 1 for g in lists)}
-    ranks = {str(rank): program_of(rank) for rank in range(world)} if len(programs) > 1 else {}
-    return Schedule(tuple(tuple(p.actions) for p in programs), ranks, several, world, name)
+    used_groups = {axis: tuple(lists) for axis, lists in groups.items() if any(len(group) > 1 for group in lists)}
+    program_of_rank = {str(rank): program_of(rank) for rank in range(world)} if len(programs) > 1 else {}
+    return Schedule(tuple(tuple(p.actions) for p in programs), program_of_rank, used_groups, world, name)
 
 
 def require_multiple(name: str, world: int, unit: int, why: str) -> None:

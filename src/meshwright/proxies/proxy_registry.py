@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -29,9 +30,7 @@ from meshwright.proxies.transformer_proxies import (
     bert,
     gpt2,
     gpt3,
-    gpt3_moe,
-    gpt3_moe_one_step,
-    gpt3_one_step,
+    one_pipeline_step,
 )
 
 
@@ -67,83 +66,46 @@ class Proxy:
         return from_data(self.config_class, {**given, **(settings or {})}, f"proxy {self.name}")  # type: ignore[arg-type]
 
 
-def _pipeline_min_world(config: PipelineProxyConfig) -> int:
-    return max(config.stages, 1)
+def _product_of(*degrees: str) -> Callable[[Any], int]:
+    """The smallest world size of a config: the product of these degrees."""
+    return lambda config: max(math.prod(getattr(config, degree) for degree in degrees), 1)
 
 
-def _tensor_min_world(config: GPT3ProxyConfig) -> int:
-    return max(config.stages * config.shards, 1)
+_PIPELINE, _TENSOR, _EXPERTS = _product_of("stages"), _product_of("stages", "shards"), _product_of("stages", "experts")
+_LAYERS, _SCALE = ("layers", "stages", "micro_batches"), ("stages", "scale")
+_OVERLAPPED = {"order": "1f1b", "overlap": True}
+_REPLICAS_AND_STAGES = {**_OVERLAPPED, "shards": 1, "forward_us": 4 * 15915, "backward_us": 4 * 31830}
 
 
-def _expert_min_world(config: MoEProxyConfig) -> int:
-    return max(config.stages * config.experts, 1)
+def _named(build: Callable[[Any, int, str], Schedule], name: str) -> Callable[[Any, int], Schedule]:
+    return lambda config, world: build(config, world, name)
 
 
-_PIPELINE_ARGUMENTS = ("layers", "stages", "micro_batches")
-_OVERLAPPED_1F1B = {"order": "1f1b", "overlap": True}
 _PROXY_LIST = (
-    Proxy(
-        "gpt2",
-        ("GPT-2 large, pipeline and replicas, communication alone"),
-        PipelineProxyConfig,
-        gpt2,
-        _pipeline_min_world,
-        _PIPELINE_ARGUMENTS,
-        10,
-        256,
+    Proxy("gpt2", "GPT-2 large, pipeline and replicas, communication only", PipelineProxyConfig, gpt2, _PIPELINE, _LAYERS, 10, 256),
+    Proxy("bert", "BERT large, the same", BertProxyConfig, bert, _PIPELINE, _LAYERS, 10, 256),
+    Proxy("resnet50", "ResNet-50, replicas, communication only", ResNet50ProxyConfig, resnet50, _product_of(), (), 10, 512),
+    Proxy("resnet152", "ResNet-152, replicas, gradient reduction overlapped with backward", ResNet152ProxyConfig, resnet152, _product_of()),
+    Proxy("resnet152-strong", "the same, fixed global batch", StrongScalingProxyConfig, resnet152_strong, lambda c: c.table[0][0] if c.table else 1),
+    Proxy("cosmoflow", "CosmoFlow, blocks of space and replicas", CosmoFlowProxyConfig, cosmoflow, _product_of("shards")),
+    Proxy("dlrm", "DLRM, table parallel", DLRMProxyConfig, dlrm, _product_of(), (), 0, 1),
+    Proxy("gpt3", "GPT-3 175B, replicas × shards × stages", GPT3ProxyConfig, gpt3, _TENSOR, _SCALE),
+    Proxy("gpt3-moe", "GPT-3 with experts, replicas × experts × stages", MoEProxyConfig, _named(gpt3, "gpt3-moe"), _EXPERTS, _SCALE, 4),
+    *(
+        Proxy(name, about, config_class, _named(one_pipeline_step, name), min_world, _SCALE, 0, 1)
+        for name, about, config_class, min_world in (
+            ("gpt3-one-pipe-step", "one steady step between neighbouring stages of gpt3", GPT3ProxyConfig, _TENSOR),
+            ("gpt3-moe-one-pipe-step", "the same of gpt3-moe", MoEProxyConfig, _EXPERTS),
+        )
     ),
-    Proxy("bert", "BERT large, the same", BertProxyConfig, bert, _pipeline_min_world, _PIPELINE_ARGUMENTS, 10, 256),
-    Proxy("resnet50", "ResNet-50, replicas, communication alone", ResNet50ProxyConfig, resnet50, lambda _: 1, (), 10, 512),
-    Proxy("resnet152", "ResNet-152, replicas, reduction beside backward", ResNet152ProxyConfig, resnet152, lambda _: 1),
-    Proxy(
-        "resnet152-strong",
-        ("the same at a fixed global batch"),
-        StrongScalingProxyConfig,
-        resnet152_strong,
-        lambda d: d.table[0][0] if d.table else 1,
-    ),
-    Proxy("cosmoflow", "CosmoFlow, blocks of space and replicas", CosmoFlowProxyConfig, cosmoflow, lambda d: max(d.shards, 1)),
-    Proxy("dlrm", "DLRM, table parallel", DLRMProxyConfig, dlrm, lambda _: 1, (), 0, 1),
-    Proxy("gpt3", "GPT-3 175B, replicas × shards × stages", GPT3ProxyConfig, gpt3, _tensor_min_world, ("stages", "scale")),
-    Proxy("gpt3-moe", "GPT-3 with experts, replicas × experts × stages", MoEProxyConfig, gpt3_moe, _expert_min_world, ("stages", "scale"), 4),
-    Proxy(
-        "gpt3-one-pipe-step",
-        "one steady step between neighbouring stages of gpt3",
-        GPT3ProxyConfig,
-        gpt3_one_step,
-        _tensor_min_world,
-        ("stages", "scale"),
-        0,
-        1,
-    ),
-    Proxy("gpt3-moe-one-pipe-step", "the same of gpt3-moe", MoEProxyConfig, gpt3_moe_one_step, _expert_min_world, ("stages", "scale"), 0, 1),
-    Proxy("fsdp", "sharded parameters (ZeRO-3), by units, with replicas", FSDPProxyConfig, fsdp, lambda d: max(d.sharding, 1), ("units", "sharding")),
-    Proxy(
-        "hybrid-2d",
-        "replicas × stages, 1F1B, reduction beside backward",
-        GPT3ProxyConfig,
-        lambda d, w: gpt3(d, w, "hybrid-2d"),
-        _tensor_min_world,
-        ("stages", "scale"),
-        defaults={**_OVERLAPPED_1F1B, "shards": 1, "forward_us": 4 * 15915, "backward_us": 4 * 31830},
-    ),
-    Proxy(
-        "hybrid-3d",
-        "replicas × shards × stages, likewise",
-        GPT3ProxyConfig,
-        lambda d, w: gpt3(d, w, "hybrid-3d"),
-        _tensor_min_world,
-        ("stages", "scale"),
-        defaults=_OVERLAPPED_1F1B,
-    ),
-    Proxy(
-        "hybrid-3d-moe",
-        "replicas × experts × stages, likewise",
-        MoEProxyConfig,
-        lambda d, w: gpt3_moe(d, w, "hybrid-3d-moe"),
-        _expert_min_world,
-        ("stages", "scale"),
-        defaults=_OVERLAPPED_1F1B,
+    Proxy("fsdp", "sharded parameters (ZeRO-3), by units, with replicas", FSDPProxyConfig, fsdp, _product_of("sharding"), ("units", "sharding")),
+    *(
+        Proxy(name, about, config_class, _named(gpt3, name), min_world, _SCALE, defaults=defaults)
+        for name, about, config_class, min_world, defaults in (
+            ("hybrid-2d", "replicas × stages, 1F1B, gradient reduction overlapped with backward", GPT3ProxyConfig, _TENSOR, _REPLICAS_AND_STAGES),
+            ("hybrid-3d", "replicas × shards × stages, likewise", GPT3ProxyConfig, _TENSOR, _OVERLAPPED),
+            ("hybrid-3d-moe", "replicas × experts × stages, likewise", MoEProxyConfig, _EXPERTS, _OVERLAPPED),
+        )
     ),
 )
 PROXIES: dict[str, Proxy] = {proxy.name: proxy for proxy in _PROXY_LIST}

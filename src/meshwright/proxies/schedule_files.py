@@ -36,8 +36,8 @@ def scale_down(schedule: Schedule, factor: float) -> Schedule:
     def scale_action(action: Action) -> Action:
         unit = FLOAT_BYTES * (ranks[action.axis] if action.op in ("all_gather", "reduce_scatter", "all_to_all") else 1)
         size = max(1, round(action.bytes / factor / unit)) * unit if action.bytes else 0
-        likely = None if action.expected_bytes is None else min(round(action.expected_bytes / factor), size)
-        return replace(action, bytes=size, expected_bytes=likely, padding=0, seconds=action.seconds / factor, flops=action.flops / factor)
+        expected = None if action.expected_bytes is None else min(round(action.expected_bytes / factor), size)
+        return replace(action, bytes=size, expected_bytes=expected, padding=0, seconds=action.seconds / factor, flops=action.flops / factor)
 
     return replace(schedule, programs=tuple(tuple(scale_action(a) for a in program) for program in schedule.programs))
 

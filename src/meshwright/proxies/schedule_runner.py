@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -76,31 +76,32 @@ class ScheduleRunner:
         dist.barrier()
         moment = torch.tensor([time.time() + _START_DELAY_S], dtype=torch.float64, device=self.device)
         dist.broadcast(moment, 0)
-        left = moment.item() - time.time()
-        if 0 < left <= _START_DELAY_S:
-            precise_sleep(left)
+        delay = moment.item() - time.time()
+        if 0 < delay <= _START_DELAY_S:
+            precise_sleep(delay)
 
     def launch(self, action: Action) -> Work:
         """Launch one call."""
         comm, name = self._comms[action.axis], ledger_name(action.name)
-        whole, part = self._buffer.tensors_for(action, comm.size)
+        tensor, second = self._buffer.tensors_for(action, comm.size)
         comm = comm.sync if action.is_blocking else comm
         match action.op:
             case "all_reduce":
-                return comm.all_reduce(whole, name)
+                return comm.all_reduce(tensor, name)
             case "all_gather":
-                return comm.all_gather(whole, part, name)
+                return comm.all_gather(tensor, second, name)
             case "reduce_scatter":
-                return comm.reduce_scatter(part, whole, name)
+                return comm.reduce_scatter(second, tensor, name)
             case "broadcast":
-                return comm.broadcast(whole, name)
+                return comm.broadcast(tensor, name)
             case "all_to_all":
-                rows = _split_evenly(whole.numel(), comm.size)
-                return comm.all_to_all(part, whole, name, rows, rows)
+                share, remainder = divmod(tensor.numel(), comm.size)
+                rows = [share + (i < remainder) for i in range(comm.size)]
+                return comm.all_to_all(second, tensor, name, rows, rows)
             case "send":
-                return comm.exchange([(action.peer, whole)], [], name)
+                return comm.exchange([(action.peer, tensor)], [], name)
             case _:
-                return comm.exchange([], [(action.peer, part)], name)
+                return comm.exchange([], [(action.peer, second)], name)
 
     def compute(self, action: Action, factor: float) -> None:
         if self._kernel is None:
@@ -117,14 +118,14 @@ class _StepRun:
         self.spans: list[Span] = []
         self.in_flight: dict[str, _TimedCall] = {}
         self.started_at = time.perf_counter()
-        vary = jitter_factors(runner.policy.seed, runner.rank, step_index, runner.policy.jitter)
+        jitter = jitter_factors(runner.policy.seed, runner.rank, step_index, runner.policy.jitter)
         for action in runner.program:
             self._poll()
             for name in action.depends_on:
                 self._complete(name)
             if action.op in COMPUTE_OPS:
                 start = time.perf_counter()
-                runner.compute(action, next(vary))
+                runner.compute(action, next(jitter))
                 self.spans.append(Span(action.name, action.op, "", 0, 0, start - self.started_at, time.perf_counter() - self.started_at))
             elif action.op != "wait":
                 start = time.perf_counter()
@@ -136,13 +137,12 @@ class _StepRun:
 
     def _poll(self) -> None:
         """Poll calls without a completion callback. The original proxies test their requests here too, for MPI's progress."""
-        for flight in self.in_flight.values():
-            flight.poll()
+        for call in self.in_flight.values():
+            call.poll()
 
     def _complete(self, name: str) -> None:
-        flight = self.in_flight.pop(name, None)
-        if flight is not None:
-            self.spans.append(flight.complete(self.started_at, self.runner.device))
+        if (call := self.in_flight.pop(name, None)) is not None:
+            self.spans.append(call.complete(self.started_at, self.runner.device))
 
 
 class _TimedCall:
@@ -165,23 +165,14 @@ class _TimedCall:
             self._on_done(None)
 
     def complete(self, step_start: float, device: torch.device) -> Span:
-        asked = self.started_at if self.action.is_blocking else time.perf_counter()
+        wait_start = self.started_at if self.action.is_blocking else time.perf_counter()
         self.work.wait()
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # NCCL's wait only orders streams
         now = time.perf_counter()
         ended = min(self.ended_at, now) if self.ended_at and device.type == "cpu" else now
-        action = self.action
-        return Span(
-            action.name,
-            action.op,
-            action.axis,
-            self.group,
-            _payload_bytes(action),
-            self.started_at - step_start,
-            ended - step_start,
-            max(now - asked, 0.0),
-        )
+        action, start, end = self.action, self.started_at - step_start, ended - step_start
+        return Span(action.name, action.op, action.axis, self.group, _payload_bytes(action), start, end, max(now - wait_start, 0.0))
 
 
 def _future(work: Any) -> Any:
@@ -218,9 +209,9 @@ class _MatmulKernel:
     def __call__(self, flops: float) -> None:
         rows = round(flops / (2.0 * self.size**2))
         while rows > 0:
-            now = min(rows, self.tall.shape[0])
-            torch.mm(self.tall[:now], self.square, out=self.out[:now])
-            rows -= now
+            n = min(rows, self.tall.shape[0])
+            torch.mm(self.tall[:n], self.square, out=self.out[:n])
+            rows -= n
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -236,29 +227,29 @@ class _CommBuffer:
 
     def reserve(self, length: int, device: torch.device) -> None:
         if length > self._capacity:
-            stretch = torch.zeros(_align_up(length), dtype=torch.uint8, device=device)
-            self._views, self._capacity, self._offset = {item: stretch.view(dtype) for item, dtype in _DTYPES.items()}, length, 0
+            buffer = torch.zeros(_align_up(length), dtype=torch.uint8, device=device)
+            self._views, self._capacity, self._offset = {itemsize: buffer.view(dtype) for itemsize, dtype in _DTYPES.items()}, length, 0
 
     def tensors_for(self, action: Action, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The whole tensor, and a second one: this rank's part, or for an all-to-all one of the same size. Otherwise both are the whole."""
-        item, whole, part = _tensor_sizes(action.op, _payload_bytes(action), group)
-        end = self._offset + _align_up(whole * item) + _align_up(part * item)
+        """The tensor of a call, and a second one: this rank's shard, or for an all-to-all the output; other calls have only one."""
+        itemsize, numel, second_numel = _tensor_sizes(action.op, _payload_bytes(action), group)
+        end = self._offset + _align_up(numel * itemsize) + _align_up(second_numel * itemsize)
         if end > self._capacity:
             self._offset, end = 0, end - self._offset
-        numbers, first, second = self._views[item], self._offset // item, (self._offset + _align_up(whole * item)) // item
+        buffer, first, second = self._views[itemsize], self._offset // itemsize, (self._offset + _align_up(numel * itemsize)) // itemsize
         self._offset = end
-        tensor = numbers[first : first + whole]
-        return tensor, numbers[second : second + part] if part else tensor
+        tensor = buffer[first : first + numel]
+        return tensor, buffer[second : second + second_numel] if second_numel else tensor
 
 
 @cache
 def _tensor_sizes(op: str, size: int, group: int) -> tuple[int, int, int]:
-    """Item size, elements of the whole and of the part, with the widest dtype that divides the size. If a gather's size does not divide by the group,
+    """Item size and elements of a call's two tensors, with the widest dtype that divides the size. If a gather's size does not divide by the group,
     it is rounded up, as it would be padded."""
-    parts = group if op in ("all_gather", "reduce_scatter") else 1
-    item = next((i for i in (4, 2) if size % (i * parts) == 0), 1)
-    part = -(-size // (item * parts))
-    return item, part * parts, part if parts > 1 or op == "all_to_all" else 0
+    shards = group if op in ("all_gather", "reduce_scatter") else 1
+    itemsize = next((i for i in (4, 2) if size % (i * shards) == 0), 1)
+    numel = -(-size // (itemsize * shards))
+    return itemsize, numel * shards, numel if shards > 1 or op == "all_to_all" else 0
 
 
 def _align_up(length: int) -> int:
@@ -271,14 +262,10 @@ def _payload_bytes(action: Action) -> int:
 
 def buffer_bytes(schedule: Schedule, rank: int) -> int:
     """Bytes of a rank's communication buffer."""
-    members = schedule.groups_of(rank)
-    calls = ((a, len(members[a.axis])) for a in schedule.program_for(rank) if a.op in COLLECTIVE_OPS or a.op in P2P_OPS)
-    shapes = {_tensor_sizes(a.op, _payload_bytes(a), group) for a, group in calls}
-    return max([_MIN_BUFFER_BYTES, *(_align_up(whole * item) + _align_up(part * item) for item, whole, part in shapes)])
-
-
-def _split_evenly(rows: int, parts: int) -> Sequence[int]:
-    return [rows // parts + (1 if i < rows % parts else 0) for i in range(parts)]
+    groups = schedule.groups_of(rank)
+    calls = [a for a in schedule.program_for(rank) if a.op in COLLECTIVE_OPS or a.op in P2P_OPS]
+    shapes = {_tensor_sizes(a.op, _payload_bytes(a), len(groups[a.axis])) for a in calls}
+    return max([_MIN_BUFFER_BYTES, *(_align_up(first * itemsize) + _align_up(second * itemsize) for itemsize, first, second in shapes)])
 
 
 class GroupComms:
@@ -292,15 +279,15 @@ class GroupComms:
 
     def comms_for(self, schedule: Schedule, rank: int) -> dict[str, Comm]:
         """The Comm of each axis for this rank. Collective: every rank calls it for the same schedules in the same order."""
-        found: dict[str, Comm] = {}
+        comms: dict[str, Comm] = {}
         for axis, groups in sorted(schedule.groups.items()):
             for ranks in groups:
                 if len(ranks) > 1 and (axis, ranks) not in self._comms:
                     group = dist.new_group(list(ranks))
                     self._comms[axis, ranks] = TorchComm(group, self.ledger) if rank in ranks else None
                 if rank in ranks and (comm := self._comms.get((axis, ranks))) is not None:
-                    found[axis] = comm
-        return found
+                    comms[axis] = comm
+        return comms
 
 
 LogCallback = Callable[[str], None]
@@ -308,15 +295,15 @@ LogCallback = Callable[[str], None]
 
 def run_steps(runner: ScheduleRunner, policy: RunPolicy, log_progress: LogCallback) -> list[list[Span]]:
     """Run the warm-up and the timed steps; return the spans of each timed step. `log_progress` is called about once a second."""
-    found = []
-    told = time.monotonic()
+    steps = []
+    logged_at = time.monotonic()
     for run in range(-policy.warm, policy.runs):
         spans = runner.run_step(max(run, 0))
         if run < 0:
             runner.ledger.drain()
         else:
-            found.append(spans)
-        if time.monotonic() - told > 1.0:
-            told = time.monotonic()
+            steps.append(spans)
+        if time.monotonic() - logged_at > 1.0:
+            logged_at = time.monotonic()
             log_progress(f"warm-up {run + policy.warm + 1} of {policy.warm}" if run < 0 else f"run {run + 1} of {policy.runs}")
-    return found
+    return steps

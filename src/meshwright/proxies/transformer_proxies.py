@@ -52,8 +52,8 @@ def block_tensors(hidden: int) -> list[int]:
 
 def gpt2(config: PipelineProxyConfig, world: int) -> Schedule:
     """GPT-2: embeddings before the first block; an untied head and the final norm after the last."""
-    ends = ([config.vocabulary * config.hidden, config.positions * config.hidden], [config.vocabulary * config.hidden, config.hidden, config.hidden])
-    return _communication_only("gpt2", config, world, *ends)
+    h, v = config.hidden, config.vocabulary
+    return _communication_only("gpt2", config, world, [v * h, config.positions * h], [v * h, h, h])
 
 
 def bert(config: BertProxyConfig, world: int) -> Schedule:
@@ -72,22 +72,10 @@ def _communication_only(name: str, config: PipelineProxyConfig, world: int, firs
         sizes = tensors if config.gradients == "tensor" else [sum(tensors)]
         return [("grads/layer", "dp", config.float_bytes(n)) for n in sizes]
 
-    return build_pipeline(
-        PipelineProxySpec(
-            name,
-            RankGrid(world // config.stages, 1, config.stages),
-            config.layers,
-            config.micro_batches,
-            config.float_bytes(config.tokens * config.hidden),
-            LayerPass(),
-            LayerPass(),
-            gradient_reductions,
-            config.order,
-            config.chunks,
-            data_dependent=not schedule_traits(config.order).forward_first,  # other schedules are meaningless without data dependencies
-            overlap=config.overlap,
-        )
-    )
+    grid, boundary_bytes = RankGrid(world // config.stages, 1, config.stages), config.float_bytes(config.tokens * config.hidden)
+    data_dependent = not schedule_traits(config.order).forward_first  # other schedules are meaningless without data dependencies
+    sizes = (config.layers, config.micro_batches, boundary_bytes, LayerPass(), LayerPass())
+    return build_pipeline(PipelineProxySpec(name, grid, *sizes, gradient_reductions, config.order, config.chunks, data_dependent, config.overlap))
 
 
 @dataclass(frozen=True)
@@ -116,38 +104,37 @@ class GPT3ProxyConfig(ProxyConfig):
     def num_micro_batches(self) -> int:
         return self.micro_batches or self.stages * self.scale
 
-    def layer_flops(self) -> float:
-        """FLOPs of one layer's forward on all shards: products with its 12h² weights, and attention over the sequence."""
-        return 24.0 * self.tokens * self.hidden**2 + 4.0 * self.tokens**2 * self.hidden
+    @property
+    def boundary_bytes(self) -> int:
+        return self.float_bytes(self.tokens * self.hidden)
+
+    def layer_passes(self) -> tuple[LayerPass, LayerPass]:
+        """The forward and backward pass of a layer on one rank. FLOPs: products with its 12h² weights, and attention over the sequence."""
+        flops = self.scaled_flops((24.0 * self.tokens * self.hidden**2 + 4.0 * self.tokens**2 * self.hidden) / self.shards)
+        collectives = two_per_layer("tp", "all_reduce", self.boundary_bytes)
+        forward, backward = self.scaled_seconds(self.forward_us), self.scaled_seconds(self.backward_us)
+        return LayerPass(forward, flops, collectives), LayerPass(backward, 2 * flops, collectives)
+
+    def layer_gradients(self) -> list[GradientReduction]:
+        h2 = self.hidden**2
+        tensors = [3 * h2, h2, 4 * h2, 4 * h2] if self.gradients == "tensor" else [12 * h2]
+        return [("grads/layer", "dp", self.float_bytes(n / self.shards)) for n in tensors]
+
+    def grid(self, name: str, world: int) -> RankGrid:
+        return _rank_grid(name, world, self.stages, self.shards, self.rank_order, "shards")
 
 
 def gpt3(config: GPT3ProxyConfig, world: int, name: str = "gpt3") -> Schedule:
-    grid = _rank_grid(name, world, config.stages, config.shards, config.rank_order, "shards")
-    wide, h2 = config.float_bytes(config.tokens * config.hidden), config.hidden**2
-    tensors = [3 * h2, h2, 4 * h2, 4 * h2]
-    sizes = [n / config.shards for n in (tensors if config.gradients == "tensor" else [sum(tensors)])]
-    flops = config.scaled_flops(config.layer_flops() / config.shards)
-    sites = two_per_layer("tp", "all_reduce", wide)
-    return build_pipeline(
-        PipelineProxySpec(
-            name,
-            grid,
-            config.num_layers,
-            config.num_micro_batches,
-            wide,
-            LayerPass(config.scaled_seconds(config.forward_us), flops, sites),
-            LayerPass(config.scaled_seconds(config.backward_us), 2 * flops, sites),
-            lambda _: [("grads/layer", "dp", config.float_bytes(n)) for n in sizes],
-            config.order,
-            config.chunks,
-            overlap=config.overlap,
-        )
-    )
+    gradients = config.layer_gradients()
+    sizes = (config.num_layers, config.num_micro_batches, config.boundary_bytes, *config.layer_passes())
+    spec = PipelineProxySpec(name, config.grid(name, world), *sizes, lambda _: gradients, config.order, config.chunks, overlap=config.overlap)
+    return build_pipeline(spec)
 
 
 @dataclass(frozen=True)
 class MoEProxyConfig(GPT3ProxyConfig):
-    """GPT-3 whose feed-forward parts are experts, one on each of `experts` ranks (`shards` is not used)."""
+    """GPT-3 whose feed-forward parts are experts, one on each of `experts` ranks (`shards` is not used). Expert gradients are reduced among the ranks
+    with the same expert, attention gradients among all ranks of a stage."""
 
     experts: int = 16
     forward_us: float = 22367.0  # attention
@@ -156,75 +143,41 @@ class MoEProxyConfig(GPT3ProxyConfig):
     expert_backward_us: float = 82586.0
 
     def layer_passes(self) -> tuple[LayerPass, LayerPass]:
-        """The forward and backward pass of a layer on one rank."""
-        each = self.float_bytes(self.tokens * self.hidden / self.experts)
-        sites = two_per_layer("experts", "all_to_all", each * self.experts)
+        collectives = two_per_layer("experts", "all_to_all", self.float_bytes(self.tokens * self.hidden / self.experts) * self.experts)
         h2 = self.hidden**2
         flops = self.scaled_flops(self.tokens * (8.0 * h2 + 4.0 * self.tokens * self.hidden + 16.0 * h2 / self.experts))
-        ahead = self.scaled_seconds(self.forward_us + self.expert_forward_us / self.experts)
-        back = self.scaled_seconds(self.backward_us + self.expert_backward_us / self.experts)
-        return LayerPass(ahead, flops, sites), LayerPass(back, 2 * flops, sites)
+        forward = self.scaled_seconds(self.forward_us + self.expert_forward_us / self.experts)
+        backward = self.scaled_seconds(self.backward_us + self.expert_backward_us / self.experts)
+        return LayerPass(forward, flops, collectives), LayerPass(backward, 2 * flops, collectives)
+
+    def layer_gradients(self) -> list[GradientReduction]:
+        h2 = self.hidden**2
+        experts, attention = ([8 * h2], [4 * h2]) if self.gradients == "bucketed" else ([4 * h2, 4 * h2], [3 * h2, h2])
+        reductions = [("grads/experts", "dp", self.float_bytes(n / self.experts)) for n in experts]
+        return reductions + [("grads/attention", "replica", self.float_bytes(n)) for n in attention]
+
+    def grid(self, name: str, world: int) -> RankGrid:
+        return _rank_grid(name, world, self.stages, self.experts, self.rank_order, "experts")
 
 
-def gpt3_moe(config: MoEProxyConfig, world: int, name: str = "gpt3-moe") -> Schedule:
-    """Expert gradients are reduced among the ranks with the same expert, attention gradients among all ranks of a stage."""
-    grid = _rank_grid(name, world, config.stages, config.experts, config.rank_order, "experts")
-    h2, whole = config.hidden**2, config.gradients == "bucketed"
-    owned = [n / config.experts for n in ([8 * h2] if whole else [4 * h2, 4 * h2])]
-    common = [4 * h2] if whole else [3 * h2, h2]
-    gradients = [("grads/experts", "dp", config.float_bytes(n)) for n in owned] + [
-        ("grads/attention", "replica", config.float_bytes(n)) for n in common
-    ]
-    crossing = config.float_bytes(config.tokens * config.hidden)
-    pipe = PipelineProxySpec(
-        name,
-        grid,
-        config.num_layers,
-        config.num_micro_batches,
-        crossing,
-        *config.layer_passes(),
-        lambda _: gradients,
-        config.order,
-        config.chunks,
-        overlap=config.overlap,
-    )
-    return build_pipeline(pipe)
-
-
-def gpt3_one_step(config: GPT3ProxyConfig, world: int) -> Schedule:
-    wide, flops = config.float_bytes(config.tokens * config.hidden), config.scaled_flops(config.layer_flops() / config.shards)
-    sites = two_per_layer("tp", "all_reduce", wide)
-    passes = (
-        LayerPass(config.scaled_seconds(config.forward_us), flops, sites),
-        LayerPass(config.scaled_seconds(config.backward_us), 2 * flops, sites),
-    )
-    name = "gpt3-one-pipe-step"
-    return _steady_step(name, _rank_grid(name, world, config.stages, config.shards, config.rank_order, "shards"), wide, *passes)
-
-
-def gpt3_moe_one_step(config: MoEProxyConfig, world: int) -> Schedule:
-    name = "gpt3-moe-one-pipe-step"
-    grid = _rank_grid(name, world, config.stages, config.experts, config.rank_order, "experts")
-    return _steady_step(name, grid, config.float_bytes(config.tokens * config.hidden), *config.layer_passes())
-
-
-def _steady_step(name: str, grid: RankGrid, boundary_bytes: int, forward: LayerPass, backward: LayerPass) -> Schedule:
+def one_pipeline_step(config: GPT3ProxyConfig, world: int, name: str) -> Schedule:
     """The steady state of 1F1B for two neighbours: even stages compute forward and send activations, odd ones compute backward and send gradients."""
+    grid, boundary_bytes = config.grid(name, world), config.boundary_bytes
+    forward, backward = config.layer_passes()
     if grid.stages % 2:
         raise RequestError(f"{name}: {grid.stages} stages are odd, and they work in pairs: use {grid.stages + 1} stages")
     groups = grid.groups()
     programs = []
     for stage in range(grid.stages):
         even = stage % 2 == 0
-        work, peer, phase = (forward, stage + 1, "forward") if even else (backward, stage - 1, "backward")
+        layer, peer, phase, other = (forward, stage + 1, "forward", "backward") if even else (backward, stage - 1, "backward", "forward")
         out = ProgramBuilder()
-        other = "backward" if even else "forward"
-        arrives = out.receive(f"p2p/{other}/in", "pp_back" if even else "pp", peer, boundary_bytes)
-        out.compute(phase, work.seconds, work.flops, op="forward" if even else "backward")
-        for at, (kind, op, size) in enumerate(work.collectives if grid.shards > 1 else ()):
-            out.collective(f"{kind}/{phase}/{at}", op, "tp", size)
-        leaves = out.send(f"p2p/{phase}", "pp" if even else "pp_back", peer, boundary_bytes)
-        out.wait("wait/crossings", (arrives, leaves))
+        received = out.receive(f"p2p/{other}/in", "pp_back" if even else "pp", peer, boundary_bytes)
+        out.compute(phase, layer.seconds, layer.flops, op="forward" if even else "backward")
+        for i, (kind, op, size) in enumerate(layer.collectives if grid.shards > 1 else ()):
+            out.collective(f"{kind}/{phase}/{i}", op, "tp", size)
+        sent = out.send(f"p2p/{phase}", "pp" if even else "pp_back", peer, boundary_bytes)
+        out.wait("wait/crossings", (received, sent))
         programs.append(out)
     return build_schedule(name, grid.replicas * grid.shards * grid.stages, groups, programs, grid.stage)
 

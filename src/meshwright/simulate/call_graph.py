@@ -34,12 +34,10 @@ class CallGraph:
         self._message_calls: dict[CallKey, int] = {}
         self.call_signatures: list[Hashable] = []
         self.calls: list[tuple[str, tuple[int, ...]]] = []  # operation and ranks
-        parts = [*self._add_collectives(network), *self._add_messages(network)]
-        empty = np.zeros(0, dtype=np.int64)
-        self.edge_ranks, self.edge_calls = (np.concatenate([p[i] for p in parts]) if parts else empty for i in (0, 1))
-        self.edge_roles: HashArray = (
-            np.concatenate([np.full(len(ranks), tag, dtype=np.uint64) for ranks, _, tag in parts]) if parts else empty.astype(np.uint64)
-        )
+        none = np.zeros(0, dtype=np.int64)
+        edges = [(none, none, 0), *self._add_collectives(network), *self._add_messages(network)]
+        self.edge_ranks, self.edge_calls = (np.concatenate([e[i] for e in edges]) for i in (0, 1))
+        self.edge_roles: HashArray = np.concatenate([np.full(len(ranks), role, dtype=np.uint64) for ranks, _, role in edges])
         self.num_calls = len(self.calls)
         self.sum_by_call, self.sum_by_rank = SegmentSum(self.edge_calls, self.num_calls), SegmentSum(self.edge_ranks, schedule.world)
 
@@ -48,23 +46,22 @@ class CallGraph:
 
     def call_number(self, op: str, axis: str, source: int, target: int = -1) -> int:
         """The number of the collective of `source`'s group, or of the message from `source` to `target`."""
-        kind = traffic_pattern(op)
-        if kind == "message":
-            return self._message_calls[kind, axis, source, target]
-        return self._first_call[kind, axis] + int(self._tables[axis].group_of_rank[source])
+        pattern = traffic_pattern(op)
+        if pattern == "message":
+            return self._message_calls[pattern, axis, source, target]
+        return self._first_call[pattern, axis] + int(self._tables[axis].group_of_rank[source])
 
     def _add_collectives(self, network: Network) -> Iterator[tuple[IntArray, IntArray, int]]:
         for axis, op in dict.fromkeys((a.axis, a.op) for program in self.schedule.programs for a in program if a.op in COLLECTIVE_OPS):
-            kind = traffic_pattern(op)
-            if (kind, axis) in self._first_call or axis not in self._tables:
+            pattern = traffic_pattern(op)
+            if (pattern, axis) in self._first_call or axis not in self._tables:
                 continue
             table, start = self._tables[axis], len(self.calls)
-            self._first_call[kind, axis] = start
+            self._first_call[pattern, axis] = start
             for group in table.groups:
-                self.call_signatures.append((kind, axis, network.exclusive_link(group), network.group_signature(group)))
-                self.calls.append((op, group))
-            places, columns = np.nonzero(table.members >= 0)
-            yield table.members[places, columns], places + start, _fnv1a(kind, axis)
+                self._add_call(pattern, axis, op, group, network)
+            rows, columns = np.nonzero(table.members >= 0)
+            yield table.members[rows, columns], rows + start, _fnv1a(pattern, axis)
 
     def _add_messages(self, network: Network) -> Iterator[tuple[IntArray, IntArray, int]]:
         for number, program in enumerate(self.schedule.programs):
@@ -73,15 +70,18 @@ class CallGraph:
                 sources = np.nonzero((self.programs == number) & (table.group_of_rank >= 0))[0]
                 targets = table.members[table.group_of_rank[sources], peer]
                 start = len(self.calls)
-                for at, pair in enumerate(zip(sources.tolist(), targets.tolist(), strict=True)):
-                    self._message_calls["message", axis, pair[0], pair[1]] = start + at
-                    self.call_signatures.append(("message", axis, network.exclusive_link(pair), network.group_signature(pair)))
-                    self.calls.append(("send", pair))
-                edges = np.arange(start, len(self.calls))
-                yield sources, edges, _fnv1a("send", axis, peer)
-                for place in np.unique(table.index_in_group[sources]).tolist():
-                    mine = table.index_in_group[sources] == place
-                    yield targets[mine], edges[mine], _fnv1a("recv", axis, place)
+                for pair in zip(sources.tolist(), targets.tolist(), strict=True):
+                    self._message_calls["message", axis, *pair] = len(self.calls)
+                    self._add_call("message", axis, "send", pair, network)
+                calls = np.arange(start, len(self.calls))
+                yield sources, calls, _fnv1a("send", axis, peer)
+                for index in np.unique(table.index_in_group[sources]).tolist():
+                    of_index = table.index_in_group[sources] == index
+                    yield targets[of_index], calls[of_index], _fnv1a("recv", axis, index)
+
+    def _add_call(self, pattern: str, axis: str, op: str, ranks: tuple[int, ...], network: Network) -> None:
+        self.call_signatures.append((pattern, axis, network.exclusive_link(ranks), network.group_signature(ranks)))
+        self.calls.append((op, ranks))
 
 
 class _GroupTable:
@@ -90,10 +90,8 @@ class _GroupTable:
     def __init__(self, groups: Sequence[tuple[int, ...]], world: int) -> None:
         self.groups = groups
         width = max(map(len, groups), default=0)
-        self.members: IntArray = np.array(
-            [group if len(group) == width else (*group, *[-1] * (width - len(group))) for group in groups], dtype=np.int64
-        )
-        self.members = self.members.reshape(len(groups), width)
+        padded = [(*group, *[-1] * (width - len(group))) for group in groups]
+        self.members: IntArray = np.array(padded, dtype=np.int64).reshape(len(groups), width)
         self.group_of_rank: IntArray = np.full(world, -1, dtype=np.int64)
         self.index_in_group: IntArray = np.full(world, -1, dtype=np.int64)
         rows, columns = np.nonzero(self.members >= 0)
@@ -118,29 +116,22 @@ class LinkUsage:
 
 def find_link_usage(call_graph: CallGraph, network: Network, disturbances: Disturbances) -> LinkUsage:
     numbers: dict[DirectedLink, int] = {}
-    edges: list[int] = []
-    links: list[int] = []
-    shares: list[float] = []
-    moments: list[int] = []
-    at_first = [network.link_loads(op, ranks) for op, ranks in call_graph.calls]
-    keys = {hop.key for used in at_first for hop in used}
-    for moment, at in enumerate(disturbances.link_change_times):
-        down = disturbances.down_links(keys, at)
-        for edge, used in enumerate(at_first):
-            if down and any(hop.key in down for hop in used):
-                op, ranks = call_graph.calls[edge]
-                used = network.link_loads(op, ranks, down)
-            edges += [edge] * len(used)
-            links += [numbers.setdefault(hop, len(numbers)) for hop in used]
-            shares += used.values()
-        moments += [moment] * (len(edges) - len(moments))
-    hops = list(numbers)
-    changes = disturbances.link_change_times if disturbances.degrade else ()
-    kinds = [(hop.latency_s, hop.bandwidth, tuple(disturbances.bandwidth_factor(hop.key, at) for at in changes)) for hop in hops]
-    weights, when = np.array(shares, dtype=np.float64), np.array(moments, dtype=np.int64)
-    tags = splitmix64(weights.view(np.uint64) ^ splitmix64(when))
-    mine, crossed = np.array(edges, dtype=np.int64), np.array(links, dtype=np.int64)
-    return LinkUsage(hops, kinds, mine, crossed, weights, when, tags, SegmentSum(mine, call_graph.num_calls), SegmentSum(crossed, len(hops)))
+    uses: list[tuple[int, int, float, int]] = []  # call, link, load, epoch
+    initial = [network.link_loads(op, ranks) for op, ranks in call_graph.calls]
+    keys = {link.key for loads in initial for link in loads}
+    for epoch, time in enumerate(disturbances.link_change_times):
+        down = disturbances.down_links(keys, time)
+        for call, loads in enumerate(initial):
+            if down and any(link.key in down for link in loads):
+                loads = network.link_loads(*call_graph.calls[call], down)
+            uses += [(call, numbers.setdefault(link, len(numbers)), load, epoch) for link, load in loads.items()]
+    calls, links, epochs = (np.array([use[i] for use in uses], dtype=np.int64) for i in (0, 1, 3))
+    use_loads = np.array([load for _, _, load, _ in uses], dtype=np.float64)
+    times = disturbances.link_change_times if disturbances.degrade else ()
+    signatures = [(link.latency_s, link.bandwidth, tuple(disturbances.bandwidth_factor(link.key, time) for time in times)) for link in numbers]
+    hashes = splitmix64(use_loads.view(np.uint64) ^ splitmix64(epochs))
+    by_call, by_link = SegmentSum(calls, call_graph.num_calls), SegmentSum(links, len(numbers))
+    return LinkUsage(list(numbers), signatures, calls, links, use_loads, epochs, hashes, by_call, by_link)
 
 
 class SegmentSum:
@@ -154,10 +145,10 @@ class SegmentSum:
         self._num_segments = num_segments
 
     def reduce(self, values: HashArray) -> HashArray:
-        found = np.zeros(self._num_segments, dtype=np.uint64)
+        sums = np.zeros(self._num_segments, dtype=np.uint64)
         if len(self._order):
-            found[self._segment_ids] = np.add.reduceat(values[self._order], self._segment_starts)
-        return found
+            sums[self._segment_ids] = np.add.reduceat(values[self._order], self._segment_starts)
+        return sums
 
 
 def splitmix64(numbers: NDArray[np.generic]) -> HashArray:
@@ -185,7 +176,7 @@ def canonical_ids(hashes: HashArray) -> IntArray:
 
 def _fnv1a(*parts: str | int) -> int:
     """The 64-bit FNV-1a hash of a role, the same in every process."""
-    found = 1469598103934665603
+    value = 1469598103934665603
     for byte in "/".join(map(str, parts)).encode():
-        found = (found ^ byte) * 1099511628211 % 2**64
-    return found
+        value = (value ^ byte) * 1099511628211 % 2**64
+    return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.core.schedule import P2P_OPS, Action
-from meshwright.simulate.engine_state import InFlightCall, RankState, StreamKey
+from meshwright.simulate.engine_state import InFlightCall, Port, RankState, StreamKey
 from meshwright.simulate.network_model import Network
 from meshwright.simulate.rank_partition import RankPartition
 
@@ -11,8 +11,8 @@ from meshwright.simulate.rank_partition import RankPartition
 class CallMatcher:
     """The calls of one step, by their stream (kind, axis and ranks) and their number in it."""
 
-    def __init__(self, network: Network, fold: RankPartition) -> None:
-        self.network, self.fold = network, fold
+    def __init__(self, network: Network, partition: RankPartition) -> None:
+        self.network, self.partition = network, partition
         self._calls: dict[tuple[StreamKey, int], InFlightCall] = {}
         self._exclusive_links: dict[tuple[int, ...], str] = {}
 
@@ -32,31 +32,27 @@ class CallMatcher:
 
     def _stream(self, rank: RankState, action: Action) -> tuple[StreamKey, tuple[int, ...]]:
         """The stream of a rank's action, and the ranks of its group."""
-        group = self.fold.call_graph.group_of(action.axis, self.fold.representatives[rank.rank_class])
+        group = self.partition.call_graph.group_of(action.axis, self.partition.representatives[rank.rank_class])
         if action.op not in P2P_OPS:
-            return ("collective", action.axis, *sorted({self.fold.class_of[r] for r in group})), group
-        other = self.fold.class_of[group[action.peer]]
+            return ("collective", action.axis, *sorted({self.partition.class_of[r] for r in group})), group
+        other = self.partition.class_of[group[action.peer]]
         ends = (rank.rank_class, other) if action.op == "send" else (other, rank.rank_class)
         return ("message", action.axis, *ends), group
 
     def _open_call(self, rank: RankState, action: Action, group: tuple[int, ...], stream: StreamKey) -> InFlightCall:
         classes = stream[2:]
         if action.op in P2P_OPS:
-            mine, other = self.fold.representatives[rank.rank_class], group[action.peer]
-            pair = (mine, other) if action.op == "send" else (other, mine)
-            link = self._exclusive_link(pair)
-            away, home = ("out", "in") if self.network.duplex else ("both", "both")
-            return InFlightCall(action, pair, 2, ((classes[0], link, away), (classes[1], link, home)) if link else self._stream_ports(stream), stream)
-        link = self._exclusive_link(group)
-        directions = ("out", "in") if self.network.duplex else ("both",)
-        ports = tuple((number, link, way) for number in classes for way in directions) if link else self._stream_ports(stream)
-        return InFlightCall(action, group, len(classes), ports, stream)
-
-    def _stream_ports(self, stream: StreamKey) -> tuple[StreamKey, ...]:
-        """The stream as a port, if links are shared: a call's duration is then unknown at its start, so its stream is in use until it ends."""
-        return (stream,) if self.fold.link_epochs else ()
-
-    def _exclusive_link(self, ranks: tuple[int, ...]) -> str:
-        if ranks not in self._exclusive_links:
-            self._exclusive_links[ranks] = self.network.exclusive_link(ranks)
-        return self._exclusive_links[ranks]
+            own, peer = self.partition.representatives[rank.rank_class], group[action.peer]
+            group = (own, peer) if action.op == "send" else (peer, own)
+        if group not in self._exclusive_links:
+            self._exclusive_links[group] = self.network.exclusive_link(group)
+        ports: tuple[Port, ...] = ()
+        if link := self._exclusive_links[group]:
+            directions = ("out", "in") if self.network.duplex else ("both", "both")
+            if action.op in P2P_OPS:
+                ports = tuple((number, link, direction) for number, direction in zip(classes, directions, strict=True))
+            else:
+                ports = tuple((number, link, direction) for number in classes for direction in dict.fromkeys(directions))
+        elif self.partition.link_epochs:  # links are shared: a call's duration is unknown at its start, so its stream is in use until it ends
+            ports = (stream,)
+        return InFlightCall(action, group, 2 if action.op in P2P_OPS else len(classes), ports, stream)

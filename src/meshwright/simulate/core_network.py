@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 
 from meshwright.core.calibration import AlphaBetaModel, SizeCurve
 from meshwright.core.schedule import COLLECTIVE_OPS, COMPUTE_OPS, P2P_OPS, Action, Schedule, wire_factor
-from meshwright.simulate.network_model import CallCost, OverlapBehavior
+from meshwright.simulate.network_model import CallCost, Network
 from meshwright.simulate.network_topology import NO_LINKS, DirectedLink
 
 _SELF_AXIS = "core"  # axis of the one-rank groups whose calls are a rank's own work on its core; their bytes are units of
 _UNIT_S = 1e-9
-_TYPICAL_BYTES = tuple(
-    2.0**n for n in range(17, 23)
-)  # bytes sent at which `core_share` is evaluated: it hardly depends on the size, and a single measurement may be disturbed
+# Bytes sent at which `core_share` is evaluated: it hardly depends on the size, and a single measurement may be disturbed.
+_TYPICAL_BYTES = tuple(2.0**n for n in range(17, 23))
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,8 @@ class TimeCurve:
     points: SizeCurve  # two or more, sorted by size
 
     def seconds(self, bytes_sent: float) -> float:
-        at = min(max(bisect_left(self.points, (bytes_sent,)), 1), len(self.points) - 1)
-        (smaller, before), (larger, after) = self.points[at - 1 : at + 1]
+        i = min(max(bisect_left(self.points, (bytes_sent,)), 1), len(self.points) - 1)
+        (smaller, before), (larger, after) = self.points[i - 1 : i + 1]
         return max(before + (after - before) * (max(bytes_sent, smaller) - smaller) / (larger - smaller), 0.0)
 
 
@@ -45,16 +44,14 @@ class CallTiming:
     contended: TimeCurve | AlphaBetaModel
     uncontended: TimeCurve | AlphaBetaModel
     launch_overhead: TimeCurve | AlphaBetaModel  # the rank's own time to launch the call right after another call
-    cold_launch_overhead: (
-        TimeCurve | AlphaBetaModel
-    )  # additional time after a computation, with cold caches; for an async call it is time of the rank's core
+    cold_launch_overhead: TimeCurve | AlphaBetaModel  # additional time after a computation, with cold caches; for an async call on the rank's core
     groups: int = 1
 
     def core_share(self) -> float:
         """The share of its cores that one call keeps busy."""
         least = 1.0 / self.groups
-        together, alone = (sum(times.seconds(sent) for sent in _TYPICAL_BYTES) for times in (self.contended, self.uncontended))
-        return min(max(together / alone * least, least), 1.0)
+        contended, uncontended = (sum(times.seconds(sent) for sent in _TYPICAL_BYTES) for times in (self.contended, self.uncontended))
+        return min(max(contended / uncontended * least, least), 1.0)
 
     def core_seconds(self, bytes_sent: float, share: float) -> float:
         """Seconds of a call that keeps `share` of its cores busy. Long enough that all groups at once take their measured `contended` time."""
@@ -62,7 +59,7 @@ class CallTiming:
 
 
 @dataclass(frozen=True)
-class CoreNetwork:
+class CoreNetwork(Network):
     """Timings of async calls (`async_timings`) and of blocking ones (`blocking`), by operation and number of ranks, such as all_reduce/2. Both
     directions of a message are `send/2`, and always async. Ranks are pinned: `rank_cores` has a core number for each rank, equal for ranks that
     share a core."""
@@ -71,9 +68,6 @@ class CoreNetwork:
     blocking: Mapping[str, CallTiming]
     rank_cores: tuple[int, ...]
     duplex: bool = True
-
-    def overlap_behavior(self, rank: int) -> OverlapBehavior:
-        return OverlapBehavior()
 
     def call_cost(self, op: str, size: int, ranks: tuple[int, ...], *, blocks: bool = False) -> CallCost:
         if len(ranks) < 2:
@@ -84,49 +78,40 @@ class CoreNetwork:
     def group_signature(self, ranks: tuple[int, ...]) -> Hashable:
         return len(ranks)
 
-    def exclusive_link(self, ranks: tuple[int, ...]) -> str:
-        return ""
-
     def link_loads(self, op: str, ranks: tuple[int, ...], down_links: frozenset[str] = NO_LINKS) -> Mapping[DirectedLink, float]:
         share = self._timing(op, ranks, False).core_share() if len(ranks) > 1 else 1.0
-        return {DirectedLink(f"core/{place}", 0.0, 1.0): share for place in busy_cores(op, ranks, self.rank_cores)}
+        return {DirectedLink(f"core/{core}", 0.0, 1.0): share for core in busy_cores(op, ranks, self.rank_cores)}
 
     def with_launch_overhead(self, schedule: Schedule) -> Schedule:
         """The schedule with an action before each call for the time that its launch takes."""
-        by_program = {number: rank for rank in reversed(range(schedule.world)) for number in [schedule.program_of_rank.get(str(rank), 0)]}
-        programs = (
-            tuple(self._add_launch_overhead(program, schedule.groups_of(by_program.get(number, 0))))
-            for number, program in enumerate(schedule.programs)
-        )
-        groups = {**schedule.groups, _SELF_AXIS: tuple((rank,) for rank in range(schedule.world))}
-        return replace(schedule, programs=tuple(programs), groups=groups)
+        first_rank = {schedule.program_of_rank.get(str(rank), 0): rank for rank in reversed(range(schedule.world))}
+        groups = [schedule.groups_of(first_rank.get(number, 0)) for number in range(len(schedule.programs))]
+        programs = tuple(tuple(self._add_launch_overhead(*pair)) for pair in zip(schedule.programs, groups, strict=True))
+        return replace(schedule, programs=programs, groups={**schedule.groups, _SELF_AXIS: tuple((rank,) for rank in range(schedule.world))})
 
     def _add_launch_overhead(self, program: tuple[Action, ...], groups: Mapping[str, tuple[int, ...]]) -> Iterator[Action]:
-        rested = False
+        after_compute = False
         for action in program:
             if action.op in COLLECTIVE_OPS or action.op in P2P_OPS:
                 ranks = groups[action.axis][:2] if action.op in P2P_OPS else groups[action.axis]
                 size = action.bytes if action.expected_bytes is None else action.expected_bytes
-                taken, sent = self._timing(action.op, ranks, action.is_blocking), size * wire_factor(action.op, len(ranks))
-                own, more = taken.launch_overhead.seconds(sent), taken.cold_launch_overhead.seconds(sent) if rested else 0.0
+                timing, sent = self._timing(action.op, ranks, action.is_blocking), size * wire_factor(action.op, len(ranks))
+                launch, cold = timing.launch_overhead.seconds(sent), timing.cold_launch_overhead.seconds(sent) if after_compute else 0.0
                 if action.is_blocking and action.op not in P2P_OPS:
-                    own, more = own + more, 0.0
-                yield Action(f"{action.name}/handed over", "forward", seconds=own, depends_on=action.depends_on)
-                if more:
-                    yield Action(f"{action.name}/made ready", "broadcast", axis=_SELF_AXIS, bytes=round(more / _UNIT_S), is_blocking=True)
-                rested = False
+                    launch, cold = launch + cold, 0.0
+                yield Action(f"{action.name}/handed over", "forward", seconds=launch, depends_on=action.depends_on)
+                if cold:
+                    yield Action(f"{action.name}/made ready", "broadcast", axis=_SELF_AXIS, bytes=round(cold / _UNIT_S), is_blocking=True)
+                after_compute = False
             elif action.op in COMPUTE_OPS and action.seconds > 0:
-                rested = True
+                after_compute = True
             yield action
 
     def _timing(self, op: str, ranks: tuple[int, ...], blocks: bool) -> CallTiming:
-        return (self.blocking if blocks and op not in P2P_OPS else self.async_timings)[_timing_key(op, ranks)]
+        key = "send/2" if op in P2P_OPS else f"{op}/{len(ranks)}"
+        return (self.blocking if blocks and op not in P2P_OPS else self.async_timings)[key]
 
 
 def busy_cores(op: str, ranks: tuple[int, ...], rank_cores: tuple[int, ...]) -> set[int]:
     """The cores that a call occupies."""
     return {rank_cores[rank] for rank in (ranks[1:] if op in P2P_OPS else ranks)}
-
-
-def _timing_key(op: str, ranks: tuple[int, ...]) -> str:
-    return "send/2" if op in P2P_OPS else f"{op}/{len(ranks)}"

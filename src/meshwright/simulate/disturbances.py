@@ -19,9 +19,9 @@ class LinkDegradation:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.factor) and self.factor >= 0):
-            raise RequestError(f"degrade {self.link}={self.factor:g}: what is left of a link's bandwidth is 0 (down) or more")
+            raise RequestError(f"degrade {self.link}={self.factor:g}: a link keeps this share of its bandwidth: give 0 (down) or more")
         if not (math.isfinite(self.at) and self.at >= 0):
-            raise RequestError(f"degrade {self.link}: @{self.at:g} is no time in a step: give seconds from 0 on")
+            raise RequestError(f"degrade {self.link}@{self.at:g}: give seconds since the start of the step, 0 or more")
 
     def matches(self, key: str) -> bool:
         return key == self.link or key.startswith(f"{self.link}/")
@@ -40,12 +40,12 @@ class Disturbances:
     def __post_init__(self) -> None:
         for rank, factor in self.slow.items():
             if not (math.isfinite(factor) and factor > 0):
-                raise RequestError(f"slow {rank}={factor:g}: a rank takes so many times as long: give a factor above 0, like {rank}=1.5")
+                raise RequestError(f"slow {rank}={factor:g}: computation times are multiplied by it: give a factor above 0, like {rank}=1.5")
         for rank, at in self.fail.items():
             if not (math.isfinite(at) and at >= 0):
                 raise RequestError(f"fail {rank}@{at:g}: give seconds from 0 on, like {rank}@0.5")
         if not 0 <= self.jitter <= 1:
-            raise RequestError(f"jitter {self.jitter:g}: a share of each computation, from 0 to 1")
+            raise RequestError(f"jitter {self.jitter:g}: give the standard deviation as a share of each computation's time, from 0 to 1")
 
     def __bool__(self) -> bool:
         return bool(self.slow or self.jitter or self.degrade or self.fail)
@@ -59,12 +59,13 @@ class Disturbances:
         if not self.degrade:
             return
         if links is None:
-            raise RequestError("degrade: this network is known as a whole, by what was measured on it: links are those of a cluster's file")
-        every = list(links)
-        for one in self.degrade:
-            if not any(one.matches(key) for key in every):
-                wholes = {key.rpartition("/")[0] for key in every}
-                raise unknown_name_error("link", one.link, {*every, *wholes, *(w.partition("/")[0] for w in wholes)} if world <= 64 else wholes)
+            raise RequestError("degrade: this network was measured by collectives, without links: simulate a cluster file, which has links")
+        keys = list(links)
+        for degradation in self.degrade:
+            if not any(degradation.matches(key) for key in keys):
+                prefixes = {key.rpartition("/")[0] for key in keys}
+                known = {*keys, *prefixes, *(prefix.partition("/")[0] for prefix in prefixes)} if world <= 64 else prefixes
+                raise unknown_name_error("link", degradation.link, known)
 
     @property
     def slowdowns(self) -> dict[int, float]:
@@ -84,33 +85,27 @@ class Disturbances:
         return math.prod(d.factor for d in self.degrade if d.at <= time and d.matches(key))
 
     def down_links(self, keys: Iterable[str], time: float) -> frozenset[str]:
-        gone = [d for d in self.degrade if d.factor == 0 and d.at <= time]
-        return frozenset(key for key in keys for d in gone if d.matches(key)) if gone else frozenset()
+        down = [d for d in self.degrade if d.factor == 0 and d.at <= time]
+        return frozenset(key for key in keys for d in down if d.matches(key)) if down else frozenset()
 
 
 def parse_flags(
     slow: Iterable[str], degrade: Iterable[str], fail: Iterable[str]
 ) -> tuple[dict[str, float], tuple[LinkDegradation, ...], dict[str, float]]:
     """Parse the command line's `RANK=FACTOR`, `LINK=FACTOR[@T]` and `RANK@T`."""
-    slowed = {rank: _parse_number("--slow", text, factor) for text in slow for rank, _, factor in [text.partition("=")]}
-    died = {rank: _parse_number("--fail", text, at) for text in fail for rank, _, at in [text.partition("@")]}
+    slowdowns = {rank: _parse_number("--slow", text, factor) for text in slow for rank, _, factor in [text.partition("=")]}
+    failures = {rank: _parse_number("--fail", text, at) for text in fail for rank, _, at in [text.partition("@")]}
     links = []
     for text in degrade:
         link, _, rest = text.rpartition("=")
         factor, sign, at = rest.partition("@")
         links.append(LinkDegradation(link, _parse_number("--degrade", text, factor), _parse_number("--degrade", text, at) if sign else 0.0))
-    return slowed, tuple(links), died
-
-
-_FLAG_FORMATS = {
-    "--slow": "RANK=FACTOR, like 3=1.5",
-    "--degrade": "LINK=FACTOR@SECONDS, like network/3=0.5@0.1",
-    "--fail": "RANK@SECONDS, like 3@0.5",
-}
+    return slowdowns, tuple(links), failures
 
 
 def _parse_number(flag: str, text: str, number: str) -> float:
+    formats = {"--slow": "RANK=FACTOR, like 3=1.5", "--degrade": "LINK=FACTOR@SECONDS, like network/3=0.5@0.1", "--fail": "RANK@SECONDS, like 3@0.5"}
     try:
         return float(number)
     except ValueError:
-        raise RequestError(f"{flag} {text}: write it as {_FLAG_FORMATS[flag]}") from None
+        raise RequestError(f"{flag} {text}: write it as {formats[flag]}") from None

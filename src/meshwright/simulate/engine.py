@@ -11,27 +11,16 @@ the next call need not wait for that latency.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 
 from meshwright.core.errors import RequestError
 from meshwright.core.schedule import COLLECTIVE_OPS, COMPUTE_OPS, P2P_OPS, Action, Schedule
 from meshwright.core.span import Span
 from meshwright.simulate.call_matching import CallMatcher
 from meshwright.simulate.disturbances import Disturbances
-from meshwright.simulate.engine_state import (
-    DeferredCall,
-    EventQueue,
-    InFlightCall,
-    LinkChangeEvent,
-    PortsFreedEvent,
-    RankFailureEvent,
-    RankState,
-    StartEvent,
-    TransferEndEvent,
-    TransferStartEvent,
-)
+from meshwright.simulate.engine_state import DeferredCall, EventQueue, InFlightCall, RankState
 from meshwright.simulate.jitter import jitter_factors
 from meshwright.simulate.network_model import Network
 from meshwright.simulate.rank_partition import RankPartition, partition_ranks
@@ -63,70 +52,53 @@ class Simulation:
 
 def simulate(schedule: Schedule, network: Network, disturbances: Disturbances | None = None, *, merge_ranks: bool = True) -> Simulation:
     """Simulate one step. With jitter every rank is a class of its own; other disturbances separate only the ranks that they affect."""
-    faults = disturbances or Disturbances()
-    found = partition_ranks(schedule, network, faults, separate=bool(faults.jitter) or not merge_ranks)
-    return _Engine(schedule, network, found, faults).run()
+    disturbances = disturbances or Disturbances()
+    partition = partition_ranks(schedule, network, disturbances, separate=bool(disturbances.jitter) or not merge_ranks)
+    return _Engine(schedule, network, partition, disturbances).run()
 
 
 class _Engine:
     """The simulation of one step; used once."""
 
-    def __init__(self, schedule: Schedule, network: Network, rank_partition: RankPartition, disturbances: Disturbances) -> None:
-        self.schedule, self.network, self.rank_partition, self.disturbances = schedule, network, rank_partition, disturbances
+    def __init__(self, schedule: Schedule, network: Network, partition: RankPartition, disturbances: Disturbances) -> None:
+        self.schedule, self.partition, self.disturbances = schedule, partition, disturbances
         self.events = EventQueue()
-        self.matcher = CallMatcher(network, rank_partition)
-        self.transfers = transfers = Transfers(network, rank_partition, self.events)
-        self.handlers: dict[type, Callable[[Any, float], None]] = {
-            RankState: lambda rank, _: self._advance(rank),
-            InFlightCall: self._complete_call,
-            RankFailureEvent: self._fail_rank,
-            StartEvent: transfers.start,
-            TransferStartEvent: transfers.start_flow,
-            TransferEndEvent: transfers.end_flow,
-            LinkChangeEvent: transfers.change_links,
-            PortsFreedEvent: lambda freed, now: transfers.release_ports(freed.call, now),
-        }
+        self.matcher = CallMatcher(network, partition)
+        self.transfers = Transfers(network, partition, self.events, self._complete_call)
+        self.ranks: list[RankState] = []
+        for number, rank in enumerate(partition.representatives):
+            jitter, slowdown = jitter_factors(disturbances.seed, rank, 0, disturbances.jitter), disturbances.slowdowns.get(rank, 1.0)
+            self.ranks.append(RankState(number, schedule.program_for(rank), jitter, slowdown, network.overlap_behavior(rank)))
 
     def run(self) -> Simulation:
-        speeds, deaths, seed, jitter = self.disturbances.slowdowns, self.disturbances.failure_times, self.disturbances.seed, self.disturbances.jitter
-        ranks = [
-            RankState(
-                number,
-                self.schedule.program_for(first),
-                jitter_factors(seed, first, 0, jitter),
-                speeds.get(first, 1.0),
-                self.network.overlap_behavior(first),
-            )
-            for number, first in enumerate(self.rank_partition.representatives)
-        ]
-        for rank, first in zip(ranks, self.rank_partition.representatives, strict=True):
-            if first in deaths:
-                self.events.push(deaths[first], RankFailureEvent(rank))
-        for moment in range(1, len(self.rank_partition.link_epochs)):
-            self.events.push(self.rank_partition.link_epochs[moment].start_s, LinkChangeEvent(moment))
-        for rank in ranks:
-            self.events.push(0.0, rank)
+        failure_times = self.disturbances.failure_times
+        for state, rank in zip(self.ranks, self.partition.representatives, strict=True):
+            if rank in failure_times:
+                self.events.push(failure_times[rank], partial(self._fail_rank, state))
+        for epoch, links in enumerate(self.partition.link_epochs[1:], 1):
+            self.events.push(links.start_s, partial(self.transfers.change_links, epoch))
+        for state in self.ranks:
+            self._resume_at_clock(state)
         while self.events:
-            now, what = self.events.pop()
-            self.handlers[type(what)](what, now)
-        lost = self._find_lost_step(ranks)
-        return Simulation(max(r.clock for r in ranks), tuple(r.clock for r in ranks), tuple(tuple(r.spans) for r in ranks), self.rank_partition, lost)
+            self.events.run_next()
+        end_times, spans = tuple(r.clock for r in self.ranks), tuple(tuple(r.spans) for r in self.ranks)
+        return Simulation(max(end_times), end_times, spans, self.partition, self._find_lost_step())
 
     # -- ranks --
+
+    def _resume_at_clock(self, rank: RankState) -> None:
+        self.events.push(rank.clock, lambda _: self._advance(rank))
 
     def _advance(self, rank: RankState) -> None:
         """Continue the rank's program until it waits or computes."""
         while rank.program_counter < len(rank.program) and not rank.failed:
             action = rank.program[rank.program_counter]
-            flies = action.op in COLLECTIVE_OPS or action.op in P2P_OPS
-            if (
-                action.depends_on
-                and not (flies and rank.overlap.stream_ordered)
-                and self._block_on(rank, [rank.calls_by_name.get(w) for w in action.depends_on])
-            ):
+            is_call = action.op in COLLECTIVE_OPS or action.op in P2P_OPS
+            dependencies = () if is_call and rank.overlap.stream_ordered else action.depends_on
+            if dependencies and self._block_on(rank, [rank.calls_by_name.get(name) for name in dependencies]):
                 return
             rank.program_counter += 1
-            if flies:
+            if is_call:
                 if self._launch(rank, action):
                     return
             elif action.op in COMPUTE_OPS and action.seconds > 0:
@@ -136,49 +108,49 @@ class _Engine:
 
     def _compute(self, rank: RankState, action: Action) -> None:
         """Run a computation, slowed down by calls in flight: it pays off the rank's interference debt at no more than the interference rate."""
-        begun, alone, steals = rank.clock, action.seconds * rank.slowdown * next(rank.factor), rank.overlap.interference
-        stolen = min(rank.interference_debt, alone * steals / (1.0 - steals)) if rank.interference_debt else 0.0
-        rank.interference_debt -= stolen
-        rank.clock += alone + stolen
-        rank.spans.append(Span(action.name, action.op, "", 0, 0, begun, rank.clock, stolen))
-        self.events.push(rank.clock, rank)
+        start, seconds, interference = rank.clock, action.seconds * rank.slowdown * next(rank.factor), rank.overlap.interference
+        delay = min(rank.interference_debt, seconds * interference / (1.0 - interference)) if rank.interference_debt else 0.0
+        rank.interference_debt -= delay
+        rank.clock += seconds + delay
+        rank.spans.append(Span(action.name, action.op, "", 0, 0, start, rank.clock, delay))
+        self._resume_at_clock(rank)
 
     def _launch(self, rank: RankState, action: Action) -> bool:
         """Join a call; return whether the rank stops for it."""
-        flight = self._join_call(rank, action)
+        call = self._join_call(rank, action)
         if action.is_blocking:
-            return self._block_on(rank, [flight])
-        steals = rank.overlap.interference
-        if not steals or action.op == "recv":
+            return self._block_on(rank, [call])
+        interference = rank.overlap.interference
+        if not interference or action.op == "recv":
             return False
-        stolen = steals * self.transfers.seconds_alone(flight)
-        if steals < 1:
-            rank.interference_debt += stolen
+        delay = interference * self.transfers.seconds_alone(call)
+        if interference < 1:
+            rank.interference_debt += delay
             return False
-        flight.exposed_s[rank.rank_class] = flight.exposed_s.get(rank.rank_class, 0.0) + stolen
-        rank.clock += stolen
-        self.events.push(rank.clock, rank)
+        call.exposed_s[rank.rank_class] = call.exposed_s.get(rank.rank_class, 0.0) + delay
+        rank.clock += delay
+        self._resume_at_clock(rank)
         return True
 
     def _block_on(self, rank: RankState, calls: list[InFlightCall | None]) -> bool:
         """Register the rank as a waiter of the calls that are not done; return whether there are any."""
-        open_ones = [f for f in calls if f is not None and not f.done]
-        for flight in open_ones:
-            flight.waiters.append(rank)
-        rank.pending, rank.blocked_since = len(open_ones), rank.clock
-        return bool(open_ones)
+        pending = [call for call in calls if call is not None and not call.done]
+        for call in pending:
+            call.waiters.append(rank)
+        rank.pending, rank.blocked_since = len(pending), rank.clock
+        return bool(pending)
 
     def _join_call(self, rank: RankState, action: Action) -> InFlightCall:
-        flight = self.matcher.match(rank, action)
-        rank.calls_by_name[action.name] = flight
-        before = [f for w in action.depends_on if (f := rank.calls_by_name.get(w)) is not None and not f.done] if rank.overlap.stream_ordered else []
-        if before:  # the device defers the call until its dependencies are done
-            later = DeferredCall(rank, action, flight, len(before))
-            for other in before:
-                other.waiters.append(later)
+        call = rank.calls_by_name[action.name] = self.matcher.match(rank, action)
+        before = [rank.calls_by_name.get(name) for name in action.depends_on] if rank.overlap.stream_ordered else []
+        pending = [other for other in before if other is not None and not other.done]
+        if pending:  # the device launches the call when its dependencies are done
+            deferred = DeferredCall(rank, action, call, len(pending))
+            for other in pending:
+                other.waiters.append(deferred)
         else:
-            self._arrive(flight, rank, action, rank.clock)
-        return flight
+            self._arrive(call, rank, action, rank.clock)
+        return call
 
     def _arrive(self, call: InFlightCall, rank: RankState, action: Action, now: float) -> None:
         if rank.failed:
@@ -187,7 +159,7 @@ class _Engine:
         call.missing -= 1
         if not call.missing:
             call.ready = now
-            self.events.request_start(call, now)
+            self.transfers.request_start(call, now)
 
     # -- calls --
 
@@ -199,13 +171,12 @@ class _Engine:
             if isinstance(rank, RankState):
                 call.exposed_s[rank.rank_class] = call.exposed_s.get(rank.rank_class, 0.0) + now - rank.blocked_since
                 call.peer_wait_s[rank.rank_class] = call.peer_wait_s.get(rank.rank_class, 0.0) + max(call.ready - rank.blocked_since, 0.0)
-                rank.interference_debt = max(
-                    rank.interference_debt - rank.overlap.interference * (now - rank.blocked_since), 0.0
-                )  # calls cause no interference while the rank waits
-        for rank, begun, action in call.participants:
-            count = 2 if action.op in P2P_OPS else len(call.ranks)
-            held, waited = call.exposed_s.get(rank.rank_class, 0.0), call.peer_wait_s.get(rank.rank_class, 0.0)
-            rank.spans.append(Span(action.name, action.op, action.axis, count, action.bytes, begun, now, held, waited))
+                # Calls cause no interference while the rank waits.
+                rank.interference_debt = max(rank.interference_debt - rank.overlap.interference * (now - rank.blocked_since), 0.0)
+        for rank, start, action in call.participants:
+            group_size = 2 if action.op in P2P_OPS else len(call.ranks)
+            exposed, waiting = call.exposed_s.get(rank.rank_class, 0.0), call.peer_wait_s.get(rank.rank_class, 0.0)
+            rank.spans.append(Span(action.name, action.op, action.axis, group_size, action.bytes, start, now, exposed, waiting))
         self.transfers.release_ports(call, now)
         for waiter in call.waiters:
             waiter.pending -= 1
@@ -219,40 +190,34 @@ class _Engine:
 
     # -- failures --
 
-    def _fail_rank(self, event: RankFailureEvent, now: float) -> None:
+    def _fail_rank(self, rank: RankState, now: float) -> None:
         """Fail the rank and the calls that it has joined. Calls that it has not joined wait for ever."""
-        rank = event.rank
         if rank.finished:
             return
         rank.failed, rank.blocked_since, rank.clock = True, now, now
-        rank.spans[:] = [span if span.end_s <= now else _truncate_span(span, now) for span in rank.spans if span.start_s < now]
-        for flight in rank.calls_by_name.values():
-            if not flight.done:
-                self.transfers.fail(flight, now)
+        rank.spans[:] = [span if span.end_s <= now else replace(span, end_s=now) for span in rank.spans if span.start_s < now]
+        for call in rank.calls_by_name.values():
+            if not call.done:
+                self.transfers.fail(call, now)
 
-    def _find_lost_step(self, ranks: list[RankState]) -> LostStep | None:
-        stuck = [rank for rank in ranks if not rank.finished]
+    def _find_lost_step(self) -> LostStep | None:
+        stuck = [rank for rank in self.ranks if not rank.finished]
         if not stuck:
             return None
         if not (self.disturbances.fail or self.disturbances.degrade):
             raise self._deadlock(stuck[0])
         alive = [rank for rank in stuck if not rank.failed]
-        sizes = self.rank_partition.class_sizes
+        sizes = self.partition.class_sizes
         first = min(alive or stuck, key=lambda rank: rank.blocked_since)
         return LostStep(first.blocked_since, sum(sizes[rank.rank_class] for rank in stuck), next(_unfinished_calls(first), ""))
 
     def _deadlock(self, rank: RankState) -> RequestError:
-        return RequestError(
-            f"schedule {self.schedule.name or ''}: rank {self.rank_partition.representatives[rank.rank_class]} "
-            f"waits for ever at '{next(_unfinished_calls(rank), '?')}', "
-            f"action {rank.program_counter} of {len(rank.program)}: what it waits for is never done".replace("  ", " ")
-        )
+        where = f"'{next(_unfinished_calls(rank), '?')}', action {rank.program_counter} of {len(rank.program)}"
+        schedule = f"schedule {self.schedule.name}".strip()
+        number = self.partition.representatives[rank.rank_class]
+        return RequestError(f"{schedule}: rank {number} waits for ever at {where}: other ranks never join or complete this call")
 
 
 def _unfinished_calls(rank: RankState) -> Iterator[str]:
     """Names of the rank's calls that are not done, last joined first."""
-    return (name for name, flight in reversed(rank.calls_by_name.items()) if not flight.done)
-
-
-def _truncate_span(span: Span, now: float) -> Span:
-    return Span(span.name, span.op, span.axis, span.group_size, span.bytes, span.start_s, now, span.exposed_s, span.waiting_s)
+    return (name for name, call in reversed(rank.calls_by_name.items()) if not call.done)

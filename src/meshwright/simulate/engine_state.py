@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,74 +70,23 @@ class DeferredCall:
     clock: float = 0.0
 
 
-# Events of a call other than its completion, which is the InFlightCall itself; events of ranks and links.
-
-
-@dataclass(slots=True, eq=False)
-class StartEvent:
-    """All ranks of a call have arrived: it starts unless its ports are in use."""
-
-    call: InFlightCall
-
-
-@dataclass(slots=True, eq=False)
-class TransferStartEvent:
-    """The first byte of a call leaves."""
-
-    call: InFlightCall
-
-
-@dataclass(slots=True, eq=False)
-class TransferEndEvent:
-    """The last byte of a call leaves, unless its rate has changed since this event was scheduled (`version`)."""
-
-    call: InFlightCall
-    version: int
-
-
-@dataclass(slots=True, eq=False)
-class PortsFreedEvent:
-    """The last byte of a call has left: its ports are free."""
-
-    call: InFlightCall
-
-
-@dataclass(slots=True, eq=False)
-class RankFailureEvent:
-    """A device fails."""
-
-    rank: RankState
-
-
-@dataclass(slots=True, eq=False)
-class LinkChangeEvent:
-    """Link bandwidths or paths change."""
-
-    epoch: int
-
-
-EngineEvent = RankState | InFlightCall | StartEvent | TransferStartEvent | TransferEndEvent | PortsFreedEvent | RankFailureEvent | LinkChangeEvent
+Event = Callable[[float], None]  # called with the time at which it occurs
 
 
 class EventQueue:
-    """Pending events in order of time."""
+    """Pending events in order of time; of equal times by `order`, then first come, first served."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, float, int, int, EngineEvent]] = []
+        self._heap: list[tuple[float, tuple[float, ...], int, Event]] = []
         self._count = 0
 
     def __bool__(self) -> bool:
         return bool(self._heap)
 
-    def push(self, when: float, what: EngineEvent) -> None:
+    def push(self, when: float, event: Event, order: tuple[float, ...] = ()) -> None:
         self._count += 1
-        heapq.heappush(self._heap, (when, 0, 0.0, 0, self._count, what))
+        heapq.heappush(self._heap, (when, order, self._count, event))
 
-    def request_start(self, flight: InFlightCall, now: float) -> None:
-        """Queue a start after all other events of this time: which call gets a port must not depend on the order in which ranks are processed."""
-        self._count += 1
-        heapq.heappush(self._heap, (now, 1, flight.ready, flight.program_index, self._count, StartEvent(flight)))
-
-    def pop(self) -> tuple[float, EngineEvent]:
-        now, *_, what = heapq.heappop(self._heap)
-        return now, what
+    def run_next(self) -> None:
+        now, _, _, event = heapq.heappop(self._heap)
+        event(now)

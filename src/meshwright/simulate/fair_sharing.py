@@ -44,18 +44,19 @@ class FairSharing:
         return self._update_rates(self._connected([flow]), now)
 
     def remove(self, flow: Flow, now: float) -> list[Flow]:
-        near = [other for link, _ in self._loads_of(flow) for other in self._flows_on_link[link]]
-        self._detach(flow)
-        return self._update_rates(self._connected(other for other in near if other is not flow), now)
+        neighbours = [other for link, _ in self._loads_of(flow) for other in self._flows_on_link[link] if other is not flow]
+        for link, _ in self._loads_of(flow):
+            del self._flows_on_link[link][flow]
+        return self._update_rates(self._connected(neighbours), now)
 
     def change_links(self, epoch: int, now: float) -> list[Flow]:
         """Switch to the links of another epoch: paths and capacities change."""
-        every = list(dict.fromkeys(flow for flows in self._flows_on_link.values() for flow in flows))
+        flows = list(dict.fromkeys(flow for on_link in self._flows_on_link.values() for flow in on_link))
         self._flows_on_link.clear()
         self._current_links = self.link_epochs[epoch]
-        for flow in every:
+        for flow in flows:
             self._attach(flow)
-        return self._update_rates(every, now)
+        return self._update_rates(flows, now)
 
     def _loads_of(self, flow: Flow) -> tuple[tuple[int, float], ...]:
         return self._current_links.loads.get(flow.call_class, ())
@@ -64,21 +65,17 @@ class FairSharing:
         for link, load in self._loads_of(flow):
             self._flows_on_link.setdefault(link, {})[flow] = load
 
-    def _detach(self, flow: Flow) -> None:
-        for link, _ in self._loads_of(flow):
-            del self._flows_on_link[link][flow]
-
     def _connected(self, flows: Iterable[Flow]) -> list[Flow]:
         """These flows and all flows connected to them through shared links, directly or indirectly."""
-        found = dict.fromkeys(flows)
-        waiting = list(found)
-        while waiting:
-            for link, _ in self._loads_of(waiting.pop()):
+        connected = dict.fromkeys(flows)
+        unvisited = list(connected)
+        while unvisited:
+            for link, _ in self._loads_of(unvisited.pop()):
                 for other in self._flows_on_link[link]:
-                    if other not in found:
-                        found[other] = None
-                        waiting.append(other)
-        return list(found)
+                    if other not in connected:
+                        connected[other] = None
+                        unvisited.append(other)
+        return list(connected)
 
     def _update_rates(self, flows: list[Flow], now: float) -> list[Flow]:
         changed = []
@@ -91,7 +88,7 @@ class FairSharing:
         return changed
 
     def _max_min_rates(self, flows: list[Flow]) -> dict[Flow, float]:
-        found: dict[Flow, float] = {}
+        rates: dict[Flow, float] = {}
         room = {link: self._current_links.capacity[link] for flow in flows for link, _ in self._loads_of(flow)}
         growing = dict.fromkeys(flows)
         while growing:
@@ -105,8 +102,8 @@ class FairSharing:
             full = {link for link in room if weight[link] and room[link] <= limit * weight[link]}
             stopped = [f for f in growing if f.max_rate <= limit or any(link in full for link, _ in self._loads_of(f))]
             for flow in stopped:
-                found[flow] = level
+                rates[flow] = level
                 del growing[flow]
                 for link, load in self._loads_of(flow):
                     room[link] = max(room[link] - level * load, 0.0)
-        return found
+        return rates

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshwright.core.errors import RequestError
 
@@ -51,8 +52,8 @@ class FailureModel:
     def daly_interval(self) -> float:
         if self.checkpoint_s >= 2 * self.mtbf_s:
             return self.mtbf_s
-        part = math.sqrt(self.checkpoint_s / (2 * self.mtbf_s))
-        return self.young_interval * (1 + part / 3 + part * part / 9) - self.checkpoint_s
+        ratio = math.sqrt(self.checkpoint_s / (2 * self.mtbf_s))
+        return self.young_interval * (1 + ratio / 3 + ratio * ratio / 9) - self.checkpoint_s
 
 
 def _one_plus_lambert_w(checkpoint_ratio: float) -> float:
@@ -67,8 +68,7 @@ def _one_plus_lambert_w(checkpoint_ratio: float) -> float:
     return x
 
 
-@dataclass(frozen=True)
-class SampledGoodput:
+class SampledGoodput(NamedTuple):
     """A goodput from simulated failures, with its standard error."""
 
     goodput: float
@@ -81,17 +81,17 @@ def sample_goodput(failures: FailureModel, interval_s: float, seed: int, num_int
     draw = random.Random(f"{seed}/{interval_s!r}")
     times, count = [], 0
     for _ in range(num_intervals):
-        spent = 0.0
+        lost = 0.0
         while (until := draw.expovariate(1 / failures.mtbf_s)) < interval_s + failures.checkpoint_s:
             count += 1
-            spent += until
-            while (again := draw.expovariate(1 / failures.mtbf_s)) < failures.restart:
+            lost += until
+            while (until := draw.expovariate(1 / failures.mtbf_s)) < failures.restart:
                 count += 1
-                spent += again
-            spent += failures.restart
+                lost += until
+            lost += failures.restart
             if count > 50 * num_intervals:  # hardly any progress: the estimate so far shows it
                 break
-        times.append(spent + interval_s + failures.checkpoint_s)
+        times.append(lost + interval_s + failures.checkpoint_s)
         if count > 50 * num_intervals:
             break
     mean = sum(times) / len(times)
@@ -99,25 +99,22 @@ def sample_goodput(failures: FailureModel, interval_s: float, seed: int, num_int
     return SampledGoodput(interval_s / mean, interval_s / mean * spread / mean, count)
 
 
-def _num_intervals(failures: FailureModel, interval_s: float) -> int:
-    """Number of intervals in which some thousand failures are expected, between 4000 and 100,000."""
-    return int(min(max(3000 * failures.mtbf_s / (interval_s + failures.checkpoint_s), 4000), 100_000))
-
-
 def study_intervals(failures: FailureModel, seed: int, points: int = 41) -> dict[str, object]:
     """The best, Young's and Daly's interval with their exact goodput, sampled goodputs that confirm them, and the curve of goodput by interval."""
     best = failures.best_interval
     intervals = {"best": best, "young": failures.young_interval, "daly": failures.daly_interval}
     curve = [best * 10 ** (2.4 * i / (points - 1) - 1.2) for i in range(points)]
-    shown = [best / 8, best / 3, best, 3 * best, 8 * best]
-    draws = [sample_goodput(failures, work, seed, _num_intervals(failures, work)) for work in shown]
+    samples = []
+    for work in (best / 8, best / 3, best, 3 * best, 8 * best):
+        num_intervals = int(min(max(3000 * failures.mtbf_s / (work + failures.checkpoint_s), 4000), 100_000))  # some thousand failures are expected
+        samples.append({"interval_s": work, **sample_goodput(failures, work, seed, num_intervals)._asdict()})
     return {
         "failures_every_s": failures.mtbf_s,
         "checkpoint_s": failures.checkpoint_s,
         "restart_s": failures.restart,
         "intervals_s": intervals,
         "goodput": {name: failures.goodput(work) for name, work in intervals.items()},
-        "drawn": [{"interval_s": w, "goodput": d.goodput, "error": d.error, "failures": d.failures} for w, d in zip(shown, draws, strict=True)],
+        "drawn": samples,
         "curve": [[work, failures.goodput(work)] for work in curve],
         "seed": seed,
     }

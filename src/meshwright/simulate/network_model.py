@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from meshwright.core.calibration import AlphaBetaModel, Rates
@@ -36,10 +36,14 @@ class OverlapBehavior:
     interference: float = 0.0  # share of an overlapped call's time in which the rank cannot compute
 
 
+_NO_INTERFERENCE = OverlapBehavior()
+
+
 class Network(Protocol):
     """The engine's interface to a network model."""
 
-    def overlap_behavior(self, rank: int) -> OverlapBehavior: ...
+    def overlap_behavior(self, rank: int) -> OverlapBehavior:
+        return _NO_INTERFERENCE
 
     @property
     def duplex(self) -> bool:
@@ -56,25 +60,19 @@ class Network(Protocol):
 
     def exclusive_link(self, ranks: tuple[int, ...]) -> str:
         """The link that these ranks occupy while they communicate: a rank runs one call at a time on it. Empty: no limit."""
-        ...
+        return ""
 
     def link_loads(self, op: str, ranks: tuple[int, ...], down_links: frozenset[str] = NO_LINKS) -> Mapping[DirectedLink, float]:
         """The links that a call crosses, with the bytes on each link per byte that a rank sends. Concurrent calls share a link's bandwidth.
         Empty: the call shares no link."""
-        ...
-
-
-_NO_INTERFERENCE = OverlapBehavior()
+        return {}
 
 
 @dataclass(frozen=True)
-class IdealNetwork:
+class IdealNetwork(Network):
     """A network where communication takes no time: only computation and dependencies count."""
 
     duplex: bool = True
-
-    def overlap_behavior(self, rank: int) -> OverlapBehavior:
-        return _NO_INTERFERENCE
 
     def call_cost(self, op: str, size: int, ranks: tuple[int, ...], *, blocks: bool = False) -> CallCost:
         return CallCost()
@@ -82,19 +80,9 @@ class IdealNetwork:
     def group_signature(self, ranks: tuple[int, ...]) -> Hashable:
         return None
 
-    def exclusive_link(self, ranks: tuple[int, ...]) -> str:
-        return ""
-
-    def link_loads(self, op: str, ranks: tuple[int, ...], down_links: frozenset[str] = NO_LINKS) -> Mapping[DirectedLink, float]:
-        return {}
-
 
 @dataclass(frozen=True)
-class AlphaBetaNetwork:
-    """Measured α–β models where there are any, otherwise the figures of the link between the ranks; with more ranks than devices, of the
-    link that spans all devices. `contended`: calls on one link run one after the other, except for the part of their latency that was measured
-    to overlap."""
-
+class _ClusterNetwork(Network):
     cluster: Cluster
     rates: Rates
     backend: str = "gloo"
@@ -104,7 +92,15 @@ class AlphaBetaNetwork:
     overlap_by_rank: Sequence[OverlapBehavior] = ()  # by rank, or one for all; empty: no interference
 
     def overlap_behavior(self, rank: int) -> OverlapBehavior:
-        return _overlap_of(self.overlap_by_rank, self.rates, rank)
+        by_rank = self.overlap_by_rank
+        return by_rank[rank % len(by_rank)] if by_rank else OverlapBehavior(self.rates.async_dispatch)
+
+
+@dataclass(frozen=True)
+class AlphaBetaNetwork(_ClusterNetwork):
+    """Measured α–β models where there are any, otherwise the figures of the link between the ranks; with more ranks than devices, of the
+    link that spans all devices. `contended`: calls on one link run one after the other, except for the part of their latency that was measured
+    to overlap."""
 
     def call_cost(self, op: str, size: int, ranks: tuple[int, ...], *, blocks: bool = False) -> CallCost:
         if len(ranks) < 2:
@@ -119,66 +115,43 @@ class AlphaBetaNetwork:
         link = effective_link(self.cluster, ranks, "")
         return (link.slowest if isinstance(link, GroupBandwidth) else link.name) if self.contended else ""
 
-    def link_loads(self, op: str, ranks: tuple[int, ...], down_links: frozenset[str] = NO_LINKS) -> Mapping[DirectedLink, float]:
-        return {}
-
 
 @dataclass(frozen=True)
-class FabricNetwork:
+class FabricNetwork(_ClusterNetwork):
     """A topology whose links are shared by groups. A collective is a ring of its ranks, an all-to-all sends between all pairs; concurrent calls
     share a link max-min fairly. The time before a call's first byte is that of the closed form. Its bytes go at the rate of its links, limited by the
     measured rate if there is one."""
 
-    topology: Topology
-    cluster: Cluster
-    rates: Rates
+    topology: Topology = field(kw_only=True)
     backend: str = "nccl"
-    contended: bool = True
-    bandwidth_scale: float = 1.0
-    overlap_by_rank: Sequence[OverlapBehavior] = ()  # by rank, or one for all; empty: no interference
-    duplex: bool = True
 
     @classmethod
     def from_cluster(cls, cluster: Cluster, rates: Rates, **options: object) -> FabricNetwork:
         """The network of a cluster: its routes if they are known, otherwise nodes on one non-blocking network."""
-        return cls(topology_of(cluster), cluster, rates, **options)  # type: ignore[arg-type]
-
-    def overlap_behavior(self, rank: int) -> OverlapBehavior:
-        return _overlap_of(self.overlap_by_rank, self.rates, rank)
+        return cls(cluster, rates, topology=topology_of(cluster), **options)  # type: ignore[arg-type]
 
     def call_cost(self, op: str, size: int, ranks: tuple[int, ...], *, blocks: bool = False) -> CallCost:
         if len(ranks) < 2:
             return CallCost()
         line = alpha_beta_of(op, len(ranks), self.backend, self.rates, self.cluster.link_between(ranks))
-        most = line.bytes_per_s * self.bandwidth_scale if self.rates.collectives else float("inf")  # if not measured, the line is the link's own
+        rate = line.bytes_per_s * self.bandwidth_scale if self.rates.collectives else float("inf")  # if not measured, the line is the link's own
         if not self.contended:
-            links = (hop.bandwidth / share for hop, share in self._crossed_links(op, ranks).items())
-            most = min(most, *links)
-        return _call_cost(line, size * wire_factor(op, len(ranks)), most)
+            rate = min(rate, *(link.bandwidth / load for link, load in self._crossed_links(op, ranks).items()))
+        return _call_cost(line, size * wire_factor(op, len(ranks)), rate)
 
     def group_signature(self, ranks: tuple[int, ...]) -> Hashable:
         return self.cluster.link_between(ranks), len(ranks)
-
-    def exclusive_link(self, ranks: tuple[int, ...]) -> str:
-        return ""
 
     def link_loads(self, op: str, ranks: tuple[int, ...], down_links: frozenset[str] = NO_LINKS) -> Mapping[DirectedLink, float]:
         return self._crossed_links(op, ranks, down_links) if self.contended else {}
 
     def _crossed_links(self, op: str, ranks: tuple[int, ...], down_links: frozenset[str] = NO_LINKS) -> Mapping[DirectedLink, float]:
-        found: dict[DirectedLink, float] = {}
+        loads: dict[DirectedLink, float] = {}
         for source, target, share in _traffic_pairs(op, ranks):
-            for hop in self.topology.path(source, target, down_links) or self.topology.path(source, target):  # no detour: the call waits at the link
-                found[hop] = found.get(hop, 0.0) + share
-        return (
-            found
-            if self.bandwidth_scale == 1
-            else {replace(hop, bandwidth=hop.bandwidth * self.bandwidth_scale): share for hop, share in found.items()}
-        )
-
-
-def _overlap_of(overlap_by_rank: Sequence[OverlapBehavior], rates: Rates, rank: int) -> OverlapBehavior:
-    return overlap_by_rank[rank % len(overlap_by_rank)] if overlap_by_rank else OverlapBehavior(rates.async_dispatch)
+            for link in self.topology.path(source, target, down_links) or self.topology.path(source, target):  # no detour: the call waits at the link
+                loads[link] = loads.get(link, 0.0) + share
+        scale = self.bandwidth_scale
+        return loads if scale == 1 else {replace(link, bandwidth=link.bandwidth * scale): load for link, load in loads.items()}
 
 
 def traffic_pattern(op: str) -> str:
@@ -188,11 +161,11 @@ def traffic_pattern(op: str) -> str:
 
 def _traffic_pairs(op: str, ranks: tuple[int, ...]) -> list[tuple[int, int, float]]:
     """Pairs of sender and receiver, each with its share of the bytes that a rank sends."""
-    kind = traffic_pattern(op)
-    if kind == "message":
+    pattern = traffic_pattern(op)
+    if pattern == "message":
         return [(ranks[0], ranks[1], 1.0)]
-    if kind == "ring":
-        return [(rank, ranks[(at + 1) % len(ranks)], 1.0) for at, rank in enumerate(ranks)]
+    if pattern == "ring":
+        return [(rank, ranks[(i + 1) % len(ranks)], 1.0) for i, rank in enumerate(ranks)]
     return [(a, b, 1.0 / (len(ranks) - 1)) for a in ranks for b in ranks if a != b]
 
 

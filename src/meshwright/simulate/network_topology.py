@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from typing import Protocol
 
 from meshwright.core import node_topology
@@ -50,24 +51,21 @@ class NonBlockingTopology:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._node = [index for index, node in enumerate(cluster.nodes) for _ in node.devices]  # by rank
-        self._links: dict[tuple[bool, str], dict[int, DirectedLink]] = {(near, way): {} for near in (True, False) for way in ("out", "in")}
+        self._links: dict[tuple[bool, int, str], DirectedLink] = {}
 
     @property
     def world(self) -> int:
         return len(self._cluster.devices)
 
     def path(self, source: int, target: int, down_links: frozenset[str] = NO_LINKS) -> tuple[DirectedLink, ...]:
-        near = self._node[source] == self._node[target]
-        direct = self._direct_path(near, source, target)
+        intra_node = self._node[source] == self._node[target]
+        direct = self._direct_path(intra_node, source, target)
         if not down_links or not _is_down(direct, down_links):
             return direct
-        return next((way for way in self._detour_paths(near, source, target) if not _is_down(way, down_links)), ())
+        return next((path for path in self._detour_paths(intra_node, source, target) if not _is_down(path, down_links)), ())
 
     def link_keys(self) -> Iterable[str]:
-        for rank in range(self.world):
-            for inside in (True, False):
-                for way in ("out", "in"):
-                    yield self._link(inside, rank, way).key
+        return (self._link(*link).key for link in product((True, False), range(self.world), ("out", "in")))
 
     def _direct_path(self, intra_node: bool, source: int, target: int) -> tuple[DirectedLink, ...]:
         return self._link(intra_node, source, "out"), self._link(intra_node, target, "in")
@@ -77,21 +75,21 @@ class NonBlockingTopology:
         if intra_node:
             yield self._direct_path(False, source, target)
             return
-        for here in self._node_peers(source):
-            yield (*self._direct_path(True, source, here), *self._direct_path(False, here, target))
-        for there in self._node_peers(target):
-            yield (*self._direct_path(False, source, there), *self._direct_path(True, there, target))
+        for peer in self._node_peers(source):
+            yield (*self._direct_path(True, source, peer), *self._direct_path(False, peer, target))
+        for peer in self._node_peers(target):
+            yield (*self._direct_path(False, source, peer), *self._direct_path(True, peer, target))
 
     def _node_peers(self, rank: int) -> Iterable[int]:
         first = bisect_left(self._node, self._node[rank])
         return (r for r in range(first, first + len(self._cluster.nodes[self._node[rank]].devices)) if r != rank)
 
     def _link(self, intra_node: bool, rank: int, direction: str) -> DirectedLink:
-        known = self._links[intra_node, direction]
-        if rank not in known:
+        key = (intra_node, rank, direction)
+        if key not in self._links:
             link = self._cluster.nodes[self._node[rank]].link if intra_node else self._cluster.link
-            known[rank] = DirectedLink(f"{link.name}/{rank}/{direction}", link.latency_s, link.bandwidth)
-        return known[rank]
+            self._links[key] = DirectedLink(f"{link.name}/{rank}/{direction}", link.latency_s, link.bandwidth)
+        return self._links[key]
 
 
 class RoutedTopology:
@@ -106,15 +104,14 @@ class RoutedTopology:
         return len(self._cluster.devices)
 
     def path(self, source: int, target: int, down_links: frozenset[str] = NO_LINKS) -> tuple[DirectedLink, ...]:
-        found = tuple(map(self._link, self._cluster.path(source, target)))
-        return () if _is_down(found, down_links) else found
+        path = tuple(map(self._link, self._cluster.path(source, target)))
+        return () if _is_down(path, down_links) else path
 
     def link_keys(self) -> Iterable[str]:
         """The links between each rank and the next, and between ranks one node apart: every kind of link, and every device's own."""
-        each = len(self._cluster.nodes[0].devices)
-        for apart in dict.fromkeys((1, each)):
+        for distance in dict.fromkeys((1, len(self._cluster.nodes[0].devices))):
             for rank in range(self.world):
-                yield from (hop.key for hop in self.path(rank, (rank + apart) % self.world))
+                yield from (link.key for link in self.path(rank, (rank + distance) % self.world))
 
     def _link(self, hop: node_topology.PathHop) -> DirectedLink:
         if hop.key not in self._links:
@@ -127,4 +124,4 @@ def topology_of(cluster: Cluster) -> Topology:
 
 
 def _is_down(path: tuple[DirectedLink, ...], down_links: frozenset[str]) -> bool:
-    return any(hop.key in down_links for hop in path)
+    return any(link.key in down_links for link in path)

@@ -44,7 +44,7 @@ class RankPartition:
     link_epochs: tuple[LinkClasses, ...] = ()  # in order of time; empty if no links are shared
 
     def ranks_in(self, rank_class: int) -> list[int]:
-        return [rank for rank, mine in enumerate(self.class_of) if mine == rank_class]
+        return [rank for rank, number in enumerate(self.class_of) if number == rank_class]
 
     @property
     def class_sizes(self) -> list[int]:
@@ -54,68 +54,58 @@ class RankPartition:
 
 def partition_ranks(schedule: Schedule, network: Network, disturbances: Disturbances, *, separate: bool = False) -> RankPartition:
     """The classes of a schedule's ranks; with `separate` every rank is a class."""
-    sites = CallGraph(schedule, network)
-    crossed = find_link_usage(sites, network, disturbances)
+    call_graph = CallGraph(schedule, network)
+    usage = find_link_usage(call_graph, network, disturbances)
     if separate:
-        ranks, edges, links = (np.arange(n) for n in (schedule.world, sites.num_calls, len(crossed.directed_links)))
+        ranks, calls, links = (np.arange(n) for n in (schedule.world, call_graph.num_calls, len(usage.directed_links)))
     else:
-        ranks, edges, links = _refine(sites, crossed, _initial_classes(sites, network, disturbances))
-    first = np.unique(ranks, return_index=True)[1]
-    shared = _link_epochs(crossed, edges, links, disturbances) if crossed.directed_links else ()
-    return RankPartition(tuple(ranks.tolist()), tuple(first.tolist()), sites, edges, shared)
+        ranks, calls, links = _refine(call_graph, usage, _initial_classes(call_graph, network, disturbances))
+    representatives = np.unique(ranks, return_index=True)[1]
+    epochs = _link_epochs(usage, calls, links, disturbances) if usage.directed_links else ()
+    return RankPartition(tuple(ranks.tolist()), tuple(representatives.tolist()), call_graph, calls, epochs)
 
 
 def _initial_classes(call_graph: CallGraph, network: Network, disturbances: Disturbances) -> IntArray:
-    speeds, deaths = disturbances.slowdowns, disturbances.failure_times
-    alike = {rank: (speeds.get(rank, 1.0), deaths.get(rank)) for rank in {*speeds, *deaths}}
-    numbers = {sign: at + 1 for at, sign in enumerate(dict.fromkeys(alike.values()))}
-    found = call_graph.programs * (len(numbers) + 1)
-    for rank, sign in alike.items():
-        found[rank] += numbers[sign]
-    behaviour = hash_values([network.overlap_behavior(rank) for rank in range(len(found))])
-    return canonical_ids(splitmix64(found) + behaviour)
+    slowdowns, failures = disturbances.slowdowns, disturbances.failure_times
+    disturbed = {rank: (slowdowns.get(rank, 1.0), failures.get(rank)) for rank in {*slowdowns, *failures}}
+    numbers = {disturbance: number for number, disturbance in enumerate(dict.fromkeys(disturbed.values()), 1)}
+    classes = call_graph.programs * (len(numbers) + 1)
+    for rank, disturbance in disturbed.items():
+        classes[rank] += numbers[disturbance]
+    return canonical_ids(splitmix64(classes) + hash_values([network.overlap_behavior(rank) for rank in range(len(classes))]))
 
 
-def _refine(call_graph: CallGraph, link_usage: LinkUsage, rank_classes: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    edges, links = canonical_ids(hash_values(call_graph.call_signatures)), canonical_ids(hash_values(link_usage.link_signatures))
-    known = -1
+def _refine(graph: CallGraph, usage: LinkUsage, ranks: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """The classes of ranks, calls and links, refined from the initial classes of `ranks` until their number stays the same."""
+    calls, links = canonical_ids(hash_values(graph.call_signatures)), canonical_ids(hash_values(usage.link_signatures))
+    before = -1
     while True:
-        met = call_graph.sum_by_call.reduce(splitmix64(splitmix64(rank_classes)[call_graph.edge_ranks] + call_graph.edge_roles))
-        edges = canonical_ids(
-            splitmix64(splitmix64(edges) + met)
-            + link_usage.sum_by_call.reduce(splitmix64(splitmix64(links)[link_usage.use_links] + link_usage.use_hashes))
-        )
-        signs = splitmix64(edges)
-        rank_classes = canonical_ids(
-            splitmix64(splitmix64(rank_classes) + call_graph.sum_by_rank.reduce(splitmix64(signs[call_graph.edge_calls] + call_graph.edge_roles)))
-        )
-        links = canonical_ids(
-            splitmix64(splitmix64(links) + link_usage.sum_by_link.reduce(splitmix64(signs[link_usage.use_calls] + link_usage.use_hashes)))
-        )
-        count = sum(int(x.max(initial=-1)) for x in (rank_classes, edges, links))
-        if count == known:
-            return rank_classes, edges, links
-        known = count
+        by_ranks = graph.sum_by_call.reduce(splitmix64(splitmix64(ranks)[graph.edge_ranks] + graph.edge_roles))
+        by_links = usage.sum_by_call.reduce(splitmix64(splitmix64(links)[usage.use_links] + usage.use_hashes))
+        calls = canonical_ids(splitmix64(splitmix64(calls) + by_ranks) + by_links)
+        hashes = splitmix64(calls)
+        ranks = canonical_ids(splitmix64(splitmix64(ranks) + graph.sum_by_rank.reduce(splitmix64(hashes[graph.edge_calls] + graph.edge_roles))))
+        links = canonical_ids(splitmix64(splitmix64(links) + usage.sum_by_link.reduce(splitmix64(hashes[usage.use_calls] + usage.use_hashes))))
+        count = sum(int(ids.max(initial=-1)) for ids in (ranks, calls, links))
+        if count == before:
+            return ranks, calls, links
+        before = count
 
 
-def _link_epochs(link_usage: LinkUsage, call_classes: IntArray, link_classes: IntArray, disturbances: Disturbances) -> tuple[LinkClasses, ...]:
+def _link_epochs(usage: LinkUsage, call_classes: IntArray, link_classes: IntArray, disturbances: Disturbances) -> tuple[LinkClasses, ...]:
     """For each epoch, the capacity of one link of each class and the loads that cross it."""
     first = np.unique(link_classes, return_index=True)[1]
-    stands = np.zeros(len(link_classes), dtype=bool)
-    stands[first] = True
-    found = []
-    for number, at in enumerate(disturbances.link_change_times):
-        hops = [link_usage.directed_links[i] for i in first]
-        capacity = tuple(hop.bandwidth * disturbances.bandwidth_factor(hop.key, at) for hop in hops)
-        mine = stands[link_usage.use_links] & (link_usage.use_epochs == number)
+    is_first = np.zeros(len(link_classes), dtype=bool)
+    is_first[first] = True
+    links = [usage.directed_links[i] for i in first]
+    epochs = []
+    for number, start in enumerate(disturbances.link_change_times):
+        capacity = tuple(link.bandwidth * disturbances.bandwidth_factor(link.key, start) for link in links)
+        used = is_first[usage.use_links] & (usage.use_epochs == number)
+        columns = (call_classes[usage.use_calls[used]], link_classes[usage.use_links[used]], usage.use_loads[used])
         loads: dict[int, dict[int, float]] = {}
-        for edge, link, share in zip(
-            call_classes[link_usage.use_calls[mine]].tolist(),
-            link_classes[link_usage.use_links[mine]].tolist(),
-            link_usage.use_loads[mine].tolist(),
-            strict=True,
-        ):
-            on = loads.setdefault(edge, {})
-            on[link] = on.get(link, 0.0) + share
-        found.append(LinkClasses(at, capacity, {edge: tuple(on.items()) for edge, on in loads.items()}))
-    return tuple(found)
+        for call_class, link_class, load in zip(*(column.tolist() for column in columns), strict=True):
+            by_link = loads.setdefault(call_class, {})
+            by_link[link_class] = by_link.get(link_class, 0.0) + load
+        epochs.append(LinkClasses(start, capacity, {call_class: tuple(by_link.items()) for call_class, by_link in loads.items()}))
+    return tuple(epochs)

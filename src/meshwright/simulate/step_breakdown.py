@@ -18,9 +18,9 @@ def breakdown(simulation: Simulation) -> dict[str, float]:
     world = len(simulation.rank_partition.class_of)
     for number, size in enumerate(simulation.rank_partition.class_sizes):
         spans = simulation.spans[number]
-        piped = any(span.axis in _PIPELINE_AXES for span in spans)
+        in_pipeline = any(span.axis in _PIPELINE_AXES for span in spans)
         parts = [part for span in spans for part in _span_parts(span)]
-        parts.append(("bubble" if piped else "waiting", simulation.step_s - simulation.end_times[number]))
+        parts.append(("bubble" if in_pipeline else "waiting", simulation.step_s - simulation.end_times[number]))
         for name, seconds in parts:
             total[name] = total.get(name, 0.0) + seconds * size / world
     return {name: seconds for name, seconds in total.items() if seconds or not name.startswith("communication")}
@@ -38,8 +38,7 @@ def _span_parts(span: Span) -> Iterator[tuple[str, float]]:
 
 def closed_form_parts(parts: dict[str, float]) -> dict[str, float]:
     """The breakdown in the categories of the closed form, where the pipeline bubble and all waiting count as communication."""
-    found = dict.fromkeys(("forward", "backward", "optimizer", "communication"), 0.0)
+    totals = dict.fromkeys(("forward", "backward", "optimizer", "communication"), 0.0)
     for name, seconds in parts.items():
-        kind = "forward" if name == "recompute" else name if name in found else "communication"
-        found[kind] += seconds
-    return found
+        totals["forward" if name == "recompute" else name if name in totals else "communication"] += seconds
+    return totals
