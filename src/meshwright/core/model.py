@@ -13,6 +13,7 @@ from meshwright.core.memo import Memo
 # "batched" is a batched matmul of many small matrices; "conv2" and "conv3" are 2-D and 3-D convolutions. "causal" is causal attention: its
 # `flops` counts every pair of positions, as FLOP counters do, although only half of them are computed.
 KernelKind = Literal["matmul", "batched", "conv", "conv2", "conv3", "attention", "causal", "special", "memory"]
+LOSS_LAYER = "(model)"  # the layer of what runs outside of all others: the loss, and the model's own forward
 EXPENSIVE_KINDS = ("matmul", "batched", "conv", "conv2", "conv3", "attention", "causal")
 Phase = Literal["forward", "backward"]
 

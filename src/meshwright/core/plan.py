@@ -13,6 +13,7 @@ from meshwright.core.compression_policy import Compression
 from meshwright.core.context_policy import ContextPolicy
 from meshwright.core.expert_policy import ExpertPolicy
 from meshwright.core.mesh import Mesh
+from meshwright.core.model import LOSS_LAYER
 from meshwright.core.pipeline_schedules import PipelineSchedule, schedule_traits
 from meshwright.core.plan_checks import VERSION, check_plan
 from meshwright.core.rank_devices import device_kind, show_rank_devices
@@ -173,6 +174,9 @@ class Plan:
         """The pipeline rank that holds a stage."""
         return schedule_traits(self.schedule).rank_of(stage, self.mesh.pp)
 
+    def compiles(self, layer: str) -> bool:
+        return is_compiled(layer, self.compile, self.mesh, layer in self.memory.units)
+
     @property
     def splits_backward(self) -> bool:
         """Whether a pipeline computes the gradients of inputs and those of weights separately."""
@@ -276,3 +280,9 @@ def _recompute_summary(memory: MemoryPolicy) -> str:
     layers = ", ".join(f"{name} {mode}" for name, mode in memory.layers.items())
     layers = layers if len(memory.layers) <= 3 else f"{len(memory.layers)} layers otherwise"
     return f"{default} ({layers})" if layers else default
+
+
+def is_compiled(layer: str, mode: CompileMode, mesh: Mesh, is_unit: bool) -> bool:
+    """Whether a layer is compiled: with "model" all are; with "blocks" the units, and the loss unless stages or positions are split."""
+    is_loss = layer == LOSS_LAYER and mesh.pp == 1 and mesh.cp == 1
+    return mode == "model" or (mode == "blocks" and (is_unit or is_loss))

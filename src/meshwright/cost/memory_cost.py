@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.core.calibration import Rates
-from meshwright.core.model import LayerProfile, ModelProfile
+from meshwright.core.model import LOSS_LAYER, LayerProfile, ModelProfile
 from meshwright.core.plan import Plan
 from meshwright.core.workload import OPTIMIZER_STATES
 from meshwright.cost.compression_cost import compression_bytes
@@ -136,13 +136,14 @@ def peak_live_memory(
     new_gradients, during, after = sync.new_gradients or (*none, 0.0), sync.during_layer or none, sync.after_layer or none
     gradients = float(sum(t.bytes for t in profile.tensors if t.trainable)) if fresh_gradients else 0.0
     peak = (0.0, 0.0, gradients + sync.allocated_gradients, sync.end)  # the end of backward, or the optimizer step
-    peak_bytes, input_bytes, fused = sum(peak), 0.0, plan.compile == "model"
+    peak_bytes, input_bytes = sum(peak), 0.0
     for i, (layer, (saved, restored), count) in enumerate(zip(profile.layers, saved_bytes, counts, strict=True)):
         if activations + new_gradients[i] + after[i] > peak_bytes:
             peak = (activations, 0.0, new_gradients[i], after[i])
             peak_bytes = activations + new_gradients[i] + after[i]
         gradients -= sum(t.bytes for t in layer.tensors if t.trainable) if fresh_gradients else 0.0
         # Fused code needs the largest matmul's operands, or the gradients it receives and produces; received ones reuse the memory of saved tensors.
+        fused = plan.compile == "model" or (layer.name == LOSS_LAYER and plan.compiles(layer.name))
         workspace = max(layer.matmul_workspace_bytes, layer.output_bytes + max(input_bytes - saved, 0.0)) if fused else layer.transient_bytes
         total = activations + saved + restored + workspace + gradients + new_gradients[i + 1] + during[i]
         if total > peak_bytes:
@@ -165,8 +166,7 @@ def _backward_passes(plan: Plan, counts: Mapping[str, int]) -> list[tuple[Mappin
 
 def saved_activation_bytes(plan: Plan, layer: LayerProfile, mode: str) -> tuple[float, float]:
     """Bytes a layer saves for backward per micro-batch, and bytes that recomputation restores."""
-    compiled = plan.compile == "model" or (plan.compile == "blocks" and layer.name in plan.memory.units)
-    recomputed = layer.compiler_recomputed_bytes if compiled else 0.0
+    recomputed = layer.compiler_recomputed_bytes if plan.compiles(layer.name) else 0.0
     saved = layer.activation_bytes - recomputed
     if mode == "none":
         return saved, 0.0

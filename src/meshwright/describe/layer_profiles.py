@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from meshwright.core.model import Kernel, KernelKind, LayerProfile, Phase, TensorSpec
+from meshwright.core.model import LOSS_LAYER, Kernel, KernelKind, LayerProfile, Phase, TensorSpec
 from meshwright.describe.layers import Layer, module_signature
 from meshwright.describe.storage_lifetimes import AffineBytes, upper_envelope
 
@@ -61,7 +61,7 @@ def layer_profiles(
         block = representative.setdefault(signature, layer.name) if signature in repeated and list(layer.module.children()) else ""
         profiles.append(
             LayerProfile(
-                name=layer.name or "(model)",
+                name=layer.name or LOSS_LAYER,
                 kind=type(layer.module).__name__,
                 parameters=sum(t.numel for t in tensors),
                 flops_forward=_flops(kernels, "forward"),

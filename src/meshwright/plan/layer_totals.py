@@ -14,7 +14,7 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 
 from meshwright.core.calibration import Rates
 from meshwright.core.model import LayerProfile, ModelProfile
-from meshwright.core.plan import CompileMode, Plan
+from meshwright.core.plan import CompileMode, Plan, is_compiled
 from meshwright.core.recompute_policy import RecomputeMode
 from meshwright.core.tensor_policy import CollectiveSite
 from meshwright.cost.compute_cost import ComputeCost
@@ -173,7 +173,7 @@ class LayerTotalsCache:
         self, layer: LayerProfile, seconds_of: Callable[..., float], samples: int, compile_mode: CompileMode, sharding: IdentityKey[Plan]
     ) -> LayerTotals:
         is_unit = layer.name in self._units
-        fused = compile_mode == "model" or (compile_mode == "blocks" and is_unit)
+        fused = is_compiled(layer.name, compile_mode, sharding.value.mesh, is_unit)
         forward, cheap, backward = seconds_of("forward"), seconds_of("forward", cheap_only=True), seconds_of("backward")
         seconds: dict[RecomputeChoice, float] = dict.fromkeys(RECOMPUTE_CHOICES, 0.0)
         activations = layer.activation_bytes - (layer.compiler_recomputed_bytes if fused else 0.0)

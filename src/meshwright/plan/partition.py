@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.core.model import ModelProfile
+from meshwright.core.model import LOSS_LAYER, ModelProfile
 from meshwright.core.plan import Stage
 
 _MIN_UNIT_SHARE = 0.05  # a layer that holds less of the parameters than this is not worth a collective of its own
@@ -14,7 +14,7 @@ def choose_units(profile: ModelProfile) -> tuple[str, ...]:
     if blocks:
         return blocks
     large = [layer for layer in profile.layers if layer.parameters > _MIN_UNIT_SHARE * profile.parameters]
-    names = [layer.name for layer in large if layer.name not in ("", "(model)")]
+    names = [layer.name for layer in large if layer.name not in ("", LOSS_LAYER)]
     return tuple(name for name in names if not any(other.startswith(f"{name}.") for other in names))  # units do not nest
 
 

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 from meshwright.core.dataflow import Dataflow, ModuleCall
 from meshwright.core.errors import RequestError
-from meshwright.core.model import LayerProfile, ModelProfile
+from meshwright.core.model import LOSS_LAYER, LayerProfile, ModelProfile
 from meshwright.core.plan import BoundaryActivation, ModuleInput, Stage, TiedParameter
 from meshwright.core.tensor_policy import TensorPolicy
 from meshwright.plan.context_planner import sequence_dim
@@ -122,7 +122,7 @@ def _layers_in_order(dataflow: Dataflow, profile: ModelProfile) -> list[str]:
 
     def first_use(layer: LayerProfile) -> int:
         read = min((first_read.get(t.name, end) for t in layer.tensors), default=end)
-        return end if layer.name == "(model)" else first_call.get(layer.name, read)
+        return end if layer.name == LOSS_LAYER else first_call.get(layer.name, read)
 
     return [layer.name for layer in sorted(profile.layers, key=first_use)]
 
@@ -224,7 +224,7 @@ def _find_parameter_calls(dataflow: Dataflow, depends_on_parameters: Sequence[bo
 def _borrowed_parameters(boundaries: StageBoundaries, start: int, end: int, layers: tuple[str, ...]) -> tuple[TiedParameter, ...]:
     """Parameters that this stage's operations read although a layer of another stage holds them."""
     readers: dict[str, str] = {}  # parameter → the layer that reads it
-    stage_layers = frozenset(layers) - {"(model)"}
+    stage_layers = frozenset(layers) - {LOSS_LAYER}
     first, last = (bisect_left(boundaries.parameter_reads, (op, "")) for op in (start, end))
     for op, name in boundaries.parameter_reads[first:last]:
         if name not in readers and not _owns_parameter(stage_layers, name):
