@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from meshwright.core.calibration import AlphaBetaModel, Calibration, Rates, interpolate, monotone_rates
 from meshwright.core.cluster import Cluster, Link
 from meshwright.core.estimate import Estimate
-from meshwright.core.model import Kernel, ModelProfile
-from meshwright.core.plan import BalancePolicy, MemoryPolicy, Plan, SyncPolicy
+from meshwright.core.mesh import Mesh
+from meshwright.core.model import LOSS_LAYER, Kernel, ModelProfile
+from meshwright.core.plan import BalancePolicy, MemoryPolicy, Plan, SyncPolicy, is_compiled
 from meshwright.core.quantities import show_bytes
 from meshwright.core.workload import Workload
 from meshwright.cost import estimate
@@ -391,3 +392,10 @@ def test_no_call_takes_longer_than_a_larger_one() -> None:
     times = [size / rate for size, rate in monotone_rates(points)]
     assert times == sorted(times) and times[-1] == pytest.approx(3e8 / 4.9e11)
     assert monotone_rates(((1e7, 1e10), (1e8, 5e10))) == ((1e7, 1e10), (1e8, 5e10))
+
+
+def test_compiled_blocks_compile_the_loss_unless_stages_are_split() -> None:
+    memory = MemoryPolicy(units=("blocks.0",))
+    assert [Plan("m", 8, memory=memory, compile="blocks").compiles(name) for name in ("blocks.0", "head", LOSS_LAYER)] == [True, False, True]
+    assert not is_compiled(LOSS_LAYER, "blocks", Mesh(pp=2), is_unit=False)
+    assert not is_compiled(LOSS_LAYER, "none", Mesh(), is_unit=False)

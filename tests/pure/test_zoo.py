@@ -19,6 +19,7 @@ from meshwright import zoo
 from meshwright.core.errors import RequestError
 from meshwright.core.task import Field, KeyedRandomModule, Task
 from meshwright.zoo import losses
+from meshwright.zoo.autocast import padded_linear
 from meshwright.zoo.gpt import GPT, GPT_CONFIGS, GPTConfig
 from meshwright.zoo.keyed_random import KeyedDropout, KeyedNormal, splitmix64
 from meshwright.zoo.llama import LLAMA_CONFIGS, Llama, LlamaConfig, apply_rotary, rope_frequencies
@@ -550,3 +551,14 @@ def test_transformers_missing_names_the_extra(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(RequestError, match=r"pip install 'meshwright\[hf\]'"):
         zoo.load(f"hf:{tmp_path}")
+
+
+def test_padding_of_the_head_changes_neither_loss_nor_gradient() -> None:
+    torch.manual_seed(0)
+    x, weight, targets = torch.randn(6, 16, requires_grad=True), torch.randn(51, 16, requires_grad=True), torch.randint(0, 51, (6,))
+    losses_and_grads = []
+    for logits in (F.linear(x, weight), padded_linear(x, weight, 13)):
+        loss = F.cross_entropy(logits, targets)
+        losses_and_grads.append((loss, *torch.autograd.grad(loss, (x, weight))))
+    for plain, padded in zip(*losses_and_grads, strict=True):
+        torch.testing.assert_close(padded, plain)

@@ -107,6 +107,8 @@ def _print_result(result: dict[str, Any], prepared: PreparedRun | None, as_json:
     if losses:
         validation = f", validation {result['validation'][-1]['loss']:.4f}" if result["validation"] else ""
         stderr.print(f"loss {losses[0]:.4f} → {losses[-1]:.4f}{validation} in {show_seconds(result['seconds'])}")
+    if phases := result.get("phases"):
+        stderr.print("where the time went: " + ", ".join(f"{name} {show_seconds(seconds)}" for name, seconds in phases.items() if seconds >= 0.05))
     stderr.print(f"report: {result['report']}", markup=False, soft_wrap=True)
 
 

@@ -142,9 +142,12 @@ def peak_live_memory(
             peak = (activations, 0.0, new_gradients[i], after[i])
             peak_bytes = activations + new_gradients[i] + after[i]
         gradients -= sum(t.bytes for t in layer.tensors if t.trainable) if fresh_gradients else 0.0
-        # Fused code needs the largest matmul's operands, or the gradients it receives and produces; received ones reuse the memory of saved tensors.
-        fused = plan.compile == "model" or (layer.name == LOSS_LAYER and plan.compiles(layer.name))
-        workspace = max(layer.matmul_workspace_bytes, layer.output_bytes + max(input_bytes - saved, 0.0)) if fused else layer.transient_bytes
+        # Fused code needs the largest matmul's operands, or the gradients it receives and produces. In one graph, received ones reuse the memory of
+        # saved tensors; a loss that is compiled alone returns its input's gradient beside what it has saved.
+        if plan.compile == "model" or (layer.name == LOSS_LAYER and plan.compiles(layer.name)):
+            workspace = max(layer.matmul_workspace_bytes, layer.output_bytes + max(input_bytes - (saved if plan.compile == "model" else 0.0), 0.0))
+        else:
+            workspace = layer.transient_bytes
         total = activations + saved + restored + workspace + gradients + new_gradients[i + 1] + during[i]
         if total > peak_bytes:
             peak, peak_bytes = (activations + saved + restored, workspace, gradients + new_gradients[i + 1], during[i]), total

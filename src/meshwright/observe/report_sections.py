@@ -126,9 +126,13 @@ def breakdown(summary: RunSummary) -> Html:
     seconds = tag("div", tag("h3", f"A step of {format_seconds(estimate.step_s)}"), stacked_bar(estimate.breakdown, format_seconds))
     peak = format_bytes(_max_known(summary.predicted_memory()))
     memory = tag("div", tag("h3", f"The largest rank, {peak}"), stacked_bar(estimate.memory_kinds, format_bytes))
+    phases = {str(name): finite_or_none(seconds) or 0.0 for name, seconds in dict(summary.result.get("phases") or {}).items()}
+    whole_run = (
+        tag("div", tag("h3", f"The run, {format_seconds(sum(phases.values()))} (measured)"), stacked_bar(phases, format_seconds)) if phases else EMPTY
+    )
     notes = tag("ul", *(tag("li", note) for note in estimate.notes), class_="notes") if estimate.notes else EMPTY
     note = f"As predicted.{sent}{exposed}"
-    return section("Where time and memory go", tag("div", seconds, memory, class_="columns"), notes, note=note, anchor="breakdown")
+    return section("Where time and memory go", tag("div", seconds, memory, class_="columns"), whole_run, notes, note=note, anchor="breakdown")
 
 
 def cluster(summary: RunSummary) -> Html:

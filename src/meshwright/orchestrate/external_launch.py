@@ -63,7 +63,7 @@ def train_on_launched_ranks(
         leave_process_group()
     if prepared is None:
         return None
-    result = finish_run(RunFolder(Path(message[0])), prepared, rank_results)
+    result = finish_run(RunFolder(Path(message[0])), prepared, rank_results, orchestrator.phases)
     orchestrator.learn_from_run(prepared, result, len(rank_results[0]["times"]))
     return result
 

@@ -21,6 +21,7 @@ from meshwright.core.estimate import Estimate
 from meshwright.core.heterogeneous import with_measured_names
 from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
+from meshwright.core.phases import PhaseClock, process_start
 from meshwright.core.plan import Plan
 from meshwright.core.rank_devices import DEVICES_VARIABLE, assign_rank_devices, show_rank_devices
 from meshwright.core.serialization import to_data, write_json
@@ -71,7 +72,9 @@ class Orchestrator:
         self._fork_server: ForkServer | None = None
         self.launches_ranks = True  # False: ranks run already, so the plan cannot choose their devices
         self._uncorrected_calibration: Calibration | None = None  # as probed, without the corrections from earlier runs
+        self.phases = PhaseClock(process_start())
         self.cluster = self._discover()
+        self.phases.mark("import")
 
     def __enter__(self) -> Orchestrator:
         return self
@@ -186,7 +189,9 @@ class Orchestrator:
         self.log_progress(f"profiling {task.name}")
         profile = trace_task(task, precision=workload.precision, device=self.cluster.devices[0].kind)
         flow = self.dataflow(task, workload) if self.config.plan == "auto" else None
+        self.phases.mark("trace")
         self._uncorrected_calibration = self.calibration()
+        self.phases.mark("probe")
         kinds = calibrate.layer_kinds_key(profile)
         calibration = correct_calibration(self._uncorrected_calibration, task.name, kinds, workload.precision)  # see [Note: corrections]
         self.cluster = with_measured_names(self.cluster, calibration)
@@ -196,6 +201,7 @@ class Orchestrator:
                 plan = fill_partitioning(plan, trace_dataflow(task, plan.memory.precision), profile)
             self._check_plan(plan, workload, task, profile)
             predicted = estimate(plan, profile, workload, self.cluster, calibration)
+            self.phases.mark("plan")
             return PreparedRun(self.config, task, self.cluster, profile, plan, predicted, f"Given by {self.config.plan}: {plan.summary()}.", None)
         self.log_progress("planning")
         constraints, no_routes = replace(constraints_from_config(self.config, flow), reorder=self.launches_ranks), ""
@@ -213,6 +219,7 @@ class Orchestrator:
         if self.config.backend == "auto":
             ranking, routes = (ranking, no_routes) if no_routes else select_routes(ranking, self.config.clip > 0)
             why = f"{why}\n{routes}"
+        self.phases.mark("plan")
         return PreparedRun(self.config, task, self.cluster, profile, ranking.best.plan, ranking.best.estimate, why, ranking)
 
     def _check_plan(self, plan: Plan, workload: Workload, task: Task, profile: ModelProfile) -> None:
@@ -251,7 +258,7 @@ class Orchestrator:
                 recorder.event("stop", reason="interrupted")
             write_report(folder)
             raise
-        result = finish_run(folder, prepared, ranks)
+        result = finish_run(folder, prepared, ranks, self.phases)
         self.learn_from_run(prepared, result, len(ranks[0]["times"]))
         return result
 
@@ -327,9 +334,12 @@ def ranking_rows(ranking: Ranking | None, max_rows: int = 12) -> list[dict[str, 
     ]
 
 
-def finish_run(folder: RunFolder, prepared: PreparedRun, rank_results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Write result.json and report.html from what the ranks measured; returns the result."""
+def finish_run(folder: RunFolder, prepared: PreparedRun, rank_results: list[dict[str, Any]], phases: PhaseClock) -> dict[str, Any]:
+    """Write result.json and report.html from what the ranks measured; returns the result. Time since planning that rank 0 does not account for is
+    that of launching ranks."""
     first = rank_results[0]
+    phases.mark("launch")
+    launch_s = max(phases.seconds.pop("launch") - sum(first["phases"].values()), 0.0)
     step, p95 = median_step(first["times"])  # None if too few steps were timed: JSON has no NaN
     predicted, plan, task = prepared.estimate, prepared.plan, prepared.task
     samples = plan.global_batch / step if step else None
@@ -352,6 +362,7 @@ def finish_run(folder: RunFolder, prepared: PreparedRun, rank_results: list[dict
         "state_digest": first["state_digest"],
         "faults": [to_data(f) for f in folder.faults()],
         "seconds": first["seconds"],
+        "phases": {**phases.seconds, "launch": launch_s, **first["phases"]},
     }
     write_json(folder.path / "result.json", result)
     result["report"] = str(write_report(folder))

@@ -21,6 +21,7 @@ from meshwright.comm import Ledger, NullComm, TorchComm
 from meshwright.core.calibration import Rates
 from meshwright.core.errors import RequestError
 from meshwright.core.estimate import Estimate
+from meshwright.core.phases import PhaseClock
 from meshwright.core.plan import Plan
 from meshwright.core.rank_devices import device_index
 from meshwright.core.serialization import from_data, read_json
@@ -133,11 +134,12 @@ class _TrainingLoop:
         self.log = StepLog(device, interval_steps, self._write_metrics)
 
     def run(self, folder: Path) -> dict[str, Any]:
-        start = time.perf_counter()
+        phases = PhaseClock()
         session = self._make_session()
         self._compare_ledger(session, folder, "start-up")
         train, validation = self._make_loaders()
-        self.recorder.event("applied", seconds=round(time.perf_counter() - start, 3), held=session.applied.memory_bytes())
+        phases.mark("build")
+        self.recorder.event("applied", seconds=round(phases.seconds["build"], 3), held=session.applied.memory_bytes())
         if self.plan.memory.precision == "fp8":
             self.recorder.event("fp8", layers=len(session.applied.fp8.converted), in_bf16=dict(session.applied.fp8.skipped))
         rate = self._make_lr_function()
@@ -151,6 +153,7 @@ class _TrainingLoop:
             run_step = partial(session.step, {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}, self.task.loss)
             if step == profile_at and self.rank == 0:
                 self.log.drain()
+                phases.mark("steps")
                 result, exposed = profile_step(run_step, self.device, folder / "trace.json")
             else:
                 session.applied.groups.ledger.drain()
@@ -160,13 +163,20 @@ class _TrainingLoop:
             self.log.add(step, result, rate(step))
             if step in (profile_at, _WARMUP_STEPS - 1):
                 self.log.close_interval(is_timed=False)
+                phases.mark("profile" if step == profile_at else "warm-up")
             if self.job.validate_every and (step + 1) % self.job.validate_every == 0 and step + 1 < self.job.steps:
+                phases.mark("steps")
                 self._validate(session, validation, step)
+                phases.mark("validation")
         self.log.drain()
+        phases.mark("steps")
         self._validate(session, validation, self.job.steps - 1)
+        phases.mark("validation")
         memory = self._peak_memory()
         digest = state_digest(session.applied)
-        self.recorder.event("end", memory_bytes=memory, seconds=round(time.perf_counter() - start, 3))
+        phases.mark("end")
+        seconds = sum(phases.seconds.values())
+        self.recorder.event("end", memory_bytes=memory, seconds=round(seconds, 3))
         return {
             "losses": self.losses,
             "times": self.times,
@@ -174,7 +184,8 @@ class _TrainingLoop:
             "memory_bytes": memory,
             "state_digest": digest,
             "exposed": exposed,
-            "seconds": time.perf_counter() - start,
+            "seconds": seconds,
+            "phases": phases.seconds,
         }
 
     def _compare_ledger(self, session: Session, folder: Path, phase: str) -> None:

@@ -14,9 +14,14 @@ def padded_head(x: Tensor, head: nn.Linear) -> Tensor:
     padding = -vocab % 64
     if not padding or not head.training or type(head) is not nn.Linear or head.weight.device.type == "cpu":
         return head(x)
-    logits = F.linear(x, F.pad(head.weight, (0, 0, 0, padding)))
-    real = torch.arange(vocab + padding, device=x.device) < vocab
-    return torch.where(real, logits, torch.finfo(logits.dtype).min / 2)
+    return padded_linear(x, head.weight, padding)
+
+
+def padded_linear(x: Tensor, weight: Tensor, padding: int) -> Tensor:
+    """`F.linear` with `padding` more outputs, which a bias makes so low that they get neither probability nor gradient. The matmul adds the bias."""
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    bias = F.pad(x.new_zeros(weight.shape[0]), (0, padding), value=torch.finfo(dtype).min / 2)
+    return F.linear(x, F.pad(weight, (0, 0, 0, padding)), bias)
 
 
 def to_autocast_dtype(x: Tensor) -> Tensor:
