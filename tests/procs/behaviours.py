@@ -10,8 +10,10 @@ import time
 import torch
 import torch.distributed as dist
 
+from meshwright.comm import Ledger, TorchComm
 from meshwright.core.errors import RequestError
-from meshwright.launch import Rendezvous, join_process_group
+from meshwright.describe.collective_probe import measure_in_turns
+from meshwright.launch import Rendezvous, join_process_group, leave_process_group
 
 
 def whoami(rank: int, world: int, init_method: str) -> tuple[int, int]:
@@ -43,6 +45,14 @@ def ignore_everything(rank: int, world: int, init_method: str) -> None:
     while True:
         with contextlib.suppress(BaseException):
             time.sleep(600)
+
+
+def speeds_in_turns(rank: int, world: int, init_method: str) -> list[float]:
+    join_process_group(Rendezvous(rank, world, init_method, timeout_s=120))
+    try:
+        return measure_in_turns(TorchComm(dist.group.WORLD, Ledger()))  # type: ignore[arg-type]
+    finally:
+        leave_process_group()
 
 
 def refuse(rank: int, world: int, init_method: str) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from meshwright.core.calibration import Rates
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import BalancePolicy
 from meshwright.cost.memory_cost import model_state_bytes
+from meshwright.describe.speed_groups import rates_by_speed_group
+from meshwright.launch import ForkServer, WorkerPool
 from meshwright.plan.pipeline_planner import build_stages, find_stage_boundaries
 from tests.procs.plan_cases import check, model_of, spread, traced
 
@@ -45,3 +51,30 @@ def test_stages_of_any_size_and_replicas_of_other_batches(pool: Any, zero: int) 
     assert uneven != plan.stages
     balance = BalancePolicy((2, 6), (0.3, 0.7) if zero else ())
     check(pool, model, replace(plan, stages=uneven, balance=balance), profile, steps=2)
+
+
+@contextlib.contextmanager
+def throttled(pid: int, part: float) -> Iterator[None]:
+    """The process gets at most `part` of a core; skips where control groups cannot be made."""
+    group = Path("/sys/fs/cgroup/cpu") / f"meshwright-test-{pid}"
+    try:
+        group.mkdir()
+        (group / "cpu.cfs_quota_us").write_text(str(int(part * int((group / "cpu.cfs_period_us").read_text()))))
+        (group / "cgroup.procs").write_text(str(pid))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        pytest.skip(f"no control groups here: {error}")
+    try:
+        yield
+    finally:
+        (group.parent / "cgroup.procs").write_text(str(pid))
+        group.rmdir()
+
+
+def test_a_throttled_rank_is_slower_in_every_turn(nursery: ForkServer) -> None:
+    """To so little of a core that no other process leaves less to the rank beside it."""
+    like = Rates(2, 1, {"matmul/fp32": ((1.0, 1e10),)}, ((1.0, 1e10),), 1e-6)
+    with WorkerPool(nursery, 2) as workers, throttled(workers.pids[1], 0.04):
+        speeds = workers.call("procs.behaviours:speeds_in_turns", {}, timeout_s=200)
+    assert [r.members for r in rates_by_speed_group([like, like], speeds)] == [(), (0,), (1,)], speeds
