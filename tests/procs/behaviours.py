@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ def whoami(rank: int, world: int, init_method: str) -> tuple[int, int]:
 
 
 def fail_on(rank: int, world: int, init_method: str, who: int) -> None:
-    join_process_group(Rendezvous(rank, world, init_method, timeout_s=20))
+    join_process_group(Rendezvous(rank, world, init_method, timeout_s=100))
     if rank == who:
         time.sleep(0.2)
         raise ValueError("planted")
@@ -29,7 +30,7 @@ def fail_on(rank: int, world: int, init_method: str, who: int) -> None:
 
 
 def die_on(rank: int, world: int, init_method: str, who: int) -> None:
-    join_process_group(Rendezvous(rank, world, init_method, timeout_s=20))
+    join_process_group(Rendezvous(rank, world, init_method, timeout_s=100))
     if rank == who:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(torch.ones(1))
@@ -47,9 +48,12 @@ def ignore_everything(rank: int, world: int, init_method: str) -> None:
             time.sleep(600)
 
 
-def speeds_in_turns(rank: int, world: int, init_method: str) -> list[float]:
+def speeds_in_turns(rank: int, world: int, init_method: str, who: int, control_group: str) -> list[float]:
+    """Rank `who` joins a control group, which its caller has limited."""
     join_process_group(Rendezvous(rank, world, init_method, timeout_s=120))
     try:
+        if rank == who:
+            (Path(control_group) / "cgroup.procs").write_text(str(os.getpid()))
         return measure_in_turns(TorchComm(dist.group.WORLD, Ledger()))  # type: ignore[arg-type]
     finally:
         leave_process_group()
