@@ -49,14 +49,16 @@ def ignore_everything(rank: int, world: int, init_method: str) -> None:
 
 
 def speeds_in_turns(rank: int, world: int, init_method: str, who: int, control_group: str) -> list[float]:
-    """Rank `who` joins a control group, which its caller has limited."""
+    """Rank `who` measures inside a control group, which its caller has limited."""
     join_process_group(Rendezvous(rank, world, init_method, timeout_s=120))
-    try:
-        if rank == who:
-            (Path(control_group) / "cgroup.procs").write_text(str(os.getpid()))
-        return measure_in_turns(TorchComm(dist.group.WORLD, Ledger()))  # type: ignore[arg-type]
-    finally:
-        leave_process_group()
+    group = Path(control_group)
+    if rank == who:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+    speeds = measure_in_turns(TorchComm(dist.group.WORLD, Ledger()))  # type: ignore[arg-type]
+    if rank == who:
+        (group.parent / "cgroup.procs").write_text(str(os.getpid()))
+    leave_process_group()
+    return speeds
 
 
 def refuse(rank: int, world: int, init_method: str) -> None:
