@@ -13,7 +13,7 @@ from fake_inputs import blocks, calibration, card_rates, cluster, rates
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.core.calibration import Calibration, scale_rates
+from meshwright.core.calibration import AlphaBetaModel, Calibration, scale_rates
 from meshwright.core.serialization import from_data, to_data
 from meshwright.core.workload import Workload
 from meshwright.cost.calibration_correction import correct_calibration
@@ -29,6 +29,7 @@ from meshwright.describe.foreign_load import (
 )
 from meshwright.describe.speed_groups import rates_by_speed_group, suspect_unequal, without_doubtful_groups
 from meshwright.orchestrate import Orchestrator, calibrate
+from meshwright.orchestrate.bench_comm import with_measured_collectives
 from meshwright.orchestrate.config import RunConfig
 from meshwright.plan import explain, rank_plans
 from meshwright.plan.search_space import Constraints
@@ -178,3 +179,7 @@ def test_a_disturbed_calibration_serves_until_the_machine_is_quiet(tmp_path: Pat
         assert calibrate.save_to_cache(stored, run.cluster, environ)
         monkeypatch.setattr(calibrate, "foreign_share_now", lambda now=now: now)
         assert (run._cached_calibration() == stored) == kept
+    lines = {"mpi/all_reduce": AlphaBetaModel(1e-5, 1e9)}  # what `bench comm` has measured is not lost
+    assert calibrate.save_to_cache(with_measured_collectives(stored, 2, lines), run.cluster, environ)
+    found = run._cached_calibration()
+    assert found is not None and "mpi/all_reduce" in found.rates_for(2).collectives
