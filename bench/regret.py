@@ -34,8 +34,9 @@ from meshwright.core.errors import MeshwrightError, unknown_name_error
 from meshwright.core.plan import Plan
 from meshwright.core.serialization import from_data, read_json, to_data, write_json
 from meshwright.cost import estimate
+from meshwright.describe.foreign_load import PROBE_ERROR
 from meshwright.launch import ForkServer, WorkerPool
-from meshwright.orchestrate.calibrate import PROBE_ERROR, probed_rank_counts
+from meshwright.orchestrate.calibrate import probed_rank_counts
 from meshwright.plan.objective import complexity_penalty
 from meshwright.plan.search import rank_plans
 from meshwright.plan.search_space import Constraints

@@ -36,9 +36,9 @@ from meshwright.describe.cluster_file import parse_cluster
 from meshwright.describe.cluster_resolver import resolve_cluster
 from meshwright.describe.dataflow_tracer import trace_dataflow
 from meshwright.describe.discover import discover
+from meshwright.describe.foreign_load import PROBE_ERROR
 from meshwright.describe.profile_tracer import trace_task
 from meshwright.launch import ForkServer, WorkerPool
-from meshwright.orchestrate.calibrate import PROBE_ERROR
 from meshwright.plan import Ranking, rank_plans
 from meshwright.plan.heterogeneous_planner import describe_shares
 from meshwright.plan.search_space import Constraints

@@ -1,10 +1,9 @@
-"""Fixtures: one pool of four warm workers serves every test that needs processes, and one cache of calibrations every test that plans."""
+"""Fixtures: one pool of four warm workers serves every test that needs processes, and one made-up calibration every test that plans here."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
@@ -25,11 +24,14 @@ Run = Callable[..., list[Any]]
 
 
 def _own_cache() -> None:
-    """What tests measure stays out of the user's calibrations and does not come from them; who starts first measures for all. Workers of
-    pytest-xdist, and every process that a test starts, are given the same place."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
+    """What tests measure stays out of the user's calibrations and does not come from them, nor from another worker of pytest-xdist. Every process
+    that a test starts is given the same place."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None:
         os.environ["XDG_CACHE_HOME"] = made = tempfile.mkdtemp(prefix="meshwright-tests-")
         atexit.register(shutil.rmtree, made, ignore_errors=True)
+    else:
+        os.environ["XDG_CACHE_HOME"] = str(Path(os.environ["XDG_CACHE_HOME"]) / worker)
 
 
 _own_cache()
@@ -91,21 +93,30 @@ def large_pool(nursery: ForkServer) -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="session")
-def measured(nursery: ForkServer) -> None:
-    """This machine is measured once for all commands of the session: by whichever worker of pytest-xdist asks first, while the other waits."""
+def measured() -> Callable[[], None]:
+    """This machine has a calibration, a made-up one: what tests plan does not depend on how busy it is. Call it to undo what runs have added."""
+    from meshwright.core.calibration import AlphaBetaModel, Calibration, Rates
     from meshwright.describe.discover import discover
     from meshwright.orchestrate import calibrate
 
-    with (Path(os.environ["XDG_CACHE_HOME"]) / "measuring").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        cluster = discover(os.environ)
-        if calibrate.load_cached(cluster, os.environ) is None:
-            calibrate.save_to_cache(calibrate.probe(cluster, nursery, log_progress=lambda _: None), cluster, os.environ)
+    def rates(ranks: int) -> Rates:
+        operations = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+        calls = {f"{backend}/{op}": AlphaBetaModel(5e-4, 1e9) for backend in ("gloo", "nccl") for op in operations} if ranks > 1 else {}
+        return Rates(ranks, 1, {"matmul/fp32": ((1e4, 2e9), (1e8, 3e10))}, ((1e4, 1e10), (1e8, 1e10)), 5e-6, calls, 0.3, 300_000_000)
+
+    cluster = discover(os.environ)
+    known = Calibration(cluster.nodes[0].name, cluster.devices[0].name, "2026-01-01T00:00:00+00:00", tuple(map(rates, (1, 2, 3, 4, 8))))
+
+    def restore() -> None:
+        assert calibrate.save_to_cache(known, cluster, os.environ)
+
+    restore()
+    return restore
 
 
 @pytest.fixture
 def command(
-    nursery: ForkServer, ground: Path, measured: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    nursery: ForkServer, ground: Path, measured: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[str, str]]:  # fmt: skip
     """A command line in this process, with ranks from the warm one: what it prints, as a user's would, without the imports of two more processes."""
     from meshwright.cli.main import main

@@ -40,7 +40,7 @@ BY_HAND = [command for command in COMMANDS if re.search(r"0[56]_", command)]
 
 
 @pytest.fixture(scope="module")
-def root(ground: Path, measured: None) -> Path:
+def root(ground: Path) -> Path:
     """Looks like the checkout's root, so that commands work as printed, and takes the runs that they write."""
     (ground / "examples").symlink_to(EXAMPLES)
     return ground

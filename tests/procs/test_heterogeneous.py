@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from meshwright.core.calibration import Rates
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import BalancePolicy
 from meshwright.cost.memory_cost import model_state_bytes
+from meshwright.describe.speed_groups import rates_by_speed_group
+from meshwright.launch import ForkServer, WorkerPool
 from meshwright.plan.pipeline_planner import build_stages, find_stage_boundaries
 from tests.procs.plan_cases import check, model_of, spread, traced
 
@@ -45,3 +52,28 @@ def test_stages_of_any_size_and_replicas_of_other_batches(pool: Any, zero: int) 
     assert uneven != plan.stages
     balance = BalancePolicy((2, 6), (0.3, 0.7) if zero else ())
     check(pool, model, replace(plan, stages=uneven, balance=balance), profile, steps=2)
+
+
+@pytest.fixture
+def throttled() -> Iterator[Path]:
+    """A control group whose processes get a hundredth of a core; skips where none can be made."""
+    group = Path("/sys/fs/cgroup/cpu") / f"meshwright-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "cpu.cfs_quota_us").write_text(str(int((group / "cpu.cfs_period_us").read_text()) // 100))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        pytest.skip(f"no control groups here: {error}")
+    yield group
+    for pid in (group / "cgroup.procs").read_text().split():
+        (group.parent / "cgroup.procs").write_text(pid)
+    group.rmdir()
+
+
+def test_a_throttled_rank_is_slower_in_every_turn(nursery: ForkServer, throttled: Path) -> None:
+    """So little of a core that no other process leaves less to the rank beside it."""
+    like = Rates(2, 1, {"matmul/fp32": ((1.0, 1e10),)}, ((1.0, 1e10),), 1e-6)
+    with WorkerPool(nursery, 2) as workers:
+        speeds = workers.call("procs.behaviours:speeds_in_turns", {"who": 1, "control_group": str(throttled)}, timeout_s=250)
+    assert [r.members for r in rates_by_speed_group([like, like], speeds)] == [(), (0,), (1,)], speeds

@@ -17,7 +17,7 @@ from meshwright.launch import ForkServer, RankFailure, WorkerPool
 HERE = Path(__file__).parent
 
 
-def gone(pid: int, within_s: float = 10.0) -> bool:
+def gone(pid: int, within_s: float = 60.0) -> bool:
     until = time.monotonic() + within_s
     while time.monotonic() < until:
         try:
@@ -32,7 +32,7 @@ def gone(pid: int, within_s: float = 10.0) -> bool:
 
 def test_the_rank_that_failed_is_named_not_the_ones_that_lost_it(nursery: ForkServer) -> None:
     with WorkerPool(nursery, 3) as workers, pytest.raises(RankFailure) as caught:
-        workers.call("procs.behaviours:fail_on", {"who": 2}, timeout_s=30)
+        workers.call("procs.behaviours:fail_on", {"who": 2}, timeout_s=120)
     assert caught.value.fault.rank == 2
     assert "planted" in caught.value.fault.message
     assert "ValueError" in caught.value.fault.traceback
@@ -41,15 +41,17 @@ def test_the_rank_that_failed_is_named_not_the_ones_that_lost_it(nursery: ForkSe
 
 def test_a_killed_rank_is_a_fault_and_takes_the_others_along(nursery: ForkServer) -> None:
     with WorkerPool(nursery, 2) as workers, pytest.raises(RankFailure) as caught:
-        workers.call("procs.behaviours:die_on", {"who": 1}, timeout_s=30)
+        workers.call("procs.behaviours:die_on", {"who": 1}, timeout_s=120)
     assert caught.value.fault.rank == 1
     assert "SIGKILL" in caught.value.fault.kind
     assert all(gone(pid) for pid in workers.pids)
 
 
 def test_a_rank_that_hangs_is_a_timeout(nursery: ForkServer) -> None:
-    with WorkerPool(nursery, 2) as workers, pytest.raises(RankFailure, match="no answer from ranks \\[1\\]"):
-        workers.call("procs.behaviours:hang_on", {"who": 1}, timeout_s=2)
+    with WorkerPool(nursery, 2) as workers:
+        workers.call("procs.behaviours:whoami", {})  # both have started: from here on, a rank that does not hang answers at once
+        with pytest.raises(RankFailure, match=r"no answer from ranks \[1\]"):
+            workers.call("procs.behaviours:hang_on", {"who": 1}, timeout_s=5)
     assert all(gone(pid) for pid in workers.pids)
 
 
@@ -61,7 +63,7 @@ def test_a_rank_that_swallows_sigterm_is_killed(nursery: ForkServer) -> None:
 
 def test_a_request_error_in_a_rank_stays_one_line(nursery: ForkServer) -> None:
     with WorkerPool(nursery, 1) as workers, pytest.raises(RankFailure) as caught:
-        workers.call("procs.behaviours:refuse", {}, timeout_s=30)
+        workers.call("procs.behaviours:refuse", {}, timeout_s=120)
     assert caught.value.exit_code == 2
     assert caught.value.fault.traceback == ""
 

@@ -104,4 +104,4 @@ def test_a_failure_in_any_rank_ends_all_of_them(pool: Any, mesh: Mesh, zero: int
     with pytest.raises(RankFailure) as failure:
         pool.run("procs.jobs:failing_rank", world=plan.world, plan=to_data(plan), model=model, guilty=guilty)
     since = time.time() - float(re.findall(r"boom at ([0-9.]+)", str(failure.value.fault.traceback))[0])
-    assert failure.value.fault.rank == guilty and since < 10
+    assert failure.value.fault.rank == guilty and since < 60

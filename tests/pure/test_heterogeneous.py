@@ -131,8 +131,8 @@ def test_ranks_are_seated_by_kind() -> None:
 def test_a_probe_tells_slow_ranks_apart() -> None:
     like = replace(card_rates(3, "", 1e10), oversubscription=1.0)
     throttled = replace(like, oversubscription=2.5)  # a rank that has two fifths of its core
-    found = rates_by_speed_group([like, throttled, scale_rates(like, 1.1)])
-    assert [r.members for r in found] == [(), (0, 2), (1,)] and len(rates_by_speed_group([like, scale_rates(like, 1.3)])) == 1
+    found = rates_by_speed_group([like, throttled, scale_rates(like, 1.1)], [[1.0, 1.0], [0.4, 0.38], [1.1, 0.9]])
+    assert [r.members for r in found] == [(), (0, 2), (1,)] and len(rates_by_speed_group([like, throttled])) == 1
     assert found[2].oversubscription == 1.0 and found[2].compute["matmul/fp32"][0][1] == pytest.approx(4e9)
     known = Calibration("", "", "", tuple(found))
     cluster = with_measured_names(Cluster("c", (Node("n", tuple(Device("cpu", "core", i, MUCH) for i in range(3)), 4, MUCH),)), known)

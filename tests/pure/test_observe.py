@@ -319,14 +319,15 @@ def output(console: Console) -> list[str]:
 def test_plain_mode_prints_few_lines_and_the_last_state(tmp_path: Path) -> None:
     recorder, console, asked = started(tmp_path, steps=150), plain_console(), threading.Event()
     thread = threading.Thread(target=follow, args=(RunFolder(tmp_path), asked.is_set, console, 0.01))
+    begun = time.monotonic()
     thread.start()
     for step in range(1, 41):
         recorder.metrics(step_record(step))
         time.sleep(0.01)
     asked.set()
-    thread.join(5)
+    thread.join()
     lines = output(console)
-    assert 1 <= len(lines) <= 2, "at most a line every 2 s, and the last one"
+    assert 1 <= len(lines) <= 2 + (time.monotonic() - begun) / 2, "at most a line every 2 s, and the last one"
     assert re.fullmatch(r"step 40/150  loss 2\.6  812 samples/s  27%  left \d+ s", lines[-1])
 
 

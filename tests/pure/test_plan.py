@@ -122,10 +122,10 @@ def test_units_are_blocks_or_else_the_layers_that_matter() -> None:
 
 
 def test_planning_takes_no_longer_for_more_micro_batches() -> None:
-    begun = time.perf_counter()
+    begun = time.process_time()
     found = rank(blocks(8), 2, batch=2**13)
     explain(found)
-    assert time.perf_counter() - begun < 30, "it was minutes when every micro-batch was run"
+    assert time.process_time() - begun < 30, "it was minutes when every micro-batch was run"
     assert max(s.plan.micro_batches for s in found.scored) == 2**13
 
 

@@ -102,6 +102,7 @@ def _show_calibration(calibration: Calibration) -> None:
         stdout.print(table)
     for name, rate in calibration.copies.items():
         stdout.print(f"{name}: {show_rate(rate, 'B/s')}")
+    stdout.print(f"step times predicted from it: ± {calibration.error:.0%}" + (f", from {calibration.basis}" if calibration.basis else ""))
 
 
 @app.command("model")

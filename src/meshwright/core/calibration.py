@@ -76,6 +76,7 @@ class Rates:
     fixed: Mapping[str, float] = field(default_factory=dict)  # fixed seconds of: "tensor" (in an optimizer step), "p2p" (a message between stages), …
     # Like `curves`: seconds for which a call occupies the core that the rank computes on.
     core_busy_curves: Mapping[str, SizeCurve] = field(default_factory=dict)
+    foreign_load: float = 0.0  # share of the cores that other processes used meanwhile
 
     def measured_seconds(self, name: str, sent_bytes: float) -> float | None:
         """Seconds of one call: interpolated between measured sizes, beyond them by the α–β bandwidth. None where no sizes were measured."""
@@ -168,6 +169,11 @@ class Calibration:
     error: float = 0.15  # relative, one sigma, of step times predicted from it
     basis: str = ""  # what `error` is based on, in words
     records: tuple[CalibrationRecord, ...] = ()  # runs that were measured against it
+
+    @property
+    def foreign_load(self) -> float:
+        """The largest share of the cores that other processes used during a measurement."""
+        return max((rates.foreign_load for rates in self.layouts), default=0.0)
 
     def rates_for(self, ranks: int, device: str = "") -> Rates:
         """The entry measured at `ranks`, or the nearest one, for the kind of device where there are several; several ranks never get the entry

@@ -38,7 +38,7 @@ def correct_calibration(calibration: Calibration, model: str, kind: str, precisi
     error = math.sqrt((runs * sigma**2 + _ERROR_PRIOR_RUNS * calibration.error**2) / (runs + _ERROR_PRIOR_RUNS))
     bias = 1.0 / math.exp(median) - 1.0
     names = ", ".join(dict.fromkeys(r.model for r, _ in sorted(records, key=lambda item: -item[1])))
-    basis = f"a probe of this machine, corrected by {len(records)} run{'s' * (len(records) > 1)} of {names}: "
+    basis = f"{calibration.basis or 'a probe of this machine'}, corrected by {len(records)} run{'s' * (len(records) > 1)} of {names}: "
     basis += f"predicted steps of this kind were {abs(bias):.0%} {'low' if bias < 0 else 'high'}"
     return replace(calibration, layouts=layouts, error=max(error, _MIN_ERROR), basis=basis)
 

@@ -21,6 +21,8 @@ _LARGE_MESSAGE_BYTES = 2**22  # from this size on, a third as many calls is enou
 _CHAIN_LAYERS, _CHAIN_WIDTH, _CHAIN_RUNS = 6, 64, 4  # a chain of layers with an all-reduce after each; how often it is run
 _WORK_BETWEEN_CALLS_S = 0.001  # CPU work before each call: in a step, ranks arrive from computation, and not simultaneously
 _OVERSUBSCRIPTION_S = 0.1  # seconds of work, on all ranks at once
+_TURN_S, _TURN_WARMUP_S = 0.3, 0.1  # several periods of a CPU quota; a rank that has waited may use a period's quota at once
+_TURN_ROUNDS, _MAX_TURNS = 4, 4  # how often each rank has its turn; turns in a round
 
 
 def measure_oversubscription(comm: Comm, stopwatch: Stopwatch) -> float:
@@ -36,6 +38,27 @@ def measure_oversubscription(comm: Comm, stopwatch: Stopwatch) -> float:
             torch.mm(a, a)
         ratios.append((time.perf_counter() - wall_start) / (time.thread_time() - cpu_start))
     return max(statistics.median(ratios), 1.0)
+
+
+def measure_in_turns(comm: Comm) -> list[float]:
+    """The speed of this rank, matmuls per second of wall-clock time, in each of several turns; the others wait meanwhile. Of more than four ranks
+    every fourth works at the same time."""
+    a = torch.randn(128, 128)
+
+    def matmuls_per_second(seconds: float) -> float:
+        count, start = 0, time.perf_counter()
+        while time.perf_counter() - start < seconds:
+            torch.mm(a, a)
+            count += 1
+        return count / (time.perf_counter() - start)
+
+    turns, speeds = min(comm.size, _MAX_TURNS), []
+    for turn in range(turns * _TURN_ROUNDS):
+        comm.barrier()
+        if turn % turns == comm.rank % turns:
+            matmuls_per_second(_TURN_WARMUP_S)
+            speeds.append(matmuls_per_second(_TURN_S))
+    return speeds
 
 
 def collective_curves(

@@ -183,7 +183,9 @@ def with_measured_collectives(
     old = nearest if nearest.ranks == ranks else replace(nearest, collectives={}, curves={})
     other_curves = {name: curve for name, curve in old.curves.items() if name not in lines}
     new = replace(old, ranks=ranks, collectives={**old.collectives, **lines}, curves={**other_curves, **(curves or {})})
-    return replace(calibration, layouts=tuple(sorted((*(r for r in calibration.layouts if r.ranks != ranks), new), key=lambda r: r.ranks)))
+    layouts = sorted((*(r for r in calibration.layouts if r.ranks != ranks), new), key=lambda r: r.ranks)
+    # No foreign load: a disturbed probe is measured again unasked, and these measurements must not be lost with it. Its error and basis stay.
+    return replace(calibration, layouts=tuple(replace(r, foreign_load=0.0) for r in layouts))
 
 
 def write_results(folder: Path, results: Sequence[CollectiveResult], lines: Mapping[str, AlphaBetaModel], cluster: Cluster) -> dict[str, str]:

@@ -23,10 +23,21 @@ from meshwright.cost.calibration_correction import add_record, measured_over_pre
 from meshwright.cost.datasheet_rates import datasheet_calibration
 from meshwright.cost.memory_cost import EXACT_KINDS
 from meshwright.describe.discover import discover
+from meshwright.describe.foreign_load import (
+    DISTURBING_LOAD,
+    crowded_share,
+    describe_load,
+    foreign_share,
+    foreign_share_now,
+    probe_error,
+    read_cpu_use,
+)
+from meshwright.describe.speed_groups import without_doubtful_groups
 from meshwright.launch import ForkServer, WorkerPool
 
-_PROBE_VERSION = 2  # version of what a probe's numbers mean; cache files of another version are ignored
-PROBE_ERROR = 0.25  # relative; step times predicted from a quick probe were off by 4 to 23% (docs/measured/planner.md)
+_PROBE_VERSION = 3  # version of what a probe's numbers mean; cache files of another version are ignored
+_PROBE_TIMEOUT_S = 600  # for one rank count; a busy machine takes several times as long as an idle one
+_MAX_REPEATS = 2  # measurements that a probe repeats because other processes disturbed them
 
 
 def cache_path(cluster: Cluster, environ: Mapping[str, str]) -> Path:
@@ -67,22 +78,52 @@ def probed_rank_counts(cluster: Cluster) -> list[int]:
 def probe(
     cluster: Cluster, fork_server: ForkServer, backend: str | None = None, *, quick: bool = True, log_progress: Callable[[str], None]
 ) -> Calibration:
-    """Measure this machine with one rank, with two (CPUs only), and with all its ranks together."""
+    """Measure this machine with one rank, with two (CPUs only), and with all its ranks together. A measurement that other processes disturbed is
+    repeated if they have stopped."""
     devices = cluster.devices
     kind, mixed = devices[0].kind, assign_rank_devices(cluster, len(devices))
     startable = [name for name, traits in BACKENDS.items() if not traits.launchers]  # only mpirun can start MPI ranks: `bench comm` measures those
     backend = backend if backend in startable else backend_for(kind, mixed)
     layouts: list[Rates] = []
     copies: Mapping[str, float] = {}
+    repeats, worst_load = 0, 0.0
     for ranks in probed_rank_counts(cluster):
-        threads = cluster.threads_per_rank(ranks)
-        log_progress(f"measuring {ranks} rank{'s' * (ranks > 1)}")
-        with WorkerPool(fork_server, ranks) as workers:
-            kwargs = {"device": kind, "backend": backend, "threads": threads, "quick": quick, "rank_devices": mixed[:ranks]}
-            rates, rank_copies = workers.call("meshwright.orchestrate.rank_entrypoints:probe_rank", kwargs, timeout_s=300)[0]
+        kwargs = {"device": kind, "backend": backend, "threads": cluster.threads_per_rank(ranks), "quick": quick, "rank_devices": mixed[:ranks]}
+        name = f"measuring {ranks} rank{'s' * (ranks > 1)}"
+        log_progress(name)
+        rates, rank_copies, load = _measure_layout(cluster, fork_server, ranks, kwargs)
+        while load >= DISTURBING_LOAD and repeats < _MAX_REPEATS and foreign_share_now() < DISTURBING_LOAD:
+            repeats += 1
+            log_progress(f"{name} again: {describe_load(load)}")
+            rates, rank_copies, load = min((rates, rank_copies, load), _measure_layout(cluster, fork_server, ranks, kwargs), key=lambda m: m[2])
         layouts += rates
-        copies = rank_copies or copies
-    return Calibration(cluster.nodes[0].name, devices[0].name, _now(), tuple(layouts), copies, "probe", PROBE_ERROR)
+        copies, worst_load = rank_copies or copies, max(worst_load, load)
+    error, basis = probe_error(worst_load), ""
+    if worst_load >= DISTURBING_LOAD:
+        basis = f"a quick probe of this machine, measured while {describe_load(worst_load)}"
+        log_progress(f"{describe_load(worst_load)} meanwhile: predictions are ± {error:.0%} until a quieter machine is measured")
+    return Calibration(cluster.nodes[0].name, devices[0].name, _now(), tuple(layouts), copies, "probe", error, basis)
+
+
+def _measure_layout(
+    cluster: Cluster, fork_server: ForkServer, ranks: int, kwargs: Mapping[str, Any]
+) -> tuple[list[Rates], Mapping[str, float], float]:
+    """(rates, host copy rates, foreign load) of one rank count. The load counts on CPUs only: a GPU's work does not wait for the host's cores."""
+    with WorkerPool(fork_server, ranks) as workers:
+        before = read_cpu_use()
+        rates, copies = workers.call("meshwright.orchestrate.rank_entrypoints:probe_rank", kwargs, timeout_s=_PROBE_TIMEOUT_S)[0]
+        after = read_cpu_use()
+    if cluster.devices[0].kind != "cpu":
+        return rates, copies, 0.0
+    threads = ranks * max(cluster.threads_per_rank(ranks), 1)
+    used = foreign_share(before, after, threads)
+    load = max(used, crowded_share(min(r.oversubscription for r in rates), threads, cluster.nodes[0].cores))
+    return [replace(r, foreign_load=used) for r in without_doubtful_groups(rates, probe_error(load))], copies, load
+
+
+def is_outdated(calibration: Calibration) -> bool:
+    """Whether other processes disturbed its probe, and leave the cores alone now."""
+    return calibration.foreign_load >= DISTURBING_LOAD and foreign_share_now() < DISTURBING_LOAD
 
 
 def record_run(

@@ -145,11 +145,14 @@ class Orchestrator:
         return measured
 
     def _cached_calibration(self) -> Calibration | None:
-        """The cached calibration of these devices or of the whole machine; None if it lacks a rank count that a probe would measure."""
+        """The cached calibration of these devices or of the whole machine; None if it lacks a rank count that a probe would measure,
+        or if other processes disturbed it and have stopped."""
         machine = discover(self.environ, devices=self.config.devices)
         cached = calibrate.load_cached(self.cluster, self.environ) or calibrate.load_cached(machine, self.environ)
         measured = {r.ranks for r in cached.layouts} | {len(machine.devices)} if cached is not None else set()
-        return cached if measured.issuperset(calibrate.probed_rank_counts(self.cluster)) else None
+        if cached is None or not measured.issuperset(calibrate.probed_rank_counts(self.cluster)):
+            return None
+        return None if calibrate.is_outdated(cached) else cached
 
     def learn_from_run(self, prepared: PreparedRun, result: dict[str, Any], steps: int) -> None:
         """Store what the run measured to correct later plans, unless it had too few steps; adds what was stored to `result["correction"]`."""

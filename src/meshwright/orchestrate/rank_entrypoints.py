@@ -26,8 +26,9 @@ from meshwright.core.plan import Plan
 from meshwright.core.rank_devices import device_index
 from meshwright.core.serialization import from_data, read_json
 from meshwright.core.task import Task
+from meshwright.describe.collective_probe import measure_in_turns
 from meshwright.describe.probe import host_copy_rates, measure_rates, slowest_rates
-from meshwright.describe.speed_groups import rates_by_speed_group
+from meshwright.describe.speed_groups import rates_by_speed_group, suspect_unequal
 from meshwright.execute.full_state import state_digest
 from meshwright.execute.session import Session
 from meshwright.execute.step_profiler import profile_step
@@ -69,10 +70,14 @@ def probe_rank(
     all_rates: list[Any] = [rates] * world
     if world > 1:
         torch.distributed.all_gather_object(all_rates, rates)
+    by_speed = kind == "cpu" and not rank_devices
+    turn_speeds: list[Any] = [[]] * world
+    if by_speed and suspect_unequal(all_rates):  # the same answer on all ranks
+        torch.distributed.all_gather_object(turn_speeds, measure_in_turns(comm))
     copies = host_copy_rates(torch_device) if rank == 0 else {}
     leave_process_group()
-    if not rank_devices and kind == "cpu":
-        return rates_by_speed_group(all_rates), copies
+    if by_speed:
+        return rates_by_speed_group(all_rates, turn_speeds if turn_speeds[0] else ()), copies
     names = dict.fromkeys(r.device for r in all_rates)
     return [slowest_rates([r for r in all_rates if r.device == name]) for name in names], copies
 
