@@ -6,6 +6,7 @@ import re
 
 from meshwright.core.errors import RequestError
 
+_MAX_DIGITS = 40
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
@@ -51,6 +52,8 @@ def _parse_number(text: str, unit: str, what: str) -> tuple[float, re.Match[str]
     match = re.fullmatch(rf"\s*(?P<number>[0-9]+\.?[0-9]*|\.[0-9]+)\s*{unit}\s*", text)
     if match is None:
         raise RequestError(f"'{text}' is not {what}")
+    if len(match["number"]) > _MAX_DIGITS:
+        raise RequestError(f"'{text[:_MAX_DIGITS]}…' has too many digits")
     return float(match["number"]), match
 
 

@@ -15,7 +15,7 @@ def _parse_lines(data: bytes) -> Iterator[JsonRecord]:
     for line in data.splitlines():
         try:
             record = json.loads(line)
-        except ValueError:  # UnicodeDecodeError and JSONDecodeError both
+        except (ValueError, RecursionError):  # UnicodeDecodeError and JSONDecodeError are ValueErrors
             continue
         if isinstance(record, dict):
             yield record

@@ -117,7 +117,7 @@ def create_run_folder(root: Path, name: str | None = None, prefix: str = "run") 
         for number in itertools.count(1):
             path = root / (base if number == 1 else f"{base}-{number}")
             with contextlib.suppress(FileExistsError):
-                path.mkdir()  # fails if it exists, so that two runs started at once get two folders
+                path.mkdir(mode=0o700)  # private: a run may hold data; fails if it exists, so that two runs started at once get two folders
                 break
     except OSError as error:
         raise RequestError(f"cannot make a run folder in {root}: {error.strerror}; choose another with --run-dir") from None

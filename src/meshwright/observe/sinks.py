@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright.core.errors import RequestError, RunError
+from meshwright.core.serialization import dump_json
 from meshwright.observe.formatting import finite_or_none
 
 
@@ -34,7 +34,7 @@ class JsonlSink:
             self._append(b"\n")  # a killed process left half a line: the next record must not be appended to it
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._append(json.dumps(record, default=_to_json_value, separators=(",", ":")).encode() + b"\n")
+        self._append(dump_json(record, default=_to_json_value, separators=(",", ":")).encode() + b"\n")
 
     def close(self) -> None:
         if self._file >= 0:

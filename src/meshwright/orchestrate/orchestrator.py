@@ -183,6 +183,8 @@ class Orchestrator:
         if self.config.cluster == "here" and (runs or self._cached_calibration() is None):
             self.fork_server()
         workload = self.workload(task)
+        if task.note:
+            self.log_progress(f"{task.name}: {task.note}")
         self.log_progress(f"profiling {task.name}")
         profile = trace_task(task, precision=workload.precision, device=self.cluster.devices[0].kind)
         flow = self.dataflow(task, workload) if self.config.plan == "auto" else None
@@ -349,7 +351,7 @@ def finish_run(folder: RunFolder, prepared: PreparedRun, rank_results: list[dict
             "exposed_communication_s": first["exposed"].get("exposed_s"),
             "communication_s": first["exposed"].get("communication_s"),
         },
-        "state_digest": first["state_digest"],
+        "state_digest": first["state_digest"],  # None unless digest=true
         "faults": [to_data(f) for f in folder.faults()],
         "seconds": first["seconds"],
     }
