@@ -77,8 +77,7 @@ def _metrics_table(snapshot: ProgressSnapshot, width: int) -> Table:
 
 
 def _loss_text(snapshot: ProgressSnapshot, width: int) -> Text:
-    metrics = snapshot.last_metrics
-    text = Text("not finite" if "loss" in metrics and metrics["loss"] is None else format_number(metrics.get("loss")), style="bold")
+    text = Text(format_number(snapshot.last_metrics.get("loss")), style="bold")
     text.append("  " + sparkline(snapshot.losses, width), style="not bold cyan")
     if snapshot.validation is not None:
         text.append(f"  validation {format_number(snapshot.validation)}", style="not bold magenta")

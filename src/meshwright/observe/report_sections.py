@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.core.cluster import Node
 from meshwright.core.estimate import Estimate
 from meshwright.core.event import Event, Fault
-from meshwright.observe.charts import Chart, ReferenceLine, Series, difference_chip, line_chart, paired_bars, stacked_bar
+from meshwright.observe.charts import MAX_POINTS, Chart, ReferenceLine, Series, difference_chip, line_chart, paired_bars, stacked_bar
 from meshwright.observe.formatting import DASH, finite_or_none, format_bytes, format_number, format_percent, format_rate, format_seconds
 from meshwright.observe.markup import Html, join, section, table, tag
 from meshwright.observe.run_folder import PlanCandidate
@@ -39,7 +39,7 @@ def faults(summary: RunSummary) -> Html:
     if state != "failed":
         return tag("div", tag("h2", f"{count} during the run"), *others, class_="alarm mild")
     more = [tag("details", tag("summary", count), *others)] if others else []
-    when = f"after step {summary.steps[-1]['step']}" if summary.steps else "before the first step"
+    when = f"after step {summary.steps.last_step}" if summary.steps else "before the first step"
     return tag("div", tag("h2", f"{_rank_name(cause.rank).capitalize()} failed: {cause.kind}"), _fault_box(cause, when), *more, class_="alarm")
 
 
@@ -52,7 +52,7 @@ def unreadable_files(summary: RunSummary) -> Html:
 def metric_cards(summary: RunSummary) -> Html:
     """Cards with the run's main numbers: loss, step time, throughput, peak memory, MFU and duration."""
     estimate = summary.estimate
-    losses, validation = summary.curve("loss"), summary.validation_curve()
+    losses, validation = summary.steps.points("loss", MAX_POINTS), summary.steps.validation_points()
     step_s, peak = summary.measured_metric("step_s"), _max_known(summary.measured_memory())
     cards = []
 
@@ -110,7 +110,7 @@ def prediction(summary: RunSummary) -> Html:
 
 
 def curves(summary: RunSummary) -> Html:
-    if not summary.steps and not summary.validation:
+    if not summary.steps and not summary.steps.validation:
         return section("Curves", tag("p", "No step was recorded.", class_="empty"), anchor="curves")
     return section("Curves", tag("div", *map(line_chart, _charts(summary)), class_="charts"), anchor="curves")
 
@@ -199,21 +199,26 @@ def _memory_bars(summary: RunSummary) -> list[Html]:
 
 
 def _charts(summary: RunSummary) -> list[Chart]:
-    estimate = summary.estimate
+    estimate, steps = summary.estimate, summary.steps
     step_level = ReferenceLine("predicted", estimate.step_s, estimate.error) if estimate else None
     peak = _max_known(summary.predicted_memory()[:1])
     peak_level = ReferenceLine("predicted peak", peak) if peak else None
-    loss = [Series("training", summary.curve("loss"), 1)]
-    loss += [Series("validation", summary.validation_curve(), 2, dots=True)] if summary.validation else []
+
+
+    def series(name: str, key: str, colour: int) -> Series:
+        return Series(name, steps.points(key, MAX_POINTS), colour, num_nonfinite=len(steps) - len(steps.finite(key)))
+
+    loss = [series("training", "loss", 1)]
+    loss += [Series("validation", steps.validation_points(), 2, dots=True)] if steps.validation else []
     charts = [
         Chart("Loss", loss, format_number),
-        Chart("Step time", [Series("measured", summary.curve("step_s"), 3)], format_seconds, step_level, from_zero=True),
-        Chart("Throughput", [Series("samples/s", summary.curve("samples_per_s"), 4)], _format_bare_rate, from_zero=True),
-        Chart("Memory of rank 0", [Series("peak so far", summary.curve("memory_bytes"), 5)], format_bytes, peak_level, from_zero=True),
+        Chart("Step time", [series("measured", "step_s", 3)], format_seconds, step_level, from_zero=True),
+        Chart("Throughput", [series("samples/s", "samples_per_s", 4)], _format_bare_rate, from_zero=True),
+        Chart("Memory of rank 0", [series("peak so far", "memory_bytes", 5)], format_bytes, peak_level, from_zero=True),
     ]
     for title, key, colour in (("Gradient norm", "grad_norm", 6), ("Learning rate", "learning_rate", 2)):
-        points = summary.curve(key)
-        charts += [Chart(title, [Series(title.lower(), points, colour)], format_number, from_zero=True)] if points else []
+        curve = series(title.lower(), key, colour)
+        charts += [Chart(title, [curve], format_number, from_zero=True)] if curve.points else []
     return charts
 
 

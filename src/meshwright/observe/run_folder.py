@@ -19,6 +19,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.serialization import from_data, read_json
 from meshwright.observe.jsonl_tail import JsonRecord, read_records
 from meshwright.observe.run_status import RunStatus, infer_status
+from meshwright.observe.step_columns import StepColumns
 
 T = TypeVar("T")
 
@@ -77,7 +78,11 @@ class RunFolder:
 
     def metrics(self) -> list[JsonRecord]:
         """Every record as written, steps and validations; a resumed run may have a step twice, of which the later is valid."""
-        return read_records(self.path / "metrics.jsonl")
+        return list(read_records(self.path / "metrics.jsonl"))
+
+    def step_columns(self) -> StepColumns:
+        """The metrics by step, without a record in memory for each."""
+        return StepColumns(read_records(self.path / "metrics.jsonl"))
 
     def events(self) -> list[Event]:
         """All ranks' events in order of time."""

@@ -114,6 +114,7 @@ def _numeric_fields(record: Mapping[str, Any]) -> dict[str, float]:
 def _to_json_value(value: Any) -> Any:
     """Scalars of numpy and torch as numbers, anything else as text: an odd value in a record must not stop training."""
     try:
-        return value.item()
+        number = value.item()
+        return None if isinstance(number, float) and finite_or_none(number) is None else number
     except (AttributeError, TypeError, ValueError, RuntimeError):  # no scalar: another type, or more than one element
         return str(value)
