@@ -69,7 +69,7 @@ def read_calibration(path: Path) -> object:
 def test_a_file_that_is_none(name: str, content: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
-    number = f'name = {DIGITS}' if name.endswith("toml") else f'{{"version": {DIGITS}}}'
+    number = f"name = {DIGITS}" if name.endswith("toml") else f'{{"version": {DIGITS}}}'
     texts = {"deep": DEEP_TOML if name.endswith("toml") else DEEP, "digits": number, "empty": "", "null": "null"}
     if content == "folder":
         path.mkdir()

@@ -8,7 +8,6 @@ from functools import cached_property
 
 from meshwright.core.errors import RequestError, unknown_name_error
 
-
 MAX_RANKS = 2**20  # of a mesh or a cluster: beyond any machine; a larger number is a mistake, which would fill memory
 
 

@@ -15,7 +15,8 @@ def _scaled(value: float, unit: str, prefixes: tuple[str, ...]) -> str:
     for prefix in prefixes:
         if abs(size) < 999.5 or prefix == prefixes[-1]:
             digits = 0 if prefix == "" and size == int(size) else 1 if abs(size) >= 9.995 else 2
-            return f"{size:.{digits}f} {prefix}{unit}".rstrip()
+            number = f"{size:.{digits}f}" if abs(size) < 1e6 else f"{size:.3g}"  # beyond the last prefix
+            return f"{number} {prefix}{unit}".rstrip()
         size /= 1000
     raise AssertionError("unreachable")
 

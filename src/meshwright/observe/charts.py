@@ -19,7 +19,6 @@ LEFT, RIGHT, TOP, BOTTOM = 70.0, 14.0, 12.0, 38.0
 MAX_POINTS = 500  # a curve 480 pixels wide shows no more detail, and a long run's report stays small
 
 
-
 @dataclass(frozen=True)
 class Series:
     """One curve by step. Values that are not finite leave a gap."""

@@ -13,7 +13,16 @@ from meshwright.core.cluster import Node
 from meshwright.core.estimate import Estimate
 from meshwright.core.event import Event, Fault
 from meshwright.observe.charts import MAX_POINTS, Chart, ReferenceLine, Series, difference_chip, line_chart, paired_bars, stacked_bar
-from meshwright.observe.formatting import DASH, finite_or_none, format_bytes, format_number, format_percent, format_rate, format_seconds
+from meshwright.observe.formatting import (
+    DASH,
+    MEASURED_RELATIVE,
+    finite_or_none,
+    format_bytes,
+    format_number,
+    format_percent,
+    format_rate,
+    format_seconds,
+)
 from meshwright.observe.markup import Html, join, section, table, tag
 from meshwright.observe.run_folder import PlanCandidate
 from meshwright.observe.run_status import root_cause
@@ -102,7 +111,7 @@ def prediction(summary: RunSummary) -> Html:
     if estimate is None:
         return EMPTY
     error = format_percent(estimate.error)
-    note = f"The estimate was made before the run, with a stated error of ±{error} (one sigma). Measured step time is the median."
+    note = f"The estimate was made before the run, with a stated error of ±{error} (one sigma). Measured step time is the median. {MEASURED_RELATIVE}"
     verdict = tag("b", "It fits: " if estimate.fits else "It does not fit: ")
     fits = tag("p", verdict, estimate.reason, class_="note") if estimate.reason else EMPTY
     columns = tag("div", tag("div", *_rate_bars(summary, estimate), fits), tag("div", *_memory_bars(summary)), class_="columns")
@@ -204,7 +213,6 @@ def _charts(summary: RunSummary) -> list[Chart]:
     peak = _max_known(summary.predicted_memory()[:1])
     peak_level = ReferenceLine("predicted peak", peak) if peak else None
 
-
     def series(name: str, key: str, colour: int) -> Series:
         return Series(name, steps.points(key, MAX_POINTS), colour, num_nonfinite=len(steps) - len(steps.finite(key)))
 
@@ -239,10 +247,23 @@ def _ranking_table(summary: RunSummary, ranking: Sequence[PlanCandidate]) -> Htm
         name = tag("div", entry.summary, *([" ", tag("span", "chosen", class_="chip good")] if i == chosen else []), class_="wide")
         bar = tag("span", tag("i", style=f"width:{width:.1f}%"), class_="mini")
         fits = tag("span", "fits" if entry.fits else "too large", class_=f"chip {'good' if entry.fits else 'poor'}")
-        rows.append((str(i + 1), name, bar, format_seconds(entry.step_s), format_bytes(entry.memory_bytes), fits, entry.reason))
-    head = ("", "plan", "", "step time", "memory", "", "reason")
+        penalty = f"+{100 * entry.penalty:.1f} %" if entry.penalty else DASH
+        rows.append((str(i + 1), name, bar, format_seconds(entry.step_s), penalty, format_bytes(entry.memory_bytes), fits, entry.reason))
+    head = ("", "plan", "", "step time", "penalty", "memory", "", "reason")
     title = tag("h3", f"{len(ranking)} plan{'s' * (len(ranking) != 1)} compared")
-    return join([title, table(head, rows, numeric_columns=(0, 3, 4), highlighted_row=chosen)])
+    order = tag("p", _ranking_order(str(summary.job.get("objective", "time"))), class_="note")
+    return join([title, order, table(head, rows, numeric_columns=(0, 3, 4, 5), highlighted_row=chosen)])
+
+
+def _ranking_order(objective: str) -> str:
+    """The order of the ranking in words, since it is not that of the step times alone."""
+    if objective == "memory":
+        return "Plans that fit come first, in order of memory; the others by how near they are to fitting."
+    cost = {"time": "step time", "throughput": "device-seconds a step", "money": "money a step", "energy": "energy a step"}.get(objective, objective)
+    return (
+        f"Plans that fit come first, in order of {cost} with a penalty for each mechanism that a plan adds: "
+        "it must gain more than that, since predictions are not finer. The others are in order of memory."
+    )
 
 
 def _card(name: str, value: str, *notes: str) -> Html:

@@ -35,6 +35,7 @@ class PlanCandidate:
     memory_bytes: int
     fits: bool
     reason: str = ""
+    penalty: float = 0.0  # what its mechanisms add to its cost, relative, when plans are ranked
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from meshwright.core.serialization import read_json
 from meshwright.core.workload import Objective
 from meshwright.orchestrate import tutorial_config
 
-
 # Beyond every run that can end; a larger number is a mistake, and some would overflow later.
 _MAX_STEPS = 10**12
 _MAX_SAMPLES = 10**9

@@ -42,7 +42,7 @@ from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.job import make_retrace, resolve_job
 from meshwright.orchestrate.knobs import check_given, constraints_from_config, script_environment
 from meshwright.orchestrate.user_strategy import apply_strategy, fill_partitioning, load_strategy, needs_partitioning
-from meshwright.plan import Ranking, best_precision, check_precision, check_selective_recompute, explain, rank_plans, refuse_unused
+from meshwright.plan import Ranking, best_precision, check_precision, check_selective_recompute, explain, plan_penalty, rank_plans, refuse_unused
 from meshwright.schedule import plan_ledgers
 
 ProgressCallback = Callable[[str], None]
@@ -324,6 +324,7 @@ def ranking_rows(ranking: Ranking | None, max_rows: int = 12) -> list[dict[str, 
             "memory_bytes": max(s.estimate.memory_bytes),
             "fits": s.estimate.fits,
             "reason": s.estimate.reason,
+            "penalty": plan_penalty(s.plan) - 1.0,
         }
         for s in (ranking.scored[:max_rows] if ranking else ())
     ]
