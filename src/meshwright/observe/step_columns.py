@@ -1,4 +1,4 @@
-"""The steps of a run as columns of numbers, read line by line: a million steps take some ten bytes a value, and are drawn from a few hundred points."""
+"""The steps of a run as columns of numbers, read line by line: eight bytes a value, drawn from a few hundred points."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -78,7 +78,7 @@ class StepColumns:
         return values[np.isfinite(values)]
 
     def points(self, key: str, max_points: int) -> list[ChartPoint]:
-        """(step, value) of a metric, at most `max_points` of them, with NaN where it was not finite; empty for a metric that the run does not have."""
+        """(step, value) of a metric, at most `max_points`, with NaN where it was not finite; empty for a metric that the run does not have."""
         values = np.frombuffer(self._columns[key], dtype=np.float64)
         if key != "loss" and not np.isfinite(values).any():
             return []
@@ -94,7 +94,7 @@ def downsample_columns(steps: Floats, values: Floats, max_points: int) -> list[C
         return list(zip(steps.tolist(), values.tolist(), strict=True))
     kept = {0, len(steps) - 1}
     edges = np.linspace(0, len(steps), max((max_points - 2) // 2, 1) + 1).astype(int).tolist()
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         interval = values[start:end]
         is_finite = np.isfinite(interval)
         if is_finite.any():
