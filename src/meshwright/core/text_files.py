@@ -19,9 +19,8 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
         if not stat.S_ISREG(found.st_mode):  # before it is opened: opening a pipe waits for its writer
             raise RequestError(f"{path}: {'is a folder' if stat.S_ISDIR(found.st_mode) else 'not a regular file'}: name a file")
         if found.st_size > max_bytes:
-            raise RequestError(
-                f"{path}: {found.st_size / 2**20:,.0f} MiB is more than the {max_bytes / 2**20:,.0f} MiB that are read: name another file"
-            )
+            size, limit = (f"{count / 2**20:,.0f} MiB" for count in (found.st_size, max_bytes))
+            raise RequestError(f"{path}: {size} is more than the {limit} that are read: name another file")
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         if isinstance(error, UnicodeDecodeError):
