@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -37,7 +38,7 @@ def place(ground: Path) -> Path:
 
 def test_the_whole_way(place: Path) -> None:
     """Model to report, on two ranks: every file of the folder is there, and predicted stands beside measured."""
-    words = ("gpt-tiny", "--steps", "12", "--nproc", "2", "--set", "validate_every=5", "--json")
+    words = ("gpt-tiny", "--steps", "12", "--nproc", "2", "--set", "validate_every=5", "--set", "digest=true", "--json")
     result = json.loads(meshwright("train", *words, cwd=place).stdout)
     folder = place / result["run"]
     for name in ("plan.json", "estimate.json", "cluster.json", "job.json", "metrics.jsonl", "events-0.jsonl", "events-1.jsonl", "trace.json"):
@@ -50,6 +51,7 @@ def test_the_whole_way(place: Path) -> None:
     assert result["measured"]["exposed_communication_s"] >= 0
     assert re.fullmatch("[0-9a-f]{32}", result["state_digest"])
     assert result["faults"] == []
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     page = (folder / "report.html").read_text()
     assert "gpt-tiny" in page
     assert not re.search(r"(src|href)=[\"']https?://", page)
@@ -65,6 +67,7 @@ def test_any_number_of_ranks_gives_the_same_curve(command: Command) -> None:
 
     one, two = curve("--nproc", "1"), curve("--mesh", "dp=2")
     cut = curve("--mesh", "shard=2", "--set", "zero=3", "--set", "micro_batches=2")
+    assert one["state_digest"] is None, "the whole state is gathered only where digest=true asks for it"
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-9)
     assert cut["losses"] == pytest.approx(one["losses"], rel=1e-9)
     assert cut["validation"][0]["loss"] == pytest.approx(one["validation"][0]["loss"], rel=1e-9)
@@ -107,6 +110,58 @@ def test_a_failing_rank_is_shown_once_and_first(place: Path) -> None:
     assert "rank 1 failed" in done.stderr
     newest = max((place / "runs").glob("broken*"), key=lambda p: p.stat().st_mtime)
     assert "planted on rank 1" in (newest / "report.html").read_text()
+
+
+NAN_MODEL = """
+import torch, torch.distributed as dist
+import meshwright as mw
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.calls = torch.nn.Linear(4, 4), 0
+    def forward(self, x):
+        self.calls += dist.is_initialized()
+        return self.a(x) * (float("nan") if self.calls >= 3 and dist.get_rank() == 1 else 1.0)
+def loss(model, batch):
+    return model(batch["x"]).square().mean()
+def task():
+    return mw.Task("nan", Model, loss, {"x": mw.Field((4,))}, global_batch=8)
+"""
+_NAN = "the loss is nan at step 2 (learning rate "
+
+
+def _reject(text: str) -> None:
+    raise AssertionError(f"{text} is not JSON")
+
+
+def test_a_loss_that_is_nan_ends_the_run_at_its_step(place: Path, command: Command) -> None:
+    """Every rank ends; the line, the events and the report name the step and the rank whose part was NaN."""
+    (place / "nan.py").write_text(NAN_MODEL)
+    _, err = command("train", "nan.py:task", "--mesh", "dp=2", "--steps", "500", "--run-dir", "nan", expect=1)
+    last = err.strip().splitlines()[-1]
+    assert _NAN in last
+    assert "gradient norm nan); it comes from rank 1, whose own part is nan" in last
+    assert "on_nan=continue" in last
+    assert "Traceback" not in err
+    (folder,) = (place / "nan").iterdir()
+    lines = [json.loads(line, parse_constant=_reject) for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
+    found = [line for line in lines if line.get("kind") == "nan"]
+    assert {(line["rank"], line["step"]) for line in found} == {(0, 2), (1, 2)}
+    assert [line["rank"] for line in lines if line.get("kind") == "fault"] == [1]
+    assert _NAN in (folder / "report.html").read_text()
+
+
+def test_a_run_may_go_on_after_nan(place: Path, command: Command) -> None:
+    (place / "nan.py").write_text(NAN_MODEL)
+    words = ("--mesh", "dp=2", "--steps", "9", "--set", "on_nan=continue", "--run-dir", "nan-on", "--json")
+    out, _ = command("train", "nan.py:task", *words)
+    result = json.loads(out, parse_constant=_reject)
+    assert result["losses"][2:] == [None] * 7
+    (folder,) = (place / "nan-on").iterdir()
+    for path in [*folder.glob("*.json"), *folder.glob("*.jsonl")]:
+        for text in [path.read_text()] if path.suffix == ".json" else path.read_text().splitlines():
+            json.loads(text, parse_constant=_reject)
+    assert "7 values not finite" in (folder / "report.html").read_text()
 
 
 def test_ctrl_c_ends_everything(place: Path) -> None:

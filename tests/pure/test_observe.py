@@ -95,15 +95,18 @@ def test_a_record_after_half_a_line_is_not_lost(tmp_path: Path) -> None:
 
 def test_odd_values_do_not_stop_a_run(tmp_path: Path) -> None:
     class Scalar:
+        def __init__(self, value: float = 2.5) -> None:
+            self.value = value
+
         def item(self) -> float:
-            return 2.5
+            return self.value
 
     sink = sinks.JsonlSink(tmp_path / "x.jsonl")
-    sink.write({"scalar": Scalar(), "path": Path("/a"), "nan": float("nan")})
+    sink.write({"scalar": Scalar(), "path": Path("/a"), "nan": float("nan"), "odd": Scalar(float("inf"))})
     sink.close()
     record = json.loads((tmp_path / "x.jsonl").read_text())
     assert (record["scalar"], record["path"]) == (2.5, "/a")
-    assert record["nan"] != record["nan"]
+    assert record["nan"] is record["odd"] is None  # JSON has no NaN
 
 
 def test_a_folder_that_cannot_be_is_one_line(tmp_path: Path) -> None:

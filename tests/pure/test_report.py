@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
 import re
+import tracemalloc
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,8 +22,10 @@ from meshwright.core.plan import MemoryPolicy, Plan
 from meshwright.core.serialization import to_data, write_json
 from meshwright.observe import RunFolder, write_report
 from meshwright.observe.charts import Chart, ReferenceLine, Series, downsample, line_chart, ticks
+from meshwright.observe.formatting import MEASURED_RELATIVE, format_bytes, format_rate, format_signed_percent
 from meshwright.observe.markup import Html, join, tag
 from meshwright.observe.run_folder import Decision, PlanCandidate
+from meshwright.observe.step_columns import StepColumns
 
 BEGAN = 1_763_172_900.0
 STEPS = 150
@@ -323,3 +327,83 @@ def test_markup_escapes_unless_told() -> None:
     assert tag("p", "<b>", class_='a"b') == '<p class="a&quot;b">&lt;b&gt;</p>'
     assert tag("p", tag("b", "x & y"), Html("<i>")) == "<p><b>x &amp; y</b><i></p>"
     assert isinstance(join(["<"]), Html)
+
+
+def test_the_terminal_and_the_report_give_a_difference_the_same_sign(tmp_path: Path) -> None:
+    """Measured relative to predicted, in both; both say so."""
+    from rich.console import Console
+
+    from meshwright.cli.train_command import _comparison_table
+
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(_comparison_table(fake_result(tmp_path, STEPS)))
+    text, page = console.export_text(), Page(write_report(fake_run(tmp_path / "run")).read_text()).text
+    for shown in ("+4.6 %", "+20 %", MEASURED_RELATIVE):  # 123.4 ms where 118 were predicted, 733 MB where 612 were
+        assert shown in " ".join(text.split())
+        assert shown in page
+
+
+def test_the_order_of_the_ranking_is_explained(tmp_path: Path) -> None:
+    """A slower plan may come first: its penalty is beside its time."""
+    run = fake_run(tmp_path)
+    slower = [PlanCandidate(PLAN.summary(), 0.118, 1, True, "simple"), PlanCandidate("pipeline 2", 0.116, 1, True, "", 0.03)]
+    write_json(tmp_path / "estimate.json", Decision(ESTIMATE, WHY, tuple(slower)))
+    page = Page(write_report(run).read_text())
+    assert "in order of step time with a penalty for each mechanism" in page.text
+    assert "+3.0 %" in page.text
+
+
+def test_long_figures_and_names_stay_in_their_cards(tmp_path: Path) -> None:
+    """Numbers beyond the last prefix are short, and what is long wraps."""
+    assert (format_bytes(9.9e27), format_rate(1.2e25, "samples/s")) == ("9.9e+09 EB", "1.2e+13 T samples/s")
+    assert format_signed_percent(1.6e13) == "+1.6e+15 %"
+    html = write_report(fake_run(tmp_path, model="long" * 60)).read_text()
+    rules = dict(reversed(re.findall(r"^([^{}\n]+?) \{ ([^{}\n]+) \}$", html, re.MULTILINE)))  # the first of each selector: for wide screens
+    for selector in (".card strong", ".card small", ".card .chip"):
+        assert "overflow-wrap: anywhere" in rules[selector], selector
+        assert "nowrap" not in rules[selector], selector
+
+
+def test_a_state_digest_is_shown_only_where_there_is_one(tmp_path: Path) -> None:
+    run = fake_run(tmp_path)
+    assert "state digest" in write_report(run).read_text()
+    write_json(tmp_path / "result.json", {**fake_result(tmp_path, STEPS), "state_digest": None})
+    assert "state digest" not in write_report(run).read_text()
+
+
+def test_steps_are_read_as_columns() -> None:
+    """Of a step done twice the later counts; null is NaN; a metric that a run does not have is empty; few points are kept of many."""
+    rows: list[dict[str, Any]] = [{"step": i, "loss": float(i), "step_s": 1.0} for i in range(4000)]
+    rows[2500] = {"step": 2500, "loss": None, "step_s": "odd"}
+    rows += [
+        {"step": 3000, "loss": -1.0, "step_s": 2.0},
+        {"step": "x", "loss": 0.0},
+        {"step": 10**400, "loss": 0.0},
+        {"step": 3000, "validation_loss": 7},
+    ]
+    columns = StepColumns(rows)
+    assert (len(columns), columns.last_step, len(columns.finite("loss"))) == (3001, 3000, 3000)
+    points = columns.points("loss", 100)
+    assert len(points) <= 100
+    assert (points[0], points[-1]) == ((0.0, 0.0), (3000.0, -1.0))
+    assert (columns.points("grad_norm", 100), columns.validation_points()) == ([], [(3000.0, 7.0)])
+
+
+def test_columns_added_in_chunks_are_those_added_one_by_one() -> None:
+    rows = [r for r in fake_metrics(2500) if "loss" in r]
+    one_by_one = StepColumns()
+    for row in rows:
+        one_by_one._add(row)
+    assert all(list(StepColumns(rows).finite(key)) == list(one_by_one.finite(key)) for key in ("loss", "time", "mfu"))
+
+
+def test_a_report_of_many_steps_needs_little_memory(tmp_path: Path) -> None:
+    """Records are not kept: 10,000 of them would take more than 10 MB."""
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        file.writelines(json.dumps(r) + "\n" for r in fake_metrics(10_000))
+    tracemalloc.start()
+    write_report(RunFolder(tmp_path))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8e6
+    assert "10,000 steps" in (tmp_path / "report.html").read_text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import json
 import sys
 from typing import Any, NoReturn
 
@@ -13,6 +12,7 @@ from rich.table import Table
 
 from meshwright.core.errors import RequestError
 from meshwright.core.gc_control import gc_disabled
+from meshwright.core.serialization import dump_json
 
 stderr = Console(stderr=True, highlight=False)
 stdout = Console(highlight=False)
@@ -29,7 +29,7 @@ def log_progress(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value))
+    print(dump_json(value))
 
 
 def print_line(text: str) -> None:

@@ -151,7 +151,8 @@ def _ledger_table(lines: tuple[LedgerLine, ...]) -> Table:
 
 
 def _ranking_table(ranking: Ranking, max_rows: int) -> Table:
-    table = make_table("plan", ">step", ">samples/s", ">memory a rank", ">communication", "fits")
+    order = "in order of the objective, with a penalty for each mechanism that a plan adds: predictions are not finer"
+    table = make_table("plan", ">step", ">samples/s", ">memory a rank", ">communication", "fits", caption=order)
     for plan, estimate in ((scored.plan, scored.estimate) for scored in ranking.scored[:max_rows]):
         rates = (show_seconds(estimate.step_s), f"{estimate.samples_per_s:,.1f}")
         sizes = (show_bytes(max(estimate.memory_bytes)), show_bytes(estimate.traffic_bytes))

@@ -113,14 +113,16 @@ def _print_result(result: dict[str, Any], prepared: PreparedRun | None, as_json:
 
 
 def _comparison_table(result: dict[str, Any]) -> Table:
-    """Predicted and measured step time and memory, with the relative error of the prediction."""
+    """Predicted and measured step time and memory, with the difference as in the report."""
+    from meshwright.observe.formatting import MEASURED_RELATIVE, format_signed_percent, relative_error
+
     predicted, measured = result["predicted"], result["measured"]
-    table = make_table("", ">predicted", ">measured", ">error")
+    table = make_table("", ">predicted", ">measured", ">off by", caption=MEASURED_RELATIVE)
     for name, show, a, b in (
         ("step time", show_seconds, predicted["step_s"], measured["step_s"]),
         ("peak memory, largest rank", show_bytes, max(predicted["memory_bytes"]), max(measured["memory_bytes"])),
     ):
-        table.add_row(name, show(a), show(b) if b else "too few steps", f"{a / b - 1:+.0%}" if b else "–")
+        table.add_row(name, show(a), show(b) if b else "too few steps", format_signed_percent(relative_error(b, a)))
     if measured.get("exposed_communication_s") is not None:
         table.add_row("exposed communication", "", show_seconds(measured["exposed_communication_s"]), "")
     return table

@@ -22,9 +22,22 @@ class RunError(MeshwrightError):
     """A valid request failed while it ran."""
 
 
+class NonFiniteLossError(RunError):
+    """The loss became NaN or infinite. `secondary`: this rank's own part of it was finite, so that the cause is on another rank."""
+
+    def __init__(self, message: str, *, secondary: bool = False) -> None:
+        super().__init__(message)
+        self.secondary = secondary
+
+
+_MAX_LISTED = 40
+
+
 def unknown_name_error(kind: str, name: str, choices: Iterable[str], where: str = "") -> RequestError:
-    """An error for a name that is not one of `choices`, with the nearest valid one."""
+    """An error for a name that is not one of `choices`, with the nearest valid one; where none is near, with all of them."""
     names = sorted(choices)
-    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.4)
-    hint = f"did you mean '{near[0]}'?" if near else f"one of: {', '.join(names)}"
+    name = name if len(name) <= 80 else f"{name[:80]}…"
+    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6 if len(name) > 3 else 0.5)
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    hint = f"did you mean '{near[0]}'?" if near else f"one of: {', '.join(names[:_MAX_LISTED])}{more}"
     return RequestError(f"unknown {kind} '{name}'{f' in {where}' if where else ''}; {hint}")

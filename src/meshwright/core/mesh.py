@@ -8,6 +8,8 @@ from functools import cached_property
 
 from meshwright.core.errors import RequestError, unknown_name_error
 
+MAX_RANKS = 2**20  # of a mesh or a cluster: beyond any machine; a larger number is a mistake, which would fill memory
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -31,6 +33,8 @@ class Mesh:
         for axis in AXES if min(self.pp, self.dp, self.shard, self.cp, self.ep, *self.tp) < 1 else ():
             if self.degree(axis) < 1 or (axis == "tp" and min(self.tp) < 1):
                 raise RequestError(f"mesh axis {axis}: a degree is at least 1")
+        if self.pp * self.dp * self.shard * self.cp * self.ep * math.prod(self.tp) > MAX_RANKS:
+            raise RequestError(f"a mesh has at most {MAX_RANKS:,} ranks: use smaller degrees")
         for axis in self.order:
             if axis not in AXES:
                 raise unknown_name_error("mesh axis", axis, AXES, "order")
@@ -119,6 +123,8 @@ class Mesh:
     def parse(text: str) -> Mesh:
         """'dp=2,shard=2,tp=2x2x1' → Mesh; an axis left out is 1."""
         degrees: dict[str, int | tuple[int, ...]] = {}
+        if len(text) > 200:
+            raise RequestError(f"--mesh {text[:40]}… is too long: write it like dp=2 or shard=2")
         for part in filter(None, text.replace(" ", "").split(",")):
             axis, _, value = part.partition("=")
             if axis not in AXES:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from meshwright.core.plan import Plan
 
 VERSION = 2  # of the format of plan.json; version 1 is read too (format_version_1.py)
+MAX_MICRO_BATCHES = 10**6
+MAX_TIMEOUT_S = 1e9  # about thirty years
+_MAX_THREADS = 2**16
 OFFLOADS = ("none", "optimizer")
 
 
@@ -23,8 +26,8 @@ def check_plan(plan: Plan) -> None:
     mesh, zero = plan.mesh, plan.memory.zero
     if not 1 <= plan.version <= VERSION:
         raise RequestError(f"plan version {plan.version} is newer than this Meshwright, which reads up to version {VERSION}: upgrade it")
-    if plan.micro_batches < 1:
-        raise RequestError(f"plan: micro_batches={plan.micro_batches} must be at least 1")
+    if not 1 <= plan.micro_batches <= MAX_MICRO_BATCHES:
+        raise RequestError(f"plan: micro_batches={plan.micro_batches} must be 1..{MAX_MICRO_BATCHES:,}")
     if zero and mesh.shard == 1 and mesh.size > 1:
         raise RequestError(f"plan: zero={zero} shards over the shard axis, and mesh {mesh} has none: use --mesh shard={mesh.size}")
     if not zero and mesh.shard > 1:
@@ -32,8 +35,8 @@ def check_plan(plan: Plan) -> None:
     _check_memory(plan)
     if plan.device_order and len(plan.device_order) != plan.world:
         raise RequestError(f"plan: device_order has {len(plan.device_order)} entries for mesh {mesh} of {plan.world} ranks: give {plan.world}")
-    if plan.threads < 0:
-        raise RequestError(f"plan: threads={plan.threads} must be 0 (the environment's setting) or more")
+    if not 0 <= plan.threads <= _MAX_THREADS:
+        raise RequestError(f"plan: threads={plan.threads} must be 0 (the environment's setting) to {_MAX_THREADS:,}")
     _check_sync(plan)
     check_compatibility(plan)
     check_state_fractions(plan.balance.state_fractions, mesh, zero)
@@ -61,8 +64,8 @@ def _check_sync(plan: Plan) -> None:
     sync, precision = plan.sync, plan.memory.precision
     if min(sync.bucket_bytes, sync.first_bucket_bytes) < 1:
         raise RequestError(f"plan: sync.bucket_bytes={sync.bucket_bytes} must be positive")
-    if not 0 < sync.timeout_s < float("inf"):
-        raise RequestError(f"plan: sync.timeout_s={sync.timeout_s} must be a positive number of seconds")
+    if not 0 < sync.timeout_s <= MAX_TIMEOUT_S:
+        raise RequestError(f"plan: sync.timeout_s={sync.timeout_s} must be a positive number of seconds, at most {MAX_TIMEOUT_S:.0e}")
     check_routes(sync.routes, plan.backend, sync.ranks_per_node, plan.world)
     check_compression(sync.compression, sync.compression_rank, plan.mesh, plan.memory.zero, precision)
     if plan.rank_devices and sync.routes:

@@ -6,6 +6,7 @@ import re
 
 from meshwright.core.errors import RequestError
 
+_MAX_DIGITS = 40
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
@@ -14,7 +15,8 @@ def _scaled(value: float, unit: str, prefixes: tuple[str, ...]) -> str:
     for prefix in prefixes:
         if abs(size) < 999.5 or prefix == prefixes[-1]:
             digits = 0 if prefix == "" and size == int(size) else 1 if abs(size) >= 9.995 else 2
-            return f"{size:.{digits}f} {prefix}{unit}".rstrip()
+            number = f"{size:.{digits}f}" if abs(size) < 1e6 else f"{size:.3g}"  # beyond the last prefix
+            return f"{number} {prefix}{unit}".rstrip()
         size /= 1000
     raise AssertionError("unreachable")
 
@@ -51,6 +53,8 @@ def _parse_number(text: str, unit: str, what: str) -> tuple[float, re.Match[str]
     match = re.fullmatch(rf"\s*(?P<number>[0-9]+\.?[0-9]*|\.[0-9]+)\s*{unit}\s*", text)
     if match is None:
         raise RequestError(f"'{text}' is not {what}")
+    if len(match["number"]) > _MAX_DIGITS:
+        raise RequestError(f"'{text[:_MAX_DIGITS]}…' has too many digits")
     return float(match["number"]), match
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -12,6 +14,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 
 from meshwright.core.errors import RequestError, unknown_name_error
 from meshwright.core.format_version_1 import VERSION_1_KEYS
+from meshwright.core.text_files import MAX_BYTES, read_text, write_text
 
 T = TypeVar("T")
 
@@ -32,25 +35,46 @@ def from_data(kind: type[T], data: Any, where: str) -> T:
     return typing.cast(T, _convert(kind, data, where))
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, max_bytes: int = MAX_BYTES) -> Any:
     """The JSON in `path`; a missing or broken file is the user's to fix, so it raises RequestError."""
+    text = read_text(path, max_bytes)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RequestError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise RequestError(f"{path}: not a text file") from None
+        return json.loads(text)
     except json.JSONDecodeError as error:
         raise RequestError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+    except RecursionError:
+        raise RequestError(f"{path}: its lists and objects are nested too deeply") from None
+    except ValueError:  # Python converts no more than some thousand digits
+        raise RequestError(f"{path}: a number in it has too many digits") from None
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write atomically: a reader never sees half a file."""
-    if path.is_dir():
-        raise RequestError(f"{path} is a folder: name a file in it")
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(to_data(value), indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+def write_json(path: Path, value: Any, *, private: bool = False) -> None:
+    """Write atomically, as `write_text` does; numbers that are not finite become null, because JSON has none."""
+    write_text(path, dump_json(to_data(value), indent=2) + "\n", private=private)
+
+
+def dump_json(data: Any, **options: Any) -> str:
+    """JSON text of plain data. NaN and infinities become null: a file with NaN in it is no JSON."""
+    try:
+        return json.dumps(data, allow_nan=False, **options)
+    except ValueError:
+        return json.dumps(_null_nonfinite(data), allow_nan=False, **options)
+
+
+def _null_nonfinite(data: Any) -> Any:
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, Mapping):
+        return {key: _null_nonfinite(value) for key, value in data.items()}
+    return [_null_nonfinite(value) for value in data] if isinstance(data, (list, tuple)) else data
+
+
+def show_json(data: Any, length: int = 60) -> str:
+    """A value of a user's file for an error line: its first characters."""
+    try:
+        return json.dumps(data, default=str)[:length]
+    except (RecursionError, ValueError):
+        return f"a {type(data).__name__} that is nested too deeply" if isinstance(data, (list, dict)) else f"a {type(data).__name__}"
 
 
 def _convert(kind: Any, data: Any, where: str) -> Any:
@@ -62,7 +86,7 @@ def _convert(kind: Any, data: Any, where: str) -> Any:
         return None if data is None and len(options) < len(get_args(kind)) else _convert(_select_variant(options, data, where), data, where)
     if origin is typing.Literal:
         if not any(type(data) is type(choice) and data == choice for choice in get_args(kind)):
-            raise unknown_name_error(f"value for {where}:", str(data), map(str, get_args(kind)))
+            raise unknown_name_error(f"value for {where}:", data if isinstance(data, str) else show_json(data), map(str, get_args(kind)))
         return data
     if origin is tuple:
         return _convert_tuple(get_args(kind), data, where)
@@ -73,9 +97,11 @@ def _convert(kind: Any, data: Any, where: str) -> Any:
         return _convert_dataclass(kind, data, where)
     if kind is float:
         _expect(isinstance(data, (int, float)) and not isinstance(data, bool), "a number", data, where)
+        _expect(abs(data) <= sys.float_info.max, "a finite number", data, where)
         return float(data)
     if kind in (int, str, bool):
         _expect(isinstance(data, kind) and not (kind is int and isinstance(data, bool)), kind.__name__, data, where)
+        _expect(kind is not int or abs(data) < 2**63, "an integer of at most 64 bits", data, where)
         return data
     raise AssertionError(f"no JSON form for {kind} at {where}")
 
@@ -87,8 +113,8 @@ def _select_variant(options: list[Any], data: Any, where: str) -> Any:
     if len(kinds) < 2:
         return options[0]
     _expect(isinstance(data, dict) and "kind" in data, f"an object with a kind ({', '.join(map(str, kinds))})", data, where)
-    if data["kind"] not in kinds:
-        raise unknown_name_error("kind", str(data["kind"]), map(str, kinds), where)
+    if not isinstance(data["kind"], str) or data["kind"] not in kinds:
+        raise unknown_name_error("kind", show_json(data["kind"]).strip('"'), map(str, kinds), where)
     return kinds[data["kind"]]
 
 
@@ -127,4 +153,4 @@ def _with_current_keys(kind: str, data: Any, where: str) -> Any:
 
 def _expect(condition: bool, expected: str, data: Any, where: str) -> None:
     if not condition:
-        raise RequestError(f"{where}: expected {expected}, found {json.dumps(data)[:60]}")
+        raise RequestError(f"{where}: expected {expected}, found {show_json(data)}")

@@ -18,6 +18,7 @@ from meshwright.core.serialization import read_json
 from meshwright.core.task import Field
 
 IGNORE_INDEX = -100  # the default ignore_index of torch's cross entropy
+_MAX_BYTES = 4 * 2**30  # of a file, which is read whole
 _VALIDATION_FRACTION = 0.05
 _PROMPT_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
@@ -138,7 +139,7 @@ def load(path: Path, fields: Mapping[str, Field], split: str, *, tokenizer: Path
 
 def read_records(path: Path) -> list[InstructionRecord]:
     """The list in the file; the error names the first invalid record."""
-    data = read_json(path)
+    data = read_json(path, _MAX_BYTES)
     if not isinstance(data, list) or not data:
         raise RequestError(f"{path}: expected a JSON list of objects with instruction, input and output")
     return [_parse_record(entry, f"{path}: record {number}") for number, entry in enumerate(data)]

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ValidationError
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError, unknown_name_error
+from meshwright.core.serialization import show_json
+from meshwright.core.text_files import read_text
 from meshwright.describe import cluster_spec as specs
 
 _KeyPath = tuple[str | int, ...]
@@ -29,13 +31,7 @@ _SPECS_BY_KEY: dict[str, type[BaseModel]] = {
 
 def load_cluster(path: Path, nodes: int | None = None) -> Cluster:
     """The cluster that a TOML file describes; `nodes` overrides the number of nodes."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise RequestError(f"{path}: not a text file") from None
-    return parse_cluster(text, str(path), path.stem, nodes)
+    return parse_cluster(read_text(path), str(path), path.stem, nodes)
 
 
 def parse_cluster(text: str, where: str, name: str, nodes: int | None = None) -> Cluster:
@@ -45,6 +41,10 @@ def parse_cluster(text: str, where: str, name: str, nodes: int | None = None) ->
         position = re.search(r" \(at line (\d+), column \d+\)$", str(error))
         location, reason = (f"{where}:{position[1]}", str(error)[: position.start()]) if position else (where, str(error))
         raise RequestError(f"{location}: not TOML: {reason}") from None
+    except RecursionError:
+        raise RequestError(f"{where}: its lists and tables are nested too deeply") from None
+    except ValueError:  # Python converts no more than some thousand digits
+        raise RequestError(f"{where}: a number in it has too many digits, or a date is no date") from None
     try:
         spec = specs.ClusterSpec.model_validate(data)
     except ValidationError as error:
@@ -88,7 +88,7 @@ def _first_error(error: ValidationError, text: str, where: str) -> RequestError:
         return RequestError(f"{location}the key '{loc[-1]}' is missing")
     if first["type"] == "value_error":
         return RequestError(f"{location}{first['ctx']['error']}")
-    return RequestError(f"{location}found {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}")
+    return RequestError(f"{location}found {show_json(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}")
 
 
 def _known_keys(loc: tuple[str | int, ...]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -10,8 +11,10 @@ from pathlib import Path
 
 from meshwright.core.cluster import Cluster, Link, Node
 from meshwright.core.errors import RequestError, unknown_name_error
+from meshwright.core.mesh import MAX_RANKS
 from meshwright.core.serialization import from_data, read_json
 from meshwright.describe.cluster_file import load_cluster, parse_cluster
+from meshwright.describe.cluster_spec import check_device_count
 from meshwright.describe.discover import discover
 
 IDEAL_LINK = Link("ideal", 0.0, 1e18)  # communication takes no noticeable time
@@ -39,6 +42,7 @@ def _cluster_from_file(path: Path, nodes: int | None) -> Cluster:
     if not cluster.devices:
         raise RequestError(f"{path}: the cluster has no devices: add devices to its nodes")
     node = cluster.nodes[0]
+    check_device_count(len(node.devices) * nodes if nodes is not None else 0, f"{path}:{nodes}")
     return replace(cluster, nodes=tuple(replace(node, name=f"{node.name}-{i}") for i in range(nodes))) if nodes is not None else cluster
 
 
@@ -67,6 +71,9 @@ def ideal_cluster(count: int | None, environ: Mapping[str, str]) -> Cluster:
 def _parse_count(text: str, number: str, example: str) -> int | None:
     if ":" not in text:
         return None
-    if not number.isdigit() or not int(number):
+    text = text if len(text) <= 80 else f"{text[:80]}…"
+    if not re.fullmatch("[0-9]+", number) or not number.strip("0"):
         raise RequestError(f"--cluster {text}: write it like {example}")
+    if len(number) > len(str(MAX_RANKS)) or int(number) > MAX_RANKS:
+        raise RequestError(f"--cluster {text}: that is more than {MAX_RANKS:,}: write it like {example}")
     return int(number)

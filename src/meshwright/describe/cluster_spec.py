@@ -5,6 +5,7 @@ Quantities are written with units: '80 GB', '200 Gb/s', '2 us'."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Literal
@@ -14,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from meshwright.core.cluster import Cluster, Device, DeviceKind, Node
 from meshwright.core.errors import RequestError
 from meshwright.core.fabric import Dragonfly, Fabric, FatTree, HammingMesh, SingleSwitch, Torus
+from meshwright.core.mesh import MAX_RANKS
 from meshwright.core.node_topology import FullyConnected, Link, NodeSwitch, NodeTopology, PcieTree
 from meshwright.core.quantities import parse_bytes, parse_flops, parse_rate, parse_seconds
 from meshwright.describe.catalog import DeviceDatasheet, find_datasheet
@@ -35,11 +37,17 @@ ByteCount = Annotated[int, _quantity_validator(parse_bytes), Field(gt=0)]
 Rate = Annotated[float, _quantity_validator(parse_rate), Field(gt=0)]
 Flops = Annotated[float, _quantity_validator(parse_flops), Field(gt=0)]
 Seconds = Annotated[float, _quantity_validator(parse_seconds), Field(ge=0)]
-Count = Annotated[int, Field(ge=1, strict=True)]
+Count = Annotated[int, Field(ge=1, le=MAX_RANKS, strict=True)]
+
+
+def check_device_count(count: int, name: str) -> None:
+    """Raise RequestError before so many devices are made that they fill memory."""
+    if count > MAX_RANKS:
+        raise RequestError(f"{name}: {count:,} devices are more than {MAX_RANKS:,}: use fewer nodes")
 
 
 class _StrictModel(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class LinkSpec(_StrictModel):
@@ -174,7 +182,7 @@ class DeviceSpec(_StrictModel):
         if not isinstance(value, str):
             return value
         count, _, device = value.rpartition(" x ")
-        if count and not count.strip().isdigit():
+        if count and not re.fullmatch(r"\s*[0-9]{1,9}\s*", count):
             raise ValueError(f"'{value}' is not a device; write it like H100 or 8 x H100")
         return {"device": device.strip(), **({"count": int(count)} if count else {})}
 
@@ -255,6 +263,7 @@ class ClusterSpec(_StrictModel):
             raise RequestError(f"{name}:{nodes}: the cluster has {len(self.nodes)} kinds of nodes, so their number is ambiguous; leave :{nodes} out")
         if nodes is not None and self.most and nodes > self.most:
             raise RequestError(f"{name}:{nodes}: the machine has {self.most} nodes; use 1..{self.most}")
+        check_device_count(sum((nodes or spec.count) * sum(d.count for d in spec.devices) for spec in self.nodes), name)
         all_nodes = tuple(node for spec in self.nodes for node in (spec.node(),) * (nodes or spec.count))
         cluster = Cluster(self.name or name, all_nodes, source=self.source)
         return replace(cluster, link=self.network.link("network"), fabric=self.network.fabric()) if self.network else cluster

@@ -26,6 +26,7 @@ class StepResult:
 
     loss: Tensor  # mean over the global batch, the same on every rank
     grad_norm: Tensor | None  # before clipping; None when nothing needed it
+    own_loss: Tensor  # this rank's part of the sum that `loss` comes from; 0 on pipeline ranks without the last stage
     skipped: bool = False  # fp16 only: the gradient overflowed and the step was not taken
 
 
@@ -111,7 +112,7 @@ class Session:
     def _finish_step(self, loss_reducer: _LossReducer, global_batch: int) -> StepResult:
         if self.applied.gradient_sync:
             self.applied.gradient_sync.finish()
-        loss, correction = loss_reducer.result(global_batch)
+        loss, own_loss, correction = loss_reducer.result(global_batch)
         norm, skipped = self._unscale_and_clip(correction)
         if not skipped:
             self.optimizer.step()
@@ -119,7 +120,7 @@ class Session:
             self.optimizer.grad_scale = None  # type: ignore[attr-defined]
         self.applied.clear_gradients()
         self.steps_done += 1
-        return StepResult(loss, norm, skipped)
+        return StepResult(loss, norm, own_loss, skipped)
 
     def _unscale_and_clip(self, correction: Tensor | None) -> tuple[Tensor | None, bool]:
         """Unscale, weight by true counts and clip in one multiplication; return the norm, and whether fp16 overflowed."""
@@ -199,6 +200,7 @@ class _LossReducer:
         self._has_counts = False
         self._wait: Callable[[], Any] = lambda: None
         self._reduced: Tensor | None = None
+        self._own_sum: Tensor | None = None  # of this rank, before the reduction
 
     def add(self, value: Tensor | tuple[Tensor, Tensor], size: int, global_batch: int) -> Tensor:
         """Take one micro-batch's loss; return what to differentiate: its share of the global mean, by samples. Spatial-parallel ranks all have
@@ -221,18 +223,19 @@ class _LossReducer:
         sums = [torch.stack(self._sums).sum().to(dtype) if self._sums else zero]
         if self._has_counts:
             sums.append(torch.stack([c.to(dtype) for c in self._counts]).sum() / self._plan.spatial.num_parts if self._counts else zero)
+        self._own_sum = sums[0]
         self._reduced = torch.stack(sums)
         self._wait = self._applied.groups.batch.all_reduce(self._reduced, "loss").wait
 
-    def result(self, global_batch: int) -> tuple[Tensor, Tensor | None]:
-        """(global mean loss, factor that turns sample-weighted gradients into count-weighted ones, or None)."""
-        if self._reduced is None:
+    def result(self, global_batch: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(global mean loss, this rank's part of the sum, factor that turns sample-weighted gradients into count-weighted ones, or None)."""
+        if self._reduced is None or self._own_sum is None:
             raise RunError("no micro-batch was run")
         self._wait()
         if not self._has_counts:
-            return self._reduced[0], None
+            return self._reduced[0], self._own_sum, None
         correction = global_batch / self._reduced[1]
-        return self._reduced[0] * correction, correction
+        return self._reduced[0] * correction, self._own_sum, correction
 
 
 def _split_micro_batches(batch: Batch, count: int, num_micro_batches: int) -> Iterable[_MicroBatch]:

@@ -70,4 +70,5 @@ def describe_fault(error: BaseException, rank: int) -> Fault:
     message = next((line for line in text.splitlines() if line.strip()), kind)
     # A user's mistake needs no traceback; anything else does.
     trace = "" if isinstance(error, MeshwrightError) else "".join(traceback.format_exception(error))
-    return Fault(time.time(), rank, kind, message, trace, secondary=any(words in text for words in _SECONDARY_ERRORS))
+    secondary = any(words in text for words in _SECONDARY_ERRORS) or getattr(error, "secondary", False)
+    return Fault(time.time(), rank, kind, message, trace, secondary)

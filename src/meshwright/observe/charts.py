@@ -8,14 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from meshwright.observe.formatting import DASH, finite_or_none, format_percent, format_signed_percent, relative_error
 from meshwright.observe.markup import Html, join, tag
+from meshwright.observe.step_columns import ChartPoint, downsample_columns
 
 WIDTH, HEIGHT = 560.0, 250.0
 LEFT, RIGHT, TOP, BOTTOM = 70.0, 14.0, 12.0, 38.0
 MAX_POINTS = 500  # a curve 480 pixels wide shows no more detail, and a long run's report stays small
-
-ChartPoint = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Series:
     points: Sequence[ChartPoint]
     colour: int = 1
     dots: bool = False
+    num_nonfinite: int | None = None  # where `points` are a selection: of all values
 
 
 @dataclass(frozen=True)
@@ -86,16 +88,11 @@ def line_chart(chart: Chart) -> Html:
 
 
 def downsample(points: Sequence[ChartPoint], max_points: int = MAX_POINTS) -> list[ChartPoint]:
-    """At most about `max_points` points, keeping the lowest and highest of each interval so that no spike is lost."""
+    """At most `max_points` points, keeping the lowest and highest of each interval so that no spike is lost."""
     if len(points) <= max_points:
         return list(points)
-    sampled: list[ChartPoint] = []
-    count = max(max_points // 2, 1)
-    for i in range(count):
-        interval = points[i * len(points) // count : (i + 1) * len(points) // count]
-        finite = [p for p in interval if math.isfinite(p[1])] or interval[:1]
-        sampled += sorted({min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])})
-    return sampled
+    steps, values = np.array(points).T
+    return downsample_columns(steps, values, max_points)
 
 
 def ticks(low: float, high: float, count: int, integers_only: bool = False) -> list[float]:
@@ -221,7 +218,7 @@ def _notes(chart: Chart, visible: Sequence[Series], clipped: bool) -> Html:
     if clipped:
         step, high = max((p for s in visible for p in s.points if math.isfinite(p[1])), key=lambda p: p[1])
         notes.append(f"Off the scale: {chart.format_value(high)} at step {step:,.0f}.")
-    count = sum(not math.isfinite(v) for s in chart.series for _, v in s.points)
+    count = sum(sum(not math.isfinite(v) for _, v in s.points) if s.num_nonfinite is None else s.num_nonfinite for s in chart.series)
     notes += [f"{count} value{'s' * (count > 1)} not finite (gap{'s' * (count > 1)})."] if count else []
     return tag("p", " ".join(notes), class_="chart-note") if notes else Html()
 

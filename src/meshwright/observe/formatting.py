@@ -9,6 +9,7 @@ from typing import Any
 from meshwright.core.quantities import show_bytes, show_count, show_seconds
 
 DASH = "–"
+MEASURED_RELATIVE = "Percentages are measured relative to predicted: + is more than predicted."
 
 
 def finite_or_none(value: Any) -> float | None:
@@ -54,7 +55,7 @@ def format_rate(value: Any, unit: str) -> str:
 def format_percent(value: Any, digits: int = 0) -> str:
     """0.312 → '31 %'."""
     number = finite_or_none(value)
-    return DASH if number is None else f"{100 * number:.{digits}f} %"
+    return DASH if number is None else f"{100 * number:.{digits}f} %" if abs(number) < 1000 else f"{100 * number:.3g} %"
 
 
 def relative_error(measured: Any, predicted: Any) -> float | None:
@@ -66,4 +67,7 @@ def relative_error(measured: Any, predicted: Any) -> float | None:
 def format_signed_percent(value: Any) -> str:
     """0.042 → '+4.2 %'; beyond ±10 % without decimals."""
     number = finite_or_none(value)
-    return DASH if number is None else f"{100 * number:+.{1 if abs(number) < 0.0995 else 0}f} %".replace("-", "−")
+    if number is None:
+        return DASH
+    shown = f"{100 * number:+.{1 if abs(number) < 0.0995 else 0}f}" if abs(number) < 1000 else f"{100 * number:+.3g}"
+    return f"{shown} %".replace("-", "−")

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+_CHUNK = 500
 JsonRecord = dict[str, Any]
 
 
-def _parse_lines(data: bytes) -> Iterator[JsonRecord]:
+def _parse_lines(lines: Iterable[bytes]) -> Iterator[JsonRecord]:
     """The JSON objects among complete lines. A line truncated by a killed writer is skipped: the others are still valid."""
-    for line in data.splitlines():
+    remaining = iter(lines)
+    while chunk := list(islice(remaining, _CHUNK)):
+        yield from _parse_chunk(chunk)
+
+
+def _parse_chunk(lines: list[bytes]) -> Iterator[JsonRecord]:
+    """The records of some lines: of all at once, which is several times as fast, or one by one where a line is no JSON."""
+    with suppress(ValueError, RecursionError):
+        records = json.loads(b"[" + b",".join(lines) + b"]")
+        if len(records) == len(lines) and all(type(record) is dict for record in records):
+            yield from records
+            return
+    for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:  # UnicodeDecodeError and JSONDecodeError both
+        except (ValueError, RecursionError):  # UnicodeDecodeError and JSONDecodeError are ValueErrors
             continue
         if isinstance(record, dict):
             yield record
@@ -39,7 +54,7 @@ class JsonlTail:
             return []
         complete = data.rfind(b"\n") + 1
         self._offset += complete
-        return list(_parse_lines(data[:complete]))
+        return list(_parse_lines(data[:complete].splitlines()))
 
 
 class JsonlTails:
@@ -56,9 +71,12 @@ class JsonlTails:
         return [record for tail in self._tails.values() for record in tail.read()]
 
 
-def read_records(path: Path) -> list[JsonRecord]:
-    """Every complete record of a file, including a last line without newline if it is complete JSON."""
+def read_records(path: Path) -> Iterator[JsonRecord]:
+    """Every complete record of a file, one at a time, including a last line without newline if it is complete JSON."""
+    if not path.is_file():  # opening a pipe would wait for its writer
+        return
     try:
-        return list(_parse_lines(path.read_bytes()))
+        with path.open("rb") as file:
+            yield from _parse_lines(file)
     except OSError:
-        return []
+        return

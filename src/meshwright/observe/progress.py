@@ -108,7 +108,7 @@ class ProgressTracker:
             self._recent.clear()
         loss = finite_or_none(record["loss"])
         self._losses[step] = float("nan") if loss is None else loss
-        self._recent.append(record)
+        self._recent.append({**record, "loss": math.nan} if record["loss"] is None else record)  # JSON has null for NaN
 
     def _read_once(self, name: str) -> Any:
         """The contents of a file that is written once, cached as soon as it exists; None if it is missing or unreadable."""

@@ -23,7 +23,7 @@ class Recorder:
         """`sinks` also receive rank 0's metrics, beside metrics.jsonl; the recorder closes them."""
         self.rank = rank
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise RequestError(f"cannot make the run folder {folder}: {error.strerror}; choose another with --run-dir") from None
         self._events = JsonlSink(folder / f"events-{rank}.jsonl")

@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from meshwright.core.errors import RequestError
+from meshwright.core.text_files import write_text
 from meshwright.observe import report_sections
 from meshwright.observe.markup import Html, join, tag
 from meshwright.observe.run_folder import RunFolder
@@ -32,10 +33,8 @@ def write_report(folder: RunFolder) -> Path:
     """Write `report.html` into the run's folder and return its path. It can be called at any time, also while the run is live."""
     page = render(read_run_summary(folder))
     path = folder.path / "report.html"
-    partial = path.with_suffix(".html.partial")
     try:
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(path)  # atomic: a browser may be reloading it
+        write_text(path, page)  # atomic: a browser may be reloading it
     except OSError as error:
         raise RequestError(f"cannot write {path}: {error.strerror}; make the folder writable, or copy the run elsewhere") from None
     return path

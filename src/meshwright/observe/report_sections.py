@@ -12,8 +12,17 @@ from typing import Any
 from meshwright.core.cluster import Node
 from meshwright.core.estimate import Estimate
 from meshwright.core.event import Event, Fault
-from meshwright.observe.charts import Chart, ReferenceLine, Series, difference_chip, line_chart, paired_bars, stacked_bar
-from meshwright.observe.formatting import DASH, finite_or_none, format_bytes, format_number, format_percent, format_rate, format_seconds
+from meshwright.observe.charts import MAX_POINTS, Chart, ReferenceLine, Series, difference_chip, line_chart, paired_bars, stacked_bar
+from meshwright.observe.formatting import (
+    DASH,
+    MEASURED_RELATIVE,
+    finite_or_none,
+    format_bytes,
+    format_number,
+    format_percent,
+    format_rate,
+    format_seconds,
+)
 from meshwright.observe.markup import Html, join, section, table, tag
 from meshwright.observe.run_folder import PlanCandidate
 from meshwright.observe.run_status import root_cause
@@ -39,7 +48,7 @@ def faults(summary: RunSummary) -> Html:
     if state != "failed":
         return tag("div", tag("h2", f"{count} during the run"), *others, class_="alarm mild")
     more = [tag("details", tag("summary", count), *others)] if others else []
-    when = f"after step {summary.steps[-1]['step']}" if summary.steps else "before the first step"
+    when = f"after step {summary.steps.last_step}" if summary.steps else "before the first step"
     return tag("div", tag("h2", f"{_rank_name(cause.rank).capitalize()} failed: {cause.kind}"), _fault_box(cause, when), *more, class_="alarm")
 
 
@@ -52,7 +61,7 @@ def unreadable_files(summary: RunSummary) -> Html:
 def metric_cards(summary: RunSummary) -> Html:
     """Cards with the run's main numbers: loss, step time, throughput, peak memory, MFU and duration."""
     estimate = summary.estimate
-    losses, validation = summary.curve("loss"), summary.validation_curve()
+    losses, validation = summary.steps.points("loss", MAX_POINTS), summary.steps.validation_points()
     step_s, peak = summary.measured_metric("step_s"), _max_known(summary.measured_memory())
     cards = []
 
@@ -102,7 +111,7 @@ def prediction(summary: RunSummary) -> Html:
     if estimate is None:
         return EMPTY
     error = format_percent(estimate.error)
-    note = f"The estimate was made before the run, with a stated error of ±{error} (one sigma). Measured step time is the median."
+    note = f"The estimate was made before the run, with a stated error of ±{error} (one sigma). Measured step time is the median. {MEASURED_RELATIVE}"
     verdict = tag("b", "It fits: " if estimate.fits else "It does not fit: ")
     fits = tag("p", verdict, estimate.reason, class_="note") if estimate.reason else EMPTY
     columns = tag("div", tag("div", *_rate_bars(summary, estimate), fits), tag("div", *_memory_bars(summary)), class_="columns")
@@ -110,7 +119,7 @@ def prediction(summary: RunSummary) -> Html:
 
 
 def curves(summary: RunSummary) -> Html:
-    if not summary.steps and not summary.validation:
+    if not summary.steps and not summary.steps.validation:
         return section("Curves", tag("p", "No step was recorded.", class_="empty"), anchor="curves")
     return section("Curves", tag("div", *map(line_chart, _charts(summary)), class_="charts"), anchor="curves")
 
@@ -203,21 +212,25 @@ def _memory_bars(summary: RunSummary) -> list[Html]:
 
 
 def _charts(summary: RunSummary) -> list[Chart]:
-    estimate = summary.estimate
+    estimate, steps = summary.estimate, summary.steps
     step_level = ReferenceLine("predicted", estimate.step_s, estimate.error) if estimate else None
     peak = _max_known(summary.predicted_memory()[:1])
     peak_level = ReferenceLine("predicted peak", peak) if peak else None
-    loss = [Series("training", summary.curve("loss"), 1)]
-    loss += [Series("validation", summary.validation_curve(), 2, dots=True)] if summary.validation else []
+
+    def series(name: str, key: str, colour: int) -> Series:
+        return Series(name, steps.points(key, MAX_POINTS), colour, num_nonfinite=len(steps) - len(steps.finite(key)))
+
+    loss = [series("training", "loss", 1)]
+    loss += [Series("validation", steps.validation_points(), 2, dots=True)] if steps.validation else []
     charts = [
         Chart("Loss", loss, format_number),
-        Chart("Step time", [Series("measured", summary.curve("step_s"), 3)], format_seconds, step_level, from_zero=True),
-        Chart("Throughput", [Series("samples/s", summary.curve("samples_per_s"), 4)], _format_bare_rate, from_zero=True),
-        Chart("Memory of rank 0", [Series("peak so far", summary.curve("memory_bytes"), 5)], format_bytes, peak_level, from_zero=True),
+        Chart("Step time", [series("measured", "step_s", 3)], format_seconds, step_level, from_zero=True),
+        Chart("Throughput", [series("samples/s", "samples_per_s", 4)], _format_bare_rate, from_zero=True),
+        Chart("Memory of rank 0", [series("peak so far", "memory_bytes", 5)], format_bytes, peak_level, from_zero=True),
     ]
     for title, key, colour in (("Gradient norm", "grad_norm", 6), ("Learning rate", "learning_rate", 2)):
-        points = summary.curve(key)
-        charts += [Chart(title, [Series(title.lower(), points, colour)], format_number, from_zero=True)] if points else []
+        curve = series(title.lower(), key, colour)
+        charts += [Chart(title, [curve], format_number, from_zero=True)] if curve.points else []
     return charts
 
 
@@ -238,10 +251,23 @@ def _ranking_table(summary: RunSummary, ranking: Sequence[PlanCandidate]) -> Htm
         name = tag("div", entry.summary, *([" ", tag("span", "chosen", class_="chip good")] if i == chosen else []), class_="wide")
         bar = tag("span", tag("i", style=f"width:{width:.1f}%"), class_="mini")
         fits = tag("span", "fits" if entry.fits else "too large", class_=f"chip {'good' if entry.fits else 'poor'}")
-        rows.append((str(i + 1), name, bar, format_seconds(entry.step_s), format_bytes(entry.memory_bytes), fits, entry.reason))
-    head = ("", "plan", "", "step time", "memory", "", "reason")
+        penalty = f"+{100 * entry.penalty:.1f} %" if entry.penalty else DASH
+        rows.append((str(i + 1), name, bar, format_seconds(entry.step_s), penalty, format_bytes(entry.memory_bytes), fits, entry.reason))
+    head = ("", "plan", "", "step time", "penalty", "memory", "", "reason")
     title = tag("h3", f"{len(ranking)} plan{'s' * (len(ranking) != 1)} compared")
-    return join([title, table(head, rows, numeric_columns=(0, 3, 4), highlighted_row=chosen)])
+    order = tag("p", _ranking_order(str(summary.job.get("objective", "time"))), class_="note")
+    return join([title, order, table(head, rows, numeric_columns=(0, 3, 4, 5), highlighted_row=chosen)])
+
+
+def _ranking_order(objective: str) -> str:
+    """The order of the ranking in words, since it is not that of the step times alone."""
+    if objective == "memory":
+        return "Plans that fit come first, in order of memory; the others by how near they are to fitting."
+    cost = {"time": "step time", "throughput": "device-seconds a step", "money": "money a step", "energy": "energy a step"}.get(objective, objective)
+    return (
+        f"Plans that fit come first, in order of {cost} with a penalty for each mechanism that a plan adds: "
+        "it must gain more than that, since predictions are not finer. The others are in order of memory."
+    )
 
 
 def _card(name: str, value: str, *notes: str) -> Html:

@@ -19,6 +19,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.serialization import from_data, read_json
 from meshwright.observe.jsonl_tail import JsonRecord, read_records
 from meshwright.observe.run_status import RunStatus, infer_status
+from meshwright.observe.step_columns import StepColumns
 
 T = TypeVar("T")
 
@@ -34,6 +35,7 @@ class PlanCandidate:
     memory_bytes: int
     fits: bool
     reason: str = ""
+    penalty: float = 0.0  # what its mechanisms add to its cost, relative, when plans are ranked
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,11 @@ class RunFolder:
 
     def metrics(self) -> list[JsonRecord]:
         """Every record as written, steps and validations; a resumed run may have a step twice, of which the later is valid."""
-        return read_records(self.path / "metrics.jsonl")
+        return list(read_records(self.path / "metrics.jsonl"))
+
+    def step_columns(self) -> StepColumns:
+        """The metrics by step, without a record in memory for each."""
+        return StepColumns(read_records(self.path / "metrics.jsonl"))
 
     def events(self) -> list[Event]:
         """All ranks' events in order of time."""
@@ -117,7 +123,7 @@ def create_run_folder(root: Path, name: str | None = None, prefix: str = "run") 
         for number in itertools.count(1):
             path = root / (base if number == 1 else f"{base}-{number}")
             with contextlib.suppress(FileExistsError):
-                path.mkdir()  # fails if it exists, so that two runs started at once get two folders
+                path.mkdir(mode=0o700)  # private: a run may hold data; fails if it exists, so that two runs started at once get two folders
                 break
     except OSError as error:
         raise RequestError(f"cannot make a run folder in {root}: {error.strerror}; choose another with --run-dir") from None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+import numpy as np
 
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError
@@ -13,12 +14,11 @@ from meshwright.core.estimate import Estimate
 from meshwright.core.event import Event, Fault
 from meshwright.core.plan import Plan
 from meshwright.observe.formatting import finite_or_none
-from meshwright.observe.jsonl_tail import JsonRecord
 from meshwright.observe.run_folder import Decision, RunFolder, collect_faults
 from meshwright.observe.run_status import RunStatus
+from meshwright.observe.step_columns import StepColumns
 
 T = TypeVar("T")
-CurvePoints = list[tuple[float, float]]
 
 DEFAULT_TOLERANCE = 0.15  # error by which a prediction is graded if it states none
 
@@ -34,8 +34,7 @@ class RunSummary:
     decision: Decision | None = None
     cluster: Cluster | None = None
     result: dict[str, Any] = field(default_factory=dict)
-    steps: tuple[JsonRecord, ...] = ()
-    validation: tuple[JsonRecord, ...] = ()
+    steps: StepColumns = field(default_factory=StepColumns)
     events: tuple[Event, ...] = ()
     faults: tuple[Fault, ...] = ()
     has_trace: bool = False
@@ -53,18 +52,11 @@ class RunSummary:
     def tolerance(self) -> float:
         return (self.estimate.error if self.estimate else 0.0) or DEFAULT_TOLERANCE
 
-    def curve(self, key: str) -> CurvePoints:
-        """(step, value) for every step that has the key; null counts as absent, NaN does not."""
-        return [(float(r["step"]), float(r[key])) for r in self.steps if isinstance(r.get(key), (int, float))]
-
-    def validation_curve(self) -> CurvePoints:
-        return [(float(r["step"]), float(r["validation_loss"])) for r in self.validation if isinstance(r["validation_loss"], (int, float))]
-
     def measured_metric(self, key: str) -> float | None:
         """The metric from the result; without one, the median over the steps so far."""
         reported = finite_or_none(_dict_or_empty(self.result.get("measured")).get(key))
-        values = [v for r in self.steps if (v := finite_or_none(r.get(key))) is not None]
-        return reported if reported is not None else statistics.median(values) if values else None
+        values = self.steps.finite(key)
+        return reported if reported is not None else float(np.median(values)) if len(values) else None
 
     def measured_memory(self) -> list[float | None]:
         """Peak memory by rank: from the result, or else from the ranks' "end" events and rank 0's metrics."""
@@ -72,8 +64,8 @@ class RunSummary:
         if isinstance(reported, list):
             return [finite_or_none(v) for v in reported]
         peaks = {e.rank: finite_or_none(e.data.get("memory_bytes")) for e in self.events if e.kind == "end" and e.rank >= 0}
-        if rank0 := [v for r in self.steps if (v := finite_or_none(r.get("memory_bytes"))) is not None]:
-            peaks.setdefault(0, max(rank0))
+        if len(rank0 := self.steps.finite("memory_bytes")):
+            peaks.setdefault(0, float(rank0.max()))
         return [peaks.get(rank) for rank in range(max(peaks, default=-1) + 1)]
 
     def predicted_memory(self) -> list[float | None]:
@@ -81,7 +73,7 @@ class RunSummary:
 
     def duration_s(self) -> float | None:
         """The run's duration: from the result, or else from its first to its last event or step."""
-        times = [e.time for e in self.events] + [v for r in self.steps if (v := finite_or_none(r.get("time"))) is not None]
+        times = [e.time for e in self.events] + ([float(v.min()), float(v.max())] if len(v := self.steps.finite("time")) else [])
         reported = finite_or_none(self.result.get("seconds"))
         return reported if reported is not None else max(times) - min(times) if times else None
 
@@ -97,7 +89,7 @@ def read_run_summary(folder: RunFolder) -> RunSummary:
             errors.append(str(error))
             return None
 
-    metrics, events = folder.metrics(), folder.events()
+    events = folder.events()
     job, result = attempt(folder.job) or {}, attempt(folder.result)
     return RunSummary(
         name=folder.name,
@@ -107,19 +99,12 @@ def read_run_summary(folder: RunFolder) -> RunSummary:
         cluster=attempt(folder.cluster),
         result=result or {},
         status=folder.status_from(events, result, job),
-        steps=_by_step(metrics, "loss"),
-        validation=_by_step(metrics, "validation_loss"),
+        steps=folder.step_columns(),
         events=tuple(events),
         faults=tuple(collect_faults(events, result)),
         has_trace=(folder.path / "trace.json").exists(),
         unreadable=tuple(errors),
     )
-
-
-def _by_step(metrics: list[JsonRecord], key: str) -> tuple[JsonRecord, ...]:
-    """Records that have `key`, in order of step; of a step done twice (a resumed run) the last record is kept."""
-    records = {r["step"]: r for r in metrics if key in r and isinstance(r.get("step"), int)}
-    return tuple(records[step] for step in sorted(records))
 
 
 def _dict_or_empty(value: Any) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright.core.errors import RequestError, RunError
+from meshwright.core.serialization import dump_json
 from meshwright.observe.formatting import finite_or_none
 
 
@@ -34,7 +34,7 @@ class JsonlSink:
             self._append(b"\n")  # a killed process left half a line: the next record must not be appended to it
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._append(json.dumps(record, default=_to_json_value, separators=(",", ":")).encode() + b"\n")
+        self._append(dump_json(record, default=_to_json_value, separators=(",", ":")).encode() + b"\n")
 
     def close(self) -> None:
         if self._file >= 0:
@@ -114,6 +114,7 @@ def _numeric_fields(record: Mapping[str, Any]) -> dict[str, float]:
 def _to_json_value(value: Any) -> Any:
     """Scalars of numpy and torch as numbers, anything else as text: an odd value in a record must not stop training."""
     try:
-        return value.item()
+        number = value.item()
+        return None if isinstance(number, float) and finite_or_none(number) is None else number
     except (AttributeError, TypeError, ValueError, RuntimeError):  # no scalar: another type, or more than one element
         return str(value)

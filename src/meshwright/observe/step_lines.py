@@ -32,4 +32,5 @@ def format_step_line(record: JsonRecord, steps: int | None) -> str:
     step = f"{record['step'] + 1}/{steps if steps is not None else '?'}, {1e3 * record['step_s']:.1f} ms"
     norm = f"{record['grad_norm']:.3f}" if record.get("grad_norm") is not None else "–"
     memory = f"{record['memory_bytes'] / 1e9:.2f} GB"
-    return f"{step}, lr {record['learning_rate']:.2e}, loss {record['loss']:.4f}, {memory}, grad norm {norm}"
+    loss = f"{record['loss']:.4f}" if record["loss"] is not None else "nan"
+    return f"{step}, lr {record['learning_rate']:.2e}, loss {loss}, {memory}, grad norm {norm}"

@@ -12,6 +12,7 @@ from typing import Any
 from meshwright.core.backends import BACKENDS, backend_for
 from meshwright.core.cache import cache_folder
 from meshwright.core.calibration import Calibration, CalibrationRecord, Rates
+from meshwright.core.calibration_checks import check_calibration
 from meshwright.core.cluster import Cluster
 from meshwright.core.errors import RequestError
 from meshwright.core.estimate import Estimate
@@ -48,22 +49,24 @@ def cache_path(cluster: Cluster, environ: Mapping[str, str]) -> Path:
 
 
 def load_cached(cluster: Cluster, environ: Mapping[str, str]) -> Calibration | None:
-    """The cached calibration; None if there is none or this version cannot read it."""
+    """The cached calibration; None if there is none. A file with impossible rates raises: predictions from it would be wrong in silence."""
     path = cache_path(cluster, environ)
     if not path.exists():
         return None
     try:
-        return from_data(Calibration, read_json(path), str(path))
-    except RequestError:
-        return None
+        calibration = from_data(Calibration, read_json(path), str(path))
+        check_calibration(calibration, str(path))
+    except RequestError as error:
+        raise RequestError(f"{error}; delete {path}, and this machine is measured again") from None
+    return calibration
 
 
 def save_to_cache(calibration: Calibration, cluster: Cluster, environ: Mapping[str, str]) -> Path | None:
     """Write the calibration to the cache; None if it cannot be written, which only costs the next run a probe."""
     path = cache_path(cluster, environ)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, calibration)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_json(path, calibration, private=True)
     except OSError:
         return None
     return path

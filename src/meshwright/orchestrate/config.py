@@ -13,10 +13,15 @@ from meshwright.core.backends import Backend
 from meshwright.core.errors import RequestError, unknown_name_error
 from meshwright.core.pipeline_schedules import PipelineSchedule
 from meshwright.core.plan import Offload, Overlap
+from meshwright.core.plan_checks import MAX_MICRO_BATCHES, MAX_TIMEOUT_S
 from meshwright.core.recompute_policy import RecomputeMode
 from meshwright.core.serialization import read_json
 from meshwright.core.workload import Objective
 from meshwright.orchestrate import tutorial_config
+
+# Beyond every run that can end; a larger number is a mistake, and some would overflow later.
+_MAX_STEPS = 10**12
+_MAX_SAMPLES = 10**9
 
 
 class RunConfig(BaseModel):
@@ -26,11 +31,11 @@ class RunConfig(BaseModel):
 
     model: str = Field("gpt-mini", description="zoo name, hf:PATH, or package.module:factory")
     random_init: bool = Field(False, description="hf: models: random weights even where the folder holds some")
-    steps: int = Field(100, ge=1, description="optimizer steps")
-    epochs: int | None = Field(None, ge=1, description="passes over the data, instead of steps")
-    global_batch: int | None = Field(None, ge=1, description="samples in one optimizer step, over all ranks")
-    seq: int | None = Field(None, ge=1, description="tokens in a sample, for language models")
-    seed: int = Field(0, ge=0, description="of parameters, data order and keyed randomness")
+    steps: int = Field(100, ge=1, le=_MAX_STEPS, description="optimizer steps")
+    epochs: int | None = Field(None, ge=1, le=_MAX_STEPS, description="passes over the data, instead of steps")
+    global_batch: int | None = Field(None, ge=1, le=_MAX_SAMPLES, description="samples in one optimizer step, over all ranks")
+    seq: int | None = Field(None, ge=1, le=_MAX_SAMPLES, description="tokens in a sample, for language models")
+    seed: int = Field(0, ge=0, lt=2**63, description="of parameters, data order and keyed randomness")
     dropout: float = Field(0.0, ge=0.0, lt=1.0, description="where the model has dropout")
 
     data: str | None = Field(None, description="built-in dataset, or a JSON file of instructions; the model's own by default")
@@ -41,10 +46,10 @@ class RunConfig(BaseModel):
     betas: tuple[float, float] = Field((0.9, 0.95), description="of Adam: decay rates of its two moving averages")
     adam_eps: float = Field(1e-8, gt=0, description="of Adam: added to the denominator")
     lr_schedule: Literal["constant", "cosine"] = Field("constant", description="after the warm-up; cosine decays to zero at the last step")
-    warmup_steps: int = Field(10, ge=0, description="steps over which the learning rate rises from zero")
+    warmup_steps: int = Field(10, ge=0, le=_MAX_STEPS, description="steps over which the learning rate rises from zero")
     clip: float = Field(1.0, ge=0, description="largest gradient norm; 0: gradients are not clipped")
-    validate_every: int = Field(0, ge=0, description="steps between validations; 0: once, at the end")
-    validate_batches: int = Field(4, ge=0, description="global batches in one validation; 0: none")
+    validate_every: int = Field(0, ge=0, le=_MAX_STEPS, description="steps between validations; 0: once, at the end")
+    validate_batches: int = Field(4, ge=0, le=_MAX_STEPS, description="global batches in one validation; 0: none")
 
     plan: str = Field("auto", description="auto, or a plan.json")
     strategy: str | None = Field(None, description="a function of yours that changes the best plan: FILE.py:NAME or package.module:NAME")
@@ -58,7 +63,7 @@ class RunConfig(BaseModel):
     sequence: bool | None = Field(None, description="sequence parallelism: tensor-parallel ranks split activations by position between their layers")
     spatial: str | None = Field(None, description="grid of cp ranks over the last spatial dims, like 2x2 or 4x1")
     zero: Literal[0, 1, 2, 3] | None = None
-    micro_batches: int | None = Field(None, ge=1, description="gradient accumulation: micro-batches of a rank in one step")
+    micro_batches: int | None = Field(None, ge=1, le=MAX_MICRO_BATCHES, description="gradient accumulation: micro-batches of a rank in one step")
     recompute: RecomputeMode | None = Field(None, description="of blocks in backward: none, selective (all but matmuls and attention), or full")
     recompute_layers: dict[str, RecomputeMode] = Field(default_factory=dict, description="by block; also written recompute.NAME=MODE")
     offload: Offload | None = Field(None, description="what is stored in host memory: none, or optimizer (its state)")
@@ -67,18 +72,20 @@ class RunConfig(BaseModel):
     )
     compile: Literal["none", "blocks", "model"] | None = None
     backend: Literal[Backend, "auto"] | None = Field(None, description="by device unless given; auto: the fastest measured for each call")
-    bucket_mb: float | None = Field(None, gt=0, description="size of a gradient bucket")
+    bucket_mb: float | None = Field(None, gt=0, le=1e6, description="size of a gradient bucket")
     compression: Literal["none", "bf16", "powersgd", "auto"] | None = Field(None, description="of gradients (inexact); auto: if predicted faster")
-    compression_rank: int | None = Field(None, ge=1, description="of powersgd's factors; 4 unless given")
+    compression_rank: int | None = Field(None, ge=1, le=65536, description="of powersgd's factors; 4 unless given")
     overlap: tuple[Overlap, ...] | None = Field(None, description='what to overlap with computation, like ["gradients", "inputs"]; [] for none')
-    timeout_s: float = Field(120.0, gt=0, description="longest wait in one collective")
+    timeout_s: float = Field(120.0, gt=0, le=MAX_TIMEOUT_S, description="longest wait in one collective")
     objective: Objective = Field("time", description="what plans are ranked by: step time, throughput per device, memory, money or energy")
     price: float = Field(0.0, ge=0, description="of one device for one hour, for objective=money")
     watts: float = Field(0.0, ge=0, description="power of one device, for objective=energy")
 
     run_dir: str = Field("runs", description="folder that holds runs")
     name: str | None = Field(None, description="of the run; made from the model and the time unless given")
-    log_interval: int = Field(0, ge=0, description="print one line every so many steps; 0: the live view instead")
+    log_interval: int = Field(0, ge=0, le=_MAX_STEPS, description="print one line every so many steps; 0: the live view instead")
+    on_nan: Literal["stop", "continue"] = Field("stop", description="what to do when the loss is NaN or infinite: end the run, or go on")
+    digest: bool = Field(False, description="at the end, gather the whole state and put its hash into result.json; slow for large models")
     profile: bool = Field(True, description="profile one step: trace.json and the exposed communication")
     tensorboard: bool = Field(False, description="also write TensorBoard events into the run's folder")
     prometheus_port: int | None = Field(None, ge=1, le=65535, description="also serve metrics on 127.0.0.1")
@@ -135,7 +142,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
         raise RequestError(f"--set {text}: write it as key=value")
     try:
         return key, json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # no JSON, or too deep or long for it
         return key, value
 
 

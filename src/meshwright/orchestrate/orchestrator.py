@@ -43,7 +43,7 @@ from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.job import make_retrace, resolve_job
 from meshwright.orchestrate.knobs import check_given, constraints_from_config, script_environment
 from meshwright.orchestrate.user_strategy import apply_strategy, fill_partitioning, load_strategy, needs_partitioning
-from meshwright.plan import Ranking, best_precision, check_precision, check_selective_recompute, explain, rank_plans, refuse_unused
+from meshwright.plan import Ranking, best_precision, check_precision, check_selective_recompute, explain, plan_penalty, rank_plans, refuse_unused
 from meshwright.schedule import plan_ledgers
 
 ProgressCallback = Callable[[str], None]
@@ -189,6 +189,8 @@ class Orchestrator:
         if self.config.cluster == "here" and (runs or self._cached_calibration() is None):
             self.fork_server()
         workload = self.workload(task)
+        if task.note:
+            self.log_progress(f"{task.name}: {task.note}")
         self.log_progress(f"profiling {task.name}")
         profile = trace_task(task, precision=workload.precision, device=self.cluster.devices[0].kind)
         flow = self.dataflow(task, workload) if self.config.plan == "auto" else None
@@ -332,6 +334,7 @@ def ranking_rows(ranking: Ranking | None, max_rows: int = 12) -> list[dict[str, 
             "memory_bytes": max(s.estimate.memory_bytes),
             "fits": s.estimate.fits,
             "reason": s.estimate.reason,
+            "penalty": plan_penalty(s.plan) - 1.0,
         }
         for s in (ranking.scored[:max_rows] if ranking else ())
     ]
@@ -362,7 +365,7 @@ def finish_run(folder: RunFolder, prepared: PreparedRun, rank_results: list[dict
             "exposed_communication_s": first["exposed"].get("exposed_s"),
             "communication_s": first["exposed"].get("communication_s"),
         },
-        "state_digest": first["state_digest"],
+        "state_digest": first["state_digest"],  # None unless digest=true
         "faults": [to_data(f) for f in folder.faults()],
         "seconds": first["seconds"],
         "phases": {**phases.seconds, "launch": launch_s, **first["phases"]},

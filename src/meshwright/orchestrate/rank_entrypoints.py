@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import runpy
 import sys
@@ -19,8 +20,9 @@ import torch
 from meshwright import data
 from meshwright.comm import Ledger, NullComm, TorchComm
 from meshwright.core.calibration import Rates
-from meshwright.core.errors import RequestError
+from meshwright.core.errors import NonFiniteLossError, RequestError
 from meshwright.core.estimate import Estimate
+from meshwright.core.event import Fault
 from meshwright.core.phases import PhaseClock
 from meshwright.core.plan import Plan
 from meshwright.core.rank_devices import device_index
@@ -121,6 +123,10 @@ def train_rank(rank: int, world: int, init_method: str, folder: str, local_rank:
             join_process_group(Rendezvous(rank, world, init_method, plan.backend, device.type, local, plan.sync.timeout_s))
         try:
             return _TrainingLoop(job, plan, estimate, recorder, device, rank).run(home)
+        except NonFiniteLossError as error:
+            if joined:  # no supervisor of ours records it
+                recorder.fault(Fault(time.time(), rank, type(error).__name__, str(error), secondary=error.secondary))
+            raise
         finally:
             if not joined:
                 leave_process_group()
@@ -135,6 +141,7 @@ class _TrainingLoop:
         self.losses: list[float] = []
         self.times: list[float] = []
         self.validations: list[dict[str, float]] = []
+        self.nonfinite_loss: NonFiniteLossError | None = None
         interval_steps = 1 if device.type == "cpu" else max(1, round(_METRICS_INTERVAL_S / max(estimate.step_s, 1e-4)))
         self.log = StepLog(device, interval_steps, self._write_metrics)
 
@@ -169,16 +176,18 @@ class _TrainingLoop:
             if step in (profile_at, _WARMUP_STEPS - 1):
                 self.log.close_interval(is_timed=False)
                 phases.mark("profile" if step == profile_at else "warm-up")
+            self._check_finite()
             if self.job.validate_every and (step + 1) % self.job.validate_every == 0 and step + 1 < self.job.steps:
                 phases.mark("steps")
                 self._validate(session, validation, step)
                 phases.mark("validation")
         self.log.drain()
         phases.mark("steps")
+        self._check_finite()
         self._validate(session, validation, self.job.steps - 1)
         phases.mark("validation")
         memory = self._peak_memory()
-        digest = state_digest(session.applied)
+        digest = state_digest(session.applied) if self.job.digest else None
         phases.mark("end")
         seconds = sum(phases.seconds.values())
         self.recorder.event("end", memory_bytes=memory, seconds=round(seconds, 3))
@@ -233,10 +242,31 @@ class _TrainingLoop:
         self.log.drain()
         batches = ({k: v.to(self.device) for k, v in b.items()} for b in islice(make_batches(), self.job.validate_batches))
         loss = session.validate(batches, self.task.loss)
+        if not math.isfinite(loss):
+            self._note_nonfinite(step, f"the validation loss is {loss} after step {step}")
         self.validations.append({"step": step, "loss": loss})
         self.recorder.event("validation", step=step, loss=loss)
         self.recorder.metrics({"step": step, "time": time.time(), "validation_loss": loss})
+        self._check_finite()
         self.log.restart_clock()
+
+    # -- a loss that is not finite --
+
+    def _note_nonfinite(self, step: int, what: str, own_loss: float = 0.0, **facts: float | None) -> None:
+        """Record the first loss that is not finite, and say it. The ranks end later, in `_check_finite`, all of them after the same step."""
+        if self.nonfinite_loss is not None:
+            return
+        own = "" if math.isfinite(own_loss) else f"; it comes from rank {self.rank}, whose own part is {own_loss}"
+        advice = "lower learning_rate, raise warmup_steps or use another precision; --set on_nan=continue goes on"
+        self.nonfinite_loss = NonFiniteLossError(f"{what}{own}: {advice}", secondary=math.isfinite(own_loss))
+        self.recorder.event("nan", step, message=f"{what}{own}", **facts)
+        if self.rank == 0 and self.job.on_nan == "continue":
+            print(f"meshwright: {what}{own}; the run goes on, as on_nan=continue asks", file=sys.stderr)
+
+    def _check_finite(self) -> None:
+        """End the run if a loss that was read is not finite. The loss is the same on every rank, and each reads it after the same steps."""
+        if self.nonfinite_loss is not None and self.job.on_nan == "stop":
+            raise self.nonfinite_loss
 
     # -- measuring --
 
@@ -245,6 +275,10 @@ class _TrainingLoop:
         memory = self._peak_memory()
         for record in records:
             self.losses.append(record.loss)
+            if not math.isfinite(record.loss):
+                norm = "unknown" if record.grad_norm is None else f"{record.grad_norm:.4g}"
+                what = f"the loss is {record.loss} at step {record.step} (learning rate {record.learning_rate:.4g}, gradient norm {norm})"
+                self._note_nonfinite(record.step, what, record.own_loss, learning_rate=record.learning_rate, grad_norm=record.grad_norm)
             if record.is_timed and record.step >= _WARMUP_STEPS:
                 self.times.append(record.seconds)
             samples = self.plan.global_batch / record.seconds

@@ -26,10 +26,10 @@ _MAX_RANKS = 1 << 20
 def parse_rank_counts(text: str) -> list[int]:
     """The rank counts of '8..4096' (doubling from the first) or '8,24,64'."""
     counts: list[int] = []
-    if span := re.fullmatch(r"(\d+)\.\.(\d+)", text):
+    if span := re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", text):
         first, last = map(int, span.groups())
         counts = [first << k for k in range(64) if first << k <= last] if first else []
-    elif re.fullmatch(r"\d+(,\d+)*", text):
+    elif re.fullmatch(r"\d{1,9}(,\d{1,9})*", text):
         counts = [int(count) for count in text.split(",")]
     if not counts or min(counts) < 1 or max(counts) > _MAX_RANKS:
         raise RequestError(f"--scale {text}: write it like 8..4096 or 8,24,64, from 1 to {_MAX_RANKS:,} ranks")

@@ -46,6 +46,7 @@ class StepRecord:
 
     step: int
     loss: float
+    own_loss: float  # of this rank, before it was reduced
     grad_norm: float | None
     learning_rate: float
     seconds: float
@@ -55,7 +56,7 @@ class StepRecord:
 @dataclass
 class _Interval:
     steps: list[tuple[int, float]]  # step and learning rate
-    losses: Tensor
+    losses: Tensor  # of all steps, then this rank's own of all steps
     grad_norms: Tensor | None
     start: Any
     end: Any
@@ -89,8 +90,9 @@ class StepLog:
         """End the current interval; starts the copy of its losses and writes the interval before it."""
         if not self._pending_steps:
             return
-        losses = self._copy_to_host([result.loss.detach() for _, result, _ in self._pending_steps])
-        norms = [result.grad_norm for _, result, _ in self._pending_steps if result.grad_norm is not None]
+        results = [result for _, result, _ in self._pending_steps]
+        losses = self._copy_to_host([r.loss.detach() for r in results] + [r.own_loss.detach() for r in results])
+        norms = [r.grad_norm for r in results if r.grad_norm is not None]
         host_norms = self._copy_to_host(norms) if len(norms) == len(self._pending_steps) else None
         start, self._interval_start = self._interval_start, self._timestamp()
         steps = [(step, rate) for step, _, rate in self._pending_steps]
@@ -113,7 +115,7 @@ class StepLog:
 
     def _write_interval(self, interval: _Interval) -> None:
         seconds = interval.end.seconds_since(interval.start) / len(interval.steps)
-        losses = interval.losses.tolist()
+        losses, own_losses = interval.losses.view(2, -1).tolist()
         norms = interval.grad_norms.tolist() if interval.grad_norms is not None else [None] * len(losses)
-        rows = zip(interval.steps, losses, norms, strict=True)
-        self._write([StepRecord(step, loss, norm, rate, seconds, interval.is_timed) for (step, rate), loss, norm in rows])
+        rows = zip(interval.steps, losses, own_losses, norms, strict=True)
+        self._write([StepRecord(step, loss, own, norm, rate, seconds, interval.is_timed) for (step, rate), loss, own, norm in rows])

@@ -5,7 +5,6 @@ Both are filled in here: the translation is a complete run, and every field of i
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Valida
 from meshwright import zoo
 from meshwright.core.errors import RequestError, unknown_name_error
 from meshwright.core.mesh import Mesh
+from meshwright.core.serialization import show_json
 
 _PRECISION_NAMES = {"32": "fp32", "32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16", "64": "fp64", "64-true": "fp64"}
 _TUTORIAL_ONLY_KEYS = frozenset({"model_id", "global_batch_size", "gradient_acc_steps", "tp_dimensions", "dataset_id", "num_epochs"})
@@ -111,7 +111,7 @@ def first_error(error: ValidationError) -> tuple[str, str]:
     reason = first["msg"].removeprefix("Value error, ")
     if not key:
         return key, reason
-    return key, f"{'.'.join(map(str, first['loc']))}={json.dumps(first.get('input'), default=str)}: {reason[0].lower()}{reason[1:]}"
+    return key, f"{'.'.join(map(str, first['loc']))}={show_json(first.get('input'))}: {reason[0].lower()}{reason[1:]}"
 
 
 def _is_tutorial_setting(key: str, value: Any) -> bool:

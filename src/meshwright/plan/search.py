@@ -236,6 +236,11 @@ def _sort_key(scored: ScoredPlan, workload: Workload) -> tuple[bool, float]:
         return True, memory  # closest to fitting first
     if workload.objective == "memory":
         return False, memory
+    return False, objective_cost(workload, scored.estimate.step_s, plan.world, memory) * plan_penalty(plan)
+
+
+def plan_penalty(plan: Plan) -> float:
+    """The factor by which the cost of a plan is multiplied when plans are ranked (see `complexity_penalty`)."""
     stages_per_rank, recomputes = max(len(plan.stages) // plan.mesh.pp, 1), bool(plan.memory.recompute_modes)
     mechanisms = (plan.mesh, plan.memory.zero, plan.micro_batches, plan.tensor.is_sequence_parallel, recomputes, plan.schedule, stages_per_rank)
-    return False, objective_cost(workload, scored.estimate.step_s, plan.world, memory) * complexity_penalty(*mechanisms)
+    return complexity_penalty(*mechanisms)

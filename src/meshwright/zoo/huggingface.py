@@ -14,12 +14,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.core.errors import RequestError
+from meshwright.core.serialization import read_json, show_json
 from meshwright.core.task import Batch, Field, Task
 from meshwright.zoo.factory import one_line
 from meshwright.zoo.losses import counted_cross_entropy
 from meshwright.zoo.published_configs import published_config, published_names
 
 _DEFAULT_SEQ_LENGTH = 1024
+_MAX_LAYERS = 10_000
+_PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt")
+_TRAINER_FILES = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")  # what a trainer leaves beside weights
 _BYTE_VOCAB_SIZE = 256  # the smallest vocabulary that the built-in corpus of bytes fits in
 
 
@@ -27,6 +31,8 @@ def load(path: str, *, seq: int | None, dropout: float, random_init: bool = Fals
     """The task for `hf:PATH`, or for the name of a published model. Reads only the configuration; `build` loads the weights."""
     config = _load_config(Path(path))
     folder = Path(path) if not random_init and has_weights(Path(path)) else None
+    if folder is None and not random_init:
+        _refuse_pickled_weights(Path(path))
     length = _sequence_length(config, path, seq)
     _set_dropout(config, dropout)
     return Task(
@@ -38,7 +44,7 @@ def load(path: str, *, seq: int | None, dropout: float, random_init: bool = Fals
         global_batch=32,
         learning_rate=3e-4,
         tokens_per_sample=length,
-        note=f"{'the weights in its folder' if folder else 'random weights'}; every dropout of the configuration is set to {dropout:g}"
+        note=f"{_describe_weights(folder, random_init)}; every dropout of the configuration is set to {dropout:g}"
         + (", and is not keyed by sample" if dropout else ""),
     )
 
@@ -59,6 +65,25 @@ def has_weights(path: Path) -> bool:
     return path.is_dir() and any(path.glob("*.safetensors"))
 
 
+def _describe_weights(folder: Path | None, random_init: bool) -> str:
+    if folder is not None:
+        return "the weights in its folder"
+    return "random weights, as random_init asks" if random_init else "random weights: there are no *.safetensors files beside its config.json"
+
+
+def _refuse_pickled_weights(path: Path) -> None:
+    """Raise for a folder whose weights are pickled: they are not read, because a pickle can run code, and random ones would be a surprise."""
+    files = [p.name for pattern in _PICKLES for p in sorted(path.glob(pattern))] if path.is_dir() else []
+    weights = [name for name in files if not name.startswith(_TRAINER_FILES)]
+    if weights:
+        model = f"AutoModelForCausalLM.from_pretrained({str(path)!r}, use_safetensors=False)"
+        convert = f'python -c "from transformers import AutoModelForCausalLM; {model}.save_pretrained({str(path)!r})"'
+        raise RequestError(
+            f"hf:{path}: its weights ({weights[0]}) are pickled, and only safetensors are read: convert files that you trust with: {convert}; "
+            "or use random weights: --set random_init=true"
+        )
+
+
 def _import_transformers() -> Any:
     try:
         return importlib.import_module("transformers")
@@ -73,12 +98,20 @@ def _load_config(path: Path) -> Any:
     if not file.is_file():
         known = ", ".join(published_names())
         raise RequestError(f"hf:{path}: there is no {file}: give a local folder that holds config.json, that file, or one of {known}")
+    data = read_json(file)
+    if not isinstance(data, dict) or not isinstance(data.get("model_type", ""), str):
+        raise RequestError(f"hf:{path}: {file} is no object with a model_type: give a model's config.json")
     try:
         config = _import_transformers().AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, KeyError, TypeError) as error:
+    except RequestError:
+        raise
+    except Exception as error:  # configurations validate themselves, with errors of many types
         raise RequestError(f"hf:{path}: not a configuration that transformers reads: {one_line(error)}") from error
-    if not isinstance(getattr(config, "vocab_size", None), int):
+    if not isinstance(getattr(config, "vocab_size", None), int) or config.vocab_size < 1:
         raise RequestError(f"hf:{path}: the configuration has no vocab_size, so it is not a language model")
+    layers = getattr(config, "num_hidden_layers", 1)
+    if not isinstance(layers, int) or not 1 <= layers <= _MAX_LAYERS:
+        raise RequestError(f"hf:{path}: the number of layers is {show_json(layers)}, and must be 1..{_MAX_LAYERS:,}")
     return config
 
 
@@ -108,7 +141,9 @@ def _build_model(config: Any, path: str, folder: Path | None) -> nn.Module:
         return _load_pretrained(config, folder).to(probe.device)
     try:
         return _import_transformers().AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except ValueError as error:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a model's code does with sizes that do not go together
         raise RequestError(f"hf:{path}: no causal language model for this configuration: {one_line(error)}") from error
 
 
