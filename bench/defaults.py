@@ -48,7 +48,7 @@ class Case:
 
 def transformer(kind: str, width: int, layers: int, **more: Any) -> Case:
     heads = width // 128 if width % 128 == 0 else width // 64
-    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads, "vocab_size": 8192, "max_position_embeddings": 1024}
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads, "vocab_size": 4096, "max_position_embeddings": 1024}
     return Case(f"hf {kind}", config={"model_type": kind, **sizes, **more}, layers=layers)
 
 
@@ -58,16 +58,16 @@ CASES = (
     Case("cosmoflow-tiny", batch=128),
     Case("cosmoflow", batch=32, edge=16),
     transformer("gpt2", 768, 4),
-    Case("smollm2", layers=4, vocab=8192),
-    Case("gpt2-124m", layers=4, vocab=8192),
-    Case("gpt-1.3b", layers=2, vocab=8192),
-    Case("llama3-8b", layers=1, vocab=8192),
-    transformer("llama", 2560, 2, intermediate_size=6912),
-    transformer("mistral", 2048, 2, intermediate_size=7168, num_key_value_heads=4),
-    transformer("qwen2", 1536, 2, intermediate_size=8960, num_key_value_heads=2),
-    transformer("opt", 2048, 2, ffn_dim=8192, word_embed_proj_dim=2048),
-    transformer("gpt_neox", 2048, 2, intermediate_size=8192),
-    Case("llama3-1b", layers=2, vocab=8192),
+    Case("smollm2", layers=4, vocab=4096),
+    Case("gpt2-124m", layers=4, vocab=4096),
+    Case("gpt-1.3b", layers=1, vocab=4096),
+    Case("llama3-8b", layers=1, vocab=4096),
+    transformer("llama", 2560, 1, intermediate_size=6912),
+    transformer("mistral", 2048, 1, intermediate_size=7168, num_key_value_heads=4),
+    transformer("qwen2", 1536, 1, intermediate_size=8960, num_key_value_heads=2),
+    transformer("opt", 2048, 1, ffn_dim=8192, word_embed_proj_dim=2048),
+    transformer("gpt_neox", 2048, 1, intermediate_size=8192),
+    Case("llama3-1b", layers=1, vocab=4096),
 )
 # Whole models, and the widest ones with one layer, for a GPU with 139 GiB.
 GPU_CASES = (
@@ -77,7 +77,7 @@ GPU_CASES = (
     Case("gpt3-175b", batch=4, layers=1),
     Case("llama3-8b", batch=4, layers=16),
     Case("llama3-70b", batch=4, layers=2),
-    Case("llama3-405b", batch=2, layers=1, vocab=8192),
+    Case("llama3-405b", batch=2, layers=1, vocab=4096),
     transformer("llama", 2560, 32, intermediate_size=6912),
     transformer("opt", 2560, 32, ffn_dim=10240, word_embed_proj_dim=2560),
 )
