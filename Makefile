@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet -c constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+TORCH_INDEX := $(if $(shell command -v nvidia-smi),,--extra-index-url https://download.pytorch.org/whl/cpu)
 # Ranks share the cores: one thread each unless a plan says otherwise.
 export OMP_NUM_THREADS ?= 1
 
@@ -24,12 +25,18 @@ $(VENV)/bin/python:
 	  else echo "Python's venv module is missing: sudo apt-get install python3-venv"; exit 1; fi; \
 	  $(PYTHON) -m venv $(VENV); }
 
-$(VENV)/.core: pyproject.toml constraints.txt | $(VENV)/bin/python
+# First and alone, so that without a GPU it is the CPU wheel: the one on PyPI brings gigabytes of CUDA. If that index cannot be reached, PyPI's is taken.
+$(VENV)/.torch: constraints.txt | $(VENV)/bin/python
 	@echo "installing (torch is large: some minutes on a slow line)"
-	@$(PIP) -e '.[viz,data]'
+	@$(PIP) --no-deps --retries 2 $(TORCH_INDEX) torch
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+# Everything that the commands of README need: MPI, transformers, TensorBoard and data sets.
+$(VENV)/.core: pyproject.toml constraints.txt $(VENV)/.torch
+	@$(PIP) -e '.[viz,data,hf,mpi]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.torch
 	@$(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/.core
 
