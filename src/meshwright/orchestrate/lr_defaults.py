@@ -19,9 +19,9 @@ _MAX_WARMUP = 2000
 _WARMUP_SHARE = 0.01  # of a long run
 # [Note: warm-up] An embedding begins with a standard deviation near 0.02, so that the residual stream does too. Adam's first step moves every
 # weight by the learning rate, in a direction that all tokens share: an output projection of fan-in ~width, with inputs that grow with √width
-# (weights of 0.02), moves the stream by about rate·0.02·width^1.5, and `depth` blocks add up. A first step of 2 / (depth·width^1.5) is
-# as large as the stream itself; much larger ones make the loss rise. Published warm-ups end near it: 8e-5 / 8000 for Llama-3 405B.
-_FIRST_STEP = 2.0
+# (weights of 0.02), moves the stream by about rate·0.02·width^1.5, and `depth` blocks add up. A first step of 1 / (depth·width^1.5) is as
+# large as the stream itself. Runs whose first step is 14 times that still train; those with 40 times and more see their loss rise.
+_FIRST_STEP = 5.0
 
 
 @dataclass(frozen=True)
