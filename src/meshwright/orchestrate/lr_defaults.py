@@ -21,7 +21,7 @@ _WARMUP_SHARE = 0.01  # of a long run
 # weight by the learning rate, in a direction that all tokens share: an output projection of fan-in ~width, with inputs that grow with √width
 # (weights of 0.02), moves the stream by about rate·0.02·width^1.5, and `depth` blocks add up. A first step of 1 / (depth·width^1.5) is as
 # large as the stream itself. Runs whose first step is 14 times that still train; those with 40 times and more see their loss rise.
-_FIRST_STEP = 5.0
+_FIRST_STEP = 2.0
 
 
 @dataclass(frozen=True)
