@@ -24,9 +24,10 @@ $(VENV)/bin/python:
 	  else echo "Python's venv module is missing: sudo apt-get install python3-venv"; exit 1; fi; \
 	  $(PYTHON) -m venv $(VENV); }
 
+# Everything that the commands of README need: MPI, transformers, TensorBoard and data sets.
 $(VENV)/.core: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing (torch is large: some minutes on a slow line)"
-	@$(PIP) -e '.[viz,data]'
+	@$(PIP) -e '.[viz,data,hf,mpi]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python

@@ -31,7 +31,7 @@ def plain(model: str, batch: int, seq: int, steps: int, warm: int) -> dict[str, 
     task = zoo.load(model, seq=seq)
     with torch.device("cuda"):
         network = task.build()
-    optimizer = torch.optim.AdamW(network.parameters(), lr=task.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     loss_fn = torch.compile(task.loss)
     corpus = data.load(task.data, task.fields)
     sampler = data.GlobalSampler(len(corpus), batch, 0)

@@ -58,6 +58,20 @@ def test_the_whole_way(place: Path) -> None:
     assert Plan.load(folder / "plan.json").world == 2
 
 
+def test_a_transformers_model_trains_with_the_defaults(place: Path, command: Command) -> None:
+    """The learning rate and warm-up come from its width and depth, are in job.json and in the explanation, and the loss falls."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 1024}
+    (place / "wide.config").mkdir()
+    (place / "wide.config" / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    words = ("--seq", "16", "--global-batch", "4", "--steps", "20", "--nproc", "1", "--set", "validate_batches=0", "--json")
+    result = json.loads(command("train", "hf:wide.config", *words)[0])
+    job, losses = json.loads((place / result["run"] / "job.json").read_text()), result["losses"]
+    assert (job["learning_rate"], job["warmup_steps"]) == (4.5e-4, 14)
+    assert "scaled to width 1024" in json.loads((place / result["run"] / "estimate.json").read_text())["why"]
+    assert sum(losses[-3:]) / 3 < losses[0]
+    assert max(losses[3:]) <= 1.1 * losses[0]
+
+
 def test_any_number_of_ranks_gives_the_same_curve(command: Command) -> None:
     """The same global batches whoever reads them: losses agree between one rank, two ranks and ZeRO-3."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,12 @@ def test_some_commands_are_run() -> None:
 def test_links_lead_to_files(page: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
     assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+def test_the_demo_installs_what_the_commands_of_readme_need() -> None:
+    """Every optional dependency but those of developers: no command of README ends with "pip install"."""
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]) - {"dev", "bench"}
+    rule = (ROOT / "Makefile").read_text().split("$(VENV)/.core:")[1].split("\n\n")[0]
+    installed = re.search(r"-e '\.\[(.*?)\]'", rule)
+    assert installed
+    assert set(installed.group(1).split(",")) == extras

@@ -65,7 +65,7 @@ def plan(
     ledger_lines = plan_ledger(best, prepared.profile, clip=config.clip > 0) if ledger else ()
     if as_json:
         plans = [_scored_to_json(scored) | {"reason": scored.estimate.reason} for scored in (ranking.scored if ranking else ())]
-        result = {"plans": plans, "why": prepared.why, "seconds": time.perf_counter() - start}
+        result = {"plans": plans, "why": prepared.why, "learning_rate": prepared.learning_rate, "seconds": time.perf_counter() - start}
         result |= {"ledger": [to_data(line) for line in ledger_lines]} if ledger else {}
         if ranking and ranking.best_equal_split:
             result["equal"] = _scored_to_json(ranking.best_equal_split) | {"times": ranking.speedup_over_equal}
@@ -77,6 +77,7 @@ def plan(
     if ranking:
         stdout.print(_ranking_table(ranking, max_rows))
     stdout.print(prepared.why, markup=False)
+    stdout.print(prepared.learning_rate, markup=False)
     if best.context.attention_sites:
         stdout.print(describe_context_parallel(best), markup=False)
     if best.tensor_policies:

@@ -101,6 +101,7 @@ def _print_result(result: dict[str, Any], prepared: PreparedRun | None, as_json:
     if prepared is not None:
         stderr.print("\n[bold]The plan, and why it was chosen[/bold]")
         stderr.print(prepared.why, markup=False)
+        stderr.print(prepared.learning_rate, markup=False)
     stderr.print()
     stderr.print(_comparison_table(result))
     losses = result["losses"]

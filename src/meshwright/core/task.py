@@ -36,8 +36,9 @@ class Task:
     fields: Mapping[str, Field]
     data: str = "synthetic"  # name of a built-in data set
     global_batch: int = 32
-    learning_rate: float = 1e-3
+    learning_rate: float | None = None  # peak; None: by the width of the model
     tokens_per_sample: int | None = None
+    pretrained: bool = False  # `build` returns trained weights
     note: str = ""
 
     @cached_property

@@ -42,6 +42,7 @@ from meshwright.orchestrate.backend_selection import add_measured_routes, select
 from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.job import make_retrace, resolve_job
 from meshwright.orchestrate.knobs import check_given, constraints_from_config, script_environment
+from meshwright.orchestrate.lr_defaults import fill_learning_rate
 from meshwright.orchestrate.user_strategy import apply_strategy, fill_partitioning, load_strategy, needs_partitioning
 from meshwright.plan import Ranking, best_precision, check_precision, check_selective_recompute, explain, plan_penalty, rank_plans, refuse_unused
 from meshwright.schedule import plan_ledgers
@@ -62,6 +63,7 @@ class PreparedRun:
     estimate: Estimate
     why: str
     ranking: Ranking | None  # None if the plan was given
+    learning_rate: str  # what the run begins with, and why: one line
 
 
 class Orchestrator:
@@ -193,6 +195,7 @@ class Orchestrator:
             self.log_progress(f"{task.name}: {task.note}")
         self.log_progress(f"profiling {task.name}")
         profile = trace_task(task, precision=workload.precision, device=self.cluster.devices[0].kind)
+        self.config, rate = fill_learning_rate(self.config, task, (t.shape for t in profile.tensors if t.trainable))
         flow = self.dataflow(task, workload) if self.config.plan == "auto" else None
         self.phases.mark("trace")
         self._uncorrected_calibration = self.calibration()
@@ -207,7 +210,8 @@ class Orchestrator:
             self._check_plan(plan, workload, task, profile)
             predicted = estimate(plan, profile, workload, self.cluster, calibration)
             self.phases.mark("plan")
-            return PreparedRun(self.config, task, self.cluster, profile, plan, predicted, f"Given by {self.config.plan}: {plan.summary()}.", None)
+            why = f"Given by {self.config.plan}: {plan.summary()}."
+            return PreparedRun(self.config, task, self.cluster, profile, plan, predicted, why, None, rate)
         self.log_progress("planning")
         constraints, no_routes = replace(constraints_from_config(self.config, flow), reorder=self.launches_ranks), ""
         if self.config.backend == "auto":
@@ -225,7 +229,7 @@ class Orchestrator:
             ranking, routes = (ranking, no_routes) if no_routes else select_routes(ranking, self.config.clip > 0)
             why = f"{why}\n{routes}"
         self.phases.mark("plan")
-        return PreparedRun(self.config, task, self.cluster, profile, ranking.best.plan, ranking.best.estimate, why, ranking)
+        return PreparedRun(self.config, task, self.cluster, profile, ranking.best.plan, ranking.best.estimate, why, ranking, rate)
 
     def _check_plan(self, plan: Plan, workload: Workload, task: Task, profile: ModelProfile) -> None:
         """Raise RequestError unless a given plan is for this model and devices and agrees with every other setting."""
@@ -323,7 +327,8 @@ def write_run_inputs(path: Path, prepared: PreparedRun) -> None:
     write_json(path / "cluster.json", prepared.cluster)
     clip = prepared.config.clip > 0 or prepared.plan.memory.precision == "fp16"  # fp16 checks the gradient norm for overflow
     write_json(path / "ledger.json", plan_ledgers(prepared.plan, prepared.profile, clip=clip))
-    write_json(path / "estimate.json", {"estimate": to_data(prepared.estimate), "why": prepared.why, "ranking": ranking_rows(prepared.ranking)})
+    why = f"{prepared.why}\n{prepared.learning_rate}"
+    write_json(path / "estimate.json", {"estimate": to_data(prepared.estimate), "why": why, "ranking": ranking_rows(prepared.ranking)})
 
 
 def ranking_rows(ranking: Ranking | None, max_rows: int = 12) -> list[dict[str, Any]]:

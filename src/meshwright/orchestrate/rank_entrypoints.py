@@ -27,7 +27,6 @@ from meshwright.core.phases import PhaseClock
 from meshwright.core.plan import Plan
 from meshwright.core.rank_devices import device_index
 from meshwright.core.serialization import from_data, read_json
-from meshwright.core.task import Task
 from meshwright.describe.collective_probe import measure_in_turns
 from meshwright.describe.probe import host_copy_rates, measure_rates, slowest_rates
 from meshwright.describe.speed_groups import rates_by_speed_group, suspect_unequal
@@ -218,7 +217,7 @@ class _TrainingLoop:
             model = self.task.build()
         if self.plan.memory.precision == "fp64":
             model = model.double()
-        optimizer = make_optimizer(self.job, self.task, model)
+        optimizer = make_optimizer(self.job, model)
         return Session(self.plan, model, optimizer, seed=self.job.seed, clip=self.job.clip or None)
 
     def _make_loaders(self) -> tuple[Iterator[dict[str, torch.Tensor]], Callable[[], Iterator[dict[str, torch.Tensor]]]]:
@@ -233,8 +232,10 @@ class _TrainingLoop:
         return loader("train", self.job.steps), lambda: loader("validation", self.job.validate_batches)
 
     def _make_lr_function(self) -> Callable[[int], float]:
-        job, peak = self.job, self.job.learning_rate or self.task.learning_rate
-        return lambda step: learning_rate(step, peak=peak, warmup=job.warmup_steps, steps=job.steps, schedule=job.lr_schedule)
+        job, peak, warmup = self.job, self.job.learning_rate, self.job.warmup_steps
+        assert peak is not None
+        assert warmup is not None
+        return lambda step: learning_rate(step, peak=peak, warmup=warmup, steps=job.steps, schedule=job.lr_schedule)
 
     def _validate(self, session: Session, make_batches: Callable[[], Iterator[dict[str, torch.Tensor]]], step: int) -> None:
         if not self.job.validate_batches:
@@ -307,9 +308,10 @@ class _TrainingLoop:
         return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else peak_resident_bytes()
 
 
-def make_optimizer(job: RunConfig, task: Task, model: torch.nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(job: RunConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
     """The optimizer by name. Adam is fused: it updates in one pass and keeps no temporaries."""
-    lr, decay = job.learning_rate or task.learning_rate, job.weight_decay
+    lr, decay = job.learning_rate, job.weight_decay
+    assert lr is not None  # planning fills it in
     parameters = [p for p in model.parameters() if p.requires_grad]
     if job.optimizer == "adamw":
         return torch.optim.AdamW(parameters, lr=lr, betas=job.betas, eps=job.adam_eps, weight_decay=decay, fused=True)

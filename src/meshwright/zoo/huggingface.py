@@ -42,8 +42,8 @@ def load(path: str, *, seq: int | None, dropout: float, random_init: bool = Fals
         fields={"tokens": Field((length,), "int64", config.vocab_size)},
         data="source" if config.vocab_size >= _BYTE_VOCAB_SIZE else "synthetic",
         global_batch=32,
-        learning_rate=3e-4,
         tokens_per_sample=length,
+        pretrained=folder is not None,
         note=f"{_describe_weights(folder, random_init)}; every dropout of the configuration is set to {dropout:g}"
         + (", and is not keyed by sample" if dropout else ""),
     )

@@ -19,23 +19,24 @@ from meshwright.zoo.llama import LLAMA_CONFIGS, Llama
 from meshwright.zoo.vae import VAE, VAE_CONFIGS
 
 _NUM_CLASSES = 10
-# Default global batch and AdamW learning rate. Large models have their published batch; models that run on one machine have a batch that fits there.
-_TRAINING_DEFAULTS: dict[str, tuple[int, float]] = {
+# Default global batch and AdamW learning rate (None: by width). Large models have their published batch; models that run on one machine
+# have a batch that fits there.
+_TRAINING_DEFAULTS: dict[str, tuple[int, float | None]] = {
     "gpt-tiny": (16, 3e-3),
     "gpt-mini": (32, 3e-3),
-    "gpt2-124m": (32, 6e-4),
-    "gpt2-355m": (64, 3e-4),
-    "gpt2-774m": (128, 2.5e-4),
-    "gpt2-1.5b": (512, 2e-4),
-    "gpt-1.3b": (512, 2e-4),
-    "gpt3-175b": (1536, 6e-5),
+    "gpt2-124m": (32, None),
+    "gpt2-355m": (64, None),
+    "gpt2-774m": (128, None),
+    "gpt2-1.5b": (512, None),
+    "gpt-1.3b": (512, None),
+    "gpt3-175b": (1536, None),
     "llama-tiny": (16, 3e-3),
-    "smollm2": (32, 1e-3),
-    "llama3-1b": (128, 3e-4),
-    "llama3-3b": (256, 3e-4),
-    "llama3-8b": (512, 3e-4),
-    "llama3-70b": (1024, 1.5e-4),
-    "llama3-405b": (2048, 8e-5),
+    "smollm2": (32, None),
+    "llama3-1b": (128, None),
+    "llama3-3b": (256, None),
+    "llama3-8b": (512, None),
+    "llama3-70b": (1024, None),
+    "llama3-405b": (2048, None),
     "vae": (64, 1e-3),
     "vae-conv": (64, 1e-3),
     "cnn": (256, 1e-3),
