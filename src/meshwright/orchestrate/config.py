@@ -46,7 +46,9 @@ class RunConfig(BaseModel):
     betas: tuple[float, float] = Field((0.9, 0.95), description="of Adam: decay rates of its two moving averages")
     adam_eps: float = Field(1e-8, gt=0, description="of Adam: added to the denominator")
     lr_schedule: Literal["constant", "cosine"] = Field("constant", description="after the warm-up; cosine decays to zero at the last step")
-    warmup_steps: int | None = Field(None, ge=0, le=_MAX_STEPS, description="steps over which the learning rate rises from zero; by width and depth unless given")
+    warmup_steps: int | None = Field(
+        None, ge=0, le=_MAX_STEPS, description="steps over which the learning rate rises from zero; by width and depth unless given"
+    )
     clip: float = Field(1.0, ge=0, description="largest gradient norm; 0: gradients are not clipped")
     validate_every: int = Field(0, ge=0, le=_MAX_STEPS, description="steps between validations; 0: once, at the end")
     validate_batches: int = Field(4, ge=0, le=_MAX_STEPS, description="global batches in one validation; 0: none")

@@ -17,12 +17,13 @@ _SGD_RATE = 1e-2
 _MIN_WARMUP = 10
 _MAX_WARMUP = 2000
 _WARMUP_SHARE = 0.01  # of a long run
-_MAX_WARMUP_SHARE = 0.25  # of a short run, most of which should train at the full rate
+_MAX_WARMUP_SHARE = 0.25  # of a short run
 # [Note: warm-up] An embedding begins with a standard deviation near 0.02, so that the residual stream does too. Adam's first step moves every
 # weight by the learning rate, in a direction that all tokens share: an output projection of fan-in ~width, with inputs that grow with √width
 # (weights of 0.02), moves the stream by about rate·0.02·width^1.5, and `depth` blocks add up. A first step of 1 / (depth·width^1.5) is as
-# large as the stream itself. Runs whose first step is 14 times that still train; those with 40 times and more see their loss rise.
-_FIRST_STEP = 2.0
+# large as the stream itself. Runs whose first step is 14 times that still train; those with 40 times and more see their loss rise. A short run,
+# most of which should train at the full rate, begins with a larger step.
+_FIRST_STEP, _LARGEST_FIRST_STEP = 2.0, 14.0
 
 
 @dataclass(frozen=True)
@@ -61,16 +62,14 @@ def default_peak(scale: ModelScale | None, optimizer: str, pretrained: bool) -> 
 
 def default_warmup(scale: ModelScale | None, peak: float, steps: int, *, pretrained: bool) -> tuple[int, str]:
     """The number of warm-up steps, and its reason. See [Note: warm-up]."""
-    share = math.ceil(_WARMUP_SHARE * steps)
-    needed = 0
+    share = max(math.ceil(_WARMUP_SHARE * steps), _MIN_WARMUP)
     if scale is not None and not pretrained:
-        needed = min(math.ceil(peak * scale.depth * scale.width**1.5 / _FIRST_STEP), _MAX_WARMUP)
-    longest = max(int(_MAX_WARMUP_SHARE * steps), _MIN_WARMUP)
-    if needed > longest > share:
-        return longest, f"{_MAX_WARMUP_SHARE:.0%} of the run, at least {_MIN_WARMUP}"
-    if needed > max(share, _MIN_WARMUP) and scale is not None:
-        return needed, f"for width {scale.width} and depth {scale.depth:.0f}"
-    return (share, f"{_WARMUP_SHARE:.0%} of the run") if share > _MIN_WARMUP else (_MIN_WARMUP, "the least by default")
+        first_step = peak * scale.depth * scale.width**1.5
+        shortest = max(math.ceil(first_step / _LARGEST_FIRST_STEP), int(_MAX_WARMUP_SHARE * steps))
+        needed = min(math.ceil(first_step / _FIRST_STEP), shortest, _MAX_WARMUP)
+        if needed > share:
+            return needed, f"for width {scale.width} and depth {scale.depth:.0f}"
+    return share, f"{_WARMUP_SHARE:.0%} of the run" if share > _MIN_WARMUP else "the least by default"
 
 
 def fill_learning_rate(config: RunConfig, task: Task, shapes: Iterable[tuple[int, ...]]) -> tuple[RunConfig, str]:
