@@ -60,8 +60,8 @@ def ddp(folder: str) -> list[float]:
 
 
 def power_sgd(folder: str) -> list[float]:
-    """Compressed gradients: each collective of torch's hook is called in the callback of the one before. Of several buckets, callbacks would run in an
-    order that may differ between ranks, on gloo too: there is one."""
+    """Compressed gradients: each collective of torch's hook is called in the callback of the one before. With several buckets, callbacks would run
+    in an order that may differ between ranks, on gloo too: there is one."""
     net = DistributedDataParallel(model())
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
     net.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
