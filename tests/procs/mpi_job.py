@@ -20,7 +20,7 @@ from meshwright.core.serialization import to_data
 
 
 def main(folder: str, full: bool) -> None:
-    from tests.procs import collectives, contract
+    from tests.procs import collectives, contract, mpi_contract
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -31,6 +31,7 @@ def main(folder: str, full: bool) -> None:
         "backend": dist.get_backend(),
         "conform": collectives.tell(lambda: collectives.over_torch(full)),
         "calls": collectives.tell(contract.calls),
+        "contract": collectives.tell(lambda: mpi_contract.checks(folder)),
         "comm sync": collectives.tell(lambda: collectives.conform(_comm_sync, (torch.float32, torch.bfloat16, torch.bool))[1]),
         "counts": collectives.tell(_large_counts),
         "sync calls": collectives.tell(_sync_calls),

@@ -61,7 +61,7 @@ def test_mpi_beyond_what_it_can_count(over_mpi: list[dict[str, Any]]) -> None:
     assert [found["counts"] for found in over_mpi] == [[]] * 4
 
 
-@pytest.mark.parametrize("what", ["sync calls", "comm sync", "futures", "pairwise", "two groups"])
+@pytest.mark.parametrize("what", ["contract", "sync calls", "comm sync", "futures", "pairwise", "two groups"])
 def test_mpi_calls(over_mpi: list[dict[str, Any]], what: str) -> None:
     assert [found[what] for found in over_mpi] == [[]] * 4
 
@@ -85,8 +85,9 @@ def over_gloo(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[
 @pytest.mark.parametrize("engine", contract.ENGINES)
 def test_an_engine_trains_over_mpi_as_over_gloo(engine: str, over_mpi: list[dict[str, Any]], over_gloo: list[dict[str, list[float]]]) -> None:
     for mine, other in zip(over_mpi, over_gloo, strict=True):
-        assert mine["engines"][engine] == pytest.approx(other[engine], rel=1e-12)
-        assert mine["engines"][engine] == pytest.approx(contract.serial(), rel=1e-9)
+        assert mine["engines"][engine] == pytest.approx(other[engine], rel=1e-9 if engine == contract.LOSSY else 1e-12)
+        if engine != contract.LOSSY:
+            assert mine["engines"][engine] == pytest.approx(contract.serial(), rel=1e-9)
 
 
 @pytest.mark.parametrize("plan", mpi_job.PLANS)

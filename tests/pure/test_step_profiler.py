@@ -12,17 +12,17 @@ from meshwright.comm.work_queue import WorkQueue
 from meshwright.execute.step_profiler import _split_spans, intersect_spans, profile_step, subtract_spans, total_length
 
 
-def event(name: str, start: float, end: float, thread: int = 1) -> SimpleNamespace:
-    return SimpleNamespace(name=name, thread=thread, time_range=SimpleNamespace(start=start * 1e6, end=end * 1e6))
+def event(name: str, start: float, end: float, thread: int = 1, is_async: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(name=name, thread=thread, is_async=is_async, time_range=SimpleNamespace(start=start * 1e6, end=end * 1e6))
 
 
 def test_operations_of_a_work_queues_thread_are_seen() -> None:
     queue = WorkQueue("a queue that was there before")
-    queue.submit("first", (), None, False, lambda: None)
+    queue.submit("first", (), (), False, lambda: None)
     slept = 0.05
 
     def step() -> None:
-        work = queue.submit("all_reduce", (), torch.empty(1 << 18), True, lambda: time.sleep(slept))
+        work = queue.submit("all_reduce", (), (torch.empty(1 << 18),), True, lambda: time.sleep(slept))
         assert work is not None
         time.sleep(slept / 5)  # so that the thread runs the operation
         work.wait()
@@ -30,6 +30,11 @@ def test_operations_of_a_work_queues_thread_are_seen() -> None:
     _, found = profile_step(step, torch.device("cpu"), None)
     queue.close()
     assert found["communication_s"] >= slept and found["exposed_s"] >= 0.9 * slept
+
+
+def test_what_the_caller_computes_hides_an_asynchronous_call() -> None:
+    events = [event("gloo:all_reduce", 1.0, 3.0, is_async=True), event("aten::mm", 1.5, 2.5)]
+    assert _split_spans(events, gpu=False) == ([(1.0, 3.0)], [(1.5, 2.5)])
 
 
 def test_what_is_added_up_inside_a_call_does_not_hide_it() -> None:

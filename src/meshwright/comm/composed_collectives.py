@@ -129,7 +129,7 @@ class ComposedComm(AsyncComm):
                 if finish is not None:
                     finish()
 
-        return self._group.queue.submit(name, [counted], counted, self._async_op, execute) or COMPLETED
+        return self._group.queue.submit(name, [counted], [counted], self._async_op, execute) or COMPLETED
 
 
 def _reduce_fn_and_scale(work: Tensor, op: str, factor: float | None, num_ranks: int) -> tuple[Combine, float | None]:

@@ -9,6 +9,11 @@ backward. If `wait` is called before the thread has begun the operation, the wai
 message does not pay for a thread switch. Queues are independent of each other (MPI_THREAD_MULTIPLE), so ranks may use several groups in
 different orders.
 
+[Note: profiler events]
+As torch's own backends do, a call begins an event `mpi:all_reduce` in the caller's thread, which is marked asynchronous and ends with the
+operation. torch marks an event so if another thread ends it, so a thread of this module ends all of them. What the operation computes lies inside
+a second event, `mpi.all_reduce`, in the thread that runs it.
+
 Open MPI's blocking collectives are up to 2.5 times as fast as its non-blocking ones (`tuned` against `libnbc`), and MPI forbids mixing
 the two on one communicator: so asynchrony comes from the thread, not from MPI.
 """
@@ -18,8 +23,10 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -32,17 +39,36 @@ _CLOSE = object()
 _WAKE = object()
 Operation = Callable[[], object]
 StreamWrapper = Callable[[Tensor, Operation], Operation]
+ProfilerEvent = torch.futures.Future[None]  # the event ends when the future is set
+_event_thread = ThreadPoolExecutor(1, "profiler events")
+
+
+def begin_event(name: str, tensors: Sequence[Tensor]) -> ProfilerEvent | None:
+    """Begin [Note: profiler events] if the profiler is on; the event has the shapes of `tensors`."""
+    if not profiler._is_profiler_enabled:
+        return None
+    record = torch._C._autograd._record_function_with_args_enter(name, *tensors)
+    event: ProfilerEvent = torch.futures.Future()
+    torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(record, event)
+    return event
 
 
 class TensorWork(dist.Work):
     """The part of torch's interface that is common to queued operations and messages: the outputs, or an error."""
 
-    def __init__(self, outputs: Sequence[Tensor]) -> None:
+    def __init__(self, outputs: Sequence[Tensor], event: ProfilerEvent | None) -> None:
         super().__init__()
-        self.done, self._outputs = False, outputs
+        self.done, self._outputs, self._event = False, outputs, event
         self._error: Exception | None = None
         self._future: torch.futures.Future[list[Tensor]] | None = None
         self._lock = threading.Lock()
+
+    def finish(self) -> None:
+        """The operation has ended, with a result or an error."""
+        if self._event is not None:
+            _event_thread.submit(self._event.set_result, None).result()
+            self._event = None
+        self.done = True
 
     def is_success(self) -> bool:
         return self.done and self._error is None
@@ -60,8 +86,8 @@ class TensorWork(dist.Work):
 class QueuedWork(TensorWork):
     """One queued operation, with a future for callers such as DDP that ask for one."""
 
-    def __init__(self, owner: WorkQueue, name: str, run: Operation, outputs: Sequence[Tensor]) -> None:
-        super().__init__(outputs)
+    def __init__(self, owner: WorkQueue, name: str, run: Operation, outputs: Sequence[Tensor], event: ProfilerEvent | None = None) -> None:
+        super().__init__(outputs, event)
         self.name, self._queue = name, owner
         self._run: Operation | None = run
 
@@ -73,7 +99,7 @@ class QueuedWork(TensorWork):
         except Exception as error:
             self._error = error
         self._run = None  # frees the tensors that it refers to
-        self.done = True
+        self.finish()
 
     def complete_future(self) -> None:
         """Set the future's result or error. Never called with the queue's lock held: a callback of the future may call another collective."""
@@ -145,14 +171,14 @@ class WorkQueue:
         self._wake_ups: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, name: str, outputs: Sequence[Tensor], tensor: Tensor | None, async_op: bool, run: Operation) -> QueuedWork | None:
+    def submit(self, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool, run: Operation) -> QueuedWork | None:
         """Queue `run` and return its work; or, for a sync call, run it after everything queued before it and return None.
 
-        `tensor` determines the operation's device.
+        The first of `inputs` determines the operation's device.
         """
-        if tensor is not None and tensor.is_cuda and self._on_stream is not None:
-            run = self._on_stream(tensor, run)
-        work = QueuedWork(self, name, run, outputs)
+        if inputs and inputs[0].is_cuda and self._on_stream is not None:
+            run = self._on_stream(inputs[0], run)
+        work = QueuedWork(self, name, run, outputs, begin_event(f"{self.kind}:{name}", inputs))
         self._pending.append(work)
         if not async_op:
             work.wait()
@@ -167,13 +193,14 @@ class WorkQueue:
         return work
 
     def run_until(self, work: QueuedWork, timeout_s: float = 0.0) -> None:
-        """Run queued operations in the calling thread until `work` is done.
-
-        Raises TimeoutError if one operation of another thread takes longer than `timeout_s`, which is counted anew for each operation.
-        """
+        """Run queued operations in the calling thread until `work` is done. Raises TimeoutError after `timeout_s` seconds in total, if that is not 0,
+        but does not interrupt an operation that this thread runs itself."""
+        deadline = time.monotonic() + timeout_s
         while not work.done:
-            if not self._running.acquire(timeout=timeout_s if timeout_s > 0 else -1):
-                raise TimeoutError(f"{work.name} was not done: the operation before it took more than {timeout_s:.1f} s")
+            remaining = deadline - time.monotonic() if timeout_s > 0 else -1
+            if (timeout_s > 0 and remaining <= 0) or not self._running.acquire(timeout=remaining):
+                current = f"; {self.current} is under way" if self.current else ""
+                raise TimeoutError(f"{work.name} of {self.name} was not done within {timeout_s:g} s{current}")
             try:
                 finished = None if work.done else self._run_next()
             finally:
@@ -207,7 +234,7 @@ class WorkQueue:
         self.sequence_number += 1
         self.current = work.name
         try:
-            with profiler.record_function(f"{self.kind}:{work.name}") if profiler._is_profiler_enabled else contextlib.nullcontext():
+            with profiler.record_function(f"{self.kind}.{work.name}") if profiler._is_profiler_enabled else contextlib.nullcontext():
                 work.execute()
         finally:
             self.current = ""

@@ -16,7 +16,7 @@ from meshwright.core.backends import BACKENDS
 T = TypeVar("T")
 Spans = list[tuple[float, float]]
 # Prefixes of the backends' calls in a profile, and substrings of their kernels' names.
-_CALLS = tuple(f"{name}:" for name in BACKENDS)
+_CALLS = tuple(f"{name}{mark}" for name in BACKENDS for mark in ":.")  # the call, and the part of it that a work queue runs
 _KERNELS = tuple(traits.kernels for traits in BACKENDS.values() if traits.kernels)
 
 
@@ -39,19 +39,23 @@ def profile_step(step: Callable[[], T], device: torch.device, trace: Path | None
 
 
 def _split_spans(events: Iterable[Any], *, gpu: bool) -> tuple[Spans, Spans]:
-    """(communication, computation) as merged spans of seconds. Computation inside a collective's call, such as a reduction, is part of the call."""
-    comm: dict[int, Spans] = {}  # by thread
+    """(communication, computation) as merged spans of seconds. Computation inside a collective's call, such as a reduction, is part of the call, but
+    not what the caller's thread computes while an asynchronous call is under way."""
+    comm: Spans = []
+    sync_comm: dict[int, Spans] = {}  # by thread
     compute: dict[int, Spans] = {}
     for event in events:
         span = (event.time_range.start * 1e-6, event.time_range.end * 1e-6)
         name = event.name.lower()
         if name.startswith(_CALLS) or any(part in name for part in _KERNELS):
-            comm.setdefault(event.thread, []).append(span)
+            comm.append(span)
+            if not event.is_async:
+                sync_comm.setdefault(event.thread, []).append(span)
         elif gpu or name.startswith("aten::"):
             compute.setdefault(event.thread, []).append(span)
     if not gpu:
-        compute = {thread: subtract_spans(merge_spans(spans), merge_spans(comm.get(thread, []))) for thread, spans in compute.items()}
-    return merge_spans(itertools.chain(*comm.values())), merge_spans(itertools.chain(*compute.values()))
+        compute = {thread: subtract_spans(merge_spans(spans), merge_spans(sync_comm.get(thread, []))) for thread, spans in compute.items()}
+    return merge_spans(comm), merge_spans(itertools.chain(*compute.values()))
 
 
 def merge_spans(spans: Iterable[tuple[float, float]]) -> Spans:

@@ -6,10 +6,13 @@ pipelining and DCP then run over it unchanged. MPI is not loaded before a group 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
+
+_Store: Any = Store
 
 
 class _ProcessGroupFactory:
@@ -20,6 +23,24 @@ class _ProcessGroupFactory:
         from meshwright.comm.mpi.mpi_group import make_group
 
         return make_group(ranks)
+
+
+class _NoStore(_Store):  # type: ignore[misc]  # torch's stubs want their own signatures
+    """What torch gives the default group `mpi` for a store, with a reason instead of torch's internal assertion."""
+
+    _kept: ClassVar[list[_NoStore]] = []  # torch keeps the C++ part only
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept.append(self)
+
+    def _refuse(self, *_: Any) -> Any:
+        raise RuntimeError(
+            "the default group is mpi, which has no store: make gloo the default, init_process_group('gloo'), and make the group of MPI with "
+            "new_group(backend='mpi')"
+        )
+
+    set = get = add = wait = check = compare_set = delete_key = _refuse
 
 
 def register(timeout_s: float = 600.0) -> None:
@@ -34,3 +55,4 @@ def register(timeout_s: float = 600.0) -> None:
     if not dist.is_mpi_available():
         module.ProcessGroupMPI = _ProcessGroupFactory
         module._MPI_AVAILABLE = True
+        module.Store = _NoStore  # torch makes one for no other backend

@@ -39,6 +39,20 @@ class BlockingCollectives:
             reduction.for_each_chunk(work, lambda chunk: self._comm.Allreduce(MPI.IN_PLACE, reduction.buffer_spec(chunk), reduction.op))
         reduction.finish(tensor, work)
 
+    def all_reduce_sparse(self, tensor: Tensor, divisor: int) -> None:
+        """Sum of sparse COO tensors: every rank gathers the indices and values of all, and adds the values of equal indices."""
+        own = tensor.coalesce()
+        counts = self._comm.allgather(own._nnz())
+
+        def gathered(part: Tensor) -> Tensor:
+            parts = [part.new_empty((count, *part.shape[1:])) for count in counts]
+            self.all_gather_list(parts, part)
+            return torch.cat(parts)
+
+        indices, values = gathered(own.indices().t()), gathered(own.values())
+        total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False).coalesce()
+        tensor.copy_(total / divisor if divisor > 1 else total)
+
     def reduce(self, tensor: Tensor, reduction: Reduction, root: int) -> None:
         work = reduction.prepare(tensor)
         self._reduce(work, reduction, root)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.comm.mpi import mpi_library
+from meshwright.comm.mpi.message_work import Inbox
 from meshwright.comm.work_queue import WorkQueue
 
-_POLL_S = 0.5
+_POLL_S = 0.05
 _GRACE_S = 3.0  # ranks that wait for the same peer time out within this of each other
 _WAITING_TAG = 1
 
@@ -28,10 +29,10 @@ class _WatchedQueue:
 
 
 class Watchdog:
-    """The process's watchdog thread, with its own communicator. It polls the work queues of all groups."""
+    """The process's watchdog thread, with its own communicator. It polls the work queues of all groups, and matches received messages."""
 
-    def __init__(self, control: Any) -> None:
-        self._control = control
+    def __init__(self, control: Any, inbox: Inbox) -> None:
+        self._control, self._inbox = control, inbox
         self._watched: list[_WatchedQueue] = []
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -50,6 +51,7 @@ class Watchdog:
     def _watch_loop(self) -> None:
         while not self._stopped.wait(_POLL_S):
             self._control.iprobe()  # lets MPI progress messages that no call waits for
+            self._inbox.match()
             with self._lock:
                 self._watched = [w for w in self._watched if w.queue() is not None]
                 watched = list(self._watched)
