@@ -28,3 +28,11 @@ def unknown_name_error(kind: str, name: str, choices: Iterable[str], where: str 
     near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.4)
     hint = f"did you mean '{near[0]}'?" if near else f"one of: {', '.join(names)}"
     return RequestError(f"unknown {kind} '{name}'{f' in {where}' if where else ''}; {hint}")
+
+
+class StopRequest(KeyboardInterrupt):
+    """SIGINT or SIGTERM asks this process to stop: in order, or `at_once` if it is the second signal."""
+
+    def __init__(self, signal_name: str, at_once: bool) -> None:
+        super().__init__(f"stopped by {signal_name}")
+        self.at_once = at_once
