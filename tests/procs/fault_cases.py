@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from meshwright.observe.jsonl_tail import read_records
 
 MESHWRIGHT = [sys.executable, "-m", "meshwright.cli.main"]
 PATIENCE_S = 240  # a busy machine is no failure
@@ -24,14 +25,17 @@ class Run:
     process: subprocess.Popen[str]
     runs: Path
     temporary: Path
+    pids: list[int] = field(default_factory=list)
 
     @property
     def folder(self) -> Path:
         return next(iter(self.runs.iterdir()))
 
+    def stderr(self) -> str:
+        return (self.temporary.parent / "stderr").read_text()
+
     def events(self) -> list[dict[str, Any]]:
-        lines = [line for path in self.runs.glob("*/events-*.jsonl") for line in path.read_text().splitlines()]
-        return [json.loads(line) for line in lines if line]
+        return [record for path in self.runs.glob("*/events-*.jsonl") for record in read_records(path)]
 
     def steps(self) -> int:
         return sum(path.read_text().count('"step_s"') for path in self.runs.glob("*/metrics.jsonl"))
@@ -47,7 +51,7 @@ class Run:
         """Wait for `count` more steps."""
         wanted = self.steps() + count
         await_condition(lambda: self.steps() >= wanted or self.process.poll() is not None)
-        assert self.process.poll() is None, self.process.stderr and self.process.stderr.read()
+        assert self.process.poll() is None, self.stderr()[-3000:]
 
 
 @dataclass(frozen=True)
@@ -76,33 +80,41 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def start_run(place: Path, *words: str, runs: Path | None = None, model: str = "gpt-tiny", steps: int = 100_000, **kwargs: Any) -> Run:
+def start_run(
+    place: Path, *words: str, runs: Path | None = None, model: str = "gpt-tiny", steps: int = 100_000, environ: Mapping[str, str] | None = None
+) -> Run:
     temporary = place / "tmp"
     temporary.mkdir()
     runs = runs or place / "runs"
     command = [*MESHWRIGHT, "train", model, "--steps", str(steps), "--nproc", "2", "--run-dir", str(runs), *words]
-    env = {**os.environ, "TMPDIR": str(temporary)}
+    env = {**os.environ, "TMPDIR": str(temporary), **(environ or {})}
     with (place / "stderr").open("w") as stderr:
-        process = subprocess.Popen(command, cwd=place, stdout=subprocess.DEVNULL, stderr=stderr, env=env, text=True, **kwargs)
+        process = subprocess.Popen(command, cwd=place, stdout=subprocess.DEVNULL, stderr=stderr, env=env, text=True)
     return Run(process, runs, temporary)
 
 
-def finish(run: Run, act: Callable[[Run], None], since: int = 3) -> Outcome:
+def finish(run: Run, act: Callable[[Run], None]) -> Outcome:
     """Do a fault to a run after some steps, and wait for the end of all its processes."""
-    run.await_steps(since)
-    pids = [run.fork_server(), run.rank(0), run.rank(1)]
+    run.await_steps(3)
+    run.pids = [run.fork_server(), run.rank(0), run.rank(1)]
     start = time.monotonic()
     act(run)
-    code = run.process.wait(timeout=PATIENCE_S)
+    return wait_for_end(run, start)
+
+
+def wait_for_end(run: Run, start: float = 0.0) -> Outcome:
+    try:
+        code = run.process.wait(timeout=PATIENCE_S)
+    finally:
+        run.process.kill()
     seconds = time.monotonic() - start
-    await_condition(lambda: all(map(is_gone, pids)))
+    await_condition(lambda: all(map(is_gone, run.pids)))
     await_condition(lambda: not list(run.temporary.glob("meshwright-*")))
     events = run.events()
     left = {"run folder"} | ({"report"} if (run.folder / "report.html").exists() else set())
     left |= {"result"} if (run.folder / "result.json").exists() else set()
-    error = (run.temporary.parent / "stderr").read_text()
     faults = [e["data"] for e in events if e["kind"] == "fault"]
-    return Outcome(code, seconds, error, faults, [e["data"]["reason"] for e in events if e["kind"] == "stop"], left)
+    return Outcome(code, seconds, run.stderr(), faults, [e["data"]["reason"] for e in events if e["kind"] == "stop"], left)
 
 
 def send(number: signal.Signals, to: str, times: int = 1) -> Callable[[Run], None]:
@@ -115,3 +127,65 @@ def send(number: signal.Signals, to: str, times: int = 1) -> Callable[[Run], Non
             os.kill(pid, number)
 
     return act
+
+
+# A model whose rank 1 misbehaves in its fourth training step, as the variable FAULT says. Each rank calls forward once a step.
+FAULTY_TASK = """
+import os, resource, sys, time
+import torch, torch.distributed as dist
+import meshwright as mw
+
+def limit(which, value):
+    resource.setrlimit(which, (value, resource.getrlimit(which)[1]))
+
+def misbehave(fault):
+    if fault == "exception":
+        raise ArithmeticError("planted")
+    if fault == "exit 3":
+        sys.exit(3)
+    if fault == "sleep":
+        time.sleep(600)
+    if fault == "descriptors":
+        limit(resource.RLIMIT_NOFILE, 1)
+        open("/dev/null")
+    if fault == "memory":
+        limit(resource.RLIMIT_AS, 1 << 20)
+        torch.ones(10**9)
+
+class Faulty(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Linear(4, 4)
+        self.calls = 0
+    def forward(self, x):
+        if dist.is_initialized():
+            self.calls += 1
+            if dist.get_rank() == 1 and self.calls == 4:
+                misbehave(os.environ["FAULT"])
+        return self.a(x)
+
+def loss(model, batch):
+    return model(batch["x"]).square().mean()
+
+def task():
+    return mw.Task("faulty", Faulty, loss, {"x": mw.Field((4,))}, global_batch=8)
+"""
+
+# A launch without a run: what limits on the supervisor and the fork server do. {limit} is done before the pool starts.
+LAUNCH_SCRIPT = """
+import os, resource, sys
+from meshwright.launch import ForkServer, RankFailure, WorkerPool
+def limit(pid, which, value):
+    resource.prlimit(pid, which, (value, resource.getrlimit(which)[1]))
+server = ForkServer(1, os.environ)
+try:
+    if {warm}:
+        WorkerPool(server, 1).close()  # waits until the fork server has imported torch
+    {limit}
+    with WorkerPool(server, 100) as workers:
+        pass
+except RankFailure as failure:
+    sys.exit("meshwright: " + str(failure))
+finally:
+    server.close()
+"""

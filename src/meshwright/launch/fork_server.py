@@ -102,7 +102,7 @@ class ForkServer:
 def describe_exit(code: int) -> str:
     """How a process ended, from its exit code as Python gives it: negative for a signal."""
     if code >= 0:
-        return f"exit {code}"
+        return f"exit {code}{' (SIGTERM)' * (code == 128 + signal.SIGTERM)}"
     hint = "; the kernel may have ended it for lack of memory" if code == -signal.SIGKILL else ""
     return f"killed by {signal.Signals(-code).name}{hint}"
 
@@ -134,7 +134,10 @@ def run_fork_server() -> None:
             message, descriptors, _, _ = socket.recv_fds(control, _MAX_MESSAGE_BYTES, 1)
             if not message:
                 break
-            _fork_worker(json.loads(message), descriptors[0], control, children)
+            if descriptors:
+                _fork_worker(json.loads(message), descriptors[0], control, children)
+            else:  # the kernel drops a descriptor that would exceed the limit
+                control.send(json.dumps({"refused": "cannot start a rank: Too many open files"}).encode())
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
