@@ -30,6 +30,7 @@ from tests.procs.fault_cases import (
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
+pytestmark = pytest.mark.timeout(900)  # a busy machine is no failure
 SHORT = 150  # steps of a run that a fault does not end
 
 
