@@ -146,8 +146,8 @@ def misbehave(fault):
     if fault == "sleep":
         time.sleep(600)
     if fault == "descriptors":
-        limit(resource.RLIMIT_NOFILE, 1)
-        open("/dev/null")
+        limit(resource.RLIMIT_NOFILE, 1 + max(map(int, os.listdir("/proc/self/fd"))))
+        files = [open("/dev/null") for _ in range(1000)]
     if fault == "memory":
         limit(resource.RLIMIT_AS, 1 << 20)
         torch.ones(10**9)

@@ -92,11 +92,12 @@ def full_disk(to: str) -> Case:
         set_limit(pid, resource.RLIMIT_FSIZE, 1)
         if to == "one rank":
             await_condition(lambda: "dropped" in run.stderr() or run.process.poll() is not None)
+            assert run.process.poll() is None, run.stderr()[-3000:]
             set_limit(pid, resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
             await_condition(lambda: any(e["kind"] == "dropped" for e in run.events()) or run.process.poll() is not None)
             assert any(e["kind"] == "dropped" and e["data"]["records"] > 0 for e in run.events())
 
-    return lambda place: finish(start_run(place, steps=SHORT if to == "supervisor" else 2 * SHORT), act)
+    return lambda place: finish(start_run(place, steps=SHORT if to == "supervisor" else 20 * SHORT), act)
 
 
 def refused(*words: str, limit: Callable[[], None] | None = None) -> Case:

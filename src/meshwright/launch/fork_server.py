@@ -35,7 +35,15 @@ _PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "meshwright.launch.wo
 # to fragmentation unless its segments are expandable (docs/measured/memory.md).
 RANK_DEFAULTS = {"KINETO_LOG_LEVEL": "99", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 # Imports create very many objects and few cycles, so garbage collection would only cost time; `run_fork_server` enables it after them.
-_ENTRY_POINT = "import gc; gc.disable(); from meshwright.launch.fork_server import run_fork_server; run_fork_server()"
+_ENTRY_POINT = """
+import gc, sys
+gc.disable()
+try:
+    from meshwright.launch.fork_server import run_fork_server
+except Exception as error:
+    sys.exit(f"meshwright: the fork server cannot import torch: {error}")
+run_fork_server()
+"""
 _MAX_MESSAGE_BYTES = 1 << 16
 
 
