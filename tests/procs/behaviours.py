@@ -36,6 +36,15 @@ def die_on(rank: int, world: int, init_method: str, who: int) -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def stop_on(rank: int, world: int, init_method: str, who: int, how: str) -> None:
+    """One rank does not come to a collective that the others wait in."""
+    join_process_group(Rendezvous(rank, world, init_method, timeout_s=5))
+    dist.all_reduce(torch.ones(1))
+    if rank == who:
+        os.kill(os.getpid(), signal.SIGSTOP) if how == "SIGSTOP" else time.sleep(600)
+    dist.all_reduce(torch.ones(1))
+
+
 def hang_on(rank: int, world: int, init_method: str, who: int) -> None:
     if rank == who:
         time.sleep(600)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,30 @@ def test_a_killed_rank_is_a_fault_and_takes_the_others_along(nursery: ForkServer
     assert caught.value.fault.rank == 1
     assert "SIGKILL" in caught.value.fault.kind
     assert all(gone(pid) for pid in workers.pids)
+
+
+@pytest.mark.parametrize(("how", "kind"), [("SIGSTOP", "stopped"), ("sleep", "Timeout")])
+def test_the_rank_that_others_waited_for_is_named(how: str, kind: str, nursery: ForkServer) -> None:
+    with WorkerPool(nursery, 3) as workers, pytest.raises(RankFailure) as caught:
+        workers.call("procs.behaviours:stop_on", {"who": 1, "how": how}, timeout_s=120)
+    assert (caught.value.fault.rank, caught.value.fault.kind) == (1, kind)
+    assert "waited for it" in caught.value.fault.message
+    assert all(gone(pid) for pid in workers.pids)
+
+
+def test_a_fork_server_that_dies_is_one_line(ground: Path) -> None:
+    server = ForkServer(1, {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])})
+    try:
+        with WorkerPool(server, 2) as workers:
+            threading.Timer(0.5, os.kill, (server._process.pid, signal.SIGKILL)).start()
+            with pytest.raises(RankFailure, match=r"the fork server.*killed by SIGKILL") as caught:
+                workers.call("procs.behaviours:hang_on", {"who": 0}, timeout_s=60)
+        assert caught.value.fault.traceback == ""
+        with pytest.raises(RankFailure, match="the fork server"):  # later, too: not a broken pipe
+            WorkerPool(server, 1)
+    finally:
+        server.close()
+    assert not server.folder.exists()
 
 
 def test_a_rank_that_hangs_is_a_timeout(nursery: ForkServer) -> None:

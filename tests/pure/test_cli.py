@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -509,3 +510,39 @@ def test_a_users_own_model_is_described(tmp_path: Path) -> None:
 def test_a_users_wrong_model_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "models.py").write_text(MODELS)
     assert "Bad could not be traced" in complaint(tool("describe", "model", "models.py:Bad", cwd=tmp_path))
+
+
+def test_an_unwritable_run_folder_is_refused_before_anything_is_measured(run: Tool, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_late(*_: Any, **__: Any) -> None:
+        raise AssertionError("probed or traced before the refusal")
+
+    monkeypatch.setattr(calibrate, "probe", too_late)
+    monkeypatch.setattr(Orchestrator, "prepare", too_late)
+    (here / "file").write_text("")
+    code, _, err = run("train", "gpt-tiny", "--run-dir", "file/runs")
+    assert code == 2
+    assert len(err.strip().splitlines()) == 1 and "cannot make a run folder in file/runs: Not a directory" in err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_verb_with_its_code(number: signal.Signals, code: int, run: Tool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshwright.cli import stop_signals
+
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr("meshwright.cli.plan_command.require_torch", lambda: os.kill(os.getpid(), number))
+    try:
+        ended, _, err = run("plan", "gpt-tiny")
+        assert signal.getsignal(number) == signal.SIG_IGN
+        for n in before:
+            signal.signal(n, signal.default_int_handler)
+        handler = stop_signals.StopSignals()
+        with pytest.raises(KeyboardInterrupt) as first:
+            os.kill(os.getpid(), number)
+        with pytest.raises(KeyboardInterrupt) as second:
+            os.kill(os.getpid(), number)
+    finally:
+        for n, old in before.items():
+            signal.signal(n, old)
+    assert ended == code
+    assert err.strip() == f"meshwright: {'interrupted' if code == 130 else 'stopped by SIGTERM'}"
+    assert (first.value.at_once, second.value.at_once, handler.received) == (False, True, number)  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ from meshwright.core.event import Fault
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.serialization import write_json
-from meshwright.observe import Recorder, RunFolder, create_run_folder, find_run_folder, follow, process_memory, sinks
+from meshwright.observe import Recorder, RunFolder, check_run_dir, create_run_folder, find_run_folder, follow, process_memory, sinks
 from meshwright.observe.jsonl_tail import JsonlTail, JsonlTails
 from meshwright.observe.live_frame import render_view
 from meshwright.observe.progress import ProgressTracker, sparkline
@@ -404,3 +404,32 @@ def test_memory_without_proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def test_importing_loads_nothing_heavy() -> None:
     code = "import sys, meshwright.observe; print([m for m in ('torch', 'rich', 'tensorboard', 'prometheus_client') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_a_full_disk_drops_records_and_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Writes that fail, and one that is cut short, stop nothing; when space returns, an event counts them and no line is torn."""
+    write, answers = os.write, iter([None, OSError(28, "No space left on device"), 5, OSError(28, "No space left on device")])
+
+    def full(file: int, line: bytes) -> int:
+        answer = next(answers, None)
+        if isinstance(answer, OSError):
+            raise answer
+        return write(file, line[:answer])
+
+    monkeypatch.setattr(sinks.os, "write", full)
+    with Recorder(tmp_path, 0) as recorder:
+        for step in range(6):
+            recorder.metrics(step_record(step))
+    assert [r["step"] for r in RunFolder(tmp_path).metrics()] == [0, 4, 5]
+    assert [(e.kind, e.data["records"]) for e in RunFolder(tmp_path).events()] == [("dropped", 3)]
+    err = capsys.readouterr().err
+    assert err.count("training goes on") == 1 and "no space left on device" in err
+
+
+def test_a_run_folder_that_cannot_be_made_is_known_beforehand(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file" / "runs", Path("/proc/runs")):
+        with pytest.raises(RequestError, match="choose another with --run-dir"):
+            check_run_dir(place)
+    check_run_dir(tmp_path / "new" / "runs")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]

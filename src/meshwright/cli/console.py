@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.table import Table
 
-from meshwright.core.errors import RequestError
+from meshwright.core.errors import RequestError, RunError
 from meshwright.core.gc_control import gc_disabled
 from meshwright.core.serialization import dump_json
 
@@ -56,4 +56,9 @@ def require_torch() -> None:
     numbers = tuple(int(p) for p in version.split("+")[0].split(".")[:2] if p.isdigit())
     if not (2, 11) <= numbers < (2, 15):
         raise RequestError(f"torch {version} is not supported (2.11 to 2.14 are): pip install 'torch>=2.11,<2.15'")
-    importlib.import_module("torch")
+    try:
+        importlib.import_module("torch")
+    except (ImportError, MemoryError, OSError) as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        reason = lines[-1].strip() if lines else type(error).__name__
+        raise RunError(f"torch cannot be imported: {reason}: raise the memory limit (ulimit -v), or see `meshwright doctor`") from None

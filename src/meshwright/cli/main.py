@@ -9,9 +9,11 @@ if sys.version_info < (3, 11):  # noqa: UP036 - checked here because what follow
 
 import atexit
 import difflib
+import errno
 import gc
+import signal
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 
@@ -22,6 +24,7 @@ from meshwright.cli.plan_command import plan
 from meshwright.cli.proxy_command import proxy
 from meshwright.cli.report_command import report
 from meshwright.cli.simulate_command import simulate
+from meshwright.cli.stop_signals import StopSignals, ignore_stop_signals
 from meshwright.cli.train_command import train
 from meshwright.cli.watch_command import watch
 from meshwright.core.errors import MeshwrightError, unknown_name_error
@@ -42,13 +45,14 @@ for verb in _VERBS:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one command line and exit: 0 done, 1 the run failed, 2 the request was wrong, 130 interrupted."""
+    """Run one command line and exit: 0 done, 1 the run failed, 2 the request was wrong, 130 after SIGINT, 143 after SIGTERM."""
     atexit.register(gc.freeze)  # no garbage collection of all of torch's objects at exit
+    stop = StopSignals()
     command = typer.main.get_command(app)
     try:
         code = command.main(args=arguments, prog_name="meshwright", standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):
-        fail("interrupted", 130)
+        _fail_stopped(stop.received or signal.SIGINT)
     except typer.Exit as error:
         sys.exit(error.exit_code)
     except MeshwrightError as error:
@@ -63,7 +67,9 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(0)
     except OSError as error:
         if error.filename is None:
-            raise
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            fail(f"a file could not be written: {str(error.strerror).lower()}: free some space, or choose another folder", 1)
         fail(f"{error.filename}: {(error.strerror or 'cannot be used').lower()}: choose another path", 2)
     except Exception as error:
         # Typer's usage errors, by name: which module defines them depends on typer's version.
@@ -73,9 +79,14 @@ def main(arguments: list[str] | None = None) -> None:
         if "UsageError" not in kinds:
             raise
         fail(_format_usage_error(error), 2)
-    if code == 130:
-        fail("interrupted", 130)
+    if stop.received is not None or code == 130:  # typer returns 130 for every KeyboardInterrupt
+        _fail_stopped(stop.received or signal.SIGINT)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail_stopped(number: signal.Signals) -> NoReturn:
+    ignore_stop_signals()  # the interpreter is about to exit
+    fail("interrupted" if number == signal.SIGINT else f"stopped by {number.name}", 128 + number)
 
 
 def _show_traceback(error: MeshwrightError) -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from meshwright.cli import options
 from meshwright.cli.console import log_progress, make_table, print_json, print_line, require_torch, stdout
+from meshwright.cli.stop_signals import end_on_sigterm
 from meshwright.core.backends import backend_for, backend_traits
 from meshwright.core.errors import MeshwrightError, RequestError
 from meshwright.core.quantities import show_bytes, show_rate, show_seconds
@@ -65,6 +66,8 @@ def proxy(
     from meshwright.proxies.schedule_files import save_schedule
 
     launched = detect_launched_rank(os.environ)
+    if launched is not None:
+        end_on_sigterm()
     request = _ProxyRequest(name, list(arguments or []), plan, scale_down, settings or [], nproc, backend, cluster or "here", launched)
     quiet = launched is not None and launched.rank > 0
     try:

@@ -11,7 +11,8 @@ from rich.table import Table
 
 from meshwright.cli import options
 from meshwright.cli.console import log_progress, make_table, print_json, require_torch, stderr, stdout
-from meshwright.core.errors import RequestError
+from meshwright.cli.stop_signals import end_on_sigterm
+from meshwright.core.errors import RequestError, RunError
 from meshwright.core.quantities import show_bytes, show_seconds
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def train(
     require_torch()
     from meshwright.describe.discover import discover
     from meshwright.launch import detect_launched_rank
+    from meshwright.observe import check_run_dir
     from meshwright.orchestrate import Orchestrator
     from meshwright.orchestrate.mpirun import needs_mpirun, train_with_mpirun
 
@@ -62,6 +64,8 @@ def train(
     if source and script is None and file is None:
         flags["model"] = source
     launched = detect_launched_rank(os.environ)
+    if launched is not None:
+        end_on_sigterm()
 
     def count_ranks(nproc: int | None, devices: tuple[int, ...] | None) -> int:
         return launched.world if launched is not None else len(discover(os.environ, ranks=nproc, devices=devices).devices)
@@ -69,6 +73,8 @@ def train(
     config = options.make_config(file, settings, count_ranks, **flags)
     if launcher == "local" and config.backend == "auto":
         config = config.model_copy(update={"backend": None})
+    if launched is None:
+        check_run_dir(Path(config.run_dir))
     if needs_mpirun(launcher, config.backend, launched is not None):
         raise typer.Exit(train_with_mpirun(config, script, arguments or [], os.environ, as_json))
     console = stdout if config.log_interval and not as_json else stderr
@@ -97,7 +103,13 @@ def train(
 def _print_result(result: dict[str, Any], prepared: PreparedRun | None, as_json: bool) -> None:
     if as_json:
         print_json(result)
-        return
+    else:
+        _print_summary(result, prepared)
+    if "unwritten" in result:
+        raise RunError(result["unwritten"])
+
+
+def _print_summary(result: dict[str, Any], prepared: PreparedRun | None) -> None:
     if prepared is not None:
         stderr.print("\n[bold]The plan, and why it was chosen[/bold]")
         stderr.print(prepared.why, markup=False)

@@ -41,3 +41,11 @@ def unknown_name_error(kind: str, name: str, choices: Iterable[str], where: str 
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     hint = f"did you mean '{near[0]}'?" if near else f"one of: {', '.join(names[:_MAX_LISTED])}{more}"
     return RequestError(f"unknown {kind} '{name}'{f' in {where}' if where else ''}; {hint}")
+
+
+class StopRequest(KeyboardInterrupt):
+    """SIGINT or SIGTERM asks this process to stop: in order, or `at_once` if it is the second signal."""
+
+    def __init__(self, signal_name: str, at_once: bool) -> None:
+        super().__init__(f"stopped by {signal_name}")
+        self.at_once = at_once

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,13 +31,26 @@ def profile_step(step: Callable[[], T], device: torch.device, trace: Path | None
         if device.type == "cuda":
             torch.cuda.synchronize()
     if trace is not None:
-        profiler.export_chrome_trace(str(trace))
+        _export_trace(profiler, trace)
     events = profiler.events() or []
     # User annotations appear on the GPU too, and are not work themselves.
     kernels = [e for e in events if not getattr(e, "is_user_annotation", False)]
     on_gpu = [e for e in kernels if device.type == "cuda" and str(e.device_type).endswith("CUDA")]
     comm, compute = _split_spans(on_gpu or events, gpu=bool(on_gpu))
     return result, {"communication_s": total_length(comm), "exposed_s": total_length(comm) - total_length(intersect_spans(comm, compute))}
+
+
+def _export_trace(profiler: profile, trace: Path) -> None:
+    """Write the trace, or say that it could not be written: a full disk does not stop training. torch writes trace.json.tmp and renames it."""
+    reason = "the disk may be full"
+    try:
+        profiler.export_chrome_trace(str(trace))
+    except (OSError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+    with contextlib.suppress(OSError):
+        trace.with_name(f"{trace.name}.tmp").unlink(missing_ok=True)
+        if not trace.exists():
+            print(f"meshwright: {trace} could not be written: {reason}", file=sys.stderr, flush=True)
 
 
 def _split_spans(events: Iterable[Any], *, gpu: bool) -> tuple[Spans, Spans]:

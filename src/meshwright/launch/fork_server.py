@@ -4,7 +4,7 @@
 A fork copies only the calling thread. The command line's process has threads by the time ranks are needed (progress display,
 autograd, OpenMP), and CUDA must not be initialized before a fork; so ranks are forked from a clean process that does nothing but
 import. It starts while the command line is still planning. Workers die with it (PR_SET_PDEATHSIG), and it exits when the
-command line's end of the control socket closes, for whatever reason: no orphan is left.
+command line's end of the control socket closes, for whatever reason: no orphan is left, and no temporary folder.
 """
 
 from __future__ import annotations
@@ -13,15 +13,21 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import io
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from meshwright.core.errors import RunError
 
 # torch._dynamo: every optimizer imports it on construction.
 _PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "meshwright.launch.worker_process")
@@ -29,8 +35,20 @@ _PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "meshwright.launch.wo
 # to fragmentation unless its segments are expandable (docs/measured/memory.md).
 RANK_DEFAULTS = {"KINETO_LOG_LEVEL": "99", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 # Imports create very many objects and few cycles, so garbage collection would only cost time; `run_fork_server` enables it after them.
-_ENTRY_POINT = "import gc; gc.disable(); from meshwright.launch.fork_server import run_fork_server; run_fork_server()"
+_ENTRY_POINT = """
+import gc, sys
+gc.disable()
+try:
+    from meshwright.launch.fork_server import run_fork_server
+except Exception as error:
+    sys.exit(f"meshwright: the fork server cannot import torch: {error}")
+run_fork_server()
+"""
 _MAX_MESSAGE_BYTES = 1 << 16
+
+
+class ForkServerExited(RunError):
+    """The fork server ended, and its workers with it."""
 
 
 class ForkServer:
@@ -38,9 +56,10 @@ class ForkServer:
 
     def __init__(self, threads: int, environ: Mapping[str, str], preload: Sequence[str] = ()) -> None:
         self.threads = threads
+        self.folder = Path(tempfile.mkdtemp(prefix="meshwright-"))  # for rendezvous files; whichever process ends last removes it
         self.control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _ENTRY_POINT, str(server_end.fileno()), *preload],
+            [sys.executable, "-c", _ENTRY_POINT, str(server_end.fileno()), str(self.folder), *preload],
             pass_fds=(server_end.fileno(),),
             env={**RANK_DEFAULTS, **environ, "OMP_NUM_THREADS": str(threads)},
             start_new_session=True,  # Ctrl-C in the terminal reaches only the command line, which stops the rest in order
@@ -49,36 +68,62 @@ class ForkServer:
         server_end.close()
 
     def spawn(self, log: str | None) -> tuple[int, socket.socket]:
-        """Fork one worker; returns its pid and the socket connected to it."""
+        """Fork one worker; returns its pid and the socket connected to it. ForkServerExited if the fork server has exited."""
         peer, worker_end = socket.socketpair()
-        socket.send_fds(self.control, [json.dumps({"log": log}).encode()], [worker_end.fileno()])
-        worker_end.close()
+        try:
+            socket.send_fds(self.control, [json.dumps({"log": log}).encode()], [worker_end.fileno()])
+        except ConnectionError:
+            raise self._exited() from None
+        finally:
+            worker_end.close()
         while "pid" not in (reply := self.next_report()):
-            pass
+            if "refused" in reply:
+                raise RunError(f"{reply['refused']}: raise the limit, or start fewer ranks with --nproc")
         return int(reply["pid"]), peer
 
     def next_report(self) -> dict[str, Any]:
-        """Block for {'pid': …} or {'ended': pid, 'status': …}; ConnectionError when the fork server has exited."""
-        data = self.control.recv(_MAX_MESSAGE_BYTES)
+        """Block for {'pid': …} or {'ended': pid, 'status': …}; ForkServerExited when the fork server has exited."""
+        try:
+            data = self.control.recv(_MAX_MESSAGE_BYTES)
+        except ConnectionError:
+            data = b""
         if not data:
-            raise ConnectionError("the fork server has exited")
+            raise self._exited()
         return json.loads(data)  # type: ignore[no-any-return]
 
-    def close(self) -> None:
-        self.control.close()
+    def _exited(self) -> ForkServerExited:
+        """The error for an exit that was not requested: how the process ended."""
         try:
-            self._process.wait(timeout=10)
+            how = describe_exit(self._process.wait(timeout=5))
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            how = "closed its socket"
+        return ForkServerExited(f"the fork server, from which ranks are forked, ended ({how}), and its ranks with it")
+
+    def close(self) -> None:
+        """End the fork server and its workers. It holds no state, so it is killed."""
+        self.control.close()
+        self._process.kill()
+        self._process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended, from its exit code as Python gives it: negative for a signal."""
+    if code >= 0:
+        return f"exit {code}{' (SIGTERM)' * (code == 128 + signal.SIGTERM)}"
+    hint = "; the kernel may have ended it for lack of memory" if code == -signal.SIGKILL else ""
+    return f"killed by {signal.Signals(-code).name}{hint}"
 
 
 def run_fork_server() -> None:
-    """The main loop of the fork server process: import, then fork on request until the control socket closes."""
-    control = socket.socket(fileno=int(sys.argv[1]))
+    """The fork server process: import, then fork on request until the control socket closes; then remove the temporary folder."""
+    control, folder = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in (*_PRELOAD, *sys.argv[2:]):
-        importlib.import_module(name)
+    try:
+        for name in (*_PRELOAD, *sys.argv[3:]):
+            importlib.import_module(name)
+    except Exception as error:  # such as a limit on memory or descriptors
+        sys.exit(f"meshwright: the fork server cannot import {name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
     gc.collect()
     gc.freeze()  # memory of imported modules stays shared between workers
     gc.enable()
@@ -97,10 +142,14 @@ def run_fork_server() -> None:
             message, descriptors, _, _ = socket.recv_fds(control, _MAX_MESSAGE_BYTES, 1)
             if not message:
                 break
-            _fork_worker(json.loads(message), descriptors[0], control, children)
+            if descriptors:
+                _fork_worker(json.loads(message), descriptors[0], control, children)
+            else:  # the kernel drops a descriptor that would exceed the limit
+                control.send(json.dumps({"refused": "cannot start a rank: Too many open files"}).encode())
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _reap_workers(children: set[int], control: socket.socket) -> None:
@@ -114,7 +163,12 @@ def _reap_workers(children: set[int], control: socket.socket) -> None:
 
 def _fork_worker(request: dict[str, Any], descriptor: int, control: socket.socket, children: set[int]) -> None:
     fork_server = os.getpid()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        control.send(json.dumps({"refused": f"cannot start a rank: {error.strerror}"}).encode())
+        os.close(descriptor)
+        return
     if pid:
         os.close(descriptor)
         children.add(pid)
@@ -127,18 +181,40 @@ def _fork_worker(request: dict[str, Any], descriptor: int, control: socket.socke
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if request["log"]:
-            log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            os.close(log)
+            _redirect_output(request["log"])
         from meshwright.launch.worker_process import serve_calls
 
         code = serve_calls(socket.socket(fileno=descriptor))
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+class _DroppingFile(io.FileIO):
+    """A log file whose writes never fail: what a full disk does not take is dropped."""
+
+    def write(self, data: Any) -> int:
+        with contextlib.suppress(OSError):
+            super().write(data)
+        return len(data)
+
+
+def _redirect_output(path: str) -> None:
+    """Send stdout and stderr to a log file; to nowhere if it cannot be opened."""
+    try:
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:
+        log = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(io.BufferedWriter(_DroppingFile(fd, "w", closefd=False)), line_buffering=fd == 2, errors="backslashreplace") for fd in (1, 2)
+    )
 
 
 def die_with_parent(parent: int) -> None:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.core.errors import MeshwrightError, RequestError
+from meshwright.core.errors import MeshwrightError, RequestError, RunError
 from meshwright.core.event import Fault
-from meshwright.launch.fork_server import ForkServer
+from meshwright.launch.fork_server import ForkServer, ForkServerExited, describe_exit
 from meshwright.launch.worker_process import receive_message, send_message
 
 _ROOT_CAUSE_GRACE_S = 2.0  # after a rank reports a lost peer: how long to wait for the peer's own report
@@ -28,7 +28,7 @@ class RankFailure(MeshwrightError):
     """A call failed. `fault` is the root cause, not the lost connection of another rank."""
 
     def __init__(self, fault: Fault) -> None:
-        super().__init__(f"rank {fault.rank} failed: {fault.kind}: {fault.message}")
+        super().__init__(f"rank {fault.rank} failed: {fault.kind}: {fault.message}" if fault.rank >= 0 else fault.message)
         self.fault = fault
         if fault.kind == "RequestError":
             self.exit_code = RequestError.exit_code
@@ -47,13 +47,19 @@ class WorkerPool:
 
     def __init__(self, fork_server: ForkServer, count: int, *, logs: Path | None = None) -> None:
         self._fork_server = fork_server
-        self._rendezvous_dir = Path(tempfile.mkdtemp(prefix="meshwright-"))  # rendezvous files of this pool
+        self._rendezvous_dir = Path(tempfile.mkdtemp(prefix="pool-", dir=fork_server.folder))  # rendezvous files of this pool
         self._call_count = 0
         self._workers: list[_Worker] = []
-        for rank in range(count):
-            log = str(logs / f"rank-{rank}.log") if logs and rank else None  # rank 0 writes to this process's stdout and stderr
-            pid, peer = fork_server.spawn(log)
-            self._workers.append(_Worker(rank, pid, peer))
+        try:
+            for rank in range(count):
+                log = str(logs / f"rank-{rank}.log") if logs and rank else None  # rank 0 writes to this process's stdout and stderr
+                pid, peer = fork_server.spawn(log)
+                self._workers.append(_Worker(rank, pid, peer))
+        except BaseException as error:
+            self.close()
+            if isinstance(error, (RunError, OSError)):
+                raise RankFailure(_launch_fault(error, count)) from None
+            raise
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -74,7 +80,8 @@ class WorkerPool:
         self._call_count += 1
         init_method = f"file://{self._rendezvous_dir / f'call-{self._call_count}'}"
         for worker in workers:
-            send_message(worker.peer, (target, {"rank": worker.rank, "world": len(workers), "init_method": init_method, **kwargs}))
+            with contextlib.suppress(ConnectionError):  # a worker that has ended is found below
+                send_message(worker.peer, (target, {"rank": worker.rank, "world": len(workers), "init_method": init_method, **kwargs}))
         results: dict[int, Any] = {}
         faults: list[Fault] = []
         deadline = time.monotonic() + timeout_s if timeout_s else None
@@ -83,8 +90,9 @@ class WorkerPool:
             if faults:
                 raise RankFailure(self._root_cause(workers, results, faults))
             if deadline and time.monotonic() > deadline:
-                late = [w.rank for w in workers if w.rank not in results]
-                raise RankFailure(Fault(time.time(), late[0], "Timeout", f"no answer from ranks {late} within {timeout_s:.0f} s"))
+                late = [w for w in workers if w.rank not in results]
+                reason = f"no answer from ranks {[w.rank for w in late]} within {timeout_s:.0f} s"
+                raise RankFailure(_late_fault(late, reason))
         return [results[w.rank] for w in workers]
 
     def _poll(self, waiting: list[_Worker], results: dict[int, Any], faults: list[Fault]) -> None:
@@ -108,42 +116,81 @@ class WorkerPool:
             faults.append(value)
 
     def _handle_report(self, faults: list[Fault]) -> None:
-        report = self._fork_server.next_report()
+        try:
+            report = self._fork_server.next_report()
+        except ForkServerExited as error:
+            for worker in self._workers:
+                worker.alive = False
+            faults.append(Fault(time.time(), -1, "fork server", str(error)))
+            return
         for worker in self._workers:
             if worker.pid == report.get("ended"):
                 worker.alive = False
-                code = int(report["status"])
-                kind = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
-                hint = "; the kernel may have ended it for lack of memory" if code == -signal.SIGKILL else ""
-                faults.append(Fault(time.time(), worker.rank, kind, f"the worker process ended{hint}"))
+                how, _, hint = describe_exit(int(report["status"])).partition("; ")
+                faults.append(Fault(time.time(), worker.rank, how, f"the worker process ended{'; ' * bool(hint)}{hint}"))
 
     def _root_cause(self, workers: list[_Worker], results: dict[int, Any], faults: list[Fault]) -> Fault:
-        """The first fault that is not secondary; waits briefly for one while only secondary faults are known."""
+        """The first fault that is not secondary; waits briefly for one while only secondary faults are known. If there is none, ranks waited
+        in vain for one that does not answer, or that came too late."""
         deadline = time.monotonic() + _ROOT_CAUSE_GRACE_S
         while all(f.secondary for f in faults) and time.monotonic() < deadline:
             answered = {*results, *(f.rank for f in faults)}
             self._poll([w for w in workers if w.alive and w.rank not in answered], results, faults)
         primary = [f for f in faults if not f.secondary]
-        return min(primary or faults, key=lambda f: f.time)
+        if primary:
+            return min(primary, key=lambda f: f.time)
+        first, last = min(faults, key=lambda f: f.time), max(faults, key=lambda f: f.time)
+        silent = [w for w in workers if w.alive and w.rank not in {*results, *(f.rank for f in faults)}]
+        if silent:
+            return _late_fault(silent, f"rank {first.rank} waited for it: {first.message}")
+        if _is_timeout(first) and not _is_timeout(last):
+            return Fault(last.time, last.rank, "Timeout", f"it came too late: rank {first.rank} waited for it: {first.message}")
+        return first
 
     def close(self) -> None:
-        """Stop every worker: SIGTERM, a short wait, then SIGKILL."""
-        for worker in self._workers:
-            worker.peer.close()
-        self._signal_alive(signal.SIGTERM)
-        deadline = time.monotonic() + _STOP_GRACE_S
-        while any(w.alive for w in self._workers) and time.monotonic() < deadline:
-            ready, _, _ = select.select([self._fork_server.control], [], [], 0.05)
-            if ready:
-                try:
+        """Stop every worker: SIGTERM, a short wait, then SIGKILL. A StopRequest that arrives meanwhile ends the wait."""
+        try:
+            for worker in self._workers:
+                worker.peer.close()
+            self._signal_alive(signal.SIGTERM)
+            deadline = time.monotonic() + _STOP_GRACE_S
+            while any(w.alive for w in self._workers) and time.monotonic() < deadline:
+                ready, _, _ = select.select([self._fork_server.control], [], [], 0.05)
+                if ready:
                     self._handle_report([])
-                except (ConnectionError, OSError):
-                    break
-        self._signal_alive(signal.SIGKILL)
-        shutil.rmtree(self._rendezvous_dir, ignore_errors=True)
+        finally:
+            self._signal_alive(signal.SIGKILL)
+            shutil.rmtree(self._rendezvous_dir, ignore_errors=True)
 
     def _signal_alive(self, signal_number: int) -> None:
         for worker in self._workers:
             if worker.alive:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker.pid, signal_number)
+
+
+def _launch_fault(error: Exception, count: int) -> Fault:
+    """The fault of a launch that failed before any rank ran."""
+    if isinstance(error, OSError):
+        error = RunError(f"cannot start {count} ranks: {error.strerror}: raise the limit (ulimit -n, ulimit -u), or start fewer with --nproc")
+    return Fault(time.time(), -1, "launch", str(error))
+
+
+def _late_fault(late: list[_Worker], reason: str) -> Fault:
+    """The fault of the ranks that others waited for: those whose process is stopped, or else all that did not answer."""
+    stopped = [w for w in late if _is_stopped(w.pid)]
+    if stopped:
+        return Fault(time.time(), stopped[0].rank, "stopped", f"its process is stopped (SIGSTOP, or a debugger); {reason}")
+    others = f"; ranks {[w.rank for w in late]} did not answer" if len(late) > 1 else ""
+    return Fault(time.time(), late[0].rank, "Timeout", reason if "no answer" in reason else f"it did not answer; {reason}{others}")
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in ("T", "t")
+    except OSError:
+        return False
+
+
+def _is_timeout(fault: Fault) -> bool:
+    return "timed out" in fault.message.lower() or "timeout" in fault.message.lower()

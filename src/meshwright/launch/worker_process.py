@@ -18,8 +18,14 @@ from meshwright.core.event import Fault
 # Errors that only report a lost peer: the cause is on another rank.
 _SECONDARY_ERRORS = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Application timeout caused", "Timed out waiting", "recvValue failed",
-    "has ended while others waited",
+    "has ended while others waited", "wait timeout after", "connectFullMesh failed",
 )  # fmt: skip
+# Words of an error that says a limit was reached → what to change. The traceback would only show which allocation came last.
+_LIMITS = {
+    "can't allocate memory": "use a smaller --global-batch, --set micro_batches=2 or --set recompute=full, or raise the limit (ulimit -v)",
+    "out of memory": "use a smaller --global-batch, --set micro_batches=2 or --set recompute=full",
+    "Too many open files": "raise the limit (ulimit -n), or start fewer ranks with --nproc",
+}
 
 
 def send_message(peer: socket.socket, value: Any) -> None:
@@ -67,7 +73,12 @@ def serve_calls(peer: socket.socket) -> int:
 
 def describe_fault(error: BaseException, rank: int) -> Fault:
     text, kind = str(error), type(error).__name__
+    if isinstance(error, MemoryError):
+        text = f"out of memory {text}".strip()
     message = next((line for line in text.splitlines() if line.strip()), kind)
+    for words, advice in _LIMITS.items():
+        if words in text:
+            return Fault(time.time(), rank, kind, f"{message}: {advice}")
     # A user's mistake needs no traceback; anything else does.
     trace = "" if isinstance(error, MeshwrightError) else "".join(traceback.format_exception(error))
     secondary = any(words in text for words in _SECONDARY_ERRORS) or getattr(error, "secondary", False)

@@ -1,9 +1,11 @@
-"""Writes the files of one rank while it runs: its events, and on rank 0 the metrics of each step."""
+"""Writes the files of one rank while it runs: its events, and on rank 0 the metrics of each step. What a full disk does not take is dropped."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ class Recorder:
     def __init__(self, folder: Path, rank: int, sinks: Sequence[MetricsSink] = ()) -> None:
         """`sinks` also receive rank 0's metrics, beside metrics.jsonl; the recorder closes them."""
         self.rank = rank
+        self._dropped, self._warned = 0, False
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -34,7 +37,7 @@ class Recorder:
         """Append one event, stamped with the time and this rank. A "start" event also holds pid and host, by which a dead run is detected."""
         if kind == "start":
             data = {"pid": os.getpid(), "host": socket.gethostname(), **data}
-        self._events.write(to_data(Event(time.time(), self.rank, kind, step, data)))
+        self._write(self._events, to_data(Event(time.time(), self.rank, kind, step, data)))
 
     def fault(self, fault: Fault, step: int = -1) -> None:
         """Append a fault, possibly of another rank: a killed rank cannot write its own."""
@@ -44,12 +47,29 @@ class Recorder:
         """Append one step's or validation's record; the time is added if missing. Ranks other than 0 write nothing."""
         stamped = {"time": time.time(), **record}
         for sink in self._metrics:
-            sink.write(stamped)
+            self._write(sink, stamped)
+
+    def _write(self, sink: MetricsSink, record: Mapping[str, Any]) -> None:
+        """Write one record, or drop it: a full disk does not stop training. The first loss is said; when space returns, the number is an event."""
+        try:
+            sink.write(record)
+        except OSError as error:
+            self._dropped += 1
+            if not self._warned:
+                self._warned = True
+                with contextlib.suppress(OSError):  # stderr may be on the same disk
+                    reason = (error.strerror or str(error)).lower()
+                    print(f"meshwright: rank {self.rank}: {reason}: metrics and events are dropped, training goes on", file=sys.stderr, flush=True)
+            return
+        if self._dropped:
+            dropped, self._dropped = self._dropped, 0
+            self.event("dropped", records=dropped)
+            self._dropped = dropped if self._dropped else 0
 
     def close(self) -> None:
-        self._events.close()
-        for sink in self._metrics:
-            sink.close()
+        for sink in (self._events, *self._metrics):
+            with contextlib.suppress(OSError):
+                sink.close()
         self._metrics = []
 
     def __enter__(self) -> Recorder:

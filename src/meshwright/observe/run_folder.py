@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -111,6 +113,15 @@ class RunFolder:
     def _read(self, name: str, convert: Callable[[Any, str], T]) -> T | None:
         path = self.path / name
         return convert(read_json(path), str(path)) if path.exists() else None
+
+
+def check_run_dir(root: Path) -> None:
+    """Raise RequestError if no run folder can be made in `root`, before anything is measured for the run. Leaves nothing behind."""
+    try:
+        existing = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
+        os.rmdir(tempfile.mkdtemp(prefix=".meshwright-", dir=existing))
+    except OSError as error:
+        raise RequestError(f"cannot make a run folder in {root}: {error.strerror}; choose another with --run-dir") from None
 
 
 def create_run_folder(root: Path, name: str | None = None, prefix: str = "run") -> RunFolder:

@@ -53,7 +53,8 @@ def _replay_events(events: Sequence[Event], faults: Sequence[Fault]) -> RunStatu
     for record in records:
         if isinstance(record, Fault):
             cause = record if status.fault is None or (status.fault.secondary and not record.secondary) else status.fault
-            status = RunStatus("failed", f"rank {cause.rank}: {cause.kind}: {cause.message}".rstrip(": "), cause, status.started_at)
+            who = f"rank {cause.rank}: " if cause.rank >= 0 else ""
+            status = RunStatus("failed", f"{who}{cause.kind}: {cause.message}".rstrip(": "), cause, status.started_at)
         elif record.kind == "start":
             is_resumed = status.state in ("done", "stopped") or record.time - last_time > RESUME_GAP_S
             status = RunStatus("running", started_at=record.time if is_resumed or not status.started_at else status.started_at)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from meshwright.core.errors import RequestError, RunError
+from meshwright.core.errors import RequestError
 from meshwright.core.serialization import dump_json
 from meshwright.observe.formatting import finite_or_none
 
 
 class MetricsSink(Protocol):
-    """A destination of metrics records. `write` must not hold on to the record."""
+    """A destination of metrics records. `write` must not hold on to the record; it raises OSError if the record is lost."""
 
     def write(self, record: Mapping[str, Any]) -> None: ...
 
@@ -30,8 +31,7 @@ class JsonlSink:
             self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise RequestError(f"cannot write {path}: {error.strerror}; choose another folder with --run-dir") from None
-        if not self._ends_with_newline():
-            self._append(b"\n")  # a killed process left half a line: the next record must not be appended to it
+        self._torn = not self._ends_with_newline()  # a killed process or a full disk left half a line: the next record must not be appended to it
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._append(dump_json(record, default=_to_json_value, separators=(",", ":")).encode() + b"\n")
@@ -43,10 +43,12 @@ class JsonlSink:
 
     def _append(self, line: bytes) -> None:
         assert self._file >= 0, f"{self._path} is closed: no record can be written to it"
-        try:
-            os.write(self._file, line)
-        except OSError as error:
-            raise RunError(f"cannot write {self._path}: {error.strerror}; free some space, or choose another folder with --run-dir") from None
+        line = b"\n" + line if self._torn else line
+        written = os.write(self._file, line)
+        if written < len(line):
+            self._torn = True
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._torn = False
 
     def _ends_with_newline(self) -> bool:
         length = os.fstat(self._file).st_size

@@ -14,7 +14,7 @@ from meshwright.core.backends import backend_for, backend_traits
 from meshwright.core.errors import MeshwrightError, RequestError
 from meshwright.execute.process_groups import register_backend
 from meshwright.launch import LaunchedRank, Rendezvous, default_backend, join_process_group, leave_process_group
-from meshwright.observe import RunFolder
+from meshwright.observe import RunFolder, check_run_dir
 from meshwright.orchestrate.backend_selection import has_several_backends
 from meshwright.orchestrate.config import RunConfig
 from meshwright.orchestrate.orchestrator import LiveMonitor, Orchestrator, ProgressCallback, create_run, finish_run
@@ -40,6 +40,7 @@ def train_on_launched_ranks(
     with orchestrator:
         if launched.rank == 0:
             try:
+                check_run_dir(Path(config.run_dir))
                 prepared = orchestrator.prepare()
                 message = [str(create_run(prepared).path.resolve())]
             except MeshwrightError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import threading
 from collections import Counter
@@ -260,13 +261,7 @@ class Orchestrator:
         self._require_local_cluster()
         folder = create_run(prepared)
         fork_server = self.fork_server(prepared.plan.threads or None)
-        try:
-            ranks = _call_ranks(folder, fork_server, prepared.plan.world, "train_rank", {}, LiveMonitor(folder, console, self.config.log_interval))
-        except KeyboardInterrupt:
-            with Recorder(folder.path, 0) as recorder:
-                recorder.event("stop", reason="interrupted")
-            write_report(folder)
-            raise
+        ranks = _call_ranks(folder, fork_server, prepared.plan.world, "train_rank", {}, LiveMonitor(folder, console, self.config.log_interval))
         result = finish_run(folder, prepared, ranks, self.phases)
         self.learn_from_run(prepared, result, len(ranks[0]["times"]))
         return result
@@ -296,17 +291,25 @@ class Orchestrator:
 def _call_ranks(
     folder: RunFolder, fork_server: ForkServer, world: int, entry_point: str, kwargs: Mapping[str, Any], monitor: AbstractContextManager[None]
 ) -> list[Any]:
-    """Run a function of rank_entrypoints.py on every rank. A failure is recorded in the run folder."""
+    """Run a function of rank_entrypoints.py on every rank. A failure or a stop is recorded in the run folder; its report is written."""
     logs = folder.path / "logs"
-    logs.mkdir()
+    logs.mkdir(exist_ok=True)
     target = f"meshwright.orchestrate.rank_entrypoints:{entry_point}"
     try:
         with WorkerPool(fork_server, world, logs=logs) as workers, monitor:
             return workers.call(target, {"folder": str(folder.path.resolve()), **kwargs})
     except RankFailure as failure:
-        with Recorder(folder.path, failure.fault.rank) as recorder:
-            recorder.fault(failure.fault)
-        write_report(folder)
+        with contextlib.suppress(RequestError):  # what a full disk does not take must not hide the failure
+            with Recorder(folder.path, max(failure.fault.rank, 0)) as recorder:
+                recorder.fault(failure.fault)
+            write_report(folder)
+        raise
+    except KeyboardInterrupt as stop:
+        with contextlib.suppress(RequestError):
+            with Recorder(folder.path, 0) as recorder:
+                recorder.event("stop", reason=str(stop) or "interrupted")
+            if not getattr(stop, "at_once", False):
+                write_report(folder)
         raise
 
 
@@ -315,7 +318,10 @@ def create_run(prepared: PreparedRun) -> RunFolder:
     if not prepared.estimate.fits:
         raise RequestError(prepared.why.replace("\n", " "))
     folder = create_run_folder(Path(prepared.config.run_dir), prepared.config.name, prefix=prepared.task.name)
-    write_run_inputs(folder.path, prepared)
+    try:
+        write_run_inputs(folder.path, prepared)
+    except OSError as error:
+        raise RequestError(f"cannot write {folder.path}: {error.strerror}; free some space, or choose another folder with --run-dir") from None
     return folder
 
 
@@ -375,8 +381,12 @@ def finish_run(folder: RunFolder, prepared: PreparedRun, rank_results: list[dict
         "seconds": first["seconds"],
         "phases": {**phases.seconds, "launch": launch_s, **first["phases"]},
     }
-    write_json(folder.path / "result.json", result)
-    result["report"] = str(write_report(folder))
+    try:
+        write_json(folder.path / "result.json", result)
+        write_report(folder)
+    except (OSError, RequestError) as error:
+        result["unwritten"] = f"the training finished, but its result could not be written to {folder.path}: {getattr(error, 'strerror', error)}"
+    result["report"] = str(folder.path / "report.html")
     return result
 
 
