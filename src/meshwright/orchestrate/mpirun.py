@@ -74,9 +74,9 @@ def _record_end(run: RunFolder | None, ended: MpirunExit) -> int:
     fault = ended.fault
     if run is not None and ended.code:
         if fault is not None and all(known.secondary for known in run.faults()):
-            last_step = max((int(record["step"]) for record in run.metrics() if "step_s" in record), default=-1)
+            step = max((int(record["step"]) for record in run.metrics() if "step_s" in record), default=-1)
             with Recorder(run.path, max(fault.rank, 0)) as recorder:
-                recorder.fault(fault, last_step)
+                recorder.fault(fault, step)  # the last step that was finished
         write_report(run)
     return ended.require_reported()
 
