@@ -80,7 +80,8 @@ class MpiRun:
         assert self.supervisor.poll() is None, self.said()
 
     def left(self) -> list[str]:
-        return sorted(path.name for path in (self.place / "tmp").iterdir())
+        """Temporary files that are left; torch's own cache of compiled code is not ours."""
+        return sorted(path.name for path in (self.place / "tmp").iterdir() if not path.name.startswith("torchinductor"))
 
 
 def await_condition(condition: Callable[[], bool]) -> float:
