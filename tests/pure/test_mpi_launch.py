@@ -34,6 +34,7 @@ LATE = "meshwright: rank 1 did not arrive at all_reduce number 7 of world within
         (EXITED, 2, 3, "exit 2"),
         ([LATE, *EXITED], 1, 1, "Timeout"),
         ([], -9, -1, "mpirun"),
+        ([], 1, -1, "mpirun"),
     ],
 )  # fmt: skip
 def test_the_rank_that_failed(lines: list[str], code: int, rank: int, kind: str) -> None:

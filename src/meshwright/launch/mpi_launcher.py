@@ -150,8 +150,9 @@ def find_fault(lines: list[str], code: int) -> Fault | None:
         return Fault(now, int(killed[1]), f"killed by {signal.Signals(number).name}", f"the rank's process ended{hint}")
     if failed := _FAILED_RANK.search(text):
         return Fault(now, int(failed[1]), f"exit {failed[2]}", "the rank's process ended")
-    if code < 0:
-        return Fault(now, -1, "mpirun", f"mpirun, which started the ranks, ended (killed by {signal.Signals(-code).name}), and its ranks with it")
+    if code < 0 or (code == 1 and not lines):  # SIGTERM or SIGINT: mpirun ends its ranks and exits with 1, without a word
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else "exit 1: a signal may have told it to stop"
+        return Fault(now, -1, "mpirun", f"mpirun, which started the ranks, ended ({how}), and its ranks with it")
     return None
 
 
