@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -129,9 +130,8 @@ def _stop(process: subprocess.Popen[str], *, at_once: bool) -> None:
     try:
         if not at_once:
             process.terminate()
-            process.wait(_STOP_GRACE_S)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        pass
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_GRACE_S)
     finally:
         process.kill()
         process.wait()
