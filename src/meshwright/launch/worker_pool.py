@@ -28,7 +28,7 @@ class RankFailure(MeshwrightError):
     """A call failed. `fault` is the root cause, not the lost connection of another rank."""
 
     def __init__(self, fault: Fault) -> None:
-        super().__init__(f"rank {fault.rank} failed: {fault.kind}: {fault.message}")
+        super().__init__(f"rank {fault.rank} failed: {fault.kind}: {fault.message}" if fault.rank >= 0 else fault.message)
         self.fault = fault
         if fault.kind == "RequestError":
             self.exit_code = RequestError.exit_code

@@ -21,7 +21,7 @@ from meshwright.launch.worker_process import describe_fault
 from meshwright.observe import Recorder, RunFolder
 from meshwright.orchestrate.backend_selection import has_several_backends
 from meshwright.orchestrate.config import RunConfig
-from meshwright.orchestrate.mpirun import announce_run_folder
+from meshwright.orchestrate.mpirun import announce_run_folder, last_step
 from meshwright.orchestrate.orchestrator import LiveMonitor, Orchestrator, ProgressCallback, create_run, finish_run
 from meshwright.orchestrate.planning_wait import announce_plan, await_plan, waiting_lines
 from meshwright.orchestrate.rank_entrypoints import train_rank
@@ -93,7 +93,7 @@ def _train(folder: RunFolder, launched: LaunchedRank, console: Console, log_inte
     except Exception as error:
         fault = describe_fault(error, rank)
         with Recorder(folder.path, rank) as recorder:
-            recorder.fault(fault)
+            recorder.fault(fault, last_step(folder))
         if world > 1:
             exit_without_finalizing(RankFailure(fault).exit_code)
         raise RankFailure(fault) from error

@@ -69,14 +69,18 @@ def read_run_folder(supervisor: Path) -> RunFolder | None:
     return RunFolder(Path(file.read_text())) if file.exists() else None
 
 
+def last_step(run: RunFolder) -> int:
+    """The last step that rank 0 has finished; -1 before the first."""
+    return max((int(record["step"]) for record in run.metrics() if "step_s" in record), default=-1)
+
+
 def _record_end(run: RunFolder | None, ended: MpirunExit) -> int:
     """Record a failure that no rank has recorded; returns the exit code, or raises RankFailure."""
     fault = ended.fault
     if run is not None and ended.code:
         if fault is not None and all(known.secondary for known in run.faults()):
-            step = max((int(record["step"]) for record in run.metrics() if "step_s" in record), default=-1)
             with Recorder(run.path, max(fault.rank, 0)) as recorder:
-                recorder.fault(fault, step)  # the last step that was finished
+                recorder.fault(fault, last_step(run))
         write_report(run)
     return ended.require_reported()
 
