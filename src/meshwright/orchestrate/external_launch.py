@@ -90,6 +90,9 @@ def _train(folder: RunFolder, launched: LaunchedRank, console: Console, log_inte
         rank_results: list[Any] = [measured] * world
         if world > 1:
             dist.all_gather_object(rank_results, measured)
+    except KeyboardInterrupt:
+        exit_without_finalizing(130)
+        raise
     except Exception as error:
         fault = describe_fault(error, rank)
         with Recorder(folder.path, rank) as recorder:
