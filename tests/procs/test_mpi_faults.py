@@ -99,6 +99,16 @@ def test_a_rank_ends_by_another_signal(tmp_path: Path, measured: None, number: s
 
 
 @pytest.mark.prove
+def test_a_rank_is_interrupted(tmp_path: Path, measured: None) -> None:
+    with mpi_run(tmp_path) as run:
+        pids = run.pids()
+        os.kill(run.rank(1), signal.SIGINT)
+        report(run, await_end(run, pids))
+        assert run.supervisor.returncode == 130 and "Traceback" not in run.said()
+        assert [(f["data"]["rank"], f["data"]["kind"]) for f in run.events("fault")] == [(1, "exit 130")]
+
+
+@pytest.mark.prove
 def test_a_rank_is_stopped(tmp_path: Path, measured: None) -> None:
     """The rank that does not come is named, not the one that waited for it."""
     with mpi_run(tmp_path, "--set", "timeout_s=20") as run:
