@@ -154,6 +154,7 @@ def _init_process_group(backend: str | None = None) -> LaunchedRank:
         rank, world = dist.get_rank(), dist.get_world_size()
         return LaunchedRank(rank, world, int(os.environ.get("LOCAL_RANK", rank % max(torch.cuda.device_count(), 1))), world, "", "script")
     launched = detect_launched_rank(os.environ) or LaunchedRank(0, 1, 0, 1, "", "python")
+    launched.die_with_launcher()
     device, rank_devices = _rank_device(launched).type, rank_devices_from_env(os.environ)
     backend = backend or (backend_for(device, rank_devices) if rank_devices else default_backend(launched, device))
     register_backend(backend, _INIT_TIMEOUT_S)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from meshwright.core.mesh import Mesh
 from meshwright.core.schedule import COLLECTIVE_OPS, Schedule
 from meshwright.cost.action_cost import ActionCost
+from meshwright.launch.mpi_launcher import find_mpirun
 from meshwright.proxies import PROXIES
 from meshwright.proxies.call_stats import summarize
 from meshwright.proxies.schedule_runner import RunPolicy
@@ -122,3 +124,14 @@ def test_ranks_of_a_launcher_are_adopted() -> None:
     found = json.loads(out)
     assert silent == "" and found["world"] == 2 and len(found["ranks"]) == 2
     assert {"name", "op", "group", "calls", "bytes", "median_s", "bandwidth", "exposed_s"} <= set(found["collectives"][0])
+
+
+@pytest.mark.skipif(find_mpirun() is None, reason="needs mpirun")
+def test_ranks_over_mpi_are_started(tmp_path: Path) -> None:
+    words = ["proxy", "gpt2", "4", "2", "--backend", "mpi", "--nproc", "4", "--scale-down", "5000", "--runs", "2", "--warm-up", "1", "--json"]
+    command = [sys.executable, "-m", "meshwright.cli.main", *words, "--csv", "table.csv"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["proxy"], found["world"], found["backend"], found["runs"], len(found["ranks"])) == ("gpt2", 4, "mpi", 2, 4)
+    assert (tmp_path / "table.csv").exists()

@@ -45,7 +45,6 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "memory": (["gpt3", "2", "--nproc", "8", "--set", "hidden=20000000"], "use --scale-down"),
     "cluster": (["gpt2", "--backend", "sim", "--cluster", "mars"], "unknown cluster 'mars'"),
     "ideal": (["gpt2", "--backend", "sim", "--cluster", "ideal:x"], "write it like ideal:64"),
-    "mpi alone": (["gpt2", "4", "2", "--nproc", "4", "--scale-down", "999", "--backend", "mpi"], "start it with mpirun -n 4 meshwright proxy"),
     "no GPU": (["gpt2", "4", "2", "--nproc", "4", "--scale-down", "999", "--device", "cuda"], "use --backend gloo"),
     "no file": (["nope.json"], "nope.json: No such file"),
     "no plan": (["--plan", "nope.json"], "nope.json: No such file"),

@@ -59,6 +59,7 @@ def proxy(
       meshwright proxy gpt3 --backend sim --cluster ideal
       meshwright proxy gpt2 4 2 --nproc 4 --scale-down 64 --runs 20 --trace trace.json
       meshwright proxy --plan plan.json --runs 20
+      meshwright proxy gpt2 4 2 --backend mpi --nproc 4 --scale-down 64
       mpirun -n 32 meshwright proxy gpt2 64 8
     """
     require_torch()
@@ -83,7 +84,8 @@ def proxy(
             "warm": job.warmup_steps if warm_up is None else warm_up, "runs": job.timed_steps if runs is None else runs,
             "seed": seed, "jitter": jitter, "compute": compute, "device": device,
         }  # fmt: skip
-        outcome = _simulate(job, request, policy) if backend == "sim" else _run_on_ranks(job, request, policy)
+        outputs = _output_options(trace, csv_path, as_json)
+        outcome = _simulate(job, request, policy) if backend == "sim" else _run_on_ranks(job, request, policy, outputs)
     except MeshwrightError:
         if quiet:  # every rank raises the same error; only rank 0 prints it
             raise typer.Exit(RequestError.exit_code) from None
@@ -189,13 +191,18 @@ class _ProxyRequest:
         return self._check_world(priced_schedule(plan, profile, config.optimizer, cluster, calibration, clip=config.clip > 0))
 
 
-def _run_on_ranks(job: _ProxyJob, request: _ProxyRequest, policy: dict[str, Any]) -> ProxyOutcome | None:
-    """Run on real ranks: those that a launcher started, or newly launched ones."""
+def _output_options(trace: Path | None, csv_path: Path | None, as_json: bool) -> list[str]:
+    files = {"--trace": trace, "--csv": csv_path}
+    return [*(word for flag, path in files.items() if path is not None for word in (flag, str(path.resolve()))), *(["--json"] if as_json else [])]
+
+
+def _run_on_ranks(job: _ProxyJob, request: _ProxyRequest, policy: dict[str, Any], outputs: list[str]) -> ProxyOutcome | None:
+    """Run on real ranks: those that a launcher started, or newly launched ones. Ranks of mpirun write the outputs themselves."""
     import torch
 
     from meshwright.describe.discover import available_memory
     from meshwright.launch import default_backend
-    from meshwright.proxies.proxy_launch import check_memory, launch_and_run, run_under_launcher
+    from meshwright.proxies.proxy_launch import check_memory, launch_and_run, launch_by_mpirun, run_under_launcher
     from meshwright.proxies.schedule_runner import RunPolicy
 
     world, gpus = job.schedule.world, torch.cuda.device_count()
@@ -209,8 +216,9 @@ def _run_on_ranks(job: _ProxyJob, request: _ProxyRequest, policy: dict[str, Any]
     check_memory(job.schedule, free, -(-local_ranks // gpus) if device == "cuda" else local_ranks)
     if request.launched is not None:
         return run_under_launcher(job.schedule, RunPolicy(**policy), request.launched, log_progress)
-    if launchers := backend_traits(backend).launchers:
-        raise RequestError(f"--backend {backend}: its ranks need a launcher; start it with {launchers[0]} -n {world} meshwright proxy …")
+    if backend_traits(backend).launchers:
+        options = [word for key, value in policy.items() for word in ("--warm-up" if key == "warm" else f"--{key}", str(value))]
+        raise typer.Exit(launch_by_mpirun(job.schedule, [*options, *outputs], os.environ))
     return launch_and_run(job.schedule, RunPolicy(**policy), os.environ, log_progress)
 
 

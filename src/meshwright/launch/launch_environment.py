@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.core.backends import BACKENDS, backend_for
 from meshwright.core.errors import RequestError
+from meshwright.launch.fork_server import die_with_parent
+
+SUPERVISOR_VARIABLE = "MESHWRIGHT_SUPERVISOR"  # the folder in which ranks leave what their supervisor needs to know
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,12 @@ class LaunchedRank:
     launcher: str
     run: str = ""  # the run's folder, when Meshwright's own supervisor started this process
     plan: str = ""  # "auto" or a plan.json, in the same case
+    supervisor: str = ""  # the supervisor's folder, when it started this process by mpirun
+
+    def die_with_launcher(self) -> None:
+        """Have the kernel kill this rank when its mpirun dies. torchrun and srun end their ranks themselves."""
+        if self.launcher == "mpirun":
+            die_with_parent(os.getppid())
 
 
 # launcher → variables for rank, world, local rank, local world
@@ -44,8 +54,8 @@ def detect_launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
             rank, world, local_rank, local_world = (_int_variable(environ, *pair, launcher) for pair in zip(names, defaults, strict=True))
             if not 0 <= rank < world:
                 raise RequestError(f"{rank_var}={given_rank} is outside {world_var}={given_world}: {launcher}'s variables disagree")
-            run, plan = environ.get("MESHWRIGHT_RUN", ""), environ.get("MESHWRIGHT_PLAN", "")
-            return LaunchedRank(rank, world, local_rank, local_world, _init_method(environ, launcher), launcher, run, plan)
+            given = (environ.get(name, "") for name in ("MESHWRIGHT_RUN", "MESHWRIGHT_PLAN", SUPERVISOR_VARIABLE))
+            return LaunchedRank(rank, world, local_rank, local_world, _init_method(environ, launcher), launcher, *given)
     return None
 
 

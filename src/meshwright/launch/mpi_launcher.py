@@ -1,20 +1,57 @@
-"""Starting ranks by mpirun: finding it, its arguments and its environment. Ranks detect themselves as under any launcher."""
+"""Starting ranks by mpirun: finding it, its arguments and environment, and watching it. Ranks detect themselves as under any launcher.
+
+[Note: nothing outlives the supervisor]
+The kernel sends mpirun SIGTERM when the process that started it dies, however it dies; mpirun then ends its ranks and removes its files. The kernel
+kills a rank when its mpirun dies (`LaunchedRank.die_with_launcher`). So no rank trains on alone, whichever of the three is killed.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from meshwright.core.errors import RequestError
+from meshwright.core.event import Fault
+from meshwright.launch.worker_pool import RankFailure
 
 _BANNER_RULE = "-" * 70
 _EXIT_MARKERS = ("exited with non-zero status", "exiting\n", "noticed that process")
+_KILLED_RANK = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)")
+_FAILED_RANK = re.compile(r"Process name: \[.*,(\d+)\] Exit code: (\d+)")
+_LATE_RANK = re.compile(r"meshwright: ranks? (\d+).* did not arrive at .*")  # the watchdog's line, see comm/mpi/watchdog.py
+_PR_SET_PDEATHSIG = 1
+_STOP_GRACE_S = 5.0  # how long mpirun may take to end its ranks before it is killed
+# Variables of schedulers and of Open MPI from which mpirun takes a list of several nodes.
+_HOST_LIST_VARS = (
+    "PBS_NODEFILE", "PE_HOSTFILE", "LSB_HOSTS", "LSB_MCPU_HOSTS", "LSB_DJOB_HOSTFILE", "COBALT_NODEFILE",
+    "PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile",
+)  # fmt: skip
 INSTALL_HINT = "pip install 'meshwright[mpi]'"
+
+
+@dataclass(frozen=True)
+class MpirunExit:
+    """How mpirun ended: its exit code, and the fault of the rank that ended the job, or of mpirun itself (rank -1)."""
+
+    code: int
+    fault: Fault | None = None
+
+    def require_reported(self) -> int:
+        """The exit code; RankFailure if a signal ended a rank or mpirun, which therefore could not report it."""
+        if self.fault is not None and (self.fault.rank < 0 or self.fault.kind.startswith("killed")):
+            raise RankFailure(self.fault)
+        return self.code
 
 
 def mpirun_command(ranks: int, environ: Mapping[str, str], *, cores: int | None = None) -> tuple[list[str], dict[str, str]]:
@@ -31,7 +68,15 @@ def mpirun_command(ranks: int, environ: Mapping[str, str], *, cores: int | None 
         command += ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", _binding(ranks, cores)]
         if 2 * ranks > cores:
             merged.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # waiting ranks yield the core to the ranks that share it
+        if is_one_node(merged):
+            merged.setdefault("OMPI_MCA_btl", "^tcp")  # ranks of one node use shared memory: they listen on no port
     return command, merged
+
+
+def is_one_node(environ: Mapping[str, str]) -> bool:
+    """Whether mpirun starts all ranks on this node: no scheduler and no host file gives it others."""
+    nodes = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or "1"
+    return nodes == "1" and not any(name in environ for name in _HOST_LIST_VARS)
 
 
 def _binding(ranks: int, cores: int) -> str:
@@ -43,17 +88,76 @@ def _binding(ranks: int, cores: int) -> str:
 
 
 def run_command(command: list[str], environ: Mapping[str, str], stderr: TextIO) -> int:
-    """Run to completion; returns the exit code of the first rank that failed. That rank reports the cause, so mpirun's own banner is removed."""
-    with subprocess.Popen(command, env=dict(environ), stderr=subprocess.PIPE, text=True, bufsize=1, errors="replace") as process:
-        assert process.stderr is not None
-        for line in strip_exit_banners(process.stderr):
+    """Run to completion; returns the exit code of the first rank that failed."""
+    return supervise(command, environ, stderr).code
+
+
+def supervise(command: list[str], environ: Mapping[str, str], stderr: TextIO) -> MpirunExit:
+    """Run mpirun to completion. mpirun's own banners about a rank that failed are removed from its stderr, and become the fault.
+
+    mpirun has a session of its own: Ctrl-C in the terminal reaches only this process, which then stops mpirun in order.
+    """
+    libc, supervisor = ctypes.CDLL(None), os.getpid()
+
+    def end_with_supervisor() -> None:
+        if sys.platform == "linux":
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != supervisor:
+                os._exit(1)
+
+    process = subprocess.Popen(
+        command, env=dict(environ), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, bufsize=1, errors="replace",
+        start_new_session=True, preexec_fn=end_with_supervisor,
+    )  # fmt: skip
+    assert process.stderr is not None
+    lines: list[str] = []  # that say which rank failed
+    try:
+        for line in strip_exit_banners(process.stderr, lines):
             stderr.write(line)
             stderr.flush()
-        return process.wait()
+            if _LATE_RANK.match(line):
+                lines.append(line)
+        return MpirunExit(process.wait(), find_fault(lines, process.wait()))
+    except KeyboardInterrupt as stop:
+        _stop(process, at_once=getattr(stop, "at_once", False))
+        raise
+    finally:
+        process.stderr.close()
 
 
-def strip_exit_banners(lines: Iterable[str]) -> Iterator[str]:
-    """All lines except mpirun's banners (between two rules) about processes that exited."""
+def _stop(process: subprocess.Popen[str], *, at_once: bool) -> None:
+    """End mpirun and its ranks: SIGTERM, a wait that another Ctrl-C ends, then SIGKILL."""
+    try:
+        if not at_once:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_GRACE_S)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def find_fault(lines: list[str], code: int) -> Fault | None:
+    """The fault that mpirun's banners, the watchdog's line or mpirun's own exit code tell of. A rank that others waited for comes before the rank
+    that ended the job because it waited."""
+    text = " ".join(" ".join(lines).split())
+    now = time.time()
+    if late := next(filter(None, map(_LATE_RANK.match, lines)), None):
+        return Fault(now, int(late[1]), "Timeout", late[0].removeprefix("meshwright: "))
+    if killed := _KILLED_RANK.search(text):
+        number = int(killed[2])
+        hint = "; the kernel may have ended it for lack of memory" if number == signal.SIGKILL else ""
+        return Fault(now, int(killed[1]), f"killed by {signal.Signals(number).name}", f"the rank's process ended{hint}")
+    if failed := _FAILED_RANK.search(text):
+        return Fault(now, int(failed[1]), f"exit {failed[2]}", "the rank's process ended")
+    if code < 0 or (code == 1 and not lines):  # SIGTERM or SIGINT: mpirun ends its ranks and exits with 1, without a word
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else "exit 1: a signal may have told it to stop"
+        return Fault(now, -1, "mpirun", f"mpirun, which started the ranks, ended ({how}), and its ranks with it")
+    return None
+
+
+def strip_exit_banners(lines: Iterable[str], removed: list[str] | None = None) -> Iterator[str]:
+    """All lines except mpirun's banners (between two rules) about processes that exited; those are appended to `removed`."""
     banner: list[str] = []  # from its first rule on
     for line in lines:
         is_rule = line.startswith(_BANNER_RULE)
@@ -64,6 +168,8 @@ def strip_exit_banners(lines: Iterable[str]) -> Iterator[str]:
         if is_rule and len(banner) > 1:
             if not any(marker in text for text in banner for marker in _EXIT_MARKERS):
                 yield from banner
+            elif removed is not None:
+                removed += banner
             banner = []
     yield from banner
 

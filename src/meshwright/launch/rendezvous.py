@@ -6,12 +6,19 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from meshwright.core.backends import backend_traits
 from meshwright.core.errors import RequestError, RunError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_CONNECT_TIMEOUT_S = 600.0  # ranks of one job may start minutes apart on a busy machine
 
 
 @dataclass(frozen=True)
@@ -27,8 +34,20 @@ class Rendezvous:
     timeout_s: float = 120.0
 
 
-def join_process_group(rendezvous: Rendezvous) -> None:
-    """Create the default process group. A world of one has none."""
+def connect_store(rendezvous: Rendezvous) -> Store | None:
+    """The key-value store of the ranks, which rank 0 holds; None for a world of one and over MPI, which need none. Blocks until all are connected."""
+    if rendezvous.world == 1 or backend_traits(rendezvous.backend).launchers:
+        return None
+    timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)
+    try:
+        store, _, _ = next(torch_rendezvous(rendezvous.init_method, rendezvous.rank, rendezvous.world, timeout=timeout))  # type: ignore[no-untyped-call]
+    except (RuntimeError, ValueError) as error:
+        raise _join_error(rendezvous, error) from error
+    return store  # type: ignore[no-any-return]
+
+
+def join_process_group(rendezvous: Rendezvous, store: Store | None = None) -> None:
+    """Create the default process group, over a store that is connected already or by the address. A world of one has none."""
     rank, world, init_method, backend = rendezvous.rank, rendezvous.world, rendezvous.init_method, rendezvous.backend
     if world == 1:
         return
@@ -45,10 +64,15 @@ def join_process_group(rendezvous: Rendezvous) -> None:
     if device is not None:
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=rendezvous.timeout_s)
+    address = {"init_method": init_method} if store is None else {"store": store}
     try:
-        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world, timeout=timeout, device_id=device)
+        dist.init_process_group(backend, **address, rank=rank, world_size=world, timeout=timeout, device_id=device)  # type: ignore[arg-type]
     except (RuntimeError, ValueError) as error:
-        raise RunError(f"rank {rank} could not join the other ranks at {init_method}: {str(error).splitlines()[0]}") from error
+        raise _join_error(rendezvous, error) from error
+
+
+def _join_error(rendezvous: Rendezvous, error: Exception) -> RunError:
+    return RunError(f"rank {rendezvous.rank} could not join the other ranks at {rendezvous.init_method}: {str(error).splitlines()[0]}")
 
 
 def _join_mpi(rendezvous: Rendezvous) -> None:

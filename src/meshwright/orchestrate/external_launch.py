@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,18 +16,24 @@ from rich.console import Console
 from meshwright.core.backends import backend_for, backend_traits
 from meshwright.core.errors import MeshwrightError, RequestError
 from meshwright.execute.process_groups import register_backend
-from meshwright.launch import LaunchedRank, Rendezvous, default_backend, join_process_group, leave_process_group
-from meshwright.observe import RunFolder, check_run_dir
+from meshwright.launch import LaunchedRank, RankFailure, Rendezvous, connect_store, default_backend, join_process_group, leave_process_group
+from meshwright.launch.worker_process import describe_fault
+from meshwright.observe import Recorder, RunFolder, check_run_dir
 from meshwright.orchestrate.backend_selection import has_several_backends
 from meshwright.orchestrate.config import RunConfig
+from meshwright.orchestrate.mpirun import announce_run_folder, last_step
 from meshwright.orchestrate.orchestrator import LiveMonitor, Orchestrator, ProgressCallback, create_run, finish_run
+from meshwright.orchestrate.planning_wait import announce_plan, await_plan, waiting_lines
 from meshwright.orchestrate.rank_entrypoints import train_rank
+
+_PLANNING_TIMEOUT_S = 1e9  # MPI_Init waits for rank 0 while it plans: mpirun ends every rank if it dies
 
 
 def train_on_launched_ranks(
     config: RunConfig, launched: LaunchedRank, environ: Mapping[str, str], console: Console, log_progress: ProgressCallback
 ) -> dict[str, Any] | None:
     """Run this rank; returns the result on rank 0, None elsewhere. If planning fails on rank 0, every rank exits with its exit code."""
+    launched.die_with_launcher()
     if config.nproc not in (None, launched.world):
         raise RequestError(f"--nproc {config.nproc}, but {launched.launcher} started {launched.world} ranks: leave --nproc out")
     config = config.model_copy(update={"nproc": launched.world})
@@ -34,39 +43,82 @@ def train_on_launched_ranks(
     backend = _resolve_backend(config, launched, device)
     orchestrator.config = config = config.model_copy(update={"backend": backend})
     backend = backend if backend != "auto" else backend_for("cpu")  # backend of the process group; MPI beside it needs no rendezvous
-    register_backend(backend, config.timeout_s)
+    rank, world = launched.rank, launched.world
+    rendezvous = Rendezvous(rank, world, launched.init_method, backend, device, launched.local_rank, config.timeout_s)
     message: list[Any] = [None]
     prepared = None
+    register_backend(backend, config.timeout_s if rank == 0 else _PLANNING_TIMEOUT_S)
+    store = connect_store(rendezvous)
     with orchestrator:
-        if launched.rank == 0:
+        if rank == 0:
             try:
                 check_run_dir(Path(config.run_dir))
                 prepared = orchestrator.prepare()
                 message = [str(create_run(prepared).path.resolve())]
             except MeshwrightError as error:
                 message = [error]
-    rank, world, init_method = launched.rank, launched.world, launched.init_method
-    join_process_group(Rendezvous(rank, world, init_method, backend, device, launched.local_rank, config.timeout_s))
+            announce_plan(store)
+    with waiting_lines(stderr_line) if rank == 1 else nullcontext():
+        if rank > 0:
+            await_plan(store)
+        join_process_group(rendezvous, store)
+    register_backend(backend, config.timeout_s)
+    if world > 1:
+        dist.broadcast_object_list(message, src=0)
+    if isinstance(message[0], MeshwrightError):
+        leave_process_group()
+        if rank > 0:
+            raise SystemExit(message[0].exit_code)  # rank 0 alone prints the message
+        raise message[0]
+    folder = RunFolder(Path(message[0]))
+    rank_results = _train(folder, launched, console, config.log_interval)
+    if prepared is None:
+        return None
+    result = finish_run(folder, prepared, rank_results, orchestrator.phases)
+    orchestrator.learn_from_run(prepared, result, len(rank_results[0]["times"]))
+    return result
+
+
+def _train(folder: RunFolder, launched: LaunchedRank, console: Console, log_interval: int) -> list[dict[str, Any]]:
+    """Train as this rank; returns what every rank measured. A failure is recorded in the run folder and raised as RankFailure."""
+    rank, world = launched.rank, launched.world
+    if rank == 0:
+        announce_run_folder(launched.supervisor, folder.path)
+    lines = log_interval if rank == 0 else 0
     try:
-        if world > 1:
-            dist.broadcast_object_list(message, src=0)
-        if isinstance(message[0], MeshwrightError):
-            if rank > 0:
-                raise SystemExit(message[0].exit_code)  # rank 0 alone prints the message
-            raise message[0]
-        lines = config.log_interval if rank == 0 else 0
-        with LiveMonitor(RunFolder(Path(message[0])), console, lines) if lines else nullcontext():
-            measured = train_rank(rank, world, init_method, message[0], launched.local_rank)
+        with LiveMonitor(folder, console, lines) if lines else nullcontext():
+            measured = train_rank(rank, world, launched.init_method, str(folder.path), launched.local_rank)
         rank_results: list[Any] = [measured] * world
         if world > 1:
             dist.all_gather_object(rank_results, measured)
-    finally:
-        leave_process_group()
-    if prepared is None:
-        return None
-    result = finish_run(RunFolder(Path(message[0])), prepared, rank_results, orchestrator.phases)
-    orchestrator.learn_from_run(prepared, result, len(rank_results[0]["times"]))
-    return result
+    except KeyboardInterrupt:
+        exit_without_finalizing(130)
+        raise
+    except Exception as error:
+        fault = describe_fault(error, rank)
+        with Recorder(folder.path, rank) as recorder:
+            recorder.fault(fault, last_step(folder))
+        if world > 1:
+            exit_without_finalizing(RankFailure(fault).exit_code)
+        raise RankFailure(fault) from error
+    leave_process_group()
+    return rank_results
+
+
+def exit_without_finalizing(code: int) -> None:
+    """Have this process exit before what was registered for its exit so far: MPI_Finalize would wait for the other ranks, which wait for this one.
+    The launcher ends them when this rank has exited."""
+
+    def exit_now() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    atexit.register(exit_now)
+
+
+def stderr_line(text: str) -> None:
+    print(f"· {text}", file=sys.stderr, flush=True)
 
 
 def _resolve_backend(config: RunConfig, launched: LaunchedRank, device: str) -> str:

@@ -20,9 +20,9 @@ def resnet_tensors(blocks: tuple[int, int, int, int], classes: int) -> list[int]
     for stage, count in enumerate(blocks):
         narrow = 64 * 2**stage
         for block in range(count):
-            tensors += [wide * narrow, narrow, narrow, narrow * narrow * 9, narrow, narrow, narrow * 4 * narrow, 4 * narrow, 4 * narrow]
             if block == 0:
                 tensors += [wide * 4 * narrow, 4 * narrow, 4 * narrow]
+            tensors += [wide * narrow, narrow, narrow, narrow * narrow * 9, narrow, narrow, narrow * 4 * narrow, 4 * narrow, 4 * narrow]
             wide = 4 * narrow
     return [*tensors, wide * classes, classes][::-1]
 

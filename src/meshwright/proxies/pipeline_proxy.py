@@ -84,9 +84,9 @@ class _StageProgramBuilder:
             (self._receive_compute_send if pipe.data_dependent else self._exchange_at_once)(action)
         self.builder.wait("wait/crossings", self.last_sent.values())
         if not pipe.overlap:
-            for chunk in reversed(range(pipe.chunks)):
-                for layer in reversed(range(self.layers_per_chunk)):
-                    self._reduce_layer(chunk, layer, blocks=True)
+            for chunk in range(pipe.chunks):
+                for layer in range(self.layers_per_chunk):
+                    self._reduce_layer(chunk, layer, blocks=True)  # first layer first, as the originals do
         self.builder.wait("wait/gradients", self.async_reductions)
         return self.builder
 

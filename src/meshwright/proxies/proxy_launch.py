@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +18,11 @@ from meshwright.core.schedule import Schedule
 from meshwright.core.span import Span
 from meshwright.execute.process_groups import register_backend
 from meshwright.launch import ForkServer, LaunchedRank, Rendezvous, WorkerPool, join_process_group, leave_process_group
+from meshwright.launch.fork_server import RANK_DEFAULTS
+from meshwright.launch.launch_environment import SUPERVISOR_VARIABLE
+from meshwright.launch.mpi_launcher import mpirun_command, supervise
 from meshwright.proxies.call_stats import RankStats, collect_stats, summarize
+from meshwright.proxies.schedule_files import save_schedule
 from meshwright.proxies.schedule_runner import LogCallback, RunPolicy, ScheduleRunner, buffer_bytes, run_steps
 from meshwright.schedule.schedule_check import check_schedule
 from meshwright.simulate import Disturbances, Network, simulate
@@ -55,8 +61,20 @@ def launch_and_run(schedule: Schedule, policy: RunPolicy, environ: Mapping[str, 
     return _merge_ranks(results)
 
 
+def launch_by_mpirun(schedule: Schedule, options: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run the schedule on ranks that mpirun starts, with `options` of `meshwright proxy`; rank 0 prints the result. Returns the exit code."""
+    check_schedule(schedule)
+    with tempfile.TemporaryDirectory(prefix=".meshwright-") as folder:
+        file = Path(folder) / "schedule.json"
+        save_schedule(schedule, file)
+        supervised = {"OMP_NUM_THREADS": "1", SUPERVISOR_VARIABLE: folder}
+        command, env = mpirun_command(schedule.world, {**RANK_DEFAULTS, **environ, **supervised})
+        return supervise([*command, sys.executable, "-m", "meshwright.cli.main", "proxy", str(file), *options], env, sys.stderr).require_reported()
+
+
 def run_under_launcher(schedule: Schedule, policy: RunPolicy, here: LaunchedRank, log_progress: LogCallback) -> ProxyOutcome | None:
     """Run this rank's part of the schedule; return the outcome on rank 0, None on the others."""
+    here.die_with_launcher()
     check_schedule(schedule)
     if here.rank == 0:
         log_progress(f"{here.world} ranks from {here.launcher} over {policy.backend}: {policy.warm} steps to warm up, {policy.runs} timed")

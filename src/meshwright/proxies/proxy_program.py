@@ -27,8 +27,8 @@ class ProxyConfig:
                 raise RequestError(f"{name}={value}: give 0 or more")
 
     def float_bytes(self, number: float) -> int:
-        """Bytes of `number` floats, scaled down; at least one float."""
-        return FLOAT_BYTES * max(1, round(number / self.scale_down))
+        """Bytes of `number` floats, scaled down and rounded down, as C divides; at least one float."""
+        return FLOAT_BYTES * max(1, int(number / self.scale_down))
 
     def scaled_seconds(self, microseconds: float) -> float:
         return microseconds * 1e-6 / self.scale_down

@@ -44,31 +44,30 @@ class BertProxyConfig(PipelineProxyConfig):
     positions: int = 512
 
 
-def block_tensors(hidden: int) -> list[int]:
-    """Sizes of the parameters of one block: two norms, attention and feed-forward, with their biases."""
-    h = hidden
-    return [h, 3 * h * h, h * h, h, 4 * h * h, 4 * h * h, h, 3 * h, h, h, 4 * h, h]
-
-
 def gpt2(config: PipelineProxyConfig, world: int) -> Schedule:
-    """GPT-2: embeddings before the first block; an untied head and the final norm after the last."""
+    """GPT-2: embeddings before the first block; an untied head and the final norm in the last. Tensors are in the original's order."""
     h, v = config.hidden, config.vocabulary
-    return _communication_only("gpt2", config, world, [v * h, config.positions * h], [v * h, h, h])
+    matrices, vectors = [h, 3 * h * h, h * h, h, 4 * h * h, 4 * h * h, h], [3 * h, h, h, 4 * h, h]
+    first = [v * h, config.positions * h, *matrices, *vectors]
+    return _communication_only("gpt2", config, world, first, [*matrices, *vectors], [*matrices, v * h, h, *vectors, h])
 
 
 def bert(config: BertProxyConfig, world: int) -> Schedule:
-    """BERT: embeddings with token types and a norm; the pooler, both heads and the head's transform at the end."""
+    """BERT: embeddings with token types and a norm; the pooler, both heads and the head's transform in the last block, in the original's order."""
     h, v = config.hidden, config.vocabulary
-    first = [v * h, config.positions * h, 2 * h, h, h]
-    last = [h * h, h, h * h, h, h, h, v * h, v, 2 * h, 2]
-    return _communication_only("bert", config, world, first, last)
+    matrices, vectors = [*[h * h] * 4, 4 * h * h, 4 * h * h], [*[h] * 6, 4 * h, h, h, h]
+    first = [v * h, config.positions * h, 2 * h, *matrices, h, h, *vectors]
+    last = [*matrices, h * h, h * h, v * h, 2 * h, *vectors, h, v, h, h, h, 2]
+    return _communication_only("bert", config, world, first, [*matrices, *vectors], last)
 
 
-def _communication_only(name: str, config: PipelineProxyConfig, world: int, first_tensors: list[int], last_tensors: list[int]) -> Schedule:
+def _communication_only(
+    name: str, config: PipelineProxyConfig, world: int, first_tensors: list[int], block_tensors: list[int], last_tensors: list[int]
+) -> Schedule:
     require_multiple(name, world, _require_positive(name, "stages", config.stages), "stages")
 
     def gradient_reductions(layer: int) -> Sequence[GradientReduction]:
-        tensors = first_tensors * (layer == 0) + block_tensors(config.hidden) + last_tensors * (layer == config.layers - 1 and layer > 0)
+        tensors = first_tensors if layer == 0 else last_tensors if layer == config.layers - 1 else block_tensors
         sizes = tensors if config.gradients == "tensor" else [sum(tensors)]
         return [("grads/layer", "dp", config.float_bytes(n)) for n in sizes]
 
