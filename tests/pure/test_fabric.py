@@ -246,8 +246,7 @@ def test_the_simulator_and_the_closed_form_agree_where_both_apply(dp: int, shard
 
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(
-    ("machine", "per_node", "ranks"),
-    [("dgx-h100", 8, n) for n in (2, 8, 16, 128, 1024, 4096, 16_384)] + [("alps", 4, n) for n in (2, 4, 64, 4096)],
+    ("machine", "per_node", "ranks"), [("dgx-h100", 8, n) for n in (2, 8, 16, 128, 1024, 4096, 16_384)] + [("alps", 4, n) for n in (2, 4, 64, 4096)]
 )
 def test_estimate_and_simulation_of_a_data_parallel_step_agree_at_any_size(machine: str, per_node: int, ranks: int, zero: int) -> None:
     """Small messages and large: both price latency and bandwidth of a call by its group's place in the network."""

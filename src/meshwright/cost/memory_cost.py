@@ -15,6 +15,7 @@ from meshwright.schedule.buckets import Bucket, shard_size
 from meshwright.schedule.step_actions import MeshCoordinate, gradient_buckets, pipeline_sends, unit_buffers
 
 _CPU_RNG_STATE_BYTES = 5056  # size of torch's CPU generator state, which every recomputed unit saves
+_RECEIVE_BUFFERS = 2  # of one stage: the one in use, and the one that is posted ahead
 EXACT_KINDS = ("parameters", "gradients", "optimizer", "batch")  # kinds that follow from sizes alone; measured runs correct the others
 
 
@@ -91,8 +92,9 @@ def _rng_state_bytes(plan: Plan, profile: ModelProfile, counts: Mapping[str, int
 
 
 def _stage_boundary_bytes(plan: Plan, profile: ModelProfile, pp_rank: int, in_flight: int) -> tuple[float, float]:
-    """(sent, received) bytes of boundary activations and gradients on a pipeline rank: a sent activation is kept until its backward; there is one
-    receive buffer per micro-batch, and the layers of micro-batches in flight already count theirs as saved."""
+    """(sent, received) bytes of boundary activations and gradients on a pipeline rank: a sent activation is kept until its backward. A receive
+    buffer exists from the moment its receive is posted until the micro-batch has used it: one is in use and one is posted ahead. The layers of
+    micro-batches in flight already count their received activations as saved."""
     if plan.mesh.pp == 1 or not plan.stages:
         return 0.0, 0.0
     same, equal = plan.partition_key
@@ -101,7 +103,8 @@ def _stage_boundary_bytes(plan: Plan, profile: ModelProfile, pp_rank: int, in_fl
         return [sum(a.bytes for a in pipeline_sends(plan, profile, MeshCoordinate(pp=pp_rank), phase, 0)) for phase in ("forward", "backward")]
 
     forward, backward = profile.memo.get_or_compute("boundary", same, (*equal, pp_rank), sent_bytes)
-    return float(in_flight * forward), float(plan.micro_batches * forward + max(plan.micro_batches - in_flight, 0) * backward)
+    gradients, activations = min(plan.micro_batches, _RECEIVE_BUFFERS), min(plan.micro_batches - in_flight, 1)
+    return float(in_flight * forward), float(gradients * forward + max(activations, 0) * backward)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from meshwright.plan.bounds import LowerBounds
 from meshwright.plan.layer_totals import RecomputeChoice, StageLayers
 from meshwright.plan.memory_planner import RECOMPUTE_MODES
 from meshwright.plan.mesh_proposals import MeshProposer
-from meshwright.plan.objective import complexity_penalty, objective_cost
+from meshwright.plan.objective import complexity_penalty, objective_cost, placement_penalty
 from meshwright.plan.planning_problem import PlanningProblem
 from meshwright.plan.recompute_planner import choose_mixed_recompute
 from meshwright.plan.search_point import SearchPoint, is_basic_mesh
@@ -256,9 +256,10 @@ class BestFirstSearch:
         return _PricedPlan(plan, estimate, self._cost(point, estimate.step_s, estimate.memory_bytes[0], sequence, recomputes))
 
     def _cost(self, point: SearchPoint, seconds: float, memory: float, sequence_parallel: bool, recomputes: bool) -> float:
-        """The objective, with the complexity penalty unless it is memory."""
+        """The objective, with the penalties unless it is memory."""
         cost, mesh, chunks = objective_cost(self._workload, seconds, point.mesh.size, memory), point.mesh, point.pipeline_spec.chunks
         penalty = complexity_penalty(mesh, point.zero, point.micro_batches, sequence_parallel, recomputes, point.schedule, chunks)
+        penalty *= placement_penalty(mesh, len(self._cluster.nodes[0].devices))
         return cost if self._workload.objective == "memory" else cost * penalty
 
     def _closest_to_fitting(self) -> list[_PricedPlan]:

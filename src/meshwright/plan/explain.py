@@ -118,7 +118,7 @@ def _describe_ablation(ranking: Ranking, other: ScoredPlan) -> str:
     ratio = other.estimate.step_s / ranking.best.estimate.step_s
     if ratio >= 1.005:
         return f"a step takes {ratio:.2f}×"
-    return "a step is as long" if ratio >= 0.995 else f"a step would take {ratio:.2f}×, a gain smaller than the complexity penalty"
+    return "a step is as long" if ratio >= 0.995 else f"a step would take {ratio:.2f}×, a gain smaller than the penalty for its mechanisms"
 
 
 def _describe_unequal_split(ranking: Ranking) -> list[str]:
