@@ -173,6 +173,11 @@ class Plan:
         """The pipeline rank that holds a stage."""
         return schedule_traits(self.schedule).rank_of(stage, self.mesh.pp)
 
+    def stages_of_rank(self, rank: int) -> list[int]:
+        """The stages that a pipeline rank holds, in order."""
+        per_rank = max(len(self.stages) // self.mesh.pp, 1)
+        return [stage for stage in schedule_traits(self.schedule).stages_of(rank, self.mesh.pp, per_rank) if stage < len(self.stages)]
+
     @property
     def splits_backward(self) -> bool:
         """Whether a pipeline computes the gradients of inputs and those of weights separately."""

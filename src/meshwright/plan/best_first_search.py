@@ -45,6 +45,7 @@ TOP_K = 3  # this many of the best plans are exact
 _MAX_TOO_LARGE = 6  # if nothing fits, this many of the plans that need the least memory are priced
 _MAX_OTHER_STRATEGIES = 2  # if the best plans all have one strategy, this many plans of others are priced
 _MAX_STAGES = 128
+_MANY_DATA_RANKS = 32
 _EXTRA_STAGES_PER_RANK = (4,)  # tried beside the default, where a schedule takes any number
 _COARSE, _COARSE_STAGED, _REFINED, _REFINED_STAGED = range(4)  # refinement levels
 
@@ -190,11 +191,13 @@ class BestFirstSearch:
         return is_basic_mesh(point.mesh) or self._mesh_proposer.is_legal(point)
 
     def _shard_degrees(self, mesh: Mesh, zero: int) -> list[int]:
-        """Numbers of ranks over which ZeRO may shard: all data ranks, or a power of two; any divisor if all fit on a node."""
+        """Numbers of ranks over which ZeRO may shard: all data ranks, or a power of two; any divisor if all fit on a node. Of many data ranks a
+        node's, or a power of four: neighbouring powers of two cost nearly the same."""
         if zero == 0 or mesh.dp == 1:
             return [1] if zero == 0 else []
-        node_size = len(self._cluster.nodes[0].devices)
-        return [d for d in divisors(mesh.dp) if d > 1 and (d == mesh.dp or mesh.dp <= node_size or d.bit_count() == 1)]
+        node_size, many = len(self._cluster.nodes[0].devices), mesh.dp > _MANY_DATA_RANKS
+        powers = [d for d in divisors(mesh.dp) if d.bit_count() == 1 and (not many or d == node_size or d.bit_length() % 2)]
+        return [d for d in divisors(mesh.dp) if d > 1 and (d == mesh.dp or mesh.dp <= node_size or d in powers)]
 
     # -- bounding and pricing --
 

@@ -120,8 +120,8 @@ class AlphaBetaNetwork(_ClusterNetwork):
 @dataclass(frozen=True)
 class FabricNetwork(_ClusterNetwork):
     """A topology whose links are shared by groups. A collective is a ring of its ranks, an all-to-all sends between all pairs; concurrent calls
-    share a link max-min fairly. The time before a call's first byte is that of the estimate, by the same code. Its bytes go at the rate of its links, limited by the
-    measured rate if there is one."""
+    share a link max-min fairly. The time before a call's first byte is that of the estimate, by the same code. Its bytes go at the rate of its
+    links, limited by the measured rate if there is one."""
 
     topology: Topology = field(kw_only=True)
     backend: str = "nccl"
