@@ -4,8 +4,8 @@ constants of the row's own generation of frameworks. Attention is a flash kernel
 form with flash kernels is reported.
 
 All of these runs fitted. Which of them the estimate says fit is reported too, with the bytes by kind of those that do not. Parameters and gradients
-are stored in fp32 here, also where a row's framework stores them in bf16; where the row's layout does not fit so, the same mesh is tried with the
-next ZeRO stage. What a row leaves open, its recomputation, is chosen as whoever ran it had to: as little as fits.
+are stored in fp32 here, also where a row's framework stores them in bf16; where the row's layout does not fit so, the same mesh is tried with
+higher ZeRO stages. What a row leaves open, its recomputation, is chosen as whoever ran it had to: as little as fits.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Row:
     apart: float  # of the plan's estimate from the closed form's
     breakdown: dict[str, float]
     fits: bool  # the layout as the row says it
-    fits_sharded: bool  # so, or with the next ZeRO stage
+    fits_sharded: bool  # so, or with a higher ZeRO stage
     plan: str
     memory: dict[str, float]  # GB of the largest rank, by kind
     capacity_gb: float
@@ -104,18 +104,12 @@ def main(
 def _shares_that_fit(rows: list[Row]) -> dict[str, float]:
     """Of runs that ran: the shares that the estimate says fit."""
     count = max(len(rows), 1)
-    return {
-        "rows": len(rows),
-        "as the row says": sum(r.fits for r in rows) / count,
-        "or one ZeRO stage more": sum(r.fits_sharded for r in rows) / count,
-    }
+    return {"rows": len(rows), "as the row says": sum(r.fits for r in rows) / count, "or with more ZeRO": sum(r.fits_sharded for r in rows) / count}
 
 
 def _table_of_misfits(rows: list[Row]) -> Table:
     """The rows that do not fit as they are, with their bytes by kind."""
-    table = Table(
-        "row", "source", "plan", "GB", "of", "by kind, in GB", "one ZeRO stage more", box=None, title="Told not to fit", title_justify="left"
-    )
+    table = Table("row", "source", "plan", "GB", "of", "by kind, in GB", "with more ZeRO", box=None, title="Told not to fit", title_justify="left")
     for r in (r for r in rows if not r.fits):
         kinds = ", ".join(f"{kind} {size:.1f}" for kind, size in sorted(r.memory.items(), key=lambda item: -item[1]) if size >= 0.1)
         total = f"{sum(r.memory.values()):.1f}"
@@ -134,21 +128,21 @@ def compare(job: Job) -> Row:
     errors = (closed / job.seconds - 1, planned, cost.step_s / flash_s - 1)
     memory = {kind: size / 1e9 for kind, size in cost.memory_kinds.items()}
     capacity = machine(job.machine.device.name, spread.world).least_memory(spread.world) / 1e9
-    sharded = cost.fits or _fits_with_next_zero(job, spread)
+    sharded = cost.fits or _fits_with_more_zero(job, spread)
     return Row(
         job.row, job.source, str(plan.mesh), is_test(job), job.seconds, *errors, cost.breakdown, cost.fits, sharded, plan.summary(), memory, capacity
     )
 
 
-def _fits_with_next_zero(job: Job, spread: ParallelConfig) -> bool:
-    """Whether the row's mesh fits with the next ZeRO stage, over all data ranks where the row has none."""
-    if spread.dp == 1 or spread.zero == 3:
-        return False
-    more = replace(spread, zero=spread.zero + 1, shard=spread.shard if spread.zero else spread.dp)
-    try:
-        return priced(job, more, with_time=False)[1].fits
-    except MeshwrightError:
-        return False
+def _fits_with_more_zero(job: Job, spread: ParallelConfig) -> bool:
+    """Whether the row's mesh fits with a higher ZeRO stage, over all data ranks where the row has none."""
+    for zero in range(spread.zero + 1, 4) if spread.dp > 1 else ():
+        try:
+            if priced(job, replace(spread, zero=zero, shard=spread.shard if spread.zero else spread.dp), with_time=False)[1].fits:
+                return True
+        except MeshwrightError:
+            continue
+    return False
 
 
 def priced(job: Job, spread: ParallelConfig, with_time: bool = True) -> tuple[Plan, Estimate]:
