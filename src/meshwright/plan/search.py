@@ -31,6 +31,7 @@ from meshwright.plan.tuning import tune
 _NUM_TOP_PLANS = 12
 _MEAN_DEVICE_TOLERANCE = 1.1  # factor by which mean devices, with one kind's links and kernels, may be overestimated
 MAX_EXHAUSTIVE_DEVICES = 8  # up to so many devices every legal plan is priced; beyond, bounds select
+_MIN_OFFLOAD_GAIN = 0.01  # relative: predictions are not more precise
 _MANY_LAYERS = 24  # from so many layers on, pricing all plans takes minutes even on few devices
 
 
@@ -92,7 +93,7 @@ def rank_plans(
         ranking = _rank_heterogeneous(problem, ranking, previous)
     if previous is not None or not _is_memory_bound(ranking):
         return ranking
-    cost_limit = _sort_key(ranking.best, workload, cluster)[1] if ranking.best.estimate.fits else math.inf
+    cost_limit = (1 - _MIN_OFFLOAD_GAIN) * _sort_key(ranking.best, workload, cluster)[1] if ranking.best.estimate.fits else math.inf
     offloading = replace(problem, constraints=replace(constraints, offload="optimizer"))
     other = _rank_equal_split(offloading, ranking, cost_limit, coarse_points=ranking.coarse_points)
     scored = tuple(sorted((*ranking.scored, *other.scored), key=lambda s: _sort_key(s, workload, cluster)))
