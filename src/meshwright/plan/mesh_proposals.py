@@ -133,7 +133,7 @@ class MeshProposer:
     def meshes_2d_tensor(self, mesh_1d: Mesh) -> Iterator[Mesh]:
         """2D tensor meshes of the same degree whose collectives take less time."""
         degree = mesh_1d.degree("tp")
-        if self._is_large and degree <= self._node_size:
+        if self._is_large and self._is_multi_node and degree <= self._node_size:
             return
         sides = [side for side in divisors(degree) if 1 < side < degree] if len(mesh_1d.tp) == 1 and not self._constraints.sequence else []
         sharding_1d = self._sharding_or_none(mesh_1d) if sides and self._batch >= mesh_1d.data_parallel_size else None
