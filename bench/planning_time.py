@@ -1,4 +1,5 @@
-"""How long planning takes, on one core: tracing the model, ranking the plans, explaining the choice; small, large and very large clusters."""
+"""How long planning takes, on one core: tracing the model, ranking the plans, explaining the choice; small, large and very large clusters, and
+batches drawn at random, since the search depends on how a batch divides."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import cProfile
 import json
 import os
 import pstats
+import random
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -25,10 +27,14 @@ from meshwright.plan import explain, rank_plans
 
 HERE = Path(__file__).parent
 CASES = (("gpt2-124m", "dgx-h100:8", 512, 1.0), ("llama3-405b", "dgx-h100:2048", 4096, 10.0), ("llama3-405b", "dgx-h100:12500", 100_000, 60.0))
+DRAWN_MODEL, DRAWN_CLUSTER, DRAWN_GOAL_S = "llama3-405b", "dgx-h100:2048", 15.0
+FEWEST_SAMPLES, MOST_SAMPLES = 512, 8192
 
 
 def main(
     only: Annotated[str, typer.Option(help="Only cases whose cluster holds this text.")] = "",
+    draws: Annotated[int, typer.Option(min=0, help="Number of batches drawn for the large cluster: powers of two and others in turn.")] = 4,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
     profile: Annotated[bool, typer.Option("--profile", help="Also say which functions take the time of ranking.")] = False,
     output: Annotated[Path, typer.Option(help="JSON file for the results.")] = HERE / "results" / "planning_time.json",
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON on stdout instead of the table.")] = False,
@@ -37,13 +43,21 @@ def main(
 
     Example: python bench/planning_time.py --only 2048
     """
-    rows = [measured(*case, profile) for case in CASES if only in case[1]]
+    cases = [*CASES, *((DRAWN_MODEL, DRAWN_CLUSTER, batch, DRAWN_GOAL_S) for batch in drawn_batches(draws, seed))]
+    rows = [measured(*case, profile) for case in cases if only in case[1]]
     output.parent.mkdir(exist_ok=True)
     output.write_text(json.dumps({"cases": rows}, indent=1) + "\n", encoding="utf-8")
     if as_json:
         print(json.dumps({"cases": rows}))
     else:
         Console().print(show(rows))
+
+
+def drawn_batches(count: int, seed: int) -> list[int]:
+    """Global batches from `FEWEST_SAMPLES` to `MOST_SAMPLES`: a power of two, then any number, in turn."""
+    generator = random.Random(seed)
+    powers = [2**n for n in range(FEWEST_SAMPLES.bit_length() - 1, MOST_SAMPLES.bit_length())]
+    return [generator.randint(FEWEST_SAMPLES, MOST_SAMPLES) if i % 2 else generator.choice(powers) for i in range(count)]
 
 
 def measured(model: str, cluster: str, batch: int, goal: float, profile: bool = False) -> dict[str, Any]:
@@ -65,7 +79,15 @@ def measured(model: str, cluster: str, batch: int, goal: float, profile: bool = 
         why = explain(ranking)
         marks.append(time.process_time())
     trace, rank, told = (b - a for a, b in pairwise(marks))
-    found = {"model": model, "cluster": cluster, "devices": len(orchestrator.cluster.devices), "goal_s": goal, "trace_s": trace, "rank_s": rank}
+    found = {
+        "model": model,
+        "cluster": cluster,
+        "batch": batch,
+        "devices": len(orchestrator.cluster.devices),
+        "goal_s": goal,
+        "trace_s": trace,
+        "rank_s": rank,
+    }
     found |= {"explain_s": told, "total_s": trace + rank + told, "considered": ranking.num_considered, "priced": len(ranking.scored)}
     return found | {"best": ranking.best.plan.summary(), "why": why, **({"profile": _hot(watch)} if profile else {})}
 
@@ -79,11 +101,11 @@ def _hot(watch: cProfile.Profile, most: int = 12) -> list[str]:
 
 def show(rows: list[dict[str, Any]]) -> Table:
     table = Table(box=None, header_style="bold")
-    for column in ("model", "devices", "trace", "rank", "explain", "all", "goal", "weighed", "priced", "best"):
+    for column in ("model", "devices", "batch", "trace", "rank", "explain", "all", "goal", "weighed", "priced", "best"):
         table.add_column(column, justify="left" if column in ("model", "best") else "right", overflow="fold")
     for row in rows:
         times = [show_seconds(row[key]) for key in ("trace_s", "rank_s", "explain_s", "total_s", "goal_s")]
-        table.add_row(row["model"], f"{row['devices']:,}", *times, f"{row['considered']:,}", str(row["priced"]), row["best"])
+        table.add_row(row["model"], f"{row['devices']:,}", f"{row['batch']:,}", *times, f"{row['considered']:,}", str(row["priced"]), row["best"])
     return table
 
 

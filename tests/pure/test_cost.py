@@ -14,7 +14,7 @@ from meshwright.core.cluster import Cluster, Link
 from meshwright.core.estimate import Estimate
 from meshwright.core.mesh import Mesh
 from meshwright.core.model import LOSS_LAYER, Kernel, ModelProfile
-from meshwright.core.plan import BalancePolicy, MemoryPolicy, Plan, SyncPolicy, is_compiled
+from meshwright.core.plan import BalancePolicy, MemoryPolicy, Plan, SyncPolicy, compiles_layer, is_compiled
 from meshwright.core.quantities import show_bytes
 from meshwright.core.workload import Workload
 from meshwright.cost import estimate
@@ -396,6 +396,6 @@ def test_no_call_takes_longer_than_a_larger_one() -> None:
 
 def test_compiled_blocks_compile_the_loss_unless_stages_are_split() -> None:
     memory = MemoryPolicy(units=("blocks.0",))
-    assert [Plan("m", 8, memory=memory, compile="blocks").compiles(name) for name in ("blocks.0", "head", LOSS_LAYER)] == [True, False, True]
+    assert [compiles_layer(Plan("m", 8, memory=memory, compile="blocks"), name) for name in ("blocks.0", "head", LOSS_LAYER)] == [True, False, True]
     assert not is_compiled(LOSS_LAYER, "blocks", Mesh(pp=2), is_unit=False)
     assert not is_compiled(LOSS_LAYER, "none", Mesh(), is_unit=False)

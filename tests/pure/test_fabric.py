@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from meshwright.core.serialization import to_data
 from meshwright.core.workload import Workload
 from meshwright.cost import estimate
 from meshwright.cost.action_cost import ActionCost
+from meshwright.cost.priced_schedule import priced_schedule
+from meshwright.describe.cluster_resolver import resolve_cluster
+from meshwright.orchestrate.simulation_target import target_from_datasheets
 from meshwright.proxies import PROXIES
 from meshwright.proxies.proxy_program import ProgramBuilder, build_schedule
 from meshwright.schedule.lower import lower
@@ -238,6 +242,23 @@ def test_the_simulator_and_the_closed_form_agree_where_both_apply(dp: int, shard
     assert found.step_s == pytest.approx(guess.step_s, rel=1e-9)
     for kind, seconds in closed_form_parts(breakdown(found)).items():
         assert seconds == pytest.approx(guess.breakdown[kind], rel=1e-6, abs=1e-12), kind
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(
+    ("machine", "per_node", "ranks"), [("dgx-h100", 8, n) for n in (2, 8, 16, 128, 1024, 4096, 16_384)] + [("alps", 4, n) for n in (2, 4, 64, 4096)]
+)
+def test_estimate_and_simulation_of_a_data_parallel_step_agree_at_any_size(machine: str, per_node: int, ranks: int, zero: int) -> None:
+    """Small messages and large: both price latency and bandwidth of a call by its group's place in the network."""
+    profile = blocks(4, ((2048, 2048), (2048,)), flops=1e9, moved=1e6, saved=1e6)
+    where = resolve_cluster(f"{machine}:{-(-ranks // per_node)}", {}, ranks=ranks)
+    target = target_from_datasheets(where)
+    made = plan(profile, batch=ranks, dp=1 if zero else ranks, shard=ranks if zero else 1, zero=zero)
+    made = replace(made, device="cuda", backend="nccl")
+    guess = estimate(made, profile, Workload(ranks), where, target.calibration)
+    found = simulate(priced_schedule(made, profile, "adamw", where, target.calibration), target.make_network(made))
+    assert guess.breakdown["communication"] > 0.3 * guess.step_s
+    assert found.step_s == pytest.approx(guess.step_s, rel=0.03)
 
 
 @pytest.mark.parametrize(("stages", "micro"), [(1, 3), (2, 4), (4, 7), (4, 16), (8, 16)])

@@ -99,6 +99,17 @@ def test_many_micro_batches_take_what_running_them_all_would(schedule: str, data
     assert max(finish_times(more, stages)) >= max(found) * (1 - 1e-9), "more micro-batches never take less"
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
+def test_more_micro_batches_need_no_more_memory_once_the_pipeline_is_full(schedule: str) -> None:
+    """A receive buffer is allocated when its message is expected and freed when it has been used."""
+    profile = uneven([1.0] * 8)
+    few, many = (
+        estimate(piped(profile, schedule, 4, micro, 1e6), profile, Workload(micro), cluster(4), machine(4, 1e-5)).memory_kinds for micro in (16, 256)
+    )
+    assert {**many, "batch": 0} == {**few, "batch": 0}
+    assert 0 < few["communication"] <= 4 * 1e6 * schedule_traits(schedule).stages_per_rank
+
+
 @given(st.integers(2, 16), st.integers(0, 2000), SECONDS, SECONDS)
 def test_equal_stages_by_hand(ranks: int, more: int, forward: float, backward: float) -> None:
     micro, stages = ranks + more, [pipeline_cost.StageTime(forward, backward)] * ranks

@@ -13,18 +13,20 @@ from hypothesis import strategies as st
 
 from meshwright import zoo
 from meshwright.core.calibration import Calibration
+from meshwright.core.cluster import Cluster
 from meshwright.core.dataflow import Dataflow
 from meshwright.core.errors import RequestError
 from meshwright.core.mesh import Mesh
 from meshwright.core.model import ModelProfile
 from meshwright.core.plan import MemoryPolicy, Plan, Stage
 from meshwright.core.workload import Workload
-from meshwright.cost import step_cost
+from meshwright.cost import estimate, step_cost
 from meshwright.cost.depth_extrapolation import removable_blocks
 from meshwright.describe.dataflow_tracer import trace_dataflow
 from meshwright.describe.profile_tracer import trace_task
 from meshwright.plan import Constraints, Ranking, rank_plans, search
 from meshwright.plan.bounds import LowerBounds
+from meshwright.plan.objective import complexity_penalty, placement_penalty
 from meshwright.plan.planning_problem import PlanningProblem
 from meshwright.plan.search_point import SearchPoint
 
@@ -59,7 +61,7 @@ def both(
 def check_alike(whole: Ranking, found: Ranking) -> None:
     assert whole.best.estimate.fits == found.best.estimate.fits
     if whole.best.estimate.fits:
-        first, second = (search._sort_key(r.best, whole.workload)[1] for r in (whole, found))
+        first, second = (search._sort_key(r.best, whole.workload, whole.cluster)[1] for r in (whole, found))
         assert second <= first * (1 + 1e-9), (whole.best.plan.summary(), found.best.plan.summary())
 
 
@@ -139,6 +141,30 @@ def test_a_folded_step_costs_what_the_whole_one_does(
     whole = step_cost._micro_batches_clock(plan, local, "adamw", where, rates, 0)
     assert folded.now == pytest.approx(whole.now, rel=1e-6)
     assert folded.traffic == pytest.approx(whole.traffic, rel=1e-9)
+
+
+def test_all_mechanisms_together_must_gain_at_most_two_per_cent() -> None:
+    """More mechanisms never cost less, and what a plan of all of them must gain stays below the error of any prediction."""
+    plain, recomputing = (complexity_penalty(Mesh(dp=8), 0, 1, False, recomputes) for recomputes in (False, True))
+    everything = Mesh(pp=4, dp=2, shard=2, cp=2, tp=(2, 2), order=("dp", "pp", "shard", "cp", "tp"))
+    most = complexity_penalty(everything, 3, 4096, True, True, "zero_bubble", 8)
+    assert plain == 1.0 < recomputing < most <= 1.02
+
+
+def test_tensor_parallelism_leaves_its_node_only_where_it_wins_by_five_per_cent() -> None:
+    """Two plans on nodes of four devices, of which the second's tensor-parallel ranks are on different nodes."""
+    profile = blocks(4)
+    where = Cluster("made-up", tuple(replace(node, name=f"{i}") for i, node in enumerate(cluster(4).nodes * 4)))
+    inside, across = Mesh(dp=8, tp=(2,)), Mesh(dp=8, tp=(2,), order=("tp", "dp"))
+    plans = [Plan(profile.name, 64, mesh, memory=MemoryPolicy()) for mesh in (inside, across)]
+    guess = estimate(Plan(profile.name, 64, Mesh(dp=16)), profile, Workload(64), where, calibration(16))
+
+    def first(gain: float) -> Mesh:
+        scored = [search.ScoredPlan(p, replace(guess, step_s=s, fits=True)) for p, s in zip(plans, (1.0, 1.0 - gain), strict=True)]
+        return min(scored, key=lambda s: search._sort_key(s, Workload(64), where)).plan.mesh
+
+    assert first(0.04) == inside and first(0.07) == across
+    assert placement_penalty(inside, 1) == 1.0, "nodes of one device have no inside"
 
 
 def test_an_objective_that_needs_a_figure_asks_for_it() -> None:

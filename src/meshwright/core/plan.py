@@ -174,8 +174,10 @@ class Plan:
         """The pipeline rank that holds a stage."""
         return schedule_traits(self.schedule).rank_of(stage, self.mesh.pp)
 
-    def compiles(self, layer: str) -> bool:
-        return is_compiled(layer, self.compile, self.mesh, layer in self.memory.units)
+    def stages_of_rank(self, rank: int) -> list[int]:
+        """The stages that a pipeline rank holds, in order."""
+        per_rank = max(len(self.stages) // self.mesh.pp, 1)
+        return [stage for stage in schedule_traits(self.schedule).stages_of(rank, self.mesh.pp, per_rank) if stage < len(self.stages)]
 
     @property
     def splits_backward(self) -> bool:
@@ -286,3 +288,7 @@ def is_compiled(layer: str, mode: CompileMode, mesh: Mesh, is_unit: bool) -> boo
     """Whether a layer is compiled: with "model" all are; with "blocks" the units, and the loss unless stages or positions are split."""
     is_loss = layer == LOSS_LAYER and mesh.pp == 1 and mesh.cp == 1
     return mode == "model" or (mode == "blocks" and (is_unit or is_loss))
+
+
+def compiles_layer(plan: Plan, layer: str) -> bool:
+    return is_compiled(layer, plan.compile, plan.mesh, layer in plan.memory.units)

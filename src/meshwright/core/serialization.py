@@ -17,16 +17,19 @@ from meshwright.core.format_version_1 import VERSION_1_KEYS
 from meshwright.core.text_files import MAX_BYTES, read_text, write_text
 
 T = TypeVar("T")
+_SCALARS = frozenset((str, int, float, bool, type(None)))
 
 
 def to_data(value: Any) -> Any:
     """A dataclass (nested, with tuples and mappings) as plain JSON data. Fields at their default are written too."""
+    if type(value) in _SCALARS:  # most values are: an estimate has a number for each rank
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_data(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(k): to_data(v) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
-        return [to_data(v) for v in value]
+        return [v if type(v) in _SCALARS else to_data(v) for v in value]
     return value
 
 

@@ -15,7 +15,7 @@ def equivalent_pipeline_ranks(plan: Plan, profile: ModelProfile, ranks: Sequence
     layers = {layer.name: _layer_key(plan, layer) for layer in profile.layers}
     groups: dict[Hashable, list[int]] = {}
     for rank in ranks:
-        key = tuple(_stage_key(plan, stage, layers) for stage in range(len(plan.stages)) if plan.stage_rank(stage) == rank)
+        key = tuple(_stage_key(plan, stage, layers) for stage in plan.stages_of_rank(rank))
         groups.setdefault(key, []).append(rank)
     return {group[0]: group for group in groups.values()}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.core.calibration import Rates
 from meshwright.core.model import LOSS_LAYER, LayerProfile, ModelProfile
-from meshwright.core.plan import Plan
+from meshwright.core.plan import Plan, compiles_layer
 from meshwright.core.workload import OPTIMIZER_STATES
 from meshwright.cost.compression_cost import compression_bytes
 from meshwright.cost.sync_memory import SyncMemory, sync_memory
@@ -15,6 +15,7 @@ from meshwright.schedule.buckets import Bucket, shard_size
 from meshwright.schedule.step_actions import MeshCoordinate, gradient_buckets, pipeline_sends, unit_buffers
 
 _CPU_RNG_STATE_BYTES = 5056  # size of torch's CPU generator state, which every recomputed unit saves
+_RECEIVE_BUFFERS = 2  # of one stage: the one in use, and the one that is posted ahead
 EXACT_KINDS = ("parameters", "gradients", "optimizer", "batch")  # kinds that follow from sizes alone; measured runs correct the others
 
 
@@ -91,8 +92,9 @@ def _rng_state_bytes(plan: Plan, profile: ModelProfile, counts: Mapping[str, int
 
 
 def _stage_boundary_bytes(plan: Plan, profile: ModelProfile, pp_rank: int, in_flight: int) -> tuple[float, float]:
-    """(sent, received) bytes of boundary activations and gradients on a pipeline rank: a sent activation is kept until its backward; there is one
-    receive buffer per micro-batch, and the layers of micro-batches in flight already count theirs as saved."""
+    """(sent, received) bytes of boundary activations and gradients on a pipeline rank: a sent activation is kept until its backward. A receive
+    buffer exists from the moment its receive is posted until the micro-batch has used it: one is in use and one is posted ahead. The layers of
+    micro-batches in flight already count their received activations as saved."""
     if plan.mesh.pp == 1 or not plan.stages:
         return 0.0, 0.0
     same, equal = plan.partition_key
@@ -101,7 +103,8 @@ def _stage_boundary_bytes(plan: Plan, profile: ModelProfile, pp_rank: int, in_fl
         return [sum(a.bytes for a in pipeline_sends(plan, profile, MeshCoordinate(pp=pp_rank), phase, 0)) for phase in ("forward", "backward")]
 
     forward, backward = profile.memo.get_or_compute("boundary", same, (*equal, pp_rank), sent_bytes)
-    return float(in_flight * forward), float(plan.micro_batches * forward + max(plan.micro_batches - in_flight, 0) * backward)
+    gradients, activations = min(plan.micro_batches, _RECEIVE_BUFFERS), min(plan.micro_batches - in_flight, 1)
+    return float(in_flight * forward), float(gradients * forward + max(activations, 0) * backward)
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ def peak_live_memory(
         gradients -= sum(t.bytes for t in layer.tensors if t.trainable) if fresh_gradients else 0.0
         # Fused code needs the largest matmul's operands, or the gradients it receives and produces. In one graph, received ones reuse the memory of
         # saved tensors; a loss that is compiled alone returns its input's gradient beside what it has saved.
-        if plan.compile == "model" or (layer.name == LOSS_LAYER and plan.compiles(layer.name)):
+        if plan.compile == "model" or (layer.name == LOSS_LAYER and compiles_layer(plan, layer.name)):
             workspace = max(layer.matmul_workspace_bytes, layer.output_bytes + max(input_bytes - (saved if plan.compile == "model" else 0.0), 0.0))
         else:
             workspace = layer.transient_bytes
@@ -169,7 +172,7 @@ def _backward_passes(plan: Plan, counts: Mapping[str, int]) -> list[tuple[Mappin
 
 def saved_activation_bytes(plan: Plan, layer: LayerProfile, mode: str) -> tuple[float, float]:
     """Bytes a layer saves for backward per micro-batch, and bytes that recomputation restores."""
-    recomputed = layer.compiler_recomputed_bytes if plan.compiles(layer.name) else 0.0
+    recomputed = layer.compiler_recomputed_bytes if compiles_layer(plan, layer.name) else 0.0
     saved = layer.activation_bytes - recomputed
     if mode == "none":
         return saved, 0.0

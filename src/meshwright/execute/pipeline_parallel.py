@@ -308,19 +308,50 @@ class _StageModule(nn.Module):
 
 
 class _RecordedStage(pipelining.PipelineStage):
-    """torch's stage, with static shapes, whose sends are recorded in the ledger."""
+    """torch's stage, with static shapes, whose sends are recorded in the ledger. torch keeps one receive buffer for every micro-batch of a step;
+    here a buffer exists from the posting of its receive until its micro-batch has used it."""
 
     def __init__(
         self, submodule: nn.Module, index: int, count: int, device: torch.device,
         input_specs: tuple[Tensor, ...], output_specs: tuple[Tensor, ...], group: Any, ledger: Ledger,
     ) -> None:  # fmt: skip
         super().__init__(submodule, index, count, device, input_args=input_specs, output_args=output_specs, group=group)
-        self._ledger, self._input_specs = ledger, input_specs
+        self._ledger, self._input_specs, self._output_specs = ledger, input_specs, output_specs
         self._needs_grad = [t.requires_grad for t in input_specs], [t.requires_grad for t in output_specs]
 
     def _get_init_p2p_neighbors_ops(self) -> Any:
         """Drop torch 2.11's first messages to a neighbour stage on the same rank, for which gloo has no connection."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super()._prepare_forward_infra(*args, **kwargs)
+        for infos in self.args_recv_info.values():
+            _free_buffers(infos)
+        return outputs
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
+        super()._prepare_backward_infra(*args, **kwargs)
+        for infos in self.grad_recv_info.values():
+            _free_buffers(infos)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+        _allocate_buffers(self.args_recv_info[fwd_chunk_id], self._input_specs, self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        _free_buffers(self.args_recv_info[fwd_chunk_id])  # torch keeps the stage's inputs until backward
+        return output
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if any(gradient is None for gradient in next_stage_bwd_outputs):  # torch sets the buffer of a missing gradient to zero
+            _allocate_buffers(self.grad_recv_info[mb_index], self._output_specs, self.device)
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        _free_buffers(self.grad_recv_info.get(bwd_chunk_id, ()))
+        return result
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
         ops = super().get_fwd_send_ops(fwd_chunk_id)
@@ -336,11 +367,26 @@ class _RecordedStage(pipelining.PipelineStage):
         return ops
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        _allocate_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), self._output_specs, self.device)
         return _only_with_grad(super().get_bwd_recv_ops(bwd_chunk_id), self._needs_grad[1])
 
     def _record_sends(self, ops: Any, name: str) -> None:
         for op in ops:
             self._ledger.add(name, "send", 2, op.tensor.nbytes)
+
+
+def _allocate_buffers(infos: Any, specs: Sequence[Tensor], device: torch.device) -> None:
+    """Give torch's receive infos new buffers. One without a buffer receives nothing."""
+    for info, spec in zip(infos, specs, strict=False):
+        if getattr(info, "buffer", None) is not None:
+            info.buffer = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+
+
+def _free_buffers(infos: Any) -> None:
+    """Drop the buffers of torch's receive infos; an empty tensor stays, whose gradient torch clears."""
+    for info in infos:
+        if getattr(info, "buffer", None) is not None:
+            info.buffer = info.buffer.new_empty(0)
 
 
 def _only_with_grad(ops: Any, needs_grad: list[bool]) -> Any:

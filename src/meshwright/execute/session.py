@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from meshwright.core.errors import RequestError, RunError
 from meshwright.core.model import LOSS_LAYER
-from meshwright.core.plan import Plan
+from meshwright.core.plan import Plan, compiles_layer
 from meshwright.core.task import Batch, Loss
 from meshwright.execute.apply import AppliedPlan, apply, autocast_factory, average_buffers
 
@@ -151,7 +151,7 @@ class Session:
     def _prepare_loss_fn(self, loss_fn: Loss) -> Loss:
         if self.applied.context is not None:
             return self.applied.context.wrap_loss(loss_fn)
-        if not self.plan.compiles(LOSS_LAYER):
+        if not compiles_layer(self.plan, LOSS_LAYER):
             return loss_fn
         if loss_fn not in self._compiled:
             self._compiled[loss_fn] = torch.compile(loss_fn)

@@ -338,6 +338,8 @@ def write_run_inputs(path: Path, prepared: PreparedRun) -> None:
 
 
 def ranking_rows(ranking: Ranking | None, max_rows: int = 12) -> list[dict[str, Any]]:
+    if ranking is None:
+        return []
     return [
         {
             "summary": s.plan.summary(),
@@ -345,9 +347,9 @@ def ranking_rows(ranking: Ranking | None, max_rows: int = 12) -> list[dict[str, 
             "memory_bytes": max(s.estimate.memory_bytes),
             "fits": s.estimate.fits,
             "reason": s.estimate.reason,
-            "penalty": plan_penalty(s.plan) - 1.0,
+            "penalty": plan_penalty(s.plan, ranking.cluster) - 1.0,
         }
-        for s in (ranking.scored[:max_rows] if ranking else ())
+        for s in ranking.scored[:max_rows]
     ]
 
 

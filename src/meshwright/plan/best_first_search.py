@@ -26,7 +26,7 @@ from meshwright.plan.bounds import LowerBounds
 from meshwright.plan.layer_totals import RecomputeChoice, StageLayers
 from meshwright.plan.memory_planner import RECOMPUTE_MODES
 from meshwright.plan.mesh_proposals import MeshProposer
-from meshwright.plan.objective import complexity_penalty, objective_cost
+from meshwright.plan.objective import complexity_penalty, objective_cost, placement_penalty
 from meshwright.plan.planning_problem import PlanningProblem
 from meshwright.plan.recompute_planner import choose_mixed_recompute
 from meshwright.plan.search_point import SearchPoint, is_basic_mesh
@@ -45,6 +45,8 @@ TOP_K = 3  # this many of the best plans are exact
 _MAX_TOO_LARGE = 6  # if nothing fits, this many of the plans that need the least memory are priced
 _MAX_OTHER_STRATEGIES = 2  # if the best plans all have one strategy, this many plans of others are priced
 _MAX_STAGES = 128
+_MANY_DATA_RANKS = 32
+_MANY_DEVICES = 512  # above this number, points of a world size are listed only when its bound comes up
 _EXTRA_STAGES_PER_RANK = (4,)  # tried beside the default, where a schedule takes any number
 _COARSE, _COARSE_STAGED, _REFINED, _REFINED_STAGED = range(4)  # refinement levels
 
@@ -85,17 +87,23 @@ class BestFirstSearch:
         self._known_points = coarse_points
         self.coarse_points: list[tuple[float, SearchPoint]] = []  # with their lower bounds on cost
         self.num_considered = 0
+        self._last_bound = 0.0  # of the last point pushed
 
     def search(self) -> list[tuple[Plan, Estimate]]:
         """The best plans and their estimates, and whatever else the search priced; unsorted. Empty if no plan costs less than `cost_limit`."""
-        for bound, point in self._known_points or ((0.0, point) for point in self._enumerate_coarse()):
-            if bound < self._cost_limit:
-                self._push(point, _COARSE, bound)
-        self.coarse_points = [(bound, point) for bound, _, _, point in self._queue]
+        worlds = [] if self._known_points else self._bounded_worlds()
+        for bound, point in self._known_points:
+            self._push_coarse(point, bound)
         plans: list[_PricedPlan] = []
         costs: list[float] = []  # of the plans that fit
-        while self._queue and self._queue[0][0] < (costs[self._top_k - 1] if len(costs) >= self._top_k else self._cost_limit):
-            if (priced := self._refine_next()) is not None:
+        while worlds or self._queue:
+            limit = costs[self._top_k - 1] if len(costs) >= self._top_k else self._cost_limit
+            if worlds and worlds[-1][0] <= min(limit, self._queue[0][0] if self._queue else math.inf):
+                for point in self._enumerate_coarse(worlds.pop()[1]):
+                    self._push_coarse(point)
+            elif not self._queue or self._queue[0][0] >= limit:
+                break
+            elif (priced := self._refine_next()) is not None:
                 plans.append(priced)
                 costs = sorted([*costs, priced.cost]) if priced.estimate.fits else costs
         if costs and self._top_k > 1:
@@ -139,21 +147,35 @@ class BestFirstSearch:
 
     # -- points --
 
-    def _enumerate_coarse(self) -> Iterator[SearchPoint]:
-        """Yield meshes without ZeRO, with every number of micro-batches and every schedule; tensor parallelism stays within a node if any such
-        mesh exists."""
+    def _bounded_worlds(self) -> list[tuple[float, int]]:
+        """World sizes, each with a lower bound on the cost of any plan of that size, the lowest last: on many devices, the computation of the whole
+        batch at once, divided among them, since smaller calls are no faster."""
+        sizes, one = world_sizes(len(self._cluster.devices), self._constraints), SearchPoint(Mesh(), 0, 1, "none")
+        if max(sizes) <= _MANY_DEVICES or self._workload.objective == "memory":
+            return [(0.0, world) for world in reversed(sizes)]
+        sharding = self.partition_cache.sharding(one.mesh, False)
+        modes: tuple[CompileMode, ...] = (self._constraints.compile,) if self._constraints.compile else ("none", "blocks", "model")
+        seconds = min(self._bounds.seconds(one, sharding, mode, with_communication=False) for mode in modes)
+        return sorted(((objective_cost(self._workload, seconds / world, world, 0.0), world) for world in sizes), reverse=True)
+
+    def _enumerate_coarse(self, world: int) -> Iterator[SearchPoint]:
+        """Yield meshes of a world size without ZeRO, with every number of micro-batches and every schedule; tensor parallelism stays within a node
+        if any such mesh exists."""
         batch, constraints = self._workload.global_batch, self._constraints
-        for mesh in self._meshes(len(self._cluster.nodes[0].devices)) or self._meshes():
+        for mesh in self._meshes(world, len(self._cluster.nodes[0].devices)) or self._meshes(world, world):
             for sequence in sequence_parallel_choices(mesh, constraints):
                 for micro in micro_batch_counts(batch, mesh, constraints):
                     for schedule, stages in self._schedule_choices(mesh, micro):
                         if batch % (mesh.data_parallel_size * micro) == 0:
                             yield SearchPoint(mesh, 0, micro, constraints.recompute or "none", sequence, schedule, stages)
 
-    def _meshes(self, max_tensor_degree: int = 0) -> list[Mesh]:
-        """Meshes with at most `max_tensor_degree` tensor-parallel ranks, if given."""
-        worlds = world_sizes(len(self._cluster.devices), self._constraints)
-        return [mesh for world in worlds for mesh in self._mesh_proposer.meshes_1d_tensor(world, _MAX_STAGES, max_tensor_degree or world)]
+    def _meshes(self, world: int, max_tensor_degree: int) -> list[Mesh]:
+        return self._mesh_proposer.meshes_1d_tensor(world, _MAX_STAGES, max_tensor_degree)
+
+    def _push_coarse(self, point: SearchPoint, bound: float = 0.0) -> None:
+        """Push a coarse point that may cost less than the limit, and remember it with its bound for other searches."""
+        if bound < self._cost_limit and self._push(point, _COARSE, bound) is not None:
+            self.coarse_points.append((self._last_bound, point))
 
     def _schedule_choices(self, mesh: Mesh, micro_batches: int) -> Iterator[tuple[PipelineSchedule, int]]:
         """Yield (schedule, stages per rank; 0 for the default). More and shorter stages fill the pipeline sooner and send more."""
@@ -190,11 +212,13 @@ class BestFirstSearch:
         return is_basic_mesh(point.mesh) or self._mesh_proposer.is_legal(point)
 
     def _shard_degrees(self, mesh: Mesh, zero: int) -> list[int]:
-        """Numbers of ranks over which ZeRO may shard: all data ranks, or a power of two; any divisor if all fit on a node."""
+        """Numbers of ranks over which ZeRO may shard: all data ranks, or a power of two; any divisor if all fit on a node. Of many data ranks a
+        node's, or a power of four: neighbouring powers of two cost nearly the same."""
         if zero == 0 or mesh.dp == 1:
             return [1] if zero == 0 else []
-        node_size = len(self._cluster.nodes[0].devices)
-        return [d for d in divisors(mesh.dp) if d > 1 and (d == mesh.dp or mesh.dp <= node_size or d.bit_count() == 1)]
+        node_size, many = len(self._cluster.nodes[0].devices), mesh.dp > _MANY_DATA_RANKS
+        powers = [d for d in divisors(mesh.dp) if d.bit_count() == 1 and (not many or d == node_size or d.bit_length() % 2)]
+        return [d for d in divisors(mesh.dp) if d > 1 and (d == mesh.dp or mesh.dp <= node_size or d in powers)]
 
     # -- bounding and pricing --
 
@@ -222,7 +246,8 @@ class BestFirstSearch:
             return None
         seconds = self._bounds.seconds(point, sharding, compile_mode, refined, stages)
         bound = self._cost(point, seconds, memory, point.sequence_parallel, point.recompute != "none")
-        heapq.heappush(self._queue, (max(bound, known_bound), next(self._push_counter), level, point))
+        self._last_bound = max(bound, known_bound)
+        heapq.heappush(self._queue, (self._last_bound, next(self._push_counter), level, point))
         return seconds
 
     def _stage_layers(self, point: SearchPoint) -> StageLayers:
@@ -256,9 +281,10 @@ class BestFirstSearch:
         return _PricedPlan(plan, estimate, self._cost(point, estimate.step_s, estimate.memory_bytes[0], sequence, recomputes))
 
     def _cost(self, point: SearchPoint, seconds: float, memory: float, sequence_parallel: bool, recomputes: bool) -> float:
-        """The objective, with the complexity penalty unless it is memory."""
+        """The objective, with the penalties unless it is memory."""
         cost, mesh, chunks = objective_cost(self._workload, seconds, point.mesh.size, memory), point.mesh, point.pipeline_spec.chunks
         penalty = complexity_penalty(mesh, point.zero, point.micro_batches, sequence_parallel, recomputes, point.schedule, chunks)
+        penalty *= placement_penalty(mesh, len(self._cluster.nodes[0].devices))
         return cost if self._workload.objective == "memory" else cost * penalty
 
     def _closest_to_fitting(self) -> list[_PricedPlan]:

@@ -104,7 +104,8 @@ def _best_without(ranking: Ranking, uses_mechanism: Callable[[Plan], bool], cons
     known = next((s for s in ranking.scored if not uses_mechanism(s.plan)), None)
     if known is not None and (known.estimate.fits or not ranking.num_considered):
         return known
-    if not ranking.num_considered or not budget.has_time:
+    is_long = ranking.search_s > _MAX_SEARCH_S and not constraint.keys() <= {"world", "flow"}  # as long as the search itself
+    if not ranking.num_considered or not budget.has_time or is_long:
         return None
     try:
         return _search_again(ranking, constraints=replace(ranking.constraints, **constraint))
@@ -118,7 +119,7 @@ def _describe_ablation(ranking: Ranking, other: ScoredPlan) -> str:
     ratio = other.estimate.step_s / ranking.best.estimate.step_s
     if ratio >= 1.005:
         return f"a step takes {ratio:.2f}×"
-    return "a step is as long" if ratio >= 0.995 else f"a step would take {ratio:.2f}×, a gain smaller than the complexity penalty"
+    return "a step is as long" if ratio >= 0.995 else f"a step would take {ratio:.2f}×, a gain smaller than the penalty for its mechanisms"
 
 
 def _describe_unequal_split(ranking: Ranking) -> list[str]:

@@ -4,7 +4,8 @@ parallelism.
 [Note: mesh pruning]
 An axis is proposed where the dataflow allows it and a bound says that it may gain something, so that models and batches without use for it are
 planned as quickly as before.
-- 2D tensor parallelism computes the same as 1D. It is proposed where its collectives take less time.
+- 2D tensor parallelism computes the same as 1D. It is proposed where its collectives take less time; on many devices only for groups that
+  leave their node, since inside one the links are fast and it adds collectives.
 - Expert parallelism (experts or embedding tables) stores less on each rank and sends tokens instead of gradients. It is proposed wherever a model
   has experts or tables to shard.
 - Context and spatial parallelism compute the same as data parallelism, and add collectives at attention (or halo exchanges). They are proposed
@@ -41,7 +42,7 @@ class MeshProposer:
         self._device, self._batch, self._constraints = cluster.devices[0].kind, workload.global_batch, constraints
         self._partition_cache, self._bounds = partition_cache, bounds
         self._units, self._is_large = choose_units(partition_cache.profile), len(cluster.devices) > _MANY_DEVICES
-        self._world = constraints.world or len(cluster.devices)
+        self._world, self._node_size = constraints.world or len(cluster.devices), len(cluster.nodes[0].devices)
         self._rejected: set[tuple[int, int, tuple[int, ...], bool]] = set()
         self._is_multi_node = len(cluster.nodes) > 1
         self._memory = cache(lambda zero, recompute: MemoryPolicy(zero, self._units, recompute))
@@ -132,6 +133,8 @@ class MeshProposer:
     def meshes_2d_tensor(self, mesh_1d: Mesh) -> Iterator[Mesh]:
         """2D tensor meshes of the same degree whose collectives take less time."""
         degree = mesh_1d.degree("tp")
+        if self._is_large and self._is_multi_node and degree <= self._node_size:
+            return
         sides = [side for side in divisors(degree) if 1 < side < degree] if len(mesh_1d.tp) == 1 and not self._constraints.sequence else []
         sharding_1d = self._sharding_or_none(mesh_1d) if sides and self._batch >= mesh_1d.data_parallel_size else None
         if sharding_1d is None:

@@ -22,7 +22,7 @@ from meshwright.plan.best_first_search import TOP_K, BestFirstSearch, CoarsePoin
 from meshwright.plan.bounds import LowerBounds
 from meshwright.plan.heterogeneous_planner import SearchInputs, balanced_variants, with_axis_orders, with_device_orders
 from meshwright.plan.mesh_proposals import MeshProposer
-from meshwright.plan.objective import check_objective, complexity_penalty, objective_cost
+from meshwright.plan.objective import check_objective, complexity_penalty, objective_cost, placement_penalty
 from meshwright.plan.planning_problem import PlanningProblem
 from meshwright.plan.recompute_planner import choose_mixed_recompute
 from meshwright.plan.search_space import Constraints, PartitionCache, candidates, check_constraints
@@ -31,6 +31,7 @@ from meshwright.plan.tuning import tune
 _NUM_TOP_PLANS = 12
 _MEAN_DEVICE_TOLERANCE = 1.1  # factor by which mean devices, with one kind's links and kernels, may be overestimated
 MAX_EXHAUSTIVE_DEVICES = 8  # up to so many devices every legal plan is priced; beyond, bounds select
+_MIN_OFFLOAD_GAIN = 0.01  # relative: predictions are not more precise
 _MANY_LAYERS = 24  # from so many layers on, pricing all plans takes minutes even on few devices
 
 
@@ -92,10 +93,10 @@ def rank_plans(
         ranking = _rank_heterogeneous(problem, ranking, previous)
     if previous is not None or not _is_memory_bound(ranking):
         return ranking
-    cost_limit = _sort_key(ranking.best, workload)[1] if ranking.best.estimate.fits else math.inf
+    cost_limit = (1 - _MIN_OFFLOAD_GAIN) * _sort_key(ranking.best, workload, cluster)[1] if ranking.best.estimate.fits else math.inf
     offloading = replace(problem, constraints=replace(constraints, offload="optimizer"))
     other = _rank_equal_split(offloading, ranking, cost_limit, coarse_points=ranking.coarse_points)
-    scored = tuple(sorted((*ranking.scored, *other.scored), key=lambda s: _sort_key(s, workload)))
+    scored = tuple(sorted((*ranking.scored, *other.scored), key=lambda s: _sort_key(s, workload, cluster)))
     notes = ranking.tuning_notes if scored[0] is ranking.best else other.tuning_notes
     return replace(ranking, scored=scored, tuning_notes=notes, num_considered=ranking.num_considered + other.num_considered)
 
@@ -107,7 +108,7 @@ def _rank_heterogeneous(problem: PlanningProblem, ranking: Ranking, previous: Ra
     calibration, constraints = problem.calibration, problem.constraints
     partition_cache = ranking.partition_cache or PartitionCache(profile, workload, constraints)
     inputs = SearchInputs(profile, cluster, workload, calibration, partition_cache)
-    seeds, mean, key = _seed_plans(ranking), None, partial(_sort_key, workload=workload)
+    seeds, mean, key = _seed_plans(ranking), None, partial(_sort_key, workload=workload, cluster=cluster)
     if not assign_rank_devices(cluster, len(cluster.devices)):
         mean = homogeneous_average(cluster, calibration, workload.precision)
         averaged = PlanningProblem(profile, mean[0], workload, mean[1], constraints)
@@ -191,7 +192,7 @@ def _rank_equal_split(
             if not scored[-1].estimate.fits and plan.memory.recompute == "none" and constraints.recompute is None and workload.objective != "memory":
                 other = choose_mixed_recompute(plan, profile, workload, cluster, calibration)
                 scored += [ScoredPlan(other, problem.estimate(other))] if other is not None else []
-    scored.sort(key=lambda s: _sort_key(s, workload))
+    scored.sort(key=lambda s: _sort_key(s, workload, cluster))
     best = scored[0]
     plan, tuned, notes = tune(best.plan, best.estimate, constraints, calibration.rates_for(best.plan.world), problem.estimate)
     scored[0] = ScoredPlan(plan, tuned)
@@ -221,7 +222,7 @@ def rescore_best(ranking: Ranking, cluster: Cluster, calibration: Calibration, m
         there = estimate(scored.plan, ranking.profile, ranking.workload, cluster, calibration, with_time=not memory_only)
         return ScoredPlan(scored.plan, replace(scored.estimate, fits=there.fits, reason=there.reason) if memory_only else there)
 
-    return min(map(rescore, {id(s.plan): s for s in near}.values()), key=lambda s: _sort_key(s, ranking.workload))
+    return min(map(rescore, {id(s.plan): s for s in near}.values()), key=lambda s: _sort_key(s, ranking.workload, cluster))
 
 
 def _is_dominated(plan: Plan, previous: ScoredPlan, workload: Workload) -> bool:
@@ -230,17 +231,17 @@ def _is_dominated(plan: Plan, previous: ScoredPlan, workload: Workload) -> bool:
     return workload.objective == "time" and same and previous.estimate.fits and previous.plan.mesh == plan.mesh
 
 
-def _sort_key(scored: ScoredPlan, workload: Workload) -> tuple[bool, float]:
+def _sort_key(scored: ScoredPlan, workload: Workload, cluster: Cluster) -> tuple[bool, float]:
     plan, memory = scored.plan, float(max(scored.estimate.memory_bytes))
     if not scored.estimate.fits:
         return True, memory  # closest to fitting first
     if workload.objective == "memory":
         return False, memory
-    return False, objective_cost(workload, scored.estimate.step_s, plan.world, memory) * plan_penalty(plan)
+    return False, objective_cost(workload, scored.estimate.step_s, plan.world, memory) * plan_penalty(plan, cluster)
 
 
-def plan_penalty(plan: Plan) -> float:
-    """The factor by which the cost of a plan is multiplied when plans are ranked (see `complexity_penalty`)."""
+def plan_penalty(plan: Plan, cluster: Cluster) -> float:
+    """The factor by which the cost of a plan is multiplied when plans are ranked (see `complexity_penalty` and `placement_penalty`)."""
     stages_per_rank, recomputes = max(len(plan.stages) // plan.mesh.pp, 1), bool(plan.memory.recompute_modes)
     mechanisms = (plan.mesh, plan.memory.zero, plan.micro_batches, plan.tensor.is_sequence_parallel, recomputes, plan.schedule, stages_per_rank)
-    return complexity_penalty(*mechanisms)
+    return complexity_penalty(*mechanisms) * placement_penalty(plan.mesh, len(cluster.nodes[0].devices))

@@ -244,9 +244,9 @@ def _grad_norm_actions(plan: Plan, clip: bool) -> Iterator[Action]:
 def pipeline_sends(plan: Plan, profile: ModelProfile, coordinate: MeshCoordinate, phase: str, micro_batch: int) -> Iterator[Action]:
     """What this rank's stages send for one micro-batch: activations forward, gradients backward. Adjacent stages on one rank send nothing."""
     shards = plan.logical_dim_shards[coordinate.tp]
-    for stage in range(len(plan.stages)) if plan.mesh.pp > 1 else ():
+    for stage in plan.stages_of_rank(coordinate.pp) if plan.mesh.pp > 1 else ():
         target = stage + 1 if phase == "forward" else stage - 1
-        if plan.stage_rank(stage) != coordinate.pp or not 0 <= target < len(plan.stages) or plan.stage_rank(target) == coordinate.pp:
+        if not 0 <= target < len(plan.stages) or plan.stage_rank(target) == coordinate.pp:
             continue
         name = f"activations/{stage}" if phase == "forward" else f"gradients/{stage}"
         for i, activation in enumerate(a for a in plan.stages[max(stage, target)].boundary_activations if a.needs_grad or phase == "forward"):

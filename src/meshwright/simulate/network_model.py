@@ -9,6 +9,7 @@ from typing import Protocol
 from meshwright.core.calibration import AlphaBetaModel, Rates
 from meshwright.core.cluster import Cluster
 from meshwright.core.group_bandwidth import GroupBandwidth
+from meshwright.core.node_topology import FullyConnected
 from meshwright.core.schedule import P2P_OPS, wire_factor
 from meshwright.cost.collective_cost import alpha_beta_of, effective_link
 from meshwright.simulate.network_topology import NO_LINKS, DirectedLink, Topology, topology_of
@@ -119,8 +120,8 @@ class AlphaBetaNetwork(_ClusterNetwork):
 @dataclass(frozen=True)
 class FabricNetwork(_ClusterNetwork):
     """A topology whose links are shared by groups. A collective is a ring of its ranks, an all-to-all sends between all pairs; concurrent calls
-    share a link max-min fairly. The time before a call's first byte is that of the closed form. Its bytes go at the rate of its links, limited by the
-    measured rate if there is one."""
+    share a link max-min fairly. The time before a call's first byte is that of the estimate, by the same code. Its bytes go at the rate of its
+    links, limited by the measured rate if there is one."""
 
     topology: Topology = field(kw_only=True)
     backend: str = "nccl"
@@ -133,25 +134,33 @@ class FabricNetwork(_ClusterNetwork):
     def call_cost(self, op: str, size: int, ranks: tuple[int, ...], *, blocks: bool = False) -> CallCost:
         if len(ranks) < 2:
             return CallCost()
-        line = alpha_beta_of(op, len(ranks), self.backend, self.rates, self.cluster.link_between(ranks))
+        line = alpha_beta_of(op, len(ranks), self.backend, self.rates, effective_link(self.cluster, ranks, op))
         rate = line.bytes_per_s * self.bandwidth_scale if self.rates.collectives else float("inf")  # if not measured, the line is the link's own
         if not self.contended:
             rate = min(rate, *(link.bandwidth / load for link, load in self._crossed_links(op, ranks).items()))
         return _call_cost(line, size * wire_factor(op, len(ranks)), rate)
 
     def group_signature(self, ranks: tuple[int, ...]) -> Hashable:
-        return self.cluster.link_between(ranks), len(ranks)
+        link = self.cluster.link_between(ranks) if self.contended else effective_link(self.cluster, ranks, "")
+        return link, len(ranks)  # where links are shared, the links that calls cross tell the rest
 
     def link_loads(self, op: str, ranks: tuple[int, ...], down_links: frozenset[str] = NO_LINKS) -> Mapping[DirectedLink, float]:
         return self._crossed_links(op, ranks, down_links) if self.contended else {}
 
     def _crossed_links(self, op: str, ranks: tuple[int, ...], down_links: frozenset[str] = NO_LINKS) -> Mapping[DirectedLink, float]:
         loads: dict[DirectedLink, float] = {}
-        for source, target, share in _traffic_pairs(op, ranks):
+        pattern = "all_to_all" if traffic_pattern(op) == "ring" and self._has_disjoint_rings(ranks) else traffic_pattern(op)
+        for source, target, share in _traffic_pairs(pattern, ranks):
             for link in self.topology.path(source, target, down_links) or self.topology.path(source, target):  # no detour: the call waits at the link
                 loads[link] = loads.get(link, 0.0) + share
         scale = self.bandwidth_scale
         return loads if scale == 1 else {replace(link, bandwidth=link.bandwidth * scale): load for link, load in loads.items()}
+
+    def _has_disjoint_rings(self, ranks: tuple[int, ...]) -> bool:
+        """Whether the ranks share a node with a wire between every two devices. One ring per neighbour then goes over wires of its own, and
+        together they load the wires as an all-to-all does."""
+        node = self.cluster.node_index(min(ranks))
+        return node == self.cluster.node_index(max(ranks)) and isinstance(self.cluster.nodes[node].inside, FullyConnected)
 
 
 def traffic_pattern(op: str) -> str:
@@ -159,9 +168,8 @@ def traffic_pattern(op: str) -> str:
     return "message" if op in P2P_OPS else "all_to_all" if op == "all_to_all" else "ring"
 
 
-def _traffic_pairs(op: str, ranks: tuple[int, ...]) -> list[tuple[int, int, float]]:
+def _traffic_pairs(pattern: str, ranks: tuple[int, ...]) -> list[tuple[int, int, float]]:
     """Pairs of sender and receiver, each with its share of the bytes that a rank sends."""
-    pattern = traffic_pattern(op)
     if pattern == "message":
         return [(ranks[0], ranks[1], 1.0)]
     if pattern == "ring":
